@@ -1,0 +1,206 @@
+"""manifest.json: what a preprocessed data set says about itself, as typed records, and how it is read and checked.
+
+    manifest = read_manifest("data/")
+    check_shards(manifest, "data/")
+    manifest.splits["train"].shards[0].path           # "train/part-00000.parquet", relative to the folder
+    manifest.categorical_columns[2].num_embeddings    # rows of C3's embedding table
+
+Keys in the file are the names of the fields below (`rows.in` alone is `rows.read` here, `in` being a Python keyword).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import pyarrow.parquet as pq
+from pydantic import Field, TypeAdapter, ValidationError
+
+FORMAT = "comera-rec-dataset"
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+SPLITS = ("train", "val", "test")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """A Parquet file of the data set: its path relative to the folder, and what it must contain."""
+
+    path: str
+    rows: int
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """A contiguous range of the input's rows, in the input's order, spread over its shards one after the other."""
+
+    rows: int
+    shards: tuple[Shard, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputFile:
+    """A raw log that was read: its name without folders, its bytes on disk, its lines and how many were rejected."""
+
+    name: str
+    bytes: int
+    rows_in: int
+    rows_rejected: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowCounts:
+    """Lines read from the inputs (key `in`) = rows written + lines rejected."""
+
+    read: Annotated[int, Field(alias="in")]
+    written: int
+    rejected: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RejectedLine:
+    """A malformed line: file name, line number from 1, and what is wrong with it."""
+
+    file: str
+    line: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Label:
+    """Share of ones, over everything and per split (None for an empty split)."""
+
+    mean: float
+    split_means: dict[str, float | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class IntegerColumn:
+    """A count column, stored as log(max(x, min) + offset) > 0 with offset = 2 - min, and exactly 0.0 where missing.
+
+    min and max are those of the training split, None where it holds no value; missing counts the whole input's cells.
+    """
+
+    name: str
+    missing: int
+    offset: int
+    min: int | None
+    max: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CategoricalColumn:
+    """A category column, stored as ids: 0 = missing, rare or unseen; 1, 2, ... by falling frequency in the training split.
+
+    num_embeddings is the largest id + 1. distinct and missing count the whole input (a missing cell is no distinct value).
+    rows_at_zero is, per split, how many rows hold id 0. vocabulary lists value and count of ids 1, 2, ... in order.
+    """
+
+    name: str
+    num_embeddings: int
+    distinct: int
+    missing: int
+    min_count: int
+    rows_at_zero: dict[str, int]
+    vocabulary: Shard
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Everything that training needs to know of a data set. label is None for logs without labels."""
+
+    format: str
+    format_version: int
+    versions: dict[str, str]
+    options: dict[str, int | float]
+    inputs: tuple[InputFile, ...]
+    rows: RowCounts
+    rejected_lines: tuple[RejectedLine, ...]
+    label: Label | None
+    integer_columns: tuple[IntegerColumn, ...]
+    categorical_columns: tuple[CategoricalColumn, ...]
+    splits: dict[str, Split]
+
+
+_MANIFEST = TypeAdapter(Manifest)
+_HEADER = TypeAdapter(dict[str, object])
+_REMEDY = "run `comera preprocess` again"
+
+
+def write_manifest(manifest: Manifest, folder: str | Path) -> None:
+    """Write manifest.json into the folder."""
+    text = _MANIFEST.dump_json(manifest, by_alias=True, indent=2)
+    (Path(folder) / MANIFEST_NAME).write_bytes(text + b"\n")
+
+
+def read_manifest(folder: str | Path) -> Manifest:
+    """Read and validate a data set's manifest.json.
+
+    Args:
+        folder: the data set, the folder that `comera preprocess` wrote.
+
+    Raises:
+        ValueError: no manifest there, not JSON, another format or version, or a key missing or of the wrong type.
+    """
+    path = Path(folder) / MANIFEST_NAME
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: {folder} is not a preprocessed data set; make one with `comera preprocess`")
+    text = path.read_bytes()
+    try:
+        header = _HEADER.validate_json(text)
+        found = (header.get("format"), header.get("format_version"))
+        if found != (FORMAT, FORMAT_VERSION):
+            raise ValueError(f"{path}: format {found[0]} version {found[1]}, expected {FORMAT} version {FORMAT_VERSION}; {_REMEDY}")
+        manifest = _MANIFEST.validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise ValueError(f"{path}: {key}: {first['msg']}; {_REMEDY}") from error
+    missing = [name for name in SPLITS if name not in manifest.splits]
+    if missing:
+        raise ValueError(f"{path}: splits.{missing[0]}: Field required; {_REMEDY}")
+    return manifest
+
+
+def check_shards(manifest: Manifest, folder: str | Path, *, contents: bool = False) -> None:
+    """Check that every shard of every split is there with the bytes that the manifest states.
+
+    Args:
+        manifest: what the folder must hold.
+        folder: the data set's folder.
+        contents: also read every file and compare its row count and SHA-256.
+
+    Raises:
+        ValueError: names the first shard that is missing or differs.
+    """
+    for name, split in manifest.splits.items():
+        total = sum(shard.rows for shard in split.shards)
+        if total != split.rows:
+            raise ValueError(f"{folder}: split {name} states {split.rows} rows, its shards {total}; {_REMEDY}")
+        for shard in split.shards:
+            _check_shard(shard, Path(folder), contents=contents)
+
+
+def _check_shard(shard: Shard, folder: Path, *, contents: bool) -> None:
+    path = folder / shard.path
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist, but the manifest lists it; {_REMEDY}")
+    if path.stat().st_size != shard.bytes:
+        raise ValueError(f"{path} has {path.stat().st_size} bytes, the manifest states {shard.bytes}; {_REMEDY}")
+    if not contents:
+        return
+    if file_sha256(path) != shard.sha256:
+        raise ValueError(f"{path} differs from the SHA-256 in the manifest; {_REMEDY}")
+    rows = pq.read_metadata(path).num_rows
+    if rows != shard.rows:
+        raise ValueError(f"{path} has {rows} rows, the manifest states {shard.rows}; {_REMEDY}")
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
