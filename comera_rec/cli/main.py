@@ -1,0 +1,76 @@
+"""The `comera` command: a table of subcommands and the one place where errors become a line and an exit status.
+
+A subcommand's module is imported when the subcommand runs: preprocessing needs no torch, and importing torchrec takes seconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+import click
+
+COMMANDS = {
+    "synth": ("comera_rec.cli.data", "Write Criteo-format logs with a planted signal of known best AUC."),
+    "preprocess": ("comera_rec.cli.data", "Turn Criteo logs into Parquet shards and a manifest."),
+    "train": ("comera_rec.cli.model", "Train a DLRM, dense or compressed, from a TOML config."),
+    "evaluate": ("comera_rec.cli.model", "Print AUC, NE and logloss of a trained run as one JSON line."),
+    "report": ("comera_rec.cli.model", "Compare runs on one self-contained HTML page."),
+    "export": ("comera_rec.cli.model", "Write a trained run as a dense model without TT modules."),
+}
+
+
+class LazyGroup(click.Group):
+    """A click group that knows its commands by name and imports one only when it is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = getattr(importlib.import_module(COMMANDS[cmd_name][0]), cmd_name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(package_name="comera-rec")
+def cli() -> None:
+    """Train recommendation models in compressed form: raw Criteo logs in, a DLRM with tensor-train tables out.
+
+    \b
+    Example:
+      comera synth --rows 500000 --output raw/train.txt
+      comera preprocess --input raw/train.txt --output data/
+      comera train --config examples/demo.toml data.path=data/ output=runs/compressed
+    """
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit: 0 on success, 2 on a user's mistake, told in one line on standard error.
+
+    Set COMERA_TRACEBACK=1 to see where an error came from.
+    """
+    try:
+        status = cli.main(args=arguments, prog_name="comera", standalone_mode=False)
+        sys.exit(status if isinstance(status, int) else 0)
+    except click.exceptions.Abort:
+        click.echo("comera: interrupted", err=True)
+        sys.exit(130)
+    except click.ClickException as error:
+        message, status = error.format_message(), 2
+    except (ValueError, OSError) as error:
+        if os.environ.get("COMERA_TRACEBACK"):
+            raise
+        message, status = str(error), 2
+    click.echo("comera: " + " ".join(message.split()), err=True)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

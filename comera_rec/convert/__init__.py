@@ -1,0 +1,17 @@
+"""Dense models to tensor trains and back, and what either weighs."""
+
+from comera_rec.convert.compression import CompressionReport, LayerSize, compression_report
+from comera_rec.convert.export import export_dense
+from comera_rec.convert.swap import TTEmbeddingConfig, swap_embedding_bag_collections_
+from comera_rec.nn import TTLinearConfig, compress_linears_
+
+__all__ = [
+    "CompressionReport",
+    "LayerSize",
+    "TTEmbeddingConfig",
+    "TTLinearConfig",
+    "compress_linears_",
+    "compression_report",
+    "export_dense",
+    "swap_embedding_bag_collections_",
+]

@@ -1,0 +1,137 @@
+"""What a model weighs, layer by layer, beside what it would weigh dense."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from comera_rec.nn import TTEmbeddingBag, TTModule
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSize:
+    """One layer's parameters (a count) and bytes, beside the dense layer's."""
+
+    name: str
+    kind: str  # "table", "linear" or "other"
+    shape: tuple[int, ...]
+    format: str  # "tt" or "dense"
+    row_shape: tuple[int, ...] | None
+    col_shape: tuple[int, ...] | None
+    ranks: tuple[int, ...] | None
+    params: int
+    bytes: int
+    dense_params: int
+    dense_bytes: int
+
+    @property
+    def ratio(self) -> float:
+        """Dense bytes over bytes."""
+        return self.dense_bytes / self.bytes if self.bytes else float("inf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressionReport:
+    """Sizes of all layers of a model; every count is that of the tensors in its state dict."""
+
+    layers: tuple[LayerSize, ...]
+
+    def total(self, field: str, *, kind: str | None = None) -> int:
+        """Sum of "params", "bytes", "dense_params" or "dense_bytes" over the layers (of one kind)."""
+        return sum(getattr(layer, field) for layer in self.layers if kind in (None, layer.kind))
+
+    @property
+    def ratio(self) -> float:
+        """Dense bytes over bytes of the whole model."""
+        return self.total("dense_bytes") / self.total("bytes")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain numbers, lists and strings."""
+        totals = {field: self.total(field) for field in ("params", "bytes", "dense_params", "dense_bytes")}
+        tables = {"table_bytes": self.total("bytes", kind="table"), "dense_table_bytes": self.total("dense_bytes", kind="table")}
+        return {
+            **totals,
+            **tables,
+            "ratio": self.ratio,
+            "layers": [{**asdict(layer), "ratio": layer.ratio} for layer in self.layers],
+        }
+
+    def to_markdown(self) -> str:
+        """The report as a Markdown table."""
+        lines = [
+            "| layer | shape | format | ranks | parameters | bytes | dense bytes | ratio |",
+            "|---|---|---|---|---:|---:|---:|---:|",
+        ]
+        for layer in self.layers:
+            shape = " x ".join(map(str, layer.shape))
+            ranks = " ".join(map(str, layer.ranks)) if layer.ranks is not None else ""
+            row = f"| {layer.name} | {shape} | {layer.format} | {ranks} | {layer.params:,} | {layer.bytes:,} "
+            lines.append(row + f"| {layer.dense_bytes:,} | {layer.ratio:.1f} |")
+        params, size, dense = (self.total(field) for field in ("params", "bytes", "dense_bytes"))
+        total = f"| **total** | | | | {params:,} | {size:,} | {dense:,} | {self.ratio:.1f} |"
+        return "\n".join([*lines, total])
+
+
+def compression_report(model: nn.Module) -> CompressionReport:
+    """Parameters and bytes of every layer of a model, beside those of its dense version.
+
+    Args:
+        model: any module, before or after swapping.
+
+    Returns:
+        One entry a module that owns parameters; modules of one name in `state_dict` have that name here.
+    """
+    return CompressionReport(
+        layers=tuple(_measure(name, m) for name, m in model.named_modules() if any(True for _ in m.parameters(recurse=False)))
+    )
+
+
+def _measure(name: str, module: nn.Module) -> LayerSize:
+    own = list(module.parameters(recurse=False))
+    params, size = sum(p.numel() for p in own), sum(p.numel() * p.element_size() for p in own)
+    if isinstance(module, TTModule):
+        kind = "table" if isinstance(module, TTEmbeddingBag) else "linear"
+        trained = {id(p) for p in (*module.cores(), *module.rank_parameters())}
+        rest = [p for p in own if id(p) not in trained]  # a bias is the same when dense
+        item = module.core_0.element_size()
+        return LayerSize(
+            name=name,
+            kind=kind,
+            shape=(module.num_rows, module.num_cols),
+            format="tt",
+            row_shape=module.shape.row_shape,
+            col_shape=module.shape.col_shape,
+            ranks=module.shape.ranks,
+            params=params,
+            bytes=size,
+            dense_params=module.num_rows * module.num_cols + sum(p.numel() for p in rest),
+            dense_bytes=module.num_rows * module.num_cols * item + sum(p.numel() * p.element_size() for p in rest),
+        )
+    return LayerSize(
+        name=name,
+        kind=_kind(name, module),
+        shape=_dense_shape(module),
+        format="dense",
+        row_shape=None,
+        col_shape=None,
+        ranks=None,
+        params=params,
+        bytes=size,
+        dense_params=params,
+        dense_bytes=size,
+    )
+
+
+def _kind(name: str, module: nn.Module) -> str:
+    # TorchRec's fused collections keep each table's weight on a bare Module under `embedding_bags`.
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) or ".embedding_bags." in f".{name}":
+        return "table"
+    return "linear" if isinstance(module, nn.Linear) else "other"
+
+
+def _dense_shape(module: nn.Module) -> tuple[int, ...]:
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    return tuple(max(module.parameters(recurse=False), key=lambda p: p.numel()).shape)

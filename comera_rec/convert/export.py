@@ -1,0 +1,55 @@
+"""Tensor trains back to dense modules."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+from torchrec import EmbeddingBagCollection
+from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
+
+from comera_rec.nn import TTModule
+from comera_rec.recsys import TTEmbeddingBagCollection
+
+
+def export_dense(model: nn.Module) -> nn.Module:
+    """Copy a model with every tensor-train module contracted to its plain torch or TorchRec equivalent.
+
+    The copy predicts the same numbers and needs no part of this library. Collections, fused ones inside them included, become
+    `torchrec.EmbeddingBagCollection`.
+
+    Args:
+        model: any module; left as it is.
+
+    Returns:
+        The copy. It takes the memory of the dense tables.
+    """
+    # Modules that copy.deepcopy finds in its memo are replaced wherever they are shared.
+    memo: dict[int, nn.Module] = {}
+    for module in model.modules():
+        if isinstance(module, TTEmbeddingBagCollection):
+            memo[id(module)] = _dense_collection(module)
+        elif isinstance(module, TTModule):
+            memo[id(module)] = module.to_dense().train(module.training)
+        elif isinstance(module, EmbeddingBagCollectionInterface) and type(module) is not EmbeddingBagCollection:
+            memo[id(module)] = _plain_collection(module)
+    return copy.deepcopy(model, memo)
+
+
+def _plain_collection(module: EmbeddingBagCollectionInterface) -> EmbeddingBagCollection:
+    plain = EmbeddingBagCollection(module.embedding_bag_configs(), module.is_weighted(), module.device)
+    plain.load_state_dict(module.state_dict())
+    return plain.train(module.training)
+
+
+def _dense_collection(module: TTEmbeddingBagCollection) -> EmbeddingBagCollection:
+    configs = [config.dense() for config in module.embedding_bag_configs()]
+    dense = EmbeddingBagCollection(configs, module.is_weighted(), module.device)
+    with torch.no_grad():
+        for name, bag in dense.embedding_bags.items():
+            if name in module.tt_bags:
+                bag.weight.copy_(module.tt_bag(name).dense_matrix())
+            elif module.dense_bags is not None:
+                bag.weight.copy_(module.dense_bags.get_parameter(f"embedding_bags.{name}.weight"))
+    return dense.train(module.training)

@@ -1,0 +1,112 @@
+"""Put tensor-train layers in place of the linear layers of any model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from comera_rec.nn.linear import TTLinear
+from comera_rec.nn.tt_module import replace_modules_
+from comera_rec.tt import TTShape
+
+INITS = ("random", "tt_svd")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TTLinearConfig:
+    """Which linear layers become tensor trains, and how small.
+
+    Attributes:
+        tt_ranks: ranks, one for all bonds or one each. Give at most one of `tt_ranks` and `compression`; default rank 16.
+        compression: dense weights over tensor-train parameters, at least; the largest ranks within that budget are taken.
+        order: number of cores, 2, 4, 6 or 8; default 4.
+        min_features: layers with fewer input or output features stay dense.
+        policy: "auto" compresses a layer only where that saves parameters and multiply-adds; "always" does so wherever it fits.
+    """
+
+    tt_ranks: int | tuple[int, ...] | None = None
+    compression: float | None = None
+    order: int | None = None
+    min_features: int = 128
+    policy: str = "auto"
+
+    def __post_init__(self) -> None:
+        require_one_size(self.tt_ranks, self.compression)
+        if self.policy not in ("auto", "always"):
+            raise ValueError(f"policy is {self.policy!r}: choose 'auto' or 'always'")
+
+    def shape_for(self, in_features: int, out_features: int) -> TTShape | None:
+        """Modes and ranks of a layer of this size, or None where it stays dense."""
+        if min(in_features, out_features) < self.min_features:
+            return None
+        budget = None if self.compression is None else max(1, int(in_features * out_features / self.compression))
+        shape = TTShape.for_linear(in_features, out_features, tt_ranks=self.tt_ranks, order=self.order, budget_params=budget)
+        if self.policy == "auto":
+            products = shape.ranks[shape.order // 2 - 1] * (in_features + out_features)  # multiply-adds per row of (x L) R
+            if max(shape.num_params, products) >= in_features * out_features:
+                return None
+        return shape
+
+
+def require_one_size(tt_ranks: int | Sequence[int] | None, compression: float | None) -> None:
+    """Raise a ValueError unless at most one of the two is given, and the compression is above 1."""
+    if tt_ranks is not None and compression is not None:
+        raise ValueError(f"tt_ranks {tt_ranks} and compression {compression} are both given: give one of them")
+    if compression is not None and not compression > 1:
+        raise ValueError(f"compression is {compression}: give a number above 1, e.g. 100 for tables 100 times smaller")
+
+
+def require_init(init: str) -> None:
+    """Raise a ValueError unless `init` is known."""
+    if init not in INITS:
+        raise ValueError(f"init is {init!r}: choose one of {', '.join(map(repr, INITS))}")
+
+
+def compress_linears_(
+    model: nn.Module, config: TTLinearConfig, *, filter_fn: Callable[[nn.Module, str], bool] | None = None, init: str = "random"
+) -> nn.Module:
+    """Replace the large `nn.Linear` layers of a model by `TTLinear`, in place.
+
+    Build the optimizer afterwards: the replaced layers' parameters are new.
+
+    Args:
+        model: any module.
+        config: which layers, and how small.
+        filter_fn: (module, fully qualified name) -> whether to consider the layer; default all.
+        init: "random", or "tt_svd" to start from the layer's weights.
+
+    Raises:
+        ValueError: if no layer matched.
+
+    Returns:
+        The model (a new module where the model itself is a linear layer).
+    """
+    require_init(init)
+    replacements: dict[nn.Module, nn.Module] = {}
+    for name, module in model.named_modules():
+        # Exact type: subclasses such as the out-projection of nn.MultiheadAttention are read by name, never called.
+        if type(module) is not nn.Linear or (filter_fn is not None and not filter_fn(module, name)):
+            continue
+        shape = config.shape_for(module.in_features, module.out_features)
+        if shape is not None:
+            replacements[module] = _compressed(module, shape, init)
+    if not replacements:
+        raise ValueError(
+            f"no linear layer was compressed: none passed filter_fn with at least {config.min_features} features on both sides"
+            f"{' and a saving under policy auto' if config.policy == 'auto' else ''}; lower min_features or the ranks"
+        )
+    return replace_modules_(model, replacements)
+
+
+def _compressed(module: nn.Linear, shape: TTShape, init: str) -> TTLinear:
+    if init == "tt_svd":
+        layer = TTLinear.from_dense(module, shape=shape)
+    else:
+        weight: torch.Tensor = module.weight
+        layer = TTLinear(
+            module.in_features, module.out_features, module.bias is not None, shape=shape, device=weight.device, dtype=weight.dtype
+        )
+    return layer.train(module.training)

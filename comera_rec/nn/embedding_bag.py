@@ -1,0 +1,171 @@
+"""Embedding bag over a tensor-train table.
+
+Shapes: L ids, B bags, U unique ids of the batch, N embedding_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from comera_rec.nn.tt_module import TTModule
+from comera_rec.ops import deduplicate, tt_rows
+from comera_rec.ops.gathered_matmul import resolve_impl
+from comera_rec.tt import TTShape, require_positive
+
+MODES = ("sum", "mean", "max")
+
+
+class TTEmbeddingBag(TTModule):
+    """`torch.nn.EmbeddingBag` whose table is a tensor-train matrix.
+
+    E[i, (j_1..j_d)] = G_1[0, i_1, j_1, :] diag(D_1) G_2[:, i_2, j_2, :] ... G_d[:, i_d, j_d, 0]
+
+    The unique ids of a batch are looked up once, each unique leading and trailing digit tuple is contracted once, and bags are
+    pooled from those rows: memory follows unique ids, never lookups times core slices. CoMERA, sections 3.1 and 4.1 (arXiv
+    2405.14377).
+
+    Args:
+        num_embeddings: rows M of the table.
+        embedding_dim: columns N.
+        shape: modes and ranks; default `TTShape.for_table(num_embeddings, embedding_dim, tt_ranks=tt_ranks)`.
+        tt_ranks: ranks, one for all bonds or one each; default 16. Give at most one of `shape` and `tt_ranks`.
+        mode: "sum", "mean" or "max".
+        include_last_offset: offsets end with the number of ids, as in `nn.EmbeddingBag`.
+        impl: implementation of the products, see `comera_rec.ops.gathered_matmul`.
+        std: standard deviation of the entries at initialization; default 1, that of `nn.EmbeddingBag`.
+        name: the table's name in error messages.
+
+    Raises:
+        ValueError: for sizes or ranks below 1, an unknown mode, a shape too small for the table.
+
+    Example:
+        >>> bag = TTEmbeddingBag(1_000_000, 64, tt_ranks=8)
+        >>> bag(torch.tensor([3, 999_999, 3]), torch.tensor([0, 2])).shape
+        torch.Size([2, 64])
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        shape: TTShape | None = None,
+        tt_ranks: int | Sequence[int] | None = None,
+        mode: str = "sum",
+        include_last_offset: bool = False,
+        impl: str = "auto",
+        std: float = 1.0,
+        name: str = "the table",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        require_positive(num_embeddings=num_embeddings, embedding_dim=embedding_dim)
+        if mode not in MODES:
+            raise ValueError(f"mode is {mode!r}: choose one of {', '.join(map(repr, MODES))}")
+        resolve_impl(impl)
+        super().__init__(
+            num_embeddings,
+            embedding_dim,
+            table_shape(num_embeddings, embedding_dim, shape, tt_ranks),
+            std,
+            device=device,
+            dtype=dtype,
+        )
+        self.mode = mode
+        self.include_last_offset = include_last_offset
+        self.impl = impl
+        self.name = name
+
+    @property
+    def num_embeddings(self) -> int:
+        """Rows M of the table."""
+        return self.num_rows
+
+    @property
+    def embedding_dim(self) -> int:
+        """Columns N of the table."""
+        return self.num_cols
+
+    def lookup(self, rows: Tensor) -> Tensor:
+        """Rows of the table for unique ascending ids: [U] -> [U, N]."""
+        found = tt_rows(self.scaled_cores(), rows, self.shape, impl=self.impl)
+        return found[:, : self.embedding_dim]
+
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """Pool bags of rows; arguments as in `torch.nn.EmbeddingBag`.
+
+        Args:
+            input: [L] ids with `offsets`, or [B, L] ids, bags of one length.
+            offsets: [B] starts of the bags, or [B + 1] with `include_last_offset`.
+            per_sample_weights: weights of the shape of `input`; mode "sum" only.
+
+        Raises:
+            ValueError: naming the table, the id and the limit, if an id is out of range (checked on CPU).
+
+        Returns:
+            [B, N].
+        """
+        batch = deduplicate(input, self.num_embeddings, table=self.name)
+        if offsets is not None:
+            offsets = offsets.to(batch.inverse.dtype)
+        return F.embedding_bag(
+            batch.inverse,
+            self.lookup(batch.rows),
+            offsets,
+            mode=self.mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=self.include_last_offset,
+        )
+
+    @classmethod
+    def from_dense(
+        cls,
+        module: nn.EmbeddingBag,
+        *,
+        shape: TTShape | None = None,
+        tt_ranks: int | Sequence[int] | None = None,
+        rtol: float = 0.0,
+    ) -> TTEmbeddingBag:
+        """The TT-SVD of a dense embedding bag, see `comera_rec.tt_svd`.
+
+        Raises:
+            ValueError: if the module has a padding index, a norm limit or frequency-scaled gradients, which a train can't honour.
+        """
+        if module.padding_idx is not None or module.max_norm is not None or module.scale_grad_by_freq:
+            raise ValueError(
+                "padding_idx, max_norm and scale_grad_by_freq have no tensor-train equivalent: build the EmbeddingBag without them"
+            )
+        bag = cls(
+            module.num_embeddings,
+            module.embedding_dim,
+            shape=shape,
+            tt_ranks=tt_ranks,
+            mode=module.mode,
+            include_last_offset=module.include_last_offset,
+            std=float(module.weight.detach().std(correction=0)),
+            device=module.weight.device,
+            dtype=module.weight.dtype,
+        )
+        bag.set_dense_matrix_(module.weight.detach(), rtol=rtol)
+        return bag
+
+    def to_dense(self) -> nn.EmbeddingBag:
+        """A `torch.nn.EmbeddingBag` with the same rows."""
+        return nn.EmbeddingBag(
+            self.num_embeddings,
+            self.embedding_dim,
+            mode=self.mode,
+            include_last_offset=self.include_last_offset,
+            _weight=self.dense_matrix().detach().contiguous(),
+        )
+
+
+def table_shape(num_embeddings: int, embedding_dim: int, shape: TTShape | None, tt_ranks: int | Sequence[int] | None) -> TTShape:
+    """The shape given, or the default one of a table at the given ranks; both is a ValueError."""
+    if shape is not None and tt_ranks is not None:
+        raise ValueError(f"shape {shape} and tt_ranks {tt_ranks} are both given: give one of them")
+    return shape or TTShape.for_table(num_embeddings, embedding_dim, tt_ranks=tt_ranks)

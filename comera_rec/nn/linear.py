@@ -1,0 +1,133 @@
+"""Linear layer held as a tensor train.
+
+Shapes: I in_features, O out_features, r the rank of the bond between input and output modes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from comera_rec.nn.tt_module import TTModule
+from comera_rec.tt import TTShape, contract, require_positive
+
+
+class TTLinear(TTModule):
+    """`torch.nn.Linear` whose weight is a tensor train over input modes, then output modes.
+
+    y = x W + b = (x L) R + b, with L (I x r) contracted from the input cores and R (r x O) from the output cores. CoMERA,
+    section 4.2 (arXiv 2405.14377): for large batches forming L and R once per step is close to the optimal contraction.
+
+    Args:
+        in_features: size of the last dimension of the input.
+        out_features: size of the last dimension of the output.
+        bias: learn an additive bias.
+        shape: modes and ranks, input modes (n_k = 1) before output modes (m_k = 1); default
+            `TTShape.for_linear(in_features, out_features, tt_ranks=tt_ranks)`.
+        tt_ranks: ranks, one for all bonds (the largest; shorter bonds take what their modes allow) or one each; default 16. Give at
+            most one of `shape` and `tt_ranks`.
+
+    Raises:
+        ValueError: for sizes or ranks below 1, or a shape that is too small or mixes input and output modes.
+
+    Example:
+        >>> TTLinear(512, 256, tt_ranks=16)(torch.zeros(4, 7, 512)).shape
+        torch.Size([4, 7, 256])
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        shape: TTShape | None = None,
+        tt_ranks: int | Sequence[int] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        require_positive(in_features=in_features, out_features=out_features)
+        if shape is not None and tt_ranks is not None:
+            raise ValueError(f"shape {shape} and tt_ranks {tt_ranks} are both given: give one of them")
+        shape = shape or TTShape.for_linear(in_features, out_features, tt_ranks=tt_ranks)
+        cut = _input_cores(shape)
+        std = (3 * in_features) ** -0.5  # that of nn.Linear: uniform on +-1/sqrt(in_features)
+        super().__init__(in_features, out_features, shape, std, device=device, dtype=dtype)
+        self._cut = cut
+        self.register_parameter("bias", nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None)
+        self._reset_bias()
+
+    def reset_parameters(self) -> None:
+        """Draw cores and bias with the standard deviation that `nn.Linear` would give."""
+        super().reset_parameters()
+        self._reset_bias()
+
+    def _reset_bias(self) -> None:
+        bias = self._parameters.get("bias")
+        if bias is not None and not bias.is_meta:
+            nn.init.uniform_(bias, -(self.in_features**-0.5), self.in_features**-0.5)
+
+    @property
+    def in_features(self) -> int:
+        """Size of the last dimension of the input."""
+        return self.num_rows
+
+    @property
+    def out_features(self) -> int:
+        """Size of the last dimension of the output."""
+        return self.num_cols
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in_features] -> [..., out_features]."""
+        cores = self.scaled_cores()
+        rank = self.shape.bonds[self._cut]
+        left_Ir = contract(cores[: self._cut]).reshape(self.shape.num_rows, rank)[: self.in_features]
+        right_rO = contract(cores[self._cut :]).reshape(rank, self.shape.num_cols)[:, : self.out_features]
+        return F.linear(input @ left_Ir, right_rO.mT, self.bias)
+
+    @classmethod
+    def from_dense(
+        cls, module: nn.Linear, *, shape: TTShape | None = None, tt_ranks: int | Sequence[int] | None = None, rtol: float = 0.0
+    ) -> TTLinear:
+        """The TT-SVD of a dense linear layer, bias copied; see `comera_rec.tt_svd`."""
+        weight = module.weight.detach()
+        layer = cls(
+            module.in_features,
+            module.out_features,
+            module.bias is not None,
+            shape=shape,
+            tt_ranks=tt_ranks,
+            device=weight.device,
+            dtype=weight.dtype,
+        )
+        layer.set_dense_matrix_(weight.mT, rtol=rtol)
+        if layer.bias is not None:
+            layer.bias.data.copy_(module.bias.detach())
+        return layer
+
+    def to_dense(self) -> nn.Linear:
+        """A `torch.nn.Linear` with the same weight and bias."""
+        layer = nn.Linear(
+            self.in_features, self.out_features, self.bias is not None, device=self.core_0.device, dtype=self.core_0.dtype
+        )
+        with torch.no_grad():
+            layer.weight.copy_(self.dense_matrix().mT)
+            if self.bias is not None:
+                layer.bias.copy_(self.bias)
+        return layer
+
+
+def _input_cores(shape: TTShape) -> int:
+    """How many leading cores hold input modes."""
+    for cut in range(1, shape.order):
+        if set(shape.col_shape[:cut]) == {1} and set(shape.row_shape[cut:]) == {1}:
+            return cut
+    raise ValueError(
+        f"shape with row_shape {shape.row_shape} and col_shape {shape.col_shape} is not a tensor train of a linear layer: "
+        "give input modes first (column modes 1), then output modes (row modes 1), as TTShape.for_linear does"
+    )

@@ -1,0 +1,139 @@
+"""What every tensor-train module shares: cores and rank parameters, their initialization, and changing ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from comera_rec.tt import TTShape, contract, init_cores_, tt_svd
+
+
+class TTModule(nn.Module):
+    """A matrix [num_rows, num_cols] held as a tensor train.
+
+    Parameters are `core_0` ... `core_{d-1}` of shape (r_{k-1}, m_k, n_k, r_k) and, between neighbours, `rank_1` ... `rank_{d-1}` of
+    shape (r_k), the diagonals D_k that rank adaptation shrinks (CoMERA, section 3.2, arXiv 2405.14377). They sit on the module
+    itself, so that whoever materializes a module from the meta device by `reset_parameters` finds them.
+
+    `shape` always describes the parameters. Loading a state dict of the same modes at other ranks resizes them in place.
+    """
+
+    core_0: nn.Parameter
+
+    def __init__(
+        self,
+        num_rows: int,
+        num_cols: int,
+        shape: TTShape,
+        std: float,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if num_rows > shape.num_rows or num_cols > shape.num_cols:
+            raise ValueError(
+                f"shape spans {shape.num_rows} x {shape.num_cols}, less than {num_rows} x {num_cols}: enlarge its modes"
+            )
+        self.num_rows = num_rows
+        self.num_cols = num_cols
+        self.shape = shape
+        self.std = std
+        for k, core_shape in enumerate(shape.core_shapes):
+            self.register_parameter(f"core_{k}", nn.Parameter(torch.empty(core_shape, device=device, dtype=dtype)))
+        for k, rank in enumerate(shape.ranks, start=1):
+            self.register_parameter(f"rank_{k}", nn.Parameter(torch.empty(rank, device=device, dtype=dtype)))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the cores anew such that dense entries have standard deviation `std`; set the rank parameters to one."""
+        if self.core_0.is_meta:
+            return
+        init_cores_(self.cores(), self.shape, self.std)
+        with torch.no_grad():
+            for rank in self.rank_parameters():
+                rank.fill_(1.0)
+
+    def cores(self) -> list[nn.Parameter]:
+        """G_1..G_d."""
+        return [self.get_parameter(f"core_{k}") for k in range(self.shape.order)]
+
+    def rank_parameters(self) -> list[nn.Parameter]:
+        """D_1..D_{d-1}."""
+        return [self.get_parameter(f"rank_{k}") for k in range(1, self.shape.order)]
+
+    def scaled_cores(self) -> list[Tensor]:
+        """The cores with every D_k multiplied into the smaller of its two neighbours."""
+        cores: list[Tensor] = list(self.cores())
+        for k, rank in enumerate(self.rank_parameters(), start=1):
+            if cores[k - 1].numel() <= cores[k].numel():
+                cores[k - 1] = cores[k - 1] * rank
+            else:
+                cores[k] = rank.view(-1, 1, 1, 1) * cores[k]
+        return cores
+
+    def dense_matrix(self) -> Tensor:
+        """The matrix the train stands for, [num_rows, num_cols]; differentiable."""
+        return contract(self.scaled_cores()).reshape(self.shape.num_rows, self.shape.num_cols)[: self.num_rows, : self.num_cols]
+
+    def set_dense_matrix_(self, matrix: Tensor, *, rtol: float = 0.0) -> None:
+        """Set the cores to the TT-SVD of a matrix [num_rows, num_cols]; with `rtol` > 0 the ranks shrink to what that error allows.
+
+        The scale is spread evenly over the cores, and the rank parameters are set to one.
+        """
+        cores = tt_svd(matrix, self.shape, rtol=rtol)
+        norms = [float(core.norm()) for core in cores]
+        even = torch.tensor(norms, dtype=torch.float64).log().mean().exp().item() if all(norms) else 0.0
+        self.resize_ranks_([core.shape[-1] for core in cores[:-1]])
+        with torch.no_grad():
+            for parameter, core, norm in zip(self.cores(), cores, norms, strict=True):
+                parameter.copy_(core * (even / norm) if even else core)
+            for rank in self.rank_parameters():
+                rank.fill_(1.0)
+
+    def resize_ranks_(self, ranks: Sequence[int]) -> None:
+        """Give the parameters the sizes of other ranks; they keep their identity, not their contents where the size changed."""
+        self.shape = self.shape.with_ranks(tuple(ranks))
+        sizes = [*self.shape.core_shapes, *((r,) for r in self.shape.ranks)]
+        for parameter, size in zip([*self.cores(), *self.rank_parameters()], sizes, strict=True):
+            if parameter.shape != size:
+                parameter.data = parameter.data.new_empty(size)
+                parameter.grad = None
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        stored = [state_dict.get(f"{prefix}rank_{k}") for k in range(1, self.shape.order)]
+        if all(isinstance(rank, Tensor) and rank.dim() == 1 for rank in stored):
+            self.resize_ranks_([len(rank) for rank in stored if rank is not None])
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def to_dense(self) -> nn.Module:
+        """The plain torch module that holds the same matrix."""
+        raise TypeError(f"{type(self).__name__} does not say what it is when dense")
+
+    def extra_repr(self) -> str:
+        modes = " ".join(f"{m}x{n}" for m, n in zip(self.shape.row_shape, self.shape.col_shape, strict=True))
+        return f"{self.num_rows}, {self.num_cols}, modes=[{modes}], ranks={self.shape.ranks}, params={self.shape.num_params}"
+
+
+def named_tt_modules(model: nn.Module) -> Iterator[tuple[str, TTModule]]:
+    """(fully qualified name, module) of every tensor-train module in a model, each once."""
+    for name, module in model.named_modules():
+        if isinstance(module, TTModule):
+            yield name, module
+
+
+def replace_modules_(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> nn.Module:
+    """Put new modules in place of old ones wherever they are registered, shared ones in every place.
+
+    Returns the model, or its replacement where the model itself is one of the old modules.
+    """
+    if model in replacements:
+        return replacements[model]
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if module in replacements:
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, replacements[module])
+    return model

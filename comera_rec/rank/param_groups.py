@@ -1,0 +1,34 @@
+"""Optimizer parameter groups: cores, rank parameters and everything dense."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from comera_rec.nn import named_tt_modules
+
+
+def rank_param_groups(model: nn.Module, *, lr_cores: float, lr_ranks: float, lr_dense: float) -> list[dict[str, Any]]:
+    """Split a model's trainable parameters into groups with learning rates of their own.
+
+    Args:
+        model: any module.
+        lr_cores, lr_ranks, lr_dense: learning rates of the cores, the rank parameters D_k, and all other parameters.
+
+    Raises:
+        ValueError: for a negative learning rate.
+
+    Returns:
+        Groups for a torch optimizer, each with "name", "lr" and "params"; empty groups are left out.
+    """
+    for name, rate in (("lr_cores", lr_cores), ("lr_ranks", lr_ranks), ("lr_dense", lr_dense)):
+        if not rate >= 0:
+            raise ValueError(f"{name} is {rate}: give a non-negative learning rate")
+    cores = [core for _, module in named_tt_modules(model) for core in module.cores()]
+    ranks = [rank for _, module in named_tt_modules(model) for rank in module.rank_parameters()]
+    special = {id(parameter) for parameter in (*cores, *ranks)}
+    dense = [parameter for parameter in model.parameters() if id(parameter) not in special]
+    groups = [("cores", lr_cores, cores), ("ranks", lr_ranks, ranks), ("dense", lr_dense, dense)]
+    trainable = [(name, rate, [p for p in parameters if p.requires_grad]) for name, rate, parameters in groups]
+    return [{"name": name, "lr": rate, "params": parameters} for name, rate, parameters in trainable if parameters]

@@ -1,0 +1,179 @@
+"""A collection of embedding bags, large tables as tensor trains and small ones dense.
+
+B batch size, F features (keys), N_f embedding_dim of feature f's table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torchrec import EmbeddingBagCollection, KeyedJaggedTensor, KeyedTensor, PoolingType
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, pooling_type_to_str
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollectionInterface,
+    get_embedding_names_by_table,
+    process_pooled_embeddings,
+    reorder_inverse_indices,
+)
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
+
+from comera_rec.nn import TTEmbeddingBag
+from comera_rec.recsys.config import DTYPES, TTEmbeddingBagConfig
+
+
+class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
+    """`torchrec.EmbeddingBagCollection` whose large tables are tensor-train matrices.
+
+    Takes a KeyedJaggedTensor, returns a KeyedTensor with the keys, order and values of an EmbeddingBagCollection that holds
+    the densified tables: shared features, weights, empty bags and variable batch sizes included. Tables without ranks sit in a
+    child EmbeddingBagCollection, `dense_bags`, which stock TorchRec can shard or fuse by itself; the others in `tt_bags`.
+
+    Args:
+        tables: one config a table; `torchrec.EmbeddingBagConfig` or `TTEmbeddingBagConfig` without ranks mean dense.
+        is_weighted: whether the input carries per-sample weights.
+        device: default the CPU.
+
+    Raises:
+        ValueError: for no tables, two tables of one name, or a pooling or data type that a table can't take.
+
+    Example:
+        >>> from torchrec import KeyedJaggedTensor
+        >>> tables = [TTEmbeddingBagConfig(name="t1", num_embeddings=10_000, embedding_dim=16, feature_names=["f1"], tt_ranks=8)]
+        >>> collection = TTEmbeddingBagCollection(tables)
+        >>> #        sample 0     sample 1   sample 2
+        >>> # "f1"   [3, 9999]    []         [3]
+        >>> features = KeyedJaggedTensor(keys=["f1"], values=torch.tensor([3, 9999, 3]), lengths=torch.tensor([2, 0, 1]))
+        >>> pooled = collection(features)
+        >>> pooled.keys(), pooled.values().shape
+        (['f1'], torch.Size([3, 16]))
+    """
+
+    def __init__(
+        self, tables: Sequence[EmbeddingBagConfig], is_weighted: bool = False, device: torch.device | str | None = None
+    ) -> None:
+        super().__init__()
+        configs = [t if isinstance(t, TTEmbeddingBagConfig) else TTEmbeddingBagConfig.from_dense(t, None) for t in tables]
+        _check(configs)
+        self._configs = configs
+        self._is_weighted = is_weighted
+        self._device = torch.device(device or "cpu")
+        dense = [config.dense() for config in configs if not config.is_tt]
+        self.dense_bags: nn.Module | None = EmbeddingBagCollection(dense, is_weighted, self._device) if dense else None
+        self.tt_bags = nn.ModuleDict({config.name: _tt_bag(config, self._device) for config in configs if config.is_tt})
+        names = get_embedding_names_by_table(configs)
+        self._keys = [name for table in names for name in table]
+        self._lengths = [config.embedding_dim for config in configs for _ in config.feature_names]
+        self._tt_keys = [name for config, table in zip(configs, names, strict=True) if config.is_tt for name in table]
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Pool every feature's bags.
+
+        Args:
+            features: F features of B bags each (or of their own number of bags, with inverse indices).
+
+        Raises:
+            ValueError: naming the table, the id and the limit, if an id is out of range (checked on CPU).
+
+        Returns:
+            KeyedTensor of shape [B, sum of N_f].
+        """
+        features = maybe_td_to_kjt(features, None)
+        pooled: dict[str, Tensor] = {}
+        if self.dense_bags is not None:
+            self._check_dense_ids(features)
+            pooled |= self.dense_bags(features).to_dict()
+        if self.tt_bags:
+            pooled |= self._pool_tt(features)
+        values = torch.cat([pooled[key] for key in self._keys], dim=1)
+        return KeyedTensor(keys=self._keys, length_per_key=self._lengths, values=values)
+
+    def _pool_tt(self, features: KeyedJaggedTensor) -> dict[str, Tensor]:
+        tt_configs = [config for config in self._configs if config.is_tt]
+        inverse_indices = reorder_inverse_indices(
+            inverse_indices=features.inverse_indices_or_none(), feature_names=[name for c in tt_configs for name in c.feature_names]
+        )
+        by_feature = features.to_dict()
+        pooled = []
+        for config in tt_configs:
+            for feature in config.feature_names:
+                jagged = by_feature[feature]
+                weights = jagged.weights() if self._is_weighted else None
+                pooled.append(self.tt_bag(config.name)(jagged.values(), jagged.offsets(), weights).float())
+        lengths = [tensor.shape[1] for tensor in pooled]
+        return dict(zip(self._tt_keys, process_pooled_embeddings(pooled, inverse_indices).split(lengths, dim=1), strict=True))
+
+    def _check_dense_ids(self, features: KeyedJaggedTensor) -> None:
+        # Native lookups answer an id out of range with an anonymous error or a crash. Reading ids back would stall an accelerator.
+        if features.device().type != "cpu" or torch.compiler.is_compiling():
+            return
+        by_feature = features.to_dict()
+        for config in self._configs:
+            for feature in () if config.is_tt else config.feature_names:
+                ids = by_feature[feature].values()
+                if not ids.numel():
+                    continue
+                first, last = (int(x) for x in ids.aminmax())
+                if first < 0 or last >= config.num_embeddings:
+                    bad = first if first < 0 else last
+                    raise ValueError(
+                        f"id {bad} is out of range for table {config.name!r} (feature {feature!r}): its ids run from 0 to "
+                        f"{config.num_embeddings - 1}; check the data's vocabulary"
+                    )
+
+    def tt_bag(self, table: str) -> TTEmbeddingBag:
+        """The tensor train of a table."""
+        bag = self.tt_bags[table]
+        assert isinstance(bag, TTEmbeddingBag)
+        return bag
+
+    def reset_parameters(self) -> None:
+        """Initialize every table anew."""
+        if isinstance(self.dense_bags, EmbeddingBagCollection):
+            self.dense_bags.reset_parameters()
+        for name in self.tt_bags:
+            self.tt_bag(name).reset_parameters()
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """The configs of all tables, in order; `shape` is the one at construction."""
+        return list(self._configs)
+
+    def is_weighted(self) -> bool:
+        """Whether the input carries per-sample weights."""
+        return self._is_weighted
+
+    @property
+    def device(self) -> torch.device:
+        """The device given at construction."""
+        return self._device
+
+
+def _check(configs: Sequence[TTEmbeddingBagConfig]) -> None:
+    if not configs:
+        raise ValueError("tables is empty: give at least one table config")
+    seen = set()
+    for config in configs:
+        if config.name in seen:
+            raise ValueError(f"tables holds two tables named {config.name!r}: give each a name of its own")
+        seen.add(config.name)
+        if config.pooling not in (PoolingType.SUM, PoolingType.MEAN):
+            raise ValueError(f"table {config.name!r} has pooling {config.pooling}: choose SUM or MEAN")
+        if config.is_tt and config.data_type not in DTYPES:
+            raise ValueError(f"table {config.name!r} has data type {config.data_type}: a tensor train takes FP32, FP16 or BF16")
+        if not config.feature_names:
+            config.feature_names = [config.name]
+
+
+def _tt_bag(config: TTEmbeddingBagConfig, device: torch.device) -> TTEmbeddingBag:
+    return TTEmbeddingBag(
+        config.num_embeddings,
+        config.embedding_dim,
+        shape=config.tt_shape(),
+        mode=pooling_type_to_str(config.pooling),
+        include_last_offset=True,
+        std=config.init_std(),
+        name=f"table {config.name!r}",
+        device=device,
+        dtype=DTYPES[config.data_type],
+    )

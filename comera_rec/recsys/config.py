@@ -1,0 +1,64 @@
+"""Table configuration: TorchRec's own, plus ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import torch
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
+
+from comera_rec.nn.embedding_bag import table_shape
+from comera_rec.tt import TTShape, require_positive
+
+DTYPES = {DataType.FP32: torch.float32, DataType.FP16: torch.float16, DataType.BF16: torch.bfloat16}
+
+
+@dataclass
+class TTEmbeddingBagConfig(EmbeddingBagConfig):
+    """`torchrec.EmbeddingBagConfig` plus the ranks of the table's tensor train.
+
+    Args:
+        tt_ranks: ranks, one for all bonds or one each; None (and no `shape`) keeps the table dense.
+        shape: modes and ranks, instead of `tt_ranks`.
+
+    Raises:
+        ValueError: naming the table, for sizes or ranks below 1, or both `tt_ranks` and `shape`.
+    """
+
+    tt_ranks: int | tuple[int, ...] | None = None
+    shape: TTShape | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            require_positive(num_embeddings=self.num_embeddings, embedding_dim=self.embedding_dim)
+            if self.is_tt:
+                self.tt_shape()
+        except ValueError as error:
+            raise ValueError(f"table {self.name!r}: {error}") from None
+        super().__post_init__()
+
+    @property
+    def is_tt(self) -> bool:
+        """Whether the table is held as a tensor train."""
+        return self.tt_ranks is not None or self.shape is not None
+
+    def tt_shape(self) -> TTShape:
+        """Modes and ranks of the train."""
+        return table_shape(self.num_embeddings, self.embedding_dim, self.shape, self.tt_ranks)
+
+    def init_std(self) -> float:
+        """Standard deviation of TorchRec's uniform initialization of this table."""
+        return (self.get_weight_init_max() - self.get_weight_init_min()) / math.sqrt(12)
+
+    def dense(self) -> EmbeddingBagConfig:
+        """The TorchRec config of the same table."""
+        names = [field.name for field in dataclasses.fields(EmbeddingBagConfig)]
+        return EmbeddingBagConfig(**{name: getattr(self, name) for name in names})
+
+    @classmethod
+    def from_dense(cls, config: EmbeddingBagConfig, shape: TTShape | None) -> TTEmbeddingBagConfig:
+        """A TorchRec config with a shape; None keeps the table dense."""
+        names = [field.name for field in dataclasses.fields(EmbeddingBagConfig)]
+        return cls(**{name: getattr(config, name) for name in names}, shape=shape)

@@ -1,0 +1,19 @@
+"""Mathematics on shapes and cores; no modules, no state."""
+
+from comera_rec.tt.cores import contract, init_cores_, tt_to_dense
+from comera_rec.tt.digits import row_digits, rows_from_digits
+from comera_rec.tt.shape import TTShape, factorize, max_ranks, require_positive
+from comera_rec.tt.svd import tt_svd
+
+__all__ = [
+    "TTShape",
+    "contract",
+    "factorize",
+    "init_cores_",
+    "max_ranks",
+    "require_positive",
+    "row_digits",
+    "rows_from_digits",
+    "tt_svd",
+    "tt_to_dense",
+]

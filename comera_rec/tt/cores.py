@@ -1,0 +1,67 @@
+"""Cores of a tensor-train matrix: random initialization and contraction to the dense matrix.
+
+Shapes: core k is (r_{k-1}, m_k, n_k, r_k); r_0 = r_d = 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from comera_rec.tt.shape import TTShape
+
+
+def init_cores_(cores: Sequence[Tensor], shape: TTShape, std: float, generator: torch.Generator | None = None) -> None:
+    """Fill cores with Gaussians such that the entries of the dense matrix have mean 0 and standard deviation `std`.
+
+    An entry is a sum of r_1...r_{d-1} products of d independent Gaussians, so its variance is s^{2d} r_1...r_{d-1} for cores of
+    standard deviation s and rank parameters of 1.
+
+    Args:
+        cores: tensors of `shape.core_shapes`, overwritten.
+        shape: modes and ranks.
+        std: standard deviation wanted of the dense entries.
+        generator: source of randomness; default the global one.
+    """
+    paths = math.prod(shape.ranks)
+    if paths == 0:
+        return
+    core_std = (std * std / paths) ** (1 / (2 * shape.order))
+    with torch.no_grad():
+        for core in cores:
+            core.normal_(0.0, core_std, generator=generator)
+
+
+def contract(cores: Sequence[Tensor]) -> Tensor:
+    """Contract neighbouring cores into one of shape (r_first, m_1...m_d, n_1...n_d, r_last)."""
+    result = cores[0]
+    for core in cores[1:]:
+        r0, m, n, _ = result.shape
+        _, m2, n2, r2 = core.shape
+        joined = torch.tensordot(result, core, dims=([3], [0]))  # (r0, m, n, m2, n2, r2)
+        result = joined.transpose(2, 3).reshape(r0, m * m2, n * n2, r2)
+    return result
+
+
+def tt_to_dense(cores: Sequence[Tensor], shape: TTShape) -> Tensor:
+    """Contract a train to the matrix it stands for.
+
+    E[i, j] = G_1[0, i_1, j_1, :] G_2[:, i_2, j_2, :] ... G_d[:, i_d, j_d, 0]
+
+    Args:
+        cores: d tensors of `shape.core_shapes`, with any rank parameters already multiplied in.
+        shape: modes and ranks.
+
+    Returns:
+        [num_rows, num_cols]; the caller drops the rows and columns that only pad the table.
+
+    Raises:
+        ValueError: if the cores do not have the shapes that `shape` states.
+    """
+    found = [tuple(core.shape) for core in cores]
+    if found != list(shape.core_shapes):
+        raise ValueError(f"cores have shapes {found} but the TTShape states {list(shape.core_shapes)}")
+    return contract(cores).reshape(shape.num_rows, shape.num_cols)

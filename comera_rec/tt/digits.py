@@ -1,0 +1,33 @@
+"""Mixed-radix digits: which slice of each core a row of the table meets. Pure index arithmetic, no tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+
+def row_digits(rows: Tensor, row_shape: Sequence[int]) -> tuple[Tensor, ...]:
+    """Digits (i_1..i_d) of row ids in the mixed radix (m_1..m_d), most significant first.
+
+    Args:
+        rows: integer ids of any shape, each in [0, m_1...m_d).
+        row_shape: the radices (m_1..m_d).
+
+    Returns:
+        d tensors of the shape of `rows`, the k-th in [0, m_k).
+    """
+    digits = []
+    for k in range(len(row_shape)):
+        weight = math.prod(row_shape[k + 1 :])
+        digits.append(rows // weight % row_shape[k])
+    return tuple(digits)
+
+
+def rows_from_digits(digits: Sequence[Tensor], row_shape: Sequence[int]) -> Tensor:
+    """The inverse of `row_digits`."""
+    rows = digits[0]
+    for digit, radix in zip(digits[1:], row_shape[1:], strict=True):
+        rows = rows * radix + digit
+    return rows

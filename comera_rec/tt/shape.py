@@ -1,0 +1,271 @@
+"""Sizes of a tensor-train matrix: how rows and columns split into modes, and what that costs.
+
+M rows, N columns; d cores; m_k, n_k the row and column mode of core k; r_k the rank of the bond between cores k and k+1, r_0 =
+r_d = 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+MAX_ORDER = 8
+
+
+@lru_cache(maxsize=4096)
+def factorize(n: int, order: int) -> tuple[int, ...]:
+    """Split a size into `order` balanced factors, largest first, whose product is at least `n`.
+
+    Exact wherever the size has divisors nearly as balanced as the best covering factors (within 25 % of their sum); otherwise
+    the factors minimize (sum of factors) * (product / n).
+
+    Args:
+        n: the size, at least 1.
+        order: the number of factors, 1 to 8.
+
+    Raises:
+        ValueError: if `n` or `order` is out of range.
+
+    Example:
+        >>> factorize(64, 3), factorize(1000, 2), factorize(17, 2)
+        ((4, 4, 4), (40, 25), (6, 3))
+    """
+    require_positive(n=n)
+    _require_order(order)
+    return tuple(sorted(_factorize(n, order), reverse=True))
+
+
+@lru_cache(maxsize=65536)
+def _factorize(n: int, order: int) -> tuple[int, ...]:
+    if order == 1 or n == 1:
+        return (n,) + (1,) * (order - 1)
+    root = math.ceil(n ** (1 / order))
+    window = 32 // (order - 1)  # near-balanced products already waste little; wider windows only cost time
+    candidates = set(range(max(1, root - window), root + window + 1))
+    if n <= 1_000_000:
+        candidates |= {a for a in range(1, min(n, 4 * root) + 1) if n % a == 0}
+    splits = [(a, *_factorize(-(-n // a), order - 1)) for a in candidates]
+    covering = min(splits, key=lambda factors: (sum(factors) * math.prod(factors), max(factors)))
+    exact = min((s for s in splits if math.prod(s) == n), key=sum, default=covering)
+    return exact if sum(exact) <= 1.25 * sum(covering) else covering
+
+
+def require_positive(**sizes: int) -> None:
+    """Raise a ValueError that names the first of the given sizes that is not a positive integer."""
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} is {value!r}: give a positive integer")
+
+
+def _require_order(order: int) -> None:
+    if isinstance(order, bool) or not isinstance(order, int) or not 1 <= order <= MAX_ORDER:
+        raise ValueError(f"order is {order!r}: give an integer from 1 to {MAX_ORDER}")
+
+
+@dataclass(frozen=True)
+class TTShape:
+    """Modes and ranks of a tensor-train matrix (TTM).
+
+    A matrix of M <= m_1...m_d rows and N <= n_1...n_d columns is held as cores G_k of shape (r_{k-1}, m_k, n_k, r_k) with r_0
+    = r_d = 1 and rank parameters D_k of shape (r_k) between neighbours. A TT linear layer is the same object with n_k = 1 on
+    its input modes and m_k = 1 on its output modes. CoMERA, section 3.1 (arXiv 2405.14377).
+
+    Args:
+        row_shape: (m_1..m_d), most significant first.
+        col_shape: (n_1..n_d).
+        ranks: (r_1..r_{d-1}), or one integer, the largest rank: each bond then takes the smaller of it and what its modes allow.
+            A rank of zero says that the bond was truncated away, and with it the whole train.
+
+    Raises:
+        ValueError: for sizes below 1, negative ranks, or lengths that do not match.
+
+    Example:
+        >>> shape = TTShape((100, 100), (4, 4), 8)
+        >>> shape.num_rows, shape.num_cols, shape.num_params
+        (10000, 16, 6408)
+    """
+
+    row_shape: tuple[int, ...]
+    col_shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    def __init__(self, row_shape: Sequence[int], col_shape: Sequence[int], ranks: int | Sequence[int]) -> None:
+        row_shape, col_shape = tuple(row_shape), tuple(col_shape)
+        _require_order(len(row_shape))
+        if len(col_shape) != len(row_shape):
+            raise ValueError(
+                f"col_shape {col_shape} has {len(col_shape)} modes but row_shape {row_shape} has {len(row_shape)}: give as many"
+            )
+        for k, (m, n) in enumerate(zip(row_shape, col_shape, strict=True)):
+            require_positive(**{f"row_shape[{k}]": m, f"col_shape[{k}]": n})
+        if isinstance(ranks, int):
+            require_positive(ranks=ranks)
+            ranks = tuple(min(ranks, limit) for limit in max_ranks(row_shape, col_shape))
+        ranks = tuple(ranks)
+        if len(ranks) != len(row_shape) - 1:
+            raise ValueError(f"ranks {ranks} has {len(ranks)} entries: {len(row_shape)} modes need {len(row_shape) - 1}")
+        if any(isinstance(r, bool) or not isinstance(r, int) or r < 0 for r in ranks):
+            raise ValueError(f"ranks {ranks} must be non-negative integers")
+        if 0 in ranks:
+            ranks = (0,) * len(ranks)
+        object.__setattr__(self, "row_shape", row_shape)
+        object.__setattr__(self, "col_shape", col_shape)
+        object.__setattr__(self, "ranks", ranks)
+
+    @property
+    def order(self) -> int:
+        """Number of cores d."""
+        return len(self.row_shape)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows the train can address: m_1...m_d, at least the table's M."""
+        return math.prod(self.row_shape)
+
+    @property
+    def num_cols(self) -> int:
+        """Columns the train spans: n_1...n_d, at least the table's N."""
+        return math.prod(self.col_shape)
+
+    @property
+    def bonds(self) -> tuple[int, ...]:
+        """(r_0, r_1, ..., r_d) with the two outer ranks of 1."""
+        return (1, *self.ranks, 1)
+
+    @property
+    def core_shapes(self) -> tuple[tuple[int, int, int, int], ...]:
+        """(r_{k-1}, m_k, n_k, r_k) of every core."""
+        bonds = self.bonds
+        return tuple(zip(bonds[:-1], self.row_shape, self.col_shape, bonds[1:], strict=True))
+
+    @property
+    def num_params(self) -> int:
+        """Numbers stored: S = sum_k r_{k-1} m_k n_k r_k for the cores, plus sum_k r_k for the rank parameters.
+
+        Both modes of every core are counted, so S times the item size is the size on disk.
+        """
+        return sum(math.prod(core) for core in self.core_shapes) + sum(self.ranks)
+
+    @property
+    def compression(self) -> float:
+        """Dense parameters of the addressable matrix over `num_params`; infinite once every rank is truncated away."""
+        return self.num_rows * self.num_cols / self.num_params if self.num_params else math.inf
+
+    def with_ranks(self, ranks: int | Sequence[int]) -> TTShape:
+        """The same modes at other ranks."""
+        return TTShape(self.row_shape, self.col_shape, ranks)
+
+    @classmethod
+    def for_table(
+        cls,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        tt_ranks: int | Sequence[int] | None = None,
+        order: int | None = None,
+        budget_params: int | None = None,
+    ) -> TTShape:
+        """Choose modes, and ranks where only a budget is given, for an embedding table.
+
+        Args:
+            num_embeddings: rows M.
+            embedding_dim: columns N.
+            tt_ranks: the ranks, one for all bonds or one each. Default 16 where no budget is given.
+            order: number of cores, 2 to 4. Default: 2, whose lookup costs least, or as many as `tt_ranks` or the budget ask for.
+            budget_params: the most parameters the table may take. The ranks are then the largest that fit; without an `order` it is
+                the lowest one that reaches rank 8, or else the one that reaches the largest rank.
+
+        Raises:
+            ValueError: for sizes below 1, both ranks and a budget, or a budget that not even rank 1 fits.
+
+        Example:
+            >>> TTShape.for_table(1_000_000, 64, budget_params=640_000)
+            TTShape(row_shape=(1000, 1000), col_shape=(8, 8), ranks=(39,))
+        """
+        require_positive(num_embeddings=num_embeddings, embedding_dim=embedding_dim)
+        if order is not None and order not in (2, 3, 4):
+            raise ValueError(f"order is {order!r}: embedding tables take 2, 3 or 4 cores")
+
+        def modes(d: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+            return factorize(num_embeddings, d), factorize(embedding_dim, d)
+
+        what = f"a {num_embeddings} x {embedding_dim} table"
+        return _choose(cls, modes, what, tt_ranks, order, budget_params, default_order=2, orders=(2, 3, 4))
+
+    @classmethod
+    def for_linear(
+        cls,
+        in_features: int,
+        out_features: int,
+        *,
+        tt_ranks: int | Sequence[int] | None = None,
+        order: int | None = None,
+        budget_params: int | None = None,
+    ) -> TTShape:
+        """Choose modes, and ranks where only a budget is given, for a linear layer: input modes first, then output modes.
+
+        Args:
+            in_features: input size (rows of the train).
+            out_features: output size (columns of the train).
+            tt_ranks, budget_params: as in `for_table`.
+            order: number of cores, even, 2 to 8: half of them hold input modes, half output modes. Default 4.
+        """
+        require_positive(in_features=in_features, out_features=out_features)
+        if order is not None and order not in (2, 4, 6, 8):
+            raise ValueError(f"order is {order!r}: linear layers take 2, 4, 6 or 8 cores, half of them for the input")
+
+        def modes(d: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+            ones = (1,) * (d // 2)
+            # Ascending output modes mirror the descending input modes: the smallest modes meet at the middle bond.
+            return factorize(in_features, d // 2) + ones, ones + factorize(out_features, d // 2)[::-1]
+
+        what = f"a {in_features} x {out_features} linear layer"
+        return _choose(cls, modes, what, tt_ranks, order, budget_params, default_order=4, orders=(2, 4, 6))
+
+
+def max_ranks(row_shape: Sequence[int], col_shape: Sequence[int]) -> tuple[int, ...]:
+    """Largest useful rank of each bond: the smaller of the products of modes on its two sides."""
+    sizes = [m * n for m, n in zip(row_shape, col_shape, strict=True)]
+    return tuple(min(math.prod(sizes[:k]), math.prod(sizes[k:])) for k in range(1, len(sizes)))
+
+
+def _choose(cls, modes, what, tt_ranks, order, budget_params, *, default_order, orders) -> TTShape:  # type: ignore[no-untyped-def]
+    if budget_params is None:
+        tt_ranks = 16 if tt_ranks is None else tt_ranks
+        if isinstance(tt_ranks, int):
+            require_positive(tt_ranks=tt_ranks)
+            return cls(*modes(order or default_order), tt_ranks)
+        for k, rank in enumerate(tt_ranks):
+            require_positive(**{f"tt_ranks[{k}]": rank})
+        order = order or len(tt_ranks) + 1
+        if order not in range(2, MAX_ORDER + 1):
+            raise ValueError(f"tt_ranks {tuple(tt_ranks)} would need {order} cores: give one rank per bond, or one integer for all")
+        return cls(*modes(order), tt_ranks)
+    if tt_ranks is not None:
+        raise ValueError(f"tt_ranks {tt_ranks} and budget_params {budget_params} are both given: give one of them")
+    require_positive(budget_params=budget_params)
+    fitting = []
+    for d in (order,) if order else orders:
+        shape = _largest_fitting(cls(*modes(d), 1), budget_params)
+        if shape is not None:
+            fitting.append(shape)
+    if not fitting:
+        least = min(cls(*modes(d), 1).num_params for d in ((order,) if order else orders))
+        raise ValueError(f"budget_params is {budget_params}: {what} takes at least {least} parameters, at rank 1")
+    return next(
+        (s for s in fitting if max(s.ranks) >= min(8, max(max_ranks(s.row_shape, s.col_shape)))),
+        max(fitting, key=lambda s: max(s.ranks)),
+    )
+
+
+def _largest_fitting(shape: TTShape, budget_params: int) -> TTShape | None:
+    low, high = 0, max(max_ranks(shape.row_shape, shape.col_shape))
+    while low < high:
+        rank = (low + high + 1) // 2
+        if shape.with_ranks(rank).num_params <= budget_params:
+            low = rank
+        else:
+            high = rank - 1
+    return shape.with_ranks(low) if low else None
