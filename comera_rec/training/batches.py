@@ -1,0 +1,402 @@
+"""A preprocessed data set as training batches: Parquet row groups in, KeyedJaggedTensors out, resumable at any batch.
+
+    dataset = ParquetBatches("data/", "train", batch_size=16_384, shuffle=True, epochs=None, drop_last=True)
+    loader = BatchLoader(dataset)                  # reads ahead in a thread
+    for batch in loader:
+        logits = model(batch.dense, batch.sparse)
+        checkpoint = loader.state_dict()           # resumes with the batch after this one
+
+The batches of an epoch are a function of (seed, epoch) and the batch's number alone. Row groups are permuted and laid end to end;
+each of the S = world_size x workers readers takes an equal, contiguous share of that sequence of rows, permutes it within buffers
+of at least `shuffle_rows` rows, and cuts it into batches. A position is therefore two numbers, and resuming skips to the row
+group that holds the next row.
+
+Letters: B rows in a batch, n rows of any other set, I integer columns, C categorical columns.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import queue
+import threading
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+from torchrec import KeyedJaggedTensor
+
+from data_pipeline.manifest import Manifest, check_shards, read_manifest
+
+_REMEDY = "run `comera preprocess` again"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Rows of a data set.
+
+    dense: [B, I] float32, the transformed integer columns in the manifest's order.
+    sparse: one int64 id per row and categorical column (key), lengths and offsets given.
+    labels: [B] float32, 0 or 1.
+    """
+
+    dense: Tensor
+    sparse: KeyedJaggedTensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return self.labels.numel()
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        return Batch(
+            dense=self.dense.to(device, non_blocking=non_blocking),
+            sparse=self.sparse.to(torch.device(device), non_blocking=non_blocking),
+            labels=self.labels.to(device, non_blocking=non_blocking),
+        )
+
+    def pin_memory(self) -> Batch:
+        return Batch(dense=self.dense.pin_memory(), sparse=self.sparse.pin_memory(), labels=self.labels.pin_memory())
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the memory until the stream is done with it; torchrec's train pipelines call this."""
+        for part in (self.dense, self.sparse, self.labels):
+            part.record_stream(stream)
+
+
+class _Rows(NamedTuple):
+    """Rows column by column, which is how Parquet gives them and how a KeyedJaggedTensor wants them."""
+
+    dense: np.ndarray  # [I, n] float32
+    ids: np.ndarray  # [C, n] int32
+    labels: np.ndarray  # [n] float32
+
+    @property
+    def size(self) -> int:
+        return len(self.labels)
+
+    def slice(self, start: int, stop: int) -> _Rows:
+        return _Rows(*(part[..., start:stop] for part in self))
+
+    def take(self, order: np.ndarray) -> _Rows:
+        return _Rows(*(part.take(order, axis=-1) for part in self))
+
+
+def _concatenate(parts: list[_Rows]) -> _Rows:
+    return parts[0] if len(parts) == 1 else _Rows(*(np.concatenate(arrays, axis=-1) for arrays in zip(*parts, strict=True)))
+
+
+class _Piece(NamedTuple):
+    """Rows start:stop of one row group."""
+
+    path: Path
+    row_group: int
+    start: int
+    stop: int
+
+
+class ParquetBatches(IterableDataset[Batch]):
+    """The batches of one split for one rank; iterate it directly, by BatchLoader, or by torch's DataLoader(batch_size=None).
+
+    Every row of an epoch is in exactly one batch of one rank and worker (with drop_last: in at most one), and all ranks get
+    equally many batches, so that collective operations of the model stay in step. Without drop_last the last batches are smaller.
+
+    Args:
+        data: the data set's folder.
+        split: "train", "val" or "test".
+        batch_size: rows in a batch of this rank.
+        shuffle: permute row groups and rows anew in every epoch; False keeps the order of the files.
+        shuffle_rows: rows in the buffer that is permuted at once. They cost 4 B x (I + C + 1) each, up to three times at once.
+        seed: decides the permutations together with the epoch.
+        epochs: passes over the split in one iteration; None = endless.
+        rank, world_size: which share of the rows this process takes.
+        drop_last: leave out the rows that do not fill a batch on every rank.
+
+    Raises:
+        ValueError: an argument out of range; an unlabelled data set; an empty split; fewer rows than one batch needs; a shard that
+            does not match the manifest. While iterating: an id outside its table, a label other than 0 or 1, an empty cell.
+    """
+
+    def __init__(
+        self,
+        data: str | Path,
+        split: str,
+        *,
+        batch_size: int,
+        shuffle: bool = False,
+        shuffle_rows: int = 262_144,
+        seed: int = 0,
+        epochs: int | None = 1,
+        rank: int = 0,
+        world_size: int = 1,
+        drop_last: bool = False,
+    ) -> None:
+        for name, value in (("batch_size", batch_size), ("shuffle_rows", shuffle_rows), ("world_size", world_size)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if epochs is not None and epochs < 1:
+            raise ValueError(f"epochs must be at least 1, or None for endless, got {epochs}")
+        if seed < 0:
+            raise ValueError(f"seed must be at least 0, got {seed}")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank must be in 0..{world_size - 1} (world_size {world_size}), got {rank}")
+        self.manifest = read_manifest(data)
+        self.batch_size, self.shuffle, self.shuffle_rows, self.seed, self.epochs = batch_size, shuffle, shuffle_rows, seed, epochs
+        self.rank, self.world_size, self.drop_last = rank, world_size, drop_last
+        self._dense_names = [column.name for column in self.manifest.integer_columns]
+        self._sparse_names = [column.name for column in self.manifest.categorical_columns]
+        self._num_embeddings = np.array([[column.num_embeddings] for column in self.manifest.categorical_columns])  # [C, 1]
+        self._row_groups = _row_groups(self.manifest, Path(data), split)
+        self.rows = sum(piece.stop for piece in self._row_groups)
+        self.batches_per_epoch()  # there must be at least one
+        self._next = (0, 0)  # epoch, batch within it
+        self._resume_at = (0, 0)
+
+    def batches_per_epoch(self, workers: int = 1) -> int:
+        """Batches that each worker of each rank yields per epoch; ValueError if there are too few rows for that."""
+        readers = self.world_size * workers
+        if self.drop_last:
+            batches = self.rows // readers // self.batch_size
+        else:
+            batches = math.ceil(math.ceil(self.rows / readers) / self.batch_size)
+        if not 0 < batches <= self.rows // readers:
+            raise ValueError(
+                f"batch_size {self.batch_size} on {readers} readers cuts no equal batches from {self.rows} rows; "
+                f"lower batch_size, use fewer ranks or workers, or set drop_last=False (it is {self.drop_last})"
+            )
+        return batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        (epoch, batch), self._resume_at = self._resume_at, (0, 0)
+        while self.epochs is None or epoch < self.epochs:
+            for number, rows in enumerate(self._epoch(epoch, batch), start=batch + 1):
+                self._next = (epoch, number)
+                yield self._batch(rows)
+            epoch, batch = epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """The position after the last batch that iteration gave, and what it depends on. It is the same on every rank."""
+        return {"epoch": self._next[0], "batch": self._next[1], **self._identity()}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Let the next iteration begin where `state` was taken.
+
+        Raises:
+            ValueError: the batches there were cut differently (batch size, ranks, seed, data), so that the position means nothing.
+        """
+        for name, value in self._identity().items():
+            if state.get(name) != value:
+                raise ValueError(
+                    f"cannot resume the batches: {name} was {state.get(name)} and is {value}; set it back or start anew"
+                )
+        self._resume_at = self._next = (state["epoch"], state["batch"])
+
+    def _identity(self) -> dict[str, int]:
+        names = ("batch_size", "shuffle", "shuffle_rows", "seed", "world_size", "drop_last", "rows")
+        return {name: int(getattr(self, name)) for name in names}
+
+    def _epoch(self, epoch: int, first: int) -> Iterator[_Rows]:
+        """The rows of batches first, first + 1, ... of this reader in an epoch."""
+        worker = get_worker_info()
+        workers, worker_id = (worker.num_workers, worker.id) if worker else (1, 0)
+        readers, reader = self.world_size * workers, self.rank * workers + worker_id
+        share = (self.rows * reader // readers, self.rows * (reader + 1) // readers)
+        count = self.batches_per_epoch(workers)
+
+        def end(batch: int) -> int:
+            # Shares differ by a row. Where that would cost a reader its last batch, the batch before gives a row to it.
+            full = (batch + 1) * self.batch_size
+            return full if self.drop_last else min(full, share[1] - share[0] - (count - 1 - batch))
+
+        position = end(first - 1) if first else 0
+        chunks = self._chunks(epoch, share, position)
+        if first == count:  # resumed at the epoch's end
+            return
+        chunk = next(chunks)
+        for batch in range(first, count):
+            parts, missing, position = [], end(batch) - position, end(batch)
+            while missing:
+                chunk = chunk if chunk.size else next(chunks)
+                parts.append(chunk.slice(0, missing))
+                chunk = chunk.slice(missing, chunk.size)
+                missing -= parts[-1].size
+            yield _concatenate(parts)
+
+    def _chunks(self, epoch: int, share: tuple[int, int], skip: int) -> Iterator[_Rows]:
+        """A reader's share of an epoch's rows from its row `skip` on, buffer by buffer, permuted within each."""
+        order = np.arange(len(self._row_groups))
+        if self.shuffle:
+            np.random.default_rng((self.seed, epoch)).shuffle(order)
+        for start, buffer in self._buffers(order, share):
+            size = sum(piece.stop - piece.start for piece in buffer)
+            if start - share[0] + size <= skip:
+                continue
+            rows = _concatenate([self._read(piece) for piece in buffer])
+            if self.shuffle:
+                # The buffer's first row, counted over all readers, tells it from every other buffer of the epoch.
+                rows = rows.take(np.random.default_rng((self.seed, epoch, start)).permutation(size))
+            yield rows.slice(max(0, skip - (start - share[0])), size)
+
+    def _buffers(self, order: np.ndarray, share: tuple[int, int]) -> Iterator[tuple[int, list[_Piece]]]:
+        """The pieces of the share, grouped so that each group but the last holds shuffle_rows rows, and each group's first row."""
+        wanted = self.shuffle_rows if self.shuffle else 1
+        begin, buffer, held, position = share[0], [], 0, 0
+        for group in (self._row_groups[index] for index in order):
+            start, stop = max(share[0] - position, 0), min(share[1] - position, group.stop)
+            position += group.stop
+            if start >= stop:
+                continue
+            buffer.append(group._replace(start=start, stop=stop))
+            held += stop - start
+            if held >= wanted or position >= share[1]:
+                yield begin, buffer
+                begin, buffer, held = begin + held, [], 0
+
+    def _read(self, piece: _Piece) -> _Rows:
+        try:
+            with pq.ParquetFile(piece.path, memory_map=True) as file:
+                columns = ["label", *self._dense_names, *self._sparse_names]
+                # Decoding runs outside Python's lock, so a training thread beside this one is not held up.
+                table = file.read_row_group(piece.row_group, columns=columns).slice(piece.start, piece.stop - piece.start)
+        except (OSError, pa.ArrowInvalid) as error:
+            raise ValueError(f"{piece.path}, row group {piece.row_group}, cannot be read ({error}); {_REMEDY}") from error
+        for name in columns:
+            if table.column(name).null_count:
+                raise ValueError(f"{piece.path}: column {name} has an empty cell in row group {piece.row_group}; {_REMEDY}")
+        dense = np.stack([table.column(name).to_numpy() for name in self._dense_names])
+        ids = np.stack([table.column(name).to_numpy() for name in self._sparse_names])
+        labels = table.column("label").to_numpy().astype(np.float32)
+        if not np.isin(labels, (0, 1)).all():
+            raise ValueError(f"{piece.path}: labels in row group {piece.row_group} are not all 0 or 1; {_REMEDY}")
+        if ids.min() < 0 or (ids >= self._num_embeddings).any():
+            column, row = np.argwhere((ids < 0) | (ids >= self._num_embeddings))[0]
+            raise ValueError(
+                f"{piece.path}: table {self._sparse_names[column]}: id {ids[column, row]} is not in "
+                f"0..{self._num_embeddings[column, 0] - 1}; {_REMEDY}"
+            )
+        return _Rows(dense, ids, labels)
+
+    def _batch(self, rows: _Rows) -> Batch:
+        size, keys = rows.size, self._sparse_names
+        lengths, offsets = _one_per_row(len(keys), size)
+        sparse = KeyedJaggedTensor(
+            keys=keys,
+            values=torch.from_numpy(rows.ids.astype(np.int64)).view(-1),
+            lengths=lengths,
+            offsets=offsets,
+            stride=size,
+            length_per_key=[size] * len(keys),
+            offset_per_key=[size * i for i in range(len(keys) + 1)],
+        )
+        # The copies let go of the buffer that the rows are a view of.
+        dense = torch.from_numpy(np.ascontiguousarray(rows.dense.T))
+        return Batch(dense=dense, sparse=sparse, labels=torch.from_numpy(rows.labels.copy()))
+
+
+@functools.lru_cache(maxsize=4)
+def _one_per_row(keys: int, size: int) -> tuple[Tensor, Tensor]:
+    """lengths and offsets of a KeyedJaggedTensor with one id everywhere; batches share them, nothing writes to them."""
+    return torch.ones(keys * size, dtype=torch.int64), torch.arange(keys * size + 1, dtype=torch.int64)
+
+
+def _row_groups(manifest: Manifest, data: Path, split: str) -> list[_Piece]:
+    """The split's row groups in the order of its files, after comparing every file's size, rows and columns with the manifest."""
+    if split not in manifest.splits:
+        raise ValueError(f"split {split!r} is not in {data}; it has {', '.join(manifest.splits)}")
+    if manifest.label is None:
+        raise ValueError(f"{data} has no labels, so it can neither be trained nor evaluated on; preprocess logs with labels")
+    if manifest.splits[split].rows == 0:
+        raise ValueError(f"split {split} of {data} is empty; preprocess more rows or give {split} a larger fraction of them")
+    check_shards(manifest, data)
+    types = {"label": pa.types.is_integer}
+    types |= {column.name: pa.types.is_float32 for column in manifest.integer_columns}
+    types |= {column.name: pa.types.is_int32 for column in manifest.categorical_columns}
+    pieces = []
+    for shard in manifest.splits[split].shards:
+        path = data / shard.path
+        try:
+            footer = pq.read_metadata(path)
+        except (OSError, pa.ArrowInvalid) as error:
+            raise ValueError(f"{path} is not a readable Parquet file ({error}); {_REMEDY}") from error
+        if footer.num_rows != shard.rows:
+            raise ValueError(f"{path} has {footer.num_rows} rows, the manifest states {shard.rows}; {_REMEDY}")
+        schema = footer.schema.to_arrow_schema()
+        for name, matches in types.items():
+            if name not in schema.names:
+                raise ValueError(f"{path} has no column {name}, but the manifest lists it; {_REMEDY}")
+            if not matches(schema.field(name).type):
+                raise ValueError(
+                    f"{path}: column {name} is of type {schema.field(name).type}, which training does not read; {_REMEDY}"
+                )
+        pieces += [_Piece(path, group, 0, footer.row_group(group).num_rows) for group in range(footer.num_row_groups)]
+    return [piece for piece in pieces if piece.stop]
+
+
+class BatchLoader:
+    """Reads a ParquetBatches ahead of its consumer in one background thread, and knows the position of the batch last given out.
+
+    A thread is enough because decoding, permuting and copying run outside Python's lock, and it keeps batches out of inter-process
+    queues. Leaving the loop ends the thread.
+
+    Args:
+        batches: what to read; one loader at a time may iterate it.
+        prefetch: batches held ready.
+        pin_memory: put them in page-locked memory, for asynchronous copies to a GPU.
+
+    Raises:
+        ValueError: prefetch below 1. Iterating raises what reading raises.
+    """
+
+    def __init__(self, batches: ParquetBatches, *, prefetch: int = 4, pin_memory: bool = False) -> None:
+        if prefetch < 1:
+            raise ValueError(f"prefetch must be at least 1 batch, got {prefetch}")
+        self.batches, self.prefetch, self.pin_memory = batches, prefetch, pin_memory
+        self._state = batches.state_dict()
+
+    def __iter__(self) -> Generator[Batch]:
+        ready: queue.Queue[tuple[Batch, dict[str, int]] | BaseException | None] = queue.Queue(self.prefetch)
+        left = threading.Event()
+
+        def put(item: tuple[Batch, dict[str, int]] | BaseException | None) -> None:
+            while not left.is_set():
+                try:
+                    return ready.put(item, timeout=0.1)
+                except queue.Full:
+                    continue
+
+        def read() -> None:
+            try:
+                for batch in self.batches:
+                    put((batch.pin_memory() if self.pin_memory else batch, self.batches.state_dict()))
+                    if left.is_set():
+                        return
+                put(None)
+            except BaseException as error:  # handed to the consumer, who raises it
+                put(error)
+
+        thread = threading.Thread(target=read, name="BatchLoader", daemon=True)
+        thread.start()
+        try:
+            while (item := ready.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                batch, self._state = item
+                yield batch
+        finally:
+            left.set()
+            thread.join()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the batch last given out; whatever was read ahead of it will be read again."""
+        return dict(self._state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next iteration begin where `state` was taken. Raises ValueError if the batches were cut differently there."""
+        self.batches.load_state_dict(state)
+        self._state = self.batches.state_dict()
