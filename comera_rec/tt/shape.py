@@ -14,7 +14,6 @@ from functools import lru_cache
 MAX_ORDER = 8
 
 
-@lru_cache(maxsize=4096)
 def factorize(n: int, order: int) -> tuple[int, ...]:
     """Split a size into `order` balanced factors, largest first, whose product is at least `n`.
 
@@ -222,7 +221,7 @@ class TTShape:
             return factorize(in_features, d // 2) + ones, ones + factorize(out_features, d // 2)[::-1]
 
         what = f"a {in_features} x {out_features} linear layer"
-        return _choose(cls, modes, what, tt_ranks, order, budget_params, default_order=4, orders=(2, 4, 6))
+        return _choose(cls, modes, what, tt_ranks, order, budget_params, default_order=4, orders=(2, 4, 6, 8))
 
 
 def max_ranks(row_shape: Sequence[int], col_shape: Sequence[int]) -> tuple[int, ...]:
@@ -240,7 +239,7 @@ def _choose(cls, modes, what, tt_ranks, order, budget_params, *, default_order, 
         for k, rank in enumerate(tt_ranks):
             require_positive(**{f"tt_ranks[{k}]": rank})
         order = order or len(tt_ranks) + 1
-        if order not in range(2, MAX_ORDER + 1):
+        if order not in orders:
             raise ValueError(f"tt_ranks {tuple(tt_ranks)} would need {order} cores: give one rank per bond, or one integer for all")
         return cls(*modes(order), tt_ranks)
     if tt_ranks is not None:

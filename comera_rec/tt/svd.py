@@ -34,7 +34,7 @@ def tt_svd(weight: Tensor, shape: TTShape, *, rtol: float = 0.0) -> list[Tensor]
         raise ValueError(
             f"weight of shape {tuple(weight.shape)} does not fit a train of {shape.num_rows} x {shape.num_cols}: enlarge the modes"
         )
-    if rtol < 0:
+    if not rtol >= 0:
         raise ValueError(f"rtol is {rtol}: give a non-negative number")
     d = shape.order
     dtype = weight.dtype
@@ -46,15 +46,16 @@ def tt_svd(weight: Tensor, shape: TTShape, *, rtol: float = 0.0) -> list[Tensor]
     cores, rank = [], 1
     for k in range(d - 1):
         size = shape.row_shape[k] * shape.col_shape[k]
-        left, singular, right = _leading_svd(work.reshape(rank * size, -1), max(1, shape.ranks[k]))
+        cap = max(1, shape.ranks[k])
+        left, singular, right = _leading_svd(work.reshape(rank * size, -1), cap)
+        kept = min(cap, left.shape[1])
         if rtol > 0:
             tail = singular.flip(0).square().cumsum(0).sqrt().flip(0)  # tail[j]: norm of what is lost by keeping j
-            kept = max(1, int((tail > tolerance).sum()))
-            left, singular, right = left[:, :kept], singular[:kept], right[:kept]
+            kept = max(1, min(kept, int((tail > tolerance).sum())))
         # Zero columns keep the asked rank where the unfolding has fewer singular vectors.
-        missing = 0 if rtol > 0 else max(1, shape.ranks[k]) - singular.numel()
-        left = torch.nn.functional.pad(left, (0, missing))
-        work = torch.nn.functional.pad(singular[:, None] * right, (0, 0, 0, missing))
+        missing = 0 if rtol > 0 else cap - kept
+        left = torch.nn.functional.pad(left[:, :kept], (0, missing))
+        work = torch.nn.functional.pad(singular[:kept, None] * right[:kept], (0, 0, 0, missing))
         cores.append(left.reshape(rank, shape.row_shape[k], shape.col_shape[k], -1).to(dtype))
         rank = left.shape[1]
     cores.append(work.reshape(rank, shape.row_shape[-1], shape.col_shape[-1], 1).to(dtype))
@@ -62,11 +63,10 @@ def tt_svd(weight: Tensor, shape: TTShape, *, rtol: float = 0.0) -> list[Tensor]
 
 
 def _leading_svd(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The leading `rank` singular triplets (U, S, V^T) of a matrix."""
+    """At least the leading `rank` singular triplets (U, S, V^T), S followed by the norm of the rest where that was not computed."""
     short_side = min(matrix.shape)
     if short_side <= _EXACT_LIMIT or rank + _OVERSAMPLING >= short_side:
-        left, singular, right = torch.linalg.svd(matrix, full_matrices=False)
-    else:
-        left, singular, right_t = torch.svd_lowrank(matrix, q=rank + _OVERSAMPLING, niter=4)
-        right = right_t.mT
-    return left[:, :rank], singular[:rank], right[:rank]
+        return torch.linalg.svd(matrix, full_matrices=False)
+    left, singular, right = torch.svd_lowrank(matrix, q=rank + _OVERSAMPLING, niter=4)
+    rest = (matrix.norm().square() - singular.square().sum()).clamp_min(0).sqrt()
+    return left, torch.cat([singular, rest[None]]), right.mT

@@ -1,0 +1,51 @@
+"""Shared by all tests: poisoned uninitialised memory, fixed seeds, and random jagged batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import pytest
+import torch
+from hypothesis import settings
+from torchrec import KeyedJaggedTensor
+
+settings.register_profile("comera", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("comera")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _poisoned_memory() -> Iterator[None]:
+    """Fill uninitialised memory with NaN (integers: the largest), so that reading it cannot pass for a zero."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def _random_jagged(
+    features: Mapping[str, int], batch: int, *, weighted: bool = False, longest: int = 4, seed: int = 0
+) -> KeyedJaggedTensor:
+    """Bags of 0 to `longest` ids below each feature's limit; the first and the last id of every table occur, ids repeat."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths, values = [], []
+    for limit in features.values():
+        length = torch.randint(0, longest + 1, (batch,), generator=generator)
+        ids = torch.randint(0, limit, (int(length.sum()),), generator=generator)
+        ids[:1] = 0
+        ids[-2:] = limit - 1
+        lengths.append(length)
+        values.append(ids)
+    flat = torch.cat(values)
+    weights = torch.rand(len(flat), generator=generator) + 0.5 if weighted else None
+    return KeyedJaggedTensor(keys=list(features), values=flat, lengths=torch.cat(lengths), weights=weights)
+
+
+@pytest.fixture(scope="session")
+def random_jagged() -> Callable[..., KeyedJaggedTensor]:
+    """`random_jagged({feature: limit}, batch, weighted=..., longest=..., seed=...)` -> KeyedJaggedTensor."""
+    return _random_jagged

@@ -1,0 +1,34 @@
+"""Mixed-radix digits, as index arithmetic on ids of any size."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from comera_rec.tt import factorize, row_digits, rows_from_digits
+
+
+def test_digits_count_like_nested_loops() -> None:
+    radices = (3, 4, 2)
+    digits = torch.stack(row_digits(torch.arange(24), radices), dim=1)
+    assert digits.tolist() == [list(combination) for combination in itertools.product(*map(range, radices))]
+
+
+@given(
+    num_rows=st.sampled_from([1, 2, 97, 10_007, 2**31 - 1, 3 * 10**9 + 19, 10**12 + 39]), order=st.integers(1, 4), data=st.data()
+)
+def test_digits_round_trip(num_rows: int, order: int, data: st.DataObject) -> None:
+    radices = factorize(num_rows, order)
+    drawn = data.draw(st.lists(st.integers(0, num_rows - 1), max_size=8))
+    rows = torch.tensor([0, num_rows - 1, math.prod(radices) - 1, *drawn])
+    digits = row_digits(rows, radices)
+    assert len(digits) == order
+    for digit, radix in zip(digits, radices, strict=True):
+        assert digit.dtype == torch.int64
+        assert int(digit.min()) >= 0
+        assert int(digit.max()) < radix
+    assert torch.equal(rows_from_digits(digits, radices), rows)

@@ -1,0 +1,187 @@
+"""Sizes: how rows and columns split into modes, what ranks cost, and what is refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from comera_rec.tt import TTShape, factorize, max_ranks
+
+
+@given(size=st.one_of(st.tuples(st.integers(1, 10**9), st.integers(1, 4)), st.tuples(st.integers(1, 10_000), st.integers(5, 8))))
+@example(size=(10**9, 8))
+@example(size=(999_999_937, 2))  # prime
+@example(size=(1, 8))
+@example(size=(2, 8))
+def test_factors_cover_the_size_in_balance_and_waste_little(size: tuple[int, int]) -> None:
+    n, order = size
+    factors = factorize(n, order)
+    assert len(factors) == order
+    assert all(isinstance(factor, int) and factor >= 1 for factor in factors)
+    assert list(factors) == sorted(factors, reverse=True)
+    assert math.prod(factors) >= n
+    # No factor could be one smaller: the padding is less than one slice of the largest core.
+    if factors[0] > 1:
+        assert (factors[0] - 1) * math.prod(factors[1:]) < n
+    # Balanced: at most twice as many slices in all as a perfect d-th root would have.
+    root = n ** (1 / order)
+    assert sum(factors) <= max(2.0 * order * root, order * (math.ceil(root) + 1))
+
+
+@pytest.mark.parametrize("order", [2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("base", [2, 3, 5, 10])
+def test_perfect_powers_split_evenly(base: int, order: int) -> None:
+    assert factorize(base**order, order) == (base,) * order
+
+
+@pytest.mark.parametrize(
+    ("n", "order", "expected"),
+    [(64, 2, (8, 8)), (128, 2, (16, 8)), (16, 4, (2, 2, 2, 2)), (1_000_000, 3, (100, 100, 100)), (768, 3, (12, 8, 8))],
+)
+def test_sizes_with_balanced_divisors_are_not_padded(n: int, order: int, expected: tuple[int, ...]) -> None:
+    factors = factorize(n, order)
+    assert math.prod(factors) == n
+    assert sum(factors) <= sum(expected)
+
+
+@pytest.mark.parametrize("n", [17, 10_007, 1_000_003])
+def test_primes_are_padded_rather_than_left_whole(n: int) -> None:
+    first, last = factorize(n, 2)
+    assert first * last > n
+    assert first / last <= 2
+
+
+@pytest.mark.parametrize("n", [0, -3, 2.0, "8", True, None])
+def test_factorize_refuses_sizes_that_are_not_positive_integers(n: object) -> None:
+    with pytest.raises(ValueError, match=r"n is .*: give a positive integer"):
+        factorize(n, 2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("order", [0, 9, -1, 2.5, True])
+def test_factorize_refuses_other_orders(order: object) -> None:
+    with pytest.raises(ValueError, match=r"order is .*: give an integer from 1 to 8"):
+        factorize(8, order)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ranks", [(3,), (5, 2), (4, 7, 2), (1, 1, 1, 1, 1, 1, 1)])
+def test_num_params_counts_every_number_stored(ranks: tuple[int, ...]) -> None:
+    order = len(ranks) + 1
+    shape = TTShape(tuple(range(2, 2 + order)), tuple(range(1, 1 + order)), ranks)
+    stored = [torch.empty(size) for size in shape.core_shapes] + [torch.empty(rank) for rank in shape.ranks]
+    assert shape.num_params == sum(tensor.numel() for tensor in stored)
+    assert shape.compression == shape.num_rows * shape.num_cols / shape.num_params
+    assert [size[0] for size in shape.core_shapes] == [1, *ranks]
+    assert [size[3] for size in shape.core_shapes] == [*ranks, 1]
+
+
+def test_one_integer_is_the_largest_rank() -> None:
+    shape = TTShape((2, 50, 3), (1, 4, 2), 100)
+    assert shape.ranks == (2, 6) == max_ranks(shape.row_shape, shape.col_shape)
+    assert shape.with_ranks(3).ranks == (2, 3)
+
+
+def test_a_rank_of_zero_takes_the_train_with_it() -> None:
+    shape = TTShape((4, 5, 6), (2, 2, 2), (3, 0))
+    assert shape.ranks == (0, 0)
+    assert shape.num_params == 0
+    assert shape.compression == math.inf
+    assert shape.num_rows == 120
+
+
+@pytest.mark.parametrize(
+    ("row_shape", "col_shape", "ranks", "message"),
+    [
+        ((4, 4), (2, 2, 2), 2, r"col_shape \(2, 2, 2\) has 3 modes but row_shape \(4, 4\) has 2"),
+        ((4, 0), (2, 2), 2, r"row_shape\[1\] is 0: give a positive integer"),
+        ((4, 4), (-2, 2), 2, r"col_shape\[0\] is -2: give a positive integer"),
+        ((4, 4.0), (2, 2), 2, r"row_shape\[1\] is 4.0"),
+        ((4, 4), (2, 2), 0, r"ranks is 0: give a positive integer"),
+        ((4, 4), (2, 2), -1, r"ranks is -1: give a positive integer"),
+        ((4, 4), (2, 2), (1, 2), r"ranks \(1, 2\) has 2 entries: 2 modes need 1"),
+        ((4, 4), (2, 2), (-1,), r"ranks \(-1,\) must be non-negative integers"),
+        ((4, 4), (2, 2), (1.5,), r"ranks \(1.5,\) must be non-negative integers"),
+        ((), (), (), r"order is 0: give an integer from 1 to 8"),
+        ((1,) * 9, (1,) * 9, 1, r"order is 9: give an integer from 1 to 8"),
+    ],
+)
+def test_shapes_that_cannot_be_are_refused(row_shape: tuple, col_shape: tuple, ranks: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TTShape(row_shape, col_shape, ranks)  # type: ignore[arg-type]
+
+
+@given(rows=st.integers(1, 10**8), dim=st.integers(1, 256), rank=st.integers(1, 64), order=st.integers(2, 4))
+def test_tables_fit_their_shape_and_ranks_are_capped(rows: int, dim: int, rank: int, order: int) -> None:
+    shape = TTShape.for_table(rows, dim, tt_ranks=rank, order=order)
+    assert shape.order == order
+    assert shape.num_rows >= rows
+    assert shape.num_cols >= dim
+    assert shape.ranks == tuple(min(rank, limit) for limit in max_ranks(shape.row_shape, shape.col_shape))
+
+
+@given(rows=st.integers(100, 10**8), dim=st.sampled_from([1, 7, 16, 64, 128]), saving=st.floats(2, 500), data=st.data())
+def test_a_budget_is_never_exceeded_and_nearly_used(rows: int, dim: int, saving: float, data: st.DataObject) -> None:
+    kind = data.draw(st.sampled_from([TTShape.for_table, TTShape.for_linear]))
+    budget = max(1, int(rows * dim / saving))
+    try:
+        shape = kind(rows, dim, budget_params=budget)
+    except ValueError as error:
+        assert "takes at least" in str(error)  # noqa: PT017  the budget may be out of reach
+        for order in (2, 3, 4) if kind == TTShape.for_table else (2, 4, 6, 8):
+            assert kind(rows, dim, tt_ranks=1, order=order).num_params > budget
+        return
+    assert shape.num_params <= budget
+    larger = shape.with_ranks(max(shape.ranks) + 1)
+    assert larger.num_params > budget or larger == shape, "a larger rank would still fit"
+
+
+def test_defaults_and_the_order_that_ranks_or_a_budget_ask_for() -> None:
+    assert TTShape.for_table(1_000_000, 64).order == 2
+    assert TTShape.for_table(1_000_000, 64).ranks == (16,)
+    assert TTShape.for_table(1_000_000, 64, tt_ranks=(4, 5, 6)).ranks == (4, 5, 6)
+    assert TTShape.for_table(1_000_000, 64, budget_params=640_000).order == 2
+    assert TTShape.for_table(1_000_000, 64, budget_params=8_000).order > 2
+    linear = TTShape.for_linear(1024, 512)
+    assert (linear.order, linear.ranks) == (4, (16, 16, 16))
+    assert linear.col_shape[:2] == (1, 1) == linear.row_shape[2:]
+    assert (linear.num_rows, linear.num_cols) == (1024, 512)
+    assert TTShape.for_linear(1024, 512, tt_ranks=(4, 5, 6)).ranks == (4, 5, 6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_embeddings": 0}, r"num_embeddings is 0: give a positive integer"),
+        ({"embedding_dim": -1}, r"embedding_dim is -1: give a positive integer"),
+        ({"order": 5}, r"order is 5: embedding tables take 2, 3 or 4 cores"),
+        ({"tt_ranks": 0}, r"tt_ranks is 0: give a positive integer"),
+        ({"tt_ranks": (2, 0)}, r"tt_ranks\[1\] is 0: give a positive integer"),
+        ({"tt_ranks": (2, 2), "order": 2}, r"ranks \(2, 2\) has 2 entries: 2 modes need 1"),
+        ({"tt_ranks": ()}, r"tt_ranks \(\) would need 1 cores"),
+        ({"tt_ranks": (2, 2, 2, 2)}, r"tt_ranks \(2, 2, 2, 2\) would need 5 cores"),
+        ({"tt_ranks": 4, "budget_params": 100}, r"tt_ranks 4 and budget_params 100 are both given"),
+        ({"budget_params": 0}, r"budget_params is 0: give a positive integer"),
+        ({"budget_params": 20}, r"budget_params is 20: a 1000 x 16 table takes at least \d+ parameters, at rank 1"),
+    ],
+)
+def test_for_table_names_what_is_wrong(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TTShape.for_table(**{"num_embeddings": 1000, "embedding_dim": 16, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"in_features": 0}, r"in_features is 0"),
+        ({"out_features": 0}, r"out_features is 0"),
+        ({"order": 3}, r"order is 3: linear layers take 2, 4, 6 or 8 cores"),
+        ({"tt_ranks": (4, 4)}, r"tt_ranks \(4, 4\) would need 3 cores"),
+        ({"budget_params": 5}, r"budget_params is 5: a 64 x 32 linear layer takes at least \d+ parameters"),
+    ],
+)
+def test_for_linear_names_what_is_wrong(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TTShape.for_linear(**{"in_features": 64, "out_features": 32, **arguments})

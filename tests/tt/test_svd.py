@@ -1,0 +1,154 @@
+"""TT-SVD: exact at full rank, within Oseledets' bound below it, and what it does with tolerance, padding and large unfoldings."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from comera_rec.tt import TTShape, init_cores_, max_ranks, tt_svd, tt_to_dense
+
+
+def rebuilt(weight: Tensor, shape: TTShape, rtol: float = 0.0) -> Tensor:
+    """The matrix that the cores found stand for, cut to the size of the weight."""
+    cores = tt_svd(weight, shape, rtol=rtol)
+    dense = tt_to_dense(cores, shape.with_ranks([core.shape[-1] for core in cores[:-1]]))
+    return dense[: weight.shape[0], : weight.shape[1]]
+
+
+def unfolding(weight: Tensor, shape: TTShape, k: int) -> Tensor:
+    """The matrix whose rank limits bond k: modes up to core k by modes after it."""
+    padded = torch.zeros(shape.num_rows, shape.num_cols, dtype=weight.dtype)
+    padded[: weight.shape[0], : weight.shape[1]] = weight
+    modes = padded.reshape(*shape.row_shape, *shape.col_shape)
+    d = shape.order
+    modes = modes.permute([axis for core in range(d) for axis in (core, d + core)])
+    return modes.reshape(math.prod(shape.row_shape[:k]) * math.prod(shape.col_shape[:k]), -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("order", [1, 2, 3, 4])
+def test_full_rank_is_exact(order: int, dtype: torch.dtype) -> None:
+    row_shape, col_shape = (5, 3, 4, 2)[:order], (2, 3, 1, 2)[:order]
+    shape = TTShape(row_shape, col_shape, 10**6)
+    weight = torch.randn(shape.num_rows, shape.num_cols, dtype=dtype)
+    cores = tt_svd(weight, shape)
+    assert [tuple(core.shape) for core in cores] == list(shape.core_shapes)
+    torch.testing.assert_close(rebuilt(weight, shape), weight)
+
+
+def test_cores_are_left_orthogonal_but_the_last() -> None:
+    shape = TTShape((5, 4, 3), (2, 2, 2), (4, 3))
+    cores = tt_svd(torch.randn(60, 8, dtype=torch.float64), shape)
+    for core in cores[:-1]:
+        matrix = core.flatten(0, 2)
+        torch.testing.assert_close(matrix.mT @ matrix, torch.eye(core.shape[-1], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 4), (6, 3)])
+def test_low_rank_error_lies_between_the_best_and_the_bound(ranks: tuple[int, int]) -> None:
+    shape = TTShape((6, 5, 4), (2, 2, 2), ranks)
+    weight = torch.randn(113, 7, dtype=torch.float64)  # a prime number of rows, odd columns
+    error = (rebuilt(weight, shape) - weight).norm()
+    lost = [torch.linalg.svdvals(unfolding(weight, shape, k))[shape.ranks[k - 1] :].norm() for k in (1, 2)]
+    padding = max(lost) * 1e-9
+    assert error <= torch.stack(lost).norm() + padding  # Oseledets 2011, theorem 2.2
+    # The padded matrix is at least as far away as its best approximation on any one bond; padding rows may hide a part of it.
+    whole = torch.zeros(shape.num_rows, shape.num_cols, dtype=torch.float64)
+    whole[:113, :7] = weight
+    assert (rebuilt(whole, shape) - whole).norm() >= max(lost) - padding
+
+
+def test_one_bond_gives_the_best_approximation() -> None:
+    shape = TTShape((12, 10), (3, 4), (5,))
+    weight = torch.randn(120, 12, dtype=torch.float64)
+    best = torch.linalg.svdvals(unfolding(weight, shape, 1))[5:].norm()
+    torch.testing.assert_close((rebuilt(weight, shape) - weight).norm(), best)
+
+
+@pytest.mark.parametrize("rtol", [0.01, 0.1, 0.4])
+def test_rtol_trades_error_for_ranks(rtol: float) -> None:
+    shape = TTShape((6, 5, 4), (3, 2, 2), 10**6)
+    decay = torch.logspace(0, -3, 12, dtype=torch.float64)
+    weight = torch.randn(120, 12, dtype=torch.float64) @ torch.diag(decay)
+    cores = tt_svd(weight, shape, rtol=rtol)
+    found = [core.shape[-1] for core in cores[:-1]]
+    assert (rebuilt(weight, shape, rtol) - weight).norm() <= rtol * weight.norm()
+    assert sum(found) < sum(max_ranks(shape.row_shape, shape.col_shape))
+
+
+def test_rtol_counts_what_the_ranks_already_lost() -> None:
+    # Ranks alone lose 8 % of the norm; 10 % is allowed in all, so little more may go.
+    spectrum = torch.tensor([1.0, 0.08, 0.08], dtype=torch.float64)
+    shape = TTShape((6, 6), (1, 1), (2,))
+    basis, _ = torch.linalg.qr(torch.randn(6, 3, dtype=torch.float64))
+    weight = ((basis * spectrum) @ basis.mT).reshape(36, 1)
+    assert (rebuilt(weight, shape) - weight).norm() <= 0.1 * weight.norm()
+    assert (rebuilt(weight, shape, rtol=0.1) - weight).norm() <= 0.1 * weight.norm()
+
+
+def test_a_matrix_of_low_rank_is_found_at_that_rank() -> None:
+    shape = TTShape((6, 5, 4), (2, 2, 2), (3, 2))
+    cores = [torch.randn(size, dtype=torch.float64) for size in shape.core_shapes]
+    weight = tt_to_dense(cores, shape)
+    found = tt_svd(weight, shape.with_ranks(8), rtol=1e-9)
+    assert tuple(core.shape[-1] for core in found[:-1]) == (3, 2)
+    torch.testing.assert_close(rebuilt(weight, shape), weight)
+
+
+def test_ranks_beyond_the_useful_ones_are_kept_with_zeros() -> None:
+    shape = TTShape((3, 4), (2, 2), (50,))
+    weight = torch.randn(12, 4)
+    assert [tuple(core.shape) for core in tt_svd(weight, shape)] == list(shape.core_shapes)
+    torch.testing.assert_close(rebuilt(weight, shape), weight)
+
+
+def test_a_zero_matrix_is_rank_one_under_a_tolerance() -> None:
+    cores = tt_svd(torch.zeros(12, 4), TTShape((3, 4), (2, 2), 4), rtol=0.1)
+    assert cores[0].shape[-1] == 1
+    assert all(core.isfinite().all() for core in cores)
+
+
+@pytest.mark.parametrize(("num_rows", "dim"), [(257, 13), (1021, 31)])
+@pytest.mark.parametrize("order", [2, 3, 4])
+def test_prime_sizes_are_padded(num_rows: int, dim: int, order: int) -> None:
+    shape = TTShape.for_table(num_rows, dim, tt_ranks=10**6, order=order)
+    weight = torch.randn(num_rows, dim, dtype=torch.float64)
+    torch.testing.assert_close(rebuilt(weight, shape), weight)
+
+
+def test_half_precision_weights_come_back_in_their_type() -> None:
+    weight = torch.randn(12, 4).bfloat16()
+    cores = tt_svd(weight, TTShape((3, 4), (2, 2), 10**6))
+    assert {core.dtype for core in cores} == {torch.bfloat16}
+
+
+def test_large_unfoldings_take_the_randomized_way_to_the_same_end() -> None:
+    shape = TTShape.for_table(40_000, 64, tt_ranks=12)
+    assert min(shape.row_shape[0] * shape.col_shape[0], shape.row_shape[1] * shape.col_shape[1]) > 1024
+    cores = [torch.empty(size) for size in shape.core_shapes]
+    init_cores_(cores, shape, 1.0)
+    signal = tt_to_dense(cores, shape)
+    noise = 0.05 * torch.randn(signal.shape)
+    # The best rank-12 matrix recovers the signal up to the noise that falls into its row and column spaces.
+    rows, columns = (m * n for m, n in zip(shape.row_shape, shape.col_shape, strict=True))
+    expected = 0.05 * math.sqrt(12 * (rows + columns - 12)) / signal.norm()
+    error = (rebuilt(signal + noise, shape) - signal).norm() / signal.norm()
+    assert error <= 1.1 * expected
+
+
+@pytest.mark.parametrize(
+    ("weight", "rtol", "message"),
+    [
+        (torch.zeros(13, 4), 0.0, r"weight of shape \(13, 4\) does not fit a train of 12 x 4: enlarge the modes"),
+        (torch.zeros(12, 5), 0.0, r"weight of shape \(12, 5\) does not fit"),
+        (torch.zeros(12), 0.0, r"weight of shape \(12,\) does not fit"),
+        (torch.zeros(12, 4), -0.1, r"rtol is -0.1: give a non-negative number"),
+        (torch.zeros(12, 4), math.nan, r"rtol is nan: give a non-negative number"),
+    ],
+)
+def test_tt_svd_names_what_is_wrong(weight: Tensor, rtol: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tt_svd(weight, TTShape((3, 4), (2, 2), 2), rtol=rtol)
