@@ -1,4 +1,4 @@
-"""`comera preprocess`: raw Criteo logs to a data set. Nothing here needs torch."""
+"""`comera synth` and `comera preprocess`: logs with a planted signal, and raw logs to a data set. Neither needs torch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,38 @@ import click
 from data_pipeline.manifest import Manifest
 from data_pipeline.preprocess import PreprocessOptions
 from data_pipeline.preprocess import preprocess as write_data_set
+from data_pipeline.synth import SynthOptions, truth_path
+from data_pipeline.synth import synth as write_log
 
 _PATH = click.Path(path_type=Path)
+
+
+@click.command(short_help="Write Criteo-format logs with a planted signal of known best AUC.")
+@click.option("--rows", type=int, required=True, help="Lines to write.")
+@click.option("--output", type=_PATH, required=True, metavar="RAW", help="The log; a name ending in .gz compresses it.")
+@click.option("--seed", default=0, show_default=True, help="Of the planted model and of the draws.")
+@click.option("--scale", default=1.0, show_default=True, help="Factor on the cardinalities of the Kaggle log.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing log.")
+def synth(rows: int, output: Path, seed: int, scale: float, overwrite: bool) -> None:
+    """Write logs in Criteo's format from a planted model, and the best reachable scores beside them.
+
+    Values are distributed like those of the Kaggle log. Labels follow main effects and pairs of hidden vectors, so what the true
+    probabilities reach on them bounds every model; that goes to RAW's stem with .truth.json.
+
+    \b
+    Example:
+      comera synth --rows 500000 --scale 0.05 --output raw/train.txt
+    """
+    start = time.perf_counter()
+    truth = write_log(SynthOptions(rows=rows, output=output, seed=seed, scale=scale, overwrite=overwrite))
+    seconds = time.perf_counter() - start
+    for name, score in (("all rows", truth.whole), ("last tenth", truth.last_tenth)):
+        if score and score.best_auc and score.best_ne:
+            click.echo(
+                f"best reachable on {name}: AUC {score.best_auc:.4f}, logloss {score.best_logloss:.4f}, NE {score.best_ne:.4f}"
+                f" (label rate {score.label_rate:.4f})"
+            )
+    click.echo(f"wrote {output} and {truth_path(output).name} in {seconds:.1f} s ({rows / seconds:,.0f} rows/s)")
 
 
 @click.command(short_help="Turn Criteo logs into Parquet shards and a manifest.")

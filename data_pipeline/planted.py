@@ -1,0 +1,170 @@
+"""A click model with a known answer: columns distributed like Criteo's, and the exact probability of every label.
+
+    logit = b + sum_i a_i s(I_i) + sum_c w_c(C_c) + sum_{c<c'} <v_c(C_c), v_c'(C_c')>
+
+s is the standardized logarithm of a count. The effect w and the latent vector v of a value are Gaussians hashed from (seed, column,
+value), so no table of them exists; they shrink with the value's frequency rank, so that what can be learned dominates.
+The pairs are summed by the identity of factorization machines (Rendle, ICDM 2010, section III.B): with s = sum_c v_c,
+sum_{c<c'} <v_c, v_c'> = (|s|^2 - sum_c |v_c|^2) / 2. Missing cells contribute nothing.
+
+Shapes: B rows, N normals, D latent dimensions. A category is held by its frequency rank, from 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+
+from data_pipeline.planted_columns import CATEGORY_SPECS, INTEGER_SPECS, LARGEST_COUNT, MISSING_RATES, CategorySpec
+
+LABEL_RATE = 0.25
+# Standard deviations of the logit's three parts: the best AUC is then about 0.80, and that of the counts alone about 0.65.
+PART_STDS = (0.7, 0.9, 0.75)
+# The effects of the value of rank k have standard deviations proportional to 1 / sqrt(1 + k / HEAD).
+HEAD = 100
+# Pairs of few-valued columns can be learned from a few hundred thousand rows.
+PAIRED_COLUMNS = ("C2", "C5", "C8", "C9", "C14", "C17", "C20", "C23")
+_PILOT_ROWS = 20_000
+# Uniform draws of a row: a rank per category, two for every two normals, one per missing group, one for the label.
+_RANKS_END = len(CATEGORY_SPECS)
+_NORMALS_END = _RANKS_END + len(INTEGER_SPECS) + len(INTEGER_SPECS) % 2
+_MISSING_END = _NORMALS_END + len(MISSING_RATES)
+DRAWS = _MISSING_END + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlantedRows:
+    """Rows of the model: labels, their true probabilities, and per column the cells and where they are missing."""
+
+    label_B: np.ndarray
+    probability_B: np.ndarray
+    integers: dict[str, np.ndarray]
+    categories: dict[str, np.ndarray]
+    missing: dict[str, np.ndarray]
+
+
+class PlantedModel:
+    """The model that a seed and a scale give.
+
+    Args:
+        seed: chooses effects, latent vectors and the values that stand for ranks.
+        scale: factor on the cardinalities of the whole Kaggle log; each column keeps at least 3 values.
+    """
+
+    def __init__(self, *, seed: int, scale: float) -> None:
+        self._cardinalities = {name: max(3, round(spec.cardinality * scale)) for name, spec in CATEGORY_SPECS.items()}
+        pilot = np.random.default_rng([seed, 1])
+        self._keys = dict(zip(CATEGORY_SPECS, pilot.integers(2**63, size=len(CATEGORY_SPECS), dtype=np.uint64), strict=True))
+        self._integer_weights = pilot.choice([-1, 1], len(INTEGER_SPECS)) * pilot.uniform(0.5, 1, len(INTEGER_SPECS))
+        self._normal_quantiles = np.array([NormalDist().inv_cdf((i + 0.5) / 2**16) for i in range(2**16)], dtype=np.float32)
+        # Fixing each part's spread on a pilot sample makes every seed and scale equally hard.
+        integers, ranks, missing = self._draw_cells(pilot.random((_PILOT_ROWS, DRAWS)))
+        parts = self._parts(integers, ranks, missing)
+        self._factors = [np.float64(std / part.std()) for std, part in zip(PART_STDS, parts, strict=True)]
+        self._bias = _bias_for(LABEL_RATE, self._combine(parts))
+
+    def rows(self, uniform: np.ndarray) -> PlantedRows:
+        """The rows that uniform draws (B, DRAWS) in [0, 1) give."""
+        integers, ranks, missing = self._draw_cells(uniform)
+        probability_B = _sigmoid(self._combine(self._parts(integers, ranks, missing)) + self._bias)
+        return PlantedRows(
+            label_B=(uniform[:, -1] < probability_B).astype(np.int8),
+            probability_B=probability_B,
+            integers=integers,
+            categories={name: _spell(rank_B, self._keys[name]) for name, rank_B in ranks.items()},
+            missing=missing,
+        )
+
+    def _draw_cells(self, uniform: np.ndarray) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """Counts, ranks, and by column which cells are missing."""
+        ranks = {
+            name: _draw_ranks(uniform[:, i], spec, self._cardinalities[name])
+            for i, (name, spec) in enumerate(CATEGORY_SPECS.items())
+        }
+        normals_BN = _box_muller(uniform[:, _RANKS_END:_NORMALS_END])
+        integers = {}
+        for i, (name, spec) in enumerate(INTEGER_SPECS.items()):
+            count_B = np.minimum(np.exp(spec.mu + spec.sigma * normals_BN[:, i]), LARGEST_COUNT).astype(np.int32)
+            integers[name] = count_B + np.int32(spec.shift)
+        groups = uniform[:, _NORMALS_END:_MISSING_END] < np.array(list(MISSING_RATES.values()))
+        by_group = dict(zip(MISSING_RATES, groups.T, strict=True))
+        missing = {name: by_group[spec.missing_group] for name, spec in (INTEGER_SPECS | CATEGORY_SPECS).items()}
+        return integers, ranks, missing
+
+    def _parts(
+        self, integers: dict[str, np.ndarray], ranks: dict[str, np.ndarray], missing: dict[str, np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The logit's parts before scaling: counts, main effects, pairs."""
+        rows = len(integers["I1"])
+        count_part_B, main_part_B = np.zeros(rows, np.float32), np.zeros(rows, np.float32)
+        for (name, spec), weight in zip(INTEGER_SPECS.items(), self._integer_weights, strict=True):
+            logarithm_B = np.log1p((integers[name] - spec.shift).astype(np.float32))
+            count_part_B += np.where(
+                missing[name], 0, np.float32(weight / spec.sigma) * (logarithm_B - np.float32(max(spec.mu, 0)))
+            )
+        sum_DB = np.zeros((4, rows), np.float32)
+        squares_B = np.zeros(rows, np.float32)
+        for name, rank_B in ranks.items():
+            size_B = np.where(missing[name], 0, 1 / np.sqrt(1 + rank_B.astype(np.float32) / HEAD))
+            hash_B = _mix64(rank_B.astype(np.uint64) + self._keys[name])
+            main_part_B += size_B * self._normal_quantiles[hash_B >> np.uint64(48)]
+            if name in PAIRED_COLUMNS:
+                pieces_DB = _mix64(hash_B).view(np.uint16).reshape(-1, 4).T
+                latent_DB = size_B * self._normal_quantiles[pieces_DB]
+                sum_DB += latent_DB
+                squares_B += np.square(latent_DB).sum(axis=0)
+        return count_part_B, main_part_B, (np.square(sum_DB).sum(axis=0) - squares_B) / 2
+
+    def _combine(self, parts: tuple[np.ndarray, ...]) -> np.ndarray:
+        counts, main, pairs = (factor * part for factor, part in zip(self._factors, parts, strict=True))
+        return counts + main + pairs
+
+
+def _draw_ranks(uniform_B: np.ndarray, spec: CategorySpec, cardinality: int) -> np.ndarray:
+    """uint32 ranks by inversion of P(rank < x) = (q^e - (x + q)^e) / (q^e - (K + q)^e), e = 1 - exponent."""
+    e = 1 - spec.exponent
+    first, last = spec.shift**e, (cardinality + spec.shift) ** e
+    rank_B: np.ndarray = (first + uniform_B * (last - first)) ** (1 / e) - spec.shift
+    # Rounding may step over either end.
+    return rank_B.clip(0, cardinality - 1).astype(np.uint32)
+
+
+def _box_muller(uniform_BN: np.ndarray) -> np.ndarray:
+    """Standard normals from as many uniforms, an even number of columns."""
+    half = uniform_BN.shape[1] // 2
+    radius_BN = np.sqrt(-2 * np.log1p(-uniform_BN[:, :half]))
+    angle_BN = 2 * np.pi * uniform_BN[:, half:]
+    return np.concatenate([radius_BN * np.cos(angle_BN), radius_BN * np.sin(angle_BN)], axis=1)
+
+
+def _mix64(x: np.ndarray) -> np.ndarray:
+    """splitmix64's next output for every state x, a bijection on uint64 (Steele, Lea, Flood, OOPSLA 2014)."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return x
+
+
+def _spell(rank_B: np.ndarray, key: np.uint64) -> np.ndarray:
+    """The uint32 values that stand for ranks: a bijection (murmur3's finalizer), so that no two ranks share one."""
+    x = rank_B ^ np.uint32(key & np.uint64(0xFFFFFFFF))
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    return x ^ (x >> np.uint32(16))
+
+
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    odds: np.ndarray = np.exp(-x)
+    return 1 / (1 + odds)
+
+
+def _bias_for(rate: float, logit_B: np.ndarray) -> float:
+    """The b for which sigmoid(logit + b) has the mean `rate`, by bisection."""
+    low, high = -30.0, 30.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _sigmoid(logit_B + middle).mean() < rate else (low, middle)
+    return low

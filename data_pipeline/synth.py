@@ -1,0 +1,177 @@
+"""Criteo-format logs drawn from a planted model, with the scores of the true probabilities beside them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+from tqdm import tqdm
+
+from data_pipeline.atomic import finished_file
+from data_pipeline.columns import CATEGORIES, INTEGERS, LABEL
+from data_pipeline.planted import DRAWS, PlantedModel, PlantedRows
+
+_BINS = 1 << 18
+# The four hex digits of every 16-bit number, as one 32-bit word.
+_HEX_DIGITS = np.array([f"{number:04x}".encode() for number in range(1 << 16)], dtype="S4").view(np.uint32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SynthOptions:
+    """What to draw and where to write it.
+
+    Args:
+        rows: lines to write.
+        output: the log; a name ending in .gz compresses it.
+        seed: of the model and of the draws.
+        scale: factor on the cardinalities of the Kaggle log.
+        overwrite: replace an existing log.
+        chunk_rows: rows in memory at a time; the log does not depend on it.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+
+    rows: int
+    output: Path
+    seed: int = 0
+    scale: float = 1.0
+    overwrite: bool = False
+    chunk_rows: int = 1 << 16
+
+    def __post_init__(self) -> None:
+        for name, least in (("rows", 1), ("seed", 0), ("chunk_rows", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least {least}")
+        if not 0 < self.scale <= 100:
+            raise ValueError(f"--scale is {self.scale}; it must be above 0 and at most 100")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """What the true probabilities reach on the drawn labels, the best that any model can expect.
+
+    best_ne is best_logloss over the entropy of label_rate. Where all labels are equal, best_auc and best_ne are None.
+    """
+
+    rows: int
+    label_rate: float
+    best_auc: float | None
+    best_logloss: float
+    best_ne: float | None
+
+
+class _Scorer:
+    """Score over chunks, with the AUC from a fine histogram of probabilities."""
+
+    def __init__(self) -> None:
+        self.counts = np.zeros((2, _BINS), np.int64)  # by label and bin
+        self.logloss = 0.0
+
+    def add(self, label_B: np.ndarray, probability_B: np.ndarray) -> None:
+        bins_B = (probability_B * _BINS).astype(np.int64)
+        for label in (0, 1):
+            self.counts[label] += np.bincount(bins_B[label_B == label], minlength=_BINS)
+        self.logloss -= float(np.log(np.where(label_B, probability_B, 1 - probability_B)).sum())
+
+    def score(self) -> Score | None:
+        """None before any row."""
+        negatives, positives = (int(total) for total in self.counts.sum(axis=1))
+        rows = negatives + positives
+        if not rows:
+            return None
+        rate, logloss = positives / rows, self.logloss / rows
+        if not negatives or not positives:
+            return Score(rows=rows, label_rate=rate, best_auc=None, best_logloss=logloss, best_ne=None)
+        # Pairs in which the positive ranks above the negative, ties counting half.
+        below = np.cumsum(self.counts[0]) - self.counts[0] / 2
+        auc = float((self.counts[1] * below).sum()) / (negatives * positives)
+        entropy = -(rate * np.log(rate) + (1 - rate) * np.log(1 - rate))
+        return Score(rows=rows, label_rate=rate, best_auc=auc, best_logloss=logloss, best_ne=float(logloss / entropy))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Truth:
+    """The best reachable scores, over the whole log and over its last tenth (the test rows of `comera preprocess`)."""
+
+    seed: int
+    scale: float
+    whole: Score
+    last_tenth: Score | None
+
+    def to_dict(self) -> dict[str, object]:
+        """As in the truth file: the whole log's scores beside seed and scale, the last tenth's below their own key."""
+        last_tenth = asdict(self.last_tenth) if self.last_tenth else None
+        return {"seed": self.seed, "scale": self.scale} | asdict(self.whole) | {"last_tenth": last_tenth}
+
+
+def truth_path(output: Path) -> Path:
+    """Where the truth of a log is written: train.truth.json beside train.txt or train.txt.gz."""
+    stem = output.with_suffix("") if output.suffix == ".gz" else output
+    return stem.with_name(f"{stem.stem}.truth.json")
+
+
+def synth(options: SynthOptions) -> Truth:
+    """Write a log and its truth; both are a function of rows, seed and scale alone.
+
+    Raises:
+        ValueError: the output exists.
+        OSError: it cannot be written.
+    """
+    model = PlantedModel(seed=options.seed, scale=options.scale)
+    uniform = np.random.default_rng([options.seed, 0])
+    whole, last_tenth = _Scorer(), _Scorer()
+    test_start = options.rows - options.rows // 10
+    with (
+        finished_file(options.output, overwrite=options.overwrite) as work,
+        _create(work, compress=options.output.suffix == ".gz") as file,
+        tqdm(total=options.rows, desc="drawing", unit="row", unit_scale=True, disable=None) as bar,
+    ):
+        for start in range(0, options.rows, options.chunk_rows):
+            rows = model.rows(uniform.random((min(options.chunk_rows, options.rows - start), DRAWS)))
+            _write_rows(rows, file)
+            whole.add(rows.label_B, rows.probability_B)
+            tail = slice(max(test_start - start, 0), None)
+            last_tenth.add(rows.label_B[tail], rows.probability_B[tail])
+            bar.update(len(rows.label_B))
+    score = whole.score()
+    assert score is not None  # there is at least one row
+    truth = Truth(seed=options.seed, scale=options.scale, whole=score, last_tenth=last_tenth.score())
+    with finished_file(truth_path(options.output), overwrite=True) as work:
+        work.write_text(json.dumps(truth.to_dict(), indent=2) + "\n")
+    return truth
+
+
+@contextmanager
+def _create(path: Path, *, compress: bool) -> Iterator[IO[bytes] | gzip.GzipFile]:
+    with path.open("wb") as file:
+        if not compress:
+            yield file
+            return
+        # No name and no time in the header: equal logs are equal files.
+        with gzip.GzipFile(filename="", fileobj=file, mode="wb", compresslevel=4, mtime=0) as compressed:
+            yield compressed
+
+
+def _write_rows(rows: PlantedRows, file: IO[bytes] | gzip.GzipFile) -> None:
+    columns = [pa.array(rows.label_B)]
+    columns += [pa.array(rows.integers[name], mask=rows.missing[name]) for name in INTEGERS]
+    columns += [_hex_column(rows.categories[name], rows.missing[name]) for name in CATEGORIES]
+    table = pa.table(columns, names=[LABEL, *INTEGERS, *CATEGORIES])
+    pa.csv.write_csv(table, file, pa.csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none"))
+
+
+def _hex_column(value_B: np.ndarray, missing_B: np.ndarray) -> pa.Array:
+    """Values as 8 hex digits each, made as Arrow lays strings out: offsets and one run of characters."""
+    digits_B2 = np.stack([_HEX_DIGITS[value_B >> np.uint32(16)], _HEX_DIGITS[value_B & np.uint32(0xFFFF)]], axis=1)
+    offsets = np.arange(0, 8 * len(value_B) + 1, 8, dtype=np.int32)
+    present = np.packbits(~missing_B, bitorder="little")
+    return pa.StringArray.from_buffers(len(value_B), pa.py_buffer(offsets), pa.py_buffer(digits_B2), pa.py_buffer(present))
