@@ -1,0 +1,109 @@
+"""Metrics against their definitions, written out in plain Python."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from comera_rec.training.metrics import BinaryMetrics
+
+
+def metrics_of(logits: list[float] | Tensor, labels: list[int] | Tensor) -> dict[str, float | int]:
+    metrics = BinaryMetrics()
+    metrics.update(torch.as_tensor(logits, dtype=torch.float32), torch.as_tensor(labels))
+    return metrics.compute()
+
+
+def auc_by_pairs(logits: list[float], labels: list[int]) -> float:
+    """The share of (positive, negative) pairs that the logits order rightly; a tie is half right."""
+    pairs = [(p, n) for p, y in zip(logits, labels, strict=True) if y for n, z in zip(logits, labels, strict=True) if not z]
+    return sum((p > n) + 0.5 * (p == n) for p, n in pairs) / len(pairs)
+
+
+def logloss(logits: list[float], labels: list[int]) -> float:
+    probabilities = [1 / (1 + math.exp(-x)) for x in logits]
+    return -sum(math.log(p if y else 1 - p) for p, y in zip(probabilities, labels, strict=True)) / len(labels)
+
+
+# Eighths are exact in float32, and repeat often enough to tie.
+rows = st.lists(st.tuples(st.integers(-40, 40).map(lambda n: n / 8), st.integers(0, 1)), min_size=2, max_size=40).filter(
+    lambda rows: len({label for _, label in rows}) == 2
+)
+
+
+@given(rows)
+def test_definitions(rows: list[tuple[float, int]]) -> None:
+    logits, labels = [x for x, _ in rows], [y for _, y in rows]
+    result = metrics_of(logits, labels)
+    q = sum(labels) / len(labels)
+    assert result["auc"] == pytest.approx(auc_by_pairs(logits, labels), abs=1e-6)
+    assert result["logloss"] == pytest.approx(logloss(logits, labels), rel=1e-12)
+    assert result["ne"] == pytest.approx(logloss(logits, labels) / -(q * math.log(q) + (1 - q) * math.log(1 - q)), rel=1e-12)
+    assert result["rows"] == len(rows)
+
+
+def test_known_values() -> None:
+    assert metrics_of([2.0, 1.0, -1.0], [1, 1, 0])["auc"] == 1
+    assert metrics_of([2.0, 1.0, -1.0], [0, 0, 1])["auc"] == 0
+    # A model that always predicts the base rate, 1/4, has learned nothing.
+    constant = metrics_of(torch.full((400,), math.log(1 / 3)), torch.arange(400) % 4 == 0)
+    assert constant["auc"] == 0.5
+    assert constant["ne"] == pytest.approx(1, abs=1e-7)
+
+
+def test_batches_add_up() -> None:
+    logits, labels = torch.randn(1000), (torch.rand(1000) < 0.3).float()
+    metrics = BinaryMetrics()
+    for part, of_part in zip(logits.split(300), labels.split(300), strict=True):
+        metrics.update(part.unsqueeze(1).requires_grad_(), of_part)
+    assert metrics.compute() == metrics_of(logits, labels)
+
+
+def test_confident_logits_keep_their_order() -> None:
+    # In float32 sigmoid(20) and sigmoid(30) are both 1, and a batch of logits within 0..1 looks like probabilities.
+    assert metrics_of([30.0, 20.0], [1, 0])["auc"] == 1
+    assert metrics_of([0.5, 0.5], [1, 0])["logloss"] == pytest.approx(logloss([0.5, 0.5], [1, 0]), rel=1e-12)
+
+
+def test_undefined() -> None:
+    with pytest.raises(ValueError, match="no rows to evaluate"):
+        BinaryMetrics().compute()
+    with pytest.raises(ValueError, match="all 3 labels are 0, so AUC and NE are undefined; evaluate on more rows"):
+        metrics_of([1.0, 2.0, 3.0], [0, 0, 0])
+    with pytest.raises(ValueError, match="all 1 labels are 1"):
+        metrics_of([1.0], [1])
+    with pytest.raises(ValueError, match="2 of 3 logits are not finite"):
+        metrics_of([math.nan, 2.0, math.inf], [0, 1, 0])
+    with pytest.raises(ValueError, match=r"equally many, got \(2, 1\) and \(3,\)"):
+        BinaryMetrics().update(torch.zeros(2, 1), torch.zeros(3))
+
+
+def example() -> tuple[Tensor, Tensor]:
+    return torch.linspace(-1, 1, 10).sin(), torch.arange(10) % 3 == 1
+
+
+def compute_on_rank(rank: int, folder: str) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60)
+    )
+    metrics = BinaryMetrics()
+    metrics.update(*(part[:3] if rank == 0 else part[3:] for part in example()))
+    torch.save(metrics.compute(), f"{folder}/{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.distributed
+def test_ranks_with_unequal_rows_get_the_metrics_of_all_rows(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(compute_on_rank, (str(tmp_path),), nprocs=2)
+    for rank in range(2):
+        assert torch.load(tmp_path / f"{rank}.pt") == pytest.approx(metrics_of(*example()), rel=1e-12)
