@@ -21,7 +21,8 @@ class TTLinearConfig:
 
     Attributes:
         tt_ranks: ranks, one for all bonds or one each. Give at most one of `tt_ranks` and `compression`; default rank 16.
-        compression: dense weights over tensor-train parameters, at least; the largest ranks within that budget are taken.
+        compression: dense weights over tensor-train parameters of each layer, at least; the largest ranks within that budget are
+            taken, and a layer too small for it stays dense.
         order: number of cores, 2, 4, 6 or 8; default 4.
         min_features: layers with fewer input or output features stay dense.
         policy: "auto" compresses a layer only where that saves parameters and multiply-adds; "always" does so wherever it fits.
@@ -42,8 +43,14 @@ class TTLinearConfig:
         """Modes and ranks of a layer of this size, or None where it stays dense."""
         if min(in_features, out_features) < self.min_features:
             return None
-        budget = None if self.compression is None else max(1, int(in_features * out_features / self.compression))
-        shape = TTShape.for_linear(in_features, out_features, tt_ranks=self.tt_ranks, order=self.order, budget_params=budget)
+        if self.compression is None:
+            shape = TTShape.for_linear(in_features, out_features, tt_ranks=self.tt_ranks, order=self.order)
+        else:
+            order = self.order or 4
+            budget = int(in_features * out_features / self.compression)
+            if TTShape.for_linear(in_features, out_features, tt_ranks=1, order=order).num_params > budget:
+                return None
+            shape = TTShape.for_linear(in_features, out_features, order=order, budget_params=budget)
         if self.policy == "auto":
             products = shape.ranks[shape.order // 2 - 1] * (in_features + out_features)  # multiply-adds per row of (x L) R
             if max(shape.num_params, products) >= in_features * out_features:

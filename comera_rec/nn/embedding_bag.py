@@ -79,6 +79,7 @@ class TTEmbeddingBag(TTModule):
         self.include_last_offset = include_last_offset
         self.impl = impl
         self.name = name
+        self.reset_parameters()
 
     @property
     def num_embeddings(self) -> int:

@@ -60,17 +60,13 @@ class TTLinear(TTModule):
         super().__init__(in_features, out_features, shape, std, device=device, dtype=dtype)
         self._cut = cut
         self.register_parameter("bias", nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None)
-        self._reset_bias()
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw cores and bias with the standard deviation that `nn.Linear` would give."""
         super().reset_parameters()
-        self._reset_bias()
-
-    def _reset_bias(self) -> None:
-        bias = self._parameters.get("bias")
-        if bias is not None and not bias.is_meta:
-            nn.init.uniform_(bias, -(self.in_features**-0.5), self.in_features**-0.5)
+        if self.bias is not None and not self.bias.is_meta:
+            nn.init.uniform_(self.bias, -(self.in_features**-0.5), self.in_features**-0.5)
 
     @property
     def in_features(self) -> int:
@@ -81,6 +77,14 @@ class TTLinear(TTModule):
     def out_features(self) -> int:
         """Size of the last dimension of the output."""
         return self.num_cols
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight [out_features, in_features], formed at every access.
+
+        For code that reads a layer's weight instead of calling it, such as torch's transformer layers in evaluation.
+        """
+        return self.dense_matrix().mT
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
@@ -116,7 +120,7 @@ class TTLinear(TTModule):
             self.in_features, self.out_features, self.bias is not None, device=self.core_0.device, dtype=self.core_0.dtype
         )
         with torch.no_grad():
-            layer.weight.copy_(self.dense_matrix().mT)
+            layer.weight.copy_(self.weight)
             if self.bias is not None:
                 layer.bias.copy_(self.bias)
         return layer

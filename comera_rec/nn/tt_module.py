@@ -19,6 +19,8 @@ class TTModule(nn.Module):
     itself, so that whoever materializes a module from the meta device by `reset_parameters` finds them.
 
     `shape` always describes the parameters. Loading a state dict of the same modes at other ranks resizes them in place.
+
+    A subclass calls `reset_parameters` once all its parameters exist.
     """
 
     core_0: nn.Parameter
@@ -46,7 +48,6 @@ class TTModule(nn.Module):
             self.register_parameter(f"core_{k}", nn.Parameter(torch.empty(core_shape, device=device, dtype=dtype)))
         for k, rank in enumerate(shape.ranks, start=1):
             self.register_parameter(f"rank_{k}", nn.Parameter(torch.empty(rank, device=device, dtype=dtype)))
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw the cores anew such that dense entries have standard deviation `std`; set the rank parameters to one."""

@@ -39,9 +39,10 @@ def contract(cores: Sequence[Tensor]) -> Tensor:
     """Contract neighbouring cores into one of shape (r_first, m_1...m_d, n_1...n_d, r_last)."""
     result = cores[0]
     for core in cores[1:]:
-        r0, m, n, _ = result.shape
+        r0, m, n, r1 = result.shape
         _, m2, n2, r2 = core.shape
-        joined = torch.tensordot(result, core, dims=([3], [0]))  # (r0, m, n, m2, n2, r2)
+        # A plain matrix product: autocast knows it, tensordot it does not.
+        joined = (result.reshape(r0 * m * n, r1) @ core.reshape(r1, m2 * n2 * r2)).reshape(r0, m, n, m2, n2, r2)
         result = joined.transpose(2, 3).reshape(r0, m * m2, n * n2, r2)
     return result
 

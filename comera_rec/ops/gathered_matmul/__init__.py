@@ -15,7 +15,8 @@ IMPLEMENTATIONS = {"reference": reference}
 
 @torch.library.custom_op("comera_rec::gathered_matmul", mutates_args=())
 def _forward(a: Tensor, b: Tensor, p: Tensor, q: Tensor, impl: str) -> Tensor:
-    return IMPLEMENTATIONS[impl].forward(a, b, p, q)
+    with torch.autocast(a.device.type, enabled=False):  # the result has the operands' dtype, as the fake kernel says
+        return IMPLEMENTATIONS[impl].forward(a, b, p, q)
 
 
 @_forward.register_fake
@@ -25,7 +26,8 @@ def _(a: Tensor, b: Tensor, p: Tensor, q: Tensor, impl: str) -> Tensor:
 
 @torch.library.custom_op("comera_rec::gathered_matmul_backward", mutates_args=())
 def _backward(grad: Tensor, a: Tensor, b: Tensor, p: Tensor, q: Tensor, impl: str) -> tuple[Tensor, Tensor]:
-    return IMPLEMENTATIONS[impl].backward(grad, a, b, p, q)
+    with torch.autocast(a.device.type, enabled=False):
+        return IMPLEMENTATIONS[impl].backward(grad, a, b, p, q)
 
 
 @_backward.register_fake
@@ -63,6 +65,7 @@ def gathered_matmul(a: Tensor, b: Tensor, p: Tensor, q: Tensor, impl: str = "aut
     """Multiply gathered slices: out[u] = a[p[u]] @ b[q[u]].
 
     Gradients are sums over equal ids, da[i] = sum over {u: p[u] = i} of dout[u] @ b[q[u]]^T and db alike; they are deterministic.
+    Autocast leaves it alone, as it does `torch.nn.functional.embedding_bag`.
 
     Args:
         a: [P, n1, r].

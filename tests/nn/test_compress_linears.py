@@ -1,0 +1,121 @@
+"""compress_linears_: which layers it takes, what it leaves, and what it says when it can do nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from comera_rec import TTLinear, TTLinearConfig, compress_linears_
+
+
+class Tower(nn.Module):
+    """Two large layers, one of them used twice, and a small one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(256, 128)
+        self.body = nn.Sequential(nn.Linear(128, 256, bias=False), nn.ReLU(), self.first)
+        self.head = nn.Linear(128, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.first(x)))
+
+
+def tt_names(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, TTLinear)]
+
+
+def test_large_layers_are_replaced_and_shared_ones_stay_shared() -> None:
+    model = Tower().eval()
+    head = model.head
+    assert compress_linears_(model, TTLinearConfig(tt_ranks=8)) is model
+    assert tt_names(model) == ["first", "body.0", "body.2"]
+    assert model.first is model.body[2]
+    assert model.head is head, "a layer below min_features is left alone"
+    assert isinstance(model.body[0], TTLinear)
+    assert model.body[0].bias is None
+    assert model.body[0].shape.ranks == (8, 8, 8)
+    assert not model.first.training
+    model(torch.randn(3, 256)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_filter_fn_chooses_by_module_and_name() -> None:
+    model = Tower()
+    asked = []
+
+    def only_body(module: nn.Module, name: str) -> bool:
+        asked.append(name)
+        return isinstance(module, nn.Linear) and name == "body.0"
+
+    compress_linears_(model, TTLinearConfig(tt_ranks=4), filter_fn=only_body)
+    assert tt_names(model) == ["body.0"]
+    assert asked == ["first", "body.0", "head"]
+
+
+def test_the_model_itself_may_be_a_linear_layer() -> None:
+    layer = nn.Linear(200, 130, dtype=torch.float64)
+    compressed = compress_linears_(layer, TTLinearConfig(tt_ranks=10**6, order=2, policy="always"), init="tt_svd")
+    assert isinstance(compressed, TTLinear)
+    x = torch.randn(3, 200, dtype=torch.float64)
+    torch.testing.assert_close(compressed(x), layer(x))
+
+
+def test_policy_auto_leaves_layers_that_would_not_get_cheaper() -> None:
+    wide = TTLinearConfig(tt_ranks=200, order=2)
+    assert wide.shape_for(256, 256) is None
+    assert TTLinearConfig(tt_ranks=200, order=2, policy="always").shape_for(256, 256) is not None
+    # Few parameters, but a middle rank that costs more multiply-adds than the dense layer.
+    assert TTLinearConfig(tt_ranks=(4, 128, 4)).shape_for(256, 256) is None
+    assert TTLinearConfig(tt_ranks=(4, 127, 4)).shape_for(256, 256) is not None
+
+
+def test_compression_is_reached() -> None:
+    for target in (2.0, 10.0, 50.0):
+        shape = TTLinearConfig(compression=target).shape_for(512, 384)
+        assert shape is not None
+        assert target <= 512 * 384 / shape.num_params <= 1.2 * target
+
+
+def test_subclasses_that_are_read_by_name_are_left() -> None:
+    attention = nn.MultiheadAttention(128, 4)
+    with pytest.raises(ValueError, match="no linear layer was compressed"):
+        compress_linears_(attention, TTLinearConfig(tt_ranks=4))
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_torchs_transformer_layers_run_in_both_modes(batch_first: bool) -> None:
+    layer = nn.TransformerEncoderLayer(128, 4, 256, dropout=0.0, batch_first=batch_first)
+    compress_linears_(layer, TTLinearConfig(tt_ranks=4))
+    x = torch.randn(3, 5, 128)
+    trained = layer(x)
+    with torch.no_grad():
+        torch.testing.assert_close(layer.eval()(x), trained)
+
+
+@pytest.mark.parametrize("filter_fn", [None, lambda module, name: False])
+def test_nothing_matched_is_an_error(filter_fn: object) -> None:
+    model = nn.Sequential(nn.Linear(16, 16)) if filter_fn is None else Tower()
+    with pytest.raises(ValueError, match=r"no linear layer was compressed: none passed filter_fn with at least 128 features"):
+        compress_linears_(model, TTLinearConfig(), filter_fn=filter_fn)  # type: ignore[arg-type]
+    assert tt_names(model) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tt_ranks": 4, "compression": 10}, "tt_ranks 4 and compression 10 are both given"),
+        ({"compression": 1.0}, "compression is 1.0: give a number above 1"),
+        ({"compression": float("nan")}, "compression is nan"),
+        ({"policy": "never"}, "policy is 'never': choose 'auto' or 'always'"),
+    ],
+)
+def test_configs_name_what_is_wrong(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TTLinearConfig(**arguments)
+
+
+def test_unknown_init_is_refused() -> None:
+    with pytest.raises(ValueError, match="init is 'zeros': choose one of 'random', 'tt_svd'"):
+        compress_linears_(Tower(), TTLinearConfig(), init="zeros")

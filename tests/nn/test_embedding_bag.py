@@ -1,0 +1,276 @@
+"""TTEmbeddingBag against nn.EmbeddingBag over the dense matrix: outputs and the gradients of every parameter."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from comera_rec import TTEmbeddingBag, TTShape
+
+# Table sizes, modes and ranks: order 2 to 4, primes whose last rows only pad, rank 1, a size that fits exactly.
+SHAPES = [
+    (35, 6, TTShape((7, 5), (3, 2), (4,))),
+    (31, 7, TTShape((7, 5), (4, 2), (1,))),
+    (101, 11, TTShape((7, 5, 3), (3, 2, 2), (4, 5))),
+    (97, 13, TTShape((4, 3, 3, 3), (2, 2, 2, 2), (2, 3, 2))),
+]
+
+
+def build(size: tuple[int, int, TTShape], dtype: torch.dtype = torch.float64, **arguments: object) -> TTEmbeddingBag:
+    """A bag whose rank parameters differ from one, so that their gradients are tested too."""
+    bag = TTEmbeddingBag(size[0], size[1], shape=size[2], dtype=dtype, **arguments)  # type: ignore[arg-type]
+    with torch.no_grad():
+        for rank in bag.rank_parameters():
+            rank.uniform_(0.5, 1.5)
+    return bag
+
+
+def jagged(num_embeddings: int) -> tuple[Tensor, Tensor]:
+    """Bags of 3, 0, 1, 4, 0 ids: the first and the last row, repeats within a bag and between bags."""
+    last = num_embeddings - 1
+    return torch.tensor([0, last, 0, last, 7, 7, 7, 3]), torch.tensor([0, 3, 3, 4, 8])
+
+
+def assert_same(found: Tensor, expected: Tensor, parameters: list[Tensor]) -> None:
+    torch.testing.assert_close(found, expected)
+    weights = torch.randn_like(expected)
+    found_grads = torch.autograd.grad((found * weights).sum(), parameters)
+    expected_grads = torch.autograd.grad((expected * weights).sum(), parameters)
+    torch.testing.assert_close(found_grads, expected_grads)
+
+
+@pytest.mark.parametrize("index", [torch.int64, torch.int32])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("size", SHAPES, ids=lambda size: f"order{size[2].order}")
+def test_jagged_bags(size: tuple[int, int, TTShape], mode: str, dtype: torch.dtype, index: torch.dtype) -> None:
+    bag = build(size, dtype, mode=mode)
+    ids, offsets = jagged(size[0])
+    found = bag(ids.to(index), offsets.to(index))
+    assert_same(found, F.embedding_bag(ids, bag.dense_matrix(), offsets, mode=mode), list(bag.parameters()))
+    assert torch.equal(found[1], torch.zeros_like(found[1])), "an empty bag is zero"
+    torch.testing.assert_close(found, bag.to_dense()(ids, offsets))
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("size", SHAPES, ids=lambda size: f"order{size[2].order}")
+def test_bags_of_one_length(size: tuple[int, int, TTShape], mode: str) -> None:
+    bag = build(size, mode=mode)
+    ids = torch.randint(size[0], (6, 3))
+    ids[0] = size[0] - 1
+    assert_same(bag(ids), F.embedding_bag(ids, bag.dense_matrix(), mode=mode), list(bag.parameters()))
+    torch.testing.assert_close(bag(ids), bag.to_dense()(ids))
+
+
+@pytest.mark.parametrize("size", SHAPES, ids=lambda size: f"order{size[2].order}")
+def test_weights_of_samples_and_their_gradient(size: tuple[int, int, TTShape]) -> None:
+    bag = build(size)
+    ids, offsets = jagged(size[0])
+    weights = torch.randn(len(ids), dtype=torch.float64, requires_grad=True)
+    expected = F.embedding_bag(ids, bag.dense_matrix(), offsets, mode="sum", per_sample_weights=weights)
+    assert_same(bag(ids, offsets, weights), expected, [*bag.parameters(), weights])
+    square = ids.reshape(4, 2)
+    expected = F.embedding_bag(square, bag.dense_matrix(), mode="sum", per_sample_weights=weights.reshape(4, 2))
+    assert_same(bag(square, per_sample_weights=weights.reshape(4, 2)), expected, [*bag.parameters(), weights])
+
+
+@pytest.mark.parametrize("mode", ["mean", "max"])
+def test_weights_are_for_sums_alone_as_in_torch(mode: str) -> None:
+    bag = build(SHAPES[0], mode=mode)
+    with pytest.raises(NotImplementedError, match="per_sample_weights"):
+        bag(torch.tensor([[1, 2]]), per_sample_weights=torch.ones(1, 2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_offsets_that_include_the_end(mode: str) -> None:
+    bag = build(SHAPES[2], mode=mode, include_last_offset=True)
+    ids, offsets = jagged(101)
+    ends = torch.cat([offsets, torch.tensor([len(ids)])])
+    expected = F.embedding_bag(ids, bag.dense_matrix(), ends, mode=mode, include_last_offset=True)
+    assert len(expected) == len(offsets)
+    assert_same(bag(ids, ends), expected, list(bag.parameters()))
+    torch.testing.assert_close(bag(ids, ends), bag.to_dense()(ids, ends))
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("size", SHAPES, ids=lambda size: f"order{size[2].order}")
+def test_a_batch_without_ids(size: tuple[int, int, TTShape], mode: str) -> None:
+    bag = build(size, mode=mode)
+    found = bag(torch.tensor([], dtype=torch.int64), torch.tensor([0, 0, 0]))
+    assert torch.equal(found, torch.zeros(3, size[1], dtype=torch.float64))
+    found.sum().backward()
+    assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in bag.parameters() if p.grad is not None)
+    assert bag(torch.zeros(0, 4, dtype=torch.int64)).shape == (0, size[1])
+
+
+def test_ids_beyond_32_bits() -> None:
+    num_embeddings = 3_000_000_000
+    bag = TTEmbeddingBag(num_embeddings, 8, tt_ranks=2, dtype=torch.float64)
+    ids = torch.tensor([num_embeddings - 1, 0, 2**31, 2**31 + 1, 2**32 - 2**31 - 1, num_embeddings - 1])
+    found = bag(ids, torch.arange(len(ids)))
+    # Two rows apart by 2^31 or 2^32 must not meet the same slices: spell each row out from its digits.
+    first, second = (core.detach() for core in bag.cores())
+    radix = bag.shape.row_shape[1]
+    for row, value in zip(ids.tolist(), found, strict=True):
+        expected = torch.einsum("nr,r,rk->nk", first[0, row // radix], bag.rank_1.detach(), second[:, row % radix, :, 0])
+        torch.testing.assert_close(value, expected.flatten())
+    found.sum().backward()
+    assert bag.core_0.grad is not None
+    assert int((bag.core_0.grad.abs().sum((0, 2, 3)) > 0).sum()) == len({row // radix for row in ids.tolist()})
+    small = torch.tensor([5, 2**31 - 1], dtype=torch.int32)
+    torch.testing.assert_close(bag(small, torch.arange(2)), bag(small.long(), torch.arange(2)))
+
+
+@pytest.mark.parametrize(("ids", "bad"), [([0, 101], 101), ([-1, 0], -1), ([2**33], 2**33)])
+def test_ids_out_of_range_name_table_id_and_limit(ids: list[int], bad: int) -> None:
+    bag = build(SHAPES[2], name="table 'C3'")
+    with pytest.raises(ValueError, match=rf"id {bad} is out of range for table 'C3': its ids run from 0 to 100"):
+        bag(torch.tensor(ids), torch.tensor([0]))
+
+
+def test_rows_that_only_pad_are_out_of_range() -> None:
+    bag = build(SHAPES[2])
+    assert bag.shape.num_rows > bag.num_embeddings
+    with pytest.raises(ValueError, match=r"id 101 is out of range for the table: its ids run from 0 to 100"):
+        bag(torch.tensor([[101]]))
+
+
+@pytest.mark.parametrize("size", SHAPES, ids=lambda size: f"order{size[2].order}")
+def test_gradcheck(size: tuple[int, int, TTShape]) -> None:
+    bag = build((12, 4, TTShape.for_table(12, 4, tt_ranks=2, order=size[2].order)))
+    ids, offsets = torch.tensor([0, 11, 11, 5, 3]), torch.tensor([0, 2, 2])
+    names = [name for name, _ in bag.named_parameters()]
+
+    def pooled(*values: Tensor) -> Tensor:
+        return torch.func.functional_call(bag, dict(zip(names, values, strict=True)), (ids, offsets))
+
+    assert torch.autograd.gradcheck(pooled, tuple(bag.parameters()))
+
+
+def test_bfloat16_is_close() -> None:
+    bag = build(SHAPES[2], torch.float32)
+    ids, offsets = jagged(101)
+    expected = bag(ids, offsets)
+    found = copy.deepcopy(bag).bfloat16()(ids, offsets)
+    assert found.dtype == torch.bfloat16
+    # Rounding three cores, their products and the sum: a few units of 2^-8 of the largest entry.
+    torch.testing.assert_close(found.float(), expected, rtol=0, atol=8 * 2**-8 * float(expected.detach().abs().max()))
+
+
+@pytest.mark.parametrize("order", [2, 3])
+def test_autocast_leaves_a_lookup_alone_as_in_torch(order: int) -> None:
+    bag = TTEmbeddingBag(101, 11, shape=TTShape.for_table(101, 11, tt_ranks=4, order=order))
+    ids, offsets = jagged(101)
+    weights = torch.rand(len(ids))
+    expected = bag(ids, offsets, weights)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = bag(ids, offsets, weights)
+    assert_same(found, expected, list(bag.parameters()))
+
+
+def test_initial_entries_have_the_standard_deviation_of_a_dense_table() -> None:
+    for std in (1.0, 0.01):
+        bag = TTEmbeddingBag(100_000, 32, tt_ranks=16, std=std)
+        rows = bag.lookup(torch.arange(0, 100_000, 7)).detach()
+        assert float(rows.std()) == pytest.approx(std, rel=0.05)
+        assert all(torch.equal(rank, torch.ones_like(rank)) for rank in bag.rank_parameters())
+
+
+def test_a_state_dict_of_other_ranks_resizes_in_place() -> None:
+    saved = build((101, 11, TTShape((7, 5, 3), (3, 2, 2), (2, 5))))
+    bag = build((101, 11, TTShape((7, 5, 3), (3, 2, 2), (4, 3))))
+    before = dict(bag.named_parameters())
+    bag.load_state_dict(saved.state_dict())
+    assert bag.shape == saved.shape
+    assert all(parameter is before[name] for name, parameter in bag.named_parameters())
+    ids, offsets = jagged(101)
+    torch.testing.assert_close(bag(ids, offsets), saved(ids, offsets), rtol=0, atol=0)
+    nested, other = nn.ModuleDict({"user": bag}), nn.ModuleDict({"user": build(SHAPES[2])})
+    nested.load_state_dict(other.state_dict())
+    assert bag.shape.ranks == (4, 5)
+
+
+def test_a_state_dict_of_other_modes_is_refused() -> None:
+    bag = build((35, 6, TTShape((5, 7), (3, 2), (4,))))
+    with pytest.raises(RuntimeError, match="size mismatch for core_0"):
+        bag.load_state_dict(build(SHAPES[0]).state_dict())
+
+
+@pytest.mark.parametrize("mode", ["sum", "max"])
+@pytest.mark.parametrize("order", [2, 3, 4])
+def test_from_dense_at_full_rank_is_the_same_bag(order: int, mode: str) -> None:
+    dense = nn.EmbeddingBag(53, 10, mode=mode, dtype=torch.float64)
+    bag = TTEmbeddingBag.from_dense(dense, shape=TTShape.for_table(53, 10, tt_ranks=10**6, order=order))
+    ids, offsets = jagged(53)
+    torch.testing.assert_close(bag(ids, offsets), dense(ids, offsets))
+    torch.testing.assert_close(bag.to_dense().weight, dense.weight)
+    assert bag.std == pytest.approx(float(dense.weight.detach().std()), rel=0.01)
+
+
+def test_from_dense_with_a_tolerance_shrinks_the_ranks() -> None:
+    dense = build((101, 11, TTShape((7, 5, 3), (3, 2, 2), (2, 3)))).to_dense()
+    bag = TTEmbeddingBag.from_dense(dense, shape=TTShape((7, 5, 3), (3, 2, 2), 100), rtol=0.01)
+    assert sum(bag.shape.ranks) < sum(TTShape((7, 5, 3), (3, 2, 2), 100).ranks)
+    assert float((bag.dense_matrix() - dense.weight).detach().norm()) <= 0.01 * float(dense.weight.detach().norm())
+    norms = [float(core.detach().norm()) for core in bag.cores()]
+    assert max(norms) == pytest.approx(min(norms)), "the scale is spread evenly over the cores"
+
+
+def test_from_dense_takes_a_table_of_zeros() -> None:
+    dense = nn.EmbeddingBag.from_pretrained(torch.zeros(30, 4), mode="sum")
+    bag = TTEmbeddingBag.from_dense(dense, tt_ranks=3)
+    assert torch.equal(bag(torch.tensor([[1, 29]])), torch.zeros(1, 4))
+
+
+@pytest.mark.parametrize("argument", [{"padding_idx": 0}, {"max_norm": 1.0}, {"scale_grad_by_freq": True}])
+def test_from_dense_refuses_what_a_train_cannot_honour(argument: dict) -> None:
+    with pytest.raises(ValueError, match="padding_idx, max_norm and scale_grad_by_freq have no tensor-train equivalent"):
+        TTEmbeddingBag.from_dense(nn.EmbeddingBag(10, 4, **argument), tt_ranks=2)
+
+
+def test_copies_and_pickles_are_independent_and_equal() -> None:
+    bag = build(SHAPES[3])
+    ids, offsets = jagged(97)
+    for other in (copy.deepcopy(bag), pickle.loads(pickle.dumps(bag))):
+        assert torch.equal(other(ids, offsets), bag(ids, offsets))
+        with torch.no_grad():
+            other.core_0.zero_()
+        assert not torch.equal(other(ids, offsets), bag(ids, offsets))
+
+
+def test_meta_device_then_reset() -> None:
+    bag = TTEmbeddingBag(1000, 16, tt_ranks=4, std=0.1, device="meta")
+    assert all(parameter.is_meta for parameter in bag.parameters())
+    bag.to_empty(device="cpu").reset_parameters()
+    rows = bag.lookup(torch.arange(1000)).detach()
+    assert rows.isfinite().all()
+    assert float(rows.std()) == pytest.approx(0.1, rel=0.2)
+
+
+def test_parameters_have_the_documented_names_and_count() -> None:
+    bag = TTEmbeddingBag(1000, 16, tt_ranks=(3, 4))
+    assert [name for name, _ in bag.named_parameters()] == ["core_0", "core_1", "core_2", "rank_1", "rank_2"]
+    assert sum(p.numel() for p in bag.parameters()) == bag.shape.num_params
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_embeddings": 0}, "num_embeddings is 0: give a positive integer"),
+        ({"embedding_dim": -4}, "embedding_dim is -4: give a positive integer"),
+        ({"tt_ranks": 0}, "tt_ranks is 0: give a positive integer"),
+        ({"mode": "median"}, "mode is 'median': choose one of 'sum', 'mean', 'max'"),
+        ({"impl": "fast"}, "impl is 'fast': choose 'auto'"),
+        ({"shape": TTShape((9, 10), (4, 4), 2)}, "shape spans 90 x 16, less than 100 x 16: enlarge its modes"),
+        ({"shape": TTShape((10, 10), (4, 3), 2)}, "shape spans 100 x 12, less than 100 x 16"),
+        ({"shape": TTShape((10, 10), (4, 4), 2), "tt_ranks": 2}, "are both given: give one of them"),
+    ],
+)
+def test_construction_names_what_is_wrong(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TTEmbeddingBag(**{"num_embeddings": 100, "embedding_dim": 16, **arguments})

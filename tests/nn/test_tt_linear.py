@@ -1,0 +1,155 @@
+"""TTLinear against nn.Linear over the dense weight: outputs and the gradients of every parameter and of the input."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from comera_rec import TTLinear, TTShape
+
+# in and out features, order: powers, odd sizes that need padding, primes, one feature
+SIZES = [(16, 8, 2), (15, 21, 4), (31, 17, 4), (64, 27, 6), (30, 16, 8), (1, 5, 2), (7, 1, 4)]
+
+
+def build(size: tuple[int, int, int], rank: int = 3, dtype: torch.dtype = torch.float64, bias: bool = True) -> TTLinear:
+    shape = TTShape.for_linear(size[0], size[1], tt_ranks=rank, order=size[2])
+    layer = TTLinear(size[0], size[1], bias, shape=shape, dtype=dtype)
+    with torch.no_grad():
+        for diagonal in layer.rank_parameters():
+            diagonal.uniform_(0.5, 1.5)
+    return layer
+
+
+def assert_same_as_dense(layer: TTLinear, x: Tensor) -> None:
+    x = x.requires_grad_()
+    expected = F.linear(x, layer.dense_matrix().mT, layer.bias)
+    found = layer(x)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found, layer.to_dense()(x))
+    torch.testing.assert_close(found, F.linear(x, layer.weight, layer.bias))
+    weights = torch.randn_like(expected)
+    wanted = [*layer.parameters(), x]
+    torch.testing.assert_close(
+        torch.autograd.grad((found * weights).sum(), wanted), torch.autograd.grad((expected * weights).sum(), wanted)
+    )
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: "{}x{}-order{}".format(*size))
+def test_outputs_and_gradients(size: tuple[int, int, int], dtype: torch.dtype, bias: bool) -> None:
+    assert_same_as_dense(build(size, dtype=dtype, bias=bias), torch.randn(9, size[0], dtype=dtype))
+
+
+@pytest.mark.parametrize("rank", [1, 2, 1000])
+def test_ranks(rank: int) -> None:
+    assert_same_as_dense(build((15, 21, 4), rank), torch.randn(9, 15, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("leading", [(), (0,), (2, 3), (2, 0, 3), (1, 1, 1, 2)])
+def test_any_leading_dimensions(leading: tuple[int, ...]) -> None:
+    layer = build((15, 21, 4))
+    assert layer(torch.randn(*leading, 15, dtype=torch.float64)).shape == (*leading, 21)
+    assert_same_as_dense(layer, torch.randn(*leading, 15, dtype=torch.float64))
+
+
+def test_a_vanished_layer_is_its_bias() -> None:
+    for bias in (True, False):
+        layer = build((15, 21, 4), bias=bias)
+        layer.resize_ranks_((0, 0, 0))
+        found = layer(torch.randn(4, 15, dtype=torch.float64))
+        assert torch.equal(found, (layer.bias if layer.bias is not None else torch.zeros(21, dtype=torch.float64)).expand(4, 21))
+        assert torch.equal(found, layer.to_dense()(torch.randn(4, 15, dtype=torch.float64)))
+
+
+@pytest.mark.parametrize("size", [(6, 4, 2), (5, 7, 4)], ids=lambda size: "{}x{}-order{}".format(*size))
+def test_gradcheck(size: tuple[int, int, int]) -> None:
+    layer = build(size, rank=2)
+    names = [name for name, _ in layer.named_parameters()]
+
+    def output(x: Tensor, *values: Tensor) -> Tensor:
+        return torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x,))
+
+    x = torch.randn(3, size[0], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(output, (x, *layer.parameters()))
+
+
+def test_autocast_computes_in_bfloat16_and_keeps_float_gradients() -> None:
+    layer = build((64, 27, 6), rank=8, dtype=torch.float32)
+    x = torch.randn(16, 64)
+    expected = layer(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = layer(x)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), expected, rtol=0, atol=8 * 2**-8 * float(expected.detach().abs().max()))
+    found.float().sum().backward()
+    assert {parameter.grad.dtype for parameter in layer.parameters() if parameter.grad is not None} == {torch.float32}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("order", [2, 4, 6, 8])
+def test_from_dense_at_full_rank_is_the_same_layer(order: int, bias: bool) -> None:
+    dense = nn.Linear(22, 13, bias, dtype=torch.float64)
+    layer = TTLinear.from_dense(dense, shape=TTShape.for_linear(22, 13, tt_ranks=10**6, order=order))
+    x = torch.randn(5, 22, dtype=torch.float64)
+    torch.testing.assert_close(layer(x), dense(x))
+    torch.testing.assert_close(layer.to_dense().weight, dense.weight)
+
+
+def test_from_dense_with_a_tolerance_shrinks_the_ranks() -> None:
+    dense = build((64, 27, 6), rank=2).to_dense()
+    layer = TTLinear.from_dense(dense, shape=TTShape.for_linear(64, 27, tt_ranks=50, order=6), rtol=1e-6)
+    assert max(layer.shape.ranks) == 2
+    torch.testing.assert_close(layer.to_dense().weight, dense.weight, rtol=0, atol=1e-6 * float(dense.weight.detach().norm()))
+
+
+@pytest.mark.parametrize("order", [2, 4, 6])
+def test_initial_weights_and_bias_are_spread_like_those_of_a_dense_layer(order: int) -> None:
+    dense = nn.Linear(512, 384)
+    shape = TTShape.for_linear(512, 384, tt_ranks=32, order=order)
+    layers = [TTLinear(512, 384, shape=shape) for _ in range(10)]
+    variance = torch.stack([layer.dense_matrix().detach().var() for layer in layers]).mean()
+    assert float(variance.sqrt()) == pytest.approx(float(dense.weight.detach().std()), rel=0.05)
+    biases = torch.cat([layer.bias.detach() for layer in layers if layer.bias is not None])
+    assert float(biases.abs().max()) <= 512**-0.5
+    assert float(biases.std()) == pytest.approx((3 * 512) ** -0.5, rel=0.05)
+
+
+def test_meta_device_then_reset() -> None:
+    layer = TTLinear(64, 32, tt_ranks=4, device="meta")
+    assert all(parameter.is_meta for parameter in layer.parameters())
+    layer.to_empty(device="cpu").reset_parameters()
+    assert layer(torch.randn(3, 64)).isfinite().all()
+    assert layer.bias is not None
+    assert layer.bias.detach().abs().max() > 0
+
+
+def test_a_state_dict_of_other_ranks_resizes_in_place() -> None:
+    saved, layer = build((15, 21, 4), rank=5), build((15, 21, 4), rank=2)
+    layer.load_state_dict(saved.state_dict())
+    x = torch.randn(4, 15, dtype=torch.float64)
+    assert torch.equal(layer(x), saved(x))
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(other(x), saved(x))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"in_features": 0}, "in_features is 0: give a positive integer"),
+        ({"out_features": 2.5}, "out_features is 2.5: give a positive integer"),
+        ({"tt_ranks": -1}, "tt_ranks is -1: give a positive integer"),
+        ({"shape": TTShape((4, 4), (4, 4), 2)}, "is not a tensor train of a linear layer: give input modes first"),
+        ({"shape": TTShape((1, 16), (8, 1), 2)}, "is not a tensor train of a linear layer"),
+        ({"shape": TTShape((15, 1), (1, 8), 2)}, "shape spans 15 x 8, less than 16 x 8: enlarge its modes"),
+        ({"shape": TTShape((16, 1), (1, 8), 2), "tt_ranks": 2}, "are both given: give one of them"),
+    ],
+)
+def test_construction_names_what_is_wrong(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TTLinear(**{"in_features": 16, "out_features": 8, **arguments})
