@@ -36,10 +36,7 @@ class TTModule(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if num_rows > shape.num_rows or num_cols > shape.num_cols:
-            raise ValueError(
-                f"shape spans {shape.num_rows} x {shape.num_cols}, less than {num_rows} x {num_cols}: enlarge its modes"
-            )
+        shape.require_covers(num_rows, num_cols)
         self.num_rows = num_rows
         self.num_cols = num_cols
         self.shape = shape

@@ -36,7 +36,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         device: default the CPU.
 
     Raises:
-        ValueError: for no tables, two tables of one name, or a pooling or data type that a table can't take.
+        ValueError: for no tables, two tables of one name, a name that torch keeps for itself, or a pooling or data type that a table can't take.
 
     Example:
         >>> from torchrec import KeyedJaggedTensor
@@ -66,6 +66,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         self._keys = [name for table in names for name in table]
         self._lengths = [config.embedding_dim for config in configs for _ in config.feature_names]
         self._tt_keys = [name for config, table in zip(configs, names, strict=True) if config.is_tt for name in table]
+        self._dense_keys = [name for config, table in zip(configs, names, strict=True) if not config.is_tt for name in table]
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Pool every feature's bags.
@@ -83,7 +84,8 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         pooled: dict[str, Tensor] = {}
         if self.dense_bags is not None:
             self._check_dense_ids(features)
-            pooled |= self.dense_bags(features).to_dict()
+            # By place: the child names a feature after its table only where two dense tables share it.
+            pooled |= zip(self._dense_keys, self.dense_bags(features).to_dict().values(), strict=True)
         if self.tt_bags:
             pooled |= self._pool_tt(features)
         values = torch.cat([pooled[key] for key in self._keys], dim=1)
@@ -157,6 +159,8 @@ def _check(configs: Sequence[TTEmbeddingBagConfig]) -> None:
         if config.name in seen:
             raise ValueError(f"tables holds two tables named {config.name!r}: give each a name of its own")
         seen.add(config.name)
+        if not config.name or "." in config.name or hasattr(nn.ModuleDict, config.name):
+            raise ValueError(f"table name {config.name!r} can't name a submodule of an nn.ModuleDict: choose another, without dots")
         if config.pooling not in (PoolingType.SUM, PoolingType.MEAN):
             raise ValueError(f"table {config.name!r} has pooling {config.pooling}: choose SUM or MEAN")
         if config.is_tt and config.data_type not in DTYPES:

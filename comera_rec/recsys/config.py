@@ -24,7 +24,7 @@ class TTEmbeddingBagConfig(EmbeddingBagConfig):
         shape: modes and ranks, instead of `tt_ranks`.
 
     Raises:
-        ValueError: naming the table, for sizes or ranks below 1, or both `tt_ranks` and `shape`.
+        ValueError: naming the table, for sizes or ranks below 1, a shape too small for the table, or both `tt_ranks` and `shape`.
     """
 
     tt_ranks: int | tuple[int, ...] | None = None
@@ -34,7 +34,7 @@ class TTEmbeddingBagConfig(EmbeddingBagConfig):
         try:
             require_positive(num_embeddings=self.num_embeddings, embedding_dim=self.embedding_dim)
             if self.is_tt:
-                self.tt_shape()
+                self.tt_shape().require_covers(self.num_embeddings, self.embedding_dim)
         except ValueError as error:
             raise ValueError(f"table {self.name!r}: {error}") from None
         super().__post_init__()

@@ -152,6 +152,11 @@ class TTShape:
         """Dense parameters of the addressable matrix over `num_params`; infinite once every rank is truncated away."""
         return self.num_rows * self.num_cols / self.num_params if self.num_params else math.inf
 
+    def require_covers(self, num_rows: int, num_cols: int) -> None:
+        """Raise a ValueError unless a matrix of this size fits into the modes."""
+        if num_rows > self.num_rows or num_cols > self.num_cols:
+            raise ValueError(f"shape spans {self.num_rows} x {self.num_cols}, less than {num_rows} x {num_cols}: enlarge its modes")
+
     def with_ranks(self, ranks: int | Sequence[int]) -> TTShape:
         """The same modes at other ranks."""
         return TTShape(self.row_shape, self.col_shape, ranks)

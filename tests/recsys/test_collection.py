@@ -1,0 +1,278 @@
+"""TTEmbeddingBagCollection against torchrec's EmbeddingBagCollection over the densified tables: keys, order, values, gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
+from torchrec.modules.embedding_configs import DataType
+
+from comera_rec import TTEmbeddingBagCollection, TTEmbeddingBagConfig, TTShape, export_dense
+
+MakeJagged = Callable[..., KeyedJaggedTensor]
+
+
+def table(name: str, features: list[str], *, rows: int = 101, dim: int = 16, **arguments: object) -> TTEmbeddingBagConfig:
+    return TTEmbeddingBagConfig(
+        name=name,
+        num_embeddings=rows,
+        embedding_dim=dim,
+        feature_names=features,
+        **arguments,  # type: ignore[arg-type]
+    )
+
+
+def limits(tables: list[EmbeddingBagConfig]) -> dict[str, int]:
+    """Per feature the ids that every table it goes to can take."""
+    found: dict[str, int] = {}
+    for config in tables:
+        for feature in config.feature_names:
+            found[feature] = min(config.num_embeddings, found.get(feature, config.num_embeddings))
+    return found
+
+
+def gradients_of_rows(collection: TTEmbeddingBagCollection, dense: EmbeddingBagCollection) -> None:
+    """The gradient that reached every core must be the dense table's, pulled back through the contraction."""
+    for name in collection.tt_bags:
+        bag = collection.tt_bag(name)
+        parameters = list(bag.parameters())
+        upstream = dense.embedding_bags[name].weight.grad
+        expected = torch.autograd.grad(bag.dense_matrix(), parameters, upstream)
+        torch.testing.assert_close([parameter.grad for parameter in parameters], list(expected))
+    if collection.dense_bags is not None:
+        for name, bag in collection.dense_bags.embedding_bags.items():  # type: ignore[union-attr, operator]
+            torch.testing.assert_close(bag.weight.grad, dense.embedding_bags[name].weight.grad)
+
+
+def assert_same_as_dense(tables: list[EmbeddingBagConfig], features: KeyedJaggedTensor, is_weighted: bool = False) -> Tensor:
+    collection = TTEmbeddingBagCollection(tables, is_weighted=is_weighted)
+    dense = export_dense(collection)
+    assert type(dense) is EmbeddingBagCollection
+    reference = EmbeddingBagCollection(
+        [config.dense() if isinstance(config, TTEmbeddingBagConfig) else config for config in tables]
+    )
+    assert dense.state_dict().keys() == reference.state_dict().keys()
+    found, expected = collection(features), dense(features)
+    assert found.keys() == expected.keys()
+    assert found.length_per_key() == expected.length_per_key()
+    torch.testing.assert_close(found.values(), expected.values())
+    assert {key: value.shape for key, value in found.to_dict().items()} == {k: v.shape for k, v in expected.to_dict().items()}
+    upstream = torch.randn_like(expected.values())
+    found.values().backward(upstream)
+    expected.values().backward(upstream)
+    gradients_of_rows(collection, dense)
+    return found.values()
+
+
+MIXES: dict[str, list[EmbeddingBagConfig]] = {
+    "one tt table": [table("a", ["f"], tt_ranks=4)],
+    "only dense": [table("a", ["f"]), EmbeddingBagConfig(name="b", num_embeddings=7, embedding_dim=8, feature_names=["g"])],
+    "only tt": [table("a", ["f"], tt_ranks=4), table("b", ["g"], rows=57, dim=128, tt_ranks=(2, 3))],
+    "dense between tt": [table("a", ["f"], tt_ranks=4), table("b", ["g"], dim=32), table("c", ["h"], tt_ranks=2, dim=24)],
+    "tt between dense": [table("a", ["f"]), table("b", ["g"], tt_ranks=3), table("c", ["h"])],
+    "a table of two features": [table("a", ["f", "g"], tt_ranks=4), table("b", ["h", "i"])],
+    "a feature in two tt tables": [table("a", ["f"], tt_ranks=4), table("b", ["f", "g"], dim=8, tt_ranks=2)],
+    "a feature in a tt and a dense table": [
+        table("a", ["f", "g"], tt_ranks=4),
+        table("b", ["g"], rows=53, dim=8),
+        table("c", ["f"]),
+    ],
+    "a feature in two dense tables": [table("a", ["f"]), table("b", ["f"]), table("c", ["g"], tt_ranks=2)],
+    "mean beside sum": [
+        table("a", ["f"], tt_ranks=4, pooling=PoolingType.MEAN),
+        table("b", ["g"], tt_ranks=4),
+        table("c", ["h"], pooling=PoolingType.MEAN),
+    ],
+    "a shape instead of ranks": [table("a", ["f"], shape=TTShape((6, 5, 4), (4, 2, 2), (5, 3)))],
+    "no feature names": [table("a", [], tt_ranks=4), table("b", [])],
+}
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_values_and_gradients(mix: str, random_jagged: MakeJagged) -> None:
+    tables = MIXES[mix]
+    for config in tables:
+        config.feature_names = config.feature_names or [config.name]
+    values = assert_same_as_dense(tables, random_jagged(limits(tables), 13))
+    assert values.abs().sum() > 0
+
+
+def test_a_table_without_feature_names_takes_the_feature_of_its_name(random_jagged: MakeJagged) -> None:
+    collection = TTEmbeddingBagCollection([table("a", [], tt_ranks=4), table("b", [])])
+    assert collection(random_jagged({"b": 101, "a": 101}, 5)).keys() == ["a", "b"]
+
+
+def test_weights(random_jagged: MakeJagged) -> None:
+    tables = [table("a", ["f", "g"], tt_ranks=4), table("b", ["h"]), table("c", ["f"], dim=8, tt_ranks=2)]
+    assert_same_as_dense(tables, random_jagged(limits(tables), 9, weighted=True), is_weighted=True)
+    plain = random_jagged(limits(tables), 9, weighted=False)
+    with pytest.raises(Exception, match="[Ww]eights"):
+        TTEmbeddingBagCollection(tables, is_weighted=True)(plain)
+    assert_same_as_dense(tables, random_jagged(limits(tables), 9, weighted=True), is_weighted=False)
+
+
+def test_features_the_collection_does_not_know_are_ignored(random_jagged: MakeJagged) -> None:
+    tables = [table("a", ["f"], tt_ranks=4), table("b", ["g"])]
+    assert_same_as_dense(tables, random_jagged({"x": 10**6, "g": 101, "y": 3, "f": 101}, 6))
+
+
+def test_only_empty_bags() -> None:
+    tables = [table("a", ["f"], tt_ranks=4), table("b", ["g"])]
+    features = KeyedJaggedTensor(
+        keys=["f", "g"], values=torch.tensor([], dtype=torch.int64), lengths=torch.zeros(6, dtype=torch.int64)
+    )
+    assert torch.equal(assert_same_as_dense(tables, features), torch.zeros(3, 32))
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_ids_of_either_width(index: torch.dtype, random_jagged: MakeJagged) -> None:
+    tables = [table("a", ["f"], tt_ranks=4), table("b", ["g"])]
+    features = random_jagged(limits(tables), 6)
+    assert_same_as_dense(
+        tables, KeyedJaggedTensor(keys=features.keys(), values=features.values().to(index), lengths=features.lengths())
+    )
+
+
+def test_variable_batch_with_inverse_indices(random_jagged: MakeJagged) -> None:
+    tables = [table("a", ["f", "g"], tt_ranks=4), table("b", ["h"], dim=8), table("c", ["f"], dim=24, tt_ranks=2)]
+    # Feature f has 2 distinct bags for 5 samples, g has 4, h has 3.
+    features = KeyedJaggedTensor(
+        keys=["f", "g", "h"],
+        values=torch.tensor([3, 100, 3, 0, 7, 7, 99, 5, 1, 0]),
+        lengths=torch.tensor([2, 1, 1, 0, 2, 1, 1, 0, 2]),
+        stride_per_key_per_rank=[[2], [4], [3]],
+        inverse_indices=(["f", "g", "h"], torch.tensor([[0, 1, 0, 1, 1], [3, 2, 1, 0, 0], [2, 2, 0, 1, 0]])),
+    )
+    values = assert_same_as_dense(tables, features)
+    assert values.shape == (5, 16 + 16 + 8 + 24)
+    torch.testing.assert_close(values[0, :16], values[2, :16])  # both are bag 0 of feature f
+
+
+@st.composite
+def configurations(draw: st.DrawFn) -> list[TTEmbeddingBagConfig]:
+    names = draw(st.lists(st.sampled_from("abcde"), min_size=1, max_size=4, unique=True))
+    return [
+        table(
+            name,
+            draw(st.lists(st.sampled_from(["f", "g", "h"]), min_size=1, max_size=2, unique=True)),
+            rows=draw(st.sampled_from([1, 2, 13, 100, 1009])),
+            dim=draw(st.sampled_from([1, 7, 16, 64, 128])),
+            pooling=draw(st.sampled_from([PoolingType.SUM, PoolingType.MEAN])),
+            tt_ranks=draw(st.sampled_from([None, 1, 3, (2, 3), (2, 3, 2)])),
+        )
+        for name in names
+    ]
+
+
+@settings(max_examples=40)
+@given(tables=configurations(), batch=st.integers(1, 6), longest=st.integers(0, 5), seed=st.integers(0, 99))
+def test_any_configuration(
+    tables: list[TTEmbeddingBagConfig], batch: int, longest: int, seed: int, random_jagged: MakeJagged
+) -> None:
+    torch.manual_seed(seed)
+    assert_same_as_dense(list(tables), random_jagged(limits(list(tables)), batch, longest=longest, seed=seed))
+
+
+@pytest.mark.parametrize("ranks", [4, None], ids=["tt", "dense"])
+@pytest.mark.parametrize("bad", [101, -1])
+def test_ids_out_of_range_name_table_id_and_limit(bad: int, ranks: int | None) -> None:
+    collection = TTEmbeddingBagCollection([table("users", ["f"], tt_ranks=ranks), table("clicks", ["g"])])
+    features = KeyedJaggedTensor(keys=["f", "g"], values=torch.tensor([5, bad, 0]), lengths=torch.tensor([2, 1]))
+    with pytest.raises(ValueError, match=rf"id {bad} is out of range for table 'users'.*: its ids run from 0 to 100"):
+        collection(features)
+
+
+def test_padding_rows_of_a_table_are_out_of_range() -> None:
+    collection = TTEmbeddingBagCollection([table("users", ["f"], rows=97, tt_ranks=2)])
+    assert collection.tt_bag("users").shape.num_rows > 97
+    with pytest.raises(ValueError, match="id 97 is out of range for table 'users'"):
+        collection(KeyedJaggedTensor(keys=["f"], values=torch.tensor([97]), lengths=torch.tensor([1])))
+
+
+@pytest.mark.parametrize("data_type", [DataType.FP16, DataType.BF16])
+def test_half_precision_tables_pool_to_float(data_type: DataType, random_jagged: MakeJagged) -> None:
+    config = table("a", ["f"], tt_ranks=4, data_type=data_type)
+    collection = TTEmbeddingBagCollection([config])
+    features = random_jagged({"f": 101}, 5)
+    found = collection(features).values()
+    assert found.dtype == torch.float32
+    assert collection.tt_bag("a").core_0.dtype in (torch.float16, torch.bfloat16)
+    expected = export_dense(collection)(features).values()
+    torch.testing.assert_close(found, expected, rtol=0, atol=16 * 2**-8 * float(expected.detach().abs().max()))
+
+
+def test_initial_rows_are_spread_like_torchrecs() -> None:
+    config = table("a", ["f"], rows=20_000, dim=32)
+    dense = EmbeddingBagCollection([config.dense()]).embedding_bags["a"].weight.detach()
+    config.tt_ranks = 16
+    rows = TTEmbeddingBagCollection([config]).tt_bag("a").dense_matrix().detach()
+    assert float(rows.std()) == pytest.approx(float(dense.std()), rel=0.05)
+
+
+def test_meta_device_then_reset(random_jagged: MakeJagged) -> None:
+    tables = [table("a", ["f"], tt_ranks=4), table("b", ["g"])]
+    collection = TTEmbeddingBagCollection(tables, device="meta")
+    assert collection.device.type == "meta"
+    assert all(parameter.is_meta for parameter in collection.parameters())
+    collection.to_empty(device="cpu")
+    for module in collection.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    assert collection.tt_bag("a").dense_matrix().isfinite().all()
+    assert collection(random_jagged({"f": 101, "g": 101}, 4)).values().isfinite().all()
+
+
+def test_reset_draws_every_table_anew() -> None:
+    collection = TTEmbeddingBagCollection([table("a", ["f"], tt_ranks=4), table("b", ["g"])])
+    before = {name: value.clone() for name, value in collection.state_dict().items()}
+    collection.reset_parameters()
+    same = [name for name, value in collection.state_dict().items() if torch.equal(value, before[name])]
+    assert same == ["tt_bags.a.rank_1"]
+
+
+def test_names_in_the_state_dict() -> None:
+    collection = TTEmbeddingBagCollection([table("a", ["f"], tt_ranks=4), table("b", ["g"])])
+    assert sorted(collection.state_dict()) == [
+        "dense_bags.embedding_bags.b.weight",
+        "tt_bags.a.core_0",
+        "tt_bags.a.core_1",
+        "tt_bags.a.rank_1",
+    ]
+    assert [config.name for config in collection.embedding_bag_configs()] == ["a", "b"]
+    assert not collection.is_weighted()
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ([], "tables is empty: give at least one table config"),
+        ([table("a", ["f"], tt_ranks=4), table("a", ["g"])], "tables holds two tables named 'a'"),
+        ([table("items", ["f"], tt_ranks=4)], "table name 'items' can't name a submodule of an nn.ModuleDict: choose another"),
+        ([table("user.id", ["f"])], "table name 'user.id' can't name a submodule"),
+        ([table("a", ["f"], tt_ranks=4, pooling=PoolingType.NONE)], "table 'a' has pooling .*: choose SUM or MEAN"),
+        ([table("a", ["f"], tt_ranks=4, data_type=DataType.INT8)], "table 'a' has data type .*: a tensor train takes FP32"),
+    ],
+)
+def test_collections_that_cannot_be_are_refused(tables: list[EmbeddingBagConfig], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TTEmbeddingBagCollection(tables)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rows": 0}, "table 'a': num_embeddings is 0: give a positive integer"),
+        ({"dim": -1}, "table 'a': embedding_dim is -1"),
+        ({"tt_ranks": 0}, "table 'a': tt_ranks is 0"),
+        ({"tt_ranks": 2, "shape": TTShape((11, 11), (4, 4), 2)}, "table 'a': .* are both given: give one of them"),
+        ({"shape": TTShape((10, 10), (4, 4), 2)}, "table 'a': shape spans 100 x 16, less than 101 x 16"),
+    ],
+)
+def test_table_configs_name_table_and_mistake(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        table("a", ["f"], **arguments)

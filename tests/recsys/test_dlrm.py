@@ -1,0 +1,79 @@
+"""build_dlrm: torchrec's own model, large parts as tensor trains, and it learns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.models.dlrm import DLRM
+
+from comera_rec import TTEmbeddingBagCollection, TTEmbeddingBagConfig, TTLinear, TTLinearConfig, build_dlrm
+
+
+def tables() -> list[EmbeddingBagConfig]:
+    return [
+        TTEmbeddingBagConfig(name="t1", num_embeddings=5000, embedding_dim=16, feature_names=["f1"], tt_ranks=8),
+        EmbeddingBagConfig(name="t2", num_embeddings=30, embedding_dim=16, feature_names=["f2"]),
+    ]
+
+
+def build(**arguments: object) -> DLRM:
+    defaults = {"dense_in_features": 5, "dense_arch_layer_sizes": [128, 128, 16], "over_arch_layer_sizes": [256, 128, 1]}
+    return build_dlrm(tables(), **{**defaults, **arguments})  # type: ignore[arg-type]
+
+
+def test_large_layers_are_trains_and_small_ones_dense(random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
+    model = build()
+    assert type(model) is DLRM
+    assert isinstance(model.sparse_arch.embedding_bag_collection, TTEmbeddingBagCollection)
+    assert list(model.sparse_arch.embedding_bag_collection.tt_bags) == ["t1"]
+    trains = sorted((m.in_features, m.out_features) for m in model.modules() if isinstance(m, TTLinear))
+    dense = sorted((m.in_features, m.out_features) for m in model.modules() if type(m) is nn.Linear)
+    assert trains == [(128, 128), (256, 128)]
+    assert dense == [(5, 128), (19, 256), (128, 1), (128, 16)]
+    logits = model(torch.randn(7, 5), random_jagged({"f1": 5000, "f2": 30}, 7))
+    assert logits.shape == (7, 1)
+    assert not any(isinstance(m, TTLinear) for m in build(linears=None).modules())
+    assert not any(isinstance(m, TTLinear) for m in build(linears=TTLinearConfig(min_features=1000)).modules())
+
+
+def test_it_learns(random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
+    model = build()
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    dense, sparse = torch.randn(256, 5), random_jagged({"f1": 5000, "f2": 30}, 256)
+    labels = (dense[:, 0] + sparse["f2"].lengths() > 2).float()
+    losses = []
+    for _ in range(30):
+        loss = F.binary_cross_entropy_with_logits(model(dense, sparse).squeeze(1), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_meta_device() -> None:
+    assert all(parameter.is_meta for parameter in build(device="meta").parameters())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dense_in_features": 0}, "dense_in_features is 0: give a positive integer"),
+        ({"dense_arch_layer_sizes": []}, "dense_arch_layer_sizes is empty: give at least one layer size"),
+        ({"over_arch_layer_sizes": [64, -1]}, r"over_arch_layer_sizes\[1\] is -1: give a positive integer"),
+        ({"dense_arch_layer_sizes": [64, 8]}, r"tables have dimensions \[16\] and dense_arch_layer_sizes ends with 8"),
+    ],
+)
+def test_mistakes_are_named(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(**arguments)
+
+
+def test_no_tables_is_a_mistake() -> None:
+    with pytest.raises(ValueError, match="tables is empty"):
+        build_dlrm([], dense_in_features=5, dense_arch_layer_sizes=[16], over_arch_layer_sizes=[1])
