@@ -7,7 +7,8 @@ value), so no table of them exists; they shrink with the value's frequency rank,
 The pairs are summed by the identity of factorization machines (Rendle, ICDM 2010, section III.B): with s = sum_c v_c,
 sum_{c<c'} <v_c, v_c'> = (|s|^2 - sum_c |v_c|^2) / 2. Missing cells contribute nothing.
 
-Shapes: B rows, N normals, D latent dimensions. A category is held by its frequency rank, from 0.
+Arrays without a suffix hold one number a row; B rows, N normals, D latent dimensions. A category is held by its frequency rank,
+from 0.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ DRAWS = _MISSING_END + 1
 class PlantedRows:
     """Rows of the model: labels, their true probabilities, and per column the cells and where they are missing."""
 
-    label_B: np.ndarray
-    probability_B: np.ndarray
+    label: np.ndarray
+    probability: np.ndarray
     integers: dict[str, np.ndarray]
     categories: dict[str, np.ndarray]
     missing: dict[str, np.ndarray]
@@ -68,12 +69,12 @@ class PlantedModel:
     def rows(self, uniform: np.ndarray) -> PlantedRows:
         """The rows that uniform draws (B, DRAWS) in [0, 1) give."""
         integers, ranks, missing = self._draw_cells(uniform)
-        probability_B = _sigmoid(self._combine(self._parts(integers, ranks, missing)) + self._bias)
+        probability = _sigmoid(self._combine(self._parts(integers, ranks, missing)) + self._bias)
         return PlantedRows(
-            label_B=(uniform[:, -1] < probability_B).astype(np.int8),
-            probability_B=probability_B,
+            label=(uniform[:, -1] < probability).astype(np.int8),
+            probability=probability,
             integers=integers,
-            categories={name: _spell(rank_B, self._keys[name]) for name, rank_B in ranks.items()},
+            categories={name: _spell(rank, self._keys[name]) for name, rank in ranks.items()},
             missing=missing,
         )
 
@@ -86,8 +87,8 @@ class PlantedModel:
         normals_BN = _box_muller(uniform[:, _RANKS_END:_NORMALS_END])
         integers = {}
         for i, (name, spec) in enumerate(INTEGER_SPECS.items()):
-            count_B = np.minimum(np.exp(spec.mu + spec.sigma * normals_BN[:, i]), LARGEST_COUNT).astype(np.int32)
-            integers[name] = count_B + np.int32(spec.shift)
+            count = np.minimum(np.exp(spec.mu + spec.sigma * normals_BN[:, i]), LARGEST_COUNT).astype(np.int32)
+            integers[name] = count + np.int32(spec.shift)
         groups = uniform[:, _NORMALS_END:_MISSING_END] < np.array(list(MISSING_RATES.values()))
         by_group = dict(zip(MISSING_RATES, groups.T, strict=True))
         missing = {name: by_group[spec.missing_group] for name, spec in (INTEGER_SPECS | CATEGORY_SPECS).items()}
@@ -98,44 +99,42 @@ class PlantedModel:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The logit's parts before scaling: counts, main effects, pairs."""
         rows = len(integers["I1"])
-        count_part_B, main_part_B = np.zeros(rows, np.float32), np.zeros(rows, np.float32)
+        count_part, main_part = np.zeros(rows, np.float32), np.zeros(rows, np.float32)
         for (name, spec), weight in zip(INTEGER_SPECS.items(), self._integer_weights, strict=True):
-            logarithm_B = np.log1p((integers[name] - spec.shift).astype(np.float32))
-            count_part_B += np.where(
-                missing[name], 0, np.float32(weight / spec.sigma) * (logarithm_B - np.float32(max(spec.mu, 0)))
-            )
+            logarithm = np.log1p((integers[name] - spec.shift).astype(np.float32))
+            count_part += np.where(missing[name], 0, np.float32(weight / spec.sigma) * (logarithm - np.float32(max(spec.mu, 0))))
         sum_DB = np.zeros((4, rows), np.float32)
-        squares_B = np.zeros(rows, np.float32)
-        for name, rank_B in ranks.items():
-            size_B = np.where(missing[name], 0, 1 / np.sqrt(1 + rank_B.astype(np.float32) / HEAD))
-            hash_B = _mix64(rank_B.astype(np.uint64) + self._keys[name])
-            main_part_B += size_B * self._normal_quantiles[hash_B >> np.uint64(48)]
+        squares = np.zeros(rows, np.float32)
+        for name, rank in ranks.items():
+            size = np.where(missing[name], 0, 1 / np.sqrt(1 + rank.astype(np.float32) / HEAD))
+            mixed = _mix64(rank.astype(np.uint64) + self._keys[name])
+            main_part += size * self._normal_quantiles[mixed >> np.uint64(48)]
             if name in PAIRED_COLUMNS:
-                pieces_DB = _mix64(hash_B).view(np.uint16).reshape(-1, 4).T
-                latent_DB = size_B * self._normal_quantiles[pieces_DB]
+                pieces_DB = _mix64(mixed).view(np.uint16).reshape(-1, 4).T
+                latent_DB = size * self._normal_quantiles[pieces_DB]
                 sum_DB += latent_DB
-                squares_B += np.square(latent_DB).sum(axis=0)
-        return count_part_B, main_part_B, (np.square(sum_DB).sum(axis=0) - squares_B) / 2
+                squares += np.square(latent_DB).sum(axis=0)
+        return count_part, main_part, (np.square(sum_DB).sum(axis=0) - squares) / 2
 
     def _combine(self, parts: tuple[np.ndarray, ...]) -> np.ndarray:
         counts, main, pairs = (factor * part for factor, part in zip(self._factors, parts, strict=True))
         return counts + main + pairs
 
 
-def _draw_ranks(uniform_B: np.ndarray, spec: CategorySpec, cardinality: int) -> np.ndarray:
+def _draw_ranks(uniform: np.ndarray, spec: CategorySpec, cardinality: int) -> np.ndarray:
     """uint32 ranks by inversion of P(rank < x) = (q^e - (x + q)^e) / (q^e - (K + q)^e), e = 1 - exponent."""
     e = 1 - spec.exponent
     first, last = spec.shift**e, (cardinality + spec.shift) ** e
-    rank_B: np.ndarray = (first + uniform_B * (last - first)) ** (1 / e) - spec.shift
+    rank: np.ndarray = (first + uniform * (last - first)) ** (1 / e) - spec.shift
     # Rounding may step over either end.
-    return rank_B.clip(0, cardinality - 1).astype(np.uint32)
+    return rank.clip(0, cardinality - 1).astype(np.uint32)
 
 
-def _box_muller(uniform_BN: np.ndarray) -> np.ndarray:
+def _box_muller(uniform: np.ndarray) -> np.ndarray:
     """Standard normals from as many uniforms, an even number of columns."""
-    half = uniform_BN.shape[1] // 2
-    radius_BN = np.sqrt(-2 * np.log1p(-uniform_BN[:, :half]))
-    angle_BN = 2 * np.pi * uniform_BN[:, half:]
+    half = uniform.shape[1] // 2
+    radius_BN = np.sqrt(-2 * np.log1p(-uniform[:, :half]))
+    angle_BN = 2 * np.pi * uniform[:, half:]
     return np.concatenate([radius_BN * np.cos(angle_BN), radius_BN * np.sin(angle_BN)], axis=1)
 
 
@@ -148,9 +147,9 @@ def _mix64(x: np.ndarray) -> np.ndarray:
     return x
 
 
-def _spell(rank_B: np.ndarray, key: np.uint64) -> np.ndarray:
+def _spell(rank: np.ndarray, key: np.uint64) -> np.ndarray:
     """The uint32 values that stand for ranks: a bijection (murmur3's finalizer), so that no two ranks share one."""
-    x = rank_B ^ np.uint32(key & np.uint64(0xFFFFFFFF))
+    x = rank ^ np.uint32(key & np.uint64(0xFFFFFFFF))
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
     return x ^ (x >> np.uint32(16))
@@ -161,10 +160,10 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
     return 1 / (1 + odds)
 
 
-def _bias_for(rate: float, logit_B: np.ndarray) -> float:
+def _bias_for(rate: float, logit: np.ndarray) -> float:
     """The b for which sigmoid(logit + b) has the mean `rate`, by bisection."""
     low, high = -30.0, 30.0
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if _sigmoid(logit_B + middle).mean() < rate else (low, middle)
+        low, high = (middle, high) if _sigmoid(logit + middle).mean() < rate else (low, middle)
     return low

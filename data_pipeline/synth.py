@@ -76,11 +76,11 @@ class _Scorer:
         self.counts = np.zeros((2, _BINS), np.int64)  # by label and bin
         self.logloss = 0.0
 
-    def add(self, label_B: np.ndarray, probability_B: np.ndarray) -> None:
-        bins_B = (probability_B * _BINS).astype(np.int64)
-        for label in (0, 1):
-            self.counts[label] += np.bincount(bins_B[label_B == label], minlength=_BINS)
-        self.logloss -= float(np.log(np.where(label_B, probability_B, 1 - probability_B)).sum())
+    def add(self, label: np.ndarray, probability: np.ndarray) -> None:
+        bins = (probability * _BINS).astype(np.int64)
+        for value in (0, 1):
+            self.counts[value] += np.bincount(bins[label == value], minlength=_BINS)
+        self.logloss -= float(np.log(np.where(label, probability, 1 - probability)).sum())
 
     def score(self) -> Score | None:
         """None before any row."""
@@ -138,10 +138,10 @@ def synth(options: SynthOptions) -> Truth:
         for start in range(0, options.rows, options.chunk_rows):
             rows = model.rows(uniform.random((min(options.chunk_rows, options.rows - start), DRAWS)))
             _write_rows(rows, file)
-            whole.add(rows.label_B, rows.probability_B)
+            whole.add(rows.label, rows.probability)
             tail = slice(max(test_start - start, 0), None)
-            last_tenth.add(rows.label_B[tail], rows.probability_B[tail])
-            bar.update(len(rows.label_B))
+            last_tenth.add(rows.label[tail], rows.probability[tail])
+            bar.update(len(rows.label))
     score = whole.score()
     assert score is not None  # there is at least one row
     truth = Truth(seed=options.seed, scale=options.scale, whole=score, last_tenth=last_tenth.score())
@@ -162,16 +162,16 @@ def _create(path: Path, *, compress: bool) -> Iterator[IO[bytes] | gzip.GzipFile
 
 
 def _write_rows(rows: PlantedRows, file: IO[bytes] | gzip.GzipFile) -> None:
-    columns = [pa.array(rows.label_B)]
+    columns = [pa.array(rows.label)]
     columns += [pa.array(rows.integers[name], mask=rows.missing[name]) for name in INTEGERS]
     columns += [_hex_column(rows.categories[name], rows.missing[name]) for name in CATEGORIES]
     table = pa.table(columns, names=[LABEL, *INTEGERS, *CATEGORIES])
     pa.csv.write_csv(table, file, pa.csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none"))
 
 
-def _hex_column(value_B: np.ndarray, missing_B: np.ndarray) -> pa.Array:
+def _hex_column(value: np.ndarray, missing: np.ndarray) -> pa.Array:
     """Values as 8 hex digits each, made as Arrow lays strings out: offsets and one run of characters."""
-    digits_B2 = np.stack([_HEX_DIGITS[value_B >> np.uint32(16)], _HEX_DIGITS[value_B & np.uint32(0xFFFF)]], axis=1)
-    offsets = np.arange(0, 8 * len(value_B) + 1, 8, dtype=np.int32)
-    present = np.packbits(~missing_B, bitorder="little")
-    return pa.StringArray.from_buffers(len(value_B), pa.py_buffer(offsets), pa.py_buffer(digits_B2), pa.py_buffer(present))
+    digits = np.stack([_HEX_DIGITS[value >> np.uint32(16)], _HEX_DIGITS[value & np.uint32(0xFFFF)]], axis=1)
+    offsets = np.arange(0, 8 * len(value) + 1, 8, dtype=np.int32)
+    present = np.packbits(~missing, bitorder="little")
+    return pa.StringArray.from_buffers(len(value), pa.py_buffer(offsets), pa.py_buffer(digits), pa.py_buffer(present))

@@ -1,0 +1,98 @@
+"""`comera synth` and `comera preprocess` as a user meets them: exit status, summary, one line for a mistake."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from comera_rec.cli.main import main
+from data_pipeline.manifest import read_manifest
+
+
+def run(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main([str(argument) for argument in arguments])
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    assert run("synth", "--rows", 200, "--output", tmp_path / "raw" / "log.txt", "--scale", 0.001) == 0
+    return tmp_path / "raw" / "log.txt"
+
+
+def test_synth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("synth", "--rows", 200, "--output", tmp_path / "log.txt", "--seed", 7) == 0
+    output = capsys.readouterr().out
+    truth = json.loads((tmp_path / "log.truth.json").read_text())
+    assert truth["seed"] == 7
+    assert f"best reachable on all rows: AUC {truth['best_auc']:.4f}" in output
+    assert f"best reachable on last tenth: AUC {truth['last_tenth']['best_auc']:.4f}" in output
+    assert len((tmp_path / "log.txt").read_text().splitlines()) == 200
+
+
+def test_preprocess(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("preprocess", "--input", log, "--output", tmp_path / "data") == 0
+    captured = capsys.readouterr()
+    assert "rows: 200 read, 200 written, 0 rejected" in captured.out
+    assert "splits: train 160, val 20, test 20" in captured.out
+    assert captured.err == ""  # no progress bar in a pipe
+
+
+def test_several_inputs_keep_their_order(log: Path, tmp_path: Path) -> None:
+    """After one --input, as the shell expands day_*.gz, whatever stands before and after; or each after its own."""
+    days = [log.parent / name for name in ("day_0", "day_1", "day_2")]
+    for day in days:
+        shutil.copy(log, day)
+    assert run("preprocess", "--max-bad-rows", 1, "--input", *days, "--min-count", 3, "--output", tmp_path / "a") == 0
+    assert run("preprocess", "--output", tmp_path / "b", *(part for day in days for part in ("--input", day))) == 0
+    for name in ("a", "b"):
+        assert [file.name for file in read_manifest(tmp_path / name).inputs] == ["day_0", "day_1", "day_2"]
+
+
+def test_options_reach_the_manifest(log: Path, tmp_path: Path) -> None:
+    options = {"min_count": 3, "val_fraction": 0.2, "test_fraction": 0.3, "rows_per_shard": 40, "max_bad_rows": 5}
+    flags = [part for name, value in options.items() for part in ("--" + name.replace("_", "-"), value)]
+    assert run("preprocess", "--input", log, "--output", tmp_path / "data", *flags) == 0
+    manifest = read_manifest(tmp_path / "data")
+    assert manifest.options == options
+    assert [len(split.shards) for split in manifest.splits.values()] == [3, 1, 2]
+    assert run("preprocess", "--input", log, "--output", tmp_path / "data") == 2
+    assert run("preprocess", "--input", log, "--output", tmp_path / "data", "--overwrite") == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["synth", "--rows", "0", "--output", "log.txt"], "comera: --rows is 0; it must be at least 1"),
+        (["synth", "--rows", "many", "--output", "log.txt"], "'many' is not a valid integer"),
+        (["synth", "--output", "log.txt"], "Missing option '--rows'"),
+        (["preprocess", "--output", "data"], "Missing option '--input'"),
+        (["preprocess", "--input", "nowhere", "--output", "data"], "comera: --input nowhere does not exist; check its name"),
+        (["preprocess", "--input", "bad.tsv", "--output", "data"], "comera: bad.tsv:1: 1 columns; Criteo logs have 40"),
+        (["preprocess", "--input", "bad.tsv", "--output", "data", "--min-count", "0"], "comera: --min-count is 0"),
+        (
+            ["preprocess", "--input", "bad.tsv", "--input", "bad.tsv", "bad.tsv", "--output", "data"],
+            "name all files after one --input",
+        ),
+    ],
+)
+def test_mistakes(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bad.tsv").write_text("not a log\n")
+    assert run(*arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert [path.name for path in tmp_path.iterdir()] == ["bad.tsv"]
+
+
+@pytest.mark.parametrize("command", ["synth", "preprocess"])
+def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(command, "--help") == 0
+    assert f"Example:\n    comera {command} --" in capsys.readouterr().out

@@ -1,0 +1,23 @@
+"""A log in a file, for every test of the pipeline."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from random_logs import Rows, to_text
+
+
+@pytest.fixture
+def write_log(tmp_path: Path) -> Callable[..., Path]:
+    """write_log(rows or bytes, name="log.tsv"): the path of a log holding them; .gz compresses."""
+
+    def write(content: Rows | bytes, name: str = "log.tsv") -> Path:
+        text = content if isinstance(content, bytes) else to_text(content)
+        path = tmp_path / name
+        path.write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
+        return path
+
+    return write

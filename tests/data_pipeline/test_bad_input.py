@@ -1,0 +1,182 @@
+"""Each kind of bad input: one clear line that says what to do, and nothing left behind."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from random_logs import random_rows, to_text
+
+from data_pipeline import preprocess as preprocess_module
+from data_pipeline import shards
+from data_pipeline.manifest import read_manifest
+from data_pipeline.preprocess import PreprocessOptions, preprocess
+
+WriteLog = Callable[..., Path]
+ROWS = random_rows(30)
+GZIPPED = gzip.compress(to_text(ROWS))
+
+
+def with_cell(position: int, cell: str) -> bytes:
+    """The rows with one cell of line 17 replaced."""
+    rows = [list(row) for row in ROWS]
+    rows[16][position] = cell
+    return to_text(rows)
+
+
+def run(log: Path, output: Path, **options: object) -> None:
+    preprocess(PreprocessOptions(inputs=(log,), output=output, **options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (to_text(ROWS[:4]) + b"1\t2\t3\n", r"log.tsv:5: 3 columns where 40 are expected; fix the log, or .* --max-bad-rows"),
+        (to_text(ROWS[:4]) + b"\n" + to_text(ROWS), "log.tsv:5: blank line"),
+        (to_text([*ROWS, ["1"] + [""] * 40]), "log.tsv:31: 41 columns where 40"),
+        (with_cell(20, "xyz"), "log.tsv:17: C7 'xyz' is not 1 to 8 hex digits"),
+        (with_cell(20, "123456789"), "log.tsv:17: C7 '123456789' is not 1 to 8 hex digits"),
+        (with_cell(20, '"1f"'), "log.tsv:17: C7 '\"1f\"' is not 1 to 8 hex digits"),
+        (with_cell(20, "é" * 60), r"log.tsv:17: C7 '(\\xc3\\xa9){20}' is not"),
+        (with_cell(3, "1.5"), "log.tsv:17: I3 '1.5' is not a 32-bit integer"),
+        (with_cell(3, "3000000000"), "log.tsv:17: I3 '3000000000' is not a 32-bit integer"),
+        (with_cell(0, "2"), "log.tsv:17: label '2' is not 0 or 1"),
+        (with_cell(0, ""), "log.tsv:17: label '' is not 0 or 1"),
+        (b"a,b,c\n1,2,3\n", "log.tsv:1: 1 columns; Criteo logs have 40"),
+        (b"x" * (1 << 17), "log.tsv: a line of more than 65536 bytes"),
+        (b"", "log.tsv is empty"),
+        (gzip.compress(b""), "log.tsv is empty"),
+        (GZIPPED[:-10], "log.tsv: damaged gzip .*fetch or compress it again"),
+        (GZIPPED[:40] + b"\0\0\0\0" + GZIPPED[44:], "log.tsv: damaged gzip"),
+        (GZIPPED + GZIPPED[:50], "log.tsv: damaged gzip"),
+        (GZIPPED + b"no gzip", "log.tsv: damaged gzip"),
+    ],
+)
+@pytest.mark.parametrize("chunk_bytes", [500, 8 << 20])
+def test_content(tmp_path: Path, write_log: WriteLog, content: bytes, message: str, chunk_bytes: int) -> None:
+    log = write_log(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        run(log, tmp_path / "data", chunk_bytes=chunk_bytes)
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == [log]
+
+
+def test_second_log_with_other_columns(tmp_path: Path, write_log: WriteLog) -> None:
+    logs = (write_log(ROWS, "day_0"), write_log(random_rows(5, labelled=False), "day_1"))
+    with pytest.raises(ValueError, match="day_1:1: 39 columns where 40 are expected"):
+        preprocess(PreprocessOptions(inputs=logs, output=tmp_path / "data"))
+
+
+def test_missing_and_folder(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--input .*nowhere.tsv does not exist"):
+        run(tmp_path / "nowhere.tsv", tmp_path / "data")
+    with pytest.raises(ValueError, match=r"is a folder; name the files in it"):
+        run(tmp_path, tmp_path / "data")
+    assert not list(tmp_path.iterdir())
+
+
+def test_malformed_lines_up_to_a_limit(tmp_path: Path, write_log: WriteLog) -> None:
+    good = to_text(ROWS)
+    log = write_log(b"bad\n" + good + b"worse\n\n" + good)
+    with pytest.raises(ValueError, match=r"log.tsv:33: blank line; after 2 other malformed lines; fix the log"):
+        run(log, tmp_path / "data", max_bad_rows=2)
+    run(log, tmp_path / "data", max_bad_rows=3, chunk_bytes=400)
+    manifest = read_manifest(tmp_path / "data")
+    assert (manifest.rows.read, manifest.rows.written, manifest.rows.rejected) == (63, 60, 3)
+    assert [line.line for line in manifest.rejected_lines] == [1, 32, 33]
+
+
+def test_list_of_rejected_lines_is_capped(tmp_path: Path, write_log: WriteLog) -> None:
+    run(write_log(to_text(ROWS) + b"bad\n" * 500), tmp_path / "data", max_bad_rows=500)
+    manifest = read_manifest(tmp_path / "data")
+    assert (manifest.rows.rejected, len(manifest.rejected_lines)) == (500, 100)
+
+
+def test_nothing_but_malformed_lines(tmp_path: Path, write_log: WriteLog) -> None:
+    with pytest.raises(ValueError, match="--input holds 0 well-formed lines, which leaves no row for training"):
+        run(write_log(to_text([["x"] * 40] * 3)), tmp_path / "data", max_bad_rows=9)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_count": 0}, "--min-count is 0; it must be at least 1"),
+        ({"rows_per_shard": -5}, "--rows-per-shard is -5; it must be at least 1"),
+        ({"max_bad_rows": -1}, "--max-bad-rows is -1; it must be at least 0"),
+        ({"val_fraction": -0.1}, "--val-fraction is -0.1; it must be at least 0 and below 1"),
+        ({"test_fraction": float("nan")}, "--test-fraction is nan"),
+        ({"val_fraction": 0.5, "test_fraction": 0.5}, "leave no training rows; their sum must be below 1"),
+    ],
+)
+def test_options(tmp_path: Path, options: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path / "log.tsv", tmp_path / "data", **options)
+
+
+def test_finished_data_set_is_kept_unless_overwritten(tmp_path: Path, write_log: WriteLog) -> None:
+    log, output = write_log(ROWS), tmp_path / "data"
+    run(log, output)
+    before = (output / "manifest.json").read_bytes()
+    with pytest.raises(ValueError, match="already holds a finished result; add --overwrite"):
+        run(log, output, min_count=1)
+    with pytest.raises(ValueError, match="blank line"):
+        run(write_log(to_text(ROWS) + b"\n", "bad.tsv"), output, overwrite=True)
+    assert (output / "manifest.json").read_bytes() == before
+    run(log, output, min_count=1, overwrite=True)
+    assert read_manifest(output).options["min_count"] == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.tsv", "data", "log.tsv"]
+
+
+def test_foreign_folder_is_never_touched(tmp_path: Path, write_log: WriteLog) -> None:
+    output = tmp_path / "photos"
+    output.mkdir()
+    (output / "cat.jpg").write_bytes(b"meow")
+    with pytest.raises(ValueError, match="exists and holds something else; choose a new or empty folder"):
+        run(write_log(ROWS), output, overwrite=True)
+    assert [path.name for path in output.iterdir()] == ["cat.jpg"]
+
+
+def test_empty_folder_is_filled(tmp_path: Path, write_log: WriteLog) -> None:
+    (tmp_path / "data").mkdir()
+    run(write_log(ROWS), tmp_path / "data")
+    assert read_manifest(tmp_path / "data").rows.written == 30
+
+
+def test_unwritable_output(tmp_path: Path, write_log: WriteLog) -> None:
+    log = write_log(ROWS)
+    with pytest.raises(OSError, match=r"cannot write --output .*data: Not a directory; choose a writable place"):
+        run(log, log / "data")
+    assert list(tmp_path.iterdir()) == [log]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
+def test_failing_write(tmp_path: Path, write_log: WriteLog, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def fail(*_: object) -> NoReturn:
+        raise OSError(number, "simulated")
+
+    log = write_log(ROWS)
+    monkeypatch.setattr(shards.pq.ParquetWriter, "write_table", fail)
+    with pytest.raises(OSError, match=r"cannot write --output .*data: simulated; choose a writable place with enough space"):
+        run(log, tmp_path / "data")
+    assert list(tmp_path.iterdir()) == [log]
+
+
+def test_interrupted_run(tmp_path: Path, write_log: WriteLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    log = write_log(ROWS)
+    with monkeypatch.context() as patch:
+        patch.setattr(preprocess_module, "write_splits", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(log, tmp_path / "data")
+    assert list(tmp_path.iterdir()) == [log]
+    # A killed process cleans nothing up; the next run does.
+    (tmp_path / ".data.partial").mkdir()
+    (tmp_path / ".data.partial" / "rows.arrow").write_bytes(b"half")
+    run(log, tmp_path / "data")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "log.tsv"]

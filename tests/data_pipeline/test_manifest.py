@@ -1,0 +1,97 @@
+"""A manifest is read whole or refused with the key at fault, and a shard that is not as stated is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from random_logs import random_rows
+
+from data_pipeline.manifest import Manifest, check_shards, read_manifest
+from data_pipeline.preprocess import PreprocessOptions, preprocess
+
+
+@pytest.fixture
+def data(tmp_path: Path, write_log: Callable[..., Path]) -> Path:
+    preprocess(PreprocessOptions(inputs=(write_log(random_rows(50)),), output=tmp_path / "data"))
+    return tmp_path / "data"
+
+
+def edit(data: Path, change: Callable[[dict], object]) -> None:
+    content = json.loads((data / "manifest.json").read_text())
+    change(content)
+    (data / "manifest.json").write_text(json.dumps(content))
+
+
+def test_keys_of_the_file(data: Path) -> None:
+    """The keys are a contract: other tools read them too."""
+    content = json.loads((data / "manifest.json").read_text())
+    assert set(content) == {field.name for field in dataclasses.fields(Manifest)}
+    assert content["rows"] == {"in": 50, "written": 50, "rejected": 0}
+    assert set(content["splits"]["train"]["shards"][0]) == {"path", "rows", "bytes", "sha256"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.pop("rows"), "manifest.json: rows: Field required"),
+        (lambda m: m["rows"].pop("in"), "manifest.json: rows.in: Field required"),
+        (lambda m: m["splits"].pop("val"), "manifest.json: splits.val: Field required"),
+        (lambda m: m["categorical_columns"][2].pop("num_embeddings"), "categorical_columns.2.num_embeddings: Field required"),
+        (lambda m: m["categorical_columns"][2].update(num_embeddings="many"), "categorical_columns.2.num_embeddings: .*integer"),
+        (lambda m: m.update(format_version=99), "version 99, expected comera-rec-dataset version 1; run `comera preprocess` again"),
+        (lambda m: m.pop("format"), "format None version 1, expected"),
+    ],
+)
+def test_bad_manifest(data: Path, change: Callable[[dict], object], message: str) -> None:
+    edit(data, change)
+    with pytest.raises(ValueError, match=message) as caught:
+        read_manifest(data)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_manifest(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"manifest.json does not exist: .* make one with `comera preprocess`"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]"])
+def test_not_a_json_object(data: Path, text: str) -> None:
+    (data / "manifest.json").write_text(text)
+    with pytest.raises(ValueError, match=r"manifest.json: the file: .*run `comera preprocess` again"):
+        read_manifest(data)
+
+
+def test_missing_shard(data: Path) -> None:
+    (data / "val" / "part-00000.parquet").unlink()
+    with pytest.raises(ValueError, match=r"val/part-00000.parquet does not exist, but the manifest lists it"):
+        check_shards(read_manifest(data), data)
+
+
+def test_shard_of_other_size(data: Path) -> None:
+    with (data / "test" / "part-00000.parquet").open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(ValueError, match=r"test/part-00000.parquet has \d+ bytes, the manifest states \d+; run"):
+        check_shards(read_manifest(data), data)
+
+
+def test_shard_of_other_contents(data: Path) -> None:
+    path = data / "train" / "part-00000.parquet"
+    content = bytearray(path.read_bytes())
+    content[100] ^= 1
+    path.write_bytes(content)
+    check_shards(read_manifest(data), data)
+    with pytest.raises(ValueError, match=r"part-00000.parquet differs from the SHA-256 in the manifest"):
+        check_shards(read_manifest(data), data, contents=True)
+
+
+def test_stated_rows(data: Path) -> None:
+    edit(data, lambda m: m["splits"]["train"]["shards"][0].update(rows=39))
+    with pytest.raises(ValueError, match="split train states 40 rows, its shards 39"):
+        check_shards(read_manifest(data), data)
+    edit(data, lambda m: m["splits"]["train"].update(rows=39))
+    with pytest.raises(ValueError, match="has 40 rows, the manifest states 39"):
+        check_shards(read_manifest(data), data, contents=True)

@@ -1,0 +1,203 @@
+"""The data set against a slow and obvious reference, cell by cell, whatever the way the text arrives."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_logs import Rows, random_rows, to_text
+
+from data_pipeline import shards
+from data_pipeline.manifest import Manifest, check_shards, read_manifest
+from data_pipeline.preprocess import PreprocessOptions, preprocess
+
+INTEGERS = [f"I{i}" for i in range(1, 14)]
+CATEGORIES = [f"C{i}" for i in range(1, 27)]
+WriteLog = Callable[..., Path]
+
+
+def reference(rows: Rows, *, min_count: int = 2, val_fraction: float = 0.1, test_fraction: float = 0.1) -> dict[str, pd.DataFrame]:
+    """What each split must hold, one cell after the other."""
+    names = (["label"] if len(rows[0]) == 40 else []) + INTEGERS + CATEGORIES
+    val, test = int(len(rows) * val_fraction), int(len(rows) * test_fraction)
+    train = len(rows) - val - test
+    columns: dict[str, list[float]] = {}
+    for position, name in enumerate(names):
+        cells = [row[position] for row in rows]
+        if name == "label":
+            columns[name] = [int(cell) for cell in cells]
+        elif name in INTEGERS:
+            low = min((int(cell) for cell in cells[:train] if cell), default=0)
+            columns[name] = [math.log(max(int(cell), low) + 2 - low) if cell else 0.0 for cell in cells]
+        else:
+            counts = Counter(int(cell, 16) for cell in cells[:train] if cell)
+            frequent = sorted((value for value in counts if counts[value] >= min_count), key=lambda value: (-counts[value], value))
+            ids = {value: number for number, value in enumerate(frequent, start=1)}
+            columns[name] = [ids.get(int(cell, 16), 0) if cell else 0 for cell in cells]
+    frame = pd.DataFrame(columns)
+    return {"train": frame[:train], "val": frame[train : train + val], "test": frame[train + val :]}
+
+
+def read_split(folder: Path, manifest: Manifest, split: str) -> pd.DataFrame:
+    return pd.concat([pd.read_parquet(folder / shard.path) for shard in manifest.splits[split].shards], ignore_index=True)
+
+
+def assert_equals_reference(folder: Path, rows: Rows, **options: float) -> None:
+    manifest = read_manifest(folder)
+    check_shards(manifest, folder, contents=True)
+    for split, expected in reference(rows, **options).items():
+        assert manifest.splits[split].rows == len(expected)
+        if len(expected):
+            actual = read_split(folder, manifest, split)
+            dtypes = ["int8" if name == "label" else "float32" if name in INTEGERS else "int32" for name in expected]
+            assert actual.dtypes.astype(str).to_list() == dtypes
+            pd.testing.assert_frame_equal(actual, expected.reset_index(drop=True), check_dtype=False, rtol=1e-6)
+
+
+CELL_COUNT = st.sampled_from(["", "0", "-1", "7", "007", "-0", "-2147483648", "2147483647"])
+CELL_CATEGORY = st.sampled_from(["", "0", "00000000", "ffffffff", "FFFFFFFF", "a", "0A", "1", "68fd1e64"])
+
+
+@st.composite
+def adversarial_rows(draw: st.DrawFn) -> Rows:
+    label = [st.sampled_from(["0", "1"])] if draw(st.booleans()) else []
+    row = st.tuples(*label, *[CELL_COUNT] * 13, *[CELL_CATEGORY] * 26).map(list)
+    return draw(st.lists(row, min_size=1, max_size=12))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=adversarial_rows(),
+    newline=st.sampled_from(["\n", "\r\n"]),
+    ended=st.booleans(),
+    compress=st.booleans(),
+    chunk_bytes=st.integers(1, 2000),
+    min_count=st.integers(1, 3),
+    fractions=st.sampled_from([(0.1, 0.1), (0.0, 0.0), (0.4, 0.5), (0.25, 0.0)]),
+)
+def test_equals_reference_on_adversarial_rows(
+    rows: Rows, newline: str, ended: bool, compress: bool, chunk_bytes: int, min_count: int, fractions: tuple[float, float]
+) -> None:
+    text = to_text(rows, newline)
+    text = text if ended else text.removesuffix(newline.encode())
+    with tempfile.TemporaryDirectory() as folder:
+        log, output = Path(folder, "log"), Path(folder, "data")
+        log.write_bytes(gzip.compress(text) if compress else text)
+        options = {"min_count": min_count, "val_fraction": fractions[0], "test_fraction": fractions[1]}
+        preprocess(PreprocessOptions(inputs=(log,), output=output, chunk_bytes=chunk_bytes, rows_per_shard=5, **options))
+        assert_equals_reference(output, rows, **options)
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+@pytest.mark.parametrize("min_count", [1, 4])
+def test_equals_reference_on_many_rows(tmp_path: Path, write_log: WriteLog, labelled: bool, min_count: int) -> None:
+    rows = random_rows(2500, labelled=labelled)
+    preprocess(PreprocessOptions(inputs=(write_log(rows),), output=tmp_path / "data", min_count=min_count, rows_per_shard=700))
+    assert_equals_reference(tmp_path / "data", rows, min_count=min_count)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_same_data_set_however_the_text_arrives(tmp_path: Path, write_log: WriteLog) -> None:
+    """Plain, gzipped, in members, cut into files, in tiny chunks, again: same shards, byte by byte."""
+    rows = random_rows(600)
+    members = gzip.compress(to_text(rows[:100])) + gzip.compress(to_text(rows[100:]))
+    arrivals = {
+        "plain": (write_log(rows, "plain.tsv"),),
+        "again": (write_log(rows, "plain.tsv"),),
+        "gzip": (write_log(rows, "log.gz"),),
+        "members": (write_log(members, "day_0"),),
+        "files": (write_log(rows[:211], "day_0.gz"), write_log(rows[211:], "day_1")),
+    }
+    results = {}
+    for name, inputs in arrivals.items():
+        for chunk_bytes in (300, 8 << 20):
+            output = tmp_path / f"{name}-{chunk_bytes}"
+            preprocess(PreprocessOptions(inputs=inputs, output=output, chunk_bytes=chunk_bytes))
+            results[output.name] = {path: content for path, content in files_of(output).items() if path != "manifest.json"}
+    first = results["plain-300"]
+    assert set(first) == {f"{split}/part-00000.parquet" for split in ("train", "val", "test")} | {
+        f"vocabulary/{name}.parquet" for name in CATEGORIES
+    }
+    assert all(files == first for files in results.values())
+
+
+def test_row_groups_do_not_change_rows(tmp_path: Path, write_log: WriteLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "ROW_GROUP_ROWS", 64)
+    rows = random_rows(500)
+    manifest = preprocess(PreprocessOptions(inputs=(write_log(rows),), output=tmp_path / "data"))
+    assert_equals_reference(tmp_path / "data", rows)
+    ids = read_split(tmp_path / "data", manifest, "train")
+    assert {column.name: column.rows_at_zero["train"] for column in manifest.categorical_columns} == {
+        name: int((ids[name] == 0).sum()) for name in CATEGORIES
+    }
+
+
+def test_manifest_accounts_for_everything(tmp_path: Path, write_log: WriteLog) -> None:
+    rows = random_rows(1000)
+    text = to_text(rows[:400]) + b"garbage\n" + to_text(rows[400:])
+    output = tmp_path / "data"
+    manifest = preprocess(PreprocessOptions(inputs=(write_log(text),), output=output, max_bad_rows=1))
+    assert manifest == read_manifest(output)
+    assert (manifest.rows.read, manifest.rows.written, manifest.rows.rejected) == (1001, 1000, 1)
+    (log,) = manifest.inputs
+    assert (log.name, log.bytes, log.rows_in, log.rows_rejected) == ("log.tsv", len(text), 1001, 1)
+    assert [(line.file, line.line) for line in manifest.rejected_lines] == [("log.tsv", 401)]
+    assert str(tmp_path) not in (output / "manifest.json").read_text()
+
+    labels = np.array([int(row[0]) for row in rows])
+    assert manifest.label is not None
+    assert manifest.label.mean == pytest.approx(labels.mean())
+    assert manifest.label.split_means == pytest.approx(
+        {"train": labels[:800].mean(), "val": labels[800:900].mean(), "test": labels[900:].mean()}
+    )
+    for position, column in enumerate(manifest.integer_columns, start=1):
+        train = [int(row[position]) for row in rows[:800] if row[position]]
+        assert (column.name, column.min, column.max, column.offset) == (f"I{position}", min(train), max(train), 2 - min(train))
+        assert column.missing == sum(not row[position] for row in rows)
+    for position, categorical in enumerate(manifest.categorical_columns, start=14):
+        assert categorical.distinct == len({int(row[position], 16) for row in rows if row[position]})
+        assert categorical.missing == sum(not row[position] for row in rows)
+        vocabulary = pd.read_parquet(output / categorical.vocabulary.path)
+        counts = Counter(int(row[position], 16) for row in rows[:800] if row[position])
+        assert categorical.num_embeddings == len(vocabulary) + 1
+        assert dict(zip(vocabulary["value"], vocabulary["count"], strict=True)) == {v: n for v, n in counts.items() if n >= 2}
+        assert vocabulary["count"].is_monotonic_decreasing
+
+
+def test_no_label_no_label_column(tmp_path: Path, write_log: WriteLog) -> None:
+    manifest = preprocess(PreprocessOptions(inputs=(write_log(random_rows(20, labelled=False)),), output=tmp_path / "data"))
+    assert manifest.label is None
+    assert "label" not in read_split(tmp_path / "data", manifest, "train")
+
+
+def test_column_without_any_value(tmp_path: Path, write_log: WriteLog) -> None:
+    rows = [["1"] + [""] * 39] * 20
+    manifest = preprocess(PreprocessOptions(inputs=(write_log(rows),), output=tmp_path / "data"))
+    assert_equals_reference(tmp_path / "data", rows)
+    assert {column.num_embeddings for column in manifest.categorical_columns} == {1}
+    assert {(column.offset, column.min) for column in manifest.integer_columns} == {(2, None)}
+
+
+def test_one_row_is_a_training_row(tmp_path: Path, write_log: WriteLog) -> None:
+    manifest = preprocess(PreprocessOptions(inputs=(write_log(random_rows(1)),), output=tmp_path / "data"))
+    assert {name: split.rows for name, split in manifest.splits.items()} == {"train": 1, "val": 0, "test": 0}
+    assert manifest.label is not None
+    assert manifest.label.split_means["val"] is None
+
+
+def test_exact_decimal_fractions(tmp_path: Path, write_log: WriteLog) -> None:
+    """0.29 * 100 is 28.999999999999996 in binary, and still 29 rows."""
+    options = PreprocessOptions(inputs=(write_log(random_rows(100)),), output=tmp_path / "data", val_fraction=0.29)
+    assert preprocess(options).splits["val"].rows == 29

@@ -1,0 +1,143 @@
+"""Synthetic logs: Criteo's format and distributions, one log per seed, and a truth that is the truth."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import json
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from data_pipeline import synth as synth_module
+from data_pipeline.planted import DRAWS, PlantedModel
+from data_pipeline.planted_columns import CATEGORY_SPECS, INTEGER_SPECS, MISSING_RATES
+from data_pipeline.preprocess import PreprocessOptions, preprocess
+from data_pipeline.synth import SynthOptions, synth
+
+
+def exact_auc(label: np.ndarray, score: np.ndarray) -> float:
+    ranks = pd.Series(score).rank().to_numpy()
+    positives = label.sum()
+    return float((ranks[label == 1].sum() - positives * (positives + 1) / 2) / (positives * (len(label) - positives)))
+
+
+def test_log_and_truth(tmp_path: Path) -> None:
+    truth = synth(SynthOptions(rows=30_000, output=tmp_path / "raw" / "train.txt", scale=0.05, seed=3))
+    log = pd.read_csv(tmp_path / "raw" / "train.txt", sep="\t", header=None, dtype=str)
+    assert log.shape == (30_000, 40)
+
+    drawn = PlantedModel(seed=3, scale=0.05).rows(np.random.default_rng([3, 0]).random((30_000, DRAWS)))
+    label = log[0].astype(int).to_numpy()
+    np.testing.assert_array_equal(label, drawn.label)
+    assert truth.whole.label_rate == label.mean() == pytest.approx(0.25, abs=0.015)
+    assert drawn.probability.mean() == pytest.approx(label.mean(), abs=0.01)
+    assert truth.whole.best_auc == pytest.approx(exact_auc(label, drawn.probability), abs=1e-5)
+    likelihood = np.where(label == 1, drawn.probability, 1 - drawn.probability)
+    assert truth.whole.best_logloss == pytest.approx(-np.log(likelihood).mean())
+    rate = label.mean()
+    entropy = -rate * np.log(rate) - (1 - rate) * np.log(1 - rate)
+    assert truth.whole.best_ne == pytest.approx(truth.whole.best_logloss / entropy)
+    assert truth.last_tenth is not None
+    assert truth.last_tenth.rows == 3000
+    assert truth.last_tenth.best_auc == pytest.approx(exact_auc(label[27_000:], drawn.probability[27_000:]), abs=1e-4)
+
+    written = json.loads((tmp_path / "raw" / "train.truth.json").read_text())
+    assert written == truth.to_dict()
+    assert (written["rows"], written["seed"], written["scale"]) == (30_000, 3, 0.05)
+    assert set(written["last_tenth"]) == {"rows", "label_rate", "best_auc", "best_logloss", "best_ne"}
+
+
+@pytest.mark.parametrize(("columns", "interact"), [((5, 14), True), ((9, 23), True), ((7, 11), False), ((5, 11), False)])
+def test_pairs_of_paired_columns_interact(columns: tuple[int, int], interact: bool) -> None:
+    """What changing two cells together adds to changing each alone, in the logit."""
+    model = PlantedModel(seed=0, scale=1.0)
+    draws = np.random.default_rng(0).random((4, DRAWS))
+    draws[:] = draws[0]
+    first, second = columns[0] - 1, columns[1] - 1
+    draws[[1, 3], first] = 0.9
+    draws[[2, 3], second] = 0.9
+    draws[0, [first, second]] = draws[1, second] = draws[2, first] = 0.1
+    probability = model.rows(draws).probability
+    none, one, other, both = np.log(probability / (1 - probability))
+    assert (abs(both - one - other + none) > 1e-2) == interact
+
+
+def test_columns_are_like_criteo(tmp_path: Path) -> None:
+    synth(SynthOptions(rows=10_000, output=tmp_path / "log.txt"))
+    manifest = preprocess(PreprocessOptions(inputs=(tmp_path / "log.txt",), output=tmp_path / "data"))
+    specs = INTEGER_SPECS | CATEGORY_SPECS
+    for column in (*manifest.integer_columns, *manifest.categorical_columns):
+        assert column.missing / 10_000 == pytest.approx(MISSING_RATES[specs[column.name].missing_group], abs=0.02)
+    # The distinct values among the first 10,000 rows of the Kaggle log.
+    kaggle = {"C1": 175, "C3": 5520, "C4": 4032, "C7": 3184, "C9": 3, "C10": 2986, "C16": 4723, "C21": 5036, "C26": 1938}
+    distinct = {column.name: column.distinct for column in manifest.categorical_columns}
+    for name, count in kaggle.items():
+        assert distinct[name] == pytest.approx(count, rel=0.15)
+
+
+def test_scale_bounds_cardinality(tmp_path: Path) -> None:
+    synth(SynthOptions(rows=20_000, output=tmp_path / "log.txt", scale=0.0001))
+    manifest = preprocess(PreprocessOptions(inputs=(tmp_path / "log.txt",), output=tmp_path / "data"))
+    for column in manifest.categorical_columns:
+        assert 3 <= column.distinct <= max(3, round(CATEGORY_SPECS[column.name].cardinality * 0.0001))
+
+
+def test_one_log_per_seed(tmp_path: Path) -> None:
+    """Neither the size of a chunk nor compression nor a second run changes it; a gzipped one is the same file again."""
+
+    def log(name: str, *, seed: int = 0, chunk_rows: int = 1 << 16) -> bytes:
+        synth(SynthOptions(rows=1000, output=tmp_path / name, seed=seed, chunk_rows=chunk_rows))
+        return (tmp_path / name).read_bytes()
+
+    first = log("a.txt")
+    assert log("b.txt", chunk_rows=37) == first
+    assert log("c.txt", seed=1) != first
+    assert log("d.txt.gz") == log("e.txt.gz")
+    assert gzip.decompress((tmp_path / "d.txt.gz").read_bytes()) == first
+    assert (tmp_path / "d.truth.json").read_bytes() == (tmp_path / "a.truth.json").read_bytes()
+
+
+def test_one_row(tmp_path: Path) -> None:
+    truth = synth(SynthOptions(rows=1, output=tmp_path / "log.txt"))
+    assert (truth.whole.rows, truth.whole.best_auc, truth.last_tenth) == (1, None, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rows": 0}, "--rows is 0; it must be at least 1"),
+        ({"rows": 1, "seed": -1}, "--seed is -1; it must be at least 0"),
+        ({"rows": 1, "scale": 0.0}, "--scale is 0.0; it must be above 0 and at most 100"),
+        ({"rows": 1, "scale": float("nan")}, "--scale is nan"),
+    ],
+)
+def test_bad_options(tmp_path: Path, options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SynthOptions(output=tmp_path / "log.txt", **options)
+
+
+def test_existing_output(tmp_path: Path) -> None:
+    (tmp_path / "log.txt").write_text("precious")
+    with pytest.raises(ValueError, match="already exists; add --overwrite"):
+        synth(SynthOptions(rows=10, output=tmp_path / "log.txt"))
+    assert (tmp_path / "log.txt").read_text() == "precious"
+    with pytest.raises(ValueError, match="is a folder; name a file"):
+        synth(SynthOptions(rows=10, output=tmp_path))
+    with pytest.raises(OSError, match=r"cannot write --output .*: (Not a directory|File exists); choose a writable place"):
+        synth(SynthOptions(rows=10, output=tmp_path / "log.txt" / "log.txt"))
+    synth(SynthOptions(rows=10, output=tmp_path / "log.txt", overwrite=True))
+    assert len((tmp_path / "log.txt").read_bytes().splitlines()) == 10
+
+
+def test_disk_full_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> NoReturn:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(synth_module, "_write_rows", fail)
+    with pytest.raises(OSError, match=r"log.txt: No space left on device; choose a writable place with enough space"):
+        synth(SynthOptions(rows=10, output=tmp_path / "log.txt"))
+    assert not list(tmp_path.iterdir())
