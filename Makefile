@@ -20,7 +20,7 @@ demo: install
 	$(COMERA) synth --rows 500000 --scale 0.1 --seed 1 --output $(DEMO)/raw/train.txt
 	$(COMERA) preprocess --input $(DEMO)/raw/train.txt --output $(DEMO)/data --overwrite
 	rm -rf $(DEMO)/integers $(DEMO)/dense $(DEMO)/compressed
-	$(COMERA) train --config examples/demo.toml data.path=$(DEMO)/data output=$(DEMO)/integers tables.format=none
+	$(COMERA) train --config examples/demo.toml data.path=$(DEMO)/data output=$(DEMO)/integers tables.format=off
 	$(COMERA) train --config examples/demo.toml data.path=$(DEMO)/data output=$(DEMO)/dense tables.format=dense
 	$(COMERA) train --config examples/demo.toml data.path=$(DEMO)/data output=$(DEMO)/compressed
 	$(COMERA) report --run $(DEMO)/dense --run $(DEMO)/compressed --run $(DEMO)/integers --output $(DEMO)/report.html

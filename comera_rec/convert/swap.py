@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,8 +23,10 @@ class TTEmbeddingConfig:
 
     Attributes:
         tt_ranks: ranks, one for all bonds or one each. Give at most one of `tt_ranks` and `compression`; default rank 16.
-        compression: dense parameters over tensor-train parameters of each table, at least; the largest ranks within that
-        budget are taken. order: number of cores, 2 to 4; default chosen by `TTShape.for_table`.
+        compression: dense parameters over compressed ones, at least, of a whole collection with the tables that stay dense. All its
+            trains then have one rank, the largest that fits.
+        order: number of cores, 2 to 4. Default 2; with `compression` the lowest order at which the rank reaches 8, or else the
+            one with the largest rank.
         min_rows: tables with fewer rows stay dense.
     """
 
@@ -35,16 +38,44 @@ class TTEmbeddingConfig:
     def __post_init__(self) -> None:
         require_one_size(self.tt_ranks, self.compression)
 
-    def shape_for(self, num_embeddings: int, embedding_dim: int) -> TTShape | None:
-        """Modes and ranks of a table of this size, or None where it stays dense."""
-        if num_embeddings < self.min_rows:
-            return None
-        budget = None if self.compression is None else max(1, int(num_embeddings * embedding_dim / self.compression))
-        return TTShape.for_table(num_embeddings, embedding_dim, tt_ranks=self.tt_ranks, order=self.order, budget_params=budget)
+    def table_configs(self, tables: Sequence[EmbeddingBagConfig]) -> list[TTEmbeddingBagConfig]:
+        """The configs of a collection's tables with the shapes this config gives them.
 
-    def table_config(self, config: EmbeddingBagConfig) -> TTEmbeddingBagConfig:
-        """A table's config with the shape this config gives it."""
-        return TTEmbeddingBagConfig.from_dense(config, self.shape_for(config.num_embeddings, config.embedding_dim))
+        Raises:
+            ValueError: if not even rank 1 reaches the compression.
+        """
+        large = [table for table in tables if table.num_embeddings >= self.min_rows]
+        if self.compression is None or not large:
+            shapes = [self._shape(table, self.tt_ranks, self.order) for table in large]
+        else:
+            total = sum(table.num_embeddings * table.embedding_dim for table in tables)
+            small = total - sum(table.num_embeddings * table.embedding_dim for table in large)
+            shapes = self._fitting_shapes(large, total / self.compression - small)
+        shape_of = {table.name: shape for table, shape in zip(large, shapes, strict=True)}
+        return [TTEmbeddingBagConfig.from_dense(table, shape_of.get(table.name)) for table in tables]
+
+    @staticmethod
+    def _shape(table: EmbeddingBagConfig, tt_ranks: int | tuple[int, ...] | None, order: int | None) -> TTShape:
+        return TTShape.for_table(table.num_embeddings, table.embedding_dim, tt_ranks=tt_ranks, order=order)
+
+    def _fitting_shapes(self, tables: Sequence[EmbeddingBagConfig], budget: float) -> list[TTShape]:
+        best: tuple[int, list[TTShape]] = (0, [])
+        for order in (self.order,) if self.order else (2, 3, 4):
+            ranks = range(1, max(table.num_embeddings for table in tables) + 1)
+            rank = bisect_right(ranks, budget, key=lambda r: self._params(tables, r, order))
+            if rank > best[0]:
+                best = rank, [self._shape(table, rank, order) for table in tables]
+            if rank >= 8:
+                break
+        if not best[0]:
+            raise ValueError(
+                f"compression {self.compression} can't be reached: the tables below {self.min_rows} rows, which stay dense, and "
+                "the others at rank 1 are larger than that; lower min_rows or compression"
+            )
+        return best[1]
+
+    def _params(self, tables: Sequence[EmbeddingBagConfig], rank: int, order: int) -> int:
+        return sum(self._shape(table, rank, order).num_params for table in tables)
 
 
 def swap_embedding_bag_collections_(
@@ -84,7 +115,7 @@ def swap_embedding_bag_collections_(
         if type(module) is not EmbeddingBagCollection or module in swapped_before:
             continue
         if filter_fn is None or filter_fn(module, name):
-            tables = [config.table_config(table) for table in module.embedding_bag_configs()]
+            tables = config.table_configs(module.embedding_bag_configs())
             if any(table.is_tt for table in tables):
                 replacements[module] = _swapped(module, tables, init)
     if not replacements:

@@ -1,0 +1,128 @@
+"""Subcommands that need a model: train, evaluate, report, export."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+
+import click
+import torch
+
+from comera_rec.convert import compression_report, export_dense
+from comera_rec.training.batches import ParquetBatches
+from comera_rec.training.config import load_config
+from comera_rec.training.report import summary_table, write_report, write_summary
+from comera_rec.training.trainer import Diverged, Interrupted, Schema, Trainer, load_run
+from comera_rec.training.trainer import evaluate as evaluate_model
+from data_pipeline.manifest import read_manifest
+
+# TorchRec asks on every start whether it is being traced, and torch answers with a warning about the question.
+logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+
+
+@click.command()
+@click.option("--config", "config_path", required=True, type=click.Path(exists=True, dir_okay=False), help="The run's TOML file.")
+@click.argument("overrides", nargs=-1, metavar="[section.key=value ...]")
+@click.pass_context
+def train(context: click.Context, config_path: str, overrides: tuple[str, ...]) -> None:
+    """Train a DLRM, dense or compressed.
+
+    Everything goes to the config's `output` folder. Running the command again goes on from the last checkpoint. SIGTERM and Ctrl-C
+    stop after the step at hand, with a checkpoint.
+
+    \b
+    Example:
+      comera train --config examples/demo.toml data.path=data/ output=runs/compressed training.epochs=2
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise click.UsageError("training runs in one process so far: start it without a multi-process launcher")
+    config = load_config(config_path, overrides)
+    trainer = Trainer(config)
+    try:
+        result = trainer.train()
+    except (Interrupted, Diverged) as stop:
+        click.echo(f"comera: {stop}", err=True)
+        context.exit(stop.exit_status)
+    click.echo(
+        f"{config.output}: {result['steps']} steps, {result['split']} AUC {result['auc']:.4f}, NE {result['ne']:.4f}, "
+        f"{result['params']:,} parameters ({result['dense_params'] / result['params']:.1f}x smaller than dense)"
+    )
+
+
+@click.command()
+@click.option("--checkpoint", "run", required=True, type=click.Path(), metavar="RUN", help="Folder of a run.")
+@click.option("--data", required=True, type=click.Path(), metavar="DATA", help="Folder of a preprocessed data set.")
+@click.option("--split", default="test", show_default=True, help="train, val or test.")
+@click.option("--batch-size", default=8192, show_default=True, help="Rows in a batch.")
+def evaluate(run: str, data: str, split: str, batch_size: int) -> None:
+    """Print AUC, NE and logloss of a run's last checkpoint as one JSON line.
+
+    \b
+    Example:
+      comera evaluate --checkpoint runs/compressed --data data/ --split test
+    """
+    batches = ParquetBatches(data, split, batch_size=batch_size)
+    model, _, schema = load_run(run)
+    found = Schema.of(read_manifest(data))
+    if found != schema:
+        columns = {*found.sparse, *schema.sparse}
+        differing = sorted(name for name in columns if found.sparse.get(name) != schema.sparse.get(name))
+        raise ValueError(
+            f"{run} was trained with other columns or vocabularies than {data} holds "
+            f"(they differ in {', '.join(differing) or 'the integers'}): give the data set it was trained on"
+        )
+    click.echo(json.dumps(evaluate_model(model, batches, torch.device("cpu"))))
+
+
+@click.command()
+@click.option(
+    "--run",
+    "runs",
+    required=True,
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="RUN",
+    help="Folder of a run; repeat it to compare several.",
+)
+@click.option("--output", type=click.Path(path_type=Path), help="The HTML page; default report.html in the first run's folder.")
+def report(runs: tuple[Path, ...], output: Path | None) -> None:
+    """Compare runs on one self-contained HTML page, and print the comparison.
+
+    summary.json is written beside the page.
+
+    \b
+    Example:
+      comera report --run runs/dense --run runs/compressed --output report.html
+    """
+    page = output or runs[0] / "report.html"
+    write_report(list(runs), page)
+    write_summary(list(runs), page.with_name("summary.json"))
+    click.echo(summary_table(list(runs)))
+    click.echo(f"wrote {page}")
+
+
+@click.command()
+@click.option("--checkpoint", "run", required=True, type=click.Path(), metavar="RUN", help="Folder of a run.")
+@click.option("--output", required=True, type=click.Path(path_type=Path), metavar="DIR", help="New folder for the dense model.")
+def export(run: str, output: Path) -> None:
+    """Write a run's model without tensor-train modules: its state dict, and what is needed to rebuild it.
+
+    DIR/model.pt is the state dict of TorchRec's DLRM over an EmbeddingBagCollection, DIR/model.json its tables and layer sizes.
+
+    \b
+    Example:
+      comera export --checkpoint runs/compressed --output exported/
+    """
+    if output.exists():
+        raise ValueError(f"{output} exists: give a new folder")
+    model, config, schema = load_run(run)
+    dense = export_dense(model)
+    partial = output.with_name(output.name + ".partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    torch.save(dense.state_dict(), partial / "model.pt")
+    description = {"model": config.to_dict()["model"], "tables": schema.sparse, "dense_features": list(schema.dense)}
+    (partial / "model.json").write_text(json.dumps(description, indent=2) + "\n")
+    partial.rename(output)
+    click.echo(f"wrote {output}/model.pt: {compression_report(dense).total('bytes'):,} bytes of dense parameters")

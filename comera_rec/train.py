@@ -1,0 +1,10 @@
+"""The script form of `comera train`, for launchers: `python -m comera_rec.train --config FILE [section.key=value ...]`."""
+
+from __future__ import annotations
+
+import sys
+
+from comera_rec.cli.main import main
+
+if __name__ == "__main__":
+    main(["train", *sys.argv[1:]])

@@ -1,0 +1,235 @@
+"""What a run is: one TOML file, `section.key=value` on top of it, validated into frozen dataclasses."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from comera_rec.convert import TTEmbeddingConfig, TTLinearConfig
+from comera_rec.rank import RankConfig
+
+
+def _positive(section: str, config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not value > 0:
+            raise ValueError(f"{section}.{name} is {value}: give a positive number")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where batches come from.
+
+    Attributes:
+        path: folder written by `comera preprocess`.
+        batch_size: rows in a training batch.
+        eval_batch_size: rows in an evaluation batch.
+        shuffle_rows: rows of the buffer that is permuted at once.
+        prefetch: batches read ahead.
+    """
+
+    path: str
+    batch_size: int = 2048
+    eval_batch_size: int = 8192
+    shuffle_rows: int = 262_144
+    prefetch: int = 4
+
+    def __post_init__(self) -> None:
+        _positive("data", self, "batch_size", "eval_batch_size", "shuffle_rows", "prefetch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Sizes of DLRM.
+
+    Attributes:
+        embedding_dim: columns of every table.
+        dense_arch: outputs of the bottom MLP's hidden layers; a last layer of `embedding_dim` outputs is added.
+        over_arch: outputs of the top MLP's hidden layers; a last layer of one output is added.
+    """
+
+    embedding_dim: int = 16
+    dense_arch: tuple[int, ...] = (256, 128)
+    over_arch: tuple[int, ...] = (256, 128)
+
+    def __post_init__(self) -> None:
+        _positive("model", self, "embedding_dim")
+        for name in ("dense_arch", "over_arch"):
+            if any(size < 1 for size in getattr(self, name)):
+                raise ValueError(f"model.{name} is {list(getattr(self, name))}: give positive layer sizes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TablesConfig(TTEmbeddingConfig):
+    """How tables are held: the fields of `TTEmbeddingConfig`, and whether to use them.
+
+    Attributes:
+        format: "tt" for large tables as tensor trains, "dense" for all dense, "off" to leave the categorical columns out.
+    """
+
+    format: Literal["tt", "dense", "off"] = "tt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearsConfig(TTLinearConfig):
+    """How MLP layers are held: the fields of `TTLinearConfig`, and whether to use them.
+
+    Attributes:
+        format: "tt" or "dense".
+    """
+
+    format: Literal["tt", "dense"] = "tt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Adagrad or Adam over everything that has a gradient; dense tables always by TorchRec's fused rowwise Adagrad.
+
+    Attributes:
+        name: "adagrad" or "adam".
+        lr_dense: learning rate of MLP weights and biases.
+        lr_cores: learning rate of tensor-train cores.
+        lr_ranks: learning rate of the rank parameters D_k.
+        lr_tables: learning rate of dense tables.
+    """
+
+    name: Literal["adagrad", "adam"] = "adagrad"
+    lr_dense: float = 0.02
+    lr_cores: float = 0.02
+    lr_ranks: float = 0.01
+    lr_tables: float = 0.05
+
+    def __post_init__(self) -> None:
+        _positive("optimizer", self, "lr_dense", "lr_cores", "lr_ranks", "lr_tables")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """How long, and what is written on the way.
+
+    Attributes:
+        steps: optimizer steps; None takes `epochs`.
+        epochs: passes over the training split.
+        log_every: steps between log lines, also between checks that the loss is finite.
+        eval_every: steps between evaluations on the validation split; 0 for none before the end.
+        checkpoint_every: steps between checkpoints; 0 for none before the end.
+        keep_checkpoints: how many of the latest checkpoints stay.
+        device: "cpu", "cuda", or "auto" for a GPU where there is one.
+    """
+
+    steps: int | None = None
+    epochs: float = 1.0
+    log_every: int = 20
+    eval_every: int = 0
+    checkpoint_every: int = 0
+    keep_checkpoints: int = 2
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    def __post_init__(self) -> None:
+        _positive("training", self, "steps", "epochs", "log_every", "keep_checkpoints")
+        for name in ("eval_every", "checkpoint_every"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"training.{name} is {getattr(self, name)}: give a number of steps, or 0 for never")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A whole run.
+
+    Attributes:
+        output: folder of the run.
+        seed: of initialization and shuffling.
+        ranks: rank adaptation; None keeps the ranks as they start.
+    """
+
+    output: str
+    data: DataConfig
+    seed: int = 0
+    model: ModelConfig = field(default_factory=ModelConfig)
+    tables: TablesConfig = field(default_factory=TablesConfig)
+    linears: LinearsConfig = field(default_factory=LinearsConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    ranks: RankConfig | None = None
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The config as plain numbers, strings, lists and sections."""
+        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        return plain
+
+
+_ADAPTER = TypeAdapter(RunConfig)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run's config from a TOML (or, as written into a run's folder, JSON) file.
+
+    Args:
+        path: the file.
+        overrides: `section.key=value` or `key=value`; values are TOML (true, 3, 0.1, [1, 2], "x"), bare words are strings, and
+            `none` removes the key, so that its default holds.
+
+    Raises:
+        ValueError: one line, for unknown keys (with the nearest known one), values of the wrong type, or a file that is not TOML.
+        OSError: if the file can't be read.
+    """
+    text = Path(path).read_text()
+    try:
+        raw = json.loads(text) if str(path).endswith(".json") else tomllib.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path} can't be parsed: {error}") from None
+    for override in overrides:
+        _apply(raw, override)
+    return parse_config(raw)
+
+
+def parse_config(raw: dict[str, Any]) -> RunConfig:
+    """Validate nested plain values into a config; errors as in `load_config`."""
+    _reject_unknown(raw, RunConfig, "")
+    try:
+        return _ADAPTER.validate_python(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        message = first["msg"].removeprefix("Value error, ")
+        raise ValueError(f"config: {key}: {message}" if key and not message.startswith(key) else f"config: {message}") from None
+
+
+def _apply(raw: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise ValueError(f"override {override!r} is not of the form section.key=value")
+    *sections, name = key.split(".")
+    for section in sections:
+        raw = raw.setdefault(section, {})
+        if not isinstance(raw, dict):
+            raise ValueError(f"override {override!r}: {section} is a value, not a section")
+    if text == "none":
+        raw.pop(name, None)
+        return
+    try:
+        raw[name] = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        raw[name] = text
+
+
+def _reject_unknown(raw: dict[str, Any], owner: type, prefix: str) -> None:
+    types = get_type_hints(owner)
+    known = [f.name for f in dataclasses.fields(owner)]
+    for key, value in raw.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {prefix}{near[0]}?" if near else f"known keys: {', '.join(known)}"
+            raise ValueError(f"config: unknown key {prefix}{key}; {hint}")
+        section = next((t for t in (types[key], *get_args(types[key])) if dataclasses.is_dataclass(t)), None)
+        if section is not None and isinstance(value, dict):
+            assert isinstance(section, type)
+            _reject_unknown(value, section, f"{prefix}{key}.")

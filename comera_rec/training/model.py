@@ -1,0 +1,113 @@
+"""From a config and a data set's columns to a model and its optimizers.
+
+B batch size, I integer columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+from torchrec.modules.mlp import MLP
+from torchrec.optim import RowWiseAdagrad
+from torchrec.optim.keyed import KeyedOptimizer
+
+from comera_rec.nn import replace_modules_
+from comera_rec.rank import rank_param_groups
+from comera_rec.recsys import build_dlrm
+from comera_rec.training.config import OptimizerConfig, RunConfig
+from data_pipeline.manifest import Manifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schema:
+    """What a model must know of its data: the integer columns, and the categorical ones with their table sizes."""
+
+    dense: tuple[str, ...]
+    sparse: dict[str, int]
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Schema:
+        """The schema of a preprocessed data set."""
+        return cls(
+            dense=tuple(column.name for column in manifest.integer_columns),
+            sparse={column.name: column.num_embeddings for column in manifest.categorical_columns},
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The schema as plain lists and numbers."""
+        return {"dense": list(self.dense), "sparse": dict(self.sparse)}
+
+    @classmethod
+    def from_dict(cls, plain: dict[str, Any]) -> Schema:
+        """The inverse of `to_dict`."""
+        return cls(dense=tuple(plain["dense"]), sparse=dict(plain["sparse"]))
+
+
+class IntegersOnly(nn.Module):
+    """DLRM without its tables: one MLP over the integer columns, the baseline that shows what the categories add."""
+
+    def __init__(self, in_features: int, layer_sizes: Sequence[int]) -> None:
+        super().__init__()
+        self.hidden = MLP(in_features, list(layer_sizes))
+        self.head = nn.Linear(layer_sizes[-1] if layer_sizes else in_features, 1)
+
+    def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
+        """[B, I] and features that are left out -> [B, 1] logits."""
+        logits: Tensor = self.head(self.hidden(dense_features))
+        return logits
+
+
+def build_model(config: RunConfig, schema: Schema) -> nn.Module:
+    """The model a config asks for on data of a schema, on the CPU.
+
+    It is called as `model(dense_features, sparse_features)` and returns [B, 1] logits.
+    """
+    if config.tables.format == "off":
+        return IntegersOnly(len(schema.dense), (*config.model.dense_arch, *config.model.over_arch))
+    dim = config.model.embedding_dim
+    tables = [
+        EmbeddingBagConfig(name=name, num_embeddings=num_embeddings, embedding_dim=dim, feature_names=[name])
+        for name, num_embeddings in schema.sparse.items()
+    ]
+    return build_dlrm(
+        tables if config.tables.format == "dense" else config.tables.table_configs(tables),
+        dense_in_features=len(schema.dense),
+        dense_arch_layer_sizes=[*config.model.dense_arch, dim],
+        over_arch_layer_sizes=[*config.model.over_arch, 1],
+        linears=config.linears if config.linears.format == "tt" else None,
+    )
+
+
+def fuse_dense_tables_(model: nn.Module, lr: float, device: torch.device) -> list[KeyedOptimizer]:
+    """Put FBGEMM's fused tables, updated in the backward pass by rowwise Adagrad, in place of every EmbeddingBagCollection.
+
+    Returns:
+        Their optimizers, which hold state and need no `step`.
+    """
+    replacements: dict[nn.Module, nn.Module] = {}
+    for module in model.modules():
+        if isinstance(module, EmbeddingBagCollection):
+            fused = FusedEmbeddingBagCollection(
+                module.embedding_bag_configs(), RowWiseAdagrad, {"lr": lr}, module.is_weighted(), device
+            )
+            fused.load_state_dict(module.state_dict())
+            for weight in fused.parameters():
+                weight.requires_grad_(False)  # updated in place by the kernel: no other optimizer may take it
+            replacements[module] = fused
+    replace_modules_(model, replacements)
+    return [m.fused_optimizer() for m in replacements.values() if isinstance(m, FusedEmbeddingBagCollection)]
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """The torch optimizer over everything but fused tables."""
+    groups = rank_param_groups(model, lr_cores=config.lr_cores, lr_ranks=config.lr_ranks, lr_dense=config.lr_dense)
+    if config.name == "adam":
+        return torch.optim.Adam(groups)
+    return torch.optim.Adagrad(groups, eps=1e-8)

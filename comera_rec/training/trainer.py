@@ -1,0 +1,388 @@
+"""The training loop: batches in, a run's folder out, resumable at any step.
+
+RUN/config.json, metrics.jsonl, tensorboard/, checkpoints/step_*.pt, and at the end result.json.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import resource
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+from comera_rec.convert import compression_report
+from comera_rec.nn import named_tt_modules
+from comera_rec.rank import RankScheduler
+from comera_rec.training.batches import Batch, BatchLoader, ParquetBatches
+from comera_rec.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from comera_rec.training.config import RunConfig, parse_config
+from comera_rec.training.metrics import BinaryMetrics
+from comera_rec.training.model import Schema, build_model, build_optimizer, fuse_dense_tables_
+from data_pipeline.manifest import read_manifest
+
+CHECKPOINTS = "checkpoints"
+RESUMABLE_CHANGES = ("training", "output")  # may differ between a run and its continuation
+
+
+class Interrupted(Exception):
+    """Training was asked to stop (SIGTERM, SIGINT) and left a checkpoint."""
+
+    def __init__(self, signal_number: int, step: int) -> None:
+        super().__init__(
+            f"stopped by {signal.Signals(signal_number).name} at step {step} with a checkpoint; run the same command to go on"
+        )
+        self.exit_status = 128 + signal_number
+
+
+class Diverged(Exception):
+    """The loss is no longer finite."""
+
+    exit_status = 1
+
+
+class Trainer:
+    """One run, from the config to result.json.
+
+    Args:
+        config: the run; a folder that already holds a part of it is continued from its last checkpoint.
+
+    Raises:
+        ValueError: for data that does not fit, or a folder that holds another run.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.folder = Path(config.output)
+        self.checkpoints = self.folder / CHECKPOINTS
+        self.device = _device(config.training.device)
+        self.baseline_mib = _rss_mib()
+        self.manifest = read_manifest(config.data.path)
+        self.schema = Schema.of(self.manifest)
+        self.loader = BatchLoader(
+            self._batches("train", shuffle=True), prefetch=config.data.prefetch, pin_memory=self.device.type == "cuda"
+        )
+        self.total_steps = config.training.steps or max(1, round(config.training.epochs * self.loader.batches.batches_per_epoch()))
+        torch.manual_seed(config.seed)
+        self.model = build_model(config, self.schema).to(self.device)
+        self.fused = fuse_dense_tables_(self.model, config.optimizer.lr_tables, self.device)
+        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.scheduler = RankScheduler(self.model, self.optimizer, config.ranks) if config.ranks else None
+        self.steps = 0
+        self.history_written = 0
+        self.step_seconds: list[float] = []
+
+    def _batches(self, split: str, *, shuffle: bool) -> ParquetBatches:
+        data = self.config.data
+        if shuffle:
+            return ParquetBatches(
+                data.path, split, batch_size=data.batch_size, shuffle=True, shuffle_rows=data.shuffle_rows,
+                seed=self.config.seed, epochs=None, drop_last=True,
+            )  # fmt: skip
+        return ParquetBatches(data.path, split, batch_size=data.eval_batch_size)
+
+    # -- state ---------------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a continuation needs."""
+        return {
+            "step": self.steps,
+            "config": self.config.to_dict(),
+            "schema": self.schema.to_dict(),
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "fused_optimizers": [optimizer.state_dict() for optimizer in self.fused],
+            "scheduler": self.scheduler.state_dict() if self.scheduler else None,
+            "batches": self.loader.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        for optimizer, saved in zip(self.fused, state["fused_optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        if self.scheduler:
+            self.scheduler.load_state_dict(state["scheduler"])
+            self.history_written = len(self.scheduler.history)
+        self.loader.load_state_dict(state["batches"])
+        self.steps = state["step"]
+
+    def _resume(self) -> None:
+        checkpoint = latest_checkpoint(self.checkpoints)
+        if checkpoint is None:
+            return
+        state = load_checkpoint(checkpoint)
+        mine, theirs = self.config.to_dict(), state["config"]
+        differing = [key for key in mine if key not in RESUMABLE_CHANGES and mine[key] != theirs.get(key)]
+        if differing:
+            raise ValueError(
+                f"{self.folder} holds another run: its config differs in {', '.join(differing)}; "
+                "choose another output, or remove the folder to start anew"
+            )
+        if Schema.from_dict(state["schema"]) != self.schema:
+            raise ValueError(f"{self.folder} was trained on other data than {self.config.data.path}: choose another output")
+        self.load_state_dict(state)
+
+    # -- the loop ------------------------------------------------------------------------------------------------------------
+
+    def train(self) -> dict[str, Any]:
+        """Train to the end, evaluate on the test split, and write result.json.
+
+        Raises:
+            Interrupted: after SIGTERM or SIGINT, with a checkpoint written.
+            Diverged: if the loss is not finite; the last good checkpoint stays.
+
+        Returns:
+            The contents of result.json.
+        """
+        result_path = self.folder / "result.json"
+        self._resume()
+        if self.steps < self.total_steps or not result_path.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            _write_json(self.folder / "config.json", self.config.to_dict())
+            self.log = MetricsLog(self.folder, self.steps)
+            try:
+                with _deferred_signals() as received:
+                    self._run(received)
+                _write_json(result_path, self._result())
+            finally:
+                self.log.close()
+        result: dict[str, Any] = json.loads(result_path.read_text())
+        return result
+
+    def _run(self, received: list[int]) -> None:
+        training = self.config.training
+        losses: list[Tensor] = []
+        interval_start = time.perf_counter()
+        self._log_ranks()
+        bar = tqdm(total=self.total_steps, initial=self.steps, unit="step", desc=self.folder.name, disable=None)
+        batches: Iterator[Batch] = iter(self.loader) if self.steps < self.total_steps else iter(())
+        with bar:
+            for batch in batches:
+                start = time.perf_counter()
+                losses.append(self._step(batch.to(self.device, non_blocking=True)))
+                self.step_seconds.append(time.perf_counter() - start)
+                bar.update()
+                last = self.steps >= self.total_steps
+                saving = last or bool(received) or _due(self.steps, training.checkpoint_every)
+                evaluating = not last and _due(self.steps, training.eval_every)
+                if _due(self.steps, training.log_every) or saving or evaluating:
+                    loss = self._checked_mean(losses)
+                    elapsed = time.perf_counter() - interval_start
+                    self.log.write(
+                        "train",
+                        self.steps,
+                        loss=loss,
+                        step_ms=1e3 * elapsed / len(losses),
+                        rows=self.steps * self.config.data.batch_size,
+                    )
+                    bar.set_postfix(loss=f"{loss:.4f}")
+                    losses = []
+                self._log_ranks()
+                if saving:
+                    save_checkpoint(self.checkpoints, self.steps, self.state_dict(), keep=training.keep_checkpoints)
+                if received:
+                    raise Interrupted(received[0], self.steps)
+                if evaluating:
+                    self._evaluate("val")
+                if not losses:
+                    interval_start = time.perf_counter()
+                if last:
+                    break
+
+    def _step(self, batch: Batch) -> Tensor:
+        """One optimizer step; returns the task loss, which stays on the device."""
+        logits = self.model(batch.dense, batch.sparse).squeeze(1)
+        loss = F.binary_cross_entropy_with_logits(logits, batch.labels)
+        self.optimizer.zero_grad()
+        (self.scheduler.loss(loss) if self.scheduler else loss).backward()
+        self.optimizer.step()
+        if self.scheduler:
+            self.scheduler.step()
+        self.steps += 1
+        return loss.detach()
+
+    def _checked_mean(self, losses: list[Tensor]) -> float:
+        stacked = torch.stack(losses).cpu()
+        bad = (~stacked.isfinite()).nonzero().flatten()
+        if bad.numel():
+            step = self.steps - len(losses) + int(bad[0]) + 1
+            kept = latest_checkpoint(self.checkpoints)
+            raise Diverged(
+                f"the loss is {float(stacked[bad[0]])} at step {step}: lower the learning rates; "
+                + (f"the last good checkpoint is {kept}" if kept else "there is no checkpoint yet")
+            )
+        return float(stacked.mean())
+
+    def _log_ranks(self) -> None:
+        if self.scheduler:
+            for entry in self.scheduler.history[self.history_written :]:
+                self.log.write("ranks", **{k: v for k, v in entry.items() if k != "loss"})
+            self.history_written = len(self.scheduler.history)
+        elif self.steps == 0:
+            ranks = {name: list(module.shape.ranks) for name, module in named_tt_modules(self.model)}
+            if ranks:
+                params = sum(module.shape.num_params for _, module in named_tt_modules(self.model))
+                self.log.write("ranks", 0, stage="fixed", objective=None, params=params, target_params=None, ranks=ranks)
+
+    def _evaluate(self, split: str) -> dict[str, Any]:
+        metrics = evaluate(self.model, self._batches(split, shuffle=False), self.device)
+        self.log.write("eval", self.steps, split=split, **metrics)
+        return metrics
+
+    def _result(self) -> dict[str, Any]:
+        peak = _peak_mib(self.device, self.baseline_mib)
+        if self.manifest.splits["val"].rows:
+            self._evaluate("val")
+        split = "test" if self.manifest.splits["test"].rows else "val"
+        metrics = self._evaluate(split)
+        # The first steps warm up allocators and caches.
+        steady = self.step_seconds[len(self.step_seconds) // 10 :] or [float("nan")]
+        step_seconds = statistics.median(steady)
+        return {
+            "name": self.folder.name,
+            "steps": self.steps,
+            "split": split,
+            **metrics,
+            "step_ms": 1e3 * step_seconds,
+            "rows_per_s": self.config.data.batch_size / step_seconds,
+            "peak_mib": peak,
+            **compression_report(self.model).to_dict(),
+            "seed": self.config.seed,
+            "device": _device_name(self.device),
+            "versions": {name: version(name) for name in ("comera-rec", "torch", "torchrec")}
+            | {"python": platform.python_version()},
+            "data": {"rows": self.manifest.rows.written},
+        }
+
+
+def evaluate(model: nn.Module, batches: ParquetBatches, device: torch.device) -> dict[str, Any]:
+    """AUC, NE, logloss and rows of a model over all batches of a split."""
+    metrics = BinaryMetrics()
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        for batch in BatchLoader(batches):
+            batch = batch.to(device)
+            metrics.update(model(batch.dense, batch.sparse).squeeze(1), batch.labels)
+    model.train(training)
+    return metrics.compute()
+
+
+def load_run(folder: str | Path) -> tuple[nn.Module, RunConfig, Schema]:
+    """The model of a run's last checkpoint, its config and the schema of its data.
+
+    Raises:
+        ValueError: if the folder holds no checkpoint.
+    """
+    checkpoint = latest_checkpoint(Path(folder) / CHECKPOINTS)
+    if checkpoint is None:
+        raise ValueError(f"{folder} holds no checkpoint: give a run's folder, as written by `comera train`")
+    state = load_checkpoint(checkpoint)
+    config = parse_config(state["config"])
+    schema = Schema.from_dict(state["schema"])
+    model = build_model(config, schema)
+    model.load_state_dict(state["model"])
+    return model.eval(), config, schema
+
+
+class MetricsLog:
+    """metrics.jsonl and TensorBoard events of a run; lines after the step it continues from are dropped."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        path = folder / "metrics.jsonl"
+        kept = [line for line in path.read_text().splitlines() if _step_of(line) <= step] if step and path.exists() else []
+        path.write_text("".join(f"{line}\n" for line in kept))
+        self._file = path.open("a")
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
+
+    def write(self, kind: str, step: int, **values: Any) -> None:
+        """Append one line, and the numbers among its values to TensorBoard."""
+        self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        self._file.flush()
+        group = f"{kind}/{values['split']}" if kind == "eval" else kind
+        for name, value in values.items():
+            if isinstance(value, int | float):
+                self._board.add_scalar(f"{group}/{name}", value, step)
+        for name, ranks in values.get("ranks", {}).items():
+            self._board.add_scalar(f"rank/{name}", sum(ranks) / max(1, len(ranks)), step)
+
+    def close(self) -> None:
+        """Flush and close both."""
+        self._file.close()
+        self._board.close()
+
+
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError):  # a line cut off by a crash
+        return float("inf")
+
+
+@contextmanager
+def _deferred_signals() -> Iterator[list[int]]:
+    """Collect SIGTERM and SIGINT in a list, so that the loop can stop between two steps."""
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(value, indent=2) + "\n")
+    partial.replace(path)
+
+
+def _device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("training.device is cuda but torch sees no GPU: use training.device=cpu, or install the CUDA build")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _device_name(device: torch.device) -> str:
+    return (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    )
+
+
+def _rss_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1]) if sys.platform == "linux" else 0
+    return pages * resource.getpagesize() / 2**20
+
+
+def _peak_mib(device: torch.device, baseline_mib: float) -> float:
+    """Peak memory of training: allocated on the GPU, or resident beyond what the imported libraries took."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+    return peak - baseline_mib

@@ -1,0 +1,67 @@
+"""Configs: defaults, overrides, and a mistake told in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from comera_rec.training.config import load_config, parse_config
+
+MINIMAL = {"output": "runs/x", "data": {"path": "data"}}
+
+
+def test_defaults_and_overrides(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('output = "a"\n[data]\npath = "d"\n[ranks]\nearly_steps = 5\n')
+    config = load_config(
+        path, ["output=b", "model.over_arch=[64, 32]", "tables.tt_ranks=[3]", "optimizer.lr_dense=1e-3", "ranks=none"]
+    )
+    assert config.output == "b"
+    assert config.model.over_arch == (64, 32)
+    assert config.tables.tt_ranks == (3,)
+    assert config.optimizer.lr_dense == 1e-3
+    assert config.ranks is None
+    assert config.data.batch_size == 2048
+
+
+def test_what_is_written_reads_back(tmp_path: Path) -> None:
+    config = parse_config(
+        {**MINIMAL, "ranks": {"early_steps": 7, "late_steps": 3, "target_size": 0.5}, "tables": {"compression": 50}}
+    )
+    assert parse_config(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"data": {"path": "d", "batchsize": 4}}, r"unknown key data\.batchsize; did you mean data\.batch_size\?"),
+        ({"optimiser": {}}, r"unknown key optimiser; did you mean optimizer\?"),
+        ({"ranks": {"early_stps": 3}}, r"unknown key ranks\.early_stps; did you mean ranks\.early_steps\?"),
+        ({"zzz": 1}, r"unknown key zzz; known keys: output, data"),
+        ({"data": {"path": "d", "batch_size": 0}}, r"data\.batch_size is 0: give a positive number"),
+        ({"data": {"path": "d", "batch_size": "many"}}, r"data\.batch_size: Input should be a valid integer"),
+        ({"data": {}}, r"data\.path: Field required"),
+        ({"tables": {"format": "sparse"}}, r"tables\.format: Input should be 'tt', 'dense' or 'off'"),
+        ({"tables": {"tt_ranks": 4, "compression": 9}}, r"tt_ranks 4 and compression 9\.0 are both given"),
+        ({"ranks": {"early_steps": 1, "target_size": 0.5}}, r"a late stage needs both"),
+        ({"training": {"steps": -1}}, r"training\.steps is -1"),
+        ({"model": {"dense_arch": [8, 0]}}, r"model\.dense_arch is \[8, 0\]: give positive layer sizes"),
+    ],
+)
+def test_mistakes(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        parse_config({**MINIMAL, **change})
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_override_and_bad_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('output = "a"\n[data]\npath = "d"\n')
+    with pytest.raises(ValueError, match=r"override 'x' is not of the form section\.key=value"):
+        load_config(path, ["x"])
+    with pytest.raises(ValueError, match="output is a value, not a section"):
+        load_config(path, ["output.x=1"])
+    path.write_text("output = ")
+    with pytest.raises(ValueError, match=r"run\.toml can't be parsed"):
+        load_config(path)

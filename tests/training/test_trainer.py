@@ -1,0 +1,154 @@
+"""Training: exact resume, ranks that shrink, clean stops, and numbers that agree with the checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from comera_rec.training.checkpoint import latest_checkpoint, load_checkpoint
+from comera_rec.training.config import load_config
+from comera_rec.training.trainer import Diverged, Interrupted, Trainer, evaluate, load_run
+
+RANKS = ["ranks.early_steps=4", "ranks.late_steps=4", "ranks.target_size=0.5", "ranks.truncate_every=2", "ranks.threshold=0.9"]
+FORMATS = {
+    "compressed": [],
+    "ranks": RANKS,
+    "adam": ["optimizer.name=adam"],
+    "dense": ["tables.format=dense", "linears.format=dense"],
+    "off": ["tables.format=off"],
+}
+
+
+def run(config_file: Path, *overrides: str) -> tuple[Path, dict[str, Any]]:
+    config = load_config(config_file, overrides)
+    return Path(config.output), Trainer(config).train()
+
+
+def metrics(folder: Path, kind: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != "step_ms"} for line in lines if line["kind"] == kind]
+
+
+@pytest.mark.parametrize("overrides", FORMATS.values(), ids=FORMATS)
+def test_resumed_run_equals_unbroken_run(config_file: Path, tmp_path: Path, overrides: list[str]) -> None:
+    whole, result = run(config_file, *overrides, f"output={tmp_path / 'whole'}")
+    part, _ = run(config_file, *overrides, f"output={tmp_path / 'part'}", "training.steps=6")
+    (part / "result.json").unlink()
+    _, resumed = run(config_file, *overrides, f"output={part}")
+    assert metrics(part, "train") == metrics(whole, "train")
+    assert metrics(part, "ranks") == metrics(whole, "ranks")
+    for name in ("auc", "ne", "logloss", "params", "bytes"):
+        assert resumed[name] == result[name], name
+    states = [load_checkpoint(latest_checkpoint(folder / "checkpoints"))["model"] for folder in (whole, part)]  # type: ignore[arg-type]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_ranks_shrink_to_the_target(config_file: Path) -> None:
+    folder, _ = run(config_file, *RANKS)
+    history = metrics(folder, "ranks")
+    assert history[0]["stage"] == "early"
+    assert history[-1]["stage"] == "done"
+    target = history[-1]["target_params"]
+    assert target < history[0]["params"]
+    assert abs(history[-1]["params"] - target) <= 0.02 * target
+
+
+@pytest.mark.parametrize("overrides", FORMATS.values(), ids=FORMATS)
+def test_reported_sizes_are_those_of_the_checkpoint(config_file: Path, overrides: list[str]) -> None:
+    folder, result = run(config_file, *overrides)
+    state = load_checkpoint(latest_checkpoint(folder / "checkpoints"))["model"]  # type: ignore[arg-type]
+    for layer in result["layers"]:
+        tensors = [tensor for name, tensor in state.items() if name.rpartition(".")[0] == layer["name"]]
+        assert layer["params"] == sum(tensor.numel() for tensor in tensors), layer["name"]
+        assert layer["bytes"] == sum(tensor.numel() * tensor.element_size() for tensor in tensors), layer["name"]
+    assert result["params"] == sum(tensor.numel() for tensor in state.values())
+
+
+def test_loss_falls(config_file: Path) -> None:
+    folder, result = run(config_file, "training.steps=60", "training.eval_every=20")
+    losses = [line["loss"] for line in metrics(folder, "train")]
+    assert sum(losses[-3:]) < sum(losses[:3])
+    assert result["auc"] > 0.55
+    assert [line["step"] for line in metrics(folder, "eval")] == [20, 40, 60, 60]
+    assert any((folder / "tensorboard").iterdir())
+
+
+def test_loaded_run_predicts_as_it_was_trained(config_file: Path) -> None:
+    config = load_config(config_file, RANKS)
+    trainer = Trainer(config)
+    result = trainer.train()
+    model, _, _ = load_run(config.output)
+    again = evaluate(model, trainer._batches("test", shuffle=False), torch.device("cpu"))
+    assert again["auc"] == pytest.approx(result["auc"], abs=1e-6)
+    assert again["ne"] == pytest.approx(result["ne"], rel=1e-5)
+
+
+def test_sigterm_leaves_a_checkpoint_and_the_run_goes_on(
+    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, _ = run(config_file, f"output={tmp_path / 'whole'}")
+    step = Trainer._step
+
+    def terminate_at_five(self: Trainer, batch: Any) -> torch.Tensor:
+        loss = step(self, batch)
+        if self.steps == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return loss
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_step", terminate_at_five)
+        with pytest.raises(Interrupted, match="stopped by SIGTERM at step 5 with a checkpoint") as stop:
+            run(config_file)
+    assert stop.value.exit_status == 143
+    folder, _ = run(config_file)
+    finals = [load_checkpoint(latest_checkpoint(f / "checkpoints"))["model"] for f in (whole, folder)]  # type: ignore[arg-type]
+    assert all(torch.equal(finals[0][name], finals[1][name]) for name in finals[0])
+
+
+def test_diverging_run_stops_and_keeps_the_last_good_checkpoint(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Trainer._step
+
+    def poison_at_eight(self: Trainer, batch: Any) -> torch.Tensor:
+        loss = step(self, batch)
+        return loss * float("nan") if self.steps == 8 else loss
+
+    monkeypatch.setattr(Trainer, "_step", poison_at_eight)
+    with pytest.raises(Diverged, match=r"the loss is nan at step 8: .*step_00000006\.pt"):
+        run(config_file)
+    folder = Path(load_config(config_file).output)
+    assert latest_checkpoint(folder / "checkpoints") == folder / "checkpoints" / "step_00000006.pt"
+    assert not (folder / "result.json").exists()
+
+
+def test_folder_of_another_run_is_refused(config_file: Path, data_set: Path, tmp_path: Path) -> None:
+    run(config_file)
+    with pytest.raises(ValueError, match="holds another run: its config differs in seed, tables"):
+        run(config_file, "seed=4", "tables.tt_ranks=2")
+    other = tmp_path / "other"
+    shutil.copytree(data_set, other)
+    manifest = json.loads((other / "manifest.json").read_text())
+    manifest["categorical_columns"][0]["num_embeddings"] += 1
+    (other / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match="holds another run: its config differs in data"):
+        run(config_file, f"data.path={other}")
+
+
+def test_finished_run_is_left_alone(config_file: Path) -> None:
+    folder, result = run(config_file)
+    before = (folder / "metrics.jsonl").read_text()
+    assert run(config_file)[1] == result
+    assert (folder / "metrics.jsonl").read_text() == before
+
+
+def test_missing_gpu_is_told(config_file: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(ValueError, match=r"training\.device is cuda but torch sees no GPU"):
+        run(config_file, "training.device=cuda")
