@@ -1,0 +1,93 @@
+"""The subcommands that need a model, as a user calls them: what they print, what they leave, and how they fail."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec.models.dlrm import DLRM
+
+from comera_rec.cli.main import main
+from comera_rec.training.trainer import load_run
+
+
+def call(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as stop:
+        main(list(arguments))
+    return int(stop.value.code or 0)
+
+
+def test_train_evaluate_report_export(
+    config_file: Path, data_set: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert call("train", "--config", str(config_file)) == 0
+    assert "12 steps, test AUC" in capsys.readouterr().out
+
+    assert call("evaluate", "--checkpoint", str(run), "--data", str(data_set)) == 0
+    metrics = json.loads(capsys.readouterr().out)
+    assert set(metrics) == {"auc", "ne", "logloss", "rows"}
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert metrics["rows"] == 400
+
+    assert call("report", "--run", str(run)) == 0
+    assert "run" in capsys.readouterr().out
+    summary = json.loads((run / "summary.json").read_text())
+    assert {"params", "bytes", "auc", "ne", "logloss", "step_ms", "peak_mib"} <= set(summary["run"])
+    assert "<svg" in (run / "report.html").read_text()
+
+    assert call("export", "--checkpoint", str(run), "--output", str(tmp_path / "exported")) == 0
+    description = json.loads((tmp_path / "exported" / "model.json").read_text())
+    dim = description["model"]["embedding_dim"]
+    tables = [
+        EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=[name])
+        for name, rows in description["tables"].items()
+    ]
+    plain = DLRM(EmbeddingBagCollection(tables), 13, [32, dim], [32, 1])
+    plain.load_state_dict(torch.load(tmp_path / "exported" / "model.pt"))
+    model, _, _ = load_run(run)
+    assert plain.state_dict().keys() != model.state_dict().keys()
+    assert call("export", "--checkpoint", str(run), "--output", str(tmp_path / "exported")) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--config", "{tmp}/absent.toml"], "absent.toml"),
+        (["train", "--config", "{config}", "data.batchsize=3"], "unknown key data.batchsize; did you mean data.batch_size?"),
+        (["train", "--config", "{config}", "data.path={tmp}/nowhere"], "is not a preprocessed data set"),
+        (["train", "--config", "{config}", "output=/dev/null/run"], "/dev/null/run"),
+        (["evaluate", "--checkpoint", "{tmp}/nowhere", "--data", "{data}"], "holds no checkpoint"),
+        (["evaluate", "--checkpoint", "{tmp}", "--data", "{data}", "--split", "exam"], "split 'exam' is not in"),
+        (["report", "--run", "{tmp}/nowhere"], "nowhere"),
+        (["trian"], "No such command 'trian'"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_two(
+    arguments: list[str], message: str, config_file: Path, data_set: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    filled = [a.format(tmp=tmp_path, config=config_file, data=data_set) for a in arguments]
+    assert call(*filled) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.startswith("comera: ")
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_several_processes_are_refused(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert call("train", "--config", str(config_file)) == 2
+    assert "one process" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate", "report", "export"])
+def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(command, "--help") == 0
+    assert f"comera {command} --" in capsys.readouterr().out
