@@ -1,0 +1,208 @@
+"""The report's drawings: matplotlib figures as inline SVG, coloured by the page's CSS variables so that they follow its theme."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+# Colours that stand for CSS variables until the SVG is written. None of them is meant to be seen.
+INK, MUTED, LINE = "#010101", "#020202", "#030303"
+SERIES = tuple(f"#0400{i:02x}" for i in range(7))
+_VARIABLES = {INK: "--ink", MUTED: "--muted", LINE: "--line"} | {color: f"--series-{i}" for i, color in enumerate(SERIES)}
+
+_STYLE: Any = {
+    "svg.fonttype": "none",
+    "font.size": 10,
+    "font.family": "sans-serif",
+    "axes.edgecolor": LINE,
+    "axes.labelcolor": MUTED,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "grid.color": LINE,
+    "grid.linewidth": 0.8,
+    "lines.linewidth": 2.0,
+    "text.color": INK,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "ytick.minor.size": 0,
+    "xtick.minor.size": 0,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """A run's lines of metrics.jsonl and the number of its colour."""
+
+    color: int
+    train: list[dict[str, Any]]
+    val: list[dict[str, Any]]
+    ranks: list[dict[str, Any]]
+
+
+def curves(runs: list[Series], *, best_auc: float | None) -> list[tuple[str, str]]:
+    """(title, SVG) of training loss, validation NE and validation AUC over steps; those that no run has are left out."""
+    panels = [
+        ("Training loss, smoothed", "train", "loss"),
+        ("Validation NE, lower is better", "val", "ne"),
+        ("Validation AUC, higher is better", "val", "auc"),
+    ]
+    drawn = [(title, _curve(runs, kind, key, best_auc if key == "auc" else None)) for title, kind, key in panels]
+    return [(title, svg) for title, svg in drawn if svg]
+
+
+def _curve(runs: list[Series], kind: str, key: str, reference: float | None) -> str:
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _figure(6.4, 3.2)
+        shown: list[float] = [] if reference is None else [reference]
+        for run in runs:
+            lines = [line for line in getattr(run, kind) if np.isfinite(line[key])]
+            if not lines:
+                continue
+            steps, values = np.array([line["step"] for line in lines]), np.array([line[key] for line in lines])
+            smooth = _smooth(values) if kind == "train" else values
+            if kind == "train":
+                axes.plot(steps, values, color=SERIES[run.color], alpha=0.2, linewidth=1)
+            axes.plot(steps, smooth, color=SERIES[run.color], marker="o" if kind == "val" else None, markersize=4)
+            # The first steps' losses are many times the rest; drawn to scale, they would press the curves flat.
+            shown += list(values[len(values) // 10 :])
+        if not shown or len(shown) == (reference is not None):
+            return ""
+        low, high = min(shown), max(shown)
+        margin = 0.06 * (high - low) or 0.01
+        axes.set_ylim(low - margin, high + margin)
+        if reference is not None:
+            axes.axhline(reference, color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)))
+        _steps_below(axes)
+        return _svg(figure, f"{kind}-{key}")
+
+
+def model_size(runs: list[Series]) -> str:
+    """SVG of the TT layers' parameters over steps with the target as a dashed line; empty if no run's size changes."""
+    adapting = [run for run in runs if len(run.ranks) > 1]
+    if not adapting:
+        return ""
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _figure(6.4, 3.2)
+        for run in adapting:
+            steps, params = [line["step"] for line in run.ranks], [line["params"] for line in run.ranks]
+            last = max([run.ranks[-1]["step"], *(line["step"] for line in run.train)])
+            axes.step([*steps, last], [*params, params[-1]], where="post", color=SERIES[run.color])
+            if target := run.ranks[-1].get("target_params"):
+                axes.axhline(target, color=SERIES[run.color], linewidth=1.2, linestyle=(0, (4, 3)))
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(FuncFormatter(_short))
+        _steps_below(axes)
+        return _svg(figure, "size")
+
+
+def ranks_over_time(history: list[dict[str, Any]], name: Callable[[str], str], color: int) -> str:
+    """SVG with a bar per layer over steps: the stronger its colour, the more of its largest rank sum is left; ranks stand in it."""
+    layers = list(dict.fromkeys(layer for line in history for layer in line["ranks"]))
+    steps = [line["step"] for line in history]
+    end = max(steps[-1] + (steps[-1] - steps[0]) / max(1, len(steps) - 1), steps[-1] + 1)
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _figure(14, 0.6 + 0.31 * len(layers))
+        for row, layer in enumerate(layers):
+            ranks = [tuple(line["ranks"].get(layer, ())) for line in history]
+            largest = max(map(sum, ranks)) or 1
+            starts = [i for i in range(len(ranks)) if i == 0 or ranks[i] != ranks[i - 1]]
+            for start, stop in zip(starts, [*starts[1:], len(ranks)], strict=True):
+                left, right = steps[start], end if stop == len(ranks) else steps[stop]
+                share = sum(ranks[start]) / largest
+                axes.barh(row, right - left, left=left, height=0.86, color=SERIES[color], alpha=0.08 + 0.6 * share, linewidth=0)
+                text = " ".join(map(str, ranks[start])) or "gone"
+                if (right - left) / (end - steps[0]) > 0.009 * (len(text) + 1):
+                    axes.text((left + right) / 2, row, text, ha="center", va="center", fontsize=8, color=INK)
+        stages = [line["stage"] for line in history]
+        for i, stage in enumerate(stages):
+            if i == 0 or stage != stages[i - 1]:
+                axes.text(steps[i], -0.75, stage, fontsize=8.5, color=MUTED, ha="left", va="bottom")
+                axes.axvline(steps[i], color=MUTED, linewidth=0.8, zorder=1.5)
+        axes.set_yticks(range(len(layers)), [name(layer) for layer in layers])
+        axes.tick_params(axis="y", labelcolor=INK, labelsize=9)
+        axes.set_ylim(len(layers) - 0.4, -0.7)
+        axes.set_xlim(steps[0], end)
+        axes.grid(False)
+        _steps_below(axes)
+        return _svg(figure, f"ranks-{color}")
+
+
+def table_bytes(layers: list[dict[str, Any]], color: int) -> str:
+    """SVG with two bars per TT table on a logarithmic axis, its bytes when dense and as a tensor train; empty without TT tables."""
+    tables = [layer for layer in layers if layer["kind"] == "table" and layer["format"] == "tt"]
+    if not tables:
+        return ""
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _figure(14, 0.7 + 0.36 * len(tables))
+        rows = np.arange(len(tables))
+        axes.barh(rows - 0.19, [table["dense_bytes"] for table in tables], height=0.36, color=SERIES[0], alpha=0.45)
+        axes.barh(rows + 0.19, [max(table["bytes"], 1) for table in tables], height=0.36, color=SERIES[color or 1])
+        for row, table in zip(rows, tables, strict=True):
+            text = f" {table['ratio']:,.1f}x" if table["bytes"] else " gone"
+            axes.text(max(table["bytes"], 1), row + 0.19, text, va="center", fontsize=8.5, color=INK)
+        axes.set_xscale("log")
+        axes.set_xlim(left=max(1, min(table["bytes"] for table in tables) / 4))
+        axes.set_yticks(rows, [table["label"] for table in tables])
+        axes.tick_params(axis="y", labelcolor=INK, labelsize=9)
+        axes.set_ylim(len(tables) - 0.4, -0.6)
+        axes.grid(axis="y", visible=False)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value) + "B"))
+        axes.set_xlabel("bytes")
+        return _svg(figure, f"tables-{color}")
+
+
+def _figure(width: float, height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots()
+
+
+def _steps_below(axes: Axes) -> None:
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(_short))
+
+
+def _smooth(values: np.ndarray) -> np.ndarray:
+    """Mean over a centred window of a twentieth of the points, narrower at the ends."""
+    half = len(values) // 40
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    left, right = np.maximum(np.arange(len(values)) - half, 0), np.minimum(np.arange(len(values)) + half + 1, len(values))
+    smooth: np.ndarray = (sums[right] - sums[left]) / (right - left)
+    return smooth
+
+
+def _short(value: float, _: int | None = None) -> str:
+    """12000 -> 12k, 3400000 -> 3.4M"""
+    for unit, symbol in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= unit:
+            return f"{value / unit:g}{symbol}"
+    return f"{value:g}"
+
+
+def _svg(figure: Figure, name: str) -> str:
+    """The drawing as an <svg> element. `name` keeps the ids in it apart from those of the page's other drawings."""
+    text = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": name}):
+        figure.savefig(text, format="svg", transparent=True, metadata={key: None for key in ("Date", "Creator", "Format", "Type")})
+    svg = text.getvalue()
+    svg = svg[svg.index("<svg") :]
+    for color, variable in _VARIABLES.items():
+        svg = svg.replace(color, f"var({variable})")
+    # The ids of groups are the same in every drawing and nothing refers to them. Font and width are the page's own.
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)
+    svg = re.sub(r"font-family: [^;\"]*; ?", "", svg)
+    return re.sub(r' (width|height)="[\d.]+pt"', "", svg, count=2)

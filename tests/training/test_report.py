@@ -1,0 +1,217 @@
+"""The report: right numbers, nothing fetched from elsewhere, unfinished runs shown, folders that are no runs refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from comera_rec.training.report import read_run, short_name, summary_table, write_report, write_summary
+
+VOID = {"meta", "br", "path", "use"}
+
+
+def layer(name: str, rows: int, *, ranks: list[int] | None = None, params: int | None = None) -> dict[str, Any]:
+    dense = rows * 16
+    params = dense if params is None else params
+    return {
+        "name": f"sparse_arch.embedding_bag_collection.tt_bags.{name}",
+        "kind": "table",
+        "shape": [rows, 16],
+        "format": "tt" if ranks else "dense",
+        "row_shape": [50, rows // 50] if ranks else None,
+        "col_shape": [4, 4] if ranks else None,
+        "ranks": ranks,
+        "params": params,
+        "bytes": 4 * params,
+        "dense_params": dense,
+        "dense_bytes": 4 * dense,
+        "ratio": dense / params if params else None,
+    }
+
+
+def write_run(folder: Path, layers: list[dict[str, Any]], *, adapting: bool = False, finished: bool = True, **numbers: Any) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"output": "<script>alert(1)</script>", "seed": 3}))
+    lines: list[dict[str, Any]] = [
+        {"kind": "train", "step": step, "loss": 0.5 + 1 / step, "step_ms": 12.0, "rows": 64 * step} for step in range(10, 310, 10)
+    ]
+    lines += [
+        {"kind": "eval", "split": "val", "step": step, "auc": 0.7 + step / 1e4, "ne": 0.9, "logloss": 0.45, "rows": 50}
+        for step in (100, 200, 300)
+    ]
+    lines += [{"kind": "eval", "split": "test", "step": 300, "auc": 0.5, "ne": 1.0, "logloss": 0.6, "rows": 50}] if finished else []
+    for step, stage, rank in ((0, "early", 8), (100, "late", 6), (200, "late", 0), (300, "done", 0))[: 4 if adapting else 1]:
+        ranks = {entry["name"]: [rank] for entry in layers if entry["ranks"]}
+        lines.append({"kind": "ranks", "step": step, "stage": stage, "params": 900 - step, "target_params": 700, "ranks": ranks})
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines) + ("" if finished else '{"kind": "tra')
+    )
+    if finished:
+        sums = {key: sum(entry[key] for entry in layers) for key in ("params", "bytes", "dense_params", "dense_bytes")}
+        result = {
+            "name": folder.name,
+            "steps": 300,
+            "split": "test",
+            "auc": 0.75,
+            "ne": 0.85,
+            "logloss": 0.44,
+            "rows": 50,
+            "step_ms": 20.0,
+        }
+        result |= sums | {
+            "table_bytes": sums["bytes"],
+            "dense_table_bytes": sums["dense_bytes"],
+            "peak_mib": 1000.0,
+            "rows_per_s": 3200.0,
+        }
+        result |= {"device": "a CPU", "versions": {"torch": "2.13"}, "seed": 3, "data": {"rows": 500}, "layers": layers}
+        (folder / "result.json").write_text(json.dumps(result | numbers))
+    return folder
+
+
+@pytest.fixture
+def dense(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "dense", [layer("C1", 1_000), layer("C2", 200_000)])
+
+
+@pytest.fixture
+def compressed(tmp_path: Path) -> Path:
+    layers = [layer("C1", 1_000), layer("C2", 200_000, ranks=[8], params=34_567)]
+    return write_run(tmp_path / "compressed", layers, adapting=True, auc=0.7479, step_ms=10.0, peak_mib=250.0)
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "running", [], finished=False)
+
+
+class Page(HTMLParser):
+    """The texts of table cells, the tags, and whatever refers to something outside the page."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.cells: list[str] = []
+        self.tags: list[str] = []
+        self.open: list[str] = []
+        self.references: list[str] = []
+        self.ids: list[str] = []
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag in ("td", "th"):
+            self.cells.append("")
+        self.references += [value or "" for name, value in attributes if name in ("src", "href", "xlink:href")]
+        self.ids += [value or "" for name, value in attributes if name == "id"]
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attributes)
+        self.open = self.open if tag in VOID else self.open[:-1]
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and {"td", "th"} & set(self.open):
+            self.cells[-1] += data.strip("\n")
+
+
+def test_page(dense: Path, compressed: Path, running: Path, tmp_path: Path) -> None:
+    write_report([dense, compressed, running], tmp_path / "new" / "report.html")
+    page = Page(tmp_path / "new" / "report.html")
+    text = (tmp_path / "new" / "report.html").read_text()
+    assert page.open == []
+    assert all(reference.startswith("#") for reference in page.references)
+    assert not re.search(r"url\((?!#)|@import", text)
+    assert len(page.ids) == len({*page.ids}), "ids of two drawings clash"
+    # Loss, NE, AUC, size, ranks, bytes of the one compressed run.
+    assert page.tags.count("svg") == 6
+    assert "<script>alert" not in text
+    for number in ("3,216,000", "50,567", "63.6x smaller", "-0.0021", "0.5x", "0.25x", "138,268", "12,800,000"):
+        assert any(number in cell for cell in page.cells), number
+    assert "running</strong> has not finished: it is shown as of step 300" in text
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["report.html"]
+
+
+def test_colours_are_the_themes(dense: Path, compressed: Path, tmp_path: Path) -> None:
+    write_report([dense, compressed], tmp_path / "report.html")
+    drawings = "".join(re.findall(r"<svg.*?</svg>", (tmp_path / "report.html").read_text(), flags=re.DOTALL))
+    assert set(re.findall(r"(?:fill|stroke): ([^;\"]+)", drawings)) <= {
+        "none", "var(--ink)", "var(--muted)", "var(--line)", "var(--series-0)", "var(--series-1)",
+    }  # fmt: skip
+
+
+def test_one_run_alone(running: Path, compressed: Path, tmp_path: Path) -> None:
+    for run in (running, compressed):
+        write_report([run], tmp_path / "report.html")
+        assert "smaller tables" not in (tmp_path / "report.html").read_text()
+    (running / "metrics.jsonl").unlink()
+    write_report([running], tmp_path / "report.html")
+    assert Page(tmp_path / "report.html").tags.count("svg") == 0
+
+
+def test_a_layer_that_vanished(tmp_path: Path) -> None:
+    layers = [layer("C1", 1_000), layer("C2", 200_000, ranks=[0], params=0)]
+    write_report([write_run(tmp_path / "run", layers, adapting=True)], tmp_path / "report.html")
+    assert "gone" in Page(tmp_path / "report.html").cells
+
+
+def test_summary_table(dense: Path, compressed: Path, running: Path) -> None:
+    lines = [re.split(r"\s{2,}", line) for line in summary_table([dense, compressed, running]).splitlines()]
+    assert lines[0] == ["run", "Parameters", "Model", "Tables", "AUC", "NE", "Logloss", "ms / step", "Peak MiB"]
+    assert lines[2] == ["dense", "3,216,000", "12.27 MiB", "12.27 MiB", "0.7500", "0.8500", "0.4400", "20.0", "1,000"]
+    assert lines[3][:5] == ["compressed", "50,567", "197.53 KiB", "197.53 KiB", "0.7479"]
+    assert lines[4] == ["", "vs dense", *["63.6x smaller"] * 3, "-0.0021", "+0.0000", "+0.0000", "0.5x", "0.25x"]
+    assert lines[5] == ["running (step 300, not finished)", "-", "-", "-", "0.7300", "0.9000", "0.4500", "-", "-"]
+
+
+def test_summary(compressed: Path, running: Path, tmp_path: Path) -> None:
+    write_summary([compressed, running], tmp_path / "summary.json")
+    summary = json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail)
+    assert list(summary) == ["compressed", "running"]
+    expected = {"params": 50_567, "bytes": 202_268, "auc": 0.7479, "ne": 0.85, "logloss": 0.44, "step_ms": 10.0, "peak_mib": 250.0}
+    assert summary["compressed"].items() >= {**expected, "table_bytes": 202_268, "finished": True}.items()
+    assert summary["running"].items() >= {"finished": False, "params": None, "auc": 0.73}.items()
+
+
+def test_numbers_that_are_not_finite_are_absent(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [layer("C1", 1_000)], step_ms=float("nan"))
+    write_summary([run], tmp_path / "summary.json")
+    assert json.loads((tmp_path / "summary.json").read_text())["run"]["step_ms"] is None
+    write_report([run], tmp_path / "report.html")
+
+
+def test_short_names() -> None:
+    assert short_name("sparse_arch.embedding_bag_collection.tt_bags.C3") == "C3"
+    assert short_name("over_arch.model.0._mlp.1._linear") == "over_arch.0.1"
+    assert short_name("encoder.layers.0") == "encoder.layers.0"
+
+
+def test_not_a_run(tmp_path: Path, compressed: Path) -> None:
+    for function in (lambda runs: write_report(runs, tmp_path / "report.html"), summary_table):
+        with pytest.raises(ValueError, match=r"no run to report on"):
+            function([])
+        with pytest.raises(
+            ValueError, match=r"absent is not a run: it holds no config.json; give a folder that `comera train` wrote"
+        ):
+            function([compressed, tmp_path / "absent"])
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_damaged_files(compressed: Path) -> None:
+    metrics = (compressed / "metrics.jsonl").read_text().splitlines()
+    (compressed / "metrics.jsonl").write_text("\n".join([*metrics[:2], "text", *metrics[2:], ""]))
+    with pytest.raises(ValueError, match=r"metrics.jsonl, line 3, is damaged"):
+        read_run(compressed)
+    (compressed / "result.json").write_text("{")
+    (compressed / "metrics.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"result.json is damaged .*; train the run again"):
+        read_run(compressed)
