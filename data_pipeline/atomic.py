@@ -5,6 +5,7 @@ What an interrupted process left under the hidden name is removed by the next ru
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -65,7 +66,7 @@ def _cleaned(work: Path, output: Path) -> Iterator[None]:
         _remove(work)
         yield
     except OSError as error:
-        reason = error.strerror or str(error)
+        reason = os.strerror(error.errno) if error.errno else str(error)
         raise OSError(f"cannot write --output {output}: {reason}; choose a writable place with enough space") from error
     finally:
         _remove(work)

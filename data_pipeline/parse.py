@@ -51,12 +51,14 @@ def detect_schema(text: bytes) -> pa.Schema:
 def parse_chunk(text: bytes, schema: pa.Schema) -> ParsedChunk:
     """Parse whole lines, each ended by a newline (\\n or \\r\\n)."""
     text = text.replace(b"\r\n", b"\n")
-    lines = text.count(b"\n")
+    rejected: list[tuple[int, str]] = []
     try:
-        return ParsedChunk(batch=_parse_strictly(text, schema), lines=lines, rejected=())
+        batch = _parse_strictly(text, schema)
     except pa.ArrowInvalid:
         good, rejected = _sift(text, schema)
-    batch = _parse_strictly(good, schema) if good else pa.RecordBatch.from_pylist([], schema)
+        batch = _parse_strictly(good, schema) if good else pa.RecordBatch.from_pylist([], schema)
+    lines = text.count(b"\n")
+    assert batch.num_rows + len(rejected) == lines, "every line is a row or rejected"
     return ParsedChunk(batch=batch, lines=lines, rejected=tuple(rejected))
 
 

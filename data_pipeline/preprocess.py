@@ -120,7 +120,7 @@ def preprocess(options: PreprocessOptions) -> Manifest:
             versions=_versions(),
             options={name: getattr(options, name) for name in _RECORDED_OPTIONS},
             inputs=files,
-            rows=RowCounts(read=len(rows) + rejects.count, written=len(rows), rejected=rejects.count),
+            rows=RowCounts(read=sum(file.rows_in for file in files), written=len(rows), rejected=rejects.count),
             rejected_lines=tuple(rejects.lines),
             label=label,
             integer_columns=integers,

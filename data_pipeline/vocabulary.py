@@ -23,7 +23,8 @@ class Vocabulary:
     """
 
     def __init__(self, column: pa.ChunkedArray, *, min_count: int) -> None:
-        counted = pc.value_counts(column.drop_null())
+        counted = pc.value_counts(column)
+        counted = counted.filter(counted.field("values").is_valid())
         values, counts = counted.field("values").to_numpy(), counted.field("counts").to_numpy()
         frequent = counts >= min_count
         values, counts = values[frequent], counts[frequent]
