@@ -98,8 +98,7 @@ class TTModule(nn.Module):
         sizes = [*self.shape.core_shapes, *((r,) for r in self.shape.ranks)]
         for parameter, size in zip([*self.cores(), *self.rank_parameters()], sizes, strict=True):
             if parameter.shape != size:
-                parameter.data = parameter.data.new_empty(size)
-                parameter.grad = None
+                replace_data_(parameter, parameter.data.new_empty(size))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         stored = [state_dict.get(f"{prefix}rank_{k}") for k in range(1, self.shape.order)]
@@ -114,6 +113,17 @@ class TTModule(nn.Module):
     def extra_repr(self) -> str:
         modes = " ".join(f"{m}x{n}" for m, n in zip(self.shape.row_shape, self.shape.col_shape, strict=True))
         return f"{self.num_rows}, {self.num_cols}, modes=[{modes}], ranks={self.shape.ranks}, params={self.shape.num_params}"
+
+
+def replace_data_(parameter: nn.Parameter, data: Tensor) -> None:
+    """Give a parameter data of another shape, in place; its gradient is dropped.
+
+    Autograd keeps the node that accumulates a parameter's gradient, and with it the old shape, for as long as any graph is alive:
+    usually the last step's loss. It makes a new one only when the parameter's type changes, hence the detour.
+    """
+    parameter.grad = None
+    parameter.data = data.new_empty(0, dtype=torch.float32 if data.dtype == torch.float64 else torch.float64)
+    parameter.data = data
 
 
 def named_tt_modules(model: nn.Module) -> Iterator[tuple[str, TTModule]]:

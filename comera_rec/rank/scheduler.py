@@ -29,7 +29,8 @@ class RankConfig:
             S/S0). It ends as soon as the size has reached its target. At its last step the ranks with the smallest |D| go
             until it has.
         target_size: S0, parameters wanted in all trains as a fraction of those at the end of the early stage; None for no late
-        stage. target_loss: L0; None takes the running mean of the task loss at the end of the early stage.
+            stage.
+        target_loss: L0; None takes the running mean of the task loss at the end of the early stage.
         gamma: price of size in the early stage.
         beta: price of the mean square of the cores in the early stage, so that scale cannot hide in them.
         w_loss, w_size: weights of the two relative gaps in the late stage.
@@ -59,6 +60,8 @@ class RankConfig:
             raise ValueError(f"target_size is {self.target_size}: give a fraction of the early stage's size, above 0 and at most 1")
         if (self.target_size is not None) != (self.late_steps > 0):
             raise ValueError(f"target_size is {self.target_size} and late_steps is {self.late_steps}: a late stage needs both")
+        if self.target_loss is not None and not self.target_loss > 0:
+            raise ValueError(f"target_loss is {self.target_loss}: give a positive number")
         for name in ("gamma", "beta", "w_loss", "w_size", "rho", "threshold"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: give a non-negative number")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from comera_rec.nn import TTModule, named_tt_modules
+from comera_rec.nn import TTModule, named_tt_modules, replace_data_
 
 
 def count_tt_params(model: nn.Module) -> int:
@@ -86,25 +84,20 @@ def _slice_module_(module: TTModule, masks: list[Tensor], optimizer: Optimizer |
 
 
 def _slice_parameter_(parameter: nn.Parameter, indices: dict[int, Tensor | None], optimizer: Optimizer | None) -> None:
+    """Keep some indices of a parameter, of its gradient and of every optimizer state tensor of its shape."""
+
     def cut(tensor: Tensor) -> Tensor:
         for dim, index in indices.items():
             if index is not None:
                 tensor = tensor.index_select(dim, index)
         return tensor
 
-    _map_state_(parameter, cut, optimizer)
-
-
-def _map_state_(parameter: nn.Parameter, change: Callable[[Tensor], Tensor], optimizer: Optimizer | None) -> None:
-    """Apply one change of shape to a parameter, its gradient and every optimizer state tensor of its shape."""
-    shape = parameter.shape
     if optimizer is not None and parameter in optimizer.state:
         state = optimizer.state[parameter]
         for key, value in state.items():
-            if isinstance(value, Tensor) and value.shape == shape:
-                state[key] = change(value)
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                state[key] = cut(value)
     gradient = parameter.grad
-    parameter.grad = None  # a gradient of another shape than its parameter is refused
-    parameter.data = change(parameter.data)
+    replace_data_(parameter, cut(parameter.data))
     if gradient is not None:
-        parameter.grad = change(gradient)
+        parameter.grad = cut(gradient)

@@ -36,7 +36,8 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         device: default the CPU.
 
     Raises:
-        ValueError: for no tables, two tables of one name, a name that torch keeps for itself, or a pooling or data type that a table can't take.
+        ValueError: for no tables, two tables of one name, a name that torch keeps for itself, or a pooling or data type that a
+        table can't take.
 
     Example:
         >>> from torchrec import KeyedJaggedTensor

@@ -111,7 +111,7 @@ def test_weights(random_jagged: MakeJagged) -> None:
     tables = [table("a", ["f", "g"], tt_ranks=4), table("b", ["h"]), table("c", ["f"], dim=8, tt_ranks=2)]
     assert_same_as_dense(tables, random_jagged(limits(tables), 9, weighted=True), is_weighted=True)
     plain = random_jagged(limits(tables), 9, weighted=False)
-    with pytest.raises(Exception, match="[Ww]eights"):
+    with pytest.raises(Exception, match=r"[Ww]eights"):
         TTEmbeddingBagCollection(tables, is_weighted=True)(plain)
     assert_same_as_dense(tables, random_jagged(limits(tables), 9, weighted=True), is_weighted=False)
 

@@ -1,0 +1,212 @@
+"""The stages on a small regression whose answer has a known low rank."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam
+
+from comera_rec import RankConfig, RankScheduler, TTEmbeddingBag, rank_param_groups
+from comera_rec.rank import count_tt_params
+
+ROWS, DIM, RANK = 400, 16, 24
+
+
+class Regression:
+    """A table of rank 24 learns a matrix of rank 4; one process can be stopped and another take over."""
+
+    def __init__(self, config: RankConfig, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.ModuleDict({"table": TTEmbeddingBag(ROWS, DIM, tt_ranks=RANK, std=0.3)})
+        self.target = TTEmbeddingBag(ROWS, DIM, tt_ranks=4, std=0.3).dense_matrix().detach()
+        self.optimizer = Adam(rank_param_groups(self.model, lr_cores=0.01, lr_ranks=0.01, lr_dense=0.01))
+        self.scheduler = RankScheduler(self.model, self.optimizer, config)
+
+    def task_loss(self) -> Tensor:
+        ids = torch.arange(ROWS)[:, None]
+        return (self.model["table"](ids) - self.target).square().mean() + 0.01
+
+    def run(self, steps: int) -> list[float]:
+        losses = []
+        for _ in range(steps):
+            task_loss = self.task_loss()
+            loss = self.scheduler.loss(task_loss)
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            self.scheduler.step()
+            losses.append(task_loss.item())
+        return losses
+
+
+def test_the_early_stage_prices_size() -> None:
+    regression = Regression(RankConfig(early_steps=10, gamma=0.5))
+    loss = regression.task_loss()
+    # No rank has shrunk yet: the size is 1 in units of the initial one.
+    assert float(regression.scheduler.loss(loss).detach()) == pytest.approx(float(loss.detach()) + 0.5)
+    normed = Regression(RankConfig(early_steps=10, gamma=0.5, beta=2.0))
+    mean_square = sum(float(core.detach().square().mean()) for core in normed.model["table"].cores()) / 2
+    assert float(normed.scheduler.loss(loss).detach()) == pytest.approx(float(loss.detach()) + 0.5 + 2.0 * mean_square)
+
+
+def test_without_a_price_nothing_is_lost_and_with_one_ranks_fall() -> None:
+    free = Regression(RankConfig(early_steps=150, gamma=0.0, threshold=0.0, truncate_every=10))
+    free.run(150)
+    assert free.model["table"].shape.ranks == (RANK,)
+    priced = Regression(RankConfig(early_steps=150, gamma=0.3, truncate_every=10))
+    losses = priced.run(150)
+    assert priced.model["table"].shape.ranks[0] < RANK
+    assert losses[-1] < losses[0]
+
+
+def test_early_then_done_without_a_target() -> None:
+    regression = Regression(RankConfig(early_steps=30, truncate_every=10))
+    scheduler = regression.scheduler
+    assert scheduler.stage == "early"
+    regression.run(29)
+    assert scheduler.stage == "early"
+    regression.run(1)
+    assert scheduler.stage == "done"
+    loss = regression.task_loss()
+    assert scheduler.loss(loss) is loss, "once done, only the task counts"
+    regression.run(5)
+    assert scheduler.steps == 35
+
+
+@pytest.mark.parametrize("target", [0.2, 0.5, 0.8])
+def test_the_late_stage_reaches_its_target_size_within_two_per_cent(target: float) -> None:
+    regression = Regression(
+        RankConfig(early_steps=60, late_steps=200, target_size=target, gamma=0.0, threshold=0.02, truncate_every=10)
+    )
+    regression.run(60)
+    scheduler, before = regression.scheduler, count_tt_params(regression.model)
+    assert scheduler.stage == "late"
+    assert scheduler.target_params == round(target * before)
+    regression.run(200)
+    assert scheduler.stage == "done"
+    size = count_tt_params(regression.model)
+    one_rank = before // RANK  # the target lies between two whole ranks
+    assert scheduler.target_params <= size <= max(1.02 * scheduler.target_params, scheduler.target_params + one_rank)
+
+
+def test_two_per_cent_where_a_rank_is_cheaper_than_that() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({str(i): TTEmbeddingBag(200 * (i + 1), DIM, tt_ranks=30) for i in range(4)})
+    optimizer = Adam(model.parameters(), lr=0.01)
+    scheduler = RankScheduler(
+        model, optimizer, RankConfig(early_steps=5, late_steps=40, target_size=0.3, truncate_every=10, target_loss=0.5)
+    )
+    full = count_tt_params(model)
+    for _ in range(45):
+        loss = torch.stack([table(torch.arange(50)[:, None]).square().mean() for table in model.values()]).sum()
+        optimizer.zero_grad()
+        scheduler.loss(loss).backward()
+        optimizer.step()
+        scheduler.step()
+    assert scheduler.stage == "done"
+    assert scheduler.reference_params == full
+    assert count_tt_params(model) == pytest.approx(0.3 * full, rel=0.02)
+    assert scheduler.history[-1]["params"] == count_tt_params(model)
+
+
+def test_the_late_stage_descends_on_the_larger_gap() -> None:
+    config = RankConfig(early_steps=1, late_steps=10, target_size=0.5, target_loss=1.0, gamma=0.0, rho=0.1)
+    regression = Regression(config)
+    regression.run(1)
+    scheduler = regression.scheduler
+    rank = regression.model["table"].rank_1
+    for task, objective in ((5.0, "loss"), (0.5, "size")):
+        task_loss = torch.tensor(task, requires_grad=True)
+        loss = scheduler.loss(task_loss)
+        # max(L/L0 - 1, S/S0 - 1) + rho (L/L0 + S/S0), all ranks still held: S/S0 = 2
+        assert float(loss.detach()) == pytest.approx(max(task - 1, 1.0) + 0.1 * (task + 2), rel=0.01)
+        by_task, by_rank = torch.autograd.grad(loss, [task_loss, rank])
+        assert scheduler.objective == objective
+        assert float(by_task) == pytest.approx(1.1 if objective == "loss" else 0.1)
+        price = (ROWS * DIM * 0 + regression.model["table"].shape.num_params / RANK) / scheduler.reference_params / 0.5
+        assert by_rank.abs().mean().item() == pytest.approx(price * (0.1 if objective == "loss" else 1.1), rel=0.01)
+
+
+def test_the_target_loss_is_the_running_mean_unless_given() -> None:
+    regression = Regression(RankConfig(early_steps=40, late_steps=10, target_size=0.5, gamma=0.0))
+    losses = regression.run(40)
+    assert min(losses) <= regression.scheduler.target_loss <= max(losses)  # type: ignore[operator]
+
+
+def test_history_records_every_truncation() -> None:
+    regression = Regression(RankConfig(early_steps=25, late_steps=20, target_size=0.3, gamma=0.1, truncate_every=10))
+    regression.run(60)
+    history = regression.scheduler.history
+    assert [entry["step"] for entry in history[:4]] == [0, 10, 20, 25]
+    assert history[0]["stage"] == "early"
+    assert history[0]["ranks"] == {"table": [RANK]}
+    assert history[0]["loss"] is None
+    assert history[-1]["stage"] == "done"
+    sizes = [entry["params"] for entry in history]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] == count_tt_params(regression.model)
+    assert history[-1]["ranks"] == {"table": list(regression.model["table"].shape.ranks)}
+    assert all(math.isfinite(entry["loss"]) for entry in history[1:])
+
+
+@pytest.mark.parametrize("stop", [7, 30, 45, 80])
+def test_resuming_gives_the_same_losses(stop: int) -> None:
+    config = RankConfig(early_steps=30, late_steps=40, target_size=0.4, gamma=0.2, truncate_every=8)
+    unbroken = Regression(config)
+    unbroken.run(stop)
+    saved = copy.deepcopy(
+        {
+            "model": unbroken.model.state_dict(),
+            "optimizer": unbroken.optimizer.state_dict(),
+            "scheduler": unbroken.scheduler.state_dict(),
+        }
+    )
+    resumed = Regression(config, seed=1)
+    resumed.target = unbroken.target
+    resumed.model.load_state_dict(saved["model"])
+    resumed.optimizer.load_state_dict(saved["optimizer"])
+    resumed.scheduler.load_state_dict(saved["scheduler"])
+    assert resumed.scheduler.stage == unbroken.scheduler.stage
+    assert resumed.run(50) == unbroken.run(50)
+    assert resumed.scheduler.history == unbroken.scheduler.history
+    assert resumed.model["table"].shape == unbroken.model["table"].shape
+
+
+def test_a_state_taken_early_does_not_change_with_the_run() -> None:
+    regression = Regression(RankConfig(early_steps=30, truncate_every=5))
+    regression.run(7)
+    state = regression.scheduler.state_dict()
+    frozen = copy.deepcopy(state)
+    regression.run(20)
+    assert state["history"] == frozen["history"]
+    assert state["steps"] == frozen["steps"]
+    assert torch.equal(state["mean_loss"], frozen["mean_loss"])
+
+
+def test_a_model_without_trains_is_refused() -> None:
+    model = nn.Linear(3, 3)
+    with pytest.raises(ValueError, match="the model holds no tensor-train module: swap tables or linear layers before"):
+        RankScheduler(model, Adam(model.parameters()), RankConfig(early_steps=10))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"early_steps": 0}, "early_steps is 0: give at least 1"),
+        ({"truncate_every": 0}, "truncate_every is 0: give at least 1"),
+        ({"target_size": 1.5, "late_steps": 5}, "target_size is 1.5: give a fraction"),
+        ({"target_size": 0.0, "late_steps": 5}, "target_size is 0.0: give a fraction"),
+        ({"target_size": 0.5}, "target_size is 0.5 and late_steps is 0: a late stage needs both"),
+        ({"late_steps": 5}, "target_size is None and late_steps is 5: a late stage needs both"),
+        ({"target_loss": 0.0}, "target_loss is 0.0: give a positive number"),
+        *[({name: -1.0}, f"{name} is -1.0: give a non-negative number") for name in ("gamma", "beta", "w_loss", "w_size", "rho")],
+        ({"threshold": float("nan")}, "threshold is nan: give a non-negative number"),
+    ],
+)
+def test_configs_name_what_is_wrong(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RankConfig(**{"early_steps": 10, **arguments})

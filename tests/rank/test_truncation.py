@@ -1,0 +1,214 @@
+"""Physical truncation: the same function, fewer numbers, and training goes on as if the model had always been that small."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+
+from comera_rec import TTEmbeddingBag, TTLinear, truncate_ranks_
+from comera_rec.rank import count_tt_params
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "Adam": lambda p: Adam(p, lr=0.01),
+    "AdamW amsgrad": lambda p: AdamW(p, lr=0.01, amsgrad=True),
+    "Adagrad": lambda p: Adagrad(p, lr=0.01),
+    "SGD momentum": lambda p: SGD(p, lr=0.01, momentum=0.9),
+    "RMSprop": lambda p: RMSprop(p, lr=0.01, momentum=0.9),
+}
+
+
+class Small(nn.Module):
+    """A table and a layer, regressing a fixed target."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = TTEmbeddingBag(60, 16, tt_ranks=(5, 4))
+        self.layer = TTLinear(16, 12, tt_ranks=6)
+        self.head = nn.Linear(12, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(torch.relu(self.layer(self.table(ids))))
+
+
+IDS = torch.arange(60).reshape(20, 3)
+
+
+def train(model: nn.Module, optimizer: Optimizer, steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        loss = (model(IDS) - torch.linspace(-1, 1, 20)[:, None]).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def silence(model: Small, doomed: dict[str, list[int]]) -> None:
+    """Set rank parameters to zero, as training under a price of size would."""
+    with torch.no_grad():
+        for name, indices in doomed.items():
+            model.get_parameter(name)[indices] = 0.0
+
+
+DOOMED = {"table.rank_1": [0, 3], "table.rank_2": [2], "layer.rank_2": [1, 5]}
+
+
+def test_outputs_stay_and_sizes_shrink() -> None:
+    model = Small().double()
+    silence(model, DOOMED)
+    before, expected = dict(model.named_parameters()), model(IDS)
+    size = count_tt_params(model)
+    found = truncate_ranks_(model, threshold=0.01)
+    assert found == {"table": (3, 3), "layer": (4, 4, 4)}  # outer bonds: what their modes allow
+    torch.testing.assert_close(model(IDS), expected)
+    after = dict(model.named_parameters())
+    assert after.keys() == before.keys()
+    assert all(after[name] is before[name] for name in before), "parameters keep their identity"
+    trains = [p for name, p in after.items() if not name.startswith("head") and name != "layer.bias"]
+    assert sum(p.numel() for p in trains) == count_tt_params(model) < size
+    assert sum(p.untyped_storage().nbytes() for p in trains) == 8 * count_tt_params(model), "the memory is given back"
+    assert model.table.core_1.shape[::3] == (3, 3)
+    assert truncate_ranks_(model, threshold=0.01) == found, "nothing is left to remove"
+
+
+def test_the_threshold_is_about_magnitude_and_strict() -> None:
+    model = TTEmbeddingBag(60, 16, tt_ranks=4)
+    with torch.no_grad():
+        model.rank_1.copy_(torch.tensor([-2.0, 0.5, -0.1, 0.49]))
+    truncate_ranks_(model, threshold=0.5)
+    assert model.rank_1.tolist() == [-2.0, 0.5]
+    truncate_ranks_(model, threshold=0.0)
+    assert model.rank_1.tolist() == [-2.0, 0.5]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_goes_on_as_if_the_model_had_always_been_small(name: str) -> None:
+    model = Small().double()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    train(model, optimizer, 3)
+    silence(model, DOOMED)
+    names = {id(parameter): key for key, parameter in model.named_parameters()}
+    kept = {key: [i for i in range(len(model.get_parameter(key))) if i not in doomed] for key, doomed in DOOMED.items()}
+
+    # Sliced by hand from the large model and optimizer, into new ones.
+    def cut(key: str, tensor: Tensor) -> Tensor:
+        if tensor.dim() == 0:
+            return tensor.clone()
+        module, _, own = key.partition(".")
+        kind, _, number = own.partition("_")
+        bonds = {"rank": {0: number}, "core": {0: number, 3: str(int(number) + 1)} if kind == "core" else {}}.get(kind, {})
+        for dim, bond in bonds.items():
+            indices = kept.get(f"{module}.rank_{bond}")
+            tensor = tensor if indices is None else tensor.index_select(dim, torch.tensor(indices))
+        return tensor.clone()
+
+    expected_state = {
+        names[id(parameter)]: {k: cut(names[id(parameter)], v) for k, v in state.items() if isinstance(v, Tensor)}
+        for parameter, state in optimizer.state.items()
+    }
+    rebuilt = copy.deepcopy(model)
+    rebuilt.load_state_dict({key: cut(key, value) for key, value in model.state_dict().items()})
+    rebuilt_optimizer = OPTIMIZERS[name](rebuilt.parameters())
+    for key, parameter in rebuilt.named_parameters():
+        rebuilt_optimizer.state[parameter] = dict(expected_state[key])
+
+    truncate_ranks_(model, optimizer, threshold=0.01)
+    found_state = {
+        names[id(parameter)]: {k: v for k, v in state.items() if isinstance(v, Tensor)}
+        for parameter, state in optimizer.state.items()
+    }
+    torch.testing.assert_close(found_state, expected_state, rtol=0, atol=0)
+    assert train(model, optimizer, 5) == pytest.approx(train(rebuilt, rebuilt_optimizer, 5), rel=1e-12)
+    torch.testing.assert_close(model.state_dict(), rebuilt.state_dict())
+
+
+def test_gradients_are_sliced_too() -> None:
+    model = Small()
+    model(IDS).sum().backward()
+    silence(model, DOOMED)
+    full = model.table.core_1.grad
+    assert full is not None
+    truncate_ranks_(model, threshold=0.01)
+    assert torch.equal(model.table.core_1.grad, full[[1, 2, 4]][..., [0, 1, 3]])  # type: ignore[arg-type]
+
+
+def test_the_last_loss_may_still_be_alive() -> None:
+    """As in every training loop: the graph of the old shapes lives until the variable is assigned anew."""
+    model = Small()
+    optimizer = Adam(model.parameters(), lr=0.01)
+    for step in range(4):
+        loss = model(IDS).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step == 1:
+            silence(model, DOOMED)
+            truncate_ranks_(model, optimizer, threshold=0.01)
+        if step == 2:
+            model.load_state_dict(Small().state_dict())
+            optimizer = Adam(model.parameters(), lr=0.01)
+    assert loss.isfinite()
+
+
+def test_the_smallest_go_first_and_min_params_is_never_undercut() -> None:
+    model = Small()
+    with torch.no_grad():
+        model.table.rank_1.copy_(torch.tensor([5.0, 0.3, 4.0, 0.1, 0.2]))
+    full = count_tt_params(model)
+    one = truncate_ranks_(copy.deepcopy(model), threshold=0.25)["table"]
+    assert one == (3, 4)
+    for floor in (full, full - 1, int(0.8 * full), int(0.5 * full), int(0.1 * full), 0):
+        trimmed = copy.deepcopy(model)
+        truncate_ranks_(trimmed, threshold=float("inf"), min_params=floor)
+        assert count_tt_params(trimmed) >= floor
+        if 0 < floor < full - 1:
+            assert count_tt_params(trimmed) < full
+            assert trimmed.table.rank_1.numel() == 0 or 5.0 in trimmed.table.rank_1
+    assert count_tt_params(trimmed) == 0
+
+
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+def test_whole_layers_may_vanish_and_training_goes_on(optimizer_name: str) -> None:
+    model = Small()
+    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
+    train(model, optimizer, 2)
+    with torch.no_grad():
+        model.layer.rank_2.zero_()  # one bond is enough: the train is a chain
+    ranks = truncate_ranks_(model, optimizer, threshold=0.01)
+    assert ranks["layer"] == (0, 0, 0)
+    assert model.layer.shape.num_params == 0
+    assert torch.equal(model.layer(torch.randn(4, 16)), model.layer.bias.expand(4, 12))  # type: ignore[union-attr]
+    bias = model.head.bias.detach().clone()
+    train(model, optimizer, 2)
+    assert not torch.equal(model.head.bias, bias)
+    with torch.no_grad():
+        model.table.rank_1.zero_()
+    truncate_ranks_(model, optimizer, threshold=0.01)
+    assert torch.equal(model.table(IDS), torch.zeros(20, 16))
+    losses = train(model, optimizer, 3)
+    assert all(loss == loss for loss in losses)
+
+
+def test_a_state_dict_of_the_truncated_model_loads_into_a_fresh_one() -> None:
+    model, fresh = Small(), Small()
+    silence(model, DOOMED)
+    truncate_ranks_(model, threshold=0.01)
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(fresh(IDS), model(IDS))
+    assert fresh.table.shape == model.table.shape
+
+
+@pytest.mark.parametrize("threshold", [-0.1, float("nan")])
+def test_thresholds_that_cannot_be_are_refused(threshold: float) -> None:
+    with pytest.raises(ValueError, match=r"threshold is .*: give a non-negative number"):
+        truncate_ranks_(Small(), threshold=threshold)
+
+
+def test_a_model_without_trains_is_left() -> None:
+    assert truncate_ranks_(nn.Linear(3, 3), threshold=1.0) == {}
