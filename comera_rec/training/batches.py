@@ -23,7 +23,7 @@ import threading
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -192,9 +192,7 @@ class ParquetBatches(IterableDataset[Batch]):
         """
         for name, value in self._identity().items():
             if state.get(name) != value:
-                raise ValueError(
-                    f"cannot resume the batches: {name} was {state.get(name)} and is {value}; set it back or start anew"
-                )
+                raise ValueError(f"cannot resume the batches: {name} was {state.get(name)}, not {value}; set it back or start anew")
         self._resume_at = self._next = (state["epoch"], state["batch"])
 
     def _identity(self) -> dict[str, int]:
@@ -392,11 +390,11 @@ class BatchLoader:
             left.set()
             thread.join()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, int]:
         """The position after the batch last given out; whatever was read ahead of it will be read again."""
         return dict(self._state)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, int]) -> None:
         """Let the next iteration begin where `state` was taken. Raises ValueError if the batches were cut differently there."""
         self.batches.load_state_dict(state)
         self._state = self.batches.state_dict()

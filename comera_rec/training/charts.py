@@ -78,7 +78,7 @@ def _curve(runs: list[Series], kind: str, key: str, reference: float | None) -> 
                 axes.plot(steps, values, color=SERIES[run.color], alpha=0.2, linewidth=1)
             axes.plot(steps, smooth, color=SERIES[run.color], marker="o" if kind == "val" else None, markersize=4)
             # The first steps' losses are many times the rest; drawn to scale, they would press the curves flat.
-            shown += list(values[len(values) // 10 :])
+            shown += list(values[len(values) // 10 if kind == "train" else 0 :])
         if not shown or len(shown) == (reference is not None):
             return ""
         low, high = min(shown), max(shown)
@@ -126,14 +126,14 @@ def ranks_over_time(history: list[dict[str, Any]], name: Callable[[str], str], c
                 axes.barh(row, right - left, left=left, height=0.86, color=SERIES[color], alpha=0.08 + 0.6 * share, linewidth=0)
                 text = " ".join(map(str, ranks[start])) or "gone"
                 if (right - left) / (end - steps[0]) > 0.009 * (len(text) + 1):
-                    axes.text((left + right) / 2, row, text, ha="center", va="center", fontsize=8, color=INK)
+                    axes.text((left + right) / 2, row, text, ha="center", va="center", fontsize=9, color=INK)
         stages = [line["stage"] for line in history]
         for i, stage in enumerate(stages):
             if i == 0 or stage != stages[i - 1]:
-                axes.text(steps[i], -0.75, stage, fontsize=8.5, color=MUTED, ha="left", va="bottom")
+                axes.text(steps[i], -0.75, stage, fontsize=9.5, color=MUTED, ha="left", va="bottom")
                 axes.axvline(steps[i], color=MUTED, linewidth=0.8, zorder=1.5)
         axes.set_yticks(range(len(layers)), [name(layer) for layer in layers])
-        axes.tick_params(axis="y", labelcolor=INK, labelsize=9)
+        axes.tick_params(axis="y", labelcolor=INK, labelsize=10)
         axes.set_ylim(len(layers) - 0.4, -0.7)
         axes.set_xlim(steps[0], end)
         axes.grid(False)
@@ -152,12 +152,12 @@ def table_bytes(layers: list[dict[str, Any]], color: int) -> str:
         axes.barh(rows - 0.19, [table["dense_bytes"] for table in tables], height=0.36, color=SERIES[0], alpha=0.45)
         axes.barh(rows + 0.19, [max(table["bytes"], 1) for table in tables], height=0.36, color=SERIES[color or 1])
         for row, table in zip(rows, tables, strict=True):
-            text = f" {table['ratio']:,.1f}x" if table["bytes"] else " gone"
-            axes.text(max(table["bytes"], 1), row + 0.19, text, va="center", fontsize=8.5, color=INK)
+            text = f"{table['ratio']:,.1f}x" if table["bytes"] else "gone"
+            axes.text(1.02 * max(table["bytes"], 1), row + 0.19, text, va="center", fontsize=9, color=INK)
         axes.set_xscale("log")
         axes.set_xlim(left=max(1, min(table["bytes"] for table in tables) / 4))
         axes.set_yticks(rows, [table["label"] for table in tables])
-        axes.tick_params(axis="y", labelcolor=INK, labelsize=9)
+        axes.tick_params(axis="y", labelcolor=INK, labelsize=10)
         axes.set_ylim(len(tables) - 0.4, -0.6)
         axes.grid(axis="y", visible=False)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value) + "B"))
@@ -197,7 +197,7 @@ def _svg(figure: Figure, name: str) -> str:
     """The drawing as an <svg> element. `name` keeps the ids in it apart from those of the page's other drawings."""
     text = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": name}):
-        figure.savefig(text, format="svg", transparent=True, metadata={key: None for key in ("Date", "Creator", "Format", "Type")})
+        figure.savefig(text, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     svg = text.getvalue()
     svg = svg[svg.index("<svg") :]
     for color, variable in _VARIABLES.items():

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torchmetrics.functional.classification import binary_auroc
-from torchmetrics.utilities.distributed import gather_all_tensors
 
 
 class BinaryMetrics:
@@ -43,7 +42,7 @@ class BinaryMetrics:
         logits = torch.cat(self._logits) if self._logits else torch.empty(0)
         labels = torch.cat(self._labels) if self._labels else torch.empty(0)
         if dist.is_available() and dist.is_initialized():
-            logits, labels = torch.cat(gather_all_tensors(logits)), torch.cat(gather_all_tensors(labels))
+            logits, labels = _gather(logits), _gather(labels)
         rows, positives = labels.numel(), int(labels.sum(dtype=torch.float64))
         if rows == 0:
             raise ValueError("no rows to evaluate; use a split that is not empty")
@@ -64,3 +63,14 @@ class BinaryMetrics:
             "logloss": float(logloss),
             "rows": rows,
         }
+
+
+def _gather(values: Tensor) -> Tensor:
+    """The values [n] of all ranks, one after the other; n may differ, and all_gather wants equal sizes."""
+    count = torch.tensor([len(values)], device=values.device)
+    counts = [torch.zeros_like(count) for _ in range(dist.get_world_size())]
+    dist.all_gather(counts, count)
+    largest = int(torch.cat(counts).max())
+    parts = [values.new_empty(largest) for _ in counts]
+    dist.all_gather(parts, torch.cat([values, values.new_zeros(largest - len(values))]))
+    return torch.cat([part[: int(n)] for part, n in zip(parts, counts, strict=True)])

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -40,6 +40,7 @@ rows = st.lists(st.tuples(st.integers(-40, 40).map(lambda n: n / 8), st.integers
 )
 
 
+@settings(deadline=None, max_examples=40)
 @given(rows)
 def test_definitions(rows: list[tuple[float, int]]) -> None:
     logits, labels = [x for x, _ in rows], [y for _, y in rows]
@@ -92,6 +93,7 @@ def example() -> tuple[Tensor, Tensor]:
 
 
 def compute_on_rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)  # the parent's thread pool did not survive the fork
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60)
     )
@@ -103,7 +105,8 @@ def compute_on_rank(rank: int, folder: str) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # spawning would import torch and torchmetrics twice, for seconds
 def test_ranks_with_unequal_rows_get_the_metrics_of_all_rows(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(compute_on_rank, (str(tmp_path),), nprocs=2)
+    torch.multiprocessing.start_processes(compute_on_rank, (str(tmp_path),), nprocs=2, start_method="fork")
     for rank in range(2):
         assert torch.load(tmp_path / f"{rank}.pt") == pytest.approx(metrics_of(*example()), rel=1e-12)
