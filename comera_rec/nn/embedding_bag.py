@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from comera_rec.nn.tt_module import TTModule
-from comera_rec.ops import deduplicate, tt_rows
+from comera_rec.ops import check_ids, plan_lookup, stack_cores, tt_rows
 from comera_rec.ops.gathered_matmul import resolve_impl
 from comera_rec.tt import TTShape, require_positive
 
@@ -91,11 +91,6 @@ class TTEmbeddingBag(TTModule):
         """Columns N of the table."""
         return self.num_cols
 
-    def lookup(self, rows: Tensor) -> Tensor:
-        """Rows of the table for unique ascending ids: [U] -> [U, N]."""
-        found = tt_rows(self.scaled_cores(), rows, self.shape, impl=self.impl)
-        return found[:, : self.embedding_dim]
-
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Pool bags of rows; arguments as in `torch.nn.EmbeddingBag`.
 
@@ -110,13 +105,13 @@ class TTEmbeddingBag(TTModule):
         Returns:
             [B, N].
         """
-        batch = deduplicate(input, self.num_embeddings, table=self.name)
-        if offsets is not None:
-            offsets = offsets.to(batch.inverse.dtype)
+        check_ids(input, self.num_embeddings, self.name)
+        plan = plan_lookup([input], [self.shape.row_shape])
+        rows = tt_rows(stack_cores([self.scaled_cores()]), plan.digits, impl=self.impl)
         return F.embedding_bag(
-            batch.inverse,
-            self.lookup(batch.rows),
-            offsets,
+            plan.inverse,
+            rows[:, : self.embedding_dim],
+            None if offsets is None else offsets.to(plan.inverse.dtype),
             mode=self.mode,
             per_sample_weights=per_sample_weights,
             include_last_offset=self.include_last_offset,

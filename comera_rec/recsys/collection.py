@@ -5,11 +5,12 @@ B batch size, F features (keys), N_f embedding_dim of feature f's table.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torchrec import EmbeddingBagCollection, KeyedJaggedTensor, KeyedTensor, PoolingType
+from torchrec import EmbeddingBagCollection, JaggedTensor, KeyedJaggedTensor, KeyedTensor, PoolingType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, pooling_type_to_str
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollectionInterface,
@@ -20,6 +21,7 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from comera_rec.nn import TTEmbeddingBag
+from comera_rec.ops import check_ids, plan_lookup, stack_cores, tt_rows
 from comera_rec.recsys.config import DTYPES, TTEmbeddingBagConfig
 
 
@@ -63,6 +65,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         dense = [config.dense() for config in configs if not config.is_tt]
         self.dense_bags: nn.Module | None = EmbeddingBagCollection(dense, is_weighted, self._device) if dense else None
         self.tt_bags = nn.ModuleDict({config.name: _tt_bag(config, self._device) for config in configs if config.is_tt})
+        self._tt_configs = [config for config in configs if config.is_tt]
         names = get_embedding_names_by_table(configs)
         self._keys = [name for table in names for name in table]
         self._lengths = [config.embedding_dim for config in configs for _ in config.feature_names]
@@ -82,48 +85,56 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             KeyedTensor of shape [B, sum of N_f].
         """
         features = maybe_td_to_kjt(features, None)
+        by_feature = features.to_dict()
+        self._check_ids(by_feature)
         pooled: dict[str, Tensor] = {}
         if self.dense_bags is not None:
-            self._check_dense_ids(features)
             # By place: the child names a feature after its table only where two dense tables share it.
             pooled |= zip(self._dense_keys, self.dense_bags(features).to_dict().values(), strict=True)
-        if self.tt_bags:
-            pooled |= self._pool_tt(features)
+        if self._tt_configs:
+            names = [feature for config in self._tt_configs for feature in config.feature_names]
+            inverse_indices = reorder_inverse_indices(inverse_indices=features.inverse_indices_or_none(), feature_names=names)
+            bags = self._pool_tt(by_feature)
+            joined = process_pooled_embeddings(bags, inverse_indices)
+            pooled |= zip(self._tt_keys, joined.split([bag.shape[1] for bag in bags], dim=1), strict=True)
         values = torch.cat([pooled[key] for key in self._keys], dim=1)
         return KeyedTensor(keys=self._keys, length_per_key=self._lengths, values=values)
 
-    def _pool_tt(self, features: KeyedJaggedTensor) -> dict[str, Tensor]:
-        tt_configs = [config for config in self._configs if config.is_tt]
-        inverse_indices = reorder_inverse_indices(
-            inverse_indices=features.inverse_indices_or_none(), feature_names=[name for c in tt_configs for name in c.feature_names]
-        )
-        by_feature = features.to_dict()
-        pooled = []
-        for config in tt_configs:
-            for feature in config.feature_names:
-                jagged = by_feature[feature]
-                weights = jagged.weights() if self._is_weighted else None
-                pooled.append(self.tt_bag(config.name)(jagged.values(), jagged.offsets(), weights).float())
-        lengths = [tensor.shape[1] for tensor in pooled]
-        return dict(zip(self._tt_keys, process_pooled_embeddings(pooled, inverse_indices).split(lengths, dim=1), strict=True))
-
-    def _check_dense_ids(self, features: KeyedJaggedTensor) -> None:
-        # Native lookups answer an id out of range with an anonymous error or a crash. Reading ids back would stall an accelerator.
-        if features.device().type != "cpu" or torch.compiler.is_compiling():
-            return
-        by_feature = features.to_dict()
+    def _check_ids(self, by_feature: dict[str, JaggedTensor]) -> None:
         for config in self._configs:
-            for feature in () if config.is_tt else config.feature_names:
-                ids = by_feature[feature].values()
-                if not ids.numel():
-                    continue
-                first, last = (int(x) for x in ids.aminmax())
-                if first < 0 or last >= config.num_embeddings:
-                    bad = first if first < 0 else last
-                    raise ValueError(
-                        f"id {bad} is out of range for table {config.name!r} (feature {feature!r}): its ids run from 0 to "
-                        f"{config.num_embeddings - 1}; check the data's vocabulary"
-                    )
+            for feature in config.feature_names:
+                check_ids(by_feature[feature].values(), config.num_embeddings, f"table {config.name!r} (feature {feature!r})")
+
+    def _pool_tt(self, by_feature: dict[str, JaggedTensor]) -> list[Tensor]:
+        """[bags of the feature, N_f] for every feature of a tensor-train table, in the order of `_tt_keys`."""
+        groups: dict[Hashable, list[TTEmbeddingBagConfig]] = {}
+        for config in self._tt_configs:
+            shape = self.tt_bag(config.name).shape
+            alike = (config.pooling, config.data_type, config.embedding_dim, shape.col_shape, shape.ranks)
+            groups.setdefault(alike, []).append(config)
+        pooled: dict[str, list[Tensor]] = {}
+        for configs in groups.values():
+            bags = iter(self._pool_group(configs, by_feature))
+            pooled |= {config.name: [next(bags) for _ in config.feature_names] for config in configs}
+        return [bag for config in self._tt_configs for bag in pooled[config.name]]
+
+    def _pool_group(self, configs: Sequence[TTEmbeddingBagConfig], by_feature: dict[str, JaggedTensor]) -> Sequence[Tensor]:
+        """Pooled bags of the features of tables whose trains differ only in their row modes, by one lookup for all of them."""
+        tables = [self.tt_bag(config.name) for config in configs]
+        jagged = [[by_feature[feature] for feature in config.feature_names] for config in configs]
+        plan = plan_lookup([torch.cat([f.values() for f in of]) for of in jagged], [table.shape.row_shape for table in tables])
+        rows = tt_rows(stack_cores([table.scaled_cores() for table in tables]), plan.digits)[:, : configs[0].embedding_dim]
+        features = [feature for of in jagged for feature in of]
+        lengths = torch.cat([feature.lengths() for feature in features])
+        pooled = F.embedding_bag(
+            plan.inverse,
+            rows,
+            F.pad(lengths.to(plan.inverse.dtype).cumsum(0), (1, 0)),
+            mode=pooling_type_to_str(configs[0].pooling),
+            per_sample_weights=torch.cat([f.weights() for f in features]).to(rows.dtype) if self._is_weighted else None,
+            include_last_offset=True,
+        )
+        return pooled.float().split([len(feature.lengths()) for feature in features])
 
     def tt_bag(self, table: str) -> TTEmbeddingBag:
         """The tensor train of a table."""

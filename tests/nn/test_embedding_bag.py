@@ -176,7 +176,7 @@ def test_autocast_leaves_a_lookup_alone_as_in_torch(order: int) -> None:
 def test_initial_entries_have_the_standard_deviation_of_a_dense_table() -> None:
     for std in (1.0, 0.01):
         bag = TTEmbeddingBag(100_000, 32, tt_ranks=16, std=std)
-        rows = bag.lookup(torch.arange(0, 100_000, 7)).detach()
+        rows = bag(torch.arange(0, 100_000, 7)[:, None]).detach()
         assert float(rows.std()) == pytest.approx(std, rel=0.05)
         assert all(torch.equal(rank, torch.ones_like(rank)) for rank in bag.rank_parameters())
 
@@ -247,7 +247,7 @@ def test_meta_device_then_reset() -> None:
     bag = TTEmbeddingBag(1000, 16, tt_ranks=4, std=0.1, device="meta")
     assert all(parameter.is_meta for parameter in bag.parameters())
     bag.to_empty(device="cpu").reset_parameters()
-    rows = bag.lookup(torch.arange(1000)).detach()
+    rows = bag(torch.arange(1000)[:, None]).detach()
     assert rows.isfinite().all()
     assert float(rows.std()) == pytest.approx(0.1, rel=0.2)
 
