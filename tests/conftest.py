@@ -9,6 +9,7 @@ import torch
 from hypothesis import settings
 from torchrec import KeyedJaggedTensor
 
+torch.set_num_threads(1)  # tensors here are small: threads would only wait for each other, long where the cores are shared
 settings.register_profile("comera", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("comera")
 

@@ -34,7 +34,7 @@ class LayerSize:
 
 @dataclass(frozen=True, kw_only=True)
 class CompressionReport:
-    """Sizes of all layers of a model; every count is that of the tensors in its state dict."""
+    """Sizes of all layers of a model; every count is that of its parameters in the state dict (buffers are not counted)."""
 
     layers: tuple[LayerSize, ...]
 

@@ -45,7 +45,8 @@ def _plain_collection(module: EmbeddingBagCollectionInterface) -> EmbeddingBagCo
 
 def _dense_collection(module: TTEmbeddingBagCollection) -> EmbeddingBagCollection:
     configs = [config.dense() for config in module.embedding_bag_configs()]
-    dense = EmbeddingBagCollection(configs, module.is_weighted(), module.device)
+    device = next(module.parameters()).device  # where the tables are now; module.device is where they were made
+    dense = EmbeddingBagCollection(configs, module.is_weighted(), device)
     with torch.no_grad():
         for name, bag in dense.embedding_bags.items():
             if name in module.tt_bags:

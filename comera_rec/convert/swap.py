@@ -127,7 +127,8 @@ def swap_embedding_bag_collections_(
 
 
 def _swapped(module: EmbeddingBagCollection, tables: list[TTEmbeddingBagConfig], init: str) -> TTEmbeddingBagCollection:
-    swapped = TTEmbeddingBagCollection(tables, module.is_weighted(), module.device)
+    device = next(module.parameters()).device  # where the tables are now; module.device is where they were made
+    swapped = TTEmbeddingBagCollection(tables, module.is_weighted(), device)
     for table in tables:
         bag = module.embedding_bags[table.name]
         if not table.is_tt:

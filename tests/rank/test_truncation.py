@@ -94,6 +94,10 @@ def test_training_goes_on_as_if_the_model_had_always_been_small(name: str) -> No
     train(model, optimizer, 3)
     silence(model, DOOMED)
     names = {id(parameter): key for key, parameter in model.named_parameters()}
+
+    def tensors(state: dict) -> dict:
+        return {key: value for key, value in state.items() if isinstance(value, Tensor)}
+
     kept = {key: [i for i in range(len(model.get_parameter(key))) if i not in doomed] for key, doomed in DOOMED.items()}
 
     # Sliced by hand from the large model and optimizer, into new ones.
@@ -109,7 +113,7 @@ def test_training_goes_on_as_if_the_model_had_always_been_small(name: str) -> No
         return tensor.clone()
 
     expected_state = {
-        names[id(parameter)]: {k: cut(names[id(parameter)], v) for k, v in state.items() if isinstance(v, Tensor)}
+        names[id(parameter)]: {key: cut(names[id(parameter)], value) for key, value in tensors(state).items()}
         for parameter, state in optimizer.state.items()
     }
     rebuilt = copy.deepcopy(model)
@@ -119,10 +123,7 @@ def test_training_goes_on_as_if_the_model_had_always_been_small(name: str) -> No
         rebuilt_optimizer.state[parameter] = dict(expected_state[key])
 
     truncate_ranks_(model, optimizer, threshold=0.01)
-    found_state = {
-        names[id(parameter)]: {k: v for k, v in state.items() if isinstance(v, Tensor)}
-        for parameter, state in optimizer.state.items()
-    }
+    found_state = {names[id(parameter)]: tensors(state) for parameter, state in optimizer.state.items()}
     torch.testing.assert_close(found_state, expected_state, rtol=0, atol=0)
     assert train(model, optimizer, 5) == pytest.approx(train(rebuilt, rebuilt_optimizer, 5), rel=1e-12)
     torch.testing.assert_close(model.state_dict(), rebuilt.state_dict())

@@ -1,0 +1,102 @@
+"""The report against the state dict: every count is that of the tensors a checkpoint holds."""
+
+from __future__ import annotations
+
+import json
+from math import prod
+
+import pytest
+import torch
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+
+from comera_rec import (
+    TTEmbeddingBagConfig,
+    TTEmbeddingConfig,
+    build_dlrm,
+    compression_report,
+    export_dense,
+    swap_embedding_bag_collections_,
+    truncate_ranks_,
+)
+
+
+def dlrm() -> nn.Module:
+    tables = [
+        TTEmbeddingBagConfig(name="t1", num_embeddings=401, embedding_dim=16, feature_names=["f1"], tt_ranks=(3, 4)),
+        EmbeddingBagConfig(name="t2", num_embeddings=30, embedding_dim=16, feature_names=["f2"]),
+    ]
+    return build_dlrm(tables, dense_in_features=5, dense_arch_layer_sizes=[128, 128, 16], over_arch_layer_sizes=[128, 1])
+
+
+def truncated() -> nn.Module:
+    model = dlrm()
+    with torch.no_grad():
+        model.sparse_arch.embedding_bag_collection.tt_bag("t1").rank_1[:2] = 0.0  # type: ignore[union-attr, operator]
+    truncate_ranks_(model, threshold=0.1)
+    return model
+
+
+def swapped() -> nn.Module:
+    tables = [EmbeddingBagConfig(name="t", num_embeddings=500, embedding_dim=8, feature_names=["f"])]
+    return swap_embedding_bag_collections_(nn.Sequential(EmbeddingBagCollection(tables)), TTEmbeddingConfig(min_rows=1)).double()
+
+
+@pytest.mark.parametrize("build", [dlrm, truncated, swapped, lambda: export_dense(dlrm()), lambda: nn.LayerNorm(4)])
+def test_every_layer_and_the_total_equal_the_state_dict(build: object) -> None:
+    model = build()  # type: ignore[operator]
+    report, state = compression_report(model), model.state_dict()
+    for layer in report.layers:
+        prefix = f"{layer.name}." if layer.name else ""
+        own = [tensor for name, tensor in state.items() if name.rpartition(".")[0] == prefix[:-1]]
+        assert own
+        assert layer.params == sum(tensor.numel() for tensor in own)
+        assert layer.bytes == sum(tensor.numel() * tensor.element_size() for tensor in own)
+    assert report.total("params") == sum(tensor.numel() for tensor in state.values())
+    assert report.total("bytes") == sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+    assert report.total("params", kind="table") + report.total("params", kind="linear") + report.total(
+        "params", kind="other"
+    ) == report.total("params")
+
+
+def test_the_dense_side_is_the_exported_model() -> None:
+    model = dlrm()
+    exported = {layer.name: layer for layer in compression_report(export_dense(model)).layers}
+    report = compression_report(model)
+    assert report.total("dense_params") == sum(layer.params for layer in exported.values())
+    assert report.total("dense_bytes") == sum(layer.bytes for layer in exported.values())
+    assert report.ratio == report.total("dense_bytes") / report.total("bytes")
+    for kind in ("table", "linear", "other"):
+        assert report.total("dense_bytes", kind=kind) == sum(layer.bytes for layer in exported.values() if layer.kind == kind)
+
+
+def test_what_a_train_says_of_itself() -> None:
+    (layer,) = (layer for layer in compression_report(truncated()).layers if layer.name.endswith("tt_bags.t1"))
+    assert (layer.kind, layer.format, layer.shape, layer.ranks) == ("table", "tt", (401, 16), (1, 4))
+    assert layer.row_shape is not None
+    assert prod(layer.row_shape) >= 401
+    assert layer.dense_params == 401 * 16
+    assert layer.ratio == layer.dense_bytes / layer.bytes
+
+
+def test_a_vanished_layer_weighs_nothing() -> None:
+    model = dlrm()
+    model.sparse_arch.embedding_bag_collection.tt_bag("t1").resize_ranks_((0, 0))  # type: ignore[union-attr, operator]
+    (layer,) = (layer for layer in compression_report(model).layers if layer.name.endswith("tt_bags.t1"))
+    assert (layer.params, layer.bytes, layer.ratio) == (0, 0, float("inf"))
+
+
+def test_to_dict_is_plain_and_to_markdown_has_a_row_a_layer() -> None:
+    report = compression_report(dlrm())
+    plain = json.loads(json.dumps(report.to_dict()))
+    assert plain["params"] == report.total("params")
+    assert plain["table_bytes"] == report.total("bytes", kind="table")
+    assert plain["dense_table_bytes"] == report.total("dense_bytes", kind="table") == 4 * 16 * (401 + 30)
+    assert [entry["name"] for entry in plain["layers"]] == [layer.name for layer in report.layers]
+    lines = report.to_markdown().splitlines()
+    assert len(lines) == 2 + len(report.layers) + 1
+    assert len({line.count("|") for line in lines}) == 1, "a table has as many cells in every row"
+    for line, layer in zip(lines[2:], report.layers, strict=False):
+        assert line.startswith(f"| {layer.name} |")
+        assert f"| {layer.params:,} | {layer.bytes:,} |" in line
+    assert f"{report.total('bytes'):,}" in lines[-1]

@@ -1,0 +1,89 @@
+"""export_dense: the same predictions from plain torch and TorchRec modules, and an original left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+
+from comera_rec import TTEmbeddingBag, TTEmbeddingBagCollection, TTEmbeddingBagConfig, TTLinear, build_dlrm, export_dense
+from comera_rec.nn import TTModule, replace_modules_
+
+
+def dlrm() -> nn.Module:
+    tables = [
+        TTEmbeddingBagConfig(name="t1", num_embeddings=401, embedding_dim=16, feature_names=["f1"], tt_ranks=(3, 4)),
+        EmbeddingBagConfig(name="t2", num_embeddings=30, embedding_dim=16, feature_names=["f2"]),
+    ]
+    model = build_dlrm(tables, dense_in_features=5, dense_arch_layer_sizes=[128, 128, 16], over_arch_layer_sizes=[128, 1])
+    with torch.no_grad():
+        for module in model.modules():
+            for rank in module.rank_parameters() if isinstance(module, TTModule) else ():
+                rank.uniform_(0.5, 1.5)
+    return model
+
+
+def test_predictions_are_the_same_and_the_original_is_left(random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
+    model = dlrm()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    dense = export_dense(model)
+    assert type(dense) is type(model)
+    assert not any(isinstance(m, TTModule | TTEmbeddingBagCollection) for m in dense.modules())
+    assert any(type(m) is EmbeddingBagCollection for m in dense.modules())
+    inputs = torch.randn(9, 5), random_jagged({"f1": 401, "f2": 30}, 9)
+    torch.testing.assert_close(dense(*inputs), model(*inputs), rtol=0, atol=1e-5)
+    with torch.no_grad():
+        for parameter in dense.parameters():
+            parameter.zero_()
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert any(isinstance(m, TTLinear) for m in model.modules())
+
+
+def test_shared_modules_stay_shared_and_modes_are_kept() -> None:
+    layer, bag = TTLinear(16, 16, tt_ranks=4), TTEmbeddingBag(50, 16, mode="max", include_last_offset=True)
+    model = nn.ModuleDict({"first": layer, "body": nn.Sequential(layer, nn.ReLU()), "bag": bag}).eval()
+    dense = export_dense(model)
+    assert type(dense["first"]) is nn.Linear
+    assert dense["first"] is dense["body"][0]
+    assert (type(dense["bag"]), dense["bag"].mode, dense["bag"].include_last_offset) == (nn.EmbeddingBag, "max", True)
+    assert not any(module.training for module in dense.modules())
+
+
+def test_the_model_itself_may_be_a_train() -> None:
+    layer = TTLinear(16, 12, tt_ranks=4)
+    dense = export_dense(layer)
+    assert type(dense) is nn.Linear
+    x = torch.randn(3, 16)
+    torch.testing.assert_close(dense(x), layer(x))
+
+
+def test_a_truncated_away_table_is_zeros(random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
+    model = dlrm()
+    bag = model.sparse_arch.embedding_bag_collection.tt_bag("t1")  # type: ignore[union-attr, operator]
+    bag.resize_ranks_((0, 0))
+    inputs = torch.randn(9, 5), random_jagged({"f1": 401, "f2": 30}, 9)
+    torch.testing.assert_close(export_dense(model)(*inputs), model(*inputs), rtol=0, atol=1e-5)
+
+
+def test_fused_dense_tables_are_exported_too(random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
+    model = dlrm()
+    collection = model.sparse_arch.embedding_bag_collection  # type: ignore[union-attr]
+    stock = collection.dense_bags
+    fused = FusedEmbeddingBagCollection(stock.embedding_bag_configs(), torch.optim.SGD, {"lr": 0.1})
+    fused.load_state_dict(stock.state_dict())
+    replace_modules_(model, {stock: fused})
+    inputs = torch.randn(9, 5), random_jagged({"f1": 401, "f2": 30}, 9)
+    expected = model(*inputs)
+    dense = export_dense(model)
+    assert not any(isinstance(m, FusedEmbeddingBagCollection) for m in dense.modules())
+    torch.testing.assert_close(dense(*inputs), expected, rtol=0, atol=1e-5)
+
+
+def test_a_model_without_trains_is_copied() -> None:
+    model = nn.Linear(3, 3)
+    dense = export_dense(model)
+    assert dense is not model
+    assert torch.equal(dense.weight, model.weight)

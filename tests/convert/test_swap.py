@@ -1,0 +1,150 @@
+"""swap_embedding_bag_collections_: which tables it takes, what stays the same object, and what it says when it can do nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+
+from comera_rec import TTEmbeddingBagCollection, TTEmbeddingConfig, export_dense, swap_embedding_bag_collections_
+
+LIMITS = {"user": 400, "item": 300, "day": 7}
+
+
+def collection(device: torch.device | None = None) -> EmbeddingBagCollection:
+    tables = [
+        EmbeddingBagConfig(name=f"t_{feature}", num_embeddings=limit, embedding_dim=16, feature_names=[feature])
+        for feature, limit in LIMITS.items()
+    ]
+    return EmbeddingBagCollection(tables, device=device)
+
+
+class Nested(nn.Module):
+    """A collection used in two places, another one deeper down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sparse = collection()
+        self.towers = nn.ModuleDict({"left": nn.ModuleList([self.sparse]), "right": nn.ModuleList([collection()])})
+        self.head = nn.Linear(96, 1)
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        pooled = [self.sparse(features).values(), self.towers["right"][0](features).values()]  # type: ignore[index]
+        return self.head(torch.cat(pooled, dim=1))
+
+
+def swapped_names(model: nn.Module) -> list[str]:
+    named = model.named_modules(remove_duplicate=False)
+    return [name for name, module in named if isinstance(module, TTEmbeddingBagCollection)]
+
+
+def test_collections_are_replaced_wherever_they_are(random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
+    model = Nested().eval()
+    day, head = model.sparse.embedding_bags["t_day"], model.head
+    weight = day.weight
+    assert swap_embedding_bag_collections_(model, TTEmbeddingConfig(tt_ranks=4, min_rows=100)) is model
+    assert swapped_names(model) == ["sparse", "towers.left.0", "towers.right.0"]
+    assert model.sparse is model.towers["left"][0]
+    assert model.sparse is not model.towers["right"][0]
+    assert sorted(model.sparse.tt_bags) == ["t_item", "t_user"]
+    assert model.sparse.tt_bag("t_user").shape.ranks == (4,)
+    assert model.sparse.dense_bags.embedding_bags["t_day"].weight is weight, "a small table keeps its parameter"
+    assert model.head is head
+    assert not model.sparse.training
+    model(random_jagged(LIMITS, 5)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_filter_fn_chooses_by_module_and_name() -> None:
+    model = Nested()
+    config = TTEmbeddingConfig(tt_ranks=4, min_rows=100)
+    swap_embedding_bag_collections_(model, config, filter_fn=lambda module, name: name.startswith("towers.right"))
+    assert swapped_names(model) == ["towers.right.0"]
+    swap_embedding_bag_collections_(model, config)  # the rest, later
+    assert swapped_names(model) == ["sparse", "towers.left.0", "towers.right.0"]
+
+
+def test_swapping_twice_does_not_descend_into_what_was_swapped() -> None:
+    model = swap_embedding_bag_collections_(nn.Sequential(collection()), TTEmbeddingConfig(tt_ranks=4, min_rows=350))
+    with pytest.raises(ValueError, match="no EmbeddingBagCollection was swapped"):
+        swap_embedding_bag_collections_(model, TTEmbeddingConfig(tt_ranks=4, min_rows=5))
+
+
+def test_the_model_itself_may_be_a_collection() -> None:
+    swapped = swap_embedding_bag_collections_(collection(), TTEmbeddingConfig(tt_ranks=4, min_rows=100))
+    assert isinstance(swapped, TTEmbeddingBagCollection)
+
+
+@pytest.mark.parametrize("order", [2, 3, 4])
+def test_tt_svd_at_full_rank_gives_the_same_outputs(order: int, random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
+    model = collection()
+    features = random_jagged(LIMITS, 9)
+    expected = model(features)
+    config = TTEmbeddingConfig(tt_ranks=10**6, order=order, min_rows=100)
+    swapped = swap_embedding_bag_collections_(model, config, init="tt_svd")
+    found = swapped(features)
+    assert found.keys() == expected.keys()
+    torch.testing.assert_close(found.values(), expected.values())
+
+
+def test_random_init_is_spread_like_the_tables_it_replaces() -> None:
+    dense = EmbeddingBagCollection([EmbeddingBagConfig(name="t", num_embeddings=20_000, embedding_dim=32, feature_names=["f"])])
+    std = float(dense.embedding_bags["t"].weight.detach().std())
+    swapped = swap_embedding_bag_collections_(dense, TTEmbeddingConfig(tt_ranks=16))
+    assert float(swapped.tt_bag("t").dense_matrix().detach().std()) == pytest.approx(std, rel=0.05)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("compression", [2.0, 5.0, 20.0])
+def test_compression_is_that_of_the_whole_collection(compression: float) -> None:
+    swapped = swap_embedding_bag_collections_(collection(), TTEmbeddingConfig(compression=compression, min_rows=100))
+    reached = sum(LIMITS.values()) * 16 / sum(parameter.numel() for parameter in swapped.parameters())
+    assert compression <= reached <= 1.35 * compression
+
+
+def test_a_compression_out_of_reach_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"compression 5000 can't be reached: .* lower min_rows or compression"):
+        swap_embedding_bag_collections_(collection(), TTEmbeddingConfig(compression=5000, min_rows=100))
+
+
+def test_order_and_ranks_are_taken() -> None:
+    swapped = swap_embedding_bag_collections_(collection(), TTEmbeddingConfig(tt_ranks=(2, 3), min_rows=100))
+    assert swapped.tt_bag("t_user").shape.ranks == (2, 3)  # type: ignore[operator]
+    swapped = swap_embedding_bag_collections_(collection(), TTEmbeddingConfig(tt_ranks=2, order=4, min_rows=100))
+    assert swapped.tt_bag("t_user").shape.order == 4  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("move", [lambda: collection().to("meta"), lambda: collection(torch.device("meta"))])
+def test_trains_are_made_where_the_tables_are(move: Callable[[], nn.Module]) -> None:
+    # A collection that was moved still names the device of its construction.
+    swapped = swap_embedding_bag_collections_(move(), TTEmbeddingConfig(tt_ranks=4, min_rows=100))
+    assert all(parameter.is_meta for parameter in swapped.parameters())
+    assert all(parameter.is_meta for parameter in export_dense(swapped).parameters())
+
+
+@pytest.mark.parametrize("model", [nn.Linear(3, 3), nn.Sequential(collection())], ids=["no collection", "tables below min_rows"])
+def test_nothing_matched_is_an_error(model: nn.Module) -> None:
+    message = "no EmbeddingBagCollection was swapped: none passed filter_fn with a table of at least 10000 rows; lower min_rows"
+    with pytest.raises(ValueError, match=message):
+        swap_embedding_bag_collections_(model, TTEmbeddingConfig())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tt_ranks": 4, "compression": 10}, "tt_ranks 4 and compression 10 are both given: give one of them"),
+        ({"compression": 0.5}, "compression is 0.5: give a number above 1"),
+    ],
+)
+def test_configs_name_what_is_wrong(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TTEmbeddingConfig(**arguments)
+
+
+def test_unknown_init_is_refused_before_anything_happens() -> None:
+    model = nn.Sequential(collection())
+    with pytest.raises(ValueError, match="init is 'svd': choose one of 'random', 'tt_svd'"):
+        swap_embedding_bag_collections_(model, TTEmbeddingConfig(min_rows=1), init="svd")
+    assert swapped_names(model) == []

@@ -1,0 +1,126 @@
+"""Imports point down the layers, and the examples in docstrings run."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import comera_rec
+import data_pipeline
+
+ROOT = Path(comera_rec.__file__).parents[1]
+# Lowest first; a layer imports those before it. train.py, the script for torchrun, is one more way into the command line.
+LAYERS = ["tt", "ops", "nn", "rank", "recsys", "convert", "training", "cli", "train"]
+READS_MANIFEST = {"data_pipeline", "training", "cli", "train"}
+BELOW_TORCHREC = {"tt", "ops", "nn", "rank"}
+# Packages that a function may import, because they are optional: accelerators.
+OPTIONAL = {"triton", "numba"}
+
+FILES = sorted([*Path(comera_rec.__file__).parent.rglob("*.py"), *Path(data_pipeline.__file__).parent.rglob("*.py")])
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
+    """(statement, absolute name of the module) of every import, wherever it stands."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: relative import"
+            yield node, node.module or ""
+            # `from comera_rec import nn` imports comera_rec.nn
+            yield from ((node, f"{node.module}.{alias.name}") for alias in node.names if node.module == "comera_rec")
+
+
+def layer_of(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return parts[1] if parts[0] == "comera_rec" else parts[0]
+
+
+def violations(file: Path, tree: ast.Module) -> list[str]:
+    layer, found = layer_of(file), []
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    inside = {id(node) for function in functions for node in ast.walk(function)}
+    for node, module in imports(tree):
+        package, _, rest = module.partition(".")
+        target = rest.partition(".")[0]
+        where = f"{file.relative_to(ROOT)}:{node.lineno}: {module}"
+        if id(node) in inside and package not in OPTIONAL:
+            found.append(f"{where} is imported inside a function")
+        if layer == "data_pipeline" and package == "comera_rec":
+            found.append(f"{where}: data_pipeline knows nothing of comera_rec")
+        if layer in BELOW_TORCHREC and package in ("torchrec", "fbgemm_gpu"):
+            found.append(f"{where}: TorchRec is known from recsys upwards")
+        if package == "data_pipeline" and layer not in READS_MANIFEST:
+            found.append(f"{where}: only training and above read the manifest")
+        if package == "comera_rec" and {layer, target} <= set(LAYERS) and LAYERS.index(target) > LAYERS.index(layer):
+            found.append(f"{where}: {layer} is below {target}")
+        if layer in LAYERS and module == "comera_rec":
+            found.append(f"{where}: import the layer, not the package that gathers all of them")
+    return found
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_imports_point_down(file: Path) -> None:
+    if file == ROOT / "comera_rec" / "__init__.py":  # gathers names of all layers, lazily
+        return
+    assert layer_of(file) in {*LAYERS, "data_pipeline", "__init__", "__main__"}, "a folder that DESIGN's layers do not name"
+    assert violations(file, ast.parse(file.read_text())) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("comera_rec/nn/x.py", "from comera_rec.rank import truncate_ranks_"),
+        ("comera_rec/nn/x.py", "import comera_rec.convert"),
+        ("comera_rec/nn/x.py", "from comera_rec import convert"),
+        ("comera_rec/nn/x.py", "import comera_rec"),
+        ("comera_rec/rank/x.py", "from torchrec import EmbeddingBagCollection"),
+        ("comera_rec/tt/x.py", "def f():\n    import numpy"),
+        ("comera_rec/training/x.py", "from comera_rec.cli import main"),
+        ("data_pipeline/x.py", "from comera_rec.tt import TTShape"),
+        ("comera_rec/convert/x.py", "from data_pipeline.manifest import Manifest"),
+    ],
+)
+def test_the_rules_can_be_broken(file: str, line: str) -> None:
+    assert violations(ROOT / file, ast.parse(line)) != []
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("comera_rec/nn/x.py", "from comera_rec.ops import tt_rows"),
+        ("comera_rec/nn/x.py", "from comera_rec.nn.linear import TTLinear"),
+        ("comera_rec/convert/x.py", "from torchrec import EmbeddingBagCollection"),
+        ("comera_rec/ops/x.py", "def f():\n    import triton"),
+        ("comera_rec/cli/x.py", "from data_pipeline.manifest import Manifest"),
+    ],
+)
+def test_what_the_rules_allow(file: str, line: str) -> None:
+    assert violations(ROOT / file, ast.parse(line)) == []
+
+
+def modules() -> list[str]:
+    packages = [comera_rec, data_pipeline]
+    return [info.name for package in packages for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
+
+
+@pytest.mark.parametrize("name", [name for name in modules() if not name.endswith("__main__")])
+def test_docstring_examples(name: str) -> None:
+    module = importlib.import_module(name)
+    result = doctest.testmod(module, extraglobs={"torch": torch}, optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert result.failed == 0, "see the captured output"
+
+
+def test_every_public_name_is_there() -> None:
+    for name in comera_rec.__all__:
+        assert getattr(comera_rec, name).__doc__, f"{name} has no docstring"
+    assert set(comera_rec.__all__) <= set(dir(comera_rec))
+    with pytest.raises(AttributeError, match="module 'comera_rec' has no attribute 'no_such_name'"):
+        _ = comera_rec.no_such_name
