@@ -1,0 +1,43 @@
+"""The gate: nothing is timed before every provider gave the reference's numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+# Largest error over the largest reference value, by the dtype of what a provider returned.
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
+
+
+class Disagreement(Exception):
+    """A provider's numbers are not the reference's."""
+
+
+def require_agreement(reference: Mapping[str, Tensor], outcomes: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Compare what providers computed with the reference.
+
+    Args:
+        reference: quantity -> value, in float64: "output", and gradients or updated weights under names of their own.
+        outcomes: provider -> the quantities it can show; "output" always.
+
+    Raises:
+        Disagreement: naming the provider, the quantity and the error, for missing or unknown quantities as well.
+    """
+    for provider, outcome in outcomes.items():
+        if "output" not in outcome:
+            raise Disagreement(f"{provider} shows no output")
+        for quantity, value in outcome.items():
+            if quantity not in reference:
+                raise Disagreement(f"{provider} shows {quantity}, which the reference does not know")
+            expected = reference[quantity]
+            if value.shape != expected.shape:
+                raise Disagreement(f"{provider}: {quantity} has shape {tuple(value.shape)}, not {tuple(expected.shape)}")
+            error = float((value.double() - expected).abs().max()) if value.numel() else 0.0
+            largest = float(expected.abs().max()) if expected.numel() else 0.0
+            if not error <= TOLERANCE[value.dtype] * largest:  # catches NaN too
+                raise Disagreement(
+                    f"{provider}: {quantity} is off by {error:.3g} where values reach {largest:.3g}"
+                    f" (tolerance {TOLERANCE[value.dtype]:g} of that)"
+                )

@@ -1,0 +1,78 @@
+"""Where and with what a benchmark ran."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FOLDER = Path(__file__).parent
+PACKAGES = {
+    "torch": ("torch",),
+    "torchrec": ("torchrec",),
+    "fbgemm": ("fbgemm-gpu-cpu", "fbgemm-gpu"),
+    "comera-rec": ("comera-rec",),
+}
+
+
+def machine_kind(device: str) -> str:
+    """A folder name for machines whose times may be compared, such as "nvidia-h200" or "cpu-2-intel-xeon-processor"."""
+    if device.startswith("cuda"):
+        return _slug(torch.cuda.get_device_name(device))
+    return _slug(f"cpu {available_cores()} {_cpu_model()}")
+
+
+def available_cores() -> int:
+    """CPU cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def results_path(name: str, device: str) -> Path:
+    """The committed results file of a benchmark on this kind of machine."""
+    return FOLDER / "results" / machine_kind(device) / f"{name}.jsonl"
+
+
+def describe(device: str) -> dict[str, Any]:
+    """The fields of a row that are the same for a whole run, except seed and date."""
+    return {
+        "device": torch.device(device).type,
+        "machine": machine_kind(device),
+        "versions": {"python": platform.python_version(), **{name: _version(names) for name, names in PACKAGES.items()}},
+        "threads": torch.get_num_threads(),
+        "commit": _commit(),
+    }
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)|@.*", "", text.lower())).strip("-")
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def _version(names: tuple[str, ...]) -> str:
+    for name in names:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return "none"
+
+
+def _commit() -> str:
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=FOLDER, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

@@ -1,0 +1,137 @@
+"""Linear layers: nn.Linear against the tensor train with the same weights.
+
+Shapes: B batch, I in_features, O out_features.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import comera_rec as cr
+from benchmarks.measure import Settings, measure_cases
+from benchmarks.rows import Row
+from benchmarks.workload import Provider, TorchProvider, parameter_count, parameter_gradients
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearCase:
+    """Sizes of one layer and its batch."""
+
+    batch: int
+    in_features: int
+    out_features: int
+    rank: int
+    order: int = 4
+    dtype: str = "float32"
+
+    @property
+    def tt_shape(self) -> cr.TTShape:
+        """Modes and ranks of the layer."""
+        return cr.TTShape.for_linear(self.in_features, self.out_features, tt_ranks=self.rank, order=self.order)
+
+    def shapes(self) -> dict[str, Any]:
+        return {
+            "batch": self.batch,
+            "in": self.in_features,
+            "out": self.out_features,
+            "order": self.order,
+            "ranks": list(self.tt_shape.ranks),
+        }
+
+
+QUICK = (LinearCase(batch=256, in_features=256, out_features=128, rank=8),)
+FULL = (
+    LinearCase(batch=128, in_features=1024, out_features=1024, rank=64),
+    LinearCase(batch=2048, in_features=1024, out_features=1024, rank=64),
+    LinearCase(batch=16384, in_features=1024, out_features=1024, rank=16),
+    LinearCase(batch=16384, in_features=1024, out_features=1024, rank=64),
+    LinearCase(batch=16384, in_features=512, out_features=256, rank=16),
+    LinearCase(batch=4096, in_features=768, out_features=768, rank=30),
+    LinearCase(batch=4096, in_features=768, out_features=3072, rank=30),
+)
+
+
+def run(settings: Settings) -> Iterator[list[Row]]:
+    """The rows of every case."""
+    yield from measure_cases("linear", QUICK if settings.quick else FULL, LinearWorkload, settings)
+
+
+class LinearWorkload:
+    """One layer in both forms, its input and its upstream gradient."""
+
+    baselines = ("nn.Linear",)
+
+    def __init__(self, case: LinearCase, device: str, seed: int) -> None:
+        torch.manual_seed(seed)
+        dtype = getattr(torch, case.dtype)
+        self.tensor_train = cr.TTLinear(case.in_features, case.out_features, shape=case.tt_shape, device=device, dtype=dtype)
+        self.input_BI = torch.randn(case.batch, case.in_features, device=device, dtype=dtype)
+        self.upstream_BO = torch.randn(case.batch, case.out_features, device=device, dtype=dtype)
+
+    @property
+    def providers(self) -> Mapping[str, Callable[[], Provider]]:
+        return {
+            "nn.Linear": lambda: self._provider(self.tensor_train.to_dense()),
+            "TTLinear": lambda: self._provider(copy.deepcopy(self.tensor_train)),
+        }
+
+    def reference(self) -> dict[str, Tensor]:
+        """y = x W + b with W contracted core by core, in float64."""
+        stored = {name: p.detach().double().requires_grad_() for name, p in self.tensor_train.named_parameters()}
+        weight_IO = tt_matrix(stored, self.tensor_train.shape)[: self.tensor_train.in_features, : self.tensor_train.out_features]
+        weight_IO.retain_grad()
+        input_BI = self.input_BI.double().requires_grad_()
+        output_BO = input_BI @ weight_IO + stored["bias"]
+        output_BO.backward(self.upstream_BO.double())
+        assert input_BI.grad is not None
+        assert weight_IO.grad is not None
+        return {
+            "output": output_BO.detach(),
+            "gradient of input": input_BI.grad,
+            "gradient of weight": weight_IO.grad.mT,
+            **{f"gradient of {name}": tensor.grad for name, tensor in stored.items() if tensor.grad is not None},
+        }
+
+    def counted(self, provider: Provider, pass_: str) -> dict[str, float]:
+        """Parameters, and the products that torch counts; `flops_ratio` is the dense layer's over this one's."""
+        assert isinstance(provider, TorchProvider)
+        flops, dense = _flops(provider, pass_), self._dense_flops[pass_]
+        return {"params": parameter_count(provider.module), "flops": flops, "flops_ratio": dense / flops}
+
+    @cached_property
+    def _dense_flops(self) -> dict[str, float]:
+        dense = self._provider(self.tensor_train.to_dense())
+        return {pass_: _flops(dense, pass_) for pass_ in dense.passes}
+
+    def _provider(self, module: nn.Module) -> TorchProvider:
+        input_BI = self.input_BI.clone().requires_grad_()  # as inside a network: the input's gradient is needed, too
+
+        def gradients() -> dict[str, Tensor]:
+            assert input_BI.grad is not None
+            return {"gradient of input": input_BI.grad, **parameter_gradients(module)}
+
+        return TorchProvider(module, [(input_BI,)], self.upstream_BO, gradients=gradients)
+
+
+def tt_matrix(stored: Mapping[str, Tensor], shape: cr.TTShape) -> Tensor:
+    """The matrix of a train by definition: G_1 diag(D_1) G_2 ... G_d, from `core_k` and `rank_k`; differentiable."""
+    matrix_mnr = stored["core_0"][0]
+    for k in range(1, shape.order):
+        product = torch.einsum("mnr,r,rabs->manbs", matrix_mnr, stored[f"rank_{k}"], stored[f"core_{k}"])
+        matrix_mnr = product.flatten(2, 3).flatten(0, 1)
+    return matrix_mnr[..., 0]
+
+
+def _flops(provider: TorchProvider, pass_: str) -> float:
+    with FlopCounterMode(display=False) as counter:
+        provider.passes[pass_](0)
+    provider.release()
+    return float(counter.get_total_flops())

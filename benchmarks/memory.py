@@ -1,0 +1,116 @@
+"""Peak extra memory of one call, native allocations included, in a process that did nothing else."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import multiprocessing
+import os
+import re
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Call = Callable[[int], object]
+Prepared = tuple[Call, Callable[[], None]]
+
+_STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+_LARGE = 64 << 10
+
+
+def memory_is_measurable(device: str) -> bool:
+    """Whether the peak can be reset and read here: CUDA devices, and CPUs under Linux."""
+    return device.startswith("cuda") or os.access(_CLEAR_REFS, os.W_OK)
+
+
+def peak_extra_memory(prepare: Callable[..., Prepared], *arguments: Any, device: str = "cpu", repeats: int = 3) -> list[float]:
+    """MiB by which each of some calls raised the peak of a fresh process over what it held just before.
+
+    On CPU it is the growth of the peak resident set (VmHWM), which sees every allocator; on CUDA torch's own count.
+
+    Args:
+        prepare: a function importable by name. It runs in the child, does everything that is not to be counted (imports, weights,
+            warming up) and returns the call, which takes its number, and a function that drops what a call left behind.
+        arguments: for `prepare`; picklable.
+        device: where the call allocates.
+        repeats: calls measured.
+
+    Raises:
+        RuntimeError: if the child fails or is killed.
+    """
+    # A fork server imports the modules once but runs no kernel, so its forks start quickly and inherit no half-dead thread pools.
+    context = multiprocessing.get_context("forkserver")
+    # torch.optim imports torch._dynamo when it is first used, which takes seconds.
+    context.set_forkserver_preload([__name__, prepare.__module__, "torch._dynamo"])
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_measure, args=(sender, prepare, arguments, device, repeats, torch.get_num_threads()))
+    child.start()
+    sender.close()
+    try:
+        peaks, error = receiver.recv()
+    except EOFError:
+        peaks, error = [], ""
+    child.join()
+    if error or not peaks:
+        raise RuntimeError(f"measuring memory failed in the child process (exit status {child.exitcode}): {error or 'killed'}")
+    return list(peaks)
+
+
+def _measure(
+    sender: Connection, prepare: Callable[..., Prepared], arguments: tuple[Any, ...], device: str, repeats: int, threads: int
+) -> None:
+    try:
+        torch.set_num_threads(threads)
+        on_gpu = device.startswith("cuda")
+        if not on_gpu:
+            _return_freed_memory_at_once()
+        call, release = prepare(*arguments)
+        peaks = []
+        for turn in range(repeats):
+            release()
+            gc.collect()
+            peaks.append(_cuda_peak(call, turn, device) if on_gpu else _resident_peak(call, turn))
+        sender.send((peaks, ""))
+    except Exception as error:
+        sender.send(([], f"{type(error).__name__}: {error}"))
+
+
+def _return_freed_memory_at_once() -> None:
+    # glibc keeps freed blocks resident, and what a call then takes again would not raise the peak.
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGE)
+        libc.mallopt(_M_TRIM_THRESHOLD, _LARGE)
+
+
+def _resident_peak(call: Call, turn: int) -> float:
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+    _CLEAR_REFS.write_text("5")  # sets VmHWM to VmRSS
+    before = _kib("VmRSS")
+    result = call(turn)
+    peak = _kib("VmHWM")
+    del result
+    return max(0, peak - before) / 1024
+
+
+def _cuda_peak(call: Call, turn: int, device: str) -> float:
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    result = call(turn)
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    del result
+    return (peak - before) / 2**20
+
+
+def _kib(name: str) -> int:
+    found = re.search(rf"^{name}:\s+(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
+    assert found is not None, name
+    return int(found[1])

@@ -1,0 +1,96 @@
+"""Plot a results file: `python -m benchmarks.plot RESULTS.jsonl [--output FILE.svg]`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import matplotlib
+from matplotlib.figure import Figure
+
+from benchmarks.cli import run_command
+from benchmarks.rows import UNITS, Row, read_rows
+from benchmarks.table import case_title, format_size
+from benchmarks.workload import PASSES
+
+LABELS = {"ms": "time, ms (p20, p50, p80)", "MiB": "peak extra memory, MiB (p20, p50, p80)"}
+
+
+def plot_rows(rows: Sequence[Row], path: Path) -> None:
+    """One panel for each pass and unit, a line for each case, a dot for each provider's median; PNG, SVG or PDF by the name."""
+    if not rows:
+        raise ValueError("there are no rows to plot: run the benchmark first")
+    labels = _case_labels(rows)
+    providers = list(dict.fromkeys(row.provider for row in rows))
+    passes = [pass_ for pass_ in PASSES if any(row.pass_ == pass_ for row in rows)]
+    units = [unit for unit in UNITS if any(row.unit == unit for row in rows)]
+    height = 1.5 + len(units) * (1.0 + 0.1 * len(labels) * max(4, len(providers)))
+    figure = Figure(figsize=(3 + 0.06 * max(map(len, labels.values())) + 3.5 * len(passes), height), layout="constrained")
+    axes = figure.subplots(len(units), len(passes), squeeze=False, sharey=True)
+    for unit, line in zip(units, axes, strict=True):
+        for pass_, panel in zip(passes, line, strict=True):
+            chosen = [row for row in rows if row.unit == unit and row.pass_ == pass_]
+            _draw(panel, chosen, labels, providers)
+            panel.set_title(pass_)
+            panel.set_xlabel(LABELS[unit])
+    first = rows[0]
+    figure.suptitle(f"{first.op}: {_common(rows)}\n{first.machine}, {first.threads} threads, commit {first.commit}", fontsize=9)
+    handles, names = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=3)
+    with matplotlib.rc_context({"svg.hashsalt": "comera-rec"}):
+        figure.savefig(path, dpi=120)
+
+
+def _constant_keys(rows: Sequence[Row]) -> list[str]:
+    keys = dict.fromkeys(key for row in rows for key in row.shapes)
+    return [key for key in keys if all(key in row.shapes and row.shapes[key] == rows[0].shapes[key] for row in rows)]
+
+
+def _common(rows: Sequence[Row]) -> str:
+    return ", ".join([*(f"{key} {format_size(rows[0].shapes[key])}" for key in _constant_keys(rows)), rows[0].dtype])
+
+
+def _case_labels(rows: Sequence[Row]) -> dict[str, str]:
+    """Title of a case -> what tells it from the others."""
+    constant = _constant_keys(rows)
+    return {
+        case_title(row): ", ".join(f"{key} {format_size(value)}" for key, value in row.shapes.items() if key not in constant)
+        for row in rows
+    }
+
+
+def _draw(panel: Any, rows: Sequence[Row], labels: Mapping[str, str], providers: Sequence[str]) -> None:
+    titles = list(labels)
+    for k, name in enumerate(providers):
+        mine = [row for row in rows if row.provider == name]
+        offset = 0.7 * ((k + 0.5) / len(providers) - 0.5)
+        medians = [row.p50 for row in mine]
+        spread = [[row.p50 - row.p20 for row in mine], [row.p80 - row.p50 for row in mine]]
+        heights = [titles.index(case_title(row)) + offset for row in mine]
+        panel.errorbar(medians, heights, xerr=spread, fmt="o", markersize=4, color=f"C{k}", label=name)
+    if any(row.p50 > 0 for row in rows):
+        panel.set_xscale("log")
+    panel.set_yticks(range(len(titles)), list(labels.values()), fontsize=7)
+    panel.set_ylim(len(titles) - 0.5, -0.5)
+    panel.grid(axis="x", alpha=0.3)
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("results", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="PNG, SVG or PDF; default beside RESULTS as .svg.")
+def plot(results: Path, output: Path | None) -> None:
+    """Plot the rows of a results file.
+
+    \b
+    Example:
+      python -m benchmarks.plot lookup.jsonl --output lookup.png
+    """
+    output = output or results.with_suffix(".svg")
+    plot_rows(read_rows(results), output)
+    click.echo(f"wrote {output}")
+
+
+if __name__ == "__main__":
+    run_command(plot, "benchmarks.plot")

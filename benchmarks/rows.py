@@ -1,0 +1,119 @@
+"""The one row schema of all benchmarks, and its JSON lines."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+UNITS = ("ms", "MiB")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One provider's measurement of one pass of one case.
+
+    Attributes:
+        op: the operation, by default the benchmark's name.
+        provider: who did the work.
+        shapes: sizes of the case: batch, rows, dim, order, ranks, distribution of the ids and so on; plain JSON values.
+        dtype: of the weights.
+        pass_: "forward", "forward+backward" or "step" (with the optimizer's update); "pass" in JSON.
+        p20, p50, p80: percentiles over the samples.
+        unit: "ms" for time, "MiB" for the peak extra memory of one call.
+        samples: how many calls the percentiles stand on.
+        ratios: baseline -> the baseline's p50 over this p50, in the same run; above 1 is less time or memory than the baseline.
+        counted: what was counted instead of measured, e.g. params, flops.
+        device: "cpu" or "cuda".
+        machine: kind of machine, the folder of its results.
+        versions: of python, torch, torchrec, fbgemm and comera-rec.
+        threads: CPU threads of torch.
+        commit: of this repository, with "-dirty" where tracked files differ from it.
+        seed: of weights and inputs.
+        date: UTC, ISO 8601.
+    """
+
+    op: str
+    provider: str
+    shapes: dict[str, Any]
+    dtype: str
+    pass_: str
+    p20: float
+    p50: float
+    p80: float
+    unit: str
+    samples: int
+    ratios: dict[str, float]
+    counted: dict[str, float] = field(default_factory=dict)
+    device: str
+    machine: str
+    versions: dict[str, str]
+    threads: int
+    commit: str
+    seed: int
+    date: str
+
+    def __post_init__(self) -> None:
+        if self.unit not in UNITS:
+            raise ValueError(f"unit is {self.unit!r}: choose one of {', '.join(map(repr, UNITS))}")
+        if not self.p20 <= self.p50 <= self.p80:
+            raise ValueError(f"p20 {self.p20}, p50 {self.p50}, p80 {self.p80} must ascend")
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps({name.rstrip("_"): value for name, value in asdict(self).items()}, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, line: str) -> Row:
+        """The inverse of `to_json`.
+
+        Raises:
+            ValueError: naming the keys that are missing or unknown.
+        """
+        record = json.loads(line)
+        names = {f.name.rstrip("_"): f.name for f in fields(cls)}
+        if not isinstance(record, dict) or set(record) != set(names):
+            found = set(record) if isinstance(record, dict) else set()
+            raise ValueError(f"not a benchmark row: missing {sorted(set(names) - found)}, unknown {sorted(found - set(names))}")
+        return cls(**{names[key]: value for key, value in record.items()})
+
+
+def read_rows(path: Path) -> list[Row]:
+    """All rows of a results file."""
+    rows = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        try:
+            rows.append(Row.from_json(line))
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: {error}") from None
+    return rows
+
+
+class RowWriter:
+    """Writes rows beside the file, line by line, and puts them in its place once all are there."""
+
+    def __init__(self, path: Path) -> None:
+        if not path.parent.is_dir():
+            raise ValueError(f"no folder {path.parent} for {path.name}: create it first")
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder: name a file")
+        self.path = path
+        self._partial = path.with_name(path.name + ".partial")
+
+    def __enter__(self) -> RowWriter:
+        self._file = self._partial.open("w")
+        return self
+
+    def write(self, rows: Iterable[Row]) -> None:
+        """Append rows."""
+        self._file.writelines(row.to_json() + "\n" for row in rows)
+        self._file.flush()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._file.close()
+        if kind is None:
+            os.replace(self._partial, self.path)

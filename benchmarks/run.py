@@ -1,0 +1,107 @@
+"""Run benchmarks: `python -m benchmarks.run NAME [--quick] [--json FILE]`."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+from tqdm import tqdm
+
+from benchmarks.cli import run_command
+
+# name -> (module, what it compares); the module's `run(settings)` yields the rows of one case after the other.
+BENCHMARKS = {
+    "lookup": ("benchmarks.lookup", "embedding bags: dense, FBGEMM's fused, tensor-train with and without dedup"),
+    "linear": ("benchmarks.linear", "linear layers: nn.Linear and TTLinear"),
+}
+_FILE = click.Path(path_type=Path)
+
+
+@click.command(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+    epilog="\b\nBenchmarks:\n" + "\n".join(f"  {name:<10} {summary}" for name, (_, summary) in BENCHMARKS.items()),
+)
+@click.argument("name", metavar="NAME", type=click.Choice([*BENCHMARKS, "all"]))
+@click.option("--quick", is_flag=True, help="Small cases, few rounds: seconds, to see that everything runs.")
+@click.option("--json", "json_file", type=_FILE, metavar="FILE", help="Write the rows there as JSON lines.")
+@click.option("--save", is_flag=True, help="Keep the rows under benchmarks/results/<machine kind>/, one file a benchmark.")
+@click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads; default all cores.")
+@click.option("--seconds", type=click.FloatRange(min=0), help="Time for each pass of each case, at least 10 rounds; default 8.")
+@click.option("--seed", default=0, show_default=True, help="Of weights and inputs.")
+@click.option("--no-memory", is_flag=True, help="Leave out peak extra memory, which takes a process for each provider and pass.")
+def run(
+    name: str,
+    quick: bool,
+    json_file: Path | None,
+    save: bool,
+    device: str,
+    threads: int | None,
+    seconds: float | None,
+    seed: int,
+    no_memory: bool,
+) -> None:
+    """Measure every provider of a benchmark side by side, after all of them gave the same numbers.
+
+    Ratios are the baseline's median over the provider's: above 1 is less time, or less memory.
+
+    \b
+    Example:
+      python -m benchmarks.run lookup --quick --json lookup.jsonl
+      python -m benchmarks.run all --save
+    """
+    if quick and save:
+        raise click.UsageError("--save keeps results of full runs: drop --quick, or write the rows with --json")
+    _set_threads(threads)
+    # From here on, because importing torch reads the number of threads.
+    from benchmarks.environment import results_path
+    from benchmarks.measure import Settings
+    from benchmarks.rows import RowWriter
+    from benchmarks.table import format_case
+    from benchmarks.timing import Plan
+
+    plan = Plan(warmup=1, min_rounds=5, max_rounds=5) if quick else Plan()
+    if seconds is not None:
+        plan = Plan(warmup=plan.warmup, min_rounds=plan.min_rounds, max_rounds=1_000_000, seconds=seconds)
+    settings = Settings(quick=quick, device=_require_device(device), seed=seed, memory=not no_memory, plan=plan)
+    with contextlib.ExitStack() as stack:
+        everything = stack.enter_context(RowWriter(json_file)) if json_file else None
+        for chosen in BENCHMARKS if name == "all" else [name]:
+            with contextlib.ExitStack() as inner:
+                kept = inner.enter_context(RowWriter(_made(results_path(chosen, device)))) if save else None
+                rows: Iterator[list] = importlib.import_module(BENCHMARKS[chosen][0]).run(settings)
+                for case in rows:
+                    for writer in filter(None, (everything, kept)):
+                        writer.write(case)
+                    tqdm.write(format_case(case) + "\n")
+    if json_file:
+        click.echo(f"wrote {json_file}")
+
+
+def _set_threads(threads: int | None) -> None:
+    if threads is not None:
+        for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
+            os.environ[variable] = str(threads)
+
+
+def _require_device(device: str) -> str:
+    import torch
+
+    if device != "cpu" and not (device.startswith("cuda") and torch.cuda.is_available()):
+        raise ValueError(
+            f"--device is {device!r}: choose cpu" + (" or cuda" if torch.cuda.is_available() else ", torch sees no GPU")
+        )
+    return device
+
+
+def _made(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+if __name__ == "__main__":
+    run_command(run, "benchmarks.run")

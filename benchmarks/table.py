@@ -1,0 +1,53 @@
+"""Rows as text: one aligned table a case."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks.rows import Row
+from benchmarks.workload import PASSES
+
+
+def case_title(row: Row) -> str:
+    """The case in one line: "lookup, num_embeddings 1,000,000, order 2, ..."."""
+    return ", ".join([row.op, *(f"{name} {format_size(value)}" for name, value in row.shapes.items()), row.dtype])
+
+
+def format_case(rows: Sequence[Row]) -> str:
+    """All rows of one case: a line for each pass and provider, ratios such as "4.2x" less time than the baseline."""
+    baselines = sorted({name for row in rows for name in row.ratios})
+    names = list(dict.fromkeys(row.provider for row in rows))
+    cells = [
+        ["pass", "provider", "p50 ms", "p20..p80", *(f"vs {b}" for b in baselines), "extra MiB", *(f"vs {b}" for b in baselines)]
+    ]
+    for pass_ in PASSES:
+        for name in names:
+            mine = {row.unit: row for row in rows if row.pass_ == pass_ and row.provider == name}
+            if mine:
+                ms, mib = mine.get("ms"), mine.get("MiB")
+                spread = f"{ms.p20:.3g}..{ms.p80:.3g}" if ms else ""
+                cells.append([pass_, name, _p50(ms), spread, *_ratios(ms, baselines), _p50(mib), *_ratios(mib, baselines)])
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+    lines = ["  ".join(_align(cell, width, k) for k, (cell, width) in enumerate(zip(line, widths, strict=True))) for line in cells]
+    row = rows[0]
+    where = f"{row.machine}, {row.threads} thread{'s' * (row.threads != 1)}, commit {row.commit}, seed {row.seed}"
+    return "\n".join([case_title(row), f"  ({where})", *(f"  {line.rstrip()}" for line in lines)])
+
+
+def _align(cell: str, width: int, column: int) -> str:
+    return cell.ljust(width) if column < 2 else cell.rjust(width)
+
+
+def _p50(row: Row | None) -> str:
+    return "" if row is None else f"{row.p50:,.3f}" if row.unit == "ms" else f"{row.p50:,.1f}"
+
+
+def _ratios(row: Row | None, baselines: Sequence[str]) -> list[str]:
+    return [f"{row.ratios[name]:.2f}x" if row and name in row.ratios else "" for name in baselines]
+
+
+def format_size(value: object) -> str:
+    """A size for people: 1,000,000 or 8x8x8."""
+    if isinstance(value, list):
+        return "x".join(map(str, value))
+    return f"{value:,}" if isinstance(value, int) else str(value)

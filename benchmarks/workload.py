@@ -1,0 +1,126 @@
+"""What a benchmark describes: cases, the workload a case stands for, and its providers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+PASSES = ("forward", "forward+backward", "step")
+
+
+class Case(Protocol):
+    """Sizes of one case: a frozen dataclass, picklable."""
+
+    @property
+    def dtype(self) -> str:
+        """Of the weights."""
+
+    def shapes(self) -> dict[str, Any]:
+        """The sizes as plain JSON values, for `Row.shapes`."""
+
+
+class Provider(Protocol):
+    """One implementation, with weights of its own."""
+
+    @property
+    def passes(self) -> Mapping[str, Callable[[int], object]]:
+        """Pass -> call, for the passes it has; a call takes the number of its round and picks its input by that."""
+
+    def verify(self) -> dict[str, Tensor]:
+        """What it computes on the first input: "output", and what else of `Workload.reference` it can show."""
+
+    def release(self) -> None:
+        """Drop what a call leaves behind, such as gradients; called where memory is measured."""
+
+
+class Workload(Protocol):
+    """Inputs and weights that the providers of a case share, equal wherever they are built from the same case and seed."""
+
+    @property
+    def baselines(self) -> tuple[str, ...]:
+        """Providers that ratios are quoted to."""
+
+    @property
+    def providers(self) -> Mapping[str, Callable[[], Provider]]:
+        """Name -> factory, in the order they take turns."""
+
+    def reference(self) -> dict[str, Tensor]:
+        """The right values on the first input, in float64, from the definition."""
+
+    def counted(self, provider: Provider, pass_: str) -> dict[str, float]:
+        """What can be counted for a pass, such as params and flops."""
+
+
+class TorchProvider:
+    """A torch module: forward without gradients, forward and backward, and with the optimizer's update if there is one.
+
+    Args:
+        module: what is measured.
+        batches: positional arguments of the calls, taken in turns.
+        upstream: gradient of the output.
+        optimizer: of the module's parameters; without it there is no "step".
+        gradients: what `verify` shows besides the output, read after a backward pass.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        batches: Sequence[tuple[Tensor, ...]],
+        upstream: Tensor,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        gradients: Callable[[], dict[str, Tensor]] = dict,
+    ) -> None:
+        self.module = module
+        self._batches = batches
+        self._upstream = upstream
+        self._optimizer = optimizer
+        self._gradients = gradients
+
+    @property
+    def passes(self) -> Mapping[str, Callable[[int], object]]:
+        calls = {"forward": self._forward, "forward+backward": self._forward_backward}
+        return calls if self._optimizer is None else {**calls, "step": self._step}
+
+    def verify(self) -> dict[str, Tensor]:
+        output = self._forward_backward(0).detach()
+        outcome = {"output": output, **self._gradients()}
+        self.release()
+        return outcome
+
+    def release(self) -> None:
+        for tensor in (*self.module.parameters(), *(tensor for batch in self._batches for tensor in batch)):
+            tensor.grad = None
+
+    def _forward(self, turn: int) -> Tensor:
+        with torch.no_grad():
+            output: Tensor = self.module(*self._batches[turn % len(self._batches)])
+        return output
+
+    def _forward_backward(self, turn: int) -> Tensor:
+        self.release()
+        output: Tensor = self.module(*self._batches[turn % len(self._batches)])
+        output.backward(self._upstream)
+        return output
+
+    def _step(self, turn: int) -> Tensor:
+        assert self._optimizer is not None
+        output = self._forward_backward(turn)
+        self._optimizer.step()
+        return output
+
+
+def parameter_count(module: nn.Module) -> float:
+    """Numbers stored in a module's parameters."""
+    return float(sum(parameter.numel() for parameter in module.parameters()))
+
+
+def parameter_gradients(module: nn.Module) -> dict[str, Tensor]:
+    """ "gradient of <name>" -> gradient, for all parameters; a missing one is NaN, which agrees with nothing."""
+    return {
+        f"gradient of {name}": torch.full_like(parameter, torch.nan).detach() if parameter.grad is None else parameter.grad.clone()
+        for name, parameter in module.named_parameters()
+    }

@@ -1,0 +1,287 @@
+"""The benchmark harness: rows, percentiles, the gate, turns, memory, and small runs from end to end."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.agreement import Disagreement, require_agreement
+from benchmarks.cli import run_command
+from benchmarks.environment import describe, machine_kind
+from benchmarks.linear import LinearCase, LinearWorkload
+from benchmarks.lookup import LookupCase, LookupWorkload, cases, draw_ids
+from benchmarks.measure import Settings, measure_case, prepare_call
+from benchmarks.memory import Call, memory_is_measurable, peak_extra_memory
+from benchmarks.plot import plot_rows
+from benchmarks.rows import Row, RowWriter, read_rows
+from benchmarks.run import BENCHMARKS, run
+from benchmarks.table import format_case
+from benchmarks.timing import Plan, alternate, percentiles
+from benchmarks.workload import TorchProvider
+
+ROOT = Path(__file__).parents[2]
+FEW = Plan(warmup=1, min_rounds=2, max_rounds=2)
+SMALL_LINEAR = LinearCase(batch=6, in_features=17, out_features=12, rank=3)
+SMALL_LOOKUP = LookupCase(num_embeddings=1009, embedding_dim=8, order=3, rank=4, batch=16, bag=3, ids="zipf")
+
+needs_peak = pytest.mark.skipif(not memory_is_measurable("cpu"), reason="the peak of resident memory can't be reset on this system")
+
+
+@pytest.fixture
+def row() -> Row:
+    return Row(
+        op="linear",
+        provider="TTLinear",
+        shapes={"batch": 4, "ranks": [8, 8]},
+        dtype="float32",
+        pass_="forward+backward",
+        p20=1.0,
+        p50=2.0,
+        p80=4.0,
+        unit="ms",
+        samples=10,
+        ratios={"nn.Linear": 1.5},
+        counted={"flops": 12.0},
+        seed=0,
+        date="2026-01-01T00:00:00+00:00",
+        **describe("cpu"),
+    )
+
+
+class TestRows:
+    def test_a_file_gives_back_what_was_written(self, row: Row, tmp_path: Path) -> None:
+        rows = [row, replace(row, unit="MiB", ratios={})]
+        with RowWriter(tmp_path / "rows.jsonl") as writer:
+            writer.write(rows)
+            assert not (tmp_path / "rows.jsonl").exists()
+        assert read_rows(tmp_path / "rows.jsonl") == rows
+        assert '"pass": "forward+backward"' in row.to_json()
+
+    def test_a_failed_run_leaves_an_earlier_file_alone(self, row: Row, tmp_path: Path) -> None:
+        path = tmp_path / "rows.jsonl"
+        path.write_text("earlier")
+
+        def fail() -> None:
+            with RowWriter(path) as writer:
+                writer.write([row])
+                raise RuntimeError("on the way")
+
+        with pytest.raises(RuntimeError, match="on the way"):
+            fail()
+        assert path.read_text() == "earlier"
+
+    def test_missing_and_unknown_keys_are_named(self, row: Row, tmp_path: Path) -> None:
+        path = tmp_path / "rows.jsonl"
+        path.write_text(row.to_json() + "\n" + row.to_json().replace('"seed"', '"sead"') + "\n")
+        with pytest.raises(ValueError, match=r"rows.jsonl:2: .* missing \['seed'\], unknown \['sead'\]"):
+            read_rows(path)
+
+    def test_nonsense_is_refused(self, row: Row) -> None:
+        with pytest.raises(ValueError, match="unit is 'MB'"):
+            replace(row, unit="MB")
+        with pytest.raises(ValueError, match="must ascend"):
+            replace(row, p20=3.0)
+
+    def test_tables_put_time_and_memory_of_a_pass_on_one_line(self, row: Row) -> None:
+        memory = replace(row, unit="MiB", p20=0.0, p50=0.0, p80=0.0, ratios={})
+        title, _, header, line = format_case([row, memory]).splitlines()
+        assert title == "linear, batch 4, ranks 8x8, float32"
+        assert header.split() == ["pass", "provider", "p50", "ms", "p20..p80", "vs", "nn.Linear", "extra", "MiB", "vs", "nn.Linear"]
+        assert line.split() == ["forward+backward", "TTLinear", "2.000", "1..4", "1.50x", "0.0"]
+
+    def test_rows_say_where_they_come_from(self, row: Row) -> None:
+        assert set(row.versions) == {"python", "torch", "torchrec", "fbgemm", "comera-rec"}
+        assert row.threads == torch.get_num_threads()
+        assert row.machine == machine_kind("cpu")
+        assert "/" not in row.machine
+
+
+class TestTiming:
+    def test_percentiles(self) -> None:
+        assert percentiles(range(101)) == (20.0, 50.0, 80.0)
+        assert percentiles([3.0]) == (3.0, 3.0, 3.0)
+
+    def test_calls_take_turns_on_the_same_input_without_the_garbage_collector(self) -> None:
+        log: list[tuple[str, int, bool]] = []
+        calls = {name: lambda turn, name=name: log.append((name, turn, gc.isenabled())) for name in "ABC"}
+        samples = alternate(calls, Plan(warmup=1, min_rounds=3, max_rounds=3))
+        assert [name for name, _, _ in log] == list("ABC" * 4)
+        assert [turn for _, turn, _ in log] == [0] * 3 + [0] * 3 + [1] * 3 + [2] * 3
+        assert {enabled for _, _, enabled in log[3:]} == {False}
+        assert gc.isenabled()
+        assert {name: len(values) for name, values in samples.items()} == {"A": 3, "B": 3, "C": 3}
+
+    def test_milliseconds_by_the_clock_given_until_the_time_is_up(self) -> None:
+        now = 0.0
+
+        def spend(turn: int) -> None:
+            nonlocal now
+            now += 0.5
+
+        samples = alternate({"A": spend}, Plan(warmup=0, min_rounds=2, max_rounds=99, seconds=2.0), clock=lambda: now)
+        assert samples == {"A": [500.0] * 4}
+
+
+REFERENCE = {"output": torch.ones(3, dtype=torch.float64), "gradient": torch.arange(3, dtype=torch.float64)}
+
+
+class TestAgreement:
+    def test_the_right_numbers_pass(self) -> None:
+        require_agreement(
+            REFERENCE, {"A": {"output": torch.ones(3)}, "B": {"output": torch.ones(3), "gradient": torch.arange(3.0)}}
+        )
+
+    @pytest.mark.parametrize(
+        ("outcome", "message"),
+        [
+            ({"output": torch.tensor([1.0, 1.001, 1.0])}, "bad: output is off by 0.001 where values reach 1"),
+            ({"output": torch.tensor([1.0, torch.nan, 1.0])}, "bad: output is off by nan"),
+            ({"output": torch.ones(3), "gradient": torch.zeros(3)}, "bad: gradient is off by 2"),
+            ({"output": torch.ones(1)}, r"output has shape \(1,\), not \(3,\)"),
+            ({"output": torch.ones(3), "gradients": torch.ones(3)}, "shows gradients, which the reference does not know"),
+            ({"gradient": torch.arange(3.0)}, "bad shows no output"),
+        ],
+    )
+    def test_wrong_numbers_do_not(self, outcome: dict[str, torch.Tensor], message: str) -> None:
+        with pytest.raises(Disagreement, match=message):
+            require_agreement(REFERENCE, {"good": {"output": torch.ones(3)}, "bad": outcome})
+
+    def test_a_wrong_provider_is_never_timed(self) -> None:
+        timed = []
+
+        class Wrong(TorchProvider):
+            def _forward(self, turn: int) -> torch.Tensor:
+                timed.append(turn)
+                return super()._forward(turn)
+
+            def verify(self) -> dict[str, torch.Tensor]:
+                return {name: value + 1e-2 for name, value in super().verify().items()}
+
+        class OneWrong(LinearWorkload):
+            def _provider(self, module: torch.nn.Module) -> TorchProvider:
+                right = super()._provider(module)
+                return Wrong(module, right._batches, self.upstream_BO)
+
+        with pytest.raises(Disagreement, match=r"linear, .*'batch': 6.*output is off"):
+            measure_case("linear", SMALL_LINEAR, OneWrong, Settings(plan=FEW, memory=False), describe("cpu"))
+        assert not timed
+
+
+def prepare_numpy(mib: int) -> tuple[Call, object]:
+    return (lambda turn: np.ones(mib << 17)), lambda: None  # 8 bytes each
+
+
+def prepare_freed(mib: int) -> tuple[Call, object]:
+    def call(turn: int) -> None:
+        for _ in range(3):  # freed before the next: the peak is one of them
+            torch.ones(mib << 18)
+
+    call(0)
+    return call, lambda: None
+
+
+def prepare_failing() -> tuple[Call, object]:
+    raise ValueError("no such provider")
+
+
+@needs_peak
+class TestMemory:
+    @pytest.mark.parametrize("prepare", [prepare_numpy, prepare_freed])
+    def test_native_allocations_of_known_size_are_seen_every_time(self, prepare: object) -> None:
+        assert peak_extra_memory(prepare, 64, repeats=2) == pytest.approx([64.0, 64.0], abs=3.0)
+
+    def test_a_failing_child_tells_why(self) -> None:
+        with pytest.raises(RuntimeError, match=r"in the child process .*ValueError: no such provider"):
+            peak_extra_memory(prepare_failing)
+
+
+class TestLookup:
+    def test_all_providers_agree_at_every_order(self) -> None:
+        for order in (2, 3, 4):
+            case = replace(SMALL_LOOKUP, order=order)
+            rows = measure_case("lookup", case, LookupWorkload, Settings(plan=FEW, memory=False), describe("cpu"))
+            passes = {(row.provider, row.pass_) for row in rows}
+            assert {provider for provider, pass_ in passes if pass_ == "step"} == set(LookupWorkload(case, "cpu", 0).providers)
+            assert ("FBGEMM fused", "forward+backward") not in passes
+            assert {row.ratios["unoptimized TTM"] for row in rows if row.provider == "unoptimized TTM"} == {1.0}
+
+    @needs_peak
+    def test_memory_of_a_dense_gradient(self) -> None:
+        case = replace(SMALL_LOOKUP, num_embeddings=65536, embedding_dim=16)
+        arguments = (LookupWorkload, case, "cpu", 0, "nn.EmbeddingBag", "forward+backward")
+        assert peak_extra_memory(prepare_call, *arguments, repeats=2) == pytest.approx([4.0, 4.0], abs=1.0)  # 65536 x 16 float32
+
+    @pytest.mark.parametrize("ids", ["zipf", "uniform"])
+    def test_ids_are_in_range(self, ids: str) -> None:
+        drawn = draw_ids(replace(SMALL_LOOKUP, ids=ids, batch=4000))
+        assert drawn.shape == (12000,)
+        assert int(drawn.min()) == 0
+        assert int(drawn.max()) < 1009
+        assert (drawn < 10).float().mean() > (0.3 if ids == "zipf" else 0.0)
+
+    def test_an_unknown_distribution_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="ids is 'normal'"):
+            draw_ids(replace(SMALL_LOOKUP, ids="normal"))
+
+    def test_full_cases_cover_orders_batches_bags_and_distributions(self) -> None:
+        assert len(set(cases(quick=False))) == 24
+        assert {case.num_embeddings for case in cases(quick=False)} == {1_000_000}
+
+
+class TestCommand:
+    def test_quick_runs_end_to_end(self, tmp_path: Path) -> None:
+        results = tmp_path / "linear.jsonl"
+        done = benchmarks("run", "linear", "--quick", "--no-memory", "--threads", "1", "--json", str(results))
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == ""  # no warnings, and no progress bar in a pipe
+        assert "vs nn.Linear" in done.stdout
+        rows = read_rows(results)
+        assert {(row.provider, row.pass_) for row in rows} == {
+            (provider, pass_) for provider in ("nn.Linear", "TTLinear") for pass_ in ("forward", "forward+backward")
+        }
+        assert {row.threads for row in rows} == {1}
+        assert all(row.counted["flops_ratio"] > 1 for row in rows if row.provider == "TTLinear")
+        for name in ("plot.svg", "plot.png"):
+            plot_rows(rows, tmp_path / name)
+            assert (tmp_path / name).stat().st_size > 1000
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["lokup"], "'lokup' is not one of 'lookup', 'linear'"),
+            (["linear", "--json", "/nowhere/x.jsonl"], "no folder /nowhere for x.jsonl: create it first"),
+            (["linear", "--device", "tpu"], "--device is 'tpu': choose cpu"),
+            (["linear", "--quick", "--save"], "--save keeps results of full runs"),
+            ([], "Missing argument 'NAME'"),
+        ],
+    )
+    def test_a_mistake_is_one_line_and_status_2(
+        self, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit) as stopped:
+            run_command(run, "benchmarks.run", arguments)
+        said = capsys.readouterr().err
+        assert stopped.value.code == 2
+        assert message in said
+        assert said.count("\n") == 1
+
+    def test_help_shows_an_example_and_every_benchmark(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as stopped:
+            run_command(run, "benchmarks.run", ["--help"])
+        text = capsys.readouterr().out
+        assert stopped.value.code == 0
+        assert "Example:" in text
+        assert all(name in text for name in BENCHMARKS)
+
+
+def benchmarks(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "error", "-m", f"benchmarks.{module}", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, check=False)
