@@ -4,6 +4,7 @@ BIN := .venv/bin
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 DEMO ?= demo
 COMERA := $(BIN)/comera
+TRAIN = $(COMERA) train --config examples/demo.toml data.path=$(DEMO)/data
 
 .PHONY: install demo test lint bench clean
 .DEFAULT_GOAL := install
@@ -17,13 +18,14 @@ install: .venv/installed
 	touch $@
 
 demo: install
+	rm -rf $(DEMO)
 	$(COMERA) synth --rows 500000 --scale 0.1 --seed 1 --output $(DEMO)/raw/train.txt
-	$(COMERA) preprocess --input $(DEMO)/raw/train.txt --output $(DEMO)/data --overwrite
-	rm -rf $(DEMO)/integers $(DEMO)/dense $(DEMO)/compressed
-	$(COMERA) train --config examples/demo.toml data.path=$(DEMO)/data output=$(DEMO)/integers tables.format=off
-	$(COMERA) train --config examples/demo.toml data.path=$(DEMO)/data output=$(DEMO)/dense tables.format=dense
-	$(COMERA) train --config examples/demo.toml data.path=$(DEMO)/data output=$(DEMO)/compressed
-	$(COMERA) report --run $(DEMO)/dense --run $(DEMO)/compressed --run $(DEMO)/integers --output $(DEMO)/report.html
+	$(COMERA) preprocess --input $(DEMO)/raw/train.txt --output $(DEMO)/data
+	$(TRAIN) output=$(DEMO)/integers tables.format=off linears.format=dense ranks=none
+	$(TRAIN) output=$(DEMO)/dense tables.format=dense linears.format=dense ranks=none
+	$(TRAIN) output=$(DEMO)/compressed
+	$(COMERA) report --run $(DEMO)/dense --run $(DEMO)/compressed --run $(DEMO)/integers \
+		--truth $(DEMO)/raw/train.truth.json --output $(DEMO)/report.html
 
 test: install
 	$(BIN)/python -m pytest

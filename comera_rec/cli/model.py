@@ -87,7 +87,12 @@ def evaluate(run: str, data: str, split: str, batch_size: int) -> None:
     help="Folder of a run; repeat it to compare several.",
 )
 @click.option("--output", type=click.Path(path_type=Path), help="The HTML page; default report.html in the first run's folder.")
-def report(runs: tuple[Path, ...], output: Path | None) -> None:
+@click.option(
+    "--truth",
+    type=click.Path(path_type=Path),
+    help="What `comera synth` wrote beside its log: the best AUC on the last tenth, which is the default test split, is shown.",
+)
+def report(runs: tuple[Path, ...], output: Path | None, truth: Path | None) -> None:
     """Compare runs on one self-contained HTML page, and print the comparison.
 
     summary.json is written beside the page.
@@ -97,9 +102,12 @@ def report(runs: tuple[Path, ...], output: Path | None) -> None:
       comera report --run runs/dense --run runs/compressed --output report.html
     """
     page = output or runs[0] / "report.html"
-    write_report(list(runs), page)
+    best_auc = None if truth is None else json.loads(truth.read_text())["last_tenth"]["best_auc"]
+    write_report(list(runs), page, best_auc=best_auc)
     write_summary(list(runs), page.with_name("summary.json"))
     click.echo(summary_table(list(runs)))
+    if best_auc is not None:
+        click.echo(f"best reachable AUC on the last tenth of the log: {best_auc:.4f}")
     click.echo(f"wrote {page}")
 
 

@@ -47,7 +47,7 @@ class RankConfig:
     beta: float = 0.0
     w_loss: float = 1.0
     w_size: float = 1.0
-    rho: float = 0.1
+    rho: float = 1.0
     threshold: float = 0.05
     truncate_every: int = 50
 

@@ -91,20 +91,20 @@ class LinearsConfig(TTLinearConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """Adagrad or Adam over everything that has a gradient; dense tables always by TorchRec's fused rowwise Adagrad.
+    """Adam or Adagrad over everything that has a gradient; dense tables always by TorchRec's fused rowwise Adagrad.
 
     Attributes:
-        name: "adagrad" or "adam".
+        name: "adam" or "adagrad".
         lr_dense: learning rate of MLP weights and biases.
         lr_cores: learning rate of tensor-train cores.
-        lr_ranks: learning rate of the rank parameters D_k.
+        lr_ranks: learning rate of the rank parameters D_k, which start at 1: with Adam, the most they move in a step.
         lr_tables: learning rate of dense tables.
     """
 
-    name: Literal["adagrad", "adam"] = "adagrad"
-    lr_dense: float = 0.02
-    lr_cores: float = 0.02
-    lr_ranks: float = 0.01
+    name: Literal["adam", "adagrad"] = "adam"
+    lr_dense: float = 0.002
+    lr_cores: float = 0.003
+    lr_ranks: float = 0.0003
     lr_tables: float = 0.05
 
     def __post_init__(self) -> None:

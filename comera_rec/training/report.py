@@ -206,12 +206,13 @@ def summary_table(runs: list[Path]) -> str:
     return "\n".join(line.rstrip() for line in [lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
-def write_report(runs: list[Path], output: Path) -> None:
+def write_report(runs: list[Path], output: Path, *, best_auc: float | None = None) -> None:
     """Write one HTML page that compares runs and needs nothing else: styles, script and drawings are inside.
 
     Args:
         runs: folders of runs, finished or not.
         output: the page's path; it appears there whole or not at all.
+        best_auc: the best AUC that any model can reach, where it is known.
 
     Raises:
         ValueError: a folder is not a run.
@@ -229,7 +230,6 @@ def write_report(runs: list[Path], output: Path) -> None:
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
     environment.filters |= {"count": count, "id": id, "json": lambda value: json.dumps(value, indent=2)}
-    best_auc = next((run.result["data"]["best_auc"] for run in read if run.result.get("data", {}).get("best_auc")), None)
     page = environment.get_template("report.html.j2").render(
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         runs=list(zip(read, colors, strict=True)),

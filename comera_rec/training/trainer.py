@@ -267,7 +267,7 @@ class Trainer:
             "device": _device_name(self.device),
             "versions": {name: version(name) for name in ("comera-rec", "torch", "torchrec")}
             | {"python": platform.python_version()},
-            "data": {"rows": self.manifest.rows.written},
+            "data_rows": self.manifest.rows.written,
         }
 
 
