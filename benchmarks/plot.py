@@ -9,6 +9,7 @@ from typing import Any
 import click
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 from benchmarks.cli import run_command
 from benchmarks.rows import UNITS, Row, read_rows
@@ -72,6 +73,7 @@ def _draw(panel: Any, rows: Sequence[Row], labels: Mapping[str, str], providers:
         panel.errorbar(medians, heights, xerr=spread, fmt="o", markersize=4, color=f"C{k}", label=name)
     if any(row.p50 > 0 for row in rows):
         panel.set_xscale("log")
+        panel.xaxis.set_minor_formatter(NullFormatter())
     panel.set_yticks(range(len(titles)), list(labels.values()), fontsize=7)
     panel.set_ylim(len(titles) - 0.5, -0.5)
     panel.grid(axis="x", alpha=0.3)

@@ -15,7 +15,7 @@ def case_title(row: Row) -> str:
 
 def format_case(rows: Sequence[Row]) -> str:
     """All rows of one case: a line for each pass and provider, ratios such as "4.2x" less time than the baseline."""
-    baselines = sorted({name for row in rows for name in row.ratios})
+    baselines = list(dict.fromkeys(name for row in rows for name in row.ratios))
     names = list(dict.fromkeys(row.provider for row in rows))
     cells = [
         ["pass", "provider", "p50 ms", "p20..p80", *(f"vs {b}" for b in baselines), "extra MiB", *(f"vs {b}" for b in baselines)]
@@ -25,7 +25,7 @@ def format_case(rows: Sequence[Row]) -> str:
             mine = {row.unit: row for row in rows if row.pass_ == pass_ and row.provider == name}
             if mine:
                 ms, mib = mine.get("ms"), mine.get("MiB")
-                spread = f"{ms.p20:.3g}..{ms.p80:.3g}" if ms else ""
+                spread = f"{_short(ms.p20)}..{_short(ms.p80)}" if ms else ""
                 cells.append([pass_, name, _p50(ms), spread, *_ratios(ms, baselines), _p50(mib), *_ratios(mib, baselines)])
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     lines = ["  ".join(_align(cell, width, k) for k, (cell, width) in enumerate(zip(line, widths, strict=True))) for line in cells]
@@ -40,6 +40,10 @@ def _align(cell: str, width: int, column: int) -> str:
 
 def _p50(row: Row | None) -> str:
     return "" if row is None else f"{row.p50:,.3f}" if row.unit == "ms" else f"{row.p50:,.1f}"
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _ratios(row: Row | None, baselines: Sequence[str]) -> list[str]:
