@@ -109,8 +109,8 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         """[bags of the feature, N_f] for every feature of a tensor-train table, in the order of `_tt_keys`."""
         groups: dict[Hashable, list[TTEmbeddingBagConfig]] = {}
         for config in self._tt_configs:
-            shape = self.tt_bag(config.name).shape
-            alike = (config.pooling, config.data_type, config.embedding_dim, shape.col_shape, shape.ranks)
+            table = self.tt_bag(config.name)
+            alike = (table.mode, table.core_0.dtype, table.embedding_dim, table.shape.col_shape, table.shape.ranks)
             groups.setdefault(alike, []).append(config)
         pooled: dict[str, list[Tensor]] = {}
         for configs in groups.values():
@@ -130,7 +130,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             plan.inverse,
             rows,
             F.pad(lengths.to(plan.inverse.dtype).cumsum(0), (1, 0)),
-            mode=pooling_type_to_str(configs[0].pooling),
+            mode=tables[0].mode,
             per_sample_weights=torch.cat([f.weights() for f in features]).to(rows.dtype) if self._is_weighted else None,
             include_last_offset=True,
         )

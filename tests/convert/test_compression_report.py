@@ -13,6 +13,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from comera_rec import (
     TTEmbeddingBagConfig,
     TTEmbeddingConfig,
+    TTLinear,
     build_dlrm,
     compression_report,
     export_dense,
@@ -77,6 +78,12 @@ def test_what_a_train_says_of_itself() -> None:
     assert prod(layer.row_shape) >= 401
     assert layer.dense_params == 401 * 16
     assert layer.ratio == layer.dense_bytes / layer.bytes
+
+
+def test_bytes_follow_the_type() -> None:
+    report = compression_report(nn.Sequential(TTLinear(64, 32, tt_ranks=2)).bfloat16())
+    assert report.total("dense_bytes") == 2 * (64 * 32 + 32) == 2 * report.total("dense_params")
+    assert report.total("bytes") == 2 * report.total("params")
 
 
 def test_a_vanished_layer_weighs_nothing() -> None:

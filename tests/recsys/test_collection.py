@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
 from torchrec.modules.embedding_configs import DataType
 
-from comera_rec import TTEmbeddingBagCollection, TTEmbeddingBagConfig, TTShape, export_dense
+from comera_rec import TTEmbeddingBagCollection, TTEmbeddingBagConfig, TTShape, export_dense, truncate_ranks_
 
 MakeJagged = Callable[..., KeyedJaggedTensor]
 
@@ -88,6 +88,14 @@ MIXES: dict[str, list[EmbeddingBagConfig]] = {
         table("b", ["g"], tt_ranks=4),
         table("c", ["h"], pooling=PoolingType.MEAN),
     ],
+    "tables that share a lookup, in turn with others": [
+        table("a", ["f", "g"], tt_ranks=4),
+        table("b", ["h"], rows=1009, tt_ranks=4, pooling=PoolingType.MEAN),
+        table("c", ["f"], rows=211, tt_ranks=4),
+        table("d", ["i"], dim=8, tt_ranks=4),
+        table("e", ["h", "j"], rows=57, tt_ranks=4),
+        table("f", ["i"], rows=400, tt_ranks=4, pooling=PoolingType.MEAN),
+    ],
     "a shape instead of ranks": [table("a", ["f"], shape=TTShape((6, 5, 4), (4, 2, 2), (5, 3)))],
     "no feature names": [table("a", [], tt_ranks=4), table("b", [])],
 }
@@ -114,6 +122,34 @@ def test_weights(random_jagged: MakeJagged) -> None:
     with pytest.raises(Exception, match=r"[Ww]eights"):
         TTEmbeddingBagCollection(tables, is_weighted=True)(plain)
     assert_same_as_dense(tables, random_jagged(limits(tables), 9, weighted=True), is_weighted=False)
+
+
+def test_weights_in_a_shared_lookup(random_jagged: MakeJagged) -> None:
+    tables = [table("a", ["f", "g"], tt_ranks=4), table("b", ["h"], rows=57, tt_ranks=4), table("c", ["f"], rows=211, tt_ranks=4)]
+    assert_same_as_dense(tables, random_jagged(limits(tables), 9, weighted=True), is_weighted=True)
+
+
+def test_tables_leave_a_shared_lookup_when_their_ranks_change(random_jagged: MakeJagged) -> None:
+    tables = [table(name, [name], rows=rows, tt_ranks=4) for name, rows in (("a", 101), ("b", 211), ("c", 57))]
+    collection, features = TTEmbeddingBagCollection(tables), random_jagged(limits(tables), 9)
+    with torch.no_grad():
+        collection.tt_bag("b").rank_1[1:3] = 0.0
+        collection.tt_bag("c").rank_1.zero_()
+    before = collection(features).values()
+    truncate_ranks_(collection, threshold=0.1)
+    assert [collection.tt_bag(name).shape.ranks for name in "abc"] == [(4,), (2,), (0,)]
+    torch.testing.assert_close(collection(features).values(), before)
+
+
+def test_ids_beyond_32_bits_in_a_shared_lookup() -> None:
+    rows = 3_000_000_000
+    collection = TTEmbeddingBagCollection([table(name, [name], rows=rows - i, dim=8, tt_ranks=2) for i, name in enumerate("ab")])
+    ids = torch.tensor([0, 2**31, rows - 2])
+    features = KeyedJaggedTensor(keys=["a", "b"], values=ids.repeat(2), lengths=torch.ones(6, dtype=torch.int64))
+    found = collection(features).values()
+    expected = [collection.tt_bag(name)(ids, torch.arange(4)) for name in "ab"]  # offsets include the end
+    torch.testing.assert_close(found, torch.cat(expected, dim=1))
+    assert len(found.detach().unique(dim=0)) == 3
 
 
 def test_features_the_collection_does_not_know_are_ignored(random_jagged: MakeJagged) -> None:
