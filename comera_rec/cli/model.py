@@ -45,9 +45,10 @@ def train(context: click.Context, config_path: str, overrides: tuple[str, ...]) 
     except (Interrupted, Diverged) as stop:
         click.echo(f"comera: {stop}", err=True)
         context.exit(stop.exit_status)
+    smaller = f" ({result['ratio']:.1f}x smaller than dense)" if result["params"] < result["dense_params"] else ""
     click.echo(
         f"{config.output}: {result['steps']} steps, {result['split']} AUC {result['auc']:.4f}, NE {result['ne']:.4f}, "
-        f"{result['params']:,} parameters ({result['dense_params'] / result['params']:.1f}x smaller than dense)"
+        f"{result['params']:,} parameters{smaller}"
     )
 
 

@@ -26,8 +26,8 @@ class RankConfig:
     Attributes:
         early_steps: steps of the early stage, which minimizes L + gamma S + beta |G|^2.
         late_steps: the most steps of the late stage, which minimizes max(w_loss (L - L0)/L0, w_size (S - S0)/S0) + rho (L/L0 +
-            S/S0). It ends as soon as the size has reached its target. At its last step the ranks with the smallest |D| go
-            until it has.
+            S/S0). It ends as soon as the size has reached its target. Where the price alone is too slow for that, the ranks
+            with the smallest |D| go little by little, so that the size falls at least linearly.
         target_size: S0, parameters wanted in all trains as a fraction of those at the end of the early stage; None for no late
             stage.
         target_loss: L0; None takes the running mean of the task loss at the end of the early stage.
@@ -142,16 +142,21 @@ class RankScheduler:
         late_ends = self.stage == "late" and self.steps - self.late_start >= self.config.late_steps
         if not (early_ends or late_ends or self.steps % self.config.truncate_every == 0):
             return
-        self._truncate(force=late_ends)
+        self._truncate()
         if early_ends:
             self._end_early()
         elif self.stage == "late" and (late_ends or count_tt_params(self.model) <= self._acceptable()):
             self.stage = "done"
         self._record()
 
-    def _truncate(self, *, force: bool) -> None:
-        floor = 0 if self.target_params is None else self.target_params
-        truncate_ranks_(self.model, self.optimizer, threshold=float("inf") if force else self.config.threshold, min_params=floor)
+    def _truncate(self) -> None:
+        target = self.target_params or 0
+        truncate_ranks_(self.model, self.optimizer, threshold=self.config.threshold, min_params=target)
+        if self.stage == "late":
+            # Little by little instead of off a cliff at the end: the size falls at least linearly towards the target.
+            left = 1 - (self.steps - self.late_start) / self.config.late_steps
+            allowed = target + max(0.0, left) * (self.reference_params - target)
+            truncate_ranks_(self.model, self.optimizer, threshold=float("inf"), min_params=round(allowed))
 
     def _acceptable(self) -> float:
         assert self.target_params is not None

@@ -109,11 +109,11 @@ def model_size(runs: list[Series]) -> str:
         return _svg(figure, "size")
 
 
-def ranks_over_time(history: list[dict[str, Any]], name: Callable[[str], str], color: int) -> str:
-    """SVG with a bar per layer over steps: the stronger its colour, the more of its largest rank sum is left; ranks stand in it."""
+def ranks_over_time(history: list[dict[str, Any]], last: int, name: Callable[[str], str], color: int) -> str:
+    """SVG with a bar per layer up to step `last`: the stronger its colour, the more of its largest rank sum is left."""
     layers = list(dict.fromkeys(layer for line in history for layer in line["ranks"]))
     steps = [line["step"] for line in history]
-    end = max(steps[-1] + (steps[-1] - steps[0]) / max(1, len(steps) - 1), steps[-1] + 1)
+    end = max(last, steps[-1] + 1)
     with matplotlib.rc_context(_STYLE):
         figure, axes = _figure(14, 0.6 + 0.31 * len(layers))
         for row, layer in enumerate(layers):

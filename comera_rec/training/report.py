@@ -180,7 +180,7 @@ def _cell(column: Column, run: Run, baseline: Run | None) -> tuple[str, str]:
     if value is None:
         return "-", ""
     reference = baseline.value(column.key) if baseline and baseline is not run else None
-    return column.text(value), column.relative(value, reference) if reference else ""
+    return column.text(value), column.relative(value, reference) if value and reference else ""
 
 
 def _baseline(runs: list[Run]) -> Run | None:
@@ -242,7 +242,7 @@ def write_report(runs: list[Path], output: Path, *, best_auc: float | None = Non
         sizes=Markup(charts.model_size(series)),
         tables={id(run): Markup(charts.table_bytes(run.layers, color)) for run, color in zip(read, colors, strict=True)},
         ranks={
-            id(run): Markup(charts.ranks_over_time(run.ranks, short_name, color))
+            id(run): Markup(charts.ranks_over_time(run.ranks, run.step, short_name, color))
             for run, color in zip(read, colors, strict=True)
             if len(run.ranks) > 1
         },
