@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import click
+import torch
 from tqdm import tqdm
 
 from benchmarks.cli import run_command
+from benchmarks.environment import results_path
+from benchmarks.measure import Settings
+from benchmarks.rows import RowWriter
+from benchmarks.table import format_case
+from benchmarks.timing import Plan
 
 # name -> (module, what it compares); the module's `run(settings)` yields the rows of one case after the other.
 BENCHMARKS = {
@@ -56,14 +61,8 @@ def run(
     """
     if quick and save:
         raise click.UsageError("--save keeps results of full runs: drop --quick, or write the rows with --json")
-    _set_threads(threads)
-    # From here on, because importing torch reads the number of threads.
-    from benchmarks.environment import results_path
-    from benchmarks.measure import Settings
-    from benchmarks.rows import RowWriter
-    from benchmarks.table import format_case
-    from benchmarks.timing import Plan
-
+    if threads is not None:
+        torch.set_num_threads(threads)
     plan = Plan(warmup=1, min_rounds=5, max_rounds=5) if quick else Plan()
     if seconds is not None:
         plan = Plan(warmup=plan.warmup, min_rounds=plan.min_rounds, max_rounds=1_000_000, seconds=seconds)
@@ -82,15 +81,7 @@ def run(
         click.echo(f"wrote {json_file}")
 
 
-def _set_threads(threads: int | None) -> None:
-    if threads is not None:
-        for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
-            os.environ[variable] = str(threads)
-
-
 def _require_device(device: str) -> str:
-    import torch
-
     if device != "cpu" and not (device.startswith("cuda") and torch.cuda.is_available()):
         raise ValueError(
             f"--device is {device!r}: choose cpu" + (" or cuda" if torch.cuda.is_available() else ", torch sees no GPU")
