@@ -44,8 +44,9 @@ class CompressionReport:
 
     @property
     def ratio(self) -> float:
-        """Dense bytes over bytes of the whole model."""
-        return self.total("dense_bytes") / self.total("bytes")
+        """Dense bytes over bytes of the whole model; infinite where nothing is left."""
+        size = self.total("bytes")
+        return self.total("dense_bytes") / size if size else float("inf")
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain numbers, lists and strings."""

@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import nn
 from torchrec import EmbeddingBagCollection
-from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
 from comera_rec.nn import TTModule
 from comera_rec.recsys import TTEmbeddingBagCollection
@@ -27,20 +27,25 @@ def export_dense(model: nn.Module) -> nn.Module:
     """
     # Modules that copy.deepcopy finds in its memo are replaced wherever they are shared.
     memo: dict[int, nn.Module] = {}
-    for module in model.modules():
-        if isinstance(module, TTEmbeddingBagCollection):
-            memo[id(module)] = _dense_collection(module)
-        elif isinstance(module, TTModule):
-            memo[id(module)] = module.to_dense().train(module.training)
-        elif isinstance(module, EmbeddingBagCollectionInterface) and type(module) is not EmbeddingBagCollection:
-            memo[id(module)] = _plain_collection(module)
+    done: set[nn.Module] = set()
+    for module in model.modules():  # parents before their children
+        dense = None if module in done else _dense_equivalent(module)
+        if dense is not None:
+            memo[id(module)] = dense.train(module.training)
+            done.update(module.modules())
     return copy.deepcopy(model, memo)
 
 
-def _plain_collection(module: EmbeddingBagCollectionInterface) -> EmbeddingBagCollection:
-    plain = EmbeddingBagCollection(module.embedding_bag_configs(), module.is_weighted(), module.device)
-    plain.load_state_dict(module.state_dict())
-    return plain.train(module.training)
+def _dense_equivalent(module: nn.Module) -> nn.Module | None:
+    if isinstance(module, TTEmbeddingBagCollection):
+        return _dense_collection(module)
+    if isinstance(module, TTModule):
+        return module.to_dense()
+    if isinstance(module, FusedEmbeddingBagCollection):
+        plain = EmbeddingBagCollection(module.embedding_bag_configs(), module.is_weighted(), module.device)
+        plain.load_state_dict(module.state_dict())
+        return plain
+    return None
 
 
 def _dense_collection(module: TTEmbeddingBagCollection) -> EmbeddingBagCollection:
@@ -53,4 +58,4 @@ def _dense_collection(module: TTEmbeddingBagCollection) -> EmbeddingBagCollectio
                 bag.weight.copy_(module.tt_bag(name).dense_matrix())
             elif module.dense_bags is not None:
                 bag.weight.copy_(module.dense_bags.get_parameter(f"embedding_bags.{name}.weight"))
-    return dense.train(module.training)
+    return dense

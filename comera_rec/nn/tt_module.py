@@ -101,9 +101,12 @@ class TTModule(nn.Module):
                 replace_data_(parameter, parameter.data.new_empty(size))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        stored = [state_dict.get(f"{prefix}rank_{k}") for k in range(1, self.shape.order)]
-        if all(isinstance(rank, Tensor) and rank.dim() == 1 for rank in stored):
-            self.resize_ranks_([len(rank) for rank in stored if rank is not None])
+        stored = [state_dict.get(f"{prefix}core_{k}") for k in range(self.shape.order)]
+        sizes = tuple(tuple(core.shape) for core in stored if isinstance(core, Tensor) and core.dim() == 4)
+        ranks = [size[3] for size in sizes[:-1]]
+        # A state dict of other modes is left to torch to refuse, before anything here has changed.
+        if len(sizes) == self.shape.order and self.shape.with_ranks(ranks).core_shapes == sizes:
+            self.resize_ranks_(ranks)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def to_dense(self) -> nn.Module:

@@ -76,6 +76,8 @@ def plan_lookup(ids: Sequence[Tensor], row_shapes: Sequence[Sequence[int]]) -> L
 
 def stack_cores(trains: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Stack the cores (r_{k-1}, m_k, n_k, r_k) of several trains along the row digit: d tensors (M_k, r_{k-1}, n_k, r_k)."""
+    if len(trains) == 1:
+        return [core.transpose(0, 1) for core in trains[0]]
     return [torch.cat([core.transpose(0, 1) for core in cores]) for cores in zip(*trains, strict=True)]
 
 
