@@ -62,6 +62,9 @@ def main(arguments: list[str] | None = None) -> None:
     except click.exceptions.Abort:
         click.echo("comera: interrupted", err=True)
         sys.exit(130)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        sys.exit(2)
     except click.ClickException as error:
         message, status = error.format_message(), 2
     except (ValueError, OSError) as error:

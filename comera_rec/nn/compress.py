@@ -10,7 +10,7 @@ from torch import nn
 
 from comera_rec.nn.linear import TTLinear
 from comera_rec.nn.tt_module import replace_modules_
-from comera_rec.tt import TTShape
+from comera_rec.tt import TTShape, require_positive
 
 INITS = ("random", "tt_svd")
 
@@ -59,7 +59,9 @@ class TTLinearConfig:
 
 
 def require_one_size(tt_ranks: int | Sequence[int] | None, compression: float | None) -> None:
-    """Raise a ValueError unless at most one of the two is given, and the compression is above 1."""
+    """Raise a ValueError unless at most one of the two is given, the ranks are positive and the compression is above 1."""
+    for rank in () if tt_ranks is None else (tt_ranks,) if isinstance(tt_ranks, int) else tt_ranks:
+        require_positive(tt_ranks=rank)
     if tt_ranks is not None and compression is not None:
         raise ValueError(f"tt_ranks {tt_ranks} and compression {compression} are both given: give one of them")
     if compression is not None and not compression > 1:

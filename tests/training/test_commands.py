@@ -79,6 +79,11 @@ def test_mistakes_are_one_line_and_status_two(
     assert captured.out == ""
 
 
+def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call() == 2
+    assert "Commands:\n  synth" in capsys.readouterr().err
+
+
 def test_several_processes_are_refused(
     config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,6 +44,8 @@ def test_what_is_written_reads_back(tmp_path: Path) -> None:
         ({"data": {}}, r"data\.path: Field required"),
         ({"tables": {"format": "sparse"}}, r"tables\.format: Input should be 'tt', 'dense' or 'off'"),
         ({"tables": {"tt_ranks": 4, "compression": 9}}, r"tt_ranks 4 and compression 9\.0 are both given"),
+        ({"tables": {"tt_ranks": 0}}, r"tt_ranks is 0: give a positive integer"),
+        ({"linears": {"tt_ranks": [4, -1, 4]}}, r"tt_ranks is -1: give a positive integer"),
         ({"ranks": {"early_steps": 1, "target_size": 0.5}}, r"a late stage needs both"),
         ({"training": {"steps": -1}}, r"training\.steps is -1"),
         ({"model": {"dense_arch": [8, 0]}}, r"model\.dense_arch is \[8, 0\]: give positive layer sizes"),
