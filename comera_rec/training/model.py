@@ -109,5 +109,5 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     """The torch optimizer over everything but fused tables."""
     groups = rank_param_groups(model, lr_cores=config.lr_cores, lr_ranks=config.lr_ranks, lr_dense=config.lr_dense)
     if config.name == "adam":
-        return torch.optim.Adam(groups)
-    return torch.optim.Adagrad(groups, eps=1e-8)
+        return torch.optim.Adam(groups, fused=True)
+    return torch.optim.Adagrad(groups, eps=1e-8, fused=True)
