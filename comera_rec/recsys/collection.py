@@ -95,8 +95,9 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             names = [feature for config in self._tt_configs for feature in config.feature_names]
             inverse_indices = reorder_inverse_indices(inverse_indices=features.inverse_indices_or_none(), feature_names=names)
             bags = self._pool_tt(by_feature)
-            joined = process_pooled_embeddings(bags, inverse_indices)
-            pooled |= zip(self._tt_keys, joined.split([bag.shape[1] for bag in bags], dim=1), strict=True)
+            if inverse_indices.numel():
+                bags = process_pooled_embeddings(bags, inverse_indices).split([bag.shape[1] for bag in bags], dim=1)
+            pooled |= zip(self._tt_keys, bags, strict=True)
         values = torch.cat([pooled[key] for key in self._keys], dim=1)
         return KeyedTensor(keys=self._keys, length_per_key=self._lengths, values=values)
 
@@ -105,7 +106,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             for feature in config.feature_names:
                 check_ids(by_feature[feature].values(), config.num_embeddings, f"table {config.name!r} (feature {feature!r})")
 
-    def _pool_tt(self, by_feature: dict[str, JaggedTensor]) -> list[Tensor]:
+    def _pool_tt(self, by_feature: dict[str, JaggedTensor]) -> Sequence[Tensor]:
         """[bags of the feature, N_f] for every feature of a tensor-train table, in the order of `_tt_keys`."""
         groups: dict[Hashable, list[TTEmbeddingBagConfig]] = {}
         for config in self._tt_configs:
@@ -125,16 +126,24 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         plan = plan_lookup([torch.cat([f.values() for f in of]) for of in jagged], [table.shape.row_shape for table in tables])
         rows = tt_rows(stack_cores([table.scaled_cores() for table in tables]), plan.digits)[:, : configs[0].embedding_dim]
         features = [feature for of in jagged for feature in of]
+        pooled = self._pool(rows, plan.inverse, features, tables[0].mode)
+        return pooled.float().split([len(feature.lengths()) for feature in features])
+
+    def _pool(self, rows: Tensor, inverse: Tensor, features: Sequence[JaggedTensor], mode: str) -> Tensor:
+        """Bags of rows[inverse], those of all features one after the other: [bags, N]."""
         lengths = torch.cat([feature.lengths() for feature in features])
-        pooled = F.embedding_bag(
-            plan.inverse,
+        # Bags of one id each, as in Criteo's logs, are the rows themselves, and a gather's gradient costs a third of a bag's. An
+        # accelerator would stall on the question.
+        if not self._is_weighted and rows.device.type == "cpu" and not torch.compiler.is_compiling() and bool((lengths == 1).all()):
+            return rows.index_select(0, inverse)
+        return F.embedding_bag(
+            inverse,
             rows,
-            F.pad(lengths.to(plan.inverse.dtype).cumsum(0), (1, 0)),
-            mode=tables[0].mode,
+            F.pad(lengths.to(inverse.dtype).cumsum(0), (1, 0)),
+            mode=mode,
             per_sample_weights=torch.cat([f.weights() for f in features]).to(rows.dtype) if self._is_weighted else None,
             include_last_offset=True,
         )
-        return pooled.float().split([len(feature.lengths()) for feature in features])
 
     def tt_bag(self, table: str) -> TTEmbeddingBag:
         """The tensor train of a table."""

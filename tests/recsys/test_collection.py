@@ -110,6 +110,16 @@ def test_values_and_gradients(mix: str, random_jagged: MakeJagged) -> None:
     assert values.abs().sum() > 0
 
 
+@pytest.mark.parametrize("mix", MIXES)
+def test_bags_of_one_id(mix: str) -> None:
+    tables = MIXES[mix]
+    for config in tables:
+        config.feature_names = config.feature_names or [config.name]
+    ids = torch.cat([torch.randint(0, limit, (13,)) for limit in limits(tables).values()])
+    features = KeyedJaggedTensor(keys=list(limits(tables)), values=ids, lengths=torch.ones_like(ids))
+    assert_same_as_dense(tables, features)
+
+
 def test_a_table_without_feature_names_takes_the_feature_of_its_name(random_jagged: MakeJagged) -> None:
     collection = TTEmbeddingBagCollection([table("a", [], tt_ranks=4), table("b", [])])
     assert collection(random_jagged({"b": 101, "a": 101}, 5)).keys() == ["a", "b"]
