@@ -57,11 +57,11 @@ class TTModule(nn.Module):
 
     def cores(self) -> list[nn.Parameter]:
         """G_1..G_d."""
-        return [self.get_parameter(f"core_{k}") for k in range(self.shape.order)]
+        return [getattr(self, f"core_{k}") for k in range(self.shape.order)]
 
     def rank_parameters(self) -> list[nn.Parameter]:
         """D_1..D_{d-1}."""
-        return [self.get_parameter(f"rank_{k}") for k in range(1, self.shape.order)]
+        return [getattr(self, f"rank_{k}") for k in range(1, self.shape.order)]
 
     def scaled_cores(self) -> list[Tensor]:
         """The cores with every D_k multiplied into the smaller of its two neighbours."""

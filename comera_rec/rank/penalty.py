@@ -27,7 +27,7 @@ def model_size_surrogate(model: nn.Module) -> Tensor:
 
 def _surrogate(modules: list[TTModule]) -> Tensor:
     # All bonds of all trains in a few operations: a model has hundreds, and a step should not pay for each.
-    ranks = [rank for module in modules for rank in module.rank_parameters()]
+    ranks: list[Tensor] = [rank for module in modules for rank in module.rank_parameters()]
     outer = len(ranks)  # place of the outer rank, 1, behind all bonds
     left, right, sizes, bond = [], [], [], 0
     for module in modules:

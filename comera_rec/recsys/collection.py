@@ -123,7 +123,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         """Pooled bags of the features of tables whose trains differ only in their row modes, by one lookup for all of them."""
         tables = [self.tt_bag(config.name) for config in configs]
         jagged = [[by_feature[feature] for feature in config.feature_names] for config in configs]
-        plan = plan_lookup([torch.cat([f.values() for f in of]) for of in jagged], [table.shape.row_shape for table in tables])
+        plan = plan_lookup([_joined([f.values() for f in of]) for of in jagged], [table.shape.row_shape for table in tables])
         rows = tt_rows(stack_cores([table.scaled_cores() for table in tables]), plan.digits)[:, : configs[0].embedding_dim]
         features = [feature for of in jagged for feature in of]
         pooled = self._pool(rows, plan.inverse, features, tables[0].mode)
@@ -170,6 +170,11 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     def device(self) -> torch.device:
         """The device given at construction."""
         return self._device
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """torch.cat without the copy where there is only one."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
 def _check(configs: Sequence[TTEmbeddingBagConfig]) -> None:
