@@ -73,6 +73,11 @@ class Trainer:
         self.baseline_mib = _rss_mib()
         self.manifest = read_manifest(config.data.path)
         self.schema = Schema.of(self.manifest)
+        if config.training.eval_every and not self._rows("val"):
+            raise ValueError(
+                f"training.eval_every is {config.training.eval_every} but {config.data.path} has no validation rows: "
+                "preprocess with a larger --val-fraction, or set training.eval_every=0"
+            )
         self.loader = BatchLoader(
             self._batches("train", shuffle=True), prefetch=config.data.prefetch, pin_memory=self.device.type == "cuda"
         )
@@ -180,7 +185,7 @@ class Trainer:
                 bar.update()
                 last = self.steps >= self.total_steps
                 saving = last or bool(received) or _due(self.steps, training.checkpoint_every)
-                evaluating = not last and _due(self.steps, training.eval_every)
+                evaluating = not last and not received and _due(self.steps, training.eval_every)
                 if _due(self.steps, training.log_every) or saving or evaluating:
                     loss = self._checked_mean(losses)
                     elapsed = time.perf_counter() - interval_start
@@ -194,12 +199,12 @@ class Trainer:
                     bar.set_postfix(loss=f"{loss:.4f}")
                     losses = []
                 self._log_ranks()
+                if evaluating:  # before saving, so that a run that goes on from the checkpoint has this evaluation behind it
+                    self._evaluate("val")
                 if saving:
                     save_checkpoint(self.checkpoints, self.steps, self.state_dict(), keep=training.keep_checkpoints)
                 if received:
                     raise Interrupted(received[0], self.steps)
-                if evaluating:
-                    self._evaluate("val")
                 if not losses:
                     interval_start = time.perf_counter()
                 if last:
@@ -240,6 +245,9 @@ class Trainer:
                 params = sum(module.shape.num_params for _, module in named_tt_modules(self.model))
                 self.log.write("ranks", 0, stage="fixed", objective=None, params=params, target_params=None, ranks=ranks)
 
+    def _rows(self, split: str) -> int:
+        return self.manifest.splits[split].rows
+
     def _evaluate(self, split: str) -> dict[str, Any]:
         metrics = evaluate(self.model, self._batches(split, shuffle=False), self.device)
         self.log.write("eval", self.steps, split=split, **metrics)
@@ -247,9 +255,9 @@ class Trainer:
 
     def _result(self) -> dict[str, Any]:
         peak = _peak_mib(self.device, self.baseline_mib)
-        if self.manifest.splits["val"].rows:
+        if self._rows("val"):
             self._evaluate("val")
-        split = "test" if self.manifest.splits["test"].rows else "val"
+        split = next(name for name in ("test", "val", "train") if self._rows(name))
         metrics = self._evaluate(split)
         # The first steps warm up allocators and caches.
         steady = self.step_seconds[len(self.step_seconds) // 10 :] or [float("nan")]

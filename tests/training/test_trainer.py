@@ -15,6 +15,8 @@ import torch
 from comera_rec.training.checkpoint import latest_checkpoint, load_checkpoint
 from comera_rec.training.config import load_config
 from comera_rec.training.trainer import Diverged, Interrupted, Trainer, evaluate, load_run
+from data_pipeline.preprocess import PreprocessOptions, preprocess
+from data_pipeline.synth import SynthOptions, synth
 
 RANKS = ["ranks.early_steps=4", "ranks.late_steps=4", "ranks.target_size=0.5", "ranks.truncate_every=2", "ranks.threshold=0.9"]
 FORMATS = {
@@ -138,6 +140,16 @@ def test_folder_of_another_run_is_refused(config_file: Path, data_set: Path, tmp
     (other / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(ValueError, match="holds another run: its config differs in data"):
         run(config_file, f"data.path={other}")
+
+
+def test_data_without_validation_rows(config_file: Path, tmp_path: Path) -> None:
+    synth(SynthOptions(rows=2000, output=tmp_path / "train.txt", seed=1, scale=0.001))
+    data = tmp_path / "no_val"
+    preprocess(PreprocessOptions(inputs=(tmp_path / "train.txt",), output=data, val_fraction=0.0, test_fraction=0.0))
+    with pytest.raises(ValueError, match=r"training\.eval_every is 5 but .* has no validation rows"):
+        run(config_file, f"data.path={data}", "training.eval_every=5")
+    _, result = run(config_file, f"data.path={data}")
+    assert result["split"] == "train"
 
 
 def test_finished_run_is_left_alone(config_file: Path) -> None:
