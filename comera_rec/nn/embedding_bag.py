@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from comera_rec.nn.tt_module import TTModule
-from comera_rec.ops import check_ids, plan_lookup, stack_cores, tt_rows
+from comera_rec.ops import check_ids, plan_lookup, pool_bags, stack_cores, tt_rows
 from comera_rec.ops.gathered_matmul import resolve_impl
 from comera_rec.tt import TTShape, require_positive
 
@@ -108,10 +107,10 @@ class TTEmbeddingBag(TTModule):
         check_ids(input, self.num_embeddings, self.name)
         plan = plan_lookup([input], [self.shape.row_shape])
         rows = tt_rows(stack_cores([self.scaled_cores()]), plan.digits, impl=self.impl)
-        return F.embedding_bag(
-            plan.inverse,
+        return pool_bags(
             rows[:, : self.embedding_dim],
-            None if offsets is None else offsets.to(plan.inverse.dtype),
+            plan.inverse,
+            offsets,
             mode=self.mode,
             per_sample_weights=per_sample_weights,
             include_last_offset=self.include_last_offset,

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from comera_rec.ops.gathered_matmul import gathered_matmul
@@ -101,6 +102,38 @@ def tt_rows(stacked: Sequence[Tensor], digits: Sequence[Tensor], *, impl: str = 
     left, p = _chain(stacked[:cut], digits[:cut], impl)
     right, q = _chain(stacked[cut:], digits[cut:], impl)
     return gathered_matmul(left.flatten(1, 2), right.flatten(2, 3), p, q, impl).flatten(1, 2)
+
+
+def pool_bags(
+    rows: Tensor,
+    inverse: Tensor,
+    offsets: Tensor | None,
+    *,
+    mode: str,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+) -> Tensor:
+    """Pool bags of rows[inverse]; arguments and result as in `torch.nn.functional.embedding_bag`.
+
+    Bags of one id each, as in Criteo's logs, are the rows themselves, and the gradient of a gather costs a third of a bag's.
+    An accelerator is not asked whether they are, because it would stall on the answer.
+    """
+    if (
+        offsets is not None
+        and per_sample_weights is None
+        and offsets.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and torch.equal(offsets, torch.arange(len(inverse) + include_last_offset, dtype=offsets.dtype))
+    ):
+        return rows.index_select(0, inverse)
+    return F.embedding_bag(
+        inverse,
+        rows,
+        None if offsets is None else offsets.to(inverse.dtype),
+        mode=mode,
+        per_sample_weights=per_sample_weights,
+        include_last_offset=include_last_offset,
+    )
 
 
 def _chain(stacked: Sequence[Tensor], digits: Sequence[Tensor], impl: str) -> tuple[Tensor, Tensor]:

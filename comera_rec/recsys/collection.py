@@ -21,7 +21,7 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from comera_rec.nn import TTEmbeddingBag
-from comera_rec.ops import check_ids, plan_lookup, stack_cores, tt_rows
+from comera_rec.ops import check_ids, plan_lookup, pool_bags, stack_cores, tt_rows
 from comera_rec.recsys.config import DTYPES, TTEmbeddingBagConfig
 
 
@@ -126,24 +126,16 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         plan = plan_lookup([_joined([f.values() for f in of]) for of in jagged], [table.shape.row_shape for table in tables])
         rows = tt_rows(stack_cores([table.scaled_cores() for table in tables]), plan.digits)[:, : configs[0].embedding_dim]
         features = [feature for of in jagged for feature in of]
-        pooled = self._pool(rows, plan.inverse, features, tables[0].mode)
-        return pooled.float().split([len(feature.lengths()) for feature in features])
-
-    def _pool(self, rows: Tensor, inverse: Tensor, features: Sequence[JaggedTensor], mode: str) -> Tensor:
-        """Bags of rows[inverse], those of all features one after the other: [bags, N]."""
-        lengths = torch.cat([feature.lengths() for feature in features])
-        # Bags of one id each, as in Criteo's logs, are the rows themselves, and a gather's gradient costs a third of a bag's. An
-        # accelerator would stall on the question.
-        if not self._is_weighted and rows.device.type == "cpu" and not torch.compiler.is_compiling() and bool((lengths == 1).all()):
-            return rows.index_select(0, inverse)
-        return F.embedding_bag(
-            inverse,
+        lengths = _joined([feature.lengths() for feature in features])
+        pooled = pool_bags(
             rows,
-            F.pad(lengths.to(inverse.dtype).cumsum(0), (1, 0)),
-            mode=mode,
-            per_sample_weights=torch.cat([f.weights() for f in features]).to(rows.dtype) if self._is_weighted else None,
+            plan.inverse,
+            F.pad(lengths.long().cumsum(0), (1, 0)),
+            mode=tables[0].mode,
+            per_sample_weights=_joined([f.weights() for f in features]).to(rows.dtype) if self._is_weighted else None,
             include_last_offset=True,
         )
+        return pooled.float().split([len(feature.lengths()) for feature in features])
 
     def tt_bag(self, table: str) -> TTEmbeddingBag:
         """The tensor train of a table."""

@@ -87,6 +87,17 @@ def test_weights_are_for_sums_alone_as_in_torch(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize(
+    ("offsets", "ends"), [([0, 1, 2], False), ([0, 1, 1], False), ([0, 1, 2, 3], True), ([0, 1, 2, 2], True), ([0, 1, 3, 3], True)]
+)
+def test_bags_of_one_id_and_those_that_only_look_it(offsets: list[int], ends: bool, mode: str) -> None:
+    bag = TTEmbeddingBag(101, 8, tt_ranks=3, mode=mode, include_last_offset=ends).double()
+    ids, starts = torch.tensor([100, 7, 100]), torch.tensor(offsets)
+    expected = F.embedding_bag(ids, bag.dense_matrix(), starts, mode=mode, include_last_offset=ends)
+    assert_same(bag(ids, starts), expected, list(bag.parameters()))
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_offsets_that_include_the_end(mode: str) -> None:
     bag = build(SHAPES[2], mode=mode, include_last_offset=True)
     ids, offsets = jagged(101)
