@@ -23,22 +23,7 @@ if TYPE_CHECKING:
     from comera_rec.recsys import TTEmbeddingBagCollection, TTEmbeddingBagConfig, build_dlrm
     from comera_rec.tt import TTShape, factorize, tt_svd, tt_to_dense
 
-_HOMES = {
-    "convert": (
-        "CompressionReport",
-        "TTEmbeddingConfig",
-        "TTLinearConfig",
-        "compress_linears_",
-        "compression_report",
-        "export_dense",
-        "swap_embedding_bag_collections_",
-    ),
-    "nn": ("TTEmbeddingBag", "TTLinear"),
-    "rank": ("RankConfig", "RankScheduler", "rank_param_groups", "truncate_ranks_"),
-    "recsys": ("TTEmbeddingBagCollection", "TTEmbeddingBagConfig", "build_dlrm"),
-    "tt": ("TTShape", "factorize", "tt_svd", "tt_to_dense"),
-}
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_LAYERS = ("tt", "nn", "rank", "recsys", "convert")  # cheapest import first
 
 __version__ = "0.1.0"
 __all__ = [
@@ -66,12 +51,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"comera_rec.{_HOME_OF[name]}"), name)
-    globals()[name] = value
-    return value
+    for layer in _LAYERS if name in __all__ else ():
+        module = importlib.import_module(f"comera_rec.{layer}")
+        if hasattr(module, name):
+            globals()[name] = getattr(module, name)
+            return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME_OF})
+    return sorted({*globals(), *__all__})

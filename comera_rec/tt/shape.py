@@ -7,7 +7,7 @@ r_d = 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -196,7 +196,7 @@ class TTShape:
             return factorize(num_embeddings, d), factorize(embedding_dim, d)
 
         what = f"a {num_embeddings} x {embedding_dim} table"
-        return _choose(cls, modes, what, tt_ranks, order, budget_params, default_order=2, orders=(2, 3, 4))
+        return _choose(modes, what, tt_ranks, order, budget_params, default_order=2, orders=(2, 3, 4))
 
     @classmethod
     def for_linear(
@@ -226,7 +226,7 @@ class TTShape:
             return factorize(in_features, d // 2) + ones, ones + factorize(out_features, d // 2)[::-1]
 
         what = f"a {in_features} x {out_features} linear layer"
-        return _choose(cls, modes, what, tt_ranks, order, budget_params, default_order=4, orders=(2, 4, 6, 8))
+        return _choose(modes, what, tt_ranks, order, budget_params, default_order=4, orders=(2, 4, 6, 8))
 
 
 def max_ranks(row_shape: Sequence[int], col_shape: Sequence[int]) -> tuple[int, ...]:
@@ -235,33 +235,43 @@ def max_ranks(row_shape: Sequence[int], col_shape: Sequence[int]) -> tuple[int, 
     return tuple(min(math.prod(sizes[:k]), math.prod(sizes[k:])) for k in range(1, len(sizes)))
 
 
-def _choose(cls, modes, what, tt_ranks, order, budget_params, *, default_order, orders) -> TTShape:  # type: ignore[no-untyped-def]
-    if budget_params is None:
-        tt_ranks = 16 if tt_ranks is None else tt_ranks
-        if isinstance(tt_ranks, int):
-            require_positive(tt_ranks=tt_ranks)
-            return cls(*modes(order or default_order), tt_ranks)
-        for k, rank in enumerate(tt_ranks):
-            require_positive(**{f"tt_ranks[{k}]": rank})
-        order = order or len(tt_ranks) + 1
-        if order not in orders:
-            raise ValueError(f"tt_ranks {tuple(tt_ranks)} would need {order} cores: give one rank per bond, or one integer for all")
-        return cls(*modes(order), tt_ranks)
-    if tt_ranks is not None:
-        raise ValueError(f"tt_ranks {tt_ranks} and budget_params {budget_params} are both given: give one of them")
-    require_positive(budget_params=budget_params)
-    fitting = []
-    for d in (order,) if order else orders:
-        shape = _largest_fitting(cls(*modes(d), 1), budget_params)
-        if shape is not None:
-            fitting.append(shape)
+def _choose(
+    modes: Callable[[int], tuple[tuple[int, ...], tuple[int, ...]]],
+    what: str,
+    tt_ranks: int | Sequence[int] | None,
+    order: int | None,
+    budget_params: int | None,
+    *,
+    default_order: int,
+    orders: tuple[int, ...],
+) -> TTShape:
+    """The shape at the given ranks, or the best one within the budget; `modes` gives row and column modes for an order."""
+    if budget_params is not None:
+        if tt_ranks is not None:
+            raise ValueError(f"tt_ranks {tt_ranks} and budget_params {budget_params} are both given: give one of them")
+        require_positive(budget_params=budget_params)
+        return _within_budget([TTShape(*modes(d), 1) for d in ((order,) if order else orders)], budget_params, what)
+    tt_ranks = 16 if tt_ranks is None else tt_ranks
+    if isinstance(tt_ranks, int):
+        require_positive(tt_ranks=tt_ranks)
+        return TTShape(*modes(order or default_order), tt_ranks)
+    for k, rank in enumerate(tt_ranks):
+        require_positive(**{f"tt_ranks[{k}]": rank})
+    order = order or len(tt_ranks) + 1
+    if order not in orders:
+        raise ValueError(f"tt_ranks {tuple(tt_ranks)} would need {order} cores: give one rank per bond, or one integer for all")
+    return TTShape(*modes(order), tt_ranks)
+
+
+def _within_budget(candidates: list[TTShape], budget_params: int, what: str) -> TTShape:
+    """Of rank-1 shapes of rising order the first that reaches rank 8 within the budget, or else the one of the largest rank."""
+    grown = [_largest_fitting(shape, budget_params) for shape in candidates]
+    fitting = [shape for shape in grown if shape is not None]
     if not fitting:
-        least = min(cls(*modes(d), 1).num_params for d in ((order,) if order else orders))
+        least = min(shape.num_params for shape in candidates)
         raise ValueError(f"budget_params is {budget_params}: {what} takes at least {least} parameters, at rank 1")
-    return next(
-        (s for s in fitting if max(s.ranks) >= min(8, max(max_ranks(s.row_shape, s.col_shape)))),
-        max(fitting, key=lambda s: max(s.ranks)),
-    )
+    enough = (s for s in fitting if max(s.ranks) >= min(8, max(max_ranks(s.row_shape, s.col_shape))))
+    return next(enough, max(fitting, key=lambda shape: max(shape.ranks)))
 
 
 def _largest_fitting(shape: TTShape, budget_params: int) -> TTShape | None:
