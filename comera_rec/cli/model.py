@@ -29,8 +29,8 @@ logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 def train(context: click.Context, config_path: str, overrides: tuple[str, ...]) -> None:
     """Train a DLRM, dense or compressed.
 
-    Everything goes to the config's `output` folder. Running the command again goes on from the last checkpoint. SIGTERM and Ctrl-C
-    stop after the step at hand, with a checkpoint.
+    Everything goes to the config's `output` folder, a report.html at the end. Running the command again goes on from the last
+    checkpoint. SIGTERM and Ctrl-C stop after the step at hand, with a checkpoint.
 
     \b
     Example:
@@ -45,6 +45,7 @@ def train(context: click.Context, config_path: str, overrides: tuple[str, ...]) 
     except (Interrupted, Diverged) as stop:
         click.echo(f"comera: {stop}", err=True)
         context.exit(stop.exit_status)
+    write_report([trainer.folder], trainer.folder / "report.html")
     smaller = f" ({result['ratio']:.1f}x smaller than dense)" if result["params"] < result["dense_params"] else ""
     click.echo(
         f"{config.output}: {result['steps']} steps, {result['split']} AUC {result['auc']:.4f}, NE {result['ne']:.4f}, "

@@ -16,8 +16,6 @@ from comera_rec.nn import named_tt_modules
 from comera_rec.rank.penalty import core_norm, model_size_surrogate
 from comera_rec.rank.truncation import count_tt_params, truncate_ranks_
 
-STAGES = ("early", "late", "done")
-
 
 @dataclass(frozen=True, kw_only=True)
 class RankConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
@@ -54,11 +55,13 @@ class TTEmbeddingBagConfig(EmbeddingBagConfig):
 
     def dense(self) -> EmbeddingBagConfig:
         """The TorchRec config of the same table."""
-        names = [field.name for field in dataclasses.fields(EmbeddingBagConfig)]
-        return EmbeddingBagConfig(**{name: getattr(self, name) for name in names})
+        return EmbeddingBagConfig(**_torchrec_fields(self))
 
     @classmethod
     def from_dense(cls, config: EmbeddingBagConfig, shape: TTShape | None) -> TTEmbeddingBagConfig:
         """A TorchRec config with a shape; None keeps the table dense."""
-        names = [field.name for field in dataclasses.fields(EmbeddingBagConfig)]
-        return cls(**{name: getattr(config, name) for name in names}, shape=shape)
+        return cls(**_torchrec_fields(config), shape=shape)
+
+
+def _torchrec_fields(config: EmbeddingBagConfig) -> dict[str, Any]:
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(EmbeddingBagConfig)}

@@ -52,10 +52,7 @@ def build_dlrm(
         )
     dense_device = torch.device(device or "cpu")
     model = DLRM(collection, dense_in_features, list(dense_arch_layer_sizes), list(over_arch_layer_sizes), dense_device)
-    if linears is not None and any(linears.shape_for(layer.in_features, layer.out_features) for layer in _linears(model)):
+    layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    if linears is not None and any(linears.shape_for(layer.in_features, layer.out_features) for layer in layers):
         compress_linears_(model, linears)
     return model
-
-
-def _linears(model: torch.nn.Module) -> list[torch.nn.Linear]:
-    return [module for module in model.modules() if isinstance(module, torch.nn.Linear)]

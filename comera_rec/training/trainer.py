@@ -89,7 +89,7 @@ class Trainer:
         self.scheduler = RankScheduler(self.model, self.optimizer, config.ranks) if config.ranks else None
         self.steps = 0
         self.history_written = 0
-        self.step_seconds: list[float] = []
+        self.step_ms: list[float] = []
 
     def _batches(self, split: str, *, shuffle: bool) -> ParquetBatches:
         data = self.config.data
@@ -179,21 +179,20 @@ class Trainer:
         batches: Iterator[Batch] = iter(self.loader) if self.steps < self.total_steps else iter(())
         with bar:
             for batch in batches:
-                start = time.perf_counter()
                 losses.append(self._step(batch.to(self.device, non_blocking=True)))
-                self.step_seconds.append(time.perf_counter() - start)
                 bar.update()
                 last = self.steps >= self.total_steps
                 saving = last or bool(received) or _due(self.steps, training.checkpoint_every)
                 evaluating = not last and not received and _due(self.steps, training.eval_every)
                 if _due(self.steps, training.log_every) or saving or evaluating:
                     loss = self._checked_mean(losses)
-                    elapsed = time.perf_counter() - interval_start
+                    # Reading the losses has waited for the device, so this is the time of whole steps on a GPU too.
+                    self.step_ms.append(1e3 * (time.perf_counter() - interval_start) / len(losses))
                     self.log.write(
                         "train",
                         self.steps,
                         loss=loss,
-                        step_ms=1e3 * elapsed / len(losses),
+                        step_ms=self.step_ms[-1],
                         rows=self.steps * self.config.data.batch_size,
                     )
                     bar.set_postfix(loss=f"{loss:.4f}")
@@ -259,16 +258,14 @@ class Trainer:
             self._evaluate("val")
         split = next(name for name in ("test", "val", "train") if self._rows(name))
         metrics = self._evaluate(split)
-        # The first steps warm up allocators and caches.
-        steady = self.step_seconds[len(self.step_seconds) // 10 :] or [float("nan")]
-        step_seconds = statistics.median(steady)
+        step_ms = statistics.median(self.step_ms or [float("nan")])
         return {
             "name": self.folder.name,
             "steps": self.steps,
             "split": split,
             **metrics,
-            "step_ms": 1e3 * step_seconds,
-            "rows_per_s": self.config.data.batch_size / step_seconds,
+            "step_ms": step_ms,
+            "rows_per_s": 1e3 * self.config.data.batch_size / step_ms,
             "peak_mib": peak,
             **compression_report(self.model).to_dict(),
             "seed": self.config.seed,
@@ -317,7 +314,7 @@ class MetricsLog:
         kept = [line for line in path.read_text().splitlines() if _step_of(line) <= step] if step and path.exists() else []
         path.write_text("".join(f"{line}\n" for line in kept))
         self._file = path.open("a")
-        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else 0)
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Append one line, and the numbers among its values to TensorBoard."""

@@ -27,6 +27,8 @@ def test_train_evaluate_report_export(
     run = tmp_path / "run"
     assert call("train", "--config", str(config_file)) == 0
     assert "12 steps, test AUC" in capsys.readouterr().out
+    assert "<svg" in (run / "report.html").read_text()
+    (run / "report.html").unlink()
 
     assert call("evaluate", "--checkpoint", str(run), "--data", str(data_set)) == 0
     metrics = json.loads(capsys.readouterr().out)

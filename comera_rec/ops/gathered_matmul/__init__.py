@@ -64,7 +64,7 @@ def resolve_impl(impl: str) -> str:
 def gathered_matmul(a: Tensor, b: Tensor, p: Tensor, q: Tensor, impl: str = "auto") -> Tensor:
     """Multiply gathered slices: out[u] = a[p[u]] @ b[q[u]].
 
-    Gradients are sums over equal ids, da[i] = sum over {u: p[u] = i} of dout[u] @ b[q[u]]^T and db alike; they are deterministic.
+    Gradients are sums over equal ids, da[i] = sum over {u: p[u] = i} of dout[u] @ b[q[u]]^T and db alike.
     Autocast leaves it alone, as it does `torch.nn.functional.embedding_bag`.
 
     Args:
