@@ -68,6 +68,7 @@ class LinearWorkload:
     """One layer in both forms, its input and its upstream gradient."""
 
     baselines = ("nn.Linear",)
+    left_out: Mapping[str, str] = {}
 
     def __init__(self, case: LinearCase, device: str, seed: int) -> None:
         torch.manual_seed(seed)
@@ -118,7 +119,7 @@ class LinearWorkload:
             assert input_BI.grad is not None
             return {"gradient of input": input_BI.grad, **parameter_gradients(module)}
 
-        return TorchProvider(module, [(input_BI,)], self.upstream_BO, gradients=gradients)
+        return TorchProvider(module, [(input_BI,)], self.upstream_BO, shown=gradients)
 
 
 def tt_matrix(stored: Mapping[str, Tensor], shape: cr.TTShape) -> Tensor:

@@ -1,9 +1,9 @@
-"""Embedding bags: dense tables, FBGEMM's fused table, and the same table as a tensor train with and without dedup.
+"""Embedding bags over a collection of tables: dense, FBGEMM's fused, and tensor trains with and without deduplication.
 
-All providers of a case hold the same table: the dense ones hold what the train contracts to. Every pass takes the next of several
+All providers of a case hold the same tables, at least in the rows that its batches meet. Every pass takes the next of several
 batches, the same one for all, so that no provider profits from rows that the last call left in the caches.
 
-Shapes: M num_embeddings, N embedding_dim, B bags, L ids, U unique ids.
+Shapes: T tables, M rows of a table, N embedding_dim, B bags, L ids and U unique ids of one table.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -19,165 +19,249 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import comera_rec as cr
-from benchmarks.fbgemm import FbgemmProvider
-from benchmarks.linear import tt_matrix
+from benchmarks.batch import Batch
+from benchmarks.chained import ChainedTables, chain_bytes, chain_rows
+from benchmarks.dense import EmbeddingBags, FbgemmProvider, RowWiseAdagrad, shared_storage, split_storage
 from benchmarks.measure import Settings, measure_cases
 from benchmarks.rows import Row
-from benchmarks.unoptimized import UnoptimizedTTM
 from benchmarks.workload import Provider, TorchProvider, parameter_count, parameter_gradients
 
-ZIPF_EXPONENT = 1.05
+CRITEO_KAGGLE = (10131227, 2202608, 8351593, 5461306, 7046547, 286181, 142572)  # its tables above 100,000 rows
+ZIPF = 1.05
 NUM_BATCHES = 8
-LEARNING_RATE = 0.01
-EPS = 1e-8
+LR, EPS = 0.01, 1e-8
+MOST_BYTES = 10 << 30
+
+DENSE, FBGEMM, NO_DEDUP, ROW_DEDUP, OURS = (
+    "nn.EmbeddingBag sparse",
+    "FBGEMM",
+    "TTM no dedup",
+    "TTM row dedup",
+    "TTEmbeddingBagCollection",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LookupCase:
-    """One table and its batches: `batch` bags of `bag` ids, drawn uniformly or by Zipf's law (id 0 most often)."""
+    """Tables of one dim, their trains, and batches of `batch` bags of `bag` ids by Zipf's law; exponent 0 is uniform."""
 
-    num_embeddings: int
-    embedding_dim: int
-    order: int
-    rank: int
+    rows: tuple[int, ...] = CRITEO_KAGGLE
+    dim: int = 64
+    order: int = 2
+    rank: int = 16
     batch: int
-    bag: int
-    ids: str
+    bag: int = 1
+    zipf: float = ZIPF
+    providers: tuple[str, ...] = (DENSE, FBGEMM, NO_DEDUP, ROW_DEDUP, OURS)
     dtype: str = "float32"
 
     @property
-    def tt_shape(self) -> cr.TTShape:
-        """Modes and ranks of the table."""
-        return cr.TTShape.for_table(self.num_embeddings, self.embedding_dim, tt_ranks=self.rank, order=self.order)
+    def tt_shapes(self) -> list[cr.TTShape]:
+        """Modes and ranks of each table."""
+        return [cr.TTShape.for_table(count, self.dim, tt_ranks=self.rank, order=self.order) for count in self.rows]
+
+    @property
+    def compression(self) -> float:
+        """Dense parameters over the trains', all tables together."""
+        return sum(self.rows) * self.dim / sum(shape.num_params for shape in self.tt_shapes)
 
     def shapes(self) -> dict[str, Any]:
         return {
-            "rows": self.num_embeddings,
-            "dim": self.embedding_dim,
+            "tables": len(self.rows),
+            "rows": sum(self.rows),
+            "dim": self.dim,
             "order": self.order,
-            "ranks": list(self.tt_shape.ranks),
+            "rank": self.rank,
             "batch": self.batch,
             "bag": self.bag,
-            "ids": f"zipf {ZIPF_EXPONENT}" if self.ids == "zipf" else self.ids,
+            "ids": f"zipf {self.zipf:g}" if self.zipf else "uniform",
         }
 
 
 def cases(quick: bool) -> list[LookupCase]:
-    """Every combination of order, batch, bag length and distribution; order 2 outermost."""
-    rows, dim, rank = (100_000, 16, 8) if quick else (1_000_000, 64, 16)
-    return [
-        LookupCase(num_embeddings=rows, embedding_dim=dim, order=order, rank=rank, batch=batch, bag=bag, ids=ids)
-        for order in (2, 3, 4)
-        for batch in ((2048,) if quick else (2048, 16384))
-        for bag in ((10,) if quick else (1, 10))
-        for ids in (("zipf",) if quick else ("zipf", "uniform"))
+    """What the lookup is judged by; cases of one dim together, because they share the dense tables."""
+    if quick:
+        small = partial(LookupCase, rows=(300_000, 100_000, 20_000), dim=32, batch=2048)
+        return [small(), small(order=3, zipf=0), small(order=4, bag=4)]
+    sizes = [(dim, batch, zipf) for dim in (64, 128) for batch in (10_000, 20_000, 40_000) for zipf in (ZIPF, 0)]
+    trains = [(order, rank, batch) for order, rank in ((2, 8), (2, 16), (2, 32), (3, 16), (4, 16)) for batch in (16_384, 20_000)]
+    grid = [
+        *(LookupCase(dim=dim, batch=batch, zipf=zipf) for dim, batch, zipf in sizes),
+        *(LookupCase(order=order, rank=rank, batch=batch) for order, rank, batch in trains),
+        *(LookupCase(batch=4096, bag=10, zipf=zipf) for zipf in (ZIPF, 0)),
     ]
+    return sorted(dict.fromkeys(grid), key=lambda case: case.dim)
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
     """The rows of every case."""
-    yield from measure_cases("lookup", cases(settings.quick), LookupWorkload, settings)
+    yield from measure_lookups("lookup", cases(settings.quick), settings)
+
+
+def measure_lookups(op: str, cases: list[LookupCase], settings: Settings) -> Iterator[list[Row]]:
+    """The rows of cases; where memory is measured, no process holds the dense tables in whole."""
+    yield from measure_cases(op, cases, LookupWorkload, settings, build_for_memory=partial(LookupWorkload, timed=False))
 
 
 class LookupWorkload:
-    """A table in every form, its batches and the upstream gradient."""
+    """Tables in every form, their batches and the upstream gradient.
 
-    baselines = ("nn.EmbeddingBag", "FBGEMM fused", "unoptimized TTM")
+    Args:
+        case, device, seed: as for any workload.
+        timed: with several batches, and dense tables whose every page is real memory. Otherwise there is one batch, and of the
+            dense tables only the pages it meets, which is all that the extra memory of a call can depend on.
+    """
 
-    def __init__(self, case: LookupCase, device: str, seed: int) -> None:
+    baselines = (DENSE, FBGEMM, NO_DEDUP, ROW_DEDUP)
+
+    def __init__(self, case: LookupCase, device: str, seed: int, *, timed: bool = True) -> None:
         torch.manual_seed(seed)
         self.case = case
-        self.device = device
-        self.tensor_train = cr.TTEmbeddingBag(
-            case.num_embeddings,
-            case.embedding_dim,
-            shape=case.tt_shape,
-            include_last_offset=True,
-            device=device,
-            dtype=getattr(torch, case.dtype),
-        )
-        offsets = torch.arange(0, case.batch * case.bag + 1, case.bag, device=device)
-        self.batches = [(draw_ids(case).to(device), offsets) for _ in range(NUM_BATCHES)]
-        self.upstream_BN = torch.randn(case.batch, case.embedding_dim).to(device, getattr(torch, case.dtype))
-
-    @cached_property
-    def table(self) -> Tensor:
-        """The dense table, [M, N]."""
-        stored = {name: parameter.detach() for name, parameter in self.tensor_train.named_parameters()}
-        return self._rows(tt_matrix(stored, self.tensor_train.shape)).contiguous()
+        self.collection = _collection(case, device)
+        self.batches = [Batch.draw(case.rows, case.batch, case.bag, case.zipf, device) for _ in range(NUM_BATCHES if timed else 1)]
+        self.upstream = torch.randn(case.batch, len(case.rows) * case.dim).to(device)
+        self._storage = partial(shared_storage, case.rows, case.dim, device, resident=timed)
 
     @property
     def providers(self) -> Mapping[str, Callable[[], Provider]]:
-        return {
-            "nn.EmbeddingBag": lambda: self._dense(sparse=False),
-            "nn.EmbeddingBag sparse": lambda: self._dense(sparse=True),
-            "FBGEMM fused": lambda: FbgemmProvider(
-                self.table, self.batches, self.upstream_BN, learning_rate=LEARNING_RATE, eps=EPS
-            ),
-            "unoptimized TTM": lambda: self._tensor_train(
-                UnoptimizedTTM([self.tensor_train.get_parameter(f"core_{k}") for k in range(self.case.order)], self.case.bag)
-            ),
-            "TTEmbeddingBag": lambda: self._tensor_train(copy.deepcopy(self.tensor_train)),
+        """Making a dense provider writes the rows anew, whatever an earlier one has trained them to."""
+        factories: dict[str, Callable[[], Provider]] = {
+            DENSE: self._dense,
+            FBGEMM: self._fbgemm,
+            NO_DEDUP: lambda: self._chained(dedup=False),
+            ROW_DEDUP: lambda: self._chained(dedup=True),
+            OURS: self._ours,
         }
+        return {name: factories[name] for name in self.case.providers if name not in self.left_out}
+
+    @cached_property
+    def left_out(self) -> Mapping[str, str]:
+        """Providers of the case that this machine can't be asked to run -> why."""
+        needed = sum(chain_bytes(cores, self.case.batch * self.case.bag) for cores in self._cores.values())
+        if needed <= MOST_BYTES:
+            return {}
+        return {NO_DEDUP: f"a step would take about {needed >> 30} GiB"}
 
     def reference(self) -> dict[str, Tensor]:
-        """Bags over the table contracted core by core, in float64; gradients of the rows that the batch meets, U."""
-        stored = {name: p.detach().double().requires_grad_() for name, p in self.tensor_train.named_parameters()}
-        table_MN = self._rows(tt_matrix(stored, self.tensor_train.shape))
-        table_MN.retain_grad()
-        ids, offsets = self.batches[0]
-        output_BN = F.embedding_bag(ids, table_MN, offsets, mode="sum", include_last_offset=True)
-        output_BN.backward(self.upstream_BN.double())
-        assert table_MN.grad is not None
-        met = ids.unique()
-        gradient_UN = table_MN.grad[met]
-        step_U1 = LEARNING_RATE / (gradient_UN.square().mean(1, keepdim=True).sqrt() + EPS)
+        """Outputs, gradients and updated rows of the first batch, its unique rows chained in float64."""
+        batch, dim = self.batches[0], self.case.dim
+        outputs, rows, row_gradients = [], [], []
+        gradients: dict[str, Tensor] = {}
+        for (name, bag), ids, met, upstream_BN in zip(
+            self.collection.tt_bags.items(), batch.ids, batch.met, self.upstream.split(dim, dim=1), strict=True
+        ):
+            stored = {key: parameter.detach().double().requires_grad_() for key, parameter in bag.named_parameters()}
+            cores = [stored[f"core_{k}"].transpose(0, 1) for k in range(self.case.order)]
+            cores[1:] = [stored[f"rank_{k}"].view(-1, 1, 1) * core for k, core in enumerate(cores[1:], start=1)]
+            rows_UN = chain_rows(cores, met)[:, :dim]
+            rows_UN.retain_grad()
+            place_L = torch.searchsorted(met, ids)
+            output_BN = F.embedding_bag(place_L, rows_UN, batch.offsets, mode="sum", include_last_offset=True)
+            output_BN.backward(upstream_BN.double())
+            outputs.append(output_BN.detach())
+            rows.append(rows_UN.detach())
+            row_gradients.append(_gradient(rows_UN))
+            gradients |= {f"gradient of {name}.{key}": _gradient(tensor) for key, tensor in stored.items()}
+        gradient_UN = torch.cat(row_gradients)
+        step_U1 = LR / (gradient_UN.square().mean(1, keepdim=True).sqrt() + EPS)
         return {
-            "output": output_BN.detach(),
+            "output": torch.cat(outputs, dim=1),
             "gradient of rows": gradient_UN,
-            "rows after Adagrad": table_MN.detach()[met] - step_U1 * gradient_UN,
-            **{f"gradient of {name}": tensor.grad for name, tensor in stored.items() if tensor.grad is not None},
+            "rows after Adagrad": torch.cat(rows) - step_U1 * gradient_UN,
+            **gradients,
         }
 
     def counted(self, provider: Provider, pass_: str) -> dict[str, float]:
-        """Parameters, and unique ids of the first batch."""
-        module = provider.module if isinstance(provider, TorchProvider) else None
-        params = float(self.case.num_embeddings * self.case.embedding_dim) if module is None else parameter_count(module)
-        return {"params": params, "unique_ids": float(len(self.batches[0][0].unique()))}
+        """Parameters, compression of the trains over the dense tables, and unique ids of a batch, mean over the batches."""
+        params = parameter_count(provider.module) if isinstance(provider, TorchProvider) else sum(self.case.rows) * self.case.dim
+        unique = sum(len(met) for batch in self.batches for met in batch.met) / len(self.batches)
+        return {"params": float(params), "compression": self.case.compression, "unique_ids": unique}
 
-    def _rows(self, matrix: Tensor) -> Tensor:
-        return matrix[: self.case.num_embeddings, : self.case.embedding_dim]
+    @property
+    def _cores(self) -> dict[str, list[Tensor]]:
+        """Per table its cores as (m, r, n, s); the rank parameters are ones."""
+        return {
+            name: [bag.get_parameter(f"core_{k}").detach().transpose(0, 1).contiguous() for k in range(self.case.order)]
+            for name, bag in self.collection.tt_bags.items()
+        }
 
-    def _dense(self, *, sparse: bool) -> TorchProvider:
-        torch.sparse.check_sparse_tensor_invariants.disable()  # the default, said aloud: torch warns of it otherwise
-        module = nn.EmbeddingBag.from_pretrained(
-            self.table.clone(), freeze=False, mode="sum", sparse=sparse, include_last_offset=True
-        )
+    def _tables(self) -> list[Tensor]:
+        """The dense tables [M, N], the rows that the batches meet written from the trains."""
+        tables = split_storage(self._storage(), self.case.rows, self.case.dim)
+        for t, (table_MN, cores) in enumerate(zip(tables, self._cores.values(), strict=True)):
+            cores = [core.double() for core in cores]
+            for batch in self.batches:
+                table_MN[batch.met[t]] = chain_rows(cores, batch.met[t])[:, : self.case.dim].to(table_MN.dtype)
+        return tables
 
-        def gradients() -> dict[str, Tensor]:
-            gradient = module.weight.grad
-            assert gradient is not None
-            return {"gradient of rows": (gradient.to_dense() if sparse else gradient)[self.batches[0][0].unique()]}
+    def _dense(self) -> TorchProvider:
+        module = EmbeddingBags(self._tables())
+        optimizer = RowWiseAdagrad(module.parameters(), lr=LR, eps=EPS)
 
-        return TorchProvider(module, self.batches, self.upstream_BN, optimizer=_adagrad(module), gradients=gradients)
+        def shown() -> dict[str, Tensor]:
+            weights = [weight.detach() for weight in module.parameters()]
+            gradients = [_gradient(weight).coalesce().values() for weight in module.parameters()]
+            optimizer.step()
+            return {"gradient of rows": torch.cat(gradients), "rows after Adagrad": self.batches[0].met_rows(weights)}
 
-    def _tensor_train(self, module: nn.Module) -> TorchProvider:
-        def gradients() -> dict[str, Tensor]:
-            return parameter_gradients(module)
+        return self._provider(module, optimizer, shown)
 
-        return TorchProvider(module, self.batches, self.upstream_BN, optimizer=_adagrad(module), gradients=gradients)
+    def _fbgemm(self) -> FbgemmProvider:
+        self._tables()
+        return FbgemmProvider(self._storage(), self.case.rows, self.case.dim, self.batches, self.upstream, lr=LR, eps=EPS)
+
+    def _chained(self, *, dedup: bool) -> TorchProvider:
+        module = ChainedTables(self._cores, self.case.bag, dedup=dedup)
+
+        def shown() -> dict[str, Tensor]:
+            return {name: gradient.transpose(0, 1) for name, gradient in parameter_gradients(module.tables).items()}
+
+        return self._provider(module, _adagrad(module), shown)
+
+    def _ours(self) -> TorchProvider:
+        module = PooledValues(copy.deepcopy(self.collection))
+        return self._provider(module, _adagrad(module), lambda: parameter_gradients(module.collection.tt_bags))
+
+    def _provider(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, shown: Callable[[], dict[str, Tensor]]
+    ) -> TorchProvider:
+        return TorchProvider(module, [(batch,) for batch in self.batches], self.upstream, optimizer=optimizer, shown=shown)
 
 
-def draw_ids(case: LookupCase) -> Tensor:
-    """Ids of one batch, [L]."""
-    count = case.batch * case.bag
-    if case.ids == "uniform":
-        return torch.randint(case.num_embeddings, (count,))
-    if case.ids == "zipf":
-        cumulative = torch.arange(1, case.num_embeddings + 1, dtype=torch.float64).pow(-ZIPF_EXPONENT).cumsum(0)
-        return torch.searchsorted(cumulative, torch.rand(count, dtype=torch.float64) * cumulative[-1])
-    raise ValueError(f"ids is {case.ids!r}: choose 'uniform' or 'zipf'")
+class PooledValues(nn.Module):
+    """The values of the KeyedTensor that a collection returns, [B, T * N]."""
+
+    def __init__(self, collection: cr.TTEmbeddingBagCollection) -> None:
+        super().__init__()
+        self.collection = collection
+
+    def forward(self, batch: Batch) -> Tensor:
+        values: Tensor = self.collection(batch.features).values()
+        return values
+
+
+def _collection(case: LookupCase, device: str) -> cr.TTEmbeddingBagCollection:
+    return cr.TTEmbeddingBagCollection(
+        [
+            cr.TTEmbeddingBagConfig(
+                name=f"t{t}",
+                feature_names=[f"f{t}"],
+                num_embeddings=count,
+                embedding_dim=case.dim,
+                shape=shape,
+                weight_init_min=-1.0,  # the same for all, so that the gate is as strict with each table
+                weight_init_max=1.0,
+            )
+            for t, (count, shape) in enumerate(zip(case.rows, case.tt_shapes, strict=True))
+        ],
+        device=device,
+    )
 
 
 def _adagrad(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adagrad(module.parameters(), lr=LEARNING_RATE, eps=EPS)
+    return torch.optim.Adagrad(module.parameters(), lr=LR, eps=EPS, fused=True)
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    assert tensor.grad is not None
+    return tensor.grad

@@ -1,4 +1,4 @@
-"""From cases to rows: agree, then time in turns, then measure memory."""
+"""From cases to rows: measure memory while this process is small, then case by case agree and time in turns."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ import datetime
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from tqdm import tqdm
 
 from benchmarks.agreement import Disagreement, require_agreement
 from benchmarks.environment import describe
-from benchmarks.memory import Call, memory_is_measurable, peak_extra_memory
+from benchmarks.memory import Call, Prepared, memory_is_measurable, peak_extra_memory
 from benchmarks.rows import Row
 from benchmarks.timing import Plan, alternate, percentiles
-from benchmarks.workload import PASSES, Case, Provider, Workload
+from benchmarks.workload import PASSES, Case, Workload
 
 Build = Callable[[Any, str, int], Workload]
+Peaks = Mapping[str, Mapping[str, list[float]]]
+AnyCase = TypeVar("AnyCase", bound=Case)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,38 +32,95 @@ class Settings:
     device: str = "cpu"
     seed: int = 0
     memory: bool = True
+    only: Mapping[str, str] = field(default_factory=dict)
+    """Sizes that a case must have to be measured, as `Case.shapes` tells them."""
     plan: Plan = field(default_factory=Plan)
 
 
-def measure_cases(op: str, cases: Iterable[Case], build: Build, settings: Settings) -> Iterator[list[Row]]:
+def chosen(cases: Iterable[AnyCase], only: Mapping[str, str]) -> list[AnyCase]:
+    """The cases of the sizes in `only`.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    cases = list(cases)
+    found = [case for case in cases if all(str(case.shapes().get(name)) == size for name, size in only.items())]
+    if not found:
+        sizes = {name: sorted({str(case.shapes()[name]) for case in cases}) for name in cases[0].shapes()}
+        raise ValueError(f"no case has {dict(only)}: sizes are {sizes}")
+    return found
+
+
+def measure_cases(
+    op: str, cases: Iterable[AnyCase], build: Build, settings: Settings, build_for_memory: Build | None = None
+) -> Iterator[list[Row]]:
     """Measure cases one after the other, with a progress bar on a terminal.
 
     Args:
         op: the operation's name.
         cases: what to measure.
-        build: (case, device, seed) -> workload; importable by name, because child processes build it again.
+        build: (case, device, seed) -> workload.
         settings: from the command line.
+        build_for_memory: the same where memory is measured; default `build`. Importable by name, because child processes call it.
 
     Yields:
         The rows of a case.
     """
+    cases = chosen(cases, settings.only)
     environment = describe(settings.device)
-    for case in tqdm(list(cases), desc=op, unit="case", disable=None):
-        yield measure_case(op, case, build, settings, environment)
+    peaks: list[Peaks] = [{} for _ in cases]
+    if settings.memory and memory_is_measurable(settings.device):
+        # All cases before the first is timed, because from then on this process may hold gigabytes.
+        progress = tqdm(cases, desc=f"{op}, memory", unit="case", disable=None)
+        peaks = [measure_memory(case, build_for_memory or build, settings) for case in progress]
+    for case, peak in zip(tqdm(cases, desc=op, unit="case", disable=None), peaks, strict=True):
+        yield measure_case(op, case, build, settings, environment, peak)
 
 
-def measure_case(op: str, case: Case, build: Build, settings: Settings, environment: Mapping[str, Any]) -> list[Row]:
+def measure_memory(case: Case, build: Build, settings: Settings) -> Peaks:
+    """Provider -> pass -> MiB of some calls; one child process a provider, one at a time."""
+    return {
+        name: peak_extra_memory(prepare_calls, build, case, settings.device, settings.seed, name, device=settings.device)
+        for name in build(case, settings.device, settings.seed).providers
+    }
+
+
+def prepare_calls(build: Build, case: Case, device: str, seed: int, provider: str) -> Prepared:
+    """One provider's passes, warmed up, on the first input always, and what drops its gradients; for `peak_extra_memory`."""
+    instance = build(case, device, seed).providers[provider]()
+    calls = {pass_: partial(_on_first_input, call) for pass_, call in instance.passes.items()}
+    for call in calls.values():
+        call(0)  # optimizer state and compiled kernels are no part of a call's extra memory
+    return calls, instance.release
+
+
+def _on_first_input(call: Call, turn: int) -> object:
+    return call(0)
+
+
+def measure_case(op: str, case: Case, build: Build, settings: Settings, environment: Mapping[str, Any], peaks: Peaks) -> list[Row]:
     """All rows of one case.
+
+    Args:
+        op, case, build, settings: as for `measure_cases`.
+        environment: fields that are the same for all rows.
+        peaks: memory measured before, to be told in rows as well.
 
     Raises:
         Disagreement: if any provider's numbers are wrong; nothing was timed then.
     """
     workload = build(case, settings.device, settings.seed)
-    providers = {name: make() for name, make in workload.providers.items()}
+    for name, reason in workload.left_out.items():
+        tqdm.write(f"{op}, {case.shapes()}: without {name}: {reason}")
+    providers, outcomes = {}, {}
+    for name, make in workload.providers.items():
+        providers[name] = make()
+        outcomes[name] = providers[name].verify()
     try:
-        require_agreement(workload.reference(), {name: provider.verify() for name, provider in providers.items()})
+        require_agreement(workload.reference(), outcomes)
     except Disagreement as error:
         raise Disagreement(f"{op}, {case.shapes()}: {error}") from None
+    del outcomes
     gc.collect()
 
     def rows(pass_: str, unit: str, samples: Mapping[str, list[float]]) -> list[Row]:
@@ -90,23 +150,7 @@ def measure_case(op: str, case: Case, build: Build, settings: Settings, environm
     found = []
     for pass_ in PASSES:
         calls = {name: provider.passes[pass_] for name, provider in providers.items() if pass_ in provider.passes}
-        if not calls:
-            continue
-        found += rows(pass_, "ms", alternate(calls, settings.plan, synchronize=synchronize))
-        if settings.memory and memory_is_measurable(settings.device):
-            peaks = {
-                name: peak_extra_memory(
-                    prepare_call, build, case, settings.device, settings.seed, name, pass_, device=settings.device
-                )
-                for name in calls
-            }
-            found += rows(pass_, "MiB", peaks)
+        if calls:
+            found += rows(pass_, "ms", alternate(calls, settings.plan, synchronize=synchronize))
+        found += rows(pass_, "MiB", {name: of[pass_] for name, of in peaks.items() if pass_ in of})
     return found
-
-
-def prepare_call(build: Build, case: Case, device: str, seed: int, provider: str, pass_: str) -> tuple[Call, Callable[[], None]]:
-    """One provider's call, warmed up, and what drops its gradients; for `peak_extra_memory`."""
-    instance: Provider = build(case, device, seed).providers[provider]()
-    call = instance.passes[pass_]
-    call(0)  # optimizer state and compiled kernels are no part of a call's extra memory
-    return call, instance.release

@@ -1,4 +1,4 @@
-"""Peak extra memory of one call, native allocations included, in a process that did nothing else."""
+"""Peak extra memory of calls, native allocations included, in a process that did nothing else."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import gc
 import multiprocessing
 import os
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 Call = Callable[[int], object]
-Prepared = tuple[Call, Callable[[], None]]
+Prepared = tuple[Mapping[str, Call], Callable[[], None]]
 
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
@@ -27,17 +28,19 @@ def memory_is_measurable(device: str) -> bool:
     return device.startswith("cuda") or os.access(_CLEAR_REFS, os.W_OK)
 
 
-def peak_extra_memory(prepare: Callable[..., Prepared], *arguments: Any, device: str = "cpu", repeats: int = 3) -> list[float]:
-    """MiB by which each of some calls raised the peak of a fresh process over what it held just before.
+def peak_extra_memory(
+    prepare: Callable[..., Prepared], *arguments: Any, device: str = "cpu", repeats: int = 3
+) -> dict[str, list[float]]:
+    """MiB by which each of some calls raised the peak of a fresh process over what it held just before, by name of the call.
 
     On CPU it is the growth of the peak resident set (VmHWM), which sees every allocator; on CUDA torch's own count.
 
     Args:
         prepare: a function importable by name. It runs in the child, does everything that is not to be counted (imports, weights,
-            warming up) and returns the call, which takes its number, and a function that drops what a call left behind.
+            warming up) and returns the calls by name, and a function that drops what a call left behind.
         arguments: for `prepare`; picklable.
         device: where the call allocates.
-        repeats: calls measured.
+        repeats: how often each is measured.
 
     Raises:
         RuntimeError: if the child fails or is killed.
@@ -45,7 +48,8 @@ def peak_extra_memory(prepare: Callable[..., Prepared], *arguments: Any, device:
     # A fork server imports the modules once but runs no kernel, so its forks start quickly and inherit no half-dead thread pools.
     context = multiprocessing.get_context("forkserver")
     # torch.optim imports torch._dynamo when it is first used, which takes seconds.
-    context.set_forkserver_preload([__name__, prepare.__module__, "torch._dynamo"])
+    ours = [name for name in sys.modules if name.startswith("benchmarks.")]
+    context.set_forkserver_preload([*ours, prepare.__module__, "torch._dynamo"])
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_measure, args=(sender, prepare, arguments, device, repeats, torch.get_num_threads()))
     child.start()
@@ -53,11 +57,11 @@ def peak_extra_memory(prepare: Callable[..., Prepared], *arguments: Any, device:
     try:
         peaks, error = receiver.recv()
     except EOFError:
-        peaks, error = [], ""
+        peaks, error = {}, ""
     child.join()
     if error or not peaks:
         raise RuntimeError(f"measuring memory failed in the child process (exit status {child.exitcode}): {error or 'killed'}")
-    return list(peaks)
+    return dict(peaks)
 
 
 def _measure(
@@ -68,15 +72,16 @@ def _measure(
         on_gpu = device.startswith("cuda")
         if not on_gpu:
             _return_freed_memory_at_once()
-        call, release = prepare(*arguments)
-        peaks = []
+        calls, release = prepare(*arguments)
+        peaks: dict[str, list[float]] = {name: [] for name in calls}
         for turn in range(repeats):
-            release()
-            gc.collect()
-            peaks.append(_cuda_peak(call, turn, device) if on_gpu else _resident_peak(call, turn))
+            for name, call in calls.items():
+                release()
+                gc.collect()
+                peaks[name].append(_cuda_peak(call, turn, device) if on_gpu else _resident_peak(call, turn))
         sender.send((peaks, ""))
     except Exception as error:
-        sender.send(([], f"{type(error).__name__}: {error}"))
+        sender.send(({}, f"{type(error).__name__}: {error}"))
 
 
 def _return_freed_memory_at_once() -> None:

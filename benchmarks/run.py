@@ -37,6 +37,7 @@ _FILE = click.Path(path_type=Path)
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads; default all cores.")
 @click.option("--seconds", type=click.FloatRange(min=0), help="Time for each pass of each case, at least 10 rounds; default 8.")
+@click.option("--only", default="", metavar="SIZE=VALUE,...", help="Only cases of these sizes, such as dim=64,batch=20000.")
 @click.option("--seed", default=0, show_default=True, help="Of weights and inputs.")
 @click.option("--no-memory", is_flag=True, help="Leave out peak extra memory, which takes a process for each provider and pass.")
 def run(
@@ -47,6 +48,7 @@ def run(
     device: str,
     threads: int | None,
     seconds: float | None,
+    only: str,
     seed: int,
     no_memory: bool,
 ) -> None:
@@ -61,12 +63,14 @@ def run(
     """
     if quick and save:
         raise click.UsageError("--save keeps results of full runs: drop --quick, or write the rows with --json")
+    if only and save:
+        raise click.UsageError("--save keeps results of full runs: drop --only, or write the rows with --json")
     if threads is not None:
         torch.set_num_threads(threads)
     plan = Plan(warmup=1, min_rounds=5, max_rounds=5) if quick else Plan()
     if seconds is not None:
         plan = Plan(warmup=plan.warmup, min_rounds=plan.min_rounds, max_rounds=1_000_000, seconds=seconds)
-    settings = Settings(quick=quick, device=_require_device(device), seed=seed, memory=not no_memory, plan=plan)
+    settings = Settings(quick=quick, device=_require_device(device), seed=seed, memory=not no_memory, only=_sizes(only), plan=plan)
     with contextlib.ExitStack() as stack:
         everything = stack.enter_context(RowWriter(json_file)) if json_file else None
         for chosen in BENCHMARKS if name == "all" else [name]:
@@ -87,6 +91,13 @@ def _require_device(device: str) -> str:
             f"--device is {device!r}: choose cpu" + (" or cuda" if torch.cuda.is_available() else ", torch sees no GPU")
         )
     return device
+
+
+def _sizes(only: str) -> dict[str, str]:
+    pairs = [pair.partition("=") for pair in only.split(",") if pair]
+    if not all(equals for _, equals, _ in pairs):
+        raise click.UsageError(f"--only is {only!r}: write SIZE=VALUE, commas between")
+    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def _made(path: Path) -> Path:

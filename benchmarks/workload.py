@@ -44,8 +44,12 @@ class Workload(Protocol):
         """Providers that ratios are quoted to."""
 
     @property
+    def left_out(self) -> Mapping[str, str]:
+        """Providers that this machine can't be asked to run -> why."""
+
+    @property
     def providers(self) -> Mapping[str, Callable[[], Provider]]:
-        """Name -> factory, in the order they take turns."""
+        """Name -> factory, in the order they take turns. Each provider is verified before the next is made."""
 
     def reference(self) -> dict[str, Tensor]:
         """The right values on the first input, in float64, from the definition."""
@@ -62,23 +66,23 @@ class TorchProvider:
         batches: positional arguments of the calls, taken in turns.
         upstream: gradient of the output.
         optimizer: of the module's parameters; without it there is no "step".
-        gradients: what `verify` shows besides the output, read after a backward pass.
+        shown: gives what `verify` shows besides the output; called after a backward pass.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        batches: Sequence[tuple[Tensor, ...]],
+        batches: Sequence[tuple[Any, ...]],
         upstream: Tensor,
         *,
         optimizer: torch.optim.Optimizer | None = None,
-        gradients: Callable[[], dict[str, Tensor]] = dict,
+        shown: Callable[[], dict[str, Tensor]] = dict,
     ) -> None:
         self.module = module
         self._batches = batches
         self._upstream = upstream
         self._optimizer = optimizer
-        self._gradients = gradients
+        self._shown = shown
 
     @property
     def passes(self) -> Mapping[str, Callable[[int], object]]:
@@ -87,13 +91,14 @@ class TorchProvider:
 
     def verify(self) -> dict[str, Tensor]:
         output = self._forward_backward(0).detach()
-        outcome = {"output": output, **self._gradients()}
+        outcome = {"output": output, **self._shown()}
         self.release()
         return outcome
 
     def release(self) -> None:
-        for tensor in (*self.module.parameters(), *(tensor for batch in self._batches for tensor in batch)):
-            tensor.grad = None
+        for argument in (*self.module.parameters(), *(argument for batch in self._batches for argument in batch)):
+            if isinstance(argument, Tensor):
+                argument.grad = None
 
     def _forward(self, turn: int) -> Tensor:
         with torch.no_grad():
