@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+import comera_rec as cr
 from benchmarks.batch import Batch
 
 
@@ -61,6 +62,6 @@ class ChainedTables(nn.Module):
         return rows_LN if self._bag == 1 else rows_LN.unflatten(0, (-1, self._bag)).sum(1)
 
 
-def chain_bytes(cores: Sequence[Tensor], lookups: int) -> int:
-    """About what a training step without dedup holds at once: the slices, their products, and the gradients of both."""
-    return 3 * lookups * sum(core[0].numel() * core.itemsize for core in cores)
+def chain_bytes(shape: cr.TTShape, rows: int) -> int:
+    """About what a training step over one table holds at once: the slices and their gradients, in float32."""
+    return 2 * 4 * rows * sum(left * col * right for left, _, col, right in shape.core_shapes)

@@ -9,9 +9,10 @@ Shapes: T tables, M rows of a table, N embedding_dim, B bags, L ids and U unique
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ CRITEO_KAGGLE = (10131227, 2202608, 8351593, 5461306, 7046547, 286181, 142572)  
 ZIPF = 1.05
 NUM_BATCHES = 8
 LR, EPS = 0.01, 1e-8
-MOST_BYTES = 10 << 30
+MOST_BYTES = 10 << 30  # that a step may take
+MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 DENSE, FBGEMM, NO_DEDUP, ROW_DEDUP, OURS = (
     "nn.EmbeddingBag sparse",
@@ -64,6 +66,17 @@ class LookupCase:
     def compression(self) -> float:
         """Dense parameters over the trains', all tables together."""
         return sum(self.rows) * self.dim / sum(shape.num_params for shape in self.tt_shapes)
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Providers that a machine can't be asked to run -> why."""
+        chains, dense = sum(chain_bytes(shape, self.batch * self.bag) for shape in self.tt_shapes), 4 * sum(self.rows) * self.dim
+        reasons = {}
+        if chains > MOST_BYTES:
+            reasons[NO_DEDUP] = f"a step would take about {chains / 2**30:.3g} GiB"
+        if dense > 0.85 * MEMORY:
+            reasons |= dict.fromkeys((DENSE, FBGEMM), f"the tables would take {dense / 2**30:.3g} of {MEMORY / 2**30:.3g} GiB")
+        return reasons
 
     def shapes(self) -> dict[str, Any]:
         return {
@@ -117,6 +130,7 @@ class LookupWorkload:
     def __init__(self, case: LookupCase, device: str, seed: int, *, timed: bool = True) -> None:
         torch.manual_seed(seed)
         self.case = case
+        self.left_out = case.left_out
         self.collection = _collection(case, device)
         self.batches = [Batch.draw(case.rows, case.batch, case.bag, case.zipf, device) for _ in range(NUM_BATCHES if timed else 1)]
         self.upstream = torch.randn(case.batch, len(case.rows) * case.dim).to(device)
@@ -133,14 +147,6 @@ class LookupWorkload:
             OURS: self._ours,
         }
         return {name: factories[name] for name in self.case.providers if name not in self.left_out}
-
-    @cached_property
-    def left_out(self) -> Mapping[str, str]:
-        """Providers of the case that this machine can't be asked to run -> why."""
-        needed = sum(chain_bytes(cores, self.case.batch * self.case.bag) for cores in self._cores.values())
-        if needed <= MOST_BYTES:
-            return {}
-        return {NO_DEDUP: f"a step would take about {needed >> 30} GiB"}
 
     def reference(self) -> dict[str, Tensor]:
         """Outputs, gradients and updated rows of the first batch, its unique rows chained in float64."""

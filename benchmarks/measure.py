@@ -123,34 +123,49 @@ def measure_case(op: str, case: Case, build: Build, settings: Settings, environm
     del outcomes
     gc.collect()
 
-    def rows(pass_: str, unit: str, samples: Mapping[str, list[float]]) -> list[Row]:
-        spreads = {name: percentiles(values) for name, values in samples.items()}
-        return [
-            Row(
-                op=op,
-                provider=name,
-                shapes=case.shapes(),
-                dtype=case.dtype,
-                pass_=pass_,
-                p20=p20,
-                p50=p50,
-                p80=p80,
-                unit=unit,
-                samples=len(samples[name]),
-                ratios={other: spreads[other][1] / p50 for other in workload.baselines if other in spreads and p50 > 0},
-                counted=workload.counted(providers[name], pass_),
-                seed=settings.seed,
-                date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                **environment,
-            )
-            for name, (p20, p50, p80) in spreads.items()
-        ]
-
+    tell = partial(case_rows, op, case, settings, environment, baselines=workload.baselines)
     synchronize = (lambda: torch.cuda.synchronize(settings.device)) if settings.device.startswith("cuda") else lambda: None
     found = []
     for pass_ in PASSES:
-        calls = {name: provider.passes[pass_] for name, provider in providers.items() if pass_ in provider.passes}
+        able = {name: provider for name, provider in providers.items() if pass_ in provider.passes}
+        calls = {name: provider.passes[pass_] for name, provider in able.items()}
+        counted = {name: workload.counted(provider, pass_) for name, provider in able.items()}
         if calls:
-            found += rows(pass_, "ms", alternate(calls, settings.plan, synchronize=synchronize))
-        found += rows(pass_, "MiB", {name: of[pass_] for name, of in peaks.items() if pass_ in of})
+            found += tell(pass_, "ms", alternate(calls, settings.plan, synchronize=synchronize), counted)
+        found += tell(pass_, "MiB", {name: of[pass_] for name, of in peaks.items() if pass_ in of}, counted)
     return found
+
+
+def case_rows(
+    op: str,
+    case: Case,
+    settings: Settings,
+    environment: Mapping[str, Any],
+    pass_: str,
+    unit: str,
+    samples: Mapping[str, list[float]],
+    counted: Mapping[str, dict[str, float]],
+    baselines: Iterable[str] = (),
+) -> list[Row]:
+    """A row for each provider that has samples of a pass; ratios to those baselines that have some, too."""
+    spreads = {name: percentiles(values) for name, values in samples.items()}
+    return [
+        Row(
+            op=op,
+            provider=name,
+            shapes=case.shapes(),
+            dtype=case.dtype,
+            pass_=pass_,
+            p20=p20,
+            p50=p50,
+            p80=p80,
+            unit=unit,
+            samples=len(samples[name]),
+            ratios={other: spreads[other][1] / p50 for other in baselines if other in spreads and p50 > 0},
+            counted=counted[name],
+            seed=settings.seed,
+            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            **environment,
+        )
+        for name, (p20, p50, p80) in spreads.items()
+    ]

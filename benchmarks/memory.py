@@ -29,7 +29,7 @@ def memory_is_measurable(device: str) -> bool:
 
 
 def peak_extra_memory(
-    prepare: Callable[..., Prepared], *arguments: Any, device: str = "cpu", repeats: int = 3
+    prepare: Callable[..., Prepared], *arguments: Any, device: str = "cpu", repeats: int = 2
 ) -> dict[str, list[float]]:
     """MiB by which each of some calls raised the peak of a fresh process over what it held just before, by name of the call.
 

@@ -13,6 +13,7 @@ from matplotlib.ticker import NullFormatter
 
 from benchmarks.cli import run_command
 from benchmarks.rows import UNITS, Row, read_rows
+from benchmarks.sweep import sweep_figure
 from benchmarks.table import case_title, format_size
 from benchmarks.workload import PASSES
 
@@ -20,9 +21,20 @@ LABELS = {"ms": "time, ms (p20, p50, p80)", "MiB": "peak extra memory, MiB (p20,
 
 
 def plot_rows(rows: Sequence[Row], path: Path) -> None:
-    """One panel for each pass and unit, a line for each case, a dot for each provider's median; PNG, SVG or PDF by the name."""
+    """PNG, SVG or PDF by the name: lines where the rows sweep a size, dots where they are cases side by side."""
     if not rows:
         raise ValueError("there are no rows to plot: run the benchmark first")
+    figure = sweep_figure(rows) if rows[0].op == "lookup-scaling" else _dot_figure(rows)
+    first = rows[0]
+    figure.suptitle(f"{first.op}: {_common(rows)}\n{first.machine}, {first.threads} threads, commit {first.commit}", fontsize=9)
+    handles, names = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=3)
+    with matplotlib.rc_context({"svg.hashsalt": "comera-rec"}):
+        figure.savefig(path, dpi=120)
+
+
+def _dot_figure(rows: Sequence[Row]) -> Figure:
+    """One panel for each pass and unit, a line for each case, a dot for each provider's median."""
     labels = _case_labels(rows)
     providers = list(dict.fromkeys(row.provider for row in rows))
     passes = [pass_ for pass_ in PASSES if any(row.pass_ == pass_ for row in rows)]
@@ -36,12 +48,7 @@ def plot_rows(rows: Sequence[Row], path: Path) -> None:
             _draw(panel, chosen, labels, providers)
             panel.set_title(pass_)
             panel.set_xlabel(LABELS[unit])
-    first = rows[0]
-    figure.suptitle(f"{first.op}: {_common(rows)}\n{first.machine}, {first.threads} threads, commit {first.commit}", fontsize=9)
-    handles, names = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=3)
-    with matplotlib.rc_context({"svg.hashsalt": "comera-rec"}):
-        figure.savefig(path, dpi=120)
+    return figure
 
 
 def _constant_keys(rows: Sequence[Row]) -> list[str]:

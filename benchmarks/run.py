@@ -20,7 +20,9 @@ from benchmarks.timing import Plan
 
 # name -> (module, what it compares); the module's `run(settings)` yields the rows of one case after the other.
 BENCHMARKS = {
-    "lookup": ("benchmarks.lookup", "embedding bags: dense, FBGEMM's fused, tensor-train with and without dedup"),
+    "lookup": ("benchmarks.lookup", "tables of a collection: dense, FBGEMM's fused, tensor trains with and without dedup"),
+    "lookup-scaling": ("benchmarks.scaling", "the same against batch size and skew of the ids"),
+    "lookup-memory": ("benchmarks.training_memory", "peak memory of training a table of 100 million rows"),
     "linear": ("benchmarks.linear", "linear layers: nn.Linear and TTLinear"),
 }
 _FILE = click.Path(path_type=Path)
@@ -28,7 +30,7 @@ _FILE = click.Path(path_type=Path)
 
 @click.command(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
-    epilog="\b\nBenchmarks:\n" + "\n".join(f"  {name:<10} {summary}" for name, (_, summary) in BENCHMARKS.items()),
+    epilog="\b\nBenchmarks:\n" + "\n".join(f"  {name:<16} {summary}" for name, (_, summary) in BENCHMARKS.items()),
 )
 @click.argument("name", metavar="NAME", type=click.Choice([*BENCHMARKS, "all"]))
 @click.option("--quick", is_flag=True, help="Small cases, few rounds: seconds, to see that everything runs.")
@@ -36,7 +38,7 @@ _FILE = click.Path(path_type=Path)
 @click.option("--save", is_flag=True, help="Keep the rows under benchmarks/results/<machine kind>/, one file a benchmark.")
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads; default all cores.")
-@click.option("--seconds", type=click.FloatRange(min=0), help="Time for each pass of each case, at least 10 rounds; default 8.")
+@click.option("--seconds", type=click.FloatRange(min=0), help="Time for each pass of each case, at least 10 rounds; default 6.")
 @click.option("--only", default="", metavar="SIZE=VALUE,...", help="Only cases of these sizes, such as dim=64,batch=20000.")
 @click.option("--seed", default=0, show_default=True, help="Of weights and inputs.")
 @click.option("--no-memory", is_flag=True, help="Leave out peak extra memory, which takes a process for each provider and pass.")

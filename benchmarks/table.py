@@ -17,16 +17,16 @@ def format_case(rows: Sequence[Row]) -> str:
     """All rows of one case: a line for each pass and provider, ratios such as "4.2x" less time than the baseline."""
     baselines = list(dict.fromkeys(name for row in rows for name in row.ratios))
     names = list(dict.fromkeys(row.provider for row in rows))
-    cells = [
-        ["pass", "provider", "p50 ms", "p20..p80", *(f"vs {b}" for b in baselines), "extra MiB", *(f"vs {b}" for b in baselines)]
-    ]
+    cells = [["pass", "provider", "p50 ms", "p20..p80", *(f"vs {b}" for b in baselines), "extra MiB"]]
     for pass_ in PASSES:
         for name in names:
             mine = {row.unit: row for row in rows if row.pass_ == pass_ and row.provider == name}
             if mine:
                 ms, mib = mine.get("ms"), mine.get("MiB")
                 spread = f"{_short(ms.p20)}..{_short(ms.p80)}" if ms else ""
-                cells.append([pass_, name, _p50(ms), spread, *_ratios(ms, baselines), _p50(mib), *_ratios(mib, baselines)])
+                cells.append([pass_, name, _p50(ms), spread, *_ratios(ms, baselines), _p50(mib)])
+    used = [column for column in range(len(cells[0])) if any(line[column] for line in cells[1:])]
+    cells = [[line[column] for column in used] for line in cells]
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     lines = ["  ".join(_align(cell, width, k) for k, (cell, width) in enumerate(zip(line, widths, strict=True))) for line in cells]
     row = rows[0]

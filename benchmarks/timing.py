@@ -17,7 +17,7 @@ class Plan:
     warmup: int = 2
     min_rounds: int = 10
     max_rounds: int = 50
-    seconds: float = 8.0
+    seconds: float = 6.0
 
 
 def percentiles(samples: Iterable[float]) -> tuple[float, float, float]:

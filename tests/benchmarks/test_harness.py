@@ -17,9 +17,8 @@ from benchmarks.agreement import Disagreement, require_agreement
 from benchmarks.cli import run_command
 from benchmarks.environment import describe, machine_kind
 from benchmarks.linear import LinearCase, LinearWorkload
-from benchmarks.lookup import LookupCase, LookupWorkload, cases, draw_ids
-from benchmarks.measure import Settings, measure_case, prepare_call
-from benchmarks.memory import Call, memory_is_measurable, peak_extra_memory
+from benchmarks.measure import Settings, chosen, measure_case
+from benchmarks.memory import Prepared, memory_is_measurable, peak_extra_memory
 from benchmarks.plot import plot_rows
 from benchmarks.rows import Row, RowWriter, read_rows
 from benchmarks.run import BENCHMARKS, run
@@ -30,7 +29,6 @@ from benchmarks.workload import TorchProvider
 ROOT = Path(__file__).parents[2]
 FEW = Plan(warmup=1, min_rounds=2, max_rounds=2)
 SMALL_LINEAR = LinearCase(batch=6, in_features=17, out_features=12, rank=3)
-SMALL_LOOKUP = LookupCase(num_embeddings=1009, embedding_dim=8, order=3, rank=4, batch=16, bag=3, ids="zipf")
 
 needs_peak = pytest.mark.skipif(not memory_is_measurable("cpu"), reason="the peak of resident memory can't be reset on this system")
 
@@ -94,7 +92,7 @@ class TestRows:
         memory = replace(row, unit="MiB", p20=0.0, p50=0.0, p80=0.0, ratios={})
         title, _, header, line = format_case([row, memory]).splitlines()
         assert title == "linear, batch 4, ranks 8x8, float32"
-        assert header.split() == ["pass", "provider", "p50", "ms", "p20..p80", "vs", "nn.Linear", "extra", "MiB", "vs", "nn.Linear"]
+        assert header.split() == ["pass", "provider", "p50", "ms", "p20..p80", "vs", "nn.Linear", "extra", "MiB"]
         assert line.split() == ["forward+backward", "TTLinear", "2.000", "1..4", "1.50x", "0.0"]
 
     def test_rows_say_where_they_come_from(self, row: Row) -> None:
@@ -171,24 +169,24 @@ class TestAgreement:
                 return Wrong(module, right._batches, self.upstream_BO)
 
         with pytest.raises(Disagreement, match=r"linear, .*'batch': 6.*output is off"):
-            measure_case("linear", SMALL_LINEAR, OneWrong, Settings(plan=FEW, memory=False), describe("cpu"))
+            measure_case("linear", SMALL_LINEAR, OneWrong, Settings(plan=FEW, memory=False), describe("cpu"), {})
         assert not timed
 
 
-def prepare_numpy(mib: int) -> tuple[Call, object]:
-    return (lambda turn: np.ones(mib << 17)), lambda: None  # 8 bytes each
+def prepare_numpy(mib: int) -> Prepared:
+    return {"once": lambda turn: np.ones(mib << 17), "twice": lambda turn: np.ones(mib << 18)}, lambda: None  # 8 bytes each
 
 
-def prepare_freed(mib: int) -> tuple[Call, object]:
+def prepare_freed(mib: int) -> Prepared:
     def call(turn: int) -> None:
         for _ in range(3):  # freed before the next: the peak is one of them
             torch.ones(mib << 18)
 
     call(0)
-    return call, lambda: None
+    return {"once": call, "twice": lambda turn: torch.ones(mib << 19)}, lambda: None
 
 
-def prepare_failing() -> tuple[Call, object]:
+def prepare_failing() -> Prepared:
     raise ValueError("no such provider")
 
 
@@ -196,44 +194,24 @@ def prepare_failing() -> tuple[Call, object]:
 class TestMemory:
     @pytest.mark.parametrize("prepare", [prepare_numpy, prepare_freed])
     def test_native_allocations_of_known_size_are_seen_every_time(self, prepare: object) -> None:
-        assert peak_extra_memory(prepare, 64, repeats=2) == pytest.approx([64.0, 64.0], abs=3.0)
+        peaks = peak_extra_memory(prepare, 64, repeats=2)
+        assert peaks["once"] == pytest.approx([64.0, 64.0], abs=3.0)
+        assert peaks["twice"] == pytest.approx([128.0, 128.0], abs=3.0)
 
     def test_a_failing_child_tells_why(self) -> None:
         with pytest.raises(RuntimeError, match=r"in the child process .*ValueError: no such provider"):
             peak_extra_memory(prepare_failing)
 
 
-class TestLookup:
-    def test_all_providers_agree_at_every_order(self) -> None:
-        for order in (2, 3, 4):
-            case = replace(SMALL_LOOKUP, order=order)
-            rows = measure_case("lookup", case, LookupWorkload, Settings(plan=FEW, memory=False), describe("cpu"))
-            passes = {(row.provider, row.pass_) for row in rows}
-            assert {provider for provider, pass_ in passes if pass_ == "step"} == set(LookupWorkload(case, "cpu", 0).providers)
-            assert ("FBGEMM fused", "forward+backward") not in passes
-            assert {row.ratios["unoptimized TTM"] for row in rows if row.provider == "unoptimized TTM"} == {1.0}
+class TestChoice:
+    def test_cases_are_chosen_by_the_sizes_they_tell(self) -> None:
+        cases = [SMALL_LINEAR, replace(SMALL_LINEAR, batch=8), replace(SMALL_LINEAR, batch=8, in_features=9)]
+        assert chosen(cases, {}) == cases
+        assert chosen(cases, {"batch": "8", "in": "17"}) == [cases[1]]
 
-    @needs_peak
-    def test_memory_of_a_dense_gradient(self) -> None:
-        case = replace(SMALL_LOOKUP, num_embeddings=65536, embedding_dim=16)
-        arguments = (LookupWorkload, case, "cpu", 0, "nn.EmbeddingBag", "forward+backward")
-        assert peak_extra_memory(prepare_call, *arguments, repeats=2) == pytest.approx([4.0, 4.0], abs=1.0)  # 65536 x 16 float32
-
-    @pytest.mark.parametrize("ids", ["zipf", "uniform"])
-    def test_ids_are_in_range(self, ids: str) -> None:
-        drawn = draw_ids(replace(SMALL_LOOKUP, ids=ids, batch=4000))
-        assert drawn.shape == (12000,)
-        assert int(drawn.min()) == 0
-        assert int(drawn.max()) < 1009
-        assert (drawn < 10).float().mean() > (0.3 if ids == "zipf" else 0.0)
-
-    def test_an_unknown_distribution_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="ids is 'normal'"):
-            draw_ids(replace(SMALL_LOOKUP, ids="normal"))
-
-    def test_full_cases_cover_orders_batches_bags_and_distributions(self) -> None:
-        assert len(set(cases(quick=False))) == 24
-        assert {case.num_embeddings for case in cases(quick=False)} == {1_000_000}
+    def test_a_choice_without_cases_names_the_sizes_there_are(self) -> None:
+        with pytest.raises(ValueError, match=r"no case has {'batch': '7'}: sizes are {'batch': \['6'\]"):
+            chosen([SMALL_LINEAR], {"batch": "7"})
 
 
 class TestCommand:
@@ -256,7 +234,9 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["lokup"], "'lokup' is not one of 'lookup', 'linear'"),
+            (["lokup"], "'lokup' is not one of 'lookup', 'lookup-scaling', 'lookup-memory', 'linear'"),
+            (["linear", "--only", "batch"], "--only is 'batch': write SIZE=VALUE"),
+            (["linear", "--only", "batch=128", "--save"], "--save keeps results of full runs: drop --only"),
             (["linear", "--json", "/nowhere/x.jsonl"], "no folder /nowhere for x.jsonl: create it first"),
             (["linear", "--device", "tpu"], "--device is 'tpu': choose cpu"),
             (["linear", "--quick", "--save"], "--save keeps results of full runs"),
