@@ -112,15 +112,15 @@ def measure_case(op: str, case: Case, build: Build, settings: Settings, environm
     workload = build(case, settings.device, settings.seed)
     for name, reason in workload.left_out.items():
         tqdm.write(f"{op}, {case.shapes()}: without {name}: {reason}")
-    providers, outcomes = {}, {}
-    for name, make in workload.providers.items():
-        providers[name] = make()
-        outcomes[name] = providers[name].verify()
+    providers = {}
+    reference = workload.reference()
     try:
-        require_agreement(workload.reference(), outcomes)
+        for name, make in workload.providers.items():
+            providers[name] = make()
+            require_agreement(reference, {name: providers[name].verify()})
     except Disagreement as error:
         raise Disagreement(f"{op}, {case.shapes()}: {error}") from None
-    del outcomes
+    del reference
     gc.collect()
 
     tell = partial(case_rows, op, case, settings, environment, baselines=workload.baselines)
