@@ -3,7 +3,7 @@
 from comera_rec.nn.compress import TTLinearConfig, compress_linears_
 from comera_rec.nn.embedding_bag import TTEmbeddingBag
 from comera_rec.nn.linear import TTLinear
-from comera_rec.nn.tt_module import TTModule, named_tt_modules, replace_data_, replace_modules_
+from comera_rec.nn.tt_module import TTModule, named_tt_modules, replace_data_, replace_modules_, stacked_cores
 
 __all__ = [
     "TTEmbeddingBag",
@@ -14,4 +14,5 @@ __all__ = [
     "named_tt_modules",
     "replace_data_",
     "replace_modules_",
+    "stacked_cores",
 ]

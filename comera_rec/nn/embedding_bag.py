@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from comera_rec.nn.tt_module import TTModule
-from comera_rec.ops import check_ids, plan_lookup, pool_bags, stack_cores, tt_rows
-from comera_rec.ops.gathered_matmul import resolve_impl
+from comera_rec.nn.tt_module import TTModule, stacked_cores
+from comera_rec.ops import check_ids, plan_lookup, tt_bags
+from comera_rec.ops.gathered_matmul import require_impl
 from comera_rec.tt import TTShape, require_positive
 
 MODES = ("sum", "mean", "max")
@@ -65,7 +66,7 @@ class TTEmbeddingBag(TTModule):
         require_positive(num_embeddings=num_embeddings, embedding_dim=embedding_dim)
         if mode not in MODES:
             raise ValueError(f"mode is {mode!r}: choose one of {', '.join(map(repr, MODES))}")
-        resolve_impl(impl)
+        require_impl(impl)
         super().__init__(
             num_embeddings,
             embedding_dim,
@@ -106,15 +107,23 @@ class TTEmbeddingBag(TTModule):
         """
         check_ids(input, self.num_embeddings, self.name)
         plan = plan_lookup([input], [self.shape.row_shape])
-        rows = tt_rows(stack_cores([self.scaled_cores()]), plan.digits, impl=self.impl)
-        return pool_bags(
-            rows[:, : self.embedding_dim],
-            plan.inverse,
-            offsets,
+        return tt_bags(
+            stacked_cores([self]),
+            plan,
+            self._bag_ends(input, offsets),
+            num_cols=self.embedding_dim,
             mode=self.mode,
-            per_sample_weights=per_sample_weights,
-            include_last_offset=self.include_last_offset,
+            per_sample_weights=None if per_sample_weights is None else per_sample_weights.flatten(),
+            impl=self.impl,
         )
+
+    def _bag_ends(self, input: Tensor, offsets: Tensor | None) -> Tensor:
+        """[B + 1] starts of the bags and the end of the last."""
+        if input.dim() == 2 and offsets is None:
+            return torch.arange(input.shape[0] + 1, device=input.device) * input.shape[1]
+        if input.dim() != 1 or offsets is None:
+            raise ValueError(f"input has {input.dim()} dimensions: give [L] ids with offsets, or [B, L] ids without")
+        return offsets if self.include_last_offset else F.pad(offsets, (0, 1), value=len(input))
 
     @classmethod
     def from_dense(

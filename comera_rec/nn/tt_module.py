@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from comera_rec.ops import stack_cores
 from comera_rec.tt import TTShape, contract, init_cores_, tt_svd
 
 
@@ -116,6 +117,13 @@ class TTModule(nn.Module):
     def extra_repr(self) -> str:
         modes = " ".join(f"{m}x{n}" for m, n in zip(self.shape.row_shape, self.shape.col_shape, strict=True))
         return f"{self.num_rows}, {self.num_cols}, modes=[{modes}], ranks={self.shape.ranks}, params={self.shape.num_params}"
+
+
+def stacked_cores(modules: Sequence[TTModule]) -> list[Tensor]:
+    """The cores of modules that differ only in their row modes, stacked, D multiplied in: d tensors (M_k, r_{k-1}, n_k, r_k)."""
+    first, *others = zip(*(module.cores() for module in modules), strict=True)
+    ranks = zip(*(module.rank_parameters() for module in modules), strict=True)
+    return [stack_cores(first), *map(stack_cores, others, ranks)]
 
 
 def replace_data_(parameter: nn.Parameter, data: Tensor) -> None:

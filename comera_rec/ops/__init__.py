@@ -1,6 +1,8 @@
 """Operations on tensors, registered with torch.library where they are hot."""
 
 from comera_rec.ops.gathered_matmul import gathered_matmul
-from comera_rec.ops.lookup import LookupPlan, check_ids, plan_lookup, pool_bags, stack_cores, tt_rows
+from comera_rec.ops.lookup import check_ids, tt_bags, tt_rows
+from comera_rec.ops.plan import LookupPlan, plan_lookup
+from comera_rec.ops.stack import stack_cores
 
-__all__ = ["LookupPlan", "check_ids", "gathered_matmul", "plan_lookup", "pool_bags", "stack_cores", "tt_rows"]
+__all__ = ["LookupPlan", "check_ids", "gathered_matmul", "plan_lookup", "stack_cores", "tt_bags", "tt_rows"]

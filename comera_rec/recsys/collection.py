@@ -20,8 +20,8 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from comera_rec.nn import TTEmbeddingBag
-from comera_rec.ops import check_ids, plan_lookup, pool_bags, stack_cores, tt_rows
+from comera_rec.nn import TTEmbeddingBag, stacked_cores
+from comera_rec.ops import check_ids, plan_lookup, tt_bags
 from comera_rec.recsys.config import DTYPES, TTEmbeddingBagConfig
 
 
@@ -66,11 +66,11 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         self.dense_bags: nn.Module | None = EmbeddingBagCollection(dense, is_weighted, self._device) if dense else None
         self.tt_bags = nn.ModuleDict({config.name: _tt_bag(config, self._device) for config in configs if config.is_tt})
         self._tt_configs = [config for config in configs if config.is_tt]
-        names = get_embedding_names_by_table(configs)
-        self._keys = [name for table in names for name in table]
+        self._names = dict(zip([config.name for config in configs], get_embedding_names_by_table(configs), strict=True))
+        self._keys = self._keys_of(configs)
+        self._tt_keys = self._keys_of(self._tt_configs)
+        self._dense_keys = self._keys_of(dense)
         self._lengths = [config.embedding_dim for config in configs for _ in config.feature_names]
-        self._tt_keys = [name for config, table in zip(configs, names, strict=True) if config.is_tt for name in table]
-        self._dense_keys = [name for config, table in zip(configs, names, strict=True) if not config.is_tt for name in table]
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Pool every feature's bags.
@@ -87,55 +87,67 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         features = maybe_td_to_kjt(features, None)
         by_feature = features.to_dict()
         self._check_ids(by_feature)
-        pooled: dict[str, Tensor] = {}
+        pieces: list[tuple[list[str], Tensor]] = []  # keys, and their bags side by side
         if self.dense_bags is not None:
             # By place: the child names a feature after its table only where two dense tables share it.
-            pooled |= zip(self._dense_keys, self.dense_bags(features).to_dict().values(), strict=True)
-        if self._tt_configs:
-            names = [feature for config in self._tt_configs for feature in config.feature_names]
-            inverse_indices = reorder_inverse_indices(inverse_indices=features.inverse_indices_or_none(), feature_names=names)
-            bags = self._pool_tt(by_feature)
-            if inverse_indices.numel():
-                bags = process_pooled_embeddings(bags, inverse_indices).split([bag.shape[1] for bag in bags], dim=1)
-            pooled |= zip(self._tt_keys, bags, strict=True)
-        values = torch.cat([pooled[key] for key in self._keys], dim=1)
-        return KeyedTensor(keys=self._keys, length_per_key=self._lengths, values=values)
+            pieces.append((self._dense_keys, self.dense_bags(features).values()))
+        names = [feature for config in self._tt_configs for feature in config.feature_names]
+        inverse_indices = reorder_inverse_indices(inverse_indices=features.inverse_indices_or_none(), feature_names=names)
+        if inverse_indices.numel():  # every feature has its own number of bags
+            pooled: dict[str, Tensor] = {}
+            for configs in self._groups():
+                pooled |= zip(self._keys_of(configs), self._pool_group(configs, by_feature, per_feature=True), strict=True)
+            pieces.append((self._tt_keys, process_pooled_embeddings([pooled[key] for key in self._tt_keys], inverse_indices)))
+        else:
+            pieces += [(self._keys_of(configs), self._pool_group(configs, by_feature)[0]) for configs in self._groups()]
+        return KeyedTensor(keys=self._keys, length_per_key=self._lengths, values=self._side_by_side(pieces))
+
+    def _keys_of(self, configs: Sequence[EmbeddingBagConfig]) -> list[str]:
+        return [key for config in configs for key in self._names[config.name]]
+
+    def _side_by_side(self, pieces: Sequence[tuple[list[str], Tensor]]) -> Tensor:
+        """[B, sum of N_f] in the order of the collection's keys."""
+        keys, values = pieces[0]
+        if len(pieces) == 1 and keys == self._keys:
+            return values
+        widths = dict(zip(self._keys, self._lengths, strict=True))
+        pooled: dict[str, Tensor] = {}
+        for keys, values in pieces:
+            pooled |= zip(keys, values.split([widths[key] for key in keys], dim=1), strict=True)
+        return torch.cat([pooled[key] for key in self._keys], dim=1)
 
     def _check_ids(self, by_feature: dict[str, JaggedTensor]) -> None:
         for config in self._configs:
             for feature in config.feature_names:
                 check_ids(by_feature[feature].values(), config.num_embeddings, f"table {config.name!r} (feature {feature!r})")
 
-    def _pool_tt(self, by_feature: dict[str, JaggedTensor]) -> Sequence[Tensor]:
-        """[bags of the feature, N_f] for every feature of a tensor-train table, in the order of `_tt_keys`."""
+    def _groups(self) -> list[list[TTEmbeddingBagConfig]]:
+        """Tables whose trains differ only in their row modes, and that share a lookup."""
         groups: dict[Hashable, list[TTEmbeddingBagConfig]] = {}
         for config in self._tt_configs:
             table = self.tt_bag(config.name)
             alike = (table.mode, table.core_0.dtype, table.embedding_dim, table.shape.col_shape, table.shape.ranks)
             groups.setdefault(alike, []).append(config)
-        pooled: dict[str, list[Tensor]] = {}
-        for configs in groups.values():
-            bags = iter(self._pool_group(configs, by_feature))
-            pooled |= {config.name: [next(bags) for _ in config.feature_names] for config in configs}
-        return [bag for config in self._tt_configs for bag in pooled[config.name]]
+        return list(groups.values())
 
-    def _pool_group(self, configs: Sequence[TTEmbeddingBagConfig], by_feature: dict[str, JaggedTensor]) -> Sequence[Tensor]:
-        """Pooled bags of the features of tables whose trains differ only in their row modes, by one lookup for all of them."""
+    def _pool_group(
+        self, configs: Sequence[TTEmbeddingBagConfig], by_feature: dict[str, JaggedTensor], *, per_feature: bool = False
+    ) -> Sequence[Tensor]:
+        """The bags of a group's F features: side by side in one tensor [B, F * N], or in a tensor [B_f, N] each."""
         tables = [self.tt_bag(config.name) for config in configs]
         jagged = [[by_feature[feature] for feature in config.feature_names] for config in configs]
         plan = plan_lookup([_joined([f.values() for f in of]) for of in jagged], [table.shape.row_shape for table in tables])
-        rows = tt_rows(stack_cores([table.scaled_cores() for table in tables]), plan.digits)[:, : configs[0].embedding_dim]
         features = [feature for of in jagged for feature in of]
-        lengths = _joined([feature.lengths() for feature in features])
-        pooled = pool_bags(
-            rows,
-            plan.inverse,
-            F.pad(lengths.long().cumsum(0), (1, 0)),
+        pooled = tt_bags(
+            stacked_cores(tables),
+            plan,
+            F.pad(_joined([feature.lengths() for feature in features]).long().cumsum(0), (1, 0)),
+            num_cols=configs[0].embedding_dim,
             mode=tables[0].mode,
-            per_sample_weights=_joined([f.weights() for f in features]).to(rows.dtype) if self._is_weighted else None,
-            include_last_offset=True,
-        )
-        return pooled.float().split([len(feature.lengths()) for feature in features])
+            per_sample_weights=_joined([f.weights() for f in features]).to(tables[0].core_0.dtype) if self._is_weighted else None,
+            features=1 if per_feature else len(features),
+        ).float()
+        return pooled.split([len(feature.lengths()) for feature in features]) if per_feature else [pooled]
 
     def tt_bag(self, table: str) -> TTEmbeddingBag:
         """The tensor train of a table."""

@@ -82,7 +82,7 @@ def test_weights_of_samples_and_their_gradient(size: tuple[int, int, TTShape]) -
 @pytest.mark.parametrize("mode", ["mean", "max"])
 def test_weights_are_for_sums_alone_as_in_torch(mode: str) -> None:
     bag = build(SHAPES[0], mode=mode)
-    with pytest.raises(NotImplementedError, match="per_sample_weights"):
+    with pytest.raises(NotImplementedError, match="per_sample_weights only go with mode 'sum'"):
         bag(torch.tensor([[1, 2]]), per_sample_weights=torch.ones(1, 2, dtype=torch.float64))
 
 

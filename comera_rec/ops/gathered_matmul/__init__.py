@@ -1,22 +1,26 @@
 """`gathered_matmul`: batched products of gathered slices, the one hot primitive of a tensor-train lookup.
 
-Registered with torch.library, so that torch.compile and torch.export see one node with a gradient.
+Registered with torch.library, so that torch.compile and torch.export see one node with a gradient. Its implementations are modules
+beside this one, imported when first used.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import os
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
-from comera_rec.ops.gathered_matmul import reference
-
-IMPLEMENTATIONS = {"reference": reference}
+IMPLEMENTATIONS = ("reference", "numba", "triton")
 
 
 @torch.library.custom_op("comera_rec::gathered_matmul", mutates_args=())
 def _forward(a: Tensor, b: Tensor, p: Tensor, q: Tensor, impl: str) -> Tensor:
     with torch.autocast(a.device.type, enabled=False):  # the result has the operands' dtype, as the fake kernel says
-        return IMPLEMENTATIONS[impl].forward(a, b, p, q)
+        return _implementation(impl).forward(a, b, p, q)
 
 
 @_forward.register_fake
@@ -27,7 +31,7 @@ def _(a: Tensor, b: Tensor, p: Tensor, q: Tensor, impl: str) -> Tensor:
 @torch.library.custom_op("comera_rec::gathered_matmul_backward", mutates_args=())
 def _backward(grad: Tensor, a: Tensor, b: Tensor, p: Tensor, q: Tensor, impl: str) -> tuple[Tensor, Tensor]:
     with torch.autocast(a.device.type, enabled=False):
-        return IMPLEMENTATIONS[impl].backward(grad, a, b, p, q)
+        return _implementation(impl).backward(grad, a, b, p, q)
 
 
 @_backward.register_fake
@@ -48,42 +52,63 @@ def _differentiate(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
 torch.library.register_autograd(_forward, _differentiate, setup_context=_setup_context)
 
 
-def resolve_impl(impl: str) -> str:
-    """The implementation that `impl` stands for on this machine ("auto" picks the fastest one there is).
+def _implementation(impl: str) -> ModuleType:
+    return importlib.import_module(f"{__name__}.{impl}")
+
+
+def require_impl(impl: str) -> None:
+    """Raise a ValueError unless `impl` is "auto" or names an implementation."""
+    if impl not in ("auto", *IMPLEMENTATIONS):
+        raise ValueError(f"impl is {impl!r}: choose 'auto' or one of {', '.join(map(repr, IMPLEMENTATIONS))}")
+
+
+def resolve_impl(impl: str, device: torch.device, dtype: torch.dtype) -> str:
+    """The implementation that `impl` stands for there; "auto" is the fastest one that exists for the device and type.
 
     Raises:
-        ValueError: for an implementation that does not exist.
+        ValueError: for an implementation that does not exist or can't run there.
     """
+    require_impl(impl)
+    has_triton = importlib.util.find_spec("triton") is not None
     if impl == "auto":
-        return "reference"
-    if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl is {impl!r}: choose 'auto' or one of {', '.join(map(repr, IMPLEMENTATIONS))}")
+        best = {"cpu": "numba", "cuda": "triton" if has_triton else "reference"}
+        return "reference" if dtype == torch.float64 else best.get(device.type, "reference")
+    if impl != "reference" and dtype == torch.float64:
+        raise ValueError(f"impl is {impl!r}, which computes in float32: give float64 to 'reference'")
+    if impl == "numba" and device.type not in ("cpu", "meta"):
+        raise ValueError(f"impl is 'numba', which runs on CPU, but the tensors are on {device}: choose 'auto' or 'triton'")
+    if impl == "triton" and not has_triton:
+        raise ValueError("impl is 'triton', but triton is not installed: install it (pip install triton) or choose 'auto'")
+    if impl == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError("impl is 'triton', which needs a GPU, but the tensors are on cpu: move them there or choose 'auto'")
     return impl
 
 
 def gathered_matmul(a: Tensor, b: Tensor, p: Tensor, q: Tensor, impl: str = "auto") -> Tensor:
     """Multiply gathered slices: out[u] = a[p[u]] @ b[q[u]].
 
-    Gradients are sums over equal ids, da[i] = sum over {u: p[u] = i} of dout[u] @ b[q[u]]^T and db alike.
+    Gradients are sums over equal ids, da[i] = sum over {u: p[u] = i} of dout[u] @ b[q[u]]^T and db alike, each in one order, so
+    that results don't depend on the number of threads. Neither direction copies the slices that it gathers ("reference" does).
     Autocast leaves it alone, as it does `torch.nn.functional.embedding_bag`.
 
     Args:
         a: [P, n1, r].
         b: [Q, r, n2], of the dtype of `a`.
-        p: [U] integer ids in [0, P).
+        p: [U] integer ids in [0, P); or -1, in both p and q, for a product that is left out: it is zero and has no gradient.
         q: [U] integer ids in [0, Q).
-        impl: "auto" or "reference".
+        impl: "auto", or "reference" (any device and type), "numba" (CPU) or "triton" (GPU), which compute in float32.
 
     Returns:
         [U, n1, n2].
 
     Raises:
-        ValueError: if the shapes do not fit together.
+        ValueError: if the shapes do not fit together, or the implementation can't run there.
+        IndexError: for an id that is out of range (checked on CPU).
     """
     if a.dim() != 3 or b.dim() != 3 or a.shape[2] != b.shape[1] or p.shape != q.shape or p.dim() != 1:
         raise ValueError(
             f"gathered_matmul takes a [P, n1, r], b [Q, r, n2], p [U] and q [U], got {tuple(a.shape)}, {tuple(b.shape)}, "
             f"{tuple(p.shape)} and {tuple(q.shape)}"
         )
-    out: Tensor = _forward(a, b, p, q, resolve_impl(impl))
+    out: Tensor = _forward(a, b, p, q, resolve_impl(impl, a.device, a.dtype))
     return out

@@ -10,12 +10,19 @@ from torch import Tensor
 
 
 def forward(a: Tensor, b: Tensor, p: Tensor, q: Tensor) -> Tensor:
-    """out[u] = a[p[u]] @ b[q[u]]: a [P, n1, r], b [Q, r, n2], p and q [U] -> [U, n1, n2]."""
-    return torch.bmm(a.index_select(0, p), b.index_select(0, q))
+    """out[u] = a[p[u]] @ b[q[u]]: a [P, n1, r], b [Q, r, n2], p and q [U] -> [U, n1, n2]; zero where p[u] < 0."""
+    if not len(p):
+        return a.new_zeros(0, a.shape[1], b.shape[2])
+    out = torch.bmm(a.index_select(0, p.clamp(min=0)), b.index_select(0, q.clamp(min=0)))
+    return out.masked_fill(p[:, None, None] < 0, 0)
 
 
 def backward(grad: Tensor, a: Tensor, b: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     """da[i] = sum over {u: p[u] = i} of grad[u] @ b[q[u]]^T, and db[j] = sum over {u: q[u] = j} of a[p[u]]^T @ grad[u]."""
+    if not len(p):
+        return torch.zeros_like(a), torch.zeros_like(b)
+    grad = grad.masked_fill(p[:, None, None] < 0, 0)
+    p, q = p.clamp(min=0), q.clamp(min=0)
     grad_a = torch.zeros_like(a).index_add_(0, p, torch.bmm(grad, b.index_select(0, q).mT))
     grad_b = torch.zeros_like(b).index_add_(0, q, torch.bmm(a.index_select(0, p).mT, grad))
     return grad_a, grad_b

@@ -1,0 +1,222 @@
+"""Bags of products on CPU, compiled by Numba. Sums run over a row's lookups in their order, so results don't depend on threads.
+
+A place is where a row, or the gradient of one, begins, counted in elements from the first of the bags or of their gradient.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import carray, njit
+from torch import Tensor
+
+from comera_rec.ops.gathered_matmul.numba import COLS, ROWS, gradients, plain, products_into
+from comera_rec.ops.gathered_matmul.numba import forward as multiply
+from comera_rec.ops.simd.parallel import address_of, float32_at, int64_at, kernel, next_task, prefetch
+from comera_rec.ops.simd.tile import sum_products
+
+_TASKS = 128
+_AHEAD = 6  # rows
+
+
+def forward(
+    a: Tensor, b: Tensor, p: Tensor, q: Tensor, inverse: Tensor, order: Tensor, starts: Tensor,
+    offsets: Tensor, weights: Tensor | None, mean: bool, features: int,
+) -> Tensor:  # fmt: skip
+    """[B, F * N] bags; see `pool_products`."""
+    offsets, bags, width = plain(offsets), len(offsets) - 1, a.shape[1] * b.shape[2]
+    if not _ascend(offsets.numpy(), len(inverse)):
+        raise ValueError(f"offsets must ascend from 0 to at most {len(inverse)}, the number of ids")
+    out = torch.empty(bags // features, features * width)
+    if not out.numel():
+        return out
+    order, starts, p, q = plain(order), *_without_padding(starts, p, q)
+    if weights is None and a.shape[2] and len(inverse) == bags and _have_one_each(offsets.numpy()):
+        # A row is computed where its first lookup wants it, and copied from there to the others.
+        places = torch.empty_like(order)
+        _place_lookups(offsets.numpy(), features, width, places.numpy())
+        first = torch.empty_like(p)
+        _place_rows(order.numpy(), starts.numpy(), places.numpy(), True, 0, 0, first.numpy())
+        products = products_into(out, first, plain(a), plain(b), plain(p), plain(q), torch.arange(len(p) + 1))
+        _multiply_and_copy(_TASKS, _equal_shares(starts), order, starts, places, out, width, *products)
+        return out
+    rows = multiply(a, b, p, q)
+    inverse, weights = plain(inverse), None if weights is None else plain(weights)
+    _pool(
+        _TASKS, out, rows, inverse, offsets,
+        weights, width, bags, features, mean,
+    )  # fmt: skip
+    return out
+
+
+def backward(
+    grad: Tensor, a: Tensor, b: Tensor, p: Tensor, q: Tensor, order: Tensor, starts: Tensor,
+    offsets: Tensor, weights: Tensor | None, mean: bool, features: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of a, b and the weights."""
+    offsets, order, grad = plain(offsets), plain(order), plain(grad)
+    starts, p, q = _without_padding(starts, p, q)
+    width = a.shape[1] * b.shape[2]
+    places, factors = torch.zeros_like(order), None
+    _place_lookups(offsets.numpy(), features, width, places.numpy())
+    if mean or weights is not None or int(offsets[-1]) < len(order):
+        factors = torch.zeros(len(order)) if weights is None else plain(weights).clone()
+        _scale_lookups(offsets.numpy(), mean, weights is None, factors.numpy())
+    # Without factors a row with one lookup has its gradient there already; those of others are summed in a buffer beyond `grad`.
+    in_place = factors is None
+    buffer = torch.empty(int((starts.diff() > 1).sum()) if in_place else len(p), width)
+    beyond = (buffer.data_ptr() - grad.data_ptr()) // 4
+    row_places = torch.empty_like(p)
+    _place_rows(order.numpy(), starts.numpy(), places.numpy(), in_place, beyond, width, row_places.numpy())
+    rows = None if weights is None else multiply(a, b, p, q)
+    grad_weights = torch.zeros(0 if weights is None else len(order))
+    shares = _equal_shares(starts)
+    _sum_gradients(_TASKS, shares, order, starts, places, factors, row_places, grad, width, rows, grad_weights)
+    return *gradients(grad, row_places, a, b, p, q), grad_weights
+
+
+def _without_padding(starts: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Those of the rows that there are, which come first."""
+    rows = int((p >= 0).sum())
+    return plain(starts[: rows + 1]), plain(p[:rows]), plain(q[:rows])
+
+
+def _equal_shares(starts: Tensor) -> Tensor:
+    """[_TASKS + 1]: the first row of each task, such that all have about as many lookups."""
+    share = torch.arange(_TASKS + 1) * int(starts[-1]) // _TASKS
+    bounds = torch.searchsorted(starts[:-1].contiguous(), share)
+    bounds[-1] = len(starts) - 1
+    return bounds
+
+
+@njit(nogil=True, cache=True)
+def _ascend(offsets, count):  # type: ignore[no-untyped-def]
+    is_sorted = True
+    for i in range(1, len(offsets)):
+        is_sorted &= offsets[i - 1] <= offsets[i]
+    return is_sorted and offsets[0] == 0 and offsets[-1] <= count
+
+
+@njit(nogil=True, cache=True)
+def _have_one_each(offsets):  # type: ignore[no-untyped-def]
+    one_each = True
+    for i in range(len(offsets)):
+        one_each &= offsets[i] == i
+    return one_each
+
+
+@njit(nogil=True, cache=True)
+def _place_lookups(offsets, features, width, places):  # type: ignore[no-untyped-def]
+    """The place of each lookup's bag."""
+    batch = (len(offsets) - 1) // features
+    for feature in range(features):
+        place = feature * width
+        for bag in range(feature * batch, (feature + 1) * batch):
+            for i in range(offsets[bag], offsets[bag + 1]):
+                places[i] = place
+            place += features * width
+
+
+@njit(nogil=True, cache=True)
+def _scale_lookups(offsets, mean, unweighted, factors):  # type: ignore[no-untyped-def]
+    """By what a lookup's row is multiplied in its bag; a lookup in no bag has zero."""
+    if unweighted:
+        for bag in range(len(offsets) - 1):
+            first, beyond = offsets[bag], offsets[bag + 1]
+            for i in range(first, beyond):
+                factors[i] = 1 / (beyond - first) if mean else 1
+    factors[offsets[-1] :] = 0
+
+
+@njit(nogil=True, cache=True)
+def _place_rows(order, starts, places, in_place, beyond, width, row_places):  # type: ignore[no-untyped-def]
+    """Where each row is, or its gradient: with its first lookup, or where there are several to be summed, side by side."""
+    for u in range(len(row_places)):
+        if in_place and (width == 0 or starts[u + 1] - starts[u] == 1):
+            row_places[u] = places[order[starts[u]]]
+        else:
+            row_places[u] = beyond
+            beyond += width
+
+
+@kernel
+def _multiply_and_copy(params):  # type: ignore[no-untyped-def]
+    """Products of every row put where its first lookup wants it, and copied to its others."""
+    bounds, order, starts, places = int64_at(params[2]), int64_at(params[3]), int64_at(params[4]), int64_at(params[5])
+    width, products = params[7], int64_at(address_of(params) + 64)
+    task = next_task(params)
+    while task < params[1]:
+        sum_products(products, bounds[task], bounds[task + 1], products[ROWS], products[COLS])
+        for u in range(bounds[task], bounds[task + 1]):
+            row = carray(float32_at(params[6] + 4 * places[order[starts[u]]]), (width,))
+            for t in range(starts[u] + 1, starts[u + 1]):
+                out = carray(float32_at(params[6] + 4 * places[order[t]]), (width,))
+                for n in range(width):
+                    out[n] = row[n]
+        task = next_task(params)
+
+
+@kernel
+def _pool(params):  # type: ignore[no-untyped-def]
+    """Bags of any length; a task is a range of samples."""
+    inverse, offsets, weights = int64_at(params[4]), int64_at(params[5]), float32_at(params[6])
+    weighted, width, bags, features, mean = params[6] != 0, params[7], params[8], params[9], params[10]
+    batch = bags // features
+    task = next_task(params)
+    while task < params[1]:
+        for feature in range(features):
+            for sample in range(batch * task // params[1], batch * (task + 1) // params[1]):
+                start, end = offsets[feature * batch + sample], offsets[feature * batch + sample + 1]
+                out = carray(float32_at(params[2] + 4 * width * (sample * features + feature)), (width,))
+                out[:] = 0
+                for i in range(start, end):
+                    ahead = inverse[min(i + _AHEAD, offsets[bags] - 1)]
+                    for line in range(0, 4 * width, 64):
+                        prefetch(params[3] + 4 * width * ahead + line)
+                    row = carray(float32_at(params[3] + 4 * width * inverse[i]), (width,))
+                    factor = weights[i] if weighted else np.float32(1)
+                    for n in range(width):
+                        out[n] += factor * row[n]
+                if mean and end - start > 1:
+                    factor = np.float32(1 / (end - start))
+                    for n in range(width):
+                        out[n] *= factor
+        task = next_task(params)
+
+
+@kernel
+def _sum_gradients(params):  # type: ignore[no-untyped-def]
+    """Gradients of rows, unless they lie where a single lookup has them; and of weights, if there are rows to compare with."""
+    bounds, order, starts = int64_at(params[2]), int64_at(params[3]), int64_at(params[4])
+    places, factors, row_places = int64_at(params[5]), float32_at(params[6]), int64_at(params[7])
+    in_place, grad_address, width, rows_address, grad_weights = (
+        params[6] == 0,
+        params[8],
+        params[9],
+        params[10],
+        float32_at(params[11]),
+    )
+    task = next_task(params)
+    while task < params[1]:
+        last = starts[bounds[task + 1]] - 1  # of this task's lookups
+        for u in range(bounds[task], bounds[task + 1]):
+            if in_place and starts[u + 1] - starts[u] == 1:
+                continue
+            out = carray(float32_at(grad_address + 4 * row_places[u]), (width,))
+            out[:] = 0
+            for t in range(starts[u], starts[u + 1]):
+                ahead = places[order[min(t + _AHEAD, last)]]
+                for line in range(0, 4 * width, 64):
+                    prefetch(grad_address + 4 * ahead + line)
+                i = order[t]
+                grad = carray(float32_at(grad_address + 4 * places[i]), (width,))
+                factor = np.float32(1) if in_place else factors[i]
+                for n in range(width):
+                    out[n] += factor * grad[n]
+                if rows_address:
+                    row = carray(float32_at(rows_address + 4 * width * u), (width,))
+                    dot = np.float32(0)
+                    for n in range(width):
+                        dot += grad[n] * row[n]
+                    grad_weights[i] = dot
+        task = next_task(params)

@@ -1,0 +1,135 @@
+"""`gathered_matmul` on CPU: tiles of vectors, compiled by Numba; nothing is gathered but into registers.
+
+U products; P, Q slices in the two operands; n1 x r times r x n2 each. float32; other types are converted on the way in and out.
+"""
+
+from __future__ import annotations
+
+import torch
+from numba import njit
+from torch import Tensor
+
+from comera_rec.ops.simd.parallel import address_of, int64_at, kernel, next_task
+from comera_rec.ops.simd.tile import Products, sum_products
+
+ROWS, COLS = Products._fields.index("rows"), Products._fields.index("cols")
+_TASKS = 64  # for all threads together: many enough to share evenly, few enough to cost nothing
+
+
+def forward(a: Tensor, b: Tensor, p: Tensor, q: Tensor) -> Tensor:
+    """out[u] = a[p[u]] @ b[q[u]]: a [P, n1, r], b [Q, r, n2], p and q [U] -> [U, n1, n2]; zero where p[u] < 0."""
+    (P, n1, r), (Q, _, n2), U = a.shape, b.shape, len(p)
+    out = torch.empty(U, n1, n2)
+    if not (require_within(p, P, "p") and require_within(q, Q, "q") and out.numel() and r):
+        out.zero_()
+        kept = (p >= 0).nonzero()[:, 0]
+        if len(kept) and out.numel() and r:
+            out[kept] = forward(a.float(), b.float(), p[kept], q[kept])
+        return out.to(a.dtype)
+    one_each = torch.arange(U + 1)
+    run(products_into(out, one_each * (n1 * n2), plain(a), plain(b), plain(p), plain(q), one_each))
+    return out.to(a.dtype)
+
+
+def products_into(out: Tensor, places: Tensor, a: Tensor, b: Tensor, p: Tensor, q: Tensor, one_each: Tensor) -> Products:
+    """As `forward`, but product u, n1 * n2 numbers, goes places[u] elements after the first of `out`; `one_each` is 0..U."""
+    (_, n1, r), (_, _, n2) = a.shape, b.shape
+    return Products(
+        c=out, c_slice=1, a=a, a_slice=n1 * r, a_row=r, a_col=1, b=b, b_slice=r * n2,
+        starts=one_each, xs=p, ys=q, zs=places, rows=n1, depth=r, cols=n2,
+    )  # fmt: skip
+
+
+def backward(grad: Tensor, a: Tensor, b: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """da[i] = sum over {u: p[u] = i} of grad[u] @ b[q[u]]^T, and db[j] = sum over {u: q[u] = j} of a[p[u]]^T @ grad[u]."""
+    if len(p) and int(p.min()) < 0:
+        kept = (p >= 0).nonzero()[:, 0]
+        grad, p, q = grad[kept], p[kept], q[kept]
+    size = grad.shape[1] * grad.shape[2]
+    return gradients(plain(grad), torch.arange(len(p)) * size, a, b, plain(p), plain(q))
+
+
+def gradients(grad: Tensor, places: Tensor, a: Tensor, b: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """As `backward`, but the gradient of product u, n1 * n2 numbers, begins places[u] elements after the first of `grad`."""
+    (P, n1, r), (Q, _, n2) = a.shape, b.shape
+    if not (len(p) and n1 and n2 and r):
+        return torch.zeros_like(a), torch.zeros_like(b)
+    grad_a, grad_b = torch.empty(P, n1, r), torch.empty(Q, r, n2)
+    a, b_transposed = plain(a), plain(b.mT)
+    starts, (places_by_p, q_by_p) = _sort(p, P, places, q)
+    run(Products(
+        c=grad_a, c_slice=n1 * r, a=grad, a_slice=1, a_row=n2, a_col=1,
+        b=b_transposed, b_slice=n2 * r, starts=starts, xs=places_by_p, ys=q_by_p,
+        zs=torch.arange(P), rows=n1, depth=n2, cols=r,
+    ))  # fmt: skip
+    starts, (p_by_q, places_by_q) = _sort(q, Q, p, places)
+    run(Products(
+        c=grad_b, c_slice=r * n2, a=a, a_slice=n1 * r, a_row=1, a_col=r,
+        b=grad, b_slice=1, starts=starts, xs=p_by_q, ys=places_by_q,
+        zs=torch.arange(Q), rows=r, depth=n1, cols=n2,
+    ))  # fmt: skip
+    return grad_a.to(a.dtype), grad_b.to(b.dtype)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    return (tensor.float() if tensor.is_floating_point() else tensor.long()).contiguous()
+
+
+def require_within(ids: Tensor, count: int, name: str) -> bool:
+    """Whether no id is negative; an id that is too large is an IndexError."""
+    if not len(ids):
+        return False
+    first, last = (int(extreme) for extreme in ids.aminmax())
+    if last >= count:
+        raise IndexError(f"{name} holds {last}, but there are {count} slices")
+    return first >= 0
+
+
+def run(products: Products) -> None:
+    """Compute sums of products."""
+    bounds = torch.empty(_TASKS + 1, dtype=torch.int64)
+    _split(products.starts.numpy(), bounds.numpy())
+    _sum_products(_TASKS, bounds, *products)
+
+
+@kernel
+def _sum_products(params):  # type: ignore[no-untyped-def]
+    bounds, products = int64_at(params[2]), int64_at(address_of(params) + 24)
+    task = next_task(params)
+    while task < params[1]:
+        sum_products(products, bounds[task], bounds[task + 1], products[ROWS], products[COLS])
+        task = next_task(params)
+
+
+def _sort(keys: Tensor, count: int, *values: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Two arrays [U] sorted by keys in [0, count), stable; and where each key's run starts, [count + 1]."""
+    starts, ordered = torch.empty(count + 1, dtype=torch.int64), [torch.empty_like(keys) for _ in values]
+    _counting_sort(keys.numpy(), *(value.numpy() for value in values), starts.numpy(), *(value.numpy() for value in ordered))
+    return starts, ordered
+
+
+@njit(nogil=True, cache=True)
+def _counting_sort(keys, first, second, starts, first_ordered, second_ordered):  # type: ignore[no-untyped-def]
+    starts[:] = 0
+    for key in keys:
+        starts[key + 1] += 1
+    for i in range(1, len(starts)):
+        starts[i] += starts[i - 1]
+    place = starts[:-1].copy()
+    for u in range(len(keys)):
+        t = place[keys[u]]
+        place[keys[u]] = t + 1
+        first_ordered[t] = first[u]
+        second_ordered[t] = second[u]
+
+
+@njit(nogil=True, cache=True)
+def _split(starts, bounds):  # type: ignore[no-untyped-def]
+    """Cut the sums into tasks of equal work: products, and one more for writing each sum."""
+    count, tasks = len(starts) - 1, len(bounds) - 1
+    s = 0
+    for task in range(tasks):
+        while s < count and (starts[s] + s) * tasks < (starts[count] + count) * task:
+            s += 1
+        bounds[task] = s
+    bounds[tasks] = count
