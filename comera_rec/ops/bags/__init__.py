@@ -16,6 +16,8 @@ from comera_rec.ops.gathered_matmul import gathered_matmul, resolve_impl
 from comera_rec.ops.plan import LookupPlan
 
 MODES = ("sum", "mean", "max")
+ROW_BUFFER_BYTES = 256 << 20
+"""On CPU, unique rows beyond this are made and pooled in several passes; bags of one id take no buffer in forward."""
 
 
 def pool_products(

@@ -10,6 +10,7 @@ import torch
 from numba import carray, njit
 from torch import Tensor
 
+from comera_rec.ops import bags
 from comera_rec.ops.gathered_matmul.numba import COLS, ROWS, gradients, plain, products_into
 from comera_rec.ops.gathered_matmul.numba import forward as multiply
 from comera_rec.ops.simd.parallel import address_of, float32_at, int64_at, kernel, next_task, prefetch
@@ -24,28 +25,27 @@ def forward(
     offsets: Tensor, weights: Tensor | None, mean: bool, features: int,
 ) -> Tensor:  # fmt: skip
     """[B, F * N] bags; see `pool_products`."""
-    offsets, bags, width = plain(offsets), len(offsets) - 1, a.shape[1] * b.shape[2]
+    offsets, count, width = plain(offsets), len(offsets) - 1, a.shape[1] * b.shape[2]
     if not _ascend(offsets.numpy(), len(inverse)):
         raise ValueError(f"offsets must ascend from 0 to at most {len(inverse)}, the number of ids")
-    out = torch.empty(bags // features, features * width)
+    out = torch.empty(count // features, features * width)
     if not out.numel():
         return out
     order, starts, p, q = plain(order), *_without_padding(starts, p, q)
-    if weights is None and a.shape[2] and len(inverse) == bags and _have_one_each(offsets.numpy()):
+    if weights is None and a.shape[2] and len(inverse) == count and _have_one_each(offsets.numpy()):
         # A row is computed where its first lookup wants it, and copied from there to the others.
         places = torch.empty_like(order)
         _place_lookups(offsets.numpy(), features, width, places.numpy())
-        first = torch.empty_like(p)
-        _place_rows(order.numpy(), starts.numpy(), places.numpy(), True, 0, 0, first.numpy())
-        products = products_into(out, first, plain(a), plain(b), plain(p), plain(q), torch.arange(len(p) + 1))
+        row_places = torch.empty_like(p)
+        _place_rows(order.numpy(), starts.numpy(), places.numpy(), True, 0, 0, row_places.numpy())
+        products = products_into(out, row_places, plain(a), plain(b), plain(p), plain(q), torch.arange(len(p) + 1))
         _multiply_and_copy(_TASKS, _equal_shares(starts), order, starts, places, out, width, *products)
         return out
-    rows = multiply(a, b, p, q)
     inverse, weights = plain(inverse), None if weights is None else plain(weights)
-    _pool(
-        _TASKS, out, rows, inverse, offsets,
-        weights, width, bags, features, mean,
-    )  # fmt: skip
+    for first, beyond in _chunks(len(p), width):
+        rows = multiply(a, b, p[first:beyond], q[first:beyond])
+        _pool(_TASKS, out, rows, inverse, offsets, weights, width, count, features, mean, first, beyond)
+        del rows  # before the next ones are made
     return out
 
 
@@ -62,17 +62,29 @@ def backward(
     if mean or weights is not None or int(offsets[-1]) < len(order):
         factors = torch.zeros(len(order)) if weights is None else plain(weights).clone()
         _scale_lookups(offsets.numpy(), mean, weights is None, factors.numpy())
-    # Without factors a row with one lookup has its gradient there already; those of others are summed in a buffer beyond `grad`.
-    in_place = factors is None
-    buffer = torch.empty(int((starts.diff() > 1).sum()) if in_place else len(p), width)
-    beyond = (buffer.data_ptr() - grad.data_ptr()) // 4
-    row_places = torch.empty_like(p)
-    _place_rows(order.numpy(), starts.numpy(), places.numpy(), in_place, beyond, width, row_places.numpy())
-    rows = None if weights is None else multiply(a, b, p, q)
     grad_weights = torch.zeros(0 if weights is None else len(order))
-    shares = _equal_shares(starts)
-    _sum_gradients(_TASKS, shares, order, starts, places, factors, row_places, grad, width, rows, grad_weights)
-    return *gradients(grad, row_places, a, b, p, q), grad_weights
+    parts = []
+    for first, beyond in _chunks(len(p), width):
+        some_p, some_q, some_starts = p[first:beyond], q[first:beyond], starts[first : beyond + 1]
+        rows = None if weights is None else multiply(a, b, some_p, some_q)
+        # Without factors a row with one lookup has its gradient there already; others' are summed in a buffer beyond `grad`.
+        in_place = factors is None
+        buffer = torch.empty(int((some_starts.diff() > 1).sum()) if in_place else len(some_p), width)
+        to_buffer = (buffer.data_ptr() - grad.data_ptr()) // 4
+        row_places = torch.empty_like(some_p)
+        _place_rows(order.numpy(), some_starts.numpy(), places.numpy(), in_place, to_buffer, width, row_places.numpy())
+        shares = _equal_shares(some_starts)
+        _sum_gradients(_TASKS, shares, order, some_starts, places, factors, row_places, grad, width, rows, grad_weights)
+        parts.append(gradients(grad, row_places, a, b, some_p, some_q))
+        if len(parts) == 2:
+            parts = [(parts[0][0].add_(parts[1][0]), parts[0][1].add_(parts[1][1]))]
+    return *parts[0], grad_weights
+
+
+def _chunks(rows: int, width: int) -> list[tuple[int, int]]:
+    """Ranges of rows that fit the buffer; an empty one if there are no rows."""
+    step = max(1, bags.ROW_BUFFER_BYTES // (4 * max(width, 1)))
+    return [(first, min(first + step, rows)) for first in range(0, max(rows, 1), step)]
 
 
 def _without_padding(starts: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,8 +95,8 @@ def _without_padding(starts: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tens
 
 def _equal_shares(starts: Tensor) -> Tensor:
     """[_TASKS + 1]: the first row of each task, such that all have about as many lookups."""
-    share = torch.arange(_TASKS + 1) * int(starts[-1]) // _TASKS
-    bounds = torch.searchsorted(starts[:-1].contiguous(), share)
+    first, beyond = int(starts[0]), int(starts[-1])
+    bounds = torch.searchsorted(starts[:-1], first + torch.arange(_TASKS + 1) * (beyond - first) // _TASKS)
     bounds[-1] = len(starts) - 1
     return bounds
 
@@ -158,9 +170,10 @@ def _multiply_and_copy(params):  # type: ignore[no-untyped-def]
 
 @kernel
 def _pool(params):  # type: ignore[no-untyped-def]
-    """Bags of any length; a task is a range of samples."""
+    """Add some of the rows to bags of any length; a task is a range of samples."""
     inverse, offsets, weights = int64_at(params[4]), int64_at(params[5]), float32_at(params[6])
     weighted, width, bags, features, mean = params[6] != 0, params[7], params[8], params[9], params[10]
+    first_row, beyond_rows = params[11], params[12]
     batch = bags // features
     task = next_task(params)
     while task < params[1]:
@@ -168,19 +181,17 @@ def _pool(params):  # type: ignore[no-untyped-def]
             for sample in range(batch * task // params[1], batch * (task + 1) // params[1]):
                 start, end = offsets[feature * batch + sample], offsets[feature * batch + sample + 1]
                 out = carray(float32_at(params[2] + 4 * width * (sample * features + feature)), (width,))
-                out[:] = 0
+                if first_row == 0:
+                    out[:] = 0
                 for i in range(start, end):
-                    ahead = inverse[min(i + _AHEAD, offsets[bags] - 1)]
+                    ahead = inverse[min(i + _AHEAD, offsets[bags] - 1)] - first_row
                     for line in range(0, 4 * width, 64):
                         prefetch(params[3] + 4 * width * ahead + line)
-                    row = carray(float32_at(params[3] + 4 * width * inverse[i]), (width,))
-                    factor = weights[i] if weighted else np.float32(1)
-                    for n in range(width):
-                        out[n] += factor * row[n]
-                if mean and end - start > 1:
-                    factor = np.float32(1 / (end - start))
-                    for n in range(width):
-                        out[n] *= factor
+                    if first_row <= inverse[i] < beyond_rows:
+                        row = carray(float32_at(params[3] + 4 * width * (inverse[i] - first_row)), (width,))
+                        factor = weights[i] if weighted else np.float32(1 / (end - start) if mean else 1)
+                        for n in range(width):
+                            out[n] += factor * row[n]
         task = next_task(params)
 
 

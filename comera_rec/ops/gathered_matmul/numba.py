@@ -56,13 +56,13 @@ def gradients(grad: Tensor, places: Tensor, a: Tensor, b: Tensor, p: Tensor, q: 
         return torch.zeros_like(a), torch.zeros_like(b)
     grad_a, grad_b = torch.empty(P, n1, r), torch.empty(Q, r, n2)
     a, b_transposed = plain(a), plain(b.mT)
-    starts, (places_by_p, q_by_p) = _sort(p, P, places, q)
+    starts, places_by_p, q_by_p = _sort(p, P, places, q)
     run(Products(
         c=grad_a, c_slice=n1 * r, a=grad, a_slice=1, a_row=n2, a_col=1,
         b=b_transposed, b_slice=n2 * r, starts=starts, xs=places_by_p, ys=q_by_p,
         zs=torch.arange(P), rows=n1, depth=n2, cols=r,
     ))  # fmt: skip
-    starts, (p_by_q, places_by_q) = _sort(q, Q, p, places)
+    starts, p_by_q, places_by_q = _sort(q, Q, p, places)
     run(Products(
         c=grad_b, c_slice=r * n2, a=a, a_slice=n1 * r, a_row=1, a_col=r,
         b=grad, b_slice=1, starts=starts, xs=p_by_q, ys=places_by_q,
@@ -101,11 +101,11 @@ def _sum_products(params):  # type: ignore[no-untyped-def]
         task = next_task(params)
 
 
-def _sort(keys: Tensor, count: int, *values: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Two arrays [U] sorted by keys in [0, count), stable; and where each key's run starts, [count + 1]."""
-    starts, ordered = torch.empty(count + 1, dtype=torch.int64), [torch.empty_like(keys) for _ in values]
-    _counting_sort(keys.numpy(), *(value.numpy() for value in values), starts.numpy(), *(value.numpy() for value in ordered))
-    return starts, ordered
+def _sort(keys: Tensor, count: int, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the run of each key in [0, count) starts, [count + 1]; and two arrays [U] sorted by their keys, stable."""
+    starts, sorted_first, sorted_second = torch.empty(count + 1, dtype=torch.int64), torch.empty_like(keys), torch.empty_like(keys)
+    _counting_sort(keys.numpy(), first.numpy(), second.numpy(), starts.numpy(), sorted_first.numpy(), sorted_second.numpy())
+    return starts, sorted_first, sorted_second
 
 
 @njit(nogil=True, cache=True)

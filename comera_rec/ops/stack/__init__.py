@@ -38,12 +38,12 @@ class _Stack(torch.autograd.Function):
     """The same in one pass over memory, and one back."""
 
     @staticmethod
-    def forward(ctx, count: int, *tensors: Tensor) -> Tensor:  # type: ignore[no-untyped-def, override]
+    def forward(ctx, count: int, *tensors: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
         ctx.count = count
         ctx.save_for_backward(*tensors)
         return _kernels().forward(tensors[:count], tensors[count:])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def, override]
+    def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
         return None, *_kernels().backward(grad, ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :])
