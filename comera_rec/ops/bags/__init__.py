@@ -51,11 +51,13 @@ def pool_products(
         [B, F * num_cols]: a sample's bags side by side.
 
     Raises:
-        ValueError: for offsets that don't ascend from 0 to at most L (checked on CPU).
+        ValueError: for offsets that don't ascend from 0 to at most L (checked on CPU); for weights that aren't one for each id.
         NotImplementedError: for weights in another mode than "sum", as in torch.
     """
     if per_sample_weights is not None and mode != "sum":
         raise NotImplementedError(f"per_sample_weights only go with mode 'sum', not {mode!r}: drop them or change the mode")
+    if per_sample_weights is not None and per_sample_weights.shape != plan.inverse.shape:
+        raise ValueError(f"there are {len(per_sample_weights)} per_sample_weights for {len(plan.inverse)} ids: give one for each")
     impl = resolve_impl(impl, a.device, a.dtype)
     if impl == "numba" and mode != "max" and a.dtype == torch.float32 and num_cols == a.shape[1] * b.shape[2]:
         of_plan = (plan.inverse, plan.order, plan.starts)
@@ -69,6 +71,12 @@ def pool_rows(
     rows: Tensor, plan: LookupPlan, offsets: Tensor, *, mode: str, per_sample_weights: Tensor | None = None, features: int = 1
 ) -> Tensor:
     """The pooling alone, in plain torch: rows [U, N] of a plan -> [B, F * N]; arguments as in `pool_products`."""
+    count = len(plan.inverse)
+    if offsets.device.type == "cpu" and not torch.compiler.is_compiling():  # torch looks at the first and the last one only
+        ends = F.pad(offsets, (1, 1), value=0)
+        ends[-1] = count
+        if not len(offsets) or int(offsets[0]) or bool((ends.diff() < 0).any()):
+            raise ValueError(f"offsets must ascend from 0 to at most {count}, the number of ids")
     bags = F.embedding_bag(
         plan.inverse, rows, offsets.long(), mode=mode, per_sample_weights=per_sample_weights, include_last_offset=True
     )
@@ -102,7 +110,7 @@ def _backward(
 
 @_backward.register_fake
 def _(grad, a, b, p, q, order, starts, offsets, weights, mean, features):  # type: ignore[no-untyped-def]
-    return torch.empty_like(a), torch.empty_like(b), a.new_empty(0) if weights is None else torch.empty_like(weights)
+    return a.new_empty(a.shape), b.new_empty(b.shape), a.new_empty(0 if weights is None else weights.shape)
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

@@ -11,7 +11,7 @@ from numba import carray, njit
 from torch import Tensor
 
 from comera_rec.ops import bags
-from comera_rec.ops.gathered_matmul.numba import COLS, ROWS, gradients, plain, products_into
+from comera_rec.ops.gathered_matmul.numba import COLS, ROWS, gradients, plain, products_into, require_within
 from comera_rec.ops.gathered_matmul.numba import forward as multiply
 from comera_rec.ops.simd.parallel import address_of, float32_at, int64_at, kernel, next_task, prefetch
 from comera_rec.ops.simd.tile import sum_products
@@ -38,6 +38,8 @@ def forward(
         _place_lookups(offsets.numpy(), features, width, places.numpy())
         row_places = torch.empty_like(p)
         _place_rows(order.numpy(), starts.numpy(), places.numpy(), True, 0, 0, row_places.numpy())
+        require_within(p, len(a), "p")
+        require_within(q, len(b), "q")
         products = products_into(out, row_places, plain(a), plain(b), plain(p), plain(q), torch.arange(len(p) + 1))
         _multiply_and_copy(_TASKS, _equal_shares(starts), order, starts, places, out, width, *products)
         return out
@@ -74,7 +76,9 @@ def backward(
         row_places = torch.empty_like(some_p)
         _place_rows(order.numpy(), some_starts.numpy(), places.numpy(), in_place, to_buffer, width, row_places.numpy())
         shares = _equal_shares(some_starts)
-        _sum_gradients(_TASKS, shares, order, some_starts, places, factors, row_places, grad, width, rows, grad_weights)
+        _sum_gradients(
+            _TASKS, shares, order, some_starts, places, factors, row_places, grad, width, rows, grad_weights, int(offsets[-1])
+        )
         parts.append(gradients(grad, row_places, a, b, some_p, some_q))
         if len(parts) == 2:
             parts = [(parts[0][0].add_(parts[1][0]), parts[0][1].add_(parts[1][1]))]
@@ -106,7 +110,7 @@ def _ascend(offsets, count):  # type: ignore[no-untyped-def]
     is_sorted = True
     for i in range(1, len(offsets)):
         is_sorted &= offsets[i - 1] <= offsets[i]
-    return is_sorted and offsets[0] == 0 and offsets[-1] <= count
+    return is_sorted and len(offsets) > 0 and offsets[0] == 0 and offsets[-1] <= count
 
 
 @njit(nogil=True, cache=True)
@@ -131,13 +135,12 @@ def _place_lookups(offsets, features, width, places):  # type: ignore[no-untyped
 
 @njit(nogil=True, cache=True)
 def _scale_lookups(offsets, mean, unweighted, factors):  # type: ignore[no-untyped-def]
-    """By what a lookup's row is multiplied in its bag; a lookup in no bag has zero."""
+    """By what a lookup's row is multiplied in its bag."""
     if unweighted:
         for bag in range(len(offsets) - 1):
             first, beyond = offsets[bag], offsets[bag + 1]
             for i in range(first, beyond):
                 factors[i] = 1 / (beyond - first) if mean else 1
-    factors[offsets[-1] :] = 0
 
 
 @njit(nogil=True, cache=True)
@@ -207,6 +210,7 @@ def _sum_gradients(params):  # type: ignore[no-untyped-def]
         params[10],
         float32_at(params[11]),
     )
+    lookups_in_bags = params[12]
     task = next_task(params)
     while task < params[1]:
         last = starts[bounds[task + 1]] - 1  # of this task's lookups
@@ -220,6 +224,8 @@ def _sum_gradients(params):  # type: ignore[no-untyped-def]
                 for line in range(0, 4 * width, 64):
                     prefetch(grad_address + 4 * ahead + line)
                 i = order[t]
+                if i >= lookups_in_bags:
+                    continue
                 grad = carray(float32_at(grad_address + 4 * places[i]), (width,))
                 factor = np.float32(1) if in_place else factors[i]
                 for n in range(width):

@@ -36,7 +36,7 @@ def _backward(grad: Tensor, a: Tensor, b: Tensor, p: Tensor, q: Tensor, impl: st
 
 @_backward.register_fake
 def _(grad: Tensor, a: Tensor, b: Tensor, p: Tensor, q: Tensor, impl: str) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(a), torch.empty_like(b)
+    return a.new_empty(a.shape), b.new_empty(b.shape)
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

@@ -6,10 +6,10 @@ U products; P, Q slices in the two operands; n1 x r times r x n2 each. float32; 
 from __future__ import annotations
 
 import torch
-from numba import njit
+from numba import carray, njit
 from torch import Tensor
 
-from comera_rec.ops.simd.parallel import address_of, int64_at, kernel, next_task
+from comera_rec.ops.simd.parallel import address_of, float32_at, int64_at, kernel, next_task
 from comera_rec.ops.simd.tile import Products, sum_products
 
 ROWS, COLS = Products._fields.index("rows"), Products._fields.index("cols")
@@ -24,6 +24,8 @@ def forward(a: Tensor, b: Tensor, p: Tensor, q: Tensor) -> Tensor:
         out.zero_()
         kept = (p >= 0).nonzero()[:, 0]
         if len(kept) and out.numel() and r:
+            if int(q[kept].min()) < 0:
+                raise IndexError("q is negative where p is not: padding is -1 in both")
             out[kept] = forward(a.float(), b.float(), p[kept], q[kept])
         return out.to(a.dtype)
     one_each = torch.arange(U + 1)
@@ -53,9 +55,9 @@ def gradients(grad: Tensor, places: Tensor, a: Tensor, b: Tensor, p: Tensor, q: 
     """As `backward`, but the gradient of product u, n1 * n2 numbers, begins places[u] elements after the first of `grad`."""
     (P, n1, r), (Q, _, n2) = a.shape, b.shape
     if not (len(p) and n1 and n2 and r):
-        return torch.zeros_like(a), torch.zeros_like(b)
-    grad_a, grad_b = torch.empty(P, n1, r), torch.empty(Q, r, n2)
-    a, b_transposed = plain(a), plain(b.mT)
+        return a.new_zeros(a.shape), b.new_zeros(b.shape)
+    grad_a, grad_b, dtype = torch.empty(P, n1, r), torch.empty(Q, r, n2), a.dtype
+    a, b_transposed = plain(a), _transposed(plain(b))
     starts, places_by_p, q_by_p = _sort(p, P, places, q)
     run(Products(
         c=grad_a, c_slice=n1 * r, a=grad, a_slice=1, a_row=n2, a_col=1,
@@ -68,7 +70,7 @@ def gradients(grad: Tensor, places: Tensor, a: Tensor, b: Tensor, p: Tensor, q: 
         b=grad, b_slice=1, starts=starts, xs=p_by_q, ys=places_by_q,
         zs=torch.arange(Q), rows=r, depth=n1, cols=n2,
     ))  # fmt: skip
-    return grad_a.to(a.dtype), grad_b.to(b.dtype)
+    return grad_a.to(dtype), grad_b.to(dtype)
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -98,6 +100,27 @@ def _sum_products(params):  # type: ignore[no-untyped-def]
     task = next_task(params)
     while task < params[1]:
         sum_products(products, bounds[task], bounds[task + 1], products[ROWS], products[COLS])
+        task = next_task(params)
+
+
+def _transposed(b: Tensor) -> Tensor:
+    """[Q, r, n2] -> [Q, n2, r]; torch's own copy takes several times as long for slices so small."""
+    out = torch.empty(b.shape[0], b.shape[2], b.shape[1])
+    _transpose(_TASKS, out, b, *b.shape)
+    return out
+
+
+@kernel
+def _transpose(params):  # type: ignore[no-untyped-def]
+    slices, rows, cols = params[4], params[5], params[6]
+    out = carray(float32_at(params[2]), (slices, cols, rows))
+    b = carray(float32_at(params[3]), (slices, rows, cols))
+    task = next_task(params)
+    while task < params[1]:
+        for i in range(slices * task // params[1], slices * (task + 1) // params[1]):
+            for k in range(rows):
+                for j in range(cols):
+                    out[i, j, k] = b[i, k, j]
         task = next_task(params)
 
 

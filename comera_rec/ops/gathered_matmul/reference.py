@@ -20,9 +20,9 @@ def forward(a: Tensor, b: Tensor, p: Tensor, q: Tensor) -> Tensor:
 def backward(grad: Tensor, a: Tensor, b: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     """da[i] = sum over {u: p[u] = i} of grad[u] @ b[q[u]]^T, and db[j] = sum over {u: q[u] = j} of a[p[u]]^T @ grad[u]."""
     if not len(p):
-        return torch.zeros_like(a), torch.zeros_like(b)
+        return a.new_zeros(a.shape), b.new_zeros(b.shape)
     grad = grad.masked_fill(p[:, None, None] < 0, 0)
     p, q = p.clamp(min=0), q.clamp(min=0)
-    grad_a = torch.zeros_like(a).index_add_(0, p, torch.bmm(grad, b.index_select(0, q).mT))
-    grad_b = torch.zeros_like(b).index_add_(0, q, torch.bmm(a.index_select(0, p).mT, grad))
+    grad_a = a.new_zeros(a.shape).index_add_(0, p, torch.bmm(grad, b.index_select(0, q).mT))
+    grad_b = b.new_zeros(b.shape).index_add_(0, q, torch.bmm(a.index_select(0, p).mT, grad))
     return grad_a, grad_b
