@@ -92,7 +92,7 @@ def _part(stacked: Sequence[Tensor], part: Product | int, impl: str) -> Tensor:
         return stacked[part]
     a, b, p, q = _operands(stacked, part, impl)
     cores = [stacked[k] for k in _cores(part)]
-    width = math.prod(core.shape[2] for core in cores)
+    width = math.prod([core.shape[2] for core in cores])
     return gathered_matmul(a, b, p, q, impl).reshape(len(p), cores[0].shape[1], width, cores[-1].shape[3])
 
 
