@@ -49,7 +49,7 @@ def tt_rows(stacked: Sequence[Tensor], plan: LookupPlan, *, impl: str = "auto") 
         [U, n_1...n_d].
     """
     if isinstance(plan.rows, Tensor):
-        return stacked[0][:, 0, :, 0].index_select(0, plan.rows)
+        return stacked[0][:, 0, :, 0].index_select(0, plan.rows.clamp(min=0))
     return gathered_matmul(*_operands(stacked, plan.rows, impl), impl).flatten(1)
 
 
