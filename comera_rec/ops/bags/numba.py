@@ -11,7 +11,8 @@ from numba import carray, njit
 from torch import Tensor
 
 from comera_rec.ops import bags
-from comera_rec.ops.gathered_matmul.numba import COLS, ROWS, gradients, plain, products_into, require_within
+from comera_rec.ops.gathered_matmul.numba import COLS, ROWS, plain, products_into, require_within
+from comera_rec.ops.gathered_matmul.numba import backward as multiply_backward
 from comera_rec.ops.gathered_matmul.numba import forward as multiply
 from comera_rec.ops.simd.parallel import address_of, float32_at, int64_at, kernel, next_task, prefetch
 from comera_rec.ops.simd.tile import sum_products
@@ -37,7 +38,7 @@ def forward(
         places = torch.empty_like(order)
         _place_lookups(offsets.numpy(), features, width, places.numpy())
         row_places = torch.empty_like(p)
-        _place_rows(order.numpy(), starts.numpy(), places.numpy(), True, 0, 0, row_places.numpy())
+        _place_rows(order.numpy(), starts.numpy(), places.numpy(), row_places.numpy())
         require_within(p, len(a), "p")
         require_within(q, len(b), "q")
         products = products_into(out, row_places, plain(a), plain(b), plain(p), plain(q), torch.arange(len(p) + 1))
@@ -69,17 +70,12 @@ def backward(
     for first, beyond in _chunks(len(p), width):
         some_p, some_q, some_starts = p[first:beyond], q[first:beyond], starts[first : beyond + 1]
         rows = None if weights is None else multiply(a, b, some_p, some_q)
-        # Without factors a row with one lookup has its gradient there already; others' are summed in a buffer beyond `grad`.
-        in_place = factors is None
-        buffer = torch.empty(int((some_starts.diff() > 1).sum()) if in_place else len(some_p), width)
-        to_buffer = (buffer.data_ptr() - grad.data_ptr()) // 4
-        row_places = torch.empty_like(some_p)
-        _place_rows(order.numpy(), some_starts.numpy(), places.numpy(), in_place, to_buffer, width, row_places.numpy())
-        shares = _equal_shares(some_starts)
+        grad_rows = torch.empty(len(some_p), width)
         _sum_gradients(
-            _TASKS, shares, order, some_starts, places, factors, row_places, grad, width, rows, grad_weights, int(offsets[-1])
-        )
-        parts.append(gradients(grad, row_places, a, b, some_p, some_q))
+            _TASKS, _equal_shares(some_starts), order, some_starts, places, factors, grad_rows, grad, rows, grad_weights, width,
+            int(offsets[-1]),
+        )  # fmt: skip
+        parts.append(multiply_backward(grad_rows.view(-1, a.shape[1], b.shape[2]), a, b, some_p, some_q))
         if len(parts) == 2:
             parts = [(parts[0][0].add_(parts[1][0]), parts[0][1].add_(parts[1][1]))]
     return *parts[0], grad_weights
@@ -144,14 +140,10 @@ def _scale_lookups(offsets, mean, unweighted, factors):  # type: ignore[no-untyp
 
 
 @njit(nogil=True, cache=True)
-def _place_rows(order, starts, places, in_place, beyond, width, row_places):  # type: ignore[no-untyped-def]
-    """Where each row is, or its gradient: with its first lookup, or where there are several to be summed, side by side."""
+def _place_rows(order, starts, places, row_places):  # type: ignore[no-untyped-def]
+    """The place of each row's first lookup."""
     for u in range(len(row_places)):
-        if in_place and (width == 0 or starts[u + 1] - starts[u] == 1):
-            row_places[u] = places[order[starts[u]]]
-        else:
-            row_places[u] = beyond
-            beyond += width
+        row_places[u] = places[order[starts[u]]]
 
 
 @kernel
@@ -200,38 +192,28 @@ def _pool(params):  # type: ignore[no-untyped-def]
 
 @kernel
 def _sum_gradients(params):  # type: ignore[no-untyped-def]
-    """Gradients of rows, unless they lie where a single lookup has them; and of weights, if there are rows to compare with."""
-    bounds, order, starts = int64_at(params[2]), int64_at(params[3]), int64_at(params[4])
-    places, factors, row_places = int64_at(params[5]), float32_at(params[6]), int64_at(params[7])
-    in_place, grad_address, width, rows_address, grad_weights = (
-        params[6] == 0,
-        params[8],
-        params[9],
-        params[10],
-        float32_at(params[11]),
-    )
-    lookups_in_bags = params[12]
+    """Gradients of rows; and of weights, if there are rows to compare with."""
+    bounds, order, starts, places = int64_at(params[2]), int64_at(params[3]), int64_at(params[4]), int64_at(params[5])
+    factors, grad_weights, width, lookups_in_bags = float32_at(params[6]), float32_at(params[10]), params[11], params[12]
     task = next_task(params)
     while task < params[1]:
         last = starts[bounds[task + 1]] - 1  # of this task's lookups
         for u in range(bounds[task], bounds[task + 1]):
-            if in_place and starts[u + 1] - starts[u] == 1:
-                continue
-            out = carray(float32_at(grad_address + 4 * row_places[u]), (width,))
+            out = carray(float32_at(params[7] + 4 * width * u), (width,))
             out[:] = 0
             for t in range(starts[u], starts[u + 1]):
                 ahead = places[order[min(t + _AHEAD, last)]]
                 for line in range(0, 4 * width, 64):
-                    prefetch(grad_address + 4 * ahead + line)
+                    prefetch(params[8] + 4 * ahead + line)
                 i = order[t]
                 if i >= lookups_in_bags:
                     continue
-                grad = carray(float32_at(grad_address + 4 * places[i]), (width,))
-                factor = np.float32(1) if in_place else factors[i]
+                grad = carray(float32_at(params[8] + 4 * places[i]), (width,))
+                factor = factors[i] if params[6] else np.float32(1)
                 for n in range(width):
                     out[n] += factor * grad[n]
-                if rows_address:
-                    row = carray(float32_at(rows_address + 4 * width * u), (width,))
+                if params[9]:
+                    row = carray(float32_at(params[9] + 4 * width * u), (width,))
                     dot = np.float32(0)
                     for n in range(width):
                         dot += grad[n] * row[n]

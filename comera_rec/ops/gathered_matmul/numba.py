@@ -47,30 +47,23 @@ def backward(grad: Tensor, a: Tensor, b: Tensor, p: Tensor, q: Tensor) -> tuple[
     if len(p) and int(p.min()) < 0:
         kept = (p >= 0).nonzero()[:, 0]
         grad, p, q = grad[kept], p[kept], q[kept]
-    size = grad.shape[1] * grad.shape[2]
-    return gradients(plain(grad), torch.arange(len(p)) * size, a, b, plain(p), plain(q))
-
-
-def gradients(grad: Tensor, places: Tensor, a: Tensor, b: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """As `backward`, but the gradient of product u, n1 * n2 numbers, begins places[u] elements after the first of `grad`."""
     (P, n1, r), (Q, _, n2) = a.shape, b.shape
     if not (len(p) and n1 and n2 and r):
         return a.new_zeros(a.shape), b.new_zeros(b.shape)
-    grad_a, grad_b, dtype = torch.empty(P, n1, r), torch.empty(Q, r, n2), a.dtype
-    a, b_transposed = plain(a), _transposed(plain(b))
-    starts, places_by_p, q_by_p = _sort(p, P, places, q)
+    dtype, grad, a, b, p, q = a.dtype, plain(grad), plain(a), plain(b), plain(p), plain(q)
+    grad_a, grad_b_transposed = torch.empty(P, n1, r), torch.empty(Q, n2, r)
+    starts, by_p, q_by_p = _sort(p, P, q)
     run(Products(
-        c=grad_a, c_slice=n1 * r, a=grad, a_slice=1, a_row=n2, a_col=1,
-        b=b_transposed, b_slice=n2 * r, starts=starts, xs=places_by_p, ys=q_by_p,
-        zs=torch.arange(P), rows=n1, depth=n2, cols=r,
+        c=grad_a, c_slice=n1 * r, a=grad, a_slice=n1 * n2, a_row=n2, a_col=1, b=_transposed(b), b_slice=n2 * r,
+        starts=starts, xs=by_p, ys=q_by_p, zs=torch.arange(P), rows=n1, depth=n2, cols=r,
     ))  # fmt: skip
-    starts, p_by_q, places_by_q = _sort(q, Q, p, places)
+    # Transposed, because r fills vectors where n2 seldom does.
+    starts, by_q, p_by_q = _sort(q, Q, p)
     run(Products(
-        c=grad_b, c_slice=r * n2, a=a, a_slice=n1 * r, a_row=1, a_col=r,
-        b=grad, b_slice=1, starts=starts, xs=p_by_q, ys=places_by_q,
-        zs=torch.arange(Q), rows=r, depth=n1, cols=n2,
+        c=grad_b_transposed, c_slice=n2 * r, a=grad, a_slice=n1 * n2, a_row=1, a_col=n2, b=a, b_slice=n1 * r,
+        starts=starts, xs=by_q, ys=p_by_q, zs=torch.arange(Q), rows=n2, depth=n1, cols=r,
     ))  # fmt: skip
-    return grad_a.to(dtype), grad_b.to(dtype)
+    return grad_a.to(dtype), _transposed(grad_b_transposed).to(dtype)
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -124,15 +117,15 @@ def _transpose(params):  # type: ignore[no-untyped-def]
         task = next_task(params)
 
 
-def _sort(keys: Tensor, count: int, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the run of each key in [0, count) starts, [count + 1]; and two arrays [U] sorted by their keys, stable."""
-    starts, sorted_first, sorted_second = torch.empty(count + 1, dtype=torch.int64), torch.empty_like(keys), torch.empty_like(keys)
-    _counting_sort(keys.numpy(), first.numpy(), second.numpy(), starts.numpy(), sorted_first.numpy(), sorted_second.numpy())
-    return starts, sorted_first, sorted_second
+def _sort(keys: Tensor, count: int, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Stable sort by keys in [0, count): where the run of each key starts, [count + 1]; the order [U]; and values in that order."""
+    starts, order, ordered = torch.empty(count + 1, dtype=torch.int64), torch.empty_like(keys), torch.empty_like(keys)
+    _counting_sort(keys.numpy(), values.numpy(), starts.numpy(), order.numpy(), ordered.numpy())
+    return starts, order, ordered
 
 
 @njit(nogil=True, cache=True)
-def _counting_sort(keys, first, second, starts, first_ordered, second_ordered):  # type: ignore[no-untyped-def]
+def _counting_sort(keys, values, starts, order, ordered):  # type: ignore[no-untyped-def]
     starts[:] = 0
     for key in keys:
         starts[key + 1] += 1
@@ -142,8 +135,8 @@ def _counting_sort(keys, first, second, starts, first_ordered, second_ordered): 
     for u in range(len(keys)):
         t = place[keys[u]]
         place[keys[u]] = t + 1
-        first_ordered[t] = first[u]
-        second_ordered[t] = second[u]
+        order[t] = u
+        ordered[t] = values[u]
 
 
 @njit(nogil=True, cache=True)
