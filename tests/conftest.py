@@ -28,6 +28,18 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def on_threads() -> Iterator[Callable]:
+    """`on_threads(count, function)` -> what the function returns where torch has that many threads."""
+
+    def run(count: int, function: Callable) -> object:
+        torch.set_num_threads(count)
+        return function()
+
+    yield run
+    torch.set_num_threads(1)
+
+
 def _random_jagged(
     features: Mapping[str, int], batch: int, *, weighted: bool = False, longest: int = 4, seed: int = 0
 ) -> KeyedJaggedTensor:

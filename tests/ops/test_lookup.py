@@ -1,4 +1,4 @@
-"""Rows of a train against rows of the dense matrix, and the dedup before them."""
+"""Rows of a train against rows of the dense matrix, and how many products they take."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from comera_rec.ops import check_ids, lookup, plan_lookup, stack_cores, tt_rows
-from comera_rec.ops.gathered_matmul import IMPLEMENTATIONS
 from comera_rec.tt import TTShape, tt_to_dense
 
 SHAPES = [
@@ -21,51 +20,29 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"order{shape.order}-{shape.ranks}")
-def test_rows_and_gradients_match_the_dense_matrix(shape: TTShape, impl: str) -> None:
-    cores = [torch.randn(size, dtype=torch.float64, requires_grad=True) for size in shape.core_shapes]
-    for rows in (
-        torch.arange(shape.num_rows),
-        torch.tensor([0, shape.num_rows - 1]),
-        torch.tensor([shape.num_rows // 2], dtype=torch.int32),
-        torch.tensor([], dtype=torch.int64),
-    ):
-        plan = plan_lookup([rows], [shape.row_shape])
-        found = tt_rows(stack_cores([cores]), plan.digits, impl=impl)[plan.inverse]
-        expected = tt_to_dense(cores, shape)[rows.long()]
-        torch.testing.assert_close(found, expected)
-        weights = torch.randn_like(expected)
-        torch.testing.assert_close(
-            torch.autograd.grad((found * weights).sum(), cores), torch.autograd.grad((expected * weights).sum(), cores)
-        )
-
-
-@pytest.mark.parametrize("order", [1, 2, 3, 4])
-def test_one_lookup_serves_tables_of_different_row_modes(order: int) -> None:
-    generator = torch.Generator().manual_seed(order)
-    row_shapes = [(7, 3, 2, 5)[:order], (1, 4, 6, 2)[:order], (10, 2, 3, 3)[:order]]
-    shapes = [TTShape(row_shape, (2, 3, 1, 2)[:order], (4, 3, 2)[: order - 1]) for row_shape in row_shapes]
-    trains = [[torch.randn(size, dtype=torch.float64, requires_grad=True) for size in shape.core_shapes] for shape in shapes]
-    ids = [torch.randint(0, shape.num_rows, (2 * shape.num_rows,), generator=generator) for shape in shapes]
-    plan = plan_lookup(ids, row_shapes)
-    found = tt_rows(stack_cores(trains), plan.digits)[plan.inverse]
-    expected = torch.cat([tt_to_dense(train, shape)[i] for train, shape, i in zip(trains, shapes, ids, strict=True)])
-    torch.testing.assert_close(found, expected)
-    assert len(plan.digits[0]) == sum(len(i.unique()) for i in ids)
-    weights = torch.randn_like(expected)
-    cores = [core for train in trains for core in train]
-    torch.testing.assert_close(
-        torch.autograd.grad((found * weights).sum(), cores), torch.autograd.grad((expected * weights).sum(), cores)
-    )
-
-
-def test_plan_inverts() -> None:
-    ids = torch.tensor([[5, 0, 5], [9, 9, 0]])
-    plan = plan_lookup([ids], [(5, 2)])
-    assert [digit.tolist() for digit in plan.digits] == [[0, 2, 4], [0, 1, 1]]
-    assert plan.inverse.tolist() == [[1, 0, 1], [2, 2, 0]]
-    assert plan_lookup([torch.tensor([], dtype=torch.int64)], [(5, 2)]).digits[0].numel() == 0
+def test_rows_and_gradients_match_the_dense_matrix(shape: TTShape, dtype: torch.dtype, static: bool) -> None:
+    # A second table of other row modes shares the lookup.
+    shapes = [shape, TTShape(tuple(m + 1 for m in shape.row_shape), shape.col_shape, shape.ranks)]
+    trains = [[torch.randn(size, dtype=dtype, requires_grad=True) for size in each.core_shapes] for each in shapes]
+    for count in (2, 1):
+        tables = [each.num_rows for each in shapes[:count]]
+        for ids in (
+            [torch.arange(rows) for rows in tables],
+            [torch.randint(rows, (9, 2), dtype=torch.int32) for rows in tables],
+            [torch.tensor([0, rows - 1])[:t] for t, rows in enumerate(tables)],
+        ):
+            plan = plan_lookup(ids, [each.row_shape for each in shapes[:count]], static=static)
+            found = tt_rows([stack_cores(cores) for cores in zip(*trains[:count], strict=True)], plan)[plan.inverse]
+            dense = [tt_to_dense(train, each) for train, each in zip(trains, shapes, strict=True)]
+            expected = torch.cat([table[rows.flatten().long()] for table, rows in zip(dense, ids, strict=False)])
+            torch.testing.assert_close(found, expected)
+            cores, weights = [core for train in trains[:count] for core in train], torch.randn_like(expected)
+            torch.testing.assert_close(
+                torch.autograd.grad((found * weights).sum(), cores), torch.autograd.grad((expected * weights).sum(), cores)
+            )
 
 
 @pytest.mark.parametrize(("ids", "bad"), [([3, 10], 10), ([-1, 3], -1), ([-7, 99], -7), ([2**40], 2**40)])
@@ -88,6 +65,6 @@ def test_each_slice_product_is_computed_once(order: int, monkeypatch: pytest.Mon
     shape = TTShape((10,) * order, (2,) * order, 3)
     cores = [torch.randn(size) for size in shape.core_shapes]
     rows = torch.arange(100)  # neighbours: one leading digit, ten last digits
-    tt_rows(stack_cores([cores]), plan_lookup([rows], [shape.row_shape]).digits)
+    tt_rows([stack_cores([core]) for core in cores], plan_lookup([rows], [shape.row_shape]))
     assert products[-1] == 100
     assert sum(products[:-1]) <= {2: 0, 3: 100, 4: 101}[order]
