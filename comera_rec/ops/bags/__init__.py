@@ -110,7 +110,8 @@ def _backward(
 
 @_backward.register_fake
 def _(grad, a, b, p, q, order, starts, offsets, weights, mean, features):  # type: ignore[no-untyped-def]
-    return a.new_empty(a.shape), b.new_empty(b.shape), a.new_empty(0 if weights is None else weights.shape)
+    grad_b = b.new_empty(b.shape[0], b.shape[2], b.shape[1]).mT  # as it is computed; stack_cores takes it as it is
+    return a.new_empty(a.shape), grad_b, a.new_empty(0 if weights is None else weights.shape)
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

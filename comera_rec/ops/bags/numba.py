@@ -11,8 +11,7 @@ from numba import carray, njit
 from torch import Tensor
 
 from comera_rec.ops import bags
-from comera_rec.ops.gathered_matmul.numba import COLS, ROWS, plain, products_into, require_within
-from comera_rec.ops.gathered_matmul.numba import backward as multiply_backward
+from comera_rec.ops.gathered_matmul.numba import COLS, ROWS, gradients, plain, products_into, require_within
 from comera_rec.ops.gathered_matmul.numba import forward as multiply
 from comera_rec.ops.simd.parallel import address_of, float32_at, int64_at, kernel, next_task, prefetch
 from comera_rec.ops.simd.tile import sum_products
@@ -75,10 +74,10 @@ def backward(
             _TASKS, _equal_shares(some_starts), order, some_starts, places, factors, grad_rows, grad, rows, grad_weights, width,
             int(offsets[-1]),
         )  # fmt: skip
-        parts.append(multiply_backward(grad_rows.view(-1, a.shape[1], b.shape[2]), a, b, some_p, some_q))
+        parts.append(gradients(grad_rows.view(-1, a.shape[1], b.shape[2]), a, b, some_p, some_q))
         if len(parts) == 2:
             parts = [(parts[0][0].add_(parts[1][0]), parts[0][1].add_(parts[1][1]))]
-    return *parts[0], grad_weights
+    return parts[0][0], parts[0][1].mT, grad_weights
 
 
 def _chunks(rows: int, width: int) -> list[tuple[int, int]]:

@@ -47,9 +47,15 @@ def backward(grad: Tensor, a: Tensor, b: Tensor, p: Tensor, q: Tensor) -> tuple[
     if len(p) and int(p.min()) < 0:
         kept = (p >= 0).nonzero()[:, 0]
         grad, p, q = grad[kept], p[kept], q[kept]
+    grad_a, grad_b_transposed = gradients(grad, a, b, p, q)
+    return grad_a, _transposed(grad_b_transposed.float()).to(b.dtype)
+
+
+def gradients(grad: Tensor, a: Tensor, b: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """As `backward`, but that of b is [Q, n2, r]; no padding."""
     (P, n1, r), (Q, _, n2) = a.shape, b.shape
     if not (len(p) and n1 and n2 and r):
-        return a.new_zeros(a.shape), b.new_zeros(b.shape)
+        return a.new_zeros(a.shape), b.new_zeros(Q, n2, r)
     dtype, grad, a, b, p, q = a.dtype, plain(grad), plain(a), plain(b), plain(p), plain(q)
     grad_a, grad_b_transposed = torch.empty(P, n1, r), torch.empty(Q, n2, r)
     starts, by_p, q_by_p = _sort(p, P, q)
@@ -63,7 +69,7 @@ def backward(grad: Tensor, a: Tensor, b: Tensor, p: Tensor, q: Tensor) -> tuple[
         c=grad_b_transposed, c_slice=n2 * r, a=grad, a_slice=n1 * n2, a_row=1, a_col=n2, b=a, b_slice=n1 * r,
         starts=starts, xs=by_q, ys=p_by_q, zs=torch.arange(Q), rows=n2, depth=n1, cols=r,
     ))  # fmt: skip
-    return grad_a.to(dtype), _transposed(grad_b_transposed).to(dtype)
+    return grad_a.to(dtype), grad_b_transposed.to(dtype)
 
 
 def plain(tensor: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ from torch import Tensor
 from comera_rec.ops.gathered_matmul.numba import plain
 from comera_rec.ops.simd.parallel import float32_at, int64_at, kernel, next_task
 
+_BLOCKS = 16  # of a table's slices; a task each
+
 
 def forward(cores: Sequence[Tensor], ranks: Sequence[Tensor]) -> Tensor:
     """T cores (r, m_t, n, s), T diagonals (r) or none -> (M, r, n, s)."""
@@ -20,19 +22,21 @@ def forward(cores: Sequence[Tensor], ranks: Sequence[Tensor]) -> Tensor:
     left, _, n, right = cores[0].shape
     stacked = torch.empty(sum(core.shape[1] for core in cores), left, n, right)
     if stacked.numel():
-        _stack(len(cores) * left, _tables(cores, ranks), stacked, left, n * right)
+        _stack(len(cores) * _BLOCKS, _tables(cores, ranks), stacked, left, n * right)
     return stacked
 
 
 def backward(grad: Tensor, cores: Sequence[Tensor], ranks: Sequence[Tensor]) -> list[Tensor]:
     """Gradients of the cores, and of the diagonals."""
-    cores, ranks, grad = [plain(core) for core in cores], [plain(rank) for rank in ranks], plain(grad)
+    cores, ranks = [plain(core) for core in cores], [plain(rank) for rank in ranks]
+    grad_cores = [torch.empty_like(core) for core in cores]
     left, _, n, right = cores[0].shape
-    grad_cores, grad_ranks = [torch.empty_like(core) for core in cores], [torch.zeros_like(rank) for rank in ranks]
+    grad_ranks = torch.zeros(len(ranks), _BLOCKS, left)
     if grad.numel():
-        of_grads = _tables(grad_cores, grad_ranks)
-        _stack_backward(len(cores) * left, _tables(cores, ranks), of_grads, grad, left, n * right)
-    return grad_cores + grad_ranks
+        grad = grad.float().flatten(2)  # no copy where the last core's gradient comes transposed
+        tables = _tables(cores, ranks), _tables(grad_cores, [])
+        _stack_backward(len(cores) * _BLOCKS, *tables, grad, *grad.stride(), left, n * right, grad_ranks)
+    return grad_cores + list(grad_ranks.sum(1))
 
 
 def _tables(cores: Sequence[Tensor], ranks: Sequence[Tensor]) -> Tensor:
@@ -44,40 +48,47 @@ def _tables(cores: Sequence[Tensor], ranks: Sequence[Tensor]) -> Tensor:
 
 @kernel
 def _stack(params):  # type: ignore[no-untyped-def]
-    """A task is one left rank index of one table."""
+    """A task is a block of one table's slices."""
     left, width = params[4], params[5]
     task = next_task(params)
     while task < params[1]:
-        table, x = int64_at(params[2] + 32 * (task // left)), task % left
-        count, first = table[2], table[3]
-        scale = float32_at(table[1])[x] if table[1] else np.float32(1)
-        core = carray(float32_at(table[0] + 4 * x * count * width), (count, width))
+        table, block = int64_at(params[2] + 32 * (task // _BLOCKS)), task % _BLOCKS
+        ranks, count, first = float32_at(table[1]), table[2], table[3]
+        core = carray(float32_at(table[0]), (left, count, width))
         stacked = carray(float32_at(params[3] + 4 * first * left * width), (count, left, width))
-        for i in range(count):
-            for j in range(width):
-                stacked[i, x, j] = scale * core[i, j]
+        for i in range(count * block // _BLOCKS, count * (block + 1) // _BLOCKS):
+            for x in range(left):
+                scale = ranks[x] if table[1] else np.float32(1)
+                for j in range(width):
+                    stacked[i, x, j] = scale * core[x, i, j]
         task = next_task(params)
 
 
 @kernel
 def _stack_backward(params):  # type: ignore[no-untyped-def]
-    left, width = params[5], params[6]
+    by_slice, by_left, by_col, left, width = params[5], params[6], params[7], params[8], params[9]
     task = next_task(params)
     while task < params[1]:
-        table, of_grad, x = int64_at(params[2] + 32 * (task // left)), int64_at(params[3] + 32 * (task // left)), task % left
-        count, first = table[2], table[3]
-        core = carray(float32_at(table[0] + 4 * x * count * width), (count, width))
-        grad_core = carray(float32_at(of_grad[0] + 4 * x * count * width), (count, width))
-        grad = carray(float32_at(params[4] + 4 * first * left * width), (count, left, width))
-        if table[1]:
-            scale, total = float32_at(table[1])[x], 0.0
-            for i in range(count):
-                for j in range(width):
-                    grad_core[i, j] = scale * grad[i, x, j]
-                    total += core[i, j] * grad[i, x, j]
-            float32_at(of_grad[1])[x] = total
-        else:
-            for i in range(count):
-                for j in range(width):
-                    grad_core[i, j] = grad[i, x, j]
+        table, of_grad, block = (
+            int64_at(params[2] + 32 * (task // _BLOCKS)),
+            int64_at(params[3] + 32 * (task // _BLOCKS)),
+            task % _BLOCKS,
+        )
+        ranks, count, first = float32_at(table[1]), table[2], table[3]
+        core = carray(float32_at(table[0]), (left, count, width))
+        grad_core = carray(float32_at(of_grad[0]), (left, count, width))
+        sums = carray(float32_at(params[10] + 4 * left * task), (left,))
+        for i in range(count * block // _BLOCKS, count * (block + 1) // _BLOCKS):
+            grad = float32_at(params[4] + 4 * (first + i) * by_slice)
+            for x in range(left):
+                if table[1]:
+                    total = np.float32(0)
+                    for j in range(width):
+                        value = grad[x * by_left + j * by_col]
+                        grad_core[x, i, j] = ranks[x] * value
+                        total += core[x, i, j] * value
+                    sums[x] += total
+                else:
+                    for j in range(width):
+                        grad_core[x, i, j] = grad[x * by_left + j * by_col]
         task = next_task(params)
