@@ -77,10 +77,10 @@ def pool_rows(
         ends[-1] = count
         if not len(offsets) or int(offsets[0]) or bool((ends.diff() < 0).any()):
             raise ValueError(f"offsets must ascend from 0 to at most {count}, the number of ids")
-    bags = F.embedding_bag(
-        plan.inverse, rows, offsets.long(), mode=mode, per_sample_weights=per_sample_weights, include_last_offset=True
-    )
-    return bags.unflatten(0, (features, -1)).transpose(0, 1).flatten(1)
+    # Torch takes the last bag to go on to the last id, whatever its offset says; so one more bag takes what is in none.
+    offsets = F.pad(offsets.long(), (0, 1), value=count)
+    bags = F.embedding_bag(plan.inverse, rows, offsets, mode=mode, per_sample_weights=per_sample_weights, include_last_offset=True)
+    return bags[:-1].unflatten(0, (features, -1)).transpose(0, 1).flatten(1)
 
 
 def _kernels() -> Any:
