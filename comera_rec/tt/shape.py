@@ -7,60 +7,19 @@ r_d = 1.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
-MAX_ORDER = 8
+from comera_rec.tt.cost import LookupCost
+from comera_rec.tt.modes import factorize, require_order, require_positive, table_modes
 
+Modes = tuple[tuple[int, ...], tuple[int, ...]]
+"""Row modes and column modes."""
 
-def factorize(n: int, order: int) -> tuple[int, ...]:
-    """Split a size into `order` balanced factors, largest first, whose product is at least `n`.
-
-    Exact wherever the size has divisors nearly as balanced as the best covering factors (within 25 % of their sum); otherwise
-    the factors minimize (sum of factors) * (product / n).
-
-    Args:
-        n: the size, at least 1.
-        order: the number of factors, 1 to 8.
-
-    Raises:
-        ValueError: if `n` or `order` is out of range.
-
-    Example:
-        >>> factorize(64, 3), factorize(1000, 2), factorize(17, 2)
-        ((4, 4, 4), (40, 25), (6, 3))
-    """
-    require_positive(n=n)
-    _require_order(order)
-    return tuple(sorted(_factorize(n, order), reverse=True))
-
-
-@lru_cache(maxsize=65536)
-def _factorize(n: int, order: int) -> tuple[int, ...]:
-    if order == 1 or n == 1:
-        return (n,) + (1,) * (order - 1)
-    root = math.ceil(n ** (1 / order))
-    window = 32 // (order - 1)  # near-balanced products already waste little; wider windows only cost time
-    candidates = set(range(max(1, root - window), root + window + 1))
-    if n <= 1_000_000:
-        candidates |= {a for a in range(1, min(n, 4 * root) + 1) if n % a == 0}
-    splits = [(a, *_factorize(-(-n // a), order - 1)) for a in candidates]
-    covering = min(splits, key=lambda factors: (sum(factors) * math.prod(factors), max(factors)))
-    exact = min((s for s in splits if math.prod(s) == n), key=sum, default=covering)
-    return exact if sum(exact) <= 1.25 * sum(covering) else covering
-
-
-def require_positive(**sizes: int) -> None:
-    """Raise a ValueError that names the first of the given sizes that is not a positive integer."""
-    for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} is {value!r}: give a positive integer")
-
-
-def _require_order(order: int) -> None:
-    if isinstance(order, bool) or not isinstance(order, int) or not 1 <= order <= MAX_ORDER:
-        raise ValueError(f"order is {order!r}: give an integer from 1 to {MAX_ORDER}")
+_USED = 0.8
+"""Part of the largest one's parameters that shapes of one size have at least, unless they could hold any table."""
+_COST = LookupCost()
 
 
 @dataclass(frozen=True)
@@ -92,7 +51,7 @@ class TTShape:
 
     def __init__(self, row_shape: Sequence[int], col_shape: Sequence[int], ranks: int | Sequence[int]) -> None:
         row_shape, col_shape = tuple(row_shape), tuple(col_shape)
-        _require_order(len(row_shape))
+        require_order(len(row_shape))
         if len(col_shape) != len(row_shape):
             raise ValueError(
                 f"col_shape {col_shape} has {len(col_shape)} modes but row_shape {row_shape} has {len(row_shape)}: give as many"
@@ -177,26 +136,30 @@ class TTShape:
             num_embeddings: rows M.
             embedding_dim: columns N.
             tt_ranks: the ranks, one for all bonds or one each. Default 16 where no budget is given.
-            order: number of cores, 2 to 4. Default: 2, whose lookup costs least, or as many as `tt_ranks` or the budget ask for.
-            budget_params: the most parameters the table may take. The ranks are then the largest that fit; without an `order` it is
-                the lowest one that reaches rank 8, or else the one that reaches the largest rank.
+            order: number of cores, 2 to 4. Default: 2, or as many as `tt_ranks` ask for, or as are fastest within the budget.
+            budget_params: the most parameters the table may take. Of `table_candidates` it is the one whose training step is
+                predicted to be fastest (`LookupCost`).
 
         Raises:
             ValueError: for sizes below 1, both ranks and a budget, or a budget that not even rank 1 fits.
 
         Example:
             >>> TTShape.for_table(1_000_000, 64, budget_params=640_000)
-            TTShape(row_shape=(1000, 1000), col_shape=(8, 8), ranks=(39,))
+            TTShape(row_shape=(4000, 250), col_shape=(4, 16), ranks=(31,))
         """
         require_positive(num_embeddings=num_embeddings, embedding_dim=embedding_dim)
         if order is not None and order not in (2, 3, 4):
             raise ValueError(f"order is {order!r}: embedding tables take 2, 3 or 4 cores")
 
-        def modes(d: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-            return factorize(num_embeddings, d), factorize(embedding_dim, d)
+        if budget_params is None:
 
-        what = f"a {num_embeddings} x {embedding_dim} table"
-        return _choose(modes, what, tt_ranks, order, budget_params, default_order=2, orders=(2, 3, 4))
+            def balanced(d: int) -> Modes:
+                return factorize(num_embeddings, d), factorize(embedding_dim, d)
+
+            return _at_ranks(balanced, tt_ranks, order, default_order=2, orders=(2, 3, 4))
+        _require_one_size(tt_ranks, budget_params)
+        candidates = table_candidates(num_embeddings, embedding_dim, budget_params, (order,) if order else (2, 3, 4))
+        return min(candidates, key=lambda shape: _COST.milliseconds(shape.row_shape, shape.col_shape, shape.ranks))
 
     @classmethod
     def for_linear(
@@ -220,13 +183,38 @@ class TTShape:
         if order is not None and order not in (2, 4, 6, 8):
             raise ValueError(f"order is {order!r}: linear layers take 2, 4, 6 or 8 cores, half of them for the input")
 
-        def modes(d: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        def modes(d: int) -> Modes:
             ones = (1,) * (d // 2)
             # Ascending output modes mirror the descending input modes: the smallest modes meet at the middle bond.
             return factorize(in_features, d // 2) + ones, ones + factorize(out_features, d // 2)[::-1]
 
-        what = f"a {in_features} x {out_features} linear layer"
-        return _choose(modes, what, tt_ranks, order, budget_params, default_order=4, orders=(2, 4, 6, 8))
+        if budget_params is None:
+            return _at_ranks(modes, tt_ranks, order, default_order=4, orders=(2, 4, 6, 8))
+        _require_one_size(tt_ranks, budget_params)
+        by_order = [modes(d) for d in ((order,) if order else (2, 4, 6, 8))]
+        return _of_lowest_order(_within_budget(by_order, budget_params, f"a {in_features} x {out_features} linear layer"))
+
+
+def table_candidates(
+    num_embeddings: int, embedding_dim: int, budget_params: int, orders: Sequence[int] = (2, 3, 4)
+) -> list[TTShape]:
+    """Shapes of one size for an embedding table: many modes, each at the largest rank that fits the budget.
+
+    Those that leave unused what others can use are left out; they would be faster only by being smaller.
+
+    Args:
+        num_embeddings: rows M.
+        embedding_dim: columns N.
+        budget_params: the most parameters.
+        orders: numbers of cores, 2 to 4.
+
+    Raises:
+        ValueError: for a budget that not even rank 1 fits.
+    """
+    modes = [each for order in orders for each in table_modes(num_embeddings, embedding_dim, order)]
+    shapes = _within_budget(modes, budget_params, f"a {num_embeddings} x {embedding_dim} table")
+    most = max(shape.num_params for shape in shapes)
+    return [shape for shape in shapes if shape.num_params >= _USED * most or shape == shape.with_ranks(most)]
 
 
 def max_ranks(row_shape: Sequence[int], col_shape: Sequence[int]) -> tuple[int, ...]:
@@ -235,22 +223,21 @@ def max_ranks(row_shape: Sequence[int], col_shape: Sequence[int]) -> tuple[int, 
     return tuple(min(math.prod(sizes[:k]), math.prod(sizes[k:])) for k in range(1, len(sizes)))
 
 
-def _choose(
-    modes: Callable[[int], tuple[tuple[int, ...], tuple[int, ...]]],
-    what: str,
+def _require_one_size(tt_ranks: int | Sequence[int] | None, budget_params: int) -> None:
+    if tt_ranks is not None:
+        raise ValueError(f"tt_ranks {tt_ranks} and budget_params {budget_params} are both given: give one of them")
+    require_positive(budget_params=budget_params)
+
+
+def _at_ranks(
+    modes: Callable[[int], Modes],
     tt_ranks: int | Sequence[int] | None,
     order: int | None,
-    budget_params: int | None,
     *,
     default_order: int,
     orders: tuple[int, ...],
 ) -> TTShape:
-    """The shape at the given ranks, or the best one within the budget; `modes` gives row and column modes for an order."""
-    if budget_params is not None:
-        if tt_ranks is not None:
-            raise ValueError(f"tt_ranks {tt_ranks} and budget_params {budget_params} are both given: give one of them")
-        require_positive(budget_params=budget_params)
-        return _within_budget([TTShape(*modes(d), 1) for d in ((order,) if order else orders)], budget_params, what)
+    """The shape at the given ranks; `modes` gives row and column modes for an order."""
     tt_ranks = 16 if tt_ranks is None else tt_ranks
     if isinstance(tt_ranks, int):
         require_positive(tt_ranks=tt_ranks)
@@ -263,23 +250,29 @@ def _choose(
     return TTShape(*modes(order), tt_ranks)
 
 
-def _within_budget(candidates: list[TTShape], budget_params: int, what: str) -> TTShape:
-    """Of rank-1 shapes of rising order the first that reaches rank 8 within the budget, or else the one of the largest rank."""
-    grown = [_largest_fitting(shape, budget_params) for shape in candidates]
-    fitting = [shape for shape in grown if shape is not None]
+def _within_budget(modes: Sequence[Modes], budget_params: int, what: str) -> list[TTShape]:
+    """Shapes of these modes at the largest rank that fits, where one does."""
+    ranks = [_largest_rank(*each, budget_params) for each in modes]
+    fitting = [TTShape(*each, rank) for each, rank in zip(modes, ranks, strict=True) if rank]
     if not fitting:
-        least = min(shape.num_params for shape in candidates)
+        least = min(TTShape(*each, 1).num_params for each in modes)
         raise ValueError(f"budget_params is {budget_params}: {what} takes at least {least} parameters, at rank 1")
-    enough = (s for s in fitting if max(s.ranks) >= min(8, max(max_ranks(s.row_shape, s.col_shape))))
-    return next(enough, max(fitting, key=lambda shape: max(shape.ranks)))
+    return fitting
 
 
-def _largest_fitting(shape: TTShape, budget_params: int) -> TTShape | None:
-    low, high = 0, max(max_ranks(shape.row_shape, shape.col_shape))
-    while low < high:
-        rank = (low + high + 1) // 2
-        if shape.with_ranks(rank).num_params <= budget_params:
-            low = rank
-        else:
-            high = rank - 1
-    return shape.with_ranks(low) if low else None
+def _largest_rank(row_shape: tuple[int, ...], col_shape: tuple[int, ...], budget_params: int) -> int:
+    """The largest rank of all bonds alike, or as large as modes allow, within the budget; 0 if there is none."""
+    sizes = [m * n for m, n in zip(row_shape, col_shape, strict=True)]
+    limits = max_ranks(row_shape, col_shape)
+
+    def num_params(rank: int) -> int:
+        ranks = [min(rank, limit) for limit in limits]
+        return sum(ranks) + sum(left * size * right for left, size, right in zip([1, *ranks], sizes, [*ranks, 1], strict=True))
+
+    return bisect_right(range(1, min(max(limits), budget_params) + 1), budget_params, key=num_params)
+
+
+def _of_lowest_order(shapes: Sequence[TTShape]) -> TTShape:
+    """Of shapes of rising order the first that reaches rank 8, or else the one of the largest rank."""
+    enough = (s for s in shapes if max(s.ranks) >= min(8, max(max_ranks(s.row_shape, s.col_shape))))
+    return next(enough, max(shapes, key=lambda shape: max(shape.ranks)))

@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from comera_rec.tt import TTShape, factorize, max_ranks
+from comera_rec.tt import LookupCost, TTShape, factorize, max_ranks, table_candidates
 
 
 @given(size=st.one_of(st.tuples(st.integers(1, 10**9), st.integers(1, 4)), st.tuples(st.integers(1, 10_000), st.integers(5, 8))))
@@ -134,8 +134,55 @@ def test_a_budget_is_never_exceeded_and_nearly_used(rows: int, dim: int, saving:
             assert kind(rows, dim, tt_ranks=1, order=order).num_params > budget
         return
     assert shape.num_params <= budget
+    if kind == TTShape.for_table:
+        assert shape.num_rows >= rows
+        assert shape.num_cols >= dim
+        assert shape == kind(rows, dim, budget_params=budget)
     larger = shape.with_ranks(max(shape.ranks) + 1)
     assert larger.num_params > budget or larger == shape, "a larger rank would still fit"
+
+
+TABLES = [(10_131_227, 64), (1_000_000, 128), (100_000_000, 32), (30_000, 16), (999_983, 17), (500, 1), (3, 7)]
+
+
+@pytest.mark.parametrize("saving", [1, 20, 300])
+@pytest.mark.parametrize(("rows", "dim"), TABLES)
+def test_candidates_are_of_one_size_and_the_fastest_is_chosen(rows: int, dim: int, saving: int) -> None:
+    budget = max(60, rows * dim // saving)
+    candidates = table_candidates(rows, dim, budget)
+    most = max(shape.num_params for shape in candidates)
+    assert len(set(candidates)) == len(candidates)
+    for shape in candidates:
+        assert shape.num_rows >= rows
+        assert shape.num_cols >= dim
+        assert shape.num_params <= budget
+        holds_any_table = shape.ranks == max_ranks(shape.row_shape, shape.col_shape)
+        assert shape.num_params >= 0.8 * most or holds_any_table
+    choice = TTShape.for_table(rows, dim, budget_params=budget)
+    cost = LookupCost()
+    times = [cost.milliseconds(shape.row_shape, shape.col_shape, shape.ranks) for shape in candidates]
+    assert choice == candidates[times.index(min(times))]
+
+
+@pytest.mark.parametrize("order", [2, 3, 4])
+@pytest.mark.parametrize(("rows", "dim"), TABLES)
+def test_a_budget_is_spent_on_the_order_asked_for(rows: int, dim: int, order: int) -> None:
+    small, large = (
+        TTShape.for_table(rows, dim, budget_params=budget, order=order) for budget in (rows * dim + 60, rows * dim * 2 + 120)
+    )
+    assert small.order == large.order == order
+    assert {shape.order for shape in table_candidates(rows, dim, rows * dim + 60, (order,))} == {order}
+
+
+def test_column_modes_of_candidates_are_ordered_factorizations() -> None:
+    modes = {shape.col_shape for shape in table_candidates(1_000_000, 64, 640_000)}
+    assert modes >= {(1, 64), (2, 32), (4, 16), (16, 4), (4, 4, 4), (2, 4, 8), (8, 2, 4), (2, 2, 16), (2, 2, 4, 4), (8, 2, 2, 2)}
+    assert all(math.prod(col_shape) == 64 for col_shape in modes)
+
+
+def test_a_rank_is_worth_as_much_at_every_skew() -> None:
+    ranks = [shape.ranks[0] for shape in table_candidates(10_131_227, 64, 6_483_985, (2,))]
+    assert min(ranks) >= 0.79 * max(ranks)
 
 
 def test_defaults_and_the_order_that_ranks_or_a_budget_ask_for() -> None:

@@ -1,0 +1,170 @@
+"""What a training step costs at a shape: work counted, times prices measured.
+
+The counts follow how `comera_rec.ops` computes on CPU: the unique rows of a batch are products of slices n1 x r and r x n2; at
+orders 3 and 4 one or both of these are products themselves, of the unique leading or trailing digits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+_VECTOR = 16  # floats; fixed, so that a shape does not depend on the machine that chose it
+_LINE = 16  # floats
+_CACHE_BYTES = 1_000_000  # of a CPU core's own
+
+
+class Work(NamedTuple):
+    """Amounts of each kind of work; or the price of one."""
+
+    multiplies: float
+    """Multiply-adds of whole vectors, of which the last in a row may be partly empty."""
+    tile_steps: float
+    """Rows of operands read into tiles of up to 8 rows: what products cost whose tiles are small."""
+    missed_bytes: float
+    """Gathered from right slices that the cache can't hold."""
+    slice_numbers: float
+    """In both operands of products, met by the batch or not: transposed copies, gradients."""
+    lines: float
+    """Cache lines that stacking touches one by one, because slices of all cores but the first don't lie together."""
+    params: float
+    """Stacked, given a gradient and updated."""
+    row_numbers: float
+    """In unique rows."""
+    calls: float
+    """Levels of products."""
+    steps: float
+    """1: what a step costs whatever the shape."""
+
+
+NANOSECONDS = Work(
+    multiplies=0.00458,
+    tile_steps=0.651,
+    missed_bytes=0.0112,
+    slice_numbers=1.56,
+    lines=5.2,
+    params=0.565,
+    row_numbers=1.15,
+    calls=548_000,
+    steps=798_000,
+)
+"""Fitted by `python -m benchmarks.calibrate` on two cores of an AMD EPYC with AVX-512 and 1 MiB of L2 cache each. Only their
+proportions choose a shape."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookupCost:
+    """Predicts the time of a training step over one table: forward, backward and a dense Adagrad.
+
+    Args:
+        prices: nanoseconds for each kind of work.
+        lookups: ids in a batch.
+        exponent: of the Zipf's law that they follow, 0 being the most frequent; not 1.
+    """
+
+    prices: Work = NANOSECONDS
+    lookups: int = 16_384
+    exponent: float = 1.05
+
+    def milliseconds(self, row_shape: Sequence[int], col_shape: Sequence[int], ranks: Sequence[int]) -> float:
+        """The time of a step."""
+        work = self.work(row_shape, col_shape, ranks)
+        return sum(price * amount for price, amount in zip(self.prices, work, strict=True)) / 1e6
+
+    def work(self, row_shape: Sequence[int], col_shape: Sequence[int], ranks: Sequence[int]) -> Work:
+        """What a step does, for 2 to 4 cores."""
+        bonds = (1, *ranks, 1)
+        cores = list(zip(bonds[:-1], row_shape, col_shape, bonds[1:], strict=True))
+        rows = _leading_parts(math.prod(row_shape), 1, self.lookups, self.exponent)
+        products = list(self._products(row_shape, col_shape, bonds, rows))
+        sums = [each for product in products for each in product.sums()]
+        return Work(
+            multiplies=sum(terms * depth * height * -(-width // _VECTOR) for terms, height, depth, width in sums),
+            tile_steps=sum(terms * depth * _tiles(height, width) for terms, height, depth, width in sums),
+            missed_bytes=sum(product.missed_bytes() for product in products),
+            slice_numbers=sum(product.r * (product.lefts * product.n1 + product.rights * product.n2) for product in products),
+            lines=sum(left * m * -(-n * right // _LINE) for left, m, n, right in cores[1:]),
+            params=sum(map(math.prod, cores)),
+            row_numbers=rows * math.prod(col_shape),
+            calls=len(products),
+            steps=1,
+        )
+
+    def _products(self, m: Sequence[int], n: Sequence[int], bonds: Sequence[int], rows: float) -> Iterator[_Product]:
+        """One for each level, as `comera_rec.ops.plan` cuts trains."""
+        cut, size = (len(m) + 1) // 2, math.prod(m)
+        trailing = math.prod(m[cut:])
+        lefts, rights = float(m[0]), float(m[-1])
+        if len(m) > 2:
+            lefts = _leading_parts(size, trailing, self.lookups, self.exponent)
+            yield _Product(lefts, m[0], m[1], n[0], bonds[1], n[1] * bonds[2])
+        if len(m) == 4:
+            rights = _trailing_parts(size, trailing, self.lookups, self.exponent)
+            yield _Product(rights, m[2], m[3], bonds[2] * n[2], bonds[3], n[3])
+        yield _Product(rows, lefts, rights, math.prod(n[:cut]), bonds[cut], math.prod(n[cut:]))
+
+
+class _Product(NamedTuple):
+    """That many products n1 x r times r x n2, of slices on the left and right."""
+
+    products: float
+    lefts: float
+    rights: float
+    n1: int
+    r: int
+    n2: int
+
+    def sums(self) -> Iterator[tuple[float, int, int, int]]:
+        """(terms, height, depth, width) of the products, and of the gradients of their left and right slices."""
+        yield self.products, self.n1, self.r, self.n2
+        yield self.products, self.n1, self.n2, self.r
+        yield self.products, self.r, self.n1, self.n2
+
+    def missed_bytes(self) -> float:
+        """Neighbours share their left slices. Right ones are gathered, forward and backward, once for every 8 rows of the left."""
+        gathered = 2 * self.products * 4 * self.r * self.n2 * -(-self.n1 // 8)
+        return gathered * max(0.0, 1 - _CACHE_BYTES / (4 * self.rights * self.r * self.n2))
+
+
+def _tiles(height: int, width: int) -> int:
+    """Tiles of a result: up to 8 rows of one or two vectors, or 4 rows of four."""
+    vectors = -(-width // _VECTOR)
+    rows, together = (8, min(vectors, 2)) if vectors < 4 else (4, 4)
+    return -(-height // rows) * -(-vectors // together)
+
+
+@lru_cache(maxsize=4096)
+def _leading_parts(rows: int, block: int, lookups: int, exponent: float) -> float:
+    """How many blocks of neighbouring rows a batch meets, on average."""
+    edges = _edges(-(-rows // block))
+    return _met(edges, np.diff(_share(np.minimum(edges * block, rows), rows, exponent)), lookups)
+
+
+@lru_cache(maxsize=4096)
+def _trailing_parts(rows: int, period: int, lookups: int, exponent: float) -> float:
+    """How many remainders modulo `period` a batch meets, on average; rows beyond the first period are spread evenly over them."""
+    edges = _edges(period)
+    first = _share(edges, rows, exponent)
+    return _met(edges, np.diff(first) + (1 - first[-1]) * np.diff(edges) / period, lookups)
+
+
+def _edges(count: int) -> np.ndarray:
+    """0..count in intervals that widen by about a tenth."""
+    widening = np.exp(np.arange(0, math.log(count + 1), 0.1)).astype(np.int64) - 1
+    return np.append(widening[np.diff(widening, prepend=-1) > 0], count)
+
+
+def _share(before: np.ndarray, rows: int, exponent: float) -> np.ndarray:
+    """Part of the lookups whose id is less, by Zipf's law: the integral of (id + 1/2)^-exponent."""
+    integral = (before + 0.5) ** (1 - exponent) - 0.5 ** (1 - exponent)
+    return integral / ((rows + 0.5) ** (1 - exponent) - 0.5 ** (1 - exponent))
+
+
+def _met(edges: np.ndarray, share: np.ndarray, lookups: int) -> float:
+    count = np.diff(edges)
+    return float((count * -np.expm1(-lookups * share / count)).sum())
