@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from comera_rec.nn.tt_module import TTModule, stacked_cores
@@ -123,7 +122,7 @@ class TTEmbeddingBag(TTModule):
             return torch.arange(input.shape[0] + 1, device=input.device) * input.shape[1]
         if input.dim() != 1 or offsets is None:
             raise ValueError(f"input has {input.dim()} dimensions: give [L] ids with offsets, or [B, L] ids without")
-        return offsets if self.include_last_offset else F.pad(offsets, (0, 1), value=len(input))
+        return offsets if self.include_last_offset else torch.cat([offsets, offsets.new_full((1,), len(input))])
 
     @classmethod
     def from_dense(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -12,13 +13,17 @@ from torch import Tensor, nn
 
 from comera_rec import TTEmbeddingBag, TTShape
 
-# Table sizes, modes and ranks: order 2 to 4, primes whose last rows only pad, rank 1, a size that fits exactly.
+# Table sizes, modes and ranks: order 1 to 4, primes whose last rows and columns only pad, rank 1, sizes that fit exactly.
 SHAPES = [
     (35, 6, TTShape((7, 5), (3, 2), (4,))),
     (31, 7, TTShape((7, 5), (4, 2), (1,))),
     (101, 11, TTShape((7, 5, 3), (3, 2, 2), (4, 5))),
-    (97, 13, TTShape((4, 3, 3, 3), (2, 2, 2, 2), (2, 3, 2))),
+    (97, 16, TTShape((4, 3, 3, 3), (2, 2, 2, 2), (2, 3, 2))),
+    (35, 6, TTShape((35,), (6,), ())),
 ]
+every_size = pytest.mark.parametrize("size", SHAPES, ids=lambda size: f"order{size[2].order}")
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)  # compiled, and in plain torch
+every_mode = pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 
 
 def build(size: tuple[int, int, TTShape], dtype: torch.dtype = torch.float64, **arguments: object) -> TTEmbeddingBag:
@@ -45,9 +50,9 @@ def assert_same(found: Tensor, expected: Tensor, parameters: list[Tensor]) -> No
 
 
 @pytest.mark.parametrize("index", [torch.int64, torch.int32])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-@pytest.mark.parametrize("size", SHAPES, ids=lambda size: f"order{size[2].order}")
+@every_dtype
+@every_mode
+@every_size
 def test_jagged_bags(size: tuple[int, int, TTShape], mode: str, dtype: torch.dtype, index: torch.dtype) -> None:
     bag = build(size, dtype, mode=mode)
     ids, offsets = jagged(size[0])
@@ -57,21 +62,23 @@ def test_jagged_bags(size: tuple[int, int, TTShape], mode: str, dtype: torch.dty
     torch.testing.assert_close(found, bag.to_dense()(ids, offsets))
 
 
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-@pytest.mark.parametrize("size", SHAPES, ids=lambda size: f"order{size[2].order}")
-def test_bags_of_one_length(size: tuple[int, int, TTShape], mode: str) -> None:
-    bag = build(size, mode=mode)
+@every_dtype
+@every_mode
+@every_size
+def test_bags_of_one_length(size: tuple[int, int, TTShape], mode: str, dtype: torch.dtype) -> None:
+    bag = build(size, dtype, mode=mode)
     ids = torch.randint(size[0], (6, 3))
     ids[0] = size[0] - 1
     assert_same(bag(ids), F.embedding_bag(ids, bag.dense_matrix(), mode=mode), list(bag.parameters()))
     torch.testing.assert_close(bag(ids), bag.to_dense()(ids))
 
 
-@pytest.mark.parametrize("size", SHAPES, ids=lambda size: f"order{size[2].order}")
-def test_weights_of_samples_and_their_gradient(size: tuple[int, int, TTShape]) -> None:
-    bag = build(size)
+@every_dtype
+@every_size
+def test_weights_of_samples_and_their_gradient(size: tuple[int, int, TTShape], dtype: torch.dtype) -> None:
+    bag = build(size, dtype)
     ids, offsets = jagged(size[0])
-    weights = torch.randn(len(ids), dtype=torch.float64, requires_grad=True)
+    weights = torch.randn(len(ids), dtype=dtype, requires_grad=True)
     expected = F.embedding_bag(ids, bag.dense_matrix(), offsets, mode="sum", per_sample_weights=weights)
     assert_same(bag(ids, offsets, weights), expected, [*bag.parameters(), weights])
     square = ids.reshape(4, 2)
@@ -86,21 +93,24 @@ def test_weights_are_for_sums_alone_as_in_torch(mode: str) -> None:
         bag(torch.tensor([[1, 2]]), per_sample_weights=torch.ones(1, 2, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@every_dtype
+@every_mode
 @pytest.mark.parametrize(
     ("offsets", "ends"), [([0, 1, 2], False), ([0, 1, 1], False), ([0, 1, 2, 3], True), ([0, 1, 2, 2], True), ([0, 1, 3, 3], True)]
 )
-def test_bags_of_one_id_and_those_that_only_look_it(offsets: list[int], ends: bool, mode: str) -> None:
-    bag = TTEmbeddingBag(101, 8, tt_ranks=3, mode=mode, include_last_offset=ends).double()
+def test_bags_of_one_id_and_those_that_only_look_it(offsets: list[int], ends: bool, mode: str, dtype: torch.dtype) -> None:
+    bag = TTEmbeddingBag(101, 8, tt_ranks=3, mode=mode, include_last_offset=ends, dtype=dtype)
     ids, starts = torch.tensor([100, 7, 100]), torch.tensor(offsets)
-    expected = F.embedding_bag(ids, bag.dense_matrix(), starts, mode=mode, include_last_offset=ends)
+    in_bags = ids[: offsets[-1]] if ends else ids  # torch itself would put the others in the last bag
+    expected = F.embedding_bag(in_bags, bag.dense_matrix(), starts, mode=mode, include_last_offset=ends)
     assert_same(bag(ids, starts), expected, list(bag.parameters()))
 
 
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-def test_offsets_that_include_the_end(mode: str) -> None:
-    bag = build(SHAPES[2], mode=mode, include_last_offset=True)
-    ids, offsets = jagged(101)
+@every_dtype
+@every_mode
+def test_offsets_that_include_the_end(mode: str, dtype: torch.dtype) -> None:
+    bag = build(SHAPES[3], dtype, mode=mode, include_last_offset=True)
+    ids, offsets = jagged(97)
     ends = torch.cat([offsets, torch.tensor([len(ids)])])
     expected = F.embedding_bag(ids, bag.dense_matrix(), ends, mode=mode, include_last_offset=True)
     assert len(expected) == len(offsets)
@@ -108,12 +118,13 @@ def test_offsets_that_include_the_end(mode: str) -> None:
     torch.testing.assert_close(bag(ids, ends), bag.to_dense()(ids, ends))
 
 
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-@pytest.mark.parametrize("size", SHAPES, ids=lambda size: f"order{size[2].order}")
-def test_a_batch_without_ids(size: tuple[int, int, TTShape], mode: str) -> None:
-    bag = build(size, mode=mode)
+@every_dtype
+@every_mode
+@every_size
+def test_a_batch_without_ids(size: tuple[int, int, TTShape], mode: str, dtype: torch.dtype) -> None:
+    bag = build(size, dtype, mode=mode)
     found = bag(torch.tensor([], dtype=torch.int64), torch.tensor([0, 0, 0]))
-    assert torch.equal(found, torch.zeros(3, size[1], dtype=torch.float64))
+    assert torch.equal(found, torch.zeros(3, size[1], dtype=dtype))
     found.sum().backward()
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in bag.parameters() if p.grad is not None)
     assert bag(torch.zeros(0, 4, dtype=torch.int64)).shape == (0, size[1])
@@ -151,9 +162,9 @@ def test_rows_that_only_pad_are_out_of_range() -> None:
         bag(torch.tensor([[101]]))
 
 
-@pytest.mark.parametrize("size", SHAPES, ids=lambda size: f"order{size[2].order}")
-def test_gradcheck(size: tuple[int, int, TTShape]) -> None:
-    bag = build((12, 4, TTShape.for_table(12, 4, tt_ranks=2, order=size[2].order)))
+@pytest.mark.parametrize("order", [2, 3, 4])
+def test_gradcheck(order: int) -> None:
+    bag = build((12, 4, TTShape.for_table(12, 4, tt_ranks=2, order=order)))
     ids, offsets = torch.tensor([0, 11, 11, 5, 3]), torch.tensor([0, 2, 2])
     names = [name for name, _ in bag.named_parameters()]
 
@@ -182,6 +193,66 @@ def test_autocast_leaves_a_lookup_alone_as_in_torch(order: int) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = bag(ids, offsets, weights)
     assert_same(found, expected, list(bag.parameters()))
+
+
+@pytest.fixture
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()  # else graphs of other modules count as recompilations
+    yield
+    torch._dynamo.reset()
+
+
+def compare_with_eager(bag: TTEmbeddingBag, compiled: Callable[..., Tensor], batches: Sequence[tuple[Tensor, ...]]) -> None:
+    for batch in batches:
+        assert_same(compiled(*batch), bag(*batch), list(bag.parameters()))
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@every_mode
+@every_size
+def test_torch_compile_takes_forward_and_backward_in_one_graph(size: tuple[int, int, TTShape], mode: str) -> None:
+    bag = build(size, torch.float32, mode=mode)
+    ids, offsets = jagged(size[0])
+    # aot_eager traces forward and backward as every compiler does, and needs none on the machine.
+    compiled = torch.compile(bag, fullgraph=True, backend="aot_eager", dynamic=False)
+    compare_with_eager(bag, compiled, [(ids, offsets), (ids.flip(0), offsets), (ids * 0, offsets)])
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize(("size", "mode"), [(SHAPES[3], "sum"), (SHAPES[2], "max"), (SHAPES[4], "mean")])
+def test_torch_compile_takes_batches_of_any_size_in_one_graph(size: tuple[int, int, TTShape], mode: str) -> None:
+    bag = build(size, torch.float32, mode=mode)
+    ids, offsets = jagged(size[0])
+    compiled = torch.compile(bag, fullgraph=True, backend="aot_eager", dynamic=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        compare_with_eager(bag, compiled, [(ids, offsets), (ids.repeat(4), offsets), (ids[:5], offsets[:3])])
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [SHAPES[0], SHAPES[3]])
+def test_torch_compile_with_its_own_compiler(size: tuple[int, int, TTShape]) -> None:
+    bag = build(size, torch.float32)
+    ids, offsets = jagged(size[0])
+    weights = torch.rand(len(ids))
+    compiled = torch.compile(bag, fullgraph=True)
+    compare_with_eager(bag, compiled, [(ids, offsets, weights), (ids.flip(0), offsets, weights)])
+    compare_with_eager(bag, compiled, [(ids, torch.arange(len(ids)))])
+
+
+@every_size
+def test_torch_export(size: tuple[int, int, TTShape]) -> None:
+    bag = build(size, torch.float32).eval()
+    ids, offsets = jagged(size[0])
+    exported = torch.export.export(bag, (ids, offsets)).module()
+    compare_with_eager(bag, exported, [(ids, offsets), (ids.flip(0), offsets)])
+
+
+@every_size
+def test_shapes_on_the_meta_device(size: tuple[int, int, TTShape]) -> None:
+    bag = build(size, torch.float32, device="meta")
+    out = bag(*(tensor.to("meta") for tensor in jagged(size[0])))
+    assert (out.shape, out.device.type) == ((5, size[1]), "meta")
 
 
 def test_initial_entries_have_the_standard_deviation_of_a_dense_table() -> None:

@@ -73,7 +73,7 @@ def pool_rows(
     """The pooling alone, in plain torch: rows [U, N] of a plan -> [B, F * N]; arguments as in `pool_products`."""
     count = len(plan.inverse)
     # Torch takes the last bag to go on to the last id, whatever its offset says; so one more bag takes what is in none.
-    offsets = F.pad(offsets.long(), (0, 1), value=count)
+    offsets = torch.cat([offsets.long(), plan.inverse.new_full((1,), count)])
     can_look = offsets.device.type == "cpu" and not torch.compiler.is_compiling()
     if can_look and (len(offsets) == 1 or int(offsets[0]) or bool((offsets.diff() < 0).any())):
         raise ValueError(f"offsets must ascend from 0 to at most {count}, the number of ids")
