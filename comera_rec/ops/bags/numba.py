@@ -11,13 +11,13 @@ from numba import carray, njit
 from torch import Tensor
 
 from comera_rec.ops import bags
-from comera_rec.ops.gathered_matmul.numba import COLS, ROWS, gradients, plain, products_into, require_within
+from comera_rec.ops.gathered_matmul.numba import COLS, ROWS, gradients, plain, products_into, require_within, split
 from comera_rec.ops.gathered_matmul.numba import forward as multiply
 from comera_rec.ops.simd.parallel import address_of, float32_at, int64_at, kernel, next_task, prefetch
 from comera_rec.ops.simd.tile import sum_products
 
 _TASKS = 128
-_AHEAD = 6  # rows
+_AHEAD = 12  # rows
 
 
 def forward(
@@ -34,10 +34,9 @@ def forward(
     order, starts, p, q = plain(order), *_without_padding(starts, p, q)
     if weights is None and a.shape[2] and len(inverse) == count and _have_one_each(offsets.numpy()):
         # A row is computed where its first lookup wants it, and copied from there to the others.
-        places = torch.empty_like(order)
-        _place_lookups(offsets.numpy(), features, width, places.numpy())
-        row_places = torch.empty_like(p)
-        _place_rows(order.numpy(), starts.numpy(), places.numpy(), row_places.numpy())
+        places, row_places = torch.empty_like(order), torch.empty_like(p)
+        _place_lookups(_TASKS, offsets, count, features, width, places)
+        _place_rows(_TASKS, order, starts, places, len(p), row_places)
         require_within(p, len(a), "p")
         require_within(q, len(b), "q")
         products = products_into(out, row_places, plain(a), plain(b), plain(p), plain(q), torch.arange(len(p) + 1))
@@ -60,7 +59,7 @@ def backward(
     starts, p, q = _without_padding(starts, p, q)
     width = a.shape[1] * b.shape[2]
     places, factors = torch.zeros_like(order), None
-    _place_lookups(offsets.numpy(), features, width, places.numpy())
+    _place_lookups(_TASKS, offsets, len(offsets) - 1, features, width, places)
     if mean or weights is not None or int(offsets[-1]) < len(order):
         factors = torch.zeros(len(order)) if weights is None else plain(weights).clone()
         _scale_lookups(offsets.numpy(), mean, weights is None, factors.numpy())
@@ -94,9 +93,8 @@ def _without_padding(starts: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tens
 
 def _equal_shares(starts: Tensor) -> Tensor:
     """[_TASKS + 1]: the first row of each task, such that all have about as many lookups."""
-    first, beyond = int(starts[0]), int(starts[-1])
-    bounds = torch.searchsorted(starts[:-1], first + torch.arange(_TASKS + 1) * (beyond - first) // _TASKS)
-    bounds[-1] = len(starts) - 1
+    bounds = torch.empty(_TASKS + 1, dtype=torch.int64)
+    split(starts.numpy(), bounds.numpy())
     return bounds
 
 
@@ -116,16 +114,19 @@ def _have_one_each(offsets):  # type: ignore[no-untyped-def]
     return one_each
 
 
-@njit(nogil=True, cache=True)
-def _place_lookups(offsets, features, width, places):  # type: ignore[no-untyped-def]
-    """The place of each lookup's bag."""
-    batch = (len(offsets) - 1) // features
-    for feature in range(features):
-        place = feature * width
-        for bag in range(feature * batch, (feature + 1) * batch):
-            for i in range(offsets[bag], offsets[bag + 1]):
-                places[i] = place
-            place += features * width
+@kernel
+def _place_lookups(params):  # type: ignore[no-untyped-def]
+    """The place of each lookup's bag; a task is a range of samples."""
+    offsets, batch, features, width, places = int64_at(params[2]), params[3] // params[4], params[4], params[5], int64_at(params[6])
+    task = next_task(params)
+    while task < params[1]:
+        first, beyond = batch * task // params[1], batch * (task + 1) // params[1]
+        for feature in range(features):
+            for sample in range(first, beyond):
+                place = (sample * features + feature) * width
+                for i in range(offsets[feature * batch + sample], offsets[feature * batch + sample + 1]):
+                    places[i] = place
+        task = next_task(params)
 
 
 @njit(nogil=True, cache=True)
@@ -138,11 +139,15 @@ def _scale_lookups(offsets, mean, unweighted, factors):  # type: ignore[no-untyp
                 factors[i] = 1 / (beyond - first) if mean else 1
 
 
-@njit(nogil=True, cache=True)
-def _place_rows(order, starts, places, row_places):  # type: ignore[no-untyped-def]
+@kernel
+def _place_rows(params):  # type: ignore[no-untyped-def]
     """The place of each row's first lookup."""
-    for u in range(len(row_places)):
-        row_places[u] = places[order[starts[u]]]
+    order, starts, places, row_places = int64_at(params[2]), int64_at(params[3]), int64_at(params[4]), int64_at(params[6])
+    task = next_task(params)
+    while task < params[1]:
+        for u in range(params[5] * task // params[1], params[5] * (task + 1) // params[1]):
+            row_places[u] = places[order[starts[u]]]
+        task = next_task(params)
 
 
 @kernel

@@ -58,16 +58,15 @@ def gradients(grad: Tensor, a: Tensor, b: Tensor, p: Tensor, q: Tensor) -> tuple
         return a.new_zeros(a.shape), b.new_zeros(Q, n2, r)
     dtype, grad, a, b, p, q = a.dtype, plain(grad), plain(a), plain(b), plain(p), plain(q)
     grad_a, grad_b_transposed = torch.empty(P, n1, r), torch.empty(Q, n2, r)
-    starts, by_p, q_by_p = _sort(p, P, q)
+    (p_starts, by_p, q_by_p), (q_starts, by_q, p_by_q) = _sort_both(p, P, q, Q)
     run(Products(
         c=grad_a, c_slice=n1 * r, a=grad, a_slice=n1 * n2, a_row=n2, a_col=1, b=_transposed(b), b_slice=n2 * r,
-        starts=starts, xs=by_p, ys=q_by_p, zs=torch.arange(P), rows=n1, depth=n2, cols=r,
+        starts=p_starts, xs=by_p, ys=q_by_p, zs=torch.arange(P), rows=n1, depth=n2, cols=r,
     ))  # fmt: skip
     # Transposed, because r fills vectors where n2 seldom does.
-    starts, by_q, p_by_q = _sort(q, Q, p)
     run(Products(
         c=grad_b_transposed, c_slice=n2 * r, a=grad, a_slice=n1 * n2, a_row=1, a_col=n2, b=a, b_slice=n1 * r,
-        starts=starts, xs=by_q, ys=p_by_q, zs=torch.arange(Q), rows=n2, depth=n1, cols=r,
+        starts=q_starts, xs=by_q, ys=p_by_q, zs=torch.arange(Q), rows=n2, depth=n1, cols=r,
     ))  # fmt: skip
     return grad_a.to(dtype), grad_b_transposed.to(dtype)
 
@@ -89,7 +88,7 @@ def require_within(ids: Tensor, count: int, name: str) -> bool:
 def run(products: Products) -> None:
     """Compute sums of products."""
     bounds = torch.empty(_TASKS + 1, dtype=torch.int64)
-    _split(products.starts.numpy(), bounds.numpy())
+    split(products.starts.numpy(), bounds.numpy())
     _sum_products(_TASKS, bounds, *products)
 
 
@@ -123,30 +122,40 @@ def _transpose(params):  # type: ignore[no-untyped-def]
         task = next_task(params)
 
 
-def _sort(keys: Tensor, count: int, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Stable sort by keys in [0, count): where the run of each key starts, [count + 1]; the order [U]; and values in that order."""
-    starts, order, ordered = torch.empty(count + 1, dtype=torch.int64), torch.empty_like(keys), torch.empty_like(keys)
-    _counting_sort(keys.numpy(), values.numpy(), starts.numpy(), order.numpy(), ordered.numpy())
-    return starts, order, ordered
+def _sort_both(p: Tensor, p_count: int, q: Tensor, q_count: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """By p, and by q: where the run of each key starts, [keys + 1]; the stable order [U]; and the other ids in that order."""
+    results = [
+        (torch.zeros(count + 1, dtype=torch.int64), torch.empty_like(p), torch.empty_like(p)) for count in (p_count, q_count)
+    ]
+    _counting_sort(2, len(p), p, q, p_count, *results[0], q, p, q_count, *results[1])
+    return results
+
+
+@kernel
+def _counting_sort(params):  # type: ignore[no-untyped-def]
+    task = next_task(params)
+    while task < params[1]:
+        keys, values, count = int64_at(params[3 + 6 * task]), int64_at(params[4 + 6 * task]), params[5 + 6 * task]
+        starts, order = int64_at(params[6 + 6 * task]), int64_at(params[7 + 6 * task])
+        ordered = int64_at(params[8 + 6 * task])
+        for u in range(params[2]):
+            starts[keys[u] + 1] += 1
+        for key in range(count):
+            starts[key + 1] += starts[key]
+        # starts[key] moves to the end of its run, which is the start of the next one.
+        for u in range(params[2]):
+            t = starts[keys[u]]
+            starts[keys[u]] = t + 1
+            order[t] = u
+            ordered[t] = values[u]
+        for key in range(count, 0, -1):
+            starts[key] = starts[key - 1]
+        starts[0] = 0
+        task = next_task(params)
 
 
 @njit(nogil=True, cache=True)
-def _counting_sort(keys, values, starts, order, ordered):  # type: ignore[no-untyped-def]
-    starts[:] = 0
-    for key in keys:
-        starts[key + 1] += 1
-    for i in range(1, len(starts)):
-        starts[i] += starts[i - 1]
-    place = starts[:-1].copy()
-    for u in range(len(keys)):
-        t = place[keys[u]]
-        place[keys[u]] = t + 1
-        order[t] = u
-        ordered[t] = values[u]
-
-
-@njit(nogil=True, cache=True)
-def _split(starts, bounds):  # type: ignore[no-untyped-def]
+def split(starts, bounds):  # type: ignore[no-untyped-def]
     """Cut the sums into tasks of equal work: products, and one more for writing each sum."""
     count, tasks = len(starts) - 1, len(bounds) - 1
     s = 0

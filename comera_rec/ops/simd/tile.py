@@ -22,7 +22,7 @@ from torch import Tensor
 from comera_rec.ops.simd.parallel import emit_prefetch
 
 WIDTH = 16 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 8
-_AHEAD = 4  # products; slices are gathered, and what is asked for this early has arrived when it is needed
+_AHEAD = 6  # products; slices are gathered, and what is asked for this early has arrived when it is needed
 
 _FLOAT, _INT32, _INT64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _VECTOR = ir.VectorType(_FLOAT, WIDTH)
