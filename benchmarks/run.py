@@ -22,6 +22,7 @@ from benchmarks.timing import Plan
 BENCHMARKS = {
     "lookup": ("benchmarks.lookup", "tables of a collection: dense, FBGEMM's fused, tensor trains with and without dedup"),
     "lookup-scaling": ("benchmarks.scaling", "the same against batch size and skew of the ids"),
+    "lookup-breakdown": ("benchmarks.breakdown", "where the time of a training step goes"),
     "lookup-memory": ("benchmarks.training_memory", "peak memory of training a table of 100 million rows"),
     "shapes": ("benchmarks.shapes", "shapes of one size: the one that TTShape.for_table chooses and the fastest"),
     "linear": ("benchmarks.linear", "linear layers: nn.Linear and TTLinear"),

@@ -5,7 +5,7 @@ B batch size, F features (keys), N_f embedding_dim of feature f's table.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from comera_rec.nn import TTEmbeddingBag, stacked_cores
-from comera_rec.ops import check_ids, plan_lookup, tt_bags
+from comera_rec.ops import LookupPlan, check_ids, plan_lookup, tt_bags
 from comera_rec.recsys.config import DTYPES, TTEmbeddingBagConfig
 
 
@@ -72,11 +72,20 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         self._dense_keys = self._keys_of(dense)
         self._lengths = [config.embedding_dim for config in configs for _ in config.feature_names]
 
-    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+    def plan(self, features: KeyedJaggedTensor) -> dict[tuple[str, ...], LookupPlan]:
+        """What `forward` will look up, for each group of tables that share a lookup.
+
+        It depends on the ids and the row modes alone, so a pipelined trainer can make the next batch's plan while this one trains.
+        """
+        by_feature = maybe_td_to_kjt(features, None).to_dict()
+        return {_names(configs): self._plan_group(configs, by_feature) for configs in self._groups()}
+
+    def forward(self, features: KeyedJaggedTensor, plans: Mapping[tuple[str, ...], LookupPlan] | None = None) -> KeyedTensor:
         """Pool every feature's bags.
 
         Args:
             features: F features of B bags each (or of their own number of bags, with inverse indices).
+            plans: from `plan` for the same features; made here where there is none.
 
         Raises:
             ValueError: naming the table, the id and the limit, if an id is out of range (checked on CPU).
@@ -85,7 +94,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             KeyedTensor of shape [B, sum of N_f].
         """
         features = maybe_td_to_kjt(features, None)
-        by_feature = features.to_dict()
+        by_feature, plans = features.to_dict(), plans or {}
         self._check_ids(by_feature)
         pieces: list[tuple[list[str], Tensor]] = []  # keys, and their bags side by side
         if self.dense_bags is not None:
@@ -96,10 +105,10 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         if inverse_indices.numel():  # every feature has its own number of bags
             pooled: dict[str, Tensor] = {}
             for configs in self._groups():
-                pooled |= zip(self._keys_of(configs), self._pool_group(configs, by_feature, per_feature=True), strict=True)
+                pooled |= zip(self._keys_of(configs), self._pool_group(configs, by_feature, plans, per_feature=True), strict=True)
             pieces.append((self._tt_keys, process_pooled_embeddings([pooled[key] for key in self._tt_keys], inverse_indices)))
         else:
-            pieces += [(self._keys_of(configs), self._pool_group(configs, by_feature)[0]) for configs in self._groups()]
+            pieces += [(self._keys_of(configs), self._pool_group(configs, by_feature, plans)[0]) for configs in self._groups()]
         return KeyedTensor(keys=self._keys, length_per_key=self._lengths, values=self._side_by_side(pieces))
 
     def _keys_of(self, configs: Sequence[EmbeddingBagConfig]) -> list[str]:
@@ -130,17 +139,24 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             groups.setdefault(alike, []).append(config)
         return list(groups.values())
 
+    def _plan_group(self, configs: Sequence[TTEmbeddingBagConfig], by_feature: dict[str, JaggedTensor]) -> LookupPlan:
+        ids = [_joined([by_feature[feature].values() for feature in config.feature_names]) for config in configs]
+        return plan_lookup(ids, [self.tt_bag(config.name).shape.row_shape for config in configs])
+
     def _pool_group(
-        self, configs: Sequence[TTEmbeddingBagConfig], by_feature: dict[str, JaggedTensor], *, per_feature: bool = False
+        self,
+        configs: Sequence[TTEmbeddingBagConfig],
+        by_feature: dict[str, JaggedTensor],
+        plans: Mapping[tuple[str, ...], LookupPlan],
+        *,
+        per_feature: bool = False,
     ) -> Sequence[Tensor]:
         """The bags of a group's F features: side by side in one tensor [B, F * N], or in a tensor [B_f, N] each."""
         tables = [self.tt_bag(config.name) for config in configs]
-        jagged = [[by_feature[feature] for feature in config.feature_names] for config in configs]
-        plan = plan_lookup([_joined([f.values() for f in of]) for of in jagged], [table.shape.row_shape for table in tables])
-        features = [feature for of in jagged for feature in of]
+        features = [by_feature[feature] for config in configs for feature in config.feature_names]
         pooled = tt_bags(
             stacked_cores(tables),
-            plan,
+            plans.get(_names(configs)) or self._plan_group(configs, by_feature),
             F.pad(_joined([feature.lengths() for feature in features]).long().cumsum(0), (1, 0)),
             num_cols=configs[0].embedding_dim,
             mode=tables[0].mode,
@@ -174,6 +190,10 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     def device(self) -> torch.device:
         """The device given at construction."""
         return self._device
+
+
+def _names(configs: Sequence[TTEmbeddingBagConfig]) -> tuple[str, ...]:
+    return tuple(config.name for config in configs)
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:

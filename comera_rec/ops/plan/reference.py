@@ -6,6 +6,7 @@ Where fewer unique keys turn up than fit, -1 pads them at the end. L ids, V keys
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
 
 import torch
@@ -40,11 +41,12 @@ def split_keys(keys: Tensor, left_sizes: Sequence[int], right_sizes: Sequence[in
         keys: a key of table t is first + left * right_sizes[t] + right.
         left_sizes, right_sizes: per table how many leading and trailing keys there are.
     """
-    first = [left * right for left, right in zip(left_sizes, right_sizes, strict=True)]
-    constants = [first_keys(first)[:-1], right_sizes, first_keys(left_sizes)[:-1], first_keys(right_sizes)[:-1]]
-    bounds = torch.tensor(first_keys(first)[1:-1], dtype=torch.int64).to(keys.device, non_blocking=True)
-    table = torch.searchsorted(bounds, keys, right=True)
-    first_of, right_of, first_left, first_right = torch.tensor(constants).to(keys.device, non_blocking=True)[:, table]
+    first = first_keys([left * right for left, right in zip(left_sizes, right_sizes, strict=True)])
+    bounds, *constants = _on_device(
+        (first[1:], first[:-1], right_sizes, first_keys(left_sizes)[:-1], first_keys(right_sizes)[:-1]), keys.device
+    )
+    table = torch.searchsorted(bounds[:-1].contiguous(), keys, right=True)
+    first_of, right_of, first_left, first_right = (constant[table] for constant in constants)
     local = keys - first_of
     left, right = local // right_of + first_left, local % right_of + first_right
     return torch.where(keys < 0, keys, left), torch.where(keys < 0, keys, right)
@@ -60,6 +62,17 @@ def compact_keys(keys: Tensor, size: int) -> tuple[Tensor, Tensor]:
     slots = torch.where(inverse < 0, count, inverse)
     unique = torch.full((count + 1,), -1, dtype=torch.int64, device=keys.device).scatter(0, slots, keys)
     return unique[:count], inverse
+
+
+def _on_device(constants: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Constants as a tensor. On an accelerator they stay there, because copying them anew would break a graph's capture."""
+    rows = tuple(map(tuple, constants))
+    return _kept(rows, device) if device.type == "cuda" and not torch.compiler.is_compiling() else torch.tensor(rows, device=device)
+
+
+@lru_cache(maxsize=1024)
+def _kept(constants: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+    return torch.tensor(constants, device=device)
 
 
 def first_keys(sizes: Sequence[int]) -> list[int]:
