@@ -6,7 +6,7 @@ DEMO ?= demo
 COMERA := $(BIN)/comera
 TRAIN = $(COMERA) train --config examples/demo.toml data.path=$(DEMO)/data
 
-.PHONY: install demo test lint bench clean
+.PHONY: install demo test lint bench clean clean-kernels
 .DEFAULT_GOAL := install
 
 install: .venv/installed
@@ -37,6 +37,9 @@ lint: install
 
 bench: install
 	$(BIN)/python -m benchmarks.run all --quick
+
+clean-kernels:
+	find comera_rec -name '*.nb[ic]' -delete
 
 clean:
 	rm -rf .venv build dist demo *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
