@@ -230,6 +230,7 @@ def test_torch_compile_takes_batches_of_any_size_in_one_graph(size: tuple[int, i
 
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own doing
 @pytest.mark.parametrize("size", [SHAPES[0], SHAPES[3]])
 def test_torch_compile_with_its_own_compiler(size: tuple[int, int, TTShape]) -> None:
     bag = build(size, torch.float32)

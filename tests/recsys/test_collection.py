@@ -175,6 +175,25 @@ def test_only_empty_bags() -> None:
     assert torch.equal(assert_same_as_dense(tables, features), torch.zeros(3, 32))
 
 
+@pytest.mark.parametrize(("pooling", "is_weighted"), [(PoolingType.SUM, False), (PoolingType.SUM, True), (PoolingType.MEAN, False)])
+@pytest.mark.parametrize("longest", [1, 4])
+def test_results_do_not_depend_on_the_number_of_threads(
+    longest: int, pooling: PoolingType, is_weighted: bool, random_jagged: MakeJagged, on_threads: Callable
+) -> None:
+    rows = {"a": 5000, "b": 70_000, "c": 300, "d": 11}
+    tables = [table(name, [name, name + name], rows=limit, dim=24, tt_ranks=8, pooling=pooling) for name, limit in rows.items()]
+    collection = TTEmbeddingBagCollection(tables, is_weighted=is_weighted)
+    features = random_jagged(limits(tables), 700, longest=longest, weighted=is_weighted)
+
+    def step() -> list[Tensor]:
+        values = collection(features).values()
+        upstream = torch.linspace(-1, 1, values.numel()).view_as(values)
+        return [values.detach(), *torch.autograd.grad(values, list(collection.parameters()), upstream)]
+
+    one, two, again = (on_threads(count, step) for count in (1, 2, 2))
+    assert all(torch.equal(x, y) and torch.equal(x, z) for x, y, z in zip(one, two, again, strict=True))
+
+
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 def test_ids_of_either_width(index: torch.dtype, random_jagged: MakeJagged) -> None:
     tables = [table("a", ["f"], tt_ranks=4), table("b", ["g"])]
