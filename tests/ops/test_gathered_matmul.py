@@ -83,8 +83,8 @@ def test_output_and_gradients(size: tuple[int, ...], impl: str) -> None:
 layout = st.sampled_from(LAYOUTS)
 
 
-@every_impl
-@settings(max_examples=40)
+@pytest.mark.parametrize("impl", ["reference", "numba"])
+@settings(max_examples=60)
 @given(
     size=st.tuples(
         *[st.integers(1, 40)] * 2,

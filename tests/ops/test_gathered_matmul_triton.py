@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,7 +49,8 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.mark.skipif(INTERPRETED, reason="it is this process")
 def test_kernels_in_the_interpreter() -> None:
     # Triton reads the variable while it is imported, and other tests have imported it before.
-    arguments = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not gpu", __file__]
+    files = [__file__, str(Path(__file__).with_name("test_gathered_matmul.py"))]
+    arguments = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not gpu", "-k", "triton", *files]
     run = subprocess.run(arguments, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
 
