@@ -107,7 +107,8 @@ def cases(quick: bool) -> list[LookupCase]:
         return [small(), small(order=3, zipf=0), small(order=4, bag=4)]
     sized = {dim: partial(LookupCase, rows=criteo_rows(dim), dim=dim) for dim in (64, 128)}
     sizes = [(dim, batch, zipf) for dim in (64, 128) for batch in (10_000, 20_000, 40_000) for zipf in (ZIPF, 0)]
-    trains = [(order, rank, batch) for order, rank in ((2, 8), (2, 16), (2, 32), (3, 16), (3, 32), (4, 16)) for batch in (16_384, 20_000)]
+    ranks = ((2, 8), (2, 16), (2, 32), (3, 16), (3, 32), (4, 16))
+    trains = [(order, rank, batch) for order, rank in ranks for batch in (16_384, 20_000)]
     grid = [
         *(sized[dim](batch=batch, zipf=zipf) for dim, batch, zipf in sizes),
         *(LookupCase(order=order, rank=rank, batch=batch) for order, rank, batch in trains),
