@@ -76,8 +76,12 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         """What `forward` will look up, for each group of tables that share a lookup.
 
         It depends on the ids and the row modes alone, so a pipelined trainer can make the next batch's plan while this one trains.
+
+        Raises:
+            ValueError: naming the table, the id and the limit, if an id is out of range (checked on CPU).
         """
         by_feature = maybe_td_to_kjt(features, None).to_dict()
+        self._check_ids(by_feature)
         return {_names(configs): self._plan_group(configs, by_feature) for configs in self._groups()}
 
     def forward(self, features: KeyedJaggedTensor, plans: Mapping[tuple[str, ...], LookupPlan] | None = None) -> KeyedTensor:

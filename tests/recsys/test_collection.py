@@ -248,8 +248,9 @@ def test_any_configuration(
 def test_ids_out_of_range_name_table_id_and_limit(bad: int, ranks: int | None) -> None:
     collection = TTEmbeddingBagCollection([table("users", ["f"], tt_ranks=ranks), table("clicks", ["g"])])
     features = KeyedJaggedTensor(keys=["f", "g"], values=torch.tensor([5, bad, 0]), lengths=torch.tensor([2, 1]))
-    with pytest.raises(ValueError, match=rf"id {bad} is out of range for table 'users'.*: its ids run from 0 to 100"):
-        collection(features)
+    for use in (collection, collection.plan):
+        with pytest.raises(ValueError, match=rf"id {bad} is out of range for table 'users'.*: its ids run from 0 to 100"):
+            use(features)
 
 
 def test_padding_rows_of_a_table_are_out_of_range() -> None:
