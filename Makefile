@@ -14,7 +14,7 @@ install: .venv/installed
 .venv/installed: pyproject.toml
 	test -x $(BIN)/python || python3 -m venv .venv
 	$(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[cpu,dev]'
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[cpu,dev,triton]'
 	touch $@
 
 demo: install
