@@ -256,6 +256,22 @@ def test_shapes_on_the_meta_device(size: tuple[int, int, TTShape]) -> None:
     assert (out.shape, out.device.type) == ((5, size[1]), "meta")
 
 
+@every_dtype
+@pytest.mark.parametrize("frozen", ["core_0", "core_1", "rank_1"])
+def test_frozen_parameters_and_inference(frozen: str, dtype: torch.dtype) -> None:
+    bag = build(SHAPES[0], dtype)
+    batch = jagged(35)
+    expected = bag(*batch)
+    expected.sum().backward()
+    gradients = {name: parameter.grad for name, parameter in bag.named_parameters()} | {frozen: None}
+    bag.zero_grad()
+    bag.get_parameter(frozen).requires_grad_(False)
+    bag(*batch).sum().backward()
+    torch.testing.assert_close({name: parameter.grad for name, parameter in bag.named_parameters()}, gradients, rtol=0, atol=0)
+    with torch.inference_mode():
+        assert torch.equal(bag(*batch), expected)
+
+
 def test_initial_entries_have_the_standard_deviation_of_a_dense_table() -> None:
     for std in (1.0, 0.01):
         bag = TTEmbeddingBag(100_000, 32, tt_ranks=16, std=std)
