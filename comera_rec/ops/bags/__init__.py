@@ -36,10 +36,10 @@ def pool_products(
 ) -> Tensor:
     """Pool bags of the rows a[p[u]] @ b[q[u]], as `torch.nn.functional.embedding_bag` would.
 
-    On CPU rows of bags of one id, as in Criteo's logs, are computed where they belong in the result; and no gradient is copied.
+    On CPU, rows of bags of one id, as in Criteo's logs, go from the cache to where they belong in the result, and are stored nowhere else.
 
     Args:
-        a, b, p, q, impl: as in `gathered_matmul`, for the U unique rows of a plan.
+        a, b, p, q, impl: as in `gathered_matmul`, for the U unique rows of a plan; p ascends, as plans have it.
         plan: the lookup's plan.
         offsets: [F*B + 1] starts of the bags, feature after feature, and the end of the last.
         num_cols: columns of a row, at most n1 * n2; what lies beyond is left out.

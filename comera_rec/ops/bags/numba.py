@@ -11,13 +11,26 @@ from numba import carray, njit
 from torch import Tensor
 
 from comera_rec.ops import bags
-from comera_rec.ops.gathered_matmul.numba import COLS, ROWS, gradients, plain, products_into, require_within, split
 from comera_rec.ops.gathered_matmul.numba import forward as multiply
-from comera_rec.ops.simd.parallel import address_of, float32_at, int64_at, kernel, next_task, prefetch
-from comera_rec.ops.simd.tile import sum_products
+from comera_rec.ops.gathered_matmul.numba import (
+    gradient_of_a,
+    gradient_of_b,
+    plain,
+    products_into,
+    require_within,
+    run,
+    sort_both,
+    split,
+    transposed,
+)
+from comera_rec.ops.simd.parallel import float32_at, int64_at, kernel, next_task, prefetch
+from comera_rec.ops.simd.tile import WIDTH, Products, stream, sum_products
 
+NUMBERS = len(Products._fields)
+C, A, ROWS, COLS = (Products._fields.index(name) for name in ("c", "a", "rows", "cols"))
 _TASKS = 128
-_AHEAD = 12  # rows
+_AHEAD = 12  # lookups
+_BLOCK = 2048  # floats of rows that wait in cache to be copied
 
 
 def forward(
@@ -33,13 +46,12 @@ def forward(
         return out
     order, starts, p, q = plain(order), *_without_padding(starts, p, q)
     if weights is None and a.shape[2] and len(inverse) == count and _have_one_each(offsets.numpy()):
-        # A row is computed where its first lookup wants it, and copied from there to the others.
-        places, row_places = torch.empty_like(order), torch.empty_like(p)
+        # Rows go from cache straight to their lookups' places.
+        places, one_each = torch.empty_like(order), torch.arange(len(p) + 1)
         _place_lookups(_TASKS, offsets, count, features, width, places)
-        _place_rows(_TASKS, order, starts, places, len(p), row_places)
         require_within(p, len(a), "p")
         require_within(q, len(b), "q")
-        products = products_into(out, row_places, plain(a), plain(b), plain(p), plain(q), torch.arange(len(p) + 1))
+        products = products_into(out, one_each, plain(a), plain(b), plain(p), plain(q), one_each)._replace(c_slice=width)
         _multiply_and_copy(_TASKS, _equal_shares(starts), order, starts, places, out, width, *products)
         return out
     inverse, weights = plain(inverse), None if weights is None else plain(weights)
@@ -64,19 +76,53 @@ def backward(
         factors = torch.zeros(len(order)) if weights is None else plain(weights).clone()
         _scale_lookups(offsets.numpy(), mean, weights is None, factors.numpy())
     grad_weights = torch.zeros(0 if weights is None else len(order))
-    parts = []
+    parts: list[tuple[Tensor, Tensor]] = []
     for first, beyond in _chunks(len(p), width):
         some_p, some_q, some_starts = p[first:beyond], q[first:beyond], starts[first : beyond + 1]
         rows = None if weights is None else multiply(a, b, some_p, some_q)
-        grad_rows = torch.empty(len(some_p), width)
-        _sum_gradients(
-            _TASKS, _equal_shares(some_starts), order, some_starts, places, factors, grad_rows, grad, rows, grad_weights, width,
-            int(offsets[-1]),
-        )  # fmt: skip
-        parts.append(gradients(grad_rows.view(-1, a.shape[1], b.shape[2]), a, b, some_p, some_q))
+        lookups = (order, some_starts, places, factors, grad, rows, grad_weights, width, int(offsets[-1]))
+        parts.append(_gradients(plain(a), transposed(plain(b)), some_p, some_q, some_starts, *lookups))
         if len(parts) == 2:
             parts = [(parts[0][0].add_(parts[1][0]), parts[0][1].add_(parts[1][1]))]
     return parts[0][0], parts[0][1].mT, grad_weights
+
+
+def _gradients(
+    a: Tensor, b_transposed: Tensor, p: Tensor, q: Tensor, starts: Tensor, *lookups: Tensor | int | None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of a and, transposed, of b.
+
+    The gradient of a row is summed where it stays in cache, and used there for that of a. It is written to memory in the order of q
+    and read back for that of b in one stream.
+    """
+    (P, n1, r), (Q, n2, _) = a.shape, b_transposed.shape
+    left, right = sort_both(p, P, q, Q)
+    bounds, in_turn = _equal_shares(starts), torch.arange(len(p))
+    runs, of_runs, cut = _cut_runs(left.starts.numpy(), bounds.numpy())
+    grad_a, grad_b_transposed = torch.empty(P + len(cut), n1, r), torch.empty(Q, n2, r)
+    # Where an operand's address is missing, each task puts that of its own rows.
+    of_a = gradient_of_a(grad_a, in_turn, b_transposed, torch.from_numpy(runs), in_turn, q)._replace(zs=torch.from_numpy(of_runs))
+    tasks = torch.from_numpy(np.searchsorted(runs, bounds.numpy()))
+    tasks[-1] = len(of_runs)  # with slices beyond the last row's
+    sums = torch.empty(len(p), n1, n2)
+    _sum_gradients(_TASKS, bounds, tasks, int(bounds.diff().max()), sums, right.places, *lookups, *of_a)
+    run(gradient_of_b(grad_b_transposed, sums, a, right.starts, in_turn, right.others))
+    return grad_a[:P].index_add_(0, torch.from_numpy(cut), grad_a[P:]), grad_b_transposed
+
+
+def _cut_runs(starts: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cut the runs of rows with one slice of a at the bounds of tasks.
+
+    Returns:
+        Where the pieces start and end; the run each is of, or for all but a run's first piece a number of its own beyond those of the
+        runs; and the run that each of these is of.
+    """
+    run_of = np.searchsorted(starts, bounds, "right") - 1
+    inside = starts[run_of] < bounds
+    cut, at = run_of[inside], bounds[inside]
+    runs = len(starts) - 1
+    of_pieces = np.insert(np.arange(runs), cut + 1, np.arange(runs, runs + len(cut)))
+    return np.insert(starts, cut + 1, at), of_pieces, cut
 
 
 def _chunks(rows: int, width: int) -> list[tuple[int, int]]:
@@ -87,7 +133,7 @@ def _chunks(rows: int, width: int) -> list[tuple[int, int]]:
 
 def _without_padding(starts: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Those of the rows that there are, which come first."""
-    rows = int((p >= 0).sum())
+    rows = len(p) if not len(p) or p[-1] >= 0 else int((p >= 0).sum())
     return plain(starts[: rows + 1]), plain(p[:rows]), plain(q[:rows])
 
 
@@ -140,30 +186,26 @@ def _scale_lookups(offsets, mean, unweighted, factors):  # type: ignore[no-untyp
 
 
 @kernel
-def _place_rows(params):  # type: ignore[no-untyped-def]
-    """The place of each row's first lookup."""
-    order, starts, places, row_places = int64_at(params[2]), int64_at(params[3]), int64_at(params[4]), int64_at(params[6])
-    task = next_task(params)
-    while task < params[1]:
-        for u in range(params[5] * task // params[1], params[5] * (task + 1) // params[1]):
-            row_places[u] = places[order[starts[u]]]
-        task = next_task(params)
-
-
-@kernel
 def _multiply_and_copy(params):  # type: ignore[no-untyped-def]
-    """Products of every row put where its first lookup wants it, and copied to its others."""
+    """Products of a few rows at a time, copied to all their lookups."""
     bounds, order, starts, places = int64_at(params[2]), int64_at(params[3]), int64_at(params[4]), int64_at(params[5])
-    width, products = params[7], int64_at(address_of(params) + 64)
+    width, streams = params[7], params[7] % WIDTH == 0 and params[6] % (4 * WIDTH) == 0
+    products = np.empty(NUMBERS, np.int64)
+    for k in range(NUMBERS):
+        products[k] = params[8 + k]
+    height = max(1, _BLOCK // width)
+    rows = np.empty((height, width), np.float32)
+    pointer = int64_at(products.ctypes.data)
     task = next_task(params)
     while task < params[1]:
-        sum_products(products, bounds[task], bounds[task + 1], products[ROWS], products[COLS])
-        for u in range(bounds[task], bounds[task + 1]):
-            row = carray(float32_at(params[6] + 4 * places[order[starts[u]]]), (width,))
-            for t in range(starts[u] + 1, starts[u + 1]):
-                out = carray(float32_at(params[6] + 4 * places[order[t]]), (width,))
-                for n in range(width):
-                    out[n] = row[n]
+        for first in range(bounds[task], bounds[task + 1], height):
+            beyond = min(first + height, bounds[task + 1])
+            products[C] = rows.ctypes.data - 4 * width * first
+            sum_products(pointer, first, beyond, products[ROWS], products[COLS])
+            for u in range(first, beyond):
+                for t in range(starts[u], starts[u + 1]):
+                    place = params[6] + 4 * places[order[t]]
+                    _copy(place, rows.ctypes.data + 4 * width * (u - first), width, streams)
         task = next_task(params)
 
 
@@ -196,30 +238,50 @@ def _pool(params):  # type: ignore[no-untyped-def]
 
 @kernel
 def _sum_gradients(params):  # type: ignore[no-untyped-def]
-    """Gradients of rows; and of weights, if there are rows to compare with."""
-    bounds, order, starts, places = int64_at(params[2]), int64_at(params[3]), int64_at(params[4]), int64_at(params[5])
-    factors, grad_weights, width, lookups_in_bags = float32_at(params[6]), float32_at(params[10]), params[11], params[12]
+    """Gradients of rows; the parts of the gradient of a that they make; and gradients of weights, if there are rows for it."""
+    bounds, pieces, sums, target = int64_at(params[2]), int64_at(params[3]), params[5], int64_at(params[6])
+    order, starts, places = int64_at(params[7]), int64_at(params[8]), int64_at(params[9])
+    factors, grad_weights, width, lookups_in_bags = float32_at(params[10]), float32_at(params[13]), params[14], params[15]
+    streams = width % WIDTH == 0 and sums % (4 * WIDTH) == 0
+    products = np.empty(NUMBERS, np.int64)
+    for k in range(NUMBERS):
+        products[k] = params[16 + k]
+    rows = np.empty((params[4], width), np.float32)
     task = next_task(params)
     while task < params[1]:
-        last = starts[bounds[task + 1]] - 1  # of this task's lookups
-        for u in range(bounds[task], bounds[task + 1]):
-            out = carray(float32_at(params[7] + 4 * width * u), (width,))
+        first, beyond = bounds[task], bounds[task + 1]
+        last = starts[beyond] - 1  # of this task's lookups
+        for u in range(first, beyond):
+            out = rows[u - first]
             out[:] = 0
             for t in range(starts[u], starts[u + 1]):
                 ahead = places[order[min(t + _AHEAD, last)]]
                 for line in range(0, 4 * width, 64):
-                    prefetch(params[8] + 4 * ahead + line)
+                    prefetch(params[11] + 4 * ahead + line)
                 i = order[t]
                 if i >= lookups_in_bags:
                     continue
-                grad = carray(float32_at(params[8] + 4 * places[i]), (width,))
-                factor = factors[i] if params[6] else np.float32(1)
+                grad = carray(float32_at(params[11] + 4 * places[i]), (width,))
+                factor = factors[i] if params[10] else np.float32(1)
                 for n in range(width):
                     out[n] += factor * grad[n]
-                if params[9]:
-                    row = carray(float32_at(params[9] + 4 * width * u), (width,))
+                if params[12]:
+                    row = carray(float32_at(params[12] + 4 * width * u), (width,))
                     dot = np.float32(0)
                     for n in range(width):
                         dot += grad[n] * row[n]
                     grad_weights[i] = dot
+            _copy(sums + 4 * width * target[u], rows.ctypes.data + 4 * width * (u - first), width, streams)
+        products[A] = rows.ctypes.data - 4 * width * first
+        sum_products(int64_at(products.ctypes.data), pieces[task], pieces[task + 1], products[ROWS], products[COLS])
         task = next_task(params)
+
+
+@njit(nogil=True, cache=True)
+def _copy(target, source, width, streams):  # type: ignore[no-untyped-def]
+    if streams:
+        stream(target, source, width)
+    else:
+        out, values = carray(float32_at(target), (width,)), carray(float32_at(source), (width,))
+        for n in range(width):
+            out[n] = values[n]

@@ -5,6 +5,8 @@ U products; P, Q slices in the two operands; n1 x r times r x n2 each. float32; 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from numba import carray, njit
 from torch import Tensor
@@ -48,7 +50,7 @@ def backward(grad: Tensor, a: Tensor, b: Tensor, p: Tensor, q: Tensor) -> tuple[
         kept = (p >= 0).nonzero()[:, 0]
         grad, p, q = grad[kept], p[kept], q[kept]
     grad_a, grad_b_transposed = gradients(grad, a, b, p, q)
-    return grad_a, _transposed(grad_b_transposed.float()).to(b.dtype)
+    return grad_a, transposed(grad_b_transposed.float()).to(b.dtype)
 
 
 def gradients(grad: Tensor, a: Tensor, b: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,17 +60,28 @@ def gradients(grad: Tensor, a: Tensor, b: Tensor, p: Tensor, q: Tensor) -> tuple
         return a.new_zeros(a.shape), b.new_zeros(Q, n2, r)
     dtype, grad, a, b, p, q = a.dtype, plain(grad), plain(a), plain(b), plain(p), plain(q)
     grad_a, grad_b_transposed = torch.empty(P, n1, r), torch.empty(Q, n2, r)
-    (p_starts, by_p, q_by_p), (q_starts, by_q, p_by_q) = _sort_both(p, P, q, Q)
-    run(Products(
-        c=grad_a, c_slice=n1 * r, a=grad, a_slice=n1 * n2, a_row=n2, a_col=1, b=_transposed(b), b_slice=n2 * r,
-        starts=p_starts, xs=by_p, ys=q_by_p, zs=torch.arange(P), rows=n1, depth=n2, cols=r,
-    ))  # fmt: skip
-    # Transposed, because r fills vectors where n2 seldom does.
-    run(Products(
-        c=grad_b_transposed, c_slice=n2 * r, a=grad, a_slice=n1 * n2, a_row=1, a_col=n2, b=a, b_slice=n1 * r,
-        starts=q_starts, xs=by_q, ys=p_by_q, zs=torch.arange(Q), rows=n2, depth=n1, cols=r,
-    ))  # fmt: skip
+    left, right = sort_both(p, P, q, Q)
+    run(gradient_of_a(grad_a, grad, transposed(b), left.starts, left.order, left.others))
+    run(gradient_of_b(grad_b_transposed, grad, a, right.starts, right.order, right.others))
     return grad_a.to(dtype), grad_b_transposed.to(dtype)
+
+
+def gradient_of_a(out: Tensor, grad: Tensor, b_transposed: Tensor, starts: Tensor, rows: Tensor, q: Tensor) -> Products:
+    """out[i] = sum over {t: starts[i] <= t < starts[i + 1]} of grad[rows[t]] @ b_transposed[q[t]]."""
+    (P, n1, r), (_, n2, _) = out.shape, b_transposed.shape
+    return Products(
+        c=out, c_slice=n1 * r, a=grad, a_slice=n1 * n2, a_row=n2, a_col=1, b=b_transposed, b_slice=n2 * r,
+        starts=starts, xs=rows, ys=q, zs=torch.arange(P), rows=n1, depth=n2, cols=r,
+    )  # fmt: skip
+
+
+def gradient_of_b(out: Tensor, grad: Tensor, a: Tensor, starts: Tensor, rows: Tensor, p: Tensor) -> Products:
+    """out[j] = sum over {t: starts[j] <= t < starts[j + 1]} of grad[rows[t]]^T @ a[p[t]]: transposed, as r fills vectors better."""
+    (Q, n2, r), (_, n1, _) = out.shape, a.shape
+    return Products(
+        c=out, c_slice=n2 * r, a=grad, a_slice=n1 * n2, a_row=1, a_col=n2, b=a, b_slice=n1 * r,
+        starts=starts, xs=rows, ys=p, zs=torch.arange(Q), rows=n2, depth=n1, cols=r,
+    )  # fmt: skip
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -101,7 +114,7 @@ def _sum_products(params):  # type: ignore[no-untyped-def]
         task = next_task(params)
 
 
-def _transposed(b: Tensor) -> Tensor:
+def transposed(b: Tensor) -> Tensor:
     """[Q, r, n2] -> [Q, n2, r]; torch's own copy takes several times as long for slices so small."""
     out = torch.empty(b.shape[0], b.shape[2], b.shape[1])
     _transpose(_TASKS, out, b, *b.shape)
@@ -122,22 +135,34 @@ def _transpose(params):  # type: ignore[no-untyped-def]
         task = next_task(params)
 
 
-def _sort_both(p: Tensor, p_count: int, q: Tensor, q_count: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """By p, and by q: where the run of each key starts, [keys + 1]; the stable order [U]; and the other ids in that order."""
-    results = [
-        (torch.zeros(count + 1, dtype=torch.int64), torch.empty_like(p), torch.empty_like(p)) for count in (p_count, q_count)
-    ]
-    _counting_sort(2, len(p), p, q, p_count, *results[0], q, p, q_count, *results[1])
-    return results
+class Sorted(NamedTuple):
+    """U keys in ascending, stable order."""
+
+    starts: Tensor
+    """[keys + 1]: where the run of each key starts."""
+    order: Tensor
+    """[U]: which key comes next."""
+    places: Tensor
+    """[U]: where each key comes."""
+    others: Tensor
+    """[U]: what goes with the key that comes next."""
+
+
+def sort_both(p: Tensor, p_count: int, q: Tensor, q_count: int) -> tuple[Sorted, Sorted]:
+    """By p, with q; and by q, with p."""
+    left, right = (Sorted(torch.zeros(n + 1, dtype=torch.int64), *map(torch.empty_like, [p] * 3)) for n in (p_count, q_count))
+    _counting_sort(2, len(p), p, q, p_count, *left, q, p, q_count, *right)
+    return left, right
 
 
 @kernel
 def _counting_sort(params):  # type: ignore[no-untyped-def]
     task = next_task(params)
     while task < params[1]:
-        keys, values, count = int64_at(params[3 + 6 * task]), int64_at(params[4 + 6 * task]), params[5 + 6 * task]
-        starts, order = int64_at(params[6 + 6 * task]), int64_at(params[7 + 6 * task])
-        ordered = int64_at(params[8 + 6 * task])
+        first = 3 + 7 * task
+        keys, values, count = int64_at(params[first]), int64_at(params[first + 1]), params[first + 2]
+        starts, order = int64_at(params[first + 3]), int64_at(params[first + 4])
+        places, ordered = int64_at(params[first + 5]), int64_at(params[first + 6])
         for u in range(params[2]):
             starts[keys[u] + 1] += 1
         for key in range(count):
@@ -147,6 +172,7 @@ def _counting_sort(params):  # type: ignore[no-untyped-def]
             t = starts[keys[u]]
             starts[keys[u]] = t + 1
             order[t] = u
+            places[u] = t
             ordered[t] = values[u]
         for key in range(count, 0, -1):
             starts[key] = starts[key - 1]

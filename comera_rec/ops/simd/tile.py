@@ -148,6 +148,26 @@ def _intrinsic(builder: ir.IRBuilder, name: str, result: ir.Type, args: tuple[ir
     return cgutils.get_or_insert_function(builder.module, prototype, f"llvm.{name}.v{WIDTH}f32{suffix}")
 
 
+@intrinsic
+def stream(typingctx, target, source, count):  # type: ignore[no-untyped-def]
+    """Copy `count` floats, whole vectors, between addresses; the target, aligned to a vector, is written past the caches.
+
+    An ordinary store first reads the line that it is about to overwrite.
+    """
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        target, source = (builder.inttoptr(address, _VECTOR.as_pointer()) for address in args[:2])
+        with cgutils.for_range(builder, builder.sdiv(args[2], _INT64(WIDTH))) as loop:
+            value = builder.load(builder.gep(source, [loop.index]))
+            value.align = 4
+            store = builder.store(value, builder.gep(target, [loop.index]))
+            store.align = 4 * WIDTH
+            store.set_metadata("nontemporal", builder.module.add_metadata([_INT32(1)]))
+        return context.get_dummy_value()
+
+    return types.void(target, source, count), codegen
+
+
 _8x1, _8x2 = _tile(8, 1), _tile(8, 2)
 _4x1, _4x2, _4x4 = _tile(4, 1), _tile(4, 2), _tile(4, 4)
 _2x1, _2x2, _2x4 = _tile(2, 1), _tile(2, 2), _tile(2, 4)

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import numpy as np
 import torch
-from numba import carray
+from numba import carray, njit
 from torch import Tensor
 
 from comera_rec.ops.gathered_matmul.numba import plain
@@ -28,6 +28,8 @@ def forward(cores: Sequence[Tensor], ranks: Sequence[Tensor]) -> Tensor:
 
 def backward(grad: Tensor, cores: Sequence[Tensor], ranks: Sequence[Tensor]) -> list[Tensor]:
     """Gradients of the cores, and of the diagonals."""
+    if not ranks and cores[0].shape[0] == 1 and grad.is_contiguous():
+        return [part.view_as(core) for part, core in zip(grad.split([core.shape[1] for core in cores]), cores, strict=True)]
     cores, ranks = [plain(core) for core in cores], [plain(rank) for rank in ranks]
     grad_cores = [torch.empty_like(core) for core in cores]
     left, _, n, right = cores[0].shape
@@ -43,7 +45,8 @@ def _tables(cores: Sequence[Tensor], ranks: Sequence[Tensor]) -> Tensor:
     """Per table the addresses of its core and diagonal (or zero), its slices and those before it."""
     before = accumulate((core.shape[1] for core in cores), initial=0)
     addresses = [rank.data_ptr() for rank in ranks] or [0] * len(cores)
-    return torch.tensor([[c.data_ptr(), rank, c.shape[1], first] for c, rank, first in zip(cores, addresses, before, strict=False)])
+    tables = [(c.data_ptr(), rank, c.shape[1], first) for c, rank, first in zip(cores, addresses, before, strict=False)]
+    return torch.from_numpy(np.array(tables, np.int64))  # torch.tensor takes five times as long
 
 
 @kernel
@@ -74,21 +77,27 @@ def _stack_backward(params):  # type: ignore[no-untyped-def]
             int64_at(params[3] + 32 * (task // _BLOCKS)),
             task % _BLOCKS,
         )
-        ranks, count, first = float32_at(table[1]), table[2], table[3]
+        ranks, count = float32_at(table[1]), table[2]
+        first, beyond = count * block // _BLOCKS, count * (block + 1) // _BLOCKS
         core = carray(float32_at(table[0]), (left, count, width))
         grad_core = carray(float32_at(of_grad[0]), (left, count, width))
         sums = carray(float32_at(params[10] + 4 * left * task), (left,))
-        for i in range(count * block // _BLOCKS, count * (block + 1) // _BLOCKS):
-            grad = float32_at(params[4] + 4 * (first + i) * by_slice)
-            for x in range(left):
-                if table[1]:
-                    total = np.float32(0)
-                    for j in range(width):
-                        value = grad[x * by_left + j * by_col]
-                        grad_core[x, i, j] = ranks[x] * value
-                        total += core[x, i, j] * value
-                    sums[x] += total
-                else:
-                    for j in range(width):
-                        grad_core[x, i, j] = grad[x * by_left + j * by_col]
+        for x in range(left):
+            for i in range(first, beyond):
+                grad = float32_at(params[4] + 4 * ((table[3] + i) * by_slice + x * by_left))
+                for j in range(width):
+                    grad_core[x, i, j] = grad[j * by_col]
+            if table[1]:
+                sums[x] = _dot_and_scale(core[x, first:beyond], grad_core[x, first:beyond], ranks[x])
         task = next_task(params)
+
+
+@njit(nogil=True, cache=True, fastmath={"reassoc", "contract"})
+def _dot_and_scale(core, grad, rank):  # type: ignore[no-untyped-def]
+    """The gradient of the rank parameter; and in place that of the core, from that of their product."""
+    total = np.float32(0)
+    for i in range(core.shape[0]):
+        for j in range(core.shape[1]):
+            total += core[i, j] * grad[i, j]
+            grad[i, j] *= rank
+    return total
