@@ -114,8 +114,8 @@ def _cut_runs(starts: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.nd
     """Cut the runs of rows with one slice of a at the bounds of tasks.
 
     Returns:
-        Where the pieces start and end; the run each is of, or for all but a run's first piece a number of its own beyond those of the
-        runs; and the run that each of these is of.
+        Where the pieces start and end; the run each is of, or, for all but a run's first piece, a number of its own beyond those of
+        the runs; and the run that each of these is of.
     """
     run_of = np.searchsorted(starts, bounds, "right") - 1
     inside = starts[run_of] < bounds
