@@ -36,7 +36,7 @@ def pool_products(
 ) -> Tensor:
     """Pool bags of the rows a[p[u]] @ b[q[u]], as `torch.nn.functional.embedding_bag` would.
 
-    On CPU, rows of bags of one id, as in Criteo's logs, go from the cache to their places in the result and are stored nowhere else.
+    On CPU, rows of bags of one id, as in Criteo's logs, go from cache to their places in the result and are stored nowhere else.
 
     Args:
         a, b, p, q, impl: as in `gathered_matmul`, for the U unique rows of a plan; p ascends, as plans have it.
