@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from comera_rec.nn import TTEmbeddingBag, TTLinear
     from comera_rec.rank import RankConfig, RankScheduler, rank_param_groups, truncate_ranks_
     from comera_rec.recsys import TTEmbeddingBagCollection, TTEmbeddingBagConfig, build_dlrm
+    from comera_rec.recsys.sharding import TTEmbeddingBagCollectionSharder, TTShardingPlanner
     from comera_rec.tt import TTShape, factorize, tt_svd, tt_to_dense
 
-_LAYERS = ("tt", "nn", "rank", "recsys", "convert")  # cheapest import first
+_LAYERS = ("tt", "nn", "rank", "recsys", "convert", "recsys.sharding")  # cheapest import first
 
 __version__ = "0.1.0"
 __all__ = [
@@ -32,11 +33,13 @@ __all__ = [
     "RankScheduler",
     "TTEmbeddingBag",
     "TTEmbeddingBagCollection",
+    "TTEmbeddingBagCollectionSharder",
     "TTEmbeddingBagConfig",
     "TTEmbeddingConfig",
     "TTLinear",
     "TTLinearConfig",
     "TTShape",
+    "TTShardingPlanner",
     "build_dlrm",
     "compress_linears_",
     "compression_report",

@@ -64,6 +64,10 @@ class TTModule(nn.Module):
         """D_1..D_{d-1}."""
         return [getattr(self, f"rank_{k}") for k in range(1, self.shape.order)]
 
+    def forward_parameters(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Cores and rank parameters as a lookup takes them: for modules that are shards a place to say how gradients add up."""
+        return list(self.cores()), list(self.rank_parameters())
+
     def scaled_cores(self) -> list[Tensor]:
         """The cores with every D_k multiplied into the smaller of its two neighbours."""
         cores: list[Tensor] = list(self.cores())
@@ -121,9 +125,9 @@ class TTModule(nn.Module):
 
 def stacked_cores(modules: Sequence[TTModule]) -> list[Tensor]:
     """The cores of modules that differ only in their row modes, stacked, D multiplied in: d tensors (M_k, r_{k-1}, n_k, r_k)."""
-    first, *others = zip(*(module.cores() for module in modules), strict=True)
-    ranks = zip(*(module.rank_parameters() for module in modules), strict=True)
-    return [stack_cores(first), *map(stack_cores, others, ranks)]
+    of_modules = [module.forward_parameters() for module in modules]
+    first, *others = zip(*(cores for cores, _ in of_modules), strict=True)
+    return [stack_cores(first), *map(stack_cores, others, zip(*(ranks for _, ranks in of_modules), strict=True))]
 
 
 def replace_data_(parameter: nn.Parameter, data: Tensor) -> None:

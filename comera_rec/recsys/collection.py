@@ -72,6 +72,21 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         self._dense_keys = self._keys_of(dense)
         self._lengths = [config.embedding_dim for config in configs for _ in config.feature_names]
 
+    @classmethod
+    def over(
+        cls,
+        tables: Sequence[TTEmbeddingBagConfig],
+        bags: Mapping[str, TTEmbeddingBag],
+        is_weighted: bool = False,
+        device: torch.device | str | None = None,
+    ) -> TTEmbeddingBagCollection:
+        """A collection that looks up embedding bags which exist already, one a table by its name."""
+        collection = cls(tables, is_weighted, "meta")
+        collection._device = torch.device(device or "cpu")
+        for config in tables:
+            collection.tt_bags[config.name] = bags[config.name]
+        return collection
+
     def plan(self, features: KeyedJaggedTensor) -> dict[tuple[str, ...], LookupPlan]:
         """What `forward` will look up, for each group of tables that share a lookup.
 
@@ -168,6 +183,26 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             features=1 if per_feature else len(features),
         ).float()
         return pooled.split([len(feature.lengths()) for feature in features]) if per_feature else [pooled]
+
+    def tt_configs(self) -> list[TTEmbeddingBagConfig]:
+        """The configs of the tensor trains, in order."""
+        return list(self._tt_configs)
+
+    def output_keys(self) -> list[str]:
+        """Keys of the KeyedTensor that `forward` returns."""
+        return list(self._keys)
+
+    def output_lengths(self) -> list[int]:
+        """Columns of each key."""
+        return list(self._lengths)
+
+    def dense_keys(self) -> list[str]:
+        """Those of `output_keys` that the dense tables make, in their order."""
+        return list(self._dense_keys)
+
+    def keys_of(self, table: str) -> list[str]:
+        """Those of `output_keys` that a table makes, one for each of its features."""
+        return list(self._names[table])
 
     def tt_bag(self, table: str) -> TTEmbeddingBag:
         """The tensor train of a table."""

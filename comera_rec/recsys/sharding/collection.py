@@ -1,0 +1,242 @@
+"""A TTEmbeddingBagCollection on several processes: ids out, bags back, as TorchRec's pipelines want it.
+
+B samples of this process, N_f embedding_dim of feature f's table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torchrec import EmbeddingBagCollection, KeyedJaggedTensor, KeyedTensor
+from torchrec.distributed.embedding_sharding import EmbeddingShardingContext, KJTListSplitsAwaitable
+from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.types import (
+    Awaitable,
+    EmbeddingModuleShardingPlan,
+    LazyAwaitable,
+    ShardedModule,
+    ShardingEnv,
+    ShardingType,
+)
+from torchrec.streamable import Multistreamable
+
+from comera_rec.ops import check_ids
+from comera_rec.recsys.collection import TTEmbeddingBagCollection
+from comera_rec.recsys.sharding.parts import DataParallel, Part, RowShard, RowWise, TableWise
+
+
+@dataclass
+class ShardedContext(Multistreamable):
+    """What one batch leaves behind on its way through the input dist for the output dist."""
+
+    sharding_contexts: list[EmbeddingShardingContext] = field(default_factory=list)
+    dense: Any = None
+    divisors: list[Tensor | None] = field(default_factory=list)
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the tensors until that stream is done with them."""
+        for divisor in self.divisors:
+            if divisor is not None:
+                divisor.record_stream(stream)
+        if self.dense is not None:
+            self.dense.record_stream(stream)
+
+
+class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], KeyedTensor, ShardedContext]):
+    """What `TTEmbeddingBagCollectionSharder` makes of a `TTEmbeddingBagCollection`.
+
+    Parameters have the names of the unsharded collection. Tensor trains are sharded data-parallel, table-wise or row-wise, each
+    table as the plan says; dense tables by TorchRec. In a state dict a leading core that is divided row-wise is a DTensor.
+
+    Args:
+        module: the collection; the trains' values are taken, unless they are on the meta device.
+        plan: parameter sharding of every table, by name.
+        env: the processes.
+        dense_sharder: shards the dense tables.
+        device: of this process.
+        module_fqn: the collection's name in the model, for traces.
+
+    Raises:
+        ValueError: for a sharding type that tensor trains can't take, or too few slices to divide.
+    """
+
+    def __init__(
+        self,
+        module: TTEmbeddingBagCollection,
+        plan: EmbeddingModuleShardingPlan,
+        env: ShardingEnv,
+        dense_sharder: EmbeddingBagCollectionSharder,
+        device: torch.device,
+        module_fqn: str | None = None,
+    ) -> None:
+        super().__init__()
+        group = env.process_group
+        assert group is not None, "sharding needs a process group"
+        self._keys, self._lengths = module.output_keys(), module.output_lengths()
+        tables = module.tt_configs()
+        bags = {config.name: module.tt_bag(config.name) for config in tables}
+        by_type = {
+            kind: [config for config in tables if plan[config.name].sharding_type == kind]
+            for kind in (ShardingType.DATA_PARALLEL.value, ShardingType.TABLE_WISE.value, ShardingType.ROW_WISE.value)
+        }
+        known = {config.name for some in by_type.values() for config in some}
+        for config in tables:
+            if config.name not in known:
+                raise ValueError(
+                    f"table {config.name!r}: sharding type {plan[config.name].sharding_type!r} divides columns or hosts, which a "
+                    f"tensor train can't: choose one of {', '.join(by_type)}"
+                )
+        replicated, whole, divided = by_type.values()
+        owner = {config.name: plan[config.name].ranks[0] for config in whole}
+        whole.sort(key=lambda config: owner[config.name])
+        weighted = module.is_weighted()
+        self._parts: list[Part] = []
+        for bag in bags.values():
+            if not bag.core_0.is_meta:
+                bag.to(device)
+        if replicated:
+            self._parts.append(DataParallel(replicated, bags, weighted, device))
+        if whole:
+            self._parts.append(TableWise(whole, bags, weighted, device, group, [owner[config.name] for config in whole]))
+        if divided:
+            self._parts.append(RowWise(divided, bags, weighted, device, group))
+        self._part_keys = [
+            [key for name in dict.fromkeys(config.name for config in part.tables) for key in module.keys_of(name)]
+            for part in self._parts
+        ]
+        held = {name: bag for part in self._parts for name, bag in part.bags.items()}
+        self.tt_bags = nn.ModuleDict({config.name: held[config.name] for config in tables if config.name in held})
+        # Registered for pipelines, which look for the dists among the submodules.
+        self.dists = nn.ModuleList(dist for part in self._parts for dist in (part.input_dist, part.output_dist))
+        self.dense_bags: nn.Module | None = None
+        if isinstance(module.dense_bags, EmbeddingBagCollection):
+            dense_plan = EmbeddingModuleShardingPlan({t.name: plan[t.name] for t in module.dense_bags.embedding_bag_configs()})
+            fqn = f"{module_fqn}.dense_bags" if module_fqn else "dense_bags"
+            self.dense_bags = dense_sharder.shard(module.dense_bags, dense_plan, env, device, fqn)
+        self._dense_keys = module.dense_keys()
+        self._mesh = DeviceMesh.from_group(group, device.type) if divided else None
+        self._register_state_dict_hook(_to_dtensors)
+        self.register_load_state_dict_pre_hook(_to_local)
+
+    def create_context(self) -> ShardedContext:
+        return ShardedContext()
+
+    def input_dist(self, ctx: ShardedContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:  # type: ignore[override]
+        """Send every id to where its row is.
+
+        Raises:
+            ValueError: naming table and id, for an id out of range (checked on CPU); for batch sizes that vary by feature.
+        """
+        if features.variable_stride_per_key():
+            raise ValueError("sharded tensor-train tables take one batch size for all features: give inputs without inverse indices")
+        keys = features.keys()
+        awaitables: list[Any] = []
+        with torch.no_grad():
+            for part in self._parts:
+                mine = features if keys == part.features else features.permute([keys.index(name) for name in part.features])
+                _check_ids(part, mine)
+                ctx.divisors.append(part.divisor(mine))
+                ctx.sharding_contexts.append(EmbeddingShardingContext(batch_size_per_feature_pre_a2a=mine.stride_per_key()))
+                awaitables.append(part.input_dist(mine))
+            if self.dense_bags is not None:
+                ctx.dense = self.dense_bags.create_context()
+                request = self.dense_bags.input_dist(ctx.dense, features)
+                ctx.sharding_contexts += ctx.dense.sharding_contexts
+                awaitables += request.awaitables
+        return KJTListSplitsAwaitable(awaitables, ctx)
+
+    def compute(self, ctx: ShardedContext, dist_input: KJTList) -> list[Tensor]:
+        return [part.lookup(features) for part, features in zip(self._parts, dist_input, strict=False)]
+
+    def output_dist(self, ctx: ShardedContext, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
+        return _Bags(self, ctx, self._send_back(ctx, output), None)
+
+    def compute_and_output_dist(self, ctx: ShardedContext, input: KJTList) -> LazyAwaitable[KeyedTensor]:
+        dense = None
+        if self.dense_bags is not None:  # first, so that its bags travel while the trains are multiplied
+            dense = self.dense_bags.compute_and_output_dist(ctx.dense, KJTList(input.features[len(self._parts) :]))
+        return _Bags(self, ctx, self._send_back(ctx, self.compute(ctx, input)), dense)
+
+    def _send_back(self, ctx: ShardedContext, output: list[Tensor]) -> list[Awaitable[Tensor]]:
+        contexts = ctx.sharding_contexts[: len(self._parts)]
+        return [part.output_dist(bags, context) for part, bags, context in zip(self._parts, output, contexts, strict=True)]
+
+    def assemble(self, ctx: ShardedContext, pooled: Sequence[Tensor], dense: KeyedTensor | None) -> KeyedTensor:
+        """The bags of all tables in the order of the unsharded collection, [B, sum of N_f]."""
+        columns: dict[str, Tensor] = {}
+        for part, keys, bags, divisor in zip(self._parts, self._part_keys, pooled, ctx.divisors, strict=True):
+            bags = bags if divisor is None else bags / divisor
+            columns |= zip(keys, bags.split([config.embedding_dim for config in part.tables], dim=1), strict=True)
+        if dense is not None:
+            columns |= zip(self._dense_keys, dense.values().split(dense.length_per_key(), dim=1), strict=True)
+        return KeyedTensor(self._keys, self._lengths, torch.cat([columns[key] for key in self._keys], dim=1))
+
+    def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
+        """Parameters that data parallelism is to leave alone."""
+        sharded = {parameter for part in self._parts for parameter in part.sharded_parameters()}
+        for name, parameter in self.tt_bags.named_parameters(_join(prefix, "tt_bags")):
+            if parameter in sharded:
+                yield name
+        if self.dense_bags is not None:
+            yield from self.dense_bags.sharded_parameter_names(_join(prefix, "dense_bags"))
+
+    @property
+    def unsharded_module_type(self) -> type[TTEmbeddingBagCollection]:
+        return TTEmbeddingBagCollection
+
+
+class _Bags(LazyAwaitable[KeyedTensor]):
+    def __init__(
+        self,
+        module: ShardedTTEmbeddingBagCollection,
+        ctx: ShardedContext,
+        pooled: Sequence[Awaitable[Tensor]],
+        dense: LazyAwaitable[KeyedTensor] | None,
+    ) -> None:
+        super().__init__()
+        self._module, self._ctx, self._pooled, self._dense = module, ctx, pooled, dense
+
+    def _wait_impl(self) -> KeyedTensor:
+        dense = None if self._dense is None else self._dense.wait()
+        return self._module.assemble(self._ctx, [bags.wait() for bags in self._pooled], dense)
+
+
+def _check_ids(part: Part, features: KeyedJaggedTensor) -> None:
+    """Here, where an id is still that of its table."""
+    if features.device().type == "cpu":
+        for config, name in zip(part.tables, part.features, strict=True):
+            check_ids(features[name].values(), config.num_embeddings, f"table {config.name!r} (feature {name!r})")
+
+
+def _row_shards(module: ShardedTTEmbeddingBagCollection, prefix: str) -> Iterator[tuple[str, RowShard]]:
+    for name, bag in module.tt_bags.items():
+        if isinstance(bag, RowShard):
+            yield f"{prefix}tt_bags.{name}.core_0", bag
+
+
+def _to_dtensors(module: ShardedTTEmbeddingBagCollection, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+    for key, bag in _row_shards(module, prefix):
+        whole = torch.Size(bag.whole.with_ranks(bag.shape.ranks).core_shapes[0])
+        stride = torch.empty(whole, device="meta").stride()
+        local = state[key][:, : bag.held].contiguous()
+        state[key] = DTensor.from_local(local, module._mesh, [Shard(1)], run_check=False, shape=whole, stride=stride)
+
+
+def _to_local(module: ShardedTTEmbeddingBagCollection, state: dict[str, Any], prefix: str, *args: Any) -> None:
+    for key, bag in _row_shards(module, prefix):
+        stored = state.get(key)
+        if isinstance(stored, DTensor):
+            local = stored.to_local()
+            padding = local.new_zeros(local.shape[0], bag.shape.row_shape[0] - local.shape[1], *local.shape[2:])
+            state[key] = torch.cat([local, padding], dim=1)
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

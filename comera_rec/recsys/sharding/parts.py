@@ -1,0 +1,246 @@
+"""The tables of a collection that are sharded alike: where their ids go, the lookup there, and how the bags come back.
+
+Ids and bags travel by TorchRec's own input and output dists. W processes; the k-th core has m_k slices, one a row digit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec import KeyedJaggedTensor
+from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingDist, DpSparseFeaturesDist
+from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist, RwSparseFeaturesDist
+from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist, TwSparseFeaturesDist
+from torchrec.modules.embedding_configs import PoolingType
+
+from comera_rec.nn import TTEmbeddingBag
+from comera_rec.recsys.collection import TTEmbeddingBagCollection
+from comera_rec.recsys.config import TTEmbeddingBagConfig
+
+
+class Part(nn.Module):
+    """Tables sharded alike.
+
+    Attributes:
+        features: of all the tables, in the order of `input_dist`; two tables may share one.
+        tables: config of each feature's table, in the same order.
+        bags: the tensor trains this process holds, whole or a shard of each, by table.
+        input_dist: KeyedJaggedTensor of the features -> awaitable of an awaitable of what this process looks up.
+        output_dist: (bags, sharding context) -> awaitable of [B, sum of N], for the samples of this process.
+    """
+
+    def __init__(
+        self,
+        configs: Sequence[TTEmbeddingBagConfig],
+        bags: Mapping[str, TTEmbeddingBag],
+        is_weighted: bool,
+        device: torch.device,
+        input_dist: nn.Module,
+        output_dist: nn.Module,
+        *,
+        local: Sequence[TTEmbeddingBagConfig] | None = None,
+    ) -> None:
+        super().__init__()
+        self.features = [feature for config in configs for feature in config.feature_names]
+        self.tables = [config for config in configs for _ in config.feature_names]
+        self.bags = bags
+        self.input_dist = input_dist
+        self.output_dist = output_dist
+        # Names of their own, because ids of a feature that tables share differ where they count from the first row of a shard.
+        local = [
+            replace(config, feature_names=[f"{config.name}/{feature}" for feature in config.feature_names])
+            for config in (configs if local is None else local)
+        ]
+        self._local_features = [feature for config in local for feature in config.feature_names]
+        # In a list, so that parameters are registered once, under the names of the unsharded collection.
+        self._lookup = [TTEmbeddingBagCollection.over(local, bags, is_weighted, device)] if local else []
+
+    def lookup(self, features: KeyedJaggedTensor) -> Tensor:
+        """[B, sum of N] bags of the ids that this process was sent."""
+        for lookup in self._lookup:
+            ids, weights = features.values(), features.weights_or_none()
+            values: Tensor = lookup(KeyedJaggedTensor(self._local_features, ids, weights, features.lengths())).values()
+            return values
+        # Nothing, but of as many samples as are looked up, and differentiable: all processes take part in sending bags and gradients.
+        return torch.empty(features.stride(), 0, device=features.device(), requires_grad=True)
+
+    def sharded_parameters(self) -> set[nn.Parameter]:
+        """Those that other processes don't hold; the others are replicas, and their gradients are averaged."""
+        return set()
+
+    def divisor(self, features: KeyedJaggedTensor) -> Tensor | None:
+        """What the bags that come back are still to be divided by, [B, sum of N]."""
+        return None
+
+
+class DataParallel(Part):
+    """Every process holds all of the tables and looks up its own samples: gradients travel, bags don't."""
+
+    def __init__(
+        self, configs: Sequence[TTEmbeddingBagConfig], bags: Mapping[str, TTEmbeddingBag], is_weighted: bool, device: torch.device
+    ) -> None:
+        held = {config.name: bags[config.name] for config in configs}
+        super().__init__(configs, held, is_weighted, device, DpSparseFeaturesDist(), DpPooledEmbeddingDist())
+
+
+class TableWise(Part):
+    """Every table is held by one process, which looks up the samples of all.
+
+    Args:
+        configs: the tables, in the order of their owners.
+        owners: the process of each.
+    """
+
+    def __init__(
+        self,
+        configs: Sequence[TTEmbeddingBagConfig],
+        bags: Mapping[str, TTEmbeddingBag],
+        is_weighted: bool,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        owners: Sequence[int],
+    ) -> None:
+        of = [[config for config, owner in zip(configs, owners, strict=True) if owner == rank] for rank in range(group.size())]
+        dims = [[config.embedding_dim for config in mine for _ in config.feature_names] for mine in of]
+        local = of[group.rank()]
+        super().__init__(
+            configs,
+            {config.name: bags[config.name] for config in local},
+            is_weighted,
+            device,
+            TwSparseFeaturesDist(group, [len(dim) for dim in dims]),
+            TwPooledEmbeddingDist(group, [sum(dim) for dim in dims], dims, device),
+            local=local,
+        )
+
+    def sharded_parameters(self) -> set[nn.Parameter]:
+        return {parameter for bag in self.bags.values() for parameter in bag.parameters()}
+
+
+class RowWise(Part):
+    """The leading core's slices are divided among the processes; the other cores are replicas.
+
+    A process looks up the rows of its own slices for the samples of all, and parts of bags are summed on their way back.
+    """
+
+    def __init__(
+        self,
+        configs: Sequence[TTEmbeddingBagConfig],
+        bags: Mapping[str, TTEmbeddingBag],
+        is_weighted: bool,
+        device: torch.device,
+        group: dist.ProcessGroup,
+    ) -> None:
+        shards: dict[str, TTEmbeddingBag] = {
+            config.name: RowShard(bags[config.name], group.rank(), group.size(), device) for config in configs
+        }
+        local = [
+            replace(config, num_embeddings=shards[config.name].num_embeddings, shape=shards[config.name].shape, tt_ranks=None)
+            for config in configs
+        ]
+        # Means are sums here, and divided when they are whole.
+        local = [replace(config, pooling=PoolingType.SUM) for config in local]
+        super().__init__(
+            configs,
+            shards,
+            is_weighted,
+            device,
+            RwSparseFeaturesDist(
+                group,
+                sum(len(config.feature_names) for config in configs),
+                [group.size() * config.num_embeddings for config in local for _ in config.feature_names],
+                device=device,
+            ),
+            RwPooledEmbeddingDist(group, [config.embedding_dim for config in configs for _ in config.feature_names]),
+            local=local,
+        )
+
+    def sharded_parameters(self) -> set[nn.Parameter]:
+        return {bag.core_0 for bag in self.bags.values()}
+
+    def divisor(self, features: KeyedJaggedTensor) -> Tensor | None:
+        is_mean = [config.pooling == PoolingType.MEAN for config in self.tables]
+        if not any(is_mean):
+            return None
+        lengths_FB = features.lengths().view(len(is_mean), -1).clamp(min=1)
+        dims = torch.tensor([config.embedding_dim for config in self.tables], device=lengths_FB.device)
+        return torch.where(torch.tensor(is_mean, device=lengths_FB.device)[:, None], lengths_FB, 1).repeat_interleave(dims, 0).T
+
+
+class RowShard(TTEmbeddingBag):
+    """One process's rows of a table: those whose leading digit is in its range; ids count from the first of them.
+
+    Args:
+        bag: the whole table, whose values are taken.
+        rank, world_size: which range, of how many.
+
+    Raises:
+        ValueError: if there are not enough leading digits for all processes.
+    """
+
+    def __init__(self, bag: TTEmbeddingBag, rank: int, world_size: int, device: torch.device) -> None:
+        first, *others = bag.shape.row_shape
+        digits = digits_per_process(bag.name, bag.shape.row_shape, world_size)
+        shape = replace(bag.shape, row_shape=(digits, *others))
+        super().__init__(
+            shape.num_rows,
+            bag.embedding_dim,
+            shape=shape,
+            mode="sum",
+            include_last_offset=True,
+            name=bag.name,
+            device=bag.core_0.device,
+            dtype=bag.core_0.dtype,
+        )
+        self.std = bag.std
+        self.world_size = world_size
+        self.whole = bag.shape
+        self.held = max(0, min(digits, first - rank * digits))
+        if bag.core_0.is_meta:
+            return
+        with torch.no_grad():
+            mine, theirs = [*self.cores(), *self.rank_parameters()], [*bag.cores(), *bag.rank_parameters()]
+            for parameter, value in zip(mine[1:], theirs[1:], strict=True):
+                parameter.copy_(value)
+            self.core_0.zero_()[:, : self.held] = bag.core_0[:, rank * digits : rank * digits + self.held]
+        self.to(device)
+
+    def forward_parameters(self) -> tuple[list[Tensor], list[Tensor]]:
+        (first, *others), ranks = super().forward_parameters()
+        return [first, *map(self._summed, others)], [*map(self._summed, ranks)]
+
+    def _summed(self, replica: Tensor) -> Tensor:
+        summed: Tensor = _Summed.apply(replica, self.world_size)
+        return summed
+
+
+class _Summed(torch.autograd.Function):
+    """Turns the average of a replica's gradients over the processes, which is what data parallelism takes, into their sum."""
+
+    @staticmethod
+    def forward(ctx, tensor: Tensor, world_size: int) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.world_size = world_size
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+        return grad * ctx.world_size, None
+
+
+def digits_per_process(table: str, row_shape: Sequence[int], world_size: int) -> int:
+    """Leading digits of a process in row-wise sharding; the last process may have fewer.
+
+    Raises:
+        ValueError: if a process would have none.
+    """
+    digits = -(-row_shape[0] // world_size)
+    if (world_size - 1) * digits >= row_shape[0]:
+        raise ValueError(
+            f"table {table!r} can't be divided row-wise among {world_size} processes: its leading core has {row_shape[0]} slices; "
+            "shard it data_parallel or table_wise, or give it a shape with a larger leading mode"
+        )
+    return digits

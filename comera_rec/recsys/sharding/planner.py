@@ -1,0 +1,258 @@
+"""TorchRec's planner with tensor trains at their true cost.
+
+B samples a process, W processes, L ids a process, N embedding_dim; sizes in bytes, times in ms, as everywhere in that planner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator, get_partition_by_type
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    Perf,
+    PlannerError,
+    Shard,
+    ShardingOption,
+    Storage,
+)
+from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
+
+from comera_rec.recsys.collection import TTEmbeddingBagCollection
+from comera_rec.recsys.config import TTEmbeddingBagConfig
+from comera_rec.recsys.sharding.parts import digits_per_process
+from comera_rec.recsys.sharding.sharder import SHARDING_TYPES, TTEmbeddingBagCollectionSharder
+from comera_rec.tt import TTShape
+
+_FLOPS = {"cpu": 5e7, "cuda": 1e10}  # a ms, of products as small as these; an order of magnitude is enough to rank plans
+_ITEM = 4  # bytes of a float32
+_COPIES = 3  # of the parameters: weights, gradients, one optimizer state
+
+
+class TTShardingPlanner(EmbeddingShardingPlanner):
+    """`EmbeddingShardingPlanner` that also places the tensor trains of `TTEmbeddingBagCollection`s, dense tables beside them.
+
+    A train takes the storage of its cores, their gradients, one optimizer state and the workspace of its lookup. Its time counts the
+    lookup's bytes and multiply-adds, the ids and bags sent table-wise and row-wise, and the gradients of replicated cores.
+
+    Args:
+        topology, batch_size, constraints, and others: as in TorchRec; a constraint's `sharding_types` hold for trains as for tables.
+        storage_reservation: default 15 % of every device for what is not a table.
+
+    Raises:
+        PlannerError: from `plan`, if nothing fits; it names the table to begin with, and what would make it fit.
+
+    Example:
+        >>> topology = Topology(world_size=2, compute_device="cpu")
+        >>> plan = TTShardingPlanner(topology, batch_size=1024).plan(model, [TTEmbeddingBagCollectionSharder()])  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        topology: Topology | None = None,
+        batch_size: int | None = None,
+        *,
+        constraints: dict[str, ParameterConstraints] | None = None,
+        **others: Any,
+    ) -> None:
+        others.setdefault("storage_reservation", FixedPercentageStorageReservation(0.15))
+        super().__init__(topology=topology, batch_size=batch_size, constraints=constraints, **others)
+        if "enumerator" not in others:
+            self._enumerator = TTEnumerator(self._topology, self._batch_size, constraints)
+
+    def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
+        """The sharding plan of a model; see TorchRec."""
+        try:
+            return super().plan(module, sharders)
+        except PlannerError as error:
+            raise PlannerError(f"{self._remedy(module, sharders)}\n{error}", error.error_type) from None
+
+    def _remedy(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> str:
+        """Which table takes most, and how to make it fit."""
+        options = self._enumerator.enumerate(module, sharders)
+        kind = "hbm" if self._topology.compute_device == "cuda" else "ddr"
+        least: dict[str, int] = {}
+        for option in options:
+            size = max(getattr(shard.storage, kind) for shard in option.shards)
+            least[option.name] = min(size, least.get(option.name, size))
+        name, size = max(least.items(), key=lambda item: item[1])
+        room = min(getattr(device.storage, kind) for device in self._topology.devices)
+        is_tt = any(option.name == name and option.tensor.is_meta for option in options if _is_train(option))
+        what = "give it lower ranks or a higher order" if is_tt else "make it a tensor train (TTEmbeddingBagConfig with tt_ranks)"
+        return (
+            f"the tables don't fit: {name!r} takes {_gib(size)} of a device even where it is divided best, and a device has "
+            f"{_gib(room)} for everything: {what}, or plan for more devices than {self._topology.world_size}"
+        )
+
+
+def _is_train(option: ShardingOption) -> bool:
+    collection = option.module[1]
+    return isinstance(collection, TTEmbeddingBagCollection) and option.name in collection.tt_bags
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.3g} GiB"
+
+
+class TTEnumerator(EmbeddingEnumerator):
+    """TorchRec's enumerator, with options for tensor trains."""
+
+    def __init__(
+        self, topology: Topology, batch_size: int, constraints: dict[str, ParameterConstraints] | None = None, **others: Any
+    ) -> None:
+        super().__init__(topology, batch_size, constraints, **others)
+        self._topology = topology
+
+    def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:
+        """Options of all tables, dense and tensor trains."""
+        # To TorchRec a collection is a module like any other, in which it finds the child that holds the dense tables.
+        stock = [sharder for sharder in sharders if not isinstance(sharder, TTEmbeddingBagCollectionSharder)]
+        ours = [sharder for sharder in sharders if isinstance(sharder, TTEmbeddingBagCollectionSharder)]
+        if ours and not any(isinstance(sharder, EmbeddingBagCollectionSharder) for sharder in stock):
+            stock.append(ours[0].dense_sharder)
+        options = super().enumerate(module, stock)
+        if not ours:
+            return options
+        for path, collection in module.named_modules():
+            if not isinstance(collection, TTEmbeddingBagCollection):
+                continue
+            dense_path = f"{path}.dense_bags" if path else "dense_bags"
+            for option in options:
+                if option.module[0] == dense_path:
+                    option._module = (path, collection)
+            tensors = ours[0].shardable_parameters(collection)
+            for config in collection.tt_configs():
+                shape = collection.tt_bag(config.name).shape
+                options += self._options(path, collection, config, shape, tensors[config.name])
+        return options
+
+    def _options(
+        self, path: str, collection: TTEmbeddingBagCollection, config: TTEmbeddingBagConfig, shape: TTShape, tensor: nn.Parameter
+    ) -> list[ShardingOption]:
+        rows, cols, world = config.num_embeddings, config.embedding_dim, self._world_size
+        constraint = (self._constraints or {}).get(config.name)
+        pooling = list(constraint.pooling_factors) if constraint else [1.0] * len(config.feature_names)
+        wanted = (constraint.sharding_types if constraint else None) or SHARDING_TYPES
+        shards: dict[str, Callable[[], list[tuple[int, int]]]] = {
+            ShardingType.DATA_PARALLEL.value: lambda: [(0, rows)] * world,
+            ShardingType.TABLE_WISE.value: lambda: [(0, rows)],
+            ShardingType.ROW_WISE.value: lambda: _row_ranges(config.name, shape, rows, world),
+        }
+        options = []
+        for kind in SHARDING_TYPES:
+            if kind not in wanted or (kind == ShardingType.ROW_WISE.value and not _is_divisible(shape, world)):
+                continue
+            storage, perf = self._estimate(kind, config, shape, sum(pooling) * self._batch_size)
+            options.append(
+                ShardingOption(
+                    name=config.name,
+                    tensor=tensor,
+                    module=(path, collection),
+                    input_lengths=pooling,
+                    batch_size=self._batch_size,
+                    compute_kernel="customized_kernel",
+                    sharding_type=kind,
+                    partition_by=get_partition_by_type(kind),
+                    shards=[
+                        Shard(size=[last - first, cols], offset=[first, 0], storage=storage, perf=perf)
+                        for first, last in shards[kind]()
+                    ],
+                    is_pooled=True,
+                    feature_names=list(config.feature_names),
+                )
+            )
+        if not options:
+            raise PlannerError(
+                f"table {config.name!r}: none of the sharding types {list(wanted)} suits a tensor train on {world} processes: allow "
+                f"one of {', '.join(SHARDING_TYPES)}"
+            )
+        return options
+
+    def _estimate(self, kind: str, config: TTEmbeddingBagConfig, shape: TTShape, ids: float) -> tuple[Storage, Perf]:
+        """Storage and time of a shard, where each process has `ids` ids of the table."""
+        counted = count_bytes(kind, shape, config.embedding_dim, len(config.feature_names), self._batch_size, ids, self._world_size)
+        on_gpu = self._compute_device != "cpu"
+        bandwidth = self._topology.hbm_mem_bw if on_gpu else self._topology.ddr_mem_bw
+        many_hosts = self._world_size > self._local_world_size
+        network = self._topology.inter_host_bw if many_hosts else self._topology.intra_host_bw
+        compute = counted["memory"] / bandwidth + counted["flops"] / _FLOPS["cuda" if on_gpu else "cpu"]
+        perf = Perf(
+            fwd_compute=compute,
+            fwd_comms=(counted["ids"] + counted["bags"]) / network,
+            bwd_compute=2 * compute,
+            bwd_comms=(counted["bags"] + counted["gradients"]) / network,
+        )
+        size = round(counted["storage"])
+        return Storage(hbm=size if on_gpu else 0, ddr=0 if on_gpu else size), perf
+
+
+def count_bytes(
+    kind: str, shape: TTShape, embedding_dim: int, features: int, batch: int, ids: float, world_size: int
+) -> Mapping[str, float]:
+    """What a step of a process counts for a tensor train.
+
+    Args:
+        kind: sharding type.
+        shape: of the whole table's train.
+        embedding_dim: N.
+        features: that share the table.
+        batch: B.
+        ids: L, over all features.
+        world_size: W.
+
+    Returns:
+        "ids", "bags" (one way) and "gradients": bytes that the process sends; "memory": bytes that its lookup reads and writes;
+        "flops" of its lookup; "storage": bytes that it holds.
+    """
+    others = (world_size - 1) / world_size
+    params = float(shape.num_params)
+    leading = float(shape.core_shapes[0][1] * shape.core_shapes[0][2] * shape.core_shapes[0][3])
+    bags = float(batch * features * embedding_dim * _ITEM)
+    sent = {"ids": ids * 8 * others, "bags": bags * others, "gradients": 0.0}
+    lookups, held, replicated = ids, params, 0.0
+    if kind == ShardingType.DATA_PARALLEL.value:
+        sent |= {"ids": 0.0, "bags": 0.0}
+        replicated = params
+    elif kind == ShardingType.TABLE_WISE.value:
+        # The owner alone sends bags, to all others, and looks up for all.
+        lookups, sent = ids * world_size, sent | {"bags": bags * (world_size - 1)}
+    else:
+        # Every process sends its part of all samples' bags, and looks up its share of all ids.
+        sent |= {"bags": bags * (world_size - 1)}
+        held, replicated = params - leading * others, params - leading
+    sent["gradients"] = 2 * others * replicated * _ITEM  # a ring's all-reduce
+    cut = (shape.order + 1) // 2
+    left, right = _product(shape.col_shape[:cut]), _product(shape.col_shape[cut:])
+    rank = shape.bonds[cut] if shape.order > 1 else 1
+    workspace = lookups * embedding_dim * _ITEM
+    return {
+        **sent,
+        "memory": workspace + held * _ITEM,
+        "flops": 2.0 * lookups * left * rank * right,
+        "storage": held * _ITEM * _COPIES + 2 * workspace,
+    }
+
+
+def _product(sizes: tuple[int, ...]) -> int:
+    product = 1
+    for size in sizes:
+        product *= size
+    return product
+
+
+def _is_divisible(shape: TTShape, world_size: int) -> bool:
+    try:
+        digits_per_process("", shape.row_shape, world_size)
+    except ValueError:
+        return False
+    return True
+
+
+def _row_ranges(table: str, shape: TTShape, rows: int, world_size: int) -> list[tuple[int, int]]:
+    block = digits_per_process(table, shape.row_shape, world_size) * _product(shape.row_shape[1:])
+    return [(min(rank * block, rows), min((rank + 1) * block, rows)) for rank in range(world_size)]

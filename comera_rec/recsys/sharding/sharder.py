@@ -1,0 +1,71 @@
+"""Tells TorchRec how a TTEmbeddingBagCollection is sharded."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torchrec import EmbeddingBagCollection
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharder, ShardingEnv, ShardingType
+
+from comera_rec.recsys.collection import TTEmbeddingBagCollection
+from comera_rec.recsys.sharding.collection import ShardedTTEmbeddingBagCollection
+
+SHARDING_TYPES = (ShardingType.DATA_PARALLEL.value, ShardingType.TABLE_WISE.value, ShardingType.ROW_WISE.value)
+
+
+class TTEmbeddingBagCollectionSharder(ModuleSharder[TTEmbeddingBagCollection]):
+    """Shards `TTEmbeddingBagCollection` under `DistributedModelParallel`: each train data-parallel, table-wise or row-wise.
+
+    Data-parallel replicates a train and averages its gradients: nothing of the table's bags is sent. Table-wise gives it to one
+    process. Row-wise divides the leading core's slices and replicates the other cores. Dense tables of the same collection go to
+    TorchRec's own sharder. Plan with `TTShardingPlanner`.
+
+    Args:
+        dense_sharder: of the dense tables; default `EmbeddingBagCollectionSharder()`.
+
+    Example:
+        >>> sharders = [TTEmbeddingBagCollectionSharder(), *get_default_sharders()]  # doctest: +SKIP
+        >>> plan = TTShardingPlanner(topology).collective_plan(model, sharders, group)  # doctest: +SKIP
+        >>> model = DistributedModelParallel(model, plan=plan, sharders=sharders)  # doctest: +SKIP
+    """
+
+    def __init__(self, dense_sharder: EmbeddingBagCollectionSharder | None = None) -> None:
+        super().__init__()
+        self.dense_sharder = dense_sharder or EmbeddingBagCollectionSharder()
+
+    def shard(
+        self,
+        module: TTEmbeddingBagCollection,
+        params: EmbeddingModuleShardingPlan,
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedTTEmbeddingBagCollection:
+        """The sharded module; `params` holds one parameter sharding a table, dense ones included."""
+        missing = [config.name for config in module.embedding_bag_configs() if config.name not in params]
+        if missing:
+            raise ValueError(f"the sharding plan has no entry for table {missing[0]!r}: make it with TTShardingPlanner")
+        device = device or torch.device("cpu")
+        return ShardedTTEmbeddingBagCollection(module, params, env, self.dense_sharder, device, module_fqn)
+
+    def shardable_parameters(self, module: TTEmbeddingBagCollection) -> dict[str, nn.Parameter]:
+        """By table a tensor [num_embeddings, embedding_dim]: of a train on the meta device, because it is nowhere formed."""
+        tables = {
+            config.name: nn.Parameter(torch.empty(config.num_embeddings, config.embedding_dim, device="meta"))
+            for config in module.tt_configs()
+        }
+        if isinstance(module.dense_bags, EmbeddingBagCollection):
+            tables |= self.dense_sharder.shardable_parameters(module.dense_bags)
+        return tables
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return list(SHARDING_TYPES)
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        return [EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value]
+
+    @property
+    def module_type(self) -> type[TTEmbeddingBagCollection]:
+        return TTEmbeddingBagCollection
