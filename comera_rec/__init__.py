@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from comera_rec.nn import TTEmbeddingBag, TTLinear
     from comera_rec.rank import RankConfig, RankScheduler, rank_param_groups, truncate_ranks_
     from comera_rec.recsys import TTEmbeddingBagCollection, TTEmbeddingBagConfig, build_dlrm
-    from comera_rec.recsys.sharding import TTEmbeddingBagCollectionSharder, TTShardingPlanner
+    from comera_rec.recsys.sharding import TTEmbeddingBagCollectionSharder, TTShardingPlanner, rewrap_data_parallel_
     from comera_rec.tt import TTShape, factorize, tt_svd, tt_to_dense
 
 _LAYERS = ("tt", "nn", "rank", "recsys", "convert", "recsys.sharding")  # cheapest import first
@@ -46,6 +46,7 @@ __all__ = [
     "export_dense",
     "factorize",
     "rank_param_groups",
+    "rewrap_data_parallel_",
     "swap_embedding_bag_collections_",
     "truncate_ranks_",
     "tt_svd",

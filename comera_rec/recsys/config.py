@@ -57,6 +57,10 @@ class TTEmbeddingBagConfig(EmbeddingBagConfig):
         """The TorchRec config of the same table."""
         return EmbeddingBagConfig(**_torchrec_fields(self))
 
+    def with_changes(self, **changes: Any) -> TTEmbeddingBagConfig:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
     @classmethod
     def from_dense(cls, config: EmbeddingBagConfig, shape: TTShape | None) -> TTEmbeddingBagConfig:
         """A TorchRec config with a shape; None keeps the table dense."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from processes import run
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 import comera_rec as cr
+from comera_rec.nn import named_tt_modules
 from comera_rec.recsys import TTEmbeddingBagCollection
 from comera_rec.recsys import TTEmbeddingBagConfig as Table
 from comera_rec.recsys.sharding import ShardedTTEmbeddingBagCollection
@@ -39,6 +41,7 @@ class Case:
 
     kinds: tuple[str, ...]
     weighted: bool = False
+    truncates: bool = False  # after the first step
 
     def sizes(self, world: int) -> list[int]:
         return (EVEN if "row_wise" in self.kinds else UNEVEN)[:world]
@@ -106,9 +109,7 @@ def share(step: int, rank: int, case: Case) -> KeyedJaggedTensor:
 def sharded(case: Case) -> DistributedModelParallel:
     world = dist.get_world_size()
     names = ["two", "three", "average"]
-    constraints = {
-        name: ParameterConstraints(sharding_types=[kind]) for name, kind in zip(names, case.kinds * 3, strict=False)
-    }
+    constraints = {name: ParameterConstraints(sharding_types=[kind]) for name, kind in zip(names, case.kinds * 3, strict=False)}
     constraints["small"] = ParameterConstraints(sharding_types=["table_wise"])
     fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LR}
     sharders: list[Any] = [cr.TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder(fused_params=fused))]
@@ -117,12 +118,28 @@ def sharded(case: Case) -> DistributedModelParallel:
     return DistributedModelParallel(model, plan=planner.collective_plan(model, sharders, dist.group.WORLD), sharders=sharders)
 
 
+def weaken_(model: nn.Module) -> None:
+    """Every other rank parameter of every train becomes small enough to be truncated."""
+    with torch.no_grad():
+        for _, module in named_tt_modules(model):
+            for rank in module.rank_parameters():
+                rank[::2] *= 1e-3
+
+
+def optimizer_of(model: nn.Module, case: Case) -> torch.optim.Optimizer:
+    """With state where that is sliced; the dense table, which TorchRec updates when it is sharded, never has any."""
+    parameters = dict(model.named_parameters())
+    dense = [parameters.pop(name) for name in list(parameters) if "dense_bags" in name]
+    groups = [{"params": list(parameters.values()), "momentum": 0.9 if case.truncates else 0}, {"params": dense}]
+    return torch.optim.SGD(groups, lr=LR)
+
+
 def train_sharded(rank: int, case: Case) -> dict[str, Tensor]:
     """Train three steps; every parameter that this process holds, row shards cut to size, and the last logits."""
     torch.manual_seed(rank)
     model = sharded(case)
     assert isinstance(model.module.bags, ShardedTTEmbeddingBagCollection)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    optimizer = optimizer_of(model, case)
     sizes = case.sizes(dist.get_world_size())
     for step in range(3):
         _, logits = model(share(step, rank, case))
@@ -130,6 +147,10 @@ def train_sharded(rank: int, case: Case) -> dict[str, Tensor]:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        if case.truncates and step == 0:
+            weaken_(model)
+            cr.truncate_ranks_(model, optimizer, threshold=0.01)
+            cr.rewrap_data_parallel_(model)
     outcome = {name: value.detach() for name, value in model.module.bags.state_dict().items() if name.startswith("tt_bags")}
     outcome = {f"bags.{name}": value.to_local() if hasattr(value, "to_local") else value for name, value in outcome.items()}
     outcome |= {f"over.{name}": value.detach() for name, value in model.module.over.named_parameters()}
@@ -138,12 +159,15 @@ def train_sharded(rank: int, case: Case) -> dict[str, Tensor]:
 
 def train_single(case: Case, world: int) -> dict[str, Tensor]:
     model = Model(case)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    optimizer = optimizer_of(model, case)
     for step in range(3):
         loss, logits = model(joined(global_batch(step, sum(case.sizes(world)), case.weighted)))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        if case.truncates and step == 0:
+            weaken_(model)
+            cr.truncate_ranks_(model, optimizer, threshold=0.01)
     return {**{name: value.detach() for name, value in model.named_parameters()}, "logits": logits.detach()}
 
 
@@ -154,6 +178,7 @@ def train_single(case: Case, world: int) -> dict[str, Tensor]:
         (2, Case(("row_wise", "table_wise", "data_parallel"))),
         (4, Case(("table_wise", "data_parallel", "row_wise"))),
         (4, Case(("row_wise",))),
+        (2, Case(("row_wise", "table_wise", "data_parallel"), truncates=True)),
     ],
     ids=str,
 )
@@ -168,3 +193,86 @@ def test_parameters_and_outputs_are_those_of_one_process(world: int, case: Case)
         pieces = [torch.cat(held, dim=1)] if held[0].shape != expected[name].shape else held
         for piece in pieces:
             assert torch.allclose(piece, expected[name], atol=1e-5), name
+
+
+def train_in_pipeline(rank: int, case: Case) -> list[Tensor]:
+    """Logits of three steps in TorchRec's pipeline, which sends the next batch's ids while this one is computed."""
+    model = sharded(case)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    pipeline = TrainPipelineSparseDist(model, optimizer, torch.device("cpu"))
+    batches = iter([share(step, rank, case) for step in range(3)])
+    return [pipeline.progress(batches).detach() for _ in range(3)]
+
+
+def train_in_turn(rank: int, case: Case) -> list[Tensor]:
+    model = sharded(case)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    outputs = []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss, logits = model(share(step, rank, case))
+        loss.backward()
+        optimizer.step()
+        outputs.append(logits.detach())
+    return outputs
+
+
+def test_torchrecs_pipeline_trains_alike() -> None:
+    case = Case(("row_wise", "table_wise", "data_parallel"))
+    for pipelined, in_turn in zip(run(2, train_in_pipeline, case), run(2, train_in_turn, case), strict=True):
+        for step in range(3):
+            assert torch.equal(pipelined[step], in_turn[step])
+
+
+def save(rank: int, case: Case, folder: str) -> Tensor:
+    torch.manual_seed(7)  # other values than Model's own seed gives
+    model = sharded(case)
+    with torch.no_grad():
+        for parameter in model.module.bags.tt_bags.parameters():
+            parameter.mul_(1.5)
+    dcp.save(model.state_dict(), checkpoint_id=folder)
+    return model(joined(global_batch(0, 4, False)))[1].detach()
+
+
+def load(rank: int, case: Case, folder: str) -> Tensor:
+    model = sharded(case)
+    state = model.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state)
+    return model(joined(global_batch(0, 4, False)))[1].detach()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_checkpoint_of_four_processes_loads_on_two_on_one_and_dense(tmp_path: Path) -> None:
+    case = Case(("row_wise", "table_wise", "data_parallel"))
+    expected = run(4, save, case, str(tmp_path))[0]
+    for loaded in run(2, load, Case(("table_wise", "row_wise", "row_wise")), str(tmp_path)):
+        assert torch.allclose(loaded, expected, atol=1e-6)
+    single = Model(case)
+    state = single.state_dict()
+    dcp.load(state, checkpoint_id=str(tmp_path), no_dist=True)
+    single.load_state_dict(state)
+    batch = joined(global_batch(0, 4, False))
+    assert torch.allclose(single(batch)[1], expected, atol=1e-6)
+    assert torch.allclose(cr.export_dense(single)(batch)[1], expected, atol=1e-4)
+
+
+def bad_input(rank: int) -> list[str]:
+    model = sharded(Case(("row_wise", "table_wise", "data_parallel")))
+    messages = []
+    for key, bad in (("left", 1000), ("right", 700), ("mean", -1)):
+        values = torch.tensor([bad])
+        lengths = torch.tensor([int(name == key) for name in FEATURES])
+        with pytest.raises(ValueError, match="out of range") as error:
+            model(KeyedJaggedTensor(FEATURES, values, lengths=lengths))
+        messages.append(str(error.value))
+    return messages
+
+
+def test_an_id_out_of_range_is_named_before_it_is_sent() -> None:
+    for messages in run(2, bad_input):
+        assert [message.split(":")[0] for message in messages] == [
+            "id 1000 is out of range for table 'two' (feature 'left')",
+            "id 700 is out of range for table 'three' (feature 'right')",
+            "id -1 is out of range for table 'average' (feature 'mean')",
+        ]

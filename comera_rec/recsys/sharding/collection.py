@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor, KeyedTensor
 from torchrec.distributed.embedding_sharding import EmbeddingShardingContext, KJTListSplitsAwaitable
 from torchrec.distributed.embedding_types import KJTList
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
 from torchrec.distributed.types import (
     Awaitable,
     EmbeddingModuleShardingPlan,
@@ -115,7 +115,7 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
         self.tt_bags = nn.ModuleDict({config.name: held[config.name] for config in tables if config.name in held})
         # Registered for pipelines, which look for the dists among the submodules.
         self.dists = nn.ModuleList(dist for part in self._parts for dist in (part.input_dist, part.output_dist))
-        self.dense_bags: nn.Module | None = None
+        self.dense_bags: ShardedEmbeddingBagCollection | None = None
         if isinstance(module.dense_bags, EmbeddingBagCollection):
             dense_plan = EmbeddingModuleShardingPlan({t.name: plan[t.name] for t in module.dense_bags.embedding_bag_configs()})
             fqn = f"{module_fqn}.dense_bags" if module_fqn else "dense_bags"
@@ -128,14 +128,16 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
     def create_context(self) -> ShardedContext:
         return ShardedContext()
 
-    def input_dist(self, ctx: ShardedContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:  # type: ignore[override]
+    def input_dist(self, ctx: ShardedContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
         """Send every id to where its row is.
 
         Raises:
             ValueError: naming table and id, for an id out of range (checked on CPU); for batch sizes that vary by feature.
         """
         if features.variable_stride_per_key():
-            raise ValueError("sharded tensor-train tables take one batch size for all features: give inputs without inverse indices")
+            raise ValueError(
+                "sharded tensor-train tables take one batch size for all features: give inputs without inverse indices"
+            )
         keys = features.keys()
         awaitables: list[Any] = []
         with torch.no_grad():

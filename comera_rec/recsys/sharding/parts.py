@@ -52,7 +52,7 @@ class Part(nn.Module):
         self.output_dist = output_dist
         # Names of their own, because ids of a feature that tables share differ where they count from the first row of a shard.
         local = [
-            replace(config, feature_names=[f"{config.name}/{feature}" for feature in config.feature_names])
+            config.with_changes(feature_names=[f"{config.name}/{feature}" for feature in config.feature_names])
             for config in (configs if local is None else local)
         ]
         self._local_features = [feature for config in local for feature in config.feature_names]
@@ -65,7 +65,7 @@ class Part(nn.Module):
             ids, weights = features.values(), features.weights_or_none()
             values: Tensor = lookup(KeyedJaggedTensor(self._local_features, ids, weights, features.lengths())).values()
             return values
-        # Nothing, but of as many samples as are looked up, and differentiable: all processes take part in sending bags and gradients.
+        # No columns, but differentiable: every process takes part in sending bags and their gradients.
         return torch.empty(features.stride(), 0, device=features.device(), requires_grad=True)
 
     def sharded_parameters(self) -> set[nn.Parameter]:
@@ -139,11 +139,14 @@ class RowWise(Part):
             config.name: RowShard(bags[config.name], group.rank(), group.size(), device) for config in configs
         }
         local = [
-            replace(config, num_embeddings=shards[config.name].num_embeddings, shape=shards[config.name].shape, tt_ranks=None)
+            config.with_changes(
+                num_embeddings=shards[config.name].num_embeddings,
+                shape=shards[config.name].shape,
+                tt_ranks=None,
+                pooling=PoolingType.SUM,  # means are divided when they are whole
+            )
             for config in configs
         ]
-        # Means are sums here, and divided when they are whole.
-        local = [replace(config, pooling=PoolingType.SUM) for config in local]
         super().__init__(
             configs,
             shards,

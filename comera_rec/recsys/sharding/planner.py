@@ -37,11 +37,11 @@ _COPIES = 3  # of the parameters: weights, gradients, one optimizer state
 class TTShardingPlanner(EmbeddingShardingPlanner):
     """`EmbeddingShardingPlanner` that also places the tensor trains of `TTEmbeddingBagCollection`s, dense tables beside them.
 
-    A train takes the storage of its cores, their gradients, one optimizer state and the workspace of its lookup. Its time counts the
-    lookup's bytes and multiply-adds, the ids and bags sent table-wise and row-wise, and the gradients of replicated cores.
+    A train takes the storage of its cores, their gradients, one optimizer state and the workspace of its lookup. Its time counts
+    the lookup's bytes and multiply-adds, the ids and bags sent table-wise and row-wise, and the gradients of replicated cores.
 
     Args:
-        topology, batch_size, constraints, and others: as in TorchRec; a constraint's `sharding_types` hold for trains as for tables.
+        topology, batch_size, constraints, and others: as in TorchRec; a constraint's `sharding_types` hold for trains as well.
         storage_reservation: default 15 % of every device for what is not a table.
 
     Raises:
@@ -82,7 +82,7 @@ class TTShardingPlanner(EmbeddingShardingPlanner):
             least[option.name] = min(size, least.get(option.name, size))
         name, size = max(least.items(), key=lambda item: item[1])
         room = min(getattr(device.storage, kind) for device in self._topology.devices)
-        is_tt = any(option.name == name and option.tensor.is_meta for option in options if _is_train(option))
+        is_tt = any(_is_train(option) for option in options if option.name == name)
         what = "give it lower ranks or a higher order" if is_tt else "make it a tensor train (TTEmbeddingBagConfig with tt_ranks)"
         return (
             f"the tables don't fit: {name!r} takes {_gib(size)} of a device even where it is divided best, and a device has "
@@ -168,8 +168,8 @@ class TTEnumerator(EmbeddingEnumerator):
             )
         if not options:
             raise PlannerError(
-                f"table {config.name!r}: none of the sharding types {list(wanted)} suits a tensor train on {world} processes: allow "
-                f"one of {', '.join(SHARDING_TYPES)}"
+                f"table {config.name!r}: none of the sharding types {list(wanted)} suits a tensor train on {world} processes: "
+                f"allow one of {', '.join(SHARDING_TYPES)}"
             )
         return options
 

@@ -1,0 +1,31 @@
+"""Data parallelism over parameters whose sizes change."""
+
+from __future__ import annotations
+
+import gc
+
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+
+def rewrap_data_parallel_(model: DistributedModelParallel) -> DistributedModelParallel:
+    """Let a model's replicas be averaged at their present sizes; call it on every process after `truncate_ranks_`.
+
+    DistributedDataParallel lays out its gradient buckets once, for the sizes it first saw. Gradients are dropped.
+
+    Args:
+        model: with `init_data_parallel` done.
+
+    Returns:
+        The model.
+    """
+    wrapped = model._dmp_wrapped_module
+    if isinstance(wrapped, DistributedDataParallel):
+        model._dmp_wrapped_module = wrapped.module
+        del wrapped
+        gc.collect()  # the old wrapper's hooks on gradients go with it
+        for parameter in model.parameters():
+            parameter.grad = None
+        model._ddp_wrapped = False
+        model.init_data_parallel()
+    return model
