@@ -25,6 +25,7 @@ BENCHMARKS = {
     "lookup-breakdown": ("benchmarks.breakdown", "where the time of a training step goes"),
     "lookup-memory": ("benchmarks.training_memory", "peak memory of training a table of 100 million rows"),
     "shapes": ("benchmarks.shapes", "shapes of one size: the one that TTShape.for_table chooses and the fastest"),
+    "distributed": ("benchmarks.distributed", "a sharded table: what each way of sharding sends, and its step"),
     "linear": ("benchmarks.linear", "linear layers: nn.Linear and TTLinear"),
 }
 _FILE = click.Path(path_type=Path)

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from processes import run
 from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor, PoolingType
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -21,6 +20,7 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 import comera_rec as cr
+from benchmarks.processes import run
 from comera_rec.nn import named_tt_modules
 from comera_rec.recsys import TTEmbeddingBagCollection
 from comera_rec.recsys import TTEmbeddingBagConfig as Table

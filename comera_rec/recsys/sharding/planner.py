@@ -206,14 +206,15 @@ def count_bytes(
         world_size: W.
 
     Returns:
-        "ids", "bags" (one way) and "gradients": bytes that the process sends; "memory": bytes that its lookup reads and writes;
+        "ids" (with the lengths of bags), "bags" (one way) and "gradients": bytes that the process sends; "memory": bytes that its
+        lookup reads and writes;
         "flops" of its lookup; "storage": bytes that it holds.
     """
     others = (world_size - 1) / world_size
     params = float(shape.num_params)
     leading = float(shape.core_shapes[0][1] * shape.core_shapes[0][2] * shape.core_shapes[0][3])
     bags = float(batch * features * embedding_dim * _ITEM)
-    sent = {"ids": ids * 8 * others, "bags": bags * others, "gradients": 0.0}
+    sent = {"ids": (ids + batch * features) * 8 * others, "bags": bags * others, "gradients": 0.0}
     lookups, held, replicated = ids, params, 0.0
     if kind == ShardingType.DATA_PARALLEL.value:
         sent |= {"ids": 0.0, "bags": 0.0}
@@ -222,8 +223,8 @@ def count_bytes(
         # The owner alone sends bags, to all others, and looks up for all.
         lookups, sent = ids * world_size, sent | {"bags": bags * (world_size - 1)}
     else:
-        # Every process sends its part of all samples' bags, and looks up its share of all ids.
-        sent |= {"bags": bags * (world_size - 1)}
+        # Every process sends its part of all samples' bags, with lengths for every process, and looks up its share of all ids.
+        sent |= {"bags": bags * (world_size - 1), "ids": (ids * others + batch * features * (world_size - 1)) * 8}
         held, replicated = params - leading * others, params - leading
     sent["gradients"] = 2 * others * replicated * _ITEM  # a ring's all-reduce
     cut = (shape.order + 1) // 2

@@ -22,7 +22,7 @@ def run(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """`function(rank, *args)` on each process of a group; what they return, by rank.
 
     Raises:
-        AssertionError: with the traceback of the first process that failed.
+        RuntimeError: with the traceback of the first process that failed.
     """
     with tempfile.TemporaryDirectory() as folder:
         queue = _CONTEXT.SimpleQueue()
@@ -37,7 +37,8 @@ def run(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         try:
             for _ in processes:
                 rank, error, written = queue.get()
-                assert error is None, f"process {rank} of {world_size}:\n{error}"
+                if error is not None:
+                    raise RuntimeError(f"process {rank} of {world_size} failed:\n{error}")
                 results[rank] = torch.load(io.BytesIO(written), weights_only=False)
                 failed.discard(rank)
         finally:
