@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from comera_rec.nn.linear import TTLinear
 from comera_rec.nn.tt_module import replace_modules_
-from comera_rec.tt import TTShape, require_positive
+from comera_rec.tt import TTShape, dense_milliseconds, require_positive, train_milliseconds
 
 INITS = ("random", "tt_svd")
+_SURELY = 1.2
+"""Predicted speed-up from which a layer is not slower: predictions are off by a fifth."""
+_LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +30,10 @@ class TTLinearConfig:
             taken, and a layer too small for it stays dense.
         order: number of cores, 2, 4, 6 or 8; default 4.
         min_features: layers with fewer input or output features stay dense.
-        policy: "auto" compresses a layer only where that saves parameters and multiply-adds; "always" does so wherever it fits.
+        policy: "auto" compresses a layer only where that makes it smaller and, by prediction, its training steps faster; "always"
+            does so wherever it fits.
+        batch: rows that a layer meets in a step (of a transformer: sequences times their length), for policy "auto". The prediction
+            is one for CPUs; on GPUs small layers gain less, because they wait for launches rather than products.
     """
 
     tt_ranks: int | tuple[int, ...] | None = None
@@ -33,29 +41,47 @@ class TTLinearConfig:
     order: int | None = None
     min_features: int = 128
     policy: str = "auto"
+    batch: int = 4096
 
     def __post_init__(self) -> None:
         require_one_size(self.tt_ranks, self.compression)
         if self.policy not in ("auto", "always"):
             raise ValueError(f"policy is {self.policy!r}: choose 'auto' or 'always'")
+        require_positive(batch=self.batch)
 
     def shape_for(self, in_features: int, out_features: int) -> TTShape | None:
         """Modes and ranks of a layer of this size, or None where it stays dense."""
+        return self.decide(in_features, out_features).shape
+
+    def decide(self, in_features: int, out_features: int) -> LinearDecision:
+        """What becomes of a layer of this size, and why."""
         if min(in_features, out_features) < self.min_features:
-            return None
+            return LinearDecision(None, f"stays dense: fewer than {self.min_features} features on one side")
+        shape = self._fitting_shape(in_features, out_features)
+        if shape is None:
+            return LinearDecision(None, f"stays dense: even rank 1 is not {self.compression:g} times smaller")
+        smaller = in_features * out_features / shape.num_params
+        faster = dense_milliseconds(in_features, out_features, self.batch) / train_milliseconds(shape, self.batch)
+        story = f"ranks {shape.ranks}, {smaller:.1f}x smaller, predicted {faster:.2f}x as fast at batch {self.batch}"
+        if self.policy == "auto" and (smaller <= 1 or faster < _SURELY):
+            return LinearDecision(None, f"stays dense: {story}" + f", less than {_SURELY}x" * (smaller > 1))
+        return LinearDecision(shape, story)
+
+    def _fitting_shape(self, in_features: int, out_features: int) -> TTShape | None:
         if self.compression is None:
-            shape = TTShape.for_linear(in_features, out_features, tt_ranks=self.tt_ranks, order=self.order)
-        else:
-            order = self.order or 4
-            budget = int(in_features * out_features / self.compression)
-            if TTShape.for_linear(in_features, out_features, tt_ranks=1, order=order).num_params > budget:
-                return None
-            shape = TTShape.for_linear(in_features, out_features, order=order, budget_params=budget)
-        if self.policy == "auto":
-            products = shape.ranks[shape.order // 2 - 1] * (in_features + out_features)  # multiply-adds per row of (x L) R
-            if max(shape.num_params, products) >= in_features * out_features:
-                return None
-        return shape
+            return TTShape.for_linear(in_features, out_features, tt_ranks=self.tt_ranks, order=self.order)
+        order = self.order or 4
+        budget = int(in_features * out_features / self.compression)
+        if TTShape.for_linear(in_features, out_features, tt_ranks=1, order=order).num_params > budget:
+            return None
+        return TTShape.for_linear(in_features, out_features, order=order, budget_params=budget)
+
+
+class LinearDecision(NamedTuple):
+    """Modes and ranks of a layer, or None where it stays dense; and a line that tells why."""
+
+    shape: TTShape | None
+    reason: str
 
 
 def require_one_size(tt_ranks: int | Sequence[int] | None, compression: float | None) -> None:
@@ -79,7 +105,12 @@ def compress_linears_(
 ) -> nn.Module:
     """Replace the large `nn.Linear` layers of a model by `TTLinear`, in place.
 
-    Build the optimizer afterwards: the replaced layers' parameters are new.
+    Build the optimizer afterwards: the replaced layers' parameters are new. What becomes of each layer, and why, is logged at level
+    INFO; `TTLinearConfig.decide` tells it beforehand.
+
+    Layers of `torch.nn.MultiheadAttention` stay dense: its input projection is a bare parameter, and its output projection is a
+    subclass of `nn.Linear` whose weight is read, not called. Attention that calls its layers, such as BERT's in transformers, is
+    compressed.
 
     Args:
         model: any module.
@@ -96,16 +127,18 @@ def compress_linears_(
     require_init(init)
     replacements: dict[nn.Module, nn.Module] = {}
     for name, module in model.named_modules():
-        # Exact type: subclasses such as the out-projection of nn.MultiheadAttention are read by name, never called.
+        # Exact type: subclasses may be read by name and never called.
         if type(module) is not nn.Linear or (filter_fn is not None and not filter_fn(module, name)):
             continue
-        shape = config.shape_for(module.in_features, module.out_features)
-        if shape is not None:
-            replacements[module] = _compressed(module, shape, init)
+        decision = config.decide(module.in_features, module.out_features)
+        _LOGGER.info("%s: %d x %d, %s", name or "the model", module.in_features, module.out_features, decision.reason)
+        if decision.shape is not None:
+            replacements[module] = _compressed(module, decision.shape, init)
     if not replacements:
         raise ValueError(
             f"no linear layer was compressed: none passed filter_fn with at least {config.min_features} features on both sides"
-            f"{' and a saving under policy auto' if config.policy == 'auto' else ''}; lower min_features or the ranks"
+            f"{' and a saving under policy auto' if config.policy == 'auto' else ''}; lower min_features or the ranks, "
+            "or see why in the log, at level INFO"
         )
     return replace_modules_(model, replacements)
 

@@ -1,25 +1,27 @@
 """Linear layer held as a tensor train.
 
-Shapes: I in_features, O out_features, r the rank of the bond between input and output modes.
+Shapes: B rows of the input, I in_features, O out_features, r the rank of the bond between input and output modes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from comera_rec.nn.tt_module import TTModule
-from comera_rec.tt import TTShape, contract, require_positive
+from comera_rec.ops import tt_linear
+from comera_rec.tt import Contraction, TTShape, best_contractions, contraction_for, require_positive
 
 
 class TTLinear(TTModule):
     """`torch.nn.Linear` whose weight is a tensor train over input modes, then output modes.
 
-    y = x W + b = (x L) R + b, with L (I x r) contracted from the input cores and R (r x O) from the output cores. CoMERA,
-    section 4.2 (arXiv 2405.14377): for large batches forming L and R once per step is close to the optimal contraction.
+    y = x W + b = (x L) R + b, with L (I x r) contracted from the input cores and R (r x O) from the output cores. For large
+    batches forming L and R once per step is close to the optimal contraction (CoMERA, section 4.2, arXiv 2405.14377); for small
+    ones contracting x with the cores one by one is. `comera_rec.tt.best_contractions` chooses for the batch at hand.
 
     Args:
         in_features: size of the last dimension of the input.
@@ -55,10 +57,9 @@ class TTLinear(TTModule):
         if shape is not None and tt_ranks is not None:
             raise ValueError(f"shape {shape} and tt_ranks {tt_ranks} are both given: give one of them")
         shape = shape or TTShape.for_linear(in_features, out_features, tt_ranks=tt_ranks)
-        cut = _input_cores(shape)
+        _require_inputs_first(shape)
         std = (3 * in_features) ** -0.5  # that of nn.Linear: uniform on +-1/sqrt(in_features)
         super().__init__(in_features, out_features, shape, std, device=device, dtype=dtype)
-        self._cut = cut
         self.register_parameter("bias", nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None)
         self.reset_parameters()
 
@@ -67,6 +68,15 @@ class TTLinear(TTModule):
         super().reset_parameters()
         if self.bias is not None and not self.bias.is_meta:
             nn.init.uniform_(self.bias, -(self.in_features**-0.5), self.in_features**-0.5)
+
+    @property
+    def shape(self) -> TTShape:
+        """Modes and ranks of the parameters. With every change of it the order of contractions is chosen anew."""
+        return self._shape
+
+    @shape.setter
+    def shape(self, shape: TTShape) -> None:
+        self._shape, self._contractions = shape, best_contractions(shape)
 
     @property
     def in_features(self) -> int:
@@ -88,11 +98,16 @@ class TTLinear(TTModule):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
-        cores = self.scaled_cores()
-        rank = self.shape.bonds[self._cut]
-        left_Ir = contract(cores[: self._cut]).reshape(self.shape.num_rows, rank)[: self.in_features]
-        right_rO = contract(cores[self._cut :]).reshape(rank, self.shape.num_cols)[:, : self.out_features]
-        return F.linear(input @ left_Ir, right_rO.mT, self.bias)
+        if input.shape[-1] != self.in_features:
+            raise ValueError(
+                f"input has {input.shape[-1]} features and the layer takes {self.in_features}: give [..., in_features]"
+            )
+        contraction = self.contraction(math.prod(input.shape[:-1]))
+        return tt_linear(input, self.cores(), self.rank_parameters(), self.out_features, self.bias, contraction)
+
+    def contraction(self, batch: int) -> Contraction:
+        """The order of products for a batch of that many rows; in an exported program that for large ones, since it takes any."""
+        return self._contractions[-1][1] if torch.compiler.is_exporting() else contraction_for(self._contractions, batch)
 
     @classmethod
     def from_dense(
@@ -126,12 +141,9 @@ class TTLinear(TTModule):
         return layer
 
 
-def _input_cores(shape: TTShape) -> int:
-    """How many leading cores hold input modes."""
-    for cut in range(1, shape.order):
-        if set(shape.col_shape[:cut]) == {1} and set(shape.row_shape[cut:]) == {1}:
-            return cut
-    raise ValueError(
-        f"shape with row_shape {shape.row_shape} and col_shape {shape.col_shape} is not a tensor train of a linear layer: "
-        "give input modes first (column modes 1), then output modes (row modes 1), as TTShape.for_linear does"
-    )
+def _require_inputs_first(shape: TTShape) -> None:
+    if not any(set(shape.col_shape[:cut]) == {1} == set(shape.row_shape[cut:]) for cut in range(1, shape.order)):
+        raise ValueError(
+            f"shape with row_shape {shape.row_shape} and col_shape {shape.col_shape} is not a tensor train of a linear layer: "
+            "give input modes first (column modes 1), then output modes (row modes 1), as TTShape.for_linear does"
+        )

@@ -4,5 +4,6 @@ from comera_rec.ops.gathered_matmul import gathered_matmul
 from comera_rec.ops.lookup import check_ids, tt_bags, tt_rows
 from comera_rec.ops.plan import LookupPlan, plan_lookup
 from comera_rec.ops.stack import stack_cores
+from comera_rec.ops.tt_linear import tt_linear
 
-__all__ = ["LookupPlan", "check_ids", "gathered_matmul", "plan_lookup", "stack_cores", "tt_bags", "tt_rows"]
+__all__ = ["LookupPlan", "check_ids", "gathered_matmul", "plan_lookup", "stack_cores", "tt_bags", "tt_linear", "tt_rows"]

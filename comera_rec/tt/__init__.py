@@ -1,24 +1,43 @@
 """Mathematics on shapes and cores; no modules, no state."""
 
+from comera_rec.tt.contraction import (
+    best_contractions,
+    candidate_contractions,
+    contraction_for,
+    dense_milliseconds,
+    train_milliseconds,
+)
 from comera_rec.tt.cores import contract, init_cores_, tt_to_dense
 from comera_rec.tt.cost import LookupCost, Work
 from comera_rec.tt.digits import row_digits, rows_from_digits
+from comera_rec.tt.linear_cost import Contraction, LinearWork, Tree, contraction_work, dense_work, span
 from comera_rec.tt.modes import factorize, require_positive
 from comera_rec.tt.shape import TTShape, max_ranks, table_candidates
 from comera_rec.tt.svd import tt_svd
 
 __all__ = [
+    "Contraction",
+    "LinearWork",
     "LookupCost",
     "TTShape",
+    "Tree",
     "Work",
+    "best_contractions",
+    "candidate_contractions",
     "contract",
+    "contraction_for",
+    "contraction_work",
+    "dense_milliseconds",
+    "dense_work",
     "factorize",
     "init_cores_",
     "max_ranks",
     "require_positive",
     "row_digits",
     "rows_from_digits",
+    "span",
     "table_candidates",
+    "train_milliseconds",
     "tt_svd",
     "tt_to_dense",
 ]

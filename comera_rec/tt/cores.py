@@ -42,8 +42,10 @@ def contract(cores: Sequence[Tensor]) -> Tensor:
         r0, m, n, r1 = result.shape
         _, m2, n2, r2 = core.shape
         # A plain matrix product: autocast knows it, tensordot it does not.
-        joined = (result.reshape(r0 * m * n, r1) @ core.reshape(r1, m2 * n2 * r2)).reshape(r0, m, n, m2, n2, r2)
-        result = joined.transpose(2, 3).reshape(r0, m * m2, n * n2, r2)
+        joined = result.reshape(r0 * m * n, r1) @ core.reshape(r1, m2 * n2 * r2)
+        if n > 1 and m2 > 1:
+            joined = joined.reshape(r0, m, n, m2, n2, r2).transpose(2, 3)
+        result = joined.reshape(r0, m * m2, n * n2, r2)
     return result
 
 

@@ -1,0 +1,88 @@
+"""In which order an input is contracted with the train of a linear layer: the cheapest for the batch at hand."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+
+from comera_rec.tt.linear_cost import Contraction, Tree, contraction_work, dense_work, joining_work, nanoseconds, span
+from comera_rec.tt.shape import TTShape
+
+Contractions = tuple[tuple[float, Contraction], ...]
+"""(largest batch it serves, contraction), by rising batch; the last serves any."""
+
+_WORTH = 0.9
+"""Of the time of a contraction that another must be below: each one makes torch.compile compile once more."""
+
+
+@lru_cache(maxsize=4096)
+def best_contractions(shape: TTShape) -> Contractions:
+    """The cheapest contraction, within a tenth, for every batch size.
+
+    For large batches that is forming L (I x r) and R (r x O) once (CoMERA, section 4.2, arXiv 2405.14377), or all of W where r is
+    large; for small ones the input meets the cores one by one. All candidates are tried: every way to cut the train into parts.
+
+    Args:
+        shape: of a linear layer, input modes first.
+    """
+    lines = {each: _line(shape, each) for each in candidate_contractions(shape)}
+
+    def cost(contraction: Contraction, batch: int) -> float:
+        fixed, per_row = lines[contraction]
+        return fixed + per_row * batch
+
+    best = min(lines, key=lambda each: lines[each][::-1])
+    found: Contractions = ((math.inf, best),)
+    for batch in (2**exponent for exponent in range(20, -1, -1)):
+        best = min(lines, key=lambda each: cost(each, batch))
+        if cost(best, batch) < _WORTH * cost(found[0][1], batch):
+            found = ((batch, best), *found)
+    return found
+
+
+def contraction_for(contractions: Contractions, batch: int) -> Contraction:
+    """The one that serves that batch."""
+    return next(contraction for limit, contraction in contractions if batch <= limit)
+
+
+def train_milliseconds(shape: TTShape, batch: int) -> float:
+    """Predicted time of a training step, forward and backward, of `TTLinear`."""
+    contraction = contraction_for(best_contractions(shape), batch)
+    return nanoseconds(contraction_work(shape, contraction, batch)) / 1e6
+
+
+def dense_milliseconds(in_features: int, out_features: int, batch: int) -> float:
+    """Predicted time of a training step, forward and backward, of `torch.nn.Linear`."""
+    return nanoseconds(dense_work(in_features, out_features, batch)) / 1e6
+
+
+def _line(shape: TTShape, contraction: Contraction) -> tuple[float, float]:
+    """(nanoseconds whatever the batch, nanoseconds a row)."""
+    empty, one = (nanoseconds(contraction_work(shape, contraction, batch)) for batch in (0, 1))
+    return empty, one - empty
+
+
+def candidate_contractions(shape: TTShape) -> Iterator[Contraction]:
+    inner = range(1, shape.order)
+    for count in range(shape.order):
+        for cuts in itertools.combinations(inner, count):
+            parts = tuple(_cheapest_tree(shape, *ends) for ends in itertools.pairwise((0, *cuts, shape.order)))
+            yield from (Contraction(parts, scale_rows) for scale_rows in ((False, True) if cuts else (False,)))
+
+
+@lru_cache(maxsize=65536)
+def _cheapest_tree(shape: TTShape, first: int, last: int) -> Tree:
+    """How to join neighbouring cores, as in a product of a chain of matrices."""
+    if last - first == 1:
+        return first
+    trees = [(_cheapest_tree(shape, first, cut), _cheapest_tree(shape, cut, last)) for cut in range(first + 1, last)]
+    return min(trees, key=lambda tree: _joining_nanoseconds(shape, tree))
+
+
+def _joining_nanoseconds(shape: TTShape, tree: Tree) -> float:
+    if isinstance(tree, int):
+        return 0.0
+    (first, cut), (_, last) = map(span, tree)
+    return nanoseconds(joining_work(shape, first, cut, last)) + sum(_joining_nanoseconds(shape, branch) for branch in tree)

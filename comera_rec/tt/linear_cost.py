@@ -1,0 +1,125 @@
+"""What a training step of a linear layer costs, dense or as a tensor train: work counted, times prices measured.
+
+Shapes: B rows of the batch, I in_features, O out_features; a core is (r, m, n, s).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from comera_rec.tt.shape import TTShape
+
+Tree = int | tuple["Tree", "Tree"]
+"""A core by its number, or the product of two neighbouring trees."""
+
+_VECTOR = 8  # floats; fixed, so that a decision does not depend on the machine that made it
+
+
+class Contraction(NamedTuple):
+    """An order of products of an input x with a train: parts are formed from the cores, then x meets one part after the other."""
+
+    parts: tuple[Tree, ...]
+    """Which together hold every core once, in order: ((0, 1), (2, 3)) forms L and R first, (0, 1, 2, 3) never joins two cores."""
+    scale_rows: bool
+    """Whether D_k between two parts multiplies the rows on their way from one to the other, instead of a core."""
+
+
+class LinearWork(NamedTuple):
+    """Amounts of each kind of work of a forward pass; or the price of one for the whole step.
+
+    A step is three forward passes: the gradient of either factor of a product runs over the same indices as the product. So
+    the contraction that is cheapest forward is cheapest with all its gradients, taken backwards along it as autograd does.
+    """
+
+    multiplies: float
+    """Multiply-adds of whole vectors, of which the last in a row may be partly empty."""
+    numbers: float
+    """Read or written."""
+    calls: float
+    """Products, copies and scalings, each with its gradients."""
+    trains: float
+    """1 for a train: flattening the input, cropping, choosing."""
+
+
+NANOSECONDS = LinearWork(multiplies=0.0374, numbers=0.413, calls=20_500, trains=45_400)
+"""Fitted by `python -m benchmarks.calibrate_linear` on two cores of an AMD EPYC, where MKL multiplies in vectors of 8 floats.
+Only their proportions decide."""
+
+
+def nanoseconds(work: LinearWork, prices: LinearWork = NANOSECONDS) -> float:
+    """The time of a step of that work."""
+    return sum(price * amount for price, amount in zip(prices, work, strict=True))
+
+
+def dense_work(in_features: int, out_features: int, batch: int) -> LinearWork:
+    """A forward pass of `torch.nn.Linear`."""
+    return _total([_product(batch, in_features, out_features)])
+
+
+def contraction_work(shape: TTShape, contraction: Contraction, batch: int) -> LinearWork:
+    """A forward pass of a train; affine in the batch."""
+    ops = [LinearWork(0, 0, 0, 1), *_forming(shape, contraction), *_passing(shape, contraction, batch)]
+    return _total(ops)
+
+
+def span(tree: Tree) -> tuple[int, int]:
+    """(first, last + 1) of the cores of a tree."""
+    return (tree, tree + 1) if isinstance(tree, int) else (span(tree[0])[0], span(tree[1])[1])
+
+
+def _forming(shape: TTShape, contraction: Contraction) -> Iterator[LinearWork]:
+    sizes = list(map(math.prod, shape.core_shapes))
+    between = {span(part)[0] for part in contraction.parts} if contraction.scale_rows else set()
+    for k in set(range(1, shape.order)) - between:
+        yield _elementwise(min(sizes[k - 1], sizes[k]))
+    for part in contraction.parts:
+        yield from _joining(shape, part)
+
+
+def _joining(shape: TTShape, tree: Tree) -> Iterator[LinearWork]:
+    if isinstance(tree, int):
+        return
+    for branch in tree:
+        yield from _joining(shape, branch)
+    (first, cut), (_, last) = map(span, tree)
+    yield joining_work(shape, first, cut, last)
+
+
+def joining_work(shape: TTShape, first: int, cut: int, last: int) -> LinearWork:
+    """The product of cores first..cut-1, joined, and cut..last-1, joined."""
+    r, _, _, _ = shape.core_shapes[first]
+    return _product(r * _modes(shape, first, cut), shape.bonds[cut], _modes(shape, cut, last) * shape.bonds[last])
+
+
+def _passing(shape: TTShape, contraction: Contraction, batch: int) -> Iterator[LinearWork]:
+    rows, rest = batch, shape.num_rows
+    for part in contraction.parts:
+        first, last = span(part)
+        r, s = shape.bonds[first], shape.bonds[last]
+        m, n = math.prod(shape.row_shape[first:last]), math.prod(shape.col_shape[first:last])
+        if contraction.scale_rows and first:
+            yield _elementwise(rows * rest * r)
+        rest //= m
+        if rest > 1 or (r > 1 and m > 1):
+            yield _elementwise(rows * m * rest * r)  # a copy with the mode beside the bond
+        yield _product(rows * rest, r * m, n * s)
+        rows *= n
+
+
+def _product(height: int, depth: int, width: int) -> LinearWork:
+    numbers = height * depth + depth * width + height * width
+    return LinearWork(height * depth * (-(-width // _VECTOR) * _VECTOR), numbers, 1, 0)
+
+
+def _elementwise(size: int) -> LinearWork:
+    return LinearWork(0, 2 * size, 1, 0)
+
+
+def _total(ops: list[LinearWork]) -> LinearWork:
+    return LinearWork(*map(sum, zip(*ops, strict=True)))
+
+
+def _modes(shape: TTShape, first: int, last: int) -> int:
+    return math.prod(shape.row_shape[first:last]) * math.prod(shape.col_shape[first:last])
