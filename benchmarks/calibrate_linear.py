@@ -1,7 +1,7 @@
 """Measure the prices by which linear layers are contracted and compressed: `python -m benchmarks.calibrate_linear`; two minutes.
 
-Steps of random layers, dense and in random contractions, are timed, and their 20th percentiles taken. The prices are the nonnegative
-ones whose predictions have the least relative errors, in squares; put them into `comera_rec/tt/linear_cost.py`.
+Steps of random layers, dense and in random contractions, are timed, and their 20th percentiles taken. The prices are the
+nonnegative ones whose predictions have the least relative errors, in squares; put them into `comera_rec/tt/linear_cost.py`.
 `python -m benchmarks.run linear` then tells how good the decisions are.
 """
 
@@ -89,8 +89,8 @@ def _steps(layer: cr.TTLinear, batch: int) -> Iterator[tuple[LinearWork, Callabl
             yield work, step(partial(_contracted, layer, contraction), layer)
 
 
-def _contracted(layer: cr.TTLinear, contraction: Contraction, x_BI: Tensor) -> Tensor:
-    return tt_linear(x_BI, layer.cores(), layer.rank_parameters(), layer.out_features, layer.bias, contraction)
+def _contracted(layer: cr.TTLinear, contraction: Contraction, x: Tensor) -> Tensor:
+    return tt_linear(x, layer.cores(), layer.rank_parameters(), layer.out_features, layer.bias, contraction)
 
 
 if __name__ == "__main__":

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
+from tqdm import tqdm
 
 import comera_rec as cr
 from benchmarks.measure import Settings, measure_cases
 from benchmarks.rows import Row
+from benchmarks.table import case_title
 from benchmarks.workload import Provider, TorchProvider, parameter_count, parameter_gradients
 
 
@@ -47,21 +49,31 @@ class LinearCase:
         }
 
 
+SECONDS = 2.5  # for each pass of each case, of which there are many
 QUICK = (LinearCase(batch=256, in_features=256, out_features=128, rank=8),)
-FULL = (
-    LinearCase(batch=128, in_features=1024, out_features=1024, rank=64),
-    LinearCase(batch=2048, in_features=1024, out_features=1024, rank=64),
-    LinearCase(batch=16384, in_features=1024, out_features=1024, rank=16),
-    LinearCase(batch=16384, in_features=1024, out_features=1024, rank=64),
-    LinearCase(batch=16384, in_features=512, out_features=256, rank=16),
-    LinearCase(batch=4096, in_features=768, out_features=768, rank=30),
-    LinearCase(batch=4096, in_features=768, out_features=3072, rank=30),
+SIZES = ((256, 256, 8), (256, 256, 32), (512, 256, 16), (768, 3072, 30), (1024, 1024, 16), (1024, 1024, 64), (1024, 1024, 128))
+FULL = tuple(
+    LinearCase(batch=batch, in_features=rows, out_features=cols, rank=rank)
+    for rows, cols, rank in SIZES
+    for batch in (16, 128, 1024, 4096, 16384)
+    if batch * cols <= 1 << 24  # 64 MiB of output
 )
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
-    """The rows of every case."""
-    yield from measure_cases("linear", QUICK if settings.quick else FULL, LinearWorkload, settings)
+    """The rows of every case; at the end the slowest of those layers that policy auto compresses."""
+    settings = replace(settings, plan=replace(settings.plan, seconds=min(settings.plan.seconds, SECONDS)))
+    ratios: dict[str, float] = {}
+    for rows in measure_cases("linear", QUICK if settings.quick else FULL, LinearWorkload, settings):
+        ratios |= {
+            f"{row.ratios['nn.Linear']:.2f}x in {case_title(row)}": row.ratios["nn.Linear"]
+            for row in rows
+            if (row.provider, row.pass_, row.unit) == ("TTLinear", "forward+backward", "ms") and row.counted["auto"]
+        }
+        yield rows
+    tqdm.write(
+        f"forward+backward of what policy auto compresses, {len(ratios)} cases, at least {min(ratios, key=ratios.__getitem__)}"
+    )
 
 
 class LinearWorkload:
@@ -72,6 +84,7 @@ class LinearWorkload:
 
     def __init__(self, case: LinearCase, device: str, seed: int) -> None:
         torch.manual_seed(seed)
+        self._case = case
         dtype = getattr(torch, case.dtype)
         self.tensor_train = cr.TTLinear(case.in_features, case.out_features, shape=case.tt_shape, device=device, dtype=dtype)
         self.input_BI = torch.randn(case.batch, case.in_features, device=device, dtype=dtype)
@@ -102,10 +115,18 @@ class LinearWorkload:
         }
 
     def counted(self, provider: Provider, pass_: str) -> dict[str, float]:
-        """Parameters, and the products that torch counts; `flops_ratio` is the dense layer's over this one's."""
+        """Parameters, and the products that torch counts; `flops_ratio` is the dense layer's over this one's. `auto`: policy auto takes the train."""
         assert isinstance(provider, TorchProvider)
         flops, dense = _flops(provider, pass_), self._dense_flops[pass_]
-        return {"params": parameter_count(provider.module), "flops": flops, "flops_ratio": dense / flops}
+        decision = cr.TTLinearConfig(tt_ranks=self._case.rank, order=self._case.order, batch=self._case.batch).decide(
+            self._case.in_features, self._case.out_features
+        )
+        return {
+            "params": parameter_count(provider.module),
+            "flops": flops,
+            "flops_ratio": dense / flops,
+            "auto": float(decision.shape is not None),
+        }
 
     @cached_property
     def _dense_flops(self) -> dict[str, float]:

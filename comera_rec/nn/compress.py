@@ -62,7 +62,8 @@ class TTLinearConfig:
             return LinearDecision(None, f"stays dense: even rank 1 is not {self.compression:g} times smaller")
         smaller = in_features * out_features / shape.num_params
         faster = dense_milliseconds(in_features, out_features, self.batch) / train_milliseconds(shape, self.batch)
-        story = f"ranks {shape.ranks}, {smaller:.1f}x smaller, predicted {faster:.2f}x as fast at batch {self.batch}"
+        size = f"{smaller:.1f}x smaller" if smaller > 1 else "not smaller"
+        story = f"ranks {shape.ranks}, {size}, predicted {faster:.2f}x as fast at batch {self.batch}"
         if self.policy == "auto" and (smaller <= 1 or faster < _SURELY):
             return LinearDecision(None, f"stays dense: {story}" + f", less than {_SURELY}x" * (smaller > 1))
         return LinearDecision(shape, story)

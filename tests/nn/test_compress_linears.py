@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import logging
+import re
+
 import pytest
 import torch
 from torch import nn
+from transformers import BertConfig, BertModel
 
 from comera_rec import TTLinear, TTLinearConfig, compress_linears_
 
@@ -62,13 +67,32 @@ def test_the_model_itself_may_be_a_linear_layer() -> None:
     torch.testing.assert_close(compressed(x), layer(x))
 
 
-def test_policy_auto_leaves_layers_that_would_not_get_cheaper() -> None:
-    wide = TTLinearConfig(tt_ranks=200, order=2)
-    assert wide.shape_for(256, 256) is None
+def test_policy_auto_leaves_layers_that_would_not_get_smaller_and_faster() -> None:
+    larger = TTLinearConfig(tt_ranks=(200,)).decide(256, 256)
+    assert larger.shape is None
+    assert larger.reason.startswith("stays dense: ranks (200,), not smaller, predicted ")
     assert TTLinearConfig(tt_ranks=200, order=2, policy="always").shape_for(256, 256) is not None
-    # Few parameters, but a middle rank that costs more multiply-adds than the dense layer.
-    assert TTLinearConfig(tt_ranks=(4, 128, 4)).shape_for(256, 256) is None
-    assert TTLinearConfig(tt_ranks=(4, 127, 4)).shape_for(256, 256) is not None
+    # Few parameters, but a middle rank of as many multiply-adds as the dense layer.
+    slower = TTLinearConfig(tt_ranks=(4, 128, 4)).decide(256, 256)
+    assert slower.shape is None
+    assert re.fullmatch(
+        r"stays dense: ranks \(4, 128, 4\), \d+\.\dx smaller, predicted .* at batch 4096, less than 1.2x", slower.reason
+    )
+    assert TTLinearConfig(tt_ranks=(4, 64, 4)).shape_for(256, 256) is not None
+
+
+def test_policy_auto_decides_for_the_batch() -> None:
+    assert TTLinearConfig(tt_ranks=16, batch=4096).shape_for(256, 256) is not None
+    assert TTLinearConfig(tt_ranks=16, batch=8).shape_for(256, 256) is None
+
+
+def test_what_becomes_of_each_layer_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="comera_rec"):
+        compress_linears_(Tower(), TTLinearConfig(tt_ranks=8))
+    first, body, head = caplog.messages
+    assert re.fullmatch(r"first: 256 x 128, ranks \(8, 8, 8\), 18.0x smaller, predicted \d+\.\d\dx as fast at batch 4096", first)
+    assert body.startswith("body.0: 128 x 256, ranks (8, 8, 8)")
+    assert head == "head: 128 x 10, stays dense: fewer than 128 features on one side"
 
 
 def test_compression_is_reached() -> None:
@@ -84,14 +108,35 @@ def test_subclasses_that_are_read_by_name_are_left() -> None:
         compress_linears_(attention, TTLinearConfig(tt_ranks=4))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # torch's own path in evaluation
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_torchs_transformer_layers_run_in_both_modes(batch_first: bool) -> None:
+def test_torchs_transformer_encoder_runs_in_both_modes(batch_first: bool) -> None:
     layer = nn.TransformerEncoderLayer(128, 4, 256, dropout=0.0, batch_first=batch_first)
-    compress_linears_(layer, TTLinearConfig(tt_ranks=4))
-    x = torch.randn(3, 5, 128)
-    trained = layer(x)
-    with torch.no_grad():
-        torch.testing.assert_close(layer.eval()(x), trained)
+    dense = nn.TransformerEncoder(layer, 2, enable_nested_tensor=batch_first)
+    model = compress_linears_(copy.deepcopy(dense), TTLinearConfig(tt_ranks=10**6, policy="always"), init="tt_svd")
+    assert tt_names(model) == [f"layers.{k}.linear{i}" for k in (0, 1) for i in (1, 2)], "attention stays dense"
+    x = torch.randn(3, 5, 128) if batch_first else torch.randn(5, 3, 128)
+    padded = torch.tensor([[False] * 5, [False] * 4 + [True], [False] * 2 + [True] * 3])
+    kept = ~padded[..., None] if batch_first else ~padded.T[..., None]
+    trained = model(x, src_key_padding_mask=padded)
+    torch.testing.assert_close(trained, dense(x, src_key_padding_mask=padded), rtol=1e-4, atol=1e-4)
+    with torch.no_grad():  # what padding yields differs between torch's own modes
+        torch.testing.assert_close(model.eval()(x, src_key_padding_mask=padded) * kept, trained * kept, rtol=1e-4, atol=1e-4)
+
+
+def test_bert_of_transformers_is_compressed_throughout() -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+    dense = BertModel(BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)).eval()
+    model = compress_linears_(copy.deepcopy(dense), TTLinearConfig(tt_ranks=10**6, policy="always"), init="tt_svd")
+    assert len(tt_names(model)) == 6 * 2 + 1  # query, key, value, attention's output and two of feed-forward a layer; the pooler
+    ids = torch.randint(100, (3, 7))
+    mask = torch.tensor([[1] * 7, [1] * 5 + [0] * 2, [1] + [0] * 6])
+    for evaluate in (True, False):
+        expected, found = (each.train(not evaluate)(ids, attention_mask=mask) for each in (dense, model))
+        for name in ("last_hidden_state", "pooler_output"):
+            torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-4)
+    found.pooler_output.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("filter_fn", [None, lambda module, name: False])
@@ -108,6 +153,7 @@ def test_nothing_matched_is_an_error(filter_fn: object) -> None:
         ({"tt_ranks": 4, "compression": 10}, "tt_ranks 4 and compression 10 are both given"),
         ({"compression": 1.0}, "compression is 1.0: give a number above 1"),
         ({"compression": float("nan")}, "compression is nan"),
+        ({"batch": 0}, "batch is 0: give a positive integer"),
         ({"policy": "never"}, "policy is 'never': choose 'auto' or 'always'"),
     ],
 )

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from comera_rec import TTLinear, TTShape
+from comera_rec import TTLinear, TTShape, truncate_ranks_
 
 # in and out features, order: powers, odd sizes that need padding, primes, one feature
 SIZES = [(16, 8, 2), (15, 21, 4), (31, 17, 4), (64, 27, 6), (30, 16, 8), (1, 5, 2), (7, 1, 4)]
@@ -56,6 +56,55 @@ def test_any_leading_dimensions(leading: tuple[int, ...]) -> None:
     layer = build((15, 21, 4))
     assert layer(torch.randn(*leading, 15, dtype=torch.float64)).shape == (*leading, 21)
     assert_same_as_dense(layer, torch.randn(*leading, 15, dtype=torch.float64))
+
+
+def test_inputs_of_another_size_are_refused() -> None:
+    with pytest.raises(ValueError, match="input has 14 features and the layer takes 15"):
+        build((15, 21, 4))(torch.randn(2, 14, dtype=torch.float64))
+
+
+# Small batches meet the cores one by one, large ones L and R; on either side of the limit the layer is the same.
+@pytest.mark.parametrize("batch", [1, 300])
+def test_new_ranks_are_contracted_in_an_order_of_their_own(batch: int) -> None:
+    layer = TTLinear(1024, 1024, tt_ranks=64, dtype=torch.float64)
+    assert len({layer.contraction(batch) for batch in (1, 300)}) == 2
+    with torch.no_grad():
+        for diagonal in layer.rank_parameters():
+            diagonal[1:] = 0
+    truncate_ranks_(layer, threshold=0.5)
+    assert layer.contraction(batch) == TTLinear(1024, 1024, tt_ranks=1).contraction(batch)
+    assert_same_as_dense(layer, torch.randn(batch, 1024, dtype=torch.float64))
+
+
+def test_compiled_layers_take_any_batch_in_one_graph() -> None:
+    layer = TTLinear(1000, 500, tt_ranks=64)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for leading in ((1,), (2, 3), (300,), (301,), (0,), (2,)):
+        x = torch.randn(*leading, 1000, requires_grad=True)
+        found, expected = compiled(x), layer(x)
+        torch.testing.assert_close(found, expected)
+        wanted = [x, *layer.parameters()]
+        torch.testing.assert_close(torch.autograd.grad(found.sum(), wanted), torch.autograd.grad(expected.sum(), wanted))
+
+
+def test_a_compiled_layer_sees_truncated_ranks() -> None:
+    layer = build((64, 27, 6), rank=4)
+    compiled, x = torch.compile(layer, fullgraph=True, backend="eager"), torch.randn(5, 64, dtype=torch.float64)
+    before = compiled(x)
+    with torch.no_grad():
+        for diagonal in layer.rank_parameters():
+            diagonal[2:] = 0
+    truncate_ranks_(layer, threshold=0.4)
+    assert not torch.equal(compiled(x), before)
+    torch.testing.assert_close(compiled(x), layer(x))
+
+
+def test_exported_layers_take_any_batch() -> None:
+    layer = TTLinear(1000, 500, tt_ranks=64)
+    exported = torch.export.export(layer, (torch.randn(5, 1000),), dynamic_shapes=({0: torch.export.Dim("batch", min=0)},)).module()
+    for batch in (0, 1, 7, 400):
+        x = torch.randn(batch, 1000)
+        torch.testing.assert_close(exported(x), layer(x))
 
 
 def test_a_vanished_layer_is_its_bias() -> None:
