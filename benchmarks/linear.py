@@ -115,7 +115,7 @@ class LinearWorkload:
         }
 
     def counted(self, provider: Provider, pass_: str) -> dict[str, float]:
-        """Parameters, and the products that torch counts; `flops_ratio` is the dense layer's over this one's. `auto`: policy auto takes the train."""
+        """Parameters, products as torch counts them (`flops_ratio`: the dense layer's over these), and whether auto compresses."""
         assert isinstance(provider, TorchProvider)
         flops, dense = _flops(provider, pass_), self._dense_flops[pass_]
         decision = cr.TTLinearConfig(tt_ranks=self._case.rank, order=self._case.order, batch=self._case.batch).decide(

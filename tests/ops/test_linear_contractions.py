@@ -16,7 +16,7 @@ from comera_rec.tt import Contraction, TTShape, candidate_contractions
 
 
 class Layer:
-    """Random cores, diagonals, bias and input of a shape, all positive so that no sum cancels; `features` may be fewer than modes hold."""
+    """Cores, diagonals, bias and input of a shape, positive so that no sum cancels; `features` may be fewer than the modes hold."""
 
     def __init__(self, shape: TTShape, features: tuple[int, int], leading: tuple[int, ...], dtype: torch.dtype, bias: bool) -> None:
         def leaf(*size: int) -> Tensor:
