@@ -76,6 +76,19 @@ def test_new_ranks_are_contracted_in_an_order_of_their_own(batch: int) -> None:
     assert_same_as_dense(layer, torch.randn(batch, 1024, dtype=torch.float64))
 
 
+def test_backward_keeps_the_input_and_what_has_rank_columns() -> None:
+    layer, x = TTLinear(60, 70, tt_ranks=4), torch.randn(1000, 60, requires_grad=True)
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        layer(x)
+    assert max(tensor.numel() for tensor in kept if tensor.data_ptr() != x.data_ptr()) == 1000 * 4  # x L
+
+
 def test_compiled_layers_take_any_batch_in_one_graph() -> None:
     layer = TTLinear(1000, 500, tt_ranks=64)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
