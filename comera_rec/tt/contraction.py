@@ -7,14 +7,14 @@ import math
 from collections.abc import Iterator
 from functools import lru_cache
 
-from comera_rec.tt.linear_cost import Contraction, Tree, contraction_work, dense_work, joining_work, nanoseconds, span
+from comera_rec.tt.linear_cost import Contraction, Tree, contraction_work, dense_work, forming_work, nanoseconds
 from comera_rec.tt.shape import TTShape
 
 Contractions = tuple[tuple[float, Contraction], ...]
 """(largest batch it serves, contraction), by rising batch; the last serves any."""
 
 _WORTH = 0.9
-"""Of the time of a contraction that another must be below: each one makes torch.compile compile once more."""
+"""Of the time of a contraction that another must stay below to replace it: each one makes torch.compile compile once more."""
 
 
 @lru_cache(maxsize=4096)
@@ -22,7 +22,7 @@ def best_contractions(shape: TTShape) -> Contractions:
     """The cheapest contraction, within a tenth, for every batch size.
 
     For large batches that is forming L (I x r) and R (r x O) once (CoMERA, section 4.2, arXiv 2405.14377), or all of W where r is
-    large; for small ones the input meets the cores one by one. All candidates are tried: every way to cut the train into parts.
+    large; for small ones the input meets the cores one by one. All candidates are tried.
 
     Args:
         shape: of a linear layer, input modes first.
@@ -65,6 +65,7 @@ def _line(shape: TTShape, contraction: Contraction) -> tuple[float, float]:
 
 
 def candidate_contractions(shape: TTShape) -> Iterator[Contraction]:
+    """Every way to cut the train into parts, each part formed by the cheapest products, D between the parts beside cores or rows."""
     inner = range(1, shape.order)
     for count in range(shape.order):
         for cuts in itertools.combinations(inner, count):
@@ -78,11 +79,4 @@ def _cheapest_tree(shape: TTShape, first: int, last: int) -> Tree:
     if last - first == 1:
         return first
     trees = [(_cheapest_tree(shape, first, cut), _cheapest_tree(shape, cut, last)) for cut in range(first + 1, last)]
-    return min(trees, key=lambda tree: _joining_nanoseconds(shape, tree))
-
-
-def _joining_nanoseconds(shape: TTShape, tree: Tree) -> float:
-    if isinstance(tree, int):
-        return 0.0
-    (first, cut), (_, last) = map(span, tree)
-    return nanoseconds(joining_work(shape, first, cut, last)) + sum(_joining_nanoseconds(shape, branch) for branch in tree)
+    return min(trees, key=lambda tree: nanoseconds(forming_work(shape, tree)))

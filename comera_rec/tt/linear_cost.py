@@ -6,7 +6,7 @@ Shapes: B rows of the batch, I in_features, O out_features; a core is (r, m, n, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from comera_rec.tt.shape import TTShape
@@ -60,13 +60,17 @@ def dense_work(in_features: int, out_features: int, batch: int) -> LinearWork:
 
 def contraction_work(shape: TTShape, contraction: Contraction, batch: int) -> LinearWork:
     """A forward pass of a train; affine in the batch."""
-    ops = [LinearWork(0, 0, 0, 1), *_forming(shape, contraction), *_passing(shape, contraction, batch)]
-    return _total(ops)
+    return _total([LinearWork(0, 0, 0, 1), *_forming(shape, contraction), *_passing(shape, contraction, batch)])
 
 
 def span(tree: Tree) -> tuple[int, int]:
     """(first, last + 1) of the cores of a tree."""
     return (tree, tree + 1) if isinstance(tree, int) else (span(tree[0])[0], span(tree[1])[1])
+
+
+def forming_work(shape: TTShape, tree: Tree) -> LinearWork:
+    """The products that join the cores of a tree."""
+    return _total(_joining(shape, tree))
 
 
 def _forming(shape: TTShape, contraction: Contraction) -> Iterator[LinearWork]:
@@ -79,18 +83,12 @@ def _forming(shape: TTShape, contraction: Contraction) -> Iterator[LinearWork]:
 
 
 def _joining(shape: TTShape, tree: Tree) -> Iterator[LinearWork]:
-    if isinstance(tree, int):
-        return
-    for branch in tree:
-        yield from _joining(shape, branch)
-    (first, cut), (_, last) = map(span, tree)
-    yield joining_work(shape, first, cut, last)
-
-
-def joining_work(shape: TTShape, first: int, cut: int, last: int) -> LinearWork:
-    """The product of cores first..cut-1, joined, and cut..last-1, joined."""
-    r, _, _, _ = shape.core_shapes[first]
-    return _product(r * _modes(shape, first, cut), shape.bonds[cut], _modes(shape, cut, last) * shape.bonds[last])
+    if not isinstance(tree, int):
+        for branch in tree:
+            yield from _joining(shape, branch)
+        (first, cut), (_, last) = map(span, tree)
+        r, s = shape.bonds[first], shape.bonds[last]
+        yield _product(r * _modes(shape, first, cut), shape.bonds[cut], _modes(shape, cut, last) * s)
 
 
 def _passing(shape: TTShape, contraction: Contraction, batch: int) -> Iterator[LinearWork]:
@@ -117,8 +115,8 @@ def _elementwise(size: int) -> LinearWork:
     return LinearWork(0, 2 * size, 1, 0)
 
 
-def _total(ops: list[LinearWork]) -> LinearWork:
-    return LinearWork(*map(sum, zip(*ops, strict=True)))
+def _total(ops: Iterable[LinearWork]) -> LinearWork:
+    return LinearWork(*map(sum, zip(LinearWork(0, 0, 0, 0), *ops, strict=True)))
 
 
 def _modes(shape: TTShape, first: int, last: int) -> int:
