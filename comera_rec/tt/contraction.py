@@ -65,7 +65,7 @@ def _line(shape: TTShape, contraction: Contraction) -> tuple[float, float]:
 
 
 def candidate_contractions(shape: TTShape) -> Iterator[Contraction]:
-    """Every way to cut the train into parts, each part formed by the cheapest products, D between the parts beside cores or rows."""
+    """Every way to cut the train into parts, each formed by the cheapest products; D between parts goes with cores or with rows."""
     inner = range(1, shape.order)
     for count in range(shape.order):
         for cuts in itertools.combinations(inner, count):
