@@ -1,17 +1,31 @@
-"""Rank adaptation: the price of size, the schedule, and truncation."""
+"""Rank adaptation: the price of size, what ranks are worth, the schedule, truncation and growth."""
 
+from comera_rec.rank.config import RankConfig
+from comera_rec.rank.growth import grow_ranks_
+from comera_rec.rank.importance import magnitude_scores, norm_scores
+from comera_rec.rank.objectives import Achievement, Budget, Objective, Price
 from comera_rec.rank.param_groups import rank_param_groups
 from comera_rec.rank.penalty import core_norm, model_size_surrogate, size_surrogate
-from comera_rec.rank.scheduler import RankConfig, RankScheduler
-from comera_rec.rank.truncation import count_tt_params, truncate_ranks_
+from comera_rec.rank.scheduler import RankScheduler
+from comera_rec.rank.selection import within_budget
+from comera_rec.rank.truncation import count_tt_params, keep_ranks_, truncate_ranks_
 
 __all__ = [
+    "Achievement",
+    "Budget",
+    "Objective",
+    "Price",
     "RankConfig",
     "RankScheduler",
     "core_norm",
     "count_tt_params",
+    "grow_ranks_",
+    "keep_ranks_",
+    "magnitude_scores",
     "model_size_surrogate",
+    "norm_scores",
     "rank_param_groups",
     "size_surrogate",
     "truncate_ranks_",
+    "within_budget",
 ]

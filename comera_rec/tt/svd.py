@@ -1,14 +1,24 @@
-"""Dense matrix to tensor train by sequential singular value decompositions (TT-SVD)."""
+"""Dense matrix to tensor train by sequential singular value decompositions (TT-SVD).
+
+M rows, N columns; m_k, n_k modes; r_k ranks; the first unfolding A is (m_1 n_1) x (m_2..m_d n_2..n_d).
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from comera_rec.tt.shape import TTShape
 
 _EXACT_LIMIT = 1024  # an unfolding whose short side is longer than this is decomposed by randomized SVD
+_WHOLE_LIMIT = 1 << 24  # a matrix of more entries is read in blocks, never copied
+_BLOCK = 1 << 22  # entries of a block
 _OVERSAMPLING = 16
+_POWER_ITERATIONS = 2
 
 
 def tt_svd(weight: Tensor, shape: TTShape, *, rtol: float = 0.0) -> list[Tensor]:
@@ -16,7 +26,8 @@ def tt_svd(weight: Tensor, shape: TTShape, *, rtol: float = 0.0) -> list[Tensor]
 
     Unfold, keep the leading singular vectors as a core, go on with the rest; the error in the Frobenius norm is at most sqrt(d-1)
     times that of the best train of the same ranks. Oseledets, Tensor-Train Decomposition (SIAM J. Sci. Comput. 2011), algorithm 1;
-    large unfoldings by randomized SVD, Halko, Martinsson and Tropp (SIAM Review 2011), algorithm 5.1.
+    large unfoldings by randomized subspace iteration, Halko, Martinsson and Tropp (SIAM Review 2011), algorithm 4.4. A large
+    matrix is read in blocks of rows: beside it and the cores, memory holds a few times r_1 rows of the first unfolding.
 
     Args:
         weight: [M, N] with M <= shape.num_rows and N <= shape.num_cols; padded with zeros.
@@ -30,36 +41,135 @@ def tt_svd(weight: Tensor, shape: TTShape, *, rtol: float = 0.0) -> list[Tensor]
     Raises:
         ValueError: if the matrix does not fit, or `rtol` is negative.
     """
+    return tt_svd_spectra(weight, shape, rtol=rtol)[0]
+
+
+def tt_svd_spectra(weight: Tensor, shape: TTShape, *, rtol: float = 0.0) -> tuple[list[Tensor], list[Tensor]]:
+    """`tt_svd` and, for every bond, the singular values [r_k] kept there, descending.
+
+    Cutting bonds to fewer ranks, leading ones first, adds at most the sum of the squares cut to the squared error.
+    """
     if weight.dim() != 2 or weight.shape[0] > shape.num_rows or weight.shape[1] > shape.num_cols:
         raise ValueError(
             f"weight of shape {tuple(weight.shape)} does not fit a train of {shape.num_rows} x {shape.num_cols}: enlarge the modes"
         )
     if not rtol >= 0:
         raise ValueError(f"rtol is {rtol}: give a non-negative number")
-    d = shape.order
-    dtype = weight.dtype
-    work = weight.detach().to(torch.promote_types(dtype, torch.float32))
-    work = torch.nn.functional.pad(work, (0, shape.num_cols - weight.shape[1], 0, shape.num_rows - weight.shape[0]))
-    # (m_1..m_d, n_1..n_d) -> (m_1, n_1, m_2, n_2, ...): neighbouring row and column modes share a core.
-    work = work.reshape(*shape.row_shape, *shape.col_shape).permute([axis for k in range(d) for axis in (k, d + k)])
-    tolerance = rtol / max(1, d - 1) ** 0.5 * work.norm()
-    cores, rank = [], 1
-    for k in range(d - 1):
-        size = shape.row_shape[k] * shape.col_shape[k]
+    weight = weight.detach()
+    unfolding = _Unfolding(weight, shape)
+    tolerance = rtol / max(1, shape.order - 1) ** 0.5 * unfolding.norm()
+    cores, spectra, rank = [], [], 1
+    work = torch.empty(0)
+    for k in range(shape.order - 1):
         cap = max(1, shape.ranks[k])
-        left, singular, right = _leading_svd(work.reshape(rank * size, -1), cap)
+        if k == 0 and unfolding.is_large(cap):
+            left, singular, right = unfolding.leading_svd(cap)
+        else:
+            work = unfolding.whole() if k == 0 else work
+            left, singular, right = _leading_svd(work.reshape(rank * shape.row_shape[k] * shape.col_shape[k], -1), cap)
         kept = min(cap, left.shape[1])
         if rtol > 0:
             tail = singular.flip(0).square().cumsum(0).sqrt().flip(0)  # tail[j]: norm of what is lost by keeping j
             kept = max(1, min(kept, int((tail > tolerance).sum())))
         # Zero columns keep the asked rank where the unfolding has fewer singular vectors.
         missing = 0 if rtol > 0 else cap - kept
-        left = torch.nn.functional.pad(left[:, :kept], (0, missing))
-        work = torch.nn.functional.pad(singular[:kept, None] * right[:kept], (0, 0, 0, missing))
-        cores.append(left.reshape(rank, shape.row_shape[k], shape.col_shape[k], -1).to(dtype))
+        left = F.pad(left[:, :kept], (0, missing))
+        work = F.pad(singular[:kept, None] * right[:kept], (0, 0, 0, missing))
+        cores.append(left.reshape(rank, shape.row_shape[k], shape.col_shape[k], -1).to(weight.dtype))
+        spectra.append(F.pad(singular[:kept], (0, missing)))
         rank = left.shape[1]
-    cores.append(work.reshape(rank, shape.row_shape[-1], shape.col_shape[-1], 1).to(dtype))
-    return cores
+    work = work if cores else unfolding.whole()
+    cores.append(work.reshape(rank, shape.row_shape[-1], shape.col_shape[-1], 1).to(weight.dtype))
+    return cores, spectra
+
+
+class _Unfolding:
+    """The first unfolding A of a matrix: rows are (i_1, j_1), columns (i_2, j_2, ..., i_d, j_d)."""
+
+    def __init__(self, weight: Tensor, shape: TTShape) -> None:
+        self.weight = weight
+        self.shape = shape
+        self.dtype = torch.promote_types(weight.dtype, torch.float32)
+        self.rows = shape.row_shape[0] * shape.col_shape[0]
+        self.columns = shape.num_rows * shape.num_cols // self.rows
+
+    def is_large(self, rank: int) -> bool:
+        """Whether it is too large to copy, or to decompose exactly."""
+        short_side = min(self.rows, self.columns)
+        return self.weight.numel() > _WHOLE_LIMIT or short_side > _EXACT_LIMIT and rank + _OVERSAMPLING < short_side
+
+    def norm(self) -> Tensor:
+        """Frobenius norm."""
+        squares = [block.double().square().sum() for block in self.weight.split(max(1, _BLOCK // max(1, self.weight.shape[1])))]
+        return torch.stack(squares).sum().sqrt()
+
+    def whole(self) -> Tensor:
+        """A, copied."""
+        return torch.cat([block for _, block in self._blocks(self.shape.row_shape[0])])
+
+    def _blocks(self, digits: int | None = None) -> Iterator[tuple[slice, Tensor]]:
+        """(rows, those rows of A) for a few leading digits at a time."""
+        (m1, *m_rest), (n1, *n_rest) = self.shape.row_shape, self.shape.col_shape
+        tall, d = math.prod(m_rest), self.shape.order
+        step = digits or max(1, _BLOCK // (tall * self.shape.num_cols))
+        for first in range(0, m1, step):
+            last = min(first + step, m1)
+            rows = self.weight[first * tall : last * tall].to(self.dtype)
+            padding = (0, self.shape.num_cols - rows.shape[1], 0, (last - first) * tall - rows.shape[0])
+            block = F.pad(rows, padding).reshape(last - first, *m_rest, n1, *n_rest)
+            # (i_1, i_2..i_d, j_1, j_2..j_d) -> (i_1, j_1, i_2, j_2, ...): neighbouring row and column modes share a core.
+            block = block.permute([axis for k in range(d) for axis in (k, d + k)])
+            yield slice(first * n1, last * n1), block.reshape((last - first) * n1, -1)
+
+    def leading_svd(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+        """As `_leading_svd`, reading A in blocks."""
+        size = min(rank + _OVERSAMPLING, self.rows, self.columns)
+        basis = self._gram_basis(size) if self.rows <= _EXACT_LIMIT else self._random_basis(size)
+        projected = self._transposed_times(basis).mT
+        # A is basis @ projected but for what the basis misses; the small side's Gram matrix in float64 keeps float32's digits.
+        squares, vectors = torch.linalg.eigh((projected @ projected.mT).double())
+        turn = vectors.flip(1).to(self.dtype)
+        singular = squares.flip(0).clamp_min(0).sqrt()
+        rest = (self.norm().square() - singular.square().sum()).clamp_min(0).sqrt()
+        right = (turn[:, :rank].mT @ projected) / singular[:rank, None].clamp_min(torch.finfo(self.dtype).tiny).to(self.dtype)
+        return basis @ turn[:, :rank], torch.cat([singular, rest[None]]).to(self.dtype), right
+
+    def _gram_basis(self, size: int) -> Tensor:
+        """The leading eigenvectors of A A^T."""
+        gram = self.weight.new_zeros(self.rows, self.rows, dtype=torch.float64)
+        # Columns in blocks this time: all of A's rows meet in A A^T, so the other digits are split.
+        for columns in self._column_blocks():
+            gram += columns.double() @ columns.double().mT
+        return torch.linalg.eigh(gram).eigenvectors.flip(1)[:, :size].to(self.dtype)
+
+    def _column_blocks(self) -> Iterator[Tensor]:
+        """All rows of A, some of its columns at a time (in an order of their own)."""
+        (m1, *m_rest), n1 = self.shape.row_shape, self.shape.col_shape[0]
+        tall, padded = math.prod(m_rest), F.pad
+        step = max(1, _BLOCK // (m1 * self.shape.num_cols))
+        starts = torch.arange(m1, device=self.weight.device) * tall
+        for first in range(0, tall, step):
+            ids = starts[:, None] + torch.arange(first, min(first + step, tall), device=self.weight.device)
+            rows = self.weight[ids.clamp_max(len(self.weight) - 1)].to(self.dtype) * (ids < len(self.weight))[..., None]
+            block = padded(rows, (0, self.shape.num_cols - rows.shape[2])).reshape(m1, ids.shape[1], n1, -1)
+            yield block.transpose(1, 2).reshape(self.rows, -1)
+
+    def _random_basis(self, size: int) -> Tensor:
+        """Orthonormal columns that nearly span the leading left singular vectors."""
+        generator = torch.Generator().manual_seed(0)
+        basis = torch.randn(self.columns, size, generator=generator).to(self.weight.device, self.dtype)
+        for iteration in range(_POWER_ITERATIONS + 1):
+            if iteration:
+                basis = torch.linalg.qr(self._transposed_times(basis)).Q
+            basis = torch.linalg.qr(torch.cat([block @ basis for _, block in self._blocks()])).Q
+        return basis
+
+    def _transposed_times(self, basis: Tensor) -> Tensor:
+        """A^T basis."""
+        result = basis.new_zeros(self.columns, basis.shape[1])
+        for rows, block in self._blocks():
+            result.addmm_(block.mT, basis[rows])
+        return result
 
 
 def _leading_svd(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:

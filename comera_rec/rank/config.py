@@ -1,0 +1,92 @@
+"""When ranks shrink, how far, and by what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from comera_rec.rank.importance import SCORES
+
+TARGETS = ("target_size", "target_params", "target_bytes", "target_compression")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankConfig:
+    """When ranks shrink, and how far.
+
+    Attributes:
+        early_steps: steps of the early stage, which minimizes L + gamma S + beta |G|^2.
+        late_steps: the most steps of the late stage, in which the trains shrink to their target.
+        objective: of the late stage. "achievement" minimizes max(w_loss (L - L0)/L0, w_size (S - S0)/S0) + rho (L/L0 + S/S0), ends
+            as soon as the size has reached its target, and where the price alone is too slow for that removes ranks little by
+            little. "budget" minimizes the loss alone and removes the ranks that matter least for what they cost, fast at first and
+            ever slower, so that the size ends just below the target.
+        target_size: parameters wanted in all trains as a fraction of those at the end of the early stage. Give one of the targets,
+            or none for no late stage.
+        target_params, target_bytes: wanted in all trains.
+        target_compression: dense bytes of the whole model over those it shall take, layers outside the trains included.
+        target_loss: L0; None takes the running mean of the task loss at the end of the early stage.
+        gamma: price of size in the early stage.
+        beta: price of the mean square of the cores in the early stage, so that scale cannot hide in them.
+        w_loss, w_size: weights of the two relative gaps of "achievement".
+        rho: weight of the sum that keeps both objectives of "achievement" moving.
+        threshold: ranks with |D| below it are truncated in the early stage and under "achievement".
+        truncate_every: steps between truncations.
+        score: what a rank is worth, "taylor", "norm" or "magnitude" (see `rank.importance`). Default "taylor" for "budget",
+            "norm" for "achievement", whose price is a part of the gradients that "taylor" reads.
+    """
+
+    early_steps: int
+    late_steps: int = 0
+    objective: Literal["achievement", "budget"] = "achievement"
+    target_size: float | None = None
+    target_params: int | None = None
+    target_bytes: int | None = None
+    target_compression: float | None = None
+    target_loss: float | None = None
+    gamma: float = 0.01
+    beta: float = 0.0
+    w_loss: float = 1.0
+    w_size: float = 1.0
+    rho: float = 1.0
+    threshold: float = 0.05
+    truncate_every: int = 50
+    score: Literal["taylor", "norm", "magnitude"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.early_steps < 1:
+            raise ValueError(f"early_steps is {self.early_steps}: give at least 1")
+        if self.truncate_every < 1:
+            raise ValueError(f"truncate_every is {self.truncate_every}: give at least 1")
+        if self.objective not in ("achievement", "budget"):
+            raise ValueError(f"objective is {self.objective!r}: choose 'achievement' or 'budget'")
+        if self.score not in (None, *SCORES):
+            raise ValueError(f"score is {self.score!r}: choose one of {', '.join(map(repr, SCORES))}")
+        if self.score == "taylor" and self.objective == "achievement":
+            raise ValueError(
+                "score is 'taylor' and objective 'achievement', whose price biases gradients: choose 'norm', or 'budget'"
+            )
+        self._check_targets()
+        if self.target_loss is not None and not self.target_loss > 0:
+            raise ValueError(f"target_loss is {self.target_loss}: give a positive number")
+        for name in ("gamma", "beta", "w_loss", "w_size", "rho", "threshold"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}: give a non-negative number")
+
+    def _check_targets(self) -> None:
+        given = {name: getattr(self, name) for name in TARGETS if getattr(self, name) is not None}
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(f'{name} {value}' for name, value in given.items())} are given: give one target")
+        if bool(given) != (self.late_steps > 0):
+            target = next(iter(given.items()), ("target_size", None))
+            raise ValueError(f"{target[0]} is {target[1]} and late_steps is {self.late_steps}: a late stage needs both")
+        if self.target_size is not None and not 0 < self.target_size <= 1:
+            raise ValueError(f"target_size is {self.target_size}: give a fraction of the early stage's size, above 0 and at most 1")
+        for name, value in given.items():
+            if not value > 0:
+                raise ValueError(f"{name} is {value}: give a positive number")
+
+    @property
+    def score_used(self) -> str:
+        """`score`, or the objective's default."""
+        return self.score or ("taylor" if self.objective == "budget" else "norm")

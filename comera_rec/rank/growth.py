@@ -1,0 +1,87 @@
+"""The reverse of truncation: ranks are added to trains, their gradients and optimizer state, without a change of the output.
+
+a, b ranks before and after a core.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from comera_rec.nn import TTModule, named_tt_modules
+from comera_rec.rank.truncation import replace_parameter_
+from comera_rec.tt import max_ranks
+
+_SECOND_MOMENTS = ("sum", "exp_avg_sq", "max_exp_avg_sq", "square_avg")
+
+
+def grow_ranks_(
+    model: nn.Module, ranks: Mapping[str, Sequence[int]], optimizer: Optimizer | None = None
+) -> dict[str, tuple[int, ...]]:
+    """Add ranks to trains; the model computes the same as before until it is trained further.
+
+    New slices of a core are Gaussian with the spread of its entries where they lead into new ranks, and zero where they lead from
+    new ranks to old ones: no path through a new rank reaches the output yet, but the gradient of its last core is not zero. New
+    rank parameters are one. Momenta and gradients are padded with zeros, second moments (Adam's, Adagrad's) with their mean, so that
+    the first updates of new entries are no larger than those of old ones. A train that was truncated away starts at its
+    initial scale.
+
+    Args:
+        model: any module that holds tensor-train modules.
+        ranks: fully qualified name -> new ranks of all its bonds, none below those it has.
+        optimizer: the optimizer over the model's parameters, if it has one.
+
+    Raises:
+        ValueError: for a name that is no tensor-train module, or ranks that are fewer than before or more than the modes can use.
+
+    Returns:
+        The ranks of every tensor-train module, by fully qualified name.
+    """
+    modules = dict(named_tt_modules(model))
+    for name, wanted in ranks.items():
+        if name not in modules:
+            raise ValueError(f"ranks names {name!r}, which is no tensor-train module: choose of {', '.join(modules)}")
+        shape = modules[name].shape
+        limits = max_ranks(shape.row_shape, shape.col_shape)
+        if len(wanted) != len(limits) or any(
+            not max(have, 1) <= r <= most for have, r, most in zip(shape.ranks, wanted, limits, strict=True)
+        ):
+            raise ValueError(
+                f"ranks of {name!r} are {tuple(wanted)}: it has {shape.ranks} and can use {limits}; give ranks between"
+            )
+    for name, wanted in ranks.items():
+        _grow_(modules[name], tuple(wanted), optimizer)
+    return {name: module.shape.ranks for name, module in modules.items()}
+
+
+def _grow_(module: TTModule, ranks: tuple[int, ...], optimizer: Optimizer | None) -> None:
+    before, shape = module.shape, module.shape.with_ranks(ranks)
+    initial = (module.std**2 / math.prod(ranks)) ** (1 / (2 * shape.order))  # as `init_cores_`
+    for core, size, old_b in zip(module.cores(), shape.core_shapes, before.bonds[1:], strict=True):
+        spread = float(core.detach().square().mean().sqrt()) if core.numel() else initial
+        replace_parameter_(core, partial(_padded, size=size, old_b=old_b, spread=spread), optimizer)
+    for rank, length in zip(module.rank_parameters(), ranks, strict=True):
+        replace_parameter_(rank, partial(_padded_rank, size=length), optimizer)
+    module.shape = shape
+
+
+def _filler(tensor: Tensor, key: str) -> float:
+    return float(tensor.mean()) if key in _SECOND_MOMENTS and tensor.numel() else 0.0
+
+
+def _padded(tensor: Tensor, *, key: str, size: tuple[int, ...], old_b: int, spread: float) -> Tensor:
+    old_a = tensor.shape[0]
+    grown = tensor.new_full(size, _filler(tensor, key))
+    if key == "data":
+        grown[..., old_b:].normal_(0.0, spread)  # into new ranks, from old and new ones; from new to old stays zero
+    grown[:old_a, :, :, :old_b] = tensor
+    return grown
+
+
+def _padded_rank(tensor: Tensor, *, key: str, size: int) -> Tensor:
+    return F.pad(tensor, (0, size - len(tensor)), value=1.0 if key == "data" else _filler(tensor, key))
