@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import datetime
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -35,6 +36,10 @@ class Settings:
     only: Mapping[str, str] = field(default_factory=dict)
     """Sizes that a case must have to be measured, as `Case.shapes` tells them."""
     plan: Plan = field(default_factory=Plan)
+    data: Path | None = None
+    """A folder of data that is no part of the repository."""
+    finished: Sequence[Row] = ()
+    """Rows of an earlier run, which a benchmark that can go on leaves out."""
 
 
 def chosen(cases: Iterable[AnyCase], only: Mapping[str, str]) -> list[AnyCase]:

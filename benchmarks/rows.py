@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-UNITS = ("ms", "MiB")
+UNITS = ("ms", "MiB", "NE")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +22,10 @@ class Row:
         provider: who did the work.
         shapes: sizes of the case: batch, rows, dim, order, ranks, distribution of the ids and so on; plain JSON values.
         dtype: of the weights.
-        pass_: "forward", "forward+backward" or "step" (with the optimizer's update); "pass" in JSON.
+        pass_: "forward", "forward+backward" or "step" (with the optimizer's update), or for whole trainings the split, "tune" or "test";
+            "pass" in JSON.
         p20, p50, p80: percentiles over the samples.
-        unit: "ms" for time, "MiB" for the peak extra memory of one call.
+        unit: "ms" for time, "MiB" for the peak extra memory of one call, "NE" for the normalized cross-entropy of a trained model.
         samples: how many calls the percentiles stand on.
         ratios: baseline -> the baseline's p50 over this p50, in the same run; above 1 is less time or memory than the baseline.
         counted: what was counted instead of measured, e.g. params, flops.
@@ -94,18 +95,22 @@ def read_rows(path: Path) -> list[Row]:
 
 
 class RowWriter:
-    """Writes rows beside the file, line by line, and puts them in its place once all are there."""
+    """Writes rows beside the file, line by line, and puts them in its place once all are there.
 
-    def __init__(self, path: Path) -> None:
+    With `append` they go to the end of the file itself, for benchmarks that go on where they stopped.
+    """
+
+    def __init__(self, path: Path, *, append: bool = False) -> None:
         if not path.parent.is_dir():
             raise ValueError(f"no folder {path.parent} for {path.name}: create it first")
         if path.is_dir():
             raise ValueError(f"{path} is a folder: name a file")
         self.path = path
-        self._partial = path.with_name(path.name + ".partial")
+        self._append = append
+        self._partial = path if append else path.with_name(path.name + ".partial")
 
     def __enter__(self) -> RowWriter:
-        self._file = self._partial.open("w")
+        self._file = self._partial.open("a" if self._append else "w")
         return self
 
     def write(self, rows: Iterable[Row]) -> None:
@@ -115,5 +120,5 @@ class RowWriter:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._file.close()
-        if kind is None:
+        if kind is None and not self._append:
             os.replace(self._partial, self.path)

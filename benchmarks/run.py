@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -14,7 +15,7 @@ from tqdm import tqdm
 from benchmarks.cli import run_command
 from benchmarks.environment import results_path
 from benchmarks.measure import Settings
-from benchmarks.rows import RowWriter
+from benchmarks.rows import RowWriter, read_rows
 from benchmarks.table import format_case
 from benchmarks.timing import Plan
 
@@ -27,7 +28,9 @@ BENCHMARKS = {
     "shapes": ("benchmarks.shapes", "shapes of one size: the one that TTShape.for_table chooses and the fastest"),
     "distributed": ("benchmarks.distributed", "a sharded table: what each way of sharding sends, and its step"),
     "linear": ("benchmarks.linear", "linear layers: nn.Linear and TTLinear"),
+    "quality": ("benchmarks.quality", "predictions of models whose tables take equal bytes; goes on where it stopped"),
 }
+RESUMABLE = ("quality",)
 _FILE = click.Path(path_type=Path)
 
 
@@ -44,6 +47,9 @@ _FILE = click.Path(path_type=Path)
 @click.option("--seconds", type=click.FloatRange(min=0), help="Time for each pass of each case, at least 10 rounds; default 6.")
 @click.option("--only", default="", metavar="SIZE=VALUE,...", help="Only cases of these sizes, such as dim=64,batch=20000.")
 @click.option("--seed", default=0, show_default=True, help="Of weights and inputs.")
+@click.option(
+    "--data", type=_FILE, metavar="FOLDER", help="quality: train.txt and test.txt, a line a user: its id, then the items'."
+)
 @click.option("--no-memory", is_flag=True, help="Leave out peak extra memory, which takes a process for each provider and pass.")
 def run(
     name: str,
@@ -55,6 +61,7 @@ def run(
     seconds: float | None,
     only: str,
     seed: int,
+    data: Path | None,
     no_memory: bool,
 ) -> None:
     """Measure every provider of a benchmark side by side, after all of them gave the same numbers.
@@ -68,24 +75,33 @@ def run(
     """
     if quick and save:
         raise click.UsageError("--save keeps results of full runs: drop --quick, or write the rows with --json")
-    if only and save:
+    if only and save and name not in RESUMABLE:
         raise click.UsageError("--save keeps results of full runs: drop --only, or write the rows with --json")
     if threads is not None:
         torch.set_num_threads(threads)
     plan = Plan(warmup=1, min_rounds=5, max_rounds=5) if quick else Plan()
     if seconds is not None:
         plan = Plan(warmup=plan.warmup, min_rounds=plan.min_rounds, max_rounds=1_000_000, seconds=seconds)
-    settings = Settings(quick=quick, device=_require_device(device), seed=seed, memory=not no_memory, only=_sizes(only), plan=plan)
+    settings = Settings(
+        quick=quick, device=_require_device(device), seed=seed, memory=not no_memory, only=_sizes(only), plan=plan, data=data
+    )
     with contextlib.ExitStack() as stack:
-        everything = stack.enter_context(RowWriter(json_file)) if json_file else None
+        if json_file and name in RESUMABLE and json_file.exists():
+            settings = replace(settings, finished=read_rows(json_file))
+        everything = stack.enter_context(RowWriter(json_file, append=name in RESUMABLE)) if json_file else None
         for chosen in BENCHMARKS if name == "all" else [name]:
             with contextlib.ExitStack() as inner:
-                kept = inner.enter_context(RowWriter(_made(results_path(chosen, device)))) if save else None
-                rows: Iterator[list] = importlib.import_module(BENCHMARKS[chosen][0]).run(settings)
+                resumable = chosen in RESUMABLE
+                path = results_path(chosen, device)
+                kept = inner.enter_context(RowWriter(_made(path), append=resumable)) if save else None
+                if kept and resumable:
+                    settings = replace(settings, finished=read_rows(path))
+                module = importlib.import_module(BENCHMARKS[chosen][0])
+                rows: Iterator[list] = module.run(settings)
                 for case in rows:
                     for writer in filter(None, (everything, kept)):
                         writer.write(case)
-                    tqdm.write(format_case(case) + "\n")
+                    tqdm.write(getattr(module, "format_case", format_case)(case) + "\n")
     if json_file:
         click.echo(f"wrote {json_file}")
 

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
         compression_report,
         export_dense,
         swap_embedding_bag_collections_,
+        tt_svd_within_budget,
     )
     from comera_rec.nn import TTEmbeddingBag, TTLinear
-    from comera_rec.rank import RankConfig, RankScheduler, rank_param_groups, truncate_ranks_
+    from comera_rec.rank import RankConfig, RankScheduler, grow_ranks_, rank_param_groups, truncate_ranks_
     from comera_rec.recsys import TTEmbeddingBagCollection, TTEmbeddingBagConfig, build_dlrm
     from comera_rec.recsys.sharding import TTEmbeddingBagCollectionSharder, TTShardingPlanner, rewrap_data_parallel_
     from comera_rec.tt import TTShape, factorize, tt_svd, tt_to_dense
@@ -45,11 +46,13 @@ __all__ = [
     "compression_report",
     "export_dense",
     "factorize",
+    "grow_ranks_",
     "rank_param_groups",
     "rewrap_data_parallel_",
     "swap_embedding_bag_collections_",
     "truncate_ranks_",
     "tt_svd",
+    "tt_svd_within_budget",
     "tt_to_dense",
 ]
 

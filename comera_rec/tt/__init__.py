@@ -13,7 +13,7 @@ from comera_rec.tt.digits import row_digits, rows_from_digits
 from comera_rec.tt.linear_cost import Contraction, LinearWork, Tree, contraction_work, dense_work, span
 from comera_rec.tt.modes import factorize, require_positive
 from comera_rec.tt.shape import TTShape, max_ranks, table_candidates
-from comera_rec.tt.svd import tt_svd
+from comera_rec.tt.svd import tt_svd, tt_svd_spectra
 
 __all__ = [
     "Contraction",
@@ -39,5 +39,6 @@ __all__ = [
     "table_candidates",
     "train_milliseconds",
     "tt_svd",
+    "tt_svd_spectra",
     "tt_to_dense",
 ]

@@ -96,7 +96,7 @@ class _Unfolding:
     def is_large(self, rank: int) -> bool:
         """Whether it is too large to copy, or to decompose exactly."""
         short_side = min(self.rows, self.columns)
-        return self.weight.numel() > _WHOLE_LIMIT or short_side > _EXACT_LIMIT and rank + _OVERSAMPLING < short_side
+        return self.weight.numel() > _WHOLE_LIMIT or (short_side > _EXACT_LIMIT and rank + _OVERSAMPLING < short_side)
 
     def norm(self) -> Tensor:
         """Frobenius norm."""

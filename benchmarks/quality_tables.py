@@ -1,0 +1,211 @@
+"""Ways to hold embedding tables in fewer bytes, all called as ids [B, F] -> [B, F, N].
+
+B batch, F fields, M rows and N columns of a table; budget: parameters, or bytes over 4.
+
+Every method keeps the tables below `MIN_ROWS` rows dense and shrinks the others together by the same factor.
+
+    hashing     M' < M rows; the id's hash picks one. Weinberger et al., arXiv 0902.2206
+    QR          a row of ceil(M/b) times, element by element, a row of b: id // b and id % b. Shi et al., arXiv 1909.02107
+    low rank    [M, k] times [k, N]
+    mixed dim   blocks of ids by frequency f, of dims ~ f^0.2 to f^0.5 (what fills the budget best) and a projection each; the rarest may share one vector (dim 0).
+                Ginart et al., arXiv 1909.11810
+    pruning     a dense table whose smallest entries vanish while training (cubic schedule of arXiv 1710.01878); an entry left
+                takes 8 bytes, value and index
+    TT          tensor trains of one rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+from comera_rec import TTEmbeddingBag, TTEmbeddingConfig, TTShape
+
+MIN_ROWS = 1000
+STD = 0.1  # of initial entries, for all methods
+
+
+class DoesNotFit(Exception):
+    """A method has no form this small."""
+
+
+class Dense(nn.Module):
+    """One table, dense."""
+
+    def __init__(self, rows: int, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(STD * torch.randn(rows, dim))
+
+    def forward(self, ids_B: Tensor) -> Tensor:
+        return F.embedding(ids_B, self.weight)
+
+
+class Hashed(Dense):
+    """Rows shared by ids of one hash."""
+
+    def __init__(self, counts: Tensor, dim: int, budget: int) -> None:
+        if budget < dim:
+            raise DoesNotFit
+        super().__init__(budget // dim, dim)
+
+    def forward(self, ids_B: Tensor) -> Tensor:
+        # Fibonacci hashing, 31 bits: neighbouring ids are spread.
+        return super().forward((ids_B * 2_654_435_769 % (1 << 32) >> 1) % len(self.weight))
+
+
+class QuotientRemainder(nn.Module):
+    """Two small tables, multiplied."""
+
+    def __init__(self, counts: Tensor, dim: int, budget: int) -> None:
+        super().__init__()
+        rows, most = len(counts), budget // dim
+        fitting = [b for b in range(1, most) if b + -(-rows // b) <= most]
+        if not fitting:
+            raise DoesNotFit
+        self.base = max(fitting, key=lambda b: b + -(-rows // b))
+        self.quotients = nn.Parameter(1 + STD * torch.randn(-(-rows // self.base), dim))
+        self.remainders = nn.Parameter(STD * torch.randn(self.base, dim))
+
+    def forward(self, ids_B: Tensor) -> Tensor:
+        return F.embedding(ids_B // self.base, self.quotients) * F.embedding(ids_B % self.base, self.remainders)
+
+
+class LowRank(nn.Module):
+    """[M, k] times [k, N]."""
+
+    def __init__(self, counts: Tensor, dim: int, budget: int) -> None:
+        super().__init__()
+        rank = budget // (len(counts) + dim)
+        if not rank:
+            raise DoesNotFit
+        self.left = nn.Parameter((STD / rank**0.5) ** 0.5 * torch.randn(len(counts), rank))
+        self.right = nn.Parameter((STD / rank**0.5) ** 0.5 * torch.randn(rank, dim))
+
+    def forward(self, ids_B: Tensor) -> Tensor:
+        return F.embedding(ids_B, self.left) @ self.right
+
+
+class MixedDimension(nn.Module):
+    """Blocks of ids by frequency, narrower the rarer."""
+
+    def __init__(self, counts: Tensor, dim: int, budget: int) -> None:
+        super().__init__()
+        self.dim = dim
+        edges = [0, *(16 * 2**k for k in range(40) if 16 * 2**k < len(counts)), len(counts)]
+        self.starts, self.stops = edges[:-1], edges[1:]
+        frequency = [float(counts[a:b].double().mean()) + 1 for a, b in zip(self.starts, self.stops, strict=True)]
+        dims = max((d for d in self._choices(frequency) if self._params(d) <= budget), key=self._params)
+        if not any(dims):
+            raise DoesNotFit
+        self.rest = nn.Parameter(torch.zeros(dim))
+        self.blocks = nn.ModuleList(self._block(b - a, d) for a, b, d in zip(self.starts, self.stops, dims, strict=True))
+
+    def _choices(self, frequency: Sequence[float]) -> list[list[int]]:
+        scales = torch.logspace(-4, 4, 500).tolist()
+        return [[min(self.dim, round(scale * f**power)) for f in frequency] for power in (0.2, 0.3, 0.4, 0.5) for scale in scales]
+
+    def _params(self, dims: Sequence[int]) -> int:
+        sizes = zip(self.starts, self.stops, dims, strict=True)
+        return self.dim + sum((b - a) * d + (d * self.dim if d < self.dim else 0) for a, b, d in sizes)
+
+    def _block(self, rows: int, width: int) -> nn.Module:
+        if width == 0:
+            return nn.Identity()
+        return Dense(rows, self.dim) if width == self.dim else _Projected(rows, width, self.dim)
+
+    def forward(self, ids_B: Tensor) -> Tensor:
+        out_BN = self.rest.expand(len(ids_B), -1)
+        for start, stop, block in zip(self.starts, self.stops, self.blocks, strict=True):
+            mine = ((ids_B >= start) & (ids_B < stop)).nonzero().flatten()
+            if mine.numel() and not isinstance(block, nn.Identity):
+                out_BN = out_BN.index_add(0, mine, block(ids_B[mine] - start))
+        return out_BN
+
+
+class _Projected(nn.Module):
+    def __init__(self, rows: int, width: int, dim: int) -> None:
+        super().__init__()
+        self.left = nn.Parameter(STD * torch.randn(rows, width))
+        self.right = nn.Parameter(width**-0.5 * torch.randn(width, dim))
+
+    def forward(self, ids_B: Tensor) -> Tensor:
+        return F.embedding(ids_B, self.left) @ self.right
+
+
+class Train(nn.Module):
+    """A tensor train."""
+
+    def __init__(self, rows: int, dim: int, shape: TTShape) -> None:
+        super().__init__()
+        self.bag = TTEmbeddingBag(rows, dim, shape=shape, std=STD)
+
+    def forward(self, ids_B: Tensor) -> Tensor:
+        pooled: Tensor = self.bag(ids_B[:, None])
+        return pooled
+
+
+class Embeddings(nn.Module):
+    """The tables of all fields.
+
+    Args:
+        counts: per field [M], how often each id occurs in training.
+        dim: N.
+        method: a key of `PER_TABLE`, "dense", "pruning" (which starts dense), or "TT".
+        compression: dense parameters of the large tables over those they take.
+        shapes: of the trains, for "TT"; default those that `TTEmbeddingConfig(compression=...)` chooses.
+
+    Raises:
+        DoesNotFit: if the method has no form this small.
+    """
+
+    def __init__(
+        self, counts: Sequence[Tensor], dim: int, method: str, compression: float, shapes: Sequence[TTShape] | None = None
+    ) -> None:
+        super().__init__()
+        self.large = [f for f, count in enumerate(counts) if len(count) >= MIN_ROWS]
+        self.budget = int(sum(len(counts[f]) for f in self.large) * dim / compression)
+        sizes = [len(counts[f]) for f in self.large]
+        trains = iter(shapes or (tt_shapes(sizes, dim, compression) if method == "TT" else ()))
+        tables: list[nn.Module] = []
+        for f, count in enumerate(counts):
+            if f not in self.large or method in ("dense", "pruning"):
+                tables.append(Dense(len(count), dim))
+            elif method == "TT":
+                tables.append(Train(len(count), dim, next(trains)))
+            else:
+                tables.append(PER_TABLE[method](count, dim, int(len(count) * dim / compression)))
+        self.tables = nn.ModuleList(tables)
+
+    def forward(self, ids_BF: Tensor) -> Tensor:
+        return torch.stack([table(ids_BF[:, f]) for f, table in enumerate(self.tables)], dim=1)
+
+    def large_tables(self) -> list[nn.Module]:
+        """Those that a method shrinks."""
+        return [self.tables[f] for f in self.large]
+
+    def large_params(self) -> int:
+        """What they hold."""
+        return sum(p.numel() for table in self.large_tables() for p in table.parameters())
+
+
+def tt_shapes(sizes: Sequence[int], dim: int, compression: float, order: int | None = None) -> list[TTShape]:
+    """Shapes of one rank within a compression of all tables together."""
+    tables = [EmbeddingBagConfig(name=f"t{i}", num_embeddings=m, embedding_dim=dim) for i, m in enumerate(sizes)]
+    try:
+        configs = TTEmbeddingConfig(compression=compression, min_rows=1, order=order).table_configs(tables)
+    except ValueError:
+        raise DoesNotFit from None
+    return [config.tt_shape() for config in configs]
+
+
+PER_TABLE: dict[str, Callable[[Tensor, int, int], Any]] = {
+    "hashing": Hashed,
+    "QR": QuotientRemainder,
+    "low rank": LowRank,
+    "mixed dim": MixedDimension,
+}
