@@ -34,7 +34,6 @@ from comera_rec.training.metrics import BinaryMetrics
 BUDGETS = (10, 50, 100, 200, 500)
 METHODS = ("dense", "TT fixed", "TT adaptive", "TT SVD", "hashing", "QR", "low rank", "mixed dim", "pruning")
 SCORES = {"TT adaptive": "taylor", "TT adaptive norm": "norm", "TT adaptive magnitude": "magnitude"}
-RATES = (0.003, 0.01, 0.03)
 TUNE_AT = (50, 10)  # the first that a method has
 SEEDS = 3
 LR_HEAD = 0.002
@@ -42,12 +41,13 @@ LR_HEAD = 0.002
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A data set, and how long to train on it."""
+    """A data set, how long to train on it, and the learning rates to choose from."""
 
     data: DataSet
     dim: int
     batch: int
     steps: int
+    rates: tuple[float, ...]
 
 
 class Head(nn.Module):
@@ -62,7 +62,7 @@ class Head(nn.Module):
         width = dim + (fields + 1) * fields // 2 if integers else (fields + 1) * dim
         self.top = nn.Sequential(nn.Linear(width, 32), nn.ReLU(), nn.Linear(32, 1)) if integers else nn.Linear(width, 1)
 
-    def forward(self, rows_BFN: Tensor, dense_BI: Tensor) -> Tensor:
+    def forward(self, rows_BFN: Tensor, dense_BI: Tensor) -> Tensor:  # noqa: N803  shapes
         if self.bottom is None:
             logits: Tensor = self.top(torch.cat([rows_BFN.prod(dim=1) * rows_BFN.shape[2], rows_BFN.flatten(1)], dim=1))
             return logits.squeeze(1)
@@ -133,11 +133,7 @@ def train(task: Task, method: str, compression: float, lr: float, seed: int, spl
     metrics = evaluate(model, getattr(task.data, split))
     embeddings = model.embeddings
     values = embeddings.large_params()
-    held = (
-        8 * sum(int((p != 0).sum()) for t in embeddings.large_tables() for p in t.parameters())
-        if method == "pruning"
-        else 4 * values
-    )
+    held = 8 * sum(int((p != 0).sum()) for p in embeddings.tables.parameters()) if method == "pruning" else 4 * values
     return {
         **metrics,
         "bytes": held,
@@ -163,7 +159,7 @@ def _scheduler(model: Model, optimizer: torch.optim.Optimizer, method: str, step
 @torch.no_grad()
 def _prune_(model: Model, progress: float) -> None:
     """Zero the smallest entries of the large tables, down to the budget at 70 % of the steps; zeros come back as zeros."""
-    weights = [p for table in model.embeddings.large_tables() for p in table.parameters()]
+    weights = list(model.embeddings.tables.parameters())
     total, final = sum(w.numel() for w in weights), model.embeddings.budget // 2  # value and index
     ramp = min(1.0, max(0.0, (progress - 0.2) / 0.5))
     keep = int(final + (total - final) * (1 - ramp) ** 3)
@@ -178,13 +174,13 @@ def _prune_(model: Model, progress: float) -> None:
 @torch.no_grad()
 def _to_trains_(model: Model, task: Task, compression: float) -> None:
     embeddings = model.embeddings
-    weights = [next(table.parameters()).detach() for table in embeddings.large_tables()]
+    weights = [weight.detach() for weight in embeddings.tables.parameters()]
     shapes = tt_shapes([len(weight) for weight in weights], task.dim, compression)
     trains = tt_svd_within_budget(weights, shapes, embeddings.budget)
-    for f, shape, cores in zip(embeddings.large, shapes, trains, strict=True):
-        table = Train(len(task.data.counts[f]), task.dim, shape)
+    for k, (weight, shape, cores) in enumerate(zip(weights, shapes, trains, strict=True)):
+        table = Train(len(weight), task.dim, shape)
         table.bag.set_cores_(cores)
-        embeddings.tables[f] = table
+        embeddings.tables[k] = table
 
 
 @torch.no_grad()
@@ -201,11 +197,19 @@ def evaluate(model: Model, rows: Rows) -> dict[str, float]:
 def tasks(settings: Settings) -> list[Task]:
     """The data sets: synthetic always, implicit feedback where its folder is given."""
     if settings.quick:
-        found = [Task(data=Synth(20_000, 0.02), dim=8, batch=128, steps=20)]
+        found = [Task(data=Synth(20_000, 0.02), dim=8, batch=128, steps=20, rates=(0.01,))]
     else:
-        found = [Task(data=Synth(300_000, 0.02), dim=16, batch=2048, steps=200)]
+        found = [Task(data=Synth(300_000, 0.02), dim=16, batch=2048, steps=200, rates=(0.001, 0.003, 0.01))]
     if settings.data:
-        found.append(Task(data=ImplicitFeedback(settings.data), dim=32, batch=4096, steps=20 if settings.quick else 600))
+        found.append(
+            Task(
+                data=ImplicitFeedback(settings.data),
+                dim=32,
+                batch=4096,
+                steps=20 if settings.quick else 600,
+                rates=(0.003, 0.01, 0.03),
+            )
+        )
     return [task for task in found if settings.only.get("data", task.data.name) == task.data.name]
 
 
@@ -215,7 +219,9 @@ def run(settings: Settings) -> Iterator[list[Row]]:
     done = {_key(row) for row in settings.finished}
     rows = list(settings.finished)
     for task in tasks(settings):
-        for pass_, method, compression, lr, seed in tqdm(list(_plan(settings)), desc=task.data.name, unit="run", disable=None):
+        for pass_, method, compression, lr, seed in tqdm(
+            list(_plan(task, settings)), desc=task.data.name, unit="run", disable=None
+        ):
             lr = lr or _best_rate(rows, task, method)
             shapes = {"data": task.data.name, "method": method, "compression": compression, "lr": lr, "steps": task.steps}
             if lr is None or (pass_, *_named(shapes, pass_), seed) in done:
@@ -226,19 +232,19 @@ def run(settings: Settings) -> Iterator[list[Row]]:
                 continue
             ne = found.pop("ne")
             row = Row(
-                op="quality", provider=method, shapes={**shapes, "dim": task.dim, "batch": task.batch}, dtype="float32", pass_=pass_,
-                p20=ne, p50=ne, p80=ne, unit="NE", samples=1, ratios={}, counted=found, **environment, seed=seed,
+                op="quality", provider=method, shapes={**shapes, "dim": task.dim, "batch": task.batch}, dtype="float32",
+                pass_=pass_, p20=ne, p50=ne, p80=ne, unit="NE", samples=1, ratios={}, counted=found, **environment, seed=seed,
                 date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             )  # fmt: skip
             rows.append(row)
             yield [row]
 
 
-def _plan(settings: Settings) -> Iterator[tuple[str, str, int, float | None, int]]:
+def _plan(task: Task, settings: Settings) -> Iterator[tuple[str, str, int, float | None, int]]:
     """(pass, method, compression, learning rate or None for the tuned one, seed)."""
     quick = settings.quick
     for method in METHODS:
-        for lr in RATES[:1] if quick else RATES:
+        for lr in task.rates[:1] if quick else task.rates:
             for compression in TUNE_AT[-1:] if method in ("dense", "low rank", "QR") or quick else TUNE_AT[:1]:
                 yield "tune", method, compression, lr, 0
     for seed in range(settings.seed, settings.seed + (1 if quick else SEEDS)):

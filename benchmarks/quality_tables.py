@@ -1,4 +1,4 @@
-"""Ways to hold embedding tables in fewer bytes, all called as ids [B, F] -> [B, F, N].
+"""Ways to hold embedding tables in fewer bytes, all called as ids [B, F] -> [B, F, N] (a single table: [B] -> [B, N]).
 
 B batch, F fields, M rows and N columns of a table; budget: parameters, or bytes over 4.
 
@@ -7,8 +7,8 @@ Every method keeps the tables below `MIN_ROWS` rows dense and shrinks the others
     hashing     M' < M rows; the id's hash picks one. Weinberger et al., arXiv 0902.2206
     QR          a row of ceil(M/b) times, element by element, a row of b: id // b and id % b. Shi et al., arXiv 1909.02107
     low rank    [M, k] times [k, N]
-    mixed dim   blocks of ids by frequency f, of dims ~ f^0.2 to f^0.5 (what fills the budget best) and a projection each; the rarest may share one vector (dim 0).
-                Ginart et al., arXiv 1909.11810
+    mixed dim   blocks of ids by frequency f, of dims ~ f^0.2 to f^0.5 (what fills the budget best) and a projection each; the
+                rarest may share one vector (dim 0). Ginart et al., arXiv 1909.11810
     pruning     a dense table whose smallest entries vanish while training (cubic schedule of arXiv 1710.01878); an entry left
                 takes 8 bytes, value and index
     TT          tensor trains of one rank
@@ -41,8 +41,8 @@ class Dense(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(STD * torch.randn(rows, dim))
 
-    def forward(self, ids_B: Tensor) -> Tensor:
-        return F.embedding(ids_B, self.weight)
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight)
 
 
 class Hashed(Dense):
@@ -53,9 +53,9 @@ class Hashed(Dense):
             raise DoesNotFit
         super().__init__(budget // dim, dim)
 
-    def forward(self, ids_B: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Tensor:
         # Fibonacci hashing, 31 bits: neighbouring ids are spread.
-        return super().forward((ids_B * 2_654_435_769 % (1 << 32) >> 1) % len(self.weight))
+        return super().forward((ids * 2_654_435_769 % (1 << 32) >> 1) % len(self.weight))
 
 
 class QuotientRemainder(nn.Module):
@@ -71,8 +71,8 @@ class QuotientRemainder(nn.Module):
         self.quotients = nn.Parameter(1 + STD * torch.randn(-(-rows // self.base), dim))
         self.remainders = nn.Parameter(STD * torch.randn(self.base, dim))
 
-    def forward(self, ids_B: Tensor) -> Tensor:
-        return F.embedding(ids_B // self.base, self.quotients) * F.embedding(ids_B % self.base, self.remainders)
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids // self.base, self.quotients) * F.embedding(ids % self.base, self.remainders)
 
 
 class LowRank(nn.Module):
@@ -86,8 +86,8 @@ class LowRank(nn.Module):
         self.left = nn.Parameter((STD / rank**0.5) ** 0.5 * torch.randn(len(counts), rank))
         self.right = nn.Parameter((STD / rank**0.5) ** 0.5 * torch.randn(rank, dim))
 
-    def forward(self, ids_B: Tensor) -> Tensor:
-        return F.embedding(ids_B, self.left) @ self.right
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.left) @ self.right
 
 
 class MixedDimension(nn.Module):
@@ -118,12 +118,12 @@ class MixedDimension(nn.Module):
             return nn.Identity()
         return Dense(rows, self.dim) if width == self.dim else _Projected(rows, width, self.dim)
 
-    def forward(self, ids_B: Tensor) -> Tensor:
-        out_BN = self.rest.expand(len(ids_B), -1)
+    def forward(self, ids: Tensor) -> Tensor:
+        out_BN = self.rest.expand(len(ids), -1)
         for start, stop, block in zip(self.starts, self.stops, self.blocks, strict=True):
-            mine = ((ids_B >= start) & (ids_B < stop)).nonzero().flatten()
+            mine = ((ids >= start) & (ids < stop)).nonzero().flatten()
             if mine.numel() and not isinstance(block, nn.Identity):
-                out_BN = out_BN.index_add(0, mine, block(ids_B[mine] - start))
+                out_BN = out_BN.index_add(0, mine, block(ids[mine] - start))
         return out_BN
 
 
@@ -133,8 +133,8 @@ class _Projected(nn.Module):
         self.left = nn.Parameter(STD * torch.randn(rows, width))
         self.right = nn.Parameter(width**-0.5 * torch.randn(width, dim))
 
-    def forward(self, ids_B: Tensor) -> Tensor:
-        return F.embedding(ids_B, self.left) @ self.right
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.left) @ self.right
 
 
 class Train(nn.Module):
@@ -144,13 +144,13 @@ class Train(nn.Module):
         super().__init__()
         self.bag = TTEmbeddingBag(rows, dim, shape=shape, std=STD)
 
-    def forward(self, ids_B: Tensor) -> Tensor:
-        pooled: Tensor = self.bag(ids_B[:, None])
+    def forward(self, ids: Tensor) -> Tensor:
+        pooled: Tensor = self.bag(ids[:, None])
         return pooled
 
 
 class Embeddings(nn.Module):
-    """The tables of all fields.
+    """The tables of all fields; `tables` holds the large ones.
 
     Args:
         counts: per field [M], how often each id occurs in training.
@@ -171,9 +171,15 @@ class Embeddings(nn.Module):
         self.budget = int(sum(len(counts[f]) for f in self.large) * dim / compression)
         sizes = [len(counts[f]) for f in self.large]
         trains = iter(shapes or (tt_shapes(sizes, dim, compression) if method == "TT" else ()))
+        small = [f for f in range(len(counts)) if f not in self.large]
+        # One table for all small ones: with twenty of them, half of a step would be their bookkeeping.
+        self.small = Dense(sum(len(counts[f]) for f in small), dim) if small else None
+        self.register_buffer("starts", torch.tensor([0, *(len(counts[f]) for f in small)]).cumsum(0)[:-1], persistent=False)
+        self.columns = [*small, *self.large]
         tables: list[nn.Module] = []
-        for f, count in enumerate(counts):
-            if f not in self.large or method in ("dense", "pruning"):
+        for f in self.large:
+            count = counts[f]
+            if method in ("dense", "pruning"):
                 tables.append(Dense(len(count), dim))
             elif method == "TT":
                 tables.append(Train(len(count), dim, next(trains)))
@@ -181,16 +187,15 @@ class Embeddings(nn.Module):
                 tables.append(PER_TABLE[method](count, dim, int(len(count) * dim / compression)))
         self.tables = nn.ModuleList(tables)
 
-    def forward(self, ids_BF: Tensor) -> Tensor:
-        return torch.stack([table(ids_BF[:, f]) for f, table in enumerate(self.tables)], dim=1)
-
-    def large_tables(self) -> list[nn.Module]:
-        """Those that a method shrinks."""
-        return [self.tables[f] for f in self.large]
+    def forward(self, ids: Tensor) -> Tensor:
+        ids = ids[:, self.columns]  # small tables first: their places in the interaction are the same for all methods
+        few = len(self.columns) - len(self.large)
+        large = [table(ids[:, few + k])[:, None] for k, table in enumerate(self.tables)]
+        return torch.cat([self.small(ids[:, :few] + self.starts), *large] if self.small is not None else large, dim=1)
 
     def large_params(self) -> int:
-        """What they hold."""
-        return sum(p.numel() for table in self.large_tables() for p in table.parameters())
+        """What the tables that a method shrinks hold."""
+        return sum(p.numel() for p in self.tables.parameters())
 
 
 def tt_shapes(sizes: Sequence[int], dim: int, compression: float, order: int | None = None) -> list[TTShape]:

@@ -1,4 +1,4 @@
-"""Subcommands that need a model: train, evaluate, report, export."""
+"""Subcommands that need a model: train, evaluate, compress, report, export."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 
 from comera_rec.convert import compression_report, export_dense
 from comera_rec.training.batches import ParquetBatches
+from comera_rec.training.compress import compress_run
 from comera_rec.training.config import load_config
 from comera_rec.training.report import summary_table, write_report, write_summary
 from comera_rec.training.trainer import Diverged, Interrupted, Schema, Trainer, load_run
@@ -76,6 +77,29 @@ def evaluate(run: str, data: str, split: str, batch_size: int) -> None:
             f"(they differ in {', '.join(differing) or 'the integers'}): give the data set it was trained on"
         )
     click.echo(json.dumps(evaluate_model(model, batches, torch.device("cpu"))))
+
+
+@click.command()
+@click.option("--checkpoint", "run", required=True, type=click.Path(), metavar="DENSE", help="Folder of a trained dense run.")
+@click.option(
+    "--config", "config_path", required=True, type=click.Path(exists=True, dir_okay=False), help="The compressed run's TOML."
+)
+@click.option("--output", required=True, metavar="RUN", help="Folder of the compressed run.")
+@click.argument("overrides", nargs=-1, metavar="[section.key=value ...]")
+def compress(run: str, config_path: str, output: str, overrides: tuple[str, ...]) -> None:
+    """Start a compressed run from a trained dense one, by TT-SVD.
+
+    Large tables together take what tables.compression allows, ranks spread over them by their singular values; `comera train` with
+    the same config and output then fine-tunes.
+
+    \b
+    Example:
+      comera compress --checkpoint runs/dense --config examples/demo.toml --output runs/small tables.compression=50
+      comera train --config examples/demo.toml output=runs/small tables.compression=50
+    """
+    trainer = compress_run(run, load_config(config_path, (*overrides, f"output={output}")))
+    sizes = compression_report(trainer.model)
+    click.echo(f"wrote {output}: {sizes.total('params'):,} parameters ({sizes.ratio:.1f}x smaller than dense)")
 
 
 @click.command()

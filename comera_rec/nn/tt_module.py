@@ -83,7 +83,7 @@ class TTModule(nn.Module):
         return contract(self.scaled_cores()).reshape(self.shape.num_rows, self.shape.num_cols)[: self.num_rows, : self.num_cols]
 
     def set_dense_matrix_(self, matrix: Tensor, *, rtol: float = 0.0) -> None:
-        """Set the cores to the TT-SVD of a matrix [num_rows, num_cols]; with `rtol` > 0 the ranks shrink to what that error allows."""
+        """Set the cores to the TT-SVD of a matrix [num_rows, num_cols]; with `rtol` > 0 ranks shrink to what that error allows."""
         self.set_cores_(tt_svd(matrix, self.shape, rtol=rtol))
 
     def set_cores_(self, cores: Sequence[Tensor]) -> None:

@@ -27,8 +27,8 @@ def grow_ranks_(
 
     New slices of a core are Gaussian with the spread of its entries where they lead into new ranks, and zero where they lead from
     new ranks to old ones: no path through a new rank reaches the output yet, but the gradient of its last core is not zero. New
-    rank parameters are one. Momenta and gradients are padded with zeros, second moments (Adam's, Adagrad's) with their mean, so that
-    the first updates of new entries are no larger than those of old ones. A train that was truncated away starts at its
+    rank parameters are one. Momenta and gradients are padded with zeros, second moments (Adam's, Adagrad's) with their mean, so
+    that the first updates of new entries are no larger than those of old ones. A train that was truncated away starts at its
     initial scale.
 
     Args:

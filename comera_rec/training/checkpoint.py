@@ -71,8 +71,12 @@ def latest_checkpoint(folder: str | Path) -> Path | None:
     return max(_checkpoints(Path(folder)), default=None)
 
 
-def load_checkpoint(path: str | Path) -> dict[str, Any]:
+def load_checkpoint(path: str | Path, *, mapped: bool = False) -> dict[str, Any]:
     """Read a checkpoint onto the CPU.
+
+    Args:
+        path: the file.
+        mapped: leave tensors in the file until they are used, and then only what is used.
 
     Raises:
         ValueError: the file is missing, damaged or not one of ours; names an earlier checkpoint to use instead, if there is one.
@@ -84,7 +88,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
             damaged = archive.testzip()
         if damaged is not None:
             raise zipfile.BadZipFile(f"{damaged} fails its checksum")
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
         if not isinstance(state, dict):
             raise TypeError(f"it holds a {type(state).__name__}")
         return state

@@ -60,12 +60,13 @@ class Trainer:
 
     Args:
         config: the run; a folder that already holds a part of it is continued from its last checkpoint.
+        model: trained from here instead of from a new model; of the config's sizes, ranks apart.
 
     Raises:
         ValueError: for data that does not fit, or a folder that holds another run.
     """
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, model: nn.Module | None = None) -> None:
         self.config = config
         self.folder = Path(config.output)
         self.checkpoints = self.folder / CHECKPOINTS
@@ -83,7 +84,7 @@ class Trainer:
         )
         self.total_steps = config.training.steps or max(1, round(config.training.epochs * self.loader.batches.batches_per_epoch()))
         torch.manual_seed(config.seed)
-        self.model = build_model(config, self.schema).to(self.device)
+        self.model = (build_model(config, self.schema) if model is None else model).to(self.device)
         self.fused = fuse_dense_tables_(self.model, config.optimizer.lr_tables, self.device)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.scheduler = RankScheduler(self.model, self.optimizer, config.ranks) if config.ranks else None
@@ -126,6 +127,12 @@ class Trainer:
             self.history_written = len(self.scheduler.history)
         self.loader.load_state_dict(state["batches"])
         self.steps = state["step"]
+
+    def save(self) -> None:
+        """Write a checkpoint, and the config beside it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        _write_json(self.folder / "config.json", self.config.to_dict())
+        save_checkpoint(self.checkpoints, self.steps, self.state_dict(), keep=self.config.training.keep_checkpoints)
 
     def _resume(self) -> None:
         checkpoint = latest_checkpoint(self.checkpoints)
@@ -201,7 +208,7 @@ class Trainer:
                 if evaluating:  # before saving, so that a run that goes on from the checkpoint has this evaluation behind it
                     self._evaluate("val")
                 if saving:
-                    save_checkpoint(self.checkpoints, self.steps, self.state_dict(), keep=training.keep_checkpoints)
+                    self.save()
                 if received:
                     raise Interrupted(received[0], self.steps)
                 if not losses:

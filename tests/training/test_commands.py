@@ -94,7 +94,7 @@ def test_several_processes_are_refused(
     assert "one process" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["train", "evaluate", "report", "export"])
+@pytest.mark.parametrize("command", ["train", "evaluate", "compress", "report", "export"])
 def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(command, "--help") == 0
     assert f"comera {command} --" in capsys.readouterr().out

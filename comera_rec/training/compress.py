@@ -1,0 +1,98 @@
+"""A trained dense run to the start of a compressed one: tables and layers by TT-SVD, everything else copied."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+from comera_rec.convert import tt_svd_within_budget
+from comera_rec.nn import TTEmbeddingBag, TTModule, named_tt_modules
+from comera_rec.training.checkpoint import latest_checkpoint, load_checkpoint
+from comera_rec.training.config import RunConfig
+from comera_rec.training.model import Schema, build_model
+from comera_rec.training.trainer import CHECKPOINTS, Trainer
+
+
+def compress_run(dense: str | Path, config: RunConfig) -> Trainer:
+    """Write a run's first checkpoint from the weights of a trained dense one; `comera train` goes on from there.
+
+    Tables together take what `tables.compression` (or the ranks given) allows, ranks spread over them by their singular values.
+    The dense checkpoint is mapped, not read: beside it, memory holds one table's blocks and the compressed model.
+
+    Args:
+        dense: folder of a run with dense tables on the same data.
+        config: the compressed run; its output must hold no checkpoint yet.
+
+    Raises:
+        ValueError: if there is no such checkpoint, the output holds one already, or the two runs differ in data, format or sizes.
+
+    Returns:
+        The compressed run, at step 0.
+    """
+    if config.tables.format != "tt":
+        raise ValueError(f"tables.format is {config.tables.format!r}: compressing needs 'tt'")
+    source = latest_checkpoint(Path(dense) / CHECKPOINTS)
+    if source is None:
+        raise ValueError(f"{dense} holds no checkpoint: give a run's folder, as written by `comera train`")
+    if latest_checkpoint(Path(config.output) / CHECKPOINTS) is not None:
+        raise ValueError(f"{config.output} holds checkpoints already: give a new output")
+    state = load_checkpoint(source, mapped=True)
+    schema = Schema.from_dict(state["schema"])
+    if config.to_dict()["model"] != state["config"]["model"]:
+        raise ValueError(f"{dense} was trained with other sizes of [model]: give the same embedding_dim, dense_arch and over_arch")
+    model = build_model(config, schema)
+    copy_weights_(model, state["model"], _table_budget(config, schema))
+    trainer = Trainer(config, model)
+    if trainer.schema != schema:
+        raise ValueError(f"{dense} was trained on other data than {config.data.path}: give the data set it was trained on")
+    trainer.save()
+    return trainer
+
+
+def copy_weights_(model: nn.Module, dense: dict[str, Tensor], table_budget: int) -> None:
+    """Give a model the weights of its dense twin: trains by TT-SVD, all tables within one budget, the rest copied."""
+    trains = dict(named_tt_modules(model))
+    tables = {name: module for name, module in trains.items() if isinstance(module, TTEmbeddingBag)}
+    weights = [_dense_weight(name, module, dense) for name, module in tables.items()]
+    found = tt_svd_within_budget(weights, [module.shape for module in tables.values()], table_budget)
+    for module, cores in zip(tables.values(), found, strict=True):
+        module.set_cores_(cores)
+    for name, module in trains.items():
+        if name not in tables:
+            module.set_dense_matrix_(_dense_weight(name, module, dense).mT)
+    own = {f"{name}.{key}" for name, module in trains.items() for key in _train_keys(module)}
+    with torch.no_grad():
+        for key, value in model.state_dict().items():
+            if key not in own:
+                value.copy_(dense[key])
+
+
+def _train_keys(module: TTModule) -> list[str]:
+    d = module.shape.order
+    return [*(f"core_{k}" for k in range(d)), *(f"rank_{k}" for k in range(1, d))]
+
+
+def _dense_weight(name: str, module: TTModule, dense: dict[str, Tensor]) -> Tensor:
+    """The weight that a train replaces, by the names of `TTEmbeddingBagCollection` and `TTLinear`."""
+    key = f"{name}.weight"
+    if isinstance(module, TTEmbeddingBag):
+        collection, _, table = name.rpartition(".tt_bags.")
+        key = f"{collection}.dense_bags.embedding_bags.{table}.weight"
+    if key not in dense:
+        raise ValueError(f"the dense checkpoint holds no {key}: give a run trained with tables.format=dense linears.format=dense")
+    return dense[key]
+
+
+def _table_budget(config: RunConfig, schema: Schema) -> int:
+    """Parameters for all trains of the tables."""
+    dim = config.model.embedding_dim
+    tables = [EmbeddingBagConfig(name=n, num_embeddings=m, embedding_dim=dim, feature_names=[n]) for n, m in schema.sparse.items()]
+    configs: list[Any] = config.tables.table_configs(tables)
+    if config.tables.compression is None:
+        return sum(table.tt_shape().num_params for table in configs if table.is_tt)
+    small = sum(table.num_embeddings * dim for table in configs if not table.is_tt)
+    return int(sum(table.num_embeddings * dim for table in configs) / config.tables.compression) - small

@@ -1,0 +1,64 @@
+"""TT-SVD of matrices that are read in blocks: the same cores' matrix, and memory that does not follow the matrix."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from comera_rec.tt import TTShape, svd, tt_svd, tt_svd_spectra, tt_to_dense
+
+
+@pytest.mark.parametrize("order", [2, 3, 4])
+@pytest.mark.parametrize("size", [(997, 13), (1200, 16)])
+def test_blocks_give_what_the_whole_gives(order: int, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, columns = size
+    shape = TTShape.for_table(rows, columns, tt_ranks=6, order=order)
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(rows, 6, generator=generator) @ torch.randn(6, columns, generator=generator)
+    exact, spectra = tt_svd_spectra(weight, shape)
+    monkeypatch.setattr(svd, "_WHOLE_LIMIT", 100)
+    monkeypatch.setattr(svd, "_BLOCK", 777)
+    for limit in (1, 1024):  # the randomized basis, and that of the Gram matrix
+        monkeypatch.setattr(svd, "_EXACT_LIMIT", limit)
+        found, found_spectra = tt_svd_spectra(weight, shape)
+        assert [core.shape for core in found] == [core.shape for core in exact]
+        torch.testing.assert_close(found_spectra[0], spectra[0], rtol=0.02, atol=1e-3)
+        errors = [(tt_to_dense(cores, shape)[:rows, :columns] - weight).norm() for cores in (found, exact)]
+        assert errors[0] <= 1.02 * errors[1] + 1e-3 * weight.norm()
+        first = found[0].flatten(0, 2)
+        torch.testing.assert_close(first.mT @ first, torch.eye(first.shape[1]), rtol=0, atol=1e-4)
+
+
+def test_rtol_holds_for_large_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(svd, "_WHOLE_LIMIT", 100)
+    shape = TTShape((40, 30), (4, 4), 120)
+    left, right = torch.randn(160, 60), torch.randn(60, 120)
+    unfolded = (left * torch.logspace(0, -3, 60)) @ right
+    weight = unfolded.reshape(40, 4, 30, 4).transpose(1, 2).reshape(1200, 16)
+    cores = tt_svd(weight, shape, rtol=0.2)
+    dense = tt_to_dense(cores, shape.with_ranks([core.shape[-1] for core in cores[:-1]]))
+    assert (dense - weight).norm() <= 0.2 * weight.norm()
+    assert cores[0].shape[-1] < 60
+
+
+_CHILD = """
+import resource, torch
+from comera_rec.tt import TTShape, tt_svd
+torch.set_num_threads(1)
+weight = torch.randn(1_000_000, 64)
+torch.linalg.qr(torch.randn(8, 8)), torch.linalg.eigh(torch.eye(8))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+tt_svd(weight, TTShape.for_table(1_000_000, 64, tt_ranks=16, order={order}))
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB on Linux only")
+@pytest.mark.parametrize("order", [2, 3])
+def test_memory_beside_the_matrix_is_a_part_of_it(order: int) -> None:
+    # 244 MiB here; ten times the rows in under 4 GB leaves 0.6 of the matrix for everything else.
+    done = subprocess.run([sys.executable, "-c", _CHILD.format(order=order)], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 0.6 * 244
