@@ -199,7 +199,7 @@ def tasks(settings: Settings) -> list[Task]:
     if settings.quick:
         found = [Task(data=Synth(20_000, 0.02), dim=8, batch=128, steps=20, rates=(0.01,))]
     else:
-        found = [Task(data=Synth(300_000, 0.02), dim=16, batch=2048, steps=200, rates=(0.001, 0.003, 0.01))]
+        found = [Task(data=Synth(300_000, 0.02), dim=16, batch=2048, steps=120, rates=(0.003, 0.01))]
     if settings.data:
         found.append(
             Task(

@@ -1,0 +1,124 @@
+"""Growing ranks: the same output, gradients that reach the new ones, optimizer state that fits, and errors that say what to give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from comera_rec import TTEmbeddingBag, TTLinear, grow_ranks_, truncate_ranks_
+from comera_rec.rank import count_tt_params
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "Adam": lambda p: Adam(p, lr=0.01),
+    "AdamW amsgrad": lambda p: AdamW(p, lr=0.01, amsgrad=True),
+    "Adagrad": lambda p: Adagrad(p, lr=0.05),
+    "SGD momentum": lambda p: SGD(p, lr=0.01, momentum=0.9),
+}
+IDS = torch.arange(60).reshape(20, 3)
+TARGET = torch.linspace(-1, 1, 20)[:, None]
+GROWN = {"table": (6, 5), "layer": (4, 6, 3)}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = TTEmbeddingBag(60, 16, tt_ranks=(3, 2), dtype=torch.float64)
+        self.layer = TTLinear(16, 12, tt_ranks=(2, 3, 2), dtype=torch.float64)
+        self.head = nn.Linear(12, 1, dtype=torch.float64)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.layer(self.table(ids))))
+
+
+def train(model: nn.Module, optimizer: Optimizer, steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        loss = (model(IDS) - TARGET).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_same_output_and_training_goes_on(name: str) -> None:
+    model = Net()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    train(model, optimizer, 5)
+    expected, parameters = model(IDS), dict(model.named_parameters())
+    old = {key: value.detach().clone() for key, value in parameters.items()}
+    assert grow_ranks_(model, GROWN, optimizer) == GROWN
+    torch.testing.assert_close(model(IDS), expected, rtol=0, atol=1e-12)
+    assert all(parameter is parameters[key] for key, parameter in model.named_parameters())
+    for key, parameter in model.named_parameters():
+        corner = tuple(slice(size) for size in old[key].shape)
+        assert torch.equal(parameter.detach()[corner], old[key])
+        for state, value in optimizer.state[parameter].items():
+            if state != "step" and isinstance(value, Tensor):
+                assert value.shape == parameter.shape, (key, state)
+        for state in ("exp_avg_sq", "sum", "max_exp_avg_sq"):
+            if state in optimizer.state[parameter]:
+                assert (optimizer.state[parameter][state] > 0).any()
+    losses = train(model, optimizer, 40)
+    assert losses[-1] < losses[0]
+    new = model.layer.core_2[3:, :, :, :2]  # from new ranks to old: zero at first
+    assert (new != 0).all(), "the new ranks have learned"
+
+
+def test_truncation_takes_back_what_growth_added() -> None:
+    model = Net()
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    grow_ranks_(model, GROWN)
+    with torch.no_grad():
+        for name, old in (("table.rank_1", 3), ("table.rank_2", 2), ("layer.rank_1", 2), ("layer.rank_2", 3), ("layer.rank_3", 2)):
+            model.get_parameter(name)[old:] = 0.0
+    truncate_ranks_(model, threshold=0.5)
+    torch.testing.assert_close(dict(model.state_dict()), state, rtol=0, atol=0)
+
+
+def test_a_train_that_was_gone_learns_again() -> None:
+    model = Net()
+    optimizer = Adam(model.parameters(), lr=0.01)
+    train(model, optimizer, 2)
+    with torch.no_grad():
+        model.layer.rank_2.zero_()
+        model.table.rank_1.zero_()
+    truncate_ranks_(model, optimizer, threshold=0.1)
+    assert count_tt_params(model) == 0
+    gone = train(model, optimizer, 100)[-1]
+    grow_ranks_(model, GROWN, optimizer)
+    assert not model.table.dense_matrix().detach().any()
+    assert train(model, optimizer, 200)[-1] < 0.5 * gone
+
+
+def test_gradients_being_accumulated_are_kept() -> None:
+    model = Net()
+    model(IDS).sum().backward()
+    before = model.table.core_1.grad.clone()  # type: ignore[union-attr]
+    grow_ranks_(model, {"table": (6, 5)})
+    grown = model.table.core_1.grad
+    assert grown is not None
+    assert torch.equal(grown[:3, :, :, :2], before)
+    assert grown.abs().sum() == before.abs().sum()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ({"tabel": (6, 5)}, "ranks names 'tabel', which is no tensor-train module: choose of table, layer"),
+        ({"table": (2, 5)}, r"ranks of 'table' are \(2, 5\): it has \(3, 2\) and can use .*; give ranks between"),
+        ({"table": (6,)}, r"ranks of 'table' are \(6,\)"),
+        ({"table": (6, 10**6)}, r"ranks of 'table' are"),
+    ],
+)
+def test_wrong_ranks_are_refused_before_anything_changes(ranks: dict, message: str) -> None:
+    model = Net()
+    before = count_tt_params(model)
+    with pytest.raises(ValueError, match=message):
+        grow_ranks_(model, {"layer": (4, 6, 3), **ranks})
+    assert count_tt_params(model) == before

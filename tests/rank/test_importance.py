@@ -1,0 +1,111 @@
+"""Scores of ranks are what their definitions say, and do not depend on how scale is spread over the cores."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from comera_rec import TTEmbeddingBag, TTLinear
+from comera_rec.nn import TTModule
+from comera_rec.rank import magnitude_scores, norm_scores
+from comera_rec.rank.importance import TaylorScores
+from comera_rec.tt import contract
+
+MODULES = {
+    "order 2": lambda: TTEmbeddingBag(60, 16, tt_ranks=5, dtype=torch.float64),
+    "order 3": lambda: TTEmbeddingBag(60, 16, tt_ranks=(5, 3), dtype=torch.float64),
+    "order 4": lambda: TTEmbeddingBag(60, 16, tt_ranks=(3, 4, 2), dtype=torch.float64),
+    "linear": lambda: TTLinear(24, 20, tt_ranks=4, dtype=torch.float64),
+}
+
+
+@pytest.fixture(params=MODULES)
+def module(request: pytest.FixtureRequest) -> TTModule:
+    train: TTModule = MODULES[request.param]()
+    with torch.no_grad():
+        for rank in train.rank_parameters():
+            rank.normal_()
+    return train
+
+
+def terms(module: TTModule, bond: int) -> list[Tensor]:
+    """The matrix that each rank of a bond adds."""
+    rank, found = module.rank_parameters()[bond], []
+    for j in range(len(rank)):
+        kept = rank.detach().clone()
+        with torch.no_grad():
+            rank.mul_(torch.arange(len(rank)) == j)
+            found.append(contract(module.scaled_cores()).reshape(module.shape.num_rows, module.shape.num_cols))
+            rank.copy_(kept)
+    return found
+
+
+def observed(module: TTModule, scale: float = 1.0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    direction = torch.randn(module.num_rows, module.num_cols, generator=generator, dtype=torch.float64)
+    module.zero_grad()
+    (scale * (module.dense_matrix() * direction).sum()).backward()
+    scores = TaylorScores()
+    scores.observe([module])
+    return scores.scores([module])[0]
+
+
+def rescale_(module: TTModule) -> None:
+    """The same matrix: random factors move between the cores and D."""
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for k, rank in enumerate(module.rank_parameters()):
+            left, right = (10 ** torch.randn(2, len(rank), generator=generator, dtype=torch.float64)).unbind()
+            module.cores()[k].mul_(left)
+            module.cores()[k + 1].mul_(right.view(-1, 1, 1, 1))
+            rank.div_(left * right)
+
+
+def test_norms_are_those_of_the_terms(module: TTModule) -> None:
+    for bond, scores in enumerate(norm_scores(module)):
+        expected = torch.stack([term.square().sum() for term in terms(module, bond)])
+        torch.testing.assert_close(scores, expected)
+
+
+def test_taylor_scores_are_squared_first_order_changes(module: TTModule) -> None:
+    direction = torch.randn(
+        module.num_rows, module.num_cols, generator=torch.Generator().manual_seed(5), dtype=torch.float64
+    )
+    cut = slice(module.num_rows), slice(module.num_cols)
+    expected = [
+        torch.stack([(term[cut] * direction).sum().square() for term in terms(module, bond)]) for bond in range(module.shape.order - 1)
+    ]
+    total = torch.cat(expected).sum()
+    for found, wanted in zip(observed(module), expected, strict=True):
+        torch.testing.assert_close(found, wanted / total)
+
+
+def test_the_gauge_does_not_matter_but_to_the_magnitude(module: TTModule) -> None:
+    before = norm_scores(module), observed(module), magnitude_scores(module)
+    rescale_(module)
+    after = norm_scores(module), observed(module), magnitude_scores(module)
+    torch.testing.assert_close(after[0], before[0])
+    torch.testing.assert_close(after[1], before[1])
+    assert any((a.argsort() != b.argsort()).any() for a, b in zip(after[2], before[2], strict=True))
+
+
+def test_the_scale_of_the_loss_does_not_matter(module: TTModule) -> None:
+    torch.testing.assert_close(observed(module, 65536.0), observed(module))
+
+
+def test_steps_that_are_not_finite_leave_finite_scores() -> None:
+    module = MODULES["order 2"]()
+    scores = TaylorScores()
+    for gradient in (torch.ones(5), torch.full((5,), torch.inf), torch.zeros(5)):
+        module.rank_1.grad = gradient.double()
+        scores.observe([module])
+        assert scores.scores([module])[0][0].isfinite().all()
+    with pytest.raises(ValueError, match=r"step\(\) found no gradients: call it after optimizer.step\(\), before zero_grad"):
+        TaylorScores().scores([module])
+
+
+def test_a_train_that_is_gone_has_no_scores() -> None:
+    module = MODULES["order 3"]()
+    module.resize_ranks_((0, 0))
+    assert [len(scores) for scores in norm_scores(module)] == [0, 0]

@@ -1,0 +1,85 @@
+"""Selections within a budget: never above it, close below it where ranks allow, and the least valuable ranks go first."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from comera_rec import TTShape
+from comera_rec.rank import within_budget
+
+shapes = st.builds(
+    lambda modes, rank: TTShape([m for m, _ in modes], [n for _, n in modes], rank),
+    st.lists(st.tuples(st.integers(2, 9), st.integers(1, 4)), min_size=1, max_size=4),
+    st.integers(1, 8),
+)
+
+
+def random_scores(trains: list[TTShape], seed: int) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [[torch.rand(rank, generator=generator) for rank in shape.ranks] for shape in trains]
+
+
+def size(trains: list[TTShape], masks: list[list[Tensor]], units: list[int]) -> int:
+    kept = [shape.with_ranks([int(mask.sum()) for mask in each]) for shape, each in zip(trains, masks, strict=True)]
+    return sum(unit * shape.num_params for unit, shape in zip(units, kept, strict=True))
+
+
+@given(st.lists(st.tuples(shapes, st.sampled_from([1, 2, 4])), min_size=1, max_size=4), st.floats(0, 1.2), st.integers(0, 99))
+def test_never_above_the_budget(trains: list[tuple[TTShape, int]], fraction: float, seed: int) -> None:
+    chosen, units = [shape for shape, _ in trains], [unit for _, unit in trains]
+    scores = random_scores(chosen, seed)
+    full = size(chosen, [[torch.ones(rank) for rank in shape.ranks] for shape in chosen], units)
+    fixed = sum(unit * shape.num_params for shape, unit in trains if shape.order == 1)  # no rank to remove
+    budget = max(fixed, int(fraction * full))
+    for exact in (False, True):
+        masks = within_budget(chosen, scores, budget, units, exact=exact)
+        assert fixed <= size(chosen, masks, units) <= budget
+        if budget >= full:
+            assert all(mask.all() for each in masks for mask in each)
+        for ranks, each in zip(scores, masks, strict=True):
+            for score, mask in zip(ranks, each, strict=True):
+                assert not mask.any() or mask.all() or score[mask].min() >= score[~mask].max(), "the best of each bond stay"
+
+
+@pytest.mark.parametrize("fraction", [0.8, 0.5, 0.2, 0.1])
+@pytest.mark.parametrize("seed", range(3))
+def test_within_one_per_cent_where_ranks_cost_about_that(fraction: float, seed: int) -> None:
+    trains = [TTShape((40 + 7 * i, 30 + 3 * i), (4, 4), 20) for i in range(6)] + [TTShape((20, 12, 10), (4, 2, 2), (9, 7))]
+    full = sum(shape.num_params for shape in trains)
+    budget = int(fraction * full)
+    found = size(trains, within_budget(trains, random_scores(trains, seed), budget), [1] * len(trains))
+    assert 0.99 * budget <= found <= budget
+
+
+def test_value_is_weighed_against_cost() -> None:
+    large, small = TTShape((100, 100), (4, 4), 2), TTShape((10, 10), (4, 4), 2)
+    scores = [[torch.tensor([9.0, 5.0])], [torch.tensor([9.0, 1.0])]]  # the large train's costs 10 times as much
+    budget = large.num_params + small.num_params - 1
+    masks = within_budget([large, small], scores, budget, exact=False)
+    assert [mask.tolist() for each in masks for mask in each] == [[True, False], [True, True]]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_close_to_the_best_of_all_choices(seed: int) -> None:
+    trains = [TTShape((6 + 3 * i, 5 + i), (2, 2), 5) for i in range(4)]
+    scores = random_scores(trains, seed)
+    sums = [scores[i][0].sort(descending=True).values.cumsum(0).tolist() for i in range(4)]
+    budget = sum(shape.num_params for shape in trains) // 2
+
+    def value(ranks: tuple[int, ...]) -> float:
+        return sum(sums[i][rank - 1] for i, rank in enumerate(ranks) if rank)
+
+    fitting = [
+        ranks
+        for ranks in itertools.product(range(6), repeat=4)
+        if sum(shape.with_ranks([r]).num_params for shape, r in zip(trains, ranks, strict=True)) <= budget
+    ]
+    masks = within_budget(trains, scores, budget)
+    found = value(tuple(int(mask.sum()) for each in masks for mask in each))
+    assert found >= 0.9 * max(map(value, fitting))
