@@ -69,12 +69,11 @@ def test_norms_are_those_of_the_terms(module: TTModule) -> None:
 
 
 def test_taylor_scores_are_squared_first_order_changes(module: TTModule) -> None:
-    direction = torch.randn(
-        module.num_rows, module.num_cols, generator=torch.Generator().manual_seed(5), dtype=torch.float64
-    )
+    direction = torch.randn(module.num_rows, module.num_cols, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     cut = slice(module.num_rows), slice(module.num_cols)
     expected = [
-        torch.stack([(term[cut] * direction).sum().square() for term in terms(module, bond)]) for bond in range(module.shape.order - 1)
+        torch.stack([(term[cut] * direction).sum().square() for term in terms(module, bond)])
+        for bond in range(module.shape.order - 1)
     ]
     total = torch.cat(expected).sum()
     for found, wanted in zip(observed(module), expected, strict=True):

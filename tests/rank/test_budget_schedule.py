@@ -1,0 +1,211 @@
+"""Targets are met: by both objectives, in every unit, over all layers, with accumulated and scaled gradients, across a resume."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, AdamW, Optimizer
+
+from comera_rec import RankConfig, RankScheduler, TTEmbeddingBag, TTLinear
+from comera_rec.rank import count_tt_params
+from comera_rec.rank.objectives import Budget
+
+ROWS = 240
+
+
+class Recommender(nn.Module):
+    """Six tables of several sizes, and a layer; a dense head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = [1.0] * 6
+        rows = (400, 300, 700, 500, 900, 350)
+        self.tables = nn.ModuleList(TTEmbeddingBag(m, 8, tt_ranks=(16,), std=0.3) for m in rows)
+        self.layer = TTLinear(48, 32, tt_ranks=12)
+        self.head = nn.Linear(32, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = torch.cat([table(ids) * read for table, read in zip(self.tables, self.reads, strict=True)], dim=1)
+        return self.head(torch.tanh(self.layer(rows))).squeeze(1)
+
+
+IDS = torch.arange(ROWS)[:, None]
+
+
+def wanted(seed: int) -> Tensor:
+    return torch.randn(ROWS, generator=torch.Generator().manual_seed(seed))
+
+
+class Run:
+    """A training whose parts can be taken apart."""
+
+    def __init__(self, config: RankConfig, seed: int = 0, optimizer: Any = None, accumulate: int = 1) -> None:
+        torch.manual_seed(seed)
+        self.model, self.target, self.accumulate = Recommender(), wanted(seed), accumulate
+        self.optimizer: Optimizer = (optimizer or (lambda p: AdamW(p, lr=0.01)))(self.model.parameters())
+        self.scheduler = RankScheduler(self.model, self.optimizer, config)
+
+    def go(self, steps: int) -> float:
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            for part in torch.arange(ROWS).chunk(self.accumulate):
+                loss = (self.model(IDS[part]) - self.target[part]).square().mean() / self.accumulate
+                self.scheduler.loss(loss).backward()
+            self.optimizer.step()
+            self.scheduler.step()
+        return float(loss.detach())
+
+
+def config(**changes: Any) -> RankConfig:
+    return RankConfig(**{"early_steps": 10, "late_steps": 40, "truncate_every": 5, "gamma": 0.0, "threshold": 0.01, **changes})
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("target", [0.8, 0.5, 0.2, 0.1])
+@pytest.mark.parametrize(("objective", "within"), [("achievement", 0.02), ("budget", 0.01)])
+def test_the_size_ends_at_its_target(objective: Any, within: float, target: float, seed: int) -> None:
+    run = Run(config(objective=objective, target_size=target), seed)
+    run.go(10)
+    early = count_tt_params(run.model)
+    run.go(41)
+    assert run.scheduler.stage == "done"
+    assert (1 - within) * target * early <= count_tt_params(run.model) <= target * early + 1
+
+
+def test_truncation_is_spread_over_the_stage_and_late_steps_take_less() -> None:
+    run = Run(config(objective="budget", target_size=0.2))
+    run.go(51)
+    sizes = [entry["params"] for entry in run.scheduler.history if entry["step"] >= 10]
+    drops = [a - b for a, b in zip(sizes, sizes[1:], strict=False)]
+    assert sum(drop > 0 for drop in drops) >= 6
+    assert max(drops) < 0.5 * (sizes[0] - sizes[-1]), sizes
+    assert drops[0] > 3 * drops[-1]
+    assert [Budget(target=0.2).ceiling(t) for t in (0, 1)] == [1.0, pytest.approx(0.2)]
+
+
+@pytest.mark.parametrize(
+    ("target", "wanted_bytes"),
+    [
+        ({"target_params": 9000}, 36_000),
+        ({"target_bytes": 20_000}, 20_000),
+        ({"target_compression": 5.0}, None),
+    ],
+)
+def test_every_unit(target: dict, wanted_bytes: int | None) -> None:
+    run = Run(config(objective="budget", **target))
+    if wanted_bytes is None:
+        dense = 4 * (8 * 3150 + 48 * 32)
+        others = 4 * (32 + 32 + 1)  # the layer's bias and the head
+        wanted_bytes = int((dense + others) / 5) - others
+    run.go(51)
+    assert 0.99 * wanted_bytes <= run.scheduler.history[-1]["bytes"] <= wanted_bytes
+    assert run.scheduler.history[-1]["bytes"] == sum(
+        p.numel() * 4 for name, p in run.model.named_parameters() if "core" in name or "rank" in name
+    )
+
+
+def test_a_target_above_the_size_changes_nothing() -> None:
+    run = Run(config(objective="budget", target_params=10**7))
+    before = count_tt_params(run.model)
+    run.go(51)
+    assert run.scheduler.stage == "done"
+    assert count_tt_params(run.model) == before
+
+
+def test_a_layer_may_vanish_under_a_small_budget() -> None:
+    run = Run(config(objective="budget", target_params=400))
+    run.go(60)
+    assert count_tt_params(run.model) <= 400
+    assert 0 in [module.shape.num_params for module in run.model.tables]  # type: ignore[union-attr]
+    assert torch.isfinite(torch.tensor(run.go(3)))
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [lambda p: Adagrad(p, lr=0.05), lambda p: SGD(p, lr=0.05, momentum=0.9), lambda p: AdamW(p, lr=0.01, amsgrad=True)],
+)
+def test_gradients_may_accumulate(optimizer: Any) -> None:
+    run = Run(config(objective="budget", target_size=0.3), optimizer=optimizer, accumulate=3)
+    run.go(60)
+    assert run.scheduler.stage == "done"
+    for parameter in run.model.parameters():
+        for value in run.optimizer.state[parameter].values():
+            assert not isinstance(value, Tensor) or value.shape in ((), parameter.shape)
+
+
+def test_scaled_gradients_and_skipped_steps() -> None:
+    run = Run(config(objective="budget", target_size=0.3))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=5)
+    for step in range(60):
+        run.optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = (run.model(IDS) - run.target).square().mean()
+        scaler.scale(run.scheduler.loss(loss)).backward()
+        if step == 25:
+            run.model.tables[0].rank_1.grad.fill_(torch.inf)  # type: ignore[union-attr]
+        scaler.step(run.optimizer)
+        scaler.update()
+        run.scheduler.step()
+    assert run.scheduler.stage == "done"
+    assert all(parameter.isfinite().all() for parameter in run.model.parameters())
+    early = run.scheduler.reference_params
+    assert 0.297 * early <= count_tt_params(run.model) <= 0.3 * early + 1
+
+
+@pytest.mark.parametrize("stop", [12, 33])
+def test_resuming_gives_the_same_run(stop: int) -> None:
+    unbroken = Run(config(objective="budget", target_size=0.3))
+    unbroken.go(stop)
+    parts = ("model", "optimizer", "scheduler")
+    saved = copy.deepcopy({part: getattr(unbroken, part).state_dict() for part in parts})
+    resumed = Run(config(objective="budget", target_size=0.3), seed=7)
+    resumed.target = unbroken.target
+    for part in parts:
+        getattr(resumed, part).load_state_dict(saved[part])
+    assert resumed.go(40) == unbroken.go(40)
+    assert resumed.scheduler.history == unbroken.scheduler.history
+
+
+def test_ranks_go_where_the_loss_needs_them_though_magnitudes_lie() -> None:
+    """Half of the tables are not read; scale is moved between cores and D such that |D| prefers them."""
+    kept = {}
+    for score in ("taylor", "norm", "magnitude"):
+        run = Run(config(objective="budget", target_size=0.3, score=score, early_steps=20))
+        ignored = run.model.tables[3:]
+        run.model.reads = [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
+        with torch.no_grad():
+            for i, table in enumerate(run.model.tables):
+                factor = 10.0 if i >= 3 else 0.1
+                table.rank_1.mul_(factor)
+                table.core_0.div_(factor)
+        run.go(61)
+        kept[score] = sum(table.shape.num_params for table in ignored) / count_tt_params(run.model)
+    assert kept["taylor"] == 0
+    assert kept["norm"] < kept["magnitude"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"objective": "budgets", "target_size": 0.5}, "objective is 'budgets': choose 'achievement' or 'budget'"),
+        ({"score": "size", "target_size": 0.5}, "score is 'size': choose one of 'taylor', 'norm', 'magnitude'"),
+        ({"score": "taylor", "target_size": 0.5}, "score is 'taylor' and objective 'achievement'"),
+        ({"target_size": 0.5, "target_bytes": 4}, "target_size 0.5 and target_bytes 4 are given: give one target"),
+        ({"target_params": 0}, "target_params is 0: give a positive number"),
+        ({"target_bytes": 5, "late_steps": 0}, "target_bytes is 5 and late_steps is 0: a late stage needs both"),
+    ],
+)
+def test_configs_name_what_is_wrong(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config(**arguments)
+
+
+def test_a_compression_beyond_what_the_dense_layers_allow_is_refused_at_once() -> None:
+    with pytest.raises(
+        ValueError, match=r"target_compression is 500.0 but layers outside the trains take 260 of .* dense bytes: give"
+    ):
+        Run(config(objective="budget", target_compression=500.0))
