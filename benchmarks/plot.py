@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
 from benchmarks.cli import run_command
+from benchmarks.quality_plot import quality_figure
 from benchmarks.rows import UNITS, Row, read_rows
 from benchmarks.sweep import sweep_figure
 from benchmarks.table import case_title, format_size
@@ -24,7 +25,8 @@ def plot_rows(rows: Sequence[Row], path: Path) -> None:
     """PNG, SVG or PDF by the name: lines where the rows sweep a size, dots where they are cases side by side."""
     if not rows:
         raise ValueError("there are no rows to plot: run the benchmark first")
-    figure = sweep_figure(rows) if rows[0].op == "lookup-scaling" else _dot_figure(rows)
+    draw = {"lookup-scaling": sweep_figure, "quality": quality_figure}.get(rows[0].op, _dot_figure)
+    figure = draw(rows)
     first = rows[0]
     figure.suptitle(f"{first.op}: {_common(rows)}\n{first.machine}, {first.threads} threads, commit {first.commit}", fontsize=9)
     handles, names = figure.axes[0].get_legend_handles_labels()

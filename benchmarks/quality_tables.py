@@ -163,6 +163,8 @@ class Embeddings(nn.Module):
         DoesNotFit: if the method has no form this small.
     """
 
+    starts: Tensor
+
     def __init__(
         self, counts: Sequence[Tensor], dim: int, method: str, compression: float, shapes: Sequence[TTShape] | None = None
     ) -> None:

@@ -118,7 +118,7 @@ class RankScheduler:
         if self.stage == "late":
             progress = 1.0 if last else (self.steps - self.late_start) / self.config.late_steps
             ceiling = round(objective.ceiling(progress) * self.reference_size)
-            # Before the last truncation a tenth more stays than the target asks for: ranks to choose from when it is to be met exactly.
+            # Before the last truncation a tenth more than the target stays: ranks to choose from when it is to be met exactly.
             assert self.target is not None
             if self._size() > ceiling and (last or ceiling > 1.1 * self.target):
                 masks = within_budget(

@@ -12,7 +12,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 # Colours that stand for CSS variables until the SVG is written. None of them is meant to be seen.
 INK, MUTED, LINE = "#010101", "#020202", "#030303"
@@ -54,11 +54,12 @@ class Series:
 
 
 def curves(runs: list[Series], *, best_auc: float | None) -> list[tuple[str, str]]:
-    """(title, SVG) of training loss, validation NE and validation AUC over steps; those that no run has are left out."""
+    """(title, SVG) of training loss, validation NE and AUC, and time per step over steps; those that no run has are left out."""
     panels = [
         ("Training loss, smoothed", "train", "loss"),
         ("Validation NE, lower is better", "val", "ne"),
         ("Validation AUC, higher is better", "val", "auc"),
+        ("Milliseconds per step, smoothed", "train", "step_ms"),
     ]
     drawn = [(title, _curve(runs, kind, key, best_auc if key == "auc" else None)) for title, kind, key in panels]
     return [(title, svg) for title, svg in drawn if svg]
@@ -107,6 +108,32 @@ def model_size(runs: list[Series]) -> str:
         axes.yaxis.set_major_formatter(FuncFormatter(_short))
         _steps_below(axes)
         return _svg(figure, "size")
+
+
+def size_against_ne(points: list[tuple[int, str, float, float]]) -> str:
+    """SVG of runs by size and NE with their Pareto front: the runs than which none is both smaller and better.
+
+    Args:
+        points: (colour, name, bytes, NE) of each run; fewer than two give an empty string.
+    """
+    if len(points) < 2:
+        return ""
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _figure(6.4, 3.2)
+        for color, name, size, ne in points:
+            axes.plot(size, ne, "o", color=SERIES[color], markersize=7)
+            axes.annotate(name, (size, ne), xytext=(6, 5), textcoords="offset points", fontsize=9, color=INK)
+        front: list[tuple[float, float]] = []
+        for _, _, size, ne in sorted(points, key=lambda point: point[2:]):
+            if not front or ne < front[-1][1]:
+                front.append((size, ne))
+        axes.step(*zip(*front, strict=True), where="post", color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)))
+        axes.set_xscale("log")
+        axes.margins(x=0.15, y=0.15)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value) + "B"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.set_xlabel("bytes of the model")
+        return _svg(figure, "pareto")
 
 
 def ranks_over_time(history: list[dict[str, Any]], last: int, name: Callable[[str], str], color: int) -> str:

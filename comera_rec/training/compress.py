@@ -59,8 +59,8 @@ def copy_weights_(model: nn.Module, dense: dict[str, Tensor], table_budget: int)
     tables = {name: module for name, module in trains.items() if isinstance(module, TTEmbeddingBag)}
     weights = [_dense_weight(name, module, dense) for name, module in tables.items()]
     found = tt_svd_within_budget(weights, [module.shape for module in tables.values()], table_budget)
-    for module, cores in zip(tables.values(), found, strict=True):
-        module.set_cores_(cores)
+    for table, cores in zip(tables.values(), found, strict=True):
+        table.set_cores_(cores)
     for name, module in trains.items():
         if name not in tables:
             module.set_dense_matrix_(_dense_weight(name, module, dense).mT)

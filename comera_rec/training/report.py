@@ -240,6 +240,7 @@ def write_report(runs: list[Path], output: Path, *, best_auc: float | None = Non
         best_auc=best_auc,
         curves=[(title, Markup(svg)) for title, svg in charts.curves(series, best_auc=best_auc)],
         sizes=Markup(charts.model_size(series)),
+        pareto=Markup(charts.size_against_ne(_sizes_and_ne(read, colors))),
         tables={id(run): Markup(charts.table_bytes(run.layers, color)) for run, color in zip(read, colors, strict=True)},
         ranks={
             id(run): Markup(charts.ranks_over_time(run.ranks, run.step, short_name, color))
@@ -248,6 +249,11 @@ def write_report(runs: list[Path], output: Path, *, best_auc: float | None = Non
         },
     )
     _write(output, page)
+
+
+def _sizes_and_ne(runs: list[Run], colors: list[int]) -> list[tuple[int, str, float, float]]:
+    found = [(color, run.name, run.value("bytes"), run.value("ne")) for color, run in zip(colors, runs, strict=True)]
+    return [(color, name, size, ne) for color, name, size, ne in found if size and ne]
 
 
 def _highlights(runs: list[Run], baseline: Run | None) -> list[tuple[str, str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -80,7 +81,7 @@ def test_truncation_is_spread_over_the_stage_and_late_steps_take_less() -> None:
     run = Run(config(objective="budget", target_size=0.2))
     run.go(51)
     sizes = [entry["params"] for entry in run.scheduler.history if entry["step"] >= 10]
-    drops = [a - b for a, b in zip(sizes, sizes[1:], strict=False)]
+    drops = [a - b for a, b in itertools.pairwise(sizes)]
     assert sum(drop > 0 for drop in drops) >= 6
     assert max(drops) < 0.5 * (sizes[0] - sizes[-1]), sizes
     assert drops[0] > 3 * drops[-1]

@@ -1,4 +1,4 @@
-"""Growing ranks: the same output, gradients that reach the new ones, optimizer state that fits, and errors that say what to give."""
+"""Growing ranks: the same output, gradients that reach the new ones, optimizer state that fits, errors that say what to give."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from comera_rec.training.charts import size_against_ne
 from comera_rec.training.report import read_run, short_name, summary_table, write_report, write_summary
 
 VOID = {"meta", "br", "path", "use"}
@@ -132,8 +133,8 @@ def test_page(dense: Path, compressed: Path, running: Path, tmp_path: Path) -> N
     assert all(reference.startswith("#") for reference in page.references)
     assert not re.search(r"url\((?!#)|@import", text)
     assert len(page.ids) == len({*page.ids}), "ids of two drawings clash"
-    # Loss, NE, AUC, size, ranks, bytes of the one compressed run.
-    assert page.tags.count("svg") == 6
+    # Loss, NE, AUC, step time, size, size against NE, ranks, bytes of the one compressed run.
+    assert page.tags.count("svg") == 8
     assert "<script>alert" not in text
     for number in ("3,216,000", "50,567", "63.6x smaller", "-0.0021", "0.5x", "0.25x", "138,268", "12,800,000"):
         assert any(number in cell for cell in page.cells), number
@@ -215,3 +216,12 @@ def test_damaged_files(compressed: Path) -> None:
     (compressed / "metrics.jsonl").unlink()
     with pytest.raises(ValueError, match=r"result.json is damaged .*; train the run again"):
         read_run(compressed)
+
+
+def test_the_pareto_front_leaves_out_what_another_run_beats() -> None:
+    points = [(1, "small", 1e3, 0.9), (2, "beaten", 5e3, 0.95), (3, "good", 1e4, 0.85), (0, "dense", 1e6, 0.8)]
+    drawings = [size_against_ne(chosen) for chosen in (points, [p for p in points if p[1] != "beaten"])]
+    assert all(name in drawings[0] for name in ("small", "beaten", "good", "dense"))
+    fronts = [re.findall(r'<path d="([^"]*)"[^>]*stroke-dasharray', drawing)[-1].count("L") for drawing in drawings]
+    assert fronts == [4, 4], "two steps, each across and down, from three runs"
+    assert size_against_ne(points[:1]) == ""

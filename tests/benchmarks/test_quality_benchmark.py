@@ -1,0 +1,96 @@
+"""The quality benchmark: methods take the bytes they claim, runs go on where they stopped, and folders are checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import quality
+from benchmarks.measure import Settings
+from benchmarks.plot import plot_rows
+from benchmarks.quality_data import DataSet, ImplicitFeedback, Rows
+from benchmarks.quality_tables import MIN_ROWS, PER_TABLE, DoesNotFit, Embeddings
+from benchmarks.rows import RowWriter, read_rows
+
+
+class Tiny(DataSet):
+    """A label that depends on one id."""
+
+    name = "tiny"
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.sizes = (1500, 1200, 5)
+        self.counts = [torch.arange(size, 0, -1) for size in self.sizes]
+        self.val, self.test, self._train = (self._rows(n, generator) for n in (300, 300, 2000))
+
+    def _rows(self, count: int, generator: torch.Generator) -> Rows:
+        ids = torch.stack([torch.randint(size, (count,), generator=generator) for size in self.sizes], dim=1)
+        return Rows(ids=ids, dense=torch.randn(count, 2, generator=generator), labels=(ids[:, 2] > 1).float())
+
+    def training_rows(self, generator: torch.Generator) -> Rows:
+        return self._train.take(torch.randperm(2000, generator=generator))
+
+
+@pytest.fixture
+def task() -> quality.Task:
+    return quality.Task(data=Tiny(), dim=8, batch=100, steps=20, rates=(0.01,))
+
+
+@pytest.mark.parametrize("compression", [4, 10, 50])
+@pytest.mark.parametrize("method", [*PER_TABLE, "TT"])
+def test_methods_stay_within_the_budget(method: str, compression: int, task: quality.Task) -> None:
+    try:
+        embeddings = Embeddings(task.data.counts, 8, method, compression)
+    except DoesNotFit:
+        assert (method, compression) in (("low rank", 10), ("low rank", 50), ("QR", 50))
+        return
+    assert embeddings.large_params() <= embeddings.budget == 2700 * 8 // compression
+    rows = embeddings(task.data.test.ids)
+    assert rows.shape == (300, 3, 8)
+    rows.square().sum().backward()
+    assert all(p.grad is not None for p in embeddings.tables[0].parameters() if p.numel() > 8)
+    assert len(embeddings.large) == sum(len(count) >= MIN_ROWS for count in task.data.counts) == 2
+
+
+@pytest.mark.parametrize("method", ["TT adaptive", "TT SVD", "pruning"])
+def test_methods_that_shrink_while_training_end_within_the_budget(method: str, task: quality.Task) -> None:
+    found = quality.train(task, method, 10, 0.01, 0, "test")
+    budget = found["dense_bytes"] / 10
+    assert 0.9 * budget <= found["bytes"] <= budget
+    assert found["index_bytes"] == (found["bytes"] / 2 if method == "pruning" else 0)
+
+
+def test_it_goes_on_where_it_stopped(task: quality.Task, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(quality, "tasks", lambda settings: [task])
+    monkeypatch.setattr(quality, "METHODS", ("dense", "hashing"))
+    whole = [case[0] for case in quality.run(Settings(quick=True))]
+    assert [(row.pass_, row.provider) for row in whole] == [(p, m) for p in ("tune", "test") for m in ("dense", "hashing")]
+    results = tmp_path / "quality.jsonl"
+    for part in (whole[:3], whole[3:]):
+        with RowWriter(results, append=True) as writer:
+            writer.write(part)
+    assert read_rows(results) == whole
+    rest = [case[0] for case in quality.run(Settings(quick=True, finished=whole[:3]))]
+    assert [(row.pass_, row.provider, row.p50) for row in rest] == [(row.pass_, row.provider, row.p50) for row in whole[3:]]
+    plot_rows(whole, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+def test_implicit_feedback_draws_no_negative_that_the_user_had(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text(
+        "".join(f"{user} " + " ".join(str((user + i) % 40) for i in range(15)) + "\n" for user in range(30))
+    )
+    (tmp_path / "test.txt").write_text("".join(f"{user} {(user + 20) % 40}\n" for user in range(30)) + "7\n")
+    data = ImplicitFeedback(tmp_path)
+    assert [len(count) for count in data.counts] == [30, 40]
+    for rows in (data.val, data.test, data.training_rows(torch.Generator().manual_seed(1))):
+        assert rows.labels.mean() == 0.5
+        positives, negatives = (set(map(tuple, rows.ids[rows.labels == label].tolist())) for label in (1, 0))
+        assert not positives & negatives
+    assert len(data.test.labels) == 60
+    (tmp_path / "test.txt").unlink()
+    with pytest.raises(ValueError, match=r"holds no test.txt: give a folder with train.txt and test.txt"):
+        ImplicitFeedback(tmp_path)
