@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 from benchmarks.rows import Row
 
@@ -32,6 +33,7 @@ def quality_figure(rows: Sequence[Row]) -> Figure:
         if dense := [row.p50 for row in mine if row.provider == "dense"]:
             panel.axhline(median(dense), color="black", linestyle="--", linewidth=1, label="dense")
         panel.set_xscale("log")
+        panel.xaxis.set_minor_formatter(NullFormatter())
         panel.set_title(data)
         panel.set_xlabel("bytes of the large tables, indices included")
         panel.grid(alpha=0.3)
