@@ -28,7 +28,7 @@ def tt_svd_within_budget(weights: Sequence[Tensor], shapes: Sequence[TTShape], b
     generous = [shape.with_ranks([min(max(16, 2 * r), most) for r, most in _bonds(shape)]) for shape in shapes]
     found = [tt_svd_spectra(weight, shape) for weight, shape in zip(weights, generous, strict=True)]
     scores = [[singular.double().square() for singular in spectra] for _, spectra in found]
-    masks = within_budget(generous, scores, budget_params)
+    masks = within_budget(generous, scores, budget_params, exact=False)
     return [_cut(cores, [int(mask.sum()) for mask in kept]) for (cores, _), kept in zip(found, masks, strict=True)]
 
 

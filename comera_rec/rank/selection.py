@@ -6,7 +6,7 @@ Sizes are counted in units: 1 a parameter, or the bytes of one.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ Masks = list[list[Tensor]]
 """Per module and bond, which ranks to keep."""
 CLOSE = 0.99
 """A selection fills at least this part of its budget where whole ranks allow it."""
+_MOST_EXCHANGES = 100_000
 Move = tuple[int, int, int]
 """A module, a bond, and +1 or -1 ranks."""
 
@@ -56,15 +57,15 @@ def within_budget(
         scores: per train and bond [r_k], the value of each rank, non-negative, such that those of several ranks add.
         budget: the most that all trains together may take.
         units: size of one parameter of each train; default 1.
-        exact: then fill the budget to 99 %, where whole ranks allow it, by giving ranks back, and by exchanges of two or three
-            ranks of other sizes.
+        exact: fill the budget to 99 %, where whole ranks allow it, at the price of value: not only by giving back ranks that fit,
+            but by exchanges of two or three ranks of other sizes.
     """
     selection = _Selection(shapes, scores, units)
     shrunk = selection.total > budget
     while selection.total > budget and (downs := selection.downs()):
         selection.apply([min(downs, key=lambda move: (selection.loss([move]) / -selection.change([move]), move))])
-    if exact and shrunk:
-        selection.fill(budget)
+    if shrunk:
+        selection.fill(budget, exact=exact)
     return selection.masks()
 
 
@@ -123,29 +124,32 @@ class _Selection:
         full = self.full
         return [(i, k, 1) for i, ranks in enumerate(self.ranks) for k, rank in enumerate(ranks) if rank < full[i][k]]
 
-    def fill(self, budget: int) -> None:
+    def fill(self, budget: int, *, exact: bool) -> None:
         """Use what is left of a budget."""
         while ups := [[move] for move in self.ups() if 0 < self.change([move]) <= budget - self.total]:
             self.apply(min(ups, key=lambda moves: self.loss(moves) / self.change(moves)))
-        while self.total < CLOSE * budget:
-            best = min(self._exchanges(budget), default=None)
-            if best is None:
-                return
-            self.apply(best[-1])
+        while exact and self.total < CLOSE * budget and (exchange := self._exchange(budget)):
+            self.apply(exchange)
 
-    def _exchanges(self, budget: int) -> Iterator[tuple[float, float, list[Move]]]:
-        """(missing part of the budget, score lost, moves) of exchanges that come closer to it; those that are close count alike."""
-        for kinds in ((self.downs(), self.ups()), (self.downs(), self.ups(), self.ups())):
-            found = False
+    def _exchange(self, budget: int) -> list[Move] | None:
+        """Of the exchanges of two ranks (or else of three) that fill the budget closely, the one that loses the least score.
+
+        Where there is none, the one that fills it most; None where none fills it more.
+        """
+        fullest, filling = self.total, None
+        for kinds in ((self.downs(), self.ups()), (self.downs(), self.ups(), self.ups()), (self.downs(), self.downs(), self.ups())):
+            best, least = None, float("inf")
             for moves in itertools.islice(itertools.product(*kinds), _MOST_EXCHANGES):
                 if len({move[:2] for move in moves}) < len(moves):
                     continue
                 total = self.total + self.change(moves)
-                if self.total < total <= budget:
-                    found = True
-                    yield (max(0.0, CLOSE - total / budget), self.loss(moves), list(moves))
-            if found:
-                return
+                if CLOSE * budget <= total <= budget and self.loss(moves) < least:
+                    best, least = list(moves), self.loss(moves)
+                elif fullest < total <= budget:
+                    fullest, filling = total, list(moves)
+            if best:
+                return best
+        return filling
 
     def masks(self) -> Masks:
         result = []
@@ -155,6 +159,3 @@ class _Selection:
                 mask[order[:rank]] = True
             result.append(masks)
         return result
-
-
-_MOST_EXCHANGES = 100_000
