@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
+import warnings
 from pathlib import Path
 
 import click
@@ -21,6 +21,10 @@ from data_pipeline.manifest import read_manifest
 
 # TorchRec asks on every start whether it is being traced, and torch answers with a warning about the question.
 logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+# What torch and TorchRec say to each other about their own use of what they deprecate.
+logging.getLogger("torchrec.distributed.planner.types").setLevel(logging.ERROR)
+for _message in ("Please use DTensor", "`broadcast_buffers` is deprecated"):
+    warnings.filterwarnings("ignore", _message, FutureWarning)
 
 
 @click.command()
@@ -31,21 +35,24 @@ def train(context: click.Context, config_path: str, overrides: tuple[str, ...]) 
     """Train a DLRM, dense or compressed.
 
     Everything goes to the config's `output` folder, a report.html at the end. Running the command again goes on from the last
-    checkpoint. SIGTERM and Ctrl-C stop after the step at hand, with a checkpoint.
+    checkpoint. SIGTERM and Ctrl-C stop after the step at hand, with a checkpoint. Under torchrun tables are sharded over the
+    processes, which share each batch; `--max-restarts` goes on from the last checkpoint.
 
     \b
     Example:
       comera train --config examples/demo.toml data.path=data/ output=runs/compressed training.epochs=2
+      torchrun --nproc-per-node 2 --max-restarts 3 -m comera_rec.train --config examples/demo.toml data.path=data/
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise click.UsageError("training runs in one process so far: start it without a multi-process launcher")
     config = load_config(config_path, overrides)
     trainer = Trainer(config)
     try:
         result = trainer.train()
     except (Interrupted, Diverged) as stop:
-        click.echo(f"comera: {stop}", err=True)
+        if trainer.processes.is_first:
+            click.echo(f"comera: {stop}", err=True)
         context.exit(stop.exit_status)
+    if not trainer.processes.is_first:
+        return
     write_report([trainer.folder], trainer.folder / "report.html")
     smaller = f" ({result['ratio']:.1f}x smaller than dense)" if result["params"] < result["dense_params"] else ""
     click.echo(

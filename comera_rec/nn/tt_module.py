@@ -64,6 +64,20 @@ class TTModule(nn.Module):
         """D_1..D_{d-1}."""
         return [getattr(self, f"rank_{k}") for k in range(1, self.shape.order)]
 
+    @property
+    def whole_shape(self) -> TTShape:
+        """Shape of the whole train, for modules that are shards of one."""
+        return self.shape
+
+    @property
+    def whole_rows(self) -> int:
+        """Rows of the whole matrix, for modules that are shards of one."""
+        return self.num_rows
+
+    def sum_over_shards(self, local: Tensor) -> Tensor:
+        """What the shards of a train compute from their slices of the leading core, summed; for a whole train as it is."""
+        return local
+
     def forward_parameters(self) -> tuple[list[Tensor], list[Tensor]]:
         """Cores and rank parameters as a lookup takes them: for modules that are shards a place to say how gradients add up."""
         return list(self.cores()), list(self.rank_parameters())

@@ -16,7 +16,7 @@ r rank of a bond; a, b ranks before and after a core; m, n its modes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -35,17 +35,21 @@ def norm_scores(module: TTModule) -> list[Tensor]:
     """|T_kj|^2 [r_k] of every bond, by the Gram matrices of both sides: no more work than the cores times a rank."""
     cores = [core.detach().double() for core in module.cores()]
     ranks = [rank.detach().double() for rank in module.rank_parameters()]
-    left = _left_grams(cores, ranks)
+    left = _left_grams(cores, ranks, module.sum_over_shards)
     right = _left_grams([core.permute(3, 1, 2, 0) for core in reversed(cores)], ranks[::-1])[::-1]
     return [rank.square() * before.diagonal() * after.diagonal() for rank, before, after in zip(ranks, left, right, strict=True)]
 
 
-def _left_grams(cores: Sequence[Tensor], ranks: Sequence[Tensor]) -> list[Tensor]:
-    """L_k^T L_k [r_k, r_k] for every bond k."""
-    gram_aa, grams = cores[0].new_ones(1, 1), []
+def _left_grams(
+    cores: Sequence[Tensor], ranks: Sequence[Tensor], sum_of_first: Callable[[Tensor], Tensor] = lambda gram: gram
+) -> list[Tensor]:
+    """L_k^T L_k [r_k, r_k] for every bond k; `sum_of_first` adds up what the shards of the first core give."""
+    gram_aa, grams = cores[0].new_ones(1, 1), list[Tensor]()
     for core_amnb, rank_b in zip(cores, ranks, strict=False):
         weighted_amnb = (gram_aa @ core_amnb.flatten(1)).view(core_amnb.shape)
         gram_bb = core_amnb.flatten(0, 2).mT @ weighted_amnb.flatten(0, 2)
+        if not grams:
+            gram_bb = sum_of_first(gram_bb)
         grams.append(gram_bb)
         gram_aa = rank_b[:, None] * gram_bb * rank_b
     return grams
@@ -63,15 +67,20 @@ class TaylorScores:
     def __init__(self) -> None:
         self.mean: Tensor | None = None  # [all ranks of all bonds of all trains]
 
-    def observe(self, modules: Sequence[TTModule]) -> None:
-        """Take the gradients of a step in, before they are cleared; does not wait for the device."""
+    def observe(self, modules: Sequence[TTModule], total: Callable[[Tensor], Tensor] = lambda shares: shares.sum()) -> None:
+        """Take the gradients of a step in, before they are cleared; does not wait for the device.
+
+        Args:
+            modules: the trains of this process.
+            total: sums squares [all their ranks] over the whole model, where this is a process's part of it.
+        """
         ranks = [rank for module in modules for rank in module.rank_parameters()]
         if all(rank.grad is None for rank in ranks):
             return
         values = torch.cat([rank.detach() for rank in ranks]).double()
         gradients = torch.cat([torch.zeros_like(rank) if rank.grad is None else rank.grad for rank in ranks]).double()
         shares = (values * gradients).square()
-        shares = torch.nan_to_num(shares / shares.sum(), nan=0.0, posinf=0.0)
+        shares = torch.nan_to_num(shares / total(shares), nan=0.0, posinf=0.0)
         self.mean = shares if self.mean is None else self.mean.lerp(shares, 1 - self.decay)
 
     def scores(self, modules: Sequence[TTModule]) -> list[list[Tensor]]:
@@ -84,6 +93,19 @@ class TaylorScores:
             raise ValueError("score is 'taylor' but step() found no gradients: call it after optimizer.step(), before zero_grad()")
         bonds = iter(self.mean.split([len(rank) for module in modules for rank in module.rank_parameters()]))
         return [[next(bonds) for _ in module.rank_parameters()] for module in modules]
+
+    def by_name(self, modules: Mapping[str, TTModule]) -> dict[str, list[float]]:
+        """Each train's part of the mean, [all its ranks]; nothing before the first gradients."""
+        if self.mean is None:
+            return {}
+        sizes = [sum(module.shape.ranks) for module in modules.values()]
+        return {name: part.tolist() for name, part in zip(modules, self.mean.cpu().split(sizes), strict=True)}
+
+    def load_by_name(self, parts: Mapping[str, Sequence[float]], modules: Mapping[str, TTModule]) -> None:
+        """The inverse of `by_name`, where this process may hold other trains than the one that saved."""
+        values = [value for name in modules for value in parts.get(name, ())]
+        device = next((module.core_0.device for module in modules.values()), None)
+        self.mean = torch.tensor(values, dtype=torch.float64, device=device) if parts else None
 
     def slice_(self, masks: Sequence[Sequence[Tensor]]) -> None:
         """Follow a truncation: keep the scores of the ranks kept."""

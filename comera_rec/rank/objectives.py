@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from comera_rec.rank.penalty import core_norm, model_size_surrogate
-from comera_rec.rank.truncation import count_tt_params
 
 
 class Objective(Protocol):
@@ -36,10 +35,12 @@ class Price:
 
     Attributes:
         reference: parameters in all trains at the start.
+        num_cores: of all trains.
         gamma, beta, threshold: as in `RankConfig`.
     """
 
     reference: int
+    num_cores: int
     gamma: float
     beta: float
     threshold: float
@@ -47,7 +48,7 @@ class Price:
     def loss(self, task_loss: Tensor, model: nn.Module) -> tuple[Tensor, str]:
         """See the class."""
         total = task_loss + self.gamma * model_size_surrogate(model) / self.reference if self.gamma else task_loss
-        return total + self.beta * core_norm(model) if self.beta else total, "loss"
+        return total + self.beta * core_norm(model, self.num_cores) if self.beta else total, "loss"
 
     def ceiling(self, progress: float) -> float:
         """No ceiling."""
@@ -62,12 +63,14 @@ class Achievement:
 
     Attributes:
         reference: parameters in all trains at the start.
+        held: parameters in all trains now.
         target: S0.
         target_loss: L0.
         w_loss, w_size, rho, threshold: as in `RankConfig`.
     """
 
     reference: int
+    held: int
     target: float
     target_loss: float
     w_loss: float
@@ -79,7 +82,7 @@ class Achievement:
         """See the class."""
         surrogate = model_size_surrogate(model) / self.reference
         loss_ratio = task_loss / self.target_loss
-        size_ratio = (surrogate + (count_tt_params(model) / self.reference - surrogate.detach())) / self.target
+        size_ratio = (surrogate + (self.held / self.reference - surrogate.detach())) / self.target
         gaps = torch.stack([self.w_loss * (loss_ratio - 1), self.w_size * (size_ratio - 1)])
         return gaps.max() + self.rho * (loss_ratio + size_ratio), ("loss", "size")[int(gaps.detach().argmax())]
 

@@ -9,11 +9,16 @@ from torch import nn
 from comera_rec.nn import named_tt_modules
 
 
+def _is_free(parameter: nn.Parameter) -> bool:
+    # The mark is torch's, of parameters that are updated in the backward pass and have no gradient for another optimizer.
+    return parameter.requires_grad and not hasattr(parameter, "_in_backward_optimizers")
+
+
 def rank_param_groups(model: nn.Module, *, lr_cores: float, lr_ranks: float, lr_dense: float) -> list[dict[str, Any]]:
     """Split a model's trainable parameters into groups with learning rates of their own.
 
     Args:
-        model: any module.
+        model: any module. Parameters that TorchRec updates in the backward pass (fused tables) are left out.
         lr_cores, lr_ranks, lr_dense: learning rates of the cores, the rank parameters D_k, and all other parameters.
 
     Raises:
@@ -30,5 +35,5 @@ def rank_param_groups(model: nn.Module, *, lr_cores: float, lr_ranks: float, lr_
     special = {id(parameter) for parameter in (*cores, *ranks)}
     dense = [parameter for parameter in model.parameters() if id(parameter) not in special]
     groups = [("cores", lr_cores, cores), ("ranks", lr_ranks, ranks), ("dense", lr_dense, dense)]
-    trainable = [(name, rate, [p for p in parameters if p.requires_grad]) for name, rate, parameters in groups]
+    trainable = [(name, rate, [p for p in parameters if _is_free(p)]) for name, rate, parameters in groups]
     return [{"name": name, "lr": rate, "params": parameters} for name, rate, parameters in trainable if parameters]

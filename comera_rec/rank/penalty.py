@@ -5,6 +5,8 @@ r_k rank of bond k; m_k, n_k modes of core k.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -35,7 +37,8 @@ def _surrogate(modules: list[TTModule]) -> Tensor:
         bond += len(inner)
         left += [outer, *inner]
         right += [*inner, outer]
-        sizes += [m * n for m, n in zip(module.shape.row_shape, module.shape.col_shape, strict=True)]
+        shape = module.whole_shape
+        sizes += [m * n for m, n in zip(shape.row_shape, shape.col_shape, strict=True)]
     if not modules:
         return torch.zeros(())
     like = modules[0].core_0
@@ -47,7 +50,17 @@ def _surrogate(modules: list[TTModule]) -> Tensor:
     return (bonds[left] * bonds[right] * norms.new_tensor(sizes)).sum() + norms.sum()
 
 
-def core_norm(model: nn.Module) -> Tensor:
-    """Mean over all cores of the mean square entry: keeps scale from hiding in the cores while the rank parameters shrink."""
-    terms = [core.square().mean() for _, module in named_tt_modules(model) for core in module.cores() if core.numel()]
-    return torch.stack(terms).mean() if terms else torch.zeros(())
+def core_norm(model: nn.Module, num_cores: int | None = None) -> Tensor:
+    """Mean over all cores of the mean square entry: keeps scale from hiding in the cores while the rank parameters shrink.
+
+    Args:
+        model: holds the trains.
+        num_cores: of the whole model, where this is a process's part of it; default those here that hold anything.
+    """
+    terms = [
+        core.square().sum() / math.prod(size)
+        for _, module in named_tt_modules(model)
+        for core, size in zip(module.cores(), module.whole_shape.core_shapes, strict=True)
+        if core.numel()
+    ]
+    return torch.stack(terms).sum() / (num_cores or len(terms)) if terms else torch.zeros(())

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -14,17 +16,35 @@ from comera_rec.nn import TTModule, named_tt_modules
 from comera_rec.rank.config import RankConfig
 from comera_rec.rank.importance import STATIC_SCORES, TaylorScores
 from comera_rec.rank.objectives import Achievement, Budget, Objective, Price
-from comera_rec.rank.selection import CLOSE, above_threshold, within_budget
-from comera_rec.rank.truncation import count_tt_params, keep_ranks_
+from comera_rec.rank.selection import CLOSE, Masks, above_threshold, within_budget
+from comera_rec.rank.trains import (
+    Train,
+    bytes_outside_trains,
+    count_processes,
+    gather,
+    gather_trains,
+    mean_over_processes,
+    on_several_processes,
+    total_bytes,
+    total_params,
+)
+from comera_rec.rank.truncation import keep_ranks_, magnitudes_of
+from comera_rec.tt import TTShape
 
 
 class RankScheduler:
     """Adds the price of size to the loss, counts steps, and truncates ranks when their time has come.
 
+    Where a process group exists, every process builds one and calls the same of its methods at the same step, and all decide alike,
+    whether trains are replicated, divided or held by one process. After a truncation DistributedDataParallel must wrap the model
+    anew (`rewrap_data_parallel_`).
+
     Args:
-        model: holds the tensor-train modules; the scheduler looks them up by name, so build it after all swaps.
+        model: holds the tensor-train modules; the scheduler looks them up by name, so build it after all swaps. Under
+            `DistributedModelParallel` its `module`, so that names are those of one process.
         optimizer: over the model's parameters; its state is sliced with them.
         config: the schedule.
+        other_bytes: of the layers outside the trains, where processes hold parts of them; default those of `model`.
 
     Raises:
         ValueError: if the model holds no tensor-train module, or the layers outside the trains alone exceed `target_compression`.
@@ -36,8 +56,9 @@ class RankScheduler:
         ...     optimizer.zero_grad(); loss.backward(); optimizer.step(); scheduler.step()
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, config: RankConfig) -> None:
-        if not any(True for _ in named_tt_modules(model)):
+    def __init__(self, model: nn.Module, optimizer: Optimizer, config: RankConfig, *, other_bytes: int | None = None) -> None:
+        trains = gather_trains(model)
+        if not trains:
             raise ValueError("the model holds no tensor-train module: swap tables or linear layers before building a RankScheduler")
         self.model = model
         self.optimizer = optimizer
@@ -45,7 +66,8 @@ class RankScheduler:
         self.stage = "early"
         self.steps = 0
         self.late_start = 0
-        self.reference_params = count_tt_params(model)
+        self.reference_params = self._held = total_params(trains)
+        self._num_cores = sum(train.shape.order for train in trains.values())
         self.reference_size = 0
         self.target: int | None = None
         self.target_loss = config.target_loss
@@ -53,14 +75,22 @@ class RankScheduler:
         self.history: list[dict[str, Any]] = []
         self._taylor = TaylorScores()
         self._mean_loss: Tensor | None = None
+        self._other_bytes = bytes_outside_trains(model) if other_bytes is None else other_bytes
+        # A train that several processes hold counts once.
+        self._part_of_one = {name: 1 / count for name, count in count_processes(dict(named_tt_modules(model))).items()}
         if config.target_compression is not None:
-            self._compressed_bytes(config.target_compression)  # a mistake shows before hours of training
-        self._record()
+            self._compressed_bytes(config.target_compression, trains)  # a mistake shows before hours of training
+        self._record(trains)
 
     # -- what is minimized -----------------------------------------------------------------------------------------------------
 
     def loss(self, task_loss: Tensor) -> Tensor:
-        """The objective of the current stage for a task loss (a scalar); call `backward` on what it returns."""
+        """The objective of the current stage for a task loss (a scalar); call `backward` on what it returns.
+
+        Where there are several processes, each gives the loss of its samples, and the objective is that of their mean.
+        """
+        if on_several_processes() and self.stage != "done":
+            task_loss = task_loss + (mean_over_processes(task_loss) - task_loss.detach())  # value of all, gradient of this one
         self._observe(task_loss.detach())
         if self.stage == "done":
             self.objective = "loss"
@@ -71,20 +101,26 @@ class RankScheduler:
     def _stage_objective(self) -> Objective:
         config = self.config
         if self.stage == "early":
-            return Price(reference=self.reference_params, gamma=config.gamma, beta=config.beta, threshold=config.threshold)
+            return Price(
+                reference=self.reference_params, num_cores=self._num_cores,
+                gamma=config.gamma, beta=config.beta, threshold=config.threshold,
+            )  # fmt: skip
         assert self.target is not None
         target = self.target / self.reference_size
         if config.objective == "budget":
             return Budget(target=target)
         assert self.target_loss is not None
         return Achievement(
-            reference=self.reference_params, target=target, target_loss=self.target_loss,
+            reference=self.reference_params, held=self._held, target=target, target_loss=self.target_loss,
             w_loss=config.w_loss, w_size=config.w_size, rho=config.rho, threshold=config.threshold,
         )  # fmt: skip
 
     def _observe(self, loss: Tensor) -> None:
         # About the last hundred steps: long enough to smooth batches, short enough to follow training.
         self._mean_loss = loss.clone() if self._mean_loss is None else self._mean_loss.lerp(loss, 0.01)
+
+    def _mean(self) -> float | None:
+        return None if self._mean_loss is None else float(self._mean_loss)
 
     # -- steps and stages ------------------------------------------------------------------------------------------------------
 
@@ -97,7 +133,7 @@ class RankScheduler:
         if self.stage == "done":
             return
         if self.stage == "late" and self.config.score_used == "taylor":
-            self._taylor.observe(self._modules())
+            self._taylor.observe(list(self._modules().values()), self._total_of_shares)
         early_ends = self.stage == "early" and self.steps >= self.config.early_steps
         late_ends = self.stage == "late" and self.steps - self.late_start >= self.config.late_steps
         if not (early_ends or late_ends or self.steps % self.config.truncate_every == 0):
@@ -108,34 +144,49 @@ class RankScheduler:
         elif self.stage == "late" and (late_ends or self._reached()):
             self._truncate(last=True)
             self.stage = "done"
-        self._record()
+        self._record(gather_trains(self.model))
 
     def _truncate(self, *, last: bool) -> None:
-        modules, objective = self._modules(), self._stage_objective()
+        objective = self._stage_objective()
         if objective.threshold:
-            masks = above_threshold(modules, objective.threshold, self.target or 0, self._units())
-            keep_ranks_(modules, masks, self.optimizer)
+            trains = gather_trains(self.model, {name: magnitudes_of(module) for name, module in self._modules().items()})
+            self._keep(
+                trains, above_threshold(*_shapes_and_scores(trains), objective.threshold, self.target or 0, self._units(trains))
+            )
         if self.stage == "late":
             progress = 1.0 if last else (self.steps - self.late_start) / self.config.late_steps
             ceiling = round(objective.ceiling(progress) * self.reference_size)
             # Before the last truncation a tenth more than the target stays: ranks to choose from when it is to be met exactly.
             assert self.target is not None
             if self._size() > ceiling and (last or ceiling > 1.1 * self.target):
-                masks = within_budget(
-                    [module.shape for module in modules], self._scores(modules), ceiling, self._units(), exact=last
-                )
-                keep_ranks_(modules, masks, self.optimizer)
-                self._taylor.slice_(masks)
+                trains = gather_trains(self.model, self._scores())
+                self._keep(trains, within_budget(*_shapes_and_scores(trains), ceiling, self._units(trains), exact=last))
+
+    def _keep(self, trains: dict[str, Train], masks: Masks) -> None:
+        """Slice the trains of this process to the ranks that the masks of all trains keep."""
+        modules, of_all = self._modules(), dict(zip(trains, masks, strict=True))
+        mine = [of_all[name] for name in modules]
+        keep_ranks_(list(modules.values()), mine, self.optimizer)
+        self._taylor.slice_(mine)
 
     def _reached(self) -> bool:
         # The price may bring the size to the target before its time; a budget spreads truncation over the whole stage.
         assert self.target is not None
         return self.config.objective == "achievement" and self._size() * CLOSE <= self.target
 
-    def _scores(self, modules: list[TTModule]) -> list[list[Tensor]]:
+    def _scores(self) -> dict[str, list[Tensor]]:
+        modules = self._modules()
         if self.config.score_used == "taylor":
-            return self._taylor.scores(modules)
-        return [STATIC_SCORES[self.config.score_used](module) for module in modules]
+            return dict(zip(modules, self._taylor.scores(list(modules.values())), strict=True))
+        return {name: STATIC_SCORES[self.config.score_used](module) for name, module in modules.items()}
+
+    def _total_of_shares(self, shares: Tensor) -> Tensor:
+        """Sum over all ranks of all trains of what this process knows of its own."""
+        if not on_several_processes():
+            return shares.sum()
+        modules = self._modules()
+        weights = [self._part_of_one[name] for name, module in modules.items() for _ in range(sum(module.shape.ranks))]
+        return mean_over_processes(shares @ shares.new_tensor(weights)) * dist.get_world_size()
 
     def _end_early(self) -> None:
         if self.config.late_steps == 0:
@@ -143,41 +194,45 @@ class RankScheduler:
             return
         self.stage = "late"
         self.late_start = self.steps
-        self.reference_params = max(1, count_tt_params(self.model))
+        trains = gather_trains(self.model)
+        self.reference_params = max(1, total_params(trains))
         self.reference_size = max(1, self._size())
-        self.target = min(self._target(), self.reference_size)
+        self.target = min(self._target(trains), self.reference_size)
         if self.target_loss is None:
             assert self._mean_loss is not None
             self.target_loss = float(self._mean_loss)
 
     # -- sizes, in bytes where the target is one of bytes, else in parameters ----------------------------------------------------
 
-    def _modules(self) -> list[TTModule]:
-        return [module for _, module in named_tt_modules(self.model)]
+    def _modules(self) -> dict[str, TTModule]:
+        """The trains of this process."""
+        return dict(named_tt_modules(self.model))
 
-    def _units(self) -> list[int]:
-        in_bytes = self.config.target_bytes is not None or self.config.target_compression is not None
-        return [module.core_0.element_size() if in_bytes else 1 for module in self._modules()]
+    @property
+    def _in_bytes(self) -> bool:
+        return self.config.target_bytes is not None or self.config.target_compression is not None
+
+    def _units(self, trains: dict[str, Train]) -> list[int]:
+        return [train.unit if self._in_bytes else 1 for train in trains.values()]
 
     def _size(self) -> int:
-        return sum(unit * module.shape.num_params for unit, module in zip(self._units(), self._modules(), strict=True))
+        trains = gather_trains(self.model)
+        return total_bytes(trains) if self._in_bytes else total_params(trains)
 
-    def _target(self) -> int:
+    def _target(self, trains: dict[str, Train]) -> int:
         config = self.config
         if config.target_size is not None:
             return round(config.target_size * self.reference_size)
         if config.target_compression is not None:
-            return self._compressed_bytes(config.target_compression)
+            return self._compressed_bytes(config.target_compression, trains)
         target = config.target_params or config.target_bytes
         assert target is not None
         return target
 
-    def _compressed_bytes(self, compression: float) -> int:
+    def _compressed_bytes(self, compression: float, trains: dict[str, Train]) -> int:
         """Bytes left for the trains when the whole model shall be so many times smaller than dense."""
-        modules = self._modules()
-        trains = {id(p): p.numel() * p.element_size() for module in modules for p in (*module.cores(), *module.rank_parameters())}
-        others = sum(p.numel() * p.element_size() for p in self.model.parameters() if id(p) not in trains)
-        dense = others + sum(module.num_rows * module.num_cols * module.core_0.element_size() for module in modules)
+        others = self._other_bytes
+        dense = others + sum(train.dense_params * train.unit for train in trains.values())
         if others >= dense / compression:
             raise ValueError(
                 f"target_compression is {compression} but layers outside the trains take {others:,} of {dense:,} dense bytes: "
@@ -194,32 +249,43 @@ class RankScheduler:
             return None
         return round(self.target / self.reference_size * self.reference_params)
 
-    def _record(self) -> None:
-        modules = dict(named_tt_modules(self.model))
+    def _record(self, trains: dict[str, Train]) -> None:
+        self._held = total_params(trains)
         self.history.append(
             {
                 "step": self.steps,
                 "stage": self.stage,
                 "objective": self.objective,
-                "params": count_tt_params(self.model),
-                "bytes": sum(module.core_0.element_size() * module.shape.num_params for module in modules.values()),
+                "params": self._held,
+                "bytes": total_bytes(trains),
                 "target_params": self.target_params,
-                "loss": None if self._mean_loss is None else float(self._mean_loss),
-                "ranks": {name: list(module.shape.ranks) for name, module in modules.items()},
+                "loss": self._mean(),
+                "ranks": {name: list(train.shape.ranks) for name, train in trains.items()},
             }
         )
 
     _STATE = ("stage", "steps", "late_start", "reference_params", "reference_size", "target", "target_loss", "objective")
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the ranks themselves, which the model's own state dict carries."""
+        """Plain numbers, strings and lists: everything but the ranks themselves, which the model's own state dict carries."""
         state = {name: getattr(self, name) for name in self._STATE}
-        return {**state, "history": list(self.history), "mean_loss": self._mean_loss, "taylor": self._taylor.mean}
+        return {
+            **state,
+            "history": list(self.history),
+            "mean_loss": self._mean(),
+            "taylor": gather(self._taylor.by_name(self._modules())),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; load the model's and the optimizer's state dicts as well."""
         for name in self._STATE:
             setattr(self, name, state[name])
         self.history = list(state["history"])
-        self._mean_loss = state["mean_loss"]
-        self._taylor.mean = state["taylor"]
+        mean, device = state["mean_loss"], next(self.model.parameters()).device
+        self._mean_loss = None if mean is None else torch.tensor(mean, dtype=torch.float32, device=device)
+        self._taylor.load_by_name(state["taylor"], self._modules())
+        self._held = total_params(gather_trains(self.model))
+
+
+def _shapes_and_scores(trains: dict[str, Train]) -> tuple[list[TTShape], list[tuple[Tensor, ...]]]:
+    return [train.shape for train in trains.values()], [train.scores for train in trains.values()]

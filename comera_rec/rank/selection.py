@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from comera_rec.nn import TTModule
 from comera_rec.tt import TTShape
 
 Masks = list[list[Tensor]]
@@ -23,10 +22,15 @@ Move = tuple[int, int, int]
 """A module, a bond, and +1 or -1 ranks."""
 
 
-def above_threshold(modules: Sequence[TTModule], threshold: float, floor: int = 0, units: Sequence[int] | None = None) -> Masks:
-    """Keep the ranks with |D| of at least a threshold; the smallest |D| go first, but never below a size of `floor`."""
-    scores = [[rank.detach().abs() for rank in module.rank_parameters()] for module in modules]
-    selection = _Selection([module.shape for module in modules], scores, units)
+def above_threshold(
+    shapes: Sequence[TTShape],
+    magnitudes: Sequence[Sequence[Tensor]],
+    threshold: float,
+    floor: int = 0,
+    units: Sequence[int] | None = None,
+) -> Masks:
+    """Keep the ranks with |D| [r_k] of at least a threshold; the smallest |D| go first, but never below a size of `floor`."""
+    selection = _Selection(shapes, magnitudes, units)
     candidates = sorted(
         (float(score), i, k)
         for i, bonds in enumerate(selection.scores)

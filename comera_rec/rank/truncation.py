@@ -13,7 +13,7 @@ from comera_rec.rank.selection import Masks, above_threshold
 
 def count_tt_params(model: nn.Module) -> int:
     """S(D): numbers stored in all tensor trains of a model, biases not counted."""
-    return sum(module.shape.num_params for _, module in named_tt_modules(model))
+    return sum(module.whole_shape.num_params for _, module in named_tt_modules(model))
 
 
 def truncate_ranks_(
@@ -40,8 +40,15 @@ def truncate_ranks_(
     if not threshold >= 0:
         raise ValueError(f"threshold is {threshold}: give a non-negative number")
     modules = dict(named_tt_modules(model))
-    keep_ranks_(list(modules.values()), above_threshold(list(modules.values()), threshold, min_params), optimizer)
+    shapes = [module.whole_shape for module in modules.values()]
+    magnitudes = [magnitudes_of(module) for module in modules.values()]
+    keep_ranks_(list(modules.values()), above_threshold(shapes, magnitudes, threshold, min_params), optimizer)
     return {name: module.shape.ranks for name, module in modules.items()}
+
+
+def magnitudes_of(module: TTModule) -> list[Tensor]:
+    """|D_k| [r_k] of every bond."""
+    return [rank.detach().abs() for rank in module.rank_parameters()]
 
 
 def keep_ranks_(modules: Sequence[TTModule], masks: Masks, optimizer: Optimizer | None = None) -> None:

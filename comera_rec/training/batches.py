@@ -29,6 +29,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 from torchrec import KeyedJaggedTensor
@@ -59,6 +60,18 @@ class Batch:
             dense=self.dense.to(device, non_blocking=non_blocking),
             sparse=self.sparse.to(torch.device(device), non_blocking=non_blocking),
             labels=self.labels.to(device, non_blocking=non_blocking),
+        )
+
+    def padded(self, rows: int) -> Batch:
+        """With rows of zeros, no ids and label 0 behind the others, as many as are missing."""
+        missing = rows - len(self)
+        if not missing:
+            return self
+        lengths = F.pad(self.sparse.lengths().view(len(self.sparse.keys()), -1), (0, missing)).flatten()
+        return Batch(
+            dense=F.pad(self.dense, (0, 0, 0, missing)),
+            sparse=KeyedJaggedTensor(self.sparse.keys(), self.sparse.values(), lengths=lengths),
+            labels=F.pad(self.labels, (0, missing)),
         )
 
     def pin_memory(self) -> Batch:

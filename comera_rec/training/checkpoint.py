@@ -1,32 +1,67 @@
 """Checkpoints that are either whole or not there: written beside, synced to disk, then renamed.
 
-    checkpoints/step_00001000.pt
-    checkpoints/step_00002000.pt
+    checkpoints/step_00001000.pt     of one process: a file
+    checkpoints/step_00002000/       of several: torch.distributed.checkpoint's files, a part from each process, and record.json
 
-A file holds one dictionary of tensors, numbers, strings and containers of them, so that loading runs no code from the file.
+Both hold a record (numbers, strings, lists and dictionaries of them, as JSON has them) and tensors by name. What several processes
+saved, one process or another number of them loads, and the other way round.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
+import shutil
+import tempfile
+import warnings
 import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from comera_rec.rank.trains import on_several_processes
 
 _TEMPORARY = ".partial"
+_RECORD = "record.json"
 
 
-def save_checkpoint(folder: str | Path, step: int, state: dict[str, Any], *, keep: int = 2) -> Path:
+class Checkpoint(Protocol):
+    """A checkpoint that was found and is not damaged.
+
+    Attributes:
+        record: what was saved beside the tensors.
+        sizes: of the whole tensors, by name.
+    """
+
+    record: dict[str, Any]
+    sizes: dict[str, torch.Size]
+
+    def read(self, names: list[str]) -> dict[str, Tensor]:
+        """Whole tensors by name, on the CPU."""
+
+    def read_into(self, tensors: Mapping[str, Any]) -> None:
+        """Fill tensors (plain ones, DTensors and ShardedTensors) with what was saved under their names."""
+
+
+def save_checkpoint(folder: str | Path, step: int, record: dict[str, Any], tensors: Mapping[str, Any], *, keep: int = 2) -> Path:
     """Write the state of a step, then delete all but the newest `keep` checkpoints and whatever a killed process left half-written.
 
+    Where there are several processes, each calls this; the first one's record is kept, and every tensor that any of them gives.
+
     Args:
-        folder: where the checkpoints lie; made if need be. One process writes to it.
+        folder: where the checkpoints lie; made if need be. One run writes to it.
         step: optimizer steps taken.
-        state: tensors, numbers, strings, and dictionaries, lists and tuples of them.
+        record: numbers, strings, and dictionaries and lists of them.
+        tensors: by name; parts of tensors that are spread over processes are DTensors or ShardedTensors.
         keep: how many checkpoints stay.
 
     Raises:
@@ -34,72 +69,212 @@ def save_checkpoint(folder: str | Path, step: int, state: dict[str, Any], *, kee
         OSError: the file cannot be written, for want of space or permission; earlier checkpoints are then untouched.
 
     Returns:
-        The file's path.
+        The checkpoint's path.
     """
     if keep < 1:
         raise ValueError(f"keep must be at least 1 checkpoint, got {keep}")
     if not 0 <= step <= 99_999_999:
         raise ValueError(f"step must be in 0..99999999, for file names that sort, got {step}")
     folder = Path(folder)
-    path = folder / f"step_{step:08d}.pt"
-    temporary = path.with_suffix(_TEMPORARY)
+    several = on_several_processes()
+    path = folder / f"step_{step:08d}{'' if several else '.pt'}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for left_over in folder.glob(f"*{_TEMPORARY}"):
-            left_over.unlink()
-        with temporary.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        _sync_folder(folder)
-    except (OSError, RuntimeError) as error:  # torch turns a failed write into a RuntimeError
-        cause = error if isinstance(error, OSError) else error.__context__
-        reason = (isinstance(cause, OSError) and cause.strerror) or str(error).splitlines()[0]
-        raise OSError(f"cannot write checkpoint {path} ({reason}); free some space or choose another output folder") from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-    older = [checkpoint for checkpoint in _checkpoints(folder) if checkpoint != path]
-    for checkpoint in older[: max(0, len(older) - keep + 1)]:
-        checkpoint.unlink()
+        if several:
+            _write_folder(path, record, tensors)
+        else:
+            _write_file(path, record, tensors)
+    except (OSError, RuntimeError, CheckpointException) as error:  # torch turns a failed write into a RuntimeError
+        raise OSError(
+            f"cannot write checkpoint {path} ({_reason(error)}); free some space or choose another output folder"
+        ) from error
+    if _is_first():
+        older = [checkpoint for checkpoint in _checkpoints(folder) if checkpoint != path]
+        for number, checkpoint in enumerate(older):
+            if number < len(older) - keep + 1 or _step(checkpoint) == _step(path):  # of another number of processes
+                _remove(checkpoint)
     return path
 
 
 def latest_checkpoint(folder: str | Path) -> Path | None:
     """The checkpoint of the highest step, or None if there is none."""
-    return max(_checkpoints(Path(folder)), default=None)
+    return max(_checkpoints(Path(folder)), default=None, key=_step)
 
 
-def load_checkpoint(path: str | Path, *, mapped: bool = False) -> dict[str, Any]:
-    """Read a checkpoint onto the CPU.
-
-    Args:
-        path: the file.
-        mapped: leave tensors in the file until they are used, and then only what is used.
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Check a checkpoint for damage and open it; where there are several processes, each calls this.
 
     Raises:
-        ValueError: the file is missing, damaged or not one of ours; names an earlier checkpoint to use instead, if there is one.
+        ValueError: the checkpoint is missing, damaged or not one of ours; names an earlier one to use instead, if there is one.
     """
     path = Path(path)
     try:
+        return _Folder(path) if path.is_dir() else _File(path)
+    except (OSError, EOFError, RuntimeError, TypeError, ValueError, KeyError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+        earlier = max((c for c in _checkpoints(path.parent) if _step(c) < _step(path)), default=None, key=_step)
+        remedy = f"use {earlier}" if earlier else "start the run anew"
+        raise ValueError(f"checkpoint {path} cannot be loaded ({str(error).splitlines()[0]}); {remedy}") from error
+
+
+class _File:
+    """Its tensors stay in the file until they are used. Loading runs no code from it."""
+
+    def __init__(self, path: Path) -> None:
         # torch reads damaged numbers without noticing; the archive holds a checksum of each entry.
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
         if damaged is not None:
             raise zipfile.BadZipFile(f"{damaged} fails its checksum")
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-        if not isinstance(state, dict):
-            raise TypeError(f"it holds a {type(state).__name__}")
-        return state
-    except (OSError, EOFError, RuntimeError, TypeError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
-        earlier = max((checkpoint for checkpoint in _checkpoints(path.parent) if checkpoint < path), default=None)
-        remedy = f"use {earlier}" if earlier else "start the run anew"
-        raise ValueError(f"checkpoint {path} cannot be loaded ({str(error).splitlines()[0]}); {remedy}") from error
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if not (isinstance(state, dict) and state.keys() == {"record", "tensors"}):
+            raise TypeError("it holds something else")
+        self.path = path
+        self.record: dict[str, Any] = state["record"]
+        self._tensors: dict[str, Tensor] = state["tensors"]
+        self.sizes = {name: tensor.shape for name, tensor in self._tensors.items()}
+
+    def read(self, names: list[str]) -> dict[str, Tensor]:
+        return {name: self._tensors[name] for name in names}
+
+    def read_into(self, tensors: Mapping[str, Any]) -> None:
+        if on_several_processes():
+            with self._as_folder() as folder:
+                dcp.load(dict(tensors), checkpoint_id=folder)
+            return
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                tensor.copy_(self._tensors[name])
+
+    @contextlib.contextmanager
+    def _as_folder(self) -> Iterator[str]:
+        """For a while in the form that knows how to divide tensors among processes."""
+        name: list[Any] = [None]
+        if _is_first():
+            name[0] = tempfile.mkdtemp(dir=self.path.parent, suffix=_TEMPORARY)
+            _quietly(dcp.save, self._tensors, checkpoint_id=name[0])
+        dist.broadcast_object_list(name)
+        try:
+            yield name[0]
+        finally:
+            dist.barrier()
+            if _is_first():
+                _remove(Path(name[0]))
+
+
+class _Folder:
+    """Loading unpickles torch's own metadata: open folders of people you trust."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        saved = json.loads((path / _RECORD).read_text())
+        self.record: dict[str, Any] = saved["record"]
+        for number, (name, checksum) in enumerate(sorted(saved["checksums"].items())):
+            mine = not on_several_processes() or number % dist.get_world_size() == dist.get_rank()
+            if mine and _checksum(path / name) != checksum:
+                raise OSError(f"{name} fails its checksum")
+        entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        saved_tensors = {name: entry for name, entry in entries.items() if isinstance(entry, dcp.TensorStorageMetadata)}
+        self.sizes = {name: entry.size for name, entry in saved_tensors.items()}
+        self._dtypes = {name: entry.properties.dtype for name, entry in saved_tensors.items()}
+
+    def read(self, names: list[str]) -> dict[str, Tensor]:
+        tensors = {name: torch.empty(self.sizes[name], dtype=self._dtypes[name]) for name in names}
+        _quietly(dcp.load, tensors, checkpoint_id=self._path)
+        return tensors
+
+    def read_into(self, tensors: Mapping[str, Any]) -> None:
+        if on_several_processes():
+            dcp.load(dict(tensors), checkpoint_id=self._path)
+        else:
+            _quietly(dcp.load, dict(tensors), checkpoint_id=self._path)
+
+
+def _write_file(path: Path, record: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    temporary = path.with_suffix(_TEMPORARY)
+    _clear(path.parent)
+    try:
+        with temporary.open("wb") as file:
+            torch.save({"record": record, "tensors": dict(tensors)}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        _sync_folder(path.parent)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def _write_folder(path: Path, record: dict[str, Any], tensors: Mapping[str, Any]) -> None:
+    temporary = path.with_suffix(_TEMPORARY)
+    if _is_first():
+        _clear(path.parent)
+    dist.barrier()
+    dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(temporary))  # syncs its files
+    mine = {file.name: _checksum(file) for file in temporary.glob(f"__{dist.get_rank()}_*")}
+    checksums: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(checksums, mine)
+    if _is_first():
+        with (temporary / _RECORD).open("w") as file:
+            merged = {name: checksum for each in checksums for name, checksum in each.items()}
+            merged[".metadata"] = _checksum(temporary / ".metadata")
+            json.dump({"record": record, "checksums": merged}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            shutil.rmtree(path)
+        temporary.rename(path)
+        _sync_folder(path.parent)
+    dist.barrier()
+
+
+def _quietly(function: Any, tensors: Mapping[str, Any], *, checkpoint_id: str | Path) -> None:
+    """`torch.distributed.checkpoint` by this process alone, which it remarks upon."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        function(dict(tensors), checkpoint_id=checkpoint_id, no_dist=True)
+
+
+def _clear(folder: Path) -> None:
+    """Remove what a killed process left half-written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for left_over in folder.glob(f"*{_TEMPORARY}"):
+        _remove(left_over)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        # Under another name first, so that a run that is killed now leaves no half of a checkpoint.
+        doomed = path.with_suffix(f"{path.suffix}.old{_TEMPORARY}") if path.suffix != _TEMPORARY else path
+        shutil.rmtree(path.rename(doomed))
+    else:
+        path.unlink()
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    return sorted(folder.glob("step_" + "[0-9]" * 8 + ".pt"))
+    digits = "step_" + "[0-9]" * 8
+    return sorted([*folder.glob(f"{digits}.pt"), *folder.glob(digits)], key=_step)
+
+
+def _step(path: Path) -> str:
+    return path.stem
+
+
+def _is_first() -> bool:
+    return not on_several_processes() or dist.get_rank() == 0
+
+
+def _checksum(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):  # of one or several processes
+        error = next(iter(error.failures.values()))[0]
+    cause = error if isinstance(error, OSError) else error.__context__
+    return (isinstance(cause, OSError) and cause.strerror) or str(error).splitlines()[0]
 
 
 def _sync_folder(folder: Path) -> None:

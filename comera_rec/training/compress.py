@@ -11,7 +11,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from comera_rec.convert import tt_svd_within_budget
 from comera_rec.nn import TTEmbeddingBag, TTModule, named_tt_modules
-from comera_rec.training.checkpoint import latest_checkpoint, load_checkpoint
+from comera_rec.training.checkpoint import latest_checkpoint, open_checkpoint
 from comera_rec.training.config import RunConfig
 from comera_rec.training.model import Schema, build_model
 from comera_rec.training.trainer import CHECKPOINTS, Trainer
@@ -21,7 +21,7 @@ def compress_run(dense: str | Path, config: RunConfig) -> Trainer:
     """Write a run's first checkpoint from the weights of a trained dense one; `comera train` goes on from there.
 
     Tables together take what `tables.compression` (or the ranks given) allows, ranks spread over them by their singular values.
-    The dense checkpoint is mapped, not read: beside it, memory holds one table's blocks and the compressed model.
+    A dense checkpoint of one process is mapped, not read: beside it, memory holds one table's blocks and the compressed model.
 
     Args:
         dense: folder of a run with dense tables on the same data.
@@ -40,12 +40,13 @@ def compress_run(dense: str | Path, config: RunConfig) -> Trainer:
         raise ValueError(f"{dense} holds no checkpoint: give a run's folder, as written by `comera train`")
     if latest_checkpoint(Path(config.output) / CHECKPOINTS) is not None:
         raise ValueError(f"{config.output} holds checkpoints already: give a new output")
-    state = load_checkpoint(source, mapped=True)
-    schema = Schema.from_dict(state["schema"])
-    if config.to_dict()["model"] != state["config"]["model"]:
+    checkpoint = open_checkpoint(source)
+    schema = Schema.from_dict(checkpoint.record["schema"])
+    if config.to_dict()["model"] != checkpoint.record["config"]["model"]:
         raise ValueError(f"{dense} was trained with other sizes of [model]: give the same embedding_dim, dense_arch and over_arch")
     model = build_model(config, schema)
-    copy_weights_(model, state["model"], _table_budget(config, schema))
+    weights = checkpoint.read([name for name in checkpoint.sizes if name.startswith("model/")])
+    copy_weights_(model, {name.removeprefix("model/"): value for name, value in weights.items()}, _table_budget(config, schema))
     trainer = Trainer(config, model)
     if trainer.schema != schema:
         raise ValueError(f"{dense} was trained on other data than {config.data.path}: give the data set it was trained on")

@@ -64,8 +64,8 @@ class IntegersOnly(nn.Module):
         return logits
 
 
-def build_model(config: RunConfig, schema: Schema) -> nn.Module:
-    """The model a config asks for on data of a schema, on the CPU.
+def build_model(config: RunConfig, schema: Schema, device: str = "cpu") -> nn.Module:
+    """The model a config asks for on data of a schema.
 
     It is called as `model(dense_features, sparse_features)` and returns [B, 1] logits.
     """
@@ -81,8 +81,20 @@ def build_model(config: RunConfig, schema: Schema) -> nn.Module:
         dense_in_features=len(schema.dense),
         dense_arch_layer_sizes=[*config.model.dense_arch, dim],
         over_arch_layer_sizes=[*config.model.over_arch, 1],
+        device=device,
         linears=config.linears if config.linears.format == "tt" else None,
     )
+
+
+def materialize_(model: nn.Module, device: torch.device) -> nn.Module:
+    """Give a model of the meta device parameters, drawn in the order of its modules, and leave only its dense tables there."""
+    tables = {child for module in model.modules() if isinstance(module, EmbeddingBagCollection) for child in module.modules()}
+    for module in model.modules():
+        if module not in tables and any(parameter.is_meta for parameter in module.parameters(recurse=False)):
+            module.to_empty(device=device, recurse=False)
+            assert callable(module.reset_parameters)
+            module.reset_parameters()
+    return model
 
 
 def fuse_dense_tables_(model: nn.Module, lr: float, device: torch.device) -> list[KeyedOptimizer]:

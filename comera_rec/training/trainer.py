@@ -23,16 +23,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.keyed import KeyedOptimizer
 from tqdm import tqdm
 
 from comera_rec.convert import compression_report
 from comera_rec.nn import named_tt_modules
 from comera_rec.rank import RankScheduler
+from comera_rec.rank.trains import bytes_outside_trains, gather_trains, max_over_processes, on_several_processes, total_params
+from comera_rec.recsys.sharding import rewrap_data_parallel_
 from comera_rec.training.batches import Batch, BatchLoader, ParquetBatches
-from comera_rec.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from comera_rec.training.checkpoint import latest_checkpoint, open_checkpoint, save_checkpoint
 from comera_rec.training.config import RunConfig, parse_config
 from comera_rec.training.metrics import BinaryMetrics
-from comera_rec.training.model import Schema, build_model, build_optimizer, fuse_dense_tables_
+from comera_rec.training.model import Schema, build_model, build_optimizer, fuse_dense_tables_, materialize_
+from comera_rec.training.processes import Processes
+from comera_rec.training.state import TrainingState, load_model_
 from data_pipeline.manifest import read_manifest
 
 CHECKPOINTS = "checkpoints"
@@ -58,19 +64,23 @@ class Diverged(Exception):
 class Trainer:
     """One run, from the config to result.json.
 
+    Where a launcher has started several processes, each builds one of these and calls the same methods: tables are sharded by plan,
+    the rest is replicated, each process reads its own rows, and the first one writes. The folder must be the same for all.
+
     Args:
         config: the run; a folder that already holds a part of it is continued from its last checkpoint.
-        model: trained from here instead of from a new model; of the config's sizes, ranks apart.
+        model: trained from here instead of from a new model; of the config's sizes, ranks apart. For one process.
 
     Raises:
-        ValueError: for data that does not fit, or a folder that holds another run.
+        ValueError: for data that does not fit, a batch that can't be shared equally, or a folder that holds another run.
     """
 
     def __init__(self, config: RunConfig, model: nn.Module | None = None) -> None:
         self.config = config
         self.folder = Path(config.output)
         self.checkpoints = self.folder / CHECKPOINTS
-        self.device = _device(config.training.device)
+        self.processes = Processes(config.training.device)
+        self.device = self.processes.device
         self.baseline_mib = _rss_mib()
         self.manifest = read_manifest(config.data.path)
         self.schema = Schema.of(self.manifest)
@@ -79,76 +89,112 @@ class Trainer:
                 f"training.eval_every is {config.training.eval_every} but {config.data.path} has no validation rows: "
                 "preprocess with a larger --val-fraction, or set training.eval_every=0"
             )
+        if config.data.batch_size % self.processes.world_size:
+            raise ValueError(
+                f"data.batch_size is {config.data.batch_size}, which {self.processes.world_size} processes can't share equally: "
+                "give a multiple"
+            )
         self.loader = BatchLoader(
             self._batches("train", shuffle=True), prefetch=config.data.prefetch, pin_memory=self.device.type == "cuda"
         )
         self.total_steps = config.training.steps or max(1, round(config.training.epochs * self.loader.batches.batches_per_epoch()))
         torch.manual_seed(config.seed)
-        self.model = (build_model(config, self.schema) if model is None else model).to(self.device)
-        self.fused = fuse_dense_tables_(self.model, config.optimizer.lr_tables, self.device)
-        self.optimizer = build_optimizer(self.model, config.optimizer)
-        self.scheduler = RankScheduler(self.model, self.optimizer, config.ranks) if config.ranks else None
+        self.model, self.module, table_optimizers = self._place(model)
+        self.optimizer = build_optimizer(self.module, config.optimizer)
+        self.scheduler = None
+        if config.ranks:
+            other_bytes = bytes_outside_trains(self._whole_model()) if self.processes.several else None
+            self.scheduler = RankScheduler(self.module, self.optimizer, config.ranks, other_bytes=other_bytes)
+        self.state = TrainingState(self.module, self.optimizer, table_optimizers)
         self.steps = 0
         self.history_written = 0
         self.step_ms: list[float] = []
 
+    def _place(self, model: nn.Module | None) -> tuple[nn.Module, nn.Module, list[KeyedOptimizer]]:
+        """The model to call, the same without wrappers, and the optimizers of its dense tables."""
+        config, lr = self.config, self.config.optimizer.lr_tables
+        if not self.processes.several:
+            model = (build_model(config, self.schema) if model is None else model).to(self.device)
+            tables = fuse_dense_tables_(model, lr, self.device)
+            return model, model, tables
+        if model is not None:
+            raise ValueError("a model that is given is trained on one process: save it, and continue from its folder on several")
+        # Dense tables that no process could hold are made where they will be.
+        whole = materialize_(build_model(config, self.schema, device="meta"), self.device)
+        sharded = self.processes.shard(whole, config.data.batch_size // self.processes.world_size, lr)
+        return sharded, sharded.module, [sharded.fused_optimizer]
+
+    def _whole_model(self) -> nn.Module:
+        """The model as one process would hold it, at the present ranks, on the meta device."""
+        whole, trains = build_model(self.config, self.schema, device="meta"), gather_trains(self.module)
+        for name, module in named_tt_modules(whole):
+            module.resize_ranks_(trains[name].shape.ranks)
+        return whole
+
     def _batches(self, split: str, *, shuffle: bool) -> ParquetBatches:
-        data = self.config.data
+        data, rank, world_size = self.config.data, self.processes.rank, self.processes.world_size
         if shuffle:
             return ParquetBatches(
-                data.path, split, batch_size=data.batch_size, shuffle=True, shuffle_rows=data.shuffle_rows,
-                seed=self.config.seed, epochs=None, drop_last=True,
+                data.path, split, batch_size=data.batch_size // world_size, shuffle=True, shuffle_rows=data.shuffle_rows,
+                seed=self.config.seed, epochs=None, drop_last=True, rank=rank, world_size=world_size,
             )  # fmt: skip
-        return ParquetBatches(data.path, split, batch_size=data.eval_batch_size)
+        return ParquetBatches(data.path, split, batch_size=data.eval_batch_size, rank=rank, world_size=world_size)
 
     # -- state ---------------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything a continuation needs."""
-        return {
+    def save(self) -> None:
+        """Write a checkpoint, and the config beside it."""
+        self._write_config()
+        record = {
             "step": self.steps,
+            "processes": self.processes.world_size,
             "config": self.config.to_dict(),
             "schema": self.schema.to_dict(),
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "fused_optimizers": [optimizer.state_dict() for optimizer in self.fused],
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
             "batches": self.loader.state_dict(),
         }
+        keep = self.config.training.keep_checkpoints
+        save_checkpoint(self.checkpoints, self.steps, record, self.state.tensors(), keep=keep)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        for optimizer, saved in zip(self.fused, state["fused_optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        if self.scheduler:
-            self.scheduler.load_state_dict(state["scheduler"])
-            self.history_written = len(self.scheduler.history)
-        self.loader.load_state_dict(state["batches"])
-        self.steps = state["step"]
-
-    def save(self) -> None:
-        """Write a checkpoint, and the config beside it."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        _write_json(self.folder / "config.json", self.config.to_dict())
-        save_checkpoint(self.checkpoints, self.steps, self.state_dict(), keep=self.config.training.keep_checkpoints)
+    def _write_config(self) -> None:
+        if self.processes.is_first:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            _write_json(self.folder / "config.json", self.config.to_dict())
 
     def _resume(self) -> None:
-        checkpoint = latest_checkpoint(self.checkpoints)
-        if checkpoint is None:
+        path = self.processes.first_says(latest_checkpoint(self.checkpoints))
+        if path is None:
             return
-        state = load_checkpoint(checkpoint)
-        mine, theirs = self.config.to_dict(), state["config"]
+        checkpoint = open_checkpoint(path)
+        record = checkpoint.record
+        mine, theirs = self.config.to_dict(), record["config"]
         differing = [key for key in mine if key not in RESUMABLE_CHANGES and mine[key] != theirs.get(key)]
         if differing:
             raise ValueError(
                 f"{self.folder} holds another run: its config differs in {', '.join(differing)}; "
                 "choose another output, or remove the folder to start anew"
             )
-        if Schema.from_dict(state["schema"]) != self.schema:
+        if Schema.from_dict(record["schema"]) != self.schema:
             raise ValueError(f"{self.folder} was trained on other data than {self.config.data.path}: choose another output")
-        self.load_state_dict(state)
+        before = record["processes"]
+        if record["step"] and before != self.processes.world_size:
+            raise ValueError(
+                f"{self.folder} was trained on {before} process{'es' if before > 1 else ''}, and which batches are left depends on "
+                "it: launch as many, or choose another output"
+            )
+        if record["step"]:  # the first checkpoint of a compressed dense run has seen no batch, nor any number of processes
+            self.loader.load_state_dict(record["batches"])
+        self.state.load(checkpoint)
+        self._replicate_anew()
+        if self.scheduler:
+            self.scheduler.load_state_dict(record["scheduler"])
+            self.history_written = len(self.scheduler.history)
+        self.steps = record["step"]
+
+    def _replicate_anew(self) -> None:
+        """After ranks have changed."""
+        if isinstance(self.model, DistributedModelParallel):
+            rewrap_data_parallel_(self.model)
 
     # -- the loop ------------------------------------------------------------------------------------------------------------
 
@@ -164,33 +210,38 @@ class Trainer:
         """
         result_path = self.folder / "result.json"
         self._resume()
-        if self.steps < self.total_steps or not result_path.exists():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            _write_json(self.folder / "config.json", self.config.to_dict())
-            self.log = MetricsLog(self.folder, self.steps)
+        if self.processes.any(self.steps < self.total_steps or not result_path.exists()):
+            self._write_config()
+            self.log = MetricsLog(self.folder, self.steps) if self.processes.is_first else NoLog()
             try:
                 with _deferred_signals() as received:
                     self._run(received)
-                _write_json(result_path, self._result())
+                result = self._result()
+                if self.processes.is_first:
+                    _write_json(result_path, result)
             finally:
                 self.log.close()
-        result: dict[str, Any] = json.loads(result_path.read_text())
-        return result
+        return dict(self.processes.first_says(json.loads(result_path.read_text()) if self.processes.is_first else None))
 
     def _run(self, received: list[int]) -> None:
         training = self.config.training
         losses: list[Tensor] = []
         interval_start = time.perf_counter()
         self._log_ranks()
-        bar = tqdm(total=self.total_steps, initial=self.steps, unit="step", desc=self.folder.name, disable=None)
+        hidden = None if self.processes.is_first else True
+        bar = tqdm(total=self.total_steps, initial=self.steps, unit="step", desc=self.folder.name, disable=hidden)
         batches: Iterator[Batch] = iter(self.loader) if self.steps < self.total_steps else iter(())
         with bar:
             for batch in batches:
                 losses.append(self._step(batch.to(self.device, non_blocking=True)))
                 bar.update()
                 last = self.steps >= self.total_steps
-                saving = last or bool(received) or _due(self.steps, training.checkpoint_every)
-                evaluating = not last and not received and _due(self.steps, training.eval_every)
+                # Several processes agree to stop where they wait for each other's losses anyway.
+                stopping = bool(received)
+                if self.processes.several:
+                    stopping = _due(self.steps, training.log_every) and self.processes.any(stopping)
+                saving = last or stopping or _due(self.steps, training.checkpoint_every)
+                evaluating = not last and not stopping and _due(self.steps, training.eval_every)
                 if _due(self.steps, training.log_every) or saving or evaluating:
                     loss = self._checked_mean(losses)
                     # Reading the losses has waited for the device, so this is the time of whole steps on a GPU too.
@@ -209,8 +260,8 @@ class Trainer:
                     self._evaluate("val")
                 if saving:
                     self.save()
-                if received:
-                    raise Interrupted(received[0], self.steps)
+                if stopping:
+                    raise Interrupted(received[0] if received else signal.SIGTERM, self.steps)
                 if not losses:
                     interval_start = time.perf_counter()
                 if last:
@@ -224,12 +275,15 @@ class Trainer:
         (self.scheduler.loss(loss) if self.scheduler else loss).backward()
         self.optimizer.step()
         if self.scheduler:
+            changes = len(self.scheduler.history)
             self.scheduler.step()
+            if len(self.scheduler.history) > changes:
+                self._replicate_anew()
         self.steps += 1
         return loss.detach()
 
     def _checked_mean(self, losses: list[Tensor]) -> float:
-        stacked = torch.stack(losses).cpu()
+        stacked = self.processes.mean(torch.stack(losses)).cpu()
         bad = (~stacked.isfinite()).nonzero().flatten()
         if bad.numel():
             step = self.steps - len(losses) + int(bad[0]) + 1
@@ -246,9 +300,10 @@ class Trainer:
                 self.log.write("ranks", **{k: v for k, v in entry.items() if k != "loss"})
             self.history_written = len(self.scheduler.history)
         elif self.steps == 0:
-            ranks = {name: list(module.shape.ranks) for name, module in named_tt_modules(self.model)}
+            trains = gather_trains(self.module)
+            ranks = {name: list(train.shape.ranks) for name, train in trains.items()}
             if ranks:
-                params = sum(module.shape.num_params for _, module in named_tt_modules(self.model))
+                params = total_params(trains)
                 self.log.write("ranks", 0, stage="fixed", objective=None, params=params, target_params=None, ranks=ranks)
 
     def _rows(self, split: str) -> int:
@@ -260,7 +315,7 @@ class Trainer:
         return metrics
 
     def _result(self) -> dict[str, Any]:
-        peak = _peak_mib(self.device, self.baseline_mib)
+        peak = self.processes.max(_peak_mib(self.device, self.baseline_mib))
         if self._rows("val"):
             self._evaluate("val")
         split = next(name for name in ("test", "val", "train") if self._rows(name))
@@ -274,7 +329,8 @@ class Trainer:
             "step_ms": step_ms,
             "rows_per_s": 1e3 * self.config.data.batch_size / step_ms,
             "peak_mib": peak,
-            **compression_report(self.model).to_dict(),
+            **compression_report(self._whole_model() if self.processes.several else self.model).to_dict(),
+            "processes": self.processes.world_size,
             "seed": self.config.seed,
             "device": _device_name(self.device),
             "versions": {name: version(name) for name in ("comera-rec", "torch", "torchrec")}
@@ -284,14 +340,17 @@ class Trainer:
 
 
 def evaluate(model: nn.Module, batches: ParquetBatches, device: torch.device) -> dict[str, Any]:
-    """AUC, NE, logloss and rows of a model over all batches of a split."""
+    """AUC, NE, logloss and rows of a model over all batches of a split; where there are several processes, over those of all."""
     metrics = BinaryMetrics()
     training = model.training
     model.eval()
     with torch.no_grad():
         for batch in BatchLoader(batches):
             batch = batch.to(device)
-            metrics.update(model(batch.dense, batch.sparse).squeeze(1), batch.labels)
+            rows = len(batch)
+            if on_several_processes():  # shares differ by a row, and processes exchange bags of equal batches
+                batch = batch.padded(int(max_over_processes(rows)))
+            metrics.update(model(batch.dense, batch.sparse).squeeze(1)[:rows], batch.labels[:rows])
     model.train(training)
     return metrics.compute()
 
@@ -305,12 +364,10 @@ def load_run(folder: str | Path) -> tuple[nn.Module, RunConfig, Schema]:
     checkpoint = latest_checkpoint(Path(folder) / CHECKPOINTS)
     if checkpoint is None:
         raise ValueError(f"{folder} holds no checkpoint: give a run's folder, as written by `comera train`")
-    state = load_checkpoint(checkpoint)
-    config = parse_config(state["config"])
-    schema = Schema.from_dict(state["schema"])
-    model = build_model(config, schema)
-    model.load_state_dict(state["model"])
-    return model.eval(), config, schema
+    opened = open_checkpoint(checkpoint)
+    config = parse_config(opened.record["config"])
+    schema = Schema.from_dict(opened.record["schema"])
+    return load_model_(build_model(config, schema), opened).eval(), config, schema
 
 
 class MetricsLog:
@@ -338,6 +395,16 @@ class MetricsLog:
         """Flush and close both."""
         self._file.close()
         self._board.close()
+
+
+class NoLog:
+    """Of processes that don't write."""
+
+    def write(self, kind: str, step: int, **values: Any) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
 
 
 def _step_of(line: str) -> float:
@@ -371,12 +438,6 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(value, indent=2) + "\n")
     partial.replace(path)
-
-
-def _device(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("training.device is cuda but torch sees no GPU: use training.device=cpu, or install the CUDA build")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def _device_name(device: torch.device) -> str:

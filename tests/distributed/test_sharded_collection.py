@@ -52,6 +52,8 @@ def tables(weighted: bool) -> list[Table]:
         Table(name="two", num_embeddings=1000, embedding_dim=16, feature_names=["shared", "left"], tt_ranks=4),
         Table(name="three", num_embeddings=700, embedding_dim=128, feature_names=["right"], tt_ranks=3),
         # TorchRec initializes sharded dense tables anew, so this one is constant.
+        # Several dense tables, whose bags TorchRec puts into an order of its own.
+        Table(name="first", num_embeddings=900, embedding_dim=16, feature_names=["mean"], weight_init_min=0.3, weight_init_max=0.3),
         Table(name="small", num_embeddings=20, embedding_dim=24, feature_names=["small"], weight_init_min=0.1, weight_init_max=0.1),
         Table(
             name="average",
@@ -110,7 +112,7 @@ def sharded(case: Case) -> DistributedModelParallel:
     world = dist.get_world_size()
     names = ["two", "three", "average"]
     constraints = {name: ParameterConstraints(sharding_types=[kind]) for name, kind in zip(names, case.kinds * 3, strict=False)}
-    constraints["small"] = ParameterConstraints(sharding_types=["table_wise"])
+    constraints |= {name: ParameterConstraints(sharding_types=["table_wise"]) for name in ("first", "small")}
     fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LR}
     sharders: list[Any] = [cr.TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder(fused_params=fused))]
     planner = cr.TTShardingPlanner(Topology(world_size=world, compute_device="cpu"), batch_size=8, constraints=constraints)

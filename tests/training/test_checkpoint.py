@@ -12,17 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from comera_rec.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from comera_rec.training.checkpoint import latest_checkpoint, open_checkpoint, save_checkpoint
+
+RECORD: dict[str, Any] = {"step": 7, "stage": "late", "history": [{"size": None}]}
 
 
-def state(value: float = 1.0) -> dict[str, Any]:
-    return {
-        "model": {"weight": torch.full((100, 100), value)},
-        "step": 7,
-        "shape": (3, 4),
-        "stage": "late",
-        "history": [{"size": None}],
-    }
+def state(value: float = 1.0) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    return RECORD, {"model/weight": torch.full((100, 100), value)}
 
 
 def names(folder: Path) -> list[str]:
@@ -41,18 +37,22 @@ def full_disk() -> Iterator[None]:
 
 
 def test_gives_back_what_was_saved(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path / "run" / "checkpoints", 1000, state())
+    path = save_checkpoint(tmp_path / "run" / "checkpoints", 1000, *state())
     assert path == tmp_path / "run" / "checkpoints" / "step_00001000.pt"
-    loaded = load_checkpoint(path)
-    assert torch.equal(loaded["model"].pop("weight"), torch.ones(100, 100))
-    assert loaded == {**state(), "model": {}}
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.record == RECORD
+    assert checkpoint.sizes == {"model/weight": torch.Size([100, 100])}
+    assert torch.equal(checkpoint.read(["model/weight"])["model/weight"], torch.ones(100, 100))
+    weight = torch.zeros(100, 100)
+    checkpoint.read_into({"model/weight": weight})
+    assert torch.equal(weight, torch.ones(100, 100))
 
 
 def test_keeps_the_newest_and_always_the_one_just_written(tmp_path: Path) -> None:
     for step in (5, 10, 1000, 900):
-        save_checkpoint(tmp_path, step, state(), keep=2)
+        save_checkpoint(tmp_path, step, *state(), keep=2)
     assert names(tmp_path) == ["step_00000900.pt", "step_00001000.pt"]
-    save_checkpoint(tmp_path, 20, state(), keep=1)
+    save_checkpoint(tmp_path, 20, *state(), keep=1)
     assert names(tmp_path) == ["step_00000020.pt"]
 
 
@@ -61,8 +61,8 @@ def test_latest(tmp_path: Path) -> None:
     (tmp_path / "step_00000009.partial").touch()
     (tmp_path / "step_best.pt").touch()
     assert latest_checkpoint(tmp_path) is None
-    save_checkpoint(tmp_path, 10, state())
-    save_checkpoint(tmp_path, 20, state())
+    save_checkpoint(tmp_path, 10, *state())
+    save_checkpoint(tmp_path, 20, *state())
     assert latest_checkpoint(tmp_path) == tmp_path / "step_00000020.pt"
 
 
@@ -70,29 +70,29 @@ def test_what_a_killed_process_left_half_written_is_cleaned_up(tmp_path: Path, m
     monkeypatch.setattr(Path, "unlink", lambda path, missing_ok=False: None)  # a killed process cleans nothing up
     monkeypatch.setattr(Path, "replace", lambda path, target: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        save_checkpoint(tmp_path, 10, state())
+        save_checkpoint(tmp_path, 10, *state())
     monkeypatch.undo()
     assert names(tmp_path) == ["step_00000010.partial"]
     assert latest_checkpoint(tmp_path) is None
-    save_checkpoint(tmp_path, 20, state())
+    save_checkpoint(tmp_path, 20, *state())
     assert names(tmp_path) == ["step_00000020.pt"]
 
 
 @pytest.mark.usefixtures("full_disk")
 def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, 10, {"small": 1}, keep=1)
+    save_checkpoint(tmp_path, 10, {"small": 1}, {}, keep=1)
     with pytest.raises(OSError, match=r"^cannot write checkpoint .*step_00000020.pt \(File too large\); free some space or"):
-        save_checkpoint(tmp_path, 20, state(), keep=1)
+        save_checkpoint(tmp_path, 20, *state(), keep=1)
     assert names(tmp_path) == ["step_00000010.pt"]
     with pytest.raises(OSError, match="File too large"):
-        save_checkpoint(tmp_path, 10, state(), keep=1)
-    assert load_checkpoint(tmp_path / "step_00000010.pt") == {"small": 1}
+        save_checkpoint(tmp_path, 10, *state(), keep=1)
+    assert open_checkpoint(tmp_path / "step_00000010.pt").record == {"small": 1}
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match=r"cannot write checkpoint .* \(Not a directory\)"):
-        save_checkpoint(tmp_path / "file" / "checkpoints", 1, state())
+        save_checkpoint(tmp_path / "file" / "checkpoints", 1, *state())
 
 
 def flip_a_bit(content: bytes) -> bytes:
@@ -102,29 +102,29 @@ def flip_a_bit(content: bytes) -> bytes:
 
 @pytest.mark.parametrize("damage", [flip_a_bit, lambda content: content[:-100], lambda content: b"", lambda content: b"text"])
 def test_a_damaged_file_is_named_with_the_one_to_use(tmp_path: Path, damage: Any) -> None:
-    earlier = save_checkpoint(tmp_path, 10, state())
-    latest = save_checkpoint(tmp_path, 20, state())
+    earlier = save_checkpoint(tmp_path, 10, *state())
+    latest = save_checkpoint(tmp_path, 20, *state())
     latest.write_bytes(damage(latest.read_bytes()))
     with pytest.raises(ValueError, match=rf"^checkpoint {latest} cannot be loaded \(.*\); use {earlier}$"):
-        load_checkpoint(latest)
+        open_checkpoint(latest)
     earlier.unlink()
     with pytest.raises(ValueError, match=r"; start the run anew$"):
-        load_checkpoint(latest)
+        open_checkpoint(latest)
 
 
 def test_not_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot be loaded \(.*No such file"):
-        load_checkpoint(tmp_path / "step_00000010.pt")
+        open_checkpoint(tmp_path / "step_00000010.pt")
     torch.save([1, 2], tmp_path / "list.pt")
-    with pytest.raises(ValueError, match=r"cannot be loaded \(it holds a list\)"):
-        load_checkpoint(tmp_path / "list.pt")
+    with pytest.raises(ValueError, match=r"cannot be loaded \(it holds something else\)"):
+        open_checkpoint(tmp_path / "list.pt")
     torch.save({"code": os.system}, tmp_path / "code.pt")
     with pytest.raises(ValueError, match="cannot be loaded"):
-        load_checkpoint(tmp_path / "code.pt")
+        open_checkpoint(tmp_path / "code.pt")
 
 
 def test_arguments(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="keep must be at least 1 checkpoint, got 0"):
-        save_checkpoint(tmp_path, 1, state(), keep=0)
+        save_checkpoint(tmp_path, 1, *state(), keep=0)
     with pytest.raises(ValueError, match=r"step must be in 0..99999999, .* got -1"):
-        save_checkpoint(tmp_path, -1, state())
+        save_checkpoint(tmp_path, -1, *state())

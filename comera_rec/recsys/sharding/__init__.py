@@ -1,8 +1,15 @@
 """Tensor-train tables on TorchRec's engine: sharded for DistributedModelParallel, and their true cost in its planner."""
 
-from comera_rec.recsys.sharding.collection import ShardedTTEmbeddingBagCollection
+from comera_rec.recsys.sharding.collection import ShardedTTEmbeddingBagCollection, divided_like, padded_to
 from comera_rec.recsys.sharding.data_parallel import rewrap_data_parallel_
 from comera_rec.recsys.sharding.planner import TTShardingPlanner
 from comera_rec.recsys.sharding.sharder import TTEmbeddingBagCollectionSharder
 
-__all__ = ["ShardedTTEmbeddingBagCollection", "TTEmbeddingBagCollectionSharder", "TTShardingPlanner", "rewrap_data_parallel_"]
+__all__ = [
+    "ShardedTTEmbeddingBagCollection",
+    "TTEmbeddingBagCollectionSharder",
+    "TTShardingPlanner",
+    "divided_like",
+    "padded_to",
+    "rewrap_data_parallel_",
+]

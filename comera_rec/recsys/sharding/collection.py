@@ -25,6 +25,7 @@ from torchrec.distributed.types import (
     ShardingEnv,
     ShardingType,
 )
+from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.streamable import Multistreamable
 
 from comera_rec.ops import check_ids
@@ -120,9 +121,13 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
             dense_plan = EmbeddingModuleShardingPlan({t.name: plan[t.name] for t in module.dense_bags.embedding_bag_configs()})
             fqn = f"{module_fqn}.dense_bags" if module_fqn else "dense_bags"
             self.dense_bags = dense_sharder.shard(module.dense_bags, dense_plan, env, device, fqn)
-        self._dense_keys = module.dense_keys()
+            # TorchRec gives bags in an order of its own, and knows no features that are shared with trains.
+            names = get_embedding_names_by_table(module.dense_bags.embedding_bag_configs())
+            self._dense_keys = dict(zip((name for of_table in names for name in of_table), module.dense_keys(), strict=True))
         self._mesh = DeviceMesh.from_group(group, device.type) if divided else None
+        self.register_state_dict_pre_hook(_without_dists)
         self._register_state_dict_hook(_to_dtensors)
+        self.register_load_state_dict_pre_hook(_without_dists)
         self.register_load_state_dict_pre_hook(_to_local)
 
     def create_context(self) -> ShardedContext:
@@ -177,7 +182,8 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
             bags = bags if divisor is None else bags / divisor
             columns |= zip(keys, bags.split([config.embedding_dim for config in part.tables], dim=1), strict=True)
         if dense is not None:
-            columns |= zip(self._dense_keys, dense.values().split(dense.length_per_key(), dim=1), strict=True)
+            keys = [self._dense_keys[name] for name in dense.keys()]  # noqa: SIM118  of a KeyedTensor
+            columns |= zip(keys, dense.values().split(dense.length_per_key(), dim=1), strict=True)
         return KeyedTensor(self._keys, self._lengths, torch.cat([columns[key] for key in self._keys], dim=1))
 
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
@@ -223,21 +229,39 @@ def _row_shards(module: ShardedTTEmbeddingBagCollection, prefix: str) -> Iterato
             yield f"{prefix}tt_bags.{name}.core_0", bag
 
 
+def _without_dists(module: ShardedTTEmbeddingBagCollection, *args: Any) -> None:
+    """What dists keep, made at their first use, follows from the plan: it belongs in no state dict."""
+    for dist in module.dists.modules():
+        dist._non_persistent_buffers_set.update(dist._buffers)
+
+
 def _to_dtensors(module: ShardedTTEmbeddingBagCollection, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
     for key, bag in _row_shards(module, prefix):
-        whole = torch.Size(bag.whole.with_ranks(bag.shape.ranks).core_shapes[0])
+        whole = torch.Size(bag.whole_shape.core_shapes[0])
         stride = torch.empty(whole, device="meta").stride()
         local = state[key][:, : bag.held].contiguous()
         state[key] = DTensor.from_local(local, module._mesh, [Shard(1)], run_check=False, shape=whole, stride=stride)
+
+
+def divided_like(local: Tensor, entry: DTensor) -> DTensor:
+    """What belongs to the leading core of a row shard (such as its momenta), as that core stands in a state dict."""
+    cut = local[:, : entry.to_local().shape[1]].contiguous()
+    placed = DTensor.from_local(cut, entry.device_mesh, entry.placements, run_check=False, shape=entry.shape, stride=entry.stride())
+    assert isinstance(placed, DTensor)
+    return placed
+
+
+def padded_to(entry: DTensor, size: Sequence[int]) -> Tensor:
+    """The inverse of `divided_like`: this process's part, with zeros up to the size of a shard."""
+    local = entry.to_local()
+    return torch.cat([local, local.new_zeros(local.shape[0], size[1] - local.shape[1], *local.shape[2:])], dim=1)
 
 
 def _to_local(module: ShardedTTEmbeddingBagCollection, state: dict[str, Any], prefix: str, *args: Any) -> None:
     for key, bag in _row_shards(module, prefix):
         stored = state.get(key)
         if isinstance(stored, DTensor):
-            local = stored.to_local()
-            padding = local.new_zeros(local.shape[0], bag.shape.row_shape[0] - local.shape[1], *local.shape[2:])
-            state[key] = torch.cat([local, padding], dim=1)
+            state[key] = padded_to(stored, (1, bag.shape.row_shape[0]))
 
 
 def _join(prefix: str, name: str) -> str:

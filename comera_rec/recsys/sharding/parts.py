@@ -20,6 +20,7 @@ from torchrec.modules.embedding_configs import PoolingType
 from comera_rec.nn import TTEmbeddingBag
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.config import TTEmbeddingBagConfig
+from comera_rec.tt import TTShape
 
 
 class Part(nn.Module):
@@ -135,9 +136,7 @@ class RowWise(Part):
         device: torch.device,
         group: dist.ProcessGroup,
     ) -> None:
-        shards: dict[str, TTEmbeddingBag] = {
-            config.name: RowShard(bags[config.name], group.rank(), group.size(), device) for config in configs
-        }
+        shards: dict[str, TTEmbeddingBag] = {config.name: RowShard(bags[config.name], group, device) for config in configs}
         local = [
             config.with_changes(
                 num_embeddings=shards[config.name].num_embeddings,
@@ -179,14 +178,15 @@ class RowShard(TTEmbeddingBag):
 
     Args:
         bag: the whole table, whose values are taken.
-        rank, world_size: which range, of how many.
+        group: the processes among which the table is divided, in order.
 
     Raises:
         ValueError: if there are not enough leading digits for all processes.
     """
 
-    def __init__(self, bag: TTEmbeddingBag, rank: int, world_size: int, device: torch.device) -> None:
+    def __init__(self, bag: TTEmbeddingBag, group: dist.ProcessGroup, device: torch.device) -> None:
         first, *others = bag.shape.row_shape
+        rank, world_size = group.rank(), group.size()
         digits = digits_per_process(bag.name, bag.shape.row_shape, world_size)
         shape = replace(bag.shape, row_shape=(digits, *others))
         super().__init__(
@@ -200,8 +200,8 @@ class RowShard(TTEmbeddingBag):
             dtype=bag.core_0.dtype,
         )
         self.std = bag.std
-        self.world_size = world_size
-        self.whole = bag.shape
+        self.group = group
+        self._whole, self._whole_rows = bag.shape, bag.num_embeddings
         self.held = max(0, min(digits, first - rank * digits))
         if bag.core_0.is_meta:
             return
@@ -212,12 +212,26 @@ class RowShard(TTEmbeddingBag):
             self.core_0.zero_()[:, : self.held] = bag.core_0[:, rank * digits : rank * digits + self.held]
         self.to(device)
 
+    @property
+    def whole_shape(self) -> TTShape:
+        return self._whole.with_ranks(self.shape.ranks)
+
+    @property
+    def whole_rows(self) -> int:
+        return self._whole_rows
+
+    def sum_over_shards(self, local: Tensor) -> Tensor:
+        """Every process calls this, for the same shards in the same order."""
+        total = local.clone()
+        dist.all_reduce(total, group=self.group)
+        return total
+
     def forward_parameters(self) -> tuple[list[Tensor], list[Tensor]]:
         (first, *others), ranks = super().forward_parameters()
         return [first, *map(self._summed, others)], [*map(self._summed, ranks)]
 
     def _summed(self, replica: Tensor) -> Tensor:
-        summed: Tensor = _Summed.apply(replica, self.world_size)
+        summed: Tensor = _Summed.apply(replica, self.group.size())
         return summed
 
 

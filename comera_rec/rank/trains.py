@@ -1,0 +1,113 @@
+"""The tensor trains of a whole model, also where it is spread over several processes.
+
+Under `DistributedModelParallel` a process holds some tables whole, a part of others, and replicas of the rest. What decides about
+ranks has to see all of them, and the same on every process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from comera_rec.nn import named_tt_modules
+from comera_rec.tt import TTShape
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """What decisions about a train need to know of it.
+
+    Attributes:
+        shape: of the whole train.
+        dense_params: numbers of the matrix it stands for.
+        unit: bytes of a number.
+        scores: the value of each rank, [r_k] per bond; empty where nobody asked.
+    """
+
+    shape: TTShape
+    dense_params: int
+    unit: int
+    scores: tuple[Tensor, ...] = ()
+
+
+def gather_trains(model: nn.Module, scores: Mapping[str, Sequence[Tensor]] | None = None) -> dict[str, Train]:
+    """Every train of a model by name; where there are several processes, each calls this and gets the same.
+
+    Args:
+        model: this process's part of the model.
+        scores: the value of each rank, per train and bond, of the trains of this process.
+    """
+    return gather(
+        {
+            name: Train(
+                shape=module.whole_shape,
+                dense_params=module.whole_rows * module.num_cols,
+                unit=module.core_0.element_size(),
+                scores=tuple(score.cpu() for score in scores[name]) if scores else (),
+            )
+            for name, module in named_tt_modules(model)
+        }
+    )
+
+
+def bytes_outside_trains(model: nn.Module) -> int:
+    """Bytes of a model's parameters that belong to no train."""
+    trains = {id(p) for _, module in named_tt_modules(model) for p in (*module.cores(), *module.rank_parameters())}
+    return sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in trains)
+
+
+def gather(mine: dict[str, Value]) -> dict[str, Value]:
+    """The entries of all processes; of those that several have, the first process's."""
+    if not on_several_processes():
+        return mine
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return {name: value for entries in reversed(everyone) for name, value in entries.items()}
+
+
+def count_processes(mine: Mapping[str, object]) -> dict[str, int]:
+    """How many processes have an entry of each name that this one has."""
+    if not on_several_processes():
+        return dict.fromkeys(mine, 1)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, list(mine))
+    return {name: sum(name in names for names in everyone) for name in mine}
+
+
+def mean_over_processes(value: Tensor) -> Tensor:
+    """The mean of every process's value, without gradient."""
+    mean = value.detach().clone()
+    if on_several_processes():
+        dist.all_reduce(mean)
+        mean /= dist.get_world_size()
+    return mean
+
+
+def max_over_processes(value: float) -> float:
+    """The largest of every process's values."""
+    if not on_several_processes():
+        return value
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return max(everyone)
+
+
+def on_several_processes() -> bool:
+    """Whether a process group of more than one exists."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def total_params(trains: Mapping[str, Train]) -> int:
+    """Numbers stored in all trains."""
+    return sum(train.shape.num_params for train in trains.values())
+
+
+def total_bytes(trains: Mapping[str, Train]) -> int:
+    """Bytes of all trains."""
+    return sum(train.unit * train.shape.num_params for train in trains.values())

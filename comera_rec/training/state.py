@@ -1,0 +1,91 @@
+"""Model and optimizers as whole tensors by name, the same names on one process and on several.
+
+model/NAME                     NAME as in the unsharded model's state dict
+optimizer/NAME/KEY             the optimizer's state of a parameter
+tables/TABLE/KEY               that of a dense table, which is updated in the backward pass
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torchrec.optim.keyed import KeyedOptimizer
+
+from comera_rec.nn import named_tt_modules
+from comera_rec.recsys.sharding import divided_like, padded_to
+from comera_rec.training.checkpoint import Checkpoint
+
+
+class TrainingState:
+    """What changes in training, of this process's part of a model.
+
+    Args:
+        model: without wrappers, so that names are those of an unsharded model.
+        optimizer: over its parameters but those of dense tables.
+        table_optimizers: of the dense tables.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, table_optimizers: Sequence[KeyedOptimizer]) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._table_optimizers = table_optimizers
+
+    def tensors(self) -> dict[str, Any]:
+        """What to save; parts of tensors that are spread over processes are DTensors or ShardedTensors."""
+        weights = self._model.state_dict()
+        tensors = {f"model/{name}": value for name, value in weights.items()}
+        for name, parameter in self._model.named_parameters():
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                whole = weights[name] if value.shape == parameter.shape else None
+                tensors[f"optimizer/{name}/{key}"] = divided_like(value, whole) if isinstance(whole, DTensor) else value
+        return tensors | self._of_tables()
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Take ranks, weights and optimizer state from a checkpoint, whatever processes it was saved by."""
+        for name, module in named_tt_modules(self._model):
+            module.resize_ranks_(_ranks(checkpoint, name, module.shape.order))
+        weights = self._model.state_dict()
+        tensors = {f"model/{name}": value for name, value in weights.items()} | self._of_tables()
+        parameters = dict(self._model.named_parameters())
+        states: dict[str, tuple[nn.Parameter, str]] = {}
+        for entry, size in checkpoint.sizes.items():
+            name, _, key = entry.removeprefix("optimizer/").rpartition("/")
+            if entry.startswith("optimizer/") and name in parameters:
+                parameter, whole = parameters[name], weights[name]
+                states[entry] = (parameter, key)
+                like = parameter if size == whole.shape else parameter.new_empty(size)
+                value = torch.zeros_like(like, requires_grad=False)
+                divided = size == whole.shape and isinstance(whole, DTensor)
+                tensors[entry] = divided_like(value, whole) if divided else value
+        checkpoint.read_into(tensors)
+        self._model.load_state_dict({name: tensors[f"model/{name}"] for name in weights})
+        for entry, (parameter, key) in states.items():
+            value = tensors[entry]
+            self._optimizer.state[parameter][key] = padded_to(value, parameter.shape) if isinstance(value, DTensor) else value
+
+    def _of_tables(self) -> dict[str, Any]:
+        """The state tensors themselves, which are read into in place."""
+        tensors: dict[str, Any] = {}
+        for optimizer in self._table_optimizers:
+            for name, state in optimizer.state_dict()["state"].items():
+                table = name.removesuffix(".weight").rpartition(".")[2]
+                # "momentum_1" on one process, "momentum1" where TorchRec shards
+                tensors |= {f"tables/{table}/{key.rpartition('.')[2].replace('_', '')}": value for key, value in state.items()}
+        return tensors
+
+
+def _ranks(checkpoint: Checkpoint, name: str, order: int) -> list[int]:
+    cores = [f"model/{name}.core_{k}" for k in range(order - 1)]
+    return [checkpoint.sizes[core][3] for core in cores]
+
+
+def load_model_(model: nn.Module, checkpoint: Checkpoint) -> nn.Module:
+    """Give a model of one process the ranks and weights of a checkpoint."""
+    names = [name for name in checkpoint.sizes if name.startswith("model/")]
+    model.load_state_dict({name.removeprefix("model/"): value for name, value in checkpoint.read(names).items()})
+    return model

@@ -1,0 +1,46 @@
+"""`comera train` whose processes are killed: python killed_run.py ATTEMPT:RANK:WHERE:STEP ... -- ARGUMENTS.
+
+On that attempt the process of that rank is killed at that step, WHERE is `step`, after it, or `checkpoint`, when the files of its
+checkpoint are written but don't have their name yet.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from comera_rec.cli.main import main
+from comera_rec.training import checkpoint
+from comera_rec.training.trainer import Trainer
+
+
+def kill_at(step: int, where: str) -> None:
+    trained, synced = Trainer._step, checkpoint._checksum
+    at = {"step": 0}
+
+    def train_step(self: Trainer, batch: Any) -> Any:
+        loss = trained(self, batch)
+        at["step"] = self.steps
+        if where == "step" and self.steps == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return loss
+
+    def written(path: Path) -> int:
+        if where == "checkpoint" and at["step"] >= step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return synced(path)
+
+    Trainer._step = train_step  # type: ignore[method-assign]
+    checkpoint._checksum = written
+
+
+if __name__ == "__main__":
+    split = sys.argv.index("--")
+    for plan in sys.argv[1:split]:
+        attempt, rank, where, step = plan.split(":")
+        if (attempt, rank) == (os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]):
+            kill_at(int(step), where)
+    main(["train", *sys.argv[split + 1 :]])
