@@ -19,7 +19,19 @@ if TYPE_CHECKING:
         swap_embedding_bag_collections_,
         tt_svd_within_budget,
     )
-    from comera_rec.nn import TTEmbeddingBag, TTLinear
+    from comera_rec.nn import (
+        ClassificationHead,
+        EncoderBlock,
+        LanguageModelHead,
+        MultiheadAttention,
+        TiedProjection,
+        TransformerConfig,
+        TransformerEncoder,
+        TTEmbedding,
+        TTEmbeddingBag,
+        TTLinear,
+        linear_factory,
+    )
     from comera_rec.rank import RankConfig, RankScheduler, grow_ranks_, rank_param_groups, truncate_ranks_
     from comera_rec.recsys import TTEmbeddingBagCollection, TTEmbeddingBagConfig, build_dlrm
     from comera_rec.recsys.sharding import TTEmbeddingBagCollectionSharder, TTShardingPlanner, rewrap_data_parallel_
@@ -29,9 +41,14 @@ _LAYERS = ("tt", "nn", "rank", "recsys", "convert", "recsys.sharding")  # cheape
 
 __version__ = "0.1.0"
 __all__ = [
+    "ClassificationHead",
     "CompressionReport",
+    "EncoderBlock",
+    "LanguageModelHead",
+    "MultiheadAttention",
     "RankConfig",
     "RankScheduler",
+    "TTEmbedding",
     "TTEmbeddingBag",
     "TTEmbeddingBagCollection",
     "TTEmbeddingBagCollectionSharder",
@@ -41,12 +58,16 @@ __all__ = [
     "TTLinearConfig",
     "TTShape",
     "TTShardingPlanner",
+    "TiedProjection",
+    "TransformerConfig",
+    "TransformerEncoder",
     "build_dlrm",
     "compress_linears_",
     "compression_report",
     "export_dense",
     "factorize",
     "grow_ranks_",
+    "linear_factory",
     "rank_param_groups",
     "rewrap_data_parallel_",
     "swap_embedding_bag_collections_",

@@ -1,16 +1,35 @@
 """Tensor-train modules in plain torch."""
 
+from comera_rec.nn.attention import MultiheadAttention
 from comera_rec.nn.compress import TTLinearConfig, compress_linears_
+from comera_rec.nn.embedding import TTEmbedding
 from comera_rec.nn.embedding_bag import TTEmbeddingBag
+from comera_rec.nn.factories import EMBEDDING_STD, dense_embedding, linear_factory
+from comera_rec.nn.heads import ClassificationHead, LanguageModelHead, TiedProjection
 from comera_rec.nn.linear import TTLinear
+from comera_rec.nn.table import TTTable
+from comera_rec.nn.transformer import EncoderBlock, FeedForward, TransformerConfig, TransformerEncoder
 from comera_rec.nn.tt_module import TTModule, named_tt_modules, replace_data_, replace_modules_, stacked_cores
 
 __all__ = [
+    "EMBEDDING_STD",
+    "ClassificationHead",
+    "EncoderBlock",
+    "FeedForward",
+    "LanguageModelHead",
+    "MultiheadAttention",
+    "TTEmbedding",
     "TTEmbeddingBag",
     "TTLinear",
     "TTLinearConfig",
     "TTModule",
+    "TTTable",
+    "TiedProjection",
+    "TransformerConfig",
+    "TransformerEncoder",
     "compress_linears_",
+    "dense_embedding",
+    "linear_factory",
     "named_tt_modules",
     "replace_data_",
     "replace_modules_",

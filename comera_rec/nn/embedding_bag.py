@@ -10,15 +10,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from comera_rec.nn.tt_module import TTModule, stacked_cores
+from comera_rec.nn.table import TTTable, require_plain_rows
+from comera_rec.nn.tt_module import stacked_cores
 from comera_rec.ops import check_ids, plan_lookup, tt_bags
-from comera_rec.ops.gathered_matmul import require_impl
-from comera_rec.tt import TTShape, require_positive
+from comera_rec.tt import TTShape
 
 MODES = ("sum", "mean", "max")
 
 
-class TTEmbeddingBag(TTModule):
+class TTEmbeddingBag(TTTable):
     """`torch.nn.EmbeddingBag` whose table is a tensor-train matrix.
 
     E[i, (j_1..j_d)] = G_1[0, i_1, j_1, :] diag(D_1) G_2[:, i_2, j_2, :] ... G_d[:, i_d, j_d, 0]
@@ -62,33 +62,21 @@ class TTEmbeddingBag(TTModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        require_positive(num_embeddings=num_embeddings, embedding_dim=embedding_dim)
         if mode not in MODES:
             raise ValueError(f"mode is {mode!r}: choose one of {', '.join(map(repr, MODES))}")
-        require_impl(impl)
         super().__init__(
             num_embeddings,
             embedding_dim,
-            table_shape(num_embeddings, embedding_dim, shape, tt_ranks),
-            std,
+            shape=shape,
+            tt_ranks=tt_ranks,
+            impl=impl,
+            std=std,
+            name=name,
             device=device,
             dtype=dtype,
         )
         self.mode = mode
         self.include_last_offset = include_last_offset
-        self.impl = impl
-        self.name = name
-        self.reset_parameters()
-
-    @property
-    def num_embeddings(self) -> int:
-        """Rows M of the table."""
-        return self.num_rows
-
-    @property
-    def embedding_dim(self) -> int:
-        """Columns N of the table."""
-        return self.num_cols
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Pool bags of rows; arguments as in `torch.nn.EmbeddingBag`.
@@ -138,10 +126,7 @@ class TTEmbeddingBag(TTModule):
         Raises:
             ValueError: if the module has a padding index, a norm limit or frequency-scaled gradients, which a train can't honour.
         """
-        if module.padding_idx is not None or module.max_norm is not None or module.scale_grad_by_freq:
-            raise ValueError(
-                "padding_idx, max_norm and scale_grad_by_freq have no tensor-train equivalent: build the EmbeddingBag without them"
-            )
+        require_plain_rows(module)
         bag = cls(
             module.num_embeddings,
             module.embedding_dim,
@@ -165,10 +150,3 @@ class TTEmbeddingBag(TTModule):
             include_last_offset=self.include_last_offset,
             _weight=self.dense_matrix().detach().contiguous(),
         )
-
-
-def table_shape(num_embeddings: int, embedding_dim: int, shape: TTShape | None, tt_ranks: int | Sequence[int] | None) -> TTShape:
-    """The shape given, or the default one of a table at the given ranks; both is a ValueError."""
-    if shape is not None and tt_ranks is not None:
-        raise ValueError(f"shape {shape} and tt_ranks {tt_ranks} are both given: give one of them")
-    return shape or TTShape.for_table(num_embeddings, embedding_dim, tt_ranks=tt_ranks)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
 
-from comera_rec.nn.embedding_bag import table_shape
+from comera_rec.nn.table import table_shape
 from comera_rec.tt import TTShape, require_positive
 
 DTYPES = {DataType.FP32: torch.float32, DataType.FP16: torch.float16, DataType.BF16: torch.bfloat16}

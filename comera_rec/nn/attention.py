@@ -1,0 +1,72 @@
+"""Multi-head self-attention over any kind of linear layer.
+
+Shapes: B batch, L positions, D embed_dim, H heads of K = D / H features.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from comera_rec.nn.factories import LinearFactory
+from comera_rec.tt import require_positive
+
+
+class MultiheadAttention(nn.Module):
+    """Self-attention, softmax(Q K^T / sqrt(K)) V in each head, by `scaled_dot_product_attention`.
+
+    Vaswani et al., Attention Is All You Need, section 3.2 (arXiv 1706.03762).
+
+    Args:
+        embed_dim: D.
+        num_heads: H, a divisor of D.
+        linear: makes the four projections.
+        dropout: probability of dropping an attention weight.
+
+    Raises:
+        ValueError: for sizes below 1, or heads that don't divide the features.
+    """
+
+    def __init__(self, embed_dim: int, num_heads: int, *, linear: LinearFactory = nn.Linear, dropout: float = 0.0) -> None:
+        super().__init__()
+        require_positive(embed_dim=embed_dim, num_heads=num_heads)
+        if embed_dim % num_heads:
+            raise ValueError(f"num_heads is {num_heads}, which does not divide embed_dim {embed_dim}: choose one of its divisors")
+        self.num_heads = num_heads
+        self.dropout = dropout
+        self.query = linear(embed_dim, embed_dim)
+        self.key = linear(embed_dim, embed_dim)
+        self.value = linear(embed_dim, embed_dim)
+        self.output = linear(embed_dim, embed_dim)
+
+    def forward(self, input: Tensor, *, key_padding_mask: Tensor | None = None, causal: bool = False) -> Tensor:
+        """Attend.
+
+        Args:
+            input: [B, L, D].
+            key_padding_mask: [B, L] bool, True where a position is padding that no other attends to, as in
+                `torch.nn.MultiheadAttention`. A sequence of padding alone gives the output layer's bias.
+            causal: positions attend to themselves and those before them.
+
+        Returns:
+            [B, L, D].
+        """
+        query_BHLK, key_BHLK, value_BHLK = (
+            projection(input).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for projection in (self.query, self.key, self.value)
+        )
+        seen = None if key_padding_mask is None else ~key_padding_mask[:, None, None, :]
+        if seen is not None and causal:
+            length = input.shape[1]
+            seen = seen & torch.ones(length, length, dtype=torch.bool, device=input.device).tril()
+        mixed_BHLK = F.scaled_dot_product_attention(
+            query_BHLK,
+            key_BHLK,
+            value_BHLK,
+            attn_mask=seen,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=causal and seen is None,
+        )
+        mixed: Tensor = self.output(mixed_BHLK.transpose(1, 2).flatten(2))
+        return mixed

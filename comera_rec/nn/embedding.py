@@ -1,0 +1,114 @@
+"""Token embedding over a tensor-train table, and the scores of all its tokens.
+
+Shapes: M num_embeddings, N embedding_dim, T tokens; the table's left part has M1 rows and N1 columns, its right part M2 and N2, and
+r is the rank of the bond between them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from comera_rec.nn.table import TTTable, require_plain_rows
+from comera_rec.nn.tt_module import stacked_cores
+from comera_rec.ops import check_ids, plan_lookup, tt_bags
+from comera_rec.tt import TTShape, contract
+
+
+class TTEmbedding(TTTable):
+    """`torch.nn.Embedding` whose table is a tensor-train matrix; arguments as in `TTTable`.
+
+    Every distinct token of a batch is looked up once, by the lookup of `TTEmbeddingBag`. CoMERA, section 4.1 (arXiv 2405.14377).
+
+    Example:
+        >>> embedding = TTEmbedding(30_522, 768, shape=TTShape((16, 20, 10, 10), (4, 4, 8, 6), 32))
+        >>> tokens = embedding(torch.tensor([[101, 7592, 102]]))
+        >>> tokens.shape, embedding.logits(tokens).shape
+        (torch.Size([1, 3, 768]), torch.Size([1, 3, 30522]))
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Ids of any shape [...] -> rows [..., N].
+
+        Raises:
+            ValueError: naming the id and the limit, if an id is out of range (checked on CPU).
+        """
+        check_ids(input, self.num_embeddings, self.name)
+        plan = plan_lookup([input], [self.shape.row_shape])
+        ends = torch.arange(input.numel() + 1, device=input.device)  # bags of one id
+        rows_TN = tt_bags(stacked_cores([self]), plan, ends, num_cols=self.embedding_dim, impl=self.impl)
+        return rows_TN.view(*input.shape, self.embedding_dim)
+
+    def logits(self, input: Tensor) -> Tensor:
+        """Inner products with all rows, x E^T, without forming E: the output layer that is tied to the table.
+
+        The columns of x are contracted with one part of the train, then with the other; where the train is cut and which part
+        comes first is what takes the fewest multiply-adds.
+
+        Args:
+            input: [..., N].
+
+        Returns:
+            [..., M].
+        """
+        if self.shape.order == 1:
+            return input @ self.dense_matrix().mT  # the only core
+        cut, right_first, _ = logits_path(self.shape)
+        rank, cores = self.shape.bonds[cut], self.scaled_cores()
+        rows, cols = self.shape.row_shape, self.shape.col_shape
+        m2, n1, n2 = math.prod(rows[cut:]), math.prod(cols[:cut]), math.prod(cols[cut:])
+        m1 = -(-self.num_embeddings // m2)  # rows of the left part that only pad the table are left out
+        left_M1N1r = contract(cores[:cut]).reshape(math.prod(rows[:cut]), n1, rank)[:m1]
+        right_rM2N2 = contract(cores[cut:]).reshape(rank, m2, n2)
+        x_TN1N2 = F.pad(input, (0, n1 * n2 - self.embedding_dim)).reshape(math.prod(input.shape[:-1]), n1, n2)
+        if right_first:
+            half = x_TN1N2 @ right_rM2N2.reshape(rank * m2, n2).mT
+            scores = left_M1N1r.reshape(m1, n1 * rank) @ half.view(len(x_TN1N2), n1 * rank, m2)
+        else:
+            half = left_M1N1r.mT.reshape(m1 * rank, n1) @ x_TN1N2
+            scores = half.view(len(x_TN1N2), m1, rank * n2) @ right_rM2N2.mT.reshape(rank * n2, m2)
+        return scores.reshape(*input.shape[:-1], m1 * m2)[..., : self.num_embeddings]
+
+    @classmethod
+    def from_dense(
+        cls,
+        module: nn.Embedding,
+        *,
+        shape: TTShape | None = None,
+        tt_ranks: int | Sequence[int] | None = None,
+        rtol: float = 0.0,
+    ) -> TTEmbedding:
+        """The TT-SVD of a dense embedding, see `comera_rec.tt_svd`.
+
+        Raises:
+            ValueError: if the module has a padding index, a norm limit or frequency-scaled gradients, which a train can't honour.
+        """
+        require_plain_rows(module)
+        weight = module.weight.detach()
+        std = float(weight.std(correction=0))
+        embedding = cls(*weight.shape, shape=shape, tt_ranks=tt_ranks, std=std, device=weight.device, dtype=weight.dtype)
+        embedding.set_dense_matrix_(weight, rtol=rtol)
+        return embedding
+
+    def to_dense(self) -> nn.Embedding:
+        """A `torch.nn.Embedding` with the same rows."""
+        return nn.Embedding.from_pretrained(self.dense_matrix().detach().contiguous(), freeze=False)
+
+
+def logits_path(shape: TTShape) -> tuple[int, bool, int]:
+    """How to multiply a row of N columns with all rows of a table of two or more cores cheapest.
+
+    Returns:
+        (number of cores in the left part, whether the right part is contracted first, multiply-adds a token).
+    """
+    paths = []
+    for cut in range(1, shape.order):
+        (m1, m2), (n1, n2) = ((math.prod(modes[:cut]), math.prod(modes[cut:])) for modes in (shape.row_shape, shape.col_shape))
+        rank = shape.bonds[cut]
+        paths.append((cut, True, n1 * rank * m2 * (n2 + m1)))
+        paths.append((cut, False, m1 * rank * n2 * (n1 + m2)))
+    return min(paths, key=lambda path: path[2])

@@ -1,0 +1,75 @@
+"""What a transformer ends in: scores of classes, or of all tokens.
+
+Shapes: B batch, L positions, D embed_dim, C classes, V vocab_size.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from comera_rec.nn.embedding import TTEmbedding
+from comera_rec.nn.factories import LinearFactory
+
+
+class ClassificationHead(nn.Module):
+    """Scores of classes from the hidden state of the first position, as in BERT (Devlin et al., arXiv 1810.04805).
+
+    Args:
+        embed_dim: D.
+        num_classes: C.
+        linear: makes the hidden layer and the last one.
+        dropout: probability of dropping a hidden feature.
+    """
+
+    def __init__(self, embed_dim: int, num_classes: int, *, linear: LinearFactory = nn.Linear, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.hidden = linear(embed_dim, embed_dim)
+        self.dropout = nn.Dropout(dropout)
+        self.classes = linear(embed_dim, num_classes)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[B, L, D] -> [B, C]."""
+        scores: Tensor = self.classes(self.dropout(self.hidden(input[:, 0]).tanh()))
+        return scores
+
+
+class TiedProjection(nn.Module):
+    """Scores of all tokens, x E^T + b, with the token embedding's own table E (Press and Wolf, arXiv 1608.05859).
+
+    Args:
+        embedding: `nn.Embedding`, or `TTEmbedding`, whose table is then never formed. It is shared, not copied.
+    """
+
+    def __init__(self, embedding: nn.Embedding | TTEmbedding) -> None:
+        super().__init__()
+        self.embedding = embedding
+        parameter = next(embedding.parameters())
+        self.bias = nn.Parameter(parameter.new_zeros(embedding.num_embeddings))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., D] -> [..., V]."""
+        if isinstance(self.embedding, TTEmbedding):
+            return self.embedding.logits(input) + self.bias
+        return F.linear(input, self.embedding.weight, self.bias)
+
+
+class LanguageModelHead(nn.Module):
+    """Scores of all tokens from hidden states: a hidden layer, GELU and layer normalization, then the projection, as in BERT.
+
+    Args:
+        embed_dim: D.
+        projection: [..., D] -> [..., V]: `TiedProjection(encoder.tokens)`, or a layer of its own such as `TTLinear(D, V)`.
+        linear: makes the hidden layer.
+    """
+
+    def __init__(self, embed_dim: int, projection: nn.Module, *, linear: LinearFactory = nn.Linear) -> None:
+        super().__init__()
+        self.hidden = linear(embed_dim, embed_dim)
+        self.norm = nn.LayerNorm(embed_dim)
+        self.projection = projection
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., D] -> [..., V]."""
+        scores: Tensor = self.projection(self.norm(F.gelu(self.hidden(input))))
+        return scores

@@ -1,0 +1,194 @@
+"""Transformer encoders over any kind of linear layer and embedding: dense, tensor-train, or both.
+
+Shapes: B batch, L positions, D embed_dim, F ff_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from comera_rec.nn.attention import MultiheadAttention
+from comera_rec.nn.factories import EmbeddingFactory, LinearFactory, dense_embedding
+from comera_rec.tt import require_positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+    """Sizes of an encoder; the defaults are those of CoMERA's six-encoder model (section 5.1, arXiv 2405.14377).
+
+    Attributes:
+        vocab_size: rows of the token embedding.
+        embed_dim: features D of a position.
+        num_layers: encoder blocks.
+        num_heads: attention heads of a block.
+        ff_dim: hidden features F of a block's feed-forward network.
+        max_length: the most positions L, rows of the position embedding.
+        norm_first: normalize before attention and feed-forward instead of after them, and once more at the end.
+        causal: positions see only those before them.
+        dropout: probability, everywhere.
+    """
+
+    vocab_size: int = 30_522
+    embed_dim: int = 768
+    num_layers: int = 6
+    num_heads: int = 12
+    ff_dim: int = 3072
+    max_length: int = 128
+    norm_first: bool = False
+    causal: bool = False
+    dropout: float = 0.1
+
+    def __post_init__(self) -> None:
+        sizes = ("vocab_size", "embed_dim", "num_layers", "num_heads", "ff_dim", "max_length")
+        require_positive(**{name: getattr(self, name) for name in sizes})
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout is {self.dropout}: give a probability from 0 to below 1")
+
+
+class FeedForward(nn.Module):
+    """Two linear layers with an activation between them, on each position alone.
+
+    Args:
+        embed_dim: D.
+        ff_dim: F.
+        linear: makes both layers.
+        activation: of the hidden features.
+        dropout: probability of dropping a hidden feature.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        ff_dim: int,
+        *,
+        linear: LinearFactory = nn.Linear,
+        activation: Callable[[Tensor], Tensor] = F.gelu,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.expand = linear(embed_dim, ff_dim)
+        self.contract = linear(ff_dim, embed_dim)
+        self.activation = activation
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        output: Tensor = self.contract(self.dropout(self.activation(self.expand(input))))
+        return output
+
+
+class EncoderBlock(nn.Module):
+    """Self-attention, then feed-forward, each with a residual connection and layer normalization.
+
+    The same function as `torch.nn.TransformerEncoderLayer` with `batch_first`, with the linear layers injected. Vaswani et al.,
+    section 3.1 (arXiv 1706.03762); pre-norm as in Xiong et al. (arXiv 2002.04745).
+
+    Args:
+        embed_dim, num_heads: of attention.
+        ff_dim: of feed-forward.
+        linear: makes the six linear layers.
+        activation: of the feed-forward network.
+        dropout: probability, after and inside both parts.
+        norm_first: pre-norm, x + f(norm(x)), instead of post-norm, norm(x + f(x)).
+
+    Example:
+        >>> from comera_rec.nn import TTLinear
+        >>> block = EncoderBlock(64, 4, 256, linear=TTLinear)
+        >>> block(torch.zeros(2, 10, 64)).shape
+        torch.Size([2, 10, 64])
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        ff_dim: int,
+        *,
+        linear: LinearFactory = nn.Linear,
+        activation: Callable[[Tensor], Tensor] = F.gelu,
+        dropout: float = 0.0,
+        norm_first: bool = False,
+    ) -> None:
+        super().__init__()
+        self.attention = MultiheadAttention(embed_dim, num_heads, linear=linear, dropout=dropout)
+        self.feed_forward = FeedForward(embed_dim, ff_dim, linear=linear, activation=activation, dropout=dropout)
+        self.attention_norm = nn.LayerNorm(embed_dim)
+        self.feed_forward_norm = nn.LayerNorm(embed_dim)
+        self.dropout = nn.Dropout(dropout)
+        self.norm_first = norm_first
+
+    def forward(self, input: Tensor, *, key_padding_mask: Tensor | None = None, causal: bool = False) -> Tensor:
+        """[B, L, D] -> [B, L, D]; masks as in `MultiheadAttention`."""
+        attend = partial(self.attention, key_padding_mask=key_padding_mask, causal=causal)
+        if self.norm_first:
+            x_BLD = input + self.dropout(attend(self.attention_norm(input)))
+            return x_BLD + self.dropout(self.feed_forward(self.feed_forward_norm(x_BLD)))
+        x_BLD = self.attention_norm(input + self.dropout(attend(input)))
+        output: Tensor = self.feed_forward_norm(x_BLD + self.dropout(self.feed_forward(x_BLD)))
+        return output
+
+
+class TransformerEncoder(nn.Module):
+    """Token ids to hidden states: token and position embeddings, then encoder blocks.
+
+    Args:
+        config: sizes.
+        linear: makes all linear layers, e.g. `linear_factory(TTLinearConfig(...))`.
+        embedding: makes the token embedding, e.g. `partial(TTEmbedding, shape=..., std=EMBEDDING_STD)`. Positions are few, and
+            stay dense.
+
+    Example:
+        >>> encoder = TransformerEncoder(TransformerConfig(vocab_size=100, embed_dim=64, num_layers=2, num_heads=4, ff_dim=128))
+        >>> encoder(torch.tensor([[5, 99, 7]])).shape
+        torch.Size([1, 3, 64])
+    """
+
+    def __init__(
+        self, config: TransformerConfig, *, linear: LinearFactory = nn.Linear, embedding: EmbeddingFactory = dense_embedding
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.tokens = embedding(config.vocab_size, config.embed_dim)
+        self.positions = dense_embedding(config.max_length, config.embed_dim)
+        self.embedding_norm = nn.LayerNorm(config.embed_dim)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(
+            EncoderBlock(
+                config.embed_dim,
+                config.num_heads,
+                config.ff_dim,
+                linear=linear,
+                dropout=config.dropout,
+                norm_first=config.norm_first,
+            )
+            for _ in range(config.num_layers)
+        )
+        self.final_norm = nn.LayerNorm(config.embed_dim) if config.norm_first else None
+
+    def forward(self, ids: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Encode.
+
+        Args:
+            ids: [B, L] token ids.
+            key_padding_mask: [B, L] bool, True where a position is padding.
+
+        Raises:
+            ValueError: for more positions than `config.max_length`.
+
+        Returns:
+            [B, L, D]; whatever it is where a position is padding.
+        """
+        length = ids.shape[1]
+        if length > self.config.max_length:
+            raise ValueError(f"ids have {length} positions but max_length is {self.config.max_length}: truncate them or raise it")
+        x_BLD = self.tokens(ids) + self.positions(torch.arange(length, device=ids.device))
+        x_BLD = self.dropout(self.embedding_norm(x_BLD))
+        for block in self.blocks:
+            x_BLD = block(x_BLD, key_padding_mask=key_padding_mask, causal=self.config.causal)
+        return x_BLD if self.final_norm is None else self.final_norm(x_BLD)

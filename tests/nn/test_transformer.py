@@ -1,0 +1,270 @@
+"""Encoder blocks against torch's with the same weights: outputs, gradients, masks; and the same blocks as tensor trains."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from comera_rec import (
+    ClassificationHead,
+    EncoderBlock,
+    LanguageModelHead,
+    MultiheadAttention,
+    RankConfig,
+    RankScheduler,
+    TiedProjection,
+    TransformerConfig,
+    TransformerEncoder,
+    TTEmbedding,
+    TTLinear,
+    TTLinearConfig,
+    TTShape,
+    compression_report,
+    export_dense,
+    linear_factory,
+)
+from comera_rec.nn import dense_embedding, named_tt_modules
+
+SMALL = TransformerConfig(vocab_size=90, embed_dim=16, num_layers=2, num_heads=4, ff_dim=24, max_length=10)
+tt_linear = partial(TTLinear, tt_ranks=3)
+tt_embedding = partial(TTEmbedding, shape=TTShape((6, 5, 4), (2, 2, 4), 5), std=0.02)
+
+
+def masks() -> dict[str, Tensor | None]:
+    """Padding of a batch of 3 x 7."""
+    return {"none": None, "padded": torch.arange(7) >= torch.tensor([[7], [4], [1]])}
+
+
+def torch_block(block: EncoderBlock, *, gelu: bool, dropout: float = 0.0) -> nn.TransformerEncoderLayer:
+    """Torch's layer with a dense block's weights."""
+    attention, ff = block.attention, block.feed_forward
+    activation = F.gelu if gelu else F.relu
+    layer = nn.TransformerEncoderLayer(
+        16, 4, 24, dropout, activation, batch_first=True, norm_first=block.norm_first, dtype=torch.float64
+    )
+    with torch.no_grad():
+        projections = attention.query, attention.key, attention.value
+        layer.self_attn.in_proj_weight.copy_(torch.cat([p.weight for p in projections]))
+        layer.self_attn.in_proj_bias.copy_(torch.cat([p.bias for p in projections]))
+    layer.self_attn.out_proj.load_state_dict(attention.output.state_dict())
+    layer.linear1.load_state_dict(ff.expand.state_dict())
+    layer.linear2.load_state_dict(ff.contract.state_dict())
+    layer.norm1.load_state_dict(block.attention_norm.state_dict())
+    layer.norm2.load_state_dict(block.feed_forward_norm.state_dict())
+    return layer
+
+
+def dense_gradients(block: EncoderBlock) -> list[Tensor]:
+    """A block's gradients in the order of torch's parameters."""
+    attention, ff = block.attention, block.feed_forward
+    projections = attention.query, attention.key, attention.value
+    rest = [*attention.output.parameters(), *ff.expand.parameters(), *ff.contract.parameters()]
+    rest += [*block.attention_norm.parameters(), *block.feed_forward_norm.parameters()]
+    return [torch.cat([p.weight.grad for p in projections]), torch.cat([p.bias.grad for p in projections]), *(p.grad for p in rest)]
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("padding", ["none", "padded"])
+def test_a_dense_block_is_torchs(norm_first: bool, causal: bool, padding: str) -> None:
+    block = EncoderBlock(16, 4, 24, activation=F.relu, norm_first=norm_first).double()
+    for norm in (block.attention_norm, block.feed_forward_norm):
+        nn.init.normal_(norm.weight)
+        nn.init.normal_(norm.bias)
+    theirs = torch_block(block, gelu=False)
+    mask = masks()[padding]
+    x_BLD = torch.randn(3, 7, 16, dtype=torch.float64, requires_grad=True)
+    twin_BLD = x_BLD.detach().clone().requires_grad_()
+    later = nn.Transformer.generate_square_subsequent_mask(7).isinf() if causal else None
+    expected = theirs(twin_BLD, src_mask=later, src_key_padding_mask=mask)
+    found = block(x_BLD, key_padding_mask=mask, causal=causal)
+    torch.testing.assert_close(found, expected)
+    upstream = torch.randn_like(found)
+    found.backward(upstream)
+    expected.backward(upstream)
+    torch.testing.assert_close(x_BLD.grad, twin_BLD.grad)
+    torch.testing.assert_close(dense_gradients(block), [p.grad for p in theirs.parameters()])
+
+
+def test_the_activation_is_gelu_unless_told() -> None:
+    block = EncoderBlock(16, 4, 24).double()
+    x_BLD = torch.randn(3, 7, 16, dtype=torch.float64)
+    torch.testing.assert_close(block(x_BLD), torch_block(block, gelu=True)(x_BLD))
+
+
+def test_dropout_drops_in_training_alone() -> None:
+    block = EncoderBlock(16, 4, 24, dropout=0.5)
+    x_BLD = torch.randn(3, 7, 16)
+    assert not torch.equal(block(x_BLD), block(x_BLD))
+    block.eval()
+    assert torch.equal(block(x_BLD), block(x_BLD))
+
+
+def test_padding_changes_nothing_elsewhere_and_sequences_of_padding_alone_are_finite() -> None:
+    attention = MultiheadAttention(16, 4, linear=tt_linear)
+    x_BLD = torch.randn(3, 7, 16, requires_grad=True)
+    mask = torch.arange(7) >= torch.tensor([[7], [4], [0]])
+    found = attention(x_BLD, key_padding_mask=mask)
+    torch.testing.assert_close(found[1, :4], attention(x_BLD[1:2, :4])[0])
+    torch.testing.assert_close(found[2], attention.output.bias.expand(7, 16))
+    found.sum().backward()
+    assert x_BLD.grad is not None
+    assert x_BLD.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_a_tensor_train_block_is_its_dense_copy(norm_first: bool) -> None:
+    block = EncoderBlock(16, 4, 24, linear=tt_linear, norm_first=norm_first).double()
+    dense = export_dense(block)
+    assert not any(True for _ in named_tt_modules(dense))
+    x_BLD = torch.randn(3, 7, 16, dtype=torch.float64)
+    mask = masks()["padded"]
+    torch.testing.assert_close(block(x_BLD, key_padding_mask=mask), dense(x_BLD, key_padding_mask=mask))
+
+
+@pytest.mark.parametrize("padding", ["none", "padded"])
+def test_torch_compile_sees_the_whole_block(padding: str) -> None:
+    block = EncoderBlock(16, 4, 24, linear=tt_linear)
+    x_BLD, mask = torch.randn(3, 7, 16), masks()[padding]
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    found, expected = compiled(x_BLD, key_padding_mask=mask), block(x_BLD, key_padding_mask=mask)
+    torch.testing.assert_close(found, expected)
+    upstream = torch.randn_like(found)
+    parameters = list(block.parameters())
+    torch.testing.assert_close(
+        torch.autograd.grad(found, parameters, upstream), torch.autograd.grad(expected, parameters, upstream)
+    )
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_an_encoder_of_trains_is_its_dense_copy(norm_first: bool) -> None:
+    config = TransformerConfig(**{**vars(SMALL), "norm_first": norm_first, "dropout": 0.0})
+    encoder = TransformerEncoder(config, linear=tt_linear, embedding=tt_embedding)
+    head = ClassificationHead(16, 3, linear=tt_linear)
+    model = nn.Sequential(encoder, head).double()
+    ids = torch.randint(90, (3, 7))
+    dense = export_dense(model)
+    assert type(dense[0].tokens) is nn.Embedding
+    torch.testing.assert_close(model(ids), dense(ids))
+    mask = masks()["padded"]
+    torch.testing.assert_close(encoder(ids, key_padding_mask=mask), dense[0](ids, key_padding_mask=mask))
+
+
+def test_a_causal_encoder_does_not_look_ahead() -> None:
+    config = TransformerConfig(**{**vars(SMALL), "causal": True})
+    encoder = TransformerEncoder(config).eval()
+    ids = torch.randint(90, (2, 7))
+    changed = torch.cat([ids[:, :4], (ids[:, 4:] + 1) % 90], dim=1)
+    assert torch.equal(encoder(ids)[:, :4], encoder(changed)[:, :4])
+    assert not torch.allclose(encoder(ids)[:, 4:], encoder(changed)[:, 4:])
+
+
+def test_positions_matter() -> None:
+    encoder = TransformerEncoder(SMALL).eval()
+    ids = torch.tensor([[1, 2, 3]])
+    assert not torch.allclose(encoder(ids)[0, 0], encoder(ids.flip(1))[0, 2])
+
+
+class MaskedModel(nn.Module):
+    """Encoder and language-model head."""
+
+    def __init__(self, *, tied: bool, trains: bool) -> None:
+        super().__init__()
+        linear, embedding = (tt_linear, tt_embedding) if trains else (nn.Linear, dense_embedding)
+        self.encoder = TransformerEncoder(SMALL, linear=linear, embedding=embedding)
+        projection = TiedProjection(self.encoder.tokens) if tied else linear(16, 90)
+        self.head = LanguageModelHead(16, projection, linear=linear)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.encoder(ids))
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_tied_projection_is_x_e_transposed_plus_bias(trains: bool) -> None:
+    tokens = (tt_embedding(90, 16) if trains else dense_embedding(90, 16)).double()
+    projection = TiedProjection(tokens)
+    nn.init.normal_(projection.bias)
+    names = [name for name, _ in projection.named_parameters()]
+    matrix = tokens.dense_matrix() if trains else tokens.weight
+    x_D = torch.randn(2, 16, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(projection(x_D), x_D @ matrix.mT + projection.bias)
+
+    def output(x: Tensor, *values: Tensor) -> Tensor:
+        return torch.func.functional_call(projection, dict(zip(names, values, strict=True)), (x,))
+
+    assert torch.autograd.gradcheck(output, (x_D, *projection.parameters()), fast_mode=True)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_language_model_stores_and_exports_a_tied_table_once(trains: bool, tied: bool) -> None:
+    model = MaskedModel(tied=tied, trains=trains).eval()
+    assert (model.head.projection.embedding is model.encoder.tokens) if tied else True
+    ids = torch.randint(90, (2, 7))
+    dense = export_dense(model)
+    torch.testing.assert_close(dense(ids), model(ids), rtol=1e-4, atol=1e-4)
+    assert (dense.head.projection.embedding is dense.encoder.tokens) if tied else True
+    report = compression_report(model)
+    assert report.total("params") == sum(p.numel() for p in model.parameters())
+    assert report.total("dense_params") == sum(p.numel() for p in dense.parameters())
+    kinds = {layer.name: (layer.kind, layer.format) for layer in report.layers}
+    assert kinds["encoder.tokens"] == ("table", "tt" if trains else "dense")
+    assert kinds["encoder.blocks.1.feed_forward.expand"] == ("linear", "tt" if trains else "dense")
+
+
+def test_ranks_adapt_and_the_smaller_model_loads() -> None:
+    model = MaskedModel(tied=True, trains=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    config = RankConfig(early_steps=2, late_steps=4, target_size=0.6, truncate_every=1)
+    scheduler = RankScheduler(model, optimizer, config)
+    ids = torch.randint(90, (2, 7))
+    before = compression_report(model).total("params")
+    for _ in range(6):
+        loss = F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+        optimizer.zero_grad()
+        scheduler.loss(loss).backward()
+        optimizer.step()
+        scheduler.step()
+    assert scheduler.stage == "done"
+    assert compression_report(model).total("params") < before
+    assert sum(p.numel() for p in model.parameters()) == compression_report(model).total("params")
+    fresh = MaskedModel(tied=True, trains=True).eval()
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(fresh(ids), model.eval()(ids))
+
+
+def test_the_papers_sizes() -> None:
+    """Ranks of section 5.1: attention 12, 30, 30, 30, 12; feed-forward 12, 30, 30, 30, 16 and its mirror."""
+    linear = linear_factory(TTLinearConfig(tt_ranks=30, order=6))
+    embedding = partial(TTEmbedding, shape=TTShape((16, 20, 10, 10), (4, 4, 8, 6), 32), device="meta")
+    encoder = TransformerEncoder(TransformerConfig(), linear=linear, embedding=embedding)
+    model = nn.Sequential(encoder, ClassificationHead(768, 2, linear=linear))
+    block = encoder.blocks[0]
+    assert block.attention.query.shape.ranks == (12, 30, 30, 30, 12)
+    assert block.feed_forward.expand.shape == TTShape((12, 8, 8, 1, 1, 1), (1, 1, 1, 12, 16, 16), (12, 30, 30, 30, 16))
+    assert block.feed_forward.contract.shape.ranks == (16, 30, 30, 30, 12)
+    report = compression_report(model)
+    assert report.total("dense_bytes") > 255e6
+    assert report.ratio > 43
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: MultiheadAttention(16, 3), "num_heads is 3, which does not divide embed_dim 16: choose one of its divisors"),
+        (lambda: MultiheadAttention(16, 0), "num_heads is 0: give a positive integer"),
+        (lambda: TransformerConfig(num_layers=0), "num_layers is 0: give a positive integer"),
+        (lambda: TransformerConfig(dropout=1.0), "dropout is 1.0: give a probability from 0 to below 1"),
+        (
+            lambda: TransformerEncoder(SMALL)(torch.zeros(1, 11, dtype=torch.int64)),
+            "ids have 11 positions but max_length is 10: truncate them or raise it",
+        ),
+    ],
+)
+def test_mistakes_are_named(make: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()  # type: ignore[operator]

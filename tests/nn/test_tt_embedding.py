@@ -1,0 +1,116 @@
+"""TTEmbedding against nn.Embedding over the dense matrix, and its logits against x E^T: outputs and all gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from comera_rec import TTEmbedding, TTShape
+from comera_rec.nn.embedding import logits_path
+
+# Table sizes, modes and ranks: order 1 to 4, primes whose last rows and columns only pad, rank 1. Of the paths of `logits`, both
+# sides come first somewhere.
+SHAPES = [
+    (35, 6, TTShape((35,), (6,), ())),
+    (31, 7, TTShape((7, 5), (4, 2), (1,))),
+    (101, 11, TTShape((7, 5, 3), (3, 2, 2), (4, 5))),
+    (97, 16, TTShape((4, 3, 3, 3), (2, 2, 2, 2), (2, 3, 2))),
+    (60, 24, TTShape((3, 20), (12, 2), 4)),
+    (60, 24, TTShape((20, 3), (2, 12), 4)),
+]
+every_shape = pytest.mark.parametrize("size", SHAPES, ids=lambda size: "x".join(map(str, size[2].row_shape)))
+
+
+def build(size: tuple[int, int, TTShape], dtype: torch.dtype = torch.float64) -> TTEmbedding:
+    embedding = TTEmbedding(size[0], size[1], shape=size[2], dtype=dtype)
+    with torch.no_grad():
+        for rank in embedding.rank_parameters():
+            rank.uniform_(0.5, 1.5)
+    return embedding
+
+
+def assert_same(found: Tensor, expected: Tensor, inputs: list[Tensor]) -> None:
+    torch.testing.assert_close(found, expected)
+    upstream = torch.randn_like(expected)
+    torch.testing.assert_close(torch.autograd.grad(found, inputs, upstream), torch.autograd.grad(expected, inputs, upstream))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("ids_shape", [(), (5,), (2, 3), (2, 3, 4), (0,), (2, 0)])
+@every_shape
+def test_rows_of_ids_of_any_shape(size: tuple[int, int, TTShape], ids_shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    embedding = build(size, dtype)
+    ids = torch.randint(size[0], ids_shape)
+    if ids.numel():
+        ids.view(-1)[-1] = size[0] - 1
+    assert_same(embedding(ids), F.embedding(ids, embedding.dense_matrix()), list(embedding.parameters()))
+    torch.testing.assert_close(embedding(ids), embedding.to_dense()(ids))
+
+
+@pytest.mark.parametrize("leading", [(), (5,), (2, 0, 3), (2, 3)])
+@every_shape
+def test_logits_are_products_with_all_rows(size: tuple[int, int, TTShape], leading: tuple[int, ...]) -> None:
+    embedding = build(size)
+    x = torch.randn(*leading, size[1], dtype=torch.float64, requires_grad=True)
+    assert_same(embedding.logits(x), x @ embedding.dense_matrix().mT, [x, *embedding.parameters()])
+
+
+@given(data=st.data())
+def test_any_modes_and_ranks(data: st.DataObject) -> None:
+    order = data.draw(st.integers(2, 4))
+    modes = st.lists(st.integers(1, 5), min_size=order, max_size=order)
+    ranks = st.lists(st.integers(1, 4), min_size=order - 1, max_size=order - 1)
+    shape = TTShape(data.draw(modes), data.draw(modes), data.draw(ranks))
+    size = data.draw(st.integers(1, shape.num_rows)), data.draw(st.integers(1, shape.num_cols)), shape
+    embedding = build(size)
+    dense = embedding.dense_matrix()
+    ids = torch.tensor(data.draw(st.lists(st.integers(0, size[0] - 1), max_size=6)), dtype=torch.int64)
+    torch.testing.assert_close(embedding(ids), dense[ids])
+    x = torch.randn(3, size[1], dtype=torch.float64)
+    torch.testing.assert_close(embedding.logits(x), x @ dense.mT)
+
+
+def test_logits_take_the_path_of_fewest_multiply_adds() -> None:
+    paths = {logits_path(shape)[:2] for _, _, shape in SHAPES if shape.order > 1}
+    assert {right_first for _, right_first in paths} == {True, False}
+    shape = TTShape((16, 20, 10, 10), (4, 4, 8, 6), 32)
+    # x (16 x 48) by the right part (48 x 32*100), then the left part (320 x 16*32) by that (16*32 x 100)
+    assert logits_path(shape) == (2, True, 16 * 48 * 32 * 100 + 320 * 16 * 32 * 100)
+    assert logits_path(shape)[2] < 32_000 * 768  # fewer than with the table itself
+
+
+def test_a_vanished_table_is_zero() -> None:
+    embedding = build(SHAPES[2])
+    embedding.resize_ranks_((0, 0))
+    assert torch.equal(embedding(torch.tensor([[3, 100]])), torch.zeros(1, 2, 11, dtype=torch.float64))
+    assert torch.equal(embedding.logits(torch.ones(2, 11, dtype=torch.float64)), torch.zeros(2, 101, dtype=torch.float64))
+
+
+def test_from_dense_at_full_rank_is_the_same_table() -> None:
+    dense = nn.Embedding(53, 12, dtype=torch.float64)
+    embedding = TTEmbedding.from_dense(dense, shape=TTShape((6, 3, 3), (2, 3, 2), 1000))
+    ids = torch.tensor([[0, 52], [7, 7]])
+    torch.testing.assert_close(embedding(ids), dense(ids))
+    torch.testing.assert_close(embedding.to_dense().weight, dense.weight)
+    assert embedding.to_dense().weight.requires_grad
+
+
+def test_what_a_train_cannot_honour_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"padding_idx, max_norm .* build the Embedding without them"):
+        TTEmbedding.from_dense(nn.Embedding(5, 4, padding_idx=0))
+
+
+def test_an_id_out_of_range_is_named() -> None:
+    with pytest.raises(ValueError, match="id 35 is out of range for words: its ids run from 0 to 34"):
+        TTEmbedding(35, 6, tt_ranks=2, name="words")(torch.tensor([[3, 35]]))
+
+
+def test_torch_compile_sees_the_whole_table() -> None:
+    embedding = build(SHAPES[2], torch.float32)
+    ids = torch.tensor([[0, 100, 3], [3, 3, 7]])
+    compiled = torch.compile(embedding, fullgraph=True, backend="aot_eager")
+    assert_same(compiled(ids), embedding(ids), list(embedding.parameters()))
