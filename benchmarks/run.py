@@ -28,6 +28,10 @@ BENCHMARKS = {
     "shapes": ("benchmarks.shapes", "shapes of one size: the one that TTShape.for_table chooses and the fastest"),
     "distributed": ("benchmarks.distributed", "a sharded table: what each way of sharding sends, and its step"),
     "linear": ("benchmarks.linear", "linear layers: nn.Linear and TTLinear"),
+    "transformer": (
+        "benchmarks.transformer",
+        "training a six-encoder transformer: dense, GaLore, low rank, tensor train",
+    ),
     "conversion": ("benchmarks.conversion", "peak memory of TT-SVD of a table of 10 million rows, beside the table"),
     "quality": ("benchmarks.quality", "predictions of models whose tables take equal bytes; goes on where it stopped"),
 }

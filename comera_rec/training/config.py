@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -166,13 +166,19 @@ class RunConfig:
         return plain
 
 
-_ADAPTER = TypeAdapter(RunConfig)
+Settings = TypeVar("Settings")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a run's config from a TOML (or, as written into a run's folder, JSON) file.
+    """Read a run's config; see `load_settings`."""
+    return load_settings(RunConfig, path, overrides)
+
+
+def load_settings(schema: type[Settings], path: str | Path, overrides: Sequence[str] = ()) -> Settings:
+    """Read settings from a TOML (or, as written into a run's folder, JSON) file.
 
     Args:
+        schema: the dataclass that the file is validated into, of plain values and of such dataclasses.
         path: the file.
         overrides: `section.key=value` or `key=value`; values are TOML (true, 3, 0.1, [1, 2], "x"), bare words are strings, and
             `none` removes the key, so that its default holds.
@@ -188,14 +194,18 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ValueError(f"{path} can't be parsed: {error}") from None
     for override in overrides:
         _apply(raw, override)
-    return parse_config(raw)
+    return _parse(schema, raw)
 
 
 def parse_config(raw: dict[str, Any]) -> RunConfig:
-    """Validate nested plain values into a config; errors as in `load_config`."""
-    _reject_unknown(raw, RunConfig, "")
+    """Validate nested plain values into a config; errors as in `load_settings`."""
+    return _parse(RunConfig, raw)
+
+
+def _parse(schema: type[Settings], raw: dict[str, Any]) -> Settings:
+    _reject_unknown(raw, schema, "")
     try:
-        return _ADAPTER.validate_python(raw)
+        return TypeAdapter(schema).validate_python(raw)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])

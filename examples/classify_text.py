@@ -1,0 +1,121 @@
+"""Train a transformer on sentence classification, dense or in tensor-train form.
+
+    python -m examples.classify_text data.train=train.tsv data.dev=dev.tsv [tokens.format=dense linears.format=dense]
+
+The settings in classify_text.toml are those of CoMERA's six-encoder model (section 5.1, arXiv 2405.14377).
+"""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import click
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import comera_rec as cr
+from benchmarks.cli import run_command
+from comera_rec.training.config import LinearsConfig, load_settings
+from examples.loop import EmbeddingSettings, TrainingSettings, build_encoder, fit, linear_layers, new_folder, save, sizes
+from examples.text import TextBatch, batches_of, endless, word_pieces
+
+NAME = "examples.classify_text"
+CONFIG = Path(__file__).with_suffix(".toml")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    """Tab-separated files whose header names a column `label` and one or two columns `sentence...`."""
+
+    train: str
+    dev: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """A whole run; `ranks = none` keeps the ranks as they start."""
+
+    output: str
+    data: DataSettings
+    training: TrainingSettings
+    seed: int = 0
+    model: cr.TransformerConfig = field(default_factory=cr.TransformerConfig)
+    tokens: EmbeddingSettings = field(default_factory=EmbeddingSettings)
+    linears: LinearsConfig = field(default_factory=LinearsConfig)
+    ranks: cr.RankConfig | None = None
+
+
+class Classifier(nn.Module):
+    """An encoder and scores of classes from its first position."""
+
+    def __init__(self, settings: Settings, num_classes: int) -> None:
+        super().__init__()
+        sizes, linear = settings.model, linear_layers(settings.linears)
+        self.encoder = build_encoder(sizes, settings.tokens, settings.linears)
+        self.head = cr.ClassificationHead(sizes.embed_dim, num_classes, linear=linear, dropout=sizes.dropout)
+
+    def forward(self, batch: TextBatch) -> Tensor:
+        scores: Tensor = self.head(self.encoder(batch.ids, key_padding_mask=batch.padding))
+        return scores
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--config", type=click.Path(exists=True, dir_okay=False), default=CONFIG, help=f"TOML file; default {CONFIG.name}.")
+@click.argument("overrides", nargs=-1, metavar="section.key=value ...")
+def classify(config: str, overrides: tuple[str, ...]) -> None:
+    """Train a transformer on sentence classification, dense or in tensor-train form.
+
+    \b
+    Example:
+      python -m examples.classify_text data.train=train.tsv data.dev=dev.tsv output=runs/classify
+    """
+    settings = load_settings(Settings, config, overrides)
+    torch.manual_seed(settings.seed)
+    texts, labels = read_tsv(settings.data.train)
+    dev_texts, dev_labels = read_tsv(settings.data.dev)
+    classes = sorted(set(labels))
+    if unknown := sorted(set(dev_labels) - set(classes)):
+        raise ValueError(f"{settings.data.dev} has labels {unknown} that {settings.data.train} has not")
+    folder = new_folder(settings.output)
+
+    tokenizer = word_pieces([part for text in texts for part in text], settings.model.vocab_size, settings.model.max_length)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    train_ids, dev_ids = ([tokenizer.encode(*text).ids for text in split] for split in (texts, dev_texts))
+    targets, dev_targets = ([classes.index(label) for label in split] for split in (labels, dev_labels))
+
+    model = Classifier(settings, len(classes))
+    click.echo(
+        f"{NAME}: {len(texts):,} sentences, {tokenizer.get_vocab_size():,} tokens, {sizes(model)['ratio']:.1f}x smaller than dense"
+    )
+    batches = endless(train_ids, targets, settings.training.batch_size, settings.seed)
+    record = fit(model, batches, lambda batch: F.cross_entropy(model(batch), batch.labels), settings.training, settings.ranks)
+
+    with torch.no_grad():
+        hits = [(model(batch).argmax(1) == batch.labels) for batch in batches_of(dev_ids, dev_targets, 64)]
+    metrics = {"accuracy": float(torch.cat(hits).double().mean()), "classes": classes, **sizes(model), **record}
+    save(folder, model, metrics, settings)
+    click.echo(
+        f"{settings.output}: accuracy {metrics['accuracy']:.4f}, {metrics['params']:,} parameters ({metrics['ratio']:.1f}x smaller "
+        f"than dense), {record['step_ms']['p50']:.0f} ms per step"
+    )
+
+
+def read_tsv(path: str) -> tuple[list[tuple[str, ...]], list[str]]:
+    """Sentences, one or two an example, and labels."""
+    with open(path, newline="") as file:
+        rows = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+        columns = [name for name in rows.fieldnames or () if name.startswith("sentence")]
+        if "label" not in (rows.fieldnames or ()) or len(columns) not in (1, 2):
+            raise ValueError(f"{path} has columns {rows.fieldnames}: its first line must name `label` and one or two `sentence...`")
+        examples = list(rows)
+    for number, example in enumerate(examples, start=2):
+        if None in example or None in example.values():
+            raise ValueError(f"{path}:{number} has not as many columns as the first line")
+    return [tuple(example[column] for column in columns) for example in examples], [example["label"] for example in examples]
+
+
+if __name__ == "__main__":
+    run_command(classify, NAME)

@@ -1,0 +1,192 @@
+"""Pre-train a transformer on Python source by masked-language modelling, dense or in tensor-train form.
+
+    python -m examples.pretrain_code output=runs/code
+    python -m examples.pretrain_code output=runs/code-dense tokens.format=dense linears.format=dense ranks=none
+
+The text is the functions of the running Python's standard library. Training has two phases, as in CoMERA (section 5.3, arXiv
+2405.14377): the compressed model trains, then its ranks shrink while it trains on. The output layer is tied to the token embedding.
+"""
+
+from __future__ import annotations
+
+import ast
+import random
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import click
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import comera_rec as cr
+from benchmarks.cli import run_command
+from comera_rec.training.config import LinearsConfig, load_settings
+from examples.loop import EmbeddingSettings, TrainingSettings, build_encoder, fit, linear_layers, new_folder, save, sizes
+from examples.text import MASK, SPECIAL, TextBatch, batches_of, byte_pairs, endless
+
+NAME = "examples.pretrain_code"
+CONFIG = Path(__file__).with_suffix(".toml")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    """What to read.
+
+    Attributes:
+        packages: files and folders of the standard library, e.g. ["json", "ast.py"]; None for all of it.
+        validation: part of the functions that is kept for validation.
+        masked: part of the tokens that the model has to guess.
+    """
+
+    packages: tuple[str, ...] | None = None
+    validation: float = 0.05
+    masked: float = 0.15
+
+    def __post_init__(self) -> None:
+        for name in ("validation", "masked"):
+            if not 0 < getattr(self, name) < 1:
+                raise ValueError(f"data.{name} is {getattr(self, name)}: give a fraction between 0 and 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """A whole run; `ranks = none` leaves the second phase out."""
+
+    output: str
+    training: TrainingSettings
+    seed: int = 0
+    data: DataSettings = field(default_factory=DataSettings)
+    model: cr.TransformerConfig = field(default_factory=cr.TransformerConfig)
+    tokens: EmbeddingSettings = field(default_factory=EmbeddingSettings)
+    linears: LinearsConfig = field(default_factory=LinearsConfig)
+    ranks: cr.RankConfig | None = None
+
+
+class MaskedLanguageModel(nn.Module):
+    """An encoder and scores of all tokens, tied to its embedding."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self.encoder = build_encoder(settings.model, settings.tokens, settings.linears)
+        projection = cr.TiedProjection(self.encoder.tokens)
+        self.head = cr.LanguageModelHead(settings.model.embed_dim, projection, linear=linear_layers(settings.linears))
+
+    def forward(self, batch: TextBatch, chosen: Tensor) -> Tensor:
+        """Scores [number of chosen, V] at the chosen positions [B, L] alone: scoring all of them would cost most of the step."""
+        scores: Tensor = self.head(self.encoder(batch.ids, key_padding_mask=batch.padding)[chosen])
+        return scores
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--config", type=click.Path(exists=True, dir_okay=False), default=CONFIG, help=f"TOML file; default {CONFIG.name}.")
+@click.argument("overrides", nargs=-1, metavar="section.key=value ...")
+def pretrain(config: str, overrides: tuple[str, ...]) -> None:
+    """Pre-train a transformer on the standard library's functions by masked-language modelling, dense or in tensor-train form.
+
+    \b
+    Example:
+      python -m examples.pretrain_code output=runs/code training.steps=500
+    """
+    settings = load_settings(Settings, config, overrides)
+    torch.manual_seed(settings.seed)
+    functions = sorted(set(standard_functions(settings.data.packages)))
+    random.Random(settings.seed).shuffle(functions)
+    kept = max(1, round(settings.data.validation * len(functions)))
+    if kept >= len(functions):
+        raise ValueError(f"data.packages {settings.data.packages} hold {len(functions)} functions: name more of the library")
+    folder = new_folder(settings.output)
+
+    tokenizer = byte_pairs(functions[kept:], settings.model.vocab_size, settings.model.max_length)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    validation, train = (
+        [encoding.ids for encoding in tokenizer.encode_batch(part)] for part in (functions[:kept], functions[kept:])
+    )
+    vocab_size = tokenizer.get_vocab_size()
+
+    model = MaskedLanguageModel(settings)
+    click.echo(f"{NAME}: {len(train):,} functions, {vocab_size:,} tokens, {sizes(model)['ratio']:.1f}x smaller than dense")
+    noise = torch.Generator().manual_seed(settings.seed)
+
+    def loss_of(batch: TextBatch) -> Tensor:
+        masked, chosen = mask_tokens(batch, settings.data.masked, vocab_size, noise)
+        return F.cross_entropy(model(masked, chosen), batch.ids[chosen])
+
+    batches = endless(train, None, settings.training.batch_size, settings.seed)
+    record = fit(model, batches, loss_of, settings.training, settings.ranks)
+    metrics = {**validate(model, validation, settings, vocab_size), **sizes(model), **record}
+    save(folder, model, metrics, settings)
+    click.echo(
+        f"{settings.output}: validation loss {metrics['loss']:.3f}, accuracy {metrics['accuracy']:.4f}, {metrics['params']:,} "
+        f"parameters ({metrics['ratio']:.1f}x smaller than dense), {record['step_ms']['p50']:.0f} ms per step"
+    )
+
+
+def standard_functions(packages: tuple[str, ...] | None) -> Iterator[str]:
+    """Source of every function of the standard library, methods and functions within functions included."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    places = [library] if packages is None else [library / name for name in packages]
+    for place in places:
+        if not place.exists():
+            raise ValueError(f"data.packages names {place.name}, which {library} does not hold")
+        for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+            if "site-packages" not in file.parts:
+                yield from functions_of(file)
+
+
+def functions_of(file: Path) -> Iterator[str]:
+    """Source of every function in a file; none if it is no Python, as some test data is not."""
+    try:
+        source = file.read_text(encoding="utf-8")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes that only the tests of Python itself contain
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return
+    lines = source.splitlines(keepends=True)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield "".join(lines[node.lineno - 1 : node.end_lineno])
+
+
+def mask_tokens(batch: TextBatch, part: float, vocab_size: int, generator: torch.Generator) -> tuple[TextBatch, Tensor]:
+    """Hide some tokens as BERT does (Devlin et al., section 3.1): 80 % become [MASK], 10 % any token, 10 % stay.
+
+    Args:
+        batch: of token ids [B, L].
+        part: of the tokens to choose; one at least.
+        vocab_size: tokens there are.
+        generator: source of randomness.
+
+    Returns:
+        The batch with tokens hidden, and which were chosen, [B, L].
+    """
+    usual = batch.ids >= len(SPECIAL)
+    draw = torch.rand(batch.ids.shape, generator=generator).masked_fill(~usual, 1.0)
+    chosen = draw <= max(part, float(draw.min()))
+    fate = torch.rand(batch.ids.shape, generator=generator)
+    others = torch.randint(len(SPECIAL), vocab_size, batch.ids.shape, generator=generator)
+    ids = torch.where(chosen & (fate < 0.8), MASK, batch.ids)
+    ids = torch.where(chosen & (fate >= 0.9), others, ids)
+    return TextBatch(ids, batch.padding, None), chosen
+
+
+@torch.no_grad()
+def validate(model: nn.Module, sequences: list[list[int]], settings: Settings, vocab_size: int) -> dict[str, float]:
+    """Mean loss and accuracy over masked tokens, the same ones in every run of a seed."""
+    noise = torch.Generator().manual_seed(settings.seed + 1)
+    loss, hits, count = 0.0, 0, 0
+    for batch in batches_of(sequences, None, settings.training.batch_size):
+        masked, chosen = mask_tokens(batch, settings.data.masked, vocab_size, noise)
+        scores, targets = model(masked, chosen), batch.ids[chosen]
+        loss += float(F.cross_entropy(scores, targets, reduction="sum"))
+        hits += int((scores.argmax(1) == targets).sum())
+        count += len(targets)
+    return {"loss": loss / count, "accuracy": hits / count}
+
+
+if __name__ == "__main__":
+    run_command(pretrain, NAME)

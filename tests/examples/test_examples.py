@@ -1,0 +1,206 @@
+"""The examples run from end to end on tiny generated data, learn, shrink, and tell mistakes in one line."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import pytest
+import torch
+
+from benchmarks.cli import run_command
+from comera_rec.training.config import load_settings
+from examples import classify_text, pretrain_code
+from examples.text import CLS, MASK, PAD, SEP, SPECIAL, TextBatch, batches_of, byte_pairs, word_pieces
+
+TINY = [
+    "model.embed_dim=16", "model.num_layers=1", "model.num_heads=2", "model.ff_dim=32", "model.max_length=24", "model.dropout=0.0",
+    "linears.min_features=16", "linears.policy=always", "linears.tt_ranks=4", "linears.order=4",
+    "tokens.row_shape=none", "tokens.col_shape=none", "tokens.tt_ranks=4",
+    "training.batch_size=8", "training.lr_dense=0.01", "training.lr_cores=0.01",
+]  # fmt: skip
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """`run(command, *arguments)` -> (exit status, standard output, standard error)."""
+
+    def call(command: click.Command, *arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as stopped:
+            run_command(command, "example", list(arguments))
+        said = capsys.readouterr()
+        assert isinstance(stopped.value.code, int)
+        return stopped.value.code, said.out, said.err
+
+    return call
+
+
+@pytest.fixture
+def sentences(tmp_path: Path) -> list[str]:
+    """Overrides that name two TSV files, in which one word decides the label."""
+    generator = torch.Generator().manual_seed(0)
+
+    def write(name: str, count: int) -> str:
+        lines = ["label\tsentence"]
+        for k in range(count):
+            words = [f"w{i}" for i in torch.randint(30, (1 + k % 9,), generator=generator).tolist()]
+            words.insert(k % len(words), ("awful", "lovely")[k % 2])
+            lines.append(f"{('no', 'yes')[k % 2]}\t{' '.join(words)}")
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
+        return str(tmp_path / name)
+
+    return [f"data.train={write('train.tsv', 200)}", f"data.dev={write('dev.tsv', 60)}", "model.vocab_size=80"]
+
+
+@pytest.mark.parametrize("form", ["tt", "dense"])
+def test_classification_learns(form: str, sentences: list[str], tmp_path: Path, run: Run) -> None:
+    arguments = [
+        *TINY,
+        *sentences,
+        "training.steps=60",
+        f"output={tmp_path / 'run'}",
+        f"tokens.format={form}",
+        f"linears.format={form}",
+    ]
+    status, out, err = run(classify_text.classify, *arguments)
+    assert (status, err) == (0, ""), "no progress bar in a pipe"
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert metrics["accuracy"] > 0.9
+    assert metrics["classes"] == ["no", "yes"]
+    assert (metrics["params"] < metrics["dense_params"]) == (form == "tt")
+    assert f"accuracy {metrics['accuracy']:.4f}" in out
+    saved = torch.load(tmp_path / "run" / "model.pt")
+    assert metrics["params"] == sum(tensor.numel() for tensor in saved.values())
+    status, _, err = run(classify_text.classify, *arguments)
+    assert status == 2
+    assert "holds a finished run: give another folder" in err
+
+
+def test_classification_with_shrinking_ranks(sentences: list[str], tmp_path: Path, run: Run) -> None:
+    ranks = ["ranks.early_steps=3", "ranks.late_steps=6", "ranks.target_size=0.5", "ranks.truncate_every=1"]
+    status, _, err = run(classify_text.classify, *TINY, *sentences, *ranks, "training.steps=10", f"output={tmp_path / 'run'}")
+    assert (status, err) == (0, "")
+    history = json.loads((tmp_path / "run" / "metrics.json").read_text())["rank_history"]
+    late = next(entry for entry in history if entry["stage"] == "late")
+    assert history[-1]["stage"] == "done"
+    assert history[-1]["params"] <= 1.02 * late["target_params"]
+
+
+def test_pretraining_on_code_in_two_phases(tmp_path: Path, run: Run) -> None:
+    ranks = ["ranks.early_steps=10", "ranks.late_steps=10", "ranks.truncate_every=2"]
+    data = ['data.packages=["json", "bisect.py"]', "model.vocab_size=400", "training.steps=40"]
+    status, out, err = run(pretrain_code.pretrain, *TINY, *data, *ranks, f"output={tmp_path / 'run'}")
+    assert (status, err) == (0, "")
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert metrics["loss"] < math.log(400) - 0.5
+    assert metrics["rank_history"][-1]["stage"] == "done"
+    assert "400 tokens" in out
+
+
+def test_functions_are_found_wherever_they_are(tmp_path: Path) -> None:
+    file = tmp_path / "code.py"
+    file.write_text("def f(x):\n    return x\n\nclass C:\n    async def g(self):\n        def h(): pass\n")
+    assert sorted(pretrain_code.functions_of(file)) == [
+        "        def h(): pass\n", "    async def g(self):\n        def h(): pass\n", "def f(x):\n    return x\n"
+    ]  # fmt: skip
+    file.write_bytes(b"def broken(:\n")
+    assert list(pretrain_code.functions_of(file)) == []
+
+
+def test_masks_hide_the_wanted_part_and_no_special_token() -> None:
+    ids = torch.randint(len(SPECIAL), 1000, (200, 50))
+    ids[:, 0], ids[:, -1] = CLS, PAD
+    batch = TextBatch(ids, ids == PAD, None)
+    masked, chosen = pretrain_code.mask_tokens(batch, 0.15, 1000, torch.Generator().manual_seed(0))
+    assert not chosen[:, [0, -1]].any()
+    assert torch.equal(masked.ids[~chosen], ids[~chosen])
+    usual = ids[:, 1:-1].numel()
+    assert int(chosen.sum()) / usual == pytest.approx(0.15, abs=0.02)
+    fates = masked.ids[chosen]
+    assert float((fates == MASK).double().mean()) == pytest.approx(0.8, abs=0.05)
+    assert float((fates == ids[chosen]).double().mean()) == pytest.approx(0.1, abs=0.05)
+    one = TextBatch(torch.tensor([[CLS, 9, SEP]]), None, None)
+    assert pretrain_code.mask_tokens(one, 1e-9, 1000, torch.Generator().manual_seed(0))[1].sum() == 1
+
+
+def test_batches_hold_every_sequence_once_and_little_padding() -> None:
+    sequences = [[7] * length for length in torch.randint(1, 40, (999,)).tolist()]
+    for seed in (None, 3):
+        batches = list(batches_of(sequences, list(range(999)), 16, seed))
+        assert sorted(torch.cat([batch.labels for batch in batches]).tolist()) == list(range(999))
+        for batch in batches:
+            lengths = [len(sequences[i]) for i in batch.labels]
+            padding = torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None]
+            assert torch.equal(batch.ids, torch.where(padding, PAD, 7))
+            assert torch.equal(batch.padding, padding) if padding.any() else batch.padding is None
+        padded = sum(batch.ids.numel() for batch in batches)
+        assert padded < 1.15 * sum(map(len, sequences))
+    one, other = ([batch.ids.shape for batch in batches_of(sequences, None, 16, seed)] for seed in (3, 4))
+    assert one != other
+
+
+def test_tokenizers_frame_and_truncate() -> None:
+    words = word_pieces(["Good films are good"] * 3, 60, 6)
+    assert words.encode("good").ids == words.encode("GOOD").ids
+    assert words.encode("good").tokens == ["[CLS]", "good", "[SEP]"]
+    assert words.encode("good", "films").tokens == ["[CLS]", "good", "[SEP]", "films", "[SEP]"]
+    assert len(words.encode("good films are good good films").ids) == 6
+    source = "def f(x):\n\treturn  x"
+    code = byte_pairs([source], 300, 99)
+    assert code.decode(code.encode(source).ids) == source
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("text\tlabel\na\t1\n", "its first line must name `label` and one or two `sentence...`"),
+        ("sentence\tlabel\na\n", "train.tsv:2 has not as many columns as the first line"),
+        ("sentence\tlabel\na\t1\tb\n", "train.tsv:2 has not as many columns as the first line"),
+        ("", "its first line must name"),
+    ],
+)
+def test_bad_tables_are_told_in_one_line(text: str, message: str, sentences: list[str], tmp_path: Path, run: Run) -> None:
+    (tmp_path / "train.tsv").write_text(text)
+    status, _, err = run(classify_text.classify, *sentences)
+    assert status == 2
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "override", "message"),
+    [
+        (classify_text, "model.heads=3", "unknown key model.heads; "),
+        (classify_text, "training.steps=0", "training.steps is 0: give a positive number"),
+        (classify_text, "data.train=/nowhere.tsv", "No such file or directory: '/nowhere.tsv'"),
+        (pretrain_code, 'data.packages=["no_such"]', "data.packages names no_such, which"),
+        (pretrain_code, "data.masked=0", "data.masked is 0.0: give a fraction between 0 and 1"),
+        (pretrain_code, 'data.packages=["this.py"]', "hold 0 functions: name more of the library"),
+    ],
+)
+def test_bad_settings_are_told_in_one_line(module: object, override: str, message: str, run: Run) -> None:
+    command = module.classify if module is classify_text else module.pretrain  # type: ignore[attr-defined]
+    status, _, err = run(command, override)
+    assert status == 2
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_labels_that_training_has_not_seen_are_named(sentences: list[str], tmp_path: Path, run: Run) -> None:
+    with (tmp_path / "dev.tsv").open("a") as file:
+        file.write("maybe\tw1\n")
+    status, _, err = run(classify_text.classify, *sentences)
+    assert status == 2
+    assert "has labels ['maybe'] that" in err
+
+
+def test_the_classification_example_has_the_papers_sizes() -> None:
+    settings = load_settings(classify_text.Settings, classify_text.CONFIG)
+    model = classify_text.Classifier(settings, 2)
+    assert model.encoder.blocks[0].attention.query.shape.ranks == (12, 30, 30, 30, 12)
+    assert model.encoder.tokens.shape.ranks == (32, 32, 32)
+    assert classify_text.sizes(model)["ratio"] > 43
