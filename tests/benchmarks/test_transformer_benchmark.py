@@ -1,0 +1,52 @@
+"""The transformer benchmark: providers that agree, what the gate would catch, and the counted training state."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.agreement import Disagreement, require_agreement
+from benchmarks.transformer import DENSE, FULL, LOW_RANK, OURS, QUICK, StepProvider, TransformerWorkload, build
+
+CASE = QUICK[0]
+
+
+@pytest.fixture
+def workload() -> TransformerWorkload:
+    return TransformerWorkload(CASE, "cpu", seed=0)
+
+
+@pytest.mark.parametrize("name", [DENSE, LOW_RANK, OURS])
+def test_providers_agree_with_the_reference(workload: TransformerWorkload, name: str) -> None:
+    reference, shown = workload.reference(), workload.providers[name]().verify()
+    require_agreement(reference, {name: shown})
+    assert "gradient of 0.blocks.1.feed_forward.expand.bias" in shown
+    if name == OURS:
+        assert shown.keys() == reference.keys()
+
+
+def test_a_core_with_a_wrong_gradient_is_found(workload: TransformerWorkload) -> None:
+    reference, shown = workload.reference(), workload.providers[OURS]().verify()
+    shown["gradient of 0.tokens.core_1"] *= 1.001
+    with pytest.raises(Disagreement, match=r"gradient of 0.tokens.core_1 is off by"):
+        require_agreement(reference, {OURS: shown})
+
+
+@pytest.mark.parametrize("name", [DENSE, OURS])
+def test_training_state_is_weights_gradients_and_two_moments(workload: TransformerWorkload, name: str) -> None:
+    provider = workload.providers[name]()
+    assert isinstance(provider, StepProvider)
+    counted = workload.counted(provider, "step")
+    weights = counted["params"] * 4 / 2**20
+    steps = len(list(provider.module.parameters())) * 4 / 2**20  # Adam counts steps for each parameter
+    assert counted["weights_mib"] == counted["gradients_mib"] == pytest.approx(weights)
+    assert counted["optimizer_mib"] == pytest.approx(2 * weights + steps)
+    assert counted["training_state_mib"] == pytest.approx(4 * weights + steps)
+
+
+def test_the_full_cases_are_the_papers_model() -> None:
+    with torch.device("meta"):
+        model = build(FULL[0])
+    params = sum(parameter.numel() for parameter in model.parameters())
+    assert [case.batch for case in FULL] == [1, 32]
+    assert 66_660_098 / params > 43
