@@ -91,8 +91,8 @@ def test_classification_with_shrinking_ranks(sentences: list[str], tmp_path: Pat
 
 
 def test_pretraining_on_code_in_two_phases(tmp_path: Path, run: Run) -> None:
-    ranks = ["ranks.early_steps=10", "ranks.late_steps=10", "ranks.truncate_every=2"]
-    data = ['data.packages=["json", "bisect.py"]', "model.vocab_size=400", "training.steps=40"]
+    ranks = ["ranks.early_steps=30", "ranks.late_steps=10", "ranks.truncate_every=2"]
+    data = ['data.packages=["json", "bisect.py"]', "model.vocab_size=400", "training.steps=70"]
     status, out, err = run(pretrain_code.pretrain, *TINY, *data, *ranks, f"output={tmp_path / 'run'}")
     assert (status, err) == (0, "")
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
