@@ -26,17 +26,22 @@ SPLITS = ("train", "val", "test")
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """A Parquet file of the data set: its path relative to the folder, and what it must contain."""
+    """A Parquet file of the data set: its path relative to the folder, and what it must contain.
+
+    from_rows: its rows are among those of the input from the first of these numbers (0 for the first well-formed line) up to the
+        second, and in their order. Shards of several splits may share a range, and then its rows between them.
+    """
 
     path: str
     rows: int
-    bytes: int
-    sha256: str
+    bytes: int = 0
+    sha256: str = ""
+    from_rows: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """A contiguous range of the input's rows, in the input's order, spread over its shards one after the other."""
+    """Rows of the input, in the input's order, spread over its shards one after the other."""
 
     rows: int
     shards: tuple[Shard, ...]
@@ -97,16 +102,19 @@ class CategoricalColumn:
     """A category column, stored as ids: 0 = missing, rare or unseen; 1, 2, ... by falling frequency in the training split.
 
     num_embeddings is the largest id + 1. distinct and missing count the whole input (a missing cell is no distinct value).
-    rows_at_zero is, per split, how many rows hold id 0. vocabulary lists value and count of ids 1, 2, ... in order.
+    rows_at_zero is, per split, how many ids are 0. vocabulary lists value and count of ids 1, 2, ... in order. Where ids are hashes
+    into buckets, 0 = missing, no values were counted and distinct and vocabulary are None. is_list: rows hold lists of ids, empty
+    where missing. Values are the numbers that hex digits spell, or the 64-bit hashes (`data_pipeline.reference.hash_text`) of text.
     """
 
     name: str
     num_embeddings: int
-    distinct: int
+    distinct: int | None
     missing: int
     min_count: int
     rows_at_zero: dict[str, int]
-    vocabulary: Shard
+    vocabulary: Shard | None
+    is_list: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +124,7 @@ class Manifest:
     format: str
     format_version: int
     versions: dict[str, str]
-    options: dict[str, int | float]
+    options: dict[str, str | int | float | None]
     inputs: tuple[InputFile, ...]
     rows: RowCounts
     rejected_lines: tuple[RejectedLine, ...]
@@ -128,7 +136,7 @@ class Manifest:
 
 _MANIFEST = TypeAdapter(Manifest)
 _HEADER = TypeAdapter(dict[str, object])
-_REMEDY = "run `comera preprocess` again"
+REMEDY = "run `comera preprocess` again"
 
 
 def write_manifest(manifest: Manifest, folder: str | Path) -> None:
@@ -154,15 +162,15 @@ def read_manifest(folder: str | Path) -> Manifest:
         header = _HEADER.validate_json(text)
         found = (header.get("format"), header.get("format_version"))
         if found != (FORMAT, FORMAT_VERSION):
-            raise ValueError(f"{path}: format {found[0]} version {found[1]}, expected {FORMAT} version {FORMAT_VERSION}; {_REMEDY}")
+            raise ValueError(f"{path}: format {found[0]} version {found[1]}, expected {FORMAT} version {FORMAT_VERSION}; {REMEDY}")
         manifest = _MANIFEST.validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise ValueError(f"{path}: {key}: {first['msg']}; {_REMEDY}") from error
+        raise ValueError(f"{path}: {key}: {first['msg']}; {REMEDY}") from error
     missing = [name for name in SPLITS if name not in manifest.splits]
     if missing:
-        raise ValueError(f"{path}: splits.{missing[0]}: Field required; {_REMEDY}")
+        raise ValueError(f"{path}: splits.{missing[0]}: Field required; {REMEDY}")
     return manifest
 
 
@@ -180,7 +188,7 @@ def check_shards(manifest: Manifest, folder: str | Path, *, contents: bool = Fal
     for name, split in manifest.splits.items():
         total = sum(shard.rows for shard in split.shards)
         if total != split.rows:
-            raise ValueError(f"{folder}: split {name} states {split.rows} rows, its shards {total}; {_REMEDY}")
+            raise ValueError(f"{folder}: split {name} states {split.rows} rows, its shards {total}; {REMEDY}")
         for shard in split.shards:
             _check_shard(shard, Path(folder), contents=contents)
 
@@ -188,16 +196,22 @@ def check_shards(manifest: Manifest, folder: str | Path, *, contents: bool = Fal
 def _check_shard(shard: Shard, folder: Path, *, contents: bool) -> None:
     path = folder / shard.path
     if not path.is_file():
-        raise ValueError(f"{path} does not exist, but the manifest lists it; {_REMEDY}")
+        raise ValueError(f"{path} does not exist, but the manifest lists it; {REMEDY}")
     if path.stat().st_size != shard.bytes:
-        raise ValueError(f"{path} has {path.stat().st_size} bytes, the manifest states {shard.bytes}; {_REMEDY}")
+        raise ValueError(f"{path} has {path.stat().st_size} bytes, the manifest states {shard.bytes}; {REMEDY}")
     if not contents:
         return
     if file_sha256(path) != shard.sha256:
-        raise ValueError(f"{path} differs from the SHA-256 in the manifest; {_REMEDY}")
+        raise ValueError(f"{path} differs from the SHA-256 in the manifest; {REMEDY}")
     rows = pq.read_metadata(path).num_rows
     if rows != shard.rows:
-        raise ValueError(f"{path} has {rows} rows, the manifest states {shard.rows}; {_REMEDY}")
+        raise ValueError(f"{path} has {rows} rows, the manifest states {shard.rows}; {REMEDY}")
+
+
+def describe_file(path: str, folder: Path, *, rows: int) -> Shard:
+    """What the manifest says of a file that has been written."""
+    file = folder / path
+    return Shard(path=path, rows=rows, bytes=file.stat().st_size, sha256=file_sha256(file))
 
 
 def file_sha256(path: Path) -> str:

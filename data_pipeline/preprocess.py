@@ -1,192 +1,206 @@
-"""Raw Criteo logs to a data set: DATA/{train,val,test}/part-*.parquet, DATA/vocabulary/C*.parquet, DATA/manifest.json.
+"""Raw logs to a data set: DATA/{train,val,test}/part-*.parquet, DATA/vocabulary/*.parquet, DATA/manifest.json.
 
-1. `ingest` parses the text once into an Arrow file of nullable integers, which the next steps map into memory;
-2. the rows are split in their order, and vocabularies and integer statistics are taken from the training split alone;
-3. each shard is encoded and written, one row group at a time.
+1. Every log is cut into parts at line boundaries, and each part is parsed and counted on its own (`count_pass`).
+2. Now that the number of rows is known, so are the splits. Training counts are merged to vocabularies, column by column
+   (`vocabulary`).
+3. Every part is read and parsed again, encoded and written (`write_pass`).
 
-Memory follows the number of distinct values, not the number of rows. Room for the Arrow file, about 160 bytes a row, is needed
-beside the output while it runs.
+Memory follows the size of a part and the number of threads, not that of the input or of its vocabularies. The text is parsed twice,
+because that is cheaper than keeping what the first pass parsed: 160 bytes a row, 700 GB for Criteo's terabyte. Parts are the unit
+of resuming, too (`work`). The result depends on inputs and options alone, not on the number of threads or on interruptions.
 """
 
 from __future__ import annotations
 
-import math
+import functools
 import platform
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict
 from importlib import metadata
-from pathlib import Path
+from typing import Any
 
-import pyarrow as pa
-import pyarrow.compute as pc
 from tqdm import tqdm
 
-from data_pipeline.atomic import finished_folder
-from data_pipeline.columns import CATEGORIES, INTEGERS, LABEL
-from data_pipeline.ingest import WORKERS, Rejects, check_inputs, ingest
+from data_pipeline.count_pass import Group, count_logs, describe_inputs, no_training_rows, train_and_rest
+from data_pipeline.hashing import hash_keys, look_up, map_array
+from data_pipeline.job import Job
 from data_pipeline.manifest import (
     FORMAT,
     FORMAT_VERSION,
     MANIFEST_NAME,
+    SPLITS,
     CategoricalColumn,
     IntegerColumn,
     Label,
     Manifest,
     RowCounts,
+    Split,
     write_manifest,
 )
-from data_pipeline.shards import Encoder, WrittenSplit, describe_file, write_splits
-from data_pipeline.vocabulary import Vocabulary
+from data_pipeline.options import PreprocessOptions
+from data_pipeline.parts import LogIdentity, first_lines, identify, inputs_changed
+from data_pipeline.schema import LogSchema, detect_criteo_schema
+from data_pipeline.shards import Encoder, IdsOf, WrittenShard
+from data_pipeline.vocabulary import Vocabulary, build_vocabulary
+from data_pipeline.work import Tell, work_folder
+from data_pipeline.write_pass import write_logs
 
-_RECORDED_OPTIONS = ("min_count", "val_fraction", "test_fraction", "rows_per_shard", "max_bad_rows")
 
-
-@dataclass(frozen=True, kw_only=True)
-class PreprocessOptions:
-    """What to read and how to encode it.
+def preprocess(options: PreprocessOptions, tell: Tell = lambda line: None) -> Manifest:
+    """Write the data set and return its manifest. Interrupted, it goes on where it was when it is called again.
 
     Args:
-        inputs: logs, in chronological order.
-        output: the data set's folder, new or empty.
-        min_count: a category value needs this many training rows for an id of its own; rarer ones share id 0. The default of 2
-            leaves out values seen once: they teach nothing beyond their row, while together they train the row of id 0, which
-            every value unseen in training will use.
-        val_fraction: share of the rows, before the test rows, for validation.
-        test_fraction: share of the rows, the last ones, for the test.
-        rows_per_shard: rows of a Parquet file.
-        max_bad_rows: malformed lines that may be dropped before the run stops.
-        overwrite: replace a finished data set.
-        chunk_bytes: text parsed at a time.
-
-    Raises:
-        ValueError: an option is out of range.
-    """
-
-    inputs: tuple[Path, ...]
-    output: Path
-    min_count: int = 2
-    val_fraction: float = 0.1
-    test_fraction: float = 0.1
-    rows_per_shard: int = 1 << 18
-    max_bad_rows: int = 0
-    overwrite: bool = False
-    chunk_bytes: int = 8 << 20
-
-    def __post_init__(self) -> None:
-        if not self.inputs:
-            raise ValueError("--input names no file; give at least one")
-        for name, least in (("min_count", 1), ("rows_per_shard", 1), ("max_bad_rows", 0), ("chunk_bytes", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{_flag(name)} is {getattr(self, name)}; it must be at least {least}")
-        for name in ("val_fraction", "test_fraction"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{_flag(name)} is {getattr(self, name)}; it must be at least 0 and below 1")
-        if self.val_fraction + self.test_fraction >= 1:
-            raise ValueError(
-                f"--val-fraction {self.val_fraction} and --test-fraction {self.test_fraction} leave no training rows; "
-                "their sum must be below 1"
-            )
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def preprocess(options: PreprocessOptions) -> Manifest:
-    """Write the data set, whole or not at all, and return its manifest.
+        options: what to do.
+        tell: takes lines for people, such as that an earlier run goes on.
 
     Raises:
         ValueError: an input is missing, damaged or malformed, or the output exists; one line that says what to do.
         OSError: the output cannot be written.
     """
-    check_inputs(options.inputs)
-    rejects = Rejects(max_bad_rows=options.max_bad_rows)
-    with finished_folder(options.output, marker=MANIFEST_NAME, overwrite=options.overwrite) as work:
-        parsed = work / "rows.arrow"
-        files = ingest(options.inputs, parsed, rejects=rejects, chunk_bytes=options.chunk_bytes)
-        with pa.memory_map(str(parsed)) as mapped:
-            rows = pa.ipc.open_file(mapped).read_all()
-            splits = _split(rows, options)
-            integers = tuple(_integer_column(name, rows, splits["train"]) for name in INTEGERS)
-            vocabularies = _count(splits["train"], options.min_count)
-            encoder = Encoder(labelled=LABEL in rows.column_names, integers=integers, vocabularies=vocabularies)
-            written = write_splits(splits, encoder, work, rows_per_shard=options.rows_per_shard)
-            categories = _categorical_columns(vocabularies, rows, written, work, options.min_count)
-            label = _label(rows, splits) if encoder.labelled else None
-        parsed.unlink()
-        manifest = Manifest(
-            format=FORMAT,
-            format_version=FORMAT_VERSION,
-            versions=_versions(),
-            options={name: getattr(options, name) for name in _RECORDED_OPTIONS},
-            inputs=files,
-            rows=RowCounts(read=sum(file.rows_in for file in files), written=len(rows), rejected=rejects.count),
-            rejected_lines=tuple(rejects.lines),
-            label=label,
-            integer_columns=integers,
-            categorical_columns=categories,
-            splits={name: part.split for name, part in written.items()},
-        )
-        write_manifest(manifest, work)
+    logs = identify(options.inputs)
+    schema = options.schema or _detect_schema(options)
+    unknown = sorted(set(options.min_counts) - set(schema.categories))
+    if unknown:
+        raise ValueError(f"--min-count {unknown[0]}=...: no such category; they are {', '.join(schema.categories)}")
+    identity = _identity(options, schema, logs)
+    with work_folder(options.output, identity=identity, marker=MANIFEST_NAME, overwrite=options.overwrite, tell=tell) as work:
+        manifest = _run(Job(options=options, schema=schema, logs=logs, work=work))
+        if identify(options.inputs) != logs:
+            raise inputs_changed()
+        write_manifest(manifest, work.data)
     return manifest
 
 
-def _split(rows: pa.Table, options: PreprocessOptions) -> dict[str, pa.Table]:
-    """Contiguous train, val and test rows; val and test are rounded down."""
-    total = len(rows)
-    # Rounding first keeps 0.29 * 100 = 28.999999999999996 from losing a row.
-    val, test = (math.floor(round(total * fraction, 6)) for fraction in (options.val_fraction, options.test_fraction))
-    train = total - val - test
-    if train < 1:
-        raise ValueError(f"--input holds {total} well-formed lines, which leaves no row for training; give more")
-    return {"train": rows.slice(0, train), "val": rows.slice(train, val), "test": rows.slice(train + val, test)}
+def _run(job: Job) -> Manifest:
+    for folder in (*SPLITS, "vocabulary"):
+        (job.work.data / folder).mkdir(exist_ok=True)
+    parts = count_logs(job)
+    rows_of_logs = [sum(part.counts.rows for part in parts if part.log == log) for log in range(len(job.logs))]
+    bounds = job.options.splitting.bounds(rows_of_logs)
+    groups = train_and_rest(job, parts, bounds[0])
+    if not any(group.trains for group in groups):
+        raise no_training_rows(parts)
+    integers = tuple(_integer_column(name, column, groups) for column, name in enumerate(job.schema.integers))
+    vocabularies = _vocabularies(job, groups) if job.options.hash_buckets is None else {}
+    written = write_logs(job, parts, bounds, _encoder(job, integers, vocabularies))
+    inputs, rejected_lines = describe_inputs(job, parts)
+    rejected = sum(log.rows_rejected for log in inputs)
+    return Manifest(
+        format=FORMAT,
+        format_version=FORMAT_VERSION,
+        versions=versions(),
+        options=job.options.recorded(),
+        inputs=inputs,
+        rows=RowCounts(read=sum(rows_of_logs) + rejected, written=sum(rows_of_logs), rejected=rejected),
+        rejected_lines=rejected_lines,
+        label=_label(written) if job.schema.labelled else None,
+        integer_columns=integers,
+        categorical_columns=_categorical_columns(job, groups, vocabularies, written),
+        splits={name: _split(written[name]) for name in SPLITS},
+    )
 
 
-def _integer_column(name: str, rows: pa.Table, train: pa.Table) -> IntegerColumn:
-    bounds = pc.min_max(train.column(name)).as_py()
+def _detect_schema(options: PreprocessOptions) -> LogSchema:
+    text = first_lines(options.inputs[0])
+    try:
+        return detect_criteo_schema(text)
+    except ValueError as error:
+        raise ValueError(f"{options.inputs[0]}:1: {error}") from error
+
+
+def _identity(options: PreprocessOptions, schema: LogSchema, logs: tuple[LogIdentity, ...]) -> dict[str, Any]:
+    """What the contents of the work folder follow from; how many malformed lines may be dropped does not change what was done."""
+    recorded = {name: value for name, value in options.recorded().items() if name != "max_bad_rows"}
+    files = {"inputs": [asdict(log) for log in logs], "columns": asdict(schema), "versions": versions()}
+    return files | recorded | {"min_counts": dict(options.min_counts)}
+
+
+def _integer_column(name: str, column: int, groups: Sequence[Group]) -> IntegerColumn:
+    counts = [(group.counts.integers[column], group.trains) for group in groups]
+    low = min((found.min for found, trains in counts if trains and found.min is not None), default=None)
+    high = max((found.max for found, trains in counts if trains and found.max is not None), default=None)
     # 2 - min makes the smallest value log(2) > 0. Where training holds no value, later ones are taken to be counts from 0.
-    offset = 2 - (bounds["min"] or 0)
-    return IntegerColumn(name=name, missing=rows.column(name).null_count, offset=offset, min=bounds["min"], max=bounds["max"])
+    return IntegerColumn(name=name, missing=sum(found.missing for found, _ in counts), offset=2 - (low or 0), min=low, max=high)
 
 
-def _count(train: pa.Table, min_count: int) -> dict[str, Vocabulary]:
-    with ThreadPoolExecutor(WORKERS) as pool:
-        counted = pool.map(lambda name: Vocabulary(train.column(name), min_count=min_count), CATEGORIES)
-        return dict(
-            zip(CATEGORIES, tqdm(counted, total=len(CATEGORIES), desc="counting", unit="column", disable=None), strict=True)
-        )
+def _vocabularies(job: Job, groups: Sequence[Group]) -> dict[str, Vocabulary]:
+    def build(column: int) -> Vocabulary:
+        name = job.schema.categories[column]
+        record = f"tables/{column:03d}"
+        vocabulary = job.work.load(record, Vocabulary)
+        if vocabulary is None:
+            vocabulary = build_vocabulary(
+                name,
+                [group.run(job, column) for group in groups],
+                key_dtype=job.schema.key_dtype,
+                min_count=job.options.min_count_of(name),
+                entries=job.options.merged_entries,
+                data=job.work.data,
+                table=job.work.path / f"{record}.table",
+            )
+            job.work.save(record, vocabulary)
+        return vocabulary
+
+    names = job.schema.categories
+    with ThreadPoolExecutor(job.options.threads) as pool:
+        built = tqdm(pool.map(build, range(len(names))), total=len(names), desc="merging", unit="column", disable=None)
+        vocabularies = dict(zip(names, built, strict=True))
+    for runs in (job.work.path / "counts").glob("*.runs"):
+        runs.unlink()
+    return vocabularies
+
+
+def _encoder(job: Job, integers: tuple[IntegerColumn, ...], vocabularies: Mapping[str, Vocabulary]) -> Encoder:
+    schema, buckets = job.schema, job.options.hash_buckets
+    if buckets is not None:
+        ids_of: list[IdsOf] = [functools.partial(hash_keys, buckets)] * len(schema.categories)
+        return Encoder(schema=schema, integers=integers, ids_of=tuple(ids_of), num_embeddings=(buckets,) * len(ids_of))
+    tables = [
+        map_array(job.work.path / f"tables/{column:03d}.table", schema.key_dtype, (vocabularies[name].slots, 2))
+        for column, name in enumerate(schema.categories)
+    ]
+    return Encoder(
+        schema=schema,
+        integers=integers,
+        ids_of=tuple(functools.partial(look_up, table) for table in tables),
+        num_embeddings=tuple(vocabularies[name].num_embeddings for name in schema.categories),
+    )
 
 
 def _categorical_columns(
-    vocabularies: dict[str, Vocabulary], rows: pa.Table, written: dict[str, WrittenSplit], folder: Path, min_count: int
+    job: Job, groups: Sequence[Group], vocabularies: Mapping[str, Vocabulary], written: Mapping[str, Sequence[WrittenShard]]
 ) -> tuple[CategoricalColumn, ...]:
-    """Write the vocabularies and describe their columns."""
-    (folder / "vocabulary").mkdir()
     columns = []
-    for name, vocabulary in vocabularies.items():
-        path = f"vocabulary/{name}.parquet"
-        vocabulary.write(folder / path)
+    for column, name in enumerate(job.schema.categories):
+        vocabulary = vocabularies.get(name)
         columns.append(
             CategoricalColumn(
                 name=name,
-                num_embeddings=vocabulary.num_embeddings,
-                distinct=pc.count_distinct(rows.column(name), mode="only_valid").as_py(),
-                missing=rows.column(name).null_count,
-                min_count=min_count,
-                rows_at_zero={split: part.rows_at_zero[name] for split, part in written.items()},
-                vocabulary=describe_file(path, folder, rows=len(vocabulary.values)),
+                num_embeddings=vocabulary.num_embeddings if vocabulary else int(job.options.hash_buckets or 0),
+                distinct=vocabulary.distinct if vocabulary else None,
+                missing=sum(group.counts.missing[column] for group in groups),
+                min_count=job.options.min_count_of(name) if vocabulary else 0,
+                rows_at_zero={split: sum(shard.zeros[column] for shard in written[split]) for split in SPLITS},
+                vocabulary=vocabulary.file if vocabulary else None,
+                is_list=name in job.schema.lists,
             )
         )
     return tuple(columns)
 
 
-def _label(rows: pa.Table, splits: dict[str, pa.Table]) -> Label:
-    return Label(
-        mean=pc.mean(rows.column(LABEL)).as_py(),
-        split_means={name: pc.mean(part.column(LABEL)).as_py() for name, part in splits.items()},
-    )
+def _split(shards: Sequence[WrittenShard]) -> Split:
+    return Split(rows=sum(written.shard.rows for written in shards), shards=tuple(written.shard for written in shards))
 
 
-def _versions() -> dict[str, str]:
-    packages = ("comera-rec", "numpy", "pandas", "pyarrow")
+def _label(written: Mapping[str, Sequence[WrittenShard]]) -> Label:
+    rows = {split: sum(shard.shard.rows for shard in written[split]) for split in SPLITS}
+    ones = {split: sum(shard.positives for shard in written[split]) for split in SPLITS}
+    means = {split: ones[split] / rows[split] if rows[split] else None for split in SPLITS}
+    return Label(mean=sum(ones.values()) / sum(rows.values()), split_means=means)
+
+
+def versions() -> dict[str, str]:
+    """Of what the data set was written with."""
+    packages = ("comera-rec", "numpy", "pyarrow")
     return {"python": platform.python_version()} | {package: metadata.version(package) for package in packages}

@@ -1,101 +1,149 @@
-"""Last pass: rows of raw values to encoded Parquet shards."""
+"""Pass 2, a part: raw columns to encoded Parquet shards, one for each split that has rows in the part."""
 
 from __future__ import annotations
 
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import numba
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from tqdm import tqdm
 
+from data_pipeline.atomic import replacing
 from data_pipeline.columns import LABEL
-from data_pipeline.ingest import WORKERS
-from data_pipeline.manifest import IntegerColumn, Shard, Split, file_sha256
-from data_pipeline.vocabulary import Vocabulary
+from data_pipeline.counts import list_elements
+from data_pipeline.manifest import IntegerColumn, Shard, describe_file
+from data_pipeline.parse import Parsed
+from data_pipeline.parts import inputs_changed
+from data_pipeline.schema import LogSchema
+from data_pipeline.splits import Rows
 
 # Small enough that a loader can shuffle over row groups, large enough that reading one is no overhead.
 ROW_GROUP_ROWS = 1 << 16
+# Dictionaries shrink columns of few values; where there are many, Parquet builds them in vain, at half of the time of writing.
+_DICTIONARY_IDS = 1 << 14
+_LOGARITHMS = np.log(np.arange(1, 1 << 16)).astype(np.float32)
+
+IdsOf = Callable[[np.ndarray, np.ndarray, np.ndarray], int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrittenShard:
+    """A shard of a split, the sum of its labels, and how often each categorical column holds id 0."""
+
+    split: str
+    shard: Shard
+    positives: int
+    zeros: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartShards:
+    """What pass 2 wrote for a part."""
+
+    written: tuple[WrittenShard, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Encoder:
-    """Raw columns to those of a shard: label int8 (where the logs have one), I1..I13 float32, C1..C26 int32."""
+    """Raw columns to those of a shard: label int8 (where there is one), float32, then int32 ids, or lists of them.
 
-    labelled: bool
+    Args:
+        schema: the log's.
+        integers: its integer columns.
+        ids_of: for each categorical column, what fills ids for (keys, missing, ids) and returns how many are 0.
+        num_embeddings: of each categorical column.
+    """
+
+    schema: LogSchema
     integers: tuple[IntegerColumn, ...]
-    vocabularies: dict[str, Vocabulary]
+    ids_of: tuple[IdsOf, ...]
+    num_embeddings: tuple[int, ...]
 
     @property
-    def schema(self) -> pa.Schema:
+    def columns(self) -> pa.Schema:
         """The columns of a shard."""
-        label = [(LABEL, pa.int8())] if self.labelled else []
-        integers = [(statistics.name, pa.float32()) for statistics in self.integers]
-        return pa.schema(label + integers + [(name, pa.int32()) for name in self.vocabularies])
+        label = [(LABEL, pa.int8())] if self.schema.labelled else []
+        integers = [(name, pa.float32()) for name in self.schema.integers]
+        singles = [(name, pa.int32()) for name in self.schema.singles]
+        return pa.schema(label + integers + singles + [(name, pa.list_(pa.int32())) for name in self.schema.lists])
 
-    def encode(self, rows: pa.Table) -> pa.Table:
-        """Encode rows as parsed, in their order."""
-        label = [rows.column(LABEL)] if self.labelled else []
-        integers = [encode_integers(rows.column(statistics.name), statistics) for statistics in self.integers]
-        ids = [vocabulary.encode(rows.column(name)) for name, vocabulary in self.vocabularies.items()]
-        return pa.table([*label, *map(pa.array, integers + ids)], schema=self.schema)
+    def encode(self, parsed: Parsed, rows: Rows) -> tuple[pa.Table, np.ndarray]:
+        """Encode rows, in their order, and tell how many ids of each categorical column are 0."""
+        arrays = [pa.array(parsed.label[rows])] if self.schema.labelled else []
+        for values, missing, column in zip(parsed.integers, parsed.integer_missing, self.integers, strict=True):
+            arrays.append(pa.array(encode_integers(values[rows], missing[rows], column)))
+        zeros = []
+        for number, ids_of in enumerate(self.ids_of):
+            single = number < len(parsed.keys)
+            if single:
+                keys, missing = parsed.keys[number][rows], parsed.key_missing[number][rows]
+            else:
+                keys, lengths = list_elements(parsed, number - len(parsed.keys), rows)
+                missing = np.zeros(len(keys), np.bool_)
+            ids = np.empty(len(keys), np.int32)
+            zeros.append(ids_of(keys, missing, ids))
+            arrays.append(
+                pa.array(ids) if single else pa.ListArray.from_arrays(np.append(0, np.cumsum(lengths)).astype(np.int32), ids)
+            )
+        return pa.table(arrays, schema=self.columns), np.array(zeros, np.int64)
+
+    def writer(self, path: Path) -> pq.ParquetWriter:
+        """A writer of shards. Statistics of row groups would be of use to nobody: ids are read, not searched."""
+        small = [name for name, size in zip(self.schema.categories, self.num_embeddings, strict=True) if size <= _DICTIONARY_IDS]
+        small = [f"{name}.list.element" if name in self.schema.lists else name for name in small]
+        options: dict[str, Any] = {"use_dictionary": [*self.schema.integers, *small], "write_statistics": False}
+        return pq.ParquetWriter(path, self.columns, compression="lz4", **options)
 
 
-def encode_integers(column: pa.ChunkedArray, statistics: IntegerColumn) -> np.ndarray:
+def encode_integers(values: np.ndarray, missing: np.ndarray, column: IntegerColumn) -> np.ndarray:
     """float32 log(max(x, min) + offset), and 0.0 where x is missing."""
-    low = 2 - statistics.offset
-    values = column.cast(pa.float64()).fill_null(low).to_numpy()
-    encoded: np.ndarray = np.log(np.maximum(values, low) + statistics.offset).astype(np.float32)
-    encoded[column.is_null().to_numpy()] = 0
+    encoded = np.empty(len(values), np.float32)
+    _encode_integers(values, missing, 2 - column.offset, _LOGARITHMS, encoded)
     return encoded
 
 
-@dataclass(frozen=True, kw_only=True)
-class WrittenSplit:
-    """A split on disk, and how many of its rows hold id 0 in each categorical column."""
-
-    split: Split
-    rows_at_zero: Counter[str]
-
-
-def write_splits(splits: dict[str, pa.Table], encoder: Encoder, folder: Path, *, rows_per_shard: int) -> dict[str, WrittenSplit]:
-    """Encode and write every split to folder/<split>/part-*.parquet, several shards at a time."""
-
-    def write(path: str, rows: pa.Table) -> tuple[Shard, Counter[str]]:
-        at_zero = _write_shard(folder / path, rows, encoder)
-        return describe_file(path, folder, rows=len(rows)), at_zero
-
-    written = {}
-    total = sum(len(rows) for rows in splits.values())
-    with ThreadPoolExecutor(WORKERS) as pool, tqdm(total=total, desc="writing", unit="row", disable=None) as bar:
-        for name, rows in splits.items():
-            (folder / name).mkdir()
-            tables = [rows.slice(start, rows_per_shard) for start in range(0, len(rows), rows_per_shard)]
-            paths = [f"{name}/part-{number:05d}.parquet" for number in range(len(tables))]
-            shards, at_zero = [], Counter[str]()
-            for shard, counts in pool.map(write, paths, tables):
-                shards.append(shard)
-                at_zero += counts
-                bar.update(shard.rows)
-            written[name] = WrittenSplit(split=Split(rows=len(rows), shards=tuple(shards)), rows_at_zero=at_zero)
-    return written
+@numba.njit(nogil=True, cache=True)
+def _encode_integers(values, missing, low, logarithms, encoded):  # type: ignore[no-untyped-def]
+    for i in range(len(values)):
+        above = max(np.int64(values[i]) - low, 0) + 1
+        if missing[i]:
+            encoded[i] = 0
+        elif above < len(logarithms):
+            encoded[i] = logarithms[above]
+        else:
+            encoded[i] = np.log(np.float64(above + 1))
 
 
-def _write_shard(path: Path, rows: pa.Table, encoder: Encoder) -> Counter[str]:
-    """Write one row group at a time, so that memory does not follow the size of a shard."""
-    at_zero = Counter[str]()
-    with pq.ParquetWriter(path, encoder.schema, compression="lz4") as writer:
-        for start in range(0, len(rows), ROW_GROUP_ROWS):
-            group = encoder.encode(rows.slice(start, ROW_GROUP_ROWS))
-            writer.write_table(group)
-            at_zero.update({name: int(np.count_nonzero(group.column(name).to_numpy() == 0)) for name in encoder.vocabularies})
-    return at_zero
+def write_part(
+    parsed: Parsed, encoder: Encoder, data: Path, *, rows: Mapping[str, Rows], shards: Mapping[str, Shard]
+) -> PartShards:
+    """Encode a part.
 
-
-def describe_file(path: str, folder: Path, *, rows: int) -> Shard:
-    """What the manifest says of a file that has been written."""
-    file = folder / path
-    return Shard(path=path, rows=rows, bytes=file.stat().st_size, sha256=file_sha256(file))
+    Args:
+        parsed: the part.
+        encoder: of its columns.
+        data: the data set's folder.
+        rows: of each split.
+        shards: of each split that has rows in the part, what is known of its shard before it is written.
+    """
+    written = []
+    for split, shard in shards.items():
+        chosen = np.arange(parsed.rows)[rows[split]]
+        if len(chosen) != shard.rows:
+            raise inputs_changed()
+        zeros = np.zeros(len(encoder.ids_of), np.int64)
+        contiguous = isinstance(rows[split], slice)
+        with replacing(data / shard.path) as beside, encoder.writer(beside) as writer:
+            for start in range(0, len(chosen), ROW_GROUP_ROWS):
+                group = chosen[start : start + ROW_GROUP_ROWS]
+                table, at_zero = encoder.encode(parsed, slice(int(group[0]), int(group[-1]) + 1) if contiguous else group)
+                writer.write_table(table)
+                zeros += at_zero
+        positives = int(parsed.label[rows[split]].sum()) if encoder.schema.labelled else 0
+        described = replace(describe_file(shard.path, data, rows=shard.rows), from_rows=shard.from_rows)
+        written.append(WrittenShard(split=split, shard=described, positives=positives, zeros=tuple(map(int, zeros))))
+    return PartShards(written=tuple(written))

@@ -1,17 +1,24 @@
-"""`comera synth` and `comera preprocess`: logs with a planted signal, and raw logs to a data set. Neither needs torch."""
+"""Commands on logs and data sets: `synth`, `preprocess`, `verify`, `describe`, `to-npy`. None needs torch."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any, get_args
 
 import click
 
-from data_pipeline.manifest import Manifest
-from data_pipeline.preprocess import PreprocessOptions
+from data_pipeline.describe import describe as describe_data_set
+from data_pipeline.describe import to_text, write_html
+from data_pipeline.manifest import Manifest, read_manifest
+from data_pipeline.npy import export_npy
+from data_pipeline.options import PreprocessOptions, format_bytes, parse_bytes
 from data_pipeline.preprocess import preprocess as write_data_set
+from data_pipeline.schema import read_schema
+from data_pipeline.splits import SplitKind
 from data_pipeline.synth import SynthOptions, truth_path
 from data_pipeline.synth import synth as write_log
+from data_pipeline.verify import verify as verify_data_set
 
 _PATH = click.Path(path_type=Path)
 
@@ -44,55 +51,134 @@ def synth(rows: int, output: Path, seed: int, scale: float, overwrite: bool) -> 
     click.echo(f"wrote {output} and {truth_path(output).name} in {seconds:.1f} s ({rows / seconds:,.0f} rows/s)")
 
 
-@click.command(short_help="Turn Criteo logs into Parquet shards and a manifest.")
+class _Bytes(click.ParamType):
+    """A size such as 64MiB."""
+
+    name = "SIZE"
+
+    def convert(self, value: str | int, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        try:
+            return parse_bytes(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+@click.command(short_help="Turn Criteo or other logs into Parquet shards and a manifest.")
 @click.option(
     "--input", "first_inputs", type=_PATH, multiple=True, required=True, metavar="RAW [RAW ...]", help="Logs in time order."
 )
 @click.argument("more_inputs", type=_PATH, nargs=-1, metavar="")
 @click.option("--output", type=_PATH, required=True, metavar="DATA", help="Folder of the data set, new or empty.")
+@click.option("--schema", type=_PATH, metavar="FILE", help="TOML file that names the columns of logs other than Criteo's.")
 @click.option(
-    "--min-count", default=2, show_default=True, help="Training rows a category value needs for an id of its own; others are 0."
+    "--min-count",
+    "min_counts",
+    multiple=True,
+    metavar="N|COLUMN=N",
+    help="Training rows a category value needs for an id of its own; others are 0. Repeatable.  [default: 2]",
 )
-@click.option("--val-fraction", default=0.1, show_default=True, help="Share of the rows before the test rows, for validation.")
+@click.option("--hash-buckets", type=int, metavar="N", help="Ids 1..N-1 by hash instead of vocabularies.")
+@click.option(
+    "--split",
+    type=click.Choice(get_args(SplitKind)),
+    default="chronological",
+    show_default=True,
+    help="By order; by file, the last one's halves to validate and test; or each row by chance.",
+)
+@click.option("--val-fraction", default=0.1, show_default=True, help="Share of the rows, before the test rows, for validation.")
 @click.option("--test-fraction", default=0.1, show_default=True, help="Share of the rows, the last ones, for the test.")
-@click.option("--rows-per-shard", default=1 << 18, show_default=True, help="Rows of a Parquet file.")
+@click.option("--seed", default=0, show_default=True, help="Of a random split.")
 @click.option("--max-bad-rows", default=0, show_default=True, help="Malformed lines that may be dropped before the run stops.")
+@click.option(
+    "--part-size", "part_bytes", type=_Bytes(), default="64MiB", show_default=True, help="Text worked on, and kept, at once."
+)
+@click.option(
+    "--memory-limit", type=_Bytes(), default="2GiB", show_default=True, help="Bounds how many parts are worked on at once."
+)
+@click.option("--workers", type=int, metavar="N", help="Threads; default one a core, as far as memory goes.")
 @click.option("--overwrite", is_flag=True, help="Replace a finished data set.")
-def preprocess(
-    first_inputs: tuple[Path, ...],
-    more_inputs: tuple[Path, ...],
-    output: Path,
-    min_count: int,
-    val_fraction: float,
-    test_fraction: float,
-    rows_per_shard: int,
-    max_bad_rows: int,
-    overwrite: bool,
-) -> None:
-    """Turn Criteo logs (plain or .gz, with or without label) into Parquet shards and manifest.json.
+def preprocess(first_inputs: tuple[Path, ...], more_inputs: tuple[Path, ...], schema: Path | None, **chosen: Any) -> None:
+    """Turn logs (plain or .gz; Criteo's, with or without label, or others by --schema) into Parquet shards and manifest.json.
 
-    The rows are split in their order into train, val and test. Ids are ordered by frequency in the training split, 0 standing for
-    missing and rare values; counts become log(x + offset), 0.0 standing for missing.
+    Ids are ordered by frequency in the training split, 0 standing for missing and rare values; counts become log(x + offset), 0.0
+    standing for missing. A run that was interrupted goes on when the same command is given again.
 
     \b
     Example:
-      comera preprocess --input day_*.gz --output data/ --max-bad-rows 100
+      comera preprocess --input day_*.gz --output data/ --split day --memory-limit 16GiB
     """
     if len(first_inputs) > 1 and more_inputs:
         raise ValueError("--input is given several times, once with several files; name all files after one --input")
     start = time.perf_counter()
     options = PreprocessOptions(
         inputs=first_inputs + more_inputs,
-        output=output,
-        min_count=min_count,
-        val_fraction=val_fraction,
-        test_fraction=test_fraction,
-        rows_per_shard=rows_per_shard,
-        max_bad_rows=max_bad_rows,
-        overwrite=overwrite,
+        schema=read_schema(schema) if schema else None,
+        **_min_counts(chosen.pop("min_counts")),
+        **chosen,
     )
-    manifest = write_data_set(options)
-    click.echo(_summary(manifest, output, time.perf_counter() - start))
+    manifest = write_data_set(options, tell=lambda line: click.echo(line, err=True))
+    click.echo(_summary(manifest, options.output, time.perf_counter() - start))
+
+
+def _min_counts(texts: tuple[str, ...]) -> dict[str, Any]:
+    """min_count and min_counts from N and COLUMN=N."""
+    found: dict[str, Any] = {"min_counts": {}}
+    for text in texts:
+        column, equals, count = text.rpartition("=")
+        if not count.removeprefix("-").isdecimal() or (equals and not column):
+            raise ValueError(f"--min-count is {text!r}; write a number, or a column and its number like C3=10")
+        if equals:
+            found["min_counts"][column] = int(count)
+        else:
+            found["min_count"] = int(count)
+    return found
+
+
+@click.command(short_help="Check a data set against its manifest.")
+@click.option("--data", type=_PATH, required=True, help="The data set's folder.")
+def verify(data: Path) -> None:
+    """Read a data set whole: checksums, rows, ranges of ids and labels, and that no row is in two splits.
+
+    \b
+    Example:
+      comera verify --data data/
+    """
+    found = verify_data_set(read_manifest(data), data)
+    click.echo(f"{data} is as its manifest says: {found.rows:,} rows, {found.files:,} files, {format_bytes(found.bytes)}")
+
+
+@click.command(short_help="Show what is in a data set.")
+@click.option("--data", type=_PATH, required=True, help="The data set's folder.")
+@click.option("--html", type=_PATH, metavar="FILE", help="Also write a page with histograms there.")
+def describe(data: Path, html: Path | None) -> None:
+    """Show rows and label rates of the splits, and each column's missing values, distinct values, coverage and skew.
+
+    \b
+    Example:
+      comera describe --data data/ --html data.html
+    """
+    description = describe_data_set(read_manifest(data), data)
+    click.echo(to_text(description))
+    if html:
+        write_html(description, html)
+        click.echo(f"\nwrote {html}")
+
+
+@click.command("to-npy", short_help="Write a data set as torchrec's .npy files.")
+@click.option("--data", type=_PATH, required=True, help="The data set's folder.")
+@click.option("--output", type=_PATH, required=True, metavar="DIR", help="Folder of the files, new or empty.")
+@click.option("--overwrite", is_flag=True, help="Replace finished files.")
+def to_npy(data: Path, output: Path, overwrite: bool) -> None:
+    """Write dense float32, sparse int32 and labels int32 of each split, as torchrec's BinaryCriteoUtils lays them out.
+
+    \b
+    Example:
+      comera to-npy --data data/ --output npy/
+    """
+    export_npy(read_manifest(data), data, output, overwrite=overwrite)
+    click.echo(f"wrote {output}")
 
 
 def _summary(manifest: Manifest, output: Path, seconds: float) -> str:

@@ -14,6 +14,9 @@ import click
 COMMANDS = {
     "synth": ("comera_rec.cli.data", "Write Criteo-format logs with a planted signal of known best AUC."),
     "preprocess": ("comera_rec.cli.data", "Turn Criteo logs into Parquet shards and a manifest."),
+    "verify": ("comera_rec.cli.data", "Check a data set against its manifest."),
+    "describe": ("comera_rec.cli.data", "Show what is in a data set."),
+    "to-npy": ("comera_rec.cli.data", "Write a data set as torchrec's .npy files."),
     "train": ("comera_rec.cli.model", "Train a DLRM, dense or compressed, from a TOML config."),
     "evaluate": ("comera_rec.cli.model", "Print AUC, NE and logloss of a trained run as one JSON line."),
     "compress": ("comera_rec.cli.model", "Start a compressed run from a trained dense one, by TT-SVD."),
@@ -31,7 +34,7 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = getattr(importlib.import_module(COMMANDS[cmd_name][0]), cmd_name)
+        command: click.Command = getattr(importlib.import_module(COMMANDS[cmd_name][0]), cmd_name.replace("-", "_"))
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

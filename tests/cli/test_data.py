@@ -55,14 +55,22 @@ def test_several_inputs_keep_their_order(log: Path, tmp_path: Path) -> None:
 
 
 def test_options_reach_the_manifest(log: Path, tmp_path: Path) -> None:
-    options = {"min_count": 3, "val_fraction": 0.2, "test_fraction": 0.3, "rows_per_shard": 40, "max_bad_rows": 5}
-    flags = [part for name, value in options.items() for part in ("--" + name.replace("_", "-"), value)]
-    assert run("preprocess", "--input", log, "--output", tmp_path / "data", *flags) == 0
+    flags = "--min-count 3 --min-count C3=10 --val-fraction 0.2 --test-fraction 0.3 --part-size 10KiB --max-bad-rows 5"
+    assert run("preprocess", "--input", log, "--output", tmp_path / "data", *flags.split()) == 0
     manifest = read_manifest(tmp_path / "data")
-    assert manifest.options == options
-    assert [len(split.shards) for split in manifest.splits.values()] == [3, 1, 2]
+    assert manifest.options == {
+        "split": "chronological",
+        "val_fraction": 0.2,
+        "test_fraction": 0.3,
+        "min_count": 3,
+        "part_bytes": 10 << 10,
+        "max_bad_rows": 5,
+    }
+    assert [column.min_count for column in manifest.categorical_columns[1:4]] == [3, 10, 3]
+    assert len(manifest.splits["train"].shards) > 1
     assert run("preprocess", "--input", log, "--output", tmp_path / "data") == 2
-    assert run("preprocess", "--input", log, "--output", tmp_path / "data", "--overwrite") == 0
+    assert run("preprocess", "--input", log, "--output", tmp_path / "data", "--overwrite", "--split", "random", "--seed", 3) == 0
+    assert read_manifest(tmp_path / "data").options["seed"] == 3
 
 
 @pytest.mark.parametrize(
@@ -75,6 +83,18 @@ def test_options_reach_the_manifest(log: Path, tmp_path: Path) -> None:
         (["preprocess", "--input", "nowhere", "--output", "data"], "comera: --input nowhere does not exist; check its name"),
         (["preprocess", "--input", "bad.tsv", "--output", "data"], "comera: bad.tsv:1: 1 columns; Criteo logs have 40"),
         (["preprocess", "--input", "bad.tsv", "--output", "data", "--min-count", "0"], "comera: --min-count is 0"),
+        (
+            ["preprocess", "--input", "bad.tsv", "--output", "data", "--min-count", "C3=few"],
+            "comera: --min-count is 'C3=few'; write a",
+        ),
+        (
+            ["preprocess", "--input", "bad.tsv", "--output", "data", "--memory-limit", "much"],
+            "'much' is no size; write it like 64MiB",
+        ),
+        (
+            ["preprocess", "--input", "bad.tsv", "--output", "data", "--schema", "no.toml"],
+            "comera: --schema no.toml does not exist",
+        ),
         (
             ["preprocess", "--input", "bad.tsv", "--input", "bad.tsv", "bad.tsv", "--output", "data"],
             "name all files after one --input",

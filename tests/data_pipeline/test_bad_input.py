@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import errno
 import gzip
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 from random_logs import random_rows, to_text
 
 from data_pipeline import preprocess as preprocess_module
-from data_pipeline import shards
 from data_pipeline.manifest import read_manifest
 from data_pipeline.preprocess import PreprocessOptions, preprocess
+from data_pipeline.work import work_folder
+from data_pipeline.write_pass import write_logs
 
 WriteLog = Callable[..., Path]
 ROWS = random_rows(30)
@@ -56,13 +55,13 @@ def run(log: Path, output: Path, **options: object) -> None:
         (GZIPPED + b"no gzip", "log.tsv: damaged gzip"),
     ],
 )
-@pytest.mark.parametrize("chunk_bytes", [500, 8 << 20])
-def test_content(tmp_path: Path, write_log: WriteLog, content: bytes, message: str, chunk_bytes: int) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_content(tmp_path: Path, write_log: WriteLog, content: bytes, message: str, workers: int) -> None:
     log = write_log(content)
     with pytest.raises(ValueError, match=message) as caught:
-        run(log, tmp_path / "data", chunk_bytes=chunk_bytes)
+        run(log, tmp_path / "data", workers=workers)
     assert "\n" not in str(caught.value)
-    assert list(tmp_path.iterdir()) == [log]
+    assert not (tmp_path / "data").exists()
 
 
 def test_second_log_with_other_columns(tmp_path: Path, write_log: WriteLog) -> None:
@@ -84,7 +83,7 @@ def test_malformed_lines_up_to_a_limit(tmp_path: Path, write_log: WriteLog) -> N
     log = write_log(b"bad\n" + good + b"worse\n\n" + good)
     with pytest.raises(ValueError, match=r"log.tsv:33: blank line; after 2 other malformed lines; fix the log"):
         run(log, tmp_path / "data", max_bad_rows=2)
-    run(log, tmp_path / "data", max_bad_rows=3, chunk_bytes=400)
+    run(log, tmp_path / "data", max_bad_rows=3, part_bytes=400)
     manifest = read_manifest(tmp_path / "data")
     assert (manifest.rows.read, manifest.rows.written, manifest.rows.rejected) == (63, 60, 3)
     assert [line.line for line in manifest.rejected_lines] == [1, 32, 33]
@@ -105,7 +104,16 @@ def test_nothing_but_malformed_lines(tmp_path: Path, write_log: WriteLog) -> Non
     ("options", "message"),
     [
         ({"min_count": 0}, "--min-count is 0; it must be at least 1"),
-        ({"rows_per_shard": -5}, "--rows-per-shard is -5; it must be at least 1"),
+        ({"part_bytes": 0}, "--part-size is 0; it must be at least 1"),
+        ({"workers": 0}, "--workers is 0; it must be at least 1"),
+        ({"hash_buckets": 1}, "--hash-buckets is 1; it must be at least 2"),
+        ({"min_counts": {"C3": 0}}, "--min-count C3=0: it must be at least 1"),
+        ({"split": "weekly"}, "--split is 'weekly'; choose one of chronological, day, random"),
+        ({"split": "day"}, "--split day has one --input"),
+        (
+            {"memory_limit": 300 << 20},
+            "--memory-limit 300 MiB is too little for parts of 64 MiB, which take 512 MiB; raise it, or lower",
+        ),
         ({"max_bad_rows": -1}, "--max-bad-rows is -1; it must be at least 0"),
         ({"val_fraction": -0.1}, "--val-fraction is -0.1; it must be at least 0 and below 1"),
         ({"test_fraction": float("nan")}, "--test-fraction is nan"),
@@ -125,6 +133,8 @@ def test_finished_data_set_is_kept_unless_overwritten(tmp_path: Path, write_log:
         run(log, output, min_count=1)
     with pytest.raises(ValueError, match="blank line"):
         run(write_log(to_text(ROWS) + b"\n", "bad.tsv"), output, overwrite=True)
+    with pytest.raises(ValueError, match=r"--min-count C27=.*: no such category; they are C1, "):
+        run(log, output, min_counts={"C27": 3}, overwrite=True)
     assert (output / "manifest.json").read_bytes() == before
     run(log, output, min_count=1, overwrite=True)
     assert read_manifest(output).options["min_count"] == 1
@@ -153,30 +163,26 @@ def test_unwritable_output(tmp_path: Path, write_log: WriteLog) -> None:
     assert list(tmp_path.iterdir()) == [log]
 
 
-@pytest.mark.parametrize(("number", "reason"), [(errno.ENOSPC, "No space left on device"), (errno.EACCES, "Permission denied")])
-def test_failing_write(tmp_path: Path, write_log: WriteLog, monkeypatch: pytest.MonkeyPatch, number: int, reason: str) -> None:
-    def fail(*_: object) -> NoReturn:
-        raise OSError(number, "simulated")
-
+def test_written_by_another_process(tmp_path: Path, write_log: WriteLog) -> None:
     log = write_log(ROWS)
-    monkeypatch.setattr(shards.pq.ParquetWriter, "write_table", fail)
-    with pytest.raises(OSError, match=rf"cannot write --output .*data: {reason}; choose a writable place with enough space"):
-        run(log, tmp_path / "data")
-    assert list(tmp_path.iterdir()) == [log]
-
-
-def test_interrupted_run(tmp_path: Path, write_log: WriteLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object, **__: object) -> NoReturn:
-        raise KeyboardInterrupt
-
-    log = write_log(ROWS)
-    with monkeypatch.context() as patch:
-        patch.setattr(preprocess_module, "write_splits", interrupt)
-        with pytest.raises(KeyboardInterrupt):
+    with work_folder(tmp_path / "data", identity={}, marker="manifest.json", overwrite=False, tell=print) as work:
+        with pytest.raises(ValueError, match="data is being written by another process; wait for it"):
             run(log, tmp_path / "data")
-    assert list(tmp_path.iterdir()) == [log]
-    # A killed process cleans nothing up; the next run does.
-    (tmp_path / ".data.partial").mkdir()
-    (tmp_path / ".data.partial" / "rows.arrow").write_bytes(b"half")
+        assert work.data.exists()
+
+
+def test_input_changed_meanwhile(tmp_path: Path, write_log: WriteLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = write_log(ROWS)
+
+    def change(*arguments: object) -> dict:
+        with log.open("ab") as file:
+            file.write(to_text(ROWS[:1]))
+        return write_logs(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(preprocess_module, "write_logs", change)
+    with pytest.raises(ValueError, match="an --input changed while it was read; run the same command again, which starts over"):
+        run(log, tmp_path / "data")
+    assert not (tmp_path / "data").exists()
+    monkeypatch.undo()
     run(log, tmp_path / "data")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "log.tsv"]
+    assert read_manifest(tmp_path / "data").rows.written == 31

@@ -31,7 +31,7 @@ def test_keys_of_the_file(data: Path) -> None:
     content = json.loads((data / "manifest.json").read_text())
     assert set(content) == {field.name for field in dataclasses.fields(Manifest)}
     assert content["rows"] == {"in": 50, "written": 50, "rejected": 0}
-    assert set(content["splits"]["train"]["shards"][0]) == {"path", "rows", "bytes", "sha256"}
+    assert set(content["splits"]["train"]["shards"][0]) == {"path", "rows", "bytes", "sha256", "from_rows"}
 
 
 @pytest.mark.parametrize(

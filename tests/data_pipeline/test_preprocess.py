@@ -18,6 +18,7 @@ from random_logs import Rows, random_rows, to_text
 
 from data_pipeline import shards
 from data_pipeline.manifest import Manifest, check_shards, read_manifest
+from data_pipeline.parts import read_parts
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 
 INTEGERS = [f"I{i}" for i in range(1, 14)]
@@ -80,12 +81,12 @@ def adversarial_rows(draw: st.DrawFn) -> Rows:
     newline=st.sampled_from(["\n", "\r\n"]),
     ended=st.booleans(),
     compress=st.booleans(),
-    chunk_bytes=st.integers(1, 2000),
+    part_bytes=st.integers(50, 2000),
     min_count=st.integers(1, 3),
     fractions=st.sampled_from([(0.1, 0.1), (0.0, 0.0), (0.4, 0.5), (0.25, 0.0)]),
 )
 def test_equals_reference_on_adversarial_rows(
-    rows: Rows, newline: str, ended: bool, compress: bool, chunk_bytes: int, min_count: int, fractions: tuple[float, float]
+    rows: Rows, newline: str, ended: bool, compress: bool, part_bytes: int, min_count: int, fractions: tuple[float, float]
 ) -> None:
     text = to_text(rows, newline)
     text = text if ended else text.removesuffix(newline.encode())
@@ -93,7 +94,7 @@ def test_equals_reference_on_adversarial_rows(
         log, output = Path(folder, "log"), Path(folder, "data")
         log.write_bytes(gzip.compress(text) if compress else text)
         options = {"min_count": min_count, "val_fraction": fractions[0], "test_fraction": fractions[1]}
-        preprocess(PreprocessOptions(inputs=(log,), output=output, chunk_bytes=chunk_bytes, rows_per_shard=5, **options))
+        preprocess(PreprocessOptions(inputs=(log,), output=output, part_bytes=part_bytes, **options))
         assert_equals_reference(output, rows, **options)
 
 
@@ -101,7 +102,7 @@ def test_equals_reference_on_adversarial_rows(
 @pytest.mark.parametrize("min_count", [1, 4])
 def test_equals_reference_on_many_rows(tmp_path: Path, write_log: WriteLog, labelled: bool, min_count: int) -> None:
     rows = random_rows(2500, labelled=labelled)
-    preprocess(PreprocessOptions(inputs=(write_log(rows),), output=tmp_path / "data", min_count=min_count, rows_per_shard=700))
+    preprocess(PreprocessOptions(inputs=(write_log(rows),), output=tmp_path / "data", min_count=min_count, part_bytes=100_000))
     assert_equals_reference(tmp_path / "data", rows, min_count=min_count)
 
 
@@ -110,27 +111,42 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def test_same_data_set_however_the_text_arrives(tmp_path: Path, write_log: WriteLog) -> None:
-    """Plain, gzipped, in members, cut into files, in tiny chunks, again: same shards, byte by byte."""
+    """Plain, gzipped, in members, again, by one thread or more: same files, byte by byte; only the logs' own sizes differ."""
     rows = random_rows(600)
     members = gzip.compress(to_text(rows[:100])) + gzip.compress(to_text(rows[100:]))
     arrivals = {
-        "plain": (write_log(rows, "plain.tsv"),),
-        "again": (write_log(rows, "plain.tsv"),),
-        "gzip": (write_log(rows, "log.gz"),),
-        "members": (write_log(members, "day_0"),),
-        "files": (write_log(rows[:211], "day_0.gz"), write_log(rows[211:], "day_1")),
+        "plain": (write_log(rows), 2),
+        "again": (write_log(rows), 2),
+        "alone": (write_log(rows), 1),
+        "gzip": (write_log(rows, "log.gz"), 2),
+        "members": (write_log(members, "day_0"), 3),
     }
     results = {}
-    for name, inputs in arrivals.items():
-        for chunk_bytes in (300, 8 << 20):
-            output = tmp_path / f"{name}-{chunk_bytes}"
-            preprocess(PreprocessOptions(inputs=inputs, output=output, chunk_bytes=chunk_bytes))
-            results[output.name] = {path: content for path, content in files_of(output).items() if path != "manifest.json"}
-    first = results["plain-300"]
-    assert set(first) == {f"{split}/part-00000.parquet" for split in ("train", "val", "test")} | {
-        f"vocabulary/{name}.parquet" for name in CATEGORIES
-    }
+    for name, (log, workers) in arrivals.items():
+        output = tmp_path / name
+        preprocess(PreprocessOptions(inputs=(log,), output=output, part_bytes=20_000, workers=workers))
+        results[name] = {path: content for path, content in files_of(output).items() if path != "manifest.json"}
+    assert (tmp_path / "plain/manifest.json").read_bytes() == (tmp_path / "alone/manifest.json").read_bytes()
+    first = results["plain"]
+    assert len(first) > 26 + 3, "several shards a split"
     assert all(files == first for files in results.values())
+
+
+@pytest.mark.parametrize("ended", [True, False])
+@pytest.mark.parametrize("name", ["log.tsv", "log.gz"])
+def test_cut_at_every_byte(write_log: WriteLog, name: str, ended: bool) -> None:
+    """Whatever the size of parts: every line once, in order, in the part where it begins, whichever way lines end."""
+    rows = random_rows(4)
+    text = to_text(rows[:2], "\r\n") + to_text(rows[2:])
+    log = write_log(text if ended else text[:-1], name)
+    for part_bytes in range(1, len(text) + 2):
+        parts = list(read_parts(0, log, part_bytes=part_bytes, skip=lambda number: False))
+        assert b"".join(part.text for part in parts) == text
+        assert [part.number for part in parts if part.last] == [len(parts) - 1]
+        for part in parts:
+            assert text[part.start :].startswith(part.text)
+            assert not part.text or part.number * part_bytes <= part.start < (part.number + 1) * part_bytes
+        assert list(read_parts(0, log, part_bytes=part_bytes, skip=lambda number: number % 2 == 0)) == parts[1::2]
 
 
 def test_row_groups_do_not_change_rows(tmp_path: Path, write_log: WriteLog, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,213 @@
+"""Pass 1 over all logs: every part counted once, malformed lines within their limit, training rows told from the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from tqdm import tqdm
+
+from data_pipeline.counts import GroupCounts, PartCounts, count_part
+from data_pipeline.hashing import map_array
+from data_pipeline.job import Job, part_name
+from data_pipeline.manifest import InputFile, RejectedLine
+from data_pipeline.parts import Part
+from data_pipeline.pool import work_on_parts
+from data_pipeline.splits import Rows
+from data_pipeline.vocabulary import Run
+
+_REJECTED_LINES_KEPT = 100
+_NONE, _ALL = slice(0, 0), slice(None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountedPart:
+    """A part after pass 1: where its rows are among all rows, and what was counted in it.
+
+    name: of its files of counts. They hold all rows as training rows where splits go by place, because a place is known only
+        when all parts are counted; `train_and_rest` sets that right.
+    """
+
+    log: int
+    number: int
+    first_row: int
+    name: str
+    counts: PartCounts
+
+    @property
+    def end_row(self) -> int:
+        return self.first_row + self.counts.rows
+
+
+def count_logs(job: Job) -> list[CountedPart]:
+    """Count every part that isn't counted yet, and return all in order.
+
+    Raises:
+        ValueError: a log is damaged, or there are more malformed lines than allowed.
+    """
+    found = [_counted_before(job, log) for log in range(len(job.logs))]
+    rejects = _Rejects(job)
+    for log, counted in enumerate(found):
+        rejects.check(log, counted)
+    waiting = [log for log, counted in enumerate(found) if not _complete(counted)]
+    readers = [job.reader(log, found[log].keys().__contains__) for log in waiting]
+    done = sum(counts.rows for counted in found for counts in counted.values())
+    with tqdm(desc="counting", unit="row", unit_scale=True, disable=None, initial=done) as bar:
+        for part_log, number, counts in work_on_parts(readers, lambda part: _count(job, part), workers=job.options.threads):
+            bar.update(counts.rows)
+            found[part_log][number] = counts
+            rejects.check(part_log, found[part_log])
+    parts, row = [], 0
+    for log, counted in enumerate(found):
+        for number, counts in sorted(counted.items()):
+            parts.append(CountedPart(log=log, number=number, first_row=row, name=part_name(log, number), counts=counts))
+            row += counts.rows
+    return parts
+
+
+def _counted_before(job: Job, log: int) -> dict[int, PartCounts]:
+    paths = sorted((job.work.path / "counts").glob(f"{log:05d}-??????.json"))
+    numbers = [int(path.stem.partition("-")[2]) for path in paths]
+    loaded = {number: job.work.load(f"counts/{part_name(log, number)}", PartCounts) for number in numbers}
+    return {number: counts for number, counts in loaded.items() if counts}
+
+
+def _complete(counted: dict[int, PartCounts]) -> bool:
+    return any(counts.last and len(counted) == number + 1 for number, counts in counted.items())
+
+
+def _count(job: Job, part: Part) -> tuple[int, int, PartCounts]:
+    parsed = job.parse(part)
+    train: Rows = _ALL
+    rest: Rows = _NONE
+    split_rows = None
+    if job.options.split == "random":
+        rows = job.rows_by_draw(part, parsed)
+        train, rest = rows["train"], np.sort(np.concatenate([rows["val"], rows["test"]]))
+        split_rows = tuple(len(of_split) for of_split in rows.values())
+    name = f"counts/{part_name(part.log, part.number)}"
+    counts = count_part(
+        parsed,
+        job.work.path / f"{name}.runs",
+        train=train,
+        rest=rest,
+        split_rows=split_rows,
+        last=part.last,
+        values=job.options.hash_buckets is None,
+    )
+    job.work.save(name, counts)
+    return part.log, part.number, counts
+
+
+class _Rejects:
+    """Stops the pass at one malformed line too many, once the parts before it in its log are counted, so that it has a number."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._count = 0
+        self._checked = [0] * len(job.logs)  # parts of each log
+        self._lines = [0] * len(job.logs)
+
+    def check(self, log: int, counted: dict[int, PartCounts]) -> None:
+        most = self._job.options.max_bad_rows
+        while counts := counted.get(self._checked[log]):
+            before, self._count = self._count, self._count + counts.rejected
+            if self._count > most:
+                line, reason = counts.reasons[min(most - before, len(counts.reasons) - 1)]
+                number = first_line(self._job) + self._lines[log] + line
+                others = f"after {most} other malformed lines; " if most else ""
+                raise ValueError(
+                    f"{self._job.options.inputs[log]}:{number}: {reason}; {others}"
+                    "fix the log, or let lines be dropped with a higher --max-bad-rows"
+                )
+            self._checked[log] += 1
+            self._lines[log] += counts.lines
+
+
+def first_line(job: Job) -> int:
+    """The number of the first line that is no line of names."""
+    return 2 if job.schema.header else 1
+
+
+def describe_inputs(job: Job, parts: Sequence[CountedPart]) -> tuple[tuple[InputFile, ...], tuple[RejectedLine, ...]]:
+    """The logs as read, and the first of their malformed lines."""
+    inputs: list[InputFile] = []
+    rejected: list[RejectedLine] = []
+    for log, identity in enumerate(job.logs):
+        lines = 0
+        malformed = 0
+        for part in parts:
+            if part.log == log:
+                rejected += [
+                    RejectedLine(file=identity.name, line=first_line(job) + lines + line, reason=reason)
+                    for line, reason in part.counts.reasons[: _REJECTED_LINES_KEPT - len(rejected)]
+                ]
+                lines += part.counts.lines
+                malformed += part.counts.rejected
+        inputs.append(InputFile(name=identity.name, bytes=identity.bytes, rows_in=lines, rows_rejected=malformed))
+    return tuple(inputs), tuple(rejected)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Rows of a part that all train, or all don't, as counted."""
+
+    part: CountedPart
+    counts: GroupCounts
+    in_file: int
+    trains: bool
+
+    def run(self, job: Job, column: int) -> Run:
+        """The sorted values of a categorical column in these rows."""
+        dtype = job.schema.key_dtype
+        lengths = [*self.part.counts.train.run_lengths, *self.part.counts.rest.run_lengths]
+        run = self.in_file * len(self.counts.run_lengths) + column
+        start, stop = sum(lengths[:run]), sum(lengths[: run + 1])
+        mapped = map_array(job.work.path / "counts" / f"{self.part.name}.runs", np.dtype(np.uint8))
+        keys = mapped[: sum(lengths) * dtype.itemsize].view(dtype)
+        counts = mapped[sum(lengths) * dtype.itemsize :].view(np.uint32)
+        return Run(keys=keys[start:stop], counts=counts[start:stop] if self.trains else None)
+
+
+def train_and_rest(job: Job, parts: Sequence[CountedPart], train_rows: int) -> list[Group]:
+    """Groups of all parts. Where splits go by place, the one part that both trains and doesn't is counted again in two groups."""
+    groups = []
+    for part in parts:
+        if job.options.split == "random" or part.end_row <= train_rows:
+            flags = (True, False)
+        elif part.first_row >= train_rows:
+            flags = (False, False)
+        else:
+            part, flags = _count_apart(job, part, train_rows - part.first_row), (True, False)
+        both = (part.counts.train, part.counts.rest)
+        groups += [
+            Group(part=part, counts=counts, in_file=number, trains=trains)
+            for number, (counts, trains) in enumerate(zip(both, flags, strict=True))
+            if counts.rows
+        ]
+    return groups
+
+
+def _count_apart(job: Job, part: CountedPart, train_rows: int) -> CountedPart:
+    name = f"{part.name}-apart"
+    counts = job.work.load(f"counts/{name}", PartCounts)
+    if counts is None:
+        again = next(job.reader(part.log, lambda number: number != part.number)())
+        counts = count_part(
+            job.parse(again),
+            job.work.path / "counts" / f"{name}.runs",
+            train=slice(0, train_rows),
+            rest=slice(train_rows, None),
+            split_rows=None,
+            last=part.counts.last,
+            values=job.options.hash_buckets is None,
+        )
+        job.work.save(f"counts/{name}", counts)
+    return replace(part, name=name, counts=counts)
+
+
+def no_training_rows(parts: Sequence[CountedPart]) -> ValueError:
+    """For --input without a row to train on."""
+    rows = sum(part.counts.rows for part in parts)
+    return ValueError(f"--input holds {rows} well-formed lines, which leaves no row for training; give more")

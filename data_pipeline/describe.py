@@ -1,0 +1,178 @@
+"""What is in a data set: missing values, skew, label rates; tables for the terminal, and a page that needs no other file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+import numpy as np
+import pyarrow.parquet as pq
+from tqdm import tqdm
+
+from data_pipeline.atomic import replacing
+from data_pipeline.manifest import CategoricalColumn, Manifest
+from data_pipeline.verify import read_row_groups
+
+TOP = (1, 10, 100, 1_000, 10_000)
+_POINTS = 60
+_BINS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class CategoryDescription:
+    """A categorical column.
+
+    coverage: share of the training split's values (of a list column, its elements) that have one of the first k ids, for k in TOP;
+        values without an id count as not covered.
+    zipf: s of the law count ~ rank^-s that fits best, by least squares of logarithms at ranks 1, 2, 4, ...; None below 3 points.
+    ranks, shares: points of the curve of counts, as shares of the training split's values.
+    test_zeros: share of the test split's ids that are 0: missing, rare or unseen.
+    """
+
+    name: str
+    distinct: int | None
+    num_embeddings: int
+    missing: float
+    test_zeros: float | None
+    coverage: tuple[float, ...]
+    zipf: float | None
+    ranks: tuple[int, ...]
+    shares: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class IntegerDescription:
+    """An integer column; bins count training rows by the stored logarithm, missing ones left out."""
+
+    name: str
+    missing: float
+    min: int | None
+    max: int | None
+    bins: tuple[int, ...]
+    edges: tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """A data set."""
+
+    manifest: Manifest
+    integers: tuple[IntegerDescription, ...]
+    categories: tuple[CategoryDescription, ...]
+
+
+def describe(manifest: Manifest, folder: Path) -> Description:
+    """Read the vocabularies' counts and the training split's integer columns.
+
+    Raises:
+        ValueError: a file can't be read.
+    """
+    return Description(
+        manifest=manifest,
+        integers=_describe_integers(manifest, folder),
+        categories=tuple(_describe_category(column, manifest, folder) for column in manifest.categorical_columns),
+    )
+
+
+def _describe_category(column: CategoricalColumn, manifest: Manifest, folder: Path) -> CategoryDescription:
+    test = manifest.splits["test"].rows
+    counts = np.empty(0, np.int64)
+    if column.vocabulary:
+        counts = pq.read_table(folder / column.vocabulary.path, columns=["count"]).column("count").to_numpy()
+    values = int(counts.sum()) + column.rows_at_zero["train"]
+    covered = np.cumsum(counts)
+    ranks = np.unique(np.geomspace(1, max(len(counts), 1), _POINTS).astype(np.int64))[: len(counts)]
+    powers = 2 ** np.arange(len(counts).bit_length())
+    fit = np.polyfit(np.log(powers), np.log(counts[powers - 1]), 1) if len(powers) > 2 else None
+    return CategoryDescription(
+        name=column.name,
+        distinct=column.distinct,
+        num_embeddings=column.num_embeddings,
+        missing=column.missing / manifest.rows.written,
+        test_zeros=column.rows_at_zero["test"] / test if test and not column.is_list else None,
+        coverage=tuple(float(covered[min(k, len(counts)) - 1]) / values for k in TOP) if len(counts) else (),
+        zipf=-float(fit[0]) if fit is not None else None,
+        ranks=tuple(map(int, ranks)),
+        shares=tuple(float(counts[rank - 1]) / values for rank in ranks),
+    )
+
+
+def _describe_integers(manifest: Manifest, folder: Path) -> tuple[IntegerDescription, ...]:
+    columns = manifest.integer_columns
+    names = [column.name for column in columns]
+    # What log(x + offset) makes of the least and greatest training values.
+    edges = [(np.log(2), np.log(max((column.max or 0) + column.offset, 3))) for column in columns]
+    bins = np.zeros((len(columns), _BINS), np.int64)
+    shards = manifest.splits["train"].shards if columns else ()
+    for shard in tqdm(shards, desc="describing", unit="file", disable=None):
+        for _, group in read_row_groups(folder / shard.path, names):
+            for i, name in enumerate(names):
+                values = group.column(name).to_numpy()
+                bins[i] += np.histogram(values[values > 0].clip(*edges[i]), _BINS, edges[i])[0]  # float32 may round past an edge
+    return tuple(
+        IntegerDescription(
+            name=column.name,
+            missing=column.missing / manifest.rows.written,
+            min=column.min,
+            max=column.max,
+            bins=tuple(map(int, bins[i])),
+            edges=(float(edges[i][0]), float(edges[i][1])),
+        )
+        for i, column in enumerate(columns)
+    )
+
+
+def to_text(description: Description) -> str:
+    """Aligned tables."""
+    manifest = description.manifest
+    lines = []
+    for name, split in manifest.splits.items():
+        rate = manifest.label.split_means[name] if manifest.label else None
+        lines.append(f"{name:<6} {split.rows:>14,} rows" + (f"  label rate {rate:.4f}" if rate is not None else ""))
+    rows = [["integer", "missing", "min", "max"]]
+    rows += [[i.name, f"{i.missing:.1%}", _number(i.min), _number(i.max)] for i in description.integers]
+    lines += ["", *_aligned(rows)] if description.integers else []
+    rows = [["category", "distinct", "ids", "missing", "0 in test", *(f"top {k:,}" for k in TOP), "Zipf s"]]
+    for c in description.categories:
+        covered = [f"{share:.1%}" for share in c.coverage] or [""] * len(TOP)
+        zeros = f"{c.test_zeros:.1%}" if c.test_zeros is not None else ""
+        exponent = f"{c.zipf:.2f}" if c.zipf is not None else ""
+        rows.append([c.name, _number(c.distinct), f"{c.num_embeddings:,}", f"{c.missing:.1%}", zeros, *covered, exponent])
+    return "\n".join(lines + (["", *_aligned(rows)] if description.categories else []))
+
+
+def _number(value: int | None) -> str:
+    return f"{value:,}" if value is not None else ""
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+
+
+def write_html(description: Description, path: Path) -> None:
+    """A page with the tables' numbers, a histogram for each integer column and a curve of counts for each category."""
+    environment = jinja2.Environment(loader=jinja2.PackageLoader("data_pipeline", "."), autoescape=True, trim_blocks=True)
+    page = environment.get_template("describe.html.j2").render(description=description, top=TOP, curve=_curve, bars=_bars)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as beside:
+        beside.write_text(page)
+
+
+def _curve(category: CategoryDescription) -> str:
+    """Points of an SVG polyline of 200 x 60 for log share against log rank: ranks up to 10^8, shares down to 10^-8."""
+    x = 25 * np.log10(category.ranks or (1,))
+    y = -7.5 * np.log10(np.maximum(category.shares or (1,), 1e-8))
+    return " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True))
+
+
+def _bars(integer: IntegerDescription) -> list[float]:
+    """Heights of bars in an SVG of 60."""
+    highest = max(integer.bins) or 1
+    return [round(60 * count / highest, 1) for count in integer.bins]

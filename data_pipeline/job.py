@@ -1,0 +1,44 @@
+"""What both passes share: the options, the logs' schema, the work folder, and how a part is read and parsed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from data_pipeline.options import PreprocessOptions
+from data_pipeline.parse import Parsed, parse
+from data_pipeline.parts import LogIdentity, Part, Skip, read_parts
+from data_pipeline.schema import LogSchema
+from data_pipeline.splits import rows_by_draw
+from data_pipeline.work import WorkFolder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A run of `comera preprocess`."""
+
+    options: PreprocessOptions
+    schema: LogSchema
+    logs: tuple[LogIdentity, ...]
+    work: WorkFolder
+
+    def reader(self, log: int, skip: Skip) -> Callable[[], Iterator[Part]]:
+        """What reads a log's parts, as `read_parts`."""
+        return lambda: read_parts(log, self.options.inputs[log], part_bytes=self.options.part_bytes, skip=skip)
+
+    def parse(self, part: Part) -> Parsed:
+        """Parse a part, without the line of names where there is one; lines begin where they do in the whole log."""
+        header = part.text.find(b"\n") + 1 if self.schema.header and not part.start else 0
+        parsed = parse(part.text[header:], self.schema)
+        return replace(parsed, starts=parsed.starts + (part.start + header))
+
+    def rows_by_draw(self, part: Part, parsed: Parsed) -> dict[str, np.ndarray]:
+        """The rows of each split in a part, where they are drawn."""
+        return rows_by_draw(self.options.splitting.drawn(part.log, parsed.starts))
+
+
+def part_name(log: int, number: int) -> str:
+    """Of a part's files in the work folder."""
+    return f"{log:05d}-{number:06d}"

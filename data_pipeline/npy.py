@@ -1,0 +1,51 @@
+"""A data set as NumPy files in the layout of torchrec's BinaryCriteoUtils, for `InMemoryBinaryCriteoIterDataPipe` and its like.
+
+OUTPUT/<split>_dense.npy float32 [n, I], <split>_sparse.npy int32 [n, C], <split>_labels.npy int32 [n, 1] for n rows, I integer
+columns and C categorical ones.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from tqdm import tqdm
+
+from data_pipeline.atomic import finished_folder
+from data_pipeline.columns import LABEL
+from data_pipeline.manifest import MANIFEST_NAME, Manifest, write_manifest
+from data_pipeline.verify import read_row_groups
+
+
+def export_npy(manifest: Manifest, folder: Path, output: Path, *, overwrite: bool = False) -> None:
+    """Write the files, row group by row group, and the manifest beside them.
+
+    Raises:
+        ValueError: there are no labels or there are lists, which the layout has no place for; or output may not be written.
+    """
+    lists = [column.name for column in manifest.categorical_columns if column.is_list]
+    if lists or not manifest.label:
+        raise ValueError(
+            f"{folder} has {'lists of ids in ' + lists[0] if lists else 'no labels'}, which torchrec's files don't hold"
+        )
+    parts: dict[str, tuple[list[str], npt.DTypeLike]] = {
+        "dense": ([column.name for column in manifest.integer_columns], np.float32),
+        "sparse": ([column.name for column in manifest.categorical_columns], np.int32),
+        "labels": ([LABEL], np.int32),
+    }
+    with (
+        finished_folder(output, marker=MANIFEST_NAME, overwrite=overwrite) as work,
+        tqdm(desc="exporting", total=3 * manifest.rows.written, unit="row", unit_scale=True, disable=None) as bar,
+    ):
+        for name, split in manifest.splits.items():
+            for part, (columns, dtype) in parts.items():
+                with (work / f"{name}_{part}.npy").open("wb") as file:
+                    header = {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": (split.rows, len(columns))}
+                    np.lib.format.write_array_header_1_0(file, header)
+                    for shard in split.shards:
+                        for _, group in read_row_groups(folder / shard.path, columns):
+                            cells = [group.column(column).to_numpy().astype(dtype, copy=False) for column in columns]
+                            file.write(np.stack(cells, axis=1).data)
+                            bar.update(len(group))
+        write_manifest(manifest, work)

@@ -1,0 +1,146 @@
+"""What `comera preprocess` is asked for."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+from data_pipeline.schema import LogSchema
+from data_pipeline.splits import SplitKind, Splitting
+
+_MIB = 1 << 20
+_UNITS = {"": 1, "K": 1 << 10, "M": _MIB, "G": 1 << 30, "T": 1 << 40}
+# What a run takes before it holds any part: Python, NumPy, Arrow and compiled kernels.
+_BASE_BYTES = 256 * _MIB
+# Of a part's size, what a worker takes: its text, the next one's, the columns parsed from it, and the row group being written.
+_PARTS_PER_WORKER = 4
+_BYTES_PER_MERGED_ENTRY = 48
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreprocessOptions:
+    """What to read and how to encode it.
+
+    Args:
+        inputs: logs, in chronological order.
+        output: the data set's folder, new or empty.
+        schema: the logs' columns; None for Criteo's, with or without label as the first log's lines have it.
+        min_count: a category value needs this many training rows for an id of its own; rarer ones share id 0. The default of 2
+            leaves out values seen once: they teach nothing beyond their row, while together they train the row of id 0, which
+            every value unseen in training will use.
+        min_counts: the same for single columns, by name.
+        hash_buckets: give every category value an id of 1..hash_buckets - 1 by its hash, and count none.
+        split: how rows are split, see `Splitting`.
+        val_fraction: share of the rows for validation.
+        test_fraction: share of the rows for the test.
+        seed: of a random split.
+        max_bad_rows: malformed lines that may be dropped before the run stops.
+        overwrite: replace a finished data set.
+        part_bytes: text of one unit of work; a shard holds a part's rows, about 270,000 of Criteo's in 64 MiB.
+        memory_limit: bytes of memory to stay below; decides how many parts are worked on at once.
+        workers: threads, at most; None for one a core.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+
+    inputs: tuple[Path, ...]
+    output: Path
+    schema: LogSchema | None = None
+    min_count: int = 2
+    min_counts: Mapping[str, int] = field(default_factory=dict)
+    hash_buckets: int | None = None
+    split: SplitKind = "chronological"
+    val_fraction: float = 0.1
+    test_fraction: float = 0.1
+    seed: int = 0
+    max_bad_rows: int = 0
+    overwrite: bool = False
+    part_bytes: int = 64 * _MIB
+    memory_limit: int = 2048 * _MIB
+    workers: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.inputs:
+            raise ValueError("--input names no file; give at least one")
+        at_least = {"min_count": 1, "max_bad_rows": 0, "part_bytes": 1, "seed": 0}
+        at_least |= {"hash_buckets": 2} if self.hash_buckets is not None else {}
+        at_least |= {"workers": 1} if self.workers is not None else {}
+        for name, least in at_least.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{_flag(name)} is {getattr(self, name)}; it must be at least {least}")
+        for name, count in self.min_counts.items():
+            if count < 1:
+                raise ValueError(f"--min-count {name}={count}: it must be at least 1")
+        if self.hash_buckets is not None and self.hash_buckets > 1 << 31:
+            raise ValueError(f"--hash-buckets is {self.hash_buckets}; ids are 32-bit integers, so it must be at most {1 << 31}")
+        if self.split not in get_args(SplitKind):
+            raise ValueError(f"--split is {self.split!r}; choose one of {', '.join(get_args(SplitKind))}")
+        if self.split == "day" and len(self.inputs) < 2:
+            raise ValueError("--split day has one --input; it validates and tests on the last of several logs")
+        for name in ("val_fraction", "test_fraction"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{_flag(name)} is {getattr(self, name)}; it must be at least 0 and below 1")
+        if self.val_fraction + self.test_fraction >= 1:
+            raise ValueError(
+                f"--val-fraction {self.val_fraction} and --test-fraction {self.test_fraction} leave no training rows; "
+                "their sum must be below 1"
+            )
+        if self.memory_limit < _BASE_BYTES + _PARTS_PER_WORKER * self.part_bytes:
+            needed = _BASE_BYTES + _PARTS_PER_WORKER * self.part_bytes
+            raise ValueError(
+                f"--memory-limit {format_bytes(self.memory_limit)} is too little for parts of {format_bytes(self.part_bytes)}, "
+                f"which take {format_bytes(needed)}; raise it, or lower --part-size"
+            )
+
+    @property
+    def threads(self) -> int:
+        """Parts worked on at once: as many as cores, and as memory allows."""
+        cores = self.workers or len(os.sched_getaffinity(0))
+        return min(cores, (self.memory_limit - _BASE_BYTES) // (_PARTS_PER_WORKER * self.part_bytes))
+
+    @property
+    def merged_entries(self) -> int:
+        """Entries of sorted runs that a thread may hold while it merges."""
+        return (self.memory_limit - _BASE_BYTES) // self.threads // _BYTES_PER_MERGED_ENTRY
+
+    @property
+    def splitting(self) -> Splitting:
+        return Splitting(kind=self.split, val=self.val_fraction, test=self.test_fraction, seed=self.seed)
+
+    def min_count_of(self, column: str) -> int:
+        return self.min_counts.get(column, self.min_count)
+
+    def recorded(self) -> dict[str, Any]:
+        """What the manifest records, with the defaults that had a part in it."""
+        names = ["split"]
+        names += ["val_fraction", "test_fraction"] if self.split != "day" else []
+        names += ["seed"] if self.split == "random" else []
+        names += ["min_count"] if self.hash_buckets is None else ["hash_buckets"]
+        return {name: getattr(self, name) for name in (*names, "part_bytes", "max_bad_rows")}
+
+
+def _flag(name: str) -> str:
+    return "--part-size" if name == "part_bytes" else "--" + name.replace("_", "-")
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from a size such as 64MiB, 2G or 1048576.
+
+    Raises:
+        ValueError: it is none.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
+    if not match:
+        raise ValueError(f"{text!r} is no size; write it like 64MiB or 2GiB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def format_bytes(size: int) -> str:
+    """A size for people: 64 MiB."""
+    unit = next(unit for unit in ("T", "G", "M", "K", "") if size >= _UNITS[unit] or not unit)
+    return f"{size / _UNITS[unit]:.4g} {unit + 'iB' if unit else 'bytes'}"

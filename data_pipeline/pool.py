@@ -1,0 +1,71 @@
+"""Threads for the passes over logs: some read parts, others work on them, and no more parts are held than there is room for.
+
+Threads do, because all that takes time runs outside Python's lock: decompressing, parsing, sorting, encoding, compressing.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from data_pipeline.parts import Part
+
+Result = TypeVar("Result")
+PARTS_HELD_PER_WORKER = 2
+
+
+def work_on_parts(
+    logs: Sequence[Callable[[], Iterator[Part]]], work: Callable[[Part], Result], *, workers: int
+) -> Iterator[Result]:
+    """What `work` gives for every part of every log, as it comes.
+
+    A worker holds its part, and one more is read ahead for it. Leaving the loop, or an error in reading or working, stops the rest.
+    """
+    done: queue.Queue[tuple[str, Result] | tuple[str, int] | tuple[str, BaseException]] = queue.Queue()
+    room, stop = threading.Semaphore(PARTS_HELD_PER_WORKER * workers), threading.Event()
+
+    def work_on(part: Part) -> None:
+        try:
+            if not stop.is_set():
+                done.put(("result", work(part)))
+        except BaseException as error:
+            done.put(("error", error))
+        finally:
+            room.release()
+
+    def read(log: Callable[[], Iterator[Part]]) -> None:
+        parts, count = log(), 0
+        while not stop.is_set():
+            room.acquire()
+            try:
+                part = next(parts, None)
+            except BaseException as error:
+                done.put(("error", error))
+                part = None
+            if part is None:
+                room.release()
+                break
+            pool.submit(work_on, part)
+            del part  # the worker's alone from here on
+            count += 1
+        done.put(("parts read", count))
+
+    with ThreadPoolExecutor(workers) as pool, ThreadPoolExecutor(workers) as readers:
+        for log in logs:
+            readers.submit(read, log)
+        try:
+            reading, expected, given = len(logs), 0, 0
+            while reading or given < expected:
+                match done.get():
+                    case ("parts read", int(count)):
+                        reading, expected = reading - 1, expected + count
+                    case ("error", BaseException() as error):
+                        raise error
+                    case (_, result):
+                        given += 1
+                        yield result  # type: ignore[misc]
+        finally:
+            stop.set()

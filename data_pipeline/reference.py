@@ -1,0 +1,76 @@
+"""One line of a log read the obvious way: what `parse` must give, and the words for what is wrong with a malformed line.
+
+A well-formed line has one cell for each column: a label of 0 or 1, integers of 32 bits or empty, categories of 1 to 8 hex digits
+(upper or lower case) or empty, any text or none for hashed categories, lists of non-empty elements or nothing.
+"""
+
+from __future__ import annotations
+
+import re
+
+from data_pipeline.schema import Column, LogSchema
+
+_INTEGER = re.compile(rb"-?0*[0-9]{1,10}")
+_HEX = re.compile(rb"[0-9a-fA-F]{1,8}")
+
+Cell = int | list[int] | None
+
+
+class Malformed(ValueError):
+    """What is wrong with a line."""
+
+
+def parse_line(line: bytes, schema: LogSchema) -> list[Cell]:
+    """Cells of a line without its newline, in the schema's order; None is missing, and for columns to ignore.
+
+    Raises:
+        Malformed: the line is not well-formed.
+    """
+    line = line.removesuffix(b"\r")
+    if not line:
+        raise Malformed("blank line")
+    cells = line.split(schema.separator.encode())
+    if len(cells) != len(schema.columns):
+        raise Malformed(f"{len(cells)} columns where {len(schema.columns)} are expected")
+    return [_parse_cell(cell, column) for column, cell in zip(schema.columns, cells, strict=True)]
+
+
+def _parse_cell(cell: bytes, column: Column) -> Cell:
+    match column.kind:
+        case "label":
+            return _integer(cell, 0, 1, column, "0 or 1")
+        case "integer":
+            return _integer(cell, -(2**31), 2**31 - 1, column, "a 32-bit integer") if cell else None
+        case "hex":
+            if cell and not _HEX.fullmatch(cell):
+                raise _malformed(column, cell, "1 to 8 hex digits")
+            return int(cell, 16) if cell else None
+        case "category":
+            return hash_text(cell) if cell else None
+        case "list":
+            elements = cell.split(column.separator.encode()) if cell else []
+            if not all(elements):
+                raise _malformed(column, cell, "a list of non-empty elements")
+            return [hash_text(element) for element in elements]
+        case "ignore":
+            return None
+
+
+def _integer(cell: bytes, low: int, high: int, column: Column, expected: str) -> int:
+    if not _INTEGER.fullmatch(cell) or not low <= int(cell) <= high:
+        raise _malformed(column, cell, expected)
+    return int(cell)
+
+
+def _malformed(column: Column, cell: bytes, expected: str) -> Malformed:
+    return Malformed(f"{column.name} '{cell[:40].decode('ascii', 'backslashreplace')}' is not {expected}")
+
+
+def hash_text(text: bytes) -> int:
+    """FNV-1a of 64 bits (Fowler, Noll, Vo) with splitmix64's finalizer; any of n texts collide with probability n^2 / 2^65."""
+    x = 0xCBF29CE484222325
+    for byte in text:
+        x = (x ^ byte) * 0x100000001B3 % 2**64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+    return x ^ (x >> 31)

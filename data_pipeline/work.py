@@ -1,0 +1,124 @@
+"""The hidden work folder of a run: what is done of it is there under its final name, so a run that was killed goes on from it.
+
+    .data.partial/identity.json     inputs and options; a run with others starts over
+    .data.partial/counts/           pass 1, a file of values and one of statistics for each part
+    .data.partial/tables/           vocabularies as hash tables
+    .data.partial/shards/           pass 2, what was written for each part
+    .data.partial/data/             the data set itself, renamed to its place at the end
+
+Every file is written beside its place, synced and renamed. The statistics of a part come last and say that it is done.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
+
+from data_pipeline.atomic import check_output_folder, hidden, put_in_place, reason_of, remove, replacing
+
+Record = TypeVar("Record")
+Tell = Callable[[str], None]
+FOLDERS = ("counts", "tables", "shards", "data")
+
+
+class WorkFolder:
+    """Records and files of a run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def data(self) -> Path:
+        """The data set to be."""
+        return self.path / "data"
+
+    def save(self, name: str, record: object) -> None:
+        """Write a dataclass as <name>.json."""
+        with replacing(self.path / f"{name}.json") as beside:
+            beside.write_bytes(TypeAdapter(type(record)).dump_json(record))
+
+    def load(self, name: str, kind: type[Record]) -> Record | None:
+        """Read what was saved; None if nothing was."""
+        path = self.path / f"{name}.json"
+        return TypeAdapter(kind).validate_json(path.read_bytes()) if path.exists() else None
+
+
+@contextmanager
+def work_folder(output: Path, *, identity: dict[str, Any], marker: str, overwrite: bool, tell: Tell) -> Iterator[WorkFolder]:
+    """Give the output's work folder as an earlier run of this identity left it; its data become `output` when the block ends.
+
+    When the block raises, the folder stays if any part is done, for the same command to go on.
+
+    Args:
+        output, marker, overwrite: as for `check_output_folder`.
+        identity: everything the results follow from, as JSON values; the names are for messages.
+        tell: takes a line for people.
+
+    Raises:
+        ValueError: output may not be written, or another process is at it.
+        OSError: it cannot be written; the message says what to do.
+    """
+    work = WorkFolder(hidden(output, "partial"))
+    try:
+        work.path.mkdir(parents=True, exist_ok=True)
+        with _locked(work.path, output):
+            try:
+                if (output / marker).exists() and not work.data.exists():
+                    _empty(work.path)  # an earlier run was killed between putting its data in place and cleaning up
+                check_output_folder(output, marker=marker, overwrite=overwrite)
+                _open(work, identity, output, tell)
+                yield work
+                put_in_place(work.data, output)
+                remove(work.path)
+            finally:
+                if not any(work.path.glob("counts/*.json")):
+                    remove(work.path)
+    except OSError as error:
+        remedy = "choose a writable place with enough space"
+        if work.path.exists():
+            remedy = "what is done is kept: make room, or let it be written, and run the same command again"
+        raise OSError(f"cannot write --output {output}: {reason_of(error)}; {remedy}") from error
+
+
+def _open(work: WorkFolder, identity: dict[str, Any], output: Path, tell: Tell) -> None:
+    path = work.path / "identity.json"
+    if path.exists():
+        before = json.loads(path.read_bytes())
+        changed = [name for name in identity if before.get(name) != json.loads(json.dumps(identity[name]))]
+        if not changed:
+            counted, written = (len(list((work.path / folder).glob("*.json"))) for folder in ("counts", "shards"))
+            tell(f"going on with an interrupted run: {counted} parts were counted, {written} written")
+            for left in work.path.rglob(".*.tmp"):
+                left.unlink()
+            return
+        tell(f"--output {output}: an interrupted run had other {' and '.join(changed)}; starting over")
+    _empty(work.path)
+    for folder in FOLDERS:
+        (work.path / folder).mkdir(parents=True)
+    with replacing(path) as beside:
+        beside.write_text(json.dumps(identity))
+
+
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        remove(path)
+
+
+@contextmanager
+def _locked(folder: Path, output: Path) -> Iterator[None]:
+    """Hold the folder against other processes; a process that dies lets go of it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise ValueError(f"--output {output} is being written by another process; wait for it or choose another folder") from error
+    finally:
+        os.close(descriptor)

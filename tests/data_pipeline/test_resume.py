@@ -1,0 +1,176 @@
+"""A run that was stopped anywhere, killed or out of disk, goes on and ends as one that was not."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import multiprocessing
+import os
+import random
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from random_logs import random_rows, to_text
+
+from data_pipeline import atomic
+from data_pipeline.preprocess import PreprocessOptions, preprocess
+
+ROWS = random_rows(700)
+PROCESSES = multiprocessing.get_context("forkserver")
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(params=["plain", "random gzip"])
+def options(request: pytest.FixtureRequest, tmp_path: Path, write_log: Callable[..., Path]) -> PreprocessOptions:
+    """Three logs of several parts each, and a malformed line; by place, or drawn from gzipped logs."""
+    gzipped = ".gz" if request.param == "random gzip" else ""
+    logs = [write_log(to_text(ROWS[i::3]) + b"bad\n" * (i == 1), f"day_{i}{gzipped}") for i in range(3)]
+    split = "random" if gzipped else "chronological"
+    return PreprocessOptions(inputs=tuple(logs), output=tmp_path / "data", part_bytes=9000, max_bad_rows=1, split=split, workers=2)
+
+
+@pytest.fixture
+def unbroken(options: PreprocessOptions) -> dict[str, bytes]:
+    """The files of a run without interruption."""
+    preprocess(replace(options, output=options.output.with_name("unbroken")))
+    return files_of(options.output.with_name("unbroken"))
+
+
+def kill_after(options: PreprocessOptions, seconds: float) -> None:
+    process = PROCESSES.Process(target=preprocess, args=(options,))
+    process.start()
+    process.join(seconds)
+    process.kill()
+    process.join()
+
+
+def assert_survives_kills(options: PreprocessOptions, unbroken: dict[str, bytes], kills: int) -> None:
+    draw = random.Random(kills)
+    start = time.perf_counter()
+    kill_after(options, 600)
+    whole = time.perf_counter() - start
+    killed = 0
+    while killed < kills:
+        if (options.output / "manifest.json").exists():
+            assert files_of(options.output) == unbroken
+            atomic.remove(options.output)
+        kill_after(options, draw.uniform(0, whole))
+        killed += not (options.output / "manifest.json").exists()
+    if not options.output.exists():
+        preprocess(options)
+    assert files_of(options.output) == unbroken
+    assert not any(path.name.startswith(".") for path in options.output.parent.iterdir())
+
+
+def test_killed(options: PreprocessOptions, unbroken: dict[str, bytes]) -> None:
+    assert_survives_kills(options, unbroken, 3)
+
+
+@pytest.mark.slow
+def test_killed_often(options: PreprocessOptions, unbroken: dict[str, bytes]) -> None:
+    assert_survives_kills(options, unbroken, 50)
+
+
+@pytest.fixture
+def failing_writes(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """`failing_writes(n)`: from the n-th file on, the disk is full."""
+    files = itertools.count()
+    limit = [0]
+    sync = os.fsync
+
+    def fail(descriptor: int) -> None:
+        if next(files) >= limit[0]:
+            raise OSError(errno.ENOSPC, "simulated")
+        sync(descriptor)
+
+    def begin(count: int) -> None:
+        nonlocal files
+        files, limit[0] = itertools.count(), count
+        monkeypatch.setattr(atomic.os, "fsync", fail)
+
+    return begin
+
+
+def test_disk_full(
+    options: PreprocessOptions, unbroken: dict[str, bytes], failing_writes: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Again and again, a little later each time: one clear line, and no part of the work is lost."""
+    told: list[str] = []
+    messages = []
+    while not options.output.exists():
+        failing_writes(11)
+        try:
+            preprocess(options, told.append)
+        except OSError as error:
+            messages.append(str(error))
+    assert set(messages) == {
+        f"cannot write --output {options.output}: No space left on device; "
+        "what is done is kept: make room, or let it be written, and run the same command again"
+    }
+    assert 4 < len(messages) < 60
+    assert told[-1].startswith("going on with an interrupted run: ")
+    assert files_of(options.output) == unbroken
+
+
+def _preprocess_with_small_files(options: PreprocessOptions, limit: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    try:
+        preprocess(options)
+    except OSError as error:
+        options.output.with_name("message").write_text(str(error))
+
+
+def test_files_may_not_grow(options: PreprocessOptions, unbroken: dict[str, bytes]) -> None:
+    """The system's own refusal, from wherever it comes: Python, NumPy, Arrow or a file that is to be mapped."""
+    reasons = set()
+    for limit in (3000, 12_000):
+        process = PROCESSES.Process(target=_preprocess_with_small_files, args=(options, limit))
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+        reasons.add(options.output.with_name("message").read_text())
+    assert all(f"cannot write --output {options.output}: File too large; " in reason for reason in reasons)
+    preprocess(options)
+    assert files_of(options.output) == unbroken
+
+
+def test_other_options_start_over(options: PreprocessOptions, failing_writes: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing_writes(12)
+    with pytest.raises(OSError, match="No space left"):
+        preprocess(options)
+    monkeypatch.undo()
+    told: list[str] = []
+    manifest = preprocess(replace(options, min_count=3), told.append)
+    assert told == [f"--output {options.output}: an interrupted run had other min_count; starting over"]
+    assert {column.min_count for column in manifest.categorical_columns} == {3}
+
+
+def test_more_bad_rows_are_no_new_run(options: PreprocessOptions, unbroken: dict[str, bytes]) -> None:
+    told: list[str] = []
+    with pytest.raises(ValueError, match=r"day_1[.gz]*:\d+: 1 columns where 40 are expected"):
+        preprocess(replace(options, max_bad_rows=0), told.append)
+    preprocess(options, told.append)
+    (line,) = told
+    assert line.startswith("going on with an interrupted run")
+    assert files_of(options.output) == unbroken
+
+
+def test_lost_shard_is_written_again(
+    options: PreprocessOptions, unbroken: dict[str, bytes], failing_writes: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data_pipeline.preprocess.write_manifest", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        preprocess(options)
+    monkeypatch.undo()
+    shards = options.output.with_name(".data.partial") / "data" / "train"
+    (shards / "part-00001.parquet").unlink()
+    (shards / "part-00000.parquet").write_bytes(b"cut")
+    preprocess(options)
+    assert files_of(options.output) == unbroken

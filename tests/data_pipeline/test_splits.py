@@ -1,0 +1,188 @@
+"""Ways to split, other logs than Criteo's, lists and hashed ids: what comes out is what a few lines of Python say."""
+
+from __future__ import annotations
+
+import gzip
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from random_logs import random_rows, to_text
+
+from data_pipeline.manifest import Manifest, read_manifest
+from data_pipeline.preprocess import PreprocessOptions, preprocess
+from data_pipeline.reference import hash_text
+from data_pipeline.schema import read_schema
+from data_pipeline.splits import Splitting
+from data_pipeline.verify import verify
+
+WriteLog = Callable[..., Path]
+SHOP = """
+separator = ","
+header = true
+[columns]
+id = "ignore"
+bought = "label"
+shop = "category"
+cents = "integer"
+tags = { kind = "list", separator = " " }
+"""
+
+
+def read_split(folder: Path, manifest: Manifest, split: str) -> pd.DataFrame:
+    return pd.concat([pd.read_parquet(folder / shard.path) for shard in manifest.splits[split].shards], ignore_index=True)
+
+
+def ids_of(values: list, min_count: int = 2) -> dict:
+    counts = Counter(values)
+    frequent = sorted((value for value in counts if counts[value] >= min_count), key=lambda value: (-counts[value], value))
+    return {value: number for number, value in enumerate(frequent, start=1)}
+
+
+def test_by_day(tmp_path: Path, write_log: WriteLog) -> None:
+    days = [random_rows(count, seed=count) for count in (200, 100, 51)]
+    logs = tuple(write_log(rows, f"day_{i}{'.gz' * (i % 2)}") for i, rows in enumerate(days))
+    options = PreprocessOptions(inputs=logs, output=tmp_path / "data", split="day", part_bytes=3000)
+    manifest = preprocess(options)
+    verify(manifest, options.output)
+    expected = {"train": days[0] + days[1], "val": days[2][:26], "test": days[2][26:]}
+    ids = ids_of([int(row[16], 16) for row in expected["train"] if row[16]])
+    for split, rows in expected.items():
+        written = read_split(options.output, manifest, split)
+        assert written["label"].tolist() == [int(row[0]) for row in rows]
+        assert written["C3"].tolist() == [ids.get(int(row[16], 16), 0) if row[16] else 0 for row in rows]
+    assert all(shard.from_rows[0] >= 300 for shard in manifest.splits["val"].shards if shard.from_rows)
+
+
+def test_by_chance(tmp_path: Path, write_log: WriteLog) -> None:
+    """A row's split follows from the seed and its place alone; vocabularies come from the rows that train."""
+    rows = random_rows(3000)
+    log = write_log(rows)
+    starts = np.cumsum([0, *(len(line) for line in to_text(rows).splitlines(keepends=True))])[:-1]
+    frames = {}
+    for part_bytes, name in ((50_000, "a"), (1 << 20, "b")):
+        options = PreprocessOptions(inputs=(log,), output=tmp_path / name, split="random", seed=5, part_bytes=part_bytes)
+        manifest = preprocess(options)
+        verify(manifest, options.output)
+        frames[name] = {split: read_split(options.output, manifest, split) for split in manifest.splits}
+    drawn = Splitting(kind="random", seed=5).drawn(0, starts)
+    ids = ids_of([int(rows[i][14], 16) for i in np.flatnonzero(drawn == 0) if rows[i][14]])
+    for number, split in enumerate(("train", "val", "test")):
+        of_split = [rows[i] for i in np.flatnonzero(drawn == number)]
+        pd.testing.assert_frame_equal(frames["a"][split], frames["b"][split])
+        assert frames["a"][split]["label"].tolist() == [int(row[0]) for row in of_split]
+        assert frames["a"][split]["C1"].tolist() == [ids.get(int(row[14], 16), 0) if row[14] else 0 for row in of_split]
+        low = min(int(rows[i][1]) for i in np.flatnonzero(drawn == 0) if rows[i][1])
+        expected = [np.log(max(int(row[1]), low) + 2 - low) if row[1] else 0 for row in of_split]
+        np.testing.assert_allclose(frames["a"][split]["I1"], expected, rtol=1e-6)
+
+
+def test_draws_are_fair() -> None:
+    """8 : 1 : 1, different for another seed or log; of 100,000 rows a share is within 5 standard deviations."""
+    starts = np.arange(0, 24_000_000, 240)
+    drawn = Splitting(kind="random").drawn(0, starts)
+    shares = np.bincount(drawn, minlength=3) / len(drawn)
+    np.testing.assert_allclose(shares, [0.8, 0.1, 0.1], atol=0.0065)
+    for other in (Splitting(kind="random", seed=1).drawn(0, starts), Splitting(kind="random").drawn(1, starts)):
+        assert (drawn == other).mean() == pytest.approx(0.66, abs=0.01)
+    uneven = np.bincount(Splitting(kind="random", val=0.0, test=0.5).drawn(0, starts), minlength=3) / len(starts)
+    np.testing.assert_allclose(uneven, [0.5, 0, 0.5], atol=0.01)
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> PreprocessOptions:
+    """300 orders as a gzipped CSV log with a header; the texts of categories and tags are words."""
+    draw = np.random.default_rng(0)
+    lines = ["id,bought,shop,cents,tags"]
+    for i in range(300):
+        tags = " ".join(draw.choice(["red", "blue", "größer", "x"], draw.integers(0, 4)))
+        lines.append(f"{i:x},{draw.integers(2)},{draw.choice(['', 'north', 'south', f'once {i}'])},{draw.integers(-3, 900)},{tags}")
+    log, schema = tmp_path / "orders.csv.gz", tmp_path / "shop.toml"
+    log.write_bytes(gzip.compress(("\r\n".join(lines) + "\r\n").encode()))
+    schema.write_text(SHOP)
+    return PreprocessOptions(inputs=(log,), output=tmp_path / "data", schema=read_schema(schema), part_bytes=1000)
+
+
+def test_other_logs_and_lists(shop: PreprocessOptions) -> None:
+    manifest = preprocess(shop)
+    verify(manifest, shop.output)
+    cells = [line.split(",") for line in gzip.decompress(shop.inputs[0].read_bytes()).decode().split("\r\n")[1:-1]]
+    shops = ids_of([hash_text(row[2].encode()) for row in cells[:240] if row[2]])
+    tags = ids_of([hash_text(tag.encode()) for row in cells[:240] for tag in row[4].split()])
+    low = min(int(row[3]) for row in cells[:240])
+    rows = [row for split in ("train", "val", "test") for row in read_split(shop.output, manifest, split).itertuples(index=False)]
+    assert rows[0]._fields == ("label", "cents", "shop", "tags")
+    for row, (_, bought, shop_text, cents, tag_text) in zip(rows, cells, strict=True):
+        assert row.label == int(bought)
+        assert row.cents == pytest.approx(np.log(max(int(cents), low) + 2 - low), rel=1e-6)
+        assert row.shop == (shops.get(hash_text(shop_text.encode()), 0) if shop_text else 0)
+        assert row.tags.tolist() == [tags.get(hash_text(tag.encode()), 0) for tag in tag_text.split()]
+    shop_column, tags_column = read_manifest(shop.output).categorical_columns
+    assert (shop_column.num_embeddings, shop_column.is_list) == (3, False)
+    assert (tags_column.num_embeddings, tags_column.is_list) == (5, True)
+    assert tags_column.missing == sum(not row[4] for row in cells)
+    assert shop_column.distinct == len({row[2] for row in cells if row[2]})
+    assert manifest.rows.read == 300
+
+
+def test_line_numbers_count_the_header(tmp_path: Path, shop: PreprocessOptions) -> None:
+    shop.inputs[0].write_text("id,bought,shop,cents,tags\n1,1,a,5,x\n2,7,b,5,y\n")
+    with pytest.raises(ValueError, match=r"orders.csv.gz:3: bought '7' is not 0 or 1"):
+        preprocess(shop)
+
+
+def test_min_count_of_one_column(tmp_path: Path, write_log: WriteLog) -> None:
+    rows = random_rows(500)
+    options = PreprocessOptions(inputs=(write_log(rows),), output=tmp_path / "data", min_counts={"C2": 9})
+    columns = {column.name: column for column in preprocess(options).categorical_columns}
+    for position, name, least in ((14, "C1", 2), (15, "C2", 9)):
+        ids = ids_of([int(row[position], 16) for row in rows[:400] if row[position]], least)
+        assert (columns[name].num_embeddings, columns[name].min_count) == (len(ids) + 1, least)
+
+
+def test_hash_buckets(tmp_path: Path, write_log: WriteLog) -> None:
+    """Equal values get equal ids, 0 is for missing alone, and buckets fill evenly."""
+    rows = random_rows(4000)
+    options = PreprocessOptions(
+        inputs=(write_log(rows),), output=tmp_path / "data", hash_buckets=50, val_fraction=0, test_fraction=0
+    )
+    manifest = preprocess(options)
+    verify(manifest, options.output)
+    column = manifest.categorical_columns[0]
+    assert (column.num_embeddings, column.distinct, column.vocabulary) == (50, None, None)
+    ids = read_split(options.output, manifest, "train")["C1"].to_numpy()
+    values = np.array([int(row[14], 16) if row[14] else -1 for row in rows])
+    assert (ids[values == -1] == 0).all()
+    assert column.rows_at_zero["train"] == (ids == 0).sum() == (values == -1).sum()
+    bucket_of = dict(zip(values, ids, strict=True))
+    assert [bucket_of[value] for value in values] == ids.tolist()
+    rare = [value for value, count in Counter(values).items() if count == 1 and value > 2**20]
+    filled = np.bincount([bucket_of[value] for value in rare], minlength=50)[1:]
+    assert filled.min() > 0
+    assert filled.max() < 4 * filled.mean()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[columns", "Expected"),
+        ("[columns]\n", "it has no table [columns]"),
+        ("colums = 1", "colums is unknown; known are columns, header, separator"),
+        ('[columns]\na = "number"', "a: kind 'number' is unknown; choose one of ignore, label, integer, hex, category, list"),
+        ('[columns]\na = { kind = "list", sep = "|" }', "sep is unknown; known are kind, separator"),
+        ("[columns]\na = 3", "a: write its kind, one of ignore"),
+        ('[columns]\na = "label"\nb = "label"', "columns a, b are all labels; there can be one"),
+        ('[columns]\na = "label"', "there is nothing to learn from"),
+        ('[columns]\nlabel = "integer"', "column label is of kind integer; the name is kept for the label"),
+        ('separator = "ab"\n[columns]\na = "integer"', "separator 'ab' must be one ASCII character"),
+        ('separator = "|"\n[columns]\na = "list"', "a: '|' cannot separate both columns and elements"),
+    ],
+)
+def test_bad_schema(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "schema.toml").write_text(text)
+    with pytest.raises(ValueError, match=r"^--schema .*schema.toml: .*" + re.escape(message)):
+        read_schema(tmp_path / "schema.toml")

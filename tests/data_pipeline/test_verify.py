@@ -1,0 +1,144 @@
+"""`verify` finds every kind of damage, `describe` tells the truth, and torchrec reads what `to-npy` writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from random_logs import random_rows
+from torchrec.datasets.criteo import BinaryCriteoUtils
+
+from data_pipeline.describe import describe, to_text, write_html
+from data_pipeline.manifest import Manifest, describe_file
+from data_pipeline.npy import export_npy
+from data_pipeline.preprocess import PreprocessOptions, preprocess
+from data_pipeline.verify import verify
+
+ROWS = random_rows(400)
+
+
+@pytest.fixture
+def data(tmp_path: Path, write_log: Callable[..., Path]) -> tuple[Manifest, Path]:
+    options = PreprocessOptions(inputs=(write_log(ROWS),), output=tmp_path / "data", part_bytes=10_000)
+    return preprocess(options), options.output
+
+
+def with_first_shard(manifest: Manifest, folder: Path, change: Callable[[pd.DataFrame], None]) -> Manifest:
+    """The manifest after train's first shard was changed, with the checksum of what it is now."""
+    train = manifest.splits["train"]
+    path = folder / train.shards[0].path
+    schema = pq.read_schema(path)
+    frame = pd.read_parquet(path)
+    change(frame)
+    pq.write_table(pa.Table.from_pandas(frame, schema, preserve_index=False), path)
+    first = replace(describe_file(train.shards[0].path, folder, rows=len(frame)), from_rows=train.shards[0].from_rows)
+    return replace(manifest, splits=manifest.splits | {"train": replace(train, shards=(first, *train.shards[1:]))})
+
+
+def test_whole(data: tuple[Manifest, Path]) -> None:
+    found = verify(*data)
+    assert found.rows == 400
+    assert found.files == sum(len(split.shards) for split in data[0].splits.values()) + 26
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("C3", 9999, r"part-00000.parquet, rows 0 to \d+: C3 holds ids that are not in 0..\d+; run `comera preprocess` again"),
+        ("C3", -1, "C3 holds ids that are not in"),
+        ("C3", 0, r"train holds id 0 of C3 \d+ times, not \d+"),
+        ("label", 2, "label holds other values than 0 and 1"),
+        ("label", 1, r"train holds \d+ labels of 1, where the mean is stated as"),
+        ("I4", float("nan"), "I4 holds values that are no logarithms of at least 1"),
+    ],
+)
+def test_changed_cells(data: tuple[Manifest, Path], column: str, value: float, message: str) -> None:
+    def change(frame: pd.DataFrame) -> None:
+        frame.loc[frame.index[frame[column] != value][0], column] = value
+
+    with pytest.raises(ValueError, match=message):
+        verify(with_first_shard(*data, change), data[1])
+
+
+def test_other_bytes_and_truncation(data: tuple[Manifest, Path]) -> None:
+    manifest, folder = data
+    path = folder / manifest.splits["train"].shards[1].path
+    whole = path.read_bytes()
+    path.write_bytes(whole[:200] + bytes([whole[200] ^ 1]) + whole[201:])
+    with pytest.raises(ValueError, match=r"part-00001.parquet differs from the SHA-256"):
+        verify(manifest, folder)
+    path.write_bytes(whole[:-5])
+    with pytest.raises(ValueError, match=r"part-00001.parquet has \d+ bytes, the manifest states \d+"):
+        verify(manifest, folder)
+
+
+def test_rows_in_two_splits(data: tuple[Manifest, Path]) -> None:
+    manifest, folder = data
+    val, test = manifest.splits["val"], manifest.splits["test"]
+    taken_twice = replace(manifest, splits=manifest.splits | {"test": val})
+    with pytest.raises(ValueError, match=r"rows \d+ to \d+ of the input give \d+ rows of the splits, after row \d+"):
+        verify(taken_twice, folder)
+    assert test.rows
+    left_out = replace(manifest, splits=manifest.splits | {"test": replace(test, rows=0, shards=())})
+    with pytest.raises(ValueError, match=r"of the input give|the splits hold"):
+        verify(left_out, folder)
+
+
+def test_description(data: tuple[Manifest, Path], tmp_path: Path) -> None:
+    manifest, folder = data
+    description = describe(manifest, folder)
+    frames = {split: [pd.read_parquet(folder / shard.path) for shard in of.shards] for split, of in manifest.splits.items()}
+    train = pd.concat(frames["train"])
+    for column in description.integers:
+        values = train[column.name]
+        assert sum(column.bins) == (values > 0).sum()
+        assert column.edges[0] == pytest.approx(np.log(2))
+        assert column.edges[1] == pytest.approx(values.max(), rel=1e-6)
+    for column in description.categories:
+        ids = train[column.name]
+        present = sum(bool(row[13 + int(column.name[1:])]) for row in ROWS[:320])
+        missing = 320 - present
+        assert column.coverage == pytest.approx([ids.between(1, top).mean() for top in (1, 10, 100, 1000, 10_000)])
+        assert column.shares[0] == pytest.approx(ids.value_counts().drop(0).max() / 320)
+        assert missing <= (ids == 0).sum()
+    text = to_text(description)
+    assert "train             320 rows  label rate" in text
+    assert len({len(line) for line in text.splitlines()[-27:]}) == 1, "columns are aligned"
+    write_html(description, tmp_path / "page" / "data.html")
+    page = (tmp_path / "page" / "data.html").read_text()
+    assert page.count("<svg") == 13 + 26
+    assert "http" not in page
+
+
+def test_description_of_steep_counts(tmp_path: Path, write_log: Callable[..., Path]) -> None:
+    """Counts of 256 / rank at ranks 1, 2 and 4 follow Zipf's law with s = 1."""
+    values = [f"{rank:x}" for rank in (1, 2, 3, 4) for _ in range(256 // rank)]
+    rows = [["1"] + [""] * 13 + [value] + [""] * 25 for value in values]
+    options = PreprocessOptions(inputs=(write_log(rows),), output=tmp_path / "data", val_fraction=0, test_fraction=0)
+    column = describe(preprocess(options), options.output).categories[0]
+    assert column.zipf == pytest.approx(1)
+    assert column.coverage[0] == pytest.approx(256 / len(values))
+
+
+def test_torchrec_reads_npy(data: tuple[Manifest, Path], tmp_path: Path) -> None:
+    manifest, folder = data
+    export_npy(manifest, folder, tmp_path / "npy")
+    for split, of_split in manifest.splits.items():
+        expected = pd.concat([pd.read_parquet(folder / shard.path) for shard in of_split.shards])
+        columns = {"dense": [f"I{i}" for i in range(1, 14)], "sparse": [f"C{i}" for i in range(1, 27)], "labels": ["label"]}
+        for part, names in columns.items():
+            path = str(tmp_path / "npy" / f"{split}_{part}.npy")
+            assert BinaryCriteoUtils.get_shape_from_npy(path) == (of_split.rows, len(names))
+            read = BinaryCriteoUtils.load_npy_range(path, 0, of_split.rows)
+            assert read.dtype == (np.float32 if part == "dense" else np.int32)
+            np.testing.assert_array_equal(read, expected[names].to_numpy())
+    with pytest.raises(ValueError, match="already holds a finished result; add --overwrite"):
+        export_npy(manifest, folder, tmp_path / "npy")
+    with pytest.raises(ValueError, match="has no labels, which torchrec's files don't hold"):
+        export_npy(replace(manifest, label=None), folder, tmp_path / "other")
