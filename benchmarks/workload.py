@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-PASSES = ("forward", "forward+backward", "step")
+PASSES = ("forward", "forward+backward", "step", "run")
 
 
 class Case(Protocol):
