@@ -74,7 +74,7 @@ def preprocess_with_torchrec(logs: list[Path], output: Path, *, min_count: int =
 
 
 def main(name: str, output: str, *logs: str) -> None:
-    """Run one provider and print its seconds, CPU seconds and peak MiB; none of them starts processes, so that is the whole tree."""
+    """Run one provider and print its seconds, CPU seconds and peak MiB; none starts processes, so that is the whole tree."""
     paths = [Path(log) for log in logs]
     if name == "torchrec":  # before the clock starts, and not for the others, whose memory is theirs alone
         importlib.import_module("torchrec.datasets.criteo")
