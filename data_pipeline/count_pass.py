@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -53,8 +54,11 @@ def count_logs(job: Job) -> list[CountedPart]:
     waiting = [log for log, counted in enumerate(found) if not _complete(counted)]
     readers = [job.reader(log, found[log].keys().__contains__) for log in waiting]
     done = sum(counts.rows for counted in found for counts in counted.values())
-    with tqdm(desc="counting", unit="row", unit_scale=True, disable=None, initial=done) as bar:
-        for part_log, number, counts in work_on_parts(readers, lambda part: _count(job, part), workers=job.options.threads):
+    with (
+        tqdm(desc="counting", unit="row", unit_scale=True, disable=None, initial=done) as bar,
+        closing(work_on_parts(readers, lambda part: _count(job, part), workers=job.options.threads)) as results,
+    ):
+        for part_log, number, counts in results:
             bar.update(counts.rows)
             found[part_log][number] = counts
             rejects.check(part_log, found[part_log])

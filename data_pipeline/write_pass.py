@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 
 from tqdm import tqdm
 
@@ -50,8 +51,11 @@ def write_logs(job: Job, parts: Sequence[CountedPart], bounds: tuple[int, int], 
 
     readers = [reader(log) for log in sorted({log for log, _ in waiting})]
     total = sum(part.counts.rows for part in parts)
-    with tqdm(desc="writing", total=total, unit="row", unit_scale=True, disable=None, initial=_rows(list(found.values()))) as bar:
-        for key, shards in work_on_parts(readers, write, workers=job.options.threads):
+    with (
+        tqdm(desc="writing", total=total, unit="row", unit_scale=True, disable=None, initial=_rows(list(found.values()))) as bar,
+        closing(work_on_parts(readers, write, workers=job.options.threads)) as results,
+    ):
+        for key, shards in results:
             bar.update(_rows([shards]))
             found[key] = shards
     by_split = defaultdict(list)
