@@ -22,8 +22,8 @@ class Row:
         provider: who did the work.
         shapes: sizes of the case: batch, rows, dim, order, ranks, distribution of the ids and so on; plain JSON values.
         dtype: of the weights.
-        pass_: "forward", "forward+backward", "step" (with the optimizer's update) or "run" (of a whole program); for whole trainings
-            "tune" or "test"; "pass" in JSON.
+        pass_: "forward", "forward+backward", "step" (with the optimizer's update) or "run" (of a whole program); for whole
+            trainings "tune" or "test"; "pass" in JSON.
         p20, p50, p80: percentiles over the samples.
         unit: "ms" for time, "MiB" for the peak extra memory of one call, "NE" for the normalized cross-entropy of a trained model.
         samples: how many calls the percentiles stand on.

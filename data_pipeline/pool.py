@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -19,7 +19,7 @@ PARTS_HELD_PER_WORKER = 2
 
 def work_on_parts(
     logs: Sequence[Callable[[], Iterator[Part]]], work: Callable[[Part], Result], *, workers: int
-) -> Iterator[Result]:
+) -> Generator[Result]:
     """What `work` gives for every part of every log, as it comes.
 
     A worker holds its part, and one more is read ahead for it. Leaving the loop, or an error in reading or working, stops the rest.
