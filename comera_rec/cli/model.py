@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 import torch
+import torch.distributed as dist
 
 from comera_rec.convert import compression_report, export_dense
 from comera_rec.training.batches import ParquetBatches
@@ -51,6 +52,11 @@ def train(context: click.Context, config_path: str, overrides: tuple[str, ...]) 
         if trainer.processes.is_first:
             click.echo(f"comera: {stop}", err=True)
         context.exit(stop.exit_status)
+    except (RuntimeError, dist.DistError) as error:
+        if not (trainer.processes.several and (isinstance(error, dist.DistError) or "gloo" in str(error))):
+            raise
+        click.echo(f"comera: process {trainer.processes.rank} has lost another one ({str(error).splitlines()[0]})", err=True)
+        context.exit(1)
     if not trainer.processes.is_first:
         return
     write_report([trainer.folder], trainer.folder / "report.html")

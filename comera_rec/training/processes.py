@@ -39,7 +39,13 @@ class Processes:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if self.several and not dist.is_initialized():
-            dist.init_process_group("cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo")
+            # A launcher that starts all anew keeps its store, and with it the addresses of the processes that are gone.
+            store, rank, world_size = next(dist.rendezvous("env://"))
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+            dist.init_process_group(
+                backend, store=dist.PrefixStore(f"attempt_{attempt}", store), rank=rank, world_size=world_size
+            )
 
     @property
     def several(self) -> bool:

@@ -1,4 +1,4 @@
-"""`comera train` whose processes are killed: python killed_run.py ATTEMPT:RANK:WHERE:STEP ... -- ARGUMENTS.
+"""`comera train` whose processes are killed: python killed_run.py [ATTEMPT:RANK:WHERE:STEP] ... train ARGUMENTS.
 
 On that attempt the process of that rank is killed at that step, WHERE is `step`, after it, or `checkpoint`, when the files of its
 checkpoint are written but don't have their name yet.
@@ -38,9 +38,9 @@ def kill_at(step: int, where: str) -> None:
 
 
 if __name__ == "__main__":
-    split = sys.argv.index("--")
+    split = sys.argv.index("train")
     for plan in sys.argv[1:split]:
         attempt, rank, where, step = plan.split(":")
         if (attempt, rank) == (os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]):
             kill_at(int(step), where)
-    main(["train", *sys.argv[split + 1 :]])
+    main(sys.argv[split:])

@@ -129,7 +129,7 @@ def test_a_batch_that_cannot_be_shared(config_file: Path) -> None:
 def launch(config_file: Path, folder: Path, *kills: str, restarts: int = 0) -> subprocess.Popen[str]:
     program = Path(__file__).with_name("killed_run.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", f"--max-restarts={restarts}"]
-    arguments = ["--", "--config", str(config_file), f"output={folder}", "training.checkpoint_every=4", "training.steps=14", *RANKS]
+    arguments = ["train", "--config", str(config_file), f"output={folder}", "training.checkpoint_every=4", "training.steps=14", *RANKS]
     return subprocess.Popen(
         [*command, str(program), *kills, *arguments],
         stdout=subprocess.PIPE,
@@ -153,7 +153,9 @@ def test_killed_at_any_moment_it_goes_on_as_if_nothing_had_happened(config_file:
     # Then all processes at once, launcher included.
     second = launch(config_file, broken)
     deadline = time.monotonic() + 300
-    while latest_checkpoint(broken / "checkpoints") == broken / "checkpoints" / "step_00000004" and time.monotonic() < deadline:
+    while latest_checkpoint(broken / "checkpoints") == broken / "checkpoints" / "step_00000004":
+        assert time.monotonic() < deadline
+        assert second.poll() is None, second.communicate()[0]
         time.sleep(0.02)
     os.killpg(second.pid, signal.SIGKILL)
     second.communicate()
