@@ -43,9 +43,7 @@ class Processes:
             store, rank, world_size = next(dist.rendezvous("env://"))
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
-            dist.init_process_group(
-                backend, store=dist.PrefixStore(f"attempt_{attempt}", store), rank=rank, world_size=world_size
-            )
+            dist.init_process_group(backend, store=dist.PrefixStore(f"attempt_{attempt}", store), rank=rank, world_size=world_size)
 
     @property
     def several(self) -> bool:

@@ -24,6 +24,7 @@ from comera_rec.training.trainer import Trainer, evaluate, load_run
 pytestmark = pytest.mark.distributed
 
 RANKS = ["ranks.early_steps=4", "ranks.late_steps=6", "ranks.target_size=0.5", "ranks.truncate_every=2", "ranks.objective=budget"]
+LONGER = ["training.checkpoint_every=4", "training.steps=14"]
 FORMATS = {
     "compressed": [],
     "budget": RANKS,
@@ -129,7 +130,7 @@ def test_a_batch_that_cannot_be_shared(config_file: Path) -> None:
 def launch(config_file: Path, folder: Path, *kills: str, restarts: int = 0) -> subprocess.Popen[str]:
     program = Path(__file__).with_name("killed_run.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", f"--max-restarts={restarts}"]
-    arguments = ["train", "--config", str(config_file), f"output={folder}", "training.checkpoint_every=4", "training.steps=14", *RANKS]
+    arguments = ["train", "--config", str(config_file), f"output={folder}", *LONGER, *RANKS]
     return subprocess.Popen(
         [*command, str(program), *kills, *arguments],
         stdout=subprocess.PIPE,
@@ -142,7 +143,7 @@ def launch(config_file: Path, folder: Path, *kills: str, restarts: int = 0) -> s
 
 def test_killed_at_any_moment_it_goes_on_as_if_nothing_had_happened(config_file: Path, tmp_path: Path) -> None:
     unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
-    run_processes(2, train, config_file, [f"output={unbroken}", "training.checkpoint_every=4", "training.steps=14", *RANKS])
+    run_processes(2, train, config_file, [f"output={unbroken}", *LONGER, *RANKS])
 
     # A worker dies in the middle of training, and the launcher starts all anew; then one dies in the middle of a checkpoint.
     first = launch(config_file, broken, "0:1:step:6", "1:0:checkpoint:8", restarts=1)
