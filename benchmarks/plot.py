@@ -14,21 +14,30 @@ from matplotlib.ticker import NullFormatter
 from benchmarks.cli import run_command
 from benchmarks.quality_plot import quality_figure
 from benchmarks.rows import UNITS, Row, read_rows
+from benchmarks.sharding_plots import distributed_figure, grid_figure, scale_figure
 from benchmarks.sweep import sweep_figure
 from benchmarks.table import case_title, format_size
 from benchmarks.workload import PASSES
 
 LABELS = {"ms": "time, ms (p20, p50, p80)", "MiB": "peak extra memory, MiB (p20, p50, p80)"}
 
+FIGURES = {
+    "lookup-scaling": sweep_figure,
+    "quality": quality_figure,
+    "distributed": distributed_figure,
+    "scale-model": scale_figure,
+    "sharding-grid": grid_figure,
+}
+
 
 def plot_rows(rows: Sequence[Row], path: Path) -> None:
     """PNG, SVG or PDF by the name: lines where the rows sweep a size, dots where they are cases side by side."""
     if not rows:
         raise ValueError("there are no rows to plot: run the benchmark first")
-    draw = {"lookup-scaling": sweep_figure, "quality": quality_figure}.get(rows[0].op, _dot_figure)
-    figure = draw(rows)
+    figure = FIGURES.get(rows[0].op, _dot_figure)(rows)
     first = rows[0]
-    figure.suptitle(f"{first.op}: {_common(rows)}\n{first.machine}, {first.threads} threads, commit {first.commit}", fontsize=9)
+    threads = f", {first.threads} threads" * (first.threads > 0)
+    figure.suptitle(f"{first.op}: {_common(rows)}\n{first.machine}{threads}, commit {first.commit}", fontsize=9)
     handles, names = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=3)
     with matplotlib.rc_context({"svg.hashsalt": "comera-rec"}):

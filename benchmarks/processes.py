@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import logging
 import multiprocessing
 import os
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +54,9 @@ def run(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
 def _work(rank: int, world_size: int, folder: str, queue: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
+    # TorchRec tells of every table without a specification of its shards, and calls what torch has renamed.
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore", FutureWarning)
     try:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
         result = function(rank, *args)

@@ -23,16 +23,16 @@ class Row:
         shapes: sizes of the case: batch, rows, dim, order, ranks, distribution of the ids and so on; plain JSON values.
         dtype: of the weights.
         pass_: "forward", "forward+backward", "step" (with the optimizer's update) or "run" (of a whole program); for whole
-            trainings "tune" or "test"; "pass" in JSON.
+            trainings "tune" or "test"; "estimate" where nothing was measured; "pass" in JSON.
         p20, p50, p80: percentiles over the samples.
         unit: "ms" for time, "MiB" for the peak extra memory of one call, "NE" for the normalized cross-entropy of a trained model.
         samples: how many calls the percentiles stand on.
         ratios: baseline -> the baseline's p50 over this p50, in the same run; above 1 is less time or memory than the baseline.
         counted: what was counted instead of measured, e.g. params, flops.
         device: "cpu" or "cuda".
-        machine: kind of machine, the folder of its results.
+        machine: kind of machine, the folder of its results, or what an estimate is for.
         versions: of python, torch, torchrec, fbgemm and comera-rec.
-        threads: CPU threads of torch.
+        threads: CPU threads of torch; 0 where nothing was measured.
         commit: of this repository, with "-dirty" where tracked files differ from it.
         seed: of weights and inputs.
         date: UTC, ISO 8601.

@@ -27,6 +27,8 @@ BENCHMARKS = {
     "lookup-memory": ("benchmarks.training_memory", "peak memory of training a table of 100 million rows"),
     "shapes": ("benchmarks.shapes", "shapes of one size: the one that TTShape.for_table chooses and the fastest"),
     "distributed": ("benchmarks.distributed", "a sharded table: what each way of sharding sends, and its step"),
+    "scale-model": ("benchmarks.scale_model", "a model of steps on 8 to 512 GPUs, from counted bytes and multiply-adds"),
+    "sharding-grid": ("benchmarks.sharding_grid", "the planner's estimates and choice: where copies of cores beat moving bags"),
     "preprocess": ("benchmarks.preprocess", "raw logs to a data set: comera preprocess, pandas, torchrec"),
     "loader": ("benchmarks.loader", "a data set to training batches"),
     "linear": ("benchmarks.linear", "linear layers: nn.Linear and TTLinear"),

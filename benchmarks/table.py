@@ -27,15 +27,19 @@ def format_case(rows: Sequence[Row]) -> str:
                 cells.append([pass_, name, _p50(ms), spread, *_ratios(ms, baselines), _p50(mib)])
     used = [column for column in range(len(cells[0])) if any(line[column] for line in cells[1:])]
     cells = [[line[column] for column in used] for line in cells]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
-    lines = ["  ".join(_align(cell, width, k) for k, (cell, width) in enumerate(zip(line, widths, strict=True))) for line in cells]
     row = rows[0]
     where = f"{row.machine}, {row.threads} thread{'s' * (row.threads != 1)}, commit {row.commit}, seed {row.seed}"
-    return "\n".join([case_title(row), f"  ({where})", *(f"  {line.rstrip()}" for line in lines)])
+    return "\n".join([case_title(row), f"  ({where})", *aligned(cells, left=(0, 1))])
 
 
-def _align(cell: str, width: int, column: int) -> str:
-    return cell.ljust(width) if column < 2 else cell.rjust(width)
+def aligned(cells: Sequence[Sequence[str]], *, left: Sequence[int]) -> list[str]:
+    """Lines of a table; columns are flush right but those in `left`."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  "
+        + "  ".join(c.ljust(w) if k in left else c.rjust(w) for k, (c, w) in enumerate(zip(line, widths, strict=True))).rstrip()
+        for line in cells
+    ]
 
 
 def _p50(row: Row | None) -> str:

@@ -1,19 +1,49 @@
-"""What sharded tables send is what the planner says."""
+"""What sharded tables send is what the planner says, and at high compression copies send far less than bags."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from benchmarks.distributed import PROVIDERS, ShardedCase, expected, mean_sent, measure
+from benchmarks.collectives import mean_sent
+from benchmarks.distributed import DENSE, PROVIDERS, ShardedCase, expected, measure
+from benchmarks.distributed import cases as benchmark_cases
 from benchmarks.processes import run
 
 pytestmark = pytest.mark.distributed
 
+COPIES = "TT data-parallel"
+LARGE = ShardedCase(world_size=4, batch=32_768)
 
-def test_counted_bytes_agree_with_the_formula() -> None:
-    case = ShardedCase(world_size=4, batch=512, rows=20_000, dim=16)
+
+@pytest.fixture(scope="module")
+def counted() -> tuple[ShardedCase, dict[str, dict[str, float]]]:
+    """Bytes by provider and collective, of `LARGE` made 50 times smaller."""
+    case = replace(LARGE, batch=655, rows=20_000, rank=1)
     results = run(case.world_size, measure, case, 0, 1)
-    for name in PROVIDERS:
-        counted, formula = mean_sent([sent[name] for _, sent in results]), expected(case, name)
-        assert sum(counted.values()) == pytest.approx(sum(formula.values()), rel=0.02), name
-        assert counted.get("all-reduce", 0) == pytest.approx(formula["formula, gradients"], rel=0.01), name
+    return case, {name: mean_sent([sent[name] for _, sent in results]) for name in PROVIDERS}
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_counted_bytes_agree_with_the_formula_in_every_collective(
+    provider: str, counted: tuple[ShardedCase, dict[str, dict[str, float]]]
+) -> None:
+    case, sent = counted
+    formula = expected(case, provider)
+    assert set(sent[provider]) <= {*formula, "all-to-all"}
+    for collective, size in formula.items():
+        # Beside these, processes tell each other how much is to come.
+        assert sent[provider][collective] == pytest.approx(size, rel=0.01, abs=200), collective
+
+
+def test_at_500x_copies_send_at_least_four_times_less_than_dense_bags(
+    counted: tuple[ShardedCase, dict[str, dict[str, float]]],
+) -> None:
+    assert LARGE in benchmark_cases(quick=False)
+    small, sent = counted
+    for case in (LARGE, small):
+        assert case.shapes()["smaller"] >= 500
+        assert case.dim == 64
+        assert 4 * sum(expected(case, COPIES).values()) <= sum(expected(case, DENSE).values())
+    assert 4 * sum(sent[COPIES].values()) <= sum(sent[DENSE].values())

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+
 import pytest
+import torch
+import torch.distributed as dist
 from torch import nn
+from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
 from torchrec.distributed.types import ShardingPlan
 
 import comera_rec as cr
+from benchmarks.processes import run
 from comera_rec.recsys import TTEmbeddingBagCollection
 from comera_rec.recsys import TTEmbeddingBagConfig as Table
 from comera_rec.recsys.sharding.planner import count_bytes
@@ -50,18 +58,91 @@ def test_a_sharding_type_that_divides_columns_is_refused() -> None:
         plan(model(table("users", 1_000_000, 8)), users="column_wise")
 
 
-def test_trains_fit_where_their_dense_tables_do_not() -> None:
-    tables = [(f"t{k}", 5_000_000) for k in range(3)]
-    room = 2 << 30  # a device; a dense table takes 1.2 GiB and its optimizer state
-    with pytest.raises(PlannerError, match=r"'t\d' takes .* GiB .* make it a tensor train"):
-        plan(model(*(table(name, rows) for name, rows in tables)), ddr_cap=room, world_size=1)
-    placed = plan(model(*(table(name, rows, 16) for name, rows in tables)), ddr_cap=room, world_size=1).plan["0"]
-    assert set(placed) == {name for name, _ in tables}
+def stock_model(*tables: Table) -> nn.Module:
+    return nn.Sequential(EmbeddingBagCollection([table.dense() for table in tables], device=torch.device("meta")))
 
 
-def test_a_train_that_does_not_fit_is_told_to_shrink() -> None:
-    with pytest.raises(PlannerError, match=r"'users' takes .* of a device .*: give it lower ranks or a higher order"):
-        plan(model(table("users", 10_000_000, 64)), ddr_cap=1 << 20)
+def at_ranks(tables: list[Table], names: set[str], rank: int) -> list[Table]:
+    """Those tables as trains of at most that rank."""
+    changed = []
+    for each in tables:
+        if each.name in names:
+            shape = cr.TTShape.for_table(each.num_embeddings, each.embedding_dim, tt_ranks=rank, order=2)
+            each = each.with_changes(tt_ranks=min(rank, each.tt_ranks or rank, *shape.ranks))
+        changed.append(each)
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("build", "tables", "world_size", "changed"),
+    [
+        (model, [table("a", 10_000_000, 2000)], 1, {"a"}),
+        (model, [table("a", 10_000_000, 1000), table("b", 10_000_000, 900)], 1, {"a"}),  # too large only together
+        (model, [table("a", 5_000_000), table("b", 100_000)], 1, {"a"}),
+        (stock_model, [table("a", 5_000_000), table("b", 100_000)], 1, {"a"}),
+        (stock_model, [table("a", 20_000_000)], 4, {"a"}),
+        (model, [table("a", 5_000_000), table("b", 4_800_000), table("c", 1_000_000)], 1, {"a", "b"}),
+        (model, [table("a", 5_000_000), table("b", 20_000_000, 1500)], 1, {"a", "b"}),
+    ],
+    ids=["one", "together", "beside small", "stock", "stock on four", "several", "mixed"],
+)
+def test_the_error_names_the_smallest_change_with_which_all_fits(
+    build: Callable[..., nn.Module], tables: list[Table], world_size: int, changed: set[str]
+) -> None:
+    room = 1 << 30
+    with pytest.raises(PlannerError, match=r"the tables don't fit: '[ab]' takes .* GiB of a device") as error:
+        plan(build(*tables), world_size=world_size, ddr_cap=room)
+    told = str(error.value).splitlines()[0].partition(" for all tables: ")[2]
+    assert set(re.findall(r"'(\w)'", told)) == changed
+    rank = int(re.search(r"ranks of at most (\d+)", told)[1])
+    assert plan(model(*at_ranks(tables, changed, rank)), world_size=world_size, ddr_cap=room).plan
+    with pytest.raises(PlannerError):
+        plan(model(*at_ranks(tables, changed, rank + 1)), world_size=world_size, ddr_cap=room)
+
+
+def test_the_error_names_a_few_of_many_tables() -> None:
+    with pytest.raises(
+        PlannerError, match=r"make 't0', 't1', 't2' and the 3 next largest tensor trains of ranks of at most"
+    ) as error:
+        plan(model(*(table(f"t{k}", 4_000_000) for k in range(6))), world_size=1, ddr_cap=1 << 29)
+    assert "(TTEmbeddingBagConfig with tt_ranks), or plan for more devices than 1\n" in str(error.value)
+
+
+def test_a_batch_too_large_for_any_rank_is_told_apart() -> None:
+    with pytest.raises(PlannerError, match=r"not even trains of rank 1 fit, .*: take a smaller batch than 4000000"):
+        plan(model(table("users", 1_000_000, 8)), batch=4_000_000, ddr_cap=1 << 28)
+
+
+DEVICE = 512 << 20
+LARGE = [table(name, 3_000_000) for name in ("clicked", "bought", "searched")]  # 0.7 GiB each
+
+
+def train_on_one_device(rank: int) -> tuple[list[float], int]:
+    """Losses, and bytes of all parameters."""
+    torch.manual_seed(0)
+    trains = TTEmbeddingBagCollection([each.with_changes(tt_ranks=8) for each in LARGE])
+    sharders = [cr.TTEmbeddingBagCollectionSharder()]
+    planner = cr.TTShardingPlanner(Topology(1, "cpu", ddr_cap=DEVICE), 256, stats=[])
+    sharded = DistributedModelParallel(trains, plan=planner.collective_plan(trains, sharders, dist.group.WORLD), sharders=sharders)
+    optimizer = torch.optim.Adagrad(sharded.parameters(), lr=0.05)
+    ids = torch.randint(3_000_000, (3 * 256,))
+    features = KeyedJaggedTensor([f"f_{each.name}" for each in LARGE], ids, lengths=torch.ones(3 * 256, dtype=torch.int64))
+    losses = []
+    for _ in range(10):
+        loss = (sharded(features).values().sum(dim=1) - 1).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, sum(p.numel() * p.element_size() for p in sharded.parameters())
+
+
+def test_what_two_devices_cannot_hold_dense_trains_on_one_of_them() -> None:
+    with pytest.raises(PlannerError, match="make 'clicked', 'bought', 'searched' tensor trains"):
+        plan(stock_model(*LARGE), world_size=2, batch=256, ddr_cap=DEVICE)
+    [(losses, size)] = run(1, train_on_one_device)
+    assert losses[-1] < 0.5 * losses[0]
+    assert size < DEVICE / 100
 
 
 def test_replicas_are_cheaper_the_larger_the_batch() -> None:

@@ -10,11 +10,14 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
+from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingDist, DpSparseFeaturesDist
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist, RwSparseFeaturesDist
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist, TwSparseFeaturesDist
+from torchrec.distributed.types import Awaitable
 from torchrec.modules.embedding_configs import PoolingType
 
 from comera_rec.nn import TTEmbeddingBag
@@ -157,7 +160,7 @@ class RowWise(Part):
                 [group.size() * config.num_embeddings for config in local for _ in config.feature_names],
                 device=device,
             ),
-            RwPooledEmbeddingDist(group, [config.embedding_dim for config in configs for _ in config.feature_names]),
+            RowWiseOutputDist(group, [config.embedding_dim for config in configs for _ in config.feature_names]),
             local=local,
         )
 
@@ -171,6 +174,21 @@ class RowWise(Part):
         lengths_FB = features.lengths().view(len(is_mean), -1).clamp(min=1)
         dims = torch.tensor([config.embedding_dim for config in self.tables], device=lengths_FB.device)
         return torch.where(torch.tensor(is_mean, device=lengths_FB.device)[:, None], lengths_FB, 1).repeat_interleave(dims, 0).T
+
+
+class RowWiseOutputDist(RwPooledEmbeddingDist):
+    """TorchRec's, and where gloo can't scatter batches of several sizes: each padded to the largest, and cut again."""
+
+    def forward(self, local_embs: Tensor, sharding_ctx: EmbeddingShardingContext | None = None) -> Awaitable[Tensor]:
+        sizes = sharding_ctx.batch_size_per_rank if sharding_ctx else []
+        if len(set(sizes)) < 2 or dist.get_backend(self._pg) != dist.Backend.GLOO:
+            bags: Awaitable[Tensor] = super().forward(local_embs, sharding_ctx)
+            return bags
+        largest, mine = max(sizes), sizes[dist.get_rank(self._pg)]
+        padded = torch.cat([F.pad(part, (0, 0, 0, largest - len(part))) for part in local_embs.split(sizes)])
+        bags = super().forward(padded)
+        bags.callbacks.append(lambda whole: whole[:mine])
+        return bags
 
 
 class RowShard(TTEmbeddingBag):

@@ -12,6 +12,7 @@ from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator, get_partition_by_type
+from torchrec.distributed.planner.proposers import GreedyProposer, UniformProposer
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
@@ -26,6 +27,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.config import TTEmbeddingBagConfig
 from comera_rec.recsys.sharding.parts import digits_per_process
+from comera_rec.recsys.sharding.remedy import find_remedy
 from comera_rec.recsys.sharding.sharder import SHARDING_TYPES, TTEmbeddingBagCollectionSharder
 from comera_rec.tt import TTShape
 
@@ -45,7 +47,7 @@ class TTShardingPlanner(EmbeddingShardingPlanner):
         storage_reservation: default 15 % of every device for what is not a table.
 
     Raises:
-        PlannerError: from `plan`, if nothing fits; it names the table to begin with, and what would make it fit.
+        PlannerError: from `plan`, if nothing fits; it names the largest table, and the smallest change of ranks that would do.
 
     Example:
         >>> topology = Topology(world_size=2, compute_device="cpu")
@@ -70,33 +72,28 @@ class TTShardingPlanner(EmbeddingShardingPlanner):
         try:
             return super().plan(module, sharders)
         except PlannerError as error:
-            raise PlannerError(f"{self._remedy(module, sharders)}\n{error}", error.error_type) from None
+            options = self._enumerator.enumerate(module, sharders)
+            room = self._storage_reservation.reserve(self._topology, self._batch_size, module, sharders, self._constraints)
+            remedy = find_remedy(module, options, room, lambda changed: self._fits(changed, sharders))
+            raise PlannerError(f"{remedy}\n{error}", error.error_type) from None
 
-    def _remedy(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> str:
-        """Which table takes most, and how to make it fit."""
-        options = self._enumerator.enumerate(module, sharders)
-        kind = "hbm" if self._topology.compute_device == "cuda" else "ddr"
-        least: dict[str, int] = {}
-        for option in options:
-            size = max(getattr(shard.storage, kind) for shard in option.shards)
-            least[option.name] = min(size, least.get(option.name, size))
-        name, size = max(least.items(), key=lambda item: item[1])
-        room = min(getattr(device.storage, kind) for device in self._topology.devices)
-        is_tt = any(_is_train(option) for option in options if option.name == name)
-        what = "give it lower ranks or a higher order" if is_tt else "make it a tensor train (TTEmbeddingBagConfig with tt_ranks)"
-        return (
-            f"the tables don't fit: {name!r} takes {_gib(size)} of a device even where it is divided best, and a device has "
-            f"{_gib(room)} for everything: {what}, or plan for more devices than {self._topology.world_size}"
+    def _fits(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> bool:
+        """Whether a plan is found by the quick ones of this planner's proposers; so the planner itself finds one, too."""
+        quick = EmbeddingShardingPlanner(
+            topology=self._topology,
+            batch_size=self._batch_size,
+            enumerator=self._enumerator,
+            storage_reservation=self._storage_reservation,
+            proposer=[GreedyProposer(), GreedyProposer(use_depth=False), UniformProposer()],
+            partitioner=self._partitioner,
+            stats=[],
+            constraints=self._constraints,
         )
-
-
-def _is_train(option: ShardingOption) -> bool:
-    collection = option.module[1]
-    return isinstance(collection, TTEmbeddingBagCollection) and option.name in collection.tt_bags
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.3g} GiB"
+        try:
+            quick.plan(module, [*sharders, TTEmbeddingBagCollectionSharder()])
+        except PlannerError:
+            return False
+        return True
 
 
 class TTEnumerator(EmbeddingEnumerator):
