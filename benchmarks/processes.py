@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import logging
 import multiprocessing
@@ -17,7 +18,9 @@ import torch.distributed as dist
 
 # The server imports once what every process needs; they fork from it in milliseconds.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torchrec", "torchrec.distributed.model_parallel", "comera_rec.recsys.sharding"])
+_CONTEXT.set_forkserver_preload(
+    ["torch._dynamo", "torchrec.distributed.model_parallel", "comera_rec.recsys.sharding", "benchmarks.warm_kernels"]
+)
 
 
 def run(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -54,6 +57,7 @@ def run(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
 def _work(rank: int, world_size: int, folder: str, queue: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
+    gc.freeze()  # what the server imported is not this process's to collect
     # TorchRec tells of every table without a specification of its shards, and calls what torch has renamed.
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore", FutureWarning)

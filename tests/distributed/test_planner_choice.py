@@ -71,4 +71,3 @@ def test_the_grid_benchmark_tells_the_cheapest_way(batch: int) -> None:
     assert best == ("table_wise" if batch == 64 else "data_parallel")
     assert placed == {best: 4}
     assert estimates[PICKED] == pytest.approx(estimates[best])
-

@@ -30,8 +30,7 @@ pytestmark = pytest.mark.distributed
 
 LR = 0.1
 FEATURES = ["shared", "left", "right", "mean", "small"]
-UNEVEN = [3, 5, 2, 4]  # samples of each process
-EVEN = [4, 4, 4, 4]  # gloo's gather, which TorchRec's row-wise dist goes back by, takes no others
+SIZES = [3, 5, 2, 4]  # samples of each process
 KINDS = ("data_parallel", "table_wise", "row_wise")
 
 
@@ -42,9 +41,6 @@ class Case:
     kinds: tuple[str, ...]
     weighted: bool = False
     truncates: bool = False  # after the first step
-
-    def sizes(self, world: int) -> list[int]:
-        return (EVEN if "row_wise" in self.kinds else UNEVEN)[:world]
 
 
 def tables(weighted: bool) -> list[Table]:
@@ -103,7 +99,7 @@ def joined(samples: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
 
 
 def share(step: int, rank: int, case: Case) -> KeyedJaggedTensor:
-    sizes = case.sizes(dist.get_world_size())
+    sizes = SIZES[: dist.get_world_size()]
     first = sum(sizes[:rank])
     return joined(global_batch(step, sum(sizes), case.weighted)[first : first + sizes[rank]])
 
@@ -137,15 +133,16 @@ def optimizer_of(model: nn.Module, case: Case) -> torch.optim.Optimizer:
 
 
 def train_sharded(rank: int, case: Case) -> dict[str, Tensor]:
-    """Train three steps; every parameter that this process holds, row shards cut to size, and the last logits."""
+    """Train three steps: losses, the last logits and gradients, and parameters, of what this process holds of divided cores."""
     torch.manual_seed(rank)
     model = sharded(case)
     assert isinstance(model.module.bags, ShardedTTEmbeddingBagCollection)
     optimizer = optimizer_of(model, case)
-    sizes = case.sizes(dist.get_world_size())
+    sizes, losses = SIZES[: dist.get_world_size()], []
     for step in range(3):
         _, logits = model(share(step, rank, case))
         loss = logits.square().sum() * len(sizes) / (sum(sizes) * logits.shape[1])  # the mean over processes is the global mean
+        losses.append(loss.detach())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -156,45 +153,54 @@ def train_sharded(rank: int, case: Case) -> dict[str, Tensor]:
     outcome = {name: value.detach() for name, value in model.module.bags.state_dict().items() if name.startswith("tt_bags")}
     outcome = {f"bags.{name}": value.to_local() if hasattr(value, "to_local") else value for name, value in outcome.items()}
     outcome |= {f"over.{name}": value.detach() for name, value in model.module.over.named_parameters()}
-    return {**outcome, "logits": logits.detach()}
+    for name, value in model.module.named_parameters():
+        if name in outcome:
+            assert value.grad is not None, name
+            outcome[f"gradient of {name}"] = value.grad[:, : outcome[name].shape[1]] if value.ndim == 4 else value.grad
+    return {**outcome, "losses": torch.stack(losses), "logits": logits.detach()}
 
 
 def train_single(case: Case, world: int) -> dict[str, Tensor]:
-    model = Model(case)
+    model, losses = Model(case), []
     optimizer = optimizer_of(model, case)
     for step in range(3):
-        loss, logits = model(joined(global_batch(step, sum(case.sizes(world)), case.weighted)))
+        loss, logits = model(joined(global_batch(step, sum(SIZES[:world]), case.weighted)))
+        losses.append(loss.detach())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         if case.truncates and step == 0:
             weaken_(model)
             cr.truncate_ranks_(model, optimizer, threshold=0.01)
-    return {**{name: value.detach() for name, value in model.named_parameters()}, "logits": logits.detach()}
+    held = {name: value for name, value in model.named_parameters() if name.startswith(("bags.tt_bags", "over"))}
+    gradients = {f"gradient of {name}": value.grad for name, value in held.items() if value.grad is not None}
+    parameters = {name: value.detach() for name, value in held.items()}
+    return {**parameters, **gradients, "losses": torch.stack(losses), "logits": logits.detach()}
 
 
 @pytest.mark.parametrize(
     ("world", "case"),
     [
-        *((2, Case((kind,), weighted)) for kind in KINDS for weighted in (False, True)),
+        *((world, Case((kind,), weighted)) for world in (2, 4) for kind in KINDS for weighted in (False, True)),
         (2, Case(("row_wise", "table_wise", "data_parallel"))),
         (4, Case(("table_wise", "data_parallel", "row_wise"))),
-        (4, Case(("row_wise",))),
         (2, Case(("row_wise", "table_wise", "data_parallel"), truncates=True)),
     ],
     ids=str,
 )
-def test_parameters_and_outputs_are_those_of_one_process(world: int, case: Case) -> None:
+def test_losses_gradients_and_parameters_are_those_of_one_process(world: int, case: Case) -> None:
     expected = train_single(case, world)
     results = run(world, train_sharded, case)
-    assert torch.allclose(torch.cat([result.pop("logits") for result in results]), expected["logits"], atol=1e-5)
-    for name in [name for name in expected if name.startswith(("bags.tt_bags", "over"))]:
+    torch.testing.assert_close(torch.cat([result.pop("logits") for result in results]), expected.pop("logits"), atol=1e-5, rtol=0)
+    mean = torch.stack([result.pop("losses") for result in results]).mean(dim=0)
+    torch.testing.assert_close(mean, expected.pop("losses"), atol=1e-5, rtol=0)
+    for name, value in expected.items():
         held = [result[name] for result in results if name in result]
         assert held, f"nobody holds {name}"
         # A divided core is put together; replicas must all be right.
-        pieces = [torch.cat(held, dim=1)] if held[0].shape != expected[name].shape else held
+        pieces = [torch.cat(held, dim=1)] if held[0].shape != value.shape else held
         for piece in pieces:
-            assert torch.allclose(piece, expected[name], atol=1e-5), name
+            torch.testing.assert_close(piece, value, atol=1e-5, rtol=0, msg=lambda error, name=name: f"{name}: {error}")
 
 
 def train_in_pipeline(rank: int, case: Case) -> list[Tensor]:
