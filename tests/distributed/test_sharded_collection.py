@@ -77,13 +77,15 @@ class Model(nn.Module):
 
 
 def global_batch(step: int, samples: int, weighted: bool) -> list[KeyedJaggedTensor]:
-    """One KeyedJaggedTensor a sample: no, one or several ids; "left" is always empty in the first sample."""
+    """One KeyedJaggedTensor a sample: no, one or several ids; "left" is empty in the first sample, "right" in all of step 1."""
     generator = torch.Generator().manual_seed(step)
     batch = []
     for sample in range(samples):
         lengths = torch.randint(0, 4, (len(FEATURES),), generator=generator)
         if not sample:
             lengths[1] = 0
+        if step == 1:
+            lengths[2] = 0
         limits = torch.tensor([900, 1000, 700, 900, 20]).repeat_interleave(lengths)
         values = (torch.rand(len(limits), generator=generator) * limits).long()
         weights = torch.rand(len(limits), generator=generator) if weighted else None

@@ -1,0 +1,48 @@
+"""TorchRec's training script in dense and in tensor-train form: two lines differ, and both train under torchrun."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples" / "torchrec"
+
+
+def changed_lines() -> list[str]:
+    """Lines of the unified diff without its context; blank ones left out."""
+    dense, trains = ((EXAMPLES / name).read_text().splitlines() for name in ("train_dlrm.py", "train_dlrm_tt.py"))
+    diff = list(difflib.unified_diff(dense, trains, n=0, lineterm=""))[2:]
+    return [line for line in diff if line[1:].strip() and not line.startswith("@@")]
+
+
+def test_two_lines_differ_and_readme_shows_them() -> None:
+    changed = changed_lines()
+    assert changed[0] == "+import comera_rec as cr"
+    assert [line[0] for line in changed[1:]] == ["-", "+", "-", "+"]
+    (shown,) = re.findall(r"^```diff\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert [line[0] + line[1:].strip() for line in shown.splitlines() if line[0] in "+-"] == [
+        line[0] + line[1:].strip() for line in changed
+    ]
+
+
+@pytest.mark.distributed
+def test_both_forms_train_on_two_processes() -> None:
+    parameters = {}
+    for name in ("train_dlrm.py", "train_dlrm_tt.py"):
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLES / name)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(launch, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        losses = [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", done.stdout, re.MULTILINE)]
+        assert len(losses) >= 4
+        assert losses[0] > 0.3  # a fair coin's is 0.69
+        assert losses[-1] < 0.2
+        parameters[name] = int(re.search(r"^tables: (\S+) parameters$", done.stdout, re.MULTILINE)[1].replace(",", ""))
+    assert parameters["train_dlrm.py"] > 50 * parameters["train_dlrm_tt.py"]
