@@ -32,6 +32,7 @@ def distributed_figure(rows: Sequence[Row]) -> Figure:
         for panel in (above, below):
             panel.set_yscale("log")
             panel.grid(axis="y", alpha=0.3)
+    axes[0, 0].set_ylim(bottom=100)  # a bar's foot says nothing
     axes[0, 0].set_ylabel("KiB sent by a process in a step")
     axes[1, 0].set_ylabel(f"step, ms; {rows[0].shapes['cores']} cores for all processes")
     return figure

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from benchmarks.collectives import mean_sent
-from benchmarks.distributed import DENSE, PROVIDERS, ShardedCase, expected, measure
+from benchmarks.distributed import DENSE, PROVIDERS, Inputs, Provider, ShardedCase, expected, format_case, measure
 from benchmarks.distributed import cases as benchmark_cases
+from benchmarks.distributed import run as run_benchmark
+from benchmarks.measure import Settings
+from benchmarks.plot import plot_rows
 from benchmarks.processes import run
 
 pytestmark = pytest.mark.distributed
@@ -47,3 +51,29 @@ def test_at_500x_copies_send_at_least_four_times_less_than_dense_bags(
         assert case.dim == 64
         assert 4 * sum(expected(case, COPIES).values()) <= sum(expected(case, DENSE).values())
     assert 4 * sum(sent[COPIES].values()) <= sum(sent[DENSE].values())
+
+
+def test_rows_of_a_quick_run_are_told_and_plotted(tmp_path: Path) -> None:
+    [rows] = run_benchmark(Settings(quick=True))
+    assert [row.provider for row in rows] == list(PROVIDERS)
+    told = format_case(rows)
+    for row in rows:
+        sent = sum(value for key, value in row.counted.items() if key.startswith("sent, "))
+        assert f"{sent / 1024:,.1f}" in told
+    assert "reduce-scatter" in told
+    plot_rows(rows, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+def test_a_wrong_number_stops_the_run() -> None:
+    with pytest.raises(RuntimeError, match="Disagreement: TT table-wise: gradient of core_1 is off by"):
+        run(2, measure_wrong)
+
+
+def measure_wrong(rank: int) -> None:
+    """One process's gradients are not those of the reference."""
+    case = ShardedCase(world_size=2, batch=16, rows=500, dim=8, rank=2)
+    inputs = Inputs(case, 0)
+    reference = inputs.reference()
+    reference["gradient of core_1"] *= 1.01
+    Provider(case, "TT table-wise", inputs).verify(reference)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from itertools import product
+from pathlib import Path
 
 import pytest
 from torch import nn
@@ -11,7 +12,9 @@ from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import ShardingOption
 
 import comera_rec as cr
-from benchmarks.sharding_grid import PICKED, GridCase, estimate, topology
+from benchmarks.measure import Settings
+from benchmarks.plot import plot_rows
+from benchmarks.sharding_grid import PICKED, GridCase, estimate, format_case, run, topology
 from comera_rec.recsys import TTEmbeddingBagCollection
 from comera_rec.recsys import TTEmbeddingBagConfig as Table
 from comera_rec.recsys.sharding.planner import TTEnumerator
@@ -71,3 +74,11 @@ def test_the_grid_benchmark_tells_the_cheapest_way(batch: int) -> None:
     assert best == ("table_wise" if batch == 64 else "data_parallel")
     assert placed == {best: 4}
     assert estimates[PICKED] == pytest.approx(estimates[best])
+
+
+def test_rows_of_a_quick_run_are_told_and_plotted(tmp_path: Path) -> None:
+    rows = [row for case in run(Settings(quick=True)) for row in case]
+    assert "planned 2 table_wise" in format_case(rows[:4])
+    assert "planned 2 data_parallel" in format_case(rows[4:])
+    plot_rows(rows, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 1000
