@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,11 +83,14 @@ def finished_file(output: Path, *, overwrite: bool) -> Iterator[Path]:
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Give a path to write that becomes the file `path` when the block ends well, synced to disk first."""
-    beside = path.with_name(f".{path.name}.tmp")
-    yield beside
-    with beside.open("rb") as file:
-        os.fsync(file.fileno())
-    beside.replace(path)
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")  # two workers of a cluster may be at the same part
+    try:
+        yield beside
+        with beside.open("rb") as file:
+            os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        remove(beside)
 
 
 def reason_of(error: OSError) -> str:

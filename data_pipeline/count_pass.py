@@ -14,7 +14,7 @@ from data_pipeline.hashing import map_array
 from data_pipeline.job import Job, part_name
 from data_pipeline.manifest import InputFile, RejectedLine
 from data_pipeline.parts import Part
-from data_pipeline.pool import work_on_parts
+from data_pipeline.pool import Schedule
 from data_pipeline.splits import Rows
 from data_pipeline.vocabulary import Run
 
@@ -41,7 +41,7 @@ class CountedPart:
         return self.first_row + self.counts.rows
 
 
-def count_logs(job: Job) -> list[CountedPart]:
+def count_logs(job: Job, schedule: Schedule) -> list[CountedPart]:
     """Count every part that isn't counted yet, and return all in order.
 
     Raises:
@@ -51,12 +51,11 @@ def count_logs(job: Job) -> list[CountedPart]:
     rejects = _Rejects(job)
     for log, counted in enumerate(found):
         rejects.check(log, counted)
-    waiting = [log for log, counted in enumerate(found) if not _complete(counted)]
-    readers = [job.reader(log, found[log].keys().__contains__) for log in waiting]
+    waiting = {log: counted.keys() for log, counted in enumerate(found) if not _complete(counted)}
     done = sum(counts.rows for counted in found for counts in counted.values())
     with (
         tqdm(desc="counting", unit="row", unit_scale=True, disable=None, initial=done) as bar,
-        closing(work_on_parts(readers, lambda part: _count(job, part), workers=job.options.threads)) as results,
+        closing(schedule(job, _count, waiting, {})) as results,
     ):
         for part_log, number, counts in results:
             bar.update(counts.rows)
@@ -81,7 +80,11 @@ def _complete(counted: dict[int, PartCounts]) -> bool:
     return any(counts.last and len(counted) == number + 1 for number, counts in counted.items())
 
 
-def _count(job: Job, part: Part) -> tuple[int, int, PartCounts]:
+def _count(job: Job, part: Part, detail: None) -> tuple[int, int, PartCounts]:
+    name = f"counts/{part_name(part.log, part.number)}"
+    counts = job.work.load(name, PartCounts)
+    if counts:  # by a worker that died before it could say so
+        return part.log, part.number, counts
     parsed = job.parse(part)
     train: Rows = _ALL
     rest: Rows = _NONE
@@ -90,7 +93,6 @@ def _count(job: Job, part: Part) -> tuple[int, int, PartCounts]:
         rows = job.rows_by_draw(part, parsed)
         train, rest = rows["train"], np.sort(np.concatenate([rows["val"], rows["test"]]))
         split_rows = tuple(len(of_split) for of_split in rows.values())
-    name = f"counts/{part_name(part.log, part.number)}"
     counts = count_part(
         parsed,
         job.work.path / f"{name}.runs",

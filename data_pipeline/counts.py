@@ -122,7 +122,8 @@ def _describe(parsed: Parsed, rows: Rows, run_lengths: tuple[int, ...]) -> Group
     integers = []
     for values, missing in zip(parsed.integers, parsed.integer_missing, strict=True):
         present = values[rows][~missing[rows]]
-        low, high = (int(present.min()), int(present.max())) if len(present) else (None, None)
+        counted = len(present) and present.dtype.kind == "i"  # float32 came transformed, and needs no offset
+        low, high = (int(present.min()), int(present.max())) if counted else (None, None)
         integers.append(IntegerCounts(missing=len(values[rows]) - len(present), min=low, max=high))
     missing = [int(np.count_nonzero(column[rows])) for column in parsed.key_missing]
     missing += [int(np.count_nonzero(np.diff(ends, prepend=0)[rows] == 0)) for ends in parsed.list_ends]

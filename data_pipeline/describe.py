@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from data_pipeline.atomic import replacing
-from data_pipeline.manifest import CategoricalColumn, Manifest
+from data_pipeline.manifest import CategoricalColumn, IntegerColumn, Manifest
 from data_pipeline.verify import read_row_groups
 
 TOP = (1, 10, 100, 1_000, 10_000)
@@ -101,15 +101,15 @@ def _describe_category(column: CategoricalColumn, manifest: Manifest, folder: Pa
 def _describe_integers(manifest: Manifest, folder: Path) -> tuple[IntegerDescription, ...]:
     columns = manifest.integer_columns
     names = [column.name for column in columns]
-    # What log(x + offset) makes of the least and greatest training values.
-    edges = [(np.log(2), np.log(max((column.max or 0) + column.offset, 3))) for column in columns]
+    edges = [_edges(column, manifest, folder) for column in columns]
     bins = np.zeros((len(columns), _BINS), np.int64)
     shards = manifest.splits["train"].shards if columns else ()
     for shard in tqdm(shards, desc="describing", unit="file", disable=None):
         for _, group in read_row_groups(folder / shard.path, names):
             for i, name in enumerate(names):
                 values = group.column(name).to_numpy()
-                bins[i] += np.histogram(values[values > 0].clip(*edges[i]), _BINS, edges[i])[0]  # float32 may round past an edge
+                present = values[values > 0] if columns[i].transform == "log" else values
+                bins[i] += np.histogram(present.clip(*edges[i]), _BINS, edges[i])[0]  # float32 may round past an edge
     return tuple(
         IntegerDescription(
             name=column.name,
@@ -117,10 +117,22 @@ def _describe_integers(manifest: Manifest, folder: Path) -> tuple[IntegerDescrip
             min=column.min,
             max=column.max,
             bins=tuple(map(int, bins[i])),
-            edges=(float(edges[i][0]), float(edges[i][1])),
+            edges=edges[i],
         )
         for i, column in enumerate(columns)
     )
+
+
+def _edges(column: IntegerColumn, manifest: Manifest, folder: Path) -> tuple[float, float]:
+    """The least and greatest value that training rows store: what log(x + offset) makes of the known ones, or as found."""
+    if column.transform == "log":
+        return float(np.log(2)), float(np.log(max((column.max or 0) + column.offset, 3)))
+    low, high = np.inf, -np.inf
+    for shard in manifest.splits["train"].shards:
+        for _, group in read_row_groups(folder / shard.path, [column.name]):
+            values = group.column(column.name).to_numpy()
+            low, high = min(low, float(values.min())), max(high, float(values.max()))
+    return low, high
 
 
 def to_text(description: Description) -> str:

@@ -7,6 +7,7 @@ workers share one copy, and one larger than memory is still looked up, from the 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import numba
@@ -89,3 +90,29 @@ def hash_keys(buckets, keys, missing, ids):  # type: ignore[no-untyped-def]
         ids[i] = 0 if missing[i] else 1 + np.int32(x)
         zeros += ids[i] == 0
     return zeros
+
+
+class TableIds:
+    """Ids by a table in a file, 0 for keys that are not in it. Pickled, it is the name of the file."""
+
+    def __init__(self, path: Path, dtype: np.dtype, slots: int) -> None:
+        self._arguments = (path, dtype, slots)
+        self._table = map_array(path, dtype, (slots, 2))
+
+    def __call__(self, keys: np.ndarray, missing: np.ndarray, ids: np.ndarray) -> int:
+        """Fill ids, and return how many are 0."""
+        return int(look_up(self._table, keys, missing, ids))
+
+    def __reduce__(self) -> tuple[type, tuple[Path, np.dtype, int]]:
+        return TableIds, self._arguments
+
+
+@dataclass(frozen=True)
+class HashedIds:
+    """Ids 1..buckets - 1 by hash alone."""
+
+    buckets: int
+
+    def __call__(self, keys: np.ndarray, missing: np.ndarray, ids: np.ndarray) -> int:
+        """Fill ids, 0 where a key is missing, and return how many are 0."""
+        return int(hash_keys(self.buckets, keys, missing, ids))

@@ -9,9 +9,11 @@ import numpy as np
 
 from data_pipeline.options import PreprocessOptions
 from data_pipeline.parse import Parsed, parse
-from data_pipeline.parts import LogIdentity, Part, Skip, read_parts
+from data_pipeline.parts import Part, Skip, read_parts
 from data_pipeline.schema import LogSchema
+from data_pipeline.sources import LogIdentity
 from data_pipeline.splits import rows_by_draw
+from data_pipeline.triplets import Rows, parse_rows
 from data_pipeline.work import WorkFolder
 
 
@@ -29,10 +31,25 @@ class Job:
         return lambda: read_parts(log, self.options.inputs[log], part_bytes=self.options.part_bytes, skip=skip)
 
     def parse(self, part: Part) -> Parsed:
-        """Parse a part, without the line of names where there is one; lines begin where they do in the whole log."""
-        header = part.text.find(b"\n") + 1 if self.schema.header and not part.start else 0
-        parsed = parse(part.text[header:], self.schema)
-        return replace(parsed, starts=parsed.starts + (part.start + header))
+        """Parse a part, without the line of names where there is one; lines begin where they do in the whole log.
+
+        Raises:
+            ValueError: the log is of another kind than the first, or has other columns in .npy files.
+        """
+        columns = None
+        if isinstance(part.content, Rows):
+            columns = (part.content.dense.shape[1], part.content.sparse.shape[1])
+        if columns != ((len(self.schema.integers), len(self.schema.singles)) if self.schema.transformed else None):
+            raise ValueError(
+                f"{self.options.inputs[part.log]} doesn't hold what the first --input or --schema says; text and .npy files, "
+                "or .npy files of other columns, become data sets of their own"
+            )
+        if isinstance(part.content, Rows):
+            parsed, begin = parse_rows(part.content), part.start
+        else:
+            header = part.content.find(b"\n") + 1 if self.schema.header and not part.start else 0
+            parsed, begin = parse(part.content[header:], self.schema), part.start + header
+        return replace(parsed, starts=parsed.starts + begin)
 
     def rows_by_draw(self, part: Part, parsed: Parsed) -> dict[str, np.ndarray]:
         """The rows of each split in a part, where they are drawn."""

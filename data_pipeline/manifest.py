@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import pyarrow.parquet as pq
 from pydantic import Field, TypeAdapter, ValidationError
@@ -87,7 +87,8 @@ class Label:
 class IntegerColumn:
     """A count column, stored as log(max(x, min) + offset) > 0 with offset = 2 - min, and exactly 0.0 where missing.
 
-    min and max are those of the training split, None where it holds no value; missing counts the whole input's cells.
+    min and max are those of the training split, None where it holds no value; missing counts the whole input's cells. Columns
+    that came transformed (transform "none") are stored as they came, and have no offset, min or max.
     """
 
     name: str
@@ -95,6 +96,7 @@ class IntegerColumn:
     offset: int
     min: int | None
     max: int | None
+    transform: Literal["log", "none"] = "log"
 
 
 @dataclass(frozen=True, kw_only=True)

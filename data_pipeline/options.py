@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from data_pipeline.schema import LogSchema
+from data_pipeline.sources import Source
 from data_pipeline.splits import SplitKind, Splitting
 
 _MIB = 1 << 20
@@ -26,7 +27,7 @@ class PreprocessOptions:
     """What to read and how to encode it.
 
     Args:
-        inputs: logs, in chronological order.
+        inputs: logs in chronological order, as paths or URLs.
         output: the data set's folder, new or empty.
         schema: the logs' columns; None for Criteo's, with or without label as the first log's lines have it.
         min_count: a category value needs this many training rows for an id of its own; rarer ones share id 0. The default of 2
@@ -43,12 +44,13 @@ class PreprocessOptions:
         part_bytes: text of one unit of work; a shard holds a part's rows, about 270,000 of Criteo's in 64 MiB.
         memory_limit: bytes of memory to stay below; decides how many parts are worked on at once.
         workers: threads, at most; None for one a core.
+        scheduler: address of a Dask scheduler whose workers work on the parts instead of threads, or "local" for processes here.
 
     Raises:
         ValueError: an option is out of range.
     """
 
-    inputs: tuple[Path, ...]
+    inputs: tuple[Source, ...]
     output: Path
     schema: LogSchema | None = None
     min_count: int = 2
@@ -63,6 +65,7 @@ class PreprocessOptions:
     part_bytes: int = 64 * _MIB
     memory_limit: int = 2048 * _MIB
     workers: int | None = None
+    scheduler: str | None = None
 
     def __post_init__(self) -> None:
         if not self.inputs:

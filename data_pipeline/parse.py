@@ -28,7 +28,7 @@ class Parsed:
     """The well-formed lines of a text as columns, in the schema's order within each kind.
 
     label: int8 [n], empty without a label column.
-    integers: int32 [I, n], 0 where integer_missing, bool [I, n].
+    integers: int32 [I, n], 0 where integer_missing, bool [I, n]; float32 where the schema says that they are transformed.
     keys: uint32 or uint64 [C, n], 0 where key_missing, bool [C, n].
     list_keys: uint64 [M, ...], the lists of column m end to end; row i's ends at list_ends[m, i], int64 [M, n].
     starts: int64 [n], where each line begins in the text.

@@ -1,20 +1,47 @@
-"""Threads for the passes over logs: some read parts, others work on them, and no more parts are held than there is room for.
+"""How the passes over logs are run: by threads of this process, or whatever else is a `Schedule`.
 
-Threads do, because all that takes time runs outside Python's lock: decompressing, parsing, sorting, encoding, compressing.
+Threads do, because all that takes time runs outside Python's lock: decompressing, parsing, sorting, encoding, compressing. Some
+read parts, others work on them, and no more parts are held than there is room for.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
+from data_pipeline.job import Job
 from data_pipeline.parts import Part
 
 Result = TypeVar("Result")
+Work = Callable[[Job, Part, Any], Result]
 PARTS_HELD_PER_WORKER = 2
+
+
+class Schedule(Protocol):
+    """What runs a pass: `on_threads`, or a Dask cluster (`data_pipeline.cluster`)."""
+
+    def __call__(
+        self, job: Job, work: Work[Result], done: Mapping[int, Collection[int]], details: Mapping[tuple[int, int], Any]
+    ) -> Generator[Result]:
+        """What `work` gives for every part that is left to do, as it comes.
+
+        Args:
+            job: the run.
+            work: takes the job, a part and its entry in `details` or None; it may be called again for a part.
+            done: for each log that has parts to work on, the numbers of those to leave out.
+            details: by log and number of part.
+        """
+
+
+def on_threads(
+    job: Job, work: Work[Result], done: Mapping[int, Collection[int]], details: Mapping[tuple[int, int], Any]
+) -> Generator[Result]:
+    """A pass on as many threads as cores and memory allow; a `Schedule`."""
+    readers = [job.reader(log, leave_out.__contains__) for log, leave_out in done.items()]
+    return work_on_parts(readers, lambda part: work(job, part, details.get((part.log, part.number))), workers=job.options.threads)
 
 
 def work_on_parts(

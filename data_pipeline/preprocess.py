@@ -12,18 +12,19 @@ of resuming, too (`work`). The result depends on inputs and options alone, not o
 
 from __future__ import annotations
 
-import functools
 import platform
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict
 from importlib import metadata
 from typing import Any
 
 from tqdm import tqdm
 
+from data_pipeline.cluster import dask_schedule
 from data_pipeline.count_pass import Group, count_logs, describe_inputs, no_training_rows, train_and_rest
-from data_pipeline.hashing import hash_keys, look_up, map_array
+from data_pipeline.hashing import HashedIds, TableIds
 from data_pipeline.job import Job
 from data_pipeline.manifest import (
     FORMAT,
@@ -39,9 +40,11 @@ from data_pipeline.manifest import (
     write_manifest,
 )
 from data_pipeline.options import PreprocessOptions
-from data_pipeline.parts import LogIdentity, first_lines, identify, inputs_changed
-from data_pipeline.schema import LogSchema, detect_criteo_schema
-from data_pipeline.shards import Encoder, IdsOf, WrittenShard
+from data_pipeline.parts import detect_schema, identify, inputs_changed
+from data_pipeline.pool import Schedule, on_threads
+from data_pipeline.schema import LogSchema
+from data_pipeline.shards import Encoder, WrittenShard
+from data_pipeline.sources import LogIdentity
 from data_pipeline.vocabulary import Vocabulary, build_vocabulary
 from data_pipeline.work import Tell, work_folder
 from data_pipeline.write_pass import write_logs
@@ -59,31 +62,36 @@ def preprocess(options: PreprocessOptions, tell: Tell = lambda line: None) -> Ma
         OSError: the output cannot be written.
     """
     logs = identify(options.inputs)
-    schema = options.schema or _detect_schema(options)
+    schema = options.schema or detect_schema(options.inputs[0])
     unknown = sorted(set(options.min_counts) - set(schema.categories))
     if unknown:
         raise ValueError(f"--min-count {unknown[0]}=...: no such category; they are {', '.join(schema.categories)}")
     identity = _identity(options, schema, logs)
-    with work_folder(options.output, identity=identity, marker=MANIFEST_NAME, overwrite=options.overwrite, tell=tell) as work:
-        manifest = _run(Job(options=options, schema=schema, logs=logs, work=work))
+    scheduled = dask_schedule(options.scheduler, workers=options.threads) if options.scheduler else nullcontext(on_threads)
+    with (
+        scheduled as schedule,
+        work_folder(options.output, identity=identity, marker=MANIFEST_NAME, overwrite=options.overwrite, tell=tell) as work,
+    ):
+        manifest = _run(Job(options=options, schema=schema, logs=logs, work=work), schedule)
+        work.remove_unfinished()
         if identify(options.inputs) != logs:
             raise inputs_changed()
         write_manifest(manifest, work.data)
     return manifest
 
 
-def _run(job: Job) -> Manifest:
+def _run(job: Job, schedule: Schedule) -> Manifest:
     for folder in (*SPLITS, "vocabulary"):
         (job.work.data / folder).mkdir(exist_ok=True)
-    parts = count_logs(job)
+    parts = count_logs(job, schedule)
     rows_of_logs = [sum(part.counts.rows for part in parts if part.log == log) for log in range(len(job.logs))]
     bounds = job.options.splitting.bounds(rows_of_logs)
     groups = train_and_rest(job, parts, bounds[0])
     if not any(group.trains for group in groups):
         raise no_training_rows(parts)
-    integers = tuple(_integer_column(name, column, groups) for column, name in enumerate(job.schema.integers))
+    integers = tuple(_integer_column(job, column, groups) for column in range(len(job.schema.integers)))
     vocabularies = _vocabularies(job, groups) if job.options.hash_buckets is None else {}
-    written = write_logs(job, parts, bounds, _encoder(job, integers, vocabularies))
+    written = write_logs(job, schedule, parts, bounds, _encoder(job, integers, vocabularies))
     inputs, rejected_lines = describe_inputs(job, parts)
     rejected = sum(log.rows_rejected for log in inputs)
     return Manifest(
@@ -101,14 +109,6 @@ def _run(job: Job) -> Manifest:
     )
 
 
-def _detect_schema(options: PreprocessOptions) -> LogSchema:
-    text = first_lines(options.inputs[0])
-    try:
-        return detect_criteo_schema(text)
-    except ValueError as error:
-        raise ValueError(f"{options.inputs[0]}:1: {error}") from error
-
-
 def _identity(options: PreprocessOptions, schema: LogSchema, logs: tuple[LogIdentity, ...]) -> dict[str, Any]:
     """What the contents of the work folder follow from; how many malformed lines may be dropped does not change what was done."""
     recorded = {name: value for name, value in options.recorded().items() if name != "max_bad_rows"}
@@ -116,12 +116,16 @@ def _identity(options: PreprocessOptions, schema: LogSchema, logs: tuple[LogIden
     return files | recorded | {"min_counts": dict(options.min_counts)}
 
 
-def _integer_column(name: str, column: int, groups: Sequence[Group]) -> IntegerColumn:
+def _integer_column(job: Job, column: int, groups: Sequence[Group]) -> IntegerColumn:
+    name = job.schema.integers[column]
     counts = [(group.counts.integers[column], group.trains) for group in groups]
+    missing = sum(found.missing for found, _ in counts)
+    if job.schema.transformed:
+        return IntegerColumn(name=name, missing=missing, offset=0, min=None, max=None, transform="none")
     low = min((found.min for found, trains in counts if trains and found.min is not None), default=None)
     high = max((found.max for found, trains in counts if trains and found.max is not None), default=None)
     # 2 - min makes the smallest value log(2) > 0. Where training holds no value, later ones are taken to be counts from 0.
-    return IntegerColumn(name=name, missing=sum(found.missing for found, _ in counts), offset=2 - (low or 0), min=low, max=high)
+    return IntegerColumn(name=name, missing=missing, offset=2 - (low or 0), min=low, max=high)
 
 
 def _vocabularies(job: Job, groups: Sequence[Group]) -> dict[str, Vocabulary]:
@@ -154,16 +158,16 @@ def _vocabularies(job: Job, groups: Sequence[Group]) -> dict[str, Vocabulary]:
 def _encoder(job: Job, integers: tuple[IntegerColumn, ...], vocabularies: Mapping[str, Vocabulary]) -> Encoder:
     schema, buckets = job.schema, job.options.hash_buckets
     if buckets is not None:
-        ids_of: list[IdsOf] = [functools.partial(hash_keys, buckets)] * len(schema.categories)
-        return Encoder(schema=schema, integers=integers, ids_of=tuple(ids_of), num_embeddings=(buckets,) * len(ids_of))
+        count = len(schema.categories)
+        return Encoder(schema=schema, integers=integers, ids_of=(HashedIds(buckets),) * count, num_embeddings=(buckets,) * count)
     tables = [
-        map_array(job.work.path / f"tables/{column:03d}.table", schema.key_dtype, (vocabularies[name].slots, 2))
+        TableIds(job.work.path / f"tables/{column:03d}.table", schema.key_dtype, vocabularies[name].slots)
         for column, name in enumerate(schema.categories)
     ]
     return Encoder(
         schema=schema,
         integers=integers,
-        ids_of=tuple(functools.partial(look_up, table) for table in tables),
+        ids_of=tuple(tables),
         num_embeddings=tuple(vocabularies[name].num_embeddings for name in schema.categories),
     )
 

@@ -41,11 +41,15 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True)
 class LogSchema:
-    """The columns of a line in order, the byte between them, and whether each file opens with a line of names."""
+    """The columns of a line in order, the byte between them, and whether each file opens with a line of names.
+
+    transformed: the integer columns are float32 to be kept as they are, as in the .npy files of torchrec's scripts.
+    """
 
     columns: tuple[Column, ...]
     separator: str = "\t"
     header: bool = False
+    transformed: bool = False
 
     def of_kind(self, *kinds: Kind) -> tuple[str, ...]:
         """Names of the columns of these kinds, in the order of a line."""

@@ -100,7 +100,9 @@ class Encoder:
 
 
 def encode_integers(values: np.ndarray, missing: np.ndarray, column: IntegerColumn) -> np.ndarray:
-    """float32 log(max(x, min) + offset), and 0.0 where x is missing."""
+    """float32 log(max(x, min) + offset), and 0.0 where x is missing; the values themselves if they are transformed already."""
+    if column.transform == "none":
+        return values
     encoded = np.empty(len(values), np.float32)
     _encode_integers(values, missing, 2 - column.offset, _LOGARITHMS, encoded)
     return encoded

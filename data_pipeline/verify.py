@@ -93,7 +93,7 @@ def _check_contents(manifest: Manifest, path: Path) -> tuple[Counter[str], int]:
                 raise ValueError(f"{where}: {LABEL} holds other values than 0 and 1; {REMEDY}")
         for integer in manifest.integer_columns:
             values = group.column(integer.name).to_numpy()
-            if not (np.isfinite(values) & (values >= 0)).all():
+            if not np.isfinite(values).all() or (integer.transform == "log" and (values < 0).any()):
                 raise ValueError(f"{where}: {integer.name} holds values that are no logarithms of at least 1; {REMEDY}")
         for column in manifest.categorical_columns:
             ids = ids_of(group, column.name, is_list=column.is_list)

@@ -39,6 +39,11 @@ class WorkFolder:
         """The data set to be."""
         return self.path / "data"
 
+    def remove_unfinished(self) -> None:
+        """Remove what processes that died were writing."""
+        for left in self.path.rglob(".*.tmp"):
+            left.unlink()
+
     def save(self, name: str, record: object) -> None:
         """Write a dataclass as <name>.json."""
         with replacing(self.path / f"{name}.json") as beside:
@@ -95,8 +100,7 @@ def _open(work: WorkFolder, identity: dict[str, Any], output: Path, tell: Tell) 
         if not changed:
             counted, written = (len(list((work.path / folder).glob("*.json"))) for folder in ("counts", "shards"))
             tell(f"going on with an interrupted run: {counted} parts were counted, {written} written")
-            for left in work.path.rglob(".*.tmp"):
-                left.unlink()
+            work.remove_unfinished()
             return
         tell(f"--output {output}: an interrupted run had other {' and '.join(changed)}; starting over")
     _empty(work.path)

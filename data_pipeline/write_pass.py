@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
 
 from tqdm import tqdm
 
@@ -12,48 +14,42 @@ from data_pipeline.count_pass import CountedPart
 from data_pipeline.job import Job, part_name
 from data_pipeline.manifest import SPLITS, Shard
 from data_pipeline.parts import Part
-from data_pipeline.pool import work_on_parts
+from data_pipeline.pool import Schedule
 from data_pipeline.shards import Encoder, PartShards, WrittenShard, write_part
 from data_pipeline.splits import Rows, rows_by_place
 
 
-def write_logs(job: Job, parts: Sequence[CountedPart], bounds: tuple[int, int], encoder: Encoder) -> dict[str, list[WrittenShard]]:
+@dataclass(frozen=True, kw_only=True)
+class PlannedPart:
+    """The shard of each split that has rows in a part, and the rows by place where splits go by place."""
+
+    shards: Mapping[str, Shard]
+    rows: Mapping[str, slice] | None
+
+
+def write_logs(
+    job: Job, schedule: Schedule, parts: Sequence[CountedPart], bounds: tuple[int, int], encoder: Encoder
+) -> dict[str, list[WrittenShard]]:
     """Write every part that isn't written yet, and return all shards of each split in order.
 
     Args:
         job: the run.
+        schedule: runs the pass.
         parts: all parts in order.
         bounds: the first rows of validation and test, where splits go by place.
         encoder: of the columns.
     """
     planned = _plan(job, parts, bounds)
-    found = {}
-    for key in planned:
-        shards = job.work.load(f"shards/{part_name(*key)}", PartShards)
-        if shards and all(_is_there(job, written.shard) for written in shards.written):
-            found[key] = shards
+    found = {key: shards for key in planned if (shards := _written_before(job, key))}
     waiting = planned.keys() - found.keys()
-    first_rows = {(part.log, part.number): part.first_row for part in parts}
-
-    def write(part: Part) -> tuple[tuple[int, int], PartShards]:
-        key = part.log, part.number
-        parsed = job.parse(part)
-        by_place = job.options.split != "random"
-        rows: Mapping[str, Rows] = (
-            rows_by_place(first_rows[key], parsed.rows, bounds) if by_place else job.rows_by_draw(part, parsed)
-        )
-        shards = write_part(parsed, encoder, job.work.data, rows=rows, shards=planned[key])
-        job.work.save(f"shards/{part_name(*key)}", shards)
-        return key, shards
-
-    def reader(log: int) -> Callable[[], Iterator[Part]]:
-        return job.reader(log, lambda number: (log, number) not in waiting)
-
-    readers = [reader(log) for log in sorted({log for log, _ in waiting})]
+    done: dict[int, set[int]] = {log: set() for log, _ in waiting}
+    for part in parts:
+        if part.log in done and (part.log, part.number) not in waiting:
+            done[part.log].add(part.number)
     total = sum(part.counts.rows for part in parts)
     with (
         tqdm(desc="writing", total=total, unit="row", unit_scale=True, disable=None, initial=_rows(list(found.values()))) as bar,
-        closing(work_on_parts(readers, write, workers=job.options.threads)) as results,
+        closing(schedule(job, partial(_write, encoder), done, planned)) as results,
     ):
         for key, shards in results:
             bar.update(_rows([shards]))
@@ -65,24 +61,40 @@ def write_logs(job: Job, parts: Sequence[CountedPart], bounds: tuple[int, int], 
     return by_split
 
 
-def _plan(job: Job, parts: Sequence[CountedPart], bounds: tuple[int, int]) -> dict[tuple[int, int], dict[str, Shard]]:
+def _write(encoder: Encoder, job: Job, part: Part, planned: PlannedPart) -> tuple[tuple[int, int], PartShards]:
+    key = part.log, part.number
+    shards = _written_before(job, key)
+    if not shards:
+        parsed = job.parse(part)
+        rows: Mapping[str, Rows] = planned.rows or job.rows_by_draw(part, parsed)
+        shards = write_part(parsed, encoder, job.work.data, rows=rows, shards=planned.shards)
+        job.work.save(f"shards/{part_name(*key)}", shards)
+    return key, shards
+
+
+def _written_before(job: Job, key: tuple[int, int]) -> PartShards | None:
+    shards = job.work.load(f"shards/{part_name(*key)}", PartShards)
+    return shards if shards and all(_is_there(job, written.shard) for written in shards.written) else None
+
+
+def _plan(job: Job, parts: Sequence[CountedPart], bounds: tuple[int, int]) -> dict[tuple[int, int], PlannedPart]:
     """For every part that has rows, the shard of each split that has some of them; numbered in order within the split."""
-    planned: dict[tuple[int, int], dict[str, Shard]] = {}
+    planned: dict[tuple[int, int], PlannedPart] = {}
     numbers = Counter[str]()
     for part in parts:
-        if job.options.split == "random":
+        by_place = rows_by_place(part.first_row, part.counts.rows, bounds) if job.options.split != "random" else None
+        if by_place is None:
             sizes = dict(zip(SPLITS, part.counts.split_rows or (), strict=True))
         else:
-            sizes = {
-                split: rows.stop - rows.start for split, rows in rows_by_place(part.first_row, part.counts.rows, bounds).items()
-            }
+            sizes = {split: rows.stop - rows.start for split, rows in by_place.items()}
+        shards = {}
         for split, rows in sizes.items():
             if rows:
-                shard = Shard(
-                    path=f"{split}/part-{numbers[split]:05d}.parquet", rows=rows, from_rows=(part.first_row, part.end_row)
-                )
-                planned.setdefault((part.log, part.number), {})[split] = shard
+                path = f"{split}/part-{numbers[split]:05d}.parquet"
+                shards[split] = Shard(path=path, rows=rows, from_rows=(part.first_row, part.end_row))
                 numbers[split] += 1
+        if shards:
+            planned[part.log, part.number] = PlannedPart(shards=shards, rows=by_place)
     return planned
 
 

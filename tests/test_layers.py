@@ -20,8 +20,8 @@ ROOT = Path(comera_rec.__file__).parents[1]
 LAYERS = ["tt", "ops", "nn", "rank", "recsys", "convert", "training", "cli", "train"]
 READS_MANIFEST = {"data_pipeline", "training", "cli", "train"}
 BELOW_TORCHREC = {"tt", "ops", "nn", "rank"}
-# Packages that a function may import, because they are optional: accelerators.
-OPTIONAL = {"triton", "numba"}
+# Packages that a function may import, because they are optional: accelerators and clusters.
+OPTIONAL = {"triton", "numba", "distributed"}
 
 FILES = sorted([*Path(comera_rec.__file__).parent.rglob("*.py"), *Path(data_pipeline.__file__).parent.rglob("*.py")])
 

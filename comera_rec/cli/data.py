@@ -15,6 +15,7 @@ from data_pipeline.npy import export_npy
 from data_pipeline.options import PreprocessOptions, format_bytes, parse_bytes
 from data_pipeline.preprocess import preprocess as write_data_set
 from data_pipeline.schema import read_schema
+from data_pipeline.sources import by_number, expand
 from data_pipeline.splits import SplitKind
 from data_pipeline.synth import SynthOptions, truth_path
 from data_pipeline.synth import synth as write_log
@@ -67,9 +68,14 @@ class _Bytes(click.ParamType):
 
 @click.command(short_help="Turn Criteo or other logs into Parquet shards and a manifest.")
 @click.option(
-    "--input", "first_inputs", type=_PATH, multiple=True, required=True, metavar="RAW [RAW ...]", help="Logs in time order."
+    "--input",
+    "first_inputs",
+    multiple=True,
+    required=True,
+    metavar="RAW [RAW ...]",
+    help="Logs in time order: files, URLs such as s3://bucket/day_*.gz, or torchrec's *_sparse.npy with their neighbours.",
 )
-@click.argument("more_inputs", type=_PATH, nargs=-1, metavar="")
+@click.argument("more_inputs", nargs=-1, metavar="")
 @click.option("--output", type=_PATH, required=True, metavar="DATA", help="Folder of the data set, new or empty.")
 @click.option("--schema", type=_PATH, metavar="FILE", help="TOML file that names the columns of logs other than Criteo's.")
 @click.option(
@@ -98,8 +104,9 @@ class _Bytes(click.ParamType):
     "--memory-limit", type=_Bytes(), default="2GiB", show_default=True, help="Bounds how many parts are worked on at once."
 )
 @click.option("--workers", type=int, metavar="N", help="Threads; default one a core, as far as memory goes.")
+@click.option("--scheduler", metavar="ADDRESS|local", help="Work on a Dask cluster: tcp://host:8786, or processes on this machine.")
 @click.option("--overwrite", is_flag=True, help="Replace a finished data set.")
-def preprocess(first_inputs: tuple[Path, ...], more_inputs: tuple[Path, ...], schema: Path | None, **chosen: Any) -> None:
+def preprocess(first_inputs: tuple[str, ...], more_inputs: tuple[str, ...], schema: Path | None, **chosen: Any) -> None:
     """Turn logs (plain or .gz; Criteo's, with or without label, or others by --schema) into Parquet shards and manifest.json.
 
     Ids are ordered by frequency in the training split, 0 standing for missing and rare values; counts become log(x + offset), 0.0
@@ -112,8 +119,12 @@ def preprocess(first_inputs: tuple[Path, ...], more_inputs: tuple[Path, ...], sc
     if len(first_inputs) > 1 and more_inputs:
         raise ValueError("--input is given several times, once with several files; name all files after one --input")
     start = time.perf_counter()
+    given = expand(first_inputs + more_inputs)
+    inputs = by_number(given)
+    if inputs != given:
+        click.echo(f"taking the logs by their numbers: {inputs[0]} ... {inputs[-1]}", err=True)
     options = PreprocessOptions(
-        inputs=first_inputs + more_inputs,
+        inputs=inputs,
         schema=read_schema(schema) if schema else None,
         **_min_counts(chosen.pop("min_counts")),
         **chosen,

@@ -11,12 +11,17 @@ each of the S = world_size x workers readers takes an equal, contiguous share of
 of at least `shuffle_rows` rows, and cuts it into batches. A position is therefore two numbers, and resuming skips to the row
 group that holds the next row.
 
+Across ranks and workers no row is read twice, and every rank gets equally many batches an epoch: rows / S, rounded up to whole
+batches where the last ones are shorter, or down with `drop_last`, which leaves out fewer than B + 1 rows a reader. The state of
+one rank is that of all.
+
 Letters: B rows in a batch, n rows of any other set, I integer columns, C categorical columns.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import queue
 import threading
@@ -44,7 +49,7 @@ class Batch:
     """Rows of a data set.
 
     dense: [B, I] float32, the transformed integer columns in the manifest's order.
-    sparse: one int64 id per row and categorical column (key), lengths and offsets given.
+    sparse: int64 ids by categorical column (key), one a row or, in columns of lists, any number; lengths and offsets given.
     labels: [B] float32, 0 or 1.
     """
 
@@ -83,26 +88,65 @@ class Batch:
             part.record_stream(stream)
 
 
+class _Lists(NamedTuple):
+    """A column of lists, as Arrow holds it: row i is values[offsets[i] : offsets[i + 1]]."""
+
+    offsets: np.ndarray  # [n + 1], from anywhere
+    values: np.ndarray  # [...] int32
+
+    @classmethod
+    def of(cls, lengths: np.ndarray, values: np.ndarray) -> _Lists:
+        return cls(np.append(0, np.cumsum(lengths)), values)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.offsets)
+
+    @property
+    def flat(self) -> np.ndarray:
+        return self.values[self.offsets[0] : self.offsets[-1]]
+
+    def slice(self, start: int, stop: int) -> _Lists:
+        return _Lists(self.offsets[start : stop + 1], self.values)
+
+    def take(self, order: np.ndarray) -> _Lists:
+        lengths, begins = self.lengths[order], self.offsets[:-1][order]
+        before = np.cumsum(lengths) - lengths
+        return _Lists.of(lengths, self.values[np.repeat(begins - before, lengths) + np.arange(lengths.sum())])
+
+
 class _Rows(NamedTuple):
-    """Rows column by column, which is how Parquet gives them and how a KeyedJaggedTensor wants them."""
+    """Rows column by column, as Parquet gives them and a KeyedJaggedTensor wants them. S columns hold one id a row."""
 
     dense: np.ndarray  # [I, n] float32
-    ids: np.ndarray  # [C, n] int32
+    ids: np.ndarray  # [S, n] int32
     labels: np.ndarray  # [n] float32
+    lists: tuple[_Lists, ...]
 
     @property
     def size(self) -> int:
         return len(self.labels)
 
     def slice(self, start: int, stop: int) -> _Rows:
-        return _Rows(*(part[..., start:stop] for part in self))
+        stop = min(stop, self.size)
+        dense, ids, labels = (part[..., start:stop] for part in self[:3])
+        return _Rows(dense, ids, labels, tuple(column.slice(start, stop) for column in self.lists))
 
     def take(self, order: np.ndarray) -> _Rows:
-        return _Rows(*(part.take(order, axis=-1) for part in self))
+        dense, ids, labels = (part.take(order, axis=-1) for part in self[:3])
+        return _Rows(dense, ids, labels, tuple(column.take(order) for column in self.lists))
 
 
 def _concatenate(parts: list[_Rows]) -> _Rows:
-    return parts[0] if len(parts) == 1 else _Rows(*(np.concatenate(arrays, axis=-1) for arrays in zip(*parts, strict=True)))
+    if len(parts) == 1:
+        return parts[0]
+    dense, ids, labels = (np.concatenate(of_parts, axis=-1) for of_parts in zip(*(part[:3] for part in parts), strict=True))
+    columns = zip(*(part.lists for part in parts), strict=True)
+    lists = (
+        _Lists.of(np.concatenate([piece.lengths for piece in column]), np.concatenate([piece.flat for piece in column]))
+        for column in columns
+    )
+    return _Rows(dense, ids, labels, tuple(lists))
 
 
 class _Piece(NamedTuple):
@@ -163,8 +207,10 @@ class ParquetBatches(IterableDataset[Batch]):
         self.batch_size, self.shuffle, self.shuffle_rows, self.seed, self.epochs = batch_size, shuffle, shuffle_rows, seed, epochs
         self.rank, self.world_size, self.drop_last = rank, world_size, drop_last
         self._dense_names = [column.name for column in self.manifest.integer_columns]
-        self._sparse_names = [column.name for column in self.manifest.categorical_columns]
-        self._num_embeddings = np.array([[column.num_embeddings] for column in self.manifest.categorical_columns])  # [C, 1]
+        columns = self.manifest.categorical_columns
+        self._single_names = [column.name for column in columns if not column.is_list]
+        self._list_names = [column.name for column in columns if column.is_list]
+        self._num_embeddings = {column.name: column.num_embeddings for column in columns}
         self._row_groups = _row_groups(self.manifest, Path(data), split)
         self.rows = sum(piece.stop for piece in self._row_groups)
         self.batches_per_epoch()  # there must be at least one
@@ -272,38 +318,53 @@ class ParquetBatches(IterableDataset[Batch]):
     def _read(self, piece: _Piece) -> _Rows:
         try:
             with pq.ParquetFile(piece.path, memory_map=True) as file:
-                columns = ["label", *self._dense_names, *self._sparse_names]
+                columns = ["label", *self._dense_names, *self._single_names, *self._list_names]
                 # Decoding runs outside Python's lock, so a training thread beside this one is not held up.
                 table = file.read_row_group(piece.row_group, columns=columns).slice(piece.start, piece.stop - piece.start)
         except (OSError, pa.ArrowInvalid) as error:
             raise ValueError(f"{piece.path}, row group {piece.row_group}, cannot be read ({error}); {_REMEDY}") from error
         for name in columns:
-            if table.column(name).null_count:
+            column = table.column(name)
+            if column.null_count or (name in self._list_names and any(chunk.flatten().null_count for chunk in column.chunks)):
                 raise ValueError(f"{piece.path}: column {name} has an empty cell in row group {piece.row_group}; {_REMEDY}")
-        dense = np.stack([table.column(name).to_numpy() for name in self._dense_names])
-        ids = np.stack([table.column(name).to_numpy() for name in self._sparse_names])
+        dense = np.empty((len(self._dense_names), len(table)), np.float32)
+        ids = np.empty((len(self._single_names), len(table)), np.int32)
+        for array, names in ((dense, self._dense_names), (ids, self._single_names)):
+            for row, name in zip(array, names, strict=True):
+                row[:] = table.column(name).to_numpy()
         labels = table.column("label").to_numpy().astype(np.float32)
         if not np.isin(labels, (0, 1)).all():
             raise ValueError(f"{piece.path}: labels in row group {piece.row_group} are not all 0 or 1; {_REMEDY}")
-        if ids.min() < 0 or (ids >= self._num_embeddings).any():
-            column, row = np.argwhere((ids < 0) | (ids >= self._num_embeddings))[0]
-            raise ValueError(
-                f"{piece.path}: table {self._sparse_names[column]}: id {ids[column, row]} is not in "
-                f"0..{self._num_embeddings[column, 0] - 1}; {_REMEDY}"
-            )
-        return _Rows(dense, ids, labels)
+        lists = []
+        for name in self._list_names:
+            column = table.column(name).combine_chunks()
+            lists.append(_Lists(column.offsets.to_numpy(), column.values.to_numpy(zero_copy_only=False)))
+        of_columns = [*zip(self._single_names, ids, strict=True), *zip(self._list_names, (of.flat for of in lists), strict=True)]
+        for name, of_column in of_columns:
+            limit = self._num_embeddings[name]
+            if of_column.size and not 0 <= of_column.min() <= of_column.max() < limit:
+                wrong = of_column[~((of_column >= 0) & (of_column < limit))][0]
+                raise ValueError(f"{piece.path}: table {name}: id {wrong} is not in 0..{limit - 1}; {_REMEDY}")
+        return _Rows(dense, ids, labels, tuple(lists))
 
     def _batch(self, rows: _Rows) -> Batch:
-        size, keys = rows.size, self._sparse_names
-        lengths, offsets = _one_per_row(len(keys), size)
+        size, singles = rows.size, len(self._single_names)
+        lengths, offsets = _one_per_row(singles, size)
+        values = rows.ids.astype(np.int64).ravel()
+        length_per_key = [size] * singles
+        if rows.lists:
+            values = np.concatenate([values, *(column.flat for column in rows.lists)])
+            lengths = torch.cat([lengths, *(torch.from_numpy(column.lengths.astype(np.int64)) for column in rows.lists)])
+            offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+            length_per_key += [len(column.flat) for column in rows.lists]
         sparse = KeyedJaggedTensor(
-            keys=keys,
-            values=torch.from_numpy(rows.ids.astype(np.int64)).view(-1),
+            keys=self._single_names + self._list_names,
+            values=torch.from_numpy(values),
             lengths=lengths,
             offsets=offsets,
             stride=size,
-            length_per_key=[size] * len(keys),
-            offset_per_key=[size * i for i in range(len(keys) + 1)],
+            length_per_key=length_per_key,
+            offset_per_key=[0, *itertools.accumulate(length_per_key)],
         )
         # The copies let go of the buffer that the rows are a view of.
         dense = torch.from_numpy(np.ascontiguousarray(rows.dense.T))
@@ -314,6 +375,10 @@ class ParquetBatches(IterableDataset[Batch]):
 def _one_per_row(keys: int, size: int) -> tuple[Tensor, Tensor]:
     """lengths and offsets of a KeyedJaggedTensor with one id everywhere; batches share them, nothing writes to them."""
     return torch.ones(keys * size, dtype=torch.int64), torch.arange(keys * size + 1, dtype=torch.int64)
+
+
+def _is_lists(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) and pa.types.is_int32(kind.value_type)
 
 
 def _row_groups(manifest: Manifest, data: Path, split: str) -> list[_Piece]:
@@ -327,7 +392,7 @@ def _row_groups(manifest: Manifest, data: Path, split: str) -> list[_Piece]:
     check_shards(manifest, data)
     types = {"label": pa.types.is_integer}
     types |= {column.name: pa.types.is_float32 for column in manifest.integer_columns}
-    types |= {column.name: pa.types.is_int32 for column in manifest.categorical_columns}
+    types |= {column.name: _is_lists if column.is_list else pa.types.is_int32 for column in manifest.categorical_columns}
     pieces = []
     for shard in manifest.splits[split].shards:
         path = data / shard.path

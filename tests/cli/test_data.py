@@ -116,3 +116,13 @@ def test_mistakes(
 def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(command, "--help") == 0
     assert f"Example:\n    comera {command} --" in capsys.readouterr().out
+
+
+def test_logs_are_taken_by_their_numbers(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The shell puts day_10 before day_2; then the last day would not be the last."""
+    days = [str(log.parent / f"day_{day}") for day in (0, 10, 2)]
+    for day in days:
+        shutil.copy(log, day)
+    assert run("preprocess", "--input", *days, "--output", tmp_path / "data", "--split", "day") == 0
+    assert [file.name for file in read_manifest(tmp_path / "data").inputs] == ["day_0", "day_2", "day_10"]
+    assert capsys.readouterr().err == f"taking the logs by their numbers: {days[0]} ... {days[1]}\n"

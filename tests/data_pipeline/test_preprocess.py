@@ -141,11 +141,11 @@ def test_cut_at_every_byte(write_log: WriteLog, name: str, ended: bool) -> None:
     log = write_log(text if ended else text[:-1], name)
     for part_bytes in range(1, len(text) + 2):
         parts = list(read_parts(0, log, part_bytes=part_bytes, skip=lambda number: False))
-        assert b"".join(part.text for part in parts) == text
+        assert b"".join(part.content for part in parts) == text
         assert [part.number for part in parts if part.last] == [len(parts) - 1]
         for part in parts:
-            assert text[part.start :].startswith(part.text)
-            assert not part.text or part.number * part_bytes <= part.start < (part.number + 1) * part_bytes
+            assert text[part.start :].startswith(part.content)
+            assert not part.content or part.number * part_bytes <= part.start < (part.number + 1) * part_bytes
         assert list(read_parts(0, log, part_bytes=part_bytes, skip=lambda number: number % 2 == 0)) == parts[1::2]
 
 

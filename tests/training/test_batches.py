@@ -16,6 +16,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from comera_rec.training.batches import Batch, BatchLoader, ParquetBatches
 from data_pipeline.manifest import (
@@ -35,10 +36,32 @@ from data_pipeline.manifest import (
 )
 
 NUM_EMBEDDINGS = (50, 7)
+TAGS = 11
 
 
-def write_dataset(folder: Path, *, row_group: int = 8, shard: int = 30, labelled: bool = True, **rows: int) -> Path:
-    """A data set with splits of the given sizes. I1 is the row's number within its split, C1 = I1 mod 50, label = I1 mod 2."""
+_C1 = CategoricalColumn(
+    name="C1",
+    num_embeddings=50,
+    distinct=50,
+    missing=0,
+    min_count=1,
+    rows_at_zero={},
+    vocabulary=Shard(path="", rows=0, bytes=0, sha256=""),
+)
+
+
+def tags(number: int) -> list[int]:
+    """0 to 3 ids."""
+    return [number * (i + 1) % TAGS for i in range(number % 4)]
+
+
+def write_dataset(
+    folder: Path, *, row_group: int = 8, shard: int = 30, labelled: bool = True, lists: bool = False, **rows: int
+) -> Path:
+    """A data set with splits of the given sizes. I1 is the row's number within its split, C1 = I1 mod 50, label = I1 mod 2.
+
+    lists: another column, T1, holds `tags(I1)`.
+    """
     splits = {}
     for name in SPLITS:
         number = np.arange(rows.get(name, 0))
@@ -51,6 +74,8 @@ def write_dataset(folder: Path, *, row_group: int = 8, shard: int = 30, labelled
                 "C2": (number % 7).astype(np.int32),
             }
         )
+        if lists:
+            table = table.append_column("T1", pa.array([tags(i) for i in number.tolist()], pa.list_(pa.int32())))
         (folder / name).mkdir(parents=True)
         shards: list[Shard] = []
         for start in range(0, len(number), shard):
@@ -70,17 +95,9 @@ def write_dataset(folder: Path, *, row_group: int = 8, shard: int = 30, labelled
         label=Label(mean=0.5, split_means={}) if labelled else None,
         integer_columns=tuple(IntegerColumn(name=name, missing=0, offset=2, min=0, max=9) for name in ("I1", "I2")),
         categorical_columns=tuple(
-            CategoricalColumn(
-                name=f"C{i}",
-                num_embeddings=size,
-                distinct=size,
-                missing=0,
-                min_count=1,
-                rows_at_zero={},
-                vocabulary=Shard(path="", rows=0, bytes=0, sha256=""),
-            )
-            for i, size in enumerate(NUM_EMBEDDINGS, start=1)
-        ),
+            dataclasses.replace(_C1, name=f"C{i}", num_embeddings=size) for i, size in enumerate(NUM_EMBEDDINGS, start=1)
+        )
+        + ((dataclasses.replace(_C1, name="T1", num_embeddings=TAGS, is_list=True),) if lists else ()),
         splits=splits,
     )
     write_manifest(manifest, folder)
@@ -147,6 +164,46 @@ class TestBatch:
         for batch in ParquetBatches(data, "train", batch_size=10):
             for tensor in (batch.dense, batch.sparse.values(), batch.labels):
                 assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+class TestLists:
+    @pytest.mark.parametrize("shuffle", [False, True])
+    def test_follow_their_rows(self, tmp_path: Path, shuffle: bool) -> None:
+        data = write_dataset(tmp_path / "data", lists=True, train=100)
+        batches = [
+            batch
+            for rank in range(2)
+            for batch in ParquetBatches(data, "train", batch_size=7, shuffle=shuffle, shuffle_rows=20, rank=rank, world_size=2)
+        ]
+        assert sorted(numbers(batches)) == list(range(100))
+        for batch in batches:
+            expected = [tags(number) for number in numbers([batch])]
+            sparse = batch.sparse
+            assert sparse.keys() == ["C1", "C2", "T1"]
+            assert sparse["T1"].lengths().tolist() == [len(row) for row in expected]
+            assert sparse["T1"].values().tolist() == [tag for row in expected for tag in row]
+            assert sparse["C1"].values().tolist() == [number % 50 for number in numbers([batch])]
+            plain = type(sparse)(sparse.keys(), sparse.values(), lengths=sparse.lengths())
+            assert torch.equal(sparse.offsets(), plain.offsets())
+            assert sparse.length_per_key() == plain.length_per_key()
+            assert sparse.offset_per_key() == plain.offset_per_key()
+            assert sparse.values().untyped_storage().nbytes() == sparse.values().nbytes
+
+    @pytest.mark.parametrize(
+        ("cell", "message"),
+        [
+            ([3, TAGS], r"part-00000.parquet: table T1: id 11 is not in 0\.\.10"),
+            ([3, None], r"part-00000.parquet: column T1 has an empty cell in row group 0"),
+            (None, r"part-00000.parquet: column T1 has an empty cell in row group 0"),
+        ],
+    )
+    def test_bad_cells(self, tmp_path: Path, cell: list[int | None] | None, message: str) -> None:
+        data = write_dataset(tmp_path / "data", lists=True, train=100)
+        table = pq.read_table(data / "train" / "part-00000.parquet")
+        cells = pa.array([cell, *table.column("T1").to_pylist()[1:]], pa.list_(pa.int32()))
+        replace_first_shard(data, table.set_column(table.schema.get_field_index("T1"), "T1", cells))
+        with pytest.raises(ValueError, match=message):
+            list(ParquetBatches(data, "train", batch_size=8))
 
 
 class TestRows:
@@ -333,6 +390,26 @@ class TestLoader:
         (data / "train" / "part-00002.parquet").unlink()
         with pytest.raises(ValueError, match=r"part-00002.parquet, row group 0, cannot be read"):
             list(loader)
+
+    @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_torchdata_resumes_it(self, data: Path, workers: int) -> None:
+        """StatefulDataLoader keeps a position for each worker."""
+
+        def make() -> StatefulDataLoader:
+            batches = ParquetBatches(data, "train", batch_size=6, shuffle=True, shuffle_rows=20, epochs=2)
+            return StatefulDataLoader(batches, batch_size=None, num_workers=workers)
+
+        loader = make()
+        unbroken = iter(loader)
+        for _ in range(11):
+            next(unbroken)
+        resumed = make()
+        resumed.load_state_dict(loader.state_dict())
+        rest = list(resumed)
+        assert rest
+        for left, right in zip(rest, unbroken, strict=True):
+            assert_equal(left, right)
 
 
 class TestBadInput:

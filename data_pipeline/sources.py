@@ -1,0 +1,129 @@
+"""Where logs lie: local files, or whatever fsspec reads by URL, such as s3://, gs://, https:// and memory://."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import fsspec.core
+
+Source = Path | str  # a URL is a str: Path would take one of its slashes
+# What file systems call the thing that changes when a file does.
+_VERSIONS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "Last-Modified", "updated", "created")
+_STREAM_BLOCK = 8 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogIdentity:
+    """What tells that a log is still the one that was read: its name, its stored bytes, and a time or tag of its last change."""
+
+    name: str
+    bytes: int
+    version: str
+
+
+def source(text: str) -> Source:
+    """A path, or a URL as it is."""
+    return text if "://" in text else Path(text)
+
+
+def sibling(log: Source, name: str) -> Source:
+    """The file of that name in a log's folder."""
+    return log.with_name(name) if isinstance(log, Path) else f"{log.rpartition('/')[0]}/{name}"
+
+
+def name_of(log: Source) -> str:
+    """The log's name without its folder."""
+    return log.name if isinstance(log, Path) else log.rpartition("/")[2]
+
+
+def identify_log(log: Source) -> LogIdentity:
+    """A log's identity as it is now.
+
+    Raises:
+        ValueError: it is missing, a folder, empty, or in a place that can't be reached.
+    """
+    try:
+        if isinstance(log, Path):
+            status = log.stat()
+            folder, size, version = log.is_dir(), status.st_size, str(status.st_mtime_ns)
+        else:
+            files, path = _file_system(log)
+            files.invalidate_cache()  # or a change is seen by other processes only
+            found = files.info(path)
+            folder, size = found["type"] == "directory", found["size"]
+            version = next((str(found[key]) for key in _VERSIONS if found.get(key)), "")
+    except FileNotFoundError as error:
+        raise ValueError(f"--input {log} does not exist; check its name") from error
+    except OSError as error:
+        raise unreadable(log, error) from error
+    if folder:
+        raise ValueError(f"--input {log} is a folder; name the files in it, such as {log}/day_*.gz")
+    if size is None:
+        raise ValueError(f"--input {log}: its server tells no size, without which a log can't be cut into parts; download it first")
+    if not size:
+        raise empty(log)
+    return LogIdentity(name=name_of(log), bytes=size, version=version)
+
+
+def open_log(log: Source, *, streamed: bool = False) -> BinaryIO:
+    """Open a log for reading: from its beginning to its end if streamed, else piece by piece, each in one request."""
+    if isinstance(log, Path):
+        return log.open("rb")
+    files, path = _file_system(log)
+    options = {"cache_type": "readahead", "block_size": _STREAM_BLOCK} if streamed else {"cache_type": "none"}
+    return cast(BinaryIO, files.open(path, "rb", **options))
+
+
+def expand(texts: Iterable[str]) -> tuple[Source, ...]:
+    """Paths and URLs; URLs with * or ? become the files that match, because no shell expands them.
+
+    Raises:
+        ValueError: no file matches.
+    """
+    logs: list[Source] = []
+    for text in texts:
+        log = source(text)
+        if isinstance(log, Path) or not re.search(r"[*?]", log):
+            logs.append(log)
+            continue
+        files, pattern = _file_system(log)
+        found = [str(files.unstrip_protocol(path)) for path in files.glob(pattern)]
+        if not found:
+            raise ValueError(f"--input {log} matches no file; check its name")
+        logs += sorted(found)
+    return tuple(logs)
+
+
+def by_number(logs: tuple[Source, ...]) -> tuple[Source, ...]:
+    """Logs that stand in the order of their letters, as shells expand day_*, in the order of their numbers: day_2 before day_10.
+
+    Any other order is someone's intention and stays.
+    """
+    texts = [str(log) for log in logs]
+    if texts != sorted(texts):
+        return logs
+    return tuple(sorted(logs, key=lambda log: [(text, int(digits or -1)) for text, digits in re.findall(r"(\D*)(\d*)", str(log))]))
+
+
+def unreadable(log: Source, error: OSError) -> ValueError:
+    """For a log that the system refuses to give."""
+    return ValueError(f"cannot read --input {log}: {error.strerror or error}; check the file and its permissions")
+
+
+def empty(log: Source) -> ValueError:
+    """For a log that holds nothing."""
+    return ValueError(f"--input {log} is empty; leave it out or fetch it again")
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    try:
+        files, path = fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        raise ValueError(f"--input {url}: {error}; comera-rec[remote] installs what s3:// and gs:// need") from error
+    except ValueError as error:
+        raise ValueError(f"--input {url}: {error}") from error
+    return files, path

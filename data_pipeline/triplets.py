@@ -1,0 +1,160 @@
+"""The .npy files that torchrec's scripts wrote as logs: X_sparse.npy, with X_dense.npy and X_labels.npy beside it.
+
+    day_0_sparse.npy, or day_0_sparse_contig_freq.npy    integers [n, C], texts' 32-bit numbers or contiguous ids; 0 = missing
+    day_0_dense.npy                                      float32 [n, I], transformed already and kept as they are
+    day_0_labels.npy                                     integers [n, 1] or [n]
+
+A part is a range of rows instead of bytes. Letters: n rows, I integer columns, C categorical columns.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from data_pipeline.columns import LABEL
+from data_pipeline.parse import REASONS_KEPT, Parsed
+from data_pipeline.schema import Column, LogSchema
+from data_pipeline.sources import LogIdentity, Source, identify_log, name_of, open_log, sibling
+
+MAGIC = b"\x93NUMPY"
+_SPARSE = re.compile(r"_sparse[^/]*\.npy$")
+_KINDS = {"sparse": "iu", "dense": "f", "labels": "iu"}
+
+
+class Rows(NamedTuple):
+    """Rows of a triplet as its files hold them."""
+
+    labels: np.ndarray
+    dense: np.ndarray
+    sparse: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class _File:
+    log: Source
+    rows: int
+    columns: int
+    dtype: np.dtype
+    offset: int
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        row_bytes = self.columns * self.dtype.itemsize
+        with open_log(self.log) as file:
+            file.seek(self.offset + start * row_bytes)
+            data = file.read((stop - start) * row_bytes)
+        if len(data) != (stop - start) * row_bytes:
+            raise ValueError(f"{self.log} ends before row {stop} of the {self.rows} that it states; write it again")
+        return np.frombuffer(data, self.dtype).reshape(stop - start, self.columns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Triplet:
+    """The three files of one log."""
+
+    sparse: _File
+    dense: _File
+    labels: _File
+
+    @property
+    def rows(self) -> int:
+        return self.sparse.rows
+
+    def rows_per_part(self, part_bytes: int) -> int:
+        """Rows whose cells fill a part."""
+        files = (self.sparse, self.dense, self.labels)
+        return max(1, part_bytes // sum(file.columns * file.dtype.itemsize for file in files))
+
+    def count_parts(self, part_bytes: int) -> int:
+        return max(1, -(-self.rows // self.rows_per_part(part_bytes)))
+
+    def schema(self) -> LogSchema:
+        """The columns, named as Criteo's."""
+        integers = [Column(name=f"I{i + 1}", kind="integer") for i in range(self.dense.columns)]
+        categories = [Column(name=f"C{i + 1}", kind="hex") for i in range(self.sparse.columns)]
+        return LogSchema(columns=(Column(name=LABEL, kind="label"), *integers, *categories), transformed=True)
+
+    def read(self, start: int, stop: int) -> Rows:
+        return Rows(*(file.read(start, stop) for file in (self.labels, self.dense, self.sparse)))
+
+
+def identify_triplet(log: Source) -> LogIdentity:
+    """The identity of all three files under the name of the sparse one."""
+    found = [identify_log(file) for file in _files(log).values()]
+    version = " ".join(identity.version for identity in found)
+    return LogIdentity(name=found[0].name, bytes=sum(identity.bytes for identity in found), version=version)
+
+
+def open_triplet(log: Source) -> Triplet:
+    """Read the headers of a log's files.
+
+    Raises:
+        ValueError: a file is missing, is no array of rows of the right kind, or has other rows than its neighbours.
+    """
+    files = {part: _open(file, _KINDS[part]) for part, file in _files(log).items()}
+    for part, file in files.items():
+        if file.rows != files["sparse"].rows or (part == "labels" and file.columns != 1):
+            raise ValueError(
+                f"{file.log} has shape [{file.rows}, {file.columns}], {log} has {files['sparse'].rows} rows; "
+                "they are of two data sets"
+            )
+    return Triplet(**files)
+
+
+def _files(log: Source) -> dict[str, Source]:
+    name = name_of(log)
+    if not _SPARSE.search(name):
+        raise ValueError(
+            f"--input {log}: of .npy files name the sparse ones, such as day_0_sparse.npy; the others are found beside"
+        )
+    return {"sparse": log} | {part: sibling(log, _SPARSE.sub(f"_{part}.npy", name)) for part in ("dense", "labels")}
+
+
+def _open(log: Source, kinds: str) -> _File:
+    identify_log(log)  # says so if it isn't there
+    with open_log(log, streamed=True) as file:
+        try:
+            version = np.lib.format.read_magic(file)
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, fortran, dtype = read(file)
+            offset = file.tell()
+        except ValueError as error:
+            raise ValueError(f"{log} is no .npy file ({error}); write it again") from error
+    if not 1 <= len(shape) <= 2 or dtype.kind not in kinds or fortran:
+        order = "columns first" if fortran else "rows first"
+        raise ValueError(f"{log} holds {dtype} {list(shape)}, {order}; torchrec's scripts write integers, and float32 for dense")
+    return _File(log=log, rows=shape[0], columns=shape[1] if len(shape) == 2 else 1, dtype=dtype, offset=offset)
+
+
+def parse_rows(rows: Rows) -> Parsed:
+    """Rows as columns; malformed are labels other than 0 and 1, dense values that aren't finite, and ids beyond 32 bits."""
+    labels, sparse = rows.labels[:, 0], rows.sparse
+    dense = np.ascontiguousarray(rows.dense.T, np.float32)
+    checks = {
+        "the label is not 0 or 1": (labels != 0) & (labels != 1),
+        "a dense value is not finite": ~np.isfinite(dense).all(axis=0),
+        "a sparse value is not a 32-bit integer": ((sparse < -(1 << 31)) | (sparse >= 1 << 32)).any(axis=1),
+    }
+    bad = np.any(list(checks.values()), axis=0)
+    reasons = [
+        (int(row), next(reason for reason, found in checks.items() if found[row])) for row in np.flatnonzero(bad)[:REASONS_KEPT]
+    ]
+    good = np.flatnonzero(~bad)
+    # Scripts that store 32-bit numbers as int32 wrap them; as uint32 they are what they were.
+    keys = np.ascontiguousarray(sparse[good].T.astype(np.uint32))
+    return Parsed(
+        label=labels[good].astype(np.int8),
+        integers=dense[:, good],
+        integer_missing=np.zeros((dense.shape[0], len(good)), np.bool_),
+        keys=keys,
+        key_missing=keys == 0,
+        list_keys=np.empty((0, 0), np.uint64),
+        list_ends=np.empty((0, len(good)), np.int64),
+        starts=good,
+        lines=len(labels),
+        rejected=len(labels) - len(good),
+        reasons=tuple(reasons),
+    )

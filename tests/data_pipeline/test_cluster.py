@@ -1,0 +1,139 @@
+"""Passes on a Dask cluster: the bytes of a run on threads, also where workers die and where threads began."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from random_logs import random_rows
+
+from data_pipeline import count_pass, write_pass
+from data_pipeline.job import Job
+from data_pipeline.parts import Part
+from data_pipeline.preprocess import PreprocessOptions, preprocess
+
+dask = pytest.importorskip("dask", reason="Dask is not installed")
+distributed = pytest.importorskip("distributed", reason="Dask is not installed")
+pytestmark = pytest.mark.distributed
+ROWS = random_rows(900)
+COUNT, WRITE = count_pass._count, write_pass._write
+
+
+@pytest.fixture(scope="module")
+def scheduler() -> Iterator[str]:
+    """Where a cluster of two processes is."""
+    with distributed.LocalCluster(
+        n_workers=2, threads_per_worker=1, memory_limit=None, dashboard_address=":0", silence_logs="CRITICAL"
+    ) as cluster:
+        yield cluster.scheduler_address
+
+
+@pytest.fixture
+def options(tmp_path: Path, write_log: Callable[..., Path]) -> PreprocessOptions:
+    """A gzipped log and a plain one, each of several parts."""
+    logs = (write_log(ROWS[:300], "day_0.gz"), write_log(ROWS[300:], "day_1"))
+    return PreprocessOptions(inputs=logs, output=tmp_path / "dask", part_bytes=9000)
+
+
+@pytest.fixture
+def on_threads(options: PreprocessOptions) -> dict[str, bytes]:
+    """The files of a run on threads."""
+    preprocess(replace(options, output=options.output.with_name("threads")))
+    return files_of(options.output.with_name("threads"))
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def _die_once(job: Job, part: Part, what: str, log: int) -> None:
+    """In part 3 of a log, in the first process that gets there."""
+    death = job.options.output.with_name(f"died {what}")
+    if (part.log, part.number) == (log, 3) and not death.exists():
+        death.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dying_count(job: Job, part: Part, detail: Any) -> Any:
+    _die_once(job, part, "counting", 1)
+    return COUNT(job, part, detail)
+
+
+def dying_write(encoder: Any, job: Job, part: Part, detail: Any) -> Any:
+    _die_once(job, part, "writing", 0)
+    return WRITE(encoder, job, part, detail)
+
+
+def deadly_count(job: Job, part: Part, detail: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_workers_die(
+    scheduler: str, options: PreprocessOptions, on_threads: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(count_pass, "_count", dying_count)
+    monkeypatch.setattr(write_pass, "_write", dying_write)
+    preprocess(replace(options, scheduler=scheduler))
+    assert {path.name for path in options.output.parent.glob("died *")} == {"died counting", "died writing"}
+    assert files_of(options.output) == on_threads
+
+
+def test_part_that_kills_every_worker(options: PreprocessOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(count_pass, "_count", deadly_count)
+    with (
+        dask.config.set({"distributed.scheduler.allowed-failures": 0}),
+        pytest.raises(ValueError, match=r"--scheduler: several workers died on the same part, .* lower --part-size"),
+    ):
+        preprocess(replace(options, scheduler="local", workers=1))
+
+
+def test_goes_on_where_threads_stopped(
+    scheduler: str, options: PreprocessOptions, on_threads: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Relative paths are the client's."""
+    monkeypatch.chdir(options.output.parent)
+    here = replace(options, inputs=tuple(Path(log.name) for log in options.inputs if isinstance(log, Path)))
+    monkeypatch.setattr("data_pipeline.preprocess.write_logs", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        preprocess(here)
+    monkeypatch.undo()
+    monkeypatch.chdir(options.output.parent)
+    told: list[str] = []
+    preprocess(replace(here, scheduler=scheduler), told.append)
+    assert "going on with an interrupted run" in told[0]
+    assert files_of(options.output) == on_threads
+
+
+def test_malformed_line(scheduler: str, options: PreprocessOptions) -> None:
+    (log, _) = options.inputs[::-1]
+    assert isinstance(log, Path)
+    log.write_bytes(log.read_bytes() + b"bad\n")
+    with pytest.raises(ValueError, match="day_1:601: 1 columns where 40 are expected"):
+        preprocess(replace(options, scheduler=scheduler))
+
+
+def test_local(options: PreprocessOptions, on_threads: dict[str, bytes]) -> None:
+    preprocess(replace(options, scheduler="local", workers=1))
+    assert files_of(options.output) == on_threads
+
+
+def test_no_scheduler_there(options: PreprocessOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data_pipeline.cluster._WAIT_SECONDS", 1)
+    with socket.socket() as taken:  # nobody listens
+        taken.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ValueError, match=f"--scheduler {address}: no scheduler with a worker answers"):
+            preprocess(replace(options, scheduler=address))
+
+
+def test_without_dask(options: PreprocessOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    with pytest.raises(ValueError, match=r"--scheduler local needs Dask; install it with pip install 'comera-rec\[dask\]'"):
+        preprocess(replace(options, scheduler="local"))

@@ -1,0 +1,90 @@
+"""Logs behind URLs: the same data set as from local files, and one line for what can't be reached."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.registry import known_implementations
+from random_logs import random_rows, to_text
+
+from data_pipeline.preprocess import PreprocessOptions, preprocess
+from data_pipeline.sources import by_number, expand
+
+ROWS = random_rows(400)
+
+
+@pytest.fixture
+def memory() -> Iterator[Any]:
+    """A file system that is no disk."""
+    files = fsspec.filesystem("memory")
+    yield files
+    files.store.clear()
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_same_data_set_as_from_disk(memory: Any, tmp_path: Path) -> None:
+    contents = {"day_2.gz": gzip.compress(to_text(ROWS[:150])), "day_10": to_text(ROWS[150:])}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+        memory.pipe(f"/logs/{name}", content)
+    urls = by_number(expand(["memory://logs/day_*"]))
+    assert urls == ("memory:///logs/day_2.gz", "memory:///logs/day_10")
+    local = tuple(tmp_path / name for name in contents)
+    for name, inputs in (("remote", urls), ("local", local)):
+        preprocess(PreprocessOptions(inputs=inputs, output=tmp_path / name, part_bytes=10_000))
+    assert files_of(tmp_path / "remote") == files_of(tmp_path / "local")
+
+
+def test_change_while_it_is_read(memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory.pipe("/log", to_text(ROWS))
+
+    def change(*_: object) -> None:
+        memory.pipe("/log", to_text(ROWS[::-1]))
+
+    monkeypatch.setattr("data_pipeline.preprocess.describe_inputs", lambda job, parts: (change(), ((), ()))[1])
+    with pytest.raises(ValueError, match="an --input changed while it was read"):
+        preprocess(PreprocessOptions(inputs=("memory://log",), output=tmp_path / "data"))
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("memory://nowhere", "--input memory://nowhere does not exist; check its name"),
+        ("memory://logs", "--input memory://logs is a folder; name the files in it, such as memory://logs/day_"),
+        ("memory://empty", "--input memory://empty is empty"),
+        ("nosuch://log", "--input nosuch://log: Protocol not known: nosuch"),
+    ],
+)
+def test_mistakes(memory: Any, tmp_path: Path, url: str, message: str) -> None:
+    memory.pipe({"/logs/day_0": b"x", "/empty": b""})
+    with pytest.raises(ValueError, match=message):
+        preprocess(PreprocessOptions(inputs=(url,), output=tmp_path / "data"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_file_system_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = {"class": "no_such_module.Files", "err": "Install no_such_module to read xyz"}
+    monkeypatch.setitem(known_implementations, "xyz", missing)
+    with pytest.raises(ValueError, match=r"xyz://log: Install no_such_module to read xyz; comera-rec\[remote\] installs"):
+        preprocess(PreprocessOptions(inputs=("xyz://log",), output=tmp_path / "data"))
+
+
+def test_pattern_without_match(memory: Any) -> None:
+    with pytest.raises(ValueError, match=r"--input memory://logs/day_\* matches no file"):
+        expand(["memory://logs/day_*"])
+
+
+def test_only_the_order_of_letters_is_mended() -> None:
+    def logs(*numbers: int) -> tuple[Path, ...]:
+        return tuple(Path(f"raw/day_{number}.gz") for number in numbers)
+
+    assert by_number(logs(0, 1, 10, 11, 2, 23, 3)) == logs(0, 1, 2, 3, 10, 11, 23)
+    assert by_number(logs(3, 1, 2)) == logs(3, 1, 2)
