@@ -31,6 +31,7 @@ BENCHMARKS = {
     "sharding-grid": ("benchmarks.sharding_grid", "the planner's estimates and choice: where copies of cores beat moving bags"),
     "preprocess": ("benchmarks.preprocess", "raw logs to a data set: comera preprocess, pandas, torchrec"),
     "loader": ("benchmarks.loader", "a data set to training batches"),
+    "ordering": ("benchmarks.ordering", "ids by frequency, by communities, at random: what batches meet, and their lookup"),
     "linear": ("benchmarks.linear", "linear layers: nn.Linear and TTLinear"),
     "transformer": (
         "benchmarks.transformer",
@@ -39,7 +40,7 @@ BENCHMARKS = {
     "conversion": ("benchmarks.conversion", "peak memory of TT-SVD of a table of 10 million rows, beside the table"),
     "quality": ("benchmarks.quality", "predictions of models whose tables take equal bytes; goes on where it stopped"),
 }
-RESUMABLE = ("quality",)
+RESUMABLE = ("quality", "preprocess")
 _FILE = click.Path(path_type=Path)
 
 
@@ -57,7 +58,10 @@ _FILE = click.Path(path_type=Path)
 @click.option("--only", default="", metavar="SIZE=VALUE,...", help="Only cases of these sizes, such as dim=64,batch=20000.")
 @click.option("--seed", default=0, show_default=True, help="Of weights and inputs.")
 @click.option(
-    "--data", type=_FILE, metavar="FOLDER", help="quality: train.txt and test.txt, a line a user: its id, then the items'."
+    "--data",
+    type=_FILE,
+    metavar="FOLDER",
+    help="quality: train.txt and test.txt, a line a user: its id, then the items'; preprocess: where to keep logs.",
 )
 @click.option("--no-memory", is_flag=True, help="Leave out peak extra memory, which takes a process for each provider and pass.")
 def run(
