@@ -32,7 +32,7 @@ from comera_rec.ops import plan_lookup
 from comera_rec.ops.plan import Product
 
 ZIPF = 1.05
-BATCHES = 16
+BATCHES = 128
 HOT = 0.01  # share of the ids that communities leave in front
 ACTIVE = 0.05  # share of the communities that a stretch of the log is about
 ABOUT = 0.8  # share of its rows that are
@@ -88,7 +88,10 @@ def run(settings: Settings) -> Iterator[list[Row]]:
 
 
 def draw_log(case: OrderCase, draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Ids by frequency [batches, batch], and the community of each id. Most rows of a stretch are of its active communities."""
+    """Ids [batches, batch] by their frequency in a log without end, and the community of each id.
+
+    Most rows of a stretch are of its active communities.
+    """
     community = draw.integers(0, case.communities, case.rows)
     weights = np.arange(1, case.rows + 1) ** -ZIPF
     ids = np.empty((BATCHES, case.batch), np.int64)
@@ -98,8 +101,7 @@ def draw_log(case: OrderCase, draw: np.random.Generator) -> tuple[np.ndarray, np
         stretch[:] = np.searchsorted(cumulative, draw.random(case.batch) * cumulative[-1])
     if case.batches == "shuffled":
         ids = draw.permutation(ids.ravel()).reshape(ids.shape)
-    order = np.argsort(-np.bincount(ids.ravel(), minlength=case.rows), kind="stable")
-    return np.argsort(order)[ids], community[order]
+    return ids, community
 
 
 def by_community(community: np.ndarray) -> np.ndarray:
