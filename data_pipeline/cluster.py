@@ -19,7 +19,7 @@ from data_pipeline.parts import Skip, count_parts, read_parts
 from data_pipeline.pool import Result, Schedule, Work
 from data_pipeline.sources import Source
 
-_WAIT_SECONDS = 60
+_WAIT_SECONDS = 30
 
 
 @contextmanager

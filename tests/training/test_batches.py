@@ -385,6 +385,13 @@ class TestLoader:
         batches.close()
         assert "BatchLoader" not in {thread.name for thread in threading.enumerate()}
 
+    @pytest.mark.gpu
+    def test_pins_memory(self, data: Path) -> None:
+        batch = next(iter(BatchLoader(ParquetBatches(data, "train", batch_size=7), pin_memory=True)))
+        assert batch.dense.is_pinned()
+        assert batch.sparse.values().is_pinned()
+        assert batch.labels.is_pinned()
+
     def test_an_error_of_the_reader_reaches_the_consumer(self, data: Path) -> None:
         loader = BatchLoader(ParquetBatches(data, "train", batch_size=7))
         (data / "train" / "part-00002.parquet").unlink()
