@@ -54,12 +54,13 @@ class Series:
 
 
 def curves(runs: list[Series], *, best_auc: float | None) -> list[tuple[str, str]]:
-    """(title, SVG) of training loss, validation NE and AUC, and time per step over steps; those that no run has are left out."""
+    """(title, SVG) of loss, validation NE and AUC, time per step and memory over steps; those that no run has are left out."""
     panels = [
         ("Training loss, smoothed", "train", "loss"),
         ("Validation NE, lower is better", "val", "ne"),
         ("Validation AUC, higher is better", "val", "auc"),
         ("Milliseconds per step, smoothed", "train", "step_ms"),
+        ("Peak memory in MiB, smoothed", "train", "memory_mib"),
     ]
     drawn = [(title, _curve(runs, kind, key, best_auc if key == "auc" else None)) for title, kind, key in panels]
     return [(title, svg) for title, svg in drawn if svg]
@@ -70,7 +71,7 @@ def _curve(runs: list[Series], kind: str, key: str, reference: float | None) -> 
         figure, axes = _figure(6.4, 3.2)
         shown: list[float] = [] if reference is None else [reference]
         for run in runs:
-            lines = [line for line in getattr(run, kind) if np.isfinite(line[key])]
+            lines = [line for line in getattr(run, kind) if np.isfinite(line.get(key, np.nan))]
             if not lines:
                 continue
             steps, values = np.array([line["step"] for line in lines]), np.array([line[key] for line in lines])

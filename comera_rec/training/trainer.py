@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import json
 import platform
-import resource
 import signal
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,6 +33,7 @@ from comera_rec.recsys.sharding import rewrap_data_parallel_
 from comera_rec.training.batches import Batch, BatchLoader, ParquetBatches
 from comera_rec.training.checkpoint import latest_checkpoint, open_checkpoint, save_checkpoint
 from comera_rec.training.config import RunConfig, parse_config
+from comera_rec.training.memory import PeakMemory
 from comera_rec.training.metrics import BinaryMetrics
 from comera_rec.training.model import Schema, build_model, build_optimizer, fuse_dense_tables_, materialize_
 from comera_rec.training.processes import Processes
@@ -81,7 +80,7 @@ class Trainer:
         self.checkpoints = self.folder / CHECKPOINTS
         self.processes = Processes(config.training.device)
         self.device = self.processes.device
-        self.baseline_mib = _rss_mib()
+        self.memory = PeakMemory(self.device)
         self.manifest = read_manifest(config.data.path)
         self.schema = Schema.of(self.manifest)
         if config.training.eval_every and not self._rows("val"):
@@ -251,6 +250,7 @@ class Trainer:
                         self.steps,
                         loss=loss,
                         step_ms=self.step_ms[-1],
+                        memory_mib=self.memory.take(),
                         rows=self.steps * self.config.data.batch_size,
                     )
                     bar.set_postfix(loss=f"{loss:.4f}")
@@ -315,7 +315,7 @@ class Trainer:
         return metrics
 
     def _result(self) -> dict[str, Any]:
-        peak = self.processes.max(_peak_mib(self.device, self.baseline_mib))
+        peak = self.processes.max(self.memory.highest)
         if self._rows("val"):
             self._evaluate("val")
         split = next(name for name in ("test", "val", "train") if self._rows(name))
@@ -446,16 +446,3 @@ def _device_name(device: torch.device) -> str:
         if device.type == "cuda"
         else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     )
-
-
-def _rss_mib() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1]) if sys.platform == "linux" else 0
-    return pages * resource.getpagesize() / 2**20
-
-
-def _peak_mib(device: torch.device, baseline_mib: float) -> float:
-    """Peak memory of training: allocated on the GPU, or resident beyond what the imported libraries took."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
-    return peak - baseline_mib

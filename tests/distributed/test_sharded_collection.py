@@ -41,6 +41,7 @@ class Case:
     kinds: tuple[str, ...]
     weighted: bool = False
     truncates: bool = False  # after the first step
+    objective: str | None = None  # of a rank scheduler
 
 
 def tables(weighted: bool) -> list[Table]:
@@ -130,8 +131,16 @@ def optimizer_of(model: nn.Module, case: Case) -> torch.optim.Optimizer:
     """With state where that is sliced; the dense table, which TorchRec updates when it is sharded, never has any."""
     parameters = dict(model.named_parameters())
     dense = [parameters.pop(name) for name in list(parameters) if "dense_bags" in name]
-    groups = [{"params": list(parameters.values()), "momentum": 0.9 if case.truncates else 0}, {"params": dense}]
+    groups = [{"params": list(parameters.values()), "momentum": 0.9 if case.truncates or case.objective else 0}, {"params": dense}]
     return torch.optim.SGD(groups, lr=LR)
+
+
+def scheduler_of(model: nn.Module, optimizer: torch.optim.Optimizer, case: Case) -> cr.RankScheduler | None:
+    """Truncates after both the first and the second step."""
+    if case.objective is None:
+        return None
+    schedule = {"early_steps": 1, "late_steps": 2, "truncate_every": 1, "target_size": 0.6, "beta": 0.1, "threshold": 0.0}
+    return cr.RankScheduler(model, optimizer, cr.RankConfig(**schedule, objective=case.objective))  # type: ignore[arg-type]
 
 
 def train_sharded(rank: int, case: Case) -> dict[str, Tensor]:
@@ -140,14 +149,19 @@ def train_sharded(rank: int, case: Case) -> dict[str, Tensor]:
     model = sharded(case)
     assert isinstance(model.module.bags, ShardedTTEmbeddingBagCollection)
     optimizer = optimizer_of(model, case)
+    scheduler = scheduler_of(model.module, optimizer, case)
     sizes, losses = SIZES[: dist.get_world_size()], []
     for step in range(3):
         _, logits = model(share(step, rank, case))
         loss = logits.square().sum() * len(sizes) / (sum(sizes) * logits.shape[1])  # the mean over processes is the global mean
         losses.append(loss.detach())
+        loss = scheduler.loss(loss) if scheduler else loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        if scheduler and step < 2:  # gradients of the last step are compared
+            scheduler.step()
+            cr.rewrap_data_parallel_(model)
         if case.truncates and step == 0:
             weaken_(model)
             cr.truncate_ranks_(model, optimizer, threshold=0.01)
@@ -165,12 +179,16 @@ def train_sharded(rank: int, case: Case) -> dict[str, Tensor]:
 def train_single(case: Case, world: int) -> dict[str, Tensor]:
     model, losses = Model(case), []
     optimizer = optimizer_of(model, case)
+    scheduler = scheduler_of(model, optimizer, case)
     for step in range(3):
         loss, logits = model(joined(global_batch(step, sum(SIZES[:world]), case.weighted)))
         losses.append(loss.detach())
+        loss = scheduler.loss(loss) if scheduler else loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        if scheduler and step < 2:
+            scheduler.step()
         if case.truncates and step == 0:
             weaken_(model)
             cr.truncate_ranks_(model, optimizer, threshold=0.01)
@@ -187,6 +205,7 @@ def train_single(case: Case, world: int) -> dict[str, Tensor]:
         (2, Case(("row_wise", "table_wise", "data_parallel"))),
         (4, Case(("table_wise", "data_parallel", "row_wise"))),
         (2, Case(("row_wise", "table_wise", "data_parallel"), truncates=True)),
+        *((2, Case(("row_wise", "table_wise", "data_parallel"), objective=name)) for name in ("budget", "achievement")),
     ],
     ids=str,
 )

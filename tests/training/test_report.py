@@ -39,7 +39,8 @@ def write_run(folder: Path, layers: list[dict[str, Any]], *, adapting: bool = Fa
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"output": "<script>alert(1)</script>", "seed": 3}))
     lines: list[dict[str, Any]] = [
-        {"kind": "train", "step": step, "loss": 0.5 + 1 / step, "step_ms": 12.0, "rows": 64 * step} for step in range(10, 310, 10)
+        {"kind": "train", "step": step, "loss": 0.5 + 1 / step, "step_ms": 12.0, "memory_mib": 90.0, "rows": 64 * step}
+        for step in range(10, 310, 10)
     ]
     lines += [
         {"kind": "eval", "split": "val", "step": step, "auc": 0.7 + step / 1e4, "ne": 0.9, "logloss": 0.45, "rows": 50}
@@ -134,7 +135,7 @@ def test_page(dense: Path, compressed: Path, running: Path, tmp_path: Path) -> N
     assert not re.search(r"url\((?!#)|@import", text)
     assert len(page.ids) == len({*page.ids}), "ids of two drawings clash"
     # Loss, NE, AUC, step time, size, size against NE, ranks, bytes of the one compressed run.
-    assert page.tags.count("svg") == 8
+    assert page.tags.count("svg") == 9
     assert "<script>alert" not in text
     for number in ("3,216,000", "50,567", "63.6x smaller", "-0.0021", "0.5x", "0.25x", "138,268", "12,800,000"):
         assert any(number in cell for cell in page.cells), number

@@ -35,7 +35,7 @@ def run(config_file: Path, *overrides: str) -> tuple[Path, dict[str, Any]]:
 
 def metrics(folder: Path, kind: str) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k != "step_ms"} for line in lines if line["kind"] == kind]
+    return [{k: v for k, v in line.items() if k not in ("step_ms", "memory_mib")} for line in lines if line["kind"] == kind]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -50,7 +50,7 @@ def train_in_one_go_and_in_two(rank: int, config_file: Path, overrides: list[str
 
 def lines(folder: Path, kind: str) -> list[dict[str, Any]]:
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k != "step_ms"} for line in found if line["kind"] == kind]
+    return [{k: v for k, v in line.items() if k not in ("step_ms", "memory_mib")} for line in found if line["kind"] == kind]
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -1,0 +1,49 @@
+"""How much memory training takes, as a peak over the whole run and over stretches of it."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+_STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+class PeakMemory:
+    """Peak memory in MiB: allocated on a GPU; elsewhere resident, beyond what the process held when this was made.
+
+    Args:
+        device: where training allocates.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._resident_mib = 0.0
+        self._highest = 0.0
+        self._resident_mib = self._take() if device.type != "cuda" else 0.0
+
+    def take(self) -> float:
+        """The peak since the last call; since the beginning where the system can't start counting anew."""
+        peak = self._take() - self._resident_mib
+        self._highest = max(self._highest, peak)
+        return peak
+
+    @property
+    def highest(self) -> float:
+        """The peak of all."""
+        self.take()
+        return self._highest
+
+    def _take(self) -> float:
+        if self._device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self._device) / 2**20
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return peak
+        try:
+            line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
+            _CLEAR_REFS.write_text("5")  # the peak becomes what is resident now
+            return int(line.split()[1]) / 2**10
+        except (OSError, StopIteration):  # not Linux, or a container that hides it
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
