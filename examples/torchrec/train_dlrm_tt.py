@@ -18,7 +18,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import comera_rec as cr
 
-BATCH, STEPS, DIM, DENSE, LR = 512, 60, 64, 13, 0.02
+BATCH, STEPS, DIM, DENSE, LR = 512, 50, 64, 13, 0.02
 ROWS = {"user": 500_000, "product": 200_000, "category": 500, "country": 200}
 
 
