@@ -21,14 +21,6 @@ from benchmarks.workload import PASSES
 
 LABELS = {"ms": "time, ms (p20, p50, p80)", "MiB": "peak extra memory, MiB (p20, p50, p80)"}
 
-FIGURES = {
-    "lookup-scaling": sweep_figure,
-    "quality": quality_figure,
-    "distributed": distributed_figure,
-    "scale-model": scale_figure,
-    "sharding-grid": grid_figure,
-}
-
 
 def plot_rows(rows: Sequence[Row], path: Path) -> None:
     """PNG, SVG or PDF by the name: lines where the rows sweep a size, dots where they are cases side by side."""
@@ -42,6 +34,33 @@ def plot_rows(rows: Sequence[Row], path: Path) -> None:
     figure.legend(handles, names, loc="outside lower center", ncols=3)
     with matplotlib.rc_context({"svg.hashsalt": "comera-rec"}):
         figure.savefig(path, dpi=120)
+
+
+def _volume_figure(rows: Sequence[Row]) -> Figure:
+    """Rows a second and peak memory of whole runs against the rows of the log."""
+    figure = Figure(figsize=(9, 3.5), layout="constrained")
+    labels = {"ms": "rows a second", "MiB": "peak memory, GiB"}
+    for axes, (unit, label) in zip(figure.subplots(1, 2), labels.items(), strict=True):
+        for name in dict.fromkeys(row.provider for row in rows):
+            mine = sorted((row for row in rows if (row.provider, row.unit) == (name, unit)), key=lambda row: row.shapes["rows"])
+            heights = [row.counted["rows_per_s"] if unit == "ms" else row.p50 / 1024 for row in mine]
+            axes.plot([row.shapes["rows"] for row in mine], heights, marker="o", label=name)
+        axes.set_xscale("log")
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("rows of the log")
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.3)
+    return figure
+
+
+FIGURES = {
+    "lookup-scaling": sweep_figure,
+    "quality": quality_figure,
+    "preprocess": _volume_figure,
+    "distributed": distributed_figure,
+    "scale-model": scale_figure,
+    "sharding-grid": grid_figure,
+}
 
 
 def _dot_figure(rows: Sequence[Row]) -> Figure:
