@@ -22,8 +22,8 @@ class Objective(Protocol):
     def threshold(self) -> float:
         """Ranks with |D| below it are truncated."""
 
-    def loss(self, task_loss: Tensor, model: nn.Module) -> tuple[Tensor, str]:
-        """What to minimize, and which objective it descends on: "loss" or "size"."""
+    def loss(self, task_loss: Tensor, model: nn.Module) -> tuple[Tensor, str | Tensor]:
+        """What to minimize, and which objective it descends on: "loss" or "size", or a tensor of 0 or 1, not waited for."""
 
     def ceiling(self, progress: float) -> float:
         """The largest size that the trains may have, relative to that at the start of the stage, at a progress of 0 to 1."""
@@ -78,13 +78,13 @@ class Achievement:
     rho: float
     threshold: float
 
-    def loss(self, task_loss: Tensor, model: nn.Module) -> tuple[Tensor, str]:
+    def loss(self, task_loss: Tensor, model: nn.Module) -> tuple[Tensor, Tensor]:
         """See the class."""
         surrogate = model_size_surrogate(model) / self.reference
         loss_ratio = task_loss / self.target_loss
         size_ratio = (surrogate + (self.held / self.reference - surrogate.detach())) / self.target
         gaps = torch.stack([self.w_loss * (loss_ratio - 1), self.w_size * (size_ratio - 1)])
-        return gaps.max() + self.rho * (loss_ratio + size_ratio), ("loss", "size")[int(gaps.detach().argmax())]
+        return gaps.max() + self.rho * (loss_ratio + size_ratio), gaps.detach().argmax()
 
     def ceiling(self, progress: float) -> float:
         """From 1 down to the target in a straight line."""

@@ -6,6 +6,7 @@ r_k rank of bond k; m_k, n_k modes of core k.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -42,12 +43,29 @@ def _surrogate(modules: list[TTModule]) -> Tensor:
     if not modules:
         return torch.zeros(())
     like = modules[0].core_0
-    lengths = torch.tensor([len(rank) for rank in ranks], device=like.device, dtype=torch.int64)
+    bond_of, left_of, right_of, weights = _indices(
+        tuple(map(len, ranks)), tuple(left), tuple(right), tuple(sizes), like.device, like.dtype
+    )
     norms = torch.zeros(outer, device=like.device, dtype=like.dtype)
     if ranks:
-        norms = norms.index_add(0, torch.arange(outer, device=like.device).repeat_interleave(lengths), torch.cat(ranks).abs())
+        norms = norms.index_add(0, bond_of, torch.cat(ranks).abs())
     bonds = torch.cat([norms, norms.new_ones(1)])
-    return (bonds[left] * bonds[right] * norms.new_tensor(sizes)).sum() + norms.sum()
+    return (bonds[left_of] * bonds[right_of] * weights).sum() + norms.sum()
+
+
+@lru_cache(maxsize=8)
+def _indices(
+    ranks: tuple[int, ...],
+    left: tuple[int, ...],
+    right: tuple[int, ...],
+    sizes: tuple[int, ...],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[Tensor, ...]:
+    """The bond of each rank parameter's entry, and per core the bonds beside it and its size; kept, since a copy to a GPU waits."""
+    bond_of = torch.arange(len(ranks)).repeat_interleave(torch.tensor(ranks, dtype=torch.int64))
+    indices = bond_of, torch.tensor(left), torch.tensor(right), torch.tensor(sizes, dtype=dtype)
+    return tuple(index.to(device) for index in indices)
 
 
 def core_norm(model: nn.Module, num_cores: int | None = None) -> Tensor:

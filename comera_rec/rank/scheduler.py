@@ -71,7 +71,7 @@ class RankScheduler:
         self.reference_size = 0
         self.target: int | None = None
         self.target_loss = config.target_loss
-        self.objective: str | None = None
+        self.objective = None
         self.history: list[dict[str, Any]] = []
         self._taylor = TaylorScores()
         self._mean_loss: Tensor | None = None
@@ -98,6 +98,15 @@ class RankScheduler:
         total, self.objective = self._stage_objective().loss(task_loss, self.model)
         return total
 
+    @property
+    def objective(self) -> str | None:
+        """Which objective the last loss descends on, "loss" or "size"; None before the first."""
+        return ("loss", "size")[int(self._objective)] if isinstance(self._objective, Tensor) else self._objective
+
+    @objective.setter
+    def objective(self, value: str | Tensor | None) -> None:
+        self._objective = value
+
     def _stage_objective(self) -> Objective:
         config = self.config
         if self.stage == "early":
@@ -116,8 +125,8 @@ class RankScheduler:
         )  # fmt: skip
 
     def _observe(self, loss: Tensor) -> None:
-        # About the last hundred steps: long enough to smooth batches, short enough to follow training.
-        self._mean_loss = loss.clone() if self._mean_loss is None else self._mean_loss.lerp(loss, 0.01)
+        # About the last hundred steps: long enough to smooth batches, short enough to follow training. In place, for CUDA graphs.
+        self._mean_loss = loss.clone() if self._mean_loss is None else self._mean_loss.lerp_(loss, 0.01)
 
     def _mean(self) -> float | None:
         return None if self._mean_loss is None else float(self._mean_loss)
