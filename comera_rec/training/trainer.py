@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
+from torchrec import KeyedJaggedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizer
 from tqdm import tqdm
@@ -31,6 +32,7 @@ from comera_rec.rank import RankScheduler
 from comera_rec.rank.trains import bytes_outside_trains, gather_trains, max_over_processes, on_several_processes, total_params
 from comera_rec.recsys.sharding import rewrap_data_parallel_
 from comera_rec.training.batches import Batch, BatchLoader, ParquetBatches
+from comera_rec.training.captured_step import CapturedStep
 from comera_rec.training.checkpoint import latest_checkpoint, open_checkpoint, save_checkpoint
 from comera_rec.training.config import RunConfig, parse_config
 from comera_rec.training.memory import PeakMemory
@@ -105,6 +107,7 @@ class Trainer:
             other_bytes = bytes_outside_trains(self._whole_model()) if self.processes.several else None
             self.scheduler = RankScheduler(self.module, self.optimizer, config.ranks, other_bytes=other_bytes)
         self.state = TrainingState(self.module, self.optimizer, table_optimizers)
+        self.captured_step = CapturedStep(self._loss, self.optimizer, self.scheduler, capture=config.training.capture)
         self.steps = 0
         self.history_written = 0
         self.step_ms: list[float] = []
@@ -269,18 +272,18 @@ class Trainer:
 
     def _step(self, batch: Batch) -> Tensor:
         """One optimizer step; returns the task loss, which stays on the device."""
-        logits = self.model(batch.dense, batch.sparse).squeeze(1)
-        loss = F.binary_cross_entropy_with_logits(logits, batch.labels)
-        self.optimizer.zero_grad()
-        (self.scheduler.loss(loss) if self.scheduler else loss).backward()
-        self.optimizer.step()
-        if self.scheduler:
-            changes = len(self.scheduler.history)
-            self.scheduler.step()
-            if len(self.scheduler.history) > changes:
-                self._replicate_anew()
+        changes = len(self.scheduler.history) if self.scheduler else 0
+        loss = self.captured_step(batch.dense, batch.sparse, batch.labels)
+        if self.scheduler and len(self.scheduler.history) > changes:
+            self._replicate_anew()
         self.steps += 1
-        return loss.detach()
+        return loss
+
+    def _loss(self, dense: Tensor, sparse: KeyedJaggedTensor, labels: Tensor) -> Tensor:
+        """Mean cross-entropy of a batch: dense [B, I], labels [B]."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.training.precision == "bfloat16"):
+            logits = self.model(dense, sparse).squeeze(1)
+        return F.binary_cross_entropy_with_logits(logits.float(), labels)
 
     def _checked_mean(self, losses: list[Tensor]) -> float:
         stacked = self.processes.mean(torch.stack(losses)).cpu()

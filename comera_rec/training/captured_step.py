@@ -1,0 +1,203 @@
+"""A training step that becomes one CUDA graph: forward, backward, update and the price of ranks in a single launch.
+
+    step = CapturedStep(loss_of, optimizer, scheduler)
+    for batch in batches:
+        loss = step(batch.dense, batch.sparse, batch.labels)
+
+Every call is one step on its inputs. The first calls run eagerly, because lookups and optimizers allocate what they keep in their
+first steps; then a call is captured and replayed, and the next ones only copy their inputs and replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+from torchrec import KeyedJaggedTensor
+
+from comera_rec.rank import RankScheduler
+
+Input: TypeAlias = Tensor | KeyedJaggedTensor
+
+
+class CapturedStep:
+    """Forward, backward, optimizer and rank scheduler, with all but the scheduler's truncations in a CUDA graph.
+
+    The graph is captured anew when it no longer holds: after inputs of other shapes, a learning rate set to another number, and
+    whatever the scheduler records (truncated ranks, a new stage). Inputs whose shapes change with every batch therefore run
+    eagerly. On the CPU every step does.
+
+    Args:
+        loss_of: inputs -> task loss, a scalar. What it reads beside its inputs is as it was when captured; it must not wait for the
+            device.
+        optimizer: of the model's parameters, made with `fused=True` or `capturable=True`. Where the learning rate follows a
+            schedule make it a tensor, which a graph reads anew in every step.
+        scheduler: the rank schedule, if there is one.
+        capture: False runs every step eagerly.
+        warmup: eager steps on inputs of the same shapes before one is captured.
+
+    Raises:
+        ValueError: if the optimizer can't be captured, or several processes train together.
+    """
+
+    def __init__(
+        self,
+        loss_of: Callable[..., Tensor],
+        optimizer: Optimizer,
+        scheduler: RankScheduler | None = None,
+        *,
+        capture: bool = True,
+        warmup: int = 3,
+    ) -> None:
+        if warmup < 1:
+            raise ValueError(f"warmup is {warmup}: give at least 1 eager step, in which optimizers make their state")
+        self._loss_of = loss_of
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._warmup = warmup
+        device = optimizer.param_groups[0]["params"][0].device
+        self._recorder: CudaRecorder | None = None
+        if capture and device.type == "cuda":
+            _require_capturable(optimizer)
+            self._recorder = CudaRecorder(device)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the graph: call it when parameters or optimizer state were replaced, as by loading a state dict."""
+        self._seen: Hashable = None  # the layout of the last inputs
+        self._times = 0  # in a row
+        self._inputs: tuple[Input, ...] | None = None  # the graph's own
+        self._loss: Tensor | None = None
+
+    def __call__(self, *inputs: Input) -> Tensor:
+        """One step; returns the task loss, which stays on the device."""
+        loss = self._step(*inputs) if self._recorder is None else self._recorded(self._recorder, inputs)
+        if self._scheduler is not None:
+            entries = len(self._scheduler.history)
+            self._scheduler.step()
+            if len(self._scheduler.history) != entries:
+                self.reset()
+        return loss
+
+    def _step(self, *inputs: Input) -> Tensor:
+        loss = self._loss_of(*inputs)
+        self._optimizer.zero_grad()  # to None, so that a graph writes gradients instead of adding to them
+        (loss if self._scheduler is None else self._scheduler.loss(loss)).backward()
+        self._optimizer.step()
+        return loss.detach()
+
+    def _recorded(self, recorder: CudaRecorder, inputs: tuple[Input, ...]) -> Tensor:
+        layout = tuple(map(_layout, inputs)), tuple(_constant(group["lr"]) for group in self._optimizer.param_groups)
+        if layout != self._seen:
+            self.reset()
+            self._seen = layout
+        if self._inputs is None:
+            self._times += 1
+            if self._times <= self._warmup:
+                return recorder.run(lambda: self._step(*inputs))
+            mine = self._inputs = tuple(_over(part, [tensor.clone() for tensor in _tensors(part)]) for part in inputs)
+            with _capturable(self._optimizer):
+                self._loss = recorder.capture(lambda: self._step(*mine))
+        else:
+            for mine_, theirs in zip(self._inputs, inputs, strict=True):
+                for tensor, value in zip(_tensors(mine_), _tensors(theirs), strict=True):
+                    tensor.copy_(value, non_blocking=True)
+        recorder.replay()
+        assert self._loss is not None
+        return self._loss.clone()  # the next replay writes over it
+
+
+class CudaRecorder:
+    """A side stream, on which steps run before and while they are captured, and the graph captured last.
+
+    Autograd ties gradients to the stream of their first step, so eager steps run where the captured one will.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def run(self, call: Callable[[], Tensor]) -> Tensor:
+        """Call eagerly on the side stream."""
+        self._graph = None
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            result = call()
+        current.wait_stream(self._stream)
+        return result
+
+    def capture(self, call: Callable[[], Tensor]) -> Tensor:
+        """Record a call without running it; what it returns is valid after `replay`."""
+        self._graph = torch.cuda.CUDAGraph()
+        # Only this thread's calls are checked: the one that reads batches ahead pins memory meanwhile.
+        with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
+            return call()
+
+    def replay(self) -> None:
+        """Run what was captured."""
+        assert self._graph is not None
+        self._graph.replay()
+
+
+def _tensors(part: Input) -> list[Tensor]:
+    if isinstance(part, Tensor):
+        return [part]
+    return [tensor for tensor in (part.values(), part.lengths(), part.offsets(), part.weights_or_none()) if tensor is not None]
+
+
+def _layout(part: Input) -> Hashable:
+    """What must be alike for a graph to take another input in place of one."""
+    sizes = tuple((tensor.shape, tensor.dtype) for tensor in _tensors(part))
+    return sizes if isinstance(part, Tensor) else (sizes, tuple(part.keys()), tuple(part.length_per_key()))
+
+
+def _over(part: Input, tensors: Sequence[Tensor]) -> Input:
+    """The same input in other memory."""
+    if isinstance(part, Tensor):
+        return tensors[0]
+    values, lengths, offsets, *weights = tensors
+    return KeyedJaggedTensor(
+        keys=part.keys(),
+        values=values,
+        lengths=lengths,
+        offsets=offsets,
+        weights=weights[0] if weights else None,
+        stride=part.stride(),
+        length_per_key=part.length_per_key(),
+        offset_per_key=part.offset_per_key(),
+    )
+
+
+def _constant(rate: float | Tensor) -> Hashable:
+    return id(rate) if isinstance(rate, Tensor) else rate
+
+
+def _require_capturable(optimizer: Optimizer) -> None:
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError("capture is on and several processes train together: set training.capture=false")
+    for group in optimizer.param_groups:
+        if "capturable" not in group or not (group["capturable"] or group.get("fused")):
+            raise ValueError(
+                f"capture is on and a step of {type(optimizer).__name__} can't be captured: build Adam or AdamW with fused=True, "
+                "or set training.capture=false"
+            )
+
+
+@contextmanager
+def _capturable(optimizer: Optimizer) -> Iterator[None]:
+    """Tell an optimizer that its step is being captured; elsewhere the flag makes it warn and slow."""
+    flags = [group["capturable"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["capturable"] = True
+    try:
+        yield
+    finally:
+        for group, flag in zip(optimizer.param_groups, flags, strict=True):
+            group["capturable"] = flag

@@ -1,0 +1,218 @@
+"""Captured steps: the numbers of eager ones; captured anew when shapes, ranks or learning rates change; and bfloat16.
+
+Where there is no GPU a stand-in takes the graph's place. A graph is fixed to the memory and the numbers it was captured with; the
+stand-in checks that they still are what they were, and calls again what was captured.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
+
+from comera_rec import RankConfig, RankScheduler, TTEmbeddingBagConfig, TTLinearConfig, build_dlrm
+from comera_rec.training.captured_step import CapturedStep, CudaRecorder
+from comera_rec.training.config import load_config
+from comera_rec.training.trainer import Trainer
+
+RANKS = RankConfig(early_steps=9, late_steps=12, target_size=0.5, truncate_every=4)
+every_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+class StandIn:
+    """In place of a `CudaRecorder`; `frozen` tells what a graph would not see change."""
+
+    def __init__(self, frozen: Callable[[], Hashable]) -> None:
+        self._frozen = frozen
+
+    def run(self, call: Callable[[], Tensor]) -> Tensor:
+        return call()
+
+    def capture(self, call: Callable[[], Tensor]) -> Tensor:
+        self._call, self._captured = call, self._frozen()
+        self._loss = torch.empty(())
+        return self._loss
+
+    def replay(self) -> None:
+        assert self._frozen() == self._captured, "a graph would have replayed what no longer holds"
+        self._loss.copy_(self._call())
+
+
+class Training:
+    """A small DLRM, its optimizer and the step under test."""
+
+    def __init__(self, device: str, *, capture: bool, ranks: RankConfig | None = None, lr: float | Tensor = 0.01) -> None:
+        torch.manual_seed(0)
+        tables = [
+            TTEmbeddingBagConfig(name="t1", num_embeddings=5000, embedding_dim=16, feature_names=["f1"], tt_ranks=8),
+            EmbeddingBagConfig(name="t2", num_embeddings=30, embedding_dim=16, feature_names=["f2"]),
+        ]
+        self.model = build_dlrm(
+            tables, dense_in_features=5, dense_arch_layer_sizes=[64, 16], over_arch_layer_sizes=[64, 64, 1],
+            linears=TTLinearConfig(tt_ranks=8, min_features=64, policy="always"),
+        ).to(device)  # fmt: skip
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=lr, fused=True)
+        self.scheduler = RankScheduler(self.model, self.optimizer, ranks) if ranks else None
+        self.step = CapturedStep(self._loss, self.optimizer, self.scheduler, capture=capture)
+        self.calls: list[str] = []
+        if capture:
+            recorder = StandIn(self._frozen) if device == "cpu" else CudaRecorder(torch.device(device))
+            for name in ("run", "capture", "replay"):
+                setattr(recorder, name, self._noted(name, getattr(recorder, name)))
+            self.step._recorder = recorder  # type: ignore[assignment]
+
+    def _loss(self, dense: Tensor, sparse: KeyedJaggedTensor, labels: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(self.model(dense, sparse).squeeze(1), labels)
+
+    def _frozen(self) -> Hashable:
+        memory = [(p.data_ptr(), p.shape) for p in self.model.parameters()]
+        rates = [group["lr"] for group in self.optimizer.param_groups if not isinstance(group["lr"], Tensor)]
+        return (*memory, *rates, self.scheduler and self.scheduler.stage)
+
+    def _noted(self, name: str, call: Callable) -> Callable:
+        def noted(*arguments: Any) -> Any:
+            self.calls.append(name)
+            return call(*arguments)
+
+        return noted
+
+    def run(self, batches: list[tuple[Tensor, KeyedJaggedTensor, Tensor]]) -> Tensor:
+        device = next(self.model.parameters()).device
+        return torch.stack([self.step(*(part.to(device) for part in batch)) for batch in batches]).cpu()
+
+
+def batch(seed: int, lengths: tuple[int, int] = (1, 1), size: int = 12) -> tuple[Tensor, KeyedJaggedTensor, Tensor]:
+    """Every bag of a feature holds as many ids."""
+    generator = torch.Generator().manual_seed(seed)
+    values = [torch.randint(limit, (size * n,), generator=generator) for limit, n in zip((5000, 30), lengths, strict=True)]
+    per_bag = torch.tensor(lengths).repeat_interleave(size)
+    ends = torch.cat([torch.zeros(1, dtype=torch.int64), per_bag.cumsum(0)])
+    sparse = KeyedJaggedTensor(
+        keys=["f1", "f2"], values=torch.cat(values), lengths=per_bag, offsets=ends, length_per_key=[size * n for n in lengths]
+    )
+    return torch.randn(size, 5, generator=generator), sparse, torch.rand(size, generator=generator).round()
+
+
+@every_device
+def test_captured_steps_give_the_numbers_of_eager_ones_while_ranks_shrink(device: str) -> None:
+    batches = [batch(seed) for seed in range(32)]
+    eager, captured = (Training(device, capture=capture, ranks=RANKS) for capture in (False, True))
+    torch.testing.assert_close(captured.run(batches), eager.run(batches))
+    torch.testing.assert_close(captured.model.state_dict(), eager.model.state_dict())
+    assert captured.scheduler is not None
+    assert eager.scheduler is not None
+    assert captured.scheduler.stage == "done"
+    for found, expected in zip(captured.scheduler.history, eager.scheduler.history, strict=True):
+        assert found.pop("loss") == pytest.approx(expected.pop("loss"))
+        assert found == expected
+    # Every truncation and change of stage leads through eager steps to another graph.
+    recorded = len(eager.scheduler.history) - 1
+    assert captured.calls.count("capture") > recorded / 2
+    assert captured.calls.count("run") + captured.calls.count("replay") == len(batches)
+
+
+@every_device
+def test_a_graph_serves_inputs_of_its_own_layout_alone(device: str) -> None:
+    batches = [batch(0, size=12 + seed % 2) for seed in range(6)]  # never twice alike
+    batches += [batch(seed, lengths=(2, 1)) for seed in range(5)] + [batch(seed, lengths=(1, 2)) for seed in range(5)]
+    eager, captured = (Training(device, capture=capture) for capture in (False, True))
+    torch.testing.assert_close(captured.run(batches), eager.run(batches))
+    settled = ["run"] * 3 + ["capture", "replay", "replay"]
+    assert captured.calls == ["run"] * 6 + settled * 2
+
+
+@every_device
+def test_learning_rates_that_change(device: str) -> None:
+    def losses(capture: bool, rate: float | Tensor) -> tuple[Tensor, list[str]]:
+        training = Training(device, capture=capture, lr=rate)
+        first = training.run([batch(seed) for seed in range(5)])
+        for group in training.optimizer.param_groups:
+            if isinstance(rate, Tensor):
+                group["lr"].fill_(0.1)
+            else:
+                group["lr"] = 0.1
+        return torch.cat([first, training.run([batch(seed) for seed in range(5)])]), training.calls
+
+    expected, _ = losses(False, 0.01)
+    found, calls = losses(True, 0.01)
+    torch.testing.assert_close(found, expected)
+    assert calls.count("capture") == 2, "a number is part of the graph"
+    found, calls = losses(True, torch.tensor(0.01, device=device))
+    torch.testing.assert_close(found, expected)
+    assert calls.count("capture") == 1, "a tensor is read anew"
+
+
+def test_reset_leads_through_eager_steps_to_another_graph() -> None:
+    training = Training("cpu", capture=True)
+    training.run([batch(seed) for seed in range(5)])
+    state = copy.deepcopy((training.model.state_dict(), training.optimizer.state_dict()))
+    expected = training.run([batch(9)])
+    training.model.load_state_dict(state[0])
+    training.optimizer.load_state_dict(state[1])
+    training.step.reset()
+    torch.testing.assert_close(training.run([batch(9)]), expected)
+    assert training.calls[-1] == "run"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: torch.optim.Adagrad(p), r"a step of Adagrad can't be captured: build Adam or AdamW with fused=True, or"),
+        (lambda p: torch.optim.Adam(p), r"a step of Adam can't be captured: .* set training\.capture=false"),
+    ],
+)
+@pytest.mark.gpu
+def test_optimizers_that_no_graph_can_hold_are_named(make: Callable, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CapturedStep(lambda: torch.zeros(()), make(nn.Linear(2, 2, device="cuda").parameters()))
+
+
+def test_a_step_without_warm_up_is_refused() -> None:
+    with pytest.raises(ValueError, match="warmup is 0: give at least 1 eager step"):
+        CapturedStep(lambda: torch.zeros(()), torch.optim.Adam(nn.Linear(2, 2).parameters()), warmup=0)
+
+
+def test_a_run_trains_through_graphs(config_file: Path, tmp_path: Path) -> None:
+    ranks = ["ranks.early_steps=6", "ranks.late_steps=6", "ranks.target_size=0.5", "ranks.truncate_every=5", "training.steps=24"]
+    eager = Trainer(load_config(config_file, [*ranks, f"output={tmp_path / 'eager'}"]))
+    graphed = Trainer(load_config(config_file, [*ranks, f"output={tmp_path / 'graphed'}", "training.capture=true"]))
+    graphed.captured_step._recorder = StandIn(lambda: tuple(p.data_ptr() for p in graphed.model.parameters()))  # type: ignore[assignment]
+    names = ("loss", "auc", "ne", "params")
+    found, expected = graphed.train(), eager.train()
+    assert [found[name] for name in names if name in found] == [expected[name] for name in names if name in expected]
+
+
+DEMO = [
+    "model.embedding_dim=32", "model.dense_arch=[256,128]", "model.over_arch=[256,128]", "linears.tt_ranks=24",
+    "linears.min_features=128", "tables.tt_ranks=6", "data.batch_size=256", "training.steps=24", "optimizer.lr_cores=0.002",
+]  # fmt: skip
+
+
+def test_bfloat16_trains_the_model_of_the_demo_like_float32(config_file: Path, tmp_path: Path) -> None:
+    """NE on the test split to half a per cent after 24 steps; and the products really are in bfloat16."""
+    results, seen = {}, set()
+
+    def note(module: nn.Module, _: Any, logits: Tensor) -> None:
+        if module.training:
+            seen.add(logits.dtype)
+
+    for precision in ("float32", "bfloat16"):
+        trainer = Trainer(load_config(config_file, [*DEMO, f"training.precision={precision}", f"output={tmp_path / precision}"]))
+        trainer.model.over_arch.register_forward_hook(note)
+        results[precision] = trainer.train()
+        assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
+    assert seen == {torch.float32, torch.bfloat16}
+    assert results["float32"]["ne"] < 0.9, "it learns"
+    assert results["bfloat16"]["ne"] == pytest.approx(results["float32"]["ne"], rel=0.005)
+
+
+def test_other_precisions_are_refused_in_one_line(config_file: Path) -> None:
+    with pytest.raises(ValueError, match=r"^config: training\.precision: Input should be 'float32' or 'bfloat16'$"):
+        load_config(config_file, ["training.precision=float8"])
