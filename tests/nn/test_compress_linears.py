@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import logging
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 from transformers import BertConfig, BertModel
 
-from comera_rec import TTLinear, TTLinearConfig, compress_linears_
+from comera_rec import TTLinear, TTLinearConfig, compress_linears_, export_dense
 
 
 class Tower(nn.Module):
@@ -136,6 +137,38 @@ def test_bert_of_transformers_is_compressed_throughout() -> None:
             torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-4)
     found.pooler_output.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def bert() -> nn.Module:
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 100}
+    return BertModel(BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+
+
+def torch_encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(128, 4, 256, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+
+
+@pytest.mark.parametrize(
+    ("make", "x"), [(bert, torch.arange(21).view(3, 7)), (torch_encoder, torch.randn(3, 7, 128))], ids=["BERT", "torch's encoder"]
+)
+def test_compressed_transformers_and_their_dense_exports_train_alike(make: Callable[[], nn.Module], x: torch.Tensor) -> None:
+    model = compress_linears_(make(), TTLinearConfig(tt_ranks=6, order=6, policy="always"))
+    dense = export_dense(model)
+    assert tt_names(model)
+    assert not tt_names(dense)
+    outputs = [getattr(out, "last_hidden_state", out) for out in (model(x), dense(x))]
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-4, atol=1e-4)
+    upstream = torch.randn_like(outputs[0])
+    for output in outputs:
+        output.backward(upstream)
+    gradients = [{name: p.grad for name, p in each.named_parameters() if p.grad is not None} for each in (model, dense)]
+    shared = gradients[0].keys() & gradients[1].keys()  # all but the weights of the linear layers: biases, norms, embeddings
+    assert {name.rpartition(".")[2] for name in gradients[1].keys() - shared} == {"weight"}
+    torch.testing.assert_close(
+        {name: gradients[0][name] for name in shared}, {name: gradients[1][name] for name in shared}, rtol=1e-3, atol=1e-3
+    )
+    assert all(gradient.abs().sum() > 0 for name, gradient in gradients[0].items() if "core_" in name)
 
 
 @pytest.mark.parametrize("filter_fn", [None, lambda module, name: False])

@@ -140,6 +140,25 @@ def test_torch_compile_sees_the_whole_block(padding: str) -> None:
     )
 
 
+def test_a_block_under_autocast_keeps_float_gradients() -> None:
+    block = EncoderBlock(16, 4, 24, linear=tt_linear)
+    x_BLD = torch.randn(3, 7, 16)
+    expected = block(x_BLD)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = block(x_BLD)
+    torch.testing.assert_close(found.float(), expected, rtol=0, atol=0.1)  # of entries of standard deviation 1
+    found.sum().backward()
+    assert {parameter.grad.dtype for parameter in block.parameters()} == {torch.float32}
+
+
+def test_a_batch_without_sequences() -> None:
+    block = EncoderBlock(16, 4, 24, linear=tt_linear)
+    found = block(torch.zeros(0, 7, 16), key_padding_mask=torch.zeros(0, 7, dtype=torch.bool))
+    assert found.shape == (0, 7, 16)
+    found.sum().backward()
+    assert all(torch.equal(parameter.grad, torch.zeros_like(parameter)) for parameter in block.parameters())
+
+
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_an_encoder_of_trains_is_its_dense_copy(norm_first: bool) -> None:
     config = TransformerConfig(**{**vars(SMALL), "norm_first": norm_first, "dropout": 0.0})

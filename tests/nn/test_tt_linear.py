@@ -129,7 +129,7 @@ def test_a_vanished_layer_is_its_bias() -> None:
         assert torch.equal(found, layer.to_dense()(torch.randn(4, 15, dtype=torch.float64)))
 
 
-@pytest.mark.parametrize("size", [(6, 4, 2), (5, 7, 4)], ids=lambda size: "{}x{}-order{}".format(*size))
+@pytest.mark.parametrize("size", [(6, 4, 2), (5, 7, 4), (8, 7, 6), (16, 9, 8)], ids=lambda size: "{}x{}-order{}".format(*size))
 def test_gradcheck(size: tuple[int, int, int]) -> None:
     layer = build(size, rank=2)
     names = [name for name, _ in layer.named_parameters()]
