@@ -102,9 +102,7 @@ def pretrain(config: str, overrides: tuple[str, ...]) -> None:
 
     tokenizer = byte_pairs(functions[kept:], settings.model.vocab_size, settings.model.max_length)
     tokenizer.save(str(folder / "tokenizer.json"))
-    validation, train = (
-        [encoding.ids for encoding in tokenizer.encode_batch(part)] for part in (functions[:kept], functions[kept:])
-    )
+    validation, train = ([tokenizer.encode(text).ids for text in part] for part in (functions[:kept], functions[kept:]))
     vocab_size = tokenizer.get_vocab_size()
 
     model = MaskedLanguageModel(settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import settings
 from torchrec import KeyedJaggedTensor
 
 torch.set_num_threads(1)  # tensors here are small: threads would only wait for each other, long where the cores are shared
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which deterministic products on a GPU need
 settings.register_profile("comera", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("comera")
 
