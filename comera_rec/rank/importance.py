@@ -4,7 +4,8 @@ Rank j of bond k stands for one term T_kj of the matrix, the sum over all paths 
 L_k and R_k contracted from the cores before and after the bond. Half of a column's scale may sit in a core, so |D_k[j]| alone says
 nothing; the scores here depend on T_kj only.
 
-    norm       |T_kj|^2 = D_k[j]^2 (L_k^T L_k)[j, j] (R_k R_k^T)[j, j], the squared Frobenius norm
+    norm       |T_kj|^2 / |W|^2 with |T_kj|^2 = D_k[j]^2 (L_k^T L_k)[j, j] (R_k R_k^T)[j, j], squared Frobenius norms: what the
+               matrix W loses of itself, since a table of a million rows has a larger norm than a layer of equal worth
     taylor     mean over steps of (dL/dD_k[j] D_k[j])^2 = <dL/dE, T_kj>^2: squared change of the loss, to first order
     magnitude  D_k[j]^2, for comparison
 
@@ -32,12 +33,16 @@ def magnitude_scores(module: TTModule) -> list[Tensor]:
 
 
 def norm_scores(module: TTModule) -> list[Tensor]:
-    """|T_kj|^2 [r_k] of every bond, by the Gram matrices of both sides: no more work than the cores times a rank."""
+    """|T_kj|^2 / |W|^2 [r_k] of every bond, by the Gram matrices of both sides: no more work than the cores times a rank."""
     cores = [core.detach().double() for core in module.cores()]
     ranks = [rank.detach().double() for rank in module.rank_parameters()]
     left = _left_grams(cores, ranks, module.sum_over_shards)
     right = _left_grams([core.permute(3, 1, 2, 0) for core in reversed(cores)], ranks[::-1])[::-1]
-    return [rank.square() * before.diagonal() * after.diagonal() for rank, before, after in zip(ranks, left, right, strict=True)]
+    if not ranks:
+        return []
+    whole = (ranks[0][:, None] * left[0] * ranks[0] * right[0]).sum()
+    terms = [rank.square() * before.diagonal() * after.diagonal() for rank, before, after in zip(ranks, left, right, strict=True)]
+    return [torch.nan_to_num(term / whole) for term in terms]  # a matrix of zeros has nothing to lose
 
 
 def _left_grams(

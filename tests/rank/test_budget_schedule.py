@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 from comera_rec import RankConfig, RankScheduler, TTEmbeddingBag, TTLinear
+from comera_rec.nn import named_tt_modules
 from comera_rec.rank import count_tt_params
 from comera_rec.rank.objectives import Budget
 
@@ -210,3 +211,20 @@ def test_a_compression_beyond_what_the_dense_layers_allow_is_refused_at_once() -
         ValueError, match=r"target_compression is 500.0 but layers outside the trains take 260 of .* dense bytes: give"
     ):
         Run(config(objective="budget", target_compression=500.0))
+
+
+def test_a_small_layer_outlasts_a_large_table() -> None:
+    """Norms are relative: a table's is larger for its many rows, and a network without its layers says nothing."""
+    model = nn.ModuleDict({"table": TTEmbeddingBag(100_000, 16, tt_ranks=8), "layer": TTLinear(32, 32, tt_ranks=8)})
+    before = {name: module.shape.ranks for name, module in named_tt_modules(model)}
+    scheduler = RankScheduler(
+        model,
+        SGD(model.parameters(), lr=0.0),
+        RankConfig(early_steps=1, late_steps=1, target_size=0.5, objective="achievement", target_loss=1.0, threshold=0.0),
+    )
+    scheduler.step()
+    scheduler.step()
+    assert scheduler.stage == "done"
+    ranks = {name: module.shape.ranks for name, module in named_tt_modules(model)}
+    assert ranks["layer"] == before["layer"]
+    assert ranks["table"] < before["table"]

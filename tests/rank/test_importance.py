@@ -62,10 +62,15 @@ def rescale_(module: TTModule) -> None:
             rank.div_(left * right)
 
 
-def test_norms_are_those_of_the_terms(module: TTModule) -> None:
-    for bond, scores in enumerate(norm_scores(module)):
-        expected = torch.stack([term.square().sum() for term in terms(module, bond)])
-        torch.testing.assert_close(scores, expected)
+def test_norms_are_those_of_the_terms_in_that_of_their_matrix(module: TTModule) -> None:
+    """Whatever the matrix's own scale, which says nothing of what a layer is worth."""
+    for factor in (1.0, 100.0):
+        with torch.no_grad():
+            module.core_0.mul_(factor)
+        for bond, scores in enumerate(norm_scores(module)):
+            parts = terms(module, bond)
+            expected = torch.stack([term.square().sum() for term in parts]) / sum(parts).square().sum()
+            torch.testing.assert_close(scores, expected)
 
 
 def test_taylor_scores_are_squared_first_order_changes(module: TTModule) -> None:
