@@ -4,12 +4,13 @@ Rank j of bond k stands for one term T_kj of the matrix, the sum over all paths 
 L_k and R_k contracted from the cores before and after the bond. Half of a column's scale may sit in a core, so |D_k[j]| alone says
 nothing; the scores here depend on T_kj only.
 
-    norm       |T_kj|^2 / |W|^2 with |T_kj|^2 = D_k[j]^2 (L_k^T L_k)[j, j] (R_k R_k^T)[j, j], squared Frobenius norms: what the
-               matrix W loses of itself, since a table of a million rows has a larger norm than a layer of equal worth
+    norm       ln of what is left of the bond's squared norm before and after the rank goes, the weakest first: the shares
+               |T_kj|^2 = D_k[j]^2 (L_k^T L_k)[j, j] (R_k R_k^T)[j, j]. A table's norm is large for its many rows, not for its
+               worth, so only parts of a norm are compared; and no matrix vanishes while others can shrink.
     taylor     mean over steps of (dL/dD_k[j] D_k[j])^2 = <dL/dE, T_kj>^2: squared change of the loss, to first order
     magnitude  D_k[j]^2, for comparison
 
-All are squares, so that those of several ranks add. Taylor scores: Molchanov et al., Importance Estimation for Neural Network
+Those of several ranks add. Taylor scores: Molchanov et al., Importance Estimation for Neural Network
 Pruning (CVPR 2019, arXiv 1906.10771), equation 8.
 
 r rank of a bond; a, b ranks before and after a core; m, n its modes.
@@ -33,16 +34,22 @@ def magnitude_scores(module: TTModule) -> list[Tensor]:
 
 
 def norm_scores(module: TTModule) -> list[Tensor]:
-    """|T_kj|^2 / |W|^2 [r_k] of every bond, by the Gram matrices of both sides: no more work than the cores times a rank."""
+    """By how much each rank's going lowers ln |W|^2 [r_k], by the Gram matrices of both sides: work of the cores times a rank."""
     cores = [core.detach().double() for core in module.cores()]
     ranks = [rank.detach().double() for rank in module.rank_parameters()]
     left = _left_grams(cores, ranks, module.sum_over_shards)
     right = _left_grams([core.permute(3, 1, 2, 0) for core in reversed(cores)], ranks[::-1])[::-1]
-    if not ranks:
-        return []
-    whole = (ranks[0][:, None] * left[0] * ranks[0] * right[0]).sum()
-    terms = [rank.square() * before.diagonal() * after.diagonal() for rank, before, after in zip(ranks, left, right, strict=True)]
-    return [torch.nan_to_num(term / whole) for term in terms]  # a matrix of zeros has nothing to lose
+    bonds = zip(ranks, left, right, strict=True)
+    return [_falls_of_logarithm(rank.square() * before.diagonal() * after.diagonal()) for rank, before, after in bonds]
+
+
+def _falls_of_logarithm(squares: Tensor) -> Tensor:
+    """ln(what is left before / after) [r] as each goes, the smallest first; nothing left counts as 1e-9 of all."""
+    ascending, order = squares.sort(stable=True)
+    left = ascending.flip(0).cumsum(0).flip(0)
+    left = torch.cat([left, left.new_zeros(1)]).clamp_min(1e-9 * squares.sum())
+    falls = torch.nan_to_num(left.log().diff().neg())  # zeros have nothing to lose
+    return torch.empty_like(falls).scatter_(0, order, falls)
 
 
 def _left_grams(

@@ -144,7 +144,7 @@ class _Selection:
         for kinds in ((self.downs(), self.ups()), (self.downs(), self.ups(), self.ups()), (self.downs(), self.downs(), self.ups())):
             best, least = None, float("inf")
             for moves in itertools.islice(itertools.product(*kinds), _MOST_EXCHANGES):
-                if len({move[:2] for move in moves}) < len(moves):
+                if self._interfere(moves):
                     continue
                 total = self.total + self.change(moves)
                 if CLOSE * budget <= total <= budget and self.loss(moves) < least:
@@ -154,6 +154,11 @@ class _Selection:
             if best:
                 return best
         return filling
+
+    def _interfere(self, moves: Sequence[Move]) -> bool:
+        """Whether two moves are of one bond, or of one train that the first of them removes or brings back whole."""
+        trains = [i for i, _, _ in moves]
+        return len({move[:2] for move in moves}) < len(moves) or any(trains.count(i) > 1 and min(self.ranks[i]) < 2 for i in trains)
 
     def masks(self) -> Masks:
         result = []

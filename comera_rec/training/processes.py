@@ -29,7 +29,7 @@ class Processes:
         device: "cpu", "cuda" (a GPU for each process of a host), or "auto" for a GPU where there is one.
 
     Raises:
-        ValueError: for "cuda" without a GPU, or with fewer GPUs than processes.
+        ValueError: for "cuda" without a GPU, or with fewer GPUs than processes; if the launcher's variables are not all there.
     """
 
     def __init__(self, device: str) -> None:
@@ -40,6 +40,11 @@ class Processes:
             torch.cuda.set_device(self.device)
         if self.several and not dist.is_initialized():
             # A launcher that starts all anew keeps its store, and with it the addresses of the processes that are gone.
+            missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+            if missing:
+                raise ValueError(
+                    f"WORLD_SIZE is {self.world_size} but {', '.join(missing)} not set: launch with torchrun, or unset it"
+                )
             store, rank, world_size = next(dist.rendezvous("env://"))
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"

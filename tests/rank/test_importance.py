@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -62,15 +64,16 @@ def rescale_(module: TTModule) -> None:
             rank.div_(left * right)
 
 
-def test_norms_are_those_of_the_terms_in_that_of_their_matrix(module: TTModule) -> None:
-    """Whatever the matrix's own scale, which says nothing of what a layer is worth."""
+def test_norms_count_what_is_left_of_their_matrix(module: TTModule) -> None:
+    """Whatever the matrix's own scale, which says nothing of what a layer is worth; the last rank of a bond is worth most."""
     for factor in (1.0, 100.0):
         with torch.no_grad():
             module.core_0.mul_(factor)
         for bond, scores in enumerate(norm_scores(module)):
-            parts = terms(module, bond)
-            expected = torch.stack([term.square().sum() for term in parts]) / sum(parts).square().sum()
-            torch.testing.assert_close(scores, expected)
+            squares = [float(term.square().sum()) for term in terms(module, bond)]
+            for square, score in zip(squares, scores.tolist(), strict=True):
+                left = sum(other for other in squares if other > square)
+                assert score == pytest.approx(math.log((left + square) / max(left, 1e-9 * sum(squares))))
 
 
 def test_taylor_scores_are_squared_first_order_changes(module: TTModule) -> None:

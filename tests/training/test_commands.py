@@ -86,12 +86,17 @@ def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Commands:\n  synth" in capsys.readouterr().err
 
 
-def test_several_processes_are_refused(
-    config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("variable", "text"), [("WORLD_SIZE", "2"), ("WORLD_SIZE", "two")])
+def test_half_an_environment_of_torchrun_is_named(
+    config_file: Path, variable: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, text)
     assert call("train", "--config", str(config_file)) == 2
-    assert "one process" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "launch with torchrun, or unset" in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", ["train", "evaluate", "compress", "report", "export"])
