@@ -1,12 +1,15 @@
 """How well models predict whose tables take equally many bytes.
 
-A small DLRM on synthetic Criteo logs, and a factorization model on MovieLens-like implicit feedback (`quality_data.py`), with large
-tables held in every way of `quality_tables.py`, at 10 to 500 times fewer bytes, values and index buffers counted. Batches, steps,
-optimizer (Adam), and the rest of the model are the same for all. The learning rate of the tables is chosen for each method and data
-set by the validation NE of seed 0. One row a run: NE on the test split; AUC, logloss and bytes are in `counted`.
+A small DLRM on synthetic Criteo logs of Kaggle's cardinalities, and a factorization model on MovieLens-like implicit feedback
+(`quality_data.py`), with large tables held in every way of `quality_tables.py`, at 10 to 500 times fewer bytes, values and index
+buffers counted. Batches, steps, optimizer (Adam, all rates falling to zero over the second half of the steps), and the rest of the
+model are the same for all. Every method tries every learning rate of its tables at every size with seed 0; the one with the best NE
+on the validation split takes the other seeds. One row a run: NE on the test split; that on the validation split, AUC, logloss and
+bytes are in `counted`.
 
-    TT adaptive     starts at twice the budget, shrinks to it exactly between 20 % and 70 % of the steps, ranks scored by Taylor
-    TT SVD          trained dense for half of the steps, then TT-SVD within the budget, ranks spread over tables, then trained on
+    TT adaptive     starts at twice the budget, shrinks to it exactly between 10 % and 50 % of the steps, ranks scored by Taylor
+    TT SVD          trained dense for half of the steps, then TT-SVD within the budget, ranks spread over tables, errors weighted by
+                    how often rows are read, then trained on
 """
 
 from __future__ import annotations
@@ -33,10 +36,13 @@ from comera_rec.training.metrics import BinaryMetrics
 
 BUDGETS = (10, 50, 100, 200, 500)
 METHODS = ("dense", "TT fixed", "TT adaptive", "TT SVD", "hashing", "QR", "low rank", "mixed dim", "pruning")
-SCORES = {"TT adaptive": "taylor", "TT adaptive norm": "norm", "TT adaptive magnitude": "magnitude"}
-TUNE_AT = (50, 10)  # the first that a method has
 SEEDS = 3
+RATES = (0.003, 0.01, 0.03)
 LR_HEAD = 0.002
+DECAY = 0.5  # of the steps
+TWICE = (20, ("TT fixed", "TT SVD"))
+"""At this size these methods also train for twice the steps, where TT SVD is a dense model trained for as many as the others."""
+SCORES = {"TT adaptive": "taylor", "TT adaptive norm": "norm", "TT adaptive magnitude": "magnitude"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +53,7 @@ class Task:
     dim: int
     batch: int
     steps: int
-    rates: tuple[float, ...]
+    rates: tuple[float, ...] = RATES
 
 
 class Head(nn.Module):
@@ -102,11 +108,12 @@ def optimizer_for(model: nn.Module, lr: float) -> torch.optim.Optimizer:
     special = {id(p) for group in groups for p in group["params"]}
     tables = [p for p in model.embeddings.parameters() if id(p) not in special]
     groups += [{"params": tables, "lr": lr}] if tables else []
-    return torch.optim.Adam([*groups, {"params": list(model.head.parameters()), "lr": LR_HEAD}], fused=True)
+    groups += [{"params": list(model.head.parameters()), "lr": LR_HEAD}]
+    return torch.optim.Adam([{**group, "initial_lr": group["lr"]} for group in groups], fused=True)
 
 
-def train(task: Task, method: str, compression: float, lr: float, seed: int, split: str) -> dict[str, float]:
-    """Train one model and evaluate it on a split: ne, auc, logloss, bytes, dense_bytes, optimizer_bytes, step_ms.
+def train(task: Task, method: str, compression: float, lr: float, seed: int, steps: int) -> dict[str, float]:
+    """Train one model: val_ne, and on the test split ne, auc, logloss; bytes, dense_bytes, optimizer_bytes, step_ms.
 
     Raises:
         DoesNotFit: if the method has no form this small.
@@ -114,10 +121,13 @@ def train(task: Task, method: str, compression: float, lr: float, seed: int, spl
     torch.manual_seed(seed)
     model = Model(task, method, compression)
     optimizer = optimizer_for(model, lr)
-    scheduler = _scheduler(model, optimizer, method, task.steps)
+    scheduler = _scheduler(model, optimizer, method, steps)
+    pruning = Pruning(model, steps) if method == "pruning" else None
     times = []
-    for step, rows in enumerate(task.data.batches(task.batch, task.steps, seed), start=1):
+    for step, rows in enumerate(task.data.batches(task.batch, steps, seed), start=1):
         start = time.perf_counter()
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * min(1.0, (1 - (step - 1) / steps) / DECAY)
         loss = F.binary_cross_entropy_with_logits(model(rows), rows.labels)
         optimizer.zero_grad()
         (scheduler.loss(loss) if scheduler else loss).backward()
@@ -125,17 +135,18 @@ def train(task: Task, method: str, compression: float, lr: float, seed: int, spl
         times.append(1e3 * (time.perf_counter() - start))
         if scheduler:
             scheduler.step()
-        if method == "pruning":
-            _prune_(model, step / task.steps)
-        if method == "TT SVD" and step == task.steps // 2:
+        if pruning:
+            pruning.step()
+        if method == "TT SVD" and step == steps // 2:
             _to_trains_(model, task, compression)
             optimizer = optimizer_for(model, lr)
-    metrics = evaluate(model, getattr(task.data, split))
+    metrics = evaluate(model, task.data.test)
     embeddings = model.embeddings
     values = embeddings.large_params()
     held = 8 * sum(int((p != 0).sum()) for p in embeddings.tables.parameters()) if method == "pruning" else 4 * values
     return {
         **metrics,
+        "val_ne": evaluate(model, task.data.val)["ne"],
         "bytes": held,
         "dense_bytes": 4 * sum(len(task.data.counts[f]) for f in embeddings.large) * task.dim,
         "index_bytes": held / 2 if method == "pruning" else 0,
@@ -150,25 +161,35 @@ def _scheduler(model: Model, optimizer: torch.optim.Optimizer, method: str, step
         return None
     score: Any = SCORES[method]
     config = RankConfig(
-        early_steps=steps // 5, late_steps=steps // 2, objective="budget", target_params=model.embeddings.budget,
+        early_steps=steps // 10, late_steps=2 * steps // 5, objective="budget", target_params=model.embeddings.budget,
         gamma=0.0, threshold=0.0, truncate_every=max(1, steps // 40), score=score,
     )  # fmt: skip
     return RankScheduler(model, optimizer, config)
 
 
-@torch.no_grad()
-def _prune_(model: Model, progress: float) -> None:
-    """Zero the smallest entries of the large tables, down to the budget at 70 % of the steps; zeros come back as zeros."""
-    weights = list(model.embeddings.tables.parameters())
-    total, final = sum(w.numel() for w in weights), model.embeddings.budget // 2  # value and index
-    ramp = min(1.0, max(0.0, (progress - 0.2) / 0.5))
-    keep = int(final + (total - final) * (1 - ramp) ** 3)
-    if keep < total:
-        magnitudes = torch.cat([w.flatten() for w in weights]).abs()
-        mask = torch.zeros(total, dtype=torch.bool)
-        mask[magnitudes.topk(keep).indices] = True
-        for weight, kept in zip(weights, mask.split([w.numel() for w in weights]), strict=True):
-            weight.mul_(kept.view_as(weight))
+class Pruning:
+    """Zero the smallest entries of the large tables, ever more between 10 % and 50 % of the steps."""
+
+    def __init__(self, model: Model, steps: int) -> None:
+        self.weights, self.steps, self.done = list(model.embeddings.tables.parameters()), steps, 0
+        self.total, self.final = sum(w.numel() for w in self.weights), model.embeddings.budget // 2  # value and index
+        self.kept, self.masks = self.total, list[Tensor]()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """To be called after the optimizer's; entries that are zero may come back each time that the smallest are chosen anew."""
+        self.done += 1
+        if self.done % max(1, self.steps // 40) == 0:
+            ramp = min(1.0, max(0.0, (self.done / self.steps - 0.1) / 0.4))
+            keep = int(self.final + (self.total - self.final) * (1 - ramp) ** 3)
+            if keep < self.kept:
+                self.kept = keep
+                largest = torch.cat([w.flatten() for w in self.weights]).abs().topk(keep).indices
+                mask = torch.zeros(self.total, dtype=torch.bool).index_fill_(0, largest, True)
+                parts = mask.split([w.numel() for w in self.weights])
+                self.masks = [part.view_as(weight) for part, weight in zip(parts, self.weights, strict=True)]
+        for weight, mask in zip(self.weights, self.masks, strict=False):
+            weight.mul_(mask)
 
 
 @torch.no_grad()
@@ -176,7 +197,8 @@ def _to_trains_(model: Model, task: Task, compression: float) -> None:
     embeddings = model.embeddings
     weights = [weight.detach() for weight in embeddings.tables.parameters()]
     shapes = tt_shapes([len(weight) for weight in weights], task.dim, compression)
-    trains = tt_svd_within_budget(weights, shapes, embeddings.budget)
+    counts = [task.data.counts[f] for f in embeddings.large]
+    trains = tt_svd_within_budget(weights, shapes, embeddings.budget, counts)
     for k, (weight, shape, cores) in enumerate(zip(weights, shapes, trains, strict=True)):
         table = Train(len(weight), task.dim, shape)
         table.bag.set_cores_(cores)
@@ -197,85 +219,92 @@ def evaluate(model: Model, rows: Rows) -> dict[str, float]:
 def tasks(settings: Settings) -> list[Task]:
     """The data sets: synthetic always, implicit feedback where its folder is given."""
     if settings.quick:
-        found = [Task(data=Synth(20_000, 0.02), dim=8, batch=128, steps=20, rates=(0.01,))]
+        found = [Task(data=Synth(20_000, 0.02), dim=8, batch=128, steps=20, rates=RATES[:1])]
     else:
-        found = [Task(data=Synth(300_000, 0.02), dim=16, batch=2048, steps=120, rates=(0.003, 0.01))]
+        found = [Task(data=Synth(1_000_000, 1.0), dim=16, batch=2048, steps=390)]
     if settings.data:
         found.append(
             Task(
                 data=ImplicitFeedback(settings.data),
                 dim=32,
-                batch=4096,
-                steps=20 if settings.quick else 600,
-                rates=(0.003, 0.01, 0.03),
+                batch=2048,
+                steps=20 if settings.quick else 2000,
+                rates=RATES[:1] if settings.quick else RATES,
             )
         )
     return [task for task in found if settings.only.get("data", task.data.name) == task.data.name]
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
-    """Runs that are not among `settings.finished`, one row each: learning rates first, then budgets, seed by seed."""
+    """Runs that are not among `settings.finished`, one row each: all sizes and rates of seed 0, then the other seeds."""
     environment = describe(settings.device)
-    done = {_key(row) for row in settings.finished}
     rows = list(settings.finished)
+    done = {_key(row) for row in rows}
     for task in tasks(settings):
-        for pass_, method, compression, lr, seed in tqdm(
-            list(_plan(task, settings)), desc=task.data.name, unit="run", disable=None
-        ):
-            lr = lr or _best_rate(rows, task, method)
-            shapes = {"data": task.data.name, "method": method, "compression": compression, "lr": lr, "steps": task.steps}
-            if lr is None or (pass_, *_named(shapes, pass_), seed) in done:
+        for method, compression, steps, lr, seed in tqdm(_plan(task, settings), desc=task.data.name, unit="run", disable=None):
+            shapes = {"data": task.data.name, "method": method, "compression": compression, "steps": steps}
+            lr = lr or _best_rate(rows, shapes)
+            shapes = {**shapes, "lr": lr, "dim": task.dim, "batch": task.batch}
+            if lr is None or (tuple(shapes.values()), seed) in done:
                 continue
             try:
-                found = train(task, method, compression, lr, seed, "val" if pass_ == "tune" else "test")
+                found = train(task, method, compression, lr, seed, steps)
             except DoesNotFit:
                 continue
             ne = found.pop("ne")
             row = Row(
-                op="quality", provider=method, shapes={**shapes, "dim": task.dim, "batch": task.batch}, dtype="float32",
-                pass_=pass_, p20=ne, p50=ne, p80=ne, unit="NE", samples=1, ratios={}, counted=found, **environment, seed=seed,
+                op="quality", provider=method, shapes=shapes, dtype="float32",
+                pass_="test", p20=ne, p50=ne, p80=ne, unit="NE", samples=1, ratios={}, counted=found, **environment, seed=seed,
                 date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             )  # fmt: skip
             rows.append(row)
             yield [row]
 
 
-def _plan(task: Task, settings: Settings) -> Iterator[tuple[str, str, int, float | None, int]]:
-    """(pass, method, compression, learning rate or None for the tuned one, seed)."""
-    quick = settings.quick
-    for method in METHODS:
-        for lr in task.rates[:1] if quick else task.rates:
-            for compression in TUNE_AT[-1:] if method in ("dense", "low rank", "QR") or quick else TUNE_AT[:1]:
-                yield "tune", method, compression, lr, 0
-    for seed in range(settings.seed, settings.seed + (1 if quick else SEEDS)):
-        for compression in BUDGETS[:1] if quick else BUDGETS:
-            for method in METHODS:
-                if method != "dense" or compression == BUDGETS[0]:
-                    yield "test", method, compression, None, seed
-        for compression in () if quick else (50,):
-            for method in ("TT adaptive norm", "TT adaptive magnitude"):
-                yield "test", method, compression, None, seed
+def _plan(task: Task, settings: Settings) -> list[tuple[str, float, int, float | None, int]]:
+    """(method, compression, steps, learning rate or None for the best one, seed)."""
+    cases = [(method, compression, task.steps) for compression in BUDGETS for method in METHODS]
+    cases = [case for case in cases if case[0] != "dense" or case[1] == BUDGETS[0]]
+    scores = [(method, 50, task.steps) for method in SCORES if method not in METHODS]
+    twice = [(method, TWICE[0], 2 * task.steps) for method in TWICE[1]]
+    if settings.quick:
+        cases, scores, twice = [case for case in cases if case[1] == BUDGETS[0]], [], []
+    first = settings.seed
+    plan: list[tuple[str, float, int, float | None, int]]
+    plan = [(*case, lr, first) for case in cases + twice for lr in task.rates] + [(*case, None, first) for case in scores]
+    seeds = range(first + 1, first + (1 if settings.quick else SEEDS))
+    return plan + [(*case, None, seed) for seed in seeds for case in cases + twice + scores]
 
 
-def _best_rate(rows: Sequence[Row], task: Task, method: str) -> float | None:
-    """The rate of the smallest validation NE; all scores of ranks share one."""
-    method = "TT adaptive" if method in SCORES else method
-    tuned = [r for r in rows if r.pass_ == "tune" and r.provider == method and r.shapes["data"] == task.data.name]
-    return min(tuned, key=lambda row: row.p50).shapes["lr"] if tuned else None
+def _best_rate(rows: Sequence[Row], shapes: dict[str, Any]) -> float | None:
+    """The rate of the smallest validation NE at this size; all scores of ranks share one."""
+    if shapes["method"] in SCORES:
+        shapes = {**shapes, "method": "TT adaptive"}
+    tuned = [row for row in rows if all(row.shapes[name] == value for name, value in shapes.items())]
+    return min(tuned, key=lambda row: row.counted["val_ne"]).shapes["lr"] if tuned else None
 
 
-def _named(shapes: dict[str, Any], pass_: str) -> tuple[Any, ...]:
-    return shapes["data"], shapes["method"], shapes["compression"], shapes["lr"] if pass_ == "tune" else None
+def _key(row: Row) -> tuple[tuple[Any, ...], int]:
+    return tuple(row.shapes.values()), row.seed
 
 
-def _key(row: Row) -> tuple[Any, ...]:
-    return row.pass_, *_named(row.shapes, row.pass_), row.seed
+def chosen(rows: Sequence[Row]) -> list[Row]:
+    """The runs of usual length with the rate that each method has chosen at each size."""
+    usual = {
+        data: min(row.shapes["steps"] for row in rows if row.shapes["data"] == data) for data in {r.shapes["data"] for r in rows}
+    }
+    rows = [row for row in rows if row.shapes["steps"] == usual[row.shapes["data"]]]
+
+    def best(row: Row) -> float | None:
+        return _best_rate(rows, {name: row.shapes[name] for name in ("data", "method", "compression", "steps")})
+
+    return [row for row in rows if row.shapes["lr"] == best(row)]
 
 
 def format_case(rows: Sequence[Row]) -> str:
     """One line a run."""
     return "\n".join(
-        f"{row.pass_} {row.shapes['data']} {row.provider} {row.shapes['compression']}x lr {row.shapes['lr']} seed {row.seed}: "
+        f"{row.shapes['data']} {row.provider} {row.shapes['compression']}x lr {row.shapes['lr']} seed {row.seed}: "
         f"NE {row.p50:.4f}, AUC {row.counted['auc']:.4f}, {row.counted['bytes']:,.0f} bytes, {row.counted['step_ms']:.1f} ms/step"
         for row in rows
     )

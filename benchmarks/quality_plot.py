@@ -8,12 +8,13 @@ from statistics import median
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
+from benchmarks.quality import chosen
 from benchmarks.rows import Row
 
 
 def quality_figure(rows: Sequence[Row]) -> Figure:
     """Medians over seeds, bars from the best to the worst of them; the dense model as a dashed line."""
-    rows = [row for row in rows if row.pass_ == "test"]
+    rows = chosen(rows)
     data_sets = list(dict.fromkeys(row.shapes["data"] for row in rows))
     methods = list(dict.fromkeys(row.provider for row in rows if row.provider != "dense"))
     figure = Figure(figsize=(5.5 * len(data_sets), 4.6), layout="constrained")

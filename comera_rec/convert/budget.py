@@ -10,7 +10,12 @@ from comera_rec.rank import within_budget
 from comera_rec.tt import TTShape, max_ranks, tt_svd_spectra
 
 
-def tt_svd_within_budget(weights: Sequence[Tensor], shapes: Sequence[TTShape], budget_params: int) -> list[list[Tensor]]:
+def tt_svd_within_budget(
+    weights: Sequence[Tensor],
+    shapes: Sequence[TTShape],
+    budget_params: int,
+    importance: Sequence[Tensor | None] | None = None,
+) -> list[list[Tensor]]:
     """TT-SVD of several matrices, ranks chosen such that the parameters removed cost the least squared error.
 
     Every matrix is decomposed at more ranks than it can get; then the rank with the smallest squared singular value per parameter
@@ -19,14 +24,18 @@ def tt_svd_within_budget(weights: Sequence[Tensor], shapes: Sequence[TTShape], b
 
     Args:
         weights: [M, N] each.
-        shapes: modes of each; their ranks tell how many are tried: twice as many, and no less than 16.
+        shapes: modes of each; their ranks tell how many are tried: four times as many, and no less than 32.
         budget_params: the most parameters that all trains may take together, rank parameters included.
+        importance: [M] each, what squared errors of a row count, averaged over the rows of one leading digit: how often it is
+            read, or the sum of its squared gradients, which Adagrad keeps (the empirical Fisher information; Hsu et al., Language
+            Model Compression with Weighted Low-Rank Factorization, ICLR 2022). Default: all alike.
 
     Returns:
         The cores of each matrix; a matrix that gets nothing has ranks of 0.
     """
-    generous = [shape.with_ranks([min(max(16, 2 * r), most) for r, most in _bonds(shape)]) for shape in shapes]
-    found = [tt_svd_spectra(weight, shape) for weight, shape in zip(weights, generous, strict=True)]
+    generous = [shape.with_ranks([min(max(32, 4 * r), most) for r, most in _bonds(shape)]) for shape in shapes]
+    rows = importance or [None] * len(weights)
+    found = [tt_svd_spectra(weight, shape, importance=each) for weight, shape, each in zip(weights, generous, rows, strict=True)]
     scores = [[singular.double().square() for singular in spectra] for _, spectra in found]
     masks = within_budget(generous, scores, budget_params, exact=False)
     return [_cut(cores, [int(mask.sum()) for mask in kept]) for (cores, _), kept in zip(found, masks, strict=True)]

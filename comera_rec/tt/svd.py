@@ -44,10 +44,18 @@ def tt_svd(weight: Tensor, shape: TTShape, *, rtol: float = 0.0) -> list[Tensor]
     return tt_svd_spectra(weight, shape, rtol=rtol)[0]
 
 
-def tt_svd_spectra(weight: Tensor, shape: TTShape, *, rtol: float = 0.0) -> tuple[list[Tensor], list[Tensor]]:
+def tt_svd_spectra(
+    weight: Tensor, shape: TTShape, *, rtol: float = 0.0, importance: Tensor | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
     """`tt_svd` and, for every bond, the singular values [r_k] kept there, descending.
 
     Cutting bonds to fewer ranks, leading ones first, adds at most the sum of the squares cut to the squared error.
+
+    Args:
+        weight, shape, rtol: as for `tt_svd`.
+        importance: [M], what squared errors of each row count, non-negative; default all alike. Only its means over rows of one
+            leading digit matter, since scaling these is scaling the first core: diag(scale) A is decomposed, and the first core
+            divided by the scale.
     """
     if weight.dim() != 2 or weight.shape[0] > shape.num_rows or weight.shape[1] > shape.num_cols:
         raise ValueError(
@@ -56,7 +64,8 @@ def tt_svd_spectra(weight: Tensor, shape: TTShape, *, rtol: float = 0.0) -> tupl
     if not rtol >= 0:
         raise ValueError(f"rtol is {rtol}: give a non-negative number")
     weight = weight.detach()
-    unfolding = _Unfolding(weight, shape)
+    scale = None if importance is None else _scale_of_digits(importance, shape).to(weight.device)
+    unfolding = _Unfolding(weight, shape, scale)
     tolerance = rtol / max(1, shape.order - 1) ** 0.5 * unfolding.norm()
     cores, spectra, rank = [], [], 1
     work = torch.empty(0)
@@ -80,15 +89,26 @@ def tt_svd_spectra(weight: Tensor, shape: TTShape, *, rtol: float = 0.0) -> tupl
         rank = left.shape[1]
     work = work if cores else unfolding.whole()
     cores.append(work.reshape(rank, shape.row_shape[-1], shape.col_shape[-1], 1).to(weight.dtype))
+    if scale is not None:
+        cores[0] = (cores[0] / scale.view(1, -1, 1, 1)).to(weight.dtype)
     return cores, spectra
+
+
+def _scale_of_digits(importance: Tensor, shape: TTShape) -> Tensor:
+    """[m_1], the root of the mean importance of the rows of a leading digit; a thousandth of the mean of all at the least."""
+    tall = shape.num_rows // shape.row_shape[0]
+    sums = torch.stack([part.double().sum() for part in importance.split(tall)])
+    means = F.pad(sums, (0, shape.row_shape[0] - len(sums))) / tall
+    return means.clamp_min(1e-3 * means.mean()).clamp_min(torch.finfo(torch.float64).tiny).sqrt() if means.any() else means + 1
 
 
 class _Unfolding:
     """The first unfolding A of a matrix: rows are (i_1, j_1), columns (i_2, j_2, ..., i_d, j_d)."""
 
-    def __init__(self, weight: Tensor, shape: TTShape) -> None:
+    def __init__(self, weight: Tensor, shape: TTShape, scale: Tensor | None = None) -> None:
         self.weight = weight
         self.shape = shape
+        self.scale = scale  # [m_1], of the rows of a leading digit
         self.dtype = torch.promote_types(weight.dtype, torch.float32)
         self.rows = shape.row_shape[0] * shape.col_shape[0]
         self.columns = shape.num_rows * shape.num_cols // self.rows
@@ -100,8 +120,11 @@ class _Unfolding:
 
     def norm(self) -> Tensor:
         """Frobenius norm."""
-        squares = [block.double().square().sum() for block in self.weight.split(max(1, _BLOCK // max(1, self.weight.shape[1])))]
-        return torch.stack(squares).sum().sqrt()
+        blocks = self.weight.split(max(1, _BLOCK // max(1, self.weight.shape[1])))
+        squares = torch.cat([block.double().square().sum(dim=1) for block in blocks])
+        if self.scale is not None:
+            squares *= self.scale.square().repeat_interleave(self.shape.num_rows // self.shape.row_shape[0])[: len(squares)]
+        return squares.sum().sqrt()
 
     def whole(self) -> Tensor:
         """A, copied."""
@@ -119,6 +142,8 @@ class _Unfolding:
             block = F.pad(rows, padding).reshape(last - first, *m_rest, n1, *n_rest)
             # (i_1, i_2..i_d, j_1, j_2..j_d) -> (i_1, j_1, i_2, j_2, ...): neighbouring row and column modes share a core.
             block = block.permute([axis for k in range(d) for axis in (k, d + k)])
+            if self.scale is not None:
+                block = block * self.scale[first:last].to(self.dtype).view(-1, *[1] * (2 * d - 1))
             yield slice(first * n1, last * n1), block.reshape((last - first) * n1, -1)
 
     def leading_svd(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -152,6 +177,8 @@ class _Unfolding:
             ids = starts[:, None] + torch.arange(first, min(first + step, tall), device=self.weight.device)
             rows = self.weight[ids.clamp_max(len(self.weight) - 1)].to(self.dtype) * (ids < len(self.weight))[..., None]
             block = padded(rows, (0, self.shape.num_cols - rows.shape[2])).reshape(m1, ids.shape[1], n1, -1)
+            if self.scale is not None:
+                block = block * self.scale.to(self.dtype).view(-1, 1, 1, 1)
             yield block.transpose(1, 2).reshape(self.rows, -1)
 
     def _random_basis(self, size: int) -> Tensor:

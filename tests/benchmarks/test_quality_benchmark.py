@@ -36,7 +36,7 @@ class Tiny(DataSet):
 
 @pytest.fixture
 def task() -> quality.Task:
-    return quality.Task(data=Tiny(), dim=8, batch=100, steps=20, rates=(0.01,))
+    return quality.Task(data=Tiny(), dim=8, batch=100, steps=20, rates=(0.01, 0.03))
 
 
 @pytest.mark.parametrize("compression", [4, 10, 50])
@@ -57,7 +57,7 @@ def test_methods_stay_within_the_budget(method: str, compression: int, task: qua
 
 @pytest.mark.parametrize("method", ["TT adaptive", "TT SVD", "pruning"])
 def test_methods_that_shrink_while_training_end_within_the_budget(method: str, task: quality.Task) -> None:
-    found = quality.train(task, method, 10, 0.01, 0, "test")
+    found = quality.train(task, method, 10, 0.01, 0, 20)
     budget = found["dense_bytes"] / 10
     assert 0.9 * budget <= found["bytes"] <= budget
     assert found["index_bytes"] == (found["bytes"] / 2 if method == "pruning" else 0)
@@ -66,15 +66,25 @@ def test_methods_that_shrink_while_training_end_within_the_budget(method: str, t
 def test_it_goes_on_where_it_stopped(task: quality.Task, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(quality, "tasks", lambda settings: [task])
     monkeypatch.setattr(quality, "METHODS", ("dense", "hashing"))
-    whole = [case[0] for case in quality.run(Settings(quick=True))]
-    assert [(row.pass_, row.provider) for row in whole] == [(p, m) for p in ("tune", "test") for m in ("dense", "hashing")]
+    monkeypatch.setattr(quality, "BUDGETS", (10,))
+    monkeypatch.setattr(quality, "SCORES", {})
+    monkeypatch.setattr(quality, "TWICE", (20, ("hashing",)))
+    monkeypatch.setattr(quality, "SEEDS", 2)
+    whole = [case[0] for case in quality.run(Settings())]
+    assert [(row.provider, row.shapes["steps"], row.seed) for row in whole] == [
+        *(("dense", 20, 0), ("dense", 20, 0), ("hashing", 20, 0), ("hashing", 20, 0), ("hashing", 40, 0), ("hashing", 40, 0)),
+        *(("dense", 20, 1), ("hashing", 20, 1), ("hashing", 40, 1)),
+    ]
+    best = min(whole[2:4], key=lambda row: row.counted["val_ne"])
+    assert [row for row in quality.chosen(whole) if row.provider == "hashing"] == [best, whole[7]]
+    assert whole[7].shapes["lr"] == best.shapes["lr"]
     results = tmp_path / "quality.jsonl"
     for part in (whole[:3], whole[3:]):
         with RowWriter(results, append=True) as writer:
             writer.write(part)
     assert read_rows(results) == whole
-    rest = [case[0] for case in quality.run(Settings(quick=True, finished=whole[:3]))]
-    assert [(row.pass_, row.provider, row.p50) for row in rest] == [(row.pass_, row.provider, row.p50) for row in whole[3:]]
+    rest = [case[0] for case in quality.run(Settings(finished=whole[:3]))]
+    assert [(row.shapes, row.seed, row.p50) for row in rest] == [(row.shapes, row.seed, row.p50) for row in whole[3:]]
     plot_rows(whole, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
