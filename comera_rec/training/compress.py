@@ -11,7 +11,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from comera_rec.convert import tt_svd_within_budget
 from comera_rec.nn import TTEmbeddingBag, TTModule, named_tt_modules
-from comera_rec.training.checkpoint import latest_checkpoint, open_checkpoint
+from comera_rec.training.checkpoint import Checkpoint, latest_checkpoint, open_checkpoint
 from comera_rec.training.config import RunConfig
 from comera_rec.training.model import Schema, build_model
 from comera_rec.training.trainer import CHECKPOINTS, Trainer
@@ -21,7 +21,8 @@ def compress_run(dense: str | Path, config: RunConfig) -> Trainer:
     """Write a run's first checkpoint from the weights of a trained dense one; `comera train` goes on from there.
 
     Tables together take what `tables.compression` (or the ranks given) allows, ranks spread over them by their singular values.
-    A dense checkpoint of one process is mapped, not read: beside it, memory holds one table's blocks and the compressed model.
+    Errors of a row are weighed by its squared gradients, which the dense tables' Adagrad has summed up. A dense checkpoint of one
+    process is mapped, not read: beside it, memory holds one table's blocks and the compressed model.
 
     Args:
         dense: folder of a run with dense tables on the same data.
@@ -45,8 +46,8 @@ def compress_run(dense: str | Path, config: RunConfig) -> Trainer:
     if config.to_dict()["model"] != checkpoint.record["config"]["model"]:
         raise ValueError(f"{dense} was trained with other sizes of [model]: give the same embedding_dim, dense_arch and over_arch")
     model = build_model(config, schema)
-    weights = checkpoint.read([name for name in checkpoint.sizes if name.startswith("model/")])
-    copy_weights_(model, {name.removeprefix("model/"): value for name, value in weights.items()}, _table_budget(config, schema))
+    weights = _named(checkpoint, "model/", "")
+    copy_weights_(model, weights, _table_budget(config, schema), _named(checkpoint, "tables/", "/momentum1"))
     trainer = Trainer(config, model)
     if trainer.schema != schema:
         raise ValueError(f"{dense} was trained on other data than {config.data.path}: give the data set it was trained on")
@@ -54,12 +55,22 @@ def compress_run(dense: str | Path, config: RunConfig) -> Trainer:
     return trainer
 
 
-def copy_weights_(model: nn.Module, dense: dict[str, Tensor], table_budget: int) -> None:
-    """Give a model the weights of its dense twin: trains by TT-SVD, all tables within one budget, the rest copied."""
+def _named(checkpoint: Checkpoint, prefix: str, suffix: str) -> dict[str, Tensor]:
+    """Tensors by what stands between prefix and suffix."""
+    names = [name for name in checkpoint.sizes if name.startswith(prefix) and name.endswith(suffix)]
+    return {name.removeprefix(prefix).removesuffix(suffix): value for name, value in checkpoint.read(names).items()}
+
+
+def copy_weights_(model: nn.Module, dense: dict[str, Tensor], table_budget: int, importance: dict[str, Tensor]) -> None:
+    """Give a model the weights of its dense twin: trains by TT-SVD, all tables within one budget, the rest copied.
+
+    `importance` has what squared errors of a table's rows count, by the table's name.
+    """
     trains = dict(named_tt_modules(model))
     tables = {name: module for name, module in trains.items() if isinstance(module, TTEmbeddingBag)}
     weights = [_dense_weight(name, module, dense) for name, module in tables.items()]
-    found = tt_svd_within_budget(weights, [module.shape for module in tables.values()], table_budget)
+    rows = [importance.get(name.rpartition(".")[2]) for name in tables]
+    found = tt_svd_within_budget(weights, [module.shape for module in tables.values()], table_budget, rows)
     for table, cores in zip(tables.values(), found, strict=True):
         table.set_cores_(cores)
     for name, module in trains.items():

@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from comera_rec.cli.main import main
-from comera_rec.convert import compression_report
+from comera_rec.convert import compression_report, tt_svd_within_budget
+from comera_rec.nn import named_tt_modules
+from comera_rec.training import compress
+from comera_rec.training.checkpoint import open_checkpoint
 from comera_rec.training.compress import compress_run
 from comera_rec.training.config import load_config
 from comera_rec.training.trainer import Trainer, load_run
@@ -64,6 +67,27 @@ def test_then_train_goes_on_from_its_weights(
         assert torch.equal(trainer.model.state_dict()[name], value), name
     assert call("train", "--config", str(config_file), f"output={run}", *same) == 0
     assert json.loads((run / "result.json").read_text())["steps"] == 12
+
+
+def test_what_was_trained_most_is_kept_best(
+    dense: Path, config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Errors weighted by Adagrad's sums of squared gradients are smaller than where all rows count alike."""
+    checkpoint = open_checkpoint(dense / "checkpoints" / "step_00000012.pt")
+    errors = []
+    for weighted in (True, False):
+        if not weighted:
+            monkeypatch.setattr(compress, "tt_svd_within_budget", lambda *given: tt_svd_within_budget(*given[:3]))
+        same = ["tables.tt_ranks=none", "tables.compression=4", f"output={tmp_path / str(weighted)}"]
+        squares = 0.0
+        for name, table in named_tt_modules(compress_run(dense, load_config(config_file, same)).model):
+            short = name.rpartition(".")[2]
+            if f"tables/{short}/momentum1" in checkpoint.sizes:
+                key = next(key for key in checkpoint.sizes if key.startswith("model/") and key.endswith(f".{short}.weight"))
+                weight, sums = checkpoint.read([key, f"tables/{short}/momentum1"]).values()
+                squares += float((sums[:, None] * (table.dense_matrix().detach() - weight).square()).sum())
+        errors.append(squares)
+    assert 0 < errors[0] < errors[1]
 
 
 def test_mistakes_name_the_remedy(dense: Path, config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

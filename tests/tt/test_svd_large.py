@@ -32,6 +32,30 @@ def test_blocks_give_what_the_whole_gives(order: int, size: tuple[int, int], mon
         torch.testing.assert_close(first.mT @ first, torch.eye(first.shape[1]), rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("columns", [13, 16])
+def test_errors_of_important_rows_weigh_more(blocks: bool, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At order 2, where the optimum is known: that of the matrix whose rows are scaled."""
+    shape = TTShape((40, 30), (4, 4), 8)
+    weight = torch.randn(1190, columns)  # the last leading digit has fewer rows
+    importance = torch.logspace(0, -6, 1190)
+    importance[600:900] = 0
+    means = torch.nn.functional.pad(importance, (0, 10)).view(40, 30).mean(1)
+    scale = means.clamp_min(1e-3 * means.mean()).sqrt().repeat_interleave(30)[:1190, None]
+    best, expected = tt_svd_spectra(scale * weight, shape)
+    if blocks:
+        monkeypatch.setattr(svd, "_WHOLE_LIMIT", 100)
+        monkeypatch.setattr(svd, "_BLOCK", 777)
+    cores, spectra = tt_svd_spectra(weight, shape, importance=importance)
+    torch.testing.assert_close(spectra[0], expected[0], rtol=0.02, atol=0)
+    error = (scale * (tt_to_dense(cores, shape)[:1190, :columns] - weight)).norm()
+    least = (tt_to_dense(best, shape)[:1190, :columns] - scale * weight).norm()
+    assert error <= 1.02 * least
+    assert error < 0.9 * (scale * (tt_to_dense(tt_svd(weight, shape), shape)[:1190, :columns] - weight)).norm()
+    alike, _ = tt_svd_spectra(weight, shape, importance=torch.zeros(1190))
+    torch.testing.assert_close(tt_to_dense(alike, shape), tt_to_dense(tt_svd(weight, shape), shape), rtol=1e-3, atol=1e-3)
+
+
 def test_rtol_holds_for_large_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(svd, "_WHOLE_LIMIT", 100)
     shape = TTShape((40, 30), (4, 4), 120)
