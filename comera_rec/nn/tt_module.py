@@ -138,7 +138,7 @@ class TTModule(nn.Module):
 
 
 def stacked_cores(modules: Sequence[TTModule]) -> list[Tensor]:
-    """The cores of modules that differ only in their row modes, stacked, D multiplied in: d tensors (M_k, r_{k-1}, n_k, r_k)."""
+    """The cores of modules that differ in row modes and ranks only, D multiplied in: d tensors (M_k, r_{k-1}, n_k, r_k)."""
     of_modules = [module.forward_parameters() for module in modules]
     first, *others = zip(*(cores for cores, _ in of_modules), strict=True)
     return [stack_cores(first), *map(stack_cores, others, zip(*(ranks for _, ranks in of_modules), strict=True))]

@@ -1,7 +1,7 @@
 """Rows of tensor-train tables for a batch of ids.
 
-U unique rows, T tables whose trains differ only in their row modes. The tables' cores are stacked along the row digit, M_k slices
-together, so that one call serves them all.
+U unique rows, T tables whose trains differ in row modes and ranks only. The tables' cores are stacked along the row digit, M_k
+slices together, so that one call serves them all.
 """
 
 from __future__ import annotations

@@ -150,11 +150,12 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
                 check_ids(by_feature[feature].values(), config.num_embeddings, f"table {config.name!r} (feature {feature!r})")
 
     def _groups(self) -> list[list[TTEmbeddingBagConfig]]:
-        """Tables whose trains differ only in their row modes, and that share a lookup."""
+        """Tables that share a lookup: their trains differ in row modes, and in ranks by few, which are made equal by zeros."""
         groups: dict[Hashable, list[TTEmbeddingBagConfig]] = {}
         for config in self._tt_configs:
             table = self.tt_bag(config.name)
-            alike = (table.mode, table.core_0.dtype, table.embedding_dim, table.shape.col_shape, table.shape.ranks)
+            ranks = tuple(max(1, -(-rank // _RANK_STEP)) for rank in table.shape.ranks)
+            alike = (table.mode, table.core_0.dtype, table.embedding_dim, table.shape.col_shape, ranks)
             groups.setdefault(alike, []).append(config)
         return list(groups.values())
 
@@ -229,6 +230,9 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     def device(self) -> torch.device:
         """The device given at construction."""
         return self._device
+
+
+_RANK_STEP = 8  # ranks 1 to 8 share a lookup, 9 to 16, and so on; a vector register holds as many numbers
 
 
 def _names(configs: Sequence[TTEmbeddingBagConfig]) -> tuple[str, ...]:

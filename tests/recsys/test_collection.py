@@ -96,6 +96,12 @@ MIXES: dict[str, list[EmbeddingBagConfig]] = {
         table("e", ["h", "j"], rows=57, tt_ranks=4),
         table("f", ["i"], rows=400, tt_ranks=4, pooling=PoolingType.MEAN),
     ],
+    "tables of several ranks in one lookup": [
+        table("a", ["f", "g"], rows=101, shape=TTShape.for_table(101, 16, tt_ranks=(3, 8), order=3)),
+        table("b", ["h"], rows=1009, shape=TTShape.for_table(1009, 16, tt_ranks=(8, 2), order=3)),
+        table("c", ["f"], rows=211, shape=TTShape.for_table(211, 16, tt_ranks=(1, 1), order=3)),
+        table("d", ["i"], rows=500, shape=TTShape.for_table(500, 16, tt_ranks=(9, 3), order=3)),
+    ],
     "a shape instead of ranks": [table("a", ["f"], shape=TTShape((6, 5, 4), (4, 2, 2), (5, 3)))],
     "no feature names": [table("a", [], tt_ranks=4), table("b", [])],
 }
@@ -139,7 +145,7 @@ def test_weights_in_a_shared_lookup(random_jagged: MakeJagged) -> None:
     assert_same_as_dense(tables, random_jagged(limits(tables), 9, weighted=True), is_weighted=True)
 
 
-def test_tables_leave_a_shared_lookup_when_their_ranks_change(random_jagged: MakeJagged) -> None:
+def test_tables_share_a_lookup_whatever_their_ranks_become(random_jagged: MakeJagged) -> None:
     tables = [table(name, [name], rows=rows, tt_ranks=4) for name, rows in (("a", 101), ("b", 211), ("c", 57))]
     collection, features = TTEmbeddingBagCollection(tables), random_jagged(limits(tables), 9)
     with torch.no_grad():
@@ -149,6 +155,12 @@ def test_tables_leave_a_shared_lookup_when_their_ranks_change(random_jagged: Mak
     truncate_ranks_(collection, threshold=0.1)
     assert [collection.tt_bag(name).shape.ranks for name in "abc"] == [(4,), (2,), (0,)]
     torch.testing.assert_close(collection(features).values(), before)
+    assert list(collection.plan(features)) == [("a", "b", "c")]
+
+
+def test_much_larger_ranks_make_another_lookup(random_jagged: MakeJagged) -> None:
+    tables = [table(name, [name], tt_ranks=rank) for name, rank in [("a", 8), ("b", 9), ("c", 1), ("d", 16)]]
+    assert list(TTEmbeddingBagCollection(tables).plan(random_jagged(limits(tables), 3))) == [("a", "c"), ("b", "d")]
 
 
 def test_ids_beyond_32_bits_in_a_shared_lookup() -> None:
