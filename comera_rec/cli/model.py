@@ -48,7 +48,9 @@ def train(context: click.Context, config_path: str, overrides: tuple[str, ...]) 
     trainer = Trainer(config)
     try:
         result = trainer.train()
+        trainer.processes.leave()
     except (Interrupted, Diverged) as stop:
+        trainer.processes.leave()
         if trainer.processes.is_first:
             click.echo(f"comera: {stop}", err=True)
         context.exit(stop.exit_status)

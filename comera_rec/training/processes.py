@@ -80,6 +80,12 @@ class Processes:
         dist.broadcast_object_list(values)
         return values[0]
 
+    def leave(self) -> None:
+        """Wait for the others and part from them: a process that just exits may be aborted by its threads of communication."""
+        if self.several and dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+
     def shard(self, model: nn.Module, batch_size: int, lr_tables: float) -> DistributedModelParallel:
         """Place the tables of a model by plan, and replicate the rest.
 
