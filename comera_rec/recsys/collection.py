@@ -154,7 +154,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         groups: dict[Hashable, list[TTEmbeddingBagConfig]] = {}
         for config in self._tt_configs:
             table = self.tt_bag(config.name)
-            ranks = tuple(max(1, -(-rank // _RANK_STEP)) for rank in table.shape.ranks)
+            ranks = tuple(max(_LEAST_RANKS, 1 << (rank - 1).bit_length()) for rank in table.shape.ranks)
             alike = (table.mode, table.core_0.dtype, table.embedding_dim, table.shape.col_shape, ranks)
             groups.setdefault(alike, []).append(config)
         return list(groups.values())
@@ -232,7 +232,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         return self._device
 
 
-_RANK_STEP = 8  # ranks 1 to 8 share a lookup, 9 to 16, and so on; a vector register holds as many numbers
+_LEAST_RANKS = 8  # ranks 0 to 8 share a lookup, 9 to 16, 17 to 32, and so on; a vector register holds as many numbers
 
 
 def _names(configs: Sequence[TTEmbeddingBagConfig]) -> tuple[str, ...]:
