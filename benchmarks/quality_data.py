@@ -14,6 +14,7 @@ Ids are ordered by frequency in training, 0 the most frequent, as `comera prepro
 from __future__ import annotations
 
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,25 +42,23 @@ class Rows:
         return Rows(ids=self.ids[index], dense=self.dense[index], labels=self.labels[index])
 
 
-class DataSet:
+class DataSet(ABC):
     """Rows of three splits, the size and the frequencies of each field.
 
     Attributes:
         name: "synth" or "ml1m".
         counts: per field [num_embeddings], how often each id occurs in training.
         val, test: rows.
-        best_auc: the best AUC that any model can reach, where it is known.
     """
 
     name: str
     counts: list[Tensor]
     val: Rows
     test: Rows
-    best_auc: float | None = None
 
+    @abstractmethod
     def training_rows(self, generator: torch.Generator) -> Rows:
         """The rows of one epoch, shuffled."""
-        raise NotImplementedError
 
     def batches(self, batch: int, steps: int, seed: int) -> Iterator[Rows]:
         """So many training batches, the same for a seed."""
@@ -80,12 +79,11 @@ class Synth(DataSet):
     def __init__(self, rows: int, scale: float) -> None:
         with tempfile.TemporaryDirectory() as folder:
             log, data = Path(folder) / "train.txt", Path(folder) / "data"
-            truth = synth(SynthOptions(rows=rows, output=log, seed=1, scale=scale))
+            synth(SynthOptions(rows=rows, output=log, seed=1, scale=scale))
             preprocess(PreprocessOptions(inputs=(log,), output=data))
             sizes = [column.num_embeddings for column in read_manifest(data).categorical_columns]
             train, self.val, self.test = (_read_split(data, split) for split in ("train", "val", "test"))
         self._train = train
-        self.best_auc = truth.last_tenth.best_auc if truth.last_tenth else None
         self.counts = [torch.bincount(train.ids[:, f], minlength=size) for f, size in enumerate(sizes)]
 
     def training_rows(self, generator: torch.Generator) -> Rows:

@@ -20,7 +20,6 @@ class PeakMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._resident_mib = 0.0
         self._highest = 0.0
         self._resident_mib = self._take() if device.type != "cuda" else 0.0
 

@@ -39,12 +39,12 @@ class Processes:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if self.several and not dist.is_initialized():
-            # A launcher that starts all anew keeps its store, and with it the addresses of the processes that are gone.
             missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
             if missing:
                 raise ValueError(
                     f"WORLD_SIZE is {self.world_size} but {', '.join(missing)} not set: launch with torchrun, or unset it"
                 )
+            # A launcher that starts all anew keeps its store, and with it the addresses of the processes that are gone.
             store, rank, world_size = next(dist.rendezvous("env://"))
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"

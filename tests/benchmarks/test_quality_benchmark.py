@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import mean, stdev
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from benchmarks import quality
 from benchmarks.measure import Settings
 from benchmarks.plot import plot_rows
 from benchmarks.quality_data import DataSet, ImplicitFeedback, Rows
+from benchmarks.quality_table import quality_table
 from benchmarks.quality_tables import MIN_ROWS, PER_TABLE, DoesNotFit, Embeddings
 from benchmarks.rows import RowWriter, read_rows
 
@@ -85,6 +87,11 @@ def test_it_goes_on_where_it_stopped(task: quality.Task, monkeypatch: pytest.Mon
     assert read_rows(results) == whole
     rest = [case[0] for case in quality.run(Settings(finished=whole[:3]))]
     assert [(row.shapes, row.seed, row.p50) for row in rest] == [(row.shapes, row.seed, row.p50) for row in whole[3:]]
+    nes = [row.p50 for row in quality.chosen(whole) if row.provider == "hashing"]
+    lines = quality_table(whole).splitlines()
+    assert lines[0] == "| tiny, 20 steps | 10x |"
+    assert lines[3] == f"| hashing | {mean(nes):.4f} ± {stdev(nes):.4f} |"
+    assert lines[5] == "| tiny, 40 steps | 20x |"
     plot_rows(whole, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
 

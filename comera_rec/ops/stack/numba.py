@@ -14,6 +14,7 @@ from comera_rec.ops.gathered_matmul.numba import plain
 from comera_rec.ops.simd.parallel import float32_at, int64_at, kernel, next_task
 
 _BLOCKS = 16  # of a table's slices; a task each
+_FIELDS = 7  # of a table: core, diagonal, slices, slices of the tables before, r_t, runs of columns, entries of a run
 
 
 def forward(cores: Sequence[Tensor], ranks: Sequence[Tensor]) -> Tensor:
@@ -44,7 +45,7 @@ def backward(grad: Tensor, cores: Sequence[Tensor], ranks: Sequence[Tensor]) -> 
 
 
 def _tables(cores: Sequence[Tensor], ranks: Sequence[Tensor], right: int) -> Tensor:
-    """Per table, as the fields of `_FIELDS`: addresses are zero where there is nothing."""
+    """[T, _FIELDS]: addresses and sizes; the diagonal's address is zero where there is none."""
     before = accumulate((core.shape[1] for core in cores), initial=0)
     addresses = [rank.data_ptr() for rank in ranks] or [0] * len(cores)
     tables = []
@@ -53,9 +54,6 @@ def _tables(cores: Sequence[Tensor], ranks: Sequence[Tensor], right: int) -> Ten
         columns, width = (1, core.shape[2] * right) if core.shape[3] == right else (core.shape[2], core.shape[3])
         tables.append((core.data_ptr(), rank, core.shape[1], first, core.shape[0], columns, width))
     return torch.from_numpy(np.array(tables, np.int64))  # torch.tensor takes five times as long
-
-
-_FIELDS = 7  # core, diagonal, slices, slices of the tables before, r_t, runs of columns, entries of a run
 
 
 @kernel
