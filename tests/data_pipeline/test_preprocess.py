@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import math
+import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -104,6 +105,13 @@ def test_equals_reference_on_many_rows(tmp_path: Path, write_log: WriteLog, labe
     rows = random_rows(2500, labelled=labelled)
     preprocess(PreprocessOptions(inputs=(write_log(rows),), output=tmp_path / "data", min_count=min_count, part_bytes=100_000))
     assert_equals_reference(tmp_path / "data", rows, min_count=min_count)
+
+
+@pytest.mark.skipif("COMERA_CRITEO_LOG" not in os.environ, reason="COMERA_CRITEO_LOG names no log")
+def test_equals_reference_on_a_real_log(tmp_path: Path) -> None:
+    log = Path(os.environ["COMERA_CRITEO_LOG"])
+    preprocess(PreprocessOptions(inputs=(log,), output=tmp_path / "data"))
+    assert_equals_reference(tmp_path / "data", [line.split("\t") for line in log.read_text().splitlines()])
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
