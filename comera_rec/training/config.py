@@ -99,6 +99,8 @@ class OptimizerConfig:
         lr_cores: learning rate of tensor-train cores.
         lr_ranks: learning rate of the rank parameters D_k, which start at 1: with Adam, the most they move in a step.
         lr_tables: learning rate of dense tables.
+        warmup_steps: over which all rates rise from zero.
+        decay: the share of a run's steps, at its end, over which all rates fall to zero.
     """
 
     name: Literal["adam", "adagrad"] = "adam"
@@ -106,9 +108,15 @@ class OptimizerConfig:
     lr_cores: float = 0.003
     lr_ranks: float = 0.0003
     lr_tables: float = 0.05
+    warmup_steps: int = 0
+    decay: float = 0.0
 
     def __post_init__(self) -> None:
         _positive("optimizer", self, "lr_dense", "lr_cores", "lr_ranks", "lr_tables")
+        if self.warmup_steps < 0:
+            raise ValueError(f"optimizer.warmup_steps is {self.warmup_steps}: give a number of steps, or 0 for none")
+        if not 0 <= self.decay <= 1:
+            raise ValueError(f"optimizer.decay is {self.decay}: give a share of the steps, 0 to 1")
 
 
 @dataclass(frozen=True, kw_only=True)

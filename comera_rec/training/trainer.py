@@ -39,6 +39,7 @@ from comera_rec.training.memory import PeakMemory
 from comera_rec.training.metrics import BinaryMetrics
 from comera_rec.training.model import Schema, build_model, build_optimizer, fuse_dense_tables_, materialize_
 from comera_rec.training.processes import Processes
+from comera_rec.training.rates import LearningRates
 from comera_rec.training.state import TrainingState, load_model_
 from data_pipeline.manifest import read_manifest
 
@@ -107,6 +108,10 @@ class Trainer:
             other_bytes = bytes_outside_trains(self._whole_model()) if self.processes.several else None
             self.scheduler = RankScheduler(self.module, self.optimizer, config.ranks, other_bytes=other_bytes)
         self.state = TrainingState(self.module, self.optimizer, table_optimizers)
+        self.rates = LearningRates(
+            self.optimizer, table_optimizers, total_steps=self.total_steps, warmup_steps=config.optimizer.warmup_steps,
+            decay=config.optimizer.decay, as_tensors=config.training.capture and self.device.type == "cuda",
+        )  # fmt: skip
         self.captured_step = CapturedStep(self._loss, self.optimizer, self.scheduler, capture=config.training.capture)
         self.steps = 0
         self.history_written = 0
@@ -273,6 +278,7 @@ class Trainer:
     def _step(self, batch: Batch) -> Tensor:
         """One optimizer step; returns the task loss, which stays on the device."""
         changes = len(self.scheduler.history) if self.scheduler else 0
+        self.rates.set(self.steps + 1)
         loss = self.captured_step(batch.dense, batch.sparse, batch.labels)
         if self.scheduler and len(self.scheduler.history) > changes:
             self._replicate_anew()
