@@ -153,6 +153,14 @@ def test_autocast_computes_in_bfloat16_and_keeps_float_gradients() -> None:
     assert {parameter.grad.dtype for parameter in layer.parameters() if parameter.grad is not None} == {torch.float32}
 
 
+@pytest.mark.parametrize("batch", [1, 300])
+def test_under_autocast_every_contraction_returns_bfloat16(batch: int) -> None:
+    layer = TTLinear(1024, 1024, tt_ranks=64)
+    assert (layer.contraction(batch).parts[-1] == 3) == (batch == 1), "the output modes come one by one, and the bias after them"
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(torch.randn(batch, 1024)).dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("order", [2, 4, 6, 8])
 def test_from_dense_at_full_rank_is_the_same_layer(order: int, bias: bool) -> None:

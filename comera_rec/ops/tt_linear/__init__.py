@@ -68,7 +68,7 @@ def tt_linear(
         height, width = height * n, width * n
     if not at_once:
         rows = rows.reshape(batch, width)[:, :out_features]
-        rows = rows.contiguous() if bias is None else rows + bias
+        rows = rows.contiguous() if bias is None else rows + bias.to(rows.dtype)  # as addmm under autocast
     return rows if x.dim() == 2 else rows.reshape(*x.shape[:-1], out_features)
 
 
