@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         TTEmbeddingBag,
         TTLinear,
         linear_factory,
+        use_float8_,
     )
     from comera_rec.rank import RankConfig, RankScheduler, grow_ranks_, rank_param_groups, truncate_ranks_
     from comera_rec.recsys import TTEmbeddingBagCollection, TTEmbeddingBagConfig, build_dlrm
@@ -75,6 +76,7 @@ __all__ = [
     "tt_svd",
     "tt_svd_within_budget",
     "tt_to_dense",
+    "use_float8_",
 ]
 
 

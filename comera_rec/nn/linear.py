@@ -6,13 +6,13 @@ Shapes: B rows of the input, I in_features, O out_features, r the rank of the bo
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from comera_rec.nn.tt_module import TTModule
-from comera_rec.ops import tt_linear
+from comera_rec.ops import require_float8, tt_linear
 from comera_rec.tt import Contraction, TTShape, best_contractions, contraction_for, require_positive
 
 
@@ -41,6 +41,8 @@ class TTLinear(TTModule):
     """
 
     bias: nn.Parameter | None
+    float8: bool = False
+    """Whether autocast to bfloat16 means float8 for the operands of this layer's products; see `use_float8_`."""
 
     def __init__(
         self,
@@ -103,7 +105,8 @@ class TTLinear(TTModule):
                 f"input has {input.shape[-1]} features and the layer takes {self.in_features}: give [..., in_features]"
             )
         contraction = self.contraction(math.prod(input.shape[:-1]))
-        return tt_linear(input, self.cores(), self.rank_parameters(), self.out_features, self.bias, contraction)
+        float8 = self.float8 and _autocast_to_bfloat16(input.device.type)
+        return tt_linear(input, self.cores(), self.rank_parameters(), self.out_features, self.bias, contraction, float8)
 
     def contraction(self, batch: int) -> Contraction:
         """The order of products for a batch of that many rows; in an exported program that for large ones, since it takes any."""
@@ -139,6 +142,50 @@ class TTLinear(TTModule):
             if self.bias is not None:
                 layer.bias.copy_(self.bias)
         return layer
+
+
+def use_float8_(model: nn.Module, *, filter_fn: Callable[[nn.Module, str], bool] | None = None) -> nn.Module:
+    """Let the `TTLinear` layers of a model multiply in float8 wherever autocast to bfloat16 is on, in place.
+
+    There the operands of every product are rounded to 8 bits, in the forward pass and in the backward pass, by
+    `comera_rec.ops.float8_matmul`. Parameters, their gradients and all other layers are as without; so is the model outside
+    autocast. `layer.float8 = False` takes it back.
+
+    Args:
+        model: any module, on the device where it will be trained.
+        filter_fn: (module, fully qualified name) -> whether the layer takes part; default all.
+
+    Raises:
+        ValueError: if no layer matched, or its device has no float8 products (GPUs from compute capability 8.9 on; CPUs emulate
+            them, which is for checking and not for speed).
+
+    Returns:
+        The model.
+
+    Example:
+        >>> model = use_float8_(nn.Sequential(TTLinear(64, 32), nn.ReLU(), nn.Linear(32, 1)))
+        >>> with torch.autocast("cpu", torch.bfloat16):
+        ...     model(torch.ones(4, 64)).sum().backward()
+    """
+    layers = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, TTLinear) and (filter_fn is None or filter_fn(module, name))
+    ]
+    if not layers:
+        raise ValueError(
+            "float8 is for the products of TTLinear layers, and the model has none that passes filter_fn: compress its linear "
+            "layers first, or use bfloat16"
+        )
+    for layer in layers:
+        require_float8(layer.core_0.device)
+    for layer in layers:
+        layer.float8 = True
+    return model
+
+
+def _autocast_to_bfloat16(device_type: str) -> bool:
+    return torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) == torch.bfloat16
 
 
 def _require_inputs_first(shape: TTShape) -> None:

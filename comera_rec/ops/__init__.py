@@ -1,9 +1,21 @@
 """Operations on tensors, registered with torch.library where they are hot."""
 
+from comera_rec.ops.float8_matmul import float8_matmul, require_float8
 from comera_rec.ops.gathered_matmul import gathered_matmul
 from comera_rec.ops.lookup import check_ids, tt_bags, tt_rows
 from comera_rec.ops.plan import LookupPlan, plan_lookup
 from comera_rec.ops.stack import stack_cores
 from comera_rec.ops.tt_linear import tt_linear
 
-__all__ = ["LookupPlan", "check_ids", "gathered_matmul", "plan_lookup", "stack_cores", "tt_bags", "tt_linear", "tt_rows"]
+__all__ = [
+    "LookupPlan",
+    "check_ids",
+    "float8_matmul",
+    "gathered_matmul",
+    "plan_lookup",
+    "require_float8",
+    "stack_cores",
+    "tt_bags",
+    "tt_linear",
+    "tt_rows",
+]

@@ -131,7 +131,8 @@ class TrainingConfig:
         checkpoint_every: steps between checkpoints; 0 for none before the end.
         keep_checkpoints: how many of the latest checkpoints stay.
         device: "cpu", "cuda", or "auto" for a GPU where there is one.
-        precision: "float32", or "bfloat16" for matrix products in training; parameters, lookups and the loss stay float32.
+        precision: "float32", or "bfloat16" for matrix products in training; parameters, lookups and the loss stay float32. "float8"
+            is bfloat16 with 8-bit operands in the layers held as tensor trains.
         capture: on a GPU whether steps are captured in a CUDA graph once their shapes have settled.
     """
 
@@ -142,7 +143,7 @@ class TrainingConfig:
     checkpoint_every: int = 0
     keep_checkpoints: int = 2
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    precision: Literal["float32", "bfloat16"] = "float32"
+    precision: Literal["float32", "bfloat16", "float8"] = "float32"
     capture: bool = False
 
     def __post_init__(self) -> None:

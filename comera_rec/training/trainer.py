@@ -27,7 +27,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from tqdm import tqdm
 
 from comera_rec.convert import compression_report
-from comera_rec.nn import named_tt_modules
+from comera_rec.nn import named_tt_modules, use_float8_
 from comera_rec.rank import RankScheduler
 from comera_rec.rank.trains import bytes_outside_trains, gather_trains, max_over_processes, on_several_processes, total_params
 from comera_rec.recsys.sharding import rewrap_data_parallel_
@@ -74,7 +74,8 @@ class Trainer:
         model: trained from here instead of from a new model; of the config's sizes, ranks apart. For one process.
 
     Raises:
-        ValueError: for data that does not fit, a batch that can't be shared equally, or a folder that holds another run.
+        ValueError: for data that does not fit, a batch that can't be shared equally, a folder that holds another run, or float8
+            where there are no layers or no products for it (`use_float8_`).
     """
 
     def __init__(self, config: RunConfig, model: nn.Module | None = None) -> None:
@@ -102,6 +103,8 @@ class Trainer:
         self.total_steps = config.training.steps or max(1, round(config.training.epochs * self.loader.batches.batches_per_epoch()))
         torch.manual_seed(config.seed)
         self.model, self.module, table_optimizers = self._place(model)
+        if config.training.precision == "float8":
+            use_float8_(self.module)
         self.optimizer = build_optimizer(self.module, config.optimizer)
         self.scheduler = None
         if config.ranks:
@@ -287,7 +290,7 @@ class Trainer:
 
     def _loss(self, dense: Tensor, sparse: KeyedJaggedTensor, labels: Tensor) -> Tensor:
         """Mean cross-entropy of a batch: dense [B, I], labels [B]."""
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.training.precision == "bfloat16"):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.training.precision != "float32"):
             logits = self.model(dense, sparse).squeeze(1)
         return F.binary_cross_entropy_with_logits(logits.float(), labels)
 

@@ -6,7 +6,7 @@ Shapes: core k is (r_{k-1}, m_k, n_k, r_k); r_0 = r_d = 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -35,14 +35,14 @@ def init_cores_(cores: Sequence[Tensor], shape: TTShape, std: float, generator: 
             core.normal_(0.0, core_std, generator=generator)
 
 
-def contract(cores: Sequence[Tensor]) -> Tensor:
-    """Contract neighbouring cores into one of shape (r_first, m_1...m_d, n_1...n_d, r_last)."""
+def contract(cores: Sequence[Tensor], matmul: Callable[[Tensor, Tensor], Tensor] = torch.matmul) -> Tensor:
+    """Contract neighbouring cores into one of shape (r_first, m_1...m_d, n_1...n_d, r_last), by that product of two matrices."""
     result = cores[0]
     for core in cores[1:]:
         r0, m, n, r1 = result.shape
         _, m2, n2, r2 = core.shape
         # A plain matrix product: autocast knows it, tensordot it does not.
-        joined = result.reshape(r0 * m * n, r1) @ core.reshape(r1, m2 * n2 * r2)
+        joined = matmul(result.reshape(r0 * m * n, r1), core.reshape(r1, m2 * n2 * r2))
         if n > 1 and m2 > 1:
             joined = joined.reshape(r0, m, n, m2, n2, r2).transpose(2, 3)
         result = joined.reshape(r0, m * m2, n * n2, r2)

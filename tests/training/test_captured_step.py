@@ -1,4 +1,4 @@
-"""Captured steps: the numbers of eager ones; captured anew when shapes, ranks or learning rates change; and bfloat16.
+"""Captured steps: the numbers of eager ones; captured anew when shapes, ranks or learning rates change; and lower precisions.
 
 Where there is no GPU a stand-in takes the graph's place. A graph is fixed to the memory and the numbers it was captured with; the
 stand-in checks that they still are what they were, and calls again what was captured.
@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
-from comera_rec import RankConfig, RankScheduler, TTEmbeddingBagConfig, TTLinearConfig, build_dlrm
+from comera_rec import RankConfig, RankScheduler, TTEmbeddingBagConfig, TTLinearConfig, build_dlrm, use_float8_
+from comera_rec.ops import require_float8
 from comera_rec.training.captured_step import CapturedStep, CudaRecorder
 from comera_rec.training.config import load_config
 from comera_rec.training.trainer import Trainer
@@ -48,7 +49,9 @@ class StandIn:
 class Training:
     """A small DLRM, its optimizer and the step under test."""
 
-    def __init__(self, device: str, *, capture: bool, ranks: RankConfig | None = None, lr: float | Tensor = 0.01) -> None:
+    def __init__(
+        self, device: str, *, capture: bool, ranks: RankConfig | None = None, lr: float | Tensor = 0.01, float8: bool = False
+    ) -> None:
         torch.manual_seed(0)
         tables = [
             TTEmbeddingBagConfig(name="t1", num_embeddings=5000, embedding_dim=16, feature_names=["f1"], tt_ranks=8),
@@ -58,6 +61,9 @@ class Training:
             tables, dense_in_features=5, dense_arch_layer_sizes=[64, 16], over_arch_layer_sizes=[64, 64, 1],
             linears=TTLinearConfig(tt_ranks=8, min_features=64, policy="always"),
         ).to(device)  # fmt: skip
+        self.float8 = float8
+        if float8:
+            use_float8_(self.model)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=lr, fused=True)
         self.scheduler = RankScheduler(self.model, self.optimizer, ranks) if ranks else None
         self.step = CapturedStep(self._loss, self.optimizer, self.scheduler, capture=capture)
@@ -69,7 +75,9 @@ class Training:
             self.step._recorder = recorder  # type: ignore[assignment]
 
     def _loss(self, dense: Tensor, sparse: KeyedJaggedTensor, labels: Tensor) -> Tensor:
-        return F.binary_cross_entropy_with_logits(self.model(dense, sparse).squeeze(1), labels)
+        with torch.autocast(dense.device.type, torch.bfloat16, enabled=self.float8):
+            logits = self.model(dense, sparse).squeeze(1)
+        return F.binary_cross_entropy_with_logits(logits.float(), labels)
 
     def _frozen(self) -> Hashable:
         memory = [(p.data_ptr(), p.shape) for p in self.model.parameters()]
@@ -116,6 +124,21 @@ def test_captured_steps_give_the_numbers_of_eager_ones_while_ranks_shrink(device
     recorded = len(eager.scheduler.history) - 1
     assert captured.calls.count("capture") > recorded / 2
     assert captured.calls.count("run") + captured.calls.count("replay") == len(batches)
+
+
+@every_device
+def test_captured_steps_in_float8(device: str) -> None:
+    """The scales are of every step's own numbers, which a graph finds on the device."""
+    if device == "cuda":
+        try:
+            require_float8(torch.device(device))
+        except ValueError as error:
+            pytest.skip(str(error))
+
+    batches = [batch(seed, size=256) for seed in range(8)]
+    eager, captured = (Training(device, capture=capture, float8=True) for capture in (False, True))
+    torch.testing.assert_close(captured.run(batches), eager.run(batches))
+    assert captured.calls.count("replay") == 5
 
 
 @every_device
@@ -195,24 +218,34 @@ DEMO = [
 ]  # fmt: skip
 
 
-def test_bfloat16_trains_the_model_of_the_demo_like_float32(config_file: Path, tmp_path: Path) -> None:
-    """NE on the test split to half a per cent after 24 steps; and the products really are in bfloat16."""
+def test_lower_precisions_train_the_model_of_the_demo_like_float32(config_file: Path, tmp_path: Path) -> None:
+    """NE on the test split to half a per cent after 24 steps; and the products really are in bfloat16, or of 8-bit operands."""
     results, seen = {}, set()
 
     def note(module: nn.Module, _: Any, logits: Tensor) -> None:
         if module.training:
             seen.add(logits.dtype)
 
-    for precision in ("float32", "bfloat16"):
+    for precision in ("float32", "bfloat16", "float8"):
         trainer = Trainer(load_config(config_file, [*DEMO, f"training.precision={precision}", f"output={tmp_path / precision}"]))
         trainer.model.over_arch.register_forward_hook(note)
         results[precision] = trainer.train()
         assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
+        assert any(getattr(module, "float8", False) for module in trainer.model.modules()) == (precision == "float8")
     assert seen == {torch.float32, torch.bfloat16}
     assert results["float32"]["ne"] < 0.9, "it learns"
-    assert results["bfloat16"]["ne"] == pytest.approx(results["float32"]["ne"], rel=0.005)
+    assert len({result["ne"] for result in results.values()}) == 3
+    for precision in ("bfloat16", "float8"):
+        assert results[precision]["ne"] == pytest.approx(results["float32"]["ne"], rel=0.005)
 
 
 def test_other_precisions_are_refused_in_one_line(config_file: Path) -> None:
-    with pytest.raises(ValueError, match=r"^config: training\.precision: Input should be 'float32' or 'bfloat16'$"):
-        load_config(config_file, ["training.precision=float8"])
+    with pytest.raises(ValueError, match=r"^config: training\.precision: Input should be 'float32', 'bfloat16' or 'float8'$"):
+        load_config(config_file, ["training.precision=float16"])
+
+
+def test_float8_without_layers_for_it_is_refused_in_one_line(config_file: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"^float8 is for the products of TTLinear layers, and the model has none [^\n]* or use bfloat16$"
+    ):
+        Trainer(load_config(config_file, ["training.precision=float8", "linears.format=dense"]))

@@ -7,12 +7,13 @@ come; a part of the train is (r, m, n, s), like a core.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from comera_rec.ops.float8_matmul import float8_matmul
 from comera_rec.tt import Contraction, Tree, contract, span
 
 
@@ -23,6 +24,7 @@ def tt_linear(
     out_features: int,
     bias: Tensor | None,
     contraction: Contraction,
+    float8: bool = False,
 ) -> Tensor:
     """y = x W + b with W = G_1 diag(D_1) G_2 ... G_d, contracted as told; CoMERA, section 4.2 (arXiv 2405.14377).
 
@@ -37,12 +39,14 @@ def tt_linear(
         out_features: O, at most n_1...n_d.
         bias: [O], or None.
         contraction: from `best_contractions`; any gives the same numbers.
+        float8: whether every product of two matrices is a `float8_matmul`; y is bfloat16 then.
 
     Returns:
         [..., O].
     """
     batch, in_features = math.prod(x.shape[:-1]), x.shape[-1]
-    parts, between = _formed(cores, diagonals, contraction)
+    matmul = float8_matmul if float8 else _matmul
+    parts, between = _formed(cores, diagonals, contraction, matmul)
     height, rest, width = batch, math.prod([part.shape[1] for part in parts]), 1
     rows = x if x.dim() == 2 else x.reshape(batch, in_features)
     # Padding is left out of the train where one part holds all of it, and added to the rows or cut from them elsewhere.
@@ -64,7 +68,7 @@ def tt_linear(
             rows = rows.reshape(height * rest, r * m)
         matrix = part_rmns.reshape(r * m, n * s)
         is_last = part_rmns is parts[-1]
-        rows = torch.addmm(bias, rows, matrix) if is_last and at_once and bias is not None else rows @ matrix
+        rows = matmul(rows, matrix, bias if is_last and at_once else None)
         height, width = height * n, width * n
     if not at_once:
         rows = rows.reshape(batch, width)[:, :out_features]
@@ -72,8 +76,12 @@ def tt_linear(
     return rows if x.dim() == 2 else rows.reshape(*x.shape[:-1], out_features)
 
 
+def _matmul(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    return a @ b if bias is None else torch.addmm(bias, a, b)
+
+
 def _formed(
-    cores: Sequence[Tensor], diagonals: Sequence[Tensor], contraction: Contraction
+    cores: Sequence[Tensor], diagonals: Sequence[Tensor], contraction: Contraction, matmul: Callable[[Tensor, Tensor], Tensor]
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """The parts, and before each the D_k that multiplies the rows; every other D_k is in the smaller of the cores beside it."""
     scaled, between = list(cores), []
@@ -88,8 +96,8 @@ def _formed(
     for part in contraction.parts:
         first = span(part)[0]
         between.append(diagonals[first - 1] if contraction.scale_rows and first else None)
-    return [_joined(scaled, part) for part in contraction.parts], between
+    return [_joined(scaled, part, matmul) for part in contraction.parts], between
 
 
-def _joined(cores: Sequence[Tensor], tree: Tree) -> Tensor:
-    return cores[tree] if isinstance(tree, int) else contract([_joined(cores, branch) for branch in tree])
+def _joined(cores: Sequence[Tensor], tree: Tree, matmul: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    return cores[tree] if isinstance(tree, int) else contract([_joined(cores, branch, matmul) for branch in tree], matmul)

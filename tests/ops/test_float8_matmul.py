@@ -1,0 +1,210 @@
+"""float8_matmul against its definition in float64: outputs and both gradients; and what CUDA asks of its operands, without CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from comera_rec.ops import float8_matmul, require_float8
+from comera_rec.ops.float8_matmul import BACKWARD, FORWARD, quantize, reference
+
+# M, K, N: whole tiles of 16, none, single rows and columns, whose strides say nothing, and ranks as they come
+SIZES = [(32, 48, 16), (7, 30, 12), (1, 1, 1), (16, 1, 5), (1, 16, 16), (33, 100, 1), (64, 12, 30), (1, 16, 1)]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def operands(size: tuple[int, int, int], dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[Tensor]:
+    """a, b, a bias and an upstream gradient."""
+    m, k, n = size
+    leaves = [torch.randn(*shape).to(device, dtype).requires_grad_() for shape in ((m, k), (k, n), (n,))]
+    return [*leaves, torch.randn(m, n).to(device, torch.bfloat16)]
+
+
+def outcome(matmul: Callable, a: Tensor, b: Tensor, bias: Tensor, upstream: Tensor) -> list[Tensor]:
+    out = matmul(a, b, bias)
+    assert out.is_contiguous()
+    return [out.detach(), *torch.autograd.grad(out, (a, b, bias), upstream)]
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """Of norms, relative."""
+    found, expected = found.detach().double(), expected.detach().double()
+    return float((found - expected).norm() / expected.norm())
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert distance(one, other) < (
+            1e-6 if one.dtype == torch.float32 else 2e-3
+        )  # sums in float32; now and then another rounding
+
+
+@given(
+    values=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=20),
+    dtype=st.sampled_from([FORWARD, BACKWARD]),
+    source=st.sampled_from(DTYPES),
+)
+def test_numbers_come_back_within_the_formats_precision(values: list[float], dtype: torch.dtype, source: torch.dtype) -> None:
+    x = torch.tensor(values).to(source).nan_to_num()  # the largest float32 are infinite in bfloat16
+    info, back = torch.finfo(dtype), reference.rounded(x, dtype)
+    values8, scale = quantize(x, dtype)
+    smallest = info.smallest_normal * info.eps * float(scale)
+    allowed = (x.double().abs() * info.eps / 2).clamp(min=smallest / 2) * (1 + 1e-6)
+    assert ((back - x.double()).abs() <= allowed).all()
+    assert (back.sign() * x.sign() >= 0).all()
+    if float(x.abs().max()) > 1e-30:
+        assert float(values8.float().abs().max()) == info.max
+    assert scale.dtype == torch.float32
+    assert scale.shape == ()
+
+
+def test_precisions_of_the_formats() -> None:
+    """Three bits of mantissa and two: halfway to the next number is 1/16 and 1/8 of the greatest error."""
+    x = torch.linspace(1, 2, 1000)
+    errors = [float(((reference.rounded(x, dtype) - x) / x).abs().max()) for dtype in (FORWARD, BACKWARD)]
+    assert errors == pytest.approx([1 / 17, 1 / 9], rel=0.1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_outputs_and_gradients(size: tuple[int, int, int], dtype: torch.dtype) -> None:
+    case = operands(size, dtype)
+    found = outcome(float8_matmul, *case)
+    assert_same(found, outcome(reference.float8_matmul, *case))
+    a, b, bias, upstream = (part.detach().double() for part in case)
+    exact = [a @ b + bias, upstream @ b.mT, a.mT @ upstream]
+    assert all(distance(*pair) < 0.1 for pair in zip(found[:3], exact, strict=True))
+    assert size == (1, 1, 1) or distance(found[1], exact[1]) > 0.005, "nothing was rounded to 8 bits"
+
+
+@pytest.mark.parametrize("needed", [0, 1])
+def test_operands_in_any_layout_and_gradients_of_one_of_them(needed: int) -> None:
+    a, b, bias, upstream = operands((20, 30, 40))
+    a, b = a.detach().mT.contiguous().mT, b.detach()[:, ::2]
+    leaf, bias = (a, b)[needed].requires_grad_(), bias.detach()[::2]
+    found, expected = (
+        torch.autograd.grad(matmul(a, b, bias), leaf, upstream[:, :20]) for matmul in (float8_matmul, reference.float8_matmul)
+    )
+    torch.testing.assert_close(found, expected)
+    assert float8_matmul(a, b).is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_autocast_changes_nothing(dtype: torch.dtype) -> None:
+    case = operands((20, 30, 40), dtype)
+    expected = outcome(float8_matmul, *case)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = outcome(float8_matmul, *case)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_zeros_give_zeros() -> None:
+    a, b, bias, upstream = operands((20, 30, 40))
+    zero, no_bias = (torch.zeros_like(leaf, requires_grad=True) for leaf in (a, bias))
+    out, grad_a, grad_b, _ = outcome(float8_matmul, zero, b, no_bias, upstream)
+    assert not out.any()
+    assert not grad_b.any()
+    assert distance(grad_a, upstream.float() @ b.mT) < 0.1
+    assert not any(part.any() for part in outcome(float8_matmul, a, b, bias, torch.zeros_like(upstream))[1:])
+
+
+@pytest.mark.parametrize("size", [(0, 3, 4), (3, 0, 4), (3, 4, 0), (0, 0, 0)], ids=str)
+def test_empty_products(size: tuple[int, int, int]) -> None:
+    case = operands(size)
+    out, grad_a, grad_b, _ = outcome(float8_matmul, *case)
+    assert torch.equal(out, case[2].detach().bfloat16().expand(size[0], size[2]))
+    assert (grad_a.shape, grad_b.shape) == (case[0].shape, case[1].shape)
+    assert not grad_a.any()
+    assert not grad_b.any()
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("where", [0, 1, 3], ids=["a", "b", "upstream"])
+def test_what_is_not_finite_comes_out_undefined(where: int, value: float) -> None:
+    """So that a check of the loss, or a GradScaler, sees it."""
+    case = operands((20, 30, 40))
+    with torch.no_grad():
+        case[where][3, 5] = value
+    out, grad_a, grad_b, _ = outcome(float8_matmul, *case)
+    if where < 3:
+        assert out.isnan().all()
+    if where != 0:
+        assert grad_a.isnan().all()
+    if where != 1:
+        assert grad_b.isnan().all()
+
+
+def test_backward_keeps_the_8_bit_operands() -> None:
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        float8_matmul(*operands((20, 30, 40))[:2])
+    assert sorted((tensor.dtype, tensor.numel()) for tensor in kept if tensor.dim()) == [(FORWARD, 600), (FORWARD, 1200)]
+
+
+def test_nothing_waits_for_the_device() -> None:
+    """Fake tensors have no numbers: reading one fails."""
+    with FakeTensorMode():
+        case = operands((20, 30, 40))
+        found = outcome(float8_matmul, *case)
+        assert [tuple(part.shape) for part in found] == [(20, 40), (20, 30), (30, 40), (40,)]
+        with pytest.raises(RuntimeError):
+            bool(found[0].any())
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_operands_are_laid_out_as_cuda_asks(size: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch checks fake tensors of a GPU by the GPU's rules."""
+    scaled_mm, formats = torch._scaled_mm, []
+
+    def checked(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, **settings: object) -> Tensor:
+        with FakeTensorMode():
+            fake = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda") for x in (a, b, scale_a, scale_b)]
+            scaled_mm(*fake, **settings)
+        formats.append((a.dtype, b.dtype))
+        return scaled_mm(a, b, scale_a, scale_b, **settings)
+
+    monkeypatch.setattr(torch, "_scaled_mm", checked)
+    outcome(float8_matmul, *operands(size))
+    assert formats == [(FORWARD, FORWARD), (BACKWARD, FORWARD), (FORWARD, BACKWARD)]
+    one = torch.ones(())
+    for a, b in ((torch.ones(16, 16), torch.ones(16, 16)), (torch.ones(16, 30), torch.ones(16, 30).mT)):
+        with pytest.raises(RuntimeError, match=r"col_major|divisible by 16"):
+            checked(a.to(FORWARD), b.to(FORWARD), one, one, out_dtype=torch.bfloat16)
+
+
+def test_devices_without_such_products_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_float8(torch.device("cpu"))
+    cuda = torch.device("cuda:1")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    require_float8(cuda)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    with pytest.raises(
+        ValueError, match=r"^float8 products need a GPU of compute capability 8.9 or later, and cuda:1 has 8.6: use bf"
+    ):
+        require_float8(cuda)
+    with pytest.raises(ValueError, match=r"^float8 products don't run on mps with torch .*: use bfloat16$"):
+        require_float8(torch.device("mps"))
+    monkeypatch.delattr(torch, "_scaled_mm")
+    with pytest.raises(ValueError, match=r"^float8 products don't run on cpu with torch .*: use bfloat16$"):
+        require_float8(torch.device("cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [*SIZES, (4096, 768, 64)], ids=str)
+def test_the_gpu_gives_the_definitions_numbers(size: tuple[int, int, int], dtype: torch.dtype) -> None:
+    try:
+        require_float8(torch.device("cuda"))
+    except ValueError as error:
+        pytest.skip(str(error))
+    case = operands(size, dtype, "cuda")
+    found, expected = outcome(float8_matmul, *case), outcome(reference.float8_matmul, *case)
+    # Tensor cores add fewer bits than float32 has.
+    assert all(distance(*pair) < 5e-3 for pair in zip(found, expected, strict=True))
