@@ -10,6 +10,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from comera_rec.nn import TTLinearConfig, compress_linears_
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
+from comera_rec.recsys.interaction import PairwiseInteraction
 from comera_rec.tt import require_positive
 
 
@@ -52,6 +53,7 @@ def build_dlrm(
         )
     dense_device = torch.device(device or "cpu")
     model = DLRM(collection, dense_in_features, list(dense_arch_layer_sizes), list(over_arch_layer_sizes), dense_device)
+    model.inter_arch = PairwiseInteraction(model.inter_arch.F)
     layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
     if linears is not None and any(linears.shape_for(layer.in_features, layer.out_features) for layer in layers):
         compress_linears_(model, linears)

@@ -1,0 +1,47 @@
+"""The interaction equals TorchRec's, in values and gradients of both orders."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torchrec.models.dlrm import InteractionArch
+
+from comera_rec.recsys.interaction import PairwiseInteraction, pairwise_products
+
+
+def inputs(batch: int, features: int, dim: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    dense, sparse = torch.randn(batch, dim, dtype=dtype), torch.randn(batch, features, dim, dtype=dtype)
+    return dense.requires_grad_(), sparse.requires_grad_()
+
+
+@pytest.mark.parametrize(("batch", "features", "dim"), [(5, 3, 4), (1, 1, 8), (64, 26, 16), (0, 3, 4)])
+def test_equals_torchrec(batch: int, features: int, dim: int) -> None:
+    ours, theirs = inputs(batch, features, dim), inputs(batch, features, dim)
+    out, expected = PairwiseInteraction(features)(*ours), InteractionArch(features)(*theirs)
+    torch.testing.assert_close(out, expected)
+    upstream = torch.randn_like(out)
+    out.backward(upstream)
+    expected.backward(upstream)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)
+
+
+def test_gradients_of_both_orders() -> None:
+    features = torch.randn(3, 4, 2, dtype=torch.float64, requires_grad=True)
+    pairs = torch.triu_indices(4, 4, offset=1)
+    assert torch.autograd.gradcheck(pairwise_products, (features, pairs))
+    assert torch.autograd.gradgradcheck(pairwise_products, (features, pairs))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch.compile itself
+def test_under_autocast_and_compile() -> None:
+    module = PairwiseInteraction(6)
+    dense, sparse = inputs(9, 6, 8, torch.float32)
+    exact = module(dense, sparse)
+    with torch.autocast("cpu", torch.bfloat16):
+        rough = module(dense, sparse)
+    rough.float().sum().backward()
+    torch.testing.assert_close(rough.float(), exact, rtol=0.02, atol=0.05)
+    torch.testing.assert_close(torch.compile(module, fullgraph=True, backend="aot_eager")(dense, sparse), exact)
