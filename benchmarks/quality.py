@@ -244,7 +244,7 @@ def run(settings: Settings) -> Iterator[list[Row]]:
     for task in tasks(settings):
         for method, compression, steps, lr, seed in tqdm(_plan(task, settings), desc=task.data.name, unit="run", disable=None):
             shapes = {"data": task.data.name, "method": method, "compression": compression, "steps": steps}
-            lr = lr or _best_rate(rows, shapes)
+            lr = lr or best_rate(rows, shapes)
             shapes = {**shapes, "lr": lr, "dim": task.dim, "batch": task.batch}
             if lr is None or (tuple(shapes.values()), seed) in done:
                 continue
@@ -277,7 +277,7 @@ def _plan(task: Task, settings: Settings) -> list[tuple[str, float, int, float |
     return plan + [(*case, None, seed) for seed in seeds for case in cases + twice + scores]
 
 
-def _best_rate(rows: Sequence[Row], shapes: dict[str, Any]) -> float | None:
+def best_rate(rows: Sequence[Row], shapes: dict[str, Any]) -> float | None:
     """The rate of the smallest validation NE at this size; all scores of ranks share one."""
     if shapes["method"] in SCORES:
         shapes = {**shapes, "method": "TT adaptive"}
@@ -297,7 +297,7 @@ def chosen(rows: Sequence[Row]) -> list[Row]:
     rows = [row for row in rows if row.shapes["steps"] == usual[row.shapes["data"]]]
 
     def best(row: Row) -> float | None:
-        return _best_rate(rows, {name: row.shapes[name] for name in ("data", "method", "compression", "steps")})
+        return best_rate(rows, {name: row.shapes[name] for name in ("data", "method", "compression", "steps")})
 
     return [row for row in rows if row.shapes["lr"] == best(row)]
 

@@ -38,9 +38,10 @@ BENCHMARKS = {
         "training a six-encoder transformer: dense, GaLore, low rank, tensor train",
     ),
     "conversion": ("benchmarks.conversion", "peak memory of TT-SVD of a table of 10 million rows, beside the table"),
+    "dlrm": ("benchmarks.dlrm", "a whole DLRM: dense, and 99 times smaller; goes on where it stopped"),
     "quality": ("benchmarks.quality", "predictions of models whose tables take equal bytes; goes on where it stopped"),
 }
-RESUMABLE = ("quality", "preprocess")
+RESUMABLE = ("quality", "dlrm", "preprocess")
 _FILE = click.Path(path_type=Path)
 
 

@@ -1,0 +1,114 @@
+"""A whole DLRM on synthetic Criteo logs of Kaggle's cardinalities: dense, and 99 times smaller, MLPs included.
+
+Every run is `comera train --config examples/kaggle.toml` in a process of its own. Each form tries the learning rates of its tables
+with seed 0; the one with the best NE on the validation split takes the other seeds. One row a run: NE on the test split; `counted`
+has the best NE and AUC that any model can reach there.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from benchmarks.environment import FOLDER, describe
+from benchmarks.measure import Settings
+from benchmarks.quality import SEEDS, best_rate, format_case
+from benchmarks.rows import Row
+from data_pipeline.preprocess import PreprocessOptions, preprocess
+from data_pipeline.synth import SynthOptions, synth
+
+__all__ = ["format_case", "run"]
+
+CONFIG = FOLDER.parent / "examples" / "kaggle.toml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """How the model is held, the key of its tables' learning rate, and the rates to choose from."""
+
+    overrides: tuple[str, ...]
+    key: str
+    rates: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """Rows of the log, scale of its cardinalities, and a run's length."""
+
+    rows: int
+    scale: float
+    batch: int
+    steps: int
+    early: int
+    late: int
+    compression: int
+
+
+FORMS = {
+    "dense": Form(
+        overrides=("tables.format=dense", "linears.format=dense", "ranks=none"),
+        key="optimizer.lr_tables",
+        rates=(0.0125, 0.025, 0.05),
+    ),
+    "TT adaptive": Form(overrides=(), key="optimizer.lr_cores", rates=(0.003, 0.006, 0.01)),
+}
+FULL = Size(rows=1_000_000, scale=1.0, batch=2048, steps=390, early=80, late=120, compression=99)
+QUICK = Size(rows=20_000, scale=0.02, batch=128, steps=40, early=10, late=20, compression=20)
+
+
+def run(settings: Settings) -> Iterator[list[Row]]:
+    """Runs that are not among `settings.finished`, one row each."""
+    size, seeds = (QUICK, 1) if settings.quick else (FULL, SEEDS)
+    rows, environment = list(settings.finished), describe(settings.device)
+    plan: list[tuple[str, float | None, int]]
+    plan = [(name, rate, settings.seed) for name, form in FORMS.items() for rate in form.rates[: None if seeds > 1 else 1]]
+    plan += [(name, None, settings.seed + more) for more in range(1, seeds) for name in FORMS]
+    with tempfile.TemporaryDirectory(dir=settings.data) as folder:
+        log, data = Path(folder, "train.txt"), Path(folder, "data")
+        best = synth(SynthOptions(rows=size.rows, output=log, seed=1, scale=size.scale)).last_tenth
+        assert best is not None  # enough rows
+        reachable = {"best_ne": float(best.best_ne or 0), "best_auc": float(best.best_auc or 0)}
+        preprocess(PreprocessOptions(inputs=(log,), output=data))
+        for name, rate, seed in tqdm(plan, desc="dlrm", unit="run", disable=None):
+            shapes = {"data": "synth", "method": name, "compression": size.compression, "steps": size.steps}
+            shapes["lr"] = rate or best_rate(rows, shapes)
+            if any(row.shapes == shapes and row.seed == seed for row in rows):
+                continue
+            found = _train(Path(folder, f"run-{len(rows)}"), data, size, FORMS[name], shapes["lr"], seed)
+            ne = found.pop("ne")
+            rows.append(
+                Row(
+                    op="dlrm", provider=name, shapes=shapes, dtype="float32", pass_="test",
+                    p20=ne, p50=ne, p80=ne, unit="NE", samples=1, ratios={},
+                    counted=found | reachable, **environment, seed=seed,
+                    date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                )
+            )  # fmt: skip
+            yield rows[-1:]
+
+
+def _train(output: Path, data: Path, size: Size, form: Form, lr: float, seed: int) -> dict[str, float]:
+    """val_ne, and on the test split ne, auc, logloss; params, bytes, dense_bytes, step_ms, peak_mib."""
+    settings = {
+        "output": output, "seed": seed, "training.steps": size.steps, "data.path": data, "data.batch_size": size.batch,
+        form.key: lr, "ranks.early_steps": size.early, "ranks.late_steps": size.late, "ranks.target_compression": size.compression,
+    }  # fmt: skip
+    overrides = [f"{key}={value}" for key, value in settings.items()] + list(form.overrides)
+    subprocess.run(
+        [sys.executable, "-m", "comera_rec.train", "--config", str(CONFIG), *overrides],
+        cwd=FOLDER.parent, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True,
+    )  # fmt: skip
+    result: dict[str, Any] = json.loads((output / "result.json").read_text())
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    names = ("ne", "auc", "logloss", "params", "bytes", "dense_bytes", "step_ms", "peak_mib")
+    val_ne = next(line["ne"] for line in reversed(lines) if line["kind"] == "eval" and line["split"] == "val")
+    return {name: result[name] for name in names} | {"val_ne": val_ne}

@@ -1,0 +1,19 @@
+"""The benchmark of a whole DLRM: the compressed one has the size that its row claims, and finished runs aren't repeated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks import dlrm
+from benchmarks.measure import Settings
+
+
+def test_a_run_has_the_size_it_claims(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dlrm, "FORMS", {"TT adaptive": dlrm.FORMS["TT adaptive"]})
+    settings = Settings(quick=True)
+    ((row,),) = dlrm.run(settings)
+    assert 0.99 * row.counted["dense_bytes"] / 20 < row.counted["bytes"] <= row.counted["dense_bytes"] / 20
+    assert row.counted["best_ne"] < row.p50
+    assert not list(dlrm.run(replace(settings, finished=[row])))
