@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -107,7 +108,8 @@ def fit(
         ValueError: if the loss is no longer finite.
 
     Returns:
-        What happened: milliseconds per step, the mean loss of the last tenth, and the schedule's history.
+        What happened: milliseconds per step, their median in each stage of the schedule, the mean loss of the last tenth, and the
+        schedule's history.
     """
     groups = cr.rank_param_groups(model, lr_cores=settings.lr_cores, lr_ranks=settings.lr_ranks, lr_dense=settings.lr_dense)
     optimizer = torch.optim.AdamW(groups, weight_decay=settings.weight_decay, fused=True)
@@ -118,7 +120,7 @@ def fit(
         optimizer, lambda step: min((step + 1) / rise, (settings.steps - step) / max(1, settings.steps - rise))
     )
     scheduler = None if ranks is None else cr.RankScheduler(model, optimizer, ranks)
-    losses, milliseconds = [], []
+    losses, milliseconds = [], defaultdict(list)
     model.train()
     for step in (progress := tqdm(range(settings.steps), unit="step", disable=None)):
         batch = next(batches)
@@ -132,14 +134,16 @@ def fit(
         if scheduler is not None:
             scheduler.step()
         losses.append(task_loss.item())
-        milliseconds.append(1000 * (time.perf_counter() - start))
+        milliseconds[scheduler.stage if scheduler else "fixed"].append(1000 * (time.perf_counter() - start))
         if not np.isfinite(losses[-1]):
             raise ValueError(f"the loss is {losses[-1]} in step {step}: lower training.lr_cores and training.lr_dense")
         progress.set_postfix(loss=f"{np.mean(losses[-50:]):.3f}")
     model.eval()
+    of_all = np.concatenate(list(milliseconds.values()))
     return {
         "train_loss": float(np.mean(losses[-max(1, settings.steps // 10) :])),
-        "step_ms": dict(zip(("p20", "p50", "p80"), np.percentile(milliseconds, [20, 50, 80]).tolist(), strict=True)),
+        "step_ms": dict(zip(("p20", "p50", "p80"), np.percentile(of_all, [20, 50, 80]).tolist(), strict=True)),
+        "stage_ms": {stage: float(np.median(times)) for stage, times in milliseconds.items()},
         "rank_history": [] if scheduler is None else scheduler.history,
     }
 
