@@ -68,8 +68,12 @@ def tt_bags(
     if isinstance(plan.rows, Tensor):
         rows = tt_rows(stacked, plan)[:, :num_cols]
         return pool_rows(rows, plan, offsets, mode=mode, per_sample_weights=per_sample_weights, features=features)
+    left, right = plan.rows.left, _part(stacked, plan.rows.right, impl)
     return pool_products(
-        *_operands(stacked, plan.rows, impl),
+        stacked[left].flatten(1, 2) if isinstance(left, int) else _factors(stacked, left, impl),
+        right.flatten(2, 3),
+        plan.rows.p,
+        plan.rows.q,
         plan,
         offsets,
         num_cols=num_cols,
@@ -84,6 +88,12 @@ def _operands(stacked: Sequence[Tensor], product: Product, impl: str) -> tuple[T
     """a [.., r0 * n1, r], b [.., r, n2 * r1], p and q of a product of slices of neighbouring cores."""
     left, right = (_part(stacked, part, impl) for part in (product.left, product.right))
     return left.flatten(1, 2), right.flatten(2, 3), product.p, product.q
+
+
+def _factors(stacked: Sequence[Tensor], product: Product, impl: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x [.., n, s], y [.., s, m, r], i and j of products that `pool_products` makes by itself."""
+    x, y = (_part(stacked, part, impl) for part in (product.left, product.right))
+    return x.flatten(1, 2), y, product.p, product.q
 
 
 def _part(stacked: Sequence[Tensor], part: Product | int, impl: str) -> Tensor:

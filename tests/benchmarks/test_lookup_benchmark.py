@@ -165,6 +165,12 @@ class TestMemory:
         assert peaks["forward"] == pytest.approx([16.0, 16.0], abs=3.0)  # the output twice: of the table, and of all tables
         assert peaks["step"][0] < 100  # a thousand if the table counted, too
 
+    def test_the_gradient_of_nested_products_is_never_whole(self) -> None:
+        case = LookupCase(order=3, batch=16_384, providers=(OURS,))
+        peaks = peak_extra_memory(prepare_calls, partial(LookupWorkload, timed=False), case, "cpu", 0, OURS)
+        # The products take 19 MiB, their gradient as much. With all of that at once a backward pass would add 33 MiB to the peak.
+        assert max(peaks["forward+backward"]) - max(peaks["forward"]) < 19
+
     def test_training_a_table_counts_cores_gradients_and_state(self) -> None:
         case = training_memory.TableCase(rows=4_000_000, dim=32, order=2, rank=64, batch=10, zipf=0)
         peaks = peak_extra_memory(training_memory.prepare_training, case, "cpu", 0)

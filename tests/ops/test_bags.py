@@ -152,7 +152,7 @@ def test_results_do_not_depend_on_the_number_of_threads(mode: str, per_bag: int,
     ids = lookups(tables, 3000)
     arguments = {"per_sample_weights": torch.randn(9000)} if weighted else {}
     run = lambda: differentiate(pool, tables, ids, torch.arange(0, 9001, per_bag), features=3, mode=mode, **arguments)  # noqa: E731
-    with mock.patch.object(bags, "ROW_BUFFER_BYTES", 1 << 18):
+    with mock.patch.object(bags, "ROW_BUFFER_BYTES", 1 << 18), mock.patch.object(bags, "SLICES_AT_ONCE", 50):
         one, two, again = (on_threads(count, run) for count in (1, 2, 2))
     assert all(torch.equal(x, y) and torch.equal(x, z) for x, y, z in zip(one, two, again, strict=True))
 
@@ -165,6 +165,29 @@ def test_a_plan_can_be_used_again(order: int) -> None:
     one, two = (differentiate(pool, tables, ids, offsets, plan=plan) for _ in range(2))
     assert all(map(torch.equal, one, two))
     check(tables, ids, offsets)
+
+
+@pytest.mark.parametrize("slices", [1, 5, 4096])
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("order", [3, 4, 5])
+def test_nested_products(order: int, static: bool, slices: int) -> None:
+    row_shapes = [(5, 4, 3, 2, 2)[:order], (7, 3, 1, 2, 3)[:order], (2, 2, 2, 1, 1)[:order]]
+    tables = make_tables(row_shapes, (4, 2, 3, 1, 2)[:order], (5, 3, 4, 2)[: order - 1])
+    with mock.patch.object(bags, "SLICES_AT_ONCE", slices):
+        check(tables, lookups(tables, 60), torch.arange(181), features=3, static=static)
+        check(tables, lookups(tables, 60), torch.arange(0, 181, 4), features=3, static=static, per_sample_weights=torch.rand(180))
+
+
+@pytest.mark.parametrize("order", [2, 3, 4])
+def test_a_graph_can_be_used_again(order: int) -> None:
+    tables = make_tables([(4, 3, 2, 2)[:order], (5, 2, 2, 3)[:order]], (2, 3, 2, 1)[:order], (3, 2, 3)[: order - 1])
+    out = pool(tables, lookups(tables, 10), torch.arange(0, 21, 2))
+    parameters = [parameter for table in tables for parameter in table.parameters()]
+    with mock.patch.object(bags, "SLICES_AT_ONCE", 2):
+        one, two = (torch.autograd.grad(out.square().sum(), parameters, retain_graph=True) for _ in range(2))
+        together = torch.autograd.grad(out.square().sum() + out.square().sum(), parameters)
+    assert all(map(torch.equal, one, two))
+    torch.testing.assert_close(together, tuple(2 * gradient for gradient in one))
 
 
 @pytest.mark.parametrize("mode", ["sum", "max"])  # compiled, and in plain torch
@@ -204,3 +227,20 @@ def test_the_registration_keeps_torch_librarys_promises(offsets: Tensor, weighte
     )
     leaves = [None if tensor is None else tensor.requires_grad_() for tensor in (a, b, weights)]
     torch.library.opcheck(torch.ops.comera_rec.pool_products.default, (*leaves[:2], *ids, offsets, leaves[2], not weighted, 2))
+
+
+@pytest.mark.parametrize("lay", [plain, within, transposed])
+@pytest.mark.parametrize("slices", [1, 4096])
+def test_the_registration_with_products_keeps_torch_librarys_promises(slices: int, lay: Lay) -> None:
+    x, y, b = lay(torch.randn(3, 2, 3)), torch.randn(4, 3, 2, 5), lay(torch.randn(2, 5, 3))
+    plan = plan_lookup([torch.tensor([0, 19, 7, 7, 3, 19, 21, 2])], [(3, 4, 2)], static=True)
+    i, j = plan.rows.left.p, plan.rows.left.q  # type: ignore[union-attr]
+    a = torch.bmm(x[i.clamp(min=0)], y.flatten(2)[j.clamp(min=0)]).view(len(i), 4, 5)
+    ids = (plan.rows.p, plan.rows.q, plan.inverse, plan.order, plan.starts)  # type: ignore[union-attr]
+    rest = (torch.arange(9), None, False, 2)
+    grad = torch.randn(4, 24)
+    with mock.patch.object(bags, "SLICES_AT_ONCE", slices):
+        backward = torch.ops.comera_rec.pool_products_backward.default
+        torch.library.opcheck(backward, (grad, a, b, *ids[:2], *ids[3:], *rest, x, y, i, j))
+        x, y, b = (tensor.requires_grad_() for tensor in (x, y, b))
+        torch.library.opcheck(torch.ops.comera_rec.pool_products.default, (a, b, *ids, *rest, x, y, i, j))

@@ -5,6 +5,8 @@ A place is where a row, or the gradient of one, begins, counted in elements from
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from numba import carray, njit
@@ -15,6 +17,7 @@ from comera_rec.ops.gathered_matmul.numba import forward as multiply
 from comera_rec.ops.gathered_matmul.numba import (
     gradient_of_a,
     gradient_of_b,
+    gradients,
     plain,
     products_into,
     require_within,
@@ -65,8 +68,9 @@ def forward(
 def backward(
     grad: Tensor, a: Tensor, b: Tensor, p: Tensor, q: Tensor, order: Tensor, starts: Tensor,
     offsets: Tensor, weights: Tensor | None, mean: bool, features: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of a, b and the weights."""
+    x: Tensor | None, y: Tensor | None, i: Tensor | None, j: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of a, b, the weights and nothing; or, where a is a product, of x, b, the weights and y."""
     offsets, order, grad = plain(offsets), plain(order), plain(grad)
     starts, p, q = _without_padding(starts, p, q)
     width = a.shape[1] * b.shape[2]
@@ -76,15 +80,80 @@ def backward(
         factors = torch.zeros(len(order)) if weights is None else plain(weights).clone()
         _scale_lookups(offsets.numpy(), mean, weights is None, factors.numpy())
     grad_weights = torch.zeros(0 if weights is None else len(order))
-    parts: list[tuple[Tensor, Tensor]] = []
-    for first, beyond in _chunks(len(p), width):
-        some_p, some_q, some_starts = p[first:beyond], q[first:beyond], starts[first : beyond + 1]
-        rows = None if weights is None else multiply(a, b, some_p, some_q)
-        lookups = (order, some_starts, places, factors, grad, rows, grad_weights, width, int(offsets[-1]))
-        parts.append(_gradients(plain(a), transposed(plain(b)), some_p, some_q, some_starts, *lookups))
-        if len(parts) == 2:
-            parts = [(parts[0][0].add_(parts[1][0]), parts[0][1].add_(parts[1][1]))]
-    return parts[0][0], parts[0][1].mT, grad_weights
+    of_left, of_y, of_b = _Sum(len(a if x is None else x)), _Sum(0 if y is None else len(y)), _Sum(len(b))
+
+    def add(rows: slice) -> None:
+        some_p, some_q, some_starts, alone = p[rows], q[rows], starts[rows.start : rows.stop + 1], len(p[rows]) == len(p)
+        of_p, of_q = _range(some_p, len(a) if alone and x is None else 0), _range(some_q, len(b) if alone else 0)
+        products = None if weights is None else multiply(a, b, some_p, some_q)
+        lookups = (order, some_starts, places, factors, grad, products, grad_weights, width, int(offsets[-1]))
+        some_a, some_b = plain(a[of_p]), transposed(plain(b[of_q]))
+        grad_a, grad_b = _gradients(some_a, some_b, some_p - of_p.start, some_q - of_q.start, some_starts, *lookups)
+        of_b.add(grad_b, of_q)
+        if x is None or y is None or i is None or j is None:
+            of_left.add(grad_a, of_p)
+            return
+        some_i, some_j = plain(i[of_p]), plain(j[of_p])
+        of_i, of_j = _range(some_i, len(x) if alone else 0), _range(some_j, len(y) if alone else 0)
+        some_x, some_y = x[of_i], y[of_j].flatten(2)
+        grad_a = grad_a.view(len(grad_a), some_x.shape[1], some_y.shape[2])
+        grad_x, grad_y = gradients(grad_a, some_x, some_y, some_i - of_i.start, some_j - of_j.start)
+        of_left.add(grad_x, of_i)
+        of_y.add(grad_y, of_j)
+
+    most_rows = max(1, bags.ROW_BUFFER_BYTES // (4 * max(1, width)))
+    bounds = np.array([0, len(a)]) if j is None else _bounds(plain(j[_range(p)]).numpy())
+    for rows in _pieces(p, most_rows, bounds, len(a) if j is None else bags.SLICES_AT_ONCE):
+        add(rows)
+    grad_y = of_y.total if y is None else of_y.total.mT.unflatten(2, y.shape[2:])
+    return of_left.total, of_b.total.mT, grad_weights, grad_y
+
+
+class _Sum:
+    """The gradient of so many slices, added up from those of ranges of them."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.total = torch.empty(0)
+
+    def add(self, part: Tensor, at: slice) -> None:
+        if not len(self.total):
+            if len(part) == self.count:
+                self.total = part
+                return
+            self.total = part.new_zeros(self.count, *part.shape[1:])
+        self.total[at] += part
+
+
+def _range(ids: Tensor, count: int = 0) -> slice:
+    """All of so many slices, or, if 0, those from the lowest to the highest of ids."""
+    if count or not len(ids):
+        return slice(0, count)
+    first, last = (int(extreme) for extreme in ids.aminmax())
+    return slice(first, last + 1)
+
+
+def _bounds(j: np.ndarray) -> np.ndarray:
+    """Where ids begin that are all above those before, as those of a table are; and the end."""
+    highest, lowest = np.maximum.accumulate(j), np.minimum.accumulate(j[::-1])[::-1]
+    return np.append(np.flatnonzero(highest[:-1] < lowest[1:]) + 1, len(j))
+
+
+def _pieces(p: Tensor, most_rows: int, bounds: np.ndarray, most_slices: int) -> Iterator[slice]:
+    """Ranges of rows, p ascending, that are few enough and meet few enough slices; an empty one if there are no rows.
+
+    They end at bounds, unless these are so far apart or so near that ranges would be too large, or less than half as large.
+    """
+    first, slices = 0, p.numpy()
+    while first < max(1, len(p)):
+        beyond = min(first + most_rows, len(p))
+        if beyond:
+            last = slices[first] + most_slices
+            bound = bounds[max(0, np.searchsorted(bounds, last, "right") - 1)]
+            last = bound if last - most_slices // 2 <= bound <= last else last
+            beyond = max(first + 1, min(beyond, int(np.searchsorted(slices, last))))
+        yield slice(first, beyond)
+        first = max(beyond, 1)
 
 
 def _gradients(

@@ -183,10 +183,10 @@ def _counting_sort(params):  # type: ignore[no-untyped-def]
 @njit(nogil=True, cache=True)
 def split(starts, bounds):  # type: ignore[no-untyped-def]
     """Cut the sums into tasks of equal work: products, and one more for writing each sum."""
-    count, tasks = len(starts) - 1, len(bounds) - 1
+    count, tasks, first = len(starts) - 1, len(bounds) - 1, starts[0]
     s = 0
     for task in range(tasks):
-        while s < count and (starts[s] + s) * tasks < (starts[count] + count) * task:
+        while s < count and (starts[s] - first + s) * tasks < (starts[count] - first + count) * task:
             s += 1
         bounds[task] = s
     bounds[tasks] = count
