@@ -70,7 +70,7 @@ QUICK = (
         linears=cr.TTLinearConfig(tt_ranks=4, order=4, min_features=32),
     ),
 )
-FULL = (TransformerCase(batch=1), TransformerCase(batch=32))
+FULL = tuple(TransformerCase(batch=batch) for batch in (1, 32, 64, 128))
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
