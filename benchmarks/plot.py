@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ def plot_rows(rows: Sequence[Row], path: Path) -> None:
     figure = FIGURES.get(rows[0].op, _dot_figure)(rows)
     first = rows[0]
     threads = f", {first.threads} threads" * (first.threads > 0)
-    figure.suptitle(f"{first.op}: {_common(rows)}\n{first.machine}{threads}, commit {first.commit}", fontsize=9)
+    title = textwrap.fill(f"{first.op}: {_common(rows)}", width=int(13 * figure.get_figwidth()))
+    figure.suptitle(f"{title}\n{first.machine}{threads}, commit {first.commit}", fontsize=9)
     handles, names = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=3)
     with matplotlib.rc_context({"svg.hashsalt": "comera-rec"}):
