@@ -81,10 +81,10 @@ def work_folder(output: Path, *, identity: dict[str, Any], marker: str, overwrit
                 _open(work, identity, output, tell)
                 yield work
                 put_in_place(work.data, output)
-                remove(work.path)
+                _discard(work.path)
             finally:
                 if not any(work.path.glob("counts/*.json")):
-                    remove(work.path)
+                    _discard(work.path)
     except OSError as error:
         remedy = "choose a writable place with enough space"
         if work.path.exists():
@@ -94,7 +94,7 @@ def work_folder(output: Path, *, identity: dict[str, Any], marker: str, overwrit
 
 def _open(work: WorkFolder, identity: dict[str, Any], output: Path, tell: Tell) -> None:
     path = work.path / "identity.json"
-    if path.exists():
+    if path.exists() and work.data.exists():  # without data, they were put in place, and have been removed since
         before = json.loads(path.read_bytes())
         changed = [name for name in identity if before.get(name) != json.loads(json.dumps(identity[name]))]
         if not changed:
@@ -111,8 +111,15 @@ def _open(work: WorkFolder, identity: dict[str, Any], output: Path, tell: Tell) 
 
 
 def _empty(folder: Path) -> None:
+    remove(folder / "identity.json")  # first: should this run be killed here, the next one starts over instead of missing parts
     for path in folder.iterdir():
         remove(path)
+
+
+def _discard(folder: Path) -> None:
+    if folder.exists():
+        _empty(folder)
+        remove(folder)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from random_logs import random_rows, to_text
 
-from data_pipeline import atomic
+from data_pipeline import atomic, work
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 
 ROWS = random_rows(700)
@@ -76,6 +76,30 @@ def test_killed(options: PreprocessOptions, unbroken: dict[str, bytes]) -> None:
 @pytest.mark.slow
 def test_killed_often(options: PreprocessOptions, unbroken: dict[str, bytes]) -> None:
     assert_survives_kills(options, unbroken, 50)
+
+
+@pytest.mark.parametrize("removed", [0, 1, 2, 3])
+def test_killed_while_cleaning_up(
+    options: PreprocessOptions, unbroken: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, removed: int
+) -> None:
+    """The data are in place and some of the work folder is gone: whoever removes the data and runs again gets them all."""
+    left = removed
+
+    def remove_until_killed(path: Path) -> None:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            atomic.remove(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            work, "put_in_place", lambda *paths: (atomic.put_in_place(*paths), patch.setattr(work, "remove", remove_until_killed))
+        )
+        preprocess(options)
+    atomic.remove(options.output)
+    preprocess(options)
+    assert files_of(options.output) == unbroken
+    assert not any(path.name.startswith(".") for path in options.output.parent.iterdir())
 
 
 @pytest.fixture
