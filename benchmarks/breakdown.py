@@ -14,7 +14,6 @@ from benchmarks.lookup import EPS, FBGEMM, LR, OURS, LookupCase, LookupWorkload
 from benchmarks.measure import Settings, case_rows, chosen
 from benchmarks.rows import Row
 from benchmarks.timing import alternate
-from comera_rec.nn import stacked_cores
 from comera_rec.ops import LookupPlan, plan_lookup, tt_bags
 
 
@@ -45,18 +44,14 @@ class Parts:
         self._bags = [collection.tt_bag(name) for name in collection.tt_bags]
         self._optimizer = torch.optim.Adagrad(collection.parameters(), lr=LR, eps=EPS, fused=True)
         self._plan: LookupPlan
-        self._stacked: list[Tensor]
-        self._leaves: list[Tensor]
         self._pooled: Tensor
 
     def calls(self) -> dict[str, Callable[[int], None]]:
         """Name of a part -> call."""
         return {
             "plan": self._make_plan,
-            "stack cores": self._stack,
             "products and pooling": self._multiply,
-            "gradients of products and pooling": lambda turn: self._pooled.backward(self._upstream),
-            "gradients of cores": self._unstack,
+            "gradients": lambda turn: self._pooled.backward(self._upstream),
             "update": lambda turn: self._update(),
         }
 
@@ -64,17 +59,10 @@ class Parts:
         ids = self._batches[turn % len(self._batches)].ids
         self._plan = plan_lookup(ids, [bag.shape.row_shape for bag in self._bags])
 
-    def _stack(self, turn: int) -> None:
-        self._stacked = stacked_cores(self._bags)
-        self._leaves = [core.detach().requires_grad_() for core in self._stacked]
-
     def _multiply(self, turn: int) -> None:
         offsets = self._batches[turn % len(self._batches)].features.offsets()
-        dim = self._bags[0].embedding_dim
-        self._pooled = tt_bags(self._leaves, self._plan, offsets, num_cols=dim, features=len(self._bags))
-
-    def _unstack(self, turn: int) -> None:
-        torch.autograd.backward(self._stacked, [leaf.grad for leaf in self._leaves])
+        trains = [bag.forward_parameters() for bag in self._bags]
+        self._pooled = tt_bags(trains, self._plan, offsets, num_cols=self._bags[0].embedding_dim, features=len(self._bags))
 
     def _update(self) -> None:
         self._optimizer.step()

@@ -9,7 +9,7 @@ from comera_rec.nn.heads import ClassificationHead, LanguageModelHead, TiedProje
 from comera_rec.nn.linear import TTLinear, use_float8_
 from comera_rec.nn.table import TTTable
 from comera_rec.nn.transformer import EncoderBlock, FeedForward, TransformerConfig, TransformerEncoder
-from comera_rec.nn.tt_module import TTModule, named_tt_modules, replace_data_, replace_modules_, stacked_cores
+from comera_rec.nn.tt_module import TTModule, named_tt_modules, replace_data_, replace_modules_
 
 __all__ = [
     "EMBEDDING_STD",
@@ -33,6 +33,5 @@ __all__ = [
     "named_tt_modules",
     "replace_data_",
     "replace_modules_",
-    "stacked_cores",
     "use_float8_",
 ]

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from comera_rec.nn.table import TTTable, require_plain_rows
-from comera_rec.nn.tt_module import stacked_cores
 from comera_rec.ops import check_ids, plan_lookup, tt_bags
 from comera_rec.tt import TTShape, contract
 
@@ -40,7 +39,7 @@ class TTEmbedding(TTTable):
         check_ids(input, self.num_embeddings, self.name)
         plan = plan_lookup([input], [self.shape.row_shape])
         ends = torch.arange(input.numel() + 1, device=input.device)  # bags of one id
-        rows_TN = tt_bags(stacked_cores([self]), plan, ends, num_cols=self.embedding_dim, impl=self.impl)
+        rows_TN = tt_bags([self.forward_parameters()], plan, ends, num_cols=self.embedding_dim, impl=self.impl)
         return rows_TN.view(*input.shape, self.embedding_dim)
 
     def logits(self, input: Tensor) -> Tensor:

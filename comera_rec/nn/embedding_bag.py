@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from comera_rec.nn.table import TTTable, require_plain_rows
-from comera_rec.nn.tt_module import stacked_cores
 from comera_rec.ops import check_ids, plan_lookup, tt_bags
 from comera_rec.tt import TTShape
 
@@ -95,7 +94,7 @@ class TTEmbeddingBag(TTTable):
         check_ids(input, self.num_embeddings, self.name)
         plan = plan_lookup([input], [self.shape.row_shape])
         return tt_bags(
-            stacked_cores([self]),
+            [self.forward_parameters()],
             plan,
             self._bag_ends(input, offsets),
             num_cols=self.embedding_dim,

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from comera_rec.ops import stack_cores
 from comera_rec.tt import TTShape, contract, init_cores_, tt_svd
 
 
@@ -135,13 +134,6 @@ class TTModule(nn.Module):
     def extra_repr(self) -> str:
         modes = " ".join(f"{m}x{n}" for m, n in zip(self.shape.row_shape, self.shape.col_shape, strict=True))
         return f"{self.num_rows}, {self.num_cols}, modes=[{modes}], ranks={self.shape.ranks}, params={self.shape.num_params}"
-
-
-def stacked_cores(modules: Sequence[TTModule]) -> list[Tensor]:
-    """The cores of modules that differ in row modes and ranks only, D multiplied in: d tensors (M_k, r_{k-1}, n_k, r_k)."""
-    of_modules = [module.forward_parameters() for module in modules]
-    first, *others = zip(*(cores for cores, _ in of_modules), strict=True)
-    return [stack_cores(first), *map(stack_cores, others, zip(*(ranks for _, ranks in of_modules), strict=True))]
 
 
 def replace_data_(parameter: nn.Parameter, data: Tensor) -> None:

@@ -1,7 +1,7 @@
 """Rows of tensor-train tables for a batch of ids.
 
-U unique rows, T tables whose trains differ in row modes and ranks only. The tables' cores are stacked along the row digit, M_k
-slices together, so that one call serves them all.
+U unique rows, T tables whose trains differ in row modes and ranks only. One call serves them all: slices of their k-th cores are
+counted end to end, M_k together. Trains of two cores are read where they are, others are stacked along the row digit first.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from comera_rec.ops.bags import pool_products, pool_rows
+from comera_rec.ops.bags import Factors, pool_products, pool_rows
 from comera_rec.ops.gathered_matmul import gathered_matmul
 from comera_rec.ops.plan import LookupPlan, Product
+from comera_rec.ops.stack import stack_cores
 
 
 def check_ids(ids: Tensor, num_rows: int, table: str) -> None:
@@ -34,27 +35,32 @@ def check_ids(ids: Tensor, num_rows: int, table: str) -> None:
         raise ValueError(f"id {bad} is out of range for {table}: its ids run from 0 to {num_rows - 1}; check the data's vocabulary")
 
 
-def tt_rows(stacked: Sequence[Tensor], plan: LookupPlan, *, impl: str = "auto") -> Tensor:
-    """Rows of the tables that stacked trains stand for, without forming the tables.
+Train = tuple[Sequence[Tensor], Sequence[Tensor]]
+"""Cores (r_{k-1}, m_k, n_k, r_k) and, between neighbours, the diagonals D_k (r_k); without diagonals they are ones."""
+
+
+def tt_rows(trains: Sequence[Train], plan: LookupPlan, *, impl: str = "auto") -> Tensor:
+    """Rows of the tables that trains stand for, without forming the tables.
 
     A row is a product of the leading and the trailing slices that its digits select. A plan lists every product once, on each level
     (row-level and index-level dedup): CoMERA, section 4.1 (arXiv 2405.14377).
 
     Args:
-        stacked: d cores (M_k, r_{k-1}, n_k, r_k) from `stack_cores`.
+        trains: one a table, alike but for row modes and ranks.
         plan: from `plan_lookup`.
         impl: implementation of the products, see `gathered_matmul`.
 
     Returns:
         [U, n_1...n_d].
     """
+    stacked = _stacked(trains)
     if isinstance(plan.rows, Tensor):
         return stacked[0][:, 0, :, 0].index_select(0, plan.rows.clamp(min=0))
     return gathered_matmul(*_operands(stacked, plan.rows, impl), impl).flatten(1)
 
 
 def tt_bags(
-    stacked: Sequence[Tensor],
+    trains: Sequence[Train],
     plan: LookupPlan,
     offsets: Tensor,
     *,
@@ -66,12 +72,20 @@ def tt_bags(
 ) -> Tensor:
     """Pooled bags of `tt_rows`: [B, F * N]; arguments as there and in `pool_products`."""
     if isinstance(plan.rows, Tensor):
-        rows = tt_rows(stacked, plan)[:, :num_cols]
+        rows = tt_rows(trains, plan)[:, :num_cols]
         return pool_rows(rows, plan, offsets, mode=mode, per_sample_weights=per_sample_weights, features=features)
-    left, right = plan.rows.left, _part(stacked, plan.rows.right, impl)
+    a: Sequence[Tensor] | Factors
+    if len(trains[0][0]) == 2:
+        a, b = ([cores[k] for cores, _ in trains] for k in (0, 1))
+        ranks = [rank for _, ranks in trains for rank in ranks]
+    else:
+        stacked, left, right = _stacked(trains), plan.rows.left, plan.rows.right
+        a = [_part(stacked, left, impl).transpose(0, 1)] if isinstance(left, int) else _factors(stacked, left, impl)
+        b, ranks = [_part(stacked, right, impl).transpose(0, 1)], []
     return pool_products(
-        stacked[left].flatten(1, 2) if isinstance(left, int) else _factors(stacked, left, impl),
-        right.flatten(2, 3),
+        a,
+        b,
+        ranks,
         plan.rows.p,
         plan.rows.q,
         plan,
@@ -84,16 +98,22 @@ def tt_bags(
     )
 
 
+def _stacked(trains: Sequence[Train]) -> list[Tensor]:
+    """d tensors (M_k, r_{k-1}, n_k, r_k)."""
+    cores, ranks = (list(zip(*each, strict=True)) for each in zip(*trains, strict=True))
+    return [stack_cores(cores[0]), *(stack_cores(core, ranks[k] if ranks else None) for k, core in enumerate(cores[1:]))]
+
+
 def _operands(stacked: Sequence[Tensor], product: Product, impl: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """a [.., r0 * n1, r], b [.., r, n2 * r1], p and q of a product of slices of neighbouring cores."""
     left, right = (_part(stacked, part, impl) for part in (product.left, product.right))
     return left.flatten(1, 2), right.flatten(2, 3), product.p, product.q
 
 
-def _factors(stacked: Sequence[Tensor], product: Product, impl: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x [.., n, s], y [.., s, m, r], i and j of products that `pool_products` makes by itself."""
+def _factors(stacked: Sequence[Tensor], product: Product, impl: str) -> Factors:
+    """Of slices that `pool_products` makes by itself."""
     x, y = (_part(stacked, part, impl) for part in (product.left, product.right))
-    return x.flatten(1, 2), y, product.p, product.q
+    return Factors(x.flatten(1, 2), y, product.p, product.q)
 
 
 def _part(stacked: Sequence[Tensor], part: Product | int, impl: str) -> Tensor:

@@ -20,7 +20,7 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from comera_rec.nn import TTEmbeddingBag, stacked_cores
+from comera_rec.nn import TTEmbeddingBag
 from comera_rec.ops import LookupPlan, check_ids, plan_lookup, tt_bags
 from comera_rec.recsys.config import DTYPES, TTEmbeddingBagConfig
 
@@ -175,7 +175,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         tables = [self.tt_bag(config.name) for config in configs]
         features = [by_feature[feature] for config in configs for feature in config.feature_names]
         pooled = tt_bags(
-            stacked_cores(tables),
+            [table.forward_parameters() for table in tables],
             plans.get(_names(configs)) or self._plan_group(configs, by_feature),
             F.pad(_joined([feature.lengths() for feature in features]).long().cumsum(0), (1, 0)),
             num_cols=configs[0].embedding_dim,

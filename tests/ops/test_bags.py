@@ -12,11 +12,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layouts import LAYOUTS, plain, transposed, within
+from layouts import LAYOUTS
 from torch import Tensor, nn
 
 from comera_rec import TTEmbeddingBag
-from comera_rec.nn import stacked_cores
 from comera_rec.ops import LookupPlan, bags, plan_lookup, tt_bags
 from comera_rec.tt import TTShape
 
@@ -37,6 +36,10 @@ def make_tables(
     return tables
 
 
+def trains(tables: list[TTEmbeddingBag]) -> list[Any]:
+    return [table.forward_parameters() for table in tables]
+
+
 def pool(
     tables: list[TTEmbeddingBag],
     ids: list[Tensor],
@@ -47,7 +50,7 @@ def pool(
     **arguments: Any,
 ) -> Tensor:
     plan = plan or plan_lookup(ids, [table.shape.row_shape for table in tables], static=static)
-    return tt_bags(stacked_cores(tables), plan, offsets, num_cols=tables[0].embedding_dim, **arguments)
+    return tt_bags(trains(tables), plan, offsets, num_cols=tables[0].embedding_dim, **arguments)
 
 
 def pool_dense(
@@ -208,39 +211,21 @@ def test_a_plan_for_larger_tables_is_refused() -> None:
     for ids in ([20], [40, 3]):
         plan = plan_lookup([torch.tensor(ids)], [(99, 4)])
         with pytest.raises(IndexError, match=r"p holds .*, but there are 5 slices"):
-            tt_bags(stacked_cores(tables), plan, torch.tensor([0, len(ids)]), num_cols=6)
+            tt_bags(trains(tables), plan, torch.tensor([0, len(ids)]), num_cols=6)
         with pytest.raises(IndexError, match=r"p holds .*, but there are 5 slices"):
-            tt_bags(stacked_cores(tables), plan, torch.arange(len(ids) + 1), num_cols=6)
+            tt_bags(trains(tables), plan, torch.arange(len(ids) + 1), num_cols=6)
 
 
-@pytest.mark.parametrize("lay", [plain, within, transposed])
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("offsets", [torch.arange(9), torch.tensor([0, 3, 3, 4, 7])], ids=["one id", "jagged"])
-def test_the_registration_keeps_torch_librarys_promises(offsets: Tensor, weighted: bool, lay: Lay) -> None:
-    a, b = lay(torch.randn(5, 2, 3)), lay(torch.randn(4, 3, 3))
-    plan = plan_lookup([torch.tensor([0, 19, 7, 7, 3, 19, 19, 2])], [(5, 4)], static=True)
-    ids = (plan.rows.p, plan.rows.q, plan.inverse, plan.order, plan.starts)  # type: ignore[union-attr]
-    weights = torch.randn(8) if weighted else None
-    grad = torch.randn((len(offsets) - 1) // 2, 12)
-    torch.library.opcheck(
-        torch.ops.comera_rec.pool_products_backward.default, (grad, a, b, *ids[:2], *ids[3:], offsets, weights, not weighted, 2)
-    )
-    leaves = [None if tensor is None else tensor.requires_grad_() for tensor in (a, b, weights)]
-    torch.library.opcheck(torch.ops.comera_rec.pool_products.default, (*leaves[:2], *ids, offsets, leaves[2], not weighted, 2))
+def test_a_plan_for_other_tables_is_refused() -> None:
+    tables = make_tables([(5, 2), (2, 5)], (2, 3), (2,))
+    plan = plan_lookup([torch.tensor([24]), torch.tensor([3])], [(5, 5), (2, 2)])
+    with pytest.raises(IndexError, match="q holds slices of other tables than p: give a plan for these tables"):
+        tt_bags(trains(tables), plan, torch.arange(3), num_cols=6, features=2)
 
 
-@pytest.mark.parametrize("lay", [plain, within, transposed])
-@pytest.mark.parametrize("slices", [1, 4096])
-def test_the_registration_with_products_keeps_torch_librarys_promises(slices: int, lay: Lay) -> None:
-    x, y, b = lay(torch.randn(3, 2, 3)), torch.randn(4, 3, 2, 5), lay(torch.randn(2, 5, 3))
-    plan = plan_lookup([torch.tensor([0, 19, 7, 7, 3, 19, 21, 2])], [(3, 4, 2)], static=True)
-    i, j = plan.rows.left.p, plan.rows.left.q  # type: ignore[union-attr]
-    a = torch.bmm(x[i.clamp(min=0)], y.flatten(2)[j.clamp(min=0)]).view(len(i), 4, 5)
-    ids = (plan.rows.p, plan.rows.q, plan.inverse, plan.order, plan.starts)  # type: ignore[union-attr]
-    rest = (torch.arange(9), None, False, 2)
-    grad = torch.randn(4, 24)
-    with mock.patch.object(bags, "SLICES_AT_ONCE", slices):
-        backward = torch.ops.comera_rec.pool_products_backward.default
-        torch.library.opcheck(backward, (grad, a, b, *ids[:2], *ids[3:], *rest, x, y, i, j))
-        x, y, b = (tensor.requires_grad_() for tensor in (x, y, b))
-        torch.library.opcheck(torch.ops.comera_rec.pool_products.default, (a, b, *ids, *rest, x, y, i, j))
+@pytest.mark.parametrize("per_bag", [1, 3])
+@pytest.mark.parametrize("order", [2, 3])
+def test_tables_of_different_ranks_share_a_lookup(order: int, per_bag: int) -> None:
+    row_shapes, ranks = [(5, 4, 2), (7, 3, 3), (2, 2, 2), (1, 9, 1)], [(3, 2), (9, 5), (0, 1), (20, 7)]
+    tables = [make_tables([m[:order]], (4, 4, 2)[:order], r[: order - 1])[0] for m, r in zip(row_shapes, ranks, strict=True)]
+    check(tables, lookups(tables, 9), torch.arange(0, 37, per_bag), features=4 if per_bag == 1 else 2)

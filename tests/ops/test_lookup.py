@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from comera_rec.ops import check_ids, lookup, plan_lookup, stack_cores, tt_rows
+from comera_rec.ops import check_ids, lookup, plan_lookup, tt_rows
 from comera_rec.tt import TTShape, tt_to_dense
 
 SHAPES = [
@@ -35,7 +35,7 @@ def test_rows_and_gradients_match_the_dense_matrix(shape: TTShape, dtype: torch.
             [torch.tensor([0, rows - 1])[:t] for t, rows in enumerate(tables)],
         ):
             plan = plan_lookup(ids, [each.row_shape for each in shapes[:count]], static=static)
-            found = tt_rows([stack_cores(cores) for cores in zip(*trains[:count], strict=True)], plan)[plan.inverse]
+            found = tt_rows([(train, []) for train in trains[:count]], plan)[plan.inverse]
             dense = [tt_to_dense(train, each) for train, each in zip(trains, shapes, strict=True)]
             expected = torch.cat([table[rows.flatten().long()] for table, rows in zip(dense, ids, strict=False)])
             torch.testing.assert_close(found, expected)
@@ -65,6 +65,6 @@ def test_each_slice_product_is_computed_once(order: int, monkeypatch: pytest.Mon
     shape = TTShape((10,) * order, (2,) * order, 3)
     cores = [torch.randn(size) for size in shape.core_shapes]
     rows = torch.arange(100)  # neighbours: one leading digit, ten last digits
-    tt_rows([stack_cores([core]) for core in cores], plan_lookup([rows], [shape.row_shape]))
+    tt_rows([(cores, [])], plan_lookup([rows], [shape.row_shape]))
     assert products[-1] == 100
     assert sum(products[:-1]) <= {2: 0, 3: 100, 4: 101}[order]

@@ -6,7 +6,8 @@ L ids in bags, U unique rows of N = n1 * n2 columns, F features of B bags each.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from comera_rec.ops.gathered_matmul import gathered_matmul, resolve_impl
 from comera_rec.ops.plan import LookupPlan
+from comera_rec.ops.stack import stack_cores
 
 MODES = ("sum", "mean", "max")
 ROW_BUFFER_BYTES = 256 << 20
@@ -23,9 +25,28 @@ SLICES_AT_ONCE = 4096
 while it is in cache."""
 
 
+class Factors(NamedTuple):
+    """What a core's slices are products of: x[i[v]] @ y[j[v]], of n1 = n * m rows."""
+
+    x: Tensor
+    """[X, n, s]"""
+    y: Tensor
+    """[Y, s, m, r]"""
+    i: Tensor
+    """[P]"""
+    j: Tensor
+    """[P]"""
+
+    def slices(self, impl: str) -> Tensor:
+        """[P, n1, r]."""
+        products = gathered_matmul(self.x, self.y.flatten(2), self.i, self.j, impl)
+        return products.view(len(self.i), self.x.shape[1] * self.y.shape[2], self.y.shape[3])
+
+
 def pool_products(
-    a: Tensor | tuple[Tensor, Tensor, Tensor, Tensor],
-    b: Tensor,
+    a: Sequence[Tensor] | Factors,
+    b: Sequence[Tensor],
+    ranks: Sequence[Tensor],
     p: Tensor,
     q: Tensor,
     plan: LookupPlan,
@@ -37,13 +58,15 @@ def pool_products(
     features: int = 1,
     impl: str = "auto",
 ) -> Tensor:
-    """Pool bags of the rows a[p[u]] @ b[q[u]], as `torch.nn.functional.embedding_bag` would.
+    """Pool bags of the rows a[:, p[u]] diag(D) b[:, q[u]], as `torch.nn.functional.embedding_bag` would.
 
     On CPU, rows of bags of one id, as in Criteo's logs, go from cache to their places in the result and are stored nowhere else.
 
     Args:
-        a, b, p, q, impl: as in `gathered_matmul`, for the U unique rows of a plan; p ascends, as plans have it. In place of `a` may
-            stand what it is the product of, x [X, n, s], y [Y, s, m, r], i and j [P]: a[v] = x[i[v]] @ y[j[v]], n * m = n1.
+        a: per table a core (1, P_t, n1, r_t), whose slices p counts over all tables; or, of one table, what it is the product of.
+        b: per table a core (r_t, Q_t, n2, 1); slices are counted by q.
+        ranks: per table the diagonal D (r_t); none at all stand for ones.
+        p, q, impl: as in `gathered_matmul`, for the U unique rows of a plan; p ascends, as plans have it.
         plan: the lookup's plan.
         offsets: [F*B + 1] starts of the bags, feature after feature, and the end of the last.
         num_cols: columns of a row, at most n1 * n2; what lies beyond is left out.
@@ -62,19 +85,17 @@ def pool_products(
         raise NotImplementedError(f"per_sample_weights only go with mode 'sum', not {mode!r}: drop them or change the mode")
     if per_sample_weights is not None and per_sample_weights.shape != plan.inverse.shape:
         raise ValueError(f"there are {len(per_sample_weights)} per_sample_weights for {len(plan.inverse)} ids: give one for each")
-    impl = resolve_impl(impl, b.device, b.dtype)
-    height = a.shape[1] if isinstance(a, Tensor) else a[0].shape[1] * a[1].shape[2]
-    if impl == "numba" and mode != "max" and b.dtype == torch.float32 and num_cols == height * b.shape[2]:
-        # The gradient of slices that are products goes to their operands at once, and autograd knows nothing of the slices.
-        factors = () if isinstance(a, Tensor) else a
-        slices = a if isinstance(a, Tensor) else _slices(a[0].detach(), a[1].detach(), *a[2:], impl)
-        of_plan = (plan.inverse, plan.order, plan.starts)
-        bags: Tensor = _pool_products(
-            slices, b, p, q, *of_plan, offsets.long(), per_sample_weights, mode == "mean", features, *factors
-        )
+    first = b[0]
+    impl = resolve_impl(impl, first.device, first.dtype)
+    height = a.x.shape[1] * a.y.shape[2] if isinstance(a, Factors) else a[0].shape[2]
+    is_whole = num_cols == height * first.shape[2]
+    if impl == "numba" and mode != "max" and first.dtype == torch.float32 and is_whole and not torch.compiler.is_compiling():
+        lookup = (p, q, plan, offsets.long(), mode == "mean", features)
+        counts = (len(a), len(b), len(ranks))
+        bags: Tensor = _PoolProducts.apply(lookup, isinstance(a, Factors), counts, per_sample_weights, *a, *b, *ranks)
         return bags
-    a = a if isinstance(a, Tensor) else _slices(*a, impl)
-    rows = gathered_matmul(a, b, p, q, impl).flatten(1)[:, :num_cols]
+    slices = a.slices(impl) if isinstance(a, Factors) else stack_cores(a).flatten(1, 2)
+    rows = gathered_matmul(slices, stack_cores(b, ranks or None).flatten(2), p, q, impl).flatten(1)[:, :num_cols]
     return pool_rows(rows, plan, offsets, mode=mode, per_sample_weights=per_sample_weights, features=features)
 
 
@@ -92,56 +113,37 @@ def pool_rows(
     return bags[:-1].unflatten(0, (features, -1)).transpose(0, 1).flatten(1)
 
 
-def _slices(x: Tensor, y: Tensor, i: Tensor, j: Tensor, impl: str) -> Tensor:
-    """[P, n1, r]."""
-    return gathered_matmul(x, y.flatten(2), i, j, impl).view(len(i), x.shape[1] * y.shape[2], y.shape[3])
-
-
 def _kernels() -> Any:
     return importlib.import_module(f"{__name__}.numba")  # late: whoever only imports the package need not wait for Numba
 
 
-@torch.library.custom_op("comera_rec::pool_products", mutates_args=(), device_types="cpu")
-def _pool_products(
-    a: Tensor, b: Tensor, p: Tensor, q: Tensor, inverse: Tensor, order: Tensor, starts: Tensor,
-    offsets: Tensor, weights: Tensor | None, mean: bool, features: int,
-    x: Tensor | None = None, y: Tensor | None = None, i: Tensor | None = None, j: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    return _kernels().forward(a, b, p, q, inverse, order, starts, offsets, weights, mean, features)
+class _PoolProducts(torch.autograd.Function):
+    """The same on CPU, compiled. Tensors are a, b and ranks, so many of each."""
+
+    @staticmethod
+    def forward(ctx, lookup, nested: bool, counts, weights, *tensors) -> Tensor:  # type: ignore[no-untyped-def]
+        left, b, ranks = _split(tensors, counts)
+        # The gradient of slices that are products goes to their operands at once, and autograd knows nothing of the slices.
+        a = (Factors(*left).slices("numba")[None],) if nested else left
+        p, q, plan, offsets, mean, features = lookup
+        batch = _kernels().lookups(p, q, plan, offsets, features, a[0].shape[2] * b[0].shape[2])
+        ctx.mean, ctx.nested, ctx.counts = mean, nested, counts
+        ctx.save_for_backward(weights, *batch, *(a if nested else ()), *tensors)
+        return _kernels().forward(a, b, ranks, batch, plan.inverse, weights, mean, features)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+        (weights, *batch), tensors = ctx.saved_tensors[:7], list(ctx.saved_tensors[7:])
+        a = [tensors.pop(0)] if ctx.nested else tensors[: ctx.counts[0]]
+        left, b, ranks = _split(tensors, ctx.counts)
+        factors = left if ctx.nested else ()
+        found, grad_weights = _kernels().backward(grad, a, b, ranks, _kernels().Lookups(*batch), weights, ctx.mean, factors)
+        if ctx.nested:
+            found[2:2] = [None, None]
+        return None, None, None, None if weights is None else grad_weights, *found
 
 
-@_pool_products.register_fake
-def _(a, b, p, q, inverse, order, starts, offsets, weights, mean, features, *factors):  # type: ignore[no-untyped-def]
-    return a.new_empty((offsets.shape[0] - 1) // features, features * a.shape[1] * b.shape[2])
-
-
-@torch.library.custom_op("comera_rec::pool_products_backward", mutates_args=(), device_types="cpu")
-def _backward(
-    grad: Tensor, a: Tensor, b: Tensor, p: Tensor, q: Tensor, order: Tensor, starts: Tensor,
-    offsets: Tensor, weights: Tensor | None, mean: bool, features: int,
-    x: Tensor | None = None, y: Tensor | None = None, i: Tensor | None = None, j: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return _kernels().backward(grad, a, b, p, q, order, starts, offsets, weights, mean, features, x, y, i, j)
-
-
-@_backward.register_fake
-def _(grad, a, b, p, q, order, starts, offsets, weights, mean, features, x=None, y=None, *ij):  # type: ignore[no-untyped-def]
-    # Transposed, as they are computed; stack_cores takes them as they are.
-    grad_b = b.new_empty(b.shape[0], b.shape[2], b.shape[1]).mT
-    grad_y = a.new_empty(0) if y is None else y.new_empty(y.shape[0], *y.shape[2:], y.shape[1]).movedim(3, 1)
-    return a.new_empty((a if x is None else x).shape), grad_b, a.new_empty(0 if weights is None else weights.shape), grad_y
-
-
-def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    a, b, p, q, _, order, starts, offsets, weights, ctx.mean, ctx.features, *factors = inputs
-    ctx.save_for_backward(a, b, p, q, order, starts, offsets, weights, *factors)
-
-
-def _differentiate(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
-    *saved, weights, x, y, i, j = ctx.saved_tensors
-    left, grad_b, grad_weights, grad_y = _backward(grad, *saved, weights, ctx.mean, ctx.features, x, y, i, j)
-    grad_a, grad_x, grad_y = (left, None, None) if x is None else (None, left, grad_y)
-    return grad_a, grad_b, *[None] * 6, None if weights is None else grad_weights, None, None, grad_x, grad_y, None, None
-
-
-torch.library.register_autograd(_pool_products, _differentiate, setup_context=_setup_context)
+def _split(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[list[Tensor]]:
+    left = iter(tensors)
+    return [[next(left) for _ in range(count)] for count in counts]

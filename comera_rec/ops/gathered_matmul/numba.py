@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from numba import carray, njit
 from torch import Tensor
 
-from comera_rec.ops.simd.parallel import address_of, float32_at, int64_at, kernel, next_task
-from comera_rec.ops.simd.tile import Products, sum_products
+from comera_rec.ops.simd.parallel import float32_at, int64_at, kernel, next_task
+from comera_rec.ops.simd.tile import Products, numbers, sum_products
 
-ROWS, COLS = Products._fields.index("rows"), Products._fields.index("cols")
-_TASKS = 64  # for all threads together: many enough to share evenly, few enough to cost nothing
+NUMBERS, ROWS, COLS = len(Products._fields), Products._fields.index("rows"), Products._fields.index("cols")
+_TASKS = 128  # for all threads together: many enough to share evenly, few enough to cost nothing
 
 
 def forward(a: Tensor, b: Tensor, p: Tensor, q: Tensor) -> Tensor:
@@ -30,18 +31,13 @@ def forward(a: Tensor, b: Tensor, p: Tensor, q: Tensor) -> Tensor:
                 raise IndexError("q is negative where p is not: padding is -1 in both")
             out[kept] = forward(a.float(), b.float(), p[kept], q[kept])
         return out.to(a.dtype)
-    one_each = torch.arange(U + 1)
-    run(products_into(out, one_each * (n1 * n2), plain(a), plain(b), plain(p), plain(q), one_each))
-    return out.to(a.dtype)
-
-
-def products_into(out: Tensor, places: Tensor, a: Tensor, b: Tensor, p: Tensor, q: Tensor, one_each: Tensor) -> Products:
-    """As `forward`, but product u, n1 * n2 numbers, goes places[u] elements after the first of `out`; `one_each` is 0..U."""
-    (_, n1, r), (_, _, n2) = a.shape, b.shape
-    return Products(
-        c=out, c_slice=1, a=a, a_slice=n1 * r, a_row=r, a_col=1, b=b, b_slice=r * n2,
-        starts=one_each, xs=p, ys=q, zs=places, rows=n1, depth=r, cols=n2,
+    one_each = counting(U + 1)
+    products = Products(
+        c=out, c_slice=n1 * n2, a=plain(a), a_slice=n1 * r, a_row=r, a_col=1, b=plain(b), b_slice=r * n2,
+        starts=one_each, xs=plain(p), ys=plain(q), zs=one_each, rows=n1, depth=r, cols=n2,
     )  # fmt: skip
+    run(products)
+    return out.to(a.dtype)
 
 
 def backward(grad: Tensor, a: Tensor, b: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,7 +56,7 @@ def gradients(grad: Tensor, a: Tensor, b: Tensor, p: Tensor, q: Tensor) -> tuple
         return a.new_zeros(a.shape), b.new_zeros(Q, n2, r)
     dtype, grad, a, b, p, q = a.dtype, plain(grad), plain(a), plain(b), plain(p), plain(q)
     grad_a, grad_b_transposed = torch.empty(P, n1, r), torch.empty(Q, n2, r)
-    left, right = sort_both(p, P, q, Q)
+    left, right = sort_by((p, P, q), (q, Q, p))
     run(gradient_of_a(grad_a, grad, transposed(b), left.starts, left.order, left.others))
     run(gradient_of_b(grad_b_transposed, grad, a, right.starts, right.order, right.others))
     return grad_a.to(dtype), grad_b_transposed.to(dtype)
@@ -71,7 +67,7 @@ def gradient_of_a(out: Tensor, grad: Tensor, b_transposed: Tensor, starts: Tenso
     (P, n1, r), (_, n2, _) = out.shape, b_transposed.shape
     return Products(
         c=out, c_slice=n1 * r, a=grad, a_slice=n1 * n2, a_row=n2, a_col=1, b=b_transposed, b_slice=n2 * r,
-        starts=starts, xs=rows, ys=q, zs=torch.arange(P), rows=n1, depth=n2, cols=r,
+        starts=starts, xs=rows, ys=q, zs=counting(P), rows=n1, depth=n2, cols=r,
     )  # fmt: skip
 
 
@@ -80,8 +76,19 @@ def gradient_of_b(out: Tensor, grad: Tensor, a: Tensor, starts: Tensor, rows: Te
     (Q, n2, r), (_, n1, _) = out.shape, a.shape
     return Products(
         c=out, c_slice=n2 * r, a=grad, a_slice=n1 * n2, a_row=1, a_col=n2, b=a, b_slice=n1 * r,
-        starts=starts, xs=rows, ys=p, zs=torch.arange(Q), rows=n2, depth=n1, cols=r,
+        starts=starts, xs=rows, ys=p, zs=counting(Q), rows=n2, depth=n1, cols=r,
     )  # fmt: skip
+
+
+_COUNTS = torch.arange(1 << 10)
+
+
+def counting(count: int) -> Tensor:
+    """0, 1, 2, ..: the first `count` numbers, which every call shares."""
+    global _COUNTS
+    if len(_COUNTS) < count:
+        _COUNTS = torch.arange(2 * count)
+    return _COUNTS[:count]
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -98,18 +105,19 @@ def require_within(ids: Tensor, count: int, name: str) -> bool:
     return first >= 0
 
 
-def run(products: Products) -> None:
-    """Compute sums of products."""
-    bounds = torch.empty(_TASKS + 1, dtype=torch.int64)
-    split(products.starts.numpy(), bounds.numpy())
-    _sum_products(_TASKS, bounds, *products)
+def run(products: Products, firsts: np.ndarray | None = None) -> None:
+    """Compute sums of products; of several kinds, if it is said which sum is the first of each, and how many there are."""
+    firsts = np.array([0, len(products.starts) - 1]) if firsts is None else firsts
+    bounds, of = shares(products.starts, firsts)
+    _sum_products(len(of), bounds, of, numbers(products, len(firsts) - 1))
 
 
 @kernel
 def _sum_products(params):  # type: ignore[no-untyped-def]
-    bounds, products = int64_at(params[2]), int64_at(address_of(params) + 24)
+    bounds, of = int64_at(params[2]), int64_at(params[3])
     task = next_task(params)
     while task < params[1]:
+        products = int64_at(params[4] + 8 * NUMBERS * of[task])
         sum_products(products, bounds[task], bounds[task + 1], products[ROWS], products[COLS])
         task = next_task(params)
 
@@ -148,11 +156,14 @@ class Sorted(NamedTuple):
     """[U]: what goes with the key that comes next."""
 
 
-def sort_both(p: Tensor, p_count: int, q: Tensor, q_count: int) -> tuple[Sorted, Sorted]:
-    """By p, with q; and by q, with p."""
-    left, right = (Sorted(torch.zeros(n + 1, dtype=torch.int64), *map(torch.empty_like, [p] * 3)) for n in (p_count, q_count))
-    _counting_sort(2, len(p), p, q, p_count, *left, q, p, q_count, *right)
-    return left, right
+def sort_by(*jobs: tuple[Tensor, int, Tensor]) -> list[Sorted]:
+    """Per job: keys [U], how many there may be, and what goes with each."""
+    found = [
+        Sorted(torch.zeros(count + 1, dtype=torch.int64), *(torch.empty_like(keys) for _ in range(3))) for keys, count, _ in jobs
+    ]
+    params = [param for (keys, count, others), own in zip(jobs, found, strict=True) for param in (keys, others, count, *own)]
+    _counting_sort(len(jobs), len(jobs[0][0]), *params)
+    return found
 
 
 @kernel
@@ -180,13 +191,32 @@ def _counting_sort(params):  # type: ignore[no-untyped-def]
         task = next_task(params)
 
 
+def shares(starts: Tensor, firsts: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Cut sums of several kinds, of which each begins at one of `firsts`, into tasks of about equal work.
+
+    Work is a sum's products, from one of `starts` to the next, and one more for writing it.
+
+    Returns:
+        The first sum of each task and the last one's end; and the kind each is of.
+    """
+    bounds, of = _shares(starts.numpy(), firsts, _TASKS)
+    return torch.from_numpy(bounds), torch.from_numpy(of)
+
+
 @njit(nogil=True, cache=True)
-def split(starts, bounds):  # type: ignore[no-untyped-def]
-    """Cut the sums into tasks of equal work: products, and one more for writing each sum."""
-    count, tasks, first = len(starts) - 1, len(bounds) - 1, starts[0]
-    s = 0
-    for task in range(tasks):
-        while s < count and (starts[s] - first + s) * tasks < (starts[count] - first + count) * task:
-            s += 1
-        bounds[task] = s
-    bounds[tasks] = count
+def _shares(starts, firsts, tasks):  # type: ignore[no-untyped-def]
+    kinds, last = len(firsts) - 1, firsts[-1]
+    bounds, of = np.empty(tasks + kinds + 1, np.int64), np.empty(tasks + kinds, np.int64)
+    total, task = max(1, starts[last] - starts[firsts[0]] + last - firsts[0]), 0
+    for kind in range(kinds):
+        first, beyond = firsts[kind], firsts[kind + 1]
+        work = starts[beyond] - starts[first] + beyond - first
+        count = min(beyond - first, max(1, work * tasks // total))
+        s = first
+        for number in range(count):
+            bounds[task], of[task] = s, kind
+            task += 1
+            while s < beyond and (starts[s] - starts[first] + s - first) * count < work * (number + 1):
+                s += 1
+    bounds[task] = last
+    return bounds[: task + 1], of[:task]

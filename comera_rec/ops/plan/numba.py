@@ -31,20 +31,16 @@ def unique_rows(ids: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, Te
     ids = [table.long().contiguous() for table in ids]
     total, tables = sum(lookups), len(ids)
     packed, scratch = torch.empty(total, dtype=torch.int64), torch.empty(total, dtype=torch.int64)
-    jobs = torch.tensor(
-        [[t.data_ptr() for t in ids], lookups, first_keys(lookups)[:-1], first_keys(sizes)[:-1], bits, [0] * tables],
-        dtype=torch.int64,
-    ).T.contiguous()
-    _sort(tables, jobs, packed, scratch, place_bits)
-    counts = jobs[:, 5]
-    unique_before = torch.cumsum(counts, 0) - counts
-    count = int(counts.sum())
+    columns = [[t.data_ptr() for t in ids], lookups, first_keys(lookups)[:-1], first_keys(sizes)[:-1], bits, [0] * tables]
+    jobs = np.array(columns, np.int64).T.copy()
+    _sort(tables, torch.from_numpy(jobs), packed, scratch, place_bits)
+    count = int(jobs[:, 5].sum())
+    jobs[:, 5] = np.cumsum(jobs[:, 5]) - jobs[:, 5]  # unique keys before
     keys, starts = torch.empty(count, dtype=torch.int64), torch.empty(count + 1, dtype=torch.int64)
     starts[count] = total
     inverse = scratch  # the sort is done with it
     order = torch.empty(total, dtype=torch.int64)
-    jobs[:, 5] = unique_before
-    _deduplicate(tables, jobs, packed, keys, inverse, order, starts, place_bits)
+    _deduplicate(tables, torch.from_numpy(jobs), packed, keys, inverse, order, starts, place_bits)
     return keys, inverse, order, starts
 
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import llvmlite.binding
+import numpy as np
+import torch
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
@@ -28,32 +30,44 @@ _FLOAT, _INT32, _INT64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _VECTOR = ir.VectorType(_FLOAT, WIDTH)
 _MASK = ir.VectorType(ir.IntType(1), WIDTH)
 _ALIGNMENT = _INT32(4)
+_FEW = 8  # floats gathered one by one
 
 
 class Products(NamedTuple):
-    """What to compute; strides count elements."""
+    """What to compute; strides count elements.
 
-    c: Tensor
-    c_slice: int
+    A tensor stands for its address. Where there are several kinds of products, a field may be an array with a number for each.
+    """
+
+    c: Tensor | np.ndarray | int
+    c_slice: np.ndarray | int
     """Elements from the beginning of C[z] to that of C[z + 1], `a_slice` and `b_slice` alike."""
-    a: Tensor
-    a_slice: int
-    a_row: int
+    a: Tensor | np.ndarray | int
+    a_slice: np.ndarray | int
+    a_row: np.ndarray | int
     """From one row of a slice of A to the next, and `a_col` from one column: A may be read transposed."""
-    a_col: int
-    b: Tensor
-    b_slice: int
+    a_col: np.ndarray | int
+    b: Tensor | np.ndarray | int
+    b_slice: np.ndarray | int
     starts: Tensor
     """int64: `starts`, one longer than `zs`, which is as long as C; `xs` and `ys`."""
     xs: Tensor
     ys: Tensor
     zs: Tensor
-    rows: int
+    rows: np.ndarray | int
     """Of a slice of A and C. Rows of B and C lie side by side, each contiguous."""
-    depth: int
+    depth: np.ndarray | int
     """Columns of a slice of A and rows of one of B."""
-    cols: int
+    cols: np.ndarray | int
     """Of a slice of B and C."""
+
+
+def numbers(products: Products, kinds: int = 1) -> Tensor:
+    """[kinds, fields]: as kernels take them, for as long as their tensors live."""
+    rows = np.empty((kinds, len(products)), np.int64)
+    for k, field in enumerate(products):
+        rows[:, k] = field.data_ptr() if isinstance(field, Tensor) else field
+    return torch.from_numpy(rows)
 
 
 def _tile(height: int, vectors: int):  # type: ignore[no-untyped-def]
@@ -166,6 +180,54 @@ def stream(typingctx, target, source, count):  # type: ignore[no-untyped-def]
         return context.get_dummy_value()
 
     return types.void(target, source, count), codegen
+
+
+@intrinsic
+def scale_rows(typingctx, target, to_next, source, from_next, rows, count, factor):  # type: ignore[no-untyped-def]
+    """Multiply rows of `count` floats by a factor, from addresses `from_next` floats apart to those `to_next` apart.
+
+    Loops that Numba compiles take several times as long for rows so short.
+    """
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        target, to_next, source, from_next, rows, count, factor = args
+        target, source = (builder.inttoptr(address, _FLOAT.as_pointer()) for address in (target, source))
+        factor = _splat(builder, factor)
+        with cgutils.for_range_slice(builder, _INT64(0), count, _INT64(WIDTH)) as (first, _):
+            row_of = _RowOf(builder, builder.sub(count, first), 1)
+            with cgutils.for_range(builder, rows) as loop:
+                (value,) = row_of.load(builder.gep(source, [builder.add(first, builder.mul(loop.index, from_next))]))
+                row_of.store(
+                    [builder.fmul(value, factor)], builder.gep(target, [builder.add(first, builder.mul(loop.index, to_next))])
+                )
+        return context.get_dummy_value()
+
+    return types.void(target, to_next, source, from_next, rows, count, factor), codegen
+
+
+@intrinsic
+def gather_rows(typingctx, target, to_next, source, from_next, rows, count, stride):  # type: ignore[no-untyped-def]
+    """Copy rows of `count` floats, `stride` apart, to contiguous ones; as `scale_rows`."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        target, to_next, source, from_next, rows, count, stride = args
+        target, source = (builder.inttoptr(address, _FLOAT.as_pointer()) for address in (target, source))
+        whole = builder.and_(count, _INT64(-_FEW))
+        with cgutils.for_range(builder, rows) as loop:
+            row, out = (
+                builder.gep(pointer, [builder.mul(loop.index, step)]) for pointer, step in ((source, from_next), (target, to_next))
+            )
+            with cgutils.for_range_slice(builder, _INT64(0), whole, _INT64(_FEW)) as (first, _):
+                few = ir.VectorType(_FLOAT, _FEW)(ir.Undefined)
+                for lane in range(_FEW):
+                    place = builder.mul(builder.add(first, _INT64(lane)), stride)
+                    few = builder.insert_element(few, _at(builder, row, place), _INT32(lane))
+                builder.store(few, builder.bitcast(builder.gep(out, [first]), few.type.as_pointer())).align = 4
+            with cgutils.for_range_slice(builder, whole, count, _INT64(1)) as (place, _):
+                builder.store(_at(builder, row, builder.mul(place, stride)), builder.gep(out, [place]))
+        return context.get_dummy_value()
+
+    return types.void(target, to_next, source, from_next, rows, count, stride), codegen
 
 
 _8x1, _8x2 = _tile(8, 1), _tile(8, 2)

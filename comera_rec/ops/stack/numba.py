@@ -1,9 +1,13 @@
-"""`stack_cores` on CPU, compiled by Numba."""
+"""`stack_cores` on CPU, compiled by Numba.
+
+A slice of a core (r, m, n, s) is core[:, i]. In a core slices lie across each other; products read them end to end, [m, r, n, s].
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,105 +15,179 @@ from numba import carray, njit
 from torch import Tensor
 
 from comera_rec.ops.gathered_matmul.numba import plain
+from comera_rec.ops.gathered_matmul.numba import transposed as transpose
 from comera_rec.ops.simd.parallel import float32_at, int64_at, kernel, next_task
+from comera_rec.ops.simd.tile import gather_rows, scale_rows
 
-_BLOCKS = 16  # of a table's slices; a task each
-_FIELDS = 7  # of a table: core, diagonal, slices, slices of the tables before, r_t, runs of columns, entries of a run
+BLOCKS = 32  # of a core's slices; a task each
+IN_CACHE = 4096  # floats of slices that wait there while a core's axes are exchanged
+
+
+class Reordering(NamedTuple):
+    """A core and its slices; addresses, and how many elements it is from one index to the next."""
+
+    core: int
+    core_left: int
+    core_slice: int
+    """The two last axes are contiguous."""
+    grad_core: int
+    """Contiguous."""
+    diagonal: int
+    """[r], multiplied in; zero where there is none."""
+    m: int
+    r: int
+    runs: int
+    """n, or 1 where what follows is all columns at once."""
+    run: int
+    """s."""
+    slices: int
+    by_slice: int
+    by_left: int
+    by_run: int
+    by_col: int
+    size: int
+    """Of a slice with more elements than the core's, which are zeros; otherwise 0."""
+
+
+FIELDS = len(Reordering._fields)
 
 
 def forward(cores: Sequence[Tensor], ranks: Sequence[Tensor]) -> Tensor:
     """T cores (r_t, m_t, n, s_t), T diagonals (r_t) or none -> (M, r, n, s)."""
-    cores, ranks = [plain(core) for core in cores], [plain(rank) for rank in ranks]
-    left, n, right = max(core.shape[0] for core in cores), cores[0].shape[2], max(core.shape[3] for core in cores)
-    stacked = torch.empty(sum(core.shape[1] for core in cores), left, n, right)
-    if stacked.numel():
-        _stack(len(cores) * _BLOCKS, _tables(cores, ranks, right), stacked, left, n * right, right)
+    cores, ranks = [by_slices(core) for core in cores], [plain(rank) for rank in ranks]
+    left, right = (max(core.shape[axis] for core in cores) for axis in (0, 3))
+    counts = [core.shape[1] for core in cores]
+    stacked = torch.empty(sum(counts), left, cores[0].shape[2], right)
+    _stack(len(cores) * BLOCKS, reorderings(cores, ranks, stacked.split(counts)))
     return stacked
+
+
+def slices(cores: Sequence[Tensor], ranks: Sequence[Tensor], *, transposed: bool = False) -> list[Tensor]:
+    """Per core (r, m, n, s) and diagonal, if there are, [m, r, n * s] or, transposed, [m, n * s, r]."""
+    if not ranks and all(core.transpose(0, 1).is_contiguous() for core in cores):
+        found = [core.transpose(0, 1).flatten(2) for core in cores]
+        return [transpose(each) for each in found] if transposed else found
+    cores, ranks = [by_slices(core) for core in cores], [plain(rank) for rank in ranks]
+    order = (1, 2, 3, 0) if transposed else (1, 0, 2, 3)
+    found = [torch.empty([core.shape[axis] for axis in order]) for core in cores]
+    _stack(len(cores) * BLOCKS, reorderings(cores, ranks, [each.movedim(3, 1) if transposed else each for each in found]))
+    return [each.flatten(1, 2) if transposed else each.flatten(2) for each in found]
 
 
 def backward(grad: Tensor, cores: Sequence[Tensor], ranks: Sequence[Tensor]) -> list[Tensor]:
     """Gradients of the cores, and of the diagonals."""
-    right = max(core.shape[3] for core in cores)
-    alike = all(core.shape[3] == right for core in cores)
+    counts = [core.shape[1] for core in cores]
+    alike = all(core.shape[3] == grad.shape[3] for core in cores)
     if not ranks and alike and cores[0].shape[0] == 1 and grad.is_contiguous():
-        return [part.view_as(core) for part, core in zip(grad.split([core.shape[1] for core in cores]), cores, strict=True)]
-    cores, ranks = [plain(core) for core in cores], [plain(rank) for rank in ranks]
-    grad_cores = [torch.empty_like(core) for core in cores]
-    left = max(core.shape[0] for core in cores)
-    grad_ranks = torch.zeros(len(ranks), _BLOCKS, left)
-    if grad.numel():
-        grad = grad.float().flatten(2)  # no copy where the last core's gradient comes transposed
-        tables = _tables(cores, ranks, right), _tables(grad_cores, [], right)
-        _stack_backward(len(cores) * _BLOCKS, *tables, grad, *grad.stride(), left, right, grad_ranks)
-    return grad_cores + [sums[: len(rank)] for sums, rank in zip(grad_ranks.sum(1), ranks, strict=True)]
+        return [part.view_as(core) for part, core in zip(grad.split(counts), cores, strict=True)]
+    cores, ranks = [by_slices(core) for core in cores], [plain(rank) for rank in ranks]
+    grad_cores = [torch.empty(core.shape) for core in cores]
+    sums = torch.zeros(len(cores) * BLOCKS, grad.shape[1])
+    _unstack(len(cores) * BLOCKS, reorderings(cores, ranks, grad.float().split(counts), grad_cores), sums, grad.shape[1])
+    return grad_cores + rank_gradients(sums, torch.arange(len(cores)).repeat_interleave(BLOCKS), ranks)
 
 
-def _tables(cores: Sequence[Tensor], ranks: Sequence[Tensor], right: int) -> Tensor:
-    """[T, _FIELDS]: addresses and sizes; the diagonal's address is zero where there is none."""
-    before = accumulate((core.shape[1] for core in cores), initial=0)
-    addresses = [rank.data_ptr() for rank in ranks] or [0] * len(cores)
+def rank_gradients(sums: Tensor, of: Tensor, ranks: Sequence[Tensor]) -> list[Tensor]:
+    """From those that tasks have summed, [tasks, r], each of one of the tables."""
+    if not ranks:
+        return []
+    totals = torch.zeros(len(ranks), sums.shape[1]).index_add_(0, of, sums)
+    return [total[: len(rank)] for total, rank in zip(totals, ranks, strict=True)]
+
+
+def by_slices(core: Tensor) -> Tensor:
+    """float32, contiguous in its own order of axes or in that of slices."""
+    core = core.float()
+    return core if core.transpose(0, 1).is_contiguous() else core.contiguous()
+
+
+def reorderings(
+    cores: Sequence[Tensor], ranks: Sequence[Tensor], slices: Iterable[Tensor], grad_cores: Iterable[Tensor] | None = None
+) -> Tensor:
+    """[T, FIELDS]; slices [m, r, n, s] of any strides."""
     tables = []
-    for core, rank, first in zip(cores, addresses, before, strict=False):
-        # Where no column has ranks to add, all columns are one.
-        columns, width = (1, core.shape[2] * right) if core.shape[3] == right else (core.shape[2], core.shape[3])
-        tables.append((core.data_ptr(), rank, core.shape[1], first, core.shape[0], columns, width))
+    for core, rank, own, grad_core in zip(cores, ranks or repeat(None), slices, grad_cores or cores, strict=False):
+        left, count, n, right = core.shape
+        by_slice, by_left, by_run, by_col = own.stride()
+        by_col = by_col if right > 1 else by_run
+        tables.append(
+            Reordering(
+                core=core.data_ptr(), core_left=core.stride(0), core_slice=core.stride(1), grad_core=grad_core.data_ptr(),
+                diagonal=0 if rank is None else rank.data_ptr(), m=count, r=left,
+                **({"runs": 1, "run": n * right} if by_run == right * by_col else {"runs": n, "run": right}),
+                slices=own.data_ptr(), by_slice=by_slice, by_left=by_left, by_run=by_run, by_col=by_col,
+                size=0 if own.shape[1] == left and own.shape[3] == right else own[0].numel(),
+            )
+        )  # fmt: skip
     return torch.from_numpy(np.array(tables, np.int64))  # torch.tensor takes five times as long
 
 
 @kernel
 def _stack(params):  # type: ignore[no-untyped-def]
-    """A task is a block of one table's slices."""
-    left, width, right = params[4], params[5], params[6]
     task = next_task(params)
     while task < params[1]:
-        table, block = int64_at(params[2] + 8 * _FIELDS * (task // _BLOCKS)), task % _BLOCKS
-        ranks, count, first, own_left, columns, own = float32_at(table[1]), table[2], table[3], table[4], table[5], table[6]
-        core = carray(float32_at(table[0]), (own_left, count, columns, own))
-        stacked = carray(float32_at(params[3] + 4 * first * left * width), (count, left, width))
-        for i in range(count * block // _BLOCKS, count * (block + 1) // _BLOCKS):
-            for x in range(own_left):
-                scale = ranks[x] if table[1] else np.float32(1)
-                for c in range(columns):
-                    for j in range(own):
-                        stacked[i, x, c * right + j] = scale * core[x, i, c, j]
-                    if own < right:
-                        stacked[i, x, c * right + own : (c + 1) * right] = 0
-            stacked[i, own_left:] = 0
+        of, block = int64_at(params[2] + 8 * FIELDS * (task // BLOCKS)), task % BLOCKS
+        core, core_left, core_slice, diagonal, count, left, runs, run = of[0], of[1], of[2], of[4], of[5], of[6], of[7], of[8]
+        slices, by_slice, by_left, by_run, by_col, size = of[9], of[10], of[11], of[12], of[13], of[14]
+        step = max(1, IN_CACHE // max(1, left * runs * run))
+        end = count * (block + 1) // BLOCKS
+        for first in range(count * block // BLOCKS, end, step):
+            beyond = min(first + step, end)
+            if size:
+                carray(float32_at(slices + 4 * first * by_slice), ((beyond - first) * size,))[:] = 0
+            for x in range(left):
+                scale = float32_at(diagonal)[x] if diagonal else np.float32(1)
+                for c in range(runs):
+                    source = core + 4 * (x * core_left + first * core_slice + c * run)
+                    target = slices + 4 * (first * by_slice + x * by_left + c * by_run)
+                    if by_col == 1:
+                        scale_rows(target, by_slice, source, core_slice, beyond - first, run, scale)
+                    else:
+                        for i in range(beyond - first):
+                            for j in range(run):
+                                float32_at(target)[i * by_slice + j * by_col] = scale * float32_at(source)[i * core_slice + j]
         task = next_task(params)
 
 
 @kernel
-def _stack_backward(params):  # type: ignore[no-untyped-def]
-    by_slice, by_left, by_col, left, right = params[5], params[6], params[7], params[8], params[9]
+def _unstack(params):  # type: ignore[no-untyped-def]
     task = next_task(params)
     while task < params[1]:
-        table, of_grad, block = (
-            int64_at(params[2] + 8 * _FIELDS * (task // _BLOCKS)),
-            int64_at(params[3] + 8 * _FIELDS * (task // _BLOCKS)),
-            task % _BLOCKS,
-        )
-        ranks, count, own_left, columns, own = float32_at(table[1]), table[2], table[4], table[5], table[6]
-        first, beyond = count * block // _BLOCKS, count * (block + 1) // _BLOCKS
-        core = carray(float32_at(table[0]), (own_left, count, columns * own))
-        grad_core = carray(float32_at(of_grad[0]), (own_left, count, columns * own))
-        sums = carray(float32_at(params[10] + 4 * left * task), (left,))
-        for x in range(own_left):
-            for i in range(first, beyond):
-                for c in range(columns):
-                    grad = float32_at(params[4] + 4 * ((table[3] + i) * by_slice + x * by_left + c * right * by_col))
-                    for j in range(own):
-                        grad_core[x, i, c * own + j] = grad[j * by_col]
-            if table[1]:
-                sums[x] = _dot_and_scale(core[x, first:beyond], grad_core[x, first:beyond], ranks[x])
+        of, block = int64_at(params[2] + 8 * FIELDS * (task // BLOCKS)), task % BLOCKS
+        step = max(1, IN_CACHE // max(1, of[6] * of[7] * of[8]))
+        end = of[5] * (block + 1) // BLOCKS
+        for first in range(of[5] * block // BLOCKS, end, step):
+            unstack(of, of[9], first, min(first + step, end), params[3] + 4 * params[4] * task)
         task = next_task(params)
 
 
+@njit(nogil=True, cache=True)
+def unstack(of, slices, first, beyond, sums):  # type: ignore[no-untyped-def]
+    """The gradient of a core from that of some of its slices; to `sums` is added that of the diagonal, if there is one.
+
+    Args:
+        of: a `Reordering`.
+        slices: where slice 0 would be.
+    """
+    core, core_left, core_slice, grad_core, diagonal, count = of[0], of[1], of[2], of[3], of[4], of[5]
+    left, runs, run, by_slice, by_left, by_run, by_col = of[6], of[7], of[8], of[10], of[11], of[12], of[13]
+    width = runs * run
+    together = beyond - first if core_slice == width else 1  # slices whose x-th parts are contiguous
+    for x in range(left):
+        for c in range(runs):
+            source = slices + 4 * (first * by_slice + x * by_left + c * by_run)
+            target = grad_core + 4 * ((x * count + first) * width + c * run)
+            gather_rows(target, width, source, by_slice, beyond - first, run, by_col)
+        for i in range(first, beyond if diagonal else first, together):
+            values, gradients = core + 4 * (x * core_left + i * core_slice), grad_core + 4 * (x * count + i) * width
+            float32_at(sums)[x] += _dot_and_scale(values, gradients, together * width, float32_at(diagonal)[x])
+
+
 @njit(nogil=True, cache=True, fastmath={"reassoc", "contract"})
-def _dot_and_scale(core, grad, rank):  # type: ignore[no-untyped-def]
-    """The gradient of the rank parameter; and in place that of the core, from that of their product."""
-    total = np.float32(0)
-    for i in range(core.shape[0]):
-        for j in range(core.shape[1]):
-            total += core[i, j] * grad[i, j]
-            grad[i, j] *= rank
+def _dot_and_scale(core, grad, count, rank):  # type: ignore[no-untyped-def]
+    """The gradient of a rank parameter; and in place that of the core, from that of their product."""
+    values, gradients, total = carray(float32_at(core), (count,)), carray(float32_at(grad), (count,)), np.float32(0)
+    for j in range(count):
+        total += values[j] * gradients[j]
+        gradients[j] *= rank
     return total
