@@ -189,7 +189,8 @@ def _gradients_of_factors(a: Tensor, b: Tensor, factors: Sequence[Tensor], batch
     y, modes = y.flatten(2), y.shape[2:]
     of_x, of_y, of_b = _Sum(x, 0), _Sum(y.mT, 0), _Sum(b, 1)
     p, q, most_rows = batch.p, batch.q, max(1, bags.ROW_BUFFER_BYTES // (4 * max(1, a.shape[2] * b.shape[2])))
-    for some in _pieces(p, most_rows, _bounds(plain(j[_range(p)]).numpy()), bags.SLICES_AT_ONCE):
+
+    def add(some: slice) -> None:
         of_p, of_q = _range(p[some]), _range(q[some])
         tables = _Tables([a[:, of_p]], [b[:, of_q]], [], p[some], of_p.start, of_q.start)
         grad_a, grad_b = _gradients(tables, batch.of_rows(some), above)
@@ -200,6 +201,9 @@ def _gradients_of_factors(a: Tensor, b: Tensor, factors: Sequence[Tensor], batch
         of_x.add(grad_x, of_i.start)
         of_y.add(grad_y, of_j.start)
         of_b.add(grad_b, of_q.start)
+
+    for some in _pieces(p, most_rows, _bounds(plain(j[_range(p)]).numpy()), bags.SLICES_AT_ONCE):
+        add(some)  # what a piece takes is freed before the next one
     return [of_x.total, of_y.total.mT.unflatten(2, modes), of_b.total]
 
 
