@@ -19,8 +19,6 @@ from comera_rec import TTEmbeddingBag
 from comera_rec.ops import LookupPlan, bags, plan_lookup, tt_bags
 from comera_rec.tt import TTShape
 
-Lay = Callable[[Tensor], Tensor]
-
 
 def make_tables(
     row_shapes: Sequence[Sequence[int]], col_shape: Sequence[int], ranks: Sequence[int], num_cols: int | None = None

@@ -80,15 +80,16 @@ def gradient_of_b(out: Tensor, grad: Tensor, a: Tensor, starts: Tensor, rows: Te
     )  # fmt: skip
 
 
-_COUNTS = torch.arange(1 << 10)
+_counts = torch.arange(1 << 10, device="cpu")
 
 
 def counting(count: int) -> Tensor:
-    """0, 1, 2, ..: the first `count` numbers, which every call shares."""
-    global _COUNTS
-    if len(_COUNTS) < count:
-        _COUNTS = torch.arange(2 * count)
-    return _COUNTS[:count]
+    """0, 1, 2, ..: the first `count` numbers, which calls share, on any thread."""
+    global _counts
+    counts = _counts  # another thread may put others in their place
+    if len(counts) < count:
+        counts = _counts = torch.arange(2 * count, device="cpu")
+    return counts[:count]
 
 
 def plain(tensor: Tensor) -> Tensor:

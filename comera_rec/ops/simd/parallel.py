@@ -74,16 +74,6 @@ def next_task(typingctx, params):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def address_of(typingctx, pointer):  # type: ignore[no-untyped-def]
-    """A pointer as an address."""
-
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return builder.ptrtoint(args[0], ir.IntType(64))
-
-    return types.int64(pointer), codegen
-
-
-@intrinsic
 def int64_at(typingctx, address):  # type: ignore[no-untyped-def]
     """An address as a pointer to int64."""
     return types.CPointer(types.int64)(address), _as_pointer
