@@ -6,15 +6,17 @@ DEMO ?= demo
 COMERA := $(BIN)/comera
 TRAIN = $(COMERA) train --config examples/demo.toml data.path=$(DEMO)/data
 
-.PHONY: install demo test lint bench clean clean-kernels
+.PHONY: install demo test test-sanitized lint bench clean
 .DEFAULT_GOAL := install
 
 install: .venv/installed
 
-.venv/installed: pyproject.toml
+# The operators of comera_rec/csrc are compiled against the torch of .venv, hence no build isolation.
+.venv/installed: pyproject.toml hatch_build.py $(wildcard comera_rec/csrc/*)
 	test -x $(BIN)/python || python3 -m venv .venv
 	$(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[cpu,dev,triton]'
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -r pyproject.toml --extra cpu --extra dev --extra triton
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-build-isolation --no-deps -e .
 	touch $@
 
 demo: install
@@ -30,6 +32,14 @@ demo: install
 test: install
 	$(BIN)/python -m pytest
 
+# Address and undefined-behaviour sanitizers over the tests of the operators, with a library of their own.
+SANITIZED := build/sanitized/libcomera_rec.so
+test-sanitized: install
+	COMERA_SANITIZE=1 $(BIN)/python -c "from pathlib import Path; from hatch_build import build; build(Path('.'), Path('$(SANITIZED)'))"
+	LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so)" \
+		ASAN_OPTIONS=detect_leaks=0 COMERA_LIBRARY=$(SANITIZED) \
+		$(BIN)/python -m pytest tests/ops/test_plan.py tests/ops/test_bags.py tests/ops/test_updates.py tests/ops/test_lookup.py
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -37,9 +47,6 @@ lint: install
 
 bench: install
 	$(BIN)/python -m benchmarks.run all --quick
-
-clean-kernels:
-	find comera_rec -name '*.nb[ic]' -delete
 
 clean:
 	rm -rf .venv build dist demo *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

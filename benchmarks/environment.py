@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from comera_rec.ops.native import ops
+
 FOLDER = Path(__file__).parent
 PACKAGES = {
     "torch": ("torch",),
@@ -22,10 +24,10 @@ PACKAGES = {
 
 
 def machine_kind(device: str) -> str:
-    """A folder name for machines whose times may be compared, such as "nvidia-h200" or "cpu-2-intel-xeon-processor"."""
+    """A folder name for machines whose times may be compared, such as "nvidia-h200" or "cpu-2-amd-epyc-avx2"."""
     if device.startswith("cuda"):
         return _slug(torch.cuda.get_device_name(device))
-    return _slug(f"cpu {available_cores()} {_cpu_model()}")
+    return _slug(f"cpu {available_cores()} {_cpu_model()} {ops.cpu()}")
 
 
 def available_cores() -> int:
@@ -43,10 +45,25 @@ def describe(device: str) -> dict[str, Any]:
     return {
         "device": torch.device(device).type,
         "machine": machine_kind(device),
+        "hardware": _hardware(),
         "versions": {"python": platform.python_version(), **{name: _version(names) for name, names in PACKAGES.items()}},
         "threads": torch.get_num_threads(),
         "commit": _commit(),
     }
+
+
+def _hardware() -> dict[str, str]:
+    """What the CPU model alone doesn't tell: vector instructions, caches, memory, and how pages are made."""
+    cpuinfo, caches = Path("/proc/cpuinfo"), Path("/sys/devices/system/cpu/cpu0/cache")
+    flags = re.search(r"^flags\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
+    vectors = [flag for flag in (flags[1].split() if flags else ()) if re.match(r"avx|fma|f16c|amx", flag)]
+    found = {"cpu": _cpu_model(), "flags": " ".join(vectors), "kernels": ops.cpu()}
+    for cache in sorted(caches.glob("index*")):
+        level, kind, size = ((cache / name).read_text().strip() for name in ("level", "type", "size"))
+        found[f"L{level} {kind.lower()}"] = size
+    huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    found["huge pages"] = re.sub(r".*\[(.*)\].*", r"\1", huge.read_text().strip()) if huge.exists() else "unknown"
+    return found
 
 
 def _slug(text: str) -> str:

@@ -23,9 +23,11 @@ import comera_rec as cr
 from benchmarks.batch import Batch
 from benchmarks.chained import ChainedTables, chain_bytes, chain_rows
 from benchmarks.dense import EmbeddingBags, FbgemmProvider, RowWiseAdagrad, shared_storage, split_storage
+from benchmarks.limits import Least
 from benchmarks.measure import Settings, measure_cases
 from benchmarks.rows import Row
 from benchmarks.workload import Provider, TorchProvider, parameter_count, parameter_gradients
+from comera_rec.tt import row_digits
 
 CRITEO_KAGGLE = (10131227, 2202608, 8351593, 5461306, 7046547, 286181, 142572)  # its tables above 100,000 rows
 ZIPF = 1.05
@@ -34,12 +36,13 @@ LR, EPS = 0.01, 1e-8
 MOST_BYTES = 10 << 30  # that a step may take
 MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
-DENSE, FBGEMM, NO_DEDUP, ROW_DEDUP, OURS = (
+DENSE, FBGEMM, NO_DEDUP, ROW_DEDUP, OURS, UPDATED = (
     "nn.EmbeddingBag sparse",
     "FBGEMM",
     "TTM no dedup",
     "TTM row dedup",
     "TTEmbeddingBagCollection",
+    "TTEmbeddingBagCollection, updated in backward",
 )
 
 
@@ -54,7 +57,7 @@ class LookupCase:
     batch: int
     bag: int = 1
     zipf: float = ZIPF
-    providers: tuple[str, ...] = (DENSE, FBGEMM, NO_DEDUP, ROW_DEDUP, OURS)
+    providers: tuple[str, ...] = (DENSE, FBGEMM, NO_DEDUP, ROW_DEDUP, OURS, UPDATED)
     dtype: str = "float32"
 
     @property
@@ -156,6 +159,7 @@ class LookupWorkload:
             NO_DEDUP: lambda: self._chained(dedup=False),
             ROW_DEDUP: lambda: self._chained(dedup=True),
             OURS: self._ours,
+            UPDATED: self._updated,
         }
         return {name: factories[name] for name in self.case.providers if name not in self.left_out}
 
@@ -192,7 +196,38 @@ class LookupWorkload:
         """Parameters, compression of the trains over the dense tables, and unique ids of a batch, mean over the batches."""
         params = parameter_count(provider.module) if isinstance(provider, TorchProvider) else sum(self.case.rows) * self.case.dim
         unique = sum(len(met) for batch in self.batches for met in batch.met) / len(self.batches)
-        return {"params": float(params), "compression": self.case.compression, "unique_ids": unique}
+        is_dense = not isinstance(provider, TorchProvider) or isinstance(provider.module, EmbeddingBags)
+        limits = self._least(pass_, unique, is_dense=is_dense).counted(self.upstream.device.type)
+        return {"params": float(params), "compression": self.case.compression, "unique_ids": unique, **limits}
+
+    def _least(self, pass_: str, unique: float, *, is_dense: bool) -> Least:
+        """Bags are written and, backward, their gradients read; so are slices, or dense rows, that a batch meets, each once.
+
+        An update reads and writes them, and Adagrad's sums: one a row of dense tables, one a number of cores. A product of halves
+        (n1 x r) and (r x n2) is computed once a row, and twice more backward; those of order 3 and 4 take more, which is left out.
+        """
+        case = self.case
+        bags = 4.0 * self.upstream.numel()
+        if is_dense:
+            rows = 4.0 * unique * case.dim
+            adds = float(case.batch * case.bag * len(case.rows) * case.dim)
+            if pass_ == "forward":
+                return Least(bytes=bags + rows, multiply_adds=adds)
+            return Least(bytes=2 * bags + 3 * rows + 8 * unique, multiply_adds=2 * adds)
+        met = 4.0 * self._met_numbers()
+        products = unique * case.rank * case.dim
+        if pass_ == "forward":
+            return Least(bytes=bags + met, multiply_adds=products)
+        return Least(bytes=2 * bags + met + (3 * met if pass_ == "step" else met), multiply_adds=3 * products)
+
+    def _met_numbers(self) -> float:
+        """Numbers in the slices that a batch meets, mean over the batches."""
+        total = 0
+        for batch in self.batches:
+            for shape, met in zip(self.case.tt_shapes, batch.met, strict=True):
+                for digits, size in zip(row_digits(met, shape.row_shape), shape.core_shapes, strict=True):
+                    total += len(digits.unique()) * size[0] * size[2] * size[3]
+        return total / len(self.batches)
 
     @property
     def _cores(self) -> dict[str, list[Tensor]]:
@@ -239,6 +274,11 @@ class LookupWorkload:
         module = PooledValues(copy.deepcopy(self.collection))
         return self._provider(module, _adagrad(module), lambda: parameter_gradients(module.collection.tt_bags))
 
+    def _updated(self) -> UpdatedProvider:
+        module = PooledValues(copy.deepcopy(self.collection))
+        cr.update_in_backward_(module, optimizer := _adagrad(module))
+        return UpdatedProvider(module, [(batch,) for batch in self.batches], self.upstream, optimizer=optimizer)
+
     def _provider(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, shown: Callable[[], dict[str, Tensor]]
     ) -> TorchProvider:
@@ -255,6 +295,26 @@ class PooledValues(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         values: Tensor = self.collection(batch.features).values()
         return values
+
+
+class UpdatedProvider(TorchProvider):
+    """Cores are updated in backward, as FBGEMM's tables are; the optimizer's step is left with the rank parameters."""
+
+    @property
+    def passes(self) -> Mapping[str, Callable[[int], object]]:
+        return {"step": self._step}
+
+    def verify(self) -> dict[str, Tensor]:
+        """Gradients are what SGD at a rate of one takes off the parameters of a copy."""
+        module = copy.deepcopy(self.module)
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        cr.update_in_backward_(module, optimizer)
+        before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+        output = TorchProvider(module, self._batches, self._upstream, optimizer=optimizer)._step(0).detach()
+        tables = dict(module.named_parameters())
+        prefix = "collection.tt_bags."
+        changes = {f"gradient of {name.removeprefix(prefix)}": before[name] - tables[name].detach() for name in before}
+        return {"output": output, **changes}
 
 
 def _collection(case: LookupCase, device: str) -> cr.TTEmbeddingBagCollection:

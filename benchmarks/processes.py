@@ -19,7 +19,7 @@ import torch.distributed as dist
 # The server imports once what every process needs; they fork from it in milliseconds.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["torch._dynamo", "torchrec.distributed.model_parallel", "comera_rec.recsys.sharding", "benchmarks.warm_kernels"]
+    ["torch._dynamo", "torchrec.distributed.model_parallel", "comera_rec.recsys.sharding"]
 )
 
 

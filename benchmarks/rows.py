@@ -31,6 +31,7 @@ class Row:
         counted: what was counted instead of measured, e.g. params, flops.
         device: "cpu" or "cuda".
         machine: kind of machine, the folder of its results, or what an estimate is for.
+        hardware: its CPU flags and cache sizes; empty in rows older than this field.
         versions: of python, torch, torchrec, fbgemm and comera-rec.
         threads: CPU threads of torch; 0 where nothing was measured.
         commit: of this repository, with "-dirty" where tracked files differ from it.
@@ -52,6 +53,7 @@ class Row:
     counted: dict[str, float] = field(default_factory=dict)
     device: str
     machine: str
+    hardware: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str]
     threads: int
     commit: str
@@ -77,6 +79,8 @@ class Row:
         """
         record = json.loads(line)
         names = {f.name.rstrip("_"): f.name for f in fields(cls)}
+        if isinstance(record, dict):
+            record.setdefault("hardware", {})
         if not isinstance(record, dict) or set(record) != set(names):
             found = set(record) if isinstance(record, dict) else set()
             raise ValueError(f"not a benchmark row: missing {sorted(set(names) - found)}, unknown {sorted(found - set(names))}")

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from benchmarks.lookup import DENSE, FBGEMM, OURS, LookupCase, measure_lookups
+from benchmarks.lookup import DENSE, FBGEMM, UPDATED, LookupCase, measure_lookups
 from benchmarks.measure import Settings
 from benchmarks.rows import Row
 
 
 def cases(quick: bool) -> list[LookupCase]:
     """A sweep over batches at one skew, and over skews at one batch."""
-    sized = partial(LookupCase, providers=(DENSE, FBGEMM, OURS))
+    sized = partial(LookupCase, providers=(DENSE, FBGEMM, UPDATED))
     batches, middle, exponents = [1_250 << k for k in range(8)], 16_384, [0, 0.5, 0.8, 1.05, 1.2, 1.5]
     if quick:
         sized = partial(sized, rows=(300_000, 100_000, 20_000), dim=32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from benchmarks.limits import describe_limits
 from benchmarks.rows import Row
 from benchmarks.workload import PASSES
 
@@ -17,19 +18,20 @@ def format_case(rows: Sequence[Row]) -> str:
     """All rows of one case: a line for each pass and provider, ratios such as "4.2x" less time than the baseline."""
     baselines = list(dict.fromkeys(name for row in rows for name in row.ratios))
     names = list(dict.fromkeys(row.provider for row in rows))
-    cells = [["pass", "provider", "p50 ms", "p20..p80", *(f"vs {b}" for b in baselines), "extra MiB"]]
+    cells = [["pass", "provider", "p50 ms", "p20..p80", *(f"vs {b}" for b in baselines), "of limit", "extra MiB"]]
     for pass_ in PASSES:
         for name in names:
             mine = {row.unit: row for row in rows if row.pass_ == pass_ and row.provider == name}
             if mine:
                 ms, mib = mine.get("ms"), mine.get("MiB")
                 spread = f"{_short(ms.p20)}..{_short(ms.p80)}" if ms else ""
-                cells.append([pass_, name, _p50(ms), spread, *_ratios(ms, baselines), _p50(mib)])
+                cells.append([pass_, name, _p50(ms), spread, *_ratios(ms, baselines), _of_limit(ms), _p50(mib)])
     used = [column for column in range(len(cells[0])) if any(line[column] for line in cells[1:])]
     cells = [[line[column] for column in used] for line in cells]
     row = rows[0]
     where = f"{row.machine}, {row.threads} thread{'s' * (row.threads != 1)}, commit {row.commit}, seed {row.seed}"
-    return "\n".join([case_title(row), f"  ({where})", *aligned(cells, left=(0, 1))])
+    limits = [f"  ({describe_limits(row.counted)})"] if "limit_ms" in row.counted else []
+    return "\n".join([case_title(row), f"  ({where})", *limits, *aligned(cells, left=(0, 1))])
 
 
 def aligned(cells: Sequence[Sequence[str]], *, left: Sequence[int]) -> list[str]:
@@ -44,6 +46,11 @@ def aligned(cells: Sequence[Sequence[str]], *, left: Sequence[int]) -> list[str]
 
 def _p50(row: Row | None) -> str:
     return "" if row is None else f"{row.p50:,.3f}" if row.unit == "ms" else f"{row.p50:,.1f}"
+
+
+def _of_limit(row: Row | None) -> str:
+    """A median over the least time that the pass's bytes or multiply-adds take on this machine."""
+    return f"{row.p50 / row.counted['limit_ms']:.1f}x" if row and "limit_ms" in row.counted else ""
 
 
 def _short(value: float) -> str:

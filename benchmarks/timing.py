@@ -33,7 +33,7 @@ def alternate(
     synchronize: Callable[[], object] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Time calls in turns, A B C A B C ..., with the garbage collector off.
+    """Time calls in turns, A B C, C B A, A B C ..., with the garbage collector off: each follows each of its neighbours.
 
     Args:
         calls: name -> call; a call takes the number of its round, so that all see the same input in the same round.
@@ -54,7 +54,7 @@ def alternate(
     try:
         first = clock()
         for turn in range(plan.max_rounds):
-            for name, call in calls.items():
+            for name, call in list(calls.items())[:: -1 if turn % 2 else 1]:
                 synchronize()
                 start = clock()
                 result = call(turn)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         TTEmbeddingBag,
         TTLinear,
         linear_factory,
+        update_in_backward_,
         use_float8_,
     )
     from comera_rec.rank import RankConfig, RankScheduler, grow_ranks_, rank_param_groups, truncate_ranks_
@@ -76,6 +77,7 @@ __all__ = [
     "tt_svd",
     "tt_svd_within_budget",
     "tt_to_dense",
+    "update_in_backward_",
     "use_float8_",
 ]
 

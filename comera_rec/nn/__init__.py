@@ -7,7 +7,7 @@ from comera_rec.nn.embedding_bag import TTEmbeddingBag
 from comera_rec.nn.factories import EMBEDDING_STD, dense_embedding, linear_factory
 from comera_rec.nn.heads import ClassificationHead, LanguageModelHead, TiedProjection
 from comera_rec.nn.linear import TTLinear, use_float8_
-from comera_rec.nn.table import TTTable
+from comera_rec.nn.table import TTTable, update_in_backward_
 from comera_rec.nn.transformer import EncoderBlock, FeedForward, TransformerConfig, TransformerEncoder
 from comera_rec.nn.tt_module import TTModule, named_tt_modules, replace_data_, replace_modules_
 
@@ -33,5 +33,6 @@ __all__ = [
     "named_tt_modules",
     "replace_data_",
     "replace_modules_",
+    "update_in_backward_",
     "use_float8_",
 ]

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from comera_rec.nn.table import TTTable, require_plain_rows
-from comera_rec.ops import check_ids, plan_lookup, tt_bags
+from comera_rec.ops import tt_bags
 from comera_rec.tt import TTShape, contract
 
 
@@ -36,10 +36,8 @@ class TTEmbedding(TTTable):
         Raises:
             ValueError: naming the id and the limit, if an id is out of range (checked on CPU).
         """
-        check_ids(input, self.num_embeddings, self.name)
-        plan = plan_lookup([input], [self.shape.row_shape])
         ends = torch.arange(input.numel() + 1, device=input.device)  # bags of one id
-        rows_TN = tt_bags([self.forward_parameters()], plan, ends, num_cols=self.embedding_dim, impl=self.impl)
+        rows_TN = tt_bags([self.forward_parameters()], self.plan(input), ends, num_cols=self.embedding_dim, impl=self.impl)
         return rows_TN.view(*input.shape, self.embedding_dim)
 
     def logits(self, input: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from comera_rec.nn.table import TTTable, require_plain_rows
-from comera_rec.ops import check_ids, plan_lookup, tt_bags
+from comera_rec.ops import tt_bags
 from comera_rec.tt import TTShape
 
 MODES = ("sum", "mean", "max")
@@ -33,7 +33,7 @@ class TTEmbeddingBag(TTTable):
         tt_ranks: ranks, one for all bonds or one each; default 16. Give at most one of `shape` and `tt_ranks`.
         mode: "sum", "mean" or "max".
         include_last_offset: offsets end with the number of ids, as in `nn.EmbeddingBag`.
-        impl: implementation of the products, see `comera_rec.ops.gathered_matmul`.
+        impl: implementation of the products, see `comera_rec.ops.tt_bags`.
         std: standard deviation of the entries at initialization; default 1, that of `nn.EmbeddingBag`.
         name: the table's name in error messages.
 
@@ -91,11 +91,9 @@ class TTEmbeddingBag(TTTable):
         Returns:
             [B, N].
         """
-        check_ids(input, self.num_embeddings, self.name)
-        plan = plan_lookup([input], [self.shape.row_shape])
         return tt_bags(
             [self.forward_parameters()],
-            plan,
+            self.plan(input),
             self._bag_ends(input, offsets),
             num_cols=self.embedding_dim,
             mode=self.mode,

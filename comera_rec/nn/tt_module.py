@@ -42,7 +42,8 @@ class TTModule(nn.Module):
         self.shape = shape
         self.std = std
         for k, core_shape in enumerate(shape.core_shapes):
-            self.register_parameter(f"core_{k}", nn.Parameter(torch.empty(core_shape, device=device, dtype=dtype)))
+            core = self.laid_out(k, torch.empty(core_shape, device=device, dtype=dtype))
+            self.register_parameter(f"core_{k}", nn.Parameter(core))
         for k, rank in enumerate(shape.ranks, start=1):
             self.register_parameter(f"rank_{k}", nn.Parameter(torch.empty(rank, device=device, dtype=dtype)))
 
@@ -54,6 +55,10 @@ class TTModule(nn.Module):
         with torch.no_grad():
             for rank in self.rank_parameters():
                 rank.fill_(1.0)
+
+    def laid_out(self, k: int, core: Tensor) -> Tensor:
+        """What the k-th core holds, as the module wants it to lie in memory."""
+        return core
 
     def cores(self) -> list[nn.Parameter]:
         """G_1..G_d."""
@@ -114,9 +119,10 @@ class TTModule(nn.Module):
         """Give the parameters the sizes of other ranks; they keep their identity, not their contents where the size changed."""
         self.shape = self.shape.with_ranks(tuple(ranks))
         sizes = [*self.shape.core_shapes, *((r,) for r in self.shape.ranks)]
-        for parameter, size in zip([*self.cores(), *self.rank_parameters()], sizes, strict=True):
+        for k, (parameter, size) in enumerate(zip([*self.cores(), *self.rank_parameters()], sizes, strict=True)):
             if parameter.shape != size:
-                replace_data_(parameter, parameter.data.new_empty(size))
+                data = parameter.data.new_empty(size)
+                replace_data_(parameter, self.laid_out(k, data) if k < self.shape.order else data)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         stored = [state_dict.get(f"{prefix}core_{k}") for k in range(self.shape.order)]

@@ -1,10 +1,9 @@
-"""Operations on tensors, registered with torch.library where they are hot."""
+"""Operations on tensors, registered with torch.library where they are hot. Each has its definition in plain torch beside it."""
 
+from comera_rec.ops.bags import check_ids, tt_bags
 from comera_rec.ops.float8_matmul import float8_matmul, require_float8
 from comera_rec.ops.gathered_matmul import gathered_matmul
-from comera_rec.ops.lookup import check_ids, tt_bags, tt_rows
 from comera_rec.ops.plan import LookupPlan, plan_lookup
-from comera_rec.ops.stack import stack_cores
 from comera_rec.ops.tt_linear import tt_linear
 
 __all__ = [
@@ -14,8 +13,6 @@ __all__ = [
     "gathered_matmul",
     "plan_lookup",
     "require_float8",
-    "stack_cores",
     "tt_bags",
     "tt_linear",
-    "tt_rows",
 ]

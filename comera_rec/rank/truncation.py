@@ -61,8 +61,12 @@ def keep_ranks_(modules: Sequence[TTModule], masks: Masks, optimizer: Optimizer 
 def _slice_module_(module: TTModule, masks: Sequence[Tensor], optimizer: Optimizer | None) -> None:
     device = module.core_0.device
     kept = [mask.nonzero().flatten().to(device) for mask in masks]
-    for core, first, last in zip(module.cores(), [None, *kept], [*kept, None], strict=True):
-        replace_parameter_(core, lambda tensor, first=first, last=last, **_: _cut(tensor, {0: first, 3: last}), optimizer)
+    for k, (core, first, last) in enumerate(zip(module.cores(), [None, *kept], [*kept, None], strict=True)):
+
+        def cut_core(tensor: Tensor, *, k: int = k, first: Tensor | None = first, last: Tensor | None = last, **_: str) -> Tensor:
+            return module.laid_out(k, _cut(tensor, {0: first, 3: last}))
+
+        replace_parameter_(core, cut_core, optimizer)
     for rank, index in zip(module.rank_parameters(), kept, strict=True):
         replace_parameter_(rank, lambda tensor, index=index, **_: _cut(tensor, {0: index}), optimizer)
     module.shape = module.shape.with_ranks([len(index) for index in kept])

@@ -5,11 +5,14 @@ B batch size, F features (keys), N_f embedding_dim of feature f's table.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import weakref
+from collections.abc import Hashable, Mapping, MutableMapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 from torchrec import EmbeddingBagCollection, JaggedTensor, KeyedJaggedTensor, KeyedTensor, PoolingType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, pooling_type_to_str
 from torchrec.modules.embedding_modules import (
@@ -21,7 +24,9 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from comera_rec.nn import TTEmbeddingBag
-from comera_rec.ops import LookupPlan, check_ids, plan_lookup, tt_bags
+from comera_rec.nn.table import plan_tables
+from comera_rec.ops import LookupPlan, check_ids, tt_bags
+from comera_rec.ops.bags.updates import update_kind
 from comera_rec.recsys.config import DTYPES, TTEmbeddingBagConfig
 
 
@@ -59,6 +64,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         super().__init__()
         configs = [t if isinstance(t, TTEmbeddingBagConfig) else TTEmbeddingBagConfig.from_dense(t, None) for t in tables]
         _check(configs)
+        self.update_in_backward = True
         self._configs = configs
         self._is_weighted = is_weighted
         self._device = torch.device(device or "cpu")
@@ -79,13 +85,29 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         bags: Mapping[str, TTEmbeddingBag],
         is_weighted: bool = False,
         device: torch.device | str | None = None,
+        *,
+        update_in_backward: bool = True,
     ) -> TTEmbeddingBagCollection:
-        """A collection that looks up embedding bags which exist already, one a table by its name."""
+        """A collection that looks up embedding bags which exist already, one a table by its name.
+
+        `update_in_backward` is as for `tt_bags`: false where gradients are to be averaged over processes first.
+        """
         collection = cls(tables, is_weighted, "meta")
+        collection.update_in_backward = update_in_backward
         collection._device = torch.device(device or "cpu")
         for config in tables:
             collection.tt_bags[config.name] = bags[config.name]
         return collection
+
+    def plan_ahead(self, features: KeyedJaggedTensor) -> None:
+        """Make the plan of a batch before `forward` is called with it, in a thread that loads batches, say.
+
+        The plan is found again by the batch's values, and goes with them.
+
+        Raises:
+            ValueError: as `plan`.
+        """
+        _planned[features.values()] = (weakref.ref(self), self.plan(features))
 
     def plan(self, features: KeyedJaggedTensor) -> dict[tuple[str, ...], LookupPlan]:
         """What `forward` will look up, for each group of tables that share a lookup.
@@ -96,7 +118,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             ValueError: naming the table, the id and the limit, if an id is out of range (checked on CPU).
         """
         by_feature = maybe_td_to_kjt(features, None).to_dict()
-        self._check_ids(by_feature)
+        self._check_dense_ids(by_feature)
         return {_names(configs): self._plan_group(configs, by_feature) for configs in self._groups()}
 
     def forward(self, features: KeyedJaggedTensor, plans: Mapping[tuple[str, ...], LookupPlan] | None = None) -> KeyedTensor:
@@ -113,8 +135,8 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             KeyedTensor of shape [B, sum of N_f].
         """
         features = maybe_td_to_kjt(features, None)
-        by_feature, plans = features.to_dict(), plans or {}
-        self._check_ids(by_feature)
+        by_feature, plans = features.to_dict(), plans or self._planned(features)
+        self._check_dense_ids(by_feature)
         pieces: list[tuple[list[str], Tensor]] = []  # keys, and their bags side by side
         if self.dense_bags is not None:
             # By place: the child names a feature after its table only where two dense tables share it.
@@ -124,11 +146,22 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         if inverse_indices.numel():  # every feature has its own number of bags
             pooled: dict[str, Tensor] = {}
             for configs in self._groups():
-                pooled |= zip(self._keys_of(configs), self._pool_group(configs, by_feature, plans, per_feature=True), strict=True)
+                pooled |= zip(
+                    self._keys_of(configs), self._pool_group(configs, features, by_feature, plans, per_feature=True), strict=True
+                )
             pieces.append((self._tt_keys, process_pooled_embeddings([pooled[key] for key in self._tt_keys], inverse_indices)))
         else:
-            pieces += [(self._keys_of(configs), self._pool_group(configs, by_feature, plans)[0]) for configs in self._groups()]
+            pieces += [
+                (self._keys_of(configs), self._pool_group(configs, features, by_feature, plans)[0]) for configs in self._groups()
+            ]
         return KeyedTensor(keys=self._keys, length_per_key=self._lengths, values=self._side_by_side(pieces))
+
+    def _planned(self, features: KeyedJaggedTensor) -> Mapping[tuple[str, ...], LookupPlan]:
+        """What `plan_ahead` made of a batch, if it did."""
+        if torch.compiler.is_compiling() or not _planned:
+            return {}
+        owner, plans = _planned.get(features.values(), (None, {}))
+        return plans if owner is not None and owner() is self else {}
 
     def _keys_of(self, configs: Sequence[EmbeddingBagConfig]) -> list[str]:
         return [key for config in configs for key in self._names[config.name]]
@@ -144,28 +177,36 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             pooled |= zip(keys, values.split([widths[key] for key in keys], dim=1), strict=True)
         return torch.cat([pooled[key] for key in self._keys], dim=1)
 
-    def _check_ids(self, by_feature: dict[str, JaggedTensor]) -> None:
-        for config in self._configs:
+    def _check_dense_ids(self, by_feature: dict[str, JaggedTensor]) -> None:
+        """FBGEMM answers an id out of range with an anonymous error or another table's row; plans check those of TT tables."""
+        for config in (config for config in self._configs if not config.is_tt):
             for feature in config.feature_names:
                 check_ids(by_feature[feature].values(), config.num_embeddings, f"table {config.name!r} (feature {feature!r})")
 
     def _groups(self) -> list[list[TTEmbeddingBagConfig]]:
-        """Tables that share a lookup: their trains differ in row modes, and in ranks by few, which are made equal by zeros."""
+        """Tables that share a lookup: they differ in row modes and ranks only; on GPUs in ranks by few, made equal by zeros."""
         groups: dict[Hashable, list[TTEmbeddingBagConfig]] = {}
         for config in self._tt_configs:
             table = self.tt_bag(config.name)
-            ranks = tuple(max(_LEAST_RANKS, 1 << (rank - 1).bit_length()) for rank in table.shape.ranks)
-            alike = (table.mode, table.core_0.dtype, table.embedding_dim, table.shape.col_shape, ranks)
+            ranks: tuple[int, ...] = ()
+            if table.core_0.device.type != "cpu":
+                ranks = tuple(max(_LEAST_RANKS, 1 << (rank - 1).bit_length()) for rank in table.shape.ranks)
+            updated = update_kind(table.core_0)
+            alike = (table.mode, table.core_0.dtype, table.embedding_dim, table.shape.col_shape, ranks, updated)
             groups.setdefault(alike, []).append(config)
         return list(groups.values())
 
     def _plan_group(self, configs: Sequence[TTEmbeddingBagConfig], by_feature: dict[str, JaggedTensor]) -> LookupPlan:
-        ids = [_joined([by_feature[feature].values() for feature in config.feature_names]) for config in configs]
-        return plan_lookup(ids, [self.tt_bag(config.name).shape.row_shape for config in configs])
+        return plan_tables(
+            [[by_feature[feature].values() for feature in config.feature_names] for config in configs],
+            [self.tt_bag(config.name) for config in configs],
+            [[f"table {config.name!r} (feature {feature!r})" for feature in config.feature_names] for config in configs],
+        )
 
     def _pool_group(
         self,
         configs: Sequence[TTEmbeddingBagConfig],
+        batch: KeyedJaggedTensor,
         by_feature: dict[str, JaggedTensor],
         plans: Mapping[tuple[str, ...], LookupPlan],
         *,
@@ -173,15 +214,21 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     ) -> Sequence[Tensor]:
         """The bags of a group's F features: side by side in one tensor [B, F * N], or in a tensor [B_f, N] each."""
         tables = [self.tt_bag(config.name) for config in configs]
-        features = [by_feature[feature] for config in configs for feature in config.feature_names]
+        names = [feature for config in configs for feature in config.feature_names]
+        features = [by_feature[feature] for feature in names]
+        if names == batch.keys():  # its offsets are those of all bags, and counted already
+            offsets = batch.offsets()
+        else:
+            offsets = F.pad(_joined([feature.lengths() for feature in features]).long().cumsum(0), (1, 0))
         pooled = tt_bags(
             [table.forward_parameters() for table in tables],
             plans.get(_names(configs)) or self._plan_group(configs, by_feature),
-            F.pad(_joined([feature.lengths() for feature in features]).long().cumsum(0), (1, 0)),
+            offsets,
             num_cols=configs[0].embedding_dim,
             mode=tables[0].mode,
             per_sample_weights=_joined([f.weights() for f in features]).to(tables[0].core_0.dtype) if self._is_weighted else None,
             features=1 if per_feature else len(features),
+            update_in_backward=self.update_in_backward,
         ).float()
         return pooled.split([len(feature.lengths()) for feature in features]) if per_feature else [pooled]
 
@@ -232,7 +279,8 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         return self._device
 
 
-_LEAST_RANKS = 8  # ranks 0 to 8 share a lookup, 9 to 16, 17 to 32, and so on; a vector register holds as many numbers
+_planned: MutableMapping[Tensor, tuple[Any, dict[tuple[str, ...], LookupPlan]]] = WeakTensorKeyDictionary()
+_LEAST_RANKS = 8  # ranks 0 to 8 share a lookup on GPUs, 9 to 16, 17 to 32, and so on
 
 
 def _names(configs: Sequence[TTEmbeddingBagConfig]) -> tuple[str, ...]:

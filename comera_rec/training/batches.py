@@ -25,7 +25,7 @@ import itertools
 import math
 import queue
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -424,15 +424,23 @@ class BatchLoader:
         batches: what to read; one loader at a time may iterate it.
         prefetch: batches held ready.
         pin_memory: put them in page-locked memory, for asynchronous copies to a GPU.
+        prepare: called with every batch by the thread, before it is held ready; to plan its lookups, say.
 
     Raises:
         ValueError: prefetch below 1. Iterating raises what reading raises.
     """
 
-    def __init__(self, batches: ParquetBatches, *, prefetch: int = 4, pin_memory: bool = False) -> None:
+    def __init__(
+        self,
+        batches: ParquetBatches,
+        *,
+        prefetch: int = 4,
+        pin_memory: bool = False,
+        prepare: Callable[[Batch], object] | None = None,
+    ) -> None:
         if prefetch < 1:
             raise ValueError(f"prefetch must be at least 1 batch, got {prefetch}")
-        self.batches, self.prefetch, self.pin_memory = batches, prefetch, pin_memory
+        self.batches, self.prefetch, self.pin_memory, self.prepare = batches, prefetch, pin_memory, prepare
         self._state = batches.state_dict()
 
     def __iter__(self) -> Generator[Batch]:
@@ -449,6 +457,8 @@ class BatchLoader:
         def read() -> None:
             try:
                 for batch in self.batches:
+                    if self.prepare is not None:
+                        self.prepare(batch)
                     put((batch.pin_memory() if self.pin_memory else batch, self.batches.state_dict()))
                     if left.is_set():
                         return

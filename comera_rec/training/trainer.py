@@ -27,9 +27,10 @@ from torchrec.optim.keyed import KeyedOptimizer
 from tqdm import tqdm
 
 from comera_rec.convert import compression_report
-from comera_rec.nn import named_tt_modules, use_float8_
+from comera_rec.nn import TTTable, named_tt_modules, update_in_backward_, use_float8_
 from comera_rec.rank import RankScheduler
 from comera_rec.rank.trains import bytes_outside_trains, gather_trains, max_over_processes, on_several_processes, total_params
+from comera_rec.recsys import TTEmbeddingBagCollection
 from comera_rec.recsys.sharding import rewrap_data_parallel_
 from comera_rec.training.batches import Batch, BatchLoader, ParquetBatches
 from comera_rec.training.captured_step import CapturedStep
@@ -106,6 +107,10 @@ class Trainer:
         if config.training.precision == "float8":
             use_float8_(self.module)
         self.optimizer = build_optimizer(self.module, config.optimizer)
+        if self._updates_in_backward():
+            update_in_backward_(self.module, self.optimizer)
+        if self.device.type == "cpu" and not self.processes.several:
+            self.loader.prepare = self._plan_ahead
         self.scheduler = None
         if config.ranks:
             other_bytes = bytes_outside_trains(self._whole_model()) if self.processes.several else None
@@ -119,6 +124,16 @@ class Trainer:
         self.steps = 0
         self.history_written = 0
         self.step_ms: list[float] = []
+
+    def _updates_in_backward(self) -> bool:
+        """Whether cores of tables are updated slice by slice: on CPU, and where the loss has no penalty on them."""
+        has_tables = any(isinstance(module, TTTable) for module in self.module.modules())
+        return has_tables and self.device.type == "cpu" and not (self.config.ranks and self.config.ranks.beta)
+
+    def _plan_ahead(self, batch: Batch) -> None:
+        for module in self.module.modules():
+            if isinstance(module, TTEmbeddingBagCollection):
+                module.plan_ahead(batch.sparse)
 
     def _place(self, model: nn.Module | None) -> tuple[nn.Module, nn.Module, list[KeyedOptimizer]]:
         """The model to call, the same without wrappers, and the optimizers of its dense tables."""

@@ -10,6 +10,7 @@ from comera_rec.tt.contraction import (
 from comera_rec.tt.cores import contract, init_cores_, tt_to_dense
 from comera_rec.tt.cost import LookupCost, Work
 from comera_rec.tt.digits import row_digits, rows_from_digits
+from comera_rec.tt.layout import is_slice_major, slice_major
 from comera_rec.tt.linear_cost import Contraction, LinearWork, Tree, contraction_work, dense_work, span
 from comera_rec.tt.modes import factorize, require_positive
 from comera_rec.tt.shape import TTShape, max_ranks, table_candidates
@@ -31,10 +32,12 @@ __all__ = [
     "dense_work",
     "factorize",
     "init_cores_",
+    "is_slice_major",
     "max_ranks",
     "require_positive",
     "row_digits",
     "rows_from_digits",
+    "slice_major",
     "span",
     "table_candidates",
     "train_milliseconds",

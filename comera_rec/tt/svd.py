@@ -72,10 +72,10 @@ def tt_svd_spectra(
     for k in range(shape.order - 1):
         cap = max(1, shape.ranks[k])
         if k == 0 and unfolding.is_large(cap):
-            left, singular, right = unfolding.leading_svd(cap)
+            left, singular, work = unfolding.leading_svd(cap)
         else:
             work = unfolding.whole() if k == 0 else work
-            left, singular, right = _leading_svd(work.reshape(rank * shape.row_shape[k] * shape.col_shape[k], -1), cap)
+            left, singular, work = _leading_svd(work.reshape(rank * shape.row_shape[k] * shape.col_shape[k], -1), cap)
         kept = min(cap, left.shape[1])
         if rtol > 0:
             tail = singular.flip(0).square().cumsum(0).sqrt().flip(0)  # tail[j]: norm of what is lost by keeping j
@@ -83,7 +83,7 @@ def tt_svd_spectra(
         # Zero columns keep the asked rank where the unfolding has fewer singular vectors.
         missing = 0 if rtol > 0 else cap - kept
         left = F.pad(left[:, :kept], (0, missing))
-        work = F.pad(singular[:kept, None] * right[:kept], (0, 0, 0, missing))
+        work = F.pad(work[:kept], (0, 0, 0, missing))
         cores.append(left.reshape(rank, shape.row_shape[k], shape.col_shape[k], -1).to(weight.dtype))
         spectra.append(F.pad(singular[:kept], (0, missing)))
         rank = left.shape[1]
@@ -148,24 +148,26 @@ class _Unfolding:
 
     def leading_svd(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
         """As `_leading_svd`, reading A in blocks."""
-        size = min(rank + _OVERSAMPLING, self.rows, self.columns)
-        basis = self._gram_basis(size) if self.rows <= _EXACT_LIMIT else self._random_basis(size)
-        projected = self._transposed_times(basis).mT
-        # A is basis @ projected but for what the basis misses; the small side's Gram matrix in float64 keeps float32's digits.
-        squares, vectors = torch.linalg.eigh((projected @ projected.mT).double())
-        turn = vectors.flip(1).to(self.dtype)
-        singular = squares.flip(0).clamp_min(0).sqrt()
+        # Squares of singular values, and what is left when they are taken from the squared norm, need float64 throughout.
+        if self.rows <= _EXACT_LIMIT:
+            singular, left = _singular_values(self._gram())
+            left = left[:, :rank].to(self.dtype)
+            return left, singular.to(self.dtype), self._transposed_times(left).mT
+        basis = self._random_basis(min(rank + _OVERSAMPLING, self.rows, self.columns))
+        projected = self._transposed_times(basis).mT  # A is basis @ projected but for what the basis misses
+        singular, turn = _singular_values(projected @ projected.mT)
         rest = (self.norm().square() - singular.square().sum()).clamp_min(0).sqrt()
-        right = (turn[:, :rank].mT @ projected) / singular[:rank, None].clamp_min(torch.finfo(self.dtype).tiny).to(self.dtype)
-        return basis @ turn[:, :rank], torch.cat([singular, rest[None]]).to(self.dtype), right
+        turn = turn[:, :rank]
+        return (basis @ turn).to(self.dtype), torch.cat([singular, rest[None]]).to(self.dtype), (turn.mT @ projected).to(self.dtype)
 
-    def _gram_basis(self, size: int) -> Tensor:
-        """The leading eigenvectors of A A^T."""
+    def _gram(self) -> Tensor:
+        """A A^T, float64."""
         gram = self.weight.new_zeros(self.rows, self.rows, dtype=torch.float64)
         # Columns in blocks this time: all of A's rows meet in A A^T, so the other digits are split.
-        for columns in self._column_blocks():
-            gram += columns.double() @ columns.double().mT
-        return torch.linalg.eigh(gram).eigenvectors.flip(1)[:, :size].to(self.dtype)
+        for block in self._column_blocks():
+            columns = block.double()
+            gram.addmm_(columns, columns.mT)
+        return gram
 
     def _column_blocks(self) -> Iterator[Tensor]:
         """All rows of A, some of its columns at a time (in an order of their own)."""
@@ -182,28 +184,36 @@ class _Unfolding:
             yield block.transpose(1, 2).reshape(self.rows, -1)
 
     def _random_basis(self, size: int) -> Tensor:
-        """Orthonormal columns that nearly span the leading left singular vectors."""
+        """Orthonormal columns, float64, that nearly span the leading left singular vectors."""
         generator = torch.Generator().manual_seed(0)
-        basis = torch.randn(self.columns, size, generator=generator).to(self.weight.device, self.dtype)
+        basis = torch.randn(self.columns, size, generator=generator).to(self.weight.device, torch.float64)
         for iteration in range(_POWER_ITERATIONS + 1):
             if iteration:
                 basis = torch.linalg.qr(self._transposed_times(basis)).Q
-            basis = torch.linalg.qr(torch.cat([block @ basis for _, block in self._blocks()])).Q
+            basis = torch.linalg.qr(torch.cat([block.double() @ basis for _, block in self._blocks()])).Q
         return basis
 
     def _transposed_times(self, basis: Tensor) -> Tensor:
-        """A^T basis."""
+        """A^T basis, in the basis's dtype."""
         result = basis.new_zeros(self.columns, basis.shape[1])
         for rows, block in self._blocks():
-            result.addmm_(block.mT, basis[rows])
+            result.addmm_(block.to(basis.dtype).mT, basis[rows])
         return result
 
 
 def _leading_svd(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """At least the leading `rank` singular triplets (U, S, V^T), S followed by the norm of the rest where that was not computed."""
+    """At least the leading `rank` of (U, S, S V^T), S followed by the norm of the rest where that was not computed."""
     short_side = min(matrix.shape)
     if short_side <= _EXACT_LIMIT or rank + _OVERSAMPLING >= short_side:
-        return torch.linalg.svd(matrix, full_matrices=False)
-    left, singular, right = torch.svd_lowrank(matrix, q=rank + _OVERSAMPLING, niter=4)
-    rest = (matrix.norm().square() - singular.square().sum()).clamp_min(0).sqrt()
-    return left, torch.cat([singular, rest[None]]), right.mT
+        left, singular, right = torch.linalg.svd(matrix, full_matrices=False)
+        return left, singular, singular[:, None] * right
+    precise = matrix.double()
+    left, singular, right = torch.svd_lowrank(precise, q=rank + _OVERSAMPLING, niter=4)
+    rest = (precise.norm().square() - singular.square().sum()).clamp_min(0).sqrt()
+    return left.to(matrix.dtype), torch.cat([singular, rest[None]]).to(matrix.dtype), (singular * right).mT.to(matrix.dtype)
+
+
+def _singular_values(gram: Tensor) -> tuple[Tensor, Tensor]:
+    """Singular values of A, descending, and its left singular vectors as columns, from A A^T."""
+    squares, vectors = torch.linalg.eigh(gram)
+    return squares.flip(0).clamp_min(0).sqrt(), vectors.flip(1)

@@ -1,12 +1,26 @@
-"""Rows of a train against rows of the dense matrix, and how many products they take."""
+"""Lookups as torch sees them: rows, gradients and plans in the open, traced, exported, under other defaults and on other processors.
+
+Run as a program it looks up in processes of their own, and saves what they found.
+"""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from comera_rec.ops import check_ids, lookup, plan_lookup, tt_rows
-from comera_rec.tt import TTShape, tt_to_dense
+from comera_rec import TTEmbeddingBag
+from comera_rec.ops import check_ids, plan_lookup, tt_bags
+from comera_rec.ops.bags import reference
+from comera_rec.tt import TTShape, slice_major, tt_to_dense
 
 SHAPES = [
     TTShape((7,), (5,), ()),
@@ -16,33 +30,43 @@ SHAPES = [
     TTShape((5, 4, 3), (2, 3, 2), (4, 3)),
     TTShape((3, 1, 5), (2, 1, 2), (2, 3)),
     TTShape((3, 4, 2, 3), (2, 1, 2, 3), (3, 5, 2)),
-    TTShape((2, 2, 3, 2, 2), (1, 2, 1, 2, 1), (2, 3, 3, 2)),
+    TTShape((2, 2, 3, 2), (1, 2, 1, 2), (0, 0, 0)),
 ]
+BY_ORDER = {2: SHAPES[1], 3: SHAPES[4], 4: SHAPES[6]}
+every_order = pytest.mark.parametrize("order", [2, 3, 4])
+CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("plan_impl", ["auto", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"order{shape.order}-{shape.ranks}")
-def test_rows_and_gradients_match_the_dense_matrix(shape: TTShape, dtype: torch.dtype, static: bool) -> None:
+def test_rows_and_gradients_match_the_dense_matrix(shape: TTShape, dtype: torch.dtype, plan_impl: str) -> None:
     # A second table of other row modes shares the lookup.
     shapes = [shape, TTShape(tuple(m + 1 for m in shape.row_shape), shape.col_shape, shape.ranks)]
-    trains = [[torch.randn(size, dtype=dtype, requires_grad=True) for size in each.core_shapes] for each in shapes]
+    cores = [[torch.randn(size, dtype=dtype, requires_grad=True) for size in each.core_shapes] for each in shapes]
     for count in (2, 1):
-        tables = [each.num_rows for each in shapes[:count]]
+        sizes = [each.num_rows for each in shapes[:count]]
         for ids in (
-            [torch.arange(rows) for rows in tables],
-            [torch.randint(rows, (9, 2), dtype=torch.int32) for rows in tables],
-            [torch.tensor([0, rows - 1])[:t] for t, rows in enumerate(tables)],
+            [torch.arange(rows) for rows in sizes],
+            [torch.randint(rows, (9, 2), dtype=torch.int32) for rows in sizes],
+            [torch.tensor([0, rows - 1])[:t] for t, rows in enumerate(sizes)],
         ):
-            plan = plan_lookup(ids, [each.row_shape for each in shapes[:count]], static=static)
-            found = tt_rows([(train, []) for train in trains[:count]], plan)[plan.inverse]
-            dense = [tt_to_dense(train, each) for train, each in zip(trains, shapes, strict=True)]
+            plan = plan_lookup(ids, [each.row_shape for each in shapes[:count]], impl=plan_impl)
+            dense = [tt_to_dense(table, each) for table, each in zip(cores, shapes, strict=True)]
             expected = torch.cat([table[rows.flatten().long()] for table, rows in zip(dense, ids, strict=False)])
-            torch.testing.assert_close(found, expected)
-            cores, weights = [core for train in trains[:count] for core in train], torch.randn_like(expected)
-            torch.testing.assert_close(
-                torch.autograd.grad((found * weights).sum(), cores), torch.autograd.grad((expected * weights).sum(), cores)
+            inputs, weights = [core for table in cores[:count] for core in table], torch.randn_like(expected)
+            gradients = torch.autograd.grad((expected * weights).sum(), inputs)
+            bags = tt_bags(
+                [(table, []) for table in cores[:count]],
+                plan,
+                torch.arange(len(expected) + 1),
+                num_cols=shape.num_cols,
+                impl="auto" if plan_impl == "auto" else "reference",
             )
+            rows = reference.make_rows(cores[:count], [[]] * count, plan)[plan.inverse.long()]
+            for found in (bags, rows):
+                torch.testing.assert_close(found, expected)
+                torch.testing.assert_close(torch.autograd.grad((found * weights).sum(), inputs), gradients)
 
 
 @pytest.mark.parametrize(("ids", "bad"), [([3, 10], 10), ([-1, 3], -1), ([-7, 99], -7), ([2**40], 2**40)])
@@ -51,20 +75,261 @@ def test_ids_out_of_range_are_named(ids: list[int], bad: int) -> None:
         check_ids(torch.tensor(ids), 10, "table 'user'")
 
 
-@pytest.mark.parametrize("order", [2, 3, 4])
+@every_order
 def test_each_slice_product_is_computed_once(order: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peak memory follows unique rows and unique digit tuples: the sizes of the products show it."""
+    """Peak memory follows unique rows and unique digit tuples: the plan, and the sizes of the products, show it."""
     products = []
-    original = lookup.gathered_matmul
+    original = reference.gathered_matmul
 
     def spy(a, b, p, q, impl):  # type: ignore[no-untyped-def]
         products.append(len(p))
         return original(a, b, p, q, impl)
 
-    monkeypatch.setattr(lookup, "gathered_matmul", spy)
+    monkeypatch.setattr(reference, "gathered_matmul", spy)
     shape = TTShape((10,) * order, (2,) * order, 3)
     cores = [torch.randn(size) for size in shape.core_shapes]
-    rows = torch.arange(100)  # neighbours: one leading digit, ten last digits
-    tt_rows([(cores, [])], plan_lookup([rows], [shape.row_shape]))
-    assert products[-1] == 100
-    assert sum(products[:-1]) <= {2: 0, 3: 100, 4: 101}[order]
+    plan = plan_lookup([torch.arange(100)], [shape.row_shape])  # neighbours: their leading digits are few
+    rows, lefts, rights = plan.bounds[:3, -1].tolist()
+    assert (rows, lefts, rights) == {2: (100, 0, 0), 3: (100, 10, 0), 4: (100, 1, 100)}[order]
+    reference.make_rows([cores], [[]], plan)
+    assert products == [count for count in (lefts, rights, rows) if count]
+
+
+# torch.library, tracers, transforms
+
+
+def arguments(order: int, weighted: bool) -> tuple[Any, ...]:
+    """Those of `pool` for two tables, some ids in no bag, some bags empty."""
+    shape = BY_ORDER[order]
+    ids = [torch.randint(shape.num_rows, (count,)) for count in (6, 4)]
+    plan = plan_lookup(ids, [shape.row_shape] * 2)
+    cores = [slice_major(torch.randn(size), k, order).requires_grad_() for _ in ids for k, size in enumerate(shape.core_shapes)]
+    diagonals = [torch.rand(rank, requires_grad=True) for _ in ids for rank in shape.ranks]
+    weights = torch.rand(10, requires_grad=True) if weighted else None
+    return cores, diagonals, plan.tensors, torch.tensor([0, 3, 3, 7, 9]), weights, False, 2, shape.num_cols - 1
+
+
+@every_order
+def test_the_registrations_keep_torch_librarys_promises(order: int) -> None:
+    ops, shape = torch.ops.comera_rec, BY_ORDER[order]
+    ids = [torch.randint(shape.num_rows, (7,)), torch.randint(shape.num_rows, (2, 3), dtype=torch.int32)]
+    torch.library.opcheck(ops.plan_lookup.default, (ids, [shape.num_rows, shape.num_rows - 1], list(shape.row_shape) * 2))
+    for weighted in (False, True):
+        inputs = arguments(order, weighted)
+        torch.library.opcheck(ops.pool.default, inputs)
+        cores, diagonals, plan, offsets, weights, *settings = inputs
+        detached = [[tensor.detach() for tensor in tensors] for tensors in (cores, diagonals)]
+        torch.library.opcheck(
+            ops.pool_backward.default,
+            (
+                torch.randn(2, 2 * (shape.num_cols - 1)),
+                *detached,
+                plan,
+                offsets,
+                None if weights is None else weights.detach(),
+                *settings,
+            ),
+        )
+
+
+@every_order
+def test_gradients_lie_in_memory_as_cores_do(order: int) -> None:
+    """So that optimizers meet no copies; and as the fake kernel says."""
+    bag = bag_of(order)
+    for core, gradient in zip(bag.cores(), torch.autograd.grad(bag(*BATCH).sum(), bag.cores()), strict=True):
+        assert (gradient.shape, gradient.stride(), gradient.dtype) == (core.shape, core.stride(), core.dtype)
+
+
+BATCH = (torch.tensor([3, 11, 3, 0, 17, 5, 5]), torch.tensor([0, 2, 2, 6]))
+
+
+def bag_of(order: int, **arguments: Any) -> TTEmbeddingBag:
+    shape = BY_ORDER[order]
+    bag = TTEmbeddingBag(shape.num_rows - 1, shape.num_cols - 1, shape=shape, **arguments)
+    for rank in bag.rank_parameters():
+        if not rank.is_meta:
+            nn.init.uniform_(rank, 0.5, 1.5)
+    return bag
+
+
+@every_order
+def test_fake_and_meta_tensors_get_the_right_shapes(order: int) -> None:
+    def look_up(device: str) -> list[tuple[torch.Size, torch.dtype, tuple[int, ...]]]:
+        bag = bag_of(order, device=device, dtype=torch.bfloat16)
+        weights = torch.ones(7, device=device, dtype=torch.bfloat16, requires_grad=True)
+        out = bag(BATCH[0].to(device), BATCH[1].to(device), weights)
+        assert (out.device.type, out.dtype) == (device, torch.bfloat16)
+        gradients = torch.autograd.grad(out.sum(), [*bag.parameters(), weights])
+        return [(tensor.shape, tensor.dtype, tensor.stride()) for tensor in (out, *gradients)]
+
+    expected = look_up("cpu")
+    assert look_up("meta") == expected
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert look_up("cpu") == expected
+
+
+@every_order
+def test_functional_calls_have_the_gradients_of_the_parameters(order: int) -> None:
+    bag = bag_of(order)
+    parameters = {name: parameter.detach().clone().requires_grad_() for name, parameter in bag.named_parameters()}
+    found = torch.autograd.grad(torch.func.functional_call(bag, parameters, BATCH).square().sum(), list(parameters.values()))
+    assert all(map(torch.equal, found, torch.autograd.grad(bag(*BATCH).square().sum(), list(bag.parameters()))))
+
+
+@every_order
+def test_torch_func_grad(order: int) -> None:
+    bag = bag_of(order)
+    parameters = {name: parameter.detach() for name, parameter in bag.named_parameters()}
+    found = torch.func.grad(lambda values: torch.func.functional_call(bag, values, BATCH).square().sum())(parameters)
+    expected = torch.autograd.grad(bag(*BATCH).square().sum(), list(bag.parameters()))
+    assert all(map(torch.equal, found.values(), expected))
+
+
+def calls(graph: torch.fx.Graph) -> list[str]:
+    """The nodes that are operators of ours."""
+    names = (str(node.target) for node in graph.nodes if node.op == "call_function")
+    return [name.removesuffix(".default") for name in names if name.startswith("comera_rec")]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_torch_export_sees_a_plan_and_bags(mode: str, strict: bool) -> None:
+    bag = bag_of(3, mode=mode)
+    exported = torch.export.export(bag, BATCH, strict=strict)
+    assert calls(exported.graph) == ["comera_rec.plan_lookup", "comera_rec.pool"]
+    other = (torch.tensor([1, 50, 50, 50, 2, 0, 9]), torch.tensor([0, 0, 5, 7]))
+    for batch in (BATCH, other):
+        torch.testing.assert_close(exported.module()(*batch), bag(*batch), rtol=0, atol=0)
+
+
+@every_order
+def test_torch_compile_sees_a_plan_and_bags(order: int) -> None:
+    bag, graphs = bag_of(order), []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable:
+        graphs.append(calls(graph.graph))
+        return graph.forward
+
+    torch._dynamo.reset()  # else graphs of other modules count as recompilations
+    # What the graph is before autograd, and that aot_eager traces forward and backward, as every compiler does.
+    assert torch.equal(torch.compile(bag, fullgraph=True, backend=backend)(*BATCH), bag(*BATCH))
+    assert graphs == [["comera_rec.plan_lookup", "comera_rec.pool"]]
+    torch._dynamo.reset()
+    results = []
+    for function in (bag, torch.compile(bag, fullgraph=True, backend="aot_eager")):
+        out = function(*BATCH)
+        results.append([out, *torch.autograd.grad(out.square().sum(), list(bag.parameters()))])
+    assert all(map(torch.equal, *results))
+
+
+# Processes of their own
+
+
+def look_up(impl: str = "auto", dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Bags and all gradients, of tables of two to four cores: every tensor's device and type given."""
+    draw = torch.Generator(device=CPU).manual_seed(0)
+    results: list[Tensor] = []
+    for shape in (*BY_ORDER.values(), TTShape((40, 30), (8, 16), (11,)), TTShape((6, 5, 4), (2, 4, 12), (5, 9))):
+        ids = torch.randint(shape.num_rows, (600,), generator=draw, device=CPU, dtype=torch.int64)
+        sizes = [*shape.core_shapes, *((rank,) for rank in shape.ranks)]
+        parameters = [torch.randn(size, generator=draw, device=CPU, dtype=torch.float32).to(dtype) for size in sizes]
+        weights = torch.rand(600, generator=draw, device=CPU, dtype=torch.float32).to(dtype)
+        gradient = torch.randn(150, shape.num_cols, generator=draw, device=CPU, dtype=torch.float32).to(dtype)
+        for tensor in (*parameters, weights):
+            tensor.requires_grad_()
+        plan = plan_lookup([ids], [shape.row_shape], impl=impl)
+        offsets = torch.arange(0, 601, 4, device=CPU, dtype=torch.int64)
+        for mode in ("sum", "max"):
+            of_mode = weights if mode == "sum" else None
+            inputs = parameters if of_mode is None else [*parameters, of_mode]
+            tables = [(parameters[: shape.order], parameters[shape.order :])]
+            out = tt_bags(tables, plan, offsets, num_cols=shape.num_cols, mode=mode, per_sample_weights=of_mode, impl=impl)
+            results += [out.detach(), *torch.autograd.grad(out, inputs, gradient)]
+        if impl == "auto":
+            results += plan.tensors
+    return results
+
+
+def look_up_by_module() -> list[Tensor]:
+    """The same by a module, whose parameters alone say where and in which type it computes."""
+    shape = BY_ORDER[3]
+    bag = TTEmbeddingBag(shape.num_rows, shape.num_cols, shape=shape, device=CPU, dtype=torch.float32)
+    with torch.no_grad():
+        for k, parameter in enumerate(bag.parameters()):
+            parameter.copy_(torch.linspace(-1, k, parameter.numel(), device=CPU, dtype=torch.float32).view(parameter.shape))
+    batch = [torch.tensor(values, device=CPU, dtype=torch.int64) for values in ([3, 11, 3, 0, 17, 5, 5], [0, 2, 2, 6])]
+    out = bag(*batch)
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), list(bag.parameters()))]
+
+
+DEFAULTS: dict[str, Callable[[], object]] = {
+    "bfloat16": lambda: torch.set_default_dtype(torch.bfloat16),
+    "float64": lambda: torch.set_default_dtype(torch.float64),
+    "meta": lambda: torch.set_default_device("meta"),
+}
+PROCESSORS = ("portable", "avx2", "avx512")
+
+
+def run_in_processes_of_their_own(folder: Path) -> None:
+    """Each looks up under other defaults, or by the kernels of another processor, and saves what it found or what was wrong.
+
+    They are forked, because importing torch takes seconds.
+    """
+    changes = {
+        **DEFAULTS,
+        **{name: lambda name=name: os.environ.update(COMERA_CPU=name) for name in (*PROCESSORS, "abacus")},
+    }
+    for name, change in changes.items():
+        if os.fork() == 0:
+            try:
+                change()
+                found = {"found": [*look_up(), *look_up_by_module()], "cpu": torch.ops.comera_rec.cpu()}
+            except Exception as error:
+                found = {"error": repr(error)}
+            torch.set_default_device(CPU)
+            torch.save(found, folder / f"{name}.pt")
+            os._exit(0)
+        os.wait()
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """`processes(name)` -> what the process of that name found."""
+    folder = tmp_path_factory.mktemp("processes")
+    environment = {name: value for name, value in os.environ.items() if name != "COMERA_CPU"}
+    subprocess.run([sys.executable, __file__, str(folder)], check=True, env=environment)
+    return lambda name: torch.load(folder / f"{name}.pt")
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_defaults_do_not_matter(name: str, processes: Callable[[str], dict[str, Any]]) -> None:
+    outcome = processes(name)
+    assert "error" not in outcome, outcome["error"]
+    expected = [*look_up(), *look_up_by_module()]
+    for tensor, same in zip(outcome["found"], expected, strict=True):
+        assert tensor.dtype == same.dtype
+        assert torch.equal(tensor, same)
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_every_processors_kernels(name: str, processes: Callable[[str], dict[str, Any]]) -> None:
+    here, outcome = torch.ops.comera_rec.cpu(), processes(name)
+    if PROCESSORS.index(name) > PROCESSORS.index(here) and "COMERA_CPU" not in os.environ:
+        assert f"COMERA_CPU is '{name}', which this machine doesn't run: choose portable, avx2 or avx512" in outcome["error"]
+        pytest.skip(f"this machine runs {here} at best")
+    assert outcome["cpu"] == name
+    found = [tensor for tensor in outcome["found"] if tensor.is_floating_point()]
+    expected = look_up("reference", torch.float64)
+    for tensor, exact in zip(found, expected, strict=False):
+        torch.testing.assert_close(tensor.double(), exact, rtol=0, atol=1e-5 * float(exact.abs().max()))
+    assert len(found) == len(expected) + len(look_up_by_module())
+
+
+def test_an_unknown_processor_is_refused(processes: Callable[[str], dict[str, Any]]) -> None:
+    error = processes("abacus")["error"]
+    assert error.startswith("ValueError(")
+    assert "COMERA_CPU is 'abacus', which this machine doesn't run: choose portable, avx2 or avx512, or unset it" in error
+
+
+if __name__ == "__main__":
+    run_in_processes_of_their_own(Path(sys.argv[1]))

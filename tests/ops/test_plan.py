@@ -1,9 +1,11 @@
-"""Plans against their definition in plain Python: those of the compiled steps, and those of the steps whose sizes are static."""
+"""Plans against their definition in plain Python: every field of those of the compiled operator, and of those in plain torch."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from itertools import accumulate
 
 import pytest
@@ -14,62 +16,72 @@ from layouts import LAYOUTS
 from torch import Tensor
 
 from comera_rec.ops import LookupPlan, plan_lookup
-from comera_rec.ops.plan import Product
 from comera_rec.tt import row_digits
 
-Node = Product | Tensor | int
+Shapes = Sequence[Sequence[int]]
+DTYPES = {"auto": torch.int32, "reference": torch.int64}
+MOST = 2**31 - 1
 
 
-def without_padding(ids: Tensor) -> list[int]:
-    found = [i for i in ids.tolist() if i >= 0]
-    assert ids[len(found) :].eq(-1).all(), "padding comes last"
-    return found
-
-
-def levels(node: Node) -> list[list[tuple[int, int]]]:
-    """Of every product of parts: which meets which."""
-    if not isinstance(node, Product):
-        return []
-    return [list(zip(without_padding(node.p), without_padding(node.q), strict=True)), *levels(node.left), *levels(node.right)]
-
-
-def slices(node: Node, u: int) -> tuple[int, ...]:
-    """Which slice of each core makes row u."""
-    if isinstance(node, Product):
-        return slices(node.left, int(node.p[u])) + slices(node.right, int(node.q[u]))
-    return (u if isinstance(node, int) else int(node[u]),)
-
-
-def check(plan: LookupPlan, ids: Sequence[Tensor], row_shapes: Sequence[Sequence[int]]) -> None:
+def definition(ids: Sequence[Tensor], row_shapes: Shapes) -> dict[str, list]:
+    """The fields of a plan as lists."""
+    order = len(row_shapes[0])
+    cut = (order + 1) // 2
     lookups = [(table, row) for table, of_table in enumerate(ids) for row in of_table.flatten().tolist()]
     rows, count = sorted(set(lookups)), Counter(lookups)
-    assert [rows[u] for u in plan.inverse.tolist()] == lookups
-    assert plan.order.tolist() == sorted(range(len(lookups)), key=lambda i: lookups[i]), "equal ids keep their order"
-    assert plan.starts[: len(rows) + 1].tolist() == [0, *accumulate(count[row] for row in rows)]
-    assert plan.starts[len(rows) :].eq(len(lookups)).all()
-    for u, (table, row) in enumerate(rows):
+    number = {row: u for u, row in enumerate(rows)}
+    first_slices = [[0, *accumulate(modes)] for modes in zip(*row_shapes, strict=True)]
+
+    def slices(table: int, row: int) -> tuple[int, ...]:
         digits = row_digits(torch.tensor(row), row_shapes[table])
-        before = [sum(modes) for modes in zip(*row_shapes[:table], strict=True)] or [0] * len(digits)
-        assert slices(plan.rows, u) == tuple(first + int(digit) for first, digit in zip(before, digits, strict=True))
-    for level in levels(plan.rows):
-        assert len(set(level)) == len(level), "every product once"
+        return tuple(firsts[table] + int(digit) for firsts, digit in zip(first_slices, digits, strict=True))
+
+    # Slices count over all tables, so products of ascending ones are ordered by table.
+    halves = [(made[:cut], made[cut:]) for made in (slices(*row) for row in rows)]
+    lefts, rights = (sorted({half[side] for half in halves}) for side in (0, 1))
+    p = [left[0] if order < 3 else lefts.index(left) for left, _ in halves]
+    q = [right[0] if order < 4 else rights.index(right) for _, right in halves] if order > 1 else []
+    padded = lambda values: [*values, *[-1] * (len(lookups) - len(values))]  # noqa: E731
+    first_of = lambda halves, core: [sum(half[0] < first for half in halves) for first in first_slices[core]]  # noqa: E731
+    return {
+        "inverse": [number[lookup] for lookup in lookups],
+        "order": sorted(range(len(lookups)), key=lambda i: lookups[i]),  # equal ids keep their order
+        "starts": [*accumulate((count[row] for row in rows), initial=0), *[len(lookups)] * (len(lookups) - len(rows))],
+        "rows": [padded(p), padded(q)],
+        "left": [padded([left[k] for left in lefts]) for k in (0, 1)] if order > 2 else [[], []],
+        "right": [padded([right[k] for right in rights]) for k in (1, 0)] if order > 3 else [[], []],
+        "bounds": [
+            [sum(row[0] < table for row in rows) for table in range(len(ids) + 1)],
+            first_of(lefts, 0) if order > 2 else [0] * (len(ids) + 1),
+            first_of(rights, 2) if order > 3 else [0] * (len(ids) + 1),
+            *first_slices,
+        ],
+    }
 
 
-def check_both(ids: Sequence[Tensor], row_shapes: Sequence[Sequence[int]]) -> None:
-    compiled, static = (plan_lookup(ids, row_shapes, static=static) for static in (False, True))
-    check(compiled, ids, row_shapes)
-    check(static, ids, row_shapes)
-    assert levels(compiled.rows) == levels(static.rows)
+def check(ids: Sequence[Tensor], row_shapes: Shapes, impls: Sequence[str] = ("auto", "reference")) -> None:
+    expected = definition(ids, row_shapes)
+    for impl in impls:
+        plan = asdict(plan_lookup(ids, row_shapes, impl=impl))
+        assert all(tensor.dtype == (DTYPES[impl] if len(row_shapes[0]) > 1 else torch.int64) for tensor in plan.values())
+        found = {name: tensor.tolist() for name, tensor in plan.items()}
+        if len(row_shapes[0]) == 1:
+            found["rows"][1] = expected["rows"][1]  # there is no trailing half
+        assert found == expected
+
+
+def assert_equal(one: LookupPlan, other: LookupPlan) -> None:
+    for name, tensor in asdict(one).items():
+        torch.testing.assert_close(tensor, getattr(other, name), rtol=0, atol=0, check_dtype=False, msg=name)
 
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[list[Tensor], list[list[int]]]:
-    order, dtype = draw(st.integers(1, 5)), draw(st.sampled_from([torch.int32, torch.int64]))
+    order, dtype = draw(st.integers(1, 4)), draw(st.sampled_from([torch.int32, torch.int64]))
     row_shapes = draw(st.lists(st.lists(st.integers(1, 5), min_size=order, max_size=order), min_size=1, max_size=4))
     ids = []
     for shape in row_shapes:
-        last = int(torch.tensor(shape).prod()) - 1
-        rows = torch.tensor(draw(st.lists(st.integers(0, last), max_size=30)), dtype=dtype)
+        rows = torch.tensor(draw(st.lists(st.integers(0, math.prod(shape) - 1), max_size=30)), dtype=dtype)
         rows = rows.view(-1, 2) if len(rows) % 2 == 0 else rows
         ids.append(draw(st.sampled_from(LAYOUTS))(rows))
     return ids, row_shapes
@@ -78,7 +90,32 @@ def batches(draw: st.DrawFn) -> tuple[list[Tensor], list[list[int]]]:
 @settings(max_examples=100)
 @given(batches())
 def test_any_batch(batch: tuple[list[Tensor], list[list[int]]]) -> None:
-    check_both(*batch)
+    check(*batch)
+
+
+@settings(max_examples=40)
+@given(
+    order=st.integers(2, 4),
+    counts=st.lists(st.sampled_from([0, 1, 511, 512, 513, 900]), min_size=1, max_size=3),
+    largest=st.sampled_from([3, 20, 70]),
+    skew=st.sampled_from([1, 6]),
+    seed=st.integers(0, 99),
+)
+def test_about_as_many_ids_as_are_sorted_by_radix(order: int, counts: list[int], largest: int, skew: int, seed: int) -> None:
+    """From 513 ids on, and of four cores also from 513 rows on."""
+    torch.manual_seed(seed)
+    row_shapes = [torch.randint(1, largest, (order,)).tolist() for _ in counts]
+    ids = [
+        (torch.rand(count, dtype=torch.float64) ** skew * math.prod(shape)).long()
+        for count, shape in zip(counts, row_shapes, strict=True)
+    ]
+    assert_equal(*(plan_lookup(ids, row_shapes, impl=impl) for impl in ("auto", "reference")))
+
+
+def ids_in(row_shapes: Shapes, count: int = 20) -> list[Tensor]:
+    """Of every table the first and the last row, and the first again; others at random."""
+    sizes = [math.prod(shape) for shape in row_shapes]
+    return [torch.cat([torch.tensor([size - 1, 0, size // 2, size - 1]), torch.randint(size, (count,))]) for size in sizes]
 
 
 @pytest.mark.parametrize(
@@ -86,51 +123,129 @@ def test_any_batch(batch: tuple[list[Tensor], list[list[int]]]) -> None:
     [
         # Sizes about those at which the sort of the ids takes one pass more.
         pytest.param([(m,) for m in (1, 2, 3, 2**11 - 1, 2**11, 2**11 + 1, 2**22, 2**22 + 1, 2**31, 2**33 + 5)], id="one core"),
-        pytest.param([(2**16, 2**15), (3, 7), (2**20 - 3, 2**21)], id="up to 2^41 rows"),
+        pytest.param([(m, 1) for m in (1, 2, 2**12, 2**12 + 1, 2**24, 2**24 + 1, 2**30)], id="one to three passes"),
+        pytest.param([(2**16, 2**15), (3, 7), (2**20 - 3, 2**20)], id="two cores, up to 2^40 rows"),
+        pytest.param([(2**14, 5, 2**24), (3, 1, 1), (2, 2, 2)], id="three cores, 2^40 rows"),
         pytest.param([(2**11, 2**10, 2**10, 2**9), (3, 1, 1, 2)], id="four cores, 2^40 rows"),
-        pytest.param([(3, 5), (2**30, 2**31), (2, 2)], id="ids too long to be packed with their places"),
     ],
 )
-def test_large_tables(row_shapes: list[tuple[int, ...]]) -> None:
-    ids = []
-    for shape in row_shapes:
-        size = int(torch.tensor(shape).prod())
-        ids.append(torch.cat([torch.tensor([size - 1, 0, size // 2, size - 1]), torch.randint(size, (20,))]))
-    check_both(ids, row_shapes)
+def test_large_tables(row_shapes: Shapes) -> None:
+    check(ids_in(row_shapes), row_shapes)
+
+
+@pytest.mark.parametrize("count", [5, 600])
+@pytest.mark.parametrize(
+    "row_shapes",
+    [
+        pytest.param([(3, 5), (2**30, 2**31 - 9), (2, 2)], id="two cores"),
+        pytest.param([(3, 5, 1), (2**16, 2**15 - 1, 2**31 - 9), (2, 2, 2)], id="three cores"),
+        pytest.param([(2**16, 2**15 - 1, 2**15, 2**16 - 1), (3, 5, 2, 2)], id="four cores"),
+    ],
+)
+def test_ids_too_long_to_be_packed_with_their_places(row_shapes: Shapes, count: int) -> None:
+    """Some 2^61 rows; an id and its place are sorted in 128 bits."""
+    check(ids_in(row_shapes, count), row_shapes, impls=["auto"])
+
+
+def test_more_than_a_word_of_ids_takes_many_places() -> None:
+    # 2^54 rows fit a word of 64 bits with 2^10 places and not with one more.
+    for count in (1020, 1021):
+        row_shapes = [(2**27, 2**27)]
+        check(ids_in(row_shapes, count), row_shapes, impls=["auto"])
 
 
 def test_plans_do_not_depend_on_the_number_of_threads(on_threads: Callable) -> None:
-    row_shapes = [(40, 30), (7, 9), (500, 400), (1, 1), (20, 100)]
-    ids = [torch.randint(m * n, (3000,)) for m, n in row_shapes]
-    one, two = (on_threads(count, lambda: plan_lookup(ids, row_shapes)) for count in (1, 2))
-    assert torch.equal(one.order, two.order)
-    assert torch.equal(one.inverse, two.inverse)
-    assert levels(one.rows) == levels(two.rows)
+    for row_shapes in (
+        [(40, 30), (7, 9), (500, 400), (1, 1), (20, 100)],
+        [(40, 30, 3, 50), (7, 9, 1, 1), (500, 4, 4, 10), (1, 1, 1, 1), (20, 10, 3, 100)],
+    ):
+        ids = [torch.randint(math.prod(shape), (3000,)) for shape in row_shapes]
+        one, two = (on_threads(count, lambda ids=ids, shapes=row_shapes: plan_lookup(ids, shapes)) for count in (1, 2))
+        assert_equal(one, two)
+        assert_equal(one, plan_lookup(ids, row_shapes, impl="reference"))
 
 
-@pytest.mark.parametrize("order", [1, 2, 3, 4, 5])
-def test_static_sizes_follow_from_the_shapes_of_the_ids(order: int) -> None:
-    def sizes(node: Node) -> list[torch.Size]:
-        if isinstance(node, Product):
-            return [node.p.shape, node.q.shape, *sizes(node.left), *sizes(node.right)]
-        return [node.shape] if isinstance(node, Tensor) else []
-
-    row_shapes = [(4, 3, 2, 5, 2)[:order], (2, 6, 1, 3, 2)[:order]]
-    batches = [torch.zeros(2, 7, dtype=torch.int64)], [torch.randint(2, (14,))], [torch.arange(14) % 4]
-    plans = [plan_lookup([ids, ids[:0]], row_shapes, static=True) for (ids,) in batches]
-    assert len({(p.inverse.shape, p.order.shape, p.starts.shape, *sizes(p.rows)) for p in plans}) == 1
-
-
-def test_the_default_is_static_only_where_sizes_must_be() -> None:
-    ids = torch.tensor([5, 5, 5])
-    assert len(plan_lookup([ids], [(5, 2)]).starts) == 2
-    assert len(plan_lookup([ids.to("meta")], [(5, 2)]).starts) == 4
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+@pytest.mark.parametrize("order", [1, 2, 3, 4])
+def test_sizes_follow_from_the_shapes_of_the_ids(order: int, impl: str) -> None:
+    row_shapes = [(4, 3, 2, 5)[:order], (2, 6, 1, 3)[:order]]
+    batches = [torch.zeros(2, 7, dtype=torch.int64), torch.randint(2, (14,)), torch.arange(14) % 4]
+    plans = [plan_lookup([ids, ids[:0]], row_shapes, impl=impl) for ids in batches]
+    assert len({tuple(tensor.shape for tensor in plan.tensors) for plan in plans}) == 1
+    meta = plan_lookup(
+        [torch.zeros(14, dtype=torch.int64, device="meta"), torch.zeros(0, dtype=torch.int64, device="meta")], row_shapes
+    )
+    as_on_meta = [(tensor.shape, tensor.dtype) for tensor in plan_lookup([batches[1], batches[1][:0]], row_shapes).tensors]
+    assert [(tensor.shape, tensor.dtype) for tensor in meta.tensors] == as_on_meta
+    assert all(tensor.is_meta for tensor in meta.tensors)
 
 
 def test_a_plan_of_few_ids() -> None:
     plan = plan_lookup([torch.tensor([[5, 0, 5], [9, 9, 0]])], [(5, 2)])
-    assert isinstance(plan.rows, Product)
-    assert (plan.rows.p.tolist(), plan.rows.q.tolist()) == ([0, 2, 4], [0, 1, 1])
+    assert plan.rows.tolist() == [[0, 2, 4, -1, -1, -1], [0, 1, 1, -1, -1, -1]]
     assert plan.inverse.tolist() == [1, 0, 1, 2, 2, 0]
     assert plan.order.tolist() == [1, 5, 0, 2, 3, 4]
-    assert plan.starts.tolist() == [0, 2, 4, 6]
+    assert plan.starts.tolist() == [0, 2, 4, 6, 6, 6, 6]
+    assert plan.bounds.tolist() == [[0, 3], [0, 0], [0, 0], [0, 5], [0, 2]]
+    assert [tuple(half.shape) for half in (plan.left, plan.right)] == [(2, 0), (2, 0)]
+
+
+def test_products_are_numbered_over_all_tables() -> None:
+    """Rows 0 and 5 of a table of modes (2, 1, 3, 1), rows 3 and 1 of one of modes (1, 2, 1, 2)."""
+    plan = plan_lookup([torch.tensor([5, 0]), torch.tensor([3, 1])], [(2, 1, 3, 1), (1, 2, 1, 2)])
+    assert plan.left.tolist() == [[0, 1, 2, 2], [0, 0, 1, 2]]
+    assert plan.right.tolist() == [[0, 0, 2, -1], [0, 2, 3, -1]]
+    assert plan.rows.tolist() == [[0, 1, 2, 3], [0, 1, 2, 2]]
+    assert plan.bounds[:3].tolist() == [[0, 2, 4], [0, 2, 4], [0, 2, 3]]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("order", [2, 3, 4])
+@pytest.mark.parametrize("count", [3, 600])
+def test_ids_out_of_range_name_their_table_and_the_limit(order: int, count: int, dtype: torch.dtype) -> None:
+    row_shapes = [(9, 4, 3, 2)[:order], (5, 2, 1, 3)[:order]]
+    size = math.prod(row_shapes[1])
+    good = [torch.arange(count, dtype=dtype) % 8, torch.arange(count, dtype=dtype) % size]
+    for bad in (-1, size, -(2**31), 2**31 - 1, *((2**40, -(2**63), 2**63 - 1) if dtype == torch.int64 else ())):
+        ids = [good[0], good[1].clone()]
+        ids[1][count // 2] = bad
+        with pytest.raises(ValueError, match=rf"ids\[1\] holds {bad}, which is out of range: ids run from 0 to {size - 1}$"):
+            plan_lookup(ids, row_shapes)
+    with pytest.raises(ValueError, match=r"ids\[0\] holds 7, which is out of range: ids run from 0 to 6"):
+        plan_lookup([torch.arange(8, dtype=dtype), good[1]], row_shapes, [7, size])
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int16])
+def test_ids_of_other_types_are_refused(dtype: torch.dtype, impl: str) -> None:
+    with pytest.raises(ValueError, match=rf"ids\[1\] has dtype {dtype}: give int32 or int64"):
+        plan_lookup([torch.tensor([1]), torch.zeros(3, dtype=dtype)], [(5, 2), (2, 2)], impl=impl)
+
+
+@pytest.mark.parametrize(
+    ("ids", "num_embeddings", "row_shapes", "message"),
+    [
+        ([torch.tensor([0])], [4, 4], [2, 2], "num_embeddings holds 2 numbers for 1 tables"),
+        ([torch.tensor([0])], [2], [2], "row_shapes holds 1 numbers for 1 tables: give the 2, 3 or 4 row modes of each"),
+        ([torch.tensor([0])], [32], [2] * 5, "row_shapes holds 5 numbers for 1 tables: give the 2, 3 or 4 row modes of each"),
+        ([torch.tensor([0])] * 2, [4, 4], [2, 2, 2, 2, 2], "row_shapes holds 5 numbers for 2 tables"),
+        ([torch.tensor([0])], [4], [2, 0], "row_shapes holds 0: row modes are positive"),
+        ([torch.tensor([0])], [5], [2, 2], r"num_embeddings\[0\] is 5, and its row modes make 4 rows: give at least 1"),
+        ([torch.tensor([0])], [0], [2, 2], r"num_embeddings\[0\] is 0, and its row modes make 4 rows: give at least 1"),
+        ([torch.tensor([0])], [4], [2**30, 2**31], f"row_shapes holds more than {MOST} slices in the 2.. cores of all tables"),
+        (
+            [torch.tensor([0])] * 2,
+            [4] * 2,
+            [2**30, 4] * 2,
+            f"row_shapes holds more than {MOST} slices in the 1.. cores of all tables",
+        ),
+        ([torch.tensor([0])], [4], [2**16, 2**15, 4], f"row_shapes of table 0 has halves of more than {MOST} digits"),
+        ([torch.tensor([0.0])], [4], [2, 2], r"ids\[0\] is neither int64 nor int32: convert it"),
+        ([torch.tensor([0, 1, 2])[::2]], [4], [2, 2], r"ids\[0\] is not a contiguous tensor on CPU: move it, or copy it"),
+    ],
+)
+def test_the_operator_refuses_what_it_cannot_plan(
+    ids: list[Tensor], num_embeddings: list[int], row_shapes: list[int], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        torch.ops.comera_rec.plan_lookup(ids, num_embeddings, row_shapes)

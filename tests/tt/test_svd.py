@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from comera_rec.tt import TTShape, init_cores_, max_ranks, tt_svd, tt_to_dense
+from comera_rec.tt import TTShape, init_cores_, max_ranks, svd, tt_svd, tt_to_dense
 
 
 def rebuilt(weight: Tensor, shape: TTShape, rtol: float = 0.0) -> Tensor:
@@ -137,6 +137,52 @@ def test_large_unfoldings_take_the_randomized_way_to_the_same_end() -> None:
     expected = 0.05 * math.sqrt(12 * (rows + columns - 12)) / signal.norm()
     error = (rebuilt(signal + noise, shape) - signal).norm() / signal.norm()
     assert error <= 1.1 * expected
+
+
+def decaying(row_shape: tuple[int, ...], col_shape: tuple[int, ...], size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A matrix whose first and last unfolding have the same singular values, falling to a tenth every 6.3; and these."""
+    spectrum = 10.0 ** (-torch.arange(size, dtype=torch.float64) / 6.3)
+    first, last = row_shape[0] * col_shape[0], row_shape[-1] * col_shape[-1]
+    middle = math.prod(row_shape[1:-1]) * math.prod(col_shape[1:-1])
+    left, right = (torch.linalg.qr(torch.randn(rows, size, dtype=torch.float64)).Q for rows in (first, last))
+    between, order = torch.full((middle,), middle**-0.5, dtype=torch.float64), len(row_shape)
+    modes = torch.einsum("ar,r,m,br->amb", left, spectrum, between, right)
+    modes = modes.reshape([mode for pair in zip(row_shape, col_shape, strict=True) for mode in pair])
+    modes = modes.permute([*range(0, 2 * order, 2), *range(1, 2 * order, 2)])
+    return modes.reshape(math.prod(row_shape), math.prod(col_shape)).to(dtype), spectrum
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("row_shape", "col_shape", "limits"),
+    [
+        ((40, 60), (4, 4), {}),
+        ((300, 320), (4, 4), {}),  # both sides of the unfolding are longer than 1024
+        ((40, 60), (4, 4), {"_WHOLE_LIMIT": 100, "_BLOCK": 7777}),  # in blocks, by the Gram matrix
+        ((40, 60), (4, 4), {"_WHOLE_LIMIT": 100, "_BLOCK": 7777, "_EXACT_LIMIT": 100}),  # in blocks, by random subspaces
+        ((40, 3, 60), (4, 1, 4), {"_EXACT_LIMIT": 100}),  # the second unfolding, 192 x 240, too
+    ],
+    ids=["exact", "random", "blocks of the Gram matrix", "blocks of random subspaces", "three cores"],
+)
+def test_a_small_tolerance_finds_the_ranks_that_suffice(
+    row_shape: tuple[int, ...],
+    col_shape: tuple[int, ...],
+    limits: dict[str, int],
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in limits.items():
+        monkeypatch.setattr(svd, name, value)
+    rtol, shape = 1e-4, TTShape(row_shape, col_shape, 64)
+    weight, spectrum = decaying(row_shape, col_shape, 64, dtype)
+    tails = spectrum.flip(0).square().cumsum(0).sqrt().flip(0)  # what is lost by keeping 0, 1, ... ranks
+    suffice = int((tails > rtol / (shape.order - 1) ** 0.5 * spectrum.norm()).sum())
+    assert 20 < suffice < 30
+    cores = tt_svd(weight, shape, rtol=rtol)
+    assert {core.dtype for core in cores} == {dtype}
+    assert max(core.shape[-1] for core in cores) <= suffice
+    found = tt_to_dense(cores, shape.with_ranks([core.shape[-1] for core in cores[:-1]]))
+    assert float((found - weight).norm()) <= 1.001 * rtol * float(weight.norm())
 
 
 @pytest.mark.parametrize(

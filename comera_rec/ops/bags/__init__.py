@@ -1,54 +1,31 @@
-"""Bags of products: the last product of a lookup and the pooling of its rows, in one.
+"""Bags of rows of tensor-train tables, without forming the tables.
 
-L ids in bags, U unique rows of N = n1 * n2 columns, F features of B bags each.
+L ids in bags, U unique rows of N columns, F features of B bags each. T tables that differ in row modes and ranks only: one call
+serves them all.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from comera_rec.ops.gathered_matmul import gathered_matmul, resolve_impl
+from comera_rec.ops.bags import cpu, reference
+from comera_rec.ops.bags.updates import Updates, find_updates
+from comera_rec.ops.gathered_matmul import resolve_impl
 from comera_rec.ops.plan import LookupPlan
-from comera_rec.ops.stack import stack_cores
+from comera_rec.tt import slice_major
 
 MODES = ("sum", "mean", "max")
-ROW_BUFFER_BYTES = 256 << 20
-"""On CPU, unique rows beyond this are made and pooled in several passes; bags of one id take no buffer in forward."""
-SLICES_AT_ONCE = 4096
-"""On CPU, the gradient of slices that are products themselves is made for at most so many at a time, and goes on to their operands
-while it is in cache."""
+IMPLEMENTATIONS = ("reference", "cpu", "triton")
+
+Table = tuple[Sequence[Tensor], Sequence[Tensor]]
+"""Cores (r_{k-1}, m_k, n_k, r_k) and, between neighbours, the diagonals D_k (r_k); without diagonals they are ones."""
 
 
-class Factors(NamedTuple):
-    """What a core's slices are products of: x[i[v]] @ y[j[v]], of n1 = n * m rows."""
-
-    x: Tensor
-    """[X, n, s]"""
-    y: Tensor
-    """[Y, s, m, r]"""
-    i: Tensor
-    """[P]"""
-    j: Tensor
-    """[P]"""
-
-    def slices(self, impl: str) -> Tensor:
-        """[P, n1, r]."""
-        products = gathered_matmul(self.x, self.y.flatten(2), self.i, self.j, impl)
-        return products.view(len(self.i), self.x.shape[1] * self.y.shape[2], self.y.shape[3])
-
-
-def pool_products(
-    a: Sequence[Tensor] | Factors,
-    b: Sequence[Tensor],
-    ranks: Sequence[Tensor],
-    p: Tensor,
-    q: Tensor,
+def tt_bags(
+    tables: Sequence[Table],
     plan: LookupPlan,
     offsets: Tensor,
     *,
@@ -57,93 +34,134 @@ def pool_products(
     per_sample_weights: Tensor | None = None,
     features: int = 1,
     impl: str = "auto",
+    update_in_backward: bool = True,
 ) -> Tensor:
-    """Pool bags of the rows a[:, p[u]] diag(D) b[:, q[u]], as `torch.nn.functional.embedding_bag` would.
+    """Pool rows of the tables that cores stand for, as `torch.nn.functional.embedding_bag` would pool those of dense ones.
 
-    On CPU, rows of bags of one id, as in Criteo's logs, go from cache to their places in the result and are stored nowhere else.
+    A row is a product of the slices that its digits select. Each unique row, and each unique leading and trailing half of one, is
+    made once: CoMERA, section 4.1 (arXiv 2405.14377). Gradients are sums in the order of rows, so results don't depend on the
+    number of threads.
 
     Args:
-        a: per table a core (1, P_t, n1, r_t), whose slices p counts over all tables; or, of one table, what it is the product of.
-        b: per table a core (r_t, Q_t, n2, 1); slices are counted by q.
-        ranks: per table the diagonal D (r_t); none at all stand for ones.
-        p, q, impl: as in `gathered_matmul`, for the U unique rows of a plan; p ascends, as plans have it.
-        plan: the lookup's plan.
+        tables: alike but for row modes and ranks.
+        plan: from `plan_lookup`, for the row modes of these tables.
         offsets: [F*B + 1] starts of the bags, feature after feature, and the end of the last.
-        num_cols: columns of a row, at most n1 * n2; what lies beyond is left out.
+        num_cols: columns of a row, at most n_1...n_d; what lies beyond is left out.
         mode: "sum", "mean" or "max".
-        per_sample_weights: [L], of the dtype of `a`; mode "sum" only.
+        per_sample_weights: [L]; mode "sum" only.
         features: F.
+        impl: "auto", or "reference" (any device and type), "cpu" or "triton" (GPU), which compute in float32.
+        update_in_backward: whether cores whose optimizers were applied in backward are updated there, slice by slice (on CPU); see
+            `comera_rec.ops.bags.updates`.
 
     Returns:
-        [B, F * num_cols]: a sample's bags side by side.
+        [B, F * num_cols]: a sample's bags side by side, of the cores' dtype.
 
     Raises:
-        ValueError: for offsets that don't ascend from 0 to at most L (checked on CPU); for weights that aren't one for each id.
+        ValueError: for offsets that don't ascend from 0 to at most L, or a plan for other tables (checked on CPU); for weights that
+            aren't one for each id; for an implementation that does not exist or can't run there.
         NotImplementedError: for weights in another mode than "sum", as in torch.
     """
     if per_sample_weights is not None and mode != "sum":
         raise NotImplementedError(f"per_sample_weights only go with mode 'sum', not {mode!r}: drop them or change the mode")
     if per_sample_weights is not None and per_sample_weights.shape != plan.inverse.shape:
-        raise ValueError(f"there are {len(per_sample_weights)} per_sample_weights for {len(plan.inverse)} ids: give one for each")
-    first = b[0]
-    impl = resolve_impl(impl, first.device, first.dtype)
-    height = a.x.shape[1] * a.y.shape[2] if isinstance(a, Factors) else a[0].shape[2]
-    is_whole = num_cols == height * first.shape[2]
-    if impl == "numba" and mode != "max" and first.dtype == torch.float32 and is_whole and not torch.compiler.is_compiling():
-        lookup = (p, q, plan, offsets.long(), mode == "mean", features)
-        counts = (len(a), len(b), len(ranks))
-        bags: Tensor = _PoolProducts.apply(lookup, isinstance(a, Factors), counts, per_sample_weights, *a, *b, *ranks)
-        return bags
-    slices = a.slices(impl) if isinstance(a, Factors) else stack_cores(a).flatten(1, 2)
-    rows = gathered_matmul(slices, stack_cores(b, ranks or None).flatten(2), p, q, impl).flatten(1)[:, :num_cols]
-    return pool_rows(rows, plan, offsets, mode=mode, per_sample_weights=per_sample_weights, features=features)
+        raise ValueError(
+            f"there are {per_sample_weights.shape[0]} per_sample_weights for {plan.inverse.shape[0]} ids: give one for each"
+        )
+    first = tables[0][0][0]
+    impl = resolve_bags_impl(impl, first.device, first.dtype, len(tables[0][0]))
+    offsets = offsets.long().contiguous()
+    if impl != "cpu":
+        _require_ascending(offsets, plan)
+        return reference.pool(
+            [cores for cores, _ in tables],
+            [diagonals for _, diagonals in tables],
+            plan,
+            offsets,
+            per_sample_weights,
+            mode=mode,
+            features=features,
+            num_cols=num_cols,
+            impl=impl,
+        )
+    order = len(tables[0][0])
+    cores = [slice_major(core, k, order) for table, _ in tables for k, core in enumerate(table)]
+    diagonals = [diagonal.contiguous() for _, table in tables for diagonal in table]
+    updates = _updates(cores, diagonals) if update_in_backward else None
+    if mode == "max":  # every id's own row, of which the largest are found
+        ends = torch.arange(plan.inverse.shape[0] + 1, device=first.device)
+        rows = cpu.pool(cores, diagonals, plan, ends, None, mean=False, features=1, num_cols=num_cols, updates=updates)
+        _require_ascending(offsets, plan)
+        bags = reference.pool_rows(rows, ends[:-1], offsets, mode=mode, features=features)
+    else:
+        bags = cpu.pool(
+            cores,
+            diagonals,
+            plan,
+            offsets,
+            None if per_sample_weights is None else per_sample_weights.float().contiguous(),
+            mean=mode == "mean",
+            features=features,
+            num_cols=num_cols,
+            updates=updates,
+        )
+    return bags.to(first.dtype)
 
 
-def pool_rows(
-    rows: Tensor, plan: LookupPlan, offsets: Tensor, *, mode: str, per_sample_weights: Tensor | None = None, features: int = 1
-) -> Tensor:
-    """The pooling alone, in plain torch: rows [U, N] of a plan -> [B, F * N]; arguments as in `pool_products`."""
-    count = len(plan.inverse)
-    # Torch takes the last bag to go on to the last id, whatever its offset says; so one more bag takes what is in none.
-    offsets = torch.cat([offsets.long(), plan.inverse.new_full((1,), count)])
-    can_look = offsets.device.type == "cpu" and not torch.compiler.is_compiling()
-    if can_look and (len(offsets) == 1 or int(offsets[0]) or bool((offsets.diff() < 0).any())):
+def resolve_bags_impl(impl: str, device: torch.device, dtype: torch.dtype, order: int) -> str:
+    """The implementation that `impl` stands for there; "auto" is the fastest one that exists for the device and type.
+
+    Raises:
+        ValueError: for an implementation that does not exist or can't run there.
+    """
+    require_bags_impl(impl)
+    on_cpu = device.type in ("cpu", "meta")
+    if impl == "auto" and on_cpu:
+        return "cpu" if dtype in cpu.DTYPES and order > 1 else "reference"
+    if impl != "cpu":
+        return resolve_impl(impl, device, dtype)
+    if not on_cpu:
+        raise ValueError(f"impl is 'cpu', but the tensors are on {device}: choose 'auto' or 'triton'")
+    if dtype not in cpu.DTYPES or order == 1:
+        raise ValueError(
+            f"impl is 'cpu', which takes two to four cores of float32, bfloat16 or float16, not {dtype}: choose 'auto'"
+        )
+    return impl
+
+
+def require_bags_impl(impl: str) -> None:
+    """Raise a ValueError unless `impl` is "auto" or names an implementation."""
+    if impl not in ("auto", *IMPLEMENTATIONS):
+        raise ValueError(f"impl is {impl!r}: choose 'auto' or one of {', '.join(map(repr, IMPLEMENTATIONS))}")
+
+
+def check_ids(ids: Tensor, num_rows: int, table: str) -> None:
+    """Check that a table has the rows a batch asks for.
+
+    On an accelerator the check is asynchronous: the next call that waits for the device fails, without the table's name.
+
+    Raises:
+        ValueError: naming the table, the id and the limit, if an id is outside [0, num_rows).
+    """
+    if torch.compiler.is_compiling() or not ids.numel() or ids.is_meta:
+        return
+    if ids.device.type != "cpu":
+        torch._assert_async(((ids >= 0) & (ids < num_rows)).all())
+        return
+    first, last = (int(extreme) for extreme in ids.aminmax())
+    if first < 0 or last >= num_rows:
+        bad = first if first < 0 else last
+        raise ValueError(f"id {bad} is out of range for {table}: its ids run from 0 to {num_rows - 1}; check the data's vocabulary")
+
+
+def _updates(cores: Sequence[Tensor], diagonals: Sequence[Tensor]) -> Updates | None:
+    # Cores that had to be laid out anew are copies, which no optimizer is for.
+    return None if torch.compiler.is_compiling() or not torch.is_grad_enabled() else find_updates(cores, diagonals)
+
+
+def _require_ascending(offsets: Tensor, plan: LookupPlan) -> None:
+    count = plan.inverse.shape[0]
+    if offsets.device.type != "cpu" or torch.compiler.is_compiling() or type(offsets) is not Tensor:
+        return
+    if not len(offsets) or int(offsets[0]) or bool((offsets.diff() < 0).any()) or int(offsets[-1]) > count:
         raise ValueError(f"offsets must ascend from 0 to at most {count}, the number of ids")
-    bags = F.embedding_bag(plan.inverse, rows, offsets, mode=mode, per_sample_weights=per_sample_weights, include_last_offset=True)
-    return bags[:-1].unflatten(0, (features, -1)).transpose(0, 1).flatten(1)
-
-
-def _kernels() -> Any:
-    return importlib.import_module(f"{__name__}.numba")  # late: whoever only imports the package need not wait for Numba
-
-
-class _PoolProducts(torch.autograd.Function):
-    """The same on CPU, compiled. Tensors are a, b and ranks, so many of each."""
-
-    @staticmethod
-    def forward(ctx, lookup, nested: bool, counts, weights, *tensors) -> Tensor:  # type: ignore[no-untyped-def]
-        left, b, ranks = _split(tensors, counts)
-        # The gradient of slices that are products goes to their operands at once, and autograd knows nothing of the slices.
-        a = (Factors(*left).slices("numba")[None],) if nested else left
-        p, q, plan, offsets, mean, features = lookup
-        batch = _kernels().lookups(p, q, plan, offsets, features, a[0].shape[2] * b[0].shape[2])
-        ctx.mean, ctx.nested, ctx.counts = mean, nested, counts
-        ctx.save_for_backward(weights, *batch, *(a if nested else ()), *tensors)
-        return _kernels().forward(a, b, ranks, batch, plan.inverse, weights, mean, features)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
-        (weights, *batch), tensors = ctx.saved_tensors[:7], list(ctx.saved_tensors[7:])
-        a = [tensors.pop(0)] if ctx.nested else tensors[: ctx.counts[0]]
-        left, b, ranks = _split(tensors, ctx.counts)
-        factors = left if ctx.nested else ()
-        found, grad_weights = _kernels().backward(grad, a, b, ranks, _kernels().Lookups(*batch), weights, ctx.mean, factors)
-        if ctx.nested:
-            found[2:2] = [None, None]
-        return None, None, None, None if weights is None else grad_weights, *found
-
-
-def _split(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[list[Tensor]]:
-    left = iter(tensors)
-    return [[next(left) for _ in range(count)] for count in counts]

@@ -1,4 +1,4 @@
-"""`gathered_matmul`: batched products of gathered slices, the one hot primitive of a tensor-train lookup.
+"""`gathered_matmul`: batched products of gathered slices, the hot primitive of a lookup on GPUs; CPUs have `ops.bags.cpu`.
 
 Registered with torch.library, so that torch.compile and torch.export see one node with a gradient. Its implementations are modules
 beside this one, imported when first used.
@@ -14,7 +14,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-IMPLEMENTATIONS = ("reference", "numba", "triton")
+IMPLEMENTATIONS = ("reference", "triton")
 
 
 @torch.library.custom_op("comera_rec::gathered_matmul", mutates_args=())
@@ -71,12 +71,9 @@ def resolve_impl(impl: str, device: torch.device, dtype: torch.dtype) -> str:
     require_impl(impl)
     has_triton = importlib.util.find_spec("triton") is not None
     if impl == "auto":
-        best = {"cpu": "numba", "cuda": "triton" if has_triton else "reference"}
-        return "reference" if dtype == torch.float64 else best.get(device.type, "reference")
+        return "triton" if has_triton and device.type == "cuda" and dtype != torch.float64 else "reference"
     if impl != "reference" and dtype == torch.float64:
         raise ValueError(f"impl is {impl!r}, which computes in float32: give float64 to 'reference'")
-    if impl == "numba" and device.type not in ("cpu", "meta"):
-        raise ValueError(f"impl is 'numba', which runs on CPU, but the tensors are on {device}: choose 'auto' or 'triton'")
     if impl == "triton" and not has_triton:
         raise ValueError("impl is 'triton', but triton is not installed: install it (pip install triton) or choose 'auto'")
     if impl == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -96,7 +93,7 @@ def gathered_matmul(a: Tensor, b: Tensor, p: Tensor, q: Tensor, impl: str = "aut
         b: [Q, r, n2], of the dtype of `a`.
         p: [U] integer ids in [0, P); or -1, in both p and q, for a product that is left out: it is zero and has no gradient.
         q: [U] integer ids in [0, Q).
-        impl: "auto", or "reference" (any device and type), "numba" (CPU) or "triton" (GPU), which compute in float32.
+        impl: "auto", or "reference" (any device and type) or "triton" (GPU), which computes in float32.
 
     Returns:
         [U, n1, n2].

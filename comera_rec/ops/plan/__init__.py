@@ -1,94 +1,77 @@
 """The plan of a lookup: which rows a batch needs, and which products of slices make them.
 
-L ids, U unique rows, T tables of d cores each, M_k slices of all tables' k-th cores together.
+L ids, U unique rows, T tables of d cores each, M_k slices of all tables' k-th cores together. A table's cores are cut into a
+leading half, of its first (d + 1) // 2 cores, and a trailing one; a row is a product of the two.
 """
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from types import ModuleType
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
+from comera_rec.ops.native import ops
 from comera_rec.ops.plan import reference
 
 
 @dataclass(frozen=True)
-class Product:
-    """V products of the left and the right part of trains; the p[v]-th of the one meets the q[v]-th of the other.
-
-    A part is a core, by its number (the slices of all tables end to end), or itself a product. -1 in p and q is padding.
-    """
-
-    left: Product | int
-    right: Product | int
-    p: Tensor
-    q: Tensor
-
-
-@dataclass(frozen=True, kw_only=True)
 class LookupPlan:
     """What to compute for a batch.
 
-    It depends on the ids and the row modes alone, not on the cores' values or ranks, so it can be made ahead of time.
+    It depends on the ids and the row modes alone, not on the cores' values or ranks, so it can be made ahead of time. Sizes follow
+    from the number of ids; what is beyond the rows or products that there are is -1. Numbers of slices count over all tables.
     """
 
-    rows: Product | Tensor
-    """How to make the unique rows, ordered by table and id; for d = 1 just their slices, [U]."""
     inverse: Tensor
     """[L]: which unique row each id is."""
     order: Tensor
     """[L]: ids sorted by the row they are; those of row u are order[starts[u]:starts[u + 1]]."""
     starts: Tensor
-    """[U + 1]."""
+    """[L + 1]; L beyond the last row."""
+    rows: Tensor
+    """[2, L]: per unique row, ordered by table and id, its p and q: a slice of the first core or, of d >= 3, a product of `left`;
+    and a slice of the last core or, of d = 4, a product of `right`. For d = 1 its slice, and 0."""
+    left: Tensor
+    """[2, L] of d >= 3, else [2, 0]: per unique leading half its slices of the first and of the second core."""
+    right: Tensor
+    """[2, L] of d = 4, else [2, 0]: per unique trailing half its slices of the fourth and of the third core."""
+    bounds: Tensor
+    """[3 + d, T + 1]: per table its first row, its first product of `left`, of `right`, and its first slice of each core; and the
+    numbers of all."""
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The fields, in order, as operators take them."""
+        return [getattr(self, field.name) for field in fields(self)]
 
 
-def plan_lookup(ids: Sequence[Tensor], row_shapes: Sequence[Sequence[int]], *, static: bool | None = None) -> LookupPlan:
+def plan_lookup(
+    ids: Sequence[Tensor], row_shapes: Sequence[Sequence[int]], num_embeddings: Sequence[int] | None = None, *, impl: str = "auto"
+) -> LookupPlan:
     """Find the unique rows of a batch over several tables, and the unique leading and trailing digits among them.
 
     Args:
-        ids: per table its row ids, of any shape, in [0, m_1...m_d).
-        row_shapes: per table the modes (m_1..m_d), d alike for all.
-        static: whether to pad everything to the size of the worst case, so that sizes follow from shapes alone, as a CUDA graph and
-            torch.compile need it. Default: everywhere but in eager mode on CPU.
+        ids: per table its row ids, int32 or int64, of any shape.
+        row_shapes: per table the modes (m_1..m_d), d from 1 to 4 and alike for all.
+        num_embeddings: per table how many rows it has; default m_1...m_d.
+        impl: "cpu", which checks ids, or "reference", which does not; "auto" is the former for tables of two to four cores on CPU.
 
     Returns:
         The plan. Its ids are those of all tables, flattened and laid end to end.
+
+    Raises:
+        ValueError: for ids of another type, or out of range (on CPU).
     """
-    if static is None:
-        static = ids[0].device.type != "cpu" or torch.compiler.is_compiling()
-    # Imported late, because whoever only imports the package need not wait for Numba.
-    steps = reference if static else importlib.import_module("comera_rec.ops.plan.numba")
-    unique, inverse, order, starts = steps.unique_rows([tensor.flatten() for tensor in ids], _sizes(row_shapes))
-    rows = unique if len(row_shapes[0]) == 1 else _split(steps, unique, row_shapes, first_core=0)
-    return LookupPlan(rows=rows, inverse=inverse, order=order, starts=starts)
-
-
-def _split(steps: ModuleType, keys: Tensor, modes: Sequence[Sequence[int]], first_core: int) -> Product:
-    """The products for keys over some of the cores, whose row modes are given per table.
-
-    A key counts the keys of the tables before its own.
-    """
-    # With ids ordered by frequency leading digits repeat more than trailing ones, so the longer part is the leading one.
-    cut = (len(modes[0]) + 1) // 2
-    parts = [shape[:cut] for shape in modes], [shape[cut:] for shape in modes]
-    nodes: list[Product | int] = []
-    ids = []
-    halves = steps.split_keys(keys, *map(_sizes, parts))
-    for part, half, core in zip(parts, halves, (first_core, first_core + cut), strict=True):
-        if len(part[0]) == 1:
-            nodes.append(core)
-            ids.append(half)
-        else:
-            unique, inverse = steps.compact_keys(half, sum(_sizes(part)))
-            nodes.append(_split(steps, unique, part, core))
-            ids.append(inverse)
-    return Product(nodes[0], nodes[1], ids[0], ids[1])
-
-
-def _sizes(modes: Sequence[Sequence[int]]) -> list[int]:
-    return [math.prod(shape) for shape in modes]
+    order = len(row_shapes[0])
+    num_embeddings = [math.prod(shape) for shape in row_shapes] if num_embeddings is None else list(num_embeddings)
+    for t, table in enumerate(ids):
+        if table.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"ids[{t}] has dtype {table.dtype}: give int32 or int64")
+    if order > 1 and impl != "reference" and ids[0].device.type in ("cpu", "meta"):
+        return LookupPlan(
+            *ops.plan_lookup([table.contiguous() for table in ids], num_embeddings, [m for s in row_shapes for m in s])
+        )
+    return LookupPlan(*reference.plan_lookup([table.flatten() for table in ids], row_shapes))

@@ -1,16 +1,42 @@
-"""Steps of a plan in plain torch, on any device: sizes follow from shapes alone, and nothing waits for the device.
+"""The definition of a plan in plain torch, on any device: sizes follow from shapes alone, and nothing waits for the device.
 
-Where fewer unique keys turn up than fit, -1 pads them at the end. L ids, V keys.
+L ids, K keys, T tables. A key counts the keys of the tables before its own; -1 pads at the end.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 
 import torch
 from torch import Tensor
+
+
+def plan_lookup(ids: Sequence[Tensor], row_shapes: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
+    """The fields of a `LookupPlan`, int64: per table its ids, 1-D, in range; and its row modes."""
+    cut = (len(row_shapes[0]) + 1) // 2
+    leading, trailing = [shape[:cut] for shape in row_shapes], [shape[cut:] for shape in row_shapes]
+    keys, inverse, order, starts = unique_rows(ids, _sizes(row_shapes))
+    p, q = split_keys(keys, _sizes(leading), _sizes(trailing))
+    none = keys.new_empty(0)
+    left = right = (none, none)
+    left_keys = right_keys = none
+    if len(leading[0]) == 2:
+        left_keys, p = compact_keys(p, sum(_sizes(leading)))
+        left = _slices(left_keys, leading)
+    if len(trailing[0]) == 2:
+        right_keys, q = compact_keys(q, sum(_sizes(trailing)))
+        inner, outer = _slices(right_keys, trailing)
+        right = outer, inner
+    bounds = [
+        _bounds(keys, _sizes(row_shapes)),
+        _bounds(left_keys, _sizes(leading)),
+        _bounds(right_keys, _sizes(trailing)),
+        *_on_device([first_keys(modes) for modes in zip(*row_shapes, strict=True)], keys.device),
+    ]
+    return inverse, order, starts, torch.stack([p, q]), _padded(left, keys), _padded(right, keys), torch.stack(bounds)
 
 
 def unique_rows(ids: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -30,12 +56,12 @@ def unique_rows(ids: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, Te
     place = is_first.cumsum(0) - 1
     unique = torch.full_like(ordered, -1).scatter(0, place, ordered)
     inverse = torch.empty_like(order).scatter(0, order, place)
-    starts = torch.searchsorted(place, torch.arange(len(keys) + 1, device=keys.device))
+    starts = torch.searchsorted(place, torch.arange(keys.shape[0] + 1, device=keys.device))
     return unique, inverse, order, starts
 
 
 def split_keys(keys: Tensor, left_sizes: Sequence[int], right_sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Keys [V] over some cores -> keys over the leading ones and keys over the trailing ones of them; both may be padded.
+    """Keys [K] over some cores -> keys over the leading ones and keys over the trailing ones of them; both may be padded.
 
     Args:
         keys: a key of table t is first + left * right_sizes[t] + right.
@@ -53,15 +79,36 @@ def split_keys(keys: Tensor, left_sizes: Sequence[int], right_sizes: Sequence[in
 
 
 def compact_keys(keys: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The unique ones among keys [V] in [0, size), [min(V, size)], padded; and which of them each key is, [V]."""
+    """The unique ones among keys [K] in [0, size), [min(K, size)], padded; and which of them each key is, [K]."""
     is_there = torch.zeros(size + 1, dtype=torch.int64, device=keys.device).scatter(0, keys.remainder(size + 1), 1)
-    is_there[size] = 0  # where padding went
+    is_there = is_there[:size]  # without where padding went
     place = is_there.cumsum(0) - 1
     inverse = torch.where(keys < 0, keys, place[keys.clamp(min=0)])
-    count = min(len(keys), size)
+    count = min(keys.shape[0], size)
     slots = torch.where(inverse < 0, count, inverse)
     unique = torch.full((count + 1,), -1, dtype=torch.int64, device=keys.device).scatter(0, slots, keys)
     return unique[:count], inverse
+
+
+def _slices(keys: Tensor, modes: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Keys over two cores -> slices of each."""
+    return split_keys(keys, [first for first, _ in modes], [second for _, second in modes])
+
+
+def _padded(halves: tuple[Tensor, Tensor], keys: Tensor) -> Tensor:
+    """[2, K], or [2, 0] of none."""
+    length = keys.shape[0] if halves[0].shape[0] else 0
+    return torch.stack([torch.cat([half, half.new_full((length - half.shape[0],), -1)]) for half in halves])
+
+
+def _bounds(keys: Tensor, sizes: Sequence[int]) -> Tensor:
+    """[T + 1]: how many keys, ascending but for their padding, come before each table's first, and how many there are."""
+    (firsts,) = _on_device([first_keys(sizes)], keys.device)
+    return torch.searchsorted(torch.where(keys < 0, first_keys(sizes)[-1], keys), firsts)
+
+
+def _sizes(modes: Sequence[Sequence[int]]) -> list[int]:
+    return [math.prod(shape) for shape in modes]
 
 
 def _on_device(constants: Sequence[Sequence[int]], device: torch.device) -> Tensor:

@@ -47,6 +47,7 @@ class Part(nn.Module):
         output_dist: nn.Module,
         *,
         local: Sequence[TTEmbeddingBagConfig] | None = None,
+        update_in_backward: bool = False,
     ) -> None:
         super().__init__()
         self.features = [feature for config in configs for feature in config.feature_names]
@@ -61,7 +62,10 @@ class Part(nn.Module):
         ]
         self._local_features = [feature for config in local for feature in config.feature_names]
         # In a list, so that parameters are registered once, under the names of the unsharded collection.
-        self._lookup = [TTEmbeddingBagCollection.over(local, bags, is_weighted, device)] if local else []
+        self._lookup: list[TTEmbeddingBagCollection] = []
+        if local:
+            lookup = TTEmbeddingBagCollection.over(local, bags, is_weighted, device, update_in_backward=update_in_backward)
+            self._lookup.append(lookup)
 
     def lookup(self, features: KeyedJaggedTensor) -> Tensor:
         """[B, sum of N] bags of the ids that this process was sent."""
@@ -119,6 +123,7 @@ class TableWise(Part):
             TwSparseFeaturesDist(group, [len(dim) for dim in dims]),
             TwPooledEmbeddingDist(group, [sum(dim) for dim in dims], dims, device),
             local=local,
+            update_in_backward=True,
         )
 
     def sharded_parameters(self) -> set[nn.Parameter]:

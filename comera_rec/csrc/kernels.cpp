@@ -1,0 +1,533 @@
+// Loops over rows and slices. Compiled once for each instruction set, as `COMERA_KERNELS`; nothing here is shared between them.
+#include "kernels.h"
+
+#include "products.h"
+
+namespace comera {
+namespace {
+
+constexpr int64_t kAhead = 6;          // rows; what is asked for this early has arrived when it is needed
+constexpr int64_t kAheadLookups = 16;  // lookups
+
+float from_bfloat16(uint16_t bits) {
+  const uint32_t wide = uint32_t(bits) << 16;
+  float value;
+  std::memcpy(&value, &wide, 4);
+  return value;
+}
+
+uint16_t to_bfloat16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  if ((bits & 0x7fffffff) > 0x7f800000) return uint16_t(bits >> 16 | 0x40);  // stays not a number
+  return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);                   // to the nearest, ties to even
+}
+
+float from_float16(uint16_t bits) {
+  _Float16 half;
+  std::memcpy(&half, &bits, 2);
+  return float(half);
+}
+
+uint16_t to_float16(float value) {
+  const _Float16 half = _Float16(value);
+  uint16_t bits;
+  std::memcpy(&bits, &half, 2);
+  return bits;
+}
+
+COMERA_INLINE int64_t bytes_of(Number number) { return number == Number::float32 ? 4 : 2; }
+
+COMERA_INLINE void* offset(void* data, Number number, int64_t count) {
+  return static_cast<char*>(data) + bytes_of(number) * count;
+}
+
+void widen(const void* from, Number number, int64_t count, float* to) {
+  const uint16_t* bits = static_cast<const uint16_t*>(from);
+  if (number == Number::float32) {
+    std::memcpy(to, from, 4 * count);
+  } else if (number == Number::bfloat16) {
+    for (int64_t n = 0; n < count; ++n) to[n] = from_bfloat16(bits[n]);
+  } else {
+    for (int64_t n = 0; n < count; ++n) to[n] = from_float16(bits[n]);
+  }
+}
+
+void narrow(const float* from, Number number, int64_t count, void* to) {
+  uint16_t* bits = static_cast<uint16_t*>(to);
+  if (number == Number::float32) {
+    std::memcpy(to, from, 4 * count);
+  } else if (number == Number::bfloat16) {
+    for (int64_t n = 0; n < count; ++n) bits[n] = to_bfloat16(from[n]);
+  } else {
+    for (int64_t n = 0; n < count; ++n) bits[n] = to_float16(from[n]);
+  }
+}
+
+// A slice by its number, as floats: where it lies, or in scratch.
+COMERA_INLINE const float* slice_of(const Core& core, int64_t number, float* scratch) {
+  const void* data = offset(core.data, core.number, (number - core.first) * core.size);
+  if (core.number == Number::float32) return static_cast<const float*>(data);
+  widen(data, core.number, core.size, scratch);
+  return scratch;
+}
+
+COMERA_INLINE void prefetch_slice(const Core& core, int64_t number) {
+  prefetch(offset(core.data, core.number, (number - core.first) * core.size), core.size * bytes_of(core.number));
+}
+
+int64_t rounded(int64_t floats) { return (floats + 15) / 16 * 16; }
+
+class Scratch {
+ public:
+  explicit Scratch(float* memory) : memory_(memory) {}
+  float* take(int64_t floats) {
+    float* taken = memory_;
+    memory_ += rounded(floats);
+    return taken;
+  }
+
+ private:
+  float* memory_;
+};
+
+// What making a half's products and passing their gradients on take, at most.
+int64_t half_floats(const Half& half, int rank) {
+  const int64_t product = rounded(int64_t(rank) * half.outer_n * half.inner_n);
+  const int64_t lanes = rounded(int64_t(half.bond) * half.outer_n * kWidth);
+  return 2 * (rounded(half.outer.size) + rounded(half.inner.size)) + 4 * product + lanes;
+}
+
+int64_t scratch_floats(const Table& table) {
+  return half_floats(table.left, table.rank) + half_floats(table.right, table.rank) + 3 * rounded(int64_t(table.n1) * table.n2);
+}
+
+// Columns of a pair's products: [outer, rank, inner], as one product of slices makes them, to or from [rank, outer, inner] or
+// [rank, inner, outer], as products lie.
+template <bool kToProduct>
+void rearrange(const Half& half, int rank, float* mixed, float* product) {
+  const int outer_n = half.outer_n, inner_n = half.inner_n;
+  const int64_t outer_step = half.outer_is_slow ? inner_n : 1, inner_step = half.outer_is_slow ? 1 : outer_n;
+  for (int i = 0; i < outer_n; ++i)
+    for (int k = 0; k < rank; ++k) {
+      float* row = product + int64_t(k) * outer_n * inner_n + i * outer_step;
+      for (int j = 0; j < inner_n; ++j, ++mixed) {
+        if constexpr (kToProduct) {
+          row[j * inner_step] = *mixed;
+        } else {
+          *mixed = row[j * inner_step];
+        }
+      }
+    }
+}
+
+// Makes the products of a half one by one; neighbours that share a slice of the outer core are cheaper.
+class Products {
+ public:
+  Products(const Half& half, int rank, Scratch& scratch)
+      : half_(half), rank_(rank), outer_(scratch.take(half.outer.size)) {
+    if (!half.is_pair) return;
+    inner_ = scratch.take(half.inner.size);
+    mixed_ = scratch.take(int64_t(rank) * half.outer_n * half.inner_n);
+    product_ = scratch.take(int64_t(rank) * half.outer_n * half.inner_n);
+  }
+
+  const float* operator()(int64_t number) { return half_.is_pair ? pair(number, product_) : slice_of(half_.outer, number, outer_); }
+
+  void prefetch_later(int64_t number) const {
+    if (!half_.is_pair) prefetch_slice(half_.outer, number);
+  }
+
+  const float* pair(int64_t number, float* out) {
+    const float* outer = slice_of(half_.outer, half_.outer_of[number], outer_);
+    const float* inner = slice_of(half_.inner, half_.inner_of[number], inner_);
+    multiply(half_.outer_n, int64_t(rank_) * half_.inner_n, outer, inner, half_.diagonal, half_.bond, mixed_);
+    rearrange<true>(half_, rank_, mixed_, out);
+    return out;
+  }
+
+ private:
+  const Half& half_;
+  const int rank_;
+  float *outer_, *inner_ = nullptr, *mixed_ = nullptr, *product_ = nullptr;
+};
+
+// Slices or products of the right half, of which those of pairs were made in advance.
+class RightSlices {
+ public:
+  RightSlices(const Table& table, Scratch& scratch)
+      : table_(table), size_(int64_t(table.rank) * table.n2), scratch_(scratch.take(table.right.outer.size)) {}
+
+  const float* operator()(int64_t q) const {
+    return table_.right.is_pair ? table_.right_products + (q - table_.first_right_product) * size_
+                                : slice_of(table_.right.outer, q, scratch_);
+  }
+  void prefetch_later(int64_t q) const {
+    if (!table_.right.is_pair) prefetch_slice(table_.right.outer, q);
+  }
+
+ private:
+  const Table& table_;
+  const int64_t size_;
+  float* scratch_;
+};
+
+template <int N1, int N2>
+void look_up(
+    const Table& table, const Lookups& lookups, const Bags& bags, float* rows, int64_t first, int64_t beyond, float* memory) {
+  Scratch scratch(memory);
+  const int n1 = N1 > 0 ? N1 : table.n1, n2 = N2 > 0 ? N2 : table.n2;
+  const int64_t width = bags.width;
+  float* row = scratch.take(int64_t(n1) * n2);
+  Products left_of(table.left, table.rank, scratch);
+  RightSlices right_of(table, scratch);
+  const float* left = nullptr;
+  for (int64_t u = first; u < beyond; ++u) {
+    if (left == nullptr || lookups.p[u] != lookups.p[u - 1]) left = left_of(lookups.p[u]);
+    if (u + kAhead < beyond) {
+      left_of.prefetch_later(lookups.p[u + kAhead]);
+      right_of.prefetch_later(lookups.q[u + kAhead]);
+    }
+    multiply<N1, N2>(n1, n2, left, right_of(lookups.q[u]), table.diagonal, table.rank, row);
+    if (rows != nullptr) {
+      std::memcpy(rows + u * width, row, 4 * width);
+      continue;
+    }
+    for (int64_t t = lookups.starts[u]; t < lookups.starts[u + 1]; ++t) {
+      float* bag = bags.values + lookups.places[t] * width;
+      if (bags.streams) {
+        stream(bag, row, width);
+      } else {
+        std::memcpy(bag, row, 4 * width);
+      }
+    }
+  }
+  finish_streaming();
+}
+
+void make_products(const Half& half, int rank, int64_t first, int64_t beyond, float* out, float* memory) {
+  Scratch scratch(memory);
+  Products product_of(half, rank, scratch);
+  const int64_t size = int64_t(rank) * half.outer_n * half.inner_n;
+  for (int64_t number = first; number < beyond; ++number) product_of.pair(number, out + (number - first) * size);
+}
+
+void pool(
+    const float* rows, const int32_t* inverse, const int64_t* offsets, const float* weights, bool mean, int64_t features,
+    const Bags& bags, int64_t count, int64_t first, int64_t beyond) {
+  const int64_t batch = count / features, width = bags.width;
+  for (int64_t bag = first; bag < beyond; ++bag) {
+    const int64_t start = offsets[bag], end = offsets[bag + 1];
+    float* out = bags.values + (bag % batch * features + bag / batch) * width;
+    std::memset(out, 0, 4 * width);
+    const float share = mean && end > start ? 1.0f / float(end - start) : 1.0f;
+    for (int64_t i = start; i < end; ++i) {
+      if (i + kAheadLookups < offsets[count]) prefetch(rows + inverse[i + kAheadLookups] * width, 4 * width);
+      add_scaled(out, rows + inverse[i] * width, weights != nullptr ? weights[i] * share : share, width);
+    }
+  }
+}
+
+// The gradient of a row: the sum over its lookups of their bags' gradients. Also gradients of the lookups' scales.
+template <int N>
+COMERA_INLINE void sum_lookups(
+    const Lookups& lookups, const BagGradients& gradients, int64_t u, int64_t last, int64_t n, const float* row, float* sum) {
+  const int64_t width = gradients.width;
+  int64_t t = lookups.starts[u];
+  const int64_t end = lookups.starts[u + 1];
+  for (int64_t i = t; i < end && i + kAheadLookups < last; ++i)
+    if (lookups.places[i + kAheadLookups] >= 0) prefetch(gradients.values + lookups.places[i + kAheadLookups] * width, 4 * width);
+  if constexpr (N > 0) {
+    if (N == width && lookups.scales == nullptr && gradients.of_scales == nullptr) {
+      constexpr int kBlock = smaller(N, 4 * kWidth), W = widest(kBlock), V = kBlock / W;  // powers of two
+      for (int j = 0; j < N; j += kBlock) {
+        Vector<W> sums[V];
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) sums[v] = load<W>(gradients.values + lookups.places[t] * width + j + v * W);
+        for (int64_t i = t + 1; i < end; ++i)
+#pragma GCC unroll 4
+          for (int v = 0; v < V; ++v) sums[v] += load<W>(gradients.values + lookups.places[i] * width + j + v * W);
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) store<W>(sum + j + v * W, sums[v]);
+      }
+      return;
+    }
+  }
+  std::memset(sum, 0, 4 * n);
+  for (; t < end; ++t) {
+    if (lookups.places[t] < 0) {
+      if (gradients.of_scales != nullptr) gradients.of_scales[lookups.order[t]] = 0;
+      continue;
+    }
+    const float* gradient = gradients.values + lookups.places[t] * width;
+    add_scaled(sum, gradient, lookups.scales != nullptr ? lookups.scales[t] : 1.0f, width);
+    if (gradients.of_scales != nullptr) gradients.of_scales[lookups.order[t]] = dot(gradient, row, width);
+  }
+}
+
+void scale_rows(float* values, const float* diagonal, int64_t rows, int64_t size) {
+  const int64_t columns = rows > 0 ? size / rows : 0;
+  for (int64_t k = 0; k < rows; ++k)
+    for (int64_t j = 0; j < columns; ++j) values[k * columns + j] *= diagonal[k];
+}
+
+// out[k] += the product of rows k of the two.
+void add_row_products(const float* a, const float* b, int64_t rows, int64_t columns, float* out) {
+  for (int64_t k = 0; k < rows; ++k) out[k] += dot(a + k * columns, b + k * columns, columns);
+}
+
+// The optimizers' formulas, on a slice of n numbers and its state.
+void update_floats(const Update& update, int64_t n, float* __restrict x, float* __restrict g, float* __restrict m,
+                   float* __restrict v) {
+  if (update.weight_decay != 0)
+    for (int64_t i = 0; i < n; ++i) g[i] += update.weight_decay * x[i];
+  const float lr = update.lr, eps = update.eps;
+  switch (update.kind) {
+    case Update::Kind::sgd:
+      for (int64_t i = 0; i < n; ++i) x[i] -= lr * g[i];
+      break;
+    case Update::Kind::adagrad:  // Duchi et al., JMLR 2011
+      for (int64_t i = 0; i < n; ++i) {
+        m[i] += g[i] * g[i];
+        x[i] -= lr * g[i] / (__builtin_sqrtf(m[i]) + eps);
+      }
+      break;
+    case Update::Kind::row_wise_adagrad: {  // one sum a slice, of the mean square
+      *m += dot(g, g, n) / float(n);
+      const float step = lr / (__builtin_sqrtf(*m) + eps);
+      for (int64_t i = 0; i < n; ++i) x[i] -= step * g[i];
+      break;
+    }
+    case Update::Kind::adam: {  // Kingma and Ba, ICLR 2015
+      const float b1 = update.beta1, b2 = update.beta2, step = lr / update.correction1;
+      const float root = __builtin_sqrtf(update.correction2);
+      for (int64_t i = 0; i < n; ++i) {
+        m[i] += (1 - b1) * (g[i] - m[i]);
+        v[i] = b2 * v[i] + (1 - b2) * g[i] * g[i];
+        x[i] -= step * m[i] / (__builtin_sqrtf(v[i]) / root + eps);
+      }
+      break;
+    }
+  }
+}
+
+void update_slice(const Core& core, const Update& update, int64_t slice, float* gradient) {
+  const int64_t at = slice * core.size, n = core.size;
+  const bool is_row_wise = update.kind == Update::Kind::row_wise_adagrad;
+  if (core.number == Number::float32) {
+    float* first = static_cast<float*>(update.first);
+    float* second = static_cast<float*>(update.second);
+    update_floats(
+        update, n, static_cast<float*>(core.data) + at, gradient, first ? first + (is_row_wise ? slice : at) : nullptr,
+        second ? second + at : nullptr);
+    return;
+  }
+  constexpr int64_t kBlock = 256;
+  float x[kBlock], m[kBlock], v[kBlock], step = 0;
+  if (is_row_wise) {  // the sum is one for all blocks
+    float* sum = static_cast<float*>(update.first) + slice;
+    *sum += dot(gradient, gradient, n) / float(n);
+    step = update.lr / (__builtin_sqrtf(*sum) + update.eps);
+  }
+  for (int64_t i = 0; i < n; i += kBlock) {
+    const int64_t count = i + kBlock < n ? kBlock : n - i;
+    void* data = offset(core.data, core.number, at + i);
+    widen(data, core.number, count, x);
+    if (is_row_wise) {
+      for (int64_t k = 0; k < count; ++k) x[k] -= step * gradient[i + k];
+    } else {
+      void* first = update.first ? offset(update.first, core.number, at + i) : nullptr;
+      void* second = update.second ? offset(update.second, core.number, at + i) : nullptr;
+      if (first) widen(first, core.number, count, m);
+      if (second) widen(second, core.number, count, v);
+      update_floats(update, count, x, gradient + i, m, v);
+      if (first) narrow(m, core.number, count, first);
+      if (second) narrow(v, core.number, count, second);
+    }
+    narrow(x, core.number, count, data);
+  }
+}
+
+COMERA_INLINE float* touch(const Sums& sums, int64_t slice) {
+  float* values = sums.values + slice * sums.size;
+  if (!sums.touched[slice]) {
+    sums.touched[slice] = 1;
+    std::memset(values, 0, 4 * sums.size);
+  }
+  return values;
+}
+
+// Gradients of a pair's products, one after the other, on to the slices of its two cores.
+class PairGradients {
+ public:
+  PairGradients(const Half& half, int rank, const Sums& of_outer, const Sums& of_inner, Scratch& scratch)
+      : half_(half), rank_(rank), of_outer_(of_outer), of_inner_(of_inner), outer_(scratch.take(half.outer.size)),
+        inner_(scratch.take(half.inner.size)), mixed_(scratch.take(int64_t(rank) * half.outer_n * half.inner_n)),
+        lanes_(scratch.take(int64_t(half.bond) * half.outer_n * kWidth)) {}
+
+  void add(int64_t number, float* gradient) {
+    const int64_t outer = half_.outer_of[number], inner = half_.inner_of[number], columns = int64_t(rank_) * half_.inner_n;
+    if (outer != current_) {
+      flush();
+      current_ = outer;
+      std::memset(lanes_, 0, 4 * int64_t(half_.bond) * half_.outer_n * kWidth);
+    }
+    rearrange<false>(half_, rank_, mixed_, gradient);
+    add_lanes(half_.bond, half_.outer_n, columns, slice_of(half_.inner, inner, inner_), mixed_, lanes_);
+    add_product(
+        half_.outer_n, columns, slice_of(half_.outer, outer, outer_), mixed_, half_.bond,
+        touch(of_inner_, inner - half_.inner.first));
+  }
+
+  void flush() {
+    if (current_ < 0) return;
+    float* sums = touch(of_outer_, current_ - half_.outer.first);
+    for (int64_t i = 0; i < half_.outer.size; ++i) sums[i] += sum_lanes(lanes_ + i * kWidth);
+  }
+
+ private:
+  const Half& half_;
+  const int rank_;
+  const Sums &of_outer_, &of_inner_;
+  float *outer_, *inner_, *mixed_, *lanes_;
+  int64_t current_ = -1;
+};
+
+template <int N1, int N2>
+void gradients_of_rows(
+    const Table& table, const Lookups& lookups, const BagGradients& gradients, int64_t first, int64_t beyond, const Stripe& stripe,
+    float* memory) {
+  Scratch scratch(memory);
+  const int n1 = N1 > 0 ? N1 : table.n1, n2 = N2 > 0 ? N2 : table.n2, rank = table.rank;
+  const int64_t n = int64_t(n1) * n2, last = lookups.starts[beyond];
+  const int32_t *p = lookups.p, *q = lookups.q;
+  float *sum = scratch.take(n), *turned = scratch.take(n), *row = scratch.take(n), *of_left = scratch.take(int64_t(rank) * n1);
+  Products left_of(table.left, rank, scratch);
+  RightSlices right_of(table, scratch);
+  PairGradients pairs(table.left, rank, stripe.left_outer, stripe.left_inner, scratch);
+  const int64_t first_right = table.right.is_pair ? table.first_right_product : table.right.outer.first;
+  const float* left = nullptr;
+  for (int64_t u = first; u < beyond; ++u) {
+    if (u == first || p[u] != p[u - 1]) {
+      left = left_of(p[u]);
+      if (table.left.is_pair) {
+        std::memset(of_left, 0, 4 * int64_t(rank) * n1);
+      } else {
+        of_left = touch(stripe.left_outer, p[u] - table.left.outer.first);
+      }
+    }
+    if (u + kAhead < beyond) {
+      left_of.prefetch_later(p[u + kAhead]);
+      right_of.prefetch_later(q[u + kAhead]);
+      prefetch(stripe.right.values + (q[u + kAhead] - first_right) * stripe.right.size, 4 * stripe.right.size);
+    }
+    const float* right = right_of(q[u]);
+    if (gradients.of_scales != nullptr) multiply<N1, N2>(n1, n2, left, right, table.diagonal, rank, row);
+    sum_lookups<N1 * N2>(lookups, gradients, u, last, n, row, sum);
+    transpose(n1, n2, sum, turned);
+    add_product<N2, N1>(n2, n1, right, turned, rank, of_left);
+    add_product<N1, N2>(n1, n2, left, sum, rank, touch(stripe.right, q[u] - first_right));
+    if (table.left.is_pair && (u + 1 == beyond || p[u + 1] != p[u])) {
+      add_row_products(of_left, left, rank, n1, stripe.of_diagonal);
+      scale_rows(of_left, table.diagonal, rank, int64_t(rank) * n1);
+      pairs.add(p[u], of_left);
+    }
+  }
+  pairs.flush();
+}
+
+void gradients_of_products(
+    const Half& half, int rank, const float* gradients, int64_t first, int64_t beyond, const Sums& outer, const Sums& inner,
+    float* memory) {
+  Scratch scratch(memory);
+  PairGradients pairs(half, rank, outer, inner, scratch);
+  const int64_t size = int64_t(rank) * half.outer_n * half.inner_n;
+  float* gradient = scratch.take(size);
+  for (int64_t number = first; number < beyond; ++number) {
+    std::memcpy(gradient, gradients + (number - first) * size, 4 * size);
+    pairs.add(number, gradient);
+  }
+  pairs.flush();
+}
+
+void finish_sums(
+    const Sums* stripes, int count, const float* diagonal, int64_t rows, const Target& target, int64_t first, int64_t beyond,
+    float* of_diagonal, float* memory) {
+  Scratch scratch(memory);
+  const Core& core = target.core;
+  float* widened = scratch.take(core.size);
+  for (int64_t slice = first; slice < beyond; ++slice) {
+    float* total = nullptr;
+    for (int s = 0; s < count; ++s) {
+      if (!stripes[s].touched[slice]) continue;
+      float* values = stripes[s].values + slice * core.size;
+      if (total == nullptr) {
+        total = values;
+      } else {
+        add_scaled(total, values, 1.0f, core.size);
+      }
+    }
+    if (total == nullptr) {
+      if (target.update == nullptr)
+        std::memset(offset(target.gradient, core.number, slice * core.size), 0, core.size * bytes_of(core.number));
+      continue;
+    }
+    if (of_diagonal != nullptr && rows > 0)
+      add_row_products(total, slice_of(core, slice + core.first, widened), rows, core.size / rows, of_diagonal);
+    scale_rows(total, diagonal, rows, core.size);
+    if (target.update == nullptr) {
+      narrow(total, core.number, core.size, offset(target.gradient, core.number, slice * core.size));
+    } else {
+      update_slice(core, *target.update, slice, total);
+    }
+  }
+}
+
+// The sizes that tables mostly have are known to the compiler, which then keeps a row in registers.
+#define COMERA_BY_SIZE(function, ...)                                               \
+  do {                                                                              \
+    switch (table.n1 * 64 + table.n2) {                                             \
+      case 4 * 64 + 4: return function<4, 4>(__VA_ARGS__);                          \
+      case 4 * 64 + 8: return function<4, 8>(__VA_ARGS__);                          \
+      case 8 * 64 + 4: return function<8, 4>(__VA_ARGS__);                          \
+      case 8 * 64 + 8: return function<8, 8>(__VA_ARGS__);                          \
+      case 8 * 64 + 16: return function<8, 16>(__VA_ARGS__);                        \
+      case 16 * 64 + 4: return function<16, 4>(__VA_ARGS__);                        \
+      case 16 * 64 + 8: return function<16, 8>(__VA_ARGS__);                        \
+      case 16 * 64 + 16: return function<16, 16>(__VA_ARGS__);                      \
+      default: return function<0, 0>(__VA_ARGS__);                                  \
+    }                                                                               \
+  } while (false)
+
+void look_up_by_size(
+    const Table& table, const Lookups& lookups, const Bags& bags, float* rows, int64_t first, int64_t beyond, float* scratch) {
+  COMERA_BY_SIZE(look_up, table, lookups, bags, rows, first, beyond, scratch);
+}
+
+void gradients_of_rows_by_size(
+    const Table& table, const Lookups& lookups, const BagGradients& gradients, int64_t first, int64_t beyond, const Stripe& stripe,
+    float* scratch) {
+  COMERA_BY_SIZE(gradients_of_rows, table, lookups, gradients, first, beyond, stripe, scratch);
+}
+
+}  // namespace
+
+#define COMERA_STRING_OF(name) #name
+#define COMERA_NAMED(name) COMERA_STRING_OF(name)
+#define COMERA_JOINED(a, b) a##b
+#define COMERA_TABLE(name) COMERA_JOINED(kernels_, name)
+
+const Kernels COMERA_TABLE(COMERA_KERNELS) = {
+    COMERA_NAMED(COMERA_KERNELS),
+    kWidth,
+    scratch_floats,
+    look_up_by_size,
+    make_products,
+    pool,
+    gradients_of_rows_by_size,
+    gradients_of_products,
+    finish_sums,
+    update_slice,
+};
+
+}  // namespace comera

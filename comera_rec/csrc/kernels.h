@@ -1,0 +1,140 @@
+// What the loops over rows are told, and the table of them that exists once for each instruction set.
+//
+// T tables of two, three or four cores each. A table's cores are cut into a leading and a trailing half, of one or two cores:
+// row (p, q) is the product of slice p of the one and slice q of the other. Numbers p and q count over all tables.
+// U unique rows, sorted by table, p and q. L lookups, sorted by row.
+#pragma once
+
+#include <cstdint>
+
+namespace comera {
+
+enum class Number : int32_t { float32, bfloat16, float16 };
+
+// Slices of a core, one after the other, each contiguous.
+struct Core {
+  void* data = nullptr;
+  Number number = Number::float32;
+  int64_t slices = 0;
+  int64_t size = 0;   // numbers in a slice
+  int64_t first = 0;  // its first slice in the count over all tables
+};
+
+// The leading or the trailing half of a table's cores: products [rank, n], stored rank by rank.
+struct Half {
+  Core outer;         // the core at the end of the chain: slices [bond, outer_n]
+  Core inner;         // of a pair, the core next to the cut: slices [bond, rank, inner_n]
+  bool is_pair = false;
+  bool outer_is_slow = true;  // whether a pair's columns count its outer core's slowest: in the leading half they do
+  const float* diagonal = nullptr;  // of a pair: [bond]
+  int bond = 0;                     // rank between a pair's cores; of one core alone the rank at the cut
+  int outer_n = 1, inner_n = 1;
+  const int32_t* outer_of = nullptr;  // of a pair: its slices by number of the product
+  const int32_t* inner_of = nullptr;
+};
+
+struct Table {
+  Half left, right;
+  const float* diagonal = nullptr;  // at the cut, [rank]
+  int rank = 0;
+  int n1 = 0, n2 = 0;               // columns of a product of each half
+  int64_t row_begin = 0, row_end = 0;
+  const float* right_products = nullptr;  // of a pair: made in advance, as many as the table has
+  int64_t first_right_product = 0;
+};
+
+// What a batch looks up.
+struct Lookups {
+  const int32_t* p = nullptr;       // [U]
+  const int32_t* q = nullptr;       // [U]
+  const int32_t* starts = nullptr;  // [U + 1] the first lookup of each row
+  const int32_t* order = nullptr;   // [L] lookups sorted by row
+  const int32_t* places = nullptr;  // [L] by sorted lookup: which bag of the output it is in, -1 for none
+  const float* scales = nullptr;    // [L] by sorted lookup: what its row is multiplied with; null only if all are in bags, as they are
+};
+
+struct Bags {
+  float* values = nullptr;  // [bags, width]
+  int64_t width = 0;        // at most n1 * n2
+  bool streams = false;     // whether bags are whole cache lines, to be written past the caches
+};
+
+// How an optimizer changes a slice; see `Kind` for the formulas.
+struct Update {
+  enum class Kind : int32_t { sgd, adagrad, row_wise_adagrad, adam };
+  Kind kind = Kind::sgd;
+  float lr = 0, eps = 0, weight_decay = 0;
+  float beta1 = 0, beta2 = 0, correction1 = 1, correction2 = 1;  // of Adam; corrections are 1 - beta^step
+  void* first = nullptr;   // Adagrad's sums, or Adam's first moments, as numbers of the core; row-wise: float [slices]
+  void* second = nullptr;  // Adam's second moments
+};
+
+// Where the gradient of a core's slices goes: to a tensor like the core, or into the core by an update. Slices that no row has get a
+// gradient of zero, and no update.
+struct Target {
+  Core core;
+  void* gradient = nullptr;
+  const Update* update = nullptr;
+};
+
+// Gradients of the bags, and of the scales if anything asks for them.
+struct BagGradients {
+  const float* values = nullptr;
+  int64_t width = 0;
+  float* of_scales = nullptr;  // [L] by lookup
+};
+
+// Sums of gradients [slices, size], of slices that were touched; what was not is uninitialized.
+struct Sums {
+  float* values = nullptr;
+  uint8_t* touched = nullptr;
+  int64_t size = 0;
+};
+
+// What a range of rows adds to the gradients of its table: apart from other ranges, so that each adds in the order of its rows.
+struct Stripe {
+  Sums left_outer, left_inner, right;  // left_inner: of pairs; right: of its core or, of pairs, its products
+  float* of_diagonal = nullptr;        // [rank] at the cut, if the left half is a pair
+};
+
+struct Kernels {
+  const char* name;
+  int vector_floats;
+
+  // Floats of scratch memory that any of these takes for a table.
+  int64_t (*scratch_floats)(const Table&);
+
+  // Rows [first, beyond) go to their bags, of one lookup each; or to `rows` [U, width], if that is given.
+  void (*look_up)(const Table&, const Lookups&, const Bags&, float* rows, int64_t first, int64_t beyond, float* scratch);
+  // Products [first, beyond) of a pair, into out [.., rank, n].
+  void (*make_products)(const Half&, int rank, int64_t first, int64_t beyond, float* out, float* scratch);
+  // Bags [first, beyond) from rows: inverse [L], offsets [bags + 1], by the place of each bag in the output.
+  void (*pool)(
+      const float* rows, const int32_t* inverse, const int64_t* offsets, const float* weights, bool mean, int64_t features,
+      const Bags&, int64_t bags, int64_t first, int64_t beyond);
+
+  // Gradients of rows [first, beyond), on to the halves' slices; not yet times the diagonal next to these.
+  void (*gradients_of_rows)(
+      const Table&, const Lookups&, const BagGradients&, int64_t first, int64_t beyond, const Stripe&, float* scratch);
+  // Gradients [.., rank, n] of products [first, beyond) of a pair, on to its cores.
+  void (*gradients_of_products)(
+      const Half&, int rank, const float* gradients, int64_t first, int64_t beyond, const Sums& outer, const Sums& inner,
+      float* scratch);
+  // Slices [first, beyond): sums of all stripes, times the diagonal, to the target; and the gradient of the diagonal if asked for.
+  void (*finish_sums)(
+      const Sums* stripes, int count, const float* diagonal, int64_t rows, const Target&, int64_t first, int64_t beyond,
+      float* of_diagonal, float* scratch);
+  // A step of the optimizer for one slice, counted from the core's first.
+  void (*update_slice)(const Core&, const Update&, int64_t slice, float* gradient);
+};
+
+extern const Kernels kernels_portable;
+#if defined(__x86_64__)
+extern const Kernels kernels_avx2;
+extern const Kernels kernels_avx512;
+#endif
+
+// The best ones that this machine runs, or those that the environment variable COMERA_CPU names.
+const Kernels& kernels();
+
+}  // namespace comera

@@ -1,0 +1,31 @@
+// Memory for outputs and for what a call sets aside: taken again by the next call, because new pages are slower than the work on them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+namespace comera {
+
+// At least that many bytes, not initialized, aligned to cache lines.
+void* take_memory(size_t bytes);
+
+// Give back what `take_memory` returned. Large blocks are kept for a while, on huge pages where the system has them.
+void give_memory(void* memory);
+
+template <class T>
+class Buffer {
+ public:
+  Buffer() = default;
+  explicit Buffer(int64_t count) : memory_(static_cast<T*>(take_memory(sizeof(T) * size_t(count > 0 ? count : 1)))) {}
+  T* get() const { return memory_.get(); }
+  T& operator[](int64_t i) const { return memory_.get()[i]; }
+
+ private:
+  struct Give {
+    void operator()(T* memory) const { give_memory(memory); }
+  };
+  std::unique_ptr<T, Give> memory_;
+};
+
+}  // namespace comera

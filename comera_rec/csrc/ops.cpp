@@ -1,0 +1,379 @@
+// The operators, over LibTorch's stable ABI: one binary for every Python and several releases of torch. What they take is checked here;
+// beyond this file sizes fit together.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <limits>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "memory.h"
+#include "parallel.h"
+#include "pool.h"
+
+namespace comera {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+
+template <class... Words>
+void require(bool is_met, const Words&... words) {
+  if (is_met) return;
+  std::ostringstream message;
+  (message << ... << words);
+  throw std::invalid_argument(message.str());
+}
+
+std::string shape_of(const Tensor& tensor) {
+  std::ostringstream text;
+  text << '(';
+  for (int64_t k = 0; k < tensor.dim(); ++k) text << (k ? ", " : "") << tensor.size(k);
+  text << ')';
+  return text.str();
+}
+
+void require_plain(const Tensor& tensor, const char* name, ScalarType type, const char* type_name) {
+  require(tensor.scalar_type() == type, name, " is of another type than ", type_name, ": convert it");
+  require(tensor.is_cpu() && tensor.is_contiguous(), name, " is not a contiguous tensor on CPU: move it, or copy it");
+}
+
+Tensor empty(std::vector<int64_t> sizes, ScalarType type) {
+  return torch::stable::empty(
+      sizes, type, std::nullopt, torch::stable::Device(torch::headeronly::DeviceType::CPU));
+}
+
+// Floats in memory that returns to where the next call takes it from.
+Tensor reused(std::vector<int64_t> sizes) {
+  int64_t count = 1;
+  std::vector<int64_t> strides(sizes.size());
+  for (size_t k = sizes.size(); k-- > 0; count *= sizes[k]) strides[k] = count;
+  if (count == 0) return empty(sizes, ScalarType::Float);
+  return torch::stable::from_blob(
+      take_memory(sizeof(float) * size_t(count)), sizes, strides, torch::stable::Device(torch::headeronly::DeviceType::CPU),
+      ScalarType::Float, give_memory);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_lookup(
+    std::vector<Tensor> ids, std::vector<int64_t> num_embeddings, std::vector<int64_t> row_shapes) {
+  const int64_t T = int64_t(ids.size());
+  require(T > 0, "ids is empty: give the ids of at least one table");
+  require(int64_t(num_embeddings.size()) == T, "num_embeddings holds ", num_embeddings.size(), " numbers for ", T, " tables");
+  const int64_t d = int64_t(row_shapes.size()) / T;
+  require(int64_t(row_shapes.size()) == d * T && d >= 2 && d <= 4, "row_shapes holds ", row_shapes.size(), " numbers for ", T,
+          " tables: give the 2, 3 or 4 row modes of each, as many for all");
+  std::vector<TableIds> tables;
+  std::vector<int64_t> slices(d, 0);
+  int64_t L = 0;
+  for (int64_t t = 0; t < T; ++t) {
+    const ScalarType type = ids[t].scalar_type();
+    require(type == ScalarType::Long || type == ScalarType::Int, "ids[", t, "] is neither int64 nor int32: convert it");
+    require(ids[t].is_cpu() && ids[t].is_contiguous(), "ids[", t, "] is not a contiguous tensor on CPU: move it, or copy it");
+    const int64_t* modes = &row_shapes[t * d];
+    double rows = 1, products = 1;  // which may exceed an integer
+    for (int64_t k = 0; k < d; ++k) {
+      require(modes[k] >= 1, "row_shapes holds ", modes[k], ": row modes are positive");
+      rows *= double(modes[k]);
+      slices[k] += modes[k];
+      require(slices[k] <= kMost, "row_shapes holds more than ", kMost, " slices in the ", k + 1, "th cores of all tables");
+    }
+    for (int64_t k = 0; k < (d + 1) / 2; ++k) products *= double(modes[k]);
+    require(products <= kMost && rows / products <= kMost, "row_shapes of table ", t, " has halves of more than ", kMost, " digits: ",
+            "give modes that are more even");
+    require(num_embeddings[t] >= 1 && double(num_embeddings[t]) <= rows, "num_embeddings[", t, "] is ", num_embeddings[t],
+            ", and its row modes make ", rows, " rows: give at least 1 and no more than these");
+    tables.push_back({ids[t].data_ptr(), type == ScalarType::Long, ids[t].numel(), num_embeddings[t], modes});
+    L += ids[t].numel();
+  }
+  require(L < kMost, "ids holds ", L, " ids: look up fewer than ", kMost, " at a time");
+  Tensor inverse = empty({L}, ScalarType::Int), order = empty({L}, ScalarType::Int), starts = empty({L + 1}, ScalarType::Int);
+  Tensor rows = empty({2, L}, ScalarType::Int), left = empty({2, d >= 3 ? L : 0}, ScalarType::Int);
+  Tensor right = empty({2, d == 4 ? L : 0}, ScalarType::Int), bounds = empty({3 + d, T + 1}, ScalarType::Int);
+  const auto at = [](const Tensor& tensor) { return static_cast<int32_t*>(tensor.data_ptr()); };
+  const Plan plan{at(inverse), at(order), at(starts), at(rows), at(rows) + L, at(left), at(left) + L, at(right),
+                  at(right) + L, at(bounds)};
+  make_plan(tables, d, plan);
+  return {inverse, order, starts, rows, left, right, bounds};
+}
+
+Number number_of(const Tensor& tensor, const char* name) {
+  const ScalarType type = tensor.scalar_type();
+  require(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half, name,
+          " holds neither float32 nor bfloat16 nor float16: convert the cores, or choose impl 'reference'");
+  return type == ScalarType::Float ? Number::float32 : type == ScalarType::BFloat16 ? Number::bfloat16 : Number::float16;
+}
+
+// Cores (r0, m, n, r1) whose slices lie one after the other, rank by rank: (m, r0, r1, n) in the leading half, (m, r1, r0, n) in the
+// trailing one.
+bool is_slice_major(const Tensor& core, bool is_leading) {
+  const int order[4] = {2, is_leading ? 3 : 0, is_leading ? 0 : 3, 1};  // fastest first
+  int64_t step = 1;
+  for (int k : order) {
+    if (core.size(k) != 1 && core.stride(k) != step) return core.numel() == 0;
+    step *= core.size(k);
+  }
+  return true;
+}
+
+// The arguments of a lookup as the loops take them, and what keeps them alive.
+struct Arguments {
+  Arguments(
+      const std::vector<Tensor>& cores, const std::vector<Tensor>& diagonals, const std::vector<Tensor>& plan, const Tensor& offsets,
+      const std::optional<Tensor>& weights, bool mean, int64_t features, int64_t num_cols) {
+    const auto &inverse = plan[0], &order = plan[1], &starts = plan[2], &rows = plan[3], &left = plan[4], &right = plan[5],
+               &bounds = plan[6];
+    for (const Tensor& tensor : plan) require_plain(tensor, "plan", ScalarType::Int, "int32");
+    const int64_t L = inverse.numel(), T = bounds.dim() == 2 ? bounds.size(1) - 1 : 0, d = T > 0 ? bounds.size(0) - 3 : 0;
+    require(d >= 2 && d <= 4 && order.numel() == L && starts.numel() == L + 1 && rows.numel() == 2 * L &&
+                left.numel() == (d >= 3 ? 2 * L : 0) && right.numel() == (d == 4 ? 2 * L : 0),
+            "plan has tensors of sizes that don't belong together: take them from one call of plan_lookup");
+    require(int64_t(cores.size()) == T * d, "cores holds ", cores.size(), " tensors, and the plan is for ", T, " tables of ", d);
+    require(diagonals.empty() || int64_t(diagonals.size()) == T * (d - 1), "diagonals holds ", diagonals.size(), " tensors for ", T,
+            " tables of ", d, " cores: give one between each two neighbours, or none at all");
+    batch.num_tables = T;
+    batch.order = d;
+    batch.num_lookups = L;
+    batch.num_cols = num_cols;
+    const auto at = [](const Tensor& tensor) { return static_cast<int32_t*>(tensor.data_ptr()); };
+    batch.plan = {at(inverse), at(order), at(starts), at(rows), at(rows) + L, at(left), at(left) + L, at(right),
+                  at(right) + L, at(bounds)};
+    int64_t floats = 0;
+    for (int64_t t = 0; t < T; ++t) take_table(cores, t);
+    for (int rank : batch.ranks) floats += rank;
+    take_diagonals(diagonals, floats);
+    take_bags(offsets, weights, mean, features);
+    int64_t width = 1;
+    for (int64_t k = 0; k < d; ++k) width *= batch.columns[k];
+    require(num_cols >= 1 && num_cols <= width, "num_cols is ", num_cols, ", and the cores make ", width, " columns");
+  }
+
+  Batch batch;
+
+ private:
+  void take_table(const std::vector<Tensor>& cores, int64_t t) {
+    const int64_t T = batch.num_tables, d = batch.order;
+    int64_t rank = 1;
+    for (int64_t k = 0; k < d; ++k) {
+      const Tensor& core = cores[t * d + k];
+      const int32_t* firsts = batch.plan.bounds + (3 + k) * (T + 1) + t;
+      require(core.dim() == 4 && core.size(0) == rank, "cores[", t * d + k, "] has shape ", shape_of(core), ": give (", rank,
+              ", m, n, r), the ranks of neighbours alike");
+      require(core.size(1) == firsts[1] - firsts[0], "cores[", t * d + k, "] has shape ", shape_of(core), ", and the plan is for ",
+              firsts[1] - firsts[0], " slices: make the plan for these tables");
+      const int64_t columns = t == 0 ? core.size(2) : batch.columns[k];
+      require(core.size(2) == columns, "cores[", t * d + k, "] has ", core.size(2), " columns, and that of table 0 ", columns,
+              ": look up tables of other column modes apart");
+      require(core.is_cpu() && is_slice_major(core, k < (d + 1) / 2), "cores[", t * d + k,
+              "] is not on CPU, slice after slice: see slice_major");
+      require(core.scalar_type() == cores[0].scalar_type(), "cores[", t * d + k, "] has another type than cores[0]: convert it");
+      rank = core.size(3);
+      if (k + 1 < d) batch.ranks.push_back(int(rank));
+      batch.columns.push_back(int(core.size(2)));
+      batch.cores.push_back(
+          {core.data_ptr(), number_of(core, "cores"), core.size(1), core.size(0) * core.size(2) * core.size(3), firsts[0]});
+    }
+    require(rank == 1, "cores[", t * d + d - 1, "] has last rank ", rank, ": the last core ends in rank 1");
+  }
+
+  void take_diagonals(const std::vector<Tensor>& diagonals, int64_t floats) {
+    diagonals_ = Buffer<float>(floats);
+    float* next = diagonals_.get();
+    for (size_t k = 0; k < batch.ranks.size(); ++k) {
+      const int rank = batch.ranks[k];
+      if (diagonals.empty()) {
+        std::fill_n(next, rank, 1.0f);
+      } else {
+        const Tensor& diagonal = diagonals[k];
+        require(diagonal.dim() == 1 && diagonal.size(0) == rank && diagonal.is_cpu() && diagonal.is_contiguous(), "diagonals[", k,
+                "] has shape ", shape_of(diagonal), ": give a contiguous one of ", rank, " numbers on CPU");
+        widen(diagonal, next);
+      }
+      batch.diagonals.push_back(next);
+      next += rank;
+    }
+  }
+
+  static void widen(const Tensor& from, float* to) {
+    const void* data = from.data_ptr();
+    switch (number_of(from, "diagonals")) {
+      case Number::float32: std::copy_n(static_cast<const float*>(data), from.numel(), to); break;
+      case Number::bfloat16: std::copy_n(static_cast<const torch::headeronly::BFloat16*>(data), from.numel(), to); break;
+      case Number::float16: std::copy_n(static_cast<const torch::headeronly::Half*>(data), from.numel(), to); break;
+    }
+  }
+
+  void take_bags(const Tensor& offsets, const std::optional<Tensor>& weights, bool mean, int64_t features) {
+    const int64_t L = batch.num_lookups;
+    require_plain(offsets, "offsets", ScalarType::Long, "int64");
+    batch.offsets = static_cast<const int64_t*>(offsets.data_ptr());
+    batch.bags = offsets.numel() - 1;
+    batch.features = features;
+    batch.mean = mean;
+    bool ascends = batch.bags >= 0 && batch.offsets[0] == 0;
+    for (int64_t bag = 0; bag < batch.bags; ++bag) ascends &= batch.offsets[bag] <= batch.offsets[bag + 1];
+    require(ascends && batch.offsets[batch.bags] <= L, "offsets must ascend from 0 to at most ", L, ", the number of ids");
+    require(features >= 1 && batch.bags % features == 0, "offsets holds ", batch.bags, " bags, which ", features,
+            " features can't share evenly");
+    if (!weights) return;
+    require_plain(*weights, "per_sample_weights", ScalarType::Float, "float32");
+    require(weights->numel() == L && !mean, "per_sample_weights holds ", weights->numel(), " numbers for ", L,
+            " ids: give one for each, and mode 'sum'");
+    batch.weights = static_cast<const float*>(weights->data_ptr());
+  }
+
+  Buffer<float> diagonals_;
+};
+
+Tensor pool(
+    std::vector<Tensor> cores, std::vector<Tensor> diagonals, std::vector<Tensor> plan, Tensor offsets, std::optional<Tensor> weights,
+    bool mean, int64_t features, int64_t num_cols) {
+  require(plan.size() == 7, "plan holds ", plan.size(), " tensors: take the 7 of plan_lookup");
+  const Arguments arguments(cores, diagonals, plan, offsets, weights, mean, features, num_cols);
+  Tensor out = reused({arguments.batch.bags / features, features * num_cols});
+  pool_bags(arguments.batch, static_cast<float*>(out.data_ptr()));
+  return out;
+}
+
+std::tuple<std::vector<Tensor>, Tensor> run_backward(
+    const Tensor& gradient, const Batch& batch, const std::vector<Target>& targets, bool has_weights) {
+  require_plain(gradient, "gradient", ScalarType::Float, "float32");
+  require(gradient.numel() == batch.bags * batch.num_cols, "gradient has shape ", shape_of(gradient), ", and the bags ",
+          batch.bags / batch.features, " x ", batch.features * batch.num_cols);
+  std::vector<Tensor> of_diagonals;
+  std::vector<float*> pointers;
+  for (int rank : batch.ranks) {
+    of_diagonals.push_back(empty({rank}, ScalarType::Float));
+    pointers.push_back(static_cast<float*>(of_diagonals.back().data_ptr()));
+  }
+  Tensor of_weights = empty({has_weights ? batch.num_lookups : 0}, ScalarType::Float);
+  backward(
+      batch, static_cast<const float*>(gradient.data_ptr()), targets, pointers,
+      has_weights ? static_cast<float*>(of_weights.data_ptr()) : nullptr);
+  return {of_diagonals, of_weights};
+}
+
+std::tuple<std::vector<Tensor>, std::vector<Tensor>, Tensor> pool_backward(
+    Tensor gradient, std::vector<Tensor> cores, std::vector<Tensor> diagonals, std::vector<Tensor> plan, Tensor offsets,
+    std::optional<Tensor> weights, bool mean, int64_t features, int64_t num_cols) {
+  require(plan.size() == 7, "plan holds ", plan.size(), " tensors: take the 7 of plan_lookup");
+  const Arguments arguments(cores, diagonals, plan, offsets, weights, mean, features, num_cols);
+  std::vector<Tensor> of_cores;
+  std::vector<Target> targets;
+  for (size_t k = 0; k < cores.size(); ++k) {
+    of_cores.push_back(torch::stable::empty_like(cores[k]));
+    Target target;
+    target.core = arguments.batch.cores[k];
+    target.gradient = of_cores.back().data_ptr();
+    targets.push_back(target);
+  }
+  auto [of_diagonals, of_weights] = run_backward(gradient, arguments.batch, targets, weights.has_value());
+  return {of_cores, of_diagonals, of_weights};
+}
+
+constexpr int64_t kSettings = 7;
+
+// The state that an optimizer keeps of a core, laid out as the core; or of each of its slices.
+void* state_of(const std::vector<Tensor>& states, size_t k, const Tensor& core, bool is_by_slice, const char* name) {
+  if (states.empty()) return nullptr;
+  const Tensor& state = states[k];
+  if (is_by_slice) {
+    const int64_t slices = core.dim() == 4 ? core.size(1) : 1;
+    require(state.scalar_type() == ScalarType::Float && state.is_contiguous() && state.numel() == slices, name, "[", k,
+            "] has shape ", shape_of(state), ": give a float32 number for each of ", slices, " slices");
+  } else {
+    bool is_alike = state.dim() == core.dim() && state.scalar_type() == core.scalar_type();
+    for (int64_t axis = 0; is_alike && axis < core.dim(); ++axis)
+      is_alike = state.size(axis) == core.size(axis) && (core.size(axis) == 1 || state.stride(axis) == core.stride(axis));
+    require(is_alike, name, "[", k, "] has shape ", shape_of(state), " or strides unlike those of its core, ", shape_of(core));
+  }
+  require(state.is_cpu(), name, "[", k, "] is not on CPU: move it");
+  return state.data_ptr();
+}
+
+std::tuple<std::vector<Tensor>, Tensor> pool_backward_update(
+    Tensor gradient, std::vector<Tensor> cores, std::vector<Tensor> diagonals, std::vector<Tensor> plan, Tensor offsets,
+    std::optional<Tensor> weights, bool mean, int64_t features, int64_t num_cols, std::vector<Tensor> first, std::vector<Tensor> second,
+    int64_t kind, std::vector<double> settings) {
+  require(plan.size() == 7, "plan holds ", plan.size(), " tensors: take the 7 of plan_lookup");
+  const Arguments arguments(cores, diagonals, plan, offsets, weights, mean, features, num_cols);
+  require(kind >= 0 && kind <= int64_t(Update::Kind::adam), "kind is ", kind, ": choose 0 to 3");
+  const Update::Kind chosen = Update::Kind(kind);
+  // Diagonals are updated like cores where there are settings for them.
+  const size_t count = settings.size() / kSettings;
+  require(settings.size() == count * kSettings && (count == cores.size() || count == cores.size() + diagonals.size()),
+          "settings holds ", settings.size(), " numbers: give ", kSettings, " for each core, or for each core and diagonal");
+  require(first.size() == (chosen == Update::Kind::sgd ? 0 : count) && second.size() == (chosen == Update::Kind::adam ? count : 0),
+          "first and second hold ", first.size(), " and ", second.size(), " states for ", count, " parameters");
+  std::vector<Update> updates(count);
+  std::vector<Target> targets(cores.size());
+  for (size_t k = 0; k < count; ++k) {
+    const bool is_core = k < cores.size();
+    const Tensor& parameter = is_core ? cores[k] : diagonals[k - cores.size()];
+    const double* own = &settings[k * kSettings];
+    Update& update = updates[k];
+    update.kind = chosen;
+    update.lr = float(own[0]);
+    update.eps = float(own[1]);
+    update.weight_decay = float(own[2]);
+    update.beta1 = float(own[3]);
+    update.beta2 = float(own[4]);
+    update.correction1 = float(own[5]);
+    update.correction2 = float(own[6]);
+    update.first = state_of(first, k, parameter, chosen == Update::Kind::row_wise_adagrad, "first");
+    update.second = state_of(second, k, parameter, false, "second");
+    if (!is_core) continue;
+    targets[k].core = arguments.batch.cores[k];
+    targets[k].update = &update;
+  }
+  auto gradients = run_backward(gradient, arguments.batch, targets, weights.has_value());
+  for (size_t k = cores.size(); k < count; ++k) {
+    const Tensor& diagonal = diagonals[k - cores.size()];
+    const Core core{diagonal.data_ptr(), number_of(diagonal, "diagonals"), 1, diagonal.numel(), 0};
+    kernels().update_slice(core, updates[k], 0, static_cast<float*>(std::get<0>(gradients)[k - cores.size()].data_ptr()));
+  }
+  return gradients;
+}
+
+std::string cpu() { return kernels().name; }
+
+int64_t threads_used_last() { return threads_used.load(); }
+
+}  // namespace
+}  // namespace comera
+
+STABLE_TORCH_LIBRARY(comera_rec, library) {
+  library.def(
+      "plan_lookup(Tensor[] ids, int[] num_embeddings, int[] row_shapes) -> "
+      "(Tensor inverse, Tensor order, Tensor starts, Tensor rows, Tensor left, Tensor right, Tensor bounds)");
+  library.def(
+      "pool(Tensor[] cores, Tensor[] diagonals, Tensor[] plan, Tensor offsets, Tensor? weights, bool mean, int features, int num_cols)"
+      " -> Tensor");
+  library.def(
+      "pool_backward(Tensor gradient, Tensor[] cores, Tensor[] diagonals, Tensor[] plan, Tensor offsets, Tensor? weights, bool mean, "
+      "int features, int num_cols) -> (Tensor[] cores, Tensor[] diagonals, Tensor weights)");
+  library.def(
+      "pool_backward_update(Tensor gradient, Tensor(a!)[] cores, Tensor(d!)[] diagonals, Tensor[] plan, Tensor offsets, Tensor? weights, "
+      "bool mean, int features, int num_cols, Tensor(b!)[] first, Tensor(c!)[] second, int kind, float[] settings) -> "
+      "(Tensor[] diagonals, Tensor weights)");
+  library.def("cpu() -> str");
+  library.def("threads_used_last() -> int");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(comera_rec, CPU, library) {
+  library.impl("plan_lookup", TORCH_BOX(&comera::plan_lookup));
+  library.impl("pool", TORCH_BOX(&comera::pool));
+  library.impl("pool_backward", TORCH_BOX(&comera::pool_backward));
+  library.impl("pool_backward_update", TORCH_BOX(&comera::pool_backward_update));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(comera_rec, CompositeExplicitAutograd, library) {
+  library.impl("cpu", TORCH_BOX(&comera::cpu));
+  library.impl("threads_used_last", TORCH_BOX(&comera::threads_used_last));
+}

@@ -1,0 +1,35 @@
+// Tasks on torch's threads. What a task computes never depends on which thread takes it, or on how many there are.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include <torch/csrc/stable/ops.h>
+
+namespace comera {
+
+// Threads that took a task of the last `run_tasks`.
+inline std::atomic<int> threads_used{0};
+
+// Call run(task, thread) for every task; threads take the next one when they are done, so that a slow one delays no other.
+template <class Run>
+void run_tasks(int64_t tasks, const Run& run) {
+  const int64_t available = torch::stable::get_num_threads(), threads = available < tasks ? available : tasks;
+  std::atomic<int64_t> next{0};
+  std::atomic<int> used{0};
+  const auto work = [&](int64_t first, int64_t beyond) {
+    for (int64_t thread = first; thread < beyond; ++thread) {
+      int64_t task = next.fetch_add(1, std::memory_order_relaxed);
+      if (task < tasks) used.fetch_add(1, std::memory_order_relaxed);
+      for (; task < tasks; task = next.fetch_add(1, std::memory_order_relaxed)) run(task, thread);
+    }
+  };
+  if (threads <= 1) {
+    work(0, 1);
+  } else {
+    torch::stable::parallel_for(0, threads, 1, work);
+  }
+  threads_used.store(used.load(), std::memory_order_relaxed);
+}
+
+}  // namespace comera

@@ -1,0 +1,232 @@
+#include "plan.h"
+
+#include <algorithm>
+#include <bit>
+#include <stdexcept>
+#include <string>
+
+#include "memory.h"
+#include "parallel.h"
+
+namespace comera {
+namespace {
+
+constexpr int kDigitBits = 12;     // of a pass of the radix sort: its counters stay in the first-level cache
+constexpr int64_t kFewWords = 512;  // which a comparison sort orders faster
+
+// Sorts words by their bits [low, low + bits); words that share them stay in order. The result is in `words`.
+template <class Word>
+void sort_words(Word* words, Word* other, int64_t count, int low, int bits) {
+  if (count <= kFewWords) {
+    const Word mask = ((Word(1) << bits) - 1) << low;
+    std::stable_sort(words, words + count, [mask](Word a, Word b) { return (a & mask) < (b & mask); });
+    return;
+  }
+  const int passes = (bits + kDigitBits - 1) / kDigitBits, width = passes > 0 ? (bits + passes - 1) / passes : 0;
+  const Word mask = (Word(1) << width) - 1;
+  int32_t counters[1 << kDigitBits];
+  Word *source = words, *target = other;
+  for (int pass = 0; pass < passes; ++pass) {
+    const int shift = low + pass * width;
+    std::fill_n(counters, int64_t(1) << width, 0);
+    for (int64_t i = 0; i < count; ++i) ++counters[size_t(source[i] >> shift & mask)];
+    int32_t before = 0;
+    for (int64_t digit = 0; digit < int64_t(1) << width; ++digit) {
+      const int32_t here = counters[digit];
+      counters[digit] = before;
+      before += here;
+    }
+    for (int64_t i = 0; i < count; ++i) target[counters[size_t(source[i] >> shift & mask)]++] = source[i];
+    std::swap(source, target);
+  }
+  if (source != words) std::copy(source, source + count, words);
+}
+
+int bits_of(int64_t count) { return std::bit_width(uint64_t(count > 0 ? count - 1 : 0)); }
+
+// One table's share of the plan.
+struct Part {
+  TableIds table;
+  int64_t first_lookup = 0, first_row = 0;
+  int64_t left_slices = 0, right_slices = 0;  // or numbers of products that there could be
+  int64_t rows = 0, left_products = 0, right_products = 0;
+  int64_t bad_id = 0;
+  bool has_bad_id = false;
+  bool is_wide = false;  // whether an id and its place need more than a word of 64 bits
+};
+
+using Wide = unsigned __int128;
+
+template <class Word>
+void sort_ids(Part& part, Word* words, Word* other) {
+  const int64_t count = part.table.count, limit = part.table.num_embeddings;
+  const int place_bits = bits_of(count);
+  const auto pack = [&](const auto* ids) {
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t id = ids[i];
+      if (uint64_t(id) >= uint64_t(limit)) {
+        part.bad_id = id;
+        part.has_bad_id = true;
+        return;
+      }
+      words[i] = Word(uint64_t(id)) << place_bits | Word(uint64_t(i));
+    }
+  };
+  part.table.is_long ? pack(static_cast<const int64_t*>(part.table.ids)) : pack(static_cast<const int32_t*>(part.table.ids));
+  if (part.has_bad_id) return;
+  sort_words(words, other, count, place_bits, bits_of(limit));
+  for (int64_t i = 0; i < count; ++i) part.rows += i == 0 || words[i] >> place_bits != words[i - 1] >> place_bits;
+}
+
+// Rows of a table from its sorted ids: p and q are digits of the table itself.
+template <class Word>
+void write_rows(const Part& part, const Word* words, const Plan& plan) {
+  const int place_bits = bits_of(part.table.count);
+  const Word mask = (Word(1) << place_bits) - 1;
+  const int64_t right = part.right_slices;
+  int64_t row = part.first_row - 1, digit = 0, digit_start = 0;
+  for (int64_t i = 0; i < part.table.count; ++i) {
+    const int64_t place = part.first_lookup + int64_t(words[i] & mask);
+    if (i == 0 || words[i] >> place_bits != words[i - 1] >> place_bits) {
+      const int64_t id = int64_t(uint64_t(words[i] >> place_bits));
+      if (id - digit_start >= right) {  // neighbours mostly share the leading digit, and a comparison is cheaper than a division
+        digit = id / right;
+        digit_start = digit * right;
+      }
+      ++row;
+      plan.starts[row] = int32_t(part.first_lookup + i);
+      plan.p[row] = int32_t(digit);
+      plan.q[row] = int32_t(id - digit_start);
+    }
+    plan.order[part.first_lookup + i] = int32_t(place);
+    plan.inverse[place] = int32_t(row);
+  }
+}
+
+// Rows of a table in the order of q.
+void sort_by_q(const Part& part, uint64_t* words, uint64_t* other, const Plan& plan) {
+  const int row_bits = bits_of(part.rows);
+  for (int64_t u = 0; u < part.rows; ++u)
+    words[u] = uint64_t(uint32_t(plan.q[part.first_row + u])) << row_bits | uint64_t(u);
+  sort_words(words, other, part.rows, row_bits, bits_of(part.right_slices));
+  const uint64_t mask = (uint64_t(1) << row_bits) - 1;
+  for (int64_t t = 0; t < part.rows; ++t) words[t] = uint64_t(part.first_row) + (words[t] & mask);
+}
+
+// Replace digits of rows, met in ascending order, by numbers of the products that they are; these go behind `outer` and `inner`.
+template <class RowAt>
+int64_t number_products(const Part& part, int32_t* digits, const RowAt& row_at, int64_t low, int32_t* high_digit, int32_t* low_digit) {
+  int64_t products = 0, previous = -1;
+  for (int64_t t = 0; t < part.rows; ++t) {
+    int32_t& digit = digits[row_at(t)];
+    if (digit != previous) {
+      previous = digit;
+      high_digit[part.first_row + products] = int32_t(digit / low);
+      low_digit[part.first_row + products] = int32_t(digit % low);
+      ++products;
+    }
+    digit = int32_t(products - 1);
+  }
+  return products;
+}
+
+void shift(int32_t* values, int64_t count, int64_t by) {
+  for (int64_t i = 0; i < count; ++i) values[i] += int32_t(by);
+}
+
+// Close the gap between products of neighbouring tables, and count their slices over all tables.
+void close_gap(int32_t* products, int64_t from, int64_t to, int64_t count, int64_t first_slice) {
+  std::copy(products + from, products + from + count, products + to);
+  shift(products + to, count, first_slice);
+}
+
+}  // namespace
+
+void make_plan(const std::vector<TableIds>& tables, int64_t order, const Plan& plan) {
+  const int64_t cut = (order + 1) / 2, T = int64_t(tables.size());
+  std::vector<Part> parts(tables.size());
+  int64_t lookups = 0;
+  bool any_wide = false;
+  for (int64_t t = 0; t < T; ++t) {
+    Part& part = parts[t];
+    part.table = tables[t];
+    part.first_lookup = lookups;
+    lookups += tables[t].count;
+    part.left_slices = part.right_slices = 1;
+    for (int64_t k = 0; k < order; ++k) (k < cut ? part.left_slices : part.right_slices) *= tables[t].row_shape[k];
+    part.is_wide = bits_of(tables[t].num_embeddings) + bits_of(tables[t].count) > 64;
+    any_wide |= part.is_wide;
+  }
+  // An id and its place in one word: sorting moves both.
+  Buffer<uint64_t> words(2 * lookups);
+  Buffer<Wide> wide_words(any_wide ? 2 * lookups : 0);
+  uint64_t *narrow = words.get(), *narrow_other = narrow + lookups;
+  Wide *wide = wide_words.get(), *wide_other = wide + lookups;
+  run_tasks(T, [&](int64_t t, int64_t) {
+    const int64_t at = parts[t].first_lookup;
+    parts[t].is_wide ? sort_ids(parts[t], wide + at, wide_other + at) : sort_ids(parts[t], narrow + at, narrow_other + at);
+  });
+  int64_t rows = 0;
+  for (int64_t t = 0; t < T; ++t) {
+    if (parts[t].has_bad_id)
+      throw std::invalid_argument(
+          "ids[" + std::to_string(t) + "] holds " + std::to_string(parts[t].bad_id) + ", which is out of range: ids run from 0 to " +
+          std::to_string(tables[t].num_embeddings - 1));
+    parts[t].first_row = rows;
+    rows += parts[t].rows;
+  }
+  run_tasks(T, [&](int64_t t, int64_t) {
+    Part& part = parts[t];
+    const int64_t at = part.first_lookup;
+    part.is_wide ? write_rows(part, wide + at, plan) : write_rows(part, narrow + at, plan);
+    if (order >= 3)
+      part.left_products = number_products(
+          part, plan.p, [&](int64_t u) { return part.first_row + u; }, part.table.row_shape[1], plan.left_outer, plan.left_inner);
+    if (order == 4) {
+      const uint64_t* by_q = narrow + at;
+      sort_by_q(part, narrow + at, narrow_other + at, plan);
+      part.right_products = number_products(
+          part, plan.q, [&](int64_t t) { return int64_t(by_q[t]); }, part.table.row_shape[3], plan.right_inner, plan.right_outer);
+    }
+  });
+  // What was counted within each table is counted over all of them.
+  int32_t *row_bounds = plan.bounds, *left_bounds = plan.bounds + T + 1, *right_bounds = plan.bounds + 2 * (T + 1);
+  int64_t left = 0, right = 0;
+  std::vector<int64_t> first_slices(order, 0);
+  const auto write_first_slices = [&](int64_t t) {
+    for (int64_t k = 0; k < order; ++k) plan.bounds[(3 + k) * (T + 1) + t] = int32_t(first_slices[k]);
+  };
+  for (int64_t t = 0; t < T; ++t) {
+    const Part& part = parts[t];
+    write_first_slices(t);
+    row_bounds[t] = int32_t(part.first_row);
+    left_bounds[t] = int32_t(left);
+    right_bounds[t] = int32_t(right);
+    shift(plan.p + part.first_row, part.rows, order >= 3 ? left : first_slices[0]);
+    shift(plan.q + part.first_row, part.rows, order == 4 ? right : first_slices[order - 1]);
+    if (order >= 3) {
+      close_gap(plan.left_outer, part.first_row, left, part.left_products, first_slices[0]);
+      close_gap(plan.left_inner, part.first_row, left, part.left_products, first_slices[1]);
+    }
+    if (order == 4) {
+      close_gap(plan.right_outer, part.first_row, right, part.right_products, first_slices[3]);
+      close_gap(plan.right_inner, part.first_row, right, part.right_products, first_slices[2]);
+    }
+    left += part.left_products;
+    right += part.right_products;
+    for (int64_t k = 0; k < order; ++k) first_slices[k] += tables[t].row_shape[k];
+  }
+  row_bounds[T] = int32_t(rows);
+  left_bounds[T] = int32_t(left);
+  right_bounds[T] = int32_t(right);
+  write_first_slices(T);
+  const auto pad = [&](int32_t* values, int64_t from) { std::fill(values + from, values + lookups, -1); };
+  std::fill(plan.starts + rows, plan.starts + lookups + 1, int32_t(lookups));
+  for (int32_t* values : {plan.p, plan.q}) pad(values, rows);
+  if (order >= 3)
+    for (int32_t* values : {plan.left_outer, plan.left_inner}) pad(values, left);
+  if (order == 4)
+    for (int32_t* values : {plan.right_outer, plan.right_inner}) pad(values, right);
+}
+
+}  // namespace comera

@@ -1,0 +1,34 @@
+// Bags of rows of tensor-train tables, and their gradients: how the work is cut into tasks, and what they share.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "kernels.h"
+#include "plan.h"
+
+namespace comera {
+
+// T tables of d cores, in the order of the plan; everything has been checked to fit together.
+struct Batch {
+  int64_t num_tables = 0, order = 0, num_lookups = 0, num_cols = 0;
+  std::vector<Core> cores;              // [T * d]
+  std::vector<int> columns;             // [T * d] n_k
+  std::vector<int> ranks;               // [T * (d - 1)]
+  std::vector<const float*> diagonals;  // [T * (d - 1)]
+  Plan plan{};
+  const int64_t* offsets = nullptr;  // [bags + 1]
+  int64_t bags = 0, features = 1;
+  const float* weights = nullptr;  // [L]
+  bool mean = false;
+};
+
+// out [bags / features, features * num_cols].
+void pool_bags(const Batch& batch, float* out);
+
+// gradient like `out`; targets [T * d]; of_diagonals [T * (d - 1)], overwritten; of_weights [L] or null.
+void backward(
+    const Batch& batch, const float* gradient, const std::vector<Target>& targets, const std::vector<float*>& of_diagonals,
+    float* of_weights);
+
+}  // namespace comera

@@ -1,0 +1,136 @@
+// Vectors of floats in the compiler's own extension (GCC and Clang), which names what it does and needs no library.
+//
+// A translation unit is compiled once for each instruction set; sizes that follow from it are `kWidth` and `kRegisters`.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__) || defined(__AVX__)
+#include <immintrin.h>
+#endif
+
+#define COMERA_INLINE inline __attribute__((always_inline))
+
+namespace comera {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kWidth = 16;      // floats in the widest vector
+constexpr int kRegisters = 32;  // vector registers
+#elif defined(__AVX2__)
+constexpr int kWidth = 8;
+constexpr int kRegisters = 16;
+#else
+constexpr int kWidth = 4;
+constexpr int kRegisters = 16;
+#endif
+
+template <int W>
+struct VectorOf {
+  typedef float type __attribute__((vector_size(4 * W)));
+  typedef float unaligned __attribute__((vector_size(4 * W), aligned(4), may_alias));
+};
+template <>
+struct VectorOf<1> {
+  typedef float type;
+  typedef float unaligned;
+};
+template <int W>
+using Vector = typename VectorOf<W>::type;
+
+template <int W>
+COMERA_INLINE Vector<W> load(const float* from) {
+  return *reinterpret_cast<const typename VectorOf<W>::unaligned*>(from);
+}
+
+template <int W>
+COMERA_INLINE void store(float* to, Vector<W> value) {
+  *reinterpret_cast<typename VectorOf<W>::unaligned*>(to) = value;
+}
+
+// The widest vector that `columns` fill, so that no vector needs a mask: 12 columns are a vector of 8 and one of 4.
+constexpr int widest(int64_t columns) {
+  int width = kWidth;
+  while (width > columns) width /= 2;
+  return width;
+}
+
+COMERA_INLINE void prefetch(const void* address, int64_t bytes) {
+  // Beyond a few lines the hardware follows by itself.
+  for (int64_t line = 0; line < bytes && line < 1024; line += 64) __builtin_prefetch(static_cast<const char*>(address) + line);
+}
+
+// Copy past the caches: an ordinary store first reads the line that it is about to overwrite. `to` is aligned to a vector and
+// `count` a multiple of 16.
+COMERA_INLINE void stream(float* to, const float* from, int64_t count) {
+#if defined(__AVX512F__)
+  for (int64_t n = 0; n < count; n += 16) _mm512_stream_ps(to + n, _mm512_loadu_ps(from + n));
+#elif defined(__AVX__)
+  for (int64_t n = 0; n < count; n += 8) _mm256_stream_ps(to + n, _mm256_loadu_ps(from + n));
+#else
+  std::memcpy(to, from, 4 * count);
+#endif
+}
+
+// Order what was streamed before what other threads are told afterwards.
+COMERA_INLINE void finish_streaming() {
+#if defined(__AVX__)
+  _mm_sfence();
+#endif
+}
+
+
+COMERA_INLINE void transpose_8x8(const float* from, int64_t from_step, float* to, int64_t to_step) {
+  typedef int32_t Mask __attribute__((vector_size(32)));
+  Vector<8> in[8], pairs[8], fours[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) in[i] = load<8>(from + i * from_step);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    pairs[2 * i] = __builtin_shuffle(in[2 * i], in[2 * i + 1], Mask{0, 8, 1, 9, 4, 12, 5, 13});
+    pairs[2 * i + 1] = __builtin_shuffle(in[2 * i], in[2 * i + 1], Mask{2, 10, 3, 11, 6, 14, 7, 15});
+  }
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; ++half) {
+    const int i = 4 * half;
+    fours[i] = __builtin_shuffle(pairs[i], pairs[i + 2], Mask{0, 1, 8, 9, 4, 5, 12, 13});
+    fours[i + 1] = __builtin_shuffle(pairs[i], pairs[i + 2], Mask{2, 3, 10, 11, 6, 7, 14, 15});
+    fours[i + 2] = __builtin_shuffle(pairs[i + 1], pairs[i + 3], Mask{0, 1, 8, 9, 4, 5, 12, 13});
+    fours[i + 3] = __builtin_shuffle(pairs[i + 1], pairs[i + 3], Mask{2, 3, 10, 11, 6, 7, 14, 15});
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    store<8>(to + i * to_step, __builtin_shuffle(fours[i], fours[i + 4], Mask{0, 1, 2, 3, 8, 9, 10, 11}));
+    store<8>(to + (i + 4) * to_step, __builtin_shuffle(fours[i], fours[i + 4], Mask{4, 5, 6, 7, 12, 13, 14, 15}));
+  }
+}
+
+COMERA_INLINE void transpose_4x4(const float* from, int64_t from_step, float* to, int64_t to_step) {
+  typedef int32_t Mask __attribute__((vector_size(16)));
+  const Vector<4> a = load<4>(from), b = load<4>(from + from_step), c = load<4>(from + 2 * from_step),
+                  d = load<4>(from + 3 * from_step);
+  const Vector<4> ab_low = __builtin_shuffle(a, b, Mask{0, 4, 1, 5}), ab_high = __builtin_shuffle(a, b, Mask{2, 6, 3, 7});
+  const Vector<4> cd_low = __builtin_shuffle(c, d, Mask{0, 4, 1, 5}), cd_high = __builtin_shuffle(c, d, Mask{2, 6, 3, 7});
+  store<4>(to, __builtin_shuffle(ab_low, cd_low, Mask{0, 1, 4, 5}));
+  store<4>(to + to_step, __builtin_shuffle(ab_low, cd_low, Mask{2, 3, 6, 7}));
+  store<4>(to + 2 * to_step, __builtin_shuffle(ab_high, cd_high, Mask{0, 1, 4, 5}));
+  store<4>(to + 3 * to_step, __builtin_shuffle(ab_high, cd_high, Mask{2, 3, 6, 7}));
+}
+
+// [rows, cols] -> [cols, rows], each contiguous.
+COMERA_INLINE void transpose(int rows, int cols, const float* from, float* to) {
+  if (rows % 8 == 0 && cols % 8 == 0) {
+    for (int i = 0; i < rows; i += 8)
+      for (int j = 0; j < cols; j += 8) transpose_8x8(from + i * cols + j, cols, to + j * rows + i, rows);
+  } else if (rows % 4 == 0 && cols % 4 == 0) {
+    for (int i = 0; i < rows; i += 4)
+      for (int j = 0; j < cols; j += 4) transpose_4x4(from + i * cols + j, cols, to + j * rows + i, rows);
+  } else {
+    for (int i = 0; i < rows; ++i)
+      for (int j = 0; j < cols; ++j) to[j * rows + i] = from[i * cols + j];
+  }
+}
+
+}  // namespace
+}  // namespace comera

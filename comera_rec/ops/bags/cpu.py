@@ -1,0 +1,116 @@
+"""Bags of rows on CPU, by the operators of `csrc`: rows go from registers to their bags, gradients from bags to slices.
+
+T tables of d cores, L ids, F features of B bags each, N columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from comera_rec.ops.bags.updates import Updates
+from comera_rec.ops.native import ops
+from comera_rec.ops.plan import LookupPlan
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def pool(
+    cores: Sequence[Tensor],
+    diagonals: Sequence[Tensor],
+    plan: LookupPlan,
+    offsets: Tensor,
+    weights: Tensor | None,
+    *,
+    mean: bool,
+    features: int,
+    num_cols: int,
+    updates: Updates | None = None,
+) -> Tensor:
+    """[B, F * num_cols] float32: sums or means, differentiable in cores, diagonals and weights.
+
+    Args:
+        cores: T * d, table by table, slice after slice (`slice_major`).
+        diagonals: T * (d - 1), or none at all for ones.
+        plan, offsets, features, num_cols: as for `tt_bags`.
+        weights: [L] float32, for sums.
+        updates: changes the cores in backward, in place of returning their gradients.
+    """
+    settings = (mean, features, num_cols)
+    if updates is not None:
+        if updates.diagonals is not None:
+            diagonals = updates.diagonals
+        bags: Tensor = _UpdatingPool.apply(
+            settings, updates, _handle(), offsets, weights, len(diagonals), *diagonals, *plan.tensors
+        )
+    else:
+        bags = ops.pool(list(cores), list(diagonals), plan.tensors, offsets, weights, *settings)
+    return bags
+
+
+def _handle() -> Tensor:
+    """What makes autograd call a backward that has no tensor to differentiate by."""
+    return torch.empty(0, device="cpu", dtype=torch.float32, requires_grad=True)
+
+
+def _setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+    cores, diagonals, plan, offsets, weights, *ctx.settings = inputs
+    ctx.counts = len(cores), len(diagonals)
+    ctx.save_for_backward(offsets, weights, *cores, *diagonals, *plan)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    offsets, weights, *tensors = ctx.saved_tensors
+    cores, diagonals, plan = _split(tensors, *ctx.counts)
+    of_cores, of_diagonals, of_weights = ops.pool_backward(
+        grad.float().contiguous(), cores, diagonals, plan, offsets, weights, *ctx.settings
+    )
+    of_diagonals = [gradient.to(diagonal.dtype) for gradient, diagonal in zip(of_diagonals, diagonals, strict=False)]
+    return of_cores, of_diagonals, [None] * len(plan), None, None if weights is None else of_weights, None, None, None
+
+
+torch.library.register_autograd("comera_rec::pool", _differentiate, setup_context=_setup_context)
+
+
+class _UpdatingPool(torch.autograd.Function):
+    """Backward applies the optimizers of cores to the slices that the batch met."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        settings: Any,
+        updates: Updates,
+        handle: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        count: int,
+        *tensors: Tensor,
+    ) -> Tensor:
+        ctx.settings, ctx.updates, ctx.count = settings, updates, count
+        ctx.save_for_backward(offsets, weights, *tensors)
+        bags: Tensor = ops.pool(updates.cores, list(tensors[:count]), list(tensors[count:]), offsets, weights, *settings)
+        return bags
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        offsets, weights, *tensors = ctx.saved_tensors
+        diagonals, plan = list(tensors[: ctx.count]), list(tensors[ctx.count :])
+        updates: Updates = ctx.updates
+        of_diagonals, of_weights = ops.pool_backward_update(
+            grad.float().contiguous(), updates.cores, diagonals, plan, offsets, weights, *ctx.settings, *updates.begin_step()
+        )
+        of_weights = None if weights is None else of_weights
+        if updates.diagonals is not None:
+            of_diagonals = [None] * len(diagonals)
+        else:
+            of_diagonals = [gradient.to(diagonal.dtype) for gradient, diagonal in zip(of_diagonals, diagonals, strict=False)]
+        return None, None, None, None, of_weights, None, *of_diagonals, *[None] * len(plan)
+
+
+def _split(tensors: Sequence[Tensor], num_cores: int, num_diagonals: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    beyond = num_cores + num_diagonals
+    return list(tensors[:num_cores]), list(tensors[num_cores:beyond]), list(tensors[beyond:])

@@ -1,0 +1,84 @@
+"""The definition of bags of rows in plain torch: the oracle that every faster version is compared with.
+
+With other products of slices (`impl`) it is also what a GPU computes. L ids, U unique rows, T tables; n1, n2 columns of the halves
+of a row, r the rank between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from comera_rec.ops.gathered_matmul import gathered_matmul
+from comera_rec.ops.plan import LookupPlan
+
+
+def pool(
+    cores: Sequence[Sequence[Tensor]],
+    diagonals: Sequence[Sequence[Tensor]],
+    plan: LookupPlan,
+    offsets: Tensor,
+    weights: Tensor | None,
+    *,
+    mode: str,
+    features: int,
+    num_cols: int,
+    impl: str = "reference",
+) -> Tensor:
+    """[B, F * num_cols]; arguments as for `tt_bags`."""
+    rows = make_rows(cores, diagonals, plan, impl)[:, :num_cols]
+    return pool_rows(rows, plan.inverse, offsets, weights, mode=mode, features=features)
+
+
+def make_rows(
+    cores: Sequence[Sequence[Tensor]], diagonals: Sequence[Sequence[Tensor]], plan: LookupPlan, impl: str = "reference"
+) -> Tensor:
+    """Unique rows of a plan, [U, N]: E[i] = G_1[i_1] diag(D_1) G_2[i_2] ... G_d[i_d], each slice product made once."""
+    stacked = stack_tables(cores, diagonals)
+    p, q = _real(plan.rows, plan, 0)
+    if len(stacked) == 1:
+        return stacked[0][:, 0, :, 0].index_select(0, p.clamp(min=0))
+    left, right = stacked[0], stacked[-1]  # [., 1, n1, r] and [., r, n2, 1]
+    if len(stacked) > 2:
+        first, second = _real(plan.left, plan, 1)
+        products = gathered_matmul(left.flatten(1, 2), stacked[1].flatten(2), first, second, impl)
+        left = products.view(products.shape[0], 1, left.shape[2] * stacked[1].shape[2], stacked[1].shape[3])
+    if len(stacked) > 3:
+        fourth, third = _real(plan.right, plan, 2)
+        products = gathered_matmul(stacked[2].flatten(1, 2), right.flatten(2), third, fourth, impl)
+        right = products.view(products.shape[0], stacked[2].shape[1], stacked[2].shape[2] * right.shape[2], 1)
+    return gathered_matmul(left.flatten(1, 2), right.flatten(2), p, q, impl).flatten(1)
+
+
+def _real(numbers: Tensor, plan: LookupPlan, level: int) -> Tensor:
+    """Without their padding, where looking does no harm."""
+    can_look = numbers.device.type == "cpu" and not torch.compiler.is_compiling() and type(numbers) is Tensor
+    return numbers[:, : int(plan.bounds[level, -1])] if can_look else numbers
+
+
+def stack_tables(cores: Sequence[Sequence[Tensor]], diagonals: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """d tensors (M_k, r_{k-1}, n_k, r_k): slices of all tables, with the diagonal on their left multiplied in.
+
+    Ranks that a table lacks are zeros, which change no product.
+    """
+    stacked = []
+    for k, tables in enumerate(zip(*cores, strict=True)):
+        if k and diagonals[0]:
+            tables = tuple(table[k - 1][:, None, None, None] * core for table, core in zip(diagonals, tables, strict=True))
+        left, right = (max(core.shape[axis] for core in tables) for axis in (0, 3))
+        padded = [F.pad(core, (0, right - core.shape[3], 0, 0, 0, 0, 0, left - core.shape[0])) for core in tables]
+        stacked.append(torch.cat([core.transpose(0, 1) for core in padded]))
+    return stacked
+
+
+def pool_rows(
+    rows: Tensor, inverse: Tensor, offsets: Tensor, weights: Tensor | None = None, *, mode: str, features: int = 1
+) -> Tensor:
+    """The pooling alone: rows [U, N], and which of them each id is -> [B, F * N]."""
+    # Torch takes the last bag to go on to the last id, whatever its offset says; so one more bag takes what is in none.
+    ends = torch.cat([offsets, offsets.new_full((1,), inverse.shape[0])])
+    bags = F.embedding_bag(inverse.long(), rows, ends, mode=mode, per_sample_weights=weights, include_last_offset=True)
+    return bags[:-1].unflatten(0, (features, -1)).transpose(0, 1).flatten(1)

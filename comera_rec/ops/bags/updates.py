@@ -1,0 +1,160 @@
+"""Optimizers that are applied to cores in backward, slice by slice.
+
+There are two ways to ask for it. `apply_optimizer_in_backward`, of torch.distributed.optim or torchrec, gives a parameter an
+optimizer of its own, which steps as soon as the parameter's gradient is there. `comera_rec.update_in_backward_` leaves cores with
+the optimizer that they have. Where the optimizer is one of those below, the CPU's lookup makes no gradient of cores at all: it
+updates the slices that the batch met, with the optimizer's settings and in the optimizer's state. Sums and moments of slices that
+it did not meet stay as they are, as those of rows in FBGEMM's tables; with SGD and Adagrad it makes no difference.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import MutableMapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+class _Kind(NamedTuple):
+    number: int  # as the operator counts them
+    plain: dict[str, Any]  # settings, and the only values of them that are understood
+    states: tuple[str, ...] = ()
+
+
+_KINDS = {
+    "SGD": _Kind(0, {"momentum": 0, "nesterov": False, "maximize": False}),
+    "Adagrad": _Kind(1, {"maximize": False, "differentiable": False}, ("sum",)),
+    "RowWiseAdagrad": _Kind(2, {"maximize": False}, ("sum",)),
+    "Adam": _Kind(3, {"amsgrad": False, "maximize": False, "differentiable": False, "decoupled_weight_decay": False},
+                  ("exp_avg", "exp_avg_sq")),
+}  # fmt: skip
+ROW_WISE = "RowWiseAdagrad"
+_updating: MutableMapping[Tensor, tuple[Optimizer, int]] = WeakTensorKeyDictionary()  # and the number of the parameter's group
+
+
+def register_update(core: nn.Parameter, optimizer: Optimizer) -> bool:
+    """Let an optimizer that holds a core update it in the backward of its lookups; whether the optimizer is of a kind that can."""
+    for number, group in enumerate(optimizer.param_groups):
+        if any(parameter is core for parameter in group["params"]) and kind_of(optimizer, number) is not None:
+            _updating[core] = optimizer, number
+            return True
+    return False
+
+
+class Updates:
+    """What changes the cores of a lookup in its backward, and the diagonals between them, if theirs are optimizers of that kind
+    too.
+
+    Attributes:
+        cores: in the lookup's order.
+        diagonals: likewise; None if their gradients are asked for.
+    """
+
+    def __init__(
+        self,
+        cores: Sequence[Tensor],
+        diagonals: Sequence[Tensor] | None,
+        optimizers: Sequence[tuple[Optimizer, int]],
+        kind: _Kind,
+    ) -> None:
+        self.cores = [core.detach() for core in cores]
+        self.diagonals = None if diagonals is None else [diagonal.detach() for diagonal in diagonals]
+        self._parameters, self._optimizers, self._kind = [*cores, *(diagonals or ())], optimizers, kind
+
+    def begin_step(self) -> tuple[list[Tensor], list[Tensor], int, list[float]]:
+        """Count a step; first and second states, the optimizers' kind and settings, as the operator takes them: cores,
+        diagonals."""
+        settings: list[float] = []
+        states: tuple[list[Tensor], list[Tensor]] = ([], [])
+        of_parameters = [
+            (parameter, optimizer.param_groups[number], optimizer.state[parameter])
+            for parameter, (optimizer, number) in zip(self._parameters, self._optimizers, strict=True)
+        ]
+        if self._kind.states:
+            zero = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+            torch._foreach_add_([state.setdefault("step", zero.clone()) for *_, state in of_parameters], 1)
+        for parameter, group, state in of_parameters:
+            lr, betas, corrections = float(group["lr"]), (0.0, 0.0), [1.0, 1.0]
+            if "betas" in group:
+                step, betas = int(state["step"]), group["betas"]
+                corrections = [1 - beta**step for beta in betas]
+            elif group.get("lr_decay"):
+                lr /= 1 + (int(state["step"]) - 1) * group["lr_decay"]
+            settings += [lr, group.get("eps", 0.0), group["weight_decay"], *betas, *corrections]
+            for found, name in zip(states, self._kind.states, strict=False):
+                found.append(self._state(parameter, state, name, group.get("initial_accumulator_value", 0.0)))
+        return *states, self._kind.number, settings
+
+    def _state(self, parameter: Tensor, state: dict[str, Any], name: str, initial: float) -> Tensor:
+        is_row_wise = self._kind is _KINDS[ROW_WISE]
+        slices = (parameter.shape[1],) if parameter.dim() == 4 else (1,)
+        if is_row_wise:
+            # Its sums are laid out for matrices when it is made; of a core there is one a slice.
+            if name not in state or state[name].shape != slices:
+                state[name] = torch.full(slices, initial, dtype=torch.float32, device=parameter.device)
+        elif name not in state:
+            state[name] = torch.full_like(parameter, initial, memory_format=torch.preserve_format)
+        elif state[name].stride() != parameter.stride():  # as from a checkpoint that doesn't keep them
+            state[name] = torch.empty_like(parameter, memory_format=torch.preserve_format).copy_(state[name])
+        return state[name]
+
+
+def find_updates(cores: Sequence[Tensor], diagonals: Sequence[Tensor]) -> Updates | None:
+    """What changes cores in backward; None where their gradients are asked for, or their optimizers are of another kind.
+
+    Args:
+        cores: of all tables of a lookup, as they lie.
+        diagonals: between them.
+
+    Raises:
+        ValueError: where some of them have an optimizer that only this way of updating can apply, and others none.
+    """
+    found = [_optimizer_of(core) for core in cores]
+    kinds = {optimizer and kind_of(*optimizer) for optimizer in found}
+    if len(kinds) == 1 and (kind := kinds.pop()) is not None:
+        of_diagonals = [_optimizer_of(diagonal) for diagonal in diagonals]
+        if any(optimizer is None or kind_of(*optimizer) != kind for optimizer in of_diagonals):
+            of_diagonals = []
+        stepping = [optimizer for optimizer in (*found, *of_diagonals) if optimizer is not None]
+        return Updates(cores, diagonals if of_diagonals else None, stepping, _KINDS[kind])
+    if ROW_WISE in kinds:
+        raise ValueError(
+            "RowWiseAdagrad in backward must be given to all cores of the tables that are looked up together, or to none"
+        )
+    return None
+
+
+def update_kind(core: Tensor) -> str | None:
+    """Of which kind the optimizer is that updates a core in backward, slice by slice; None if there is none."""
+    found = _optimizer_of(core)
+    return kind_of(*found) if found else None
+
+
+def kind_of(optimizer: Optimizer, number: int) -> str | None:
+    """Which of the kinds that are applied slice by slice an optimizer is to one of its groups; None if it is none of them."""
+    name, group = type(optimizer).__name__, optimizer.param_groups[number]
+    if name not in _KINDS:
+        return None
+    return name if all(group.get(setting, value) == value for setting, value in _KINDS[name].plain.items()) else None
+
+
+def _optimizer_of(core: Tensor) -> tuple[Optimizer, int] | None:
+    """The only optimizer that is to step in backward, and the number of the core's group.
+
+    DistributedDataParallel takes the hooks away, to step when gradients are averaged: then it needs gradients.
+    """
+    if not core.requires_grad or not isinstance(core, nn.Parameter):
+        return None
+    optimizers = getattr(core, "_in_backward_optimizers", ())
+    if not optimizers:
+        return _updating.get(core)
+    if len(optimizers) != 1:
+        return None
+    # Whoever applied an optimizer has imported the module; importing it here would cost everyone a second.
+    in_backward = sys.modules["torch.distributed.optim.apply_optimizer_in_backward"]
+    handles = in_backward.param_to_optim_hook_handle_map.get(core, ())
+    return (optimizers[0], 0) if any(handle.id in (handle.hooks_dict_ref() or ()) for handle in handles) else None

@@ -1,0 +1,75 @@
+"""The operators of `csrc`, loaded, and what tracers need to know of them: the shapes that they return.
+
+L ids, T tables of d cores.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+LIBRARY = Path(os.environ.get("COMERA_LIBRARY") or Path(__file__).parents[1] / "lib" / "libcomera_rec.so")
+"""For programs without Python too: load it before a model that was exported with it. $COMERA_LIBRARY names another build of it."""
+
+if not LIBRARY.exists():
+    raise ImportError(
+        f"the compiled operators are not at {LIBRARY}: install from a wheel, or build them with `make install` "
+        "(from sources: pip install --no-build-isolation -e .)"
+    )
+torch.ops.load_library(LIBRARY)
+ops = torch.ops.comera_rec
+
+
+@torch.library.register_fake("comera_rec::plan_lookup")
+def _(ids: Sequence[Tensor], num_embeddings: Sequence[int], row_shapes: Sequence[int]) -> tuple[Tensor, ...]:
+    tables, order = len(ids), len(row_shapes) // len(ids)
+    lookups = sum(table.numel() for table in ids)
+    of = lambda *sizes: ids[0].new_empty(sizes, dtype=torch.int32)  # noqa: E731
+    return (
+        of(lookups),
+        of(lookups),
+        of(lookups + 1),
+        of(2, lookups),
+        of(2, lookups if order >= 3 else 0),
+        of(2, lookups if order == 4 else 0),
+        of(3 + order, tables + 1),
+    )
+
+
+@torch.library.register_fake("comera_rec::pool")
+def _(
+    cores: Sequence[Tensor],
+    diagonals: Sequence[Tensor],
+    plan: Sequence[Tensor],
+    offsets: Tensor,
+    weights: Tensor | None,
+    mean: bool,
+    features: int,
+    num_cols: int,
+) -> Tensor:
+    return cores[0].new_empty((offsets.shape[0] - 1) // features, features * num_cols, dtype=torch.float32)
+
+
+@torch.library.register_fake("comera_rec::pool_backward")
+def _(
+    gradient: Tensor,
+    cores: Sequence[Tensor],
+    diagonals: Sequence[Tensor],
+    plan: Sequence[Tensor],
+    offsets: Tensor,
+    weights: Tensor | None,
+    mean: bool,
+    features: int,
+    num_cols: int,
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    of_weights = gradient.new_empty(0 if weights is None else weights.shape[0])
+    return [torch.empty_like(core) for core in cores], _like_diagonals(gradient, cores, plan), of_weights
+
+
+def _like_diagonals(gradient: Tensor, cores: Sequence[Tensor], plan: Sequence[Tensor]) -> list[Tensor]:
+    order = plan[-1].shape[0] - 3
+    return [gradient.new_empty(core.shape[3]) for k, core in enumerate(cores) if k % order != order - 1]

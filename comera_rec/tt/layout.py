@@ -1,0 +1,34 @@
+"""Cores of tables lie in memory slice after slice, so that a lookup reads what it needs in one piece.
+
+The k-th core (r_{k-1}, m, n, r_k) of a table is stored as (m, r_{k-1}, r_k, n) in the leading half of its cores and as
+(m, r_k, r_{k-1}, n) in the trailing half: rank by rank within a slice, the rank at the table's end outermost. Shapes don't change,
+only strides.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+_LEADING, _TRAILING = (1, 0, 3, 2), (1, 3, 0, 2)
+
+
+def slice_major(core: Tensor, k: int, order: int) -> Tensor:
+    """The k-th of `order` cores, slice after slice: itself, if it lies like that already."""
+    if is_slice_major(core, k, order):
+        return core
+    axes = _axes(k, order)
+    return core.permute(axes).contiguous().permute([axes.index(axis) for axis in range(4)])
+
+
+def is_slice_major(core: Tensor, k: int, order: int) -> bool:
+    """Whether the k-th of `order` cores lies slice after slice."""
+    shape, strides, step = core.shape, core.stride(), 1
+    for axis in reversed(_axes(k, order)):
+        if shape[axis] != 1 and strides[axis] != step:
+            return core.numel() == 0
+        step *= shape[axis]
+    return True
+
+
+def _axes(k: int, order: int) -> tuple[int, int, int, int]:
+    return _LEADING if k < (order + 1) // 2 else _TRAILING

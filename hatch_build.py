@@ -1,0 +1,88 @@
+"""Builds the operators of `comera_rec/csrc` into one shared library, for wheels and for editable installs alike.
+
+They use LibTorch's stable ABI, so one library serves every Python and torch 2.11 and later, and wheels are `py3-none-<platform>`.
+The compiler is $CXX, or c++; torch must be installed where the build runs (`--no-build-isolation`). $COMERA_SANITIZE=1 builds a
+library that checks addresses and undefined behaviour, for `make test-sanitized`.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import subprocess
+import sysconfig
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+SOURCES = ("ops", "plan", "pool", "memory", "cpu")
+# The loops over rows are compiled once for each instruction set, and chosen between when they first run.
+KERNELS = {"portable": []}
+if platform.machine() in ("x86_64", "AMD64"):
+    KERNELS["avx2"] = ["-mavx2", "-mfma", "-mf16c"]
+    KERNELS["avx512"] = [*KERNELS["avx2"], "-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq"]
+LIBRARY = Path("comera_rec/lib/libcomera_rec.so")
+FLAGS = [
+    "-std=c++20", "-fPIC", "-fvisibility=hidden",
+    "-Wall", "-Wextra", "-Wno-psabi", "-Wno-maybe-uninitialized",
+    "-Wno-unused-parameter", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
+    "-DTORCH_TARGET_VERSION=0x020b000000000000",  # the oldest torch that the library runs with
+]  # fmt: skip
+SANITIZE = ["-g", "-O1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+
+
+class CompileOperators(BuildHookInterface):
+    """Runs before hatchling packs files."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        if self.target_name != "wheel":
+            return
+        root = Path(self.root)
+        build(root, root / LIBRARY)
+        tag = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        build_data["tag"] = f"py3-none-{tag}"
+        build_data["pure_python"] = False
+        build_data["artifacts"].append(f"/{LIBRARY}")
+
+
+def build(root: Path, library: Path) -> None:
+    """Compile the sources under a folder and link them."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise RuntimeError("building comera-rec takes torch's headers: install torch, then build with --no-build-isolation")
+    torch, source = Path(spec.origin).parent, root / "comera_rec/csrc"
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    is_checked = os.environ.get("COMERA_SANITIZE") == "1"
+    flags = [*FLAGS, *(SANITIZE if is_checked else ["-O3"]), "-isystem", str(torch / "include")]
+    units = [(source / f"{name}.cpp", name, []) for name in SOURCES]
+    units += [(source / "kernels.cpp", name, [f"-DCOMERA_KERNELS={name}", *extra]) for name, extra in reversed(KERNELS.items())]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = [str(Path(folder) / f"{name}.o") for _, name, _ in units]
+        commands = [
+            [*compiler, *flags, *extra, "-c", str(path), "-o", target]
+            for (path, _, extra), target in zip(units, objects, strict=True)
+        ]
+        list(pool.map(_run, sorted(commands, key=lambda command: "kernels.cpp" not in command[-3])))
+        library.parent.mkdir(parents=True, exist_ok=True)
+        linked = Path(folder) / library.name
+        libraries = [f"-L{torch / 'lib'}", "-ltorch_cpu", "-ltorch", "-lc10"]
+        _run([*compiler, "-shared", *(SANITIZE if is_checked else []), *objects, "-o", str(linked), *libraries])
+        beside = library.with_name(library.name + ".partial")
+        beside.write_bytes(linked.read_bytes())
+        beside.replace(library)
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise RuntimeError(
+            f"building comera-rec takes a C++20 compiler, and there is no {command[0]!r}: install g++ 11 or later, or set CXX"
+        ) from None
+    if done.returncode:
+        raise RuntimeError(f"compiling the operators failed:\n{shlex.join(command)}\n{done.stderr}")
