@@ -18,9 +18,7 @@ import torch.distributed as dist
 
 # The server imports once what every process needs; they fork from it in milliseconds.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    ["torch._dynamo", "torchrec.distributed.model_parallel", "comera_rec.recsys.sharding"]
-)
+_CONTEXT.set_forkserver_preload(["torch._dynamo", "torchrec.distributed.model_parallel", "comera_rec.recsys.sharding"])
 
 
 def run(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from comera_rec.tt import TTShape, contract, init_cores_, tt_svd
+
+_IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"  # imported by whoever uses it; it takes a second
 
 
 class TTModule(nn.Module):
@@ -146,11 +149,31 @@ def replace_data_(parameter: nn.Parameter, data: Tensor) -> None:
     """Give a parameter data of another shape, in place; its gradient is dropped.
 
     Autograd keeps the node that accumulates a parameter's gradient, and with it the old shape, for as long as any graph is alive:
-    usually the last step's loss. It makes a new one only when the parameter's type changes, hence the detour.
+    usually the last step's loss. It makes a new one only when the parameter's type changes, hence the detour. An optimizer that was
+    applied in backward hooks on to that node, and moves to the new one.
     """
+    hooks = _take_hooks(parameter)
     parameter.grad = None
     parameter.data = data.new_empty(0, dtype=torch.float32 if data.dtype == torch.float64 else torch.float64)
     parameter.data = data
+    if hooks:
+        applied = sys.modules[_IN_BACKWARD]
+        node = parameter.view_as(parameter).grad_fn.next_functions[0][0]
+        applied.param_to_acc_grad_map[parameter] = node
+        applied.param_to_optim_hook_handle_map[parameter] = [node.register_hook(hook) for hook in hooks]
+
+
+def _take_hooks(parameter: nn.Parameter) -> list[Any]:
+    """What `apply_optimizer_in_backward` calls when the parameter's gradient is there; it is called no longer."""
+    if not hasattr(parameter, "_in_backward_optimizers"):
+        return []
+    hooks = []
+    for handle in sys.modules[_IN_BACKWARD].param_to_optim_hook_handle_map.get(parameter, ()):
+        registered = handle.hooks_dict_ref() or {}
+        if handle.id in registered:  # DistributedDataParallel takes them away, to call them itself
+            hooks.append(registered[handle.id])
+            handle.remove()
+    return hooks
 
 
 def named_tt_modules(model: nn.Module) -> Iterator[tuple[str, TTModule]]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from comera_rec.nn import TTModule, named_tt_modules
-from comera_rec.rank.truncation import replace_parameter_
+from comera_rec.rank.truncation import replace_parameter_, require_known_states
 from comera_rec.tt import max_ranks
 
 _SECOND_MOMENTS = ("sum", "exp_avg_sq", "max_exp_avg_sq", "square_avg")
@@ -54,6 +54,7 @@ def grow_ranks_(
             raise ValueError(
                 f"ranks of {name!r} are {tuple(wanted)}: it has {shape.ranks} and can use {limits}; give ranks between"
             )
+    require_known_states([modules[name] for name in ranks], optimizer)
     for name, wanted in ranks.items():
         _grow_(modules[name], tuple(wanted), optimizer)
     return {name: module.shape.ranks for name, module in modules.items()}

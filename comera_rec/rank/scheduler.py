@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from comera_rec.nn import TTModule, named_tt_modules
+from comera_rec.ops.bags.updates import update_kind
 from comera_rec.rank.config import RankConfig
 from comera_rec.rank.importance import STATIC_SCORES, TaylorScores
 from comera_rec.rank.objectives import Achievement, Budget, Objective, Price
@@ -47,7 +48,8 @@ class RankScheduler:
         other_bytes: of the layers outside the trains, where processes hold parts of them; default those of `model`.
 
     Raises:
-        ValueError: if the model holds no tensor-train module, or the layers outside the trains alone exceed `target_compression`.
+        ValueError: if the model holds no tensor-train module, or the layers outside the trains alone exceed `target_compression`;
+            if parameters are updated in backward whose gradients the schedule needs.
 
     Example:
         >>> scheduler = RankScheduler(model, optimizer, RankConfig(early_steps=1000))  # doctest: +SKIP
@@ -60,6 +62,7 @@ class RankScheduler:
         trains = gather_trains(model)
         if not trains:
             raise ValueError("the model holds no tensor-train module: swap tables or linear layers before building a RankScheduler")
+        _require_gradients(model, config)
         self.model = model
         self.optimizer = optimizer
         self.config = config
@@ -298,3 +301,17 @@ class RankScheduler:
 
 def _shapes_and_scores(trains: dict[str, Train]) -> tuple[list[TTShape], list[tuple[Tensor, ...]]]:
     return [train.shape for train in trains.values()], [train.scores for train in trains.values()]
+
+
+def _require_gradients(model: nn.Module, config: RankConfig) -> None:
+    """Raise a ValueError if gradients that the schedule needs are used up in backward."""
+    modules = [module for _, module in named_tt_modules(model)]
+    if config.score == "taylor" and any(hasattr(p, "_in_backward_optimizers") for m in modules for p in m.rank_parameters()):
+        raise ValueError(
+            "score 'taylor' needs the gradients of rank parameters, which are updated in backward: apply that optimizer to cores
+            only"
+        )
+    if config.beta and any(update_kind(core) for module in modules for core in module.cores()):
+        raise ValueError(
+            f"beta is {config.beta}, a penalty on cores, which are updated in backward: a step would update them twice; set beta=0"
+        )

@@ -52,7 +52,12 @@ def magnitudes_of(module: TTModule) -> list[Tensor]:
 
 
 def keep_ranks_(modules: Sequence[TTModule], masks: Masks, optimizer: Optimizer | None = None) -> None:
-    """Slice trains, their gradients and optimizer state down to the ranks that masks keep."""
+    """Slice TT modules, their gradients and optimizer state down to the ranks that masks keep.
+
+    Raises:
+        ValueError: before anything is changed, for optimizer state of a shape that can't be sliced.
+    """
+    require_known_states(modules, optimizer)
     for module, kept in zip(modules, masks, strict=True):
         if not all(bool(mask.all()) for mask in kept):
             _slice_module_(module, kept, optimizer)
@@ -87,11 +92,37 @@ def replace_parameter_(parameter: nn.Parameter, change: Callable[..., Tensor], o
         change: (tensor, key=...) -> tensor of the new size; key is "data", "grad", or the name of the optimizer's state.
         optimizer: the one that updates the parameter, if there is one.
     """
-    state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
-    for key, value in state.items():
-        if isinstance(value, Tensor) and value.shape == parameter.shape:
-            state[key] = change(value, key=key)
+    for each in _optimizers_of(parameter, optimizer):
+        state = each.state.get(parameter, {})
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                state[key] = change(value, key=key)
     gradient = parameter.grad
     replace_data_(parameter, change(parameter.data, key="data"))
     if gradient is not None:
         parameter.grad = change(gradient, key="grad")
+
+
+def require_known_states(modules: Sequence[TTModule], optimizer: Optimizer | None) -> None:
+    """Check that all optimizer state of TT modules can follow a change of their ranks.
+
+    Known are tensors of the parameter's shape, which change with it; and single numbers, and one for each slice of a core as
+    row-wise Adagrad keeps, which stay.
+
+    Raises:
+        ValueError: naming the optimizer, the state and both shapes.
+    """
+    for parameter in (p for module in modules for p in (*module.cores(), *module.rank_parameters())):
+        for each in _optimizers_of(parameter, optimizer):
+            for key, value in each.state.get(parameter, {}).items():
+                by_slice = parameter.shape[1:2] if parameter.dim() == 4 else ()
+                if isinstance(value, Tensor) and value.numel() > 1 and value.shape not in (parameter.shape, by_slice):
+                    raise ValueError(
+                        f"{type(each).__name__} keeps {key!r} of shape {tuple(value.shape)} for a parameter of shape "
+                        f"{tuple(parameter.shape)}: ranks can't change under it; use an optimizer whose state has the parameter's shape"
+                    )
+
+
+def _optimizers_of(parameter: nn.Parameter, optimizer: Optimizer | None) -> list[Optimizer]:
+    """The one given, and those that were applied in backward."""
+    return [*filter(None, [optimizer]), *getattr(parameter, "_in_backward_optimizers", ())]

@@ -158,9 +158,11 @@ def test_tables_share_a_lookup_whatever_their_ranks_become(random_jagged: MakeJa
     assert list(collection.plan(features)) == [("a", "b", "c")]
 
 
-def test_much_larger_ranks_make_another_lookup(random_jagged: MakeJagged) -> None:
+def test_tables_of_any_ranks_share_a_lookup_on_cpu_and_of_like_ranks_elsewhere(random_jagged: MakeJagged) -> None:
     tables = [table(name, [name], tt_ranks=rank) for name, rank in [("a", 8), ("b", 9), ("c", 1), ("d", 16), ("e", 17)]]
-    assert list(TTEmbeddingBagCollection(tables).plan(random_jagged(limits(tables), 3))) == [("a", "c"), ("b", "d"), ("e",)]
+    assert list(TTEmbeddingBagCollection(tables).plan(random_jagged(limits(tables), 3))) == [("a", "b", "c", "d", "e")]
+    groups = TTEmbeddingBagCollection(tables, device="meta")._groups()
+    assert [[config.name for config in group] for group in groups] == [["a", "c"], ["b", "d"], ["e"]]
 
 
 def test_ids_beyond_32_bits_in_a_shared_lookup() -> None:
@@ -354,3 +356,19 @@ def test_collections_that_cannot_be_are_refused(tables: list[EmbeddingBagConfig]
 def test_table_configs_name_table_and_mistake(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         table("a", ["f"], **arguments)
+
+
+def test_a_plan_made_ahead_is_found_by_its_batch(random_jagged: MakeJagged, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = [table("a", ["f"], tt_ranks=4), table("b", ["g"], tt_ranks=3)]
+    collection, other = TTEmbeddingBagCollection(tables), TTEmbeddingBagCollection(tables)
+    features = random_jagged(limits(tables), 5)
+    expected = collection(features).values()
+    collection.plan_ahead(features)
+    made = []
+    original = TTEmbeddingBagCollection._plan_group
+    monkeypatch.setattr(TTEmbeddingBagCollection, "_plan_group", lambda self, *args: made.append(self) or original(self, *args))
+    assert torch.equal(collection(features).values(), expected)
+    assert made == []
+    other(features)  # whose plan it is not
+    collection(random_jagged(limits(tables), 5, seed=1))
+    assert made == [other, collection]

@@ -1,0 +1,88 @@
+"""Cores updated in backward by the optimizer that holds them: the same numbers, and no gradients."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import comera_rec as cr
+
+SHAPES = [
+    cr.TTShape((7, 9), (4, 4), (5,)),
+    cr.TTShape((4, 5, 3), (2, 2, 4), (3, 4)),
+    cr.TTShape((3, 4, 2, 3), (2, 2, 2, 2), (2, 3, 2)),
+]
+
+
+def two_tables(shape: cr.TTShape) -> nn.ModuleList:
+    return nn.ModuleList(cr.TTEmbeddingBag(shape.num_rows, shape.num_cols, shape=shape) for _ in range(2))
+
+
+def train(model: nn.ModuleList, optimizer: torch.optim.Optimizer, steps: int = 4) -> None:
+    for step in range(steps):
+        ids = torch.randint(model[0].num_embeddings, (40, 3), generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        sum((table(ids) * (step + 1)).square().sum() for table in model).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"order{shape.order}")
+@pytest.mark.parametrize(
+    ("kind", "settings"), [(torch.optim.SGD, {"lr": 1e-5}), (torch.optim.Adagrad, {"lr": 0.05, "lr_decay": 0.1, "eps": 1e-8})]
+)
+def test_it_learns_what_the_optimizer_would_have_learned(kind: type, settings: dict, shape: cr.TTShape) -> None:
+    plain = two_tables(shape)
+    updated = copy.deepcopy(plain)
+    optimizers = [kind(model.parameters(), **settings) for model in (plain, updated)]
+    assert cr.update_in_backward_(updated, optimizers[1]) == ["0", "1"]
+    for model, optimizer in zip((plain, updated), optimizers, strict=True):
+        train(model, optimizer)
+    for table in updated:
+        assert all(core.grad is None for core in table.cores())
+        assert all(rank.grad is not None for rank in table.rank_parameters())
+    for expected, found in zip(plain.parameters(), updated.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+        for key, value in optimizers[0].state[expected].items():
+            torch.testing.assert_close(optimizers[1].state[found][key], value, rtol=1e-4, atol=1e-6)
+
+
+def test_settings_and_state_are_the_optimizers_own_through_a_state_dict() -> None:
+    model = two_tables(SHAPES[0])
+    optimizer = torch.optim.Adagrad(cr.rank_param_groups(model, lr_cores=0.05, lr_ranks=0.01, lr_dense=0.1))
+    cr.update_in_backward_(model, optimizer)
+    train(model, optimizer)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    before = copy.deepcopy(model.state_dict())
+    train(model, optimizer, 1)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(optimizer.state[core]["step"] == 5 for table in model for core in table.cores())
+
+
+def test_ranks_are_truncated_with_the_state_and_training_goes_on() -> None:
+    model = two_tables(SHAPES[0])
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
+    cr.update_in_backward_(model, optimizer)
+    train(model, optimizer)
+    with torch.no_grad():
+        model[0].rank_1[2:] = 0.0
+    cr.truncate_ranks_(model, optimizer, threshold=1e-3)
+    core = model[0].core_0
+    assert core.shape[3] == 2 == optimizer.state[core]["sum"].shape[3]
+    before = core.detach().clone()
+    train(model, optimizer, 1)
+    assert not torch.equal(core, before)
+
+
+@pytest.mark.parametrize("case", ["momentum", "others", "no tables"])
+def test_what_cannot_be_updated_is_refused(case: str) -> None:
+    model = two_tables(SHAPES[0])
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if case == "others":
+        optimizer = torch.optim.Adagrad(two_tables(SHAPES[0]).parameters())
+    with pytest.raises(ValueError, match=r"no TT table's cores are updated by this \w+: give the optimizer that holds them"):
+        cr.update_in_backward_(nn.ModuleList() if case == "no tables" else model, optimizer)

@@ -1,0 +1,126 @@
+"""Ranks of parameters whose optimizers were applied in backward: the state follows, and training goes on."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import comera_rec as cr
+
+with warnings.catch_warnings(action="ignore"):  # of torch.jit, which the module uses
+    from torch.distributed.optim import _apply_optimizer_in_backward, _get_in_backward_optimizers
+    from torchrec.optim import RowWiseAdagrad
+
+SHAPE = cr.TTShape((8, 9), (4, 4), (6,))
+IDS = torch.arange(72)[:, None]
+
+
+def make(kind: type, settings: dict, parameters: str = "core") -> nn.Sequential:
+    """A table and a TT layer, their cores or all of their parameters with optimizers of their own."""
+    model = nn.Sequential(cr.TTEmbeddingBag(72, 16, shape=SHAPE), cr.TTLinear(16, 12, tt_ranks=4))
+    chosen = [p for name, p in model.named_parameters() if parameters in name]
+    _apply_optimizer_in_backward(kind, chosen, settings)
+    return model
+
+
+def step(model: nn.Sequential) -> dict[str, Tensor]:
+    """The change of every parameter."""
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    model(IDS).square().mean().backward()
+    return {name: parameter.detach() - before[name] for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("change", ["truncate", "grow"])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (torch.optim.Adagrad, {"lr": 0.05}),
+        (torch.optim.Adam, {"lr": 0.01}),
+        (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}),  # which only torch's hook can step
+    ],
+)
+def test_training_goes_on_after_ranks_change(kind: type, settings: dict, change: str) -> None:
+    model = make(kind, settings)
+    step(model)
+    if change == "truncate":
+        with torch.no_grad():
+            model[0].rank_1[2:] = 0.0
+            model[1].rank_1[1:] = 0.0
+        cr.truncate_ranks_(model, threshold=1e-3)
+        assert model[0].shape.ranks == (2,)
+    else:
+        cr.grow_ranks_(model, {"0": (9,)})
+    changes = step(model)
+    assert all(changes[name].abs().sum() > 0 for name in changes if "core" in name)
+    for optimizer in _get_in_backward_optimizers(model):
+        (parameter,) = optimizer.param_groups[0]["params"]
+        assert all(value.shape == parameter.shape for value in optimizer.state[parameter].values() if value.numel() > 1)
+
+
+def test_row_wise_sums_stay_as_they_are() -> None:
+    model = nn.Sequential(cr.TTEmbeddingBag(72, 16, shape=SHAPE))
+    _apply_optimizer_in_backward(RowWiseAdagrad, model[0].cores(), {"lr": 0.05})
+    step(model)
+    sums = [
+        optimizer.state[core]["sum"].clone()
+        for optimizer, core in zip(_get_in_backward_optimizers(model), model[0].cores(), strict=True)
+    ]
+    with torch.no_grad():
+        model[0].rank_1[2:] = 0.0
+    cr.truncate_ranks_(model, threshold=1e-3)
+    for optimizer, core, before in zip(_get_in_backward_optimizers(model), model[0].cores(), sums, strict=True):
+        assert torch.equal(optimizer.state[core]["sum"], before)
+    assert all(step(model)[name].abs().sum() > 0 for name in ("0.core_0", "0.core_1"))
+
+
+def test_state_of_another_shape_is_named_before_anything_changes() -> None:
+    model = nn.Sequential(cr.TTEmbeddingBag(72, 16, shape=SHAPE))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model[0].core_1]["factors"] = torch.ones(3, 2)
+    with torch.no_grad():
+        model[0].rank_1[2:] = 0.0
+    message = r"SGD keeps 'factors' of shape \(3, 2\) for a parameter of shape \(6, 9, 4, 1\): ranks can't change under it"
+    for change in (
+        lambda: cr.truncate_ranks_(model, optimizer, threshold=1e-3),
+        lambda: cr.grow_ranks_(model, {"0": (9,)}, optimizer),
+    ):
+        with pytest.raises(ValueError, match=message):
+            change()
+        assert model[0].shape.ranks == (6,)
+        assert model[0].core_0.shape == (1, 8, 4, 6)
+
+
+def test_a_schedule_shrinks_tables_that_are_updated_in_backward() -> None:
+    torch.manual_seed(0)
+    model = make(torch.optim.Adagrad, {"lr": 0.05})
+    rest = [p for name, p in model.named_parameters() if "core" not in name]
+    optimizer = torch.optim.Adam(rest, lr=0.01)
+    config = cr.RankConfig(early_steps=5, late_steps=20, truncate_every=5, target_size=0.5, objective="budget")
+    scheduler = cr.RankScheduler(model, optimizer, config)
+    wanted = torch.randn(72, 12)
+    losses = []
+    for _ in range(40):
+        optimizer.zero_grad()
+        task_loss = (model(IDS) - wanted).square().mean()
+        scheduler.loss(task_loss).backward()
+        optimizer.step()
+        scheduler.step()
+        losses.append(float(task_loss.detach()))
+    assert scheduler.stage == "done"
+    assert sum(p.numel() for p in model.parameters()) < 0.6 * scheduler.reference_params
+    assert losses[-1] < losses[0]
+    assert step(model)["0.core_0"].abs().sum() > 0
+
+
+def test_gradients_that_a_schedule_needs_must_not_be_used_up() -> None:
+    model = make(torch.optim.Adagrad, {"lr": 0.05}, parameters="")
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    taylor = cr.RankConfig(early_steps=5, late_steps=5, target_size=0.5, score="taylor", objective="budget")
+    with pytest.raises(ValueError, match="score 'taylor' needs the gradients of rank parameters, which are updated in backward"):
+        cr.RankScheduler(model, optimizer, taylor)
+    penalty = cr.RankConfig(early_steps=5, late_steps=5, target_size=0.5, beta=0.1, score="norm")
+    with pytest.raises(ValueError, match=r"beta is 0\.1, a penalty on cores, which are updated in backward"):
+        cr.RankScheduler(model, optimizer, penalty)
