@@ -308,8 +308,8 @@ def _require_gradients(model: nn.Module, config: RankConfig) -> None:
     modules = [module for _, module in named_tt_modules(model)]
     if config.score == "taylor" and any(hasattr(p, "_in_backward_optimizers") for m in modules for p in m.rank_parameters()):
         raise ValueError(
-            "score 'taylor' needs the gradients of rank parameters, which are updated in backward: apply that optimizer to cores
-            only"
+            "score 'taylor' needs the gradients of rank parameters, which are updated in backward: "
+            "apply that optimizer to cores only"
         )
     if config.beta and any(update_kind(core) for module in modules for core in module.cores()):
         raise ValueError(

@@ -119,7 +119,8 @@ def require_known_states(modules: Sequence[TTModule], optimizer: Optimizer | Non
                 if isinstance(value, Tensor) and value.numel() > 1 and value.shape not in (parameter.shape, by_slice):
                     raise ValueError(
                         f"{type(each).__name__} keeps {key!r} of shape {tuple(value.shape)} for a parameter of shape "
-                        f"{tuple(parameter.shape)}: ranks can't change under it; use an optimizer whose state has the parameter's shape"
+                        f"{tuple(parameter.shape)}: ranks can't change under it; "
+                        "use an optimizer whose state has the parameter's shape"
                     )
 
 

@@ -58,6 +58,48 @@ def test_collections_are_replaced_wherever_they_are(random_jagged: Callable[...,
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("init", ["random", "tt_svd"])
+def test_frozen_tables_stay_frozen(init: str) -> None:
+    model = nn.Sequential(collection())
+    bags = model[0].embedding_bags
+    for name in ("t_user", "t_day"):
+        bags[name].weight.requires_grad_(False)
+    swapped = swap_embedding_bag_collections_(model, TTEmbeddingConfig(tt_ranks=4, min_rows=100), init=init)[0]  # type: ignore[index]
+    assert {parameter.requires_grad for parameter in swapped.tt_bag("t_user").parameters()} == {False}
+    assert {parameter.requires_grad for parameter in swapped.tt_bag("t_item").parameters()} == {True}
+    assert not swapped.dense_bags.embedding_bags["t_day"].weight.requires_grad
+
+
+def test_buffers_and_training_modes_are_kept() -> None:
+    model = nn.Sequential(collection())
+    model[0].register_buffer("seen", torch.tensor(5))
+    model[0].register_buffer("cache", torch.tensor(7), persistent=False)
+    model[0].embedding_bags["t_user"].register_buffer("counts", torch.arange(3))
+    model[0].embedding_bags["t_item"].eval()
+    model[0].embedding_bags["t_day"].eval()
+    seen = model[0].seen
+    swapped = swap_embedding_bag_collections_(model, TTEmbeddingConfig(tt_ranks=4, min_rows=100))[0]  # type: ignore[index]
+    assert swapped.seen is seen
+    assert int(swapped.cache) == 7
+    assert torch.equal(swapped.tt_bag("t_user").counts, torch.arange(3))
+    assert {"seen", "tt_bags.t_user.counts"} <= swapped.state_dict().keys()
+    assert "cache" not in swapped.state_dict()
+    modes = {"user": swapped.tt_bag("t_user"), "item": swapped.tt_bag("t_item"), "day": swapped.dense_bags.embedding_bags["t_day"]}
+    assert {name: module.training for name, module in modes.items()} == {"user": True, "item": False, "day": False}
+    assert swapped.training
+
+
+def test_tables_that_share_their_weight_stay_dense(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.ModuleList([collection(), collection(), nn.Linear(16, 300)])
+    first, second, linear = model
+    second.embedding_bags["t_user"].weight = first.embedding_bags["t_user"].weight
+    linear.weight = first.embedding_bags["t_item"].weight
+    with caplog.at_level(logging.INFO, logger="comera_rec"):
+        swap_embedding_bag_collections_(model, TTEmbeddingConfig(tt_ranks=4, min_rows=100))
+    assert [sorted(module.tt_bags) for module in model[:2]] == [["t_item"]]
+    assert second.embedding_bags["t_user"].weight is model[0].dense_bags.embedding_bags["t_user"].weight
+
+
 def test_filter_fn_chooses_by_module_and_name() -> None:
     model = Nested()
     config = TTEmbeddingConfig(tt_ranks=4, min_rows=100)

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertModel
 
-from comera_rec import TTLinear, TTLinearConfig, compress_linears_, export_dense
+from comera_rec import RankConfig, RankScheduler, TTLinear, TTLinearConfig, compress_linears_, export_dense, grow_ranks_, truncate_ranks_
+from comera_rec.rank import count_tt_params, model_size_surrogate
 
 
 class Tower(nn.Module):
@@ -169,6 +170,135 @@ def test_compressed_transformers_and_their_dense_exports_train_alike(make: Calla
         {name: gradients[0][name] for name in shared}, {name: gradients[1][name] for name in shared}, rtol=1e-3, atol=1e-3
     )
     assert all(gradient.abs().sum() > 0 for name, gradient in gradients[0].items() if "core_" in name)
+
+
+@pytest.mark.parametrize("init", ["random", "tt_svd"])
+@pytest.mark.parametrize(("weight", "bias"), [(False, False), (False, True), (True, False), (True, True)])
+def test_frozen_layers_stay_frozen(weight: bool, bias: bool, init: str) -> None:
+    model = nn.Sequential(nn.Linear(128, 256))
+    model[0].weight.requires_grad_(weight)
+    model[0].bias.requires_grad_(bias)
+    layer = compress_linears_(model, TTLinearConfig(tt_ranks=4), init=init)[0]  # type: ignore[index]
+    assert {parameter.requires_grad for parameter in (*layer.cores(), *layer.rank_parameters())} == {weight}
+    assert layer.bias.requires_grad == bias
+
+
+def tied(bias: bool = True) -> nn.Sequential:
+    """Two layers of one weight, each with a bias of its own, and a third."""
+    model = nn.Sequential(nn.Linear(256, 256, bias), nn.Tanh(), nn.Linear(256, 256, bias), nn.Linear(256, 256))
+    model[2].weight = model[0].weight
+    return model
+
+
+def assert_tied(model: nn.Sequential) -> None:
+    first, second = model[0], model[2]
+    assert first.shape == second.shape
+    for name, parameter in first.named_parameters():
+        assert (getattr(second, name) is parameter) == (name != "bias"), name
+    x = torch.randn(3, 256, dtype=first.core_0.dtype)
+    torch.testing.assert_close(second(x) - (0 if second.bias is None else second.bias), first(x) - (0 if first.bias is None else first.bias))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("init", ["random", "tt_svd"])
+def test_layers_of_one_weight_stay_tied(init: str, bias: bool) -> None:
+    dense = tied(bias).double()
+    model = compress_linears_(copy.deepcopy(dense), TTLinearConfig(tt_ranks=10**6, policy="always"), init=init)
+    assert tt_names(model) == ["0", "2", "3"]
+    assert model[3].core_0 is not model[0].core_0
+    assert_tied(model)
+    if init == "tt_svd":
+        x = torch.randn(3, 256, dtype=torch.float64)
+        torch.testing.assert_close(model(x), dense(x))
+        exported = export_dense(model)
+        assert exported[0].weight is exported[2].weight
+        torch.testing.assert_close(exported(x), dense(x))
+    assert_tied(copy.deepcopy(model))
+
+
+def test_tied_layers_change_their_ranks_together() -> None:
+    model = compress_linears_(tied(), TTLinearConfig(tt_ranks=8))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    x = torch.randn(3, 256)
+    assert count_tt_params(model) == model[0].shape.num_params + model[3].shape.num_params, "a tied weight counts once"
+    assert float(model_size_surrogate(model).detach()) == pytest.approx(count_tt_params(model))
+    model(x).square().mean().backward()
+    optimizer.step()
+    with torch.no_grad():
+        model[0].rank_2[2:] = 0
+    expected = model(x)
+    assert truncate_ranks_(model, optimizer, threshold=0.1)["0"][1] == 2
+    assert_tied(model)
+    torch.testing.assert_close(model(x), expected)
+    grow_ranks_(model, {"0": (6, 6, 8)}, optimizer)
+    torch.testing.assert_close(model(x), expected)
+    assert_tied(model)
+    model(x).square().mean().backward()
+    optimizer.step()
+    saved = copy.deepcopy(model.state_dict())
+    resumed = compress_linears_(tied(), TTLinearConfig(tt_ranks=3))
+    resumed.load_state_dict(saved)
+    assert_tied(resumed)
+    assert torch.equal(resumed(x), model(x))
+
+
+def test_a_schedule_counts_tied_layers_once() -> None:
+    model = compress_linears_(tied(), TTLinearConfig(tt_ranks=8))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    before = count_tt_params(model)
+    config = RankConfig(early_steps=1, late_steps=6, truncate_every=2, objective="budget", target_size=0.5)
+    scheduler = RankScheduler(model, optimizer, config)
+    for _ in range(8):
+        optimizer.zero_grad()
+        scheduler.loss(model(torch.randn(5, 256)).square().mean()).backward()
+        optimizer.step()
+        scheduler.step()
+    assert scheduler.stage == "done"
+    assert 0.45 * before < count_tt_params(model) <= 0.5 * before
+    assert_tied(model)
+
+
+class Scores(nn.Module):
+    """A token embedding whose table is the output layer's weight, as in language models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(300, 128)
+        self.body = nn.Linear(128, 128)
+        self.output = nn.Linear(128, 300, bias=False)
+        self.output.weight = self.embedding.weight
+
+
+def test_weights_shared_with_another_kind_of_module_stay_dense(caplog: pytest.LogCaptureFixture) -> None:
+    model = Scores()
+    with caplog.at_level(logging.INFO, logger="comera_rec"):
+        compress_linears_(model, TTLinearConfig(tt_ranks=4, policy="always"))
+    assert tt_names(model) == ["body"]
+    assert model.output.weight is model.embedding.weight
+    expected = "output: 128 x 300, stays dense: its weight is also that of 'embedding' (Embedding), which is not compressed"
+    assert caplog.messages[-1] == expected
+    with pytest.raises(ValueError, match="no linear layer was compressed"):
+        compress_linears_(model.output, TTLinearConfig(tt_ranks=4), filter_fn=lambda module, name: False)
+
+
+def test_weights_shared_with_a_layer_that_stays_dense_stay_dense(caplog: pytest.LogCaptureFixture) -> None:
+    model = tied()
+    weight = model[0].weight
+    with caplog.at_level(logging.INFO, logger="comera_rec"):
+        compress_linears_(model, TTLinearConfig(tt_ranks=4), filter_fn=lambda module, name: name != "2")
+    assert tt_names(model) == ["3"]
+    assert model[0].weight is weight is model[2].weight
+    assert "stays dense: its weight is also that of '2' (Linear), which is not compressed" in caplog.messages[0]
+
+
+def test_a_bias_that_layers_share_stays_shared() -> None:
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+    model[1].bias = model[0].bias
+    values = model[0].bias.detach().clone()
+    compress_linears_(model, TTLinearConfig(tt_ranks=4), init="tt_svd")
+    assert model[0].bias is model[1].bias
+    assert torch.equal(model[0].bias, values)
+    assert model[0].core_0 is not model[1].core_0
 
 
 @pytest.mark.parametrize("filter_fn", [None, lambda module, name: False])

@@ -40,7 +40,7 @@ CPU = torch.device("cpu")
 def assert_near(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     """Up to what float32 makes of sums, as a part of the largest value."""
     for tensor, exact in zip(found, expected, strict=True):
-        atol = 1e-5 * float(exact.abs().max()) if exact.numel() else 0.0
+        atol = 1e-5 * exact.detach().abs().max().item() if exact.numel() else 0.0
         torch.testing.assert_close(tensor.to(exact.dtype), exact, rtol=0, atol=atol)
 
 
