@@ -61,8 +61,8 @@ class Parts:
 
     def _multiply(self, turn: int) -> None:
         offsets = self._batches[turn % len(self._batches)].features.offsets()
-        trains = [bag.forward_parameters() for bag in self._bags]
-        self._pooled = tt_bags(trains, self._plan, offsets, num_cols=self._bags[0].embedding_dim, features=len(self._bags))
+        tables = [bag.forward_parameters() for bag in self._bags]
+        self._pooled = tt_bags(tables, self._plan, offsets, num_cols=self._bags[0].embedding_dim, features=len(self._bags))
 
     def _update(self) -> None:
         self._optimizer.step()

@@ -29,7 +29,6 @@ from benchmarks.measure import Settings, case_rows, chosen
 from benchmarks.rows import Row
 from benchmarks.timing import alternate
 from comera_rec.ops import plan_lookup
-from comera_rec.ops.plan import Product
 
 ZIPF = 1.05
 BATCHES = 128
@@ -114,8 +113,9 @@ def by_community(community: np.ndarray) -> np.ndarray:
 def count(shape: cr.TTShape, batches: list[Tensor]) -> dict[str, float]:
     """Means over batches: unique ids, and the unique leading digits among them, which are as many rows of left parts."""
     plans = [plan_lookup([batch], [shape.row_shape]) for batch in batches]
-    lefts = [len(plan.rows.p.unique()) for plan in plans if isinstance(plan.rows, Product)]
-    return {"unique_ids": float(np.mean([len(plan.starts) - 1 for plan in plans])), "unique_left_ids": float(np.mean(lefts))}
+    rows = [int(plan.bounds[0, -1]) for plan in plans]
+    lefts = [len(plan.rows[0, :count].unique()) for plan, count in zip(plans, rows, strict=True)]
+    return {"unique_ids": float(np.mean(rows)), "unique_left_ids": float(np.mean(lefts))}
 
 
 def _look_up(bag: cr.TTEmbeddingBag, batches: list[Tensor], turn: int) -> Tensor:

@@ -9,7 +9,7 @@ from torch import nn
 from torchrec import EmbeddingBagCollection
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
-from comera_rec.nn import TTModule
+from comera_rec.nn import TTLinear, TTModule
 from comera_rec.recsys import TTEmbeddingBagCollection
 
 
@@ -27,9 +27,12 @@ def export_dense(model: nn.Module) -> nn.Module:
     """
     # Modules that copy.deepcopy finds in its memo are replaced wherever they are shared.
     memo: dict[int, nn.Module] = {}
+    weights: dict[torch.Tensor, torch.Tensor] = {}  # dense ones, by the first core that they replace
     done: set[nn.Module] = set()
     for module in model.modules():  # parents before their children
         dense = None if module in done else _dense_equivalent(module)
+        if isinstance(module, TTLinear) and isinstance(dense, nn.Linear):
+            dense.weight = weights.setdefault(module.core_0, dense.weight)  # layers that share cores share the weight
         if dense is not None:
             memo[id(module)] = dense.train(module.training)
             done.update(module.modules())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,10 +12,12 @@ from torch import nn
 from torchrec import EmbeddingBagCollection
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from comera_rec.nn import replace_modules_
+from comera_rec.nn import keep_buffers_and_mode_, parameter_owners, replace_modules_
 from comera_rec.nn.compress import require_init, require_one_size
 from comera_rec.recsys import TTEmbeddingBagCollection, TTEmbeddingBagConfig
 from comera_rec.tt import TTShape
+
+_LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +41,17 @@ class TTEmbeddingConfig:
     def __post_init__(self) -> None:
         require_one_size(self.tt_ranks, self.compression)
 
-    def table_configs(self, tables: Sequence[EmbeddingBagConfig]) -> list[TTEmbeddingBagConfig]:
+    def table_configs(self, tables: Sequence[EmbeddingBagConfig], *, dense: Collection[str] = ()) -> list[TTEmbeddingBagConfig]:
         """The configs of a collection's tables with the shapes this config gives them.
+
+        Args:
+            tables: of the collection.
+            dense: names of tables that stay dense whatever their size.
 
         Raises:
             ValueError: if not even rank 1 reaches the compression.
         """
-        large = [table for table in tables if table.num_embeddings >= self.min_rows]
+        large = [table for table in tables if table.num_embeddings >= self.min_rows and table.name not in dense]
         if self.compression is None or not large:
             shapes = [self._shape(table, self.tt_ranks, self.order) for table in large]
         else:
@@ -87,7 +94,8 @@ def swap_embedding_bag_collections_(
 ) -> nn.Module:
     """Replace every `torchrec.EmbeddingBagCollection` of a model by its tensor-train version, in place.
 
-    Tables below `config.min_rows` keep their parameters; build the optimizer afterwards, because the others' are new.
+    Tables below `config.min_rows` keep their parameters; build the optimizer afterwards, because the others' are new. Frozen tables
+    stay frozen. Tables whose weight is another module's too stay dense, which is logged at level INFO.
 
     Args:
         model: any module that holds unsharded EmbeddingBagCollections.
@@ -110,12 +118,16 @@ def swap_embedding_bag_collections_(
     """
     require_init(init)
     replacements: dict[nn.Module, nn.Module] = {}
+    owners = parameter_owners(model)
     swapped_before = {module.dense_bags for module in model.modules() if isinstance(module, TTEmbeddingBagCollection)}
     for name, module in model.named_modules():
         if type(module) is not EmbeddingBagCollection or module in swapped_before:
             continue
         if filter_fn is None or filter_fn(module, name):
-            tables = config.table_configs(module.embedding_bag_configs())
+            shared = {table: owners[bag.weight] for table, bag in module.embedding_bags.items() if len(owners[bag.weight]) > 1}
+            for table, sharers in shared.items():
+                _LOGGER.info("table %r stays dense: its weight is that of %s", table, " and ".join(repr(n) for n, _ in sharers))
+            tables = config.table_configs(module.embedding_bag_configs(), dense=shared)
             if any(table.is_tt for table in tables):
                 replacements[module] = _swapped(module, tables, init)
     if not replacements:
@@ -129,12 +141,16 @@ def swap_embedding_bag_collections_(
 def _swapped(module: EmbeddingBagCollection, tables: list[TTEmbeddingBagConfig], init: str) -> TTEmbeddingBagCollection:
     device = next(module.parameters()).device  # where the tables are now; module.device is where they were made
     swapped = TTEmbeddingBagCollection(tables, module.is_weighted(), device)
+    keep_buffers_and_mode_(swapped, module)
     for table in tables:
         bag = module.embedding_bags[table.name]
         if not table.is_tt:
             assert isinstance(swapped.dense_bags, EmbeddingBagCollection)
             swapped.dense_bags.embedding_bags[table.name] = bag
-        elif init == "tt_svd":
-            weight: torch.Tensor = bag.weight
-            swapped.tt_bag(table.name).set_dense_matrix_(weight.detach())
-    return swapped.train(module.training)
+            continue
+        tt_bag, weight = swapped.tt_bag(table.name), bag.weight
+        assert isinstance(weight, torch.Tensor)
+        if init == "tt_svd":
+            tt_bag.set_dense_matrix_(weight.detach())
+        keep_buffers_and_mode_(tt_bag.requires_grad_(weight.requires_grad), bag)
+    return swapped

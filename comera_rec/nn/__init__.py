@@ -9,7 +9,14 @@ from comera_rec.nn.heads import ClassificationHead, LanguageModelHead, TiedProje
 from comera_rec.nn.linear import TTLinear, use_float8_
 from comera_rec.nn.table import TTTable, update_in_backward_
 from comera_rec.nn.transformer import EncoderBlock, FeedForward, TransformerConfig, TransformerEncoder
-from comera_rec.nn.tt_module import TTModule, named_tt_modules, replace_data_, replace_modules_
+from comera_rec.nn.tt_module import (
+    TTModule,
+    keep_buffers_and_mode_,
+    named_tt_modules,
+    parameter_owners,
+    replace_data_,
+    replace_modules_,
+)
 
 __all__ = [
     "EMBEDDING_STD",
@@ -29,8 +36,10 @@ __all__ = [
     "TransformerEncoder",
     "compress_linears_",
     "dense_embedding",
+    "keep_buffers_and_mode_",
     "linear_factory",
     "named_tt_modules",
+    "parameter_owners",
     "replace_data_",
     "replace_modules_",
     "update_in_backward_",

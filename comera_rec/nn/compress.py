@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from comera_rec.nn.linear import TTLinear
-from comera_rec.nn.tt_module import replace_modules_
+from comera_rec.nn.tt_module import keep_buffers_and_mode_, parameter_owners, replace_modules_
 from comera_rec.tt import TTShape, dense_milliseconds, require_positive, train_milliseconds
 
 INITS = ("random", "tt_svd")
@@ -109,6 +109,9 @@ def compress_linears_(
     Build the optimizer afterwards: the replaced layers' parameters are new. What becomes of each layer, and why, is logged at level
     INFO; `TTLinearConfig.decide` tells it beforehand.
 
+    Frozen weights and biases stay frozen. Layers that share a weight share cores and rank parameters afterwards. A weight stays
+    dense if it is also that of a layer that stays dense, or of another kind of module, such as an embedding.
+
     Layers of `torch.nn.MultiheadAttention` stay dense: its input projection is a bare parameter, and its output projection is a
     subclass of `nn.Linear` whose weight is read, not called. Attention that calls its layers, such as BERT's in transformers, is
     compressed.
@@ -126,15 +129,30 @@ def compress_linears_(
         The model (a new module where the model itself is a linear layer).
     """
     require_init(init)
+    # Exact type: subclasses may be read by name and never called.
+    linears = {
+        module: name
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and (filter_fn is None or filter_fn(module, name))
+    }
+    owners = parameter_owners(model)
     replacements: dict[nn.Module, nn.Module] = {}
-    for name, module in model.named_modules():
-        # Exact type: subclasses may be read by name and never called.
-        if type(module) is not nn.Linear or (filter_fn is not None and not filter_fn(module, name)):
-            continue
+    layers: dict[torch.Tensor, TTLinear] = {}  # by the weight that they replace
+    for module, name in linears.items():
         decision = config.decide(module.in_features, module.out_features)
+        others = [(owner, each) for owner, each in owners.get(module.weight, ()) if each not in linears]
+        if decision.shape is not None and others:
+            owner, other = others[0]
+            reason = f"its weight is also that of {owner!r} ({type(other).__name__}), which is not compressed"
+            decision = LinearDecision(None, f"stays dense: {reason}")
         _LOGGER.info("%s: %d x %d, %s", name or "the model", module.in_features, module.out_features, decision.reason)
         if decision.shape is not None:
-            replacements[module] = _compressed(module, decision.shape, init)
+            layer = _compressed(module, decision.shape, init)
+            if module.bias is not None and len(owners[module.bias]) > 1:
+                layer.bias = module.bias
+            if module.weight in layers:
+                layer.tie_weight_(layers[module.weight])
+            layers[module.weight] = replacements[module] = layer
     if not replacements:
         raise ValueError(
             f"no linear layer was compressed: none passed filter_fn with at least {config.min_features} features on both sides"
@@ -152,4 +170,9 @@ def _compressed(module: nn.Linear, shape: TTShape, init: str) -> TTLinear:
         layer = TTLinear(
             module.in_features, module.out_features, module.bias is not None, shape=shape, device=weight.device, dtype=weight.dtype
         )
-    return layer.train(module.training)
+    for parameter in (*layer.cores(), *layer.rank_parameters()):
+        parameter.requires_grad_(module.weight.requires_grad)
+    if layer.bias is not None:
+        layer.bias.requires_grad_(module.bias.requires_grad)
+    keep_buffers_and_mode_(layer, module)
+    return layer

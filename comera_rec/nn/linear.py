@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from comera_rec.nn.tt_module import TTModule
 from comera_rec.ops import require_float8, tt_linear
 from comera_rec.tt import Contraction, TTShape, best_contractions, contraction_for, require_positive
+from comera_rec.tt.contraction import Contractions
 
 
 class TTLinear(TTModule):
@@ -74,11 +75,21 @@ class TTLinear(TTModule):
     @property
     def shape(self) -> TTShape:
         """Modes and ranks of the parameters. With every change of it the order of contractions is chosen anew."""
-        return self._shape
+        return self._form.shape
 
     @shape.setter
     def shape(self, shape: TTShape) -> None:
-        self._shape, self._contractions = shape, best_contractions(shape)
+        if "_form" not in self.__dict__:
+            self._form = _Form()
+        self._form.shape, self._form.contractions = shape, best_contractions(shape)
+
+    def tie_weight_(self, other: TTLinear) -> None:
+        """Hold the cores and rank parameters of another layer of the same shape: one weight, also where its ranks change."""
+        assert self.shape == other.shape
+        for name, parameter in other.named_parameters(recurse=False):
+            if name != "bias":
+                self.register_parameter(name, parameter)
+        self._form = other._form
 
     @property
     def in_features(self) -> int:
@@ -110,7 +121,8 @@ class TTLinear(TTModule):
 
     def contraction(self, batch: int) -> Contraction:
         """The order of products for a batch of that many rows; in an exported program that for large ones, since it takes any."""
-        return self._contractions[-1][1] if torch.compiler.is_exporting() else contraction_for(self._contractions, batch)
+        contractions = self._form.contractions
+        return contractions[-1][1] if torch.compiler.is_exporting() else contraction_for(contractions, batch)
 
     @classmethod
     def from_dense(
@@ -142,6 +154,13 @@ class TTLinear(TTModule):
             if self.bias is not None:
                 layer.bias.copy_(self.bias)
         return layer
+
+
+class _Form:
+    """What layers of one weight know of it together."""
+
+    shape: TTShape
+    contractions: Contractions
 
 
 def use_float8_(model: nn.Module, *, filter_fn: Callable[[nn.Module, str], bool] | None = None) -> nn.Module:

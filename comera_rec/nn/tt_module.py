@@ -158,7 +158,8 @@ def replace_data_(parameter: nn.Parameter, data: Tensor) -> None:
     parameter.data = data
     if hooks:
         applied = sys.modules[_IN_BACKWARD]
-        node = parameter.view_as(parameter).grad_fn.next_functions[0][0]
+        node: Any = parameter.view_as(parameter).grad_fn
+        node = node.next_functions[0][0]
         applied.param_to_acc_grad_map[parameter] = node
         applied.param_to_optim_hook_handle_map[parameter] = [node.register_hook(hook) for hook in hooks]
 
@@ -177,10 +178,28 @@ def _take_hooks(parameter: nn.Parameter) -> list[Any]:
 
 
 def named_tt_modules(model: nn.Module) -> Iterator[tuple[str, TTModule]]:
-    """(fully qualified name, module) of every tensor-train module in a model, each once."""
+    """(fully qualified name, module) of every tensor-train module in a model, each once; of modules that share cores the first."""
+    seen = set[int]()
     for name, module in model.named_modules():
-        if isinstance(module, TTModule):
+        if isinstance(module, TTModule) and id(module.core_0) not in seen:
+            seen.add(id(module.core_0))
             yield name, module
+
+
+def parameter_owners(model: nn.Module) -> dict[Tensor, list[tuple[str, nn.Module]]]:
+    """(fully qualified name, module) of every module that registers a parameter: several where modules share it."""
+    owners: dict[Tensor, list[tuple[str, nn.Module]]] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(parameter, []).append((name, module))
+    return owners
+
+
+def keep_buffers_and_mode_(module: nn.Module, replaced: nn.Module) -> nn.Module:
+    """Give a module the buffers of the one that it replaces, and its training mode; returns the module."""
+    for name, buffer in replaced.named_buffers(recurse=False):
+        module.register_buffer(name, buffer, persistent=name not in replaced._non_persistent_buffers_set)
+    return module.train(replaced.training)
 
 
 def replace_modules_(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import pytest
@@ -96,8 +97,14 @@ def test_tables_that_share_their_weight_stay_dense(caplog: pytest.LogCaptureFixt
     linear.weight = first.embedding_bags["t_item"].weight
     with caplog.at_level(logging.INFO, logger="comera_rec"):
         swap_embedding_bag_collections_(model, TTEmbeddingConfig(tt_ranks=4, min_rows=100))
-    assert [sorted(module.tt_bags) for module in model[:2]] == [["t_item"]]
-    assert second.embedding_bags["t_user"].weight is model[0].dense_bags.embedding_bags["t_user"].weight
+    assert model[0] is first, "both large tables share their weights"
+    assert list(model[1].tt_bags) == ["t_item"]
+    assert model[1].dense_bags.embedding_bags["t_user"].weight is first.embedding_bags["t_user"].weight
+    assert caplog.messages == [
+        "table 't_user' stays dense: its weight is that of '0.embedding_bags.t_user' and '1.embedding_bags.t_user'",
+        "table 't_item' stays dense: its weight is that of '0.embedding_bags.t_item' and '2'",
+        "table 't_user' stays dense: its weight is that of '0.embedding_bags.t_user' and '1.embedding_bags.t_user'",
+    ]
 
 
 def test_filter_fn_chooses_by_module_and_name() -> None:

@@ -462,7 +462,7 @@ REFUSED: list[tuple[str, Callable[[Any], Any], str]] = [
     (
         "cores",
         lambda cores: put(cores, 3, core_of(1, 2, 4, 4)),
-        r"cores\[3\] has 4 columns, and those of table 0 2: look up tables of",
+        r"cores\[3\] has 4 columns, and that of table 0 2: look up tables of",
     ),
     ("cores", lambda cores: put(cores, 0, cores[0][..., 0]), r"cores\[0\] has shape \(1, 3, 2\): give \(1, m, n, r\)"),
     ("cores", lambda cores: put(cores, 0, cores[0].contiguous()), r"cores\[0\] is not on CPU, slice after slice: see slice_major"),

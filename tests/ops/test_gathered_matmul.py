@@ -83,7 +83,6 @@ def test_output_and_gradients(size: tuple[int, ...], impl: str) -> None:
 layout = st.sampled_from(LAYOUTS)
 
 
-@pytest.mark.parametrize("impl", ["reference"])
 @settings(max_examples=60)
 @given(
     size=st.tuples(
@@ -100,11 +99,11 @@ layout = st.sampled_from(LAYOUTS)
     seed=st.integers(0, 2**16),
 )
 def test_any_sizes_ids_and_layouts(
-    impl: str, size: tuple[int, ...], padding: float, skew: int, layouts: tuple, index: torch.dtype, seed: int
+    size: tuple[int, ...], padding: float, skew: int, layouts: tuple, index: torch.dtype, seed: int
 ) -> None:
     torch.manual_seed(seed)
     *floats, p, q = operands(size, padding=padding, skew=skew)
-    check(impl, *(lay(tensor) for lay, tensor in zip(layouts, (*floats, p.to(index), q.to(index)), strict=True)))
+    check("reference", *(lay(tensor) for lay, tensor in zip(layouts, (*floats, p.to(index), q.to(index)), strict=True)))
 
 
 @every_impl
@@ -134,6 +133,14 @@ def test_gradcheck() -> None:
     a, b, _, p, q = operands((3, 4, 2, 3, 2, 6), torch.float64, padding=0.3)
     inputs = a.requires_grad_(), b.requires_grad_()
     assert torch.autograd.gradcheck(lambda a, b: gathered_matmul(a, b, p, q, "reference"), inputs)
+
+
+@pytest.mark.parametrize("size", [(300, 200, 8, 16, 8, 5000), (1, 3, 8, 64, 20, 5000), (37, 20_000, 3, 5, 67, 999)])
+def test_results_do_not_depend_on_the_number_of_threads(size: tuple[int, ...], on_threads: Callable) -> None:
+    inputs = operands(size, skew=2)
+    compute = lambda a, b, p, q: gathered_matmul(a, b, p, q, "reference")  # noqa: E731
+    one, two, again = (on_threads(count, lambda: differentiate(compute, *inputs)) for count in (1, 2, 2))
+    assert all(torch.equal(x, y) and torch.equal(x, z) for x, y, z in zip(one, two, again, strict=True))
 
 
 @every_impl

@@ -62,6 +62,8 @@ def tt_bags(
             aren't one for each id; for an implementation that does not exist or can't run there.
         NotImplementedError: for weights in another mode than "sum", as in torch.
     """
+    if mode not in MODES:
+        raise ValueError(f"mode is {mode!r}: choose one of {', '.join(map(repr, MODES))}")
     if per_sample_weights is not None and mode != "sum":
         raise NotImplementedError(f"per_sample_weights only go with mode 'sum', not {mode!r}: drop them or change the mode")
     if per_sample_weights is not None and per_sample_weights.shape != plan.inverse.shape:

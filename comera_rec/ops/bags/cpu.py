@@ -6,6 +6,7 @@ T tables of d cores, L ids, F features of B bags each, N columns.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from comera_rec.ops.native import ops
 from comera_rec.ops.plan import LookupPlan
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_PLAN = len(fields(LookupPlan))
 
 
 def pool(
@@ -47,7 +49,8 @@ def pool(
             settings, updates, _handle(), offsets, weights, len(diagonals), *diagonals, *plan.tensors
         )
     else:
-        bags = ops.pool(list(cores), list(diagonals), plan.tensors, offsets, weights, *settings)
+        pool = _pool_in_transforms if torch._C._are_functorch_transforms_active() else ops.pool
+        bags = pool(list(cores), list(diagonals), plan.tensors, offsets, weights, *settings)
     return bags
 
 
@@ -63,16 +66,53 @@ def _setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    num_cores, num_diagonals = ctx.counts
+    of_cores, of_diagonals, (of_weights,) = _split(_gradients(ctx, grad), num_cores, num_diagonals)
+    return of_cores, of_diagonals, [None] * _PLAN, None, of_weights, None, None, None
+
+
+@torch.autograd.function.once_differentiable
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    """Of cores, diagonals and weights, end to end."""
     offsets, weights, *tensors = ctx.saved_tensors
     cores, diagonals, plan = _split(tensors, *ctx.counts)
     of_cores, of_diagonals, of_weights = ops.pool_backward(
         grad.float().contiguous(), cores, diagonals, plan, offsets, weights, *ctx.settings
     )
     of_diagonals = [gradient.to(diagonal.dtype) for gradient, diagonal in zip(of_diagonals, diagonals, strict=False)]
-    return of_cores, of_diagonals, [None] * len(plan), None, None if weights is None else of_weights, None, None, None
+    return *of_cores, *of_diagonals, None if weights is None else of_weights
 
 
 torch.library.register_autograd("comera_rec::pool", _differentiate, setup_context=_setup_context)
+
+
+def _pool_in_transforms(
+    cores: list[Tensor], diagonals: list[Tensor], plan: list[Tensor], offsets: Tensor, weights: Tensor | None, *settings: Any
+) -> Tensor:
+    bags: Tensor = _Pool.apply(settings, len(cores), len(diagonals), offsets, weights, *cores, *diagonals, *plan)
+    return bags
+
+
+class _Pool(torch.autograd.Function):
+    """The same for torch.func, which doesn't know the gradients that torch.library registers."""
+
+    @staticmethod
+    def forward(
+        settings: Any, num_cores: int, num_diagonals: int, offsets: Tensor, weights: Tensor | None, *tensors: Tensor
+    ) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            bags: Tensor = ops.pool(*_split(tensors, num_cores, num_diagonals), offsets, weights, *settings)
+        return bags
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.settings, *ctx.counts = inputs[:3]
+        ctx.save_for_backward(*inputs[3:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        of_cores, of_diagonals, of_plan, _, of_weights, *_ = _differentiate(ctx, grad)
+        return None, None, None, None, of_weights, *of_cores, *of_diagonals, *of_plan
 
 
 class _UpdatingPool(torch.autograd.Function):

@@ -1,0 +1,133 @@
+"""Cores whose slices lie one after the other: what is stored where, and that tables keep their cores so."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import comera_rec as cr
+from comera_rec.ops import plan_lookup
+from comera_rec.tt import TTShape, is_slice_major, slice_major
+
+sizes = st.tuples(*[st.integers(0, 4)] * 4)
+
+
+def stored(core: Tensor, k: int, order: int) -> list[float]:
+    """The numbers of a core as a lookup reads them: slice by slice, rank by rank."""
+    numbers = []
+    for of_slice in core.unbind(1):  # (r_{k-1}, n, r_k)
+        by_rank = of_slice.permute(0, 2, 1) if k < (order + 1) // 2 else of_slice.permute(2, 0, 1)
+        numbers += by_rank.flatten().tolist()
+    return numbers
+
+
+@given(size=sizes, order=st.integers(1, 4), data=st.data())
+def test_slices_lie_one_after_the_other(size: tuple[int, ...], order: int, data: st.DataObject) -> None:
+    k = data.draw(st.integers(0, order - 1))
+    core = torch.randn(size).permute(data.draw(st.permutations(range(4))))
+    laid = slice_major(core, k, order)
+    assert torch.equal(laid, core)
+    assert is_slice_major(laid, k, order)
+    assert laid.as_strided((laid.numel(),), (1,)).tolist() == stored(core, k, order)
+    assert slice_major(laid, k, order) is laid
+
+
+def relaid(core: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """The same core with its dimensions in this order in memory, outermost first."""
+    return core.permute(axes).contiguous().permute([axes.index(axis) for axis in range(4)])
+
+
+@given(order=st.integers(2, 4), data=st.data())
+def test_the_operators_take_what_lies_so_and_nothing_else(order: int, data: st.DataObject) -> None:
+    """They read memory, whatever strides say."""
+    k = data.draw(st.integers(0, order - 1))
+    bonds = [1, *data.draw(st.lists(st.integers(0, 3), min_size=order - 1, max_size=order - 1)), 1]
+    modes = data.draw(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=order, max_size=order))
+    cores = [
+        slice_major(torch.randn(r, m, n, s), i, order)
+        for i, (r, (m, n), s) in enumerate(zip(bonds, modes, bonds[1:], strict=False))
+    ]
+    cores[k] = relaid(cores[k], tuple(data.draw(st.permutations(range(4)))))
+    is_so = cores[k].as_strided((cores[k].numel(),), (1,)).tolist() == stored(cores[k], k, order)
+    assert is_slice_major(cores[k], k, order) == is_so
+    plan = plan_lookup([torch.tensor([0])], [[m for m, _ in modes]])
+    arguments = (cores, [], plan.tensors, torch.tensor([0, 1]), None, False, 1, 1)
+    if is_so:
+        torch.ops.comera_rec.pool(*arguments)
+    else:
+        with pytest.raises(ValueError, match=rf"cores\[{k}\] is not on CPU, slice after slice: see slice_major"):
+            torch.ops.comera_rec.pool(*arguments)
+
+
+def test_gaps_between_slices_are_seen() -> None:
+    core = slice_major(torch.randn(3, 8, 2, 4), 0, 2)
+    assert not is_slice_major(core[:, ::2], 0, 2)
+    assert not is_slice_major(core[..., :3], 0, 2)
+    assert is_slice_major(core[:, 2:5], 0, 2)
+
+
+def test_gradients_pass() -> None:
+    core = torch.randn(2, 3, 4, 5, requires_grad=True)
+    slice_major(core, 1, 2).square().sum().backward()
+    assert torch.equal(core.grad, 2 * core.detach())
+
+
+def lie(table: cr.TTEmbeddingBag) -> bool:
+    return all(is_slice_major(core, k, table.shape.order) for k, core in enumerate(table.cores()))
+
+
+@pytest.mark.parametrize("order", [1, 2, 3, 4])
+def test_tables_keep_their_cores_so(order: int) -> None:
+    shape = TTShape((5, 4, 3, 2)[:order], (2, 3, 2, 2)[:order], (3, 4, 2)[: order - 1])
+
+    def build(**arguments: object) -> cr.TTEmbeddingBag:
+        return cr.TTEmbeddingBag(shape.num_rows, shape.num_cols, shape=shape, **arguments)  # type: ignore[arg-type]
+
+    table = build()
+    assert lie(table)
+    assert lie(copy.deepcopy(table))
+    assert lie(pickle.loads(pickle.dumps(table)))
+    assert lie(copy.deepcopy(table).bfloat16())
+    assert lie(build(device="meta").to_empty(device="cpu"))
+    assert lie(cr.TTEmbeddingBag.from_dense(table.to_dense(), shape=shape))
+    file = io.BytesIO()
+    torch.save(table.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file)
+    for values in (state, {name: value.contiguous() for name, value in state.items()}):
+        loaded = build()
+        loaded.load_state_dict(values)
+        assert lie(loaded)
+        assert all(map(torch.equal, loaded.parameters(), table.parameters()))
+
+
+@pytest.mark.parametrize("order", [2, 3, 4])
+def test_tables_of_other_ranks_keep_their_cores_so(order: int) -> None:
+    shape = TTShape((5, 4, 3, 2)[:order], (2, 3, 2, 2)[:order], (3, 4, 2)[: order - 1])
+    table = cr.TTEmbeddingBag(shape.num_rows, shape.num_cols, shape=shape)
+    optimizer = torch.optim.Adam(table.parameters())
+    gradients = torch.autograd.grad(table(torch.tensor([[1, 19], [3, 3]])).sum(), list(table.parameters()))
+    for parameter, gradient in zip(table.parameters(), gradients, strict=True):
+        parameter.grad = gradient
+    optimizer.step()
+    with torch.no_grad():
+        table.rank_1[1] = 0.0
+    cr.truncate_ranks_(table, optimizer, threshold=0.1)
+    assert table.shape.ranks[0] == 2
+    for ranks in (table.shape.ranks, shape.ranks):
+        assert table.shape.ranks == ranks
+        assert lie(table)
+        for core in table.cores():
+            for tensor in (core.grad, optimizer.state[core]["exp_avg"], optimizer.state[core]["exp_avg_sq"]):
+                assert tensor.stride() == core.stride()
+        other = cr.TTEmbeddingBag(shape.num_rows, shape.num_cols, shape=shape)
+        other.load_state_dict(table.state_dict())
+        assert lie(other)
+        cr.grow_ranks_(table, {"": shape.ranks}, optimizer)
