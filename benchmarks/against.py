@@ -119,6 +119,7 @@ def main(folder: Path, ranks: tuple[int, ...], order: int, batch: int, rounds: i
         times: list[list[float]] = [[], []]
         for turn in range(rounds):
             for which in (0, 1) if turn % 2 else (1, 0):
+                time.sleep(0.01)  # the other's threads spin for a while after its step
                 times[which].append(engines[which].step())
         for engine in engines:
             engine.stop()

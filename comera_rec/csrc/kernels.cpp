@@ -325,6 +325,11 @@ void update_slice(const Core& core, const Update& update, int64_t slice, float* 
   constexpr int64_t kBlock = 256;
   float x[kBlock], m[kBlock], v[kBlock], step = 0;
   if (is_row_wise) {  // the sum is one for all blocks
+    for (int64_t i = 0; i < n && update.weight_decay != 0; i += kBlock) {
+      const int64_t count = i + kBlock < n ? kBlock : n - i;
+      widen(offset(core.data, core.number, at + i), core.number, count, x);
+      add_scaled(gradient + i, x, update.weight_decay, count);
+    }
     float* sum = static_cast<float*>(update.first) + slice;
     *sum += dot(gradient, gradient, n) / float(n);
     step = update.lr / (__builtin_sqrtf(*sum) + update.eps);

@@ -148,7 +148,7 @@ def compress_linears_(
         _LOGGER.info("%s: %d x %d, %s", name or "the model", module.in_features, module.out_features, decision.reason)
         if decision.shape is not None:
             layer = _compressed(module, decision.shape, init)
-            if module.bias is not None and len(owners[module.bias]) > 1:
+            if module.bias is not None and len(owners.get(module.bias, ())) > 1:
                 layer.bias = module.bias
             if module.weight in layers:
                 layer.tie_weight_(layers[module.weight])

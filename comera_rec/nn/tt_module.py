@@ -21,7 +21,8 @@ class TTModule(nn.Module):
     shape (r_k), the diagonals D_k that rank adaptation shrinks (CoMERA, section 3.2, arXiv 2405.14377). They sit on the module
     itself, so that whoever materializes a module from the meta device by `reset_parameters` finds them.
 
-    `shape` always describes the parameters. Loading a state dict of the same modes at other ranks resizes them in place.
+    `shape` always describes the parameters. Loading a state dict of the same modes at other ranks resizes them in place. A module
+    loads all of its tensors or none: one that is missing or does not fit is an error, `strict` or not, and nothing changes.
 
     A subclass calls `reset_parameters` once all its parameters exist.
     """
@@ -127,14 +128,46 @@ class TTModule(nn.Module):
                 data = parameter.data.new_empty(size)
                 replace_data_(parameter, self.laid_out(k, data) if k < self.shape.order else data)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        stored = [state_dict.get(f"{prefix}core_{k}") for k in range(self.shape.order)]
-        sizes = tuple(tuple(core.shape) for core in stored if isinstance(core, Tensor) and core.dim() == 4)
-        ranks = [size[3] for size in sizes[:-1]]
-        # A state dict of other modes is left to torch to refuse, before anything here has changed.
-        if len(sizes) == self.shape.order and self.shape.with_ranks(ranks).core_shapes == sizes:
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        own = {name: parameter for name, parameter in self._parameters.items() if parameter is not None}
+        stored = {name: state_dict[prefix + name] for name in own if isinstance(state_dict.get(prefix + name), Tensor)}
+        ranks, refusal = self._stored_ranks(own, stored), ""
+        if stored.keys() != own.keys():
+            refusal = f"the state dict lacks {', '.join(name for name in own if name not in stored)}: complete it"
+        elif f"{prefix}core_{self.shape.order}" in state_dict:
+            refusal = f"the state dict has more than {self.shape.order} cores: load one of a module of the same modes"
+        elif any(value.is_meta > own[name].is_meta for name, value in stored.items()):
+            refusal = "the state dict is on the meta device, without numbers: load one that has them"
+        if ranks is not None and not refusal:
             self.resize_ranks_(ranks)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        elif stored:
+            # Torch copies what fits and reports the rest. What fits is taken from the module itself, so that nothing changes.
+            kept = {prefix + name: own[name] for name, value in stored.items() if value.shape == own[name].shape}
+            state_dict = {**state_dict, **kept}
+            if refusal:
+                where = f"{prefix[:-1]}: " if prefix else ""
+                error_msgs.append(f"{where}a {type(self).__name__} loads all of its tensors or none, and {refusal}")
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+
+    def _stored_ranks(self, own: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> tuple[int, ...] | None:
+        """The ranks at which all stored tensors fit; None if there are none."""
+        cores = [stored[f"core_{k}"] for k in range(self.shape.order) if f"core_{k}" in stored]
+        if stored.keys() != own.keys() or any(core.dim() != 4 for core in cores):
+            return None
+        shape = self.shape.with_ranks([core.shape[3] for core in cores[:-1]])
+        sizes: dict[str, Sequence[int]] = {name: parameter.shape for name, parameter in own.items()}
+        sizes |= {f"core_{k}": size for k, size in enumerate(shape.core_shapes)}
+        sizes |= {f"rank_{k}": (rank,) for k, rank in enumerate(shape.ranks, start=1)}
+        return shape.ranks if all(stored[name].shape == size for name, size in sizes.items()) else None
 
     def to_dense(self) -> nn.Module:
         """The plain torch module that holds the same matrix."""
@@ -157,19 +190,23 @@ def replace_data_(parameter: nn.Parameter, data: Tensor) -> None:
     parameter.data = data.new_empty(0, dtype=torch.float32 if data.dtype == torch.float64 else torch.float64)
     parameter.data = data
     if hooks:
-        applied = sys.modules[_IN_BACKWARD]
-        node: Any = parameter.view_as(parameter).grad_fn
-        node = node.next_functions[0][0]
+        applied, is_trained = sys.modules[_IN_BACKWARD], parameter.requires_grad
+        with torch.enable_grad():
+            view: Any = parameter.requires_grad_().view_as(parameter)
+        parameter.requires_grad_(is_trained)
+        node = view.grad_fn.next_functions[0][0]
         applied.param_to_acc_grad_map[parameter] = node
         applied.param_to_optim_hook_handle_map[parameter] = [node.register_hook(hook) for hook in hooks]
 
 
 def _take_hooks(parameter: nn.Parameter) -> list[Any]:
     """What `apply_optimizer_in_backward` calls when the parameter's gradient is there; it is called no longer."""
-    if not hasattr(parameter, "_in_backward_optimizers"):
+    applied = sys.modules.get(_IN_BACKWARD)
+    if applied is None or not hasattr(parameter, "_in_backward_optimizers"):
         return []
     hooks = []
-    for handle in sys.modules[_IN_BACKWARD].param_to_optim_hook_handle_map.get(parameter, ()):
+    applied.param_to_acc_grad_map.pop(parameter, None)  # so that hooks that come later are not put on the old node
+    for handle in applied.param_to_optim_hook_handle_map.get(parameter, ()):
         registered = handle.hooks_dict_ref() or {}
         if handle.id in registered:  # DistributedDataParallel takes them away, to call them itself
             hooks.append(registered[handle.id])

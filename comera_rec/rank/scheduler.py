@@ -304,14 +304,18 @@ def _shapes_and_scores(trains: dict[str, Train]) -> tuple[list[TTShape], list[tu
 
 
 def _require_gradients(model: nn.Module, config: RankConfig) -> None:
-    """Raise a ValueError if gradients that the schedule needs are used up in backward."""
+    """Raise a ValueError if gradients that the schedule needs are used up in backward, or a penalty would be a step of its own."""
     modules = [module for _, module in named_tt_modules(model)]
-    if config.score == "taylor" and any(hasattr(p, "_in_backward_optimizers") for m in modules for p in m.rank_parameters()):
-        raise ValueError(
-            "score 'taylor' needs the gradients of rank parameters, which are updated in backward: "
-            "apply that optimizer to cores only"
-        )
     if config.beta and any(update_kind(core) for module in modules for core in module.cores()):
         raise ValueError(
             f"beta is {config.beta}, a penalty on cores, which are updated in backward: a step would update them twice; set beta=0"
         )
+    needs = None
+    if config.late_steps and config.score_used == "taylor":
+        needs = "score 'taylor' needs the gradients of rank parameters"
+    elif config.late_steps and config.objective == "achievement":
+        needs = "objective 'achievement' puts a price on rank parameters"
+    elif config.gamma:
+        needs = f"gamma is {config.gamma}, a price of rank parameters"
+    if needs and any(hasattr(rank, "_in_backward_optimizers") for module in modules for rank in module.rank_parameters()):
+        raise ValueError(f"{needs}, which are updated in backward: leave rank parameters to an optimizer of their own")

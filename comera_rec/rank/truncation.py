@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from comera_rec.nn import TTModule, named_tt_modules, replace_data_
+from comera_rec.ops.bags.updates import ROW_WISE
 from comera_rec.rank.selection import Masks, above_threshold
 
 
@@ -57,10 +58,10 @@ def keep_ranks_(modules: Sequence[TTModule], masks: Masks, optimizer: Optimizer 
     Raises:
         ValueError: before anything is changed, for optimizer state of a shape that can't be sliced.
     """
-    require_known_states(modules, optimizer)
-    for module, kept in zip(modules, masks, strict=True):
-        if not all(bool(mask.all()) for mask in kept):
-            _slice_module_(module, kept, optimizer)
+    changing = [pair for pair in zip(modules, masks, strict=True) if not all(bool(mask.all()) for mask in pair[1])]
+    require_known_states([module for module, _ in changing], optimizer)
+    for module, kept in changing:
+        _slice_module_(module, kept, optimizer)
 
 
 def _slice_module_(module: TTModule, masks: Sequence[Tensor], optimizer: Optimizer | None) -> None:
@@ -107,14 +108,17 @@ def require_known_states(modules: Sequence[TTModule], optimizer: Optimizer | Non
     """Check that all optimizer state of TT modules can follow a change of their ranks.
 
     Known are tensors of the parameter's shape, which change with it; and single numbers, and one for each slice of a core as
-    row-wise Adagrad keeps, which stay.
+    row-wise Adagrad keeps, which stay. What that one holds before its first step is for matrices, and is laid out anew then.
 
     Raises:
         ValueError: naming the optimizer, the state and both shapes.
     """
     for parameter in (p for module in modules for p in (*module.cores(), *module.rank_parameters())):
         for each in _optimizers_of(parameter, optimizer):
-            for key, value in each.state.get(parameter, {}).items():
+            state = each.state.get(parameter, {})
+            if type(each).__name__ == ROW_WISE and not state.get("step"):
+                continue
+            for key, value in state.items():
                 by_slice = parameter.shape[1:2] if parameter.dim() == 4 else ()
                 if isinstance(value, Tensor) and value.numel() > 1 and value.shape not in (parameter.shape, by_slice):
                     raise ValueError(

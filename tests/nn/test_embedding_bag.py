@@ -300,6 +300,107 @@ def test_a_state_dict_of_other_modes_is_refused() -> None:
         bag.load_state_dict(build(SHAPES[0]).state_dict())
 
 
+def values(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def assert_unchanged(bag: TTEmbeddingBag, shape: TTShape, before: dict[str, Tensor], parameters: list[nn.Parameter]) -> None:
+    assert bag.shape == shape
+    assert all(parameter is old for parameter, old in zip(bag.parameters(), parameters, strict=True))
+    torch.testing.assert_close(values(bag), before, rtol=0, atol=0)
+    assert bag(torch.tensor([[0, 100]])).isfinite().all()
+
+
+SAVED, LOADING = TTShape((7, 5, 3), (3, 2, 2), (2, 5)), TTShape((7, 5, 3), (3, 2, 2), (4, 3))
+
+
+def spoil(state: dict[str, Tensor], how: str) -> dict[str, Tensor]:
+    """A state dict that a bag of the modes of `SAVED` can't take."""
+    if how.startswith("without "):
+        return {name: value for name, value in state.items() if name != how.removeprefix("without ")}
+    if how == "other modes":
+        return build((101, 11, TTShape((7, 3, 5), (3, 2, 2), (2, 5)))).state_dict()
+    if how == "fewer cores":
+        return build((35, 6, TTShape((7, 5), (3, 2), (4,)))).state_dict()
+    if how == "more cores":  # of which the first three would fit
+        more = build((101, 11, TTShape((7, 5, 3, 1), (3, 2, 2, 1), (2, 5, 1)))).state_dict()
+        return {name: value for name, value in more.items() if name != "rank_3"}
+    if how == "no numbers":
+        return {name: value.to("meta") for name, value in state.items()}
+    name, value = how.split(" is ")
+    return {**state, name: torch.ones(*map(int, value.split("x")), dtype=torch.float64)}
+
+
+@pytest.mark.parametrize("ranks", ["other ranks", "the same ranks"])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "without rank_1",
+        "without core_1",
+        "without core_2",
+        "other modes",
+        "fewer cores",
+        "more cores",
+        "no numbers",
+        "rank_2 is 4",
+        "rank_1 is 2x1",
+        "core_2 is 4x3x2x1",
+        "core_0 is 21x2",
+    ],
+)
+def test_a_state_dict_that_does_not_fit_changes_nothing(how: str, nested: bool, ranks: str) -> None:
+    shape = LOADING if ranks == "other ranks" else SAVED
+    bag = build((101, 11, shape))
+    before, parameters = values(bag), list(bag.parameters())
+    state = spoil(dict(build((101, 11, SAVED)).state_dict()), how)
+    model: nn.Module = nn.ModuleDict({"user": bag}) if nested else bag
+    with pytest.raises(RuntimeError, match="Error"):
+        model.load_state_dict({f"user.{name}": value for name, value in state.items()} if nested else state)
+    assert_unchanged(bag, shape, before, parameters)
+
+
+def test_what_a_state_dict_lacks_is_named() -> None:
+    model = nn.ModuleDict({"user": build((101, 11, LOADING)), "head": nn.Linear(11, 1)})
+    state = {name: value for name, value in model.state_dict().items() if name != "user.rank_1"}
+    message = "user: a TTEmbeddingBag loads all of its tensors or none, and the state dict lacks rank_1: complete it"
+    for strict in (True, False):
+        with pytest.raises(RuntimeError, match=message):
+            model.load_state_dict(state, strict=strict)
+
+
+def test_a_state_dict_without_the_bag_is_an_error_only_if_strict() -> None:
+    model = nn.ModuleDict({"user": build((101, 11, LOADING)), "head": nn.Linear(11, 1)})
+    before, head = values(model["user"]), {"head.weight": torch.ones(1, 11), "head.bias": torch.ones(1)}
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict(head)
+    found = model.load_state_dict(head, strict=False)
+    assert [*found.missing_keys] == [f"user.{name}" for name in before]
+    torch.testing.assert_close(values(model["user"]), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("wrong", [{"head.weight": torch.ones(2, 11)}, {"no.such": torch.ones(1)}], ids=["mismatch", "unexpected"])
+def test_where_another_module_fails_the_bag_holds_what_was_loaded(wrong: dict[str, Tensor]) -> None:
+    saved = nn.ModuleDict({"user": build((101, 11, SAVED)), "head": nn.Linear(11, 1)})
+    model = nn.ModuleDict({"user": build((101, 11, LOADING)), "head": nn.Linear(11, 1)})
+    with pytest.raises(RuntimeError):
+        model.load_state_dict({**saved.state_dict(), **wrong})
+    assert model["user"].shape == SAVED
+    torch.testing.assert_close(values(model["user"]), values(saved["user"]), rtol=0, atol=0)
+
+
+def test_a_state_dict_may_be_assigned() -> None:
+    saved, bag = build((101, 11, SAVED)), build((101, 11, LOADING))
+    bag.load_state_dict(saved.state_dict(), assign=True)
+    assert bag.shape == SAVED
+    ids, offsets = jagged(101)
+    assert torch.equal(bag(ids, offsets), saved(ids, offsets))
+    other, before = build((101, 11, LOADING)), list(bag.parameters())
+    with pytest.raises(RuntimeError, match="size mismatch for core_1"):
+        bag.load_state_dict({**other.state_dict(), "rank_1": torch.ones(3)}, assign=True)
+    assert_unchanged(bag, SAVED, values(saved), before)
+
+
 @pytest.mark.parametrize("mode", ["sum", "max"])
 @pytest.mark.parametrize("order", [2, 3, 4])
 def test_from_dense_at_full_rank_is_the_same_bag(order: int, mode: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer
 
 from comera_rec import TTEmbeddingBag, TTLinear, grow_ranks_, truncate_ranks_
 from comera_rec.rank import count_tt_params
@@ -94,6 +94,17 @@ def test_a_train_that_was_gone_learns_again(gone: str) -> None:
     grow_ranks_(model, {gone: GROWN[gone]}, optimizer)
     assert not model.get_submodule(gone).dense_matrix().detach().any()
     assert train(model, optimizer, 60)[-1] < 0.7 * without
+
+
+def test_state_that_cannot_grow_is_an_error_before_anything_changes() -> None:
+    model = Net()
+    optimizer = Adafactor(model.parameters())
+    train(model, optimizer, 1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match=r"Adafactor keeps 'row_var' of shape .*: ranks can't change under it; use an optimizer"):
+        grow_ranks_(model, GROWN, optimizer)
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+    assert model.table.shape.ranks == (3, 2)
 
 
 def test_gradients_being_accumulated_are_kept() -> None:

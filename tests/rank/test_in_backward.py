@@ -12,6 +12,7 @@ import comera_rec as cr
 
 with warnings.catch_warnings(action="ignore"):  # of torch.jit, which the module uses
     from torch.distributed.optim import _apply_optimizer_in_backward, _get_in_backward_optimizers
+    from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
     from torchrec.optim import RowWiseAdagrad
 
 SHAPE = cr.TTShape((8, 9), (4, 4), (6,))
@@ -58,6 +59,83 @@ def test_training_goes_on_after_ranks_change(kind: type, settings: dict, change:
     for optimizer in _get_in_backward_optimizers(model):
         (parameter,) = optimizer.param_groups[0]["params"]
         assert all(value.shape == parameter.shape for value in optimizer.state[parameter].values() if value.numel() > 1)
+
+
+def cut(model: nn.Sequential) -> None:
+    with torch.no_grad():
+        model[0].rank_1[2:] = 0.0
+        model[1].rank_2[1:] = 0.0
+    cr.truncate_ranks_(model, threshold=1e-3)
+    assert (model[0].shape.ranks, model[1].shape.ranks[1]) == ((2,), 1)
+
+
+# With Adagrad the lookup updates the table's cores; with momentum the hooks on their gradients do, as they do for the layer's.
+every_way = pytest.mark.parametrize(
+    ("kind", "settings"), [(torch.optim.Adagrad, {"lr": 0.05}), (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9})]
+)
+
+
+@every_way
+def test_ranks_may_change_without_autograd_and_while_the_last_loss_is_alive(kind: type, settings: dict) -> None:
+    model = make(kind, settings)
+    loss = model(IDS).square().mean()
+    loss.backward()
+    with torch.no_grad():
+        cut(model)
+    changes = step(model)
+    assert all(changes[name].abs().sum() > 0 for name in changes if "core" in name)
+    assert all(parameter.grad is None for name, parameter in model.named_parameters() if "core" in name)
+    for name, parameter in model.named_parameters():
+        assert len(param_to_optim_hook_handle_map.get(parameter, ())) == ("core" in name)
+    assert loss.isfinite()
+
+
+@every_way
+def test_cores_that_are_frozen_while_ranks_change_learn_later(kind: type, settings: dict) -> None:
+    model = make(kind, settings)
+    step(model)
+    for module in model:
+        module.core_0.requires_grad_(False)
+    cut(model)
+    assert not model[0].core_0.requires_grad
+    for module in model:
+        module.core_0.requires_grad_(True)
+    changes = step(model)
+    assert all(changes[name].abs().sum() > 0 for name in changes if "core" in name)
+
+
+def test_hooks_that_were_taken_away_stay_away() -> None:
+    model = make(torch.optim.Adagrad, {"lr": 0.05})
+    for core in model[0].cores():  # as DistributedDataParallel does, to step when gradients are averaged
+        for handle in param_to_optim_hook_handle_map[core]:
+            handle.remove()
+    cut(model)
+    changes = step(model)
+    assert {name: bool(changes[name].any()) for name in ("0.core_0", "1.core_0")} == {"0.core_0": False, "1.core_0": True}
+    assert model[0].core_0.grad is not None
+    model.zero_grad()
+    _apply_optimizer_in_backward(torch.optim.SGD, [model[0].core_0], {"lr": 0.1})
+    assert step(model)["0.core_0"].any(), "a hook that comes later is not put where the old size was"
+
+
+def test_a_state_dict_of_other_ranks_leaves_the_hooks() -> None:
+    model, saved = (make(torch.optim.SGD, {"lr": 0.1}) for _ in range(2))
+    cut(saved)
+    model.load_state_dict(saved.state_dict())
+    changes = step(model)
+    assert all(changes[name].abs().sum() > 0 for name in changes if "core" in name)
+
+
+def test_tables_that_no_batch_met_yet_may_change_too() -> None:
+    """Row-wise Adagrad lays out its sums for matrices when it is made; of cores it needs others, made in the first step."""
+    model = nn.Sequential(cr.TTEmbeddingBag(72, 16, shape=SHAPE))
+    _apply_optimizer_in_backward(RowWiseAdagrad, model[0].cores(), {"lr": 0.05})
+    for ranks in ((9,), (12,)):
+        cr.grow_ranks_(model, {"0": ranks})
+    with torch.no_grad():
+        model[0].rank_1[2:] = 0.0
+    cr.truncate_ranks_(model, threshold=1e-3)
+    assert all(step(model)[name].abs().sum() > 0 for name in ("0.core_0", "0.core_1"))
 
 
 def test_row_wise_sums_stay_as_they_are() -> None:

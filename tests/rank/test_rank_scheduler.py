@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ from torch.optim import Adam
 
 from comera_rec import RankConfig, RankScheduler, TTEmbeddingBag, rank_param_groups
 from comera_rec.rank import count_tt_params
+
+with warnings.catch_warnings(action="ignore"):  # of torch.jit, which the module uses
+    from torch.distributed.optim import _apply_optimizer_in_backward
 
 ROWS, DIM, RANK = 400, 16, 24
 
@@ -185,6 +189,66 @@ def test_a_state_taken_early_does_not_change_with_the_run() -> None:
     assert state["history"] == frozen["history"]
     assert state["steps"] == frozen["steps"]
     assert state["mean_loss"] == frozen["mean_loss"]
+
+
+def test_cores_may_be_updated_in_backward() -> None:
+    config = RankConfig(early_steps=20, late_steps=40, target_size=0.25, objective="budget", truncate_every=5)
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"table": TTEmbeddingBag(ROWS, DIM, tt_ranks=RANK, std=0.3)})
+    table = model["table"]
+    wanted = TTEmbeddingBag(ROWS, DIM, tt_ranks=4, std=0.3).dense_matrix().detach()
+    _apply_optimizer_in_backward(torch.optim.Adagrad, table.cores(), {"lr": 0.05})
+    optimizer = Adam(rank_param_groups(model, lr_cores=0.01, lr_ranks=0.01, lr_dense=0.01))
+    assert [group["name"] for group in optimizer.param_groups] == ["ranks"]
+    scheduler, full, losses = RankScheduler(model, optimizer, config), count_tt_params(model), []
+    for _ in range(100):
+        before = [core.detach().clone() for core in table.cores()]
+        loss = (table(torch.arange(ROWS)[:, None]) - wanted).square().mean()
+        optimizer.zero_grad()
+        scheduler.loss(loss).backward()
+        optimizer.step()
+        assert not any(torch.equal(core, old) for core, old in zip(table.cores(), before, strict=True))
+        scheduler.step()
+        losses.append(loss.item())
+    assert scheduler.stage == "done"
+    assert 0.25 * full - full / RANK < count_tt_params(model) <= 0.25 * full
+    assert losses[-1] < 0.5 * losses[60] < losses[0]
+    for core in table.cores():
+        (in_backward,) = core._in_backward_optimizers
+        assert in_backward.state[core]["sum"].shape == core.shape
+
+
+LATE = {"late_steps": 5, "target_size": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part", "message"),
+    [
+        ({"gamma": 0.0, "objective": "budget", **LATE}, "rank", "score 'taylor' needs the gradients of rank parameters"),
+        ({"gamma": 0.1}, "rank", r"gamma is 0\.1, a price of rank parameters"),
+        ({"gamma": 0.0, **LATE}, "rank", "objective 'achievement' puts a price on rank parameters"),
+        ({"gamma": 0.0, "beta": 0.5}, "core", r"beta is 0\.5, a penalty on cores, which are updated in backward"),
+    ],
+)
+def test_gradients_that_the_schedule_needs_must_not_be_used_up_in_backward(arguments: dict, part: str, message: str) -> None:
+    model = nn.ModuleDict({"table": TTEmbeddingBag(ROWS, DIM, tt_ranks=4)})
+    _apply_optimizer_in_backward(torch.optim.Adagrad, [p for name, p in model.named_parameters() if part in name], {"lr": 0.05})
+    optimizer = Adam([torch.zeros(1)])
+    remedy = "leave rank parameters to an optimizer of their own" if part == "rank" else "set beta=0"
+    with pytest.raises(ValueError, match=f"{message}.*{remedy}"):
+        RankScheduler(model, optimizer, RankConfig(early_steps=10, **arguments))
+
+
+def test_a_schedule_that_needs_no_gradients_takes_any_optimizer() -> None:
+    model = nn.ModuleDict({"table": TTEmbeddingBag(ROWS, DIM, tt_ranks=4)})
+    _apply_optimizer_in_backward(torch.optim.Adagrad, model.parameters(), {"lr": 0.05})
+    config = RankConfig(early_steps=2, gamma=0.0, threshold=0.0, score="norm", objective="budget", truncate_every=2, **LATE)
+    scheduler = RankScheduler(model, Adam([torch.zeros(1)]), config)
+    for _ in range(8):
+        scheduler.loss(model["table"](torch.arange(ROWS)[:, None]).square().mean()).backward()
+        scheduler.step()
+    assert scheduler.stage == "done"
+    assert model["table"].shape.ranks == (2,)
 
 
 def test_a_model_without_trains_is_refused() -> None:

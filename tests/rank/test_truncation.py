@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from comera_rec import TTEmbeddingBag, TTLinear, truncate_ranks_
 from comera_rec.rank import count_tt_params
@@ -127,6 +127,25 @@ def test_training_goes_on_as_if_the_model_had_always_been_small(name: str) -> No
     torch.testing.assert_close(found_state, expected_state, rtol=0, atol=0)
     assert train(model, optimizer, 5) == pytest.approx(train(rebuilt, rebuilt_optimizer, 5), rel=1e-12)
     torch.testing.assert_close(model.state_dict(), rebuilt.state_dict())
+
+
+def test_state_that_cannot_be_sliced_is_an_error_before_anything_changes() -> None:
+    model = Small()
+    optimizer = Adafactor(model.parameters())
+    train(model, optimizer, 1)
+    state = copy.deepcopy(optimizer.state_dict())
+    assert truncate_ranks_(model, optimizer, threshold=0.0)["table"] == (5, 4), "where nothing goes, any state may stay"
+    silence(model, DOOMED)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    message = (
+        r"Adafactor keeps 'row_var' of shape \(1, 5, 4, 1\) for a parameter of shape \(1, 5, 4, 5\): ranks can't change under it; "
+        r"use an optimizer whose state has the parameter's shape"
+    )
+    with pytest.raises(ValueError, match=message):
+        truncate_ranks_(model, optimizer, threshold=0.01)
+    assert model.table.shape.ranks == (5, 4)
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+    torch.testing.assert_close(optimizer.state_dict(), state, rtol=0, atol=0)
 
 
 def test_gradients_are_sliced_too() -> None:

@@ -1,0 +1,451 @@
+"""Optimizers applied in backward, slice by slice, against their formulas in plain torch: parameters and state after batches."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from comera_rec import TTEmbeddingBag
+from comera_rec.ops import plan_lookup, tt_bags
+from comera_rec.tt import TTShape, row_digits
+
+with warnings.catch_warnings(action="ignore"):  # of torch.jit, which the module uses
+    from torch.distributed.optim import _apply_optimizer_in_backward
+    from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
+    from torchrec.optim import RowWiseAdagrad
+
+SHAPES = {
+    2: [TTShape((7, 6), (4, 4), (5,)), TTShape((3, 8), (4, 4), (2,))],
+    3: [TTShape((4, 5, 3), (2, 2, 4), (3, 6)), TTShape((2, 3, 6), (2, 2, 4), (4, 1))],
+    4: [TTShape((3, 4, 2, 5), (2, 1, 3, 2), (4, 5, 3)), TTShape((2, 2, 3, 3), (2, 1, 3, 2), (1, 2, 2))],
+}
+every_order = pytest.mark.parametrize("order", [2, 3, 4])
+EPS = {"eps": 1e-2}  # large beside what rounding makes of gradients that are zero
+SGD, ADAGRAD, ADAM = torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam
+CASES = {
+    "SGD": (SGD, {"lr": 0.05}),
+    "SGD, weight decay": (SGD, {"lr": 0.05, "weight_decay": 0.3}),
+    "Adagrad": (ADAGRAD, {"lr": 0.1, **EPS}),
+    "Adagrad, lr decay, initial sums": (ADAGRAD, {"lr": 0.1, "lr_decay": 0.5, "initial_accumulator_value": 0.75, **EPS}),
+    "Adagrad, weight decay": (ADAGRAD, {"lr": 0.1, "weight_decay": 0.3, **EPS}),
+    "Adam": (ADAM, {"lr": 0.02, "betas": (0.8, 0.95), **EPS}),
+    "Adam, weight decay": (ADAM, {"lr": 0.02, "weight_decay": 0.3, **EPS}),
+    "row-wise Adagrad": (RowWiseAdagrad, {"lr": 0.1, **EPS}),
+    "row-wise Adagrad, all settings": (
+        RowWiseAdagrad,
+        {"lr": 0.1, "lr_decay": 0.5, "weight_decay": 0.3, "initial_accumulator_value": 0.75, **EPS},
+    ),
+}
+every_case = pytest.mark.parametrize(("kind", "settings"), CASES.values(), ids=CASES.keys())
+
+
+class Batch(NamedTuple):
+    """Jagged bags of two features, some ids in none; and the gradient of what is looked up."""
+
+    ids: list[Tensor]
+    offsets: Tensor
+    weights: Tensor
+    gradient: Tensor
+
+
+def make_tables(order: int, dtype: torch.dtype = torch.float32, shapes: Sequence[TTShape] | None = None) -> nn.ModuleList:
+    tables = nn.ModuleList()
+    for shape in shapes or SHAPES[order]:
+        table = TTEmbeddingBag(shape.num_rows, shape.num_cols, shape=shape, dtype=dtype)
+        for rank in table.rank_parameters():
+            nn.init.uniform_(rank, 0.5, 1.5)
+        tables.append(table)
+    return tables
+
+
+def make_batches(tables: nn.ModuleList, count: int = 4, lookups: int = 30, dtype: torch.dtype = torch.float32) -> list[Batch]:
+    """Each of few leading digits, and of other ones than the one before; of numbers that the type can hold."""
+    batches = []
+    for step in range(count):
+        ids = [(torch.rand(lookups) * 0.6 * table.num_embeddings).long() for table in tables]
+        ids = [of_table if step % 2 else table.num_embeddings - 1 - of_table for table, of_table in zip(tables, ids, strict=True)]
+        total = lookups * len(tables)
+        offsets = torch.cat([torch.tensor([0]), torch.randint(total - 3, (10 * len(tables),)).sort().values])
+        weights, gradient = torch.rand(total) + 0.5, torch.randn(10, len(tables) * tables[0].embedding_dim)
+        batches.append(Batch(ids, offsets, weights.to(dtype).float(), gradient.to(dtype).float()))
+    return batches
+
+
+def look_up(tables: nn.ModuleList, batch: Batch, *, impl: str = "auto", mode: str = "sum", **arguments: Any) -> Tensor:
+    plan = plan_lookup(batch.ids, [table.shape.row_shape for table in tables], impl=impl)
+    return tt_bags(
+        [table.forward_parameters() for table in tables],
+        plan,
+        batch.offsets,
+        num_cols=tables[0].embedding_dim,
+        mode=mode,
+        per_sample_weights=batch.weights.to(tables[0].core_0.dtype) if mode == "sum" else None,
+        features=len(tables),
+        impl=impl,
+        **arguments,
+    )
+
+
+def differentiate(tables: nn.ModuleList, batch: Batch, mode: str = "sum") -> list[Tensor]:
+    """Gradients of all parameters by definition."""
+    out = look_up(tables, batch, impl="reference", mode=mode)
+    return list(torch.autograd.grad(out, list(tables.parameters()), batch.gradient.to(out.dtype)))
+
+
+def backward(tables: nn.ModuleList, batch: Batch, **arguments: Any) -> None:
+    out = look_up(tables, batch, **arguments)
+    out.backward(batch.gradient.to(out.dtype))
+
+
+def masks(tables: nn.ModuleList, batch: Batch) -> list[Tensor]:
+    """For all parameters, as they multiply these: which slices the batch met. Diagonals belong to every row."""
+    met = []
+    for table, ids in zip(tables, batch.ids, strict=True):
+        digits = row_digits(ids, table.shape.row_shape)
+        for core, of_core in zip(table.cores(), digits, strict=True):
+            is_met = torch.zeros(core.shape[1], dtype=torch.bool).index_fill(0, of_core, True)
+            met.append(is_met.view(1, -1, 1, 1).expand(core.shape))
+        met += [torch.ones_like(rank, dtype=torch.bool) for rank in table.rank_parameters()]
+    return met
+
+
+def step_by_formula(
+    kind: type, settings: dict[str, Any], parameter: Tensor, gradient: Tensor, is_met: Tensor, state: dict[str, Any]
+) -> None:
+    """A step in place. State, and parameters, of slices that the batch did not meet stay as they are."""
+    lr, eps, (b1, b2) = settings["lr"], settings.get("eps"), settings.get("betas", (0.9, 0.999))
+    state["step"] = state.get("step", 0) + 1
+    lr /= 1 + (state["step"] - 1) * settings.get("lr_decay", 0)
+    g = gradient + settings.get("weight_decay", 0) * parameter
+    initial = torch.full_like(parameter, settings.get("initial_accumulator_value", 0.0))
+    if kind is SGD:
+        change = lr * g
+    elif kind is ADAM:
+        for name, beta, value in (("exp_avg", b1, g), ("exp_avg_sq", b2, g * g)):
+            before = state.setdefault(name, initial)
+            state[name] = torch.where(is_met, beta * before + (1 - beta) * value, before)
+        first, second = state["exp_avg"] / (1 - b1 ** state["step"]), state["exp_avg_sq"] / (1 - b2 ** state["step"])
+        change = lr * first / (second.sqrt() + eps)
+    else:
+        of_slice = [0, 2, 3] if parameter.dim() == 4 else [0]
+        square = (g * g).mean(of_slice, keepdim=True).expand(g.shape) if kind is RowWiseAdagrad else g * g
+        state["sum"] = torch.where(is_met, state.get("sum", initial) + square, state.get("sum", initial))
+        change = lr * g / (state["sum"].sqrt() + eps)
+    parameter.sub_(torch.where(is_met, change, torch.zeros_like(change)))
+
+
+def apply(kind: type, parameters: Iterable[Tensor], settings: dict[str, Any]) -> None:
+    _apply_optimizer_in_backward(kind, parameters, settings)  # type: ignore[arg-type]
+
+
+def optimizer_of(parameter: Tensor) -> torch.optim.Optimizer:
+    (optimizer,) = parameter._in_backward_optimizers  # type: ignore[attr-defined]
+    return optimizer
+
+
+def chosen(tables: nn.ModuleList, kind: type, which: str = "all") -> list[nn.Parameter]:
+    """All parameters or the cores alone, and of these alone for an optimizer that takes no vectors."""
+    with_diagonals = which == "all" and kind is not RowWiseAdagrad
+    return [parameter for parameter in tables.parameters() if with_diagonals or parameter.dim() == 4]
+
+
+def as_stored(state: Tensor, found: Tensor) -> Tensor:
+    """Row-wise sums are one a slice."""
+    return state[0, :, 0, 0] if found.dim() == 1 and state.dim() == 4 else state
+
+
+def assert_near(found: Tensor, expected: Tensor, tolerance: float = 1e-4) -> None:
+    """Up to a part of the largest value."""
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance * float(expected.abs().max()))
+
+
+@every_case
+@every_order
+@pytest.mark.parametrize(("which", "mode"), [("all", "sum"), ("cores", "mean"), ("all", "max")])
+def test_parameters_and_states_follow_the_formulas(order: int, kind: type, settings: dict[str, Any], which: str, mode: str) -> None:
+    tables = make_tables(order)
+    updated = chosen(tables, kind, which)
+    apply(kind, updated, settings)
+    expected = copy.deepcopy(tables).double().requires_grad_()
+    states: list[dict[str, Any]] = [{} for _ in tables.parameters()]
+    for step, batch in enumerate(make_batches(tables)):
+        now = {**settings, "lr": settings["lr"] / (1 + step)}  # as a schedule would
+        for parameter in updated:
+            optimizer_of(parameter).param_groups[0]["lr"] = now["lr"]
+        before = [parameter.detach().clone() for parameter in tables.parameters()]
+        backward(tables, batch, mode=mode)
+        gradients = differentiate(expected, batch, mode)
+        of_parameters = zip(
+            tables.parameters(), expected.parameters(), gradients, masks(tables, batch), states, before, strict=True
+        )
+        for parameter, exact, gradient, is_met, state, value in of_parameters:
+            if not any(parameter is other for other in updated):
+                assert torch.equal(parameter, value)
+                assert_near(parameter.grad, gradient)
+                parameter.grad = None
+                continue
+            assert parameter.grad is None
+            assert torch.equal(parameter[~is_met], value[~is_met])
+            assert not torch.equal(parameter, value)
+            step_by_formula(kind, now, exact.data, gradient, is_met, state)
+            assert_near(parameter.detach(), exact.detach())
+            found = dict(optimizer_of(parameter).state[parameter])
+            assert int(found.pop("step", step + 1)) == state["step"] == step + 1
+            assert found.keys() == state.keys() - {"step"}
+            for name, tensor in found.items():
+                assert_near(tensor, as_stored(state[name], tensor))
+
+
+@every_order
+@pytest.mark.parametrize("name", ["SGD", "Adagrad", "Adagrad, lr decay, initial sums"])
+def test_it_makes_no_difference_to_what_torchs_optimizers_learn(order: int, name: str) -> None:
+    kind, settings = CASES[name]
+    tables = make_tables(order)
+    expected = copy.deepcopy(tables).double()
+    optimizer = kind(expected.parameters(), **settings)
+    apply(kind, tables.parameters(), settings)
+    for batch in make_batches(tables):
+        backward(tables, batch)
+        for parameter, gradient in zip(expected.parameters(), differentiate(expected, batch), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    for parameter, exact in zip(tables.parameters(), expected.parameters(), strict=True):
+        assert_near(parameter.detach(), exact.detach())
+        for key, value in optimizer.state[exact].items():
+            assert_near(optimizer_of(parameter).state[parameter][key], value.double())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@every_case
+def test_cores_of_16_bits(kind: type, settings: dict[str, Any], dtype: torch.dtype) -> None:
+    """A step is computed in float32 and rounded once, in slices of more than one block of numbers."""
+    tables = make_tables(2, dtype, [TTShape((5, 4), (15, 3), (21,))])
+    (batch,) = make_batches(tables, 1, lookups=9, dtype=dtype)
+    updated = chosen(tables, kind)
+    apply(kind, updated, settings)
+    expected = copy.deepcopy(tables).double()
+    before = [parameter.detach().clone() for parameter in updated]
+    gradients, met = differentiate(expected, batch), masks(tables, batch)
+    backward(tables, batch)
+    rounding = torch.finfo(dtype).eps
+    # Cores come before diagonals, which have no row-wise sums.
+    for parameter, exact, gradient, is_met, value in zip(updated, expected.parameters(), gradients, met, before, strict=False):
+        state: dict[str, Any] = {}
+        step_by_formula(kind, settings, exact.data, gradient, is_met, state)
+        torch.testing.assert_close(parameter.detach().double(), exact.detach(), rtol=rounding, atol=1e-6)
+        assert torch.equal(parameter[~is_met], value[~is_met])
+        for name in state.keys() - {"step"}:
+            found = optimizer_of(parameter).state[parameter][name]
+            torch.testing.assert_close(found.double(), as_stored(state[name], found), rtol=2 * rounding, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", ["SGD", "Adagrad, weight decay", "Adam, weight decay", "row-wise Adagrad, all settings"])
+@every_order
+def test_updates_do_not_depend_on_the_number_of_threads(order: int, case: str, on_threads: Callable) -> None:
+    kind, settings = CASES[case]
+    shapes = [TTShape((30, 20, 10, 9)[:order], (4, 4, 2, 2)[:order], (8, 8, 3)[: order - 1])]
+    tables = make_tables(order, shapes=[*shapes, *shapes])
+    batches = make_batches(tables, 2, lookups=6000)
+
+    def train() -> list[Tensor]:
+        trained = copy.deepcopy(tables)
+        apply(kind, chosen(trained, kind), settings)
+        for batch in batches:
+            backward(trained, batch)
+        states = [optimizer_of(parameter).state[parameter] for parameter in chosen(trained, kind)]
+        return [
+            *(parameter.detach() for parameter in trained.parameters()),
+            *(value for state in states for value in state.values()),
+        ]
+
+    one, two = (on_threads(count, train) for count in (1, 2))
+    assert all(map(torch.equal, one, two))
+
+
+def test_every_parameter_has_settings_of_its_own() -> None:
+    tables = make_tables(3)
+    (batch,) = make_batches(tables, 1)
+    expected = copy.deepcopy(tables).double()
+    gradients = differentiate(expected, batch)
+    for k, parameter in enumerate(tables.parameters()):
+        apply(SGD, [parameter], {"lr": 0.01 * (k + 1)})
+    backward(tables, batch)
+    for k, (parameter, exact, gradient) in enumerate(zip(tables.parameters(), expected.parameters(), gradients, strict=True)):
+        assert_near(parameter.detach(), exact.detach() - 0.01 * (k + 1) * gradient)
+
+
+def test_weights_have_their_gradients() -> None:
+    tables = make_tables(3)
+    (batch,) = make_batches(tables, 1)
+    batch.weights.requires_grad_()
+    out = look_up(tables, batch)
+    (expected,) = torch.autograd.grad(out, batch.weights, batch.gradient)
+    apply(ADAGRAD, tables.parameters(), {"lr": 0.1})
+    backward(tables, batch)
+    assert torch.equal(batch.weights.grad, expected)
+
+
+def test_states_of_a_checkpoint_that_keeps_no_strides_are_taken() -> None:
+    tables = make_tables(3)
+    batches = make_batches(tables)
+    apply(ADAM, tables.parameters(), {"lr": 0.1})
+    for batch in batches[:2]:
+        backward(tables, batch)
+    again = copy.deepcopy(tables)
+    apply(ADAM, again.parameters(), {"lr": 0.1})
+    for parameter, other in zip(tables.parameters(), again.parameters(), strict=True):
+        saved = optimizer_of(parameter).state_dict()
+        saved["state"] = {
+            0: {name: value.clone(memory_format=torch.contiguous_format) for name, value in saved["state"][0].items()}
+        }
+        optimizer_of(other).load_state_dict(saved)
+    for trained in (tables, again):
+        for batch in batches[2:]:
+            backward(trained, batch)
+    assert all(map(torch.equal, tables.parameters(), again.parameters()))
+
+
+# What is not updated in backward
+
+
+OTHERS = {
+    "momentum": (SGD, {"lr": 0.01, "momentum": 0.9}),
+    "Nesterov": (SGD, {"lr": 0.01, "momentum": 0.9, "nesterov": True}),
+    "maximize SGD": (SGD, {"lr": 0.01, "maximize": True}),
+    "maximize Adagrad": (ADAGRAD, {"lr": 0.01, "maximize": True}),
+    "maximize Adam": (ADAM, {"lr": 0.01, "maximize": True}),
+    "amsgrad": (ADAM, {"lr": 0.01, "amsgrad": True}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.01}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.01}),
+}
+
+
+def train_by_step(kind: type, settings: dict[str, Any], tables: nn.ModuleList, batches: list[Batch]) -> nn.ModuleList:
+    """By an optimizer that steps after backward."""
+    trained = copy.deepcopy(tables)
+    optimizer = kind(trained.parameters(), **settings)
+    for batch in batches:
+        optimizer.zero_grad()
+        backward(trained, batch)
+        optimizer.step()
+    return trained
+
+
+@pytest.mark.parametrize(("kind", "settings"), OTHERS.values(), ids=OTHERS.keys())
+def test_other_optimizers_step_by_torchs_hook(kind: type, settings: dict[str, Any]) -> None:
+    tables = make_tables(3)
+    batches = make_batches(tables)
+    expected = train_by_step(kind, settings, tables, batches)
+    apply(kind, tables.parameters(), settings)
+    for batch in batches:
+        backward(tables, batch)
+    assert all(map(torch.equal, tables.parameters(), expected.parameters()))
+
+
+@pytest.mark.parametrize("which", ["two kinds", "some cores", "two of one core"])
+def test_optimizers_that_are_not_alike_step_by_torchs_hook(which: str) -> None:
+    tables = make_tables(2)
+    (batch,) = make_batches(tables, 1)
+    expected = train_by_step(SGD, {"lr": 0.1}, tables, [batch])
+    cores = [core for table in tables for core in table.cores()]
+    apply(SGD, tables.parameters() if which != "some cores" else cores[:3], {"lr": 0.1})
+    untouched = cores[3:] if which == "some cores" else []
+    values = [core.detach().clone() for core in untouched]
+    if which == "two kinds":
+        del cores[3]._in_backward_optimizers
+        for handle in param_to_optim_hook_handle_map.pop(cores[3]):
+            handle.remove()
+        apply(ADAM, cores[3:], {"lr": 0.1})
+    elif which == "two of one core":
+        apply(SGD, cores[3:], {"lr": 0.0})
+    backward(tables, batch)
+    for core, exact in zip(cores[:3], [core for table in expected for core in table.cores()], strict=False):
+        assert torch.equal(core, exact)
+    assert all(core.grad is not None and torch.equal(core, value) for core, value in zip(untouched, values, strict=True))
+    assert which != "two kinds" or int(optimizer_of(cores[3]).state[cores[3]]["step"]) == 1
+
+
+def test_row_wise_adagrad_of_some_cores_is_refused() -> None:
+    tables = make_tables(3)
+    (batch,) = make_batches(tables, 1)
+    apply(RowWiseAdagrad, tables[0].cores(), {"lr": 0.1})
+    with pytest.raises(
+        ValueError, match="RowWiseAdagrad in backward must be given to all cores of the tables that are looked up toge"
+    ):
+        look_up(tables, batch)
+
+
+def test_gradients_can_be_asked_for() -> None:
+    """As where they are to be averaged over processes first; then torch's hook steps."""
+    tables = make_tables(3)
+    (batch,) = make_batches(tables, 1)
+    expected = train_by_step(SGD, {"lr": 0.1}, tables, [batch])
+    apply(SGD, tables.parameters(), {"lr": 0.1})
+    backward(tables, batch, update_in_backward=False)
+    assert all(map(torch.equal, tables.parameters(), expected.parameters()))
+
+
+def test_without_their_hooks_parameters_have_gradients() -> None:
+    """DistributedDataParallel removes them, to step when gradients are averaged."""
+    tables = make_tables(3)
+    (batch,) = make_batches(tables, 1)
+    values, gradients = [parameter.detach().clone() for parameter in tables.parameters()], differentiate(tables, batch)
+    apply(SGD, tables.parameters(), {"lr": 0.1})
+    for parameter in tables.parameters():
+        for handle in param_to_optim_hook_handle_map[parameter]:
+            handle.remove()
+    backward(tables, batch)
+    for parameter, value, gradient in zip(tables.parameters(), values, gradients, strict=True):
+        assert torch.equal(parameter, value)
+        assert_near(parameter.grad, gradient.double())
+
+
+def test_other_tensors_in_a_tables_place_have_gradients() -> None:
+    table, bags = make_tables(3)[0], (torch.tensor([3, 7, 3, 50]), torch.tensor([0, 1]))
+    values = {name: parameter.detach().clone().requires_grad_() for name, parameter in table.named_parameters()}
+    expected = torch.autograd.grad(table(*bags).square().sum(), list(table.parameters()))
+    apply(SGD, table.parameters(), {"lr": 0.1})
+    found = torch.autograd.grad(torch.func.functional_call(table, values, bags).square().sum(), list(values.values()))
+    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, table.parameters(), values.values()))
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_nothing_is_updated_without_a_backward(context: Callable) -> None:
+    tables = make_tables(3)
+    (batch,) = make_batches(tables, 1)
+    expected, values = look_up(tables, batch), [parameter.detach().clone() for parameter in tables.parameters()]
+    apply(ADAGRAD, tables.parameters(), {"lr": 0.1})
+    with context():
+        out = look_up(tables, batch)
+    assert torch.equal(out, expected)
+    assert out.requires_grad == (context is torch.enable_grad)
+    assert all(map(torch.equal, tables.parameters(), values))
+    assert all(int(optimizer_of(parameter).state[parameter]["step"]) == 0 for parameter in tables.parameters())
+
+
+def test_batches_without_ids_change_no_slice() -> None:
+    tables = make_tables(3)
+    (met, *_) = make_batches(tables, 1)
+    apply(ADAM, chosen(tables, ADAM, "cores"), {"lr": 0.1})
+    backward(tables, met)
+    values = [core.detach().clone() for table in tables for core in table.cores()]
+    none = torch.zeros(0, dtype=torch.int64)
+    backward(tables, Batch([none, none], torch.zeros(21, dtype=torch.int64), torch.zeros(0), met.gradient))
+    assert all(map(torch.equal, (core for table in tables for core in table.cores()), values))
+
+
+def test_a_second_derivative_is_refused() -> None:
+    tables = make_tables(3)
+    (batch,) = make_batches(tables, 1)
+    apply(SGD, chosen(tables, SGD, "cores"), {"lr": 0.1})
+    ranks = [rank for table in tables for rank in table.rank_parameters()]
+    gradients = torch.autograd.grad(look_up(tables, batch).square().sum(), ranks, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradients[0].sum().backward()
