@@ -6,14 +6,10 @@
 #include <new>
 #include <vector>
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 namespace comera {
 namespace {
 
-constexpr size_t kHeader = 64, kLarge = size_t(1) << 20, kHugePage = size_t(2) << 20;
+constexpr size_t kHeader = 64, kLarge = size_t(1) << 20, kStep = size_t(64) << 10;
 constexpr size_t kMostKept = size_t(512) << 20;
 constexpr int64_t kPatience = 64;  // takes after which a block that none of them fitted is freed
 
@@ -33,12 +29,8 @@ size_t kept_bytes = 0;
 int64_t takes = 0;
 
 Header* allocate(size_t capacity) {
-  const bool is_large = capacity >= kLarge;
-  void* memory = std::aligned_alloc(is_large ? kHugePage : kHeader, capacity);
+  void* memory = std::aligned_alloc(kHeader, capacity);
   if (memory == nullptr) throw std::bad_alloc();
-#if defined(__linux__) && !defined(__SANITIZE_ADDRESS__)
-  if (is_large) madvise(memory, capacity, MADV_HUGEPAGE);
-#endif
   Header* header = static_cast<Header*>(memory);
   header->capacity = capacity;
   return header;
@@ -58,13 +50,13 @@ void* take_memory(size_t bytes) {
   bytes += kHeader;
   Header* found = nullptr;
   if (bytes >= kLarge) {
-    bytes = rounded(bytes, kHugePage);
+    bytes = rounded(bytes, kStep);
     const std::lock_guard<std::mutex> lock(mutex);
     ++takes;
     size_t best = kept.size();
     for (size_t k = 0; k < kept.size(); ++k) {
       const size_t capacity = kept[k].header->capacity;
-      if (capacity >= bytes && capacity <= bytes + bytes / 4 + kHugePage &&
+      if (capacity >= bytes && capacity <= bytes + bytes / 4 + kStep &&
           (best == kept.size() || capacity <= kept[best].header->capacity))
         best = k;
     }

@@ -10,7 +10,7 @@ namespace comera {
 // At least that many bytes, not initialized, aligned to cache lines.
 void* take_memory(size_t bytes);
 
-// Give back what `take_memory` returned. Large blocks are kept for a while, on huge pages where the system has them.
+// Give back what `take_memory` returned. Large blocks are kept for a while.
 void give_memory(void* memory);
 
 template <class T>

@@ -205,12 +205,12 @@ def _take_hooks(parameter: nn.Parameter) -> list[Any]:
     if applied is None or not hasattr(parameter, "_in_backward_optimizers"):
         return []
     hooks = []
-    applied.param_to_acc_grad_map.pop(parameter, None)  # so that hooks that come later are not put on the old node
     for handle in applied.param_to_optim_hook_handle_map.get(parameter, ()):
         registered = handle.hooks_dict_ref() or {}
         if handle.id in registered:  # DistributedDataParallel takes them away, to call them itself
             hooks.append(registered[handle.id])
             handle.remove()
+    applied.param_to_acc_grad_map.pop(parameter, None)  # so that hooks that come later are not put on the old node
     return hooks
 
 

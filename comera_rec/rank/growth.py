@@ -37,7 +37,8 @@ def grow_ranks_(
         optimizer: the optimizer over the model's parameters, if it has one.
 
     Raises:
-        ValueError: for a name that is no tensor-train module, or ranks that are fewer than before or more than the modes can use.
+        ValueError: before anything is changed, for a name that is no tensor-train module, ranks that are fewer than before or more
+            than the modes can use, or optimizer state of a shape that can't grow.
 
     Returns:
         The ranks of every tensor-train module, by fully qualified name.

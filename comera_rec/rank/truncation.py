@@ -23,8 +23,9 @@ def truncate_ranks_(
     """Remove every rank whose |D| is below a threshold, so that later steps are smaller and faster.
 
     Parameters keep their identity and names; an optimizer's state of the same shape (momenta, second moments, Adagrad sums) is
-    sliced alike, and so are gradients that are being accumulated. A layer whose bond loses all its ranks is then zero (plus its
-    bias). Under DistributedDataParallel wrap the model anew afterwards, because its hooks sit on the old gradients.
+    sliced alike, and so are gradients that are being accumulated. Optimizers that were applied in backward keep stepping there, with
+    their state sliced too. A layer whose bond loses all its ranks is then zero (plus its bias). Under DistributedDataParallel wrap
+    the model anew afterwards, because its hooks sit on the old gradients.
 
     Args:
         model: any module that holds tensor-train modules.
@@ -33,7 +34,7 @@ def truncate_ranks_(
         min_params: stop before the trains together would hold fewer parameters than this; the smallest |D| go first.
 
     Raises:
-        ValueError: for a negative threshold.
+        ValueError: for a negative threshold; before anything is changed, for optimizer state of a shape that can't be sliced.
 
     Returns:
         The ranks of every tensor-train module after truncation, by fully qualified name.

@@ -111,7 +111,7 @@ class TestTiming:
         log: list[tuple[str, int, bool]] = []
         calls = {name: lambda turn, name=name: log.append((name, turn, gc.isenabled())) for name in "ABC"}
         samples = alternate(calls, Plan(warmup=1, min_rounds=3, max_rounds=3))
-        assert [name for name, _, _ in log] == list("ABC" * 4)
+        assert [name for name, _, _ in log] == list("ABCABCCBAABC")
         assert [turn for _, turn, _ in log] == [0] * 3 + [0] * 3 + [1] * 3 + [2] * 3
         assert {enabled for _, _, enabled in log[3:]} == {False}
         assert gc.isenabled()

@@ -16,7 +16,7 @@ from benchmarks.agreement import Disagreement, require_agreement
 from benchmarks.batch import Batch, draw_ids
 from benchmarks.dense import RowWiseAdagrad, shared_storage
 from benchmarks.environment import describe
-from benchmarks.lookup import DENSE, FBGEMM, NO_DEDUP, OURS, ROW_DEDUP, LookupCase, LookupWorkload
+from benchmarks.lookup import DENSE, FBGEMM, NO_DEDUP, OURS, ROW_DEDUP, UPDATED, LookupCase, LookupWorkload
 from benchmarks.measure import Settings, measure_case, prepare_calls
 from benchmarks.memory import memory_is_measurable, peak_extra_memory
 from benchmarks.plot import plot_rows
@@ -38,7 +38,7 @@ class TestGate:
     @pytest.mark.parametrize("bag", [1, 3])
     def test_all_providers_agree(self, order: int, bag: int) -> None:
         rows = measured(replace(SMALL, order=order, bag=bag))
-        assert [row.provider for row in rows if row.pass_ == "step"] == [DENSE, FBGEMM, NO_DEDUP, ROW_DEDUP, OURS]
+        assert [row.provider for row in rows if row.pass_ == "step"] == [DENSE, FBGEMM, NO_DEDUP, ROW_DEDUP, OURS, UPDATED]
         assert (FBGEMM, "forward+backward") not in {(row.provider, row.pass_) for row in rows}
         assert {row.ratios[NO_DEDUP] for row in rows if row.provider == NO_DEDUP} == {1.0}
 
@@ -132,7 +132,7 @@ class TestCases:
     ) -> None:
         monkeypatch.setattr(lookup, "MOST_BYTES", 1000)
         monkeypatch.setattr(lookup, "MEMORY", 1000)
-        assert {row.provider for row in measured(SMALL)} == {ROW_DEDUP, OURS}
+        assert {row.provider for row in measured(SMALL)} == {ROW_DEDUP, OURS, UPDATED}
         said = capsys.readouterr().out
         assert f"without {NO_DEDUP}: a step would take about " in said
         assert f"without {FBGEMM}: the tables would take " in said
@@ -183,4 +183,4 @@ class TestSweep:
         rows = [row for case in small for row in measured(case, "lookup-scaling")]
         plot_rows(rows, tmp_path / "plot.svg")
         drawn = (tmp_path / "plot.svg").read_text()
-        assert all(label in drawn for label in ("batch (ids zipf 1.05)", "unique rows (batch 16, ids uniform to skewed)", OURS))
+        assert all(label in drawn for label in ("batch (ids zipf 1.05)", "unique rows (batch 16, ids uniform to skewed)", UPDATED))

@@ -124,7 +124,7 @@ def numbers(lowest: int, highest: int, count: int) -> st.SearchStrategy[list[int
     return st.lists(st.integers(lowest, highest), min_size=count, max_size=count)
 
 
-@settings(max_examples=250)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_any_bags(data: st.DataObject) -> None:
     draw = data.draw

@@ -175,12 +175,28 @@ def test_functional_calls_have_the_gradients_of_the_parameters(order: int) -> No
 
 
 @every_order
-def test_torch_func_grad(order: int) -> None:
-    bag = bag_of(order)
-    parameters = {name: parameter.detach() for name, parameter in bag.named_parameters()}
-    found = torch.func.grad(lambda values: torch.func.functional_call(bag, values, BATCH).square().sum())(parameters)
-    expected = torch.autograd.grad(bag(*BATCH).square().sum(), list(bag.parameters()))
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_torch_func_grad(mode: str, order: int) -> None:
+    bag = bag_of(order, mode=mode)
+    weights = torch.rand(7, requires_grad=True) if mode == "sum" else None
+    inputs: dict[str, Tensor] = dict(bag.named_parameters())
+    if weights is not None:
+        inputs["weights"] = weights
+
+    def loss(values: dict[str, Tensor]) -> Tensor:
+        parameters = {name: value for name, value in values.items() if name != "weights"}
+        return torch.func.functional_call(bag, parameters, (*BATCH, values.get("weights"))).square().sum()
+
+    found = torch.func.grad(loss)({name: value.detach() for name, value in inputs.items()})
+    expected = torch.autograd.grad(bag(*BATCH, weights).square().sum(), list(inputs.values()))
     assert all(map(torch.equal, found.values(), expected))
+
+
+def test_torch_func_refuses_a_second_derivative() -> None:
+    bag = bag_of(3)
+    loss = lambda core: torch.func.functional_call(bag, {"core_0": core}, BATCH).square().sum()  # noqa: E731
+    with pytest.raises(RuntimeError, match=r"differentiate twice|once_differentiable"):
+        torch.func.grad(lambda core: torch.func.grad(loss)(core).square().sum())(bag.core_0.detach())
 
 
 def calls(graph: torch.fx.Graph) -> list[str]:
