@@ -23,9 +23,9 @@ def truncate_ranks_(
     """Remove every rank whose |D| is below a threshold, so that later steps are smaller and faster.
 
     Parameters keep their identity and names; an optimizer's state of the same shape (momenta, second moments, Adagrad sums) is
-    sliced alike, and so are gradients that are being accumulated. Optimizers that were applied in backward keep stepping
-    there, with their state sliced too. A layer whose bond loses all its ranks is then zero (plus its bias). Under DistributedDataParallel wrap
-    the model anew afterwards, because its hooks sit on the old gradients.
+    sliced alike, and so are gradients that are being accumulated. Optimizers that were applied in backward keep stepping there,
+    with their state sliced too. A layer whose bond loses all its ranks is then zero (plus its bias). Under DistributedDataParallel
+    wrap the model anew afterwards, because its hooks sit on the old gradients.
 
     Args:
         model: any module that holds tensor-train modules.
