@@ -195,7 +195,7 @@ def test_torch_func_grad(mode: str, order: int) -> None:
 def test_torch_func_refuses_a_second_derivative() -> None:
     bag = bag_of(3)
     loss = lambda core: torch.func.functional_call(bag, {"core_0": core}, BATCH).square().sum()  # noqa: E731
-    with pytest.raises(RuntimeError, match=r"differentiate twice|once_differentiable"):
+    with pytest.raises(RuntimeError, match="no second derivative"):
         torch.func.grad(lambda core: torch.func.grad(loss)(core).square().sum())(bag.core_0.detach())
 
 

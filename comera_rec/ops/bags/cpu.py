@@ -73,11 +73,16 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 @torch.autograd.function.once_differentiable
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return _gradients_of(ctx.settings, *ctx.counts, grad, *ctx.saved_tensors)
+
+
+def _gradients_of(
+    settings: Any, num_cores: int, num_diagonals: int, grad: Tensor, offsets: Tensor, weights: Tensor | None, *tensors: Tensor
+) -> tuple[Any, ...]:
     """Of cores, diagonals and weights, end to end."""
-    offsets, weights, *tensors = ctx.saved_tensors
-    cores, diagonals, plan = _split(tensors, *ctx.counts)
+    cores, diagonals, plan = _split(tensors, num_cores, num_diagonals)
     of_cores, of_diagonals, of_weights = ops.pool_backward(
-        grad.float().contiguous(), cores, diagonals, plan, offsets, weights, *ctx.settings
+        grad.float().contiguous(), cores, diagonals, plan, offsets, weights, *settings
     )
     of_diagonals = [gradient.to(diagonal.dtype) for gradient, diagonal in zip(of_diagonals, diagonals, strict=False)]
     return *of_cores, *of_diagonals, None if weights is None else of_weights
@@ -111,8 +116,24 @@ class _Pool(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        of_cores, of_diagonals, of_plan, _, of_weights, *_ = _differentiate(ctx, grad)
-        return None, None, None, None, of_weights, *of_cores, *of_diagonals, *of_plan
+        *gradients, of_weights = _Gradients.apply(ctx.settings, *ctx.counts, grad, *ctx.saved_tensors)
+        return None, None, None, None, of_weights, *gradients, *[None] * _PLAN
+
+
+class _Gradients(torch.autograd.Function):
+    """Gradients under torch.func, where `once_differentiable` has no effect: a second derivative would silently be zero."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Any, ...]:
+        return _gradients_of(*inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise RuntimeError("bags of tensor-train tables have no second derivative; use impl='reference' to differentiate twice")
 
 
 class _UpdatingPool(torch.autograd.Function):
