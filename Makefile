@@ -2,6 +2,8 @@
 # On machines where torch's default build is the CUDA one, UV_TORCH_BACKEND=cpu picks the smaller CPU build.
 BIN := .venv/bin
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+# Modules are compiled once: without that, a process takes ten seconds more to import torch and torchrec.
+unexport PYTHONDONTWRITEBYTECODE
 DEMO ?= demo
 COMERA := $(BIN)/comera
 TRAIN = $(COMERA) train --config examples/demo.toml data.path=$(DEMO)/data

@@ -124,6 +124,7 @@ class Trainer:
         self.steps = 0
         self.history_written = 0
         self.step_ms: list[float] = []
+        self.first_step_ms = float("nan")
 
     def _updates_in_backward(self) -> bool:
         """Whether cores of tables are updated slice by slice: on CPU, and where the loss has no penalty on them."""
@@ -259,6 +260,9 @@ class Trainer:
         with bar:
             for batch in batches:
                 losses.append(self._step(batch.to(self.device, non_blocking=True)))
+                if bar.n == bar.initial:
+                    losses[0].cpu()  # waits for the device
+                    self.first_step_ms = 1e3 * (time.perf_counter() - interval_start)
                 bar.update()
                 last = self.steps >= self.total_steps
                 # Several processes agree to stop where they wait for each other's losses anyway.
@@ -354,6 +358,7 @@ class Trainer:
             "split": split,
             **metrics,
             "step_ms": step_ms,
+            "first_step_ms": self.first_step_ms,
             "rows_per_s": 1e3 * self.config.data.batch_size / step_ms,
             "peak_mib": peak,
             **compression_report(self._whole_model() if self.processes.several else self.model).to_dict(),

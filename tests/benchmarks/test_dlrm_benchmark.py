@@ -13,7 +13,10 @@ from benchmarks.measure import Settings
 def test_a_run_has_the_size_it_claims(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dlrm, "FORMS", {"TT adaptive": dlrm.FORMS["TT adaptive"]})
     settings = Settings(quick=True)
-    ((row,),) = dlrm.run(settings)
-    assert 0.99 * row.counted["dense_bytes"] / 20 < row.counted["bytes"] <= row.counted["dense_bytes"] / 20
-    assert row.counted["best_ne"] < row.p50
-    assert not list(dlrm.run(replace(settings, finished=[row])))
+    rows = [row for (row,) in dlrm.run(settings)]
+    assert [row.shapes["data"] for row in rows] == [size.data for size in dlrm.QUICK]
+    for row in rows:
+        assert 0.99 * row.counted["dense_bytes"] / 20 < row.counted["bytes"] <= row.counted["dense_bytes"] / 20
+        assert row.counted["best_ne"] < row.p50
+    assert rows[0].counted["kept_ids"] < rows[1].counted["kept_ids"]
+    assert not list(dlrm.run(replace(settings, finished=rows)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from comera_rec.ops import float8_matmul, require_float8
-from comera_rec.ops.float8_matmul import BACKWARD, FORWARD, quantize, reference
+from comera_rec.ops.float8_matmul import BACKWARD, FORWARD, _scaled_mm, quantize, reference
 
 # M, K, N: whole tiles of 16, none, single rows and columns, whose strides say nothing, and ranks as they come
 SIZES = [(32, 48, 16), (7, 30, 12), (1, 1, 1), (16, 1, 5), (1, 16, 16), (33, 100, 1), (64, 12, 30), (1, 16, 1)]
@@ -171,6 +172,7 @@ def test_operands_are_laid_out_as_cuda_asks(size: tuple[int, int, int], monkeypa
         return scaled_mm(a, b, scale_a, scale_b, **settings)
 
     monkeypatch.setattr(torch, "_scaled_mm", checked)
+    monkeypatch.setattr(importlib.import_module(quantize.__module__), "_scaled_mm_on_cpu", _scaled_mm)
     outcome(float8_matmul, *operands(size))
     assert formats == [(FORWARD, FORWARD), (BACKWARD, FORWARD), (FORWARD, BACKWARD)]
     one = torch.ones(())

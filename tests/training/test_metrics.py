@@ -46,7 +46,7 @@ def test_definitions(rows: list[tuple[float, int]]) -> None:
     logits, labels = [x for x, _ in rows], [y for _, y in rows]
     result = metrics_of(logits, labels)
     q = sum(labels) / len(labels)
-    assert result["auc"] == pytest.approx(auc_by_pairs(logits, labels), abs=1e-6)
+    assert result["auc"] == pytest.approx(auc_by_pairs(logits, labels), abs=1e-12)
     assert result["logloss"] == pytest.approx(logloss(logits, labels), rel=1e-12)
     assert result["ne"] == pytest.approx(logloss(logits, labels) / -(q * math.log(q) + (1 - q) * math.log(1 - q)), rel=1e-12)
     assert result["rows"] == len(rows)
@@ -105,7 +105,7 @@ def compute_on_rank(rank: int, folder: str) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # spawning would import torch and torchmetrics twice, for seconds
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # spawning would import torch twice, for seconds
 def test_ranks_with_unequal_rows_get_the_metrics_of_all_rows(tmp_path: Path) -> None:
     torch.multiprocessing.start_processes(compute_on_rank, (str(tmp_path),), nprocs=2, start_method="fork")
     for rank in range(2):
