@@ -88,7 +88,8 @@ def run(settings: Settings) -> Iterator[list[Row]]:
     for size in QUICK if settings.quick else SIZES:
         plan = _plan(size, settings)
         with tempfile.TemporaryDirectory(dir=settings.data) as folder:
-            data, reachable = None, {}
+            data: Path | None = None
+            reachable: dict[str, float] = {}
             for name, rate, seed in tqdm(plan, desc=f"dlrm, {size.data}", unit="run", disable=None):
                 shapes = {"data": size.data, "method": name, "compression": size.compression, "steps": size.steps}
                 shapes["lr"] = rate or best_rate(rows, shapes)

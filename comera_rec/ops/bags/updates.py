@@ -46,8 +46,7 @@ def register_update(core: nn.Parameter, optimizer: Optimizer) -> bool:
 
 
 class Updates:
-    """What changes the cores of a lookup in its backward, and the diagonals between them, if theirs are optimizers of that kind
-    too.
+    """What changes the cores of a lookup in its backward, and the diagonals between them where they are updated alike.
 
     Attributes:
         cores: in the lookup's order.
@@ -66,8 +65,7 @@ class Updates:
         self._parameters, self._optimizers, self._kind = [*cores, *(diagonals or ())], optimizers, kind
 
     def begin_step(self) -> tuple[list[Tensor], list[Tensor], int, list[float]]:
-        """Count a step; first and second states, the optimizers' kind and settings, as the operator takes them: cores,
-        diagonals."""
+        """Count a step; first and second states, the optimizers' kind and settings, of cores and then of diagonals."""
         settings: list[float] = []
         states: tuple[list[Tensor], list[Tensor]] = ([], [])
         of_parameters = [
@@ -75,8 +73,10 @@ class Updates:
             for parameter, (optimizer, number) in zip(self._parameters, self._optimizers, strict=True)
         ]
         if self._kind.states:
-            zero = torch.tensor(0.0, dtype=torch.float32, device="cpu")
-            torch._foreach_add_([state.setdefault("step", zero.clone()) for *_, state in of_parameters], 1)
+            for *_, state in of_parameters:
+                if "step" not in state:
+                    state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+            torch._foreach_add_([state["step"] for *_, state in of_parameters], 1)
         for parameter, group, state in of_parameters:
             lr, betas, corrections = float(group["lr"]), (0.0, 0.0), [1.0, 1.0]
             if "betas" in group:
