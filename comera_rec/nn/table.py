@@ -80,10 +80,10 @@ class TTTable(TTModule):
 def update_in_backward_(model: nn.Module, optimizer: Optimizer) -> list[str]:
     """Let an optimizer update the cores of a model's TT tables in backward, slice by slice, instead of in its `step`.
 
-    A batch meets few slices. On CPU only these then get a gradient, which goes no further than the cache, and only their numbers
-    and their state are read and written: nothing of a core's size is. With SGD and Adagrad it makes no difference to what is learned;
-    Adam's moments decay in the steps that meet a slice only, as `torch.optim.SparseAdam`'s do. Settings such as the learning rate
-    are read in every step, and the state is the optimizer's own, so schedulers, checkpoints and `truncate_ranks_` need not know.
+    A batch meets few slices. On CPU only these then get a gradient, which stays in the cache, and only their parameters and state
+    are read and written. With SGD and Adagrad it makes no difference to what is learned; Adam's moments decay in the steps that
+    meet a slice only, as `torch.optim.SparseAdam`'s do. Settings such as the learning rate are read in every step, and the state is
+    the optimizer's own, so schedulers, checkpoints and `truncate_ranks_` need not know.
     Cores have no `grad` afterwards: don't clip it, accumulate it over batches, or put a penalty on cores into the loss.
 
     Args:
