@@ -103,22 +103,35 @@ int64_t scratch_floats(const Table& table) {
 }
 
 // Columns of a pair's products: [outer, rank, inner], as one product of slices makes them, to or from [rank, outer, inner] or
-// [rank, inner, outer], as products lie.
-template <bool kToProduct>
-void rearrange(const Half& half, int rank, float* mixed, float* product) {
-  const int outer_n = half.outer_n, inner_n = half.inner_n;
-  const int64_t outer_step = half.outer_is_slow ? inner_n : 1, inner_step = half.outer_is_slow ? 1 : outer_n;
-  for (int i = 0; i < outer_n; ++i)
-    for (int k = 0; k < rank; ++k) {
-      float* row = product + int64_t(k) * outer_n * inner_n + i * outer_step;
-      for (int j = 0; j < inner_n; ++j, ++mixed) {
-        if constexpr (kToProduct) {
-          row[j * inner_step] = *mixed;
-        } else {
-          *mixed = row[j * inner_step];
-        }
+// [rank, inner, outer], as products lie. O = I = 0 stand for sizes known only when it runs.
+template <bool kToProduct, int O, int I>
+COMERA_INLINE void rearrange_columns(const Half& half, int rank, float* mixed, float* product) {
+  const int outer_n = O > 0 ? O : half.outer_n, inner_n = I > 0 ? I : half.inner_n;
+  for (int k = 0; k < rank; ++k, product += outer_n * inner_n)
+#pragma GCC unroll 8
+    for (int i = 0; i < outer_n; ++i) {
+      float* row = mixed + (int64_t(i) * rank + k) * inner_n;
+      if (half.outer_is_slow) {
+        float* as_it_lies = product + i * inner_n;
+        std::memcpy(kToProduct ? as_it_lies : row, kToProduct ? row : as_it_lies, 4 * inner_n);
+      } else {
+#pragma GCC unroll 8
+        for (int j = 0; j < inner_n; ++j)
+          *(kToProduct ? product + j * outer_n + i : row + j) = *(kToProduct ? row + j : product + j * outer_n + i);
       }
     }
+}
+
+template <bool kToProduct>
+void rearrange(const Half& half, int rank, float* mixed, float* product) {
+  switch (half.outer_n * 16 + half.inner_n) {
+    case 2 * 16 + 2: return rearrange_columns<kToProduct, 2, 2>(half, rank, mixed, product);
+    case 2 * 16 + 4: return rearrange_columns<kToProduct, 2, 4>(half, rank, mixed, product);
+    case 4 * 16 + 2: return rearrange_columns<kToProduct, 4, 2>(half, rank, mixed, product);
+    case 4 * 16 + 4: return rearrange_columns<kToProduct, 4, 4>(half, rank, mixed, product);
+    case 8 * 16 + 4: return rearrange_columns<kToProduct, 8, 4>(half, rank, mixed, product);
+    default: return rearrange_columns<kToProduct, 0, 0>(half, rank, mixed, product);
+  }
 }
 
 // Makes the products of a half one by one; neighbours that share a slice of the outer core are cheaper.

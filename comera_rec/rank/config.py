@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,20 +17,19 @@ class RankConfig:
 
     Attributes:
         early_steps: steps of the early stage, which minimizes L + gamma S + beta |G|^2.
-        late_steps: the most steps of the late stage, in which the trains shrink to their target.
-        objective: of the late stage. "achievement" minimizes max(w_loss (L - L0)/L0, w_size (S - S0)/S0) + rho (L/L0 + S/S0), ends
-            as soon as the size has reached its target, and where the price alone is too slow for that removes ranks little by
-            little. "budget" minimizes the loss alone and removes the ranks that matter least for what they cost, fast at first and
-            ever slower, so that the size ends just below the target.
+        late_steps: steps of the late stage, in which TT modules shrink.
+        objective: of the late stage. "budget" minimizes the loss alone and removes the ranks that matter least for what they cost,
+            fast at first and ever slower, so that the size ends just below the target. "achievement" is CoMERA's: it minimizes
+            max{w_loss (L - L0), w_size (S - S0)} + rho (L + S) + beta |G|^2, and the size ends where that leads, at S0 or not.
         target_size: parameters wanted in all trains as a fraction of those at the end of the early stage. Give one of the targets,
             or none for no late stage.
         target_params, target_bytes: wanted in all trains.
         target_compression: dense bytes of the whole model over those it shall take, layers outside the trains included.
         target_loss: L0; None takes the running mean of the task loss at the end of the early stage.
         gamma: price of size in the early stage.
-        beta: price of the mean square of the cores in the early stage, so that scale cannot hide in them.
-        w_loss, w_size: weights of the two relative gaps of "achievement".
-        rho: weight of the sum that keeps both objectives of "achievement" moving.
+        beta: price of the mean square of the cores, so that scale cannot hide in them; in the early stage and under "achievement".
+        w_loss, w_size: weights of the two gaps of "achievement".
+        rho: weight of the sum that keeps both objectives of "achievement" moving; small.
         threshold: ranks with |D| below it are truncated in the early stage and under "achievement".
         truncate_every: steps between truncations.
         score: what a rank is worth, "taylor", "norm" or "magnitude" (see `rank.importance`). Default "taylor" for "budget",
@@ -38,7 +38,7 @@ class RankConfig:
 
     early_steps: int
     late_steps: int = 0
-    objective: Literal["achievement", "budget"] = "achievement"
+    objective: Literal["budget", "achievement"] = "budget"
     target_size: float | None = None
     target_params: int | None = None
     target_bytes: int | None = None
@@ -48,16 +48,16 @@ class RankConfig:
     beta: float = 0.0
     w_loss: float = 1.0
     w_size: float = 1.0
-    rho: float = 1.0
+    rho: float = 0.01
     threshold: float = 0.05
     truncate_every: int = 50
     score: Literal["taylor", "norm", "magnitude"] | None = None
 
     def __post_init__(self) -> None:
-        if self.early_steps < 1:
-            raise ValueError(f"early_steps is {self.early_steps}: give at least 1")
-        if self.truncate_every < 1:
-            raise ValueError(f"truncate_every is {self.truncate_every}: give at least 1")
+        for name, least in (("early_steps", 1), ("late_steps", 0), ("truncate_every", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} is {value}: give an integer of at least {least}")
         if self.objective not in ("achievement", "budget"):
             raise ValueError(f"objective is {self.objective!r}: choose 'achievement' or 'budget'")
         if self.score not in (None, *SCORES):
@@ -67,8 +67,8 @@ class RankConfig:
                 "score is 'taylor' and objective 'achievement', whose price biases gradients: choose 'norm', or 'budget'"
             )
         self._check_targets()
-        if self.target_loss is not None and not self.target_loss > 0:
-            raise ValueError(f"target_loss is {self.target_loss}: give a positive number")
+        if self.target_loss is not None and not math.isfinite(self.target_loss):
+            raise ValueError(f"target_loss is {self.target_loss}: give a finite number")
         for name in ("gamma", "beta", "w_loss", "w_size", "rho", "threshold"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: give a non-negative number")

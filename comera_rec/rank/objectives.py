@@ -1,7 +1,7 @@
-"""What a stage of rank-adaptive training minimizes, and how large the trains may be on the way.
+"""What a stage of rank-adaptive training minimizes, and how large TT modules may be on the way.
 
-L task loss, S size of all trains relative to that at the start of the stage, L0 and S0 their targets. A new objective is a class
-with the three members of `Objective` and a line in `RankScheduler`.
+L task loss, S size of all TT modules relative to that at the start of the stage, L0 and S0 their targets. A new objective is a
+class with the three members of `Objective` and a line in `RankScheduler`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Objective(Protocol):
     def loss(self, task_loss: Tensor, model: nn.Module) -> tuple[Tensor, str | Tensor]:
         """What to minimize, and which objective it descends on: "loss" or "size", or a tensor of 0 or 1, not waited for."""
 
-    def ceiling(self, progress: float) -> float:
-        """The largest size that the trains may have, relative to that at the start of the stage, at a progress of 0 to 1."""
+    def ceiling(self, progress: float) -> float | None:
+        """The largest size allowed, relative to that at the start of the stage, at a progress of 0 to 1; None for any size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,45 +50,45 @@ class Price:
         total = task_loss + self.gamma * model_size_surrogate(model) / self.reference if self.gamma else task_loss
         return total + self.beta * core_norm(model, self.num_cores) if self.beta else total, "loss"
 
-    def ceiling(self, progress: float) -> float:
+    def ceiling(self, progress: float) -> None:
         """No ceiling."""
-        return 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Achievement:
-    """max(w_loss (L - L0)/L0, w_size (S - S0)/S0) + rho (L/L0 + S/S0): achievement scalarization, CoMERA eq. 10.
+    """max{w_loss (L - L0), w_size (S - S0)} + rho (L + S) + beta |G|^2: achievement scalarization, CoMERA eq. 10.
 
-    S is the size really held; its gradient is the surrogate's. The ceiling falls linearly, for where the price alone is too slow.
+    S is the surrogate, and only `threshold` removes ranks: whether the size ends at S0 depends on the weights, as in the paper.
 
     Attributes:
-        reference: parameters in all trains at the start.
-        held: parameters in all trains now.
-        target: S0.
+        reference: parameters in all TT modules at the start of the stage.
+        num_cores: of all TT modules.
+        target: S0, relative to `reference`.
         target_loss: L0.
-        w_loss, w_size, rho, threshold: as in `RankConfig`.
+        w_loss, w_size, rho, beta, threshold: as in `RankConfig`.
     """
 
     reference: int
-    held: int
+    num_cores: int
     target: float
     target_loss: float
     w_loss: float
     w_size: float
     rho: float
+    beta: float
     threshold: float
 
     def loss(self, task_loss: Tensor, model: nn.Module) -> tuple[Tensor, Tensor]:
         """See the class."""
-        surrogate = model_size_surrogate(model) / self.reference
-        loss_ratio = task_loss / self.target_loss
-        size_ratio = (surrogate + (self.held / self.reference - surrogate.detach())) / self.target
-        gaps = torch.stack([self.w_loss * (loss_ratio - 1), self.w_size * (size_ratio - 1)])
-        return gaps.max() + self.rho * (loss_ratio + size_ratio), gaps.detach().argmax()
+        size = model_size_surrogate(model) / self.reference
+        gaps = torch.stack([self.w_loss * (task_loss - self.target_loss), self.w_size * (size - self.target)])
+        total = gaps.max() + self.rho * (task_loss + size)
+        if self.beta:
+            total = total + self.beta * core_norm(model, self.num_cores)
+        return total, gaps.detach().argmax()
 
-    def ceiling(self, progress: float) -> float:
-        """From 1 down to the target in a straight line."""
-        return self.target + (1 - self.target) * (1 - progress)
+    def ceiling(self, progress: float) -> None:
+        """No ceiling."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ CoMERA, section 3.3 (arXiv 2405.14377).
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from comera_rec.ops.bags.updates import update_kind
 from comera_rec.rank.config import RankConfig
 from comera_rec.rank.importance import STATIC_SCORES, TaylorScores
 from comera_rec.rank.objectives import Achievement, Budget, Objective, Price
-from comera_rec.rank.selection import CLOSE, Masks, above_threshold, within_budget
+from comera_rec.rank.selection import Masks, above_threshold, within_budget
 from comera_rec.rank.trains import (
     Train,
     bytes_outside_trains,
@@ -69,7 +70,7 @@ class RankScheduler:
         self.stage = "early"
         self.steps = 0
         self.late_start = 0
-        self.reference_params = self._held = total_params(trains)
+        self.reference_params = total_params(trains)
         self._num_cores = sum(train.shape.order for train in trains.values())
         self.reference_size = 0
         self.target: int | None = None
@@ -77,7 +78,8 @@ class RankScheduler:
         self.objective = None
         self.history: list[dict[str, Any]] = []
         self._taylor = TaylorScores()
-        self._mean_loss: Tensor | None = None
+        # Running mean of the task loss; not a number before the first finite one. A tensor, so that no step waits for the device.
+        self._mean_loss = torch.tensor(math.nan, dtype=torch.float32, device=next(model.parameters()).device)
         self._other_bytes = bytes_outside_trains(model) if other_bytes is None else other_bytes
         # A train that several processes hold counts once.
         self._part_of_one = {name: 1 / count for name, count in count_processes(dict(named_tt_modules(model))).items()}
@@ -87,19 +89,24 @@ class RankScheduler:
 
     # -- what is minimized -----------------------------------------------------------------------------------------------------
 
-    def loss(self, task_loss: Tensor) -> Tensor:
-        """The objective of the current stage for a task loss (a scalar); call `backward` on what it returns.
+    def loss(self, task_loss: Tensor, *, accumulation: int = 1) -> Tensor:
+        """The objective of the current stage for a task loss; call `backward` on what it returns.
 
         Where there are several processes, each gives the loss of its samples, and the objective is that of their mean.
+
+        Args:
+            task_loss: a scalar, the mean over a batch or, with accumulated gradients, over a part of one: not divided by anything.
+            accumulation: parts whose gradients add up to a step. What is returned is divided by it, so that the price of size is
+                charged once.
         """
         if on_several_processes() and self.stage != "done":
             task_loss = task_loss + (mean_over_processes(task_loss) - task_loss.detach())  # value of all, gradient of this one
-        self._observe(task_loss.detach())
+        self._observe(task_loss.detach(), 0.01 / accumulation)
         if self.stage == "done":
             self.objective = "loss"
-            return task_loss
+            return task_loss if accumulation == 1 else task_loss / accumulation
         total, self.objective = self._stage_objective().loss(task_loss, self.model)
-        return total
+        return total if accumulation == 1 else total / accumulation
 
     @property
     def objective(self) -> str | None:
@@ -123,16 +130,19 @@ class RankScheduler:
             return Budget(target=target)
         assert self.target_loss is not None
         return Achievement(
-            reference=self.reference_params, held=self._held, target=target, target_loss=self.target_loss,
-            w_loss=config.w_loss, w_size=config.w_size, rho=config.rho, threshold=config.threshold,
+            reference=self.reference_params, num_cores=self._num_cores, target=target, target_loss=self.target_loss,
+            w_loss=config.w_loss, w_size=config.w_size, rho=config.rho, beta=config.beta, threshold=config.threshold,
         )  # fmt: skip
 
-    def _observe(self, loss: Tensor) -> None:
+    def _observe(self, loss: Tensor, weight: float) -> None:
         # About the last hundred steps: long enough to smooth batches, short enough to follow training. In place, for CUDA graphs.
-        self._mean_loss = loss.clone() if self._mean_loss is None else self._mean_loss.lerp_(loss, 0.01)
+        mean = self._mean_loss
+        moved = torch.where(mean.isnan(), loss, mean.lerp(loss.to(mean.dtype), weight))
+        mean.copy_(torch.where(loss.isfinite(), moved, mean))
 
     def _mean(self) -> float | None:
-        return None if self._mean_loss is None else float(self._mean_loss)
+        mean = float(self._mean_loss)
+        return None if math.isnan(mean) else mean
 
     # -- steps and stages ------------------------------------------------------------------------------------------------------
 
@@ -153,8 +163,7 @@ class RankScheduler:
         self._truncate(last=late_ends)
         if early_ends:
             self._end_early()
-        elif self.stage == "late" and (late_ends or self._reached()):
-            self._truncate(last=True)
+        elif late_ends:
             self.stage = "done"
         self._record(gather_trains(self.model))
 
@@ -162,17 +171,16 @@ class RankScheduler:
         objective = self._stage_objective()
         if objective.threshold:
             trains = gather_trains(self.model, {name: magnitudes_of(module) for name, module in self._modules().items()})
-            self._keep(
-                trains, above_threshold(*_shapes_and_scores(trains), objective.threshold, self.target or 0, self._units(trains))
-            )
-        if self.stage == "late":
-            progress = 1.0 if last else (self.steps - self.late_start) / self.config.late_steps
-            ceiling = round(objective.ceiling(progress) * self.reference_size)
-            # Before the last truncation a tenth more than the target stays: ranks to choose from when it is to be met exactly.
-            assert self.target is not None
-            if self._size() > ceiling and (last or ceiling > 1.1 * self.target):
-                trains = gather_trains(self.model, self._scores())
-                self._keep(trains, within_budget(*_shapes_and_scores(trains), ceiling, self._units(trains), exact=last))
+            self._keep(trains, above_threshold(*_shapes_and_scores(trains), objective.threshold))
+        progress = 1.0 if last else (self.steps - self.late_start) / max(1, self.config.late_steps)
+        if self.stage != "late" or (allowed := objective.ceiling(progress)) is None:
+            return
+        ceiling = round(allowed * self.reference_size)
+        # Before the last truncation a tenth more than the target stays: ranks to choose from when it is to be met exactly.
+        assert self.target is not None
+        if self._size() > ceiling and (last or ceiling > 1.1 * self.target):
+            trains = gather_trains(self.model, self._scores())
+            self._keep(trains, within_budget(*_shapes_and_scores(trains), ceiling, self._units(trains), exact=last))
 
     def _keep(self, trains: dict[str, Train], masks: Masks) -> None:
         """Slice the trains of this process to the ranks that the masks of all trains keep."""
@@ -180,11 +188,6 @@ class RankScheduler:
         mine = [of_all[name] for name in modules]
         keep_ranks_(list(modules.values()), mine, self.optimizer)
         self._taylor.slice_(mine)
-
-    def _reached(self) -> bool:
-        # The price may bring the size to the target before its time; a budget spreads truncation over the whole stage.
-        assert self.target is not None
-        return self.config.objective == "achievement" and self._size() * CLOSE <= self.target
 
     def _scores(self) -> dict[str, list[Tensor]]:
         modules = self._modules()
@@ -211,8 +214,9 @@ class RankScheduler:
         self.reference_size = max(1, self._size())
         self.target = min(self._target(trains), self.reference_size)
         if self.target_loss is None:
-            assert self._mean_loss is not None
-            self.target_loss = float(self._mean_loss)
+            self.target_loss = self._mean()
+        if self.target_loss is None and self.config.objective == "achievement":
+            raise ValueError(f"none of the early stage's {self.steps} losses is finite: lower the learning rates")
 
     # -- sizes, in bytes where the target is one of bytes, else in parameters ----------------------------------------------------
 
@@ -262,13 +266,12 @@ class RankScheduler:
         return round(self.target / self.reference_size * self.reference_params)
 
     def _record(self, trains: dict[str, Train]) -> None:
-        self._held = total_params(trains)
         self.history.append(
             {
                 "step": self.steps,
                 "stage": self.stage,
                 "objective": self.objective,
-                "params": self._held,
+                "params": total_params(trains),
                 "bytes": total_bytes(trains),
                 "target_params": self.target_params,
                 "loss": self._mean(),
@@ -293,10 +296,8 @@ class RankScheduler:
         for name in self._STATE:
             setattr(self, name, state[name])
         self.history = list(state["history"])
-        mean, device = state["mean_loss"], next(self.model.parameters()).device
-        self._mean_loss = None if mean is None else torch.tensor(mean, dtype=torch.float32, device=device)
+        self._mean_loss.fill_(math.nan if state["mean_loss"] is None else state["mean_loss"])
         self._taylor.load_by_name(state["taylor"], self._modules())
-        self._held = total_params(gather_trains(self.model))
 
 
 def _shapes_and_scores(trains: dict[str, Train]) -> tuple[list[TTShape], list[tuple[Tensor, ...]]]:

@@ -6,9 +6,11 @@ RUN/config.json, metrics.jsonl, tensorboard/, checkpoints/step_*.pt, and at the 
 from __future__ import annotations
 
 import json
+import math
 import platform
 import signal
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -260,7 +262,7 @@ class Trainer:
         with bar:
             for batch in batches:
                 losses.append(self._step(batch.to(self.device, non_blocking=True)))
-                if bar.n == bar.initial:
+                if math.isnan(self.first_step_ms):
                     losses[0].cpu()  # waits for the device
                     self.first_step_ms = 1e3 * (time.perf_counter() - interval_start)
                 bar.update()
@@ -347,6 +349,12 @@ class Trainer:
 
     def _result(self) -> dict[str, Any]:
         peak = self.processes.max(self.memory.highest)
+        if self.scheduler and self.scheduler.stage != "done" and self.processes.is_first:
+            tqdm.write(
+                f"the run ended in the {self.scheduler.stage} stage of its ranks, off the target size: "
+                "raise training.steps and go on, or lower ranks.early_steps and ranks.late_steps",
+                file=sys.stderr,
+            )
         if self._rows("val"):
             self._evaluate("val")
         split = next(name for name in ("test", "val", "train") if self._rows(name))
