@@ -73,7 +73,7 @@ def train(context: click.Context, config_path: str, overrides: tuple[str, ...]) 
 @click.option("--checkpoint", "run", required=True, type=click.Path(), metavar="RUN", help="Folder of a run.")
 @click.option("--data", required=True, type=click.Path(), metavar="DATA", help="Folder of a preprocessed data set.")
 @click.option("--split", default="test", show_default=True, help="train, val or test.")
-@click.option("--batch-size", default=8192, show_default=True, help="Rows in a batch.")
+@click.option("--batch-size", default=2048, show_default=True, help="Rows in a batch.")
 def evaluate(run: str, data: str, split: str, batch_size: int) -> None:
     """Print AUC, NE and logloss of a run's last checkpoint as one JSON line.
 

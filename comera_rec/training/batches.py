@@ -187,7 +187,7 @@ class ParquetBatches(IterableDataset[Batch]):
         *,
         batch_size: int,
         shuffle: bool = False,
-        shuffle_rows: int = 262_144,
+        shuffle_rows: int = 131_072,
         seed: int = 0,
         epochs: int | None = 1,
         rank: int = 0,

@@ -38,8 +38,8 @@ class DataConfig:
 
     path: str
     batch_size: int = 2048
-    eval_batch_size: int = 8192
-    shuffle_rows: int = 262_144
+    eval_batch_size: int = 2048
+    shuffle_rows: int = 131_072
     prefetch: int = 4
 
     def __post_init__(self) -> None:
