@@ -62,7 +62,7 @@ Tensor reused(std::vector<int64_t> sizes) {
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_lookup(
-    std::vector<Tensor> ids, std::vector<int64_t> num_embeddings, std::vector<int64_t> row_shapes) {
+    std::vector<Tensor> ids, std::vector<int64_t> num_embeddings, std::vector<int64_t> row_shapes, bool parallel) {
   const int64_t T = int64_t(ids.size());
   require(T > 0, "ids is empty: give the ids of at least one table");
   require(int64_t(num_embeddings.size()) == T, "num_embeddings holds ", num_embeddings.size(), " numbers for ", T, " tables");
@@ -99,7 +99,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_lookup(
   const auto at = [](const Tensor& tensor) { return static_cast<int32_t*>(tensor.data_ptr()); };
   const Plan plan{at(inverse), at(order), at(starts), at(rows), at(rows) + L, at(left), at(left) + L, at(right),
                   at(right) + L, at(bounds)};
-  make_plan(tables, d, plan);
+  make_plan(tables, d, parallel, plan);
   return {inverse, order, starts, rows, left, right, bounds};
 }
 
@@ -350,7 +350,7 @@ int64_t threads_used_last() { return threads_used.load(); }
 
 STABLE_TORCH_LIBRARY(comera_rec, library) {
   library.def(
-      "plan_lookup(Tensor[] ids, int[] num_embeddings, int[] row_shapes) -> "
+      "plan_lookup(Tensor[] ids, int[] num_embeddings, int[] row_shapes, bool parallel=True) -> "
       "(Tensor inverse, Tensor order, Tensor starts, Tensor rows, Tensor left, Tensor right, Tensor bounds)");
   library.def(
       "pool(Tensor[] cores, Tensor[] diagonals, Tensor[] plan, Tensor offsets, Tensor? weights, bool mean, int features, int num_cols)"

@@ -11,10 +11,11 @@ namespace comera {
 // Threads that took a task of the last `run_tasks`.
 inline std::atomic<int> threads_used{0};
 
-// Call run(task, thread) for every task; threads take the next one when they are done, so that a slow one delays no other.
+// Call run(task, thread) for every task; threads take the next one when they are done, so that a slow one delays no other. Without
+// `parallel` the calling thread takes all.
 template <class Run>
-void run_tasks(int64_t tasks, const Run& run) {
-  const int64_t available = torch::stable::get_num_threads(), threads = available < tasks ? available : tasks;
+void run_tasks(int64_t tasks, const Run& run, bool parallel = true) {
+  const int64_t available = parallel ? torch::stable::get_num_threads() : 1, threads = available < tasks ? available : tasks;
   std::atomic<int64_t> next{0};
   std::atomic<int> used{0};
   const auto work = [&](int64_t first, int64_t beyond) {

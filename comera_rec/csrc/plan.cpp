@@ -142,7 +142,7 @@ void close_gap(int32_t* products, int64_t from, int64_t to, int64_t count, int64
 
 }  // namespace
 
-void make_plan(const std::vector<TableIds>& tables, int64_t order, const Plan& plan) {
+void make_plan(const std::vector<TableIds>& tables, int64_t order, bool parallel, const Plan& plan) {
   const int64_t cut = (order + 1) / 2, T = int64_t(tables.size());
   std::vector<Part> parts(tables.size());
   int64_t lookups = 0;
@@ -165,7 +165,7 @@ void make_plan(const std::vector<TableIds>& tables, int64_t order, const Plan& p
   run_tasks(T, [&](int64_t t, int64_t) {
     const int64_t at = parts[t].first_lookup;
     parts[t].is_wide ? sort_ids(parts[t], wide + at, wide_other + at) : sort_ids(parts[t], narrow + at, narrow_other + at);
-  });
+  }, parallel);
   int64_t rows = 0;
   for (int64_t t = 0; t < T; ++t) {
     if (parts[t].has_bad_id)
@@ -188,7 +188,7 @@ void make_plan(const std::vector<TableIds>& tables, int64_t order, const Plan& p
       part.right_products = number_products(
           part, plan.q, [&](int64_t t) { return int64_t(by_q[t]); }, part.table.row_shape[3], plan.right_inner, plan.right_outer);
     }
-  });
+  }, parallel);
   // What was counted within each table is counted over all of them.
   int32_t *row_bounds = plan.bounds, *left_bounds = plan.bounds + T + 1, *right_bounds = plan.bounds + 2 * (T + 1);
   int64_t left = 0, right = 0;

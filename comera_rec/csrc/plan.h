@@ -30,6 +30,6 @@ struct TableIds {
 };
 
 // Throws std::invalid_argument that names the table's number and the id for one that is out of range.
-void make_plan(const std::vector<TableIds>& tables, int64_t order, const Plan& plan);
+void make_plan(const std::vector<TableIds>& tables, int64_t order, bool parallel, const Plan& plan);
 
 }  // namespace comera

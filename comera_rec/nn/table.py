@@ -109,7 +109,12 @@ def update_in_backward_(model: nn.Module, optimizer: Optimizer) -> list[str]:
 
 
 def plan_tables(
-    ids: Sequence[Sequence[Tensor]], tables: Sequence[TTTable], names: Sequence[Sequence[str]], *, impl: str = "auto"
+    ids: Sequence[Sequence[Tensor]],
+    tables: Sequence[TTTable],
+    names: Sequence[Sequence[str]],
+    *,
+    impl: str = "auto",
+    parallel: bool = True,
 ) -> LookupPlan:
     """The plan of a lookup over several tables.
 
@@ -118,6 +123,7 @@ def plan_tables(
         tables: of as many cores each.
         names: per table that of each of its features, for errors.
         impl: of the lookup.
+        parallel: as for `plan_lookup`.
 
     Raises:
         ValueError: as `TTTable.plan`.
@@ -129,7 +135,7 @@ def plan_tables(
     )
     if plan_impl == "auto":
         try:
-            return plan_lookup(joined, shapes, rows)
+            return plan_lookup(joined, shapes, rows, parallel=parallel)
         except ValueError:
             _check_ids(ids, tables, names)
             raise

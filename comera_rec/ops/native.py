@@ -25,7 +25,7 @@ ops = torch.ops.comera_rec
 
 
 @torch.library.register_fake("comera_rec::plan_lookup")
-def _(ids: Sequence[Tensor], num_embeddings: Sequence[int], row_shapes: Sequence[int]) -> tuple[Tensor, ...]:
+def _(ids: Sequence[Tensor], num_embeddings: Sequence[int], row_shapes: Sequence[int], parallel: bool = True) -> tuple[Tensor, ...]:
     tables, order = len(ids), len(row_shapes) // len(ids)
     lookups = sum(table.numel() for table in ids)
     of = lambda *sizes: ids[0].new_empty(sizes, dtype=torch.int32)  # noqa: E731

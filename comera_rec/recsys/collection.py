@@ -100,26 +100,31 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         return collection
 
     def plan_ahead(self, features: KeyedJaggedTensor) -> None:
-        """Make the plan of a batch before `forward` is called with it, in a thread that loads batches, say.
+        """Make the plan of a batch before `forward` is called with it: in a thread that loads batches, say, and on that thread only.
 
         The plan is found again by the batch's values, and goes with them.
 
         Raises:
             ValueError: as `plan`.
         """
-        _planned[features.values()] = (weakref.ref(self), self.plan(features))
+        _planned[features.values()] = (weakref.ref(self), self.plan(features, parallel=False))
 
-    def plan(self, features: KeyedJaggedTensor) -> dict[tuple[str, ...], LookupPlan]:
+    def plan(self, features: KeyedJaggedTensor, *, parallel: bool = True) -> dict[tuple[str, ...], LookupPlan]:
         """What `forward` will look up, for each group of tables that share a lookup.
 
         It depends on the ids and the row modes alone, so a pipelined trainer can make the next batch's plan while this one trains.
+
+        Args:
+            features: as for `forward`.
+            parallel: as for `comera_rec.ops.plan_lookup`.
 
         Raises:
             ValueError: naming the table, the id and the limit, if an id is out of range (checked on CPU).
         """
         by_feature = maybe_td_to_kjt(features, None).to_dict()
-        self._check_dense_ids(by_feature)
-        return {_names(configs): self._plan_group(configs, by_feature) for configs in self._groups()}
+        if parallel:  # else `forward` does
+            self._check_dense_ids(by_feature)
+        return {_names(configs): self._plan_group(configs, by_feature, parallel=parallel) for configs in self._groups()}
 
     def forward(self, features: KeyedJaggedTensor, plans: Mapping[tuple[str, ...], LookupPlan] | None = None) -> KeyedTensor:
         """Pool every feature's bags.
@@ -196,11 +201,14 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             groups.setdefault(alike, []).append(config)
         return list(groups.values())
 
-    def _plan_group(self, configs: Sequence[TTEmbeddingBagConfig], by_feature: dict[str, JaggedTensor]) -> LookupPlan:
+    def _plan_group(
+        self, configs: Sequence[TTEmbeddingBagConfig], by_feature: dict[str, JaggedTensor], *, parallel: bool = True
+    ) -> LookupPlan:
         return plan_tables(
             [[by_feature[feature].values() for feature in config.feature_names] for config in configs],
             [self.tt_bag(config.name) for config in configs],
             [[f"table {config.name!r} (feature {feature!r})" for feature in config.feature_names] for config in configs],
+            parallel=parallel,
         )
 
     def _pool_group(

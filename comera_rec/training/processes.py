@@ -141,3 +141,8 @@ def _device(name: str, local_rank: int) -> torch.device:
     if local_rank >= count:
         raise ValueError(f"{local_rank + 1} processes or more share {count} GPUs: launch one process a GPU, or training.device=cpu")
     return torch.device("cuda", local_rank)
+
+
+def available_cores() -> int:
+    """CPU cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -41,7 +41,7 @@ from comera_rec.training.config import RunConfig, parse_config
 from comera_rec.training.memory import PeakMemory
 from comera_rec.training.metrics import BinaryMetrics
 from comera_rec.training.model import Schema, build_model, build_optimizer, fuse_dense_tables_, materialize_
-from comera_rec.training.processes import Processes
+from comera_rec.training.processes import Processes, available_cores
 from comera_rec.training.rates import LearningRates
 from comera_rec.training.state import TrainingState, load_model_
 from data_pipeline.manifest import read_manifest
@@ -111,7 +111,8 @@ class Trainer:
         self.optimizer = build_optimizer(self.module, config.optimizer)
         if self._updates_in_backward():
             update_in_backward_(self.module, self.optimizer)
-        if self.device.type == "cpu" and not self.processes.several:
+        # Where torch's threads take all cores, another one that works beside them costs more than it saves.
+        if self.device.type == "cpu" and not self.processes.several and torch.get_num_threads() < available_cores():
             self.loader.prepare = self._plan_ahead
         self.scheduler = None
         if config.ranks:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from comera_rec.recsys import TTEmbeddingBagCollection
+from comera_rec.training import trainer as trainer_module
 from comera_rec.training.checkpoint import latest_checkpoint, open_checkpoint
 from comera_rec.training.config import load_config
 from comera_rec.training.trainer import Diverged, Interrupted, Trainer, evaluate, load_run
@@ -88,6 +92,23 @@ def test_reported_sizes_are_those_of_the_checkpoint(config_file: Path, overrides
         assert layer["params"] == sum(tensor.numel() for tensor in tensors), layer["name"]
         assert layer["bytes"] == sum(tensor.numel() * tensor.element_size() for tensor in tensors), layer["name"]
     assert result["params"] == sum(tensor.numel() for tensor in state.values())
+
+
+@pytest.mark.parametrize(("cores", "ahead"), [(1, False), (2, True)])
+def test_plans_are_made_ahead_where_a_core_is_spare(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch, cores: int, ahead: bool
+) -> None:
+    monkeypatch.setattr(trainer_module, "available_cores", lambda: cores)  # the tests run on one thread
+    trainer = Trainer(load_config(config_file, []))
+    made, original = [], TTEmbeddingBagCollection._plan_group
+    monkeypatch.setattr(
+        TTEmbeddingBagCollection,
+        "_plan_group",
+        lambda *args, **settings: made.append((threading.current_thread().name, settings)) or original(*args, **settings),
+    )
+    losses = [trainer._step(batch) for batch in itertools.islice(trainer.loader, 3)]
+    assert all(loss.isfinite() for loss in losses)
+    assert set(map(str, made)) == {str(("BatchLoader", {"parallel": False}) if ahead else ("MainThread", {}))}
 
 
 def test_loss_falls(config_file: Path) -> None:

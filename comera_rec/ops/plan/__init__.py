@@ -49,7 +49,12 @@ class LookupPlan:
 
 
 def plan_lookup(
-    ids: Sequence[Tensor], row_shapes: Sequence[Sequence[int]], num_embeddings: Sequence[int] | None = None, *, impl: str = "auto"
+    ids: Sequence[Tensor],
+    row_shapes: Sequence[Sequence[int]],
+    num_embeddings: Sequence[int] | None = None,
+    *,
+    impl: str = "auto",
+    parallel: bool = True,
 ) -> LookupPlan:
     """Find the unique rows of a batch over several tables, and the unique leading and trailing digits among them.
 
@@ -58,6 +63,8 @@ def plan_lookup(
         row_shapes: per table the modes (m_1..m_d), d from 1 to 4 and alike for all.
         num_embeddings: per table how many rows it has; default m_1...m_d.
         impl: "cpu", which checks ids, or "reference", which does not; "auto" is the former for tables of two to four cores on CPU.
+        parallel: on torch's threads (on CPU). Give False in a thread beside one that trains: two teams of threads on the same cores
+            wait for each other, for ten times as long as the work takes.
 
     Returns:
         The plan. Its ids are those of all tables, flattened and laid end to end.
@@ -72,6 +79,6 @@ def plan_lookup(
             raise ValueError(f"ids[{t}] has dtype {table.dtype}: give int32 or int64")
     if order > 1 and impl != "reference" and ids[0].device.type in ("cpu", "meta"):
         return LookupPlan(
-            *ops.plan_lookup([table.contiguous() for table in ids], num_embeddings, [m for s in row_shapes for m in s])
+            *ops.plan_lookup([table.contiguous() for table in ids], num_embeddings, [m for s in row_shapes for m in s], parallel)
         )
     return LookupPlan(*reference.plan_lookup([table.flatten() for table in ids], row_shapes))
