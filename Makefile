@@ -23,8 +23,8 @@ install: .venv/installed
 
 demo: install
 	rm -rf $(DEMO)
-	$(COMERA) synth --rows 500000 --scale 0.1 --seed 1 --output $(DEMO)/raw/train.txt
-	$(COMERA) preprocess --input $(DEMO)/raw/train.txt --output $(DEMO)/data
+	$(COMERA) synth --rows 500000 --seed 1 --output $(DEMO)/raw/train.txt
+	$(COMERA) preprocess --input $(DEMO)/raw/train.txt --output $(DEMO)/data --min-count 1
 	$(TRAIN) output=$(DEMO)/integers tables.format=off linears.format=dense ranks=none
 	$(TRAIN) output=$(DEMO)/dense tables.format=dense linears.format=dense ranks=none
 	$(TRAIN) output=$(DEMO)/compressed

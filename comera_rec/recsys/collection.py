@@ -100,7 +100,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         return collection
 
     def plan_ahead(self, features: KeyedJaggedTensor) -> None:
-        """Make the plan of a batch before `forward` is called with it: in a thread that loads batches, say, and on that thread only.
+        """Make the plan of a batch before `forward` is called with it: in a loading thread, say, and on that alone.
 
         The plan is found again by the batch's values, and goes with them.
 
