@@ -26,7 +26,7 @@ demo: install
 	$(COMERA) synth --rows 500000 --seed 1 --output $(DEMO)/raw/train.txt
 	$(COMERA) preprocess --input $(DEMO)/raw/train.txt --output $(DEMO)/data --min-count 1
 	$(TRAIN) output=$(DEMO)/integers tables.format=off linears.format=dense ranks=none
-	$(TRAIN) output=$(DEMO)/dense tables.format=dense linears.format=dense ranks=none
+	$(TRAIN) output=$(DEMO)/dense tables.format=dense linears.format=dense ranks=none optimizer.lr_tables=0.025
 	$(TRAIN) output=$(DEMO)/compressed
 	$(COMERA) report --run $(DEMO)/dense --run $(DEMO)/compressed --run $(DEMO)/integers \
 		--truth $(DEMO)/raw/train.truth.json --output $(DEMO)/report.html
