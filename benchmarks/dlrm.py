@@ -73,7 +73,7 @@ SIZES = (
         tuned=True, seeds=SEEDS,
     ),
     Size(
-        data="synth, 10M rows", rows=10_000_000, scale=1.0, min_count=1, batch=2048, steps=200, early=40, late=60, compression=99,
+        data="synth-10M", rows=10_000_000, scale=1.0, min_count=1, batch=2048, steps=200, early=40, late=60, compression=99,
         tuned=False, seeds=3,
     ),
 )  # fmt: skip
@@ -86,6 +86,8 @@ def run(settings: Settings) -> Iterator[list[Row]]:
     """Runs that are not among `settings.finished`, one row each."""
     rows, environment = list(settings.finished), describe(settings.device)
     for size in QUICK if settings.quick else SIZES:
+        if settings.only.get("data", size.data) != size.data:
+            continue
         plan = _plan(size, settings)
         with tempfile.TemporaryDirectory(dir=settings.data) as folder:
             data: Path | None = None
