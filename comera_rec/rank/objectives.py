@@ -66,6 +66,7 @@ class Achievement:
         target: S0, relative to `reference`.
         target_loss: L0.
         w_loss, w_size, rho, beta, threshold: as in `RankConfig`.
+        elsewhere: what the TT modules that other processes hold add to the surrogate.
     """
 
     reference: int
@@ -77,10 +78,11 @@ class Achievement:
     rho: float
     beta: float
     threshold: float
+    elsewhere: Tensor | float = 0.0
 
     def loss(self, task_loss: Tensor, model: nn.Module) -> tuple[Tensor, Tensor]:
         """See the class."""
-        size = model_size_surrogate(model) / self.reference
+        size = (model_size_surrogate(model) + self.elsewhere) / self.reference
         gaps = torch.stack([self.w_loss * (task_loss - self.target_loss), self.w_size * (size - self.target)])
         total = gaps.max() + self.rho * (task_loss + size)
         if self.beta:

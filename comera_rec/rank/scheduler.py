@@ -18,6 +18,7 @@ from comera_rec.ops.bags.updates import update_kind
 from comera_rec.rank.config import RankConfig
 from comera_rec.rank.importance import STATIC_SCORES, TaylorScores
 from comera_rec.rank.objectives import Achievement, Budget, Objective, Price
+from comera_rec.rank.penalty import size_surrogate
 from comera_rec.rank.selection import Masks, above_threshold, within_budget
 from comera_rec.rank.trains import (
     Train,
@@ -132,7 +133,17 @@ class RankScheduler:
         return Achievement(
             reference=self.reference_params, num_cores=self._num_cores, target=target, target_loss=self.target_loss,
             w_loss=config.w_loss, w_size=config.w_size, rho=config.rho, beta=config.beta, threshold=config.threshold,
+            elsewhere=self._surrogate_elsewhere(),
         )  # fmt: skip
+
+    def _surrogate_elsewhere(self) -> Tensor | float:
+        """What the size surrogate of all processes' TT modules has beyond that of this one's."""
+        if not on_several_processes():
+            return 0.0
+        sizes = {name: size_surrogate(module).detach() for name, module in self._modules().items() if module.shape.num_params}
+        mine = torch.stack([self._mean_loss.new_zeros(()), *sizes.values()]).sum()
+        shared = torch.stack([self._mean_loss.new_zeros(()), *(self._part_of_one[name] * size for name, size in sizes.items())])
+        return mean_over_processes(shared.sum()) * dist.get_world_size() - mine
 
     def _observe(self, loss: Tensor, weight: float) -> None:
         # About the last hundred steps: long enough to smooth batches, short enough to follow training. In place, for CUDA graphs.

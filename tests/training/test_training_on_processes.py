@@ -86,7 +86,8 @@ def test_a_resumed_run_equals_an_unbroken_one_and_one_process_loads_it(
     if "ranks" in "".join(overrides):
         history = lines(whole, "ranks")
         assert history[-1]["stage"] == "done"
-        assert 0.97 * history[-1]["target_params"] <= history[-1]["params"] <= history[-1]["target_params"] + 1
+        if "ranks.objective=achievement" not in overrides:  # which ends where its price leads
+            assert 0.97 * history[-1]["target_params"] <= history[-1]["params"] <= history[-1]["target_params"] + 1
 
 
 def resume_and_save(rank: int, config_file: Path, overrides: list[str]) -> None:
