@@ -486,7 +486,7 @@ void finish_sums(
       }
     }
     if (total == nullptr) {
-      if (target.update == nullptr)
+      if (target.update == nullptr && core.size > 0)  // an empty core has no memory
         std::memset(offset(target.gradient, core.number, slice * core.size), 0, core.size * bytes_of(core.number));
       continue;
     }
