@@ -473,6 +473,7 @@ void finish_sums(
     float* of_diagonal, float* memory) {
   Scratch scratch(memory);
   const Core& core = target.core;
+  if (core.size == 0) return;  // every rank is gone, and there is no memory
   float* widened = scratch.take(core.size);
   for (int64_t slice = first; slice < beyond; ++slice) {
     float* total = nullptr;
@@ -486,7 +487,7 @@ void finish_sums(
       }
     }
     if (total == nullptr) {
-      if (target.update == nullptr && core.size > 0)  // an empty core has no memory
+      if (target.update == nullptr)
         std::memset(offset(target.gradient, core.number, slice * core.size), 0, core.size * bytes_of(core.number));
       continue;
     }
