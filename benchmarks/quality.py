@@ -31,7 +31,7 @@ from benchmarks.measure import Settings
 from benchmarks.quality_data import DataSet, ImplicitFeedback, Rows, Synth
 from benchmarks.quality_tables import DoesNotFit, Embeddings, Train, tt_shapes
 from benchmarks.rows import Row
-from comera_rec import RankConfig, RankScheduler, rank_param_groups, tt_svd_within_budget
+from comera_rec import RankConfig, RankScheduler, fit_tables_, rank_param_groups
 from comera_rec.training.metrics import BinaryMetrics
 
 BUDGETS = (10, 50, 100, 200, 500)
@@ -197,12 +197,9 @@ def _to_trains_(model: Model, task: Task, compression: float) -> None:
     embeddings = model.embeddings
     weights = [weight.detach() for weight in embeddings.tables.parameters()]
     shapes = tt_shapes([len(weight) for weight in weights], task.dim, compression)
-    counts = [task.data.counts[f] for f in embeddings.large]
-    trains = tt_svd_within_budget(weights, shapes, embeddings.budget, counts)
-    for k, (weight, shape, cores) in enumerate(zip(weights, shapes, trains, strict=True)):
-        table = Train(len(weight), task.dim, shape)
-        table.bag.set_cores_(cores)
-        embeddings.tables[k] = table
+    tables = [Train(len(weight), task.dim, shape) for weight, shape in zip(weights, shapes, strict=True)]
+    fit_tables_([table.bag for table in tables], weights, embeddings.budget, [task.data.counts[f] for f in embeddings.large])
+    embeddings.tables = nn.ModuleList(tables)
 
 
 @torch.no_grad()

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
         compress_linears_,
         compression_report,
         export_dense,
+        fit_tables_,
         swap_embedding_bag_collections_,
-        tt_svd_within_budget,
     )
     from comera_rec.nn import (
         ClassificationHead,
@@ -75,7 +75,7 @@ __all__ = [
     "swap_embedding_bag_collections_",
     "truncate_ranks_",
     "tt_svd",
-    "tt_svd_within_budget",
+    "fit_tables_",
     "tt_to_dense",
     "update_in_backward_",
     "use_float8_",

@@ -1,6 +1,6 @@
 """Dense models to tensor trains and back, and what either weighs."""
 
-from comera_rec.convert.budget import tt_svd_within_budget
+from comera_rec.convert.budget import fit_tables_
 from comera_rec.convert.compression import CompressionReport, LayerSize, compression_report
 from comera_rec.convert.export import export_dense
 from comera_rec.convert.swap import TTEmbeddingConfig, swap_embedding_bag_collections_
@@ -15,5 +15,5 @@ __all__ = [
     "compression_report",
     "export_dense",
     "swap_embedding_bag_collections_",
-    "tt_svd_within_budget",
+    "fit_tables_",
 ]

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from comera_rec.nn import TTModule, TTTable
+from comera_rec.nn import HotRows, TTModule, TTTable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ def _measure(name: str, module: nn.Module) -> LayerSize:
     own = list(module.parameters(recurse=False))
     params, size = sum(p.numel() for p in own), sum(p.numel() * p.element_size() for p in own)
     if isinstance(module, TTModule):
-        kind = "table" if isinstance(module, TTTable) else "linear"
+        kind = "table" if isinstance(module, TTTable | HotRows) else "linear"
         trained = {id(p) for p in (*module.cores(), *module.rank_parameters())}
         rest = [p for p in own if id(p) not in trained]  # a bias is the same when dense
         item = module.core_0.element_size()
@@ -107,8 +107,8 @@ def _measure(name: str, module: nn.Module) -> LayerSize:
             ranks=module.shape.ranks,
             params=params,
             bytes=size,
-            dense_params=module.num_rows * module.num_cols + sum(p.numel() for p in rest),
-            dense_bytes=module.num_rows * module.num_cols * item + sum(p.numel() * p.element_size() for p in rest),
+            dense_params=module.dense_params + sum(p.numel() for p in rest),
+            dense_bytes=module.dense_params * item + sum(p.numel() * p.element_size() for p in rest),
         )
     return LayerSize(
         name=name,

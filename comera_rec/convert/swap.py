@@ -6,6 +6,7 @@ import logging
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
@@ -15,8 +16,9 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from comera_rec.nn import keep_buffers_and_mode_, parameter_owners, replace_modules_
 from comera_rec.nn.compress import require_init, require_one_size
 from comera_rec.recsys import TTEmbeddingBagCollection, TTEmbeddingBagConfig
-from comera_rec.tt import TTShape
+from comera_rec.tt import Blocks, TTShape, blocks_params, staircases
 
+AUTO_SHARE = 0.8
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -31,15 +33,26 @@ class TTEmbeddingConfig:
         order: number of cores, 2 to 4. Default 2; with `compression` the lowest order at which the rank reaches 8, or else the
             one with the largest rank.
         min_rows: tables with fewer rows stay dense.
+        hot_rows: share of the trains' parameters, 0 to below 1, that goes to rows of the most frequent ids, narrower the rarer
+            (`comera_rec.tt.staircases`); "auto" is 0.8. Give it only where ids are ordered by frequency, 0 the most frequent, as
+            `comera preprocess` numbers them.
     """
 
     tt_ranks: int | tuple[int, ...] | None = None
     compression: float | None = None
     order: int | None = None
     min_rows: int = 10_000
+    hot_rows: float | Literal["auto"] = 0
 
     def __post_init__(self) -> None:
         require_one_size(self.tt_ranks, self.compression)
+        if self.hot_rows != "auto" and not (isinstance(self.hot_rows, int | float) and 0 <= self.hot_rows < 1):
+            raise ValueError(f"hot_rows is {self.hot_rows!r}: give 'auto', or a share of the parameters from 0 to below 1")
+
+    @property
+    def hot_share(self) -> float:
+        """`hot_rows` as a number."""
+        return AUTO_SHARE if self.hot_rows == "auto" else self.hot_rows
 
     def table_configs(self, tables: Sequence[EmbeddingBagConfig], *, dense: Collection[str] = ()) -> list[TTEmbeddingBagConfig]:
         """The configs of a collection's tables with the shapes this config gives them.
@@ -52,14 +65,19 @@ class TTEmbeddingConfig:
             ValueError: if not even rank 1 reaches the compression.
         """
         large = [table for table in tables if table.num_embeddings >= self.min_rows and table.name not in dense]
+        share = self.hot_share
         if self.compression is None or not large:
             shapes = [self._shape(table, self.tt_ranks, self.order) for table in large]
+            hot = _hot_rows(large, share / (1 - share) * sum(shape.num_params for shape in shapes))
         else:
             total = sum(table.num_embeddings * table.embedding_dim for table in tables)
             small = total - sum(table.num_embeddings * table.embedding_dim for table in large)
-            shapes = self._fitting_shapes(large, total / self.compression - small)
-        shape_of = {table.name: shape for table, shape in zip(large, shapes, strict=True)}
-        return [TTEmbeddingBagConfig.from_dense(table, shape_of.get(table.name)) for table in tables]
+            budget = total / self.compression - small
+            hot = _hot_rows(large, share * budget)
+            taken = sum(blocks_params(blocks, table.embedding_dim) for blocks, table in zip(hot, large, strict=True))
+            shapes = self._fitting_shapes(large, budget - taken)
+        of_table = {table.name: held for table, *held in zip(large, shapes, hot, strict=True)}
+        return [TTEmbeddingBagConfig.from_dense(table, *of_table.get(table.name, (None,))) for table in tables]
 
     @staticmethod
     def _shape(table: EmbeddingBagConfig, tt_ranks: int | tuple[int, ...] | None, order: int | None) -> TTShape:
@@ -83,6 +101,20 @@ class TTEmbeddingConfig:
 
     def _params(self, tables: Sequence[EmbeddingBagConfig], rank: int, order: int) -> int:
         return sum(self._shape(table, rank, order).num_params for table in tables)
+
+
+def _hot_rows(tables: Sequence[EmbeddingBagConfig], budget_params: float) -> list[Blocks]:
+    if budget_params <= 0:
+        return [()] * len(tables)
+    dims = {table.embedding_dim for table in tables}
+    found: dict[str, Blocks] = {}
+    for dim in dims:  # tables of one width share what their rows take of the budget
+        alike = [table for table in tables if table.embedding_dim == dim]
+        part = sum(table.num_embeddings * dim for table in alike) / sum(t.num_embeddings * t.embedding_dim for t in tables)
+        found |= zip(
+            [table.name for table in alike], staircases([t.num_embeddings for t in alike], dim, part * budget_params), strict=True
+        )
+    return [found[table.name] for table in tables]
 
 
 def swap_embedding_bag_collections_(

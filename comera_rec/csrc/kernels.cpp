@@ -99,7 +99,8 @@ int64_t half_floats(const Half& half, int rank) {
 }
 
 int64_t scratch_floats(const Table& table) {
-  return half_floats(table.left, table.rank) + half_floats(table.right, table.rank) + 3 * rounded(int64_t(table.n1) * table.n2);
+  return half_floats(table.left, table.rank) + half_floats(table.right, table.rank) + 3 * rounded(int64_t(table.n1) * table.n2) +
+         2 * rounded(table.hot_width);
 }
 
 // Columns of a pair's products: [outer, rank, inner], as one product of slices makes them, to or from [rank, outer, inner] or
@@ -184,99 +185,6 @@ class RightSlices {
   const int64_t size_;
   float* scratch_;
 };
-
-template <int N1, int N2>
-void look_up(
-    const Table& table, const Lookups& lookups, const Bags& bags, float* rows, int64_t first, int64_t beyond, float* memory) {
-  Scratch scratch(memory);
-  const int n1 = N1 > 0 ? N1 : table.n1, n2 = N2 > 0 ? N2 : table.n2;
-  const int64_t width = bags.width;
-  float* row = scratch.take(int64_t(n1) * n2);
-  Products left_of(table.left, table.rank, scratch);
-  RightSlices right_of(table, scratch);
-  const float* left = nullptr;
-  for (int64_t u = first; u < beyond; ++u) {
-    if (left == nullptr || lookups.p[u] != lookups.p[u - 1]) left = left_of(lookups.p[u]);
-    if (u + kAhead < beyond) {
-      left_of.prefetch_later(lookups.p[u + kAhead]);
-      right_of.prefetch_later(lookups.q[u + kAhead]);
-    }
-    multiply<N1, N2>(n1, n2, left, right_of(lookups.q[u]), table.diagonal, table.rank, row);
-    if (rows != nullptr) {
-      std::memcpy(rows + u * width, row, 4 * width);
-      continue;
-    }
-    for (int64_t t = lookups.starts[u]; t < lookups.starts[u + 1]; ++t) {
-      float* bag = bags.values + lookups.places[t] * width;
-      if (bags.streams) {
-        stream(bag, row, width);
-      } else {
-        std::memcpy(bag, row, 4 * width);
-      }
-    }
-  }
-  finish_streaming();
-}
-
-void make_products(const Half& half, int rank, int64_t first, int64_t beyond, float* out, float* memory) {
-  Scratch scratch(memory);
-  Products product_of(half, rank, scratch);
-  const int64_t size = int64_t(rank) * half.outer_n * half.inner_n;
-  for (int64_t number = first; number < beyond; ++number) product_of.pair(number, out + (number - first) * size);
-}
-
-void pool(
-    const float* rows, const int32_t* inverse, const int64_t* offsets, const float* weights, bool mean, int64_t features,
-    const Bags& bags, int64_t count, int64_t first, int64_t beyond) {
-  const int64_t batch = count / features, width = bags.width;
-  for (int64_t bag = first; bag < beyond; ++bag) {
-    const int64_t start = offsets[bag], end = offsets[bag + 1];
-    float* out = bags.values + (bag % batch * features + bag / batch) * width;
-    std::memset(out, 0, 4 * width);
-    const float share = mean && end > start ? 1.0f / float(end - start) : 1.0f;
-    for (int64_t i = start; i < end; ++i) {
-      if (i + kAheadLookups < offsets[count]) prefetch(rows + inverse[i + kAheadLookups] * width, 4 * width);
-      add_scaled(out, rows + inverse[i] * width, weights != nullptr ? weights[i] * share : share, width);
-    }
-  }
-}
-
-// The gradient of a row: the sum over its lookups of their bags' gradients. Also gradients of the lookups' scales.
-template <int N>
-COMERA_INLINE void sum_lookups(
-    const Lookups& lookups, const BagGradients& gradients, int64_t u, int64_t last, int64_t n, const float* row, float* sum) {
-  const int64_t width = gradients.width;
-  int64_t t = lookups.starts[u];
-  const int64_t end = lookups.starts[u + 1];
-  for (int64_t i = t; i < end && i + kAheadLookups < last; ++i)
-    if (lookups.places[i + kAheadLookups] >= 0) prefetch(gradients.values + lookups.places[i + kAheadLookups] * width, 4 * width);
-  if constexpr (N > 0) {
-    if (N == width && lookups.scales == nullptr && gradients.of_scales == nullptr) {
-      constexpr int kBlock = smaller(N, 4 * kWidth), W = widest(kBlock), V = kBlock / W;  // powers of two
-      for (int j = 0; j < N; j += kBlock) {
-        Vector<W> sums[V];
-#pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) sums[v] = load<W>(gradients.values + lookups.places[t] * width + j + v * W);
-        for (int64_t i = t + 1; i < end; ++i)
-#pragma GCC unroll 4
-          for (int v = 0; v < V; ++v) sums[v] += load<W>(gradients.values + lookups.places[i] * width + j + v * W);
-#pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) store<W>(sum + j + v * W, sums[v]);
-      }
-      return;
-    }
-  }
-  std::memset(sum, 0, 4 * n);
-  for (; t < end; ++t) {
-    if (lookups.places[t] < 0) {
-      if (gradients.of_scales != nullptr) gradients.of_scales[lookups.order[t]] = 0;
-      continue;
-    }
-    const float* gradient = gradients.values + lookups.places[t] * width;
-    add_scaled(sum, gradient, lookups.scales != nullptr ? lookups.scales[t] : 1.0f, width);
-    if (gradients.of_scales != nullptr) gradients.of_scales[lookups.order[t]] = dot(gradient, row, width);
-  }
-}
 
 void scale_rows(float* values, const float* diagonal, int64_t rows, int64_t size) {
   const int64_t columns = rows > 0 ? size / rows : 0;
@@ -375,6 +283,156 @@ COMERA_INLINE float* touch(const Sums& sums, int64_t slice) {
   return values;
 }
 
+// What hot blocks add to rows, which come in the order of their ids.
+class HotRows {
+ public:
+  HotRows(const Table& table, int64_t width, Scratch& scratch) : table_(table), width_(width), block_(table.hot) {
+    widened_ = scratch.take(table.hot_width);
+    of_row_ = scratch.take(table.hot_width);
+  }
+
+  // Whether a block holds row u; if so, that row of it is `current`.
+  COMERA_INLINE bool find(int64_t u) {
+    if (u >= table_.hot_end) return false;
+    const int64_t id = table_.hot_ids[u - table_.row_begin];
+    while (id >= block_->first + block_->rows.slices) ++block_;
+    slice_ = id - block_->first;
+    current_ = slice_of(block_->rows, slice_, widened_);
+    return true;
+  }
+
+  void prefetch_later(int64_t u) const {
+    if (u >= table_.hot_end) return;
+    const int64_t slice = table_.hot_ids[u - table_.row_begin] - block_->first;
+    if (slice < block_->rows.slices) prefetch_slice(block_->rows, slice);
+  }
+
+  void add_to(float* row) const {
+    for (int64_t k = 0; k < block_->width; ++k) add_scaled(row, block_->projection + k * width_, current_[k], width_);
+  }
+
+  // The gradient of the row on to the block's.
+  void add_gradient(const float* gradient, const HotSums* sums) const {
+    const HotSums& own = sums[block_ - table_.hot];
+    float* of_projection = touch(own.projection, 0);
+    for (int64_t k = 0; k < block_->width; ++k) {
+      of_row_[k] = dot(gradient, block_->projection + k * width_, width_);
+      add_scaled(of_projection + k * width_, gradient, current_[k], width_);
+    }
+    if (own.rows.update != nullptr) {
+      update_slice(own.rows.core, *own.rows.update, slice_, of_row_);
+    } else {
+      narrow(of_row_, own.rows.core.number, block_->width, offset(own.rows.gradient, own.rows.core.number, slice_ * block_->width));
+    }
+  }
+
+ private:
+  const Table& table_;
+  const int64_t width_;
+  const HotBlock* block_;
+  const float* current_ = nullptr;
+  int64_t slice_ = 0;
+  float *widened_, *of_row_;
+};
+
+template <int N1, int N2>
+void look_up(
+    const Table& table, const Lookups& lookups, const Bags& bags, float* rows, int64_t first, int64_t beyond, float* memory) {
+  Scratch scratch(memory);
+  const int n1 = N1 > 0 ? N1 : table.n1, n2 = N2 > 0 ? N2 : table.n2;
+  const int64_t width = bags.width;
+  float* row = scratch.take(int64_t(n1) * n2);
+  Products left_of(table.left, table.rank, scratch);
+  RightSlices right_of(table, scratch);
+  HotRows hot(table, width, scratch);
+  const float* left = nullptr;
+  for (int64_t u = first; u < beyond; ++u) {
+    if (left == nullptr || lookups.p[u] != lookups.p[u - 1]) left = left_of(lookups.p[u]);
+    if (u + kAhead < beyond) {
+      left_of.prefetch_later(lookups.p[u + kAhead]);
+      right_of.prefetch_later(lookups.q[u + kAhead]);
+    }
+    multiply<N1, N2>(n1, n2, left, right_of(lookups.q[u]), table.diagonal, table.rank, row);
+    if (hot.find(u)) {
+      hot.prefetch_later(u + kAhead);
+      hot.add_to(row);
+    }
+    if (rows != nullptr) {
+      std::memcpy(rows + u * width, row, 4 * width);
+      continue;
+    }
+    for (int64_t t = lookups.starts[u]; t < lookups.starts[u + 1]; ++t) {
+      float* bag = bags.values + lookups.places[t] * width;
+      if (bags.streams) {
+        stream(bag, row, width);
+      } else {
+        std::memcpy(bag, row, 4 * width);
+      }
+    }
+  }
+  finish_streaming();
+}
+
+void make_products(const Half& half, int rank, int64_t first, int64_t beyond, float* out, float* memory) {
+  Scratch scratch(memory);
+  Products product_of(half, rank, scratch);
+  const int64_t size = int64_t(rank) * half.outer_n * half.inner_n;
+  for (int64_t number = first; number < beyond; ++number) product_of.pair(number, out + (number - first) * size);
+}
+
+void pool(
+    const float* rows, const int32_t* inverse, const int64_t* offsets, const float* weights, bool mean, int64_t features,
+    const Bags& bags, int64_t count, int64_t first, int64_t beyond) {
+  const int64_t batch = count / features, width = bags.width;
+  for (int64_t bag = first; bag < beyond; ++bag) {
+    const int64_t start = offsets[bag], end = offsets[bag + 1];
+    float* out = bags.values + (bag % batch * features + bag / batch) * width;
+    std::memset(out, 0, 4 * width);
+    const float share = mean && end > start ? 1.0f / float(end - start) : 1.0f;
+    for (int64_t i = start; i < end; ++i) {
+      if (i + kAheadLookups < offsets[count]) prefetch(rows + inverse[i + kAheadLookups] * width, 4 * width);
+      add_scaled(out, rows + inverse[i] * width, weights != nullptr ? weights[i] * share : share, width);
+    }
+  }
+}
+
+// The gradient of a row: the sum over its lookups of their bags' gradients. Also gradients of the lookups' scales.
+template <int N>
+COMERA_INLINE void sum_lookups(
+    const Lookups& lookups, const BagGradients& gradients, int64_t u, int64_t last, int64_t n, const float* row, float* sum) {
+  const int64_t width = gradients.width;
+  int64_t t = lookups.starts[u];
+  const int64_t end = lookups.starts[u + 1];
+  for (int64_t i = t; i < end && i + kAheadLookups < last; ++i)
+    if (lookups.places[i + kAheadLookups] >= 0) prefetch(gradients.values + lookups.places[i + kAheadLookups] * width, 4 * width);
+  if constexpr (N > 0) {
+    if (N == width && lookups.scales == nullptr && gradients.of_scales == nullptr) {
+      constexpr int kBlock = smaller(N, 4 * kWidth), W = widest(kBlock), V = kBlock / W;  // powers of two
+      for (int j = 0; j < N; j += kBlock) {
+        Vector<W> sums[V];
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) sums[v] = load<W>(gradients.values + lookups.places[t] * width + j + v * W);
+        for (int64_t i = t + 1; i < end; ++i)
+#pragma GCC unroll 4
+          for (int v = 0; v < V; ++v) sums[v] += load<W>(gradients.values + lookups.places[i] * width + j + v * W);
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) store<W>(sum + j + v * W, sums[v]);
+      }
+      return;
+    }
+  }
+  std::memset(sum, 0, 4 * n);
+  for (; t < end; ++t) {
+    if (lookups.places[t] < 0) {
+      if (gradients.of_scales != nullptr) gradients.of_scales[lookups.order[t]] = 0;
+      continue;
+    }
+    const float* gradient = gradients.values + lookups.places[t] * width;
+    add_scaled(sum, gradient, lookups.scales != nullptr ? lookups.scales[t] : 1.0f, width);
+    if (gradients.of_scales != nullptr) gradients.of_scales[lookups.order[t]] = dot(gradient, row, width);
+  }
+}
+
 // Gradients of a pair's products, one after the other, on to the slices of its two cores.
 class PairGradients {
  public:
@@ -423,6 +481,7 @@ void gradients_of_rows(
   Products left_of(table.left, rank, scratch);
   RightSlices right_of(table, scratch);
   PairGradients pairs(table.left, rank, stripe.left_outer, stripe.left_inner, scratch);
+  HotRows hot(table, gradients.width, scratch);
   const int64_t first_right = table.right.is_pair ? table.first_right_product : table.right.outer.first;
   const float* left = nullptr;
   for (int64_t u = first; u < beyond; ++u) {
@@ -440,8 +499,16 @@ void gradients_of_rows(
       prefetch(stripe.right.values + (q[u + kAhead] - first_right) * stripe.right.size, 4 * stripe.right.size);
     }
     const float* right = right_of(q[u]);
-    if (gradients.of_scales != nullptr) multiply<N1, N2>(n1, n2, left, right, table.diagonal, rank, row);
+    const bool is_hot = hot.find(u);
+    if (gradients.of_scales != nullptr) {
+      multiply<N1, N2>(n1, n2, left, right, table.diagonal, rank, row);
+      if (is_hot) hot.add_to(row);
+    }
     sum_lookups<N1 * N2>(lookups, gradients, u, last, n, row, sum);
+    if (is_hot) {
+      hot.prefetch_later(u + kAhead);
+      hot.add_gradient(sum, stripe.hot);
+    }
     transpose(n1, n2, sum, turned);
     add_product<N2, N1>(n2, n1, right, turned, rank, of_left);
     add_product<N1, N2>(n1, n2, left, sum, rank, touch(stripe.right, q[u] - first_right));
@@ -502,6 +569,12 @@ void finish_sums(
   }
 }
 
+void scaled_rows(const Core& core, const float* diagonal, int64_t rows, float* out) {
+  if (core.size == 0) return;  // no memory
+  widen(core.data, core.number, core.size, out);
+  scale_rows(out, diagonal, rows, core.size);
+}
+
 // The sizes that tables mostly have are known to the compiler, which then keeps a row in registers.
 #define COMERA_BY_SIZE(function, ...)                                               \
   do {                                                                              \
@@ -546,6 +619,7 @@ const Kernels COMERA_TABLE(COMERA_KERNELS) = {
     gradients_of_rows_by_size,
     gradients_of_products,
     finish_sums,
+    scaled_rows,
     update_slice,
 };
 

@@ -33,6 +33,13 @@ struct Half {
   const int32_t* inner_of = nullptr;
 };
 
+// Rows of neighbouring ids that are added to those of the train: `width` numbers each, times the projection.
+struct HotBlock {
+  Core rows;                           // slices [width]
+  const float* projection = nullptr;   // [width, columns], times the diagonal
+  int64_t width = 0, first = 0;        // numbers of a row; the id of the first, below 0 in shards
+};
+
 struct Table {
   Half left, right;
   const float* diagonal = nullptr;  // at the cut, [rank]
@@ -41,6 +48,9 @@ struct Table {
   int64_t row_begin = 0, row_end = 0;
   const float* right_products = nullptr;  // of a pair: made in advance, as many as the table has
   int64_t first_right_product = 0;
+  const HotBlock* hot = nullptr;      // blocks one after the other
+  const int32_t* hot_ids = nullptr;   // ids of the rows from row_begin to hot_end
+  int64_t hot_end = 0, hot_width = 0;  // width of the widest block
 };
 
 // What a batch looks up.
@@ -91,10 +101,17 @@ struct Sums {
   int64_t size = 0;
 };
 
+// Where the gradients of a hot block go. A row is met by one range of rows, so its gradient needs no sum.
+struct HotSums {
+  Target rows;
+  Sums projection;  // one slice, not yet times the diagonal
+};
+
 // What a range of rows adds to the gradients of its table: apart from other ranges, so that each adds in the order of its rows.
 struct Stripe {
   Sums left_outer, left_inner, right;  // left_inner: of pairs; right: of its core or, of pairs, its products
   float* of_diagonal = nullptr;        // [rank] at the cut, if the left half is a pair
+  const HotSums* hot = nullptr;        // of each block
 };
 
 struct Kernels {
@@ -124,6 +141,8 @@ struct Kernels {
   void (*finish_sums)(
       const Sums* stripes, int count, const float* diagonal, int64_t rows, const Target&, int64_t first, int64_t beyond,
       float* of_diagonal, float* scratch);
+  // A core's only slice as floats, its rows times a diagonal.
+  void (*scaled_rows)(const Core&, const float* diagonal, int64_t rows, float* out);
   // A step of the optimizer for one slice, counted from the core's first.
   void (*update_slice)(const Core&, const Update&, int64_t slice, float* gradient);
 };

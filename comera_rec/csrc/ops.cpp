@@ -126,7 +126,8 @@ bool is_slice_major(const Tensor& core, bool is_leading) {
 struct Arguments {
   Arguments(
       const std::vector<Tensor>& cores, const std::vector<Tensor>& diagonals, const std::vector<Tensor>& plan, const Tensor& offsets,
-      const std::optional<Tensor>& weights, bool mean, int64_t features, int64_t num_cols) {
+      const std::optional<Tensor>& weights, bool mean, int64_t features, int64_t num_cols, const std::vector<int64_t>& hot) {
+    require(plan.size() == 7, "plan holds ", plan.size(), " tensors: take the 7 of plan_lookup");
     const auto &inverse = plan[0], &order = plan[1], &starts = plan[2], &rows = plan[3], &left = plan[4], &right = plan[5],
                &bounds = plan[6];
     for (const Tensor& tensor : plan) require_plain(tensor, "plan", ScalarType::Int, "int32");
@@ -134,9 +135,18 @@ struct Arguments {
     require(d >= 2 && d <= 4 && order.numel() == L && starts.numel() == L + 1 && rows.numel() == 2 * L &&
                 left.numel() == (d >= 3 ? 2 * L : 0) && right.numel() == (d == 4 ? 2 * L : 0),
             "plan has tensors of sizes that don't belong together: take them from one call of plan_lookup");
-    require(int64_t(cores.size()) == T * d, "cores holds ", cores.size(), " tensors, and the plan is for ", T, " tables of ", d);
-    require(diagonals.empty() || int64_t(diagonals.size()) == T * (d - 1), "diagonals holds ", diagonals.size(), " tensors for ", T,
-            " tables of ", d, " cores: give one between each two neighbours, or none at all");
+    require(hot.empty() || int64_t(hot.size()) == 2 * T, "hot holds ", hot.size(), " numbers for ", T,
+            " tables: give the number of blocks and the first row of each, or nothing");
+    int64_t blocks = 0;
+    for (size_t k = 0; k < hot.size(); ++k) {
+      require(hot[k] >= 0 && hot[k] <= kMost, "hot holds ", hot[k], ": give numbers of blocks and of first rows, from 0 on");
+      if (k % 2 == 0) blocks += hot[k];
+    }
+    require(int64_t(cores.size()) == T * d + 2 * blocks, "cores holds ", cores.size(), " tensors, and the plan is for ", T,
+            " tables of ", d, ", with ", blocks, " hot blocks of 2 each");
+    require(diagonals.empty() || int64_t(diagonals.size()) == T * (d - 1) + blocks, "diagonals holds ", diagonals.size(),
+            " tensors for ", T, " tables of ", d, " cores and ", blocks,
+            " hot blocks: give one between each two neighbours and one a block, or none at all");
     batch.num_tables = T;
     batch.order = d;
     batch.num_lookups = L;
@@ -146,12 +156,24 @@ struct Arguments {
                   at(right) + L, at(bounds)};
     int64_t floats = 0;
     for (int64_t t = 0; t < T; ++t) take_table(cores, t);
-    for (int rank : batch.ranks) floats += rank;
-    take_diagonals(diagonals, floats);
-    take_bags(offsets, weights, mean, features);
     int64_t width = 1;
     for (int64_t k = 0; k < d; ++k) width *= batch.columns[k];
     require(num_cols >= 1 && num_cols <= width, "num_cols is ", num_cols, ", and the cores make ", width, " columns");
+    take_hot(cores, hot);
+    for (int rank : batch.ranks) floats += rank;
+    take_diagonals(diagonals, floats);
+    share_diagonals();
+    take_bags(offsets, weights, mean, features);
+  }
+
+  // The k-th of the cores given.
+  Core core(size_t k) const {
+    if (k < batch.cores.size()) return batch.cores[k];
+    size_t block = (k - batch.cores.size()) / 2;
+    const bool is_projection = (k - batch.cores.size()) % 2;
+    auto table = batch.hot.begin();
+    for (; block >= table->rows.size(); ++table) block -= table->rows.size();
+    return (is_projection ? table->projections : table->rows)[block];
   }
 
   Batch batch;
@@ -180,6 +202,42 @@ struct Arguments {
           {core.data_ptr(), number_of(core, "cores"), core.size(1), core.size(0) * core.size(2) * core.size(3), firsts[0]});
     }
     require(rank == 1, "cores[", t * d + d - 1, "] has last rank ", rank, ": the last core ends in rank 1");
+  }
+
+  void take_hot(const std::vector<Tensor>& cores, const std::vector<int64_t>& hot) {
+    size_t next = batch.cores.size();
+    for (size_t t = 0; 2 * t < hot.size(); ++t) {
+      HotBlocks blocks;
+      blocks.first = hot[2 * t + 1];
+      int64_t beyond = 0;
+      for (int64_t block = 0; block < hot[2 * t]; ++block, next += 2) {
+        const Tensor &rows = cores[next], &projection = cores[next + 1];
+        require(rows.dim() == 4 && rows.size(0) == 1 && rows.size(1) > 0 && rows.size(2) == 1, "cores[", next, "] has shape ",
+                shape_of(rows), ": give (1, rows, 1, k), the rows of a hot block");
+        require(projection.dim() == 4 && projection.size(0) == rows.size(3) && projection.size(1) == 1 &&
+                    projection.size(2) == batch.num_cols && projection.size(3) == 1,
+                "cores[", next + 1, "] has shape ", shape_of(projection), ": give (", rows.size(3), ", 1, ", batch.num_cols,
+                ", 1), the projection of a hot block");
+        for (size_t k = next; k < next + 2; ++k) {
+          require(cores[k].is_cpu() && is_slice_major(cores[k], k == next), "cores[", k,
+                  "] is not on CPU, slice after slice: see slice_major");
+          require(cores[k].scalar_type() == cores[0].scalar_type(), "cores[", k, "] has another type than cores[0]: convert it");
+        }
+        beyond += rows.size(1);
+        require(beyond <= kMost, "cores[", next, "] ends at row ", beyond, ": tables have at most ", kMost, " hot rows");
+        blocks.rows.push_back({rows.data_ptr(), number_of(rows, "cores"), rows.size(1), rows.size(3), 0});
+        blocks.projections.push_back(
+            {projection.data_ptr(), number_of(projection, "cores"), 1, projection.size(0) * projection.size(2), 0});
+        batch.ranks.push_back(int(rows.size(3)));
+      }
+      batch.hot.push_back(std::move(blocks));
+    }
+  }
+
+  void share_diagonals() {
+    size_t next = size_t(batch.num_tables * (batch.order - 1));
+    for (HotBlocks& blocks : batch.hot)
+      for (size_t block = 0; block < blocks.rows.size(); ++block) blocks.diagonals.push_back(batch.diagonals[next++]);
   }
 
   void take_diagonals(const std::vector<Tensor>& diagonals, int64_t floats) {
@@ -233,9 +291,8 @@ struct Arguments {
 
 Tensor pool(
     std::vector<Tensor> cores, std::vector<Tensor> diagonals, std::vector<Tensor> plan, Tensor offsets, std::optional<Tensor> weights,
-    bool mean, int64_t features, int64_t num_cols) {
-  require(plan.size() == 7, "plan holds ", plan.size(), " tensors: take the 7 of plan_lookup");
-  const Arguments arguments(cores, diagonals, plan, offsets, weights, mean, features, num_cols);
+    bool mean, int64_t features, int64_t num_cols, std::vector<int64_t> hot) {
+  const Arguments arguments(cores, diagonals, plan, offsets, weights, mean, features, num_cols, hot);
   Tensor out = reused({arguments.batch.bags / features, features * num_cols});
   pool_bags(arguments.batch, static_cast<float*>(out.data_ptr()));
   return out;
@@ -261,15 +318,14 @@ std::tuple<std::vector<Tensor>, Tensor> run_backward(
 
 std::tuple<std::vector<Tensor>, std::vector<Tensor>, Tensor> pool_backward(
     Tensor gradient, std::vector<Tensor> cores, std::vector<Tensor> diagonals, std::vector<Tensor> plan, Tensor offsets,
-    std::optional<Tensor> weights, bool mean, int64_t features, int64_t num_cols) {
-  require(plan.size() == 7, "plan holds ", plan.size(), " tensors: take the 7 of plan_lookup");
-  const Arguments arguments(cores, diagonals, plan, offsets, weights, mean, features, num_cols);
+    std::optional<Tensor> weights, bool mean, int64_t features, int64_t num_cols, std::vector<int64_t> hot) {
+  const Arguments arguments(cores, diagonals, plan, offsets, weights, mean, features, num_cols, hot);
   std::vector<Tensor> of_cores;
   std::vector<Target> targets;
   for (size_t k = 0; k < cores.size(); ++k) {
     of_cores.push_back(torch::stable::empty_like(cores[k]));
     Target target;
-    target.core = arguments.batch.cores[k];
+    target.core = arguments.core(k);
     target.gradient = of_cores.back().data_ptr();
     targets.push_back(target);
   }
@@ -299,10 +355,9 @@ void* state_of(const std::vector<Tensor>& states, size_t k, const Tensor& core, 
 
 std::tuple<std::vector<Tensor>, Tensor> pool_backward_update(
     Tensor gradient, std::vector<Tensor> cores, std::vector<Tensor> diagonals, std::vector<Tensor> plan, Tensor offsets,
-    std::optional<Tensor> weights, bool mean, int64_t features, int64_t num_cols, std::vector<Tensor> first, std::vector<Tensor> second,
-    int64_t kind, std::vector<double> settings) {
-  require(plan.size() == 7, "plan holds ", plan.size(), " tensors: take the 7 of plan_lookup");
-  const Arguments arguments(cores, diagonals, plan, offsets, weights, mean, features, num_cols);
+    std::optional<Tensor> weights, bool mean, int64_t features, int64_t num_cols, std::vector<int64_t> hot,
+    std::vector<Tensor> first, std::vector<Tensor> second, int64_t kind, std::vector<double> settings) {
+  const Arguments arguments(cores, diagonals, plan, offsets, weights, mean, features, num_cols, hot);
   require(kind >= 0 && kind <= int64_t(Update::Kind::adam), "kind is ", kind, ": choose 0 to 3");
   const Update::Kind chosen = Update::Kind(kind);
   // Diagonals are updated like cores where there are settings for them.
@@ -329,7 +384,7 @@ std::tuple<std::vector<Tensor>, Tensor> pool_backward_update(
     update.first = state_of(first, k, parameter, chosen == Update::Kind::row_wise_adagrad, "first");
     update.second = state_of(second, k, parameter, false, "second");
     if (!is_core) continue;
-    targets[k].core = arguments.batch.cores[k];
+    targets[k].core = arguments.core(k);
     targets[k].update = &update;
   }
   auto gradients = run_backward(gradient, arguments.batch, targets, weights.has_value());
@@ -353,14 +408,14 @@ STABLE_TORCH_LIBRARY(comera_rec, library) {
       "plan_lookup(Tensor[] ids, int[] num_embeddings, int[] row_shapes, bool parallel=True) -> "
       "(Tensor inverse, Tensor order, Tensor starts, Tensor rows, Tensor left, Tensor right, Tensor bounds)");
   library.def(
-      "pool(Tensor[] cores, Tensor[] diagonals, Tensor[] plan, Tensor offsets, Tensor? weights, bool mean, int features, int num_cols)"
-      " -> Tensor");
+      "pool(Tensor[] cores, Tensor[] diagonals, Tensor[] plan, Tensor offsets, Tensor? weights, bool mean, int features, "
+      "int num_cols, int[] hot) -> Tensor");
   library.def(
       "pool_backward(Tensor gradient, Tensor[] cores, Tensor[] diagonals, Tensor[] plan, Tensor offsets, Tensor? weights, bool mean, "
-      "int features, int num_cols) -> (Tensor[] cores, Tensor[] diagonals, Tensor weights)");
+      "int features, int num_cols, int[] hot) -> (Tensor[] cores, Tensor[] diagonals, Tensor weights)");
   library.def(
       "pool_backward_update(Tensor gradient, Tensor(a!)[] cores, Tensor(d!)[] diagonals, Tensor[] plan, Tensor offsets, Tensor? weights, "
-      "bool mean, int features, int num_cols, Tensor(b!)[] first, Tensor(c!)[] second, int kind, float[] settings) -> "
+      "bool mean, int features, int num_cols, int[] hot, Tensor(b!)[] first, Tensor(c!)[] second, int kind, float[] settings) -> "
       "(Tensor[] diagonals, Tensor weights)");
   library.def("cpu() -> str");
   library.def("threads_used_last() -> int");

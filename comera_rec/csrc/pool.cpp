@@ -78,6 +78,66 @@ std::vector<int64_t> cut_evenly(int64_t begin, int64_t end, int64_t count, const
   return bounds;
 }
 
+// Hot blocks as kernels take them, and which rows of the batch they hold.
+class HotTables {
+ public:
+  HotTables(const Batch& batch, std::vector<Table>& tables) {
+    if (batch.hot.empty()) return;
+    int64_t floats = 0, blocks = 0, rows = 0;
+    for (const HotBlocks& hot : batch.hot) {
+      blocks += int64_t(hot.rows.size());
+      for (const Core& projection : hot.projections) floats += rounded(projection.size);
+    }
+    blocks_.reserve(blocks);
+    projections_ = Buffer<float>(floats);
+    float* projection = projections_.get();
+    for (int64_t t = 0; t < batch.num_tables; ++t) {
+      const HotBlocks& hot = batch.hot[t];
+      Table& table = tables[t];
+      table.hot = blocks_.data() + blocks_.size();
+      int64_t beyond = -hot.first;
+      for (size_t b = 0; b < hot.rows.size(); ++b) {
+        const Core& core = hot.projections[b];
+        blocks_.push_back({hot.rows[b], projection, hot.rows[b].size, beyond});
+        kernels().scaled_rows(core, hot.diagonals[b], hot.rows[b].size, projection);
+        projection += rounded(core.size);
+        beyond += hot.rows[b].slices;
+        table.hot_width = std::max(table.hot_width, hot.rows[b].size);
+      }
+      int64_t low = table.row_begin, high = table.row_end;  // to find the first row that no block holds
+      while (low < high) {
+        const int64_t middle = (low + high) / 2;
+        id_of(batch, t, middle) < beyond ? low = middle + 1 : high = middle;
+      }
+      table.hot_end = low;
+      rows += low - table.row_begin;
+    }
+    ids_ = Buffer<int32_t>(rows);
+    int32_t* ids = ids_.get();
+    for (int64_t t = 0; t < batch.num_tables; ++t) {
+      tables[t].hot_ids = ids;
+      for (int64_t u = tables[t].row_begin; u < tables[t].hot_end; ++u) *ids++ = int32_t(id_of(batch, t, u));
+    }
+  }
+
+ private:
+  static int64_t id_of(const Batch& batch, int64_t t, int64_t u) {
+    const int64_t d = batch.order, p = batch.plan.p[u], q = batch.plan.q[u];
+    const Core* cores = &batch.cores[t * d];
+    int64_t id = 0;
+    const auto append = [&](int64_t k, int64_t slice) { id = id * cores[k].slices + slice - cores[k].first; };
+    append(0, d > 2 ? batch.plan.left_outer[p] : p);
+    if (d > 2) append(1, batch.plan.left_inner[p]);
+    if (d > 3) append(2, batch.plan.right_inner[q]);
+    append(d - 1, d > 3 ? batch.plan.right_outer[q] : q);
+    return id;
+  }
+
+  std::vector<HotBlock> blocks_;
+  Buffer<float> projections_;
+  Buffer<int32_t> ids_;
+};
+
 struct Range {
   int64_t table, first, beyond;
 };
@@ -270,6 +330,10 @@ class TableGradients {
     left_outer_.emplace(stripes(), left.outer.slices, left.outer.size);
     if (left.is_pair) left_inner_.emplace(stripes(), left.inner.slices, left.inner.size);
     right_.emplace(stripes(), right_count(), int64_t(table_.rank) * table_.n2);
+    hot_projections_.reserve(hot_.size());
+    for (const HotTargets& hot : hot_) hot_projections_.emplace_back(stripes(), 1, hot.projection.core.size);
+    for (int64_t stripe = 0; stripe < stripes(); ++stripe)
+      for (size_t b = 0; b < hot_.size(); ++b) hot_sums_.push_back({hot_[b].rows, hot_projections_[b].each[stripe]});
     of_diagonal_ = Buffer<float>(stripes() * rounded(table_.rank));
     std::fill_n(of_diagonal_.get(), stripes() * rounded(table_.rank), 0.0f);
   }
@@ -277,11 +341,24 @@ class TableGradients {
   void add_rows(int64_t stripe, const BagGradients& gradients, const Kernels& kernels, float* scratch) const {
     const Stripe sums{
         left_outer_->each[stripe], left_inner_ ? left_inner_->each[stripe] : Sums{}, right_->each[stripe],
-        of_diagonal_.get() + stripe * rounded(table_.rank)};
+        of_diagonal_.get() + stripe * rounded(table_.rank), hot_sums_.data() + stripe * hot_.size()};
     kernels.gradients_of_rows(table_, lookups_, gradients, bounds_[stripe], bounds_[stripe + 1], sums, scratch);
   }
 
+  // Targets of rows and projection of each block.
+  void take_hot(const HotBlocks& hot, const Target* targets, float* const* of_diagonals) {
+    for (size_t b = 0; b < hot.rows.size(); ++b) {
+      const Target &rows = targets[2 * b], &projection = targets[2 * b + 1];
+      hot_.push_back({rows, projection, hot.diagonals[b], of_diagonals[b]});
+      std::fill_n(of_diagonals[b], rows.core.size, 0.0f);
+      const int64_t bytes = rows.core.slices * rows.core.size * (rows.core.number == Number::float32 ? 4 : 2);
+      if (rows.update == nullptr && bytes > 0) std::memset(rows.gradient, 0, size_t(bytes));
+    }
+  }
+
   void finish(Finishing& finishing) {
+    for (size_t b = 0; b < hot_.size(); ++b)
+      finishing.add(hot_projections_[b], hot_[b].diagonal, hot_[b].rows.core.size, hot_[b].projection, hot_[b].of_diagonal);
     const Half& left = table_.left;
     float* of_cut = of_diagonals_[left.is_pair ? 1 : 0];
     for (int64_t stripe = 0; stripe < stripes(); ++stripe)
@@ -327,9 +404,16 @@ class TableGradients {
   void free() {
     for (std::optional<StripeSums>* sums : {&left_outer_, &left_inner_, &right_}) sums->reset();
     of_products_ = Buffer<float>();
+    hot_projections_.clear();
   }
 
  private:
+  struct HotTargets {
+    Target rows, projection;
+    const float* diagonal;
+    float* of_diagonal;
+  };
+
   int64_t work_before(int64_t u) const { return lookups_.starts[u] + kRowWork * u; }
   int64_t right_count() const { return table_.right.is_pair ? right_products_ : table_.right.outer.slices; }
 
@@ -353,6 +437,9 @@ class TableGradients {
   std::vector<int64_t> bounds_;
   std::optional<StripeSums> left_outer_, left_inner_, right_;
   Buffer<float> of_diagonal_, of_products_;
+  std::vector<HotTargets> hot_;
+  std::vector<StripeSums> hot_projections_;
+  std::vector<HotSums> hot_sums_;  // [stripes, blocks]
 };
 
 }  // namespace
@@ -360,6 +447,7 @@ class TableGradients {
 void pool_bags(const Batch& batch, float* out) {
   const Kernels& kernels = comera::kernels();
   std::vector<Table> tables = tables_of(batch);
+  const HotTables hot(batch, tables);
   const ScratchMemory scratch(tables, kernels);
   const Buffer<float> right_products = make_right_products(batch, tables, kernels, scratch);
   const Places places(batch);
@@ -386,17 +474,26 @@ void backward(
     float* of_weights) {
   const Kernels& kernels = comera::kernels();
   std::vector<Table> tables = tables_of(batch);
+  const HotTables hot(batch, tables);
   const ScratchMemory scratch(tables, kernels);
   const Places places(batch);
   const Lookups lookups = places.lookups(batch.plan);
-  for (size_t k = 0; k < of_diagonals.size(); ++k) std::fill_n(of_diagonals[k], batch.ranks[k], 0.0f);
+  const int64_t d = batch.order, T = batch.num_tables;
+  for (size_t k = 0; k < batch.ranks.size(); ++k) std::fill_n(of_diagonals[k], batch.ranks[k], 0.0f);
+  const Target* hot_targets = targets.data() + T * d;
+  float* const* of_hot_diagonals = of_diagonals.data() + T * (d - 1);
   const BagGradients gradients{gradient, batch.num_cols, of_weights};
   const Buffer<float> right_products = make_right_products(batch, tables, kernels, scratch);
   const int64_t rows = batch.plan.bounds[batch.num_tables], work = batch.num_lookups + kRowWork * rows;
-  const int64_t share = std::clamp(work / kStripes, kLeastWork, kMostWork), d = batch.order;
+  const int64_t share = std::clamp(work / kStripes, kLeastWork, kMostWork);
   std::vector<TableGradients> parts;
-  for (int64_t t = 0; t < batch.num_tables; ++t)
+  for (int64_t t = 0; t < T; ++t) {
     parts.emplace_back(batch, tables[t], t, lookups, share, &targets[t * d], &of_diagonals[t * (d - 1)]);
+    if (batch.hot.empty()) continue;
+    parts.back().take_hot(batch.hot[t], hot_targets, of_hot_diagonals);
+    hot_targets += 2 * batch.hot[t].rows.size();
+    of_hot_diagonals += batch.hot[t].rows.size();
+  }
   Finishing finishing;
   for (size_t first = 0, beyond = 0; first < parts.size(); first = beyond) {
     std::vector<std::pair<TableGradients*, int64_t>> stripes;

@@ -9,6 +9,13 @@
 
 namespace comera {
 
+// Blocks of rows that are added to those of a table's train, one after the other from its first row on.
+struct HotBlocks {
+  int64_t first = 0;  // which of the table's rows id 0 is
+  std::vector<Core> rows, projections;
+  std::vector<const float*> diagonals;
+};
+
 // T tables of d cores, in the order of the plan; everything has been checked to fit together.
 struct Batch {
   int64_t num_tables = 0, order = 0, num_lookups = 0, num_cols = 0;
@@ -16,6 +23,7 @@ struct Batch {
   std::vector<int> columns;             // [T * d] n_k
   std::vector<int> ranks;               // [T * (d - 1)]
   std::vector<const float*> diagonals;  // [T * (d - 1)]
+  std::vector<HotBlocks> hot;           // [T], or empty
   Plan plan{};
   const int64_t* offsets = nullptr;  // [bags + 1]
   int64_t bags = 0, features = 1;
@@ -26,7 +34,8 @@ struct Batch {
 // out [bags / features, features * num_cols].
 void pool_bags(const Batch& batch, float* out);
 
-// gradient like `out`; targets [T * d]; of_diagonals [T * (d - 1)], overwritten; of_weights [L] or null.
+// gradient like `out`; targets [T * d], then of rows and projection of each hot block; of_diagonals [T * (d - 1)], then of each hot
+// block, overwritten; of_weights [L] or null.
 void backward(
     const Batch& batch, const float* gradient, const std::vector<Target>& targets, const std::vector<float*>& of_diagonals,
     float* of_weights);

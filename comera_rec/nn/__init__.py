@@ -6,6 +6,7 @@ from comera_rec.nn.embedding import TTEmbedding
 from comera_rec.nn.embedding_bag import TTEmbeddingBag
 from comera_rec.nn.factories import EMBEDDING_STD, dense_embedding, linear_factory
 from comera_rec.nn.heads import ClassificationHead, LanguageModelHead, TiedProjection
+from comera_rec.nn.hot_rows import HotRows
 from comera_rec.nn.linear import TTLinear, use_float8_
 from comera_rec.nn.table import TTTable, update_in_backward_
 from comera_rec.nn.transformer import EncoderBlock, FeedForward, TransformerConfig, TransformerEncoder
@@ -23,6 +24,7 @@ __all__ = [
     "ClassificationHead",
     "EncoderBlock",
     "FeedForward",
+    "HotRows",
     "LanguageModelHead",
     "MultiheadAttention",
     "TTEmbedding",

@@ -68,7 +68,11 @@ class TTEmbedding(TTTable):
         else:
             half = left_M1N1r.mT.reshape(m1 * rank, n1) @ x_TN1N2
             scores = half.view(len(x_TN1N2), m1, rank * n2) @ right_rM2N2.mT.reshape(rank * n2, m2)
-        return scores.reshape(*input.shape[:-1], m1 * m2)[..., : self.num_embeddings]
+        scores = scores.reshape(*input.shape[:-1], m1 * m2)[..., : self.num_embeddings]
+        if not self.num_hot_rows:
+            return scores
+        of_blocks = [(input @ rows.core_1[:, 0, :, 0].mT * rows.rank_1) @ rows.core_0[0, :, 0].mT for rows in self.hot_blocks()]
+        return scores + F.pad(torch.cat(of_blocks, dim=-1), (0, self.num_embeddings - self.num_hot_rows))
 
     @classmethod
     def from_dense(

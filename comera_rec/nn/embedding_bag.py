@@ -20,7 +20,7 @@ MODES = ("sum", "mean", "max")
 class TTEmbeddingBag(TTTable):
     """`torch.nn.EmbeddingBag` whose table is a tensor-train matrix.
 
-    E[i, (j_1..j_d)] = G_1[0, i_1, j_1, :] diag(D_1) G_2[:, i_2, j_2, :] ... G_d[:, i_d, j_d, 0]
+    E[i, (j_1..j_d)] = G_1[0, i_1, j_1, :] diag(D_1) G_2[:, i_2, j_2, :] ... G_d[:, i_d, j_d, 0]  (+ A[i] diag(D) P)
 
     The unique ids of a batch are looked up once, each unique leading and trailing digit tuple is contracted once, and bags are
     pooled from those rows: memory follows unique ids, never lookups times core slices. CoMERA, sections 3.1 and 4.1 (arXiv
@@ -31,6 +31,7 @@ class TTEmbeddingBag(TTTable):
         embedding_dim: columns N.
         shape: modes and ranks; default `TTShape.for_table(num_embeddings, embedding_dim, tt_ranks=tt_ranks)`.
         tt_ranks: ranks, one for all bonds or one each; default 16. Give at most one of `shape` and `tt_ranks`.
+        hot_rows: blocks (rows, width) of the most frequent ids, see `TTTable`.
         mode: "sum", "mean" or "max".
         include_last_offset: offsets end with the number of ids, as in `nn.EmbeddingBag`.
         impl: implementation of the products, see `comera_rec.ops.tt_bags`.
@@ -53,6 +54,7 @@ class TTEmbeddingBag(TTTable):
         *,
         shape: TTShape | None = None,
         tt_ranks: int | Sequence[int] | None = None,
+        hot_rows: Sequence[tuple[int, int]] = (),
         mode: str = "sum",
         include_last_offset: bool = False,
         impl: str = "auto",
@@ -68,6 +70,7 @@ class TTEmbeddingBag(TTTable):
             embedding_dim,
             shape=shape,
             tt_ranks=tt_ranks,
+            hot_rows=hot_rows,
             impl=impl,
             std=std,
             name=name,
@@ -116,9 +119,10 @@ class TTEmbeddingBag(TTTable):
         *,
         shape: TTShape | None = None,
         tt_ranks: int | Sequence[int] | None = None,
+        hot_rows: Sequence[tuple[int, int]] = (),
         rtol: float = 0.0,
     ) -> TTEmbeddingBag:
-        """The TT-SVD of a dense embedding bag, see `comera_rec.tt_svd`.
+        """The TT-SVD of a dense embedding bag, see `comera_rec.tt_svd`; with hot rows, see `set_dense_matrix_`.
 
         Raises:
             ValueError: if the module has a padding index, a norm limit or frequency-scaled gradients, which a train can't honour.
@@ -129,6 +133,7 @@ class TTEmbeddingBag(TTTable):
             module.embedding_dim,
             shape=shape,
             tt_ranks=tt_ranks,
+            hot_rows=hot_rows,
             mode=module.mode,
             include_last_offset=module.include_last_offset,
             std=float(module.weight.detach().std(correction=0)),

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from comera_rec.nn.hot_rows import HotRows, require_blocks
 from comera_rec.nn.tt_module import TTModule
 from comera_rec.ops import LookupPlan, check_ids, plan_lookup
-from comera_rec.ops.bags import require_bags_impl, resolve_bags_impl
+from comera_rec.ops.bags import Table, require_bags_impl, resolve_bags_impl
 from comera_rec.ops.bags.updates import register_update
-from comera_rec.tt import TTShape, require_positive, slice_major
+from comera_rec.tt import TTShape, first_rows, require_positive, slice_major
 
 
 class TTTable(TTModule):
-    """An embedding table held as a tensor-train matrix.
+    """An embedding table held as a tensor-train matrix, and where asked for, narrow rows of its most frequent ids added to it.
 
-    E[i, (j_1..j_d)] = G_1[0, i_1, j_1, :] diag(D_1) G_2[:, i_2, j_2, :] ... G_d[:, i_d, j_d, 0]
+    E[i, (j_1..j_d)] = G_1[0, i_1, j_1, :] diag(D_1) G_2[:, i_2, j_2, :] ... G_d[:, i_d, j_d, 0]  (+ A[i] diag(D) P)
 
     Args:
         num_embeddings: rows M of the table.
@@ -26,12 +28,16 @@ class TTTable(TTModule):
         shape: modes and ranks; default `TTShape.for_table(num_embeddings, embedding_dim, tt_ranks=tt_ranks)`.
         tt_ranks: ranks, one for all bonds or one each; default 16. Give at most one of `shape` and `tt_ranks`.
         impl: implementation of the products, see `comera_rec.ops.tt_bags`.
+        hot_rows: blocks (rows, width) of ids from 0 on, where ids are ordered by frequency: each of these rows has `width` numbers
+            of its own, see `HotRows`.
         std: standard deviation of the entries at initialization.
         name: the table's name in error messages.
 
     Raises:
-        ValueError: for sizes or ranks below 1, a shape too small for the table.
+        ValueError: for sizes, ranks or widths below 1, a shape too small for the table, more hot rows than the table has.
     """
+
+    hot_rows: nn.ModuleList
 
     def __init__(
         self,
@@ -40,6 +46,7 @@ class TTTable(TTModule):
         *,
         shape: TTShape | None = None,
         tt_ranks: int | Sequence[int] | None = None,
+        hot_rows: Sequence[tuple[int, int]] = (),
         impl: str = "auto",
         std: float = 1.0,
         name: str = "the table",
@@ -48,14 +55,71 @@ class TTTable(TTModule):
     ) -> None:
         require_positive(num_embeddings=num_embeddings, embedding_dim=embedding_dim)
         require_bags_impl(impl)
+        require_blocks(hot_rows, num_embeddings)
         shape = table_shape(num_embeddings, embedding_dim, shape, tt_ranks)
         super().__init__(num_embeddings, embedding_dim, shape, std, device=device, dtype=dtype)
         self.impl = impl
         self.name = name
+        self.hot_rows = nn.ModuleList()
         self.reset_parameters()
+        for rows, width in hot_rows:
+            self.hot_rows.append(HotRows(self.num_hot_rows, rows, embedding_dim, width, device=device, dtype=dtype))
+
+    def reset_parameters(self) -> None:
+        """Draw the train's cores anew, with `std`, and start hot rows at zero."""
+        super().reset_parameters()
+        for rows in self.hot_blocks():
+            rows.reset_parameters()
 
     def laid_out(self, k: int, core: Tensor) -> Tensor:
         return slice_major(core, k, self.shape.order)
+
+    def forward_parameters(self) -> Table:
+        """The parameters as a lookup takes them: for modules that are shards a place to say how gradients add up."""
+        return Table(list(self.cores()), list(self.rank_parameters()), [rows.block() for rows in self.hot_blocks()])
+
+    def hot_blocks(self) -> Iterator[HotRows]:
+        """The blocks of `hot_rows`, from the most frequent ids on."""
+        for rows in self.hot_rows:
+            assert isinstance(rows, HotRows)
+            yield rows
+
+    @property
+    def num_hot_rows(self) -> int:
+        """Rows that have numbers of their own: ids below it."""
+        return sum(rows.num_rows for rows in self.hot_blocks())
+
+    def hot_matrix(self) -> Tensor:
+        """What is added to the train's first rows, [num_hot_rows, N]; differentiable."""
+        return torch.cat([self.core_0.new_empty(0, self.num_cols), *(rows.dense_matrix() for rows in self.hot_blocks())])
+
+    def dense_matrix(self) -> Tensor:
+        """The matrix that the table stands for, [num_rows, num_cols]; differentiable."""
+        train = super().dense_matrix()
+        if not self.num_hot_rows:
+            return train
+        return train + F.pad(self.hot_matrix(), (0, 0, 0, self.num_rows - self.num_hot_rows))
+
+    def set_dense_matrix_(self, matrix: Tensor, *, rtol: float = 0.0) -> None:
+        """Set the train to the TT-SVD of a matrix [num_rows, num_cols], and each block of hot rows to what that leaves of it.
+
+        With `rtol` > 0 the train's ranks shrink to what that error allows. With hot rows, blocks and train take turns in fitting
+        what the other leaves; each turn lowers the squared error, or leaves it.
+        """
+        hot = matrix[: self.num_hot_rows]
+        if not len(hot):
+            super().set_dense_matrix_(matrix, rtol=rtol)
+            return
+        rest = matrix.detach().clone()
+        of_train = torch.zeros_like(hot)
+        for turn in range(_TURNS):
+            for rows in self.hot_blocks():
+                span = slice(rows.first, rows.first + rows.num_rows)
+                rows.set_dense_matrix_(hot[span] - of_train[span])
+            rest[: len(hot)] = hot - self.hot_matrix().detach()
+            super().set_dense_matrix_(rest, rtol=rtol if turn == _TURNS - 1 else 0.0)
+            with torch.no_grad():
+                of_train = first_rows(self.scaled_cores(), self.shape.row_shape, *hot.shape)
 
     def plan(self, ids: Tensor) -> LookupPlan:
         """What a lookup of ids, of any shape, will compute.
@@ -75,6 +139,9 @@ class TTTable(TTModule):
     def embedding_dim(self) -> int:
         """Columns N of the table."""
         return self.num_cols
+
+
+_TURNS = 3  # of fitting the train and the hot rows to a matrix
 
 
 def update_in_backward_(model: nn.Module, optimizer: Optimizer) -> list[str]:
@@ -98,14 +165,20 @@ def update_in_backward_(model: nn.Module, optimizer: Optimizer) -> list[str]:
     """
     updated = []
     for name, table in model.named_modules():
-        if isinstance(table, TTTable) and sum(register_update(core, optimizer) for core in table.cores()) == table.shape.order:
-            updated.append(name)
+        if isinstance(table, TTTable):
+            cores = _all_cores(table)
+            if sum(register_update(core, optimizer) for core in cores) == len(cores):
+                updated.append(name)
     if not updated:
         raise ValueError(
             f"no TT table's cores are updated by this {type(optimizer).__name__}: give the optimizer that holds them, "
             "SGD without momentum, Adagrad or Adam without amsgrad"
         )
     return updated
+
+
+def _all_cores(table: TTTable) -> list[nn.Parameter]:
+    return [core for module in (table, *table.hot_blocks()) for core in module.cores()]
 
 
 def plan_tables(

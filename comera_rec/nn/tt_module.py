@@ -82,13 +82,14 @@ class TTModule(nn.Module):
         """Rows of the whole matrix, for modules that are shards of one."""
         return self.num_rows
 
+    @property
+    def dense_params(self) -> int:
+        """Numbers of the dense matrix that the module stands for, whole."""
+        return self.whole_rows * self.num_cols
+
     def sum_over_shards(self, local: Tensor) -> Tensor:
         """What the shards of a train compute from their slices of the leading core, summed; for a whole train as it is."""
         return local
-
-    def forward_parameters(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Cores and rank parameters as a lookup takes them: for modules that are shards a place to say how gradients add up."""
-        return list(self.cores()), list(self.rank_parameters())
 
     def scaled_cores(self) -> list[Tensor]:
         """The cores with every D_k multiplied into the smaller of its two neighbours."""

@@ -50,6 +50,7 @@ def _(
     mean: bool,
     features: int,
     num_cols: int,
+    hot: Sequence[int],
 ) -> Tensor:
     return cores[0].new_empty((offsets.shape[0] - 1) // features, features * num_cols, dtype=torch.float32)
 
@@ -65,11 +66,13 @@ def _(
     mean: bool,
     features: int,
     num_cols: int,
+    hot: Sequence[int],
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
     of_weights = gradient.new_empty(0 if weights is None else weights.shape[0])
     return [torch.empty_like(core) for core in cores], _like_diagonals(gradient, cores, plan), of_weights
 
 
 def _like_diagonals(gradient: Tensor, cores: Sequence[Tensor], plan: Sequence[Tensor]) -> list[Tensor]:
-    order = plan[-1].shape[0] - 3
-    return [gradient.new_empty(core.shape[3]) for k, core in enumerate(cores) if k % order != order - 1]
+    order, tables = plan[-1].shape[0] - 3, plan[-1].shape[1] - 1
+    of_trains = [core for k, core in enumerate(cores[: order * tables]) if k % order != order - 1]
+    return [gradient.new_empty(core.shape[3]) for core in (*of_trains, *cores[order * tables :: 2])]

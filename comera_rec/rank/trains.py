@@ -25,7 +25,7 @@ class Train:
 
     Attributes:
         shape: of the whole train.
-        dense_params: numbers of the matrix it stands for.
+        dense_params: numbers of the dense matrix it stands for.
         unit: bytes of a number.
         scores: the value of each rank, [r_k] per bond; empty where nobody asked.
     """
@@ -47,7 +47,7 @@ def gather_trains(model: nn.Module, scores: Mapping[str, Sequence[Tensor]] | Non
         {
             name: Train(
                 shape=module.whole_shape,
-                dense_params=module.whole_rows * module.num_cols,
+                dense_params=module.dense_params,
                 unit=module.core_0.element_size(),
                 scores=tuple(score.cpu() for score in scores[name]) if scores else (),
             )

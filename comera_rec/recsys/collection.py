@@ -323,6 +323,7 @@ def _tt_bag(config: TTEmbeddingBagConfig, device: torch.device) -> TTEmbeddingBa
         config.num_embeddings,
         config.embedding_dim,
         shape=config.tt_shape(),
+        hot_rows=config.hot_rows,
         mode=pooling_type_to_str(config.pooling),
         include_last_offset=True,
         std=config.init_std(),

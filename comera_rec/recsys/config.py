@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
 
+from comera_rec.nn.hot_rows import require_blocks
 from comera_rec.nn.table import table_shape
-from comera_rec.tt import TTShape, require_positive
+from comera_rec.tt import Blocks, TTShape, blocks_params, require_positive
 
 DTYPES = {DataType.FP32: torch.float32, DataType.FP16: torch.float16, DataType.BF16: torch.bfloat16}
 
@@ -23,19 +24,25 @@ class TTEmbeddingBagConfig(EmbeddingBagConfig):
     Args:
         tt_ranks: ranks, one for all bonds or one each; None (and no `shape`) keeps the table dense.
         shape: modes and ranks, instead of `tt_ranks`.
+        hot_rows: blocks (rows, width) of the most frequent ids, where ids are ordered by frequency; see `TTTable`.
 
     Raises:
-        ValueError: naming the table, for sizes or ranks below 1, a shape too small for the table, or both `tt_ranks` and `shape`.
+        ValueError: naming the table, for sizes or ranks below 1, a shape too small for the table, or both `tt_ranks` and `shape`;
+            for hot rows of a table that stays dense, or more of them than it has rows.
     """
 
     tt_ranks: int | tuple[int, ...] | None = None
     shape: TTShape | None = None
+    hot_rows: Blocks = ()
 
     def __post_init__(self) -> None:
         try:
             require_positive(num_embeddings=self.num_embeddings, embedding_dim=self.embedding_dim)
             if self.is_tt:
                 self.tt_shape().require_covers(self.num_embeddings, self.embedding_dim)
+            elif self.hot_rows:
+                raise ValueError(f"hot_rows is {self.hot_rows}, which are added to a tensor train: give tt_ranks or shape")
+            require_blocks(self.hot_rows, self.num_embeddings)
         except ValueError as error:
             raise ValueError(f"table {self.name!r}: {error}") from None
         super().__post_init__()
@@ -48,6 +55,13 @@ class TTEmbeddingBagConfig(EmbeddingBagConfig):
     def tt_shape(self) -> TTShape:
         """Modes and ranks of the train."""
         return table_shape(self.num_embeddings, self.embedding_dim, self.shape, self.tt_ranks)
+
+    @property
+    def num_params(self) -> int:
+        """Numbers that the table holds."""
+        if not self.is_tt:
+            return self.num_embeddings * self.embedding_dim
+        return self.tt_shape().num_params + blocks_params(self.hot_rows, self.embedding_dim)
 
     def init_std(self) -> float:
         """Standard deviation of TorchRec's uniform initialization of this table."""
@@ -62,9 +76,9 @@ class TTEmbeddingBagConfig(EmbeddingBagConfig):
         return dataclasses.replace(self, **changes)
 
     @classmethod
-    def from_dense(cls, config: EmbeddingBagConfig, shape: TTShape | None) -> TTEmbeddingBagConfig:
+    def from_dense(cls, config: EmbeddingBagConfig, shape: TTShape | None, hot_rows: Blocks = ()) -> TTEmbeddingBagConfig:
         """A TorchRec config with a shape; None keeps the table dense."""
-        return cls(**_torchrec_fields(config), shape=shape)
+        return cls(**_torchrec_fields(config), shape=shape, hot_rows=hot_rows)
 
 
 def _torchrec_fields(config: EmbeddingBagConfig) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from comera_rec.convert import tt_svd_within_budget
+from comera_rec.convert import fit_tables_
 from comera_rec.nn import TTEmbeddingBag, TTModule, named_tt_modules
 from comera_rec.training.checkpoint import Checkpoint, latest_checkpoint, open_checkpoint
 from comera_rec.training.config import RunConfig
@@ -68,13 +68,12 @@ def copy_weights_(model: nn.Module, dense: dict[str, Tensor], table_budget: int,
     """
     trains = dict(named_tt_modules(model))
     tables = {name: module for name, module in trains.items() if isinstance(module, TTEmbeddingBag)}
+    of_tables = {module for table in tables.values() for module in (table, *table.hot_blocks())}
     weights = [_dense_weight(name, module, dense) for name, module in tables.items()]
     rows = [importance.get(name.rpartition(".")[2]) for name in tables]
-    found = tt_svd_within_budget(weights, [module.shape for module in tables.values()], table_budget, rows)
-    for table, cores in zip(tables.values(), found, strict=True):
-        table.set_cores_(cores)
+    fit_tables_(list(tables.values()), weights, table_budget, rows)
     for name, module in trains.items():
-        if name not in tables:
+        if module not in of_tables:
             module.set_dense_matrix_(_dense_weight(name, module, dense).mT)
     own = {f"{name}.{key}" for name, module in trains.items() for key in _train_keys(module)}
     with torch.no_grad():
@@ -105,6 +104,6 @@ def _table_budget(config: RunConfig, schema: Schema) -> int:
     tables = [EmbeddingBagConfig(name=n, num_embeddings=m, embedding_dim=dim, feature_names=[n]) for n, m in schema.sparse.items()]
     configs: list[Any] = config.tables.table_configs(tables)
     if config.tables.compression is None:
-        return sum(table.tt_shape().num_params for table in configs if table.is_tt)
+        return sum(table.num_params for table in configs if table.is_tt)
     small = sum(table.num_embeddings * dim for table in configs if not table.is_tt)
     return int(sum(table.num_embeddings * dim for table in configs) / config.tables.compression) - small

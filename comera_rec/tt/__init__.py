@@ -7,16 +7,18 @@ from comera_rec.tt.contraction import (
     dense_milliseconds,
     train_milliseconds,
 )
-from comera_rec.tt.cores import contract, init_cores_, tt_to_dense
+from comera_rec.tt.cores import contract, first_rows, init_cores_, tt_to_dense
 from comera_rec.tt.cost import LookupCost, Work
 from comera_rec.tt.digits import row_digits, rows_from_digits
 from comera_rec.tt.layout import is_slice_major, slice_major
 from comera_rec.tt.linear_cost import Contraction, LinearWork, Tree, contraction_work, dense_work, span
 from comera_rec.tt.modes import factorize, require_positive
 from comera_rec.tt.shape import TTShape, max_ranks, table_candidates
+from comera_rec.tt.staircase import Blocks, blocks_params, staircases
 from comera_rec.tt.svd import tt_svd, tt_svd_spectra
 
 __all__ = [
+    "Blocks",
     "Contraction",
     "LinearWork",
     "LookupCost",
@@ -24,6 +26,7 @@ __all__ = [
     "Tree",
     "Work",
     "best_contractions",
+    "blocks_params",
     "candidate_contractions",
     "contract",
     "contraction_for",
@@ -31,6 +34,7 @@ __all__ = [
     "dense_milliseconds",
     "dense_work",
     "factorize",
+    "first_rows",
     "init_cores_",
     "is_slice_major",
     "max_ranks",
@@ -39,6 +43,7 @@ __all__ = [
     "rows_from_digits",
     "slice_major",
     "span",
+    "staircases",
     "table_candidates",
     "train_milliseconds",
     "tt_svd",

@@ -49,6 +49,20 @@ def contract(cores: Sequence[Tensor], matmul: Callable[[Tensor, Tensor], Tensor]
     return result
 
 
+def first_rows(cores: Sequence[Tensor], row_shape: Sequence[int], count: int, num_cols: int) -> Tensor:
+    """The first `count` rows of the matrix that a train stands for, [count, num_cols]: by its first slices alone.
+
+    Args:
+        cores: of row modes `row_shape`, with any rank parameters already multiplied in.
+        row_shape: (m_1..m_d).
+        count, num_cols: no more than the matrix has.
+    """
+    first, *others = cores
+    digits = -(-count // math.prod(row_shape[1:]))
+    rows = contract([first[:, :digits], *others])
+    return rows.reshape(digits * math.prod(row_shape[1:]), -1)[:count, :num_cols]
+
+
 def tt_to_dense(cores: Sequence[Tensor], shape: TTShape) -> Tensor:
     """Contract a train to the matrix it stands for.
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from comera_rec import TTShape, tt_svd, tt_svd_within_budget, tt_to_dense
+from comera_rec import TTEmbeddingBag, TTShape, fit_tables_, tt_svd, tt_to_dense
 
 SHAPES = [TTShape((12, 10), (4, 4), 6), TTShape((15, 8), (4, 4), 6), TTShape((10, 9), (4, 4), 6)]
 
@@ -25,6 +25,19 @@ def matrices() -> list[Tensor]:
     return found
 
 
+def fit(
+    weights: list[Tensor],
+    shapes: list[TTShape],
+    budget: int,
+    importance: list[Tensor | None] | None = None,
+    hot_rows: tuple[tuple[int, int], ...] = (),
+) -> list[TTEmbeddingBag]:
+    """Tables of those shapes, fitted."""
+    tables = [TTEmbeddingBag(*w.shape, shape=s, hot_rows=hot_rows, dtype=w.dtype) for w, s in zip(weights, shapes, strict=True)]
+    fit_tables_(tables, weights, budget, importance)
+    return [table.requires_grad_(False) for table in tables]
+
+
 def squared_error(weight: Tensor, shape: TTShape, cores: list[Tensor]) -> float:
     dense = tt_to_dense(cores, shape.with_ranks([core.shape[-1] for core in cores[:-1]]))
     return float((dense - weight).square().sum())
@@ -32,12 +45,12 @@ def squared_error(weight: Tensor, shape: TTShape, cores: list[Tensor]) -> float:
 
 def test_no_other_ranks_are_better_by_more_than_the_last_rank() -> None:
     weights, budget = matrices(), 1400
-    trains = tt_svd_within_budget(weights, SHAPES, budget)
-    found = [cores[0].shape[-1] for cores in trains]
+    tables = fit(weights, SHAPES, budget)
+    found = [table.shape.ranks[0] for table in tables]
     size = sum(shape.with_ranks([rank]).num_params for shape, rank in zip(SHAPES, found, strict=True))
     assert 0.9 * budget <= size <= budget
     assert found[0] > found[1] > found[2]
-    error = sum(map(squared_error, weights, SHAPES, trains))
+    error = sum(float((table.dense_matrix() - weight).square().sum()) for table, weight in zip(tables, weights, strict=True))
     table = [
         [squared_error(w, s, tt_svd(w, s.with_ranks([r]))) if r else float(w.square().sum()) for r in range(17)]
         for w, s in zip(weights, SHAPES, strict=True)
@@ -54,12 +67,38 @@ def test_no_other_ranks_are_better_by_more_than_the_last_rank() -> None:
 def test_higher_orders_stay_within_the_sum_of_what_is_cut(order: int) -> None:
     shape = TTShape.for_table(120, 16, tt_ranks=6, order=order)
     weight = torch.randn(120, 16, dtype=torch.float64)
-    (full,) = tt_svd_within_budget([weight], [shape.with_ranks(16)], 10**9)
-    (cut,) = tt_svd_within_budget([weight], [shape.with_ranks(16)], 400)
-    whole = shape.with_ranks([core.shape[-1] for core in full[:-1]])
-    errors = []
-    for cores in (full, cut):
-        found = shape.with_ranks([core.shape[-1] for core in cores[:-1]])
-        errors.append(float((tt_to_dense(cores, found)[:120, :16] - weight).norm()))
-    assert sum(core.numel() for core in cut) <= 400 < whole.num_params
+    (full,) = fit([weight], [shape.with_ranks(16)], 10**9)
+    (cut,) = fit([weight], [shape.with_ranks(16)], 400)
+    errors = [float((table.dense_matrix() - weight).norm()) for table in (full, cut)]
+    assert cut.shape.num_params <= 400 < full.shape.num_params
     assert errors[0] < errors[1] <= float(weight.norm())
+
+
+def weighted_error(table: TTEmbeddingBag, weight: Tensor, importance: Tensor) -> float:
+    return float((importance[:, None] * (table.dense_matrix() - weight).square()).sum())
+
+
+def test_hot_rows_and_ranks_share_a_budget() -> None:
+    """A train with narrow rows of their own for the most frequent ids: what it was made of fits, which a train alone does not."""
+    shape, frequency = TTShape((20, 20), (4, 4), 3), 1.0 / torch.arange(1, 401, dtype=torch.float64)
+    cores = [torch.randn(size, dtype=torch.float64) for size in shape.core_shapes]
+    weight = tt_to_dense(cores, shape)
+    weight[:60] += 3 * torch.randn(60, 2, dtype=torch.float64) @ torch.randn(2, 16, dtype=torch.float64)
+    budget = shape.num_params + 60 * 2 + 2 * 16 + 2
+    (with_rows,) = fit([weight], [shape], budget, [frequency], ((60, 2),))
+    (train,) = fit([weight], [shape], budget, [frequency])
+    (block,) = with_rows.hot_blocks()
+    assert with_rows.shape.num_params + block.shape.num_params <= budget
+    assert min(with_rows.shape.ranks, block.shape.ranks) > (0,)
+    assert weighted_error(with_rows, weight, frequency) < 0.2 * weighted_error(train, weight, frequency)
+
+
+def test_blocks_that_save_little_lose_their_columns() -> None:
+    weight, frequency = torch.randn(300, 16), torch.ones(300)
+    frequency[:20] = 1e4
+    (table,) = fit([weight], [TTShape((20, 15), (4, 4), 4)], 700, [frequency], ((20, 8), (100, 8)))
+    hot, rare = table.hot_blocks()
+    assert sum(module.shape.num_params for module in (table, hot, rare)) <= 700
+    assert hot.shape.ranks[0] >= 10 > 1 >= rare.shape.ranks[0]
+    error = (table.dense_matrix() - weight).square().sum(dim=1)
+    assert error[:20].mean() < 0.2 * error[20:].mean()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from comera_rec import TTEmbeddingBag
 from comera_rec.ops import LookupPlan, plan_lookup, tt_bags
-from comera_rec.ops.bags import reference, resolve_bags_impl
+from comera_rec.ops.bags import HotBlock, Table, reference, resolve_bags_impl
 from comera_rec.tt import TTShape, slice_major
 
 every_impl = pytest.mark.parametrize("impl", ["auto", "reference"])
@@ -33,14 +34,18 @@ def make_tables(
     ranks: Sequence[int] | Sequence[Sequence[int]],
     num_cols: int | None = None,
     dtype: torch.dtype = torch.float32,
+    hot_rows: Sequence[Sequence[tuple[int, int]]] | None = None,
 ) -> list[TTEmbeddingBag]:
-    """Tables of random rank parameters that differ in their row modes, and in their ranks if these are given for each."""
+    """Tables of random rank parameters that differ in row modes and hot rows, and in their ranks if these are given for each."""
     tables = []
     for t, row_shape in enumerate(row_shapes):
         of_table = ranks[t] if ranks and not isinstance(ranks[0], int) else ranks
         shape = TTShape(tuple(row_shape), tuple(col_shape), tuple(of_table))  # type: ignore[arg-type]
-        table = TTEmbeddingBag(shape.num_rows, num_cols or shape.num_cols, shape=shape, dtype=dtype)
-        for parameter in table.rank_parameters():
+        hot = hot_rows[t] if hot_rows else ()
+        table = TTEmbeddingBag(shape.num_rows, num_cols or shape.num_cols, shape=shape, dtype=dtype, hot_rows=hot)
+        for block in table.hot_blocks():
+            nn.init.normal_(block.core_0)  # which starts at zero
+        for parameter in (rank for module in (table, *table.hot_blocks()) for rank in module.rank_parameters()):
             nn.init.uniform_(parameter, 0.5, 1.5)
         tables.append(table)
     return tables
@@ -124,7 +129,15 @@ def numbers(lowest: int, highest: int, count: int) -> st.SearchStrategy[list[int
     return st.lists(st.integers(lowest, highest), min_size=count, max_size=count)
 
 
-@settings(max_examples=150)
+@st.composite
+def blocks_of(draw: st.DrawFn, rows: int) -> list[tuple[int, int]]:
+    """Hot blocks of no more rows than there are."""
+    blocks = draw(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 6)), max_size=3))
+    ends = [sum(count for count, _ in blocks[: k + 1]) for k in range(len(blocks))]
+    return [block for block, end in zip(blocks, ends, strict=True) if end <= rows]
+
+
+@settings(max_examples=200)
 @given(data=st.data())
 def test_any_bags(data: st.DataObject) -> None:
     draw = data.draw
@@ -135,7 +148,9 @@ def test_any_bags(data: st.DataObject) -> None:
     width = TTShape(tuple(row_shapes[0]), tuple(col_shape), tuple(ranks[0])).num_cols
     impl = draw(st.sampled_from(["auto", "auto", "reference"]))
     dtype = torch.float32 if impl == "reference" or order == 1 else draw(st.sampled_from(list(TOLERANCE)))
-    tables = make_tables(row_shapes, col_shape, ranks, draw(st.sampled_from([width, max(1, width - 1), -(-width // 2)])), dtype)
+    num_cols = draw(st.sampled_from([width, max(1, width - 1), -(-width // 2)]))
+    hot_rows = [draw(blocks_of(math.prod(row_shape))) for row_shape in row_shapes]
+    tables = make_tables(row_shapes, col_shape, ranks, num_cols, dtype, hot_rows)
     index, lay = draw(st.sampled_from([torch.int32, torch.int64])), draw(st.sampled_from(LAYOUTS))
     ids = [lay(torch.randint(table.num_embeddings, (draw(st.integers(0, 12)),), dtype=index)) for table in tables]
     count = sum(map(len, ids))
@@ -184,7 +199,9 @@ def test_batches_of_several_tasks(
     row_shapes: list[tuple[int, ...]], col_shape: tuple[int, ...], ranks: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     """Tens of tasks forward and several stripes of rows backward; of four cores thousands of right products."""
-    tables = make_tables(row_shapes, col_shape, ranks, dtype=dtype)
+    # Rows of several tasks in a block, and of several blocks in a task.
+    hot_rows = [((5, 16), (1000, 3), (200, 4)), (), ((3, 2),) * 20, ((1, 1),)][: len(row_shapes)]
+    tables = make_tables(row_shapes, col_shape, ranks, dtype=dtype, hot_rows=hot_rows)
     features = len(tables)
     ids = [(torch.rand(9000) ** 1.5 * table.num_embeddings).long() for table in tables]
     count = 9000 * features
@@ -219,13 +236,15 @@ def test_gradients_from_above_in_any_layout(offsets: Tensor, grad: Tensor) -> No
 @every_order
 def test_cores_in_any_layout(order: int) -> None:
     """Cores that don't lie slice after slice are copied, and have gradients all the same."""
-    (table,) = make_tables([(5, 4, 2, 3)[:order]], (2, 3, 2, 2)[:order], (3, 2, 4)[: order - 1])
+    (table,) = make_tables([(5, 4, 2, 3)[:order]], (2, 3, 2, 2)[:order], (3, 2, 4)[: order - 1], hot_rows=[((10, 3),)])
     ids, offsets = torch.randint(table.num_embeddings, (9,)), torch.tensor([0, 4, 4, 9])
     expected = differentiate(pool, [table], [ids], offsets)
+    cores, diagonals, (block,), _ = table.forward_parameters()
     for lay in LAYOUTS:
-        parameters = [[lay(tensor.detach()).requires_grad_() for tensor in tensors] for tensors in table.forward_parameters()]
-        out = tt_bags([tuple(parameters)], plan_of([table], [ids]), offsets, num_cols=table.embedding_dim)  # type: ignore[list-item]
-        inputs = [*parameters[0], *parameters[1]]
+        of_train, between, hot = [[lay(tensor.detach()).requires_grad_() for tensor in some] for some in (cores, diagonals, block)]
+        laid_out = Table(of_train, between, [HotBlock(*hot)])
+        out = tt_bags([laid_out], plan_of([table], [ids]), offsets, num_cols=table.embedding_dim)
+        inputs = [*of_train, *between, *hot]
         found = torch.autograd.grad(out, inputs, torch.linspace(-1, 2, out.numel()).view_as(out))
         torch.testing.assert_close([out.detach(), *found], expected, rtol=0, atol=0)
 
@@ -414,20 +433,22 @@ def test_plans_whose_tables_share_their_slices_otherwise_are_refused() -> None:
 
 
 class Arguments(dict[str, Any]):
-    """Those of the operators for two small tables of three cores, five ids in two bags."""
+    """Those of the operators for two small tables of three cores, the second with a hot block, and five ids in two bags."""
 
     def __init__(self) -> None:
-        (one, other) = tables = make_tables([(3, 2, 4), (2, 2, 2)], (2, 1, 3), [(2, 3), (4, 1)])
+        tables = make_tables([(3, 2, 4), (2, 2, 2)], (2, 1, 3), [(2, 3), (4, 1)], hot_rows=[(), ((4, 2),)])
+        modules = [*tables, *tables[1].hot_blocks()]
         ids = [torch.tensor([1, 5, 23]), torch.tensor([7, 0])]
         super().__init__(
-            cores=[core.detach() for table in tables for core in table.cores()],
-            diagonals=[rank.detach() for table in (one, other) for rank in table.rank_parameters()],
+            cores=[core.detach() for module in modules for core in module.cores()],
+            diagonals=[rank.detach() for module in modules for rank in module.rank_parameters()],
             plan=plan_of(tables, ids).tensors,
             offsets=torch.tensor([0, 2, 5]),
             weights=None,
             mean=False,
             features=2,
             num_cols=6,
+            hot=[0, 0, 1, 0],
         )
 
 
@@ -482,7 +503,7 @@ REFUSED: list[tuple[str, Callable[[Any], Any], str]] = [
         lambda cores: [core.double() for core in cores],
         "cores holds neither float32 nor bfloat16 nor float16: convert the cores",
     ),
-    ("diagonals", lambda diagonals: diagonals[:3], "diagonals holds 3 tensors for 2 tables of 3 cores: give one between each two"),
+    ("diagonals", lambda diagonals: diagonals[:3], "diagonals holds 3 tensors for 2 tables of 3 cores and 1 hot"),
     (
         "diagonals",
         lambda diagonals: put(diagonals, 1, torch.ones(2)),
@@ -543,6 +564,20 @@ REFUSED: list[tuple[str, Callable[[Any], Any], str]] = [
     ("features", lambda features: 0, "offsets holds 2 bags, which 0 features can't share evenly"),
     ("num_cols", lambda num_cols: 7, "num_cols is 7, and the cores make 6 columns"),
     ("num_cols", lambda num_cols: 0, "num_cols is 0, and the cores make 6 columns"),
+    ("num_cols", lambda num_cols: 5, r"cores\[7\] has shape \(2, 1, 6, 1\): give \(2, 1, 5, 1\), the projection of a hot block"),
+    ("hot", lambda hot: [], "cores holds 8 tensors, and the plan is for 2 tables of 3, with 0 hot blocks of 2 each"),
+    ("hot", lambda hot: [1], "hot holds 1 numbers for 2 tables: give the number of blocks and the first row of each"),
+    ("hot", lambda hot: [0, 0, -1, 0], "hot holds -1: give numbers of blocks and of first rows, from 0 on"),
+    ("cores", lambda cores: put(cores, 6, core_of(1, 4, 2, 1)), r"cores\[6\] has shape \(1, 4, 2, 1\): give \(1, rows, 1, k\)"),
+    ("cores", lambda cores: put(cores, 6, core_of(1, 0, 1, 2)), r"cores\[6\] has shape \(1, 0, 1, 2\): give \(1, rows, 1, k\)"),
+    ("cores", lambda cores: put(cores, 7, core_of(3, 1, 6, 1, k=2)), r"cores\[7\] has shape \(3, 1, 6, 1\): give \(2, 1, 6, 1\)"),
+    ("cores", lambda cores: put(cores, 6, torch.randn(1, 2, 1, 4).mT), r"cores\[6\] has shape"),
+    ("cores", lambda cores: put(cores, 7, cores[7].bfloat16()), r"cores\[7\] has another type than cores\[0\]: convert it"),
+    (
+        "diagonals",
+        lambda diagonals: put(diagonals, 4, torch.ones(3)),
+        r"diagonals\[4\] has shape \(3\): give a contiguous one of 2",
+    ),
 ]
 
 
@@ -556,7 +591,7 @@ def test_the_operators_refuse_what_does_not_fit(name: str, change: Callable[[Any
     with pytest.raises(ValueError, match=message):
         ops.pool_backward(gradient, *arguments.values())
     with pytest.raises(ValueError, match=message):
-        ops.pool_backward_update(gradient, *arguments.values(), [], [], 0, [0.1, 0, 0, 0, 0, 1, 1] * 6)
+        ops.pool_backward_update(gradient, *arguments.values(), [], [], 0, [0.1, 0, 0, 0, 0, 1, 1] * 8)
 
 
 @pytest.mark.parametrize(
@@ -573,7 +608,7 @@ def test_gradients_of_other_sizes_and_types_are_refused(gradient: Tensor, messag
     with pytest.raises(ValueError, match=message):
         ops.pool_backward(gradient, *arguments.values())
     with pytest.raises(ValueError, match=message):
-        ops.pool_backward_update(gradient, *arguments.values(), [], [], 0, [0.1, 0, 0, 0, 0, 1, 1] * 6)
+        ops.pool_backward_update(gradient, *arguments.values(), [], [], 0, [0.1, 0, 0, 0, 0, 1, 1] * 8)
 
 
 SGD, ADAGRAD, ROW_WISE, ADAM = range(4)
@@ -586,9 +621,9 @@ SGD, ADAGRAD, ROW_WISE, ADAM = range(4)
         (-1, {}, "kind is -1: choose 0 to 3"),
         (SGD, {"settings": [0.1] * 41}, "settings holds 41 numbers: give 7 for each core, or for each core and diagonal"),
         (SGD, {"settings": [0.1] * 49}, "settings holds 49 numbers: give 7 for each core, or for each core and diagonal"),
-        (SGD, {"first": lambda cores: cores}, "first and second hold 6 and 0 states for 6 parameters"),
-        (ADAGRAD, {"first": lambda cores: cores[:5]}, "first and second hold 5 and 0 states for 6 parameters"),
-        (ADAM, {"second": lambda cores: []}, "first and second hold 6 and 0 states for 6 parameters"),
+        (SGD, {"first": lambda cores: cores}, "first and second hold 8 and 0 states for 8 parameters"),
+        (ADAGRAD, {"first": lambda cores: cores[:5]}, "first and second hold 5 and 0 states for 8 parameters"),
+        (ADAM, {"second": lambda cores: []}, "first and second hold 8 and 0 states for 8 parameters"),
         (
             ADAGRAD,
             {"first": lambda cores: put(cores, 2, core_of(3, 4, 3, 2, k=2))},
@@ -621,7 +656,7 @@ def test_states_and_settings_that_do_not_fit_are_refused(kind: int, change: dict
     cores = [core.clone() for core in arguments["cores"]]
     states = {"first": [] if kind <= SGD else cores, "second": cores if kind == ADAM else []}
     states |= {name: state(cores) for name, state in change.items() if name != "settings"}
-    settings = change.get("settings", [0.1, 0, 0, 0, 0, 1, 1] * 6)
+    settings = change.get("settings", [0.1, 0, 0, 0, 0, 1, 1] * 8)
     before = copy.deepcopy(arguments["cores"])
     with pytest.raises(ValueError, match=message):
         torch.ops.comera_rec.pool_backward_update(

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -112,8 +113,12 @@ def arguments(order: int, weighted: bool) -> tuple[Any, ...]:
     plan = plan_lookup(ids, [shape.row_shape] * 2)
     cores = [slice_major(torch.randn(size), k, order).requires_grad_() for _ in ids for k, size in enumerate(shape.core_shapes)]
     diagonals = [torch.rand(rank, requires_grad=True) for _ in ids for rank in shape.ranks]
-    weights = torch.rand(10, requires_grad=True) if weighted else None
-    return cores, diagonals, plan.tensors, torch.tensor([0, 3, 3, 7, 9]), weights, False, 2, shape.num_cols - 1
+    num_cols, weights = shape.num_cols - 1, torch.rand(10, requires_grad=True) if weighted else None
+    hot = [1, 0, 0, 0] if weighted else []  # a hot block of the first table
+    for k, size in enumerate([(1, shape.num_rows // 2, 1, 3), (3, 1, num_cols, 1)] if hot else []):
+        cores.append(slice_major(torch.randn(size), k, 2).requires_grad_())
+    diagonals += [torch.rand(3, requires_grad=True)] if hot else []
+    return cores, diagonals, plan.tensors, torch.tensor([0, 3, 3, 7, 9]), weights, False, 2, num_cols, hot
 
 
 @pytest.mark.parametrize(("order", "weighted"), [(2, False), (4, True)])
@@ -123,10 +128,7 @@ def test_the_registrations_keep_torch_librarys_promises(order: int, weighted: bo
     torch.library.opcheck(ops.plan_lookup.default, (ids, [shape.num_rows, shape.num_rows - 1], list(shape.row_shape) * 2))
     inputs = arguments(order, weighted)
     torch.library.opcheck(ops.pool.default, inputs)
-    detached = [
-        [tensor.detach() for tensor in each] if isinstance(each, list) else each.detach() if isinstance(each, Tensor) else each
-        for each in inputs
-    ]
+    detached = [pytree.tree_map_only(Tensor, torch.detach, each) for each in inputs]
     torch.library.opcheck(ops.pool_backward.default, (torch.randn(2, 2 * (shape.num_cols - 1)), *detached))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from comera_rec.cli.main import main
-from comera_rec.convert import compression_report, tt_svd_within_budget
+from comera_rec.convert import compression_report, fit_tables_
 from comera_rec.nn import named_tt_modules
 from comera_rec.training import compress
 from comera_rec.training.checkpoint import open_checkpoint
@@ -77,7 +77,7 @@ def test_what_was_trained_most_is_kept_best(
     errors = []
     for weighted in (True, False):
         if not weighted:
-            monkeypatch.setattr(compress, "tt_svd_within_budget", lambda *given: tt_svd_within_budget(*given[:3]))
+            monkeypatch.setattr(compress, "fit_tables_", lambda *given: fit_tables_(*given[:3]))
         same = ["tables.tt_ranks=none", "tables.compression=4", f"output={tmp_path / str(weighted)}"]
         squares = 0.0
         for name, table in named_tt_modules(compress_run(dense, load_config(config_file, same)).model):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from comera_rec.ops.bags import cpu, reference
+from comera_rec.ops.bags.table import HotBlock, Table
 from comera_rec.ops.bags.updates import Updates, find_updates
 from comera_rec.ops.gathered_matmul import resolve_impl
 from comera_rec.ops.plan import LookupPlan
@@ -20,12 +21,11 @@ from comera_rec.tt import slice_major
 MODES = ("sum", "mean", "max")
 IMPLEMENTATIONS = ("reference", "cpu", "triton")
 
-Table = tuple[Sequence[Tensor], Sequence[Tensor]]
-"""Cores (r_{k-1}, m_k, n_k, r_k) and, between neighbours, the diagonals D_k (r_k); without diagonals they are ones."""
+__all__ = ["IMPLEMENTATIONS", "MODES", "HotBlock", "Table", "check_ids", "require_bags_impl", "resolve_bags_impl", "tt_bags"]
 
 
 def tt_bags(
-    tables: Sequence[Table],
+    tables: Sequence[Table | tuple[Sequence[Tensor], Sequence[Tensor]]],
     plan: LookupPlan,
     offsets: Tensor,
     *,
@@ -43,7 +43,7 @@ def tt_bags(
     number of threads.
 
     Args:
-        tables: alike but for row modes and ranks.
+        tables: alike but for row modes, ranks and hot blocks; `Table`s, or pairs of cores and diagonals.
         plan: from `plan_lookup`, for the row modes of these tables.
         offsets: [F*B + 1] starts of the bags, feature after feature, and the end of the last.
         num_cols: columns of a row, at most n_1...n_d; what lies beyond is left out.
@@ -70,14 +70,14 @@ def tt_bags(
         raise ValueError(
             f"there are {per_sample_weights.shape[0]} per_sample_weights for {plan.inverse.shape[0]} ids: give one for each"
         )
-    first = tables[0][0][0]
-    impl = resolve_bags_impl(impl, first.device, first.dtype, len(tables[0][0]))
+    of_tables = [Table(*table) for table in tables]
+    first, order = of_tables[0].cores[0], len(of_tables[0].cores)
+    impl = resolve_bags_impl(impl, first.device, first.dtype, order)
     offsets = offsets.long().contiguous()
     if impl != "cpu":
         _require_ascending(offsets, plan)
         return reference.pool(
-            [cores for cores, _ in tables],
-            [diagonals for _, diagonals in tables],
+            of_tables,
             plan,
             offsets,
             per_sample_weights,
@@ -86,13 +86,20 @@ def tt_bags(
             num_cols=num_cols,
             impl=impl,
         )
-    order = len(tables[0][0])
-    cores = [slice_major(core, k, order) for table, _ in tables for k, core in enumerate(table)]
-    diagonals = [diagonal.contiguous() for _, table in tables for diagonal in table]
+    cores = [slice_major(core, k, order) for table in of_tables for k, core in enumerate(table.cores)]
+    diagonals = [diagonal.contiguous() for table in of_tables for diagonal in table.diagonals]
+    if not diagonals and any(table.hot for table in of_tables):
+        diagonals = [core.new_ones(core.shape[3]) for table in of_tables for core in table.cores[:-1]]
+    for block in (block for table in of_tables for block in table.hot):
+        cores += [slice_major(core, k, 2) for k, core in enumerate(block[:2])]
+        diagonals.append(block.diagonal.contiguous())
+    hot = (
+        [number for table in of_tables for number in (len(table.hot), table.first)] if any(table.hot for table in of_tables) else []
+    )
     updates = _updates(cores, diagonals) if update_in_backward else None
     if mode == "max":  # every id's own row, of which the largest are found
         ends = torch.arange(plan.inverse.shape[0] + 1, device=first.device)
-        rows = cpu.pool(cores, diagonals, plan, ends, None, mean=False, features=1, num_cols=num_cols, updates=updates)
+        rows = cpu.pool(cores, diagonals, plan, ends, None, mean=False, features=1, num_cols=num_cols, hot=hot, updates=updates)
         _require_ascending(offsets, plan)
         bags = reference.pool_rows(rows, ends[:-1], offsets, mode=mode, features=features)
     else:
@@ -105,6 +112,7 @@ def tt_bags(
             mean=mode == "mean",
             features=features,
             num_cols=num_cols,
+            hot=hot,
             updates=updates,
         )
     return bags.to(first.dtype)

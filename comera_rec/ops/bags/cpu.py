@@ -30,18 +30,20 @@ def pool(
     mean: bool,
     features: int,
     num_cols: int,
+    hot: Sequence[int] = (),
     updates: Updates | None = None,
 ) -> Tensor:
     """[B, F * num_cols] float32: sums or means, differentiable in cores, diagonals and weights.
 
     Args:
-        cores: T * d, table by table, slice after slice (`slice_major`).
-        diagonals: T * (d - 1), or none at all for ones.
+        cores: T * d, table by table, slice after slice (`slice_major`); then A and P of each hot block.
+        diagonals: T * (d - 1), or none of these for ones; then D of each hot block.
         plan, offsets, features, num_cols: as for `tt_bags`.
         weights: [L] float32, for sums.
+        hot: per table how many hot blocks it has, and which of its rows id 0 is; empty where none has any.
         updates: changes the cores in backward, in place of returning their gradients.
     """
-    settings = (mean, features, num_cols)
+    settings = (mean, features, num_cols, list(hot))
     if updates is not None:
         if updates.diagonals is not None:
             diagonals = updates.diagonals
@@ -68,7 +70,8 @@ def _setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     num_cores, num_diagonals = ctx.counts
     of_cores, of_diagonals, (of_weights,) = _split(_gradients(ctx, grad), num_cores, num_diagonals)
-    return of_cores, of_diagonals, [None] * _PLAN, None, of_weights, None, None, None
+    of_hot: list[None] | None = None if ctx.settings[-1] else []  # torch takes an empty list for one of tensors
+    return of_cores, of_diagonals, [None] * _PLAN, None, of_weights, None, None, None, of_hot
 
 
 @torch.autograd.function.once_differentiable

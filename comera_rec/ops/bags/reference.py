@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from comera_rec.ops.bags.table import Table
 from comera_rec.ops.gathered_matmul import gathered_matmul
 from comera_rec.ops.plan import LookupPlan
 
 
 def pool(
-    cores: Sequence[Sequence[Tensor]],
-    diagonals: Sequence[Sequence[Tensor]],
+    tables: Sequence[Table],
     plan: LookupPlan,
     offsets: Tensor,
     weights: Tensor | None,
@@ -29,7 +29,9 @@ def pool(
     impl: str = "reference",
 ) -> Tensor:
     """[B, F * num_cols]; arguments as for `tt_bags`."""
-    rows = make_rows(cores, diagonals, plan, impl)[:, :num_cols]
+    rows = make_rows([table.cores for table in tables], [table.diagonals for table in tables], plan, impl)[:, :num_cols]
+    if any(table.hot for table in tables):
+        rows = rows + hot_rows(tables, plan, num_cols)[: rows.shape[0]]
     return pool_rows(rows, plan.inverse, offsets, weights, mode=mode, features=features)
 
 
@@ -51,6 +53,40 @@ def make_rows(
         products = gathered_matmul(stacked[2].flatten(1, 2), right.flatten(2), third, fourth, impl)
         right = products.view(products.shape[0], stacked[2].shape[1], stacked[2].shape[2] * right.shape[2], 1)
     return gathered_matmul(left.flatten(1, 2), right.flatten(2), p, q, impl).flatten(1)
+
+
+def hot_rows(tables: Sequence[Table], plan: LookupPlan, num_cols: int) -> Tensor:
+    """What hot blocks add to the unique rows of a plan, [U, N]: to those of a block A[i] diag(D) P, to others nothing."""
+    ids = row_ids(plan)
+    place, added = torch.arange(ids.shape[0], device=ids.device), tables[0].cores[0].new_zeros(ids.shape[0], num_cols)
+    for t, table in enumerate(tables):
+        is_mine = (place >= plan.bounds[0, t]) & (place < plan.bounds[0, t + 1])
+        first = -table.first
+        for block in table.hot:
+            beyond = first + block.rows.shape[1]
+            is_there = (is_mine & (ids >= first) & (ids < beyond)).to(added.dtype)
+            chosen = block.rows[0, :, 0].index_select(0, (ids - first).clamp(0, block.rows.shape[1] - 1))
+            added = added + (chosen * block.diagonal) @ block.projection[:, 0, :, 0] * is_there[:, None]
+            first = beyond
+    return added
+
+
+def row_ids(plan: LookupPlan) -> Tensor:
+    """The id of each unique row within its table, [L] int64; below 0 beyond the last."""
+    slices = plan.bounds[3:].long()
+    order = slices.shape[0]
+    cut = (order + 1) // 2
+    place = torch.arange(plan.rows.shape[1], device=plan.rows.device)
+    table = torch.searchsorted(plan.bounds[0, 1:-1].long().contiguous(), place, right=True)
+    modes = slices.diff(dim=1)[:, table]
+    p, q = plan.rows.long()
+    digits = [p] if cut == 1 else list(plan.left.long()[:, p.clamp(min=0)])
+    if order > 1:
+        digits += [q] if order - cut == 1 else list(plan.right.long()[:, q.clamp(min=0)].flip(0))
+    ids = torch.zeros_like(p)
+    for digit, mode, first in zip(digits, modes, slices[:, table], strict=True):
+        ids = ids * mode + digit - first
+    return torch.where(p < 0, p, ids)
 
 
 def _real(numbers: Tensor, plan: LookupPlan, level: int) -> Tensor:

@@ -5,6 +5,8 @@ Ids and bags travel by TorchRec's own input and output dists. W processes; the k
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -21,6 +23,7 @@ from torchrec.distributed.types import Awaitable
 from torchrec.modules.embedding_configs import PoolingType
 
 from comera_rec.nn import TTEmbeddingBag
+from comera_rec.ops.bags import HotBlock, Table
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.config import TTEmbeddingBagConfig
 from comera_rec.tt import TTShape
@@ -226,6 +229,8 @@ class RowShard(TTEmbeddingBag):
         self.group = group
         self._whole, self._whole_rows = bag.shape, bag.num_embeddings
         self.held = max(0, min(digits, first - rank * digits))
+        self._first_row = rank * digits * math.prod(others)
+        self.hot_rows = copy.deepcopy(bag.hot_rows)  # replicas, like all cores but the first
         if bag.core_0.is_meta:
             return
         with torch.no_grad():
@@ -249,9 +254,10 @@ class RowShard(TTEmbeddingBag):
         dist.all_reduce(total, group=self.group)
         return total
 
-    def forward_parameters(self) -> tuple[list[Tensor], list[Tensor]]:
-        (first, *others), ranks = super().forward_parameters()
-        return [first, *map(self._summed, others)], [*map(self._summed, ranks)]
+    def forward_parameters(self) -> Table:
+        (first, *others), ranks, hot, _ = super().forward_parameters()
+        hot = [HotBlock(*map(self._summed, block)) for block in hot]
+        return Table([first, *map(self._summed, others)], [*map(self._summed, ranks)], hot, self._first_row)
 
     def _summed(self, replica: Tensor) -> Tensor:
         summed: Tensor = _Summed.apply(replica, self.group.size())

@@ -24,6 +24,7 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
 
+from comera_rec.nn import TTEmbeddingBag
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.config import TTEmbeddingBagConfig
 from comera_rec.recsys.sharding.parts import digits_per_process
@@ -124,13 +125,18 @@ class TTEnumerator(EmbeddingEnumerator):
                     option._module = (path, collection)
             tensors = ours[0].shardable_parameters(collection)
             for config in collection.tt_configs():
-                shape = collection.tt_bag(config.name).shape
-                options += self._options(path, collection, config, shape, tensors[config.name])
+                options += self._options(path, collection, config, collection.tt_bag(config.name), tensors[config.name])
         return options
 
     def _options(
-        self, path: str, collection: TTEmbeddingBagCollection, config: TTEmbeddingBagConfig, shape: TTShape, tensor: nn.Parameter
+        self,
+        path: str,
+        collection: TTEmbeddingBagCollection,
+        config: TTEmbeddingBagConfig,
+        bag: TTEmbeddingBag,
+        tensor: nn.Parameter,
     ) -> list[ShardingOption]:
+        shape, hot_params = bag.shape, sum(block.shape.num_params for block in bag.hot_blocks())
         rows, cols, world = config.num_embeddings, config.embedding_dim, self._world_size
         constraint = (self._constraints or {}).get(config.name)
         pooling = list(constraint.pooling_factors) if constraint else [1.0] * len(config.feature_names)
@@ -144,7 +150,7 @@ class TTEnumerator(EmbeddingEnumerator):
         for kind in SHARDING_TYPES:
             if kind not in wanted or (kind == ShardingType.ROW_WISE.value and not _is_divisible(shape, world)):
                 continue
-            storage, perf = self._estimate(kind, config, shape, sum(pooling) * self._batch_size)
+            storage, perf = self._estimate(kind, config, shape, hot_params, sum(pooling) * self._batch_size)
             options.append(
                 ShardingOption(
                     name=config.name,
@@ -170,9 +176,12 @@ class TTEnumerator(EmbeddingEnumerator):
             )
         return options
 
-    def _estimate(self, kind: str, config: TTEmbeddingBagConfig, shape: TTShape, ids: float) -> tuple[Storage, Perf]:
+    def _estimate(
+        self, kind: str, config: TTEmbeddingBagConfig, shape: TTShape, hot_params: int, ids: float
+    ) -> tuple[Storage, Perf]:
         """Storage and time of a shard, where each process has `ids` ids of the table."""
-        counted = count_bytes(kind, shape, config.embedding_dim, len(config.feature_names), self._batch_size, ids, self._world_size)
+        features = len(config.feature_names)
+        counted = count_bytes(kind, shape, config.embedding_dim, features, self._batch_size, ids, self._world_size, hot_params)
         on_gpu = self._compute_device != "cpu"
         bandwidth = self._topology.hbm_mem_bw if on_gpu else self._topology.ddr_mem_bw
         many_hosts = self._world_size > self._local_world_size
@@ -189,7 +198,7 @@ class TTEnumerator(EmbeddingEnumerator):
 
 
 def count_bytes(
-    kind: str, shape: TTShape, embedding_dim: int, features: int, batch: int, ids: float, world_size: int
+    kind: str, shape: TTShape, embedding_dim: int, features: int, batch: int, ids: float, world_size: int, hot_params: int = 0
 ) -> Mapping[str, float]:
     """What a step of a process counts for a tensor train.
 
@@ -201,6 +210,7 @@ def count_bytes(
         batch: B.
         ids: L, over all features.
         world_size: W.
+        hot_params: numbers in the table's hot rows, of which every process that looks up the table has a replica.
 
     Returns:
         "ids" (with the lengths of bags), "bags" (one way) and "gradients": bytes that the process sends; "memory": bytes that its
@@ -208,7 +218,7 @@ def count_bytes(
         "flops" of its lookup; "storage": bytes that it holds.
     """
     others = (world_size - 1) / world_size
-    params = float(shape.num_params)
+    params = float(shape.num_params + hot_params)
     leading = float(shape.core_shapes[0][1] * shape.core_shapes[0][2] * shape.core_shapes[0][3])
     bags = float(batch * features * embedding_dim * _ITEM)
     sent = {"ids": (ids + batch * features) * 8 * others, "bags": bags * others, "gradients": 0.0}

@@ -1,0 +1,78 @@
+"""Rows of a table's most frequent ids that are added to its tensor train: a block of ids, and the columns it has of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from comera_rec.nn.tt_module import TTModule
+from comera_rec.ops.bags import HotBlock
+from comera_rec.tt import TTShape, require_positive, slice_major
+
+
+class HotRows(TTModule):
+    """Rows [first, first + num_rows) of the matrix that is added to a table's tensor train: A diag(D) P.
+
+    A [rows, k] has k numbers for each id of the block, P [k, N] makes columns of them. In terms of trains that is a second one, of
+    modes (rows, 1) x (1, N) and rank k, so ranks are scored, priced and truncated here as anywhere else: a block grows narrower.
+    Blocks whose k falls with frequency are mixed dimension embeddings (Ginart et al., arXiv 1909.11810) beside the train.
+
+    A starts at zero and P with orthogonal-like rows, so that a table starts as its train and each row of A finds its own way.
+
+    Args:
+        first: id of the block's first row.
+        num_rows, num_cols: rows of the block, columns N of the table.
+        width: k; no more is taken than N, or than there are rows.
+    """
+
+    core_1: nn.Parameter
+    rank_1: nn.Parameter
+
+    def __init__(
+        self,
+        first: int,
+        num_rows: int,
+        num_cols: int,
+        width: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        shape = TTShape((num_rows, 1), (1, num_cols), width)
+        super().__init__(num_rows, num_cols, shape, 0.0, device=device, dtype=dtype)
+        self.first = first
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        rows, projection = self.cores()
+        if rows.is_meta:
+            return
+        with torch.no_grad():
+            rows.zero_()
+            projection.normal_(0.0, max(1, self.shape.ranks[0]) ** -0.5)
+            self.rank_parameters()[0].fill_(1.0)
+
+    def laid_out(self, k: int, core: Tensor) -> Tensor:
+        return slice_major(core, k, 2)
+
+    @property
+    def dense_params(self) -> int:
+        """0: the rows are those of a table, which has counted them."""
+        return 0
+
+    def block(self) -> HotBlock:
+        """The parameters as a lookup takes them."""
+        return HotBlock(*self.cores(), *self.rank_parameters())
+
+    def extra_repr(self) -> str:
+        return f"ids {self.first} to {self.first + self.num_rows - 1}, {super().extra_repr()}"
+
+
+def require_blocks(blocks: Sequence[tuple[int, int]], num_embeddings: int) -> None:
+    """Raise a ValueError unless blocks (rows, width) are positive and no more rows than the table has."""
+    for rows, width in blocks:
+        require_positive(rows_of_a_hot_block=rows, width_of_a_hot_block=width)
+    if sum(rows for rows, _ in blocks) > num_embeddings:
+        raise ValueError(f"hot_rows {tuple(blocks)} are more rows than the {num_embeddings} of the table: give fewer")
