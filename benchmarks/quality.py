@@ -7,6 +7,8 @@ model are the same for all. Every method tries every learning rate of its tables
 on the validation split takes the other seeds. One row a run: NE on the test split; that on the validation split, AUC, logloss and
 bytes are in `counted`.
 
+    TT + rows, adaptive
+                    starts at one and a half times the budget, shrinks to it likewise: columns of rows and ranks of trains alike
     TT adaptive     starts at twice the budget, shrinks to it exactly between 10 % and 50 % of the steps, ranks scored by Taylor
     TT SVD          trained dense for half of the steps, then TT-SVD within the budget, ranks spread over tables, errors weighted by
                     how often rows are read, then trained on
@@ -19,7 +21,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -29,20 +31,26 @@ from tqdm import tqdm
 from benchmarks.environment import describe
 from benchmarks.measure import Settings
 from benchmarks.quality_data import DataSet, ImplicitFeedback, Rows, Synth
-from benchmarks.quality_tables import DoesNotFit, Embeddings, Train, tt_shapes
+from benchmarks.quality_tables import MIN_ROWS, DoesNotFit, Embeddings, Train, tt_tables
 from benchmarks.rows import Row
 from comera_rec import RankConfig, RankScheduler, fit_tables_, rank_param_groups
 from comera_rec.training.metrics import BinaryMetrics
 
 BUDGETS = (10, 50, 100, 200, 500)
-METHODS = ("dense", "TT fixed", "TT adaptive", "TT SVD", "hashing", "QR", "low rank", "mixed dim", "pruning")
+TRAINS = ("TT + rows", "TT + rows, adaptive", "TT fixed", "TT adaptive", "TT SVD")
+METHODS = ("dense", *TRAINS, "hashing", "QR", "low rank", "mixed dim", "pruning")
 SEEDS = 3
 RATES = (0.003, 0.01, 0.03)
 LR_HEAD = 0.002
 DECAY = 0.5  # of the steps
 TWICE = (20, ("TT fixed", "TT SVD"))
 """At this size these methods also train for twice the steps, where TT SVD is a dense model trained for as many as the others."""
-SCORES = {"TT adaptive": "taylor", "TT adaptive norm": "norm", "TT adaptive magnitude": "magnitude"}
+SCORES = {
+    "TT adaptive": "taylor",
+    "TT adaptive norm": "norm",
+    "TT adaptive magnitude": "magnitude",
+    "TT + rows, adaptive": "taylor",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,14 +94,16 @@ class Model(nn.Module):
     def __init__(self, task: Task, method: str, compression: float) -> None:
         super().__init__()
         counts = task.data.counts
-        kind, shapes = method, None
+        kind, trains = method, None
         if method.startswith("TT"):
-            kind = "dense" if method == "TT SVD" else "TT"
-            large = Embeddings(counts, task.dim, "dense", compression).large
-            shapes = tt_shapes([len(counts[f]) for f in large], task.dim, compression)
-            if method in SCORES:  # the same modes as at the budget, twice the size
-                shapes = tt_shapes([len(counts[f]) for f in large], task.dim, compression / 2, shapes[0].order)
-        self.embeddings = Embeddings(counts, task.dim, kind, compression, shapes)
+            kind = "dense" if method == "TT SVD" else method
+            sizes = [len(count) for count in counts if len(count) >= MIN_ROWS]
+            hot_rows: Literal["auto", 0] = "auto" if "rows" in method else 0
+            trains = tt_tables(sizes, task.dim, compression, hot_rows)
+            if method in SCORES:  # the same modes as at the budget, at a larger size
+                start = 1.5 if hot_rows else 2
+                trains = tt_tables(sizes, task.dim, compression / start, hot_rows, trains[0].tt_shape().order)
+        self.embeddings = Embeddings(counts, task.dim, kind, compression, trains)
         self.head = Head(len(counts), task.dim, task.data.test.dense.shape[1])
 
     def forward(self, rows: Rows) -> Tensor:
@@ -196,8 +206,7 @@ class Pruning:
 def _to_trains_(model: Model, task: Task, compression: float) -> None:
     embeddings = model.embeddings
     weights = [weight.detach() for weight in embeddings.tables.parameters()]
-    shapes = tt_shapes([len(weight) for weight in weights], task.dim, compression)
-    tables = [Train(len(weight), task.dim, shape) for weight, shape in zip(weights, shapes, strict=True)]
+    tables = [Train(config) for config in tt_tables([len(weight) for weight in weights], task.dim, compression)]
     fit_tables_([table.bag for table in tables], weights, embeddings.budget, [task.data.counts[f] for f in embeddings.large])
     embeddings.tables = nn.ModuleList(tables)
 
@@ -223,7 +232,7 @@ def tasks(settings: Settings) -> list[Task]:
     if settings.data:
         found.append(
             Task(
-                data=ImplicitFeedback(settings.data),
+                data=ImplicitFeedback.read(settings.data),
                 dim=32,
                 batch=2048,
                 steps=20 if settings.quick else 2000,
@@ -275,8 +284,8 @@ def _plan(task: Task, settings: Settings) -> list[tuple[str, float, int, float |
 
 
 def best_rate(rows: Sequence[Row], shapes: dict[str, Any]) -> float | None:
-    """The rate of the smallest validation NE at this size; all scores of ranks share one."""
-    if shapes["method"] in SCORES:
+    """The rate of the smallest validation NE at this size; scores of ranks that are compared share one."""
+    if shapes["method"] in SCORES and shapes["method"] not in METHODS:
         shapes = {**shapes, "method": "TT adaptive"}
     tuned = [row for row in rows if all(row.shapes[name] == value for name, value in shapes.items())]
     return min(tuned, key=lambda row: row.counted["val_ne"]).shapes["lr"] if tuned else None

@@ -12,19 +12,21 @@ Every method keeps the tables below `MIN_ROWS` rows dense and shrinks the others
     pruning     a dense table whose smallest entries vanish while training (cubic schedule of arXiv 1710.01878); an entry left
                 takes 8 bytes, value and index
     TT          tensor trains of one rank
+    TT + rows   trains of one rank on a fifth of the bytes, and on four fifths rows of the most frequent ids, narrower the rarer
+                (`TTEmbeddingConfig(hot_rows="auto")`)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from comera_rec import TTEmbeddingBag, TTEmbeddingConfig, TTShape
+from comera_rec import TTEmbeddingBag, TTEmbeddingBagConfig, TTEmbeddingConfig
 
 MIN_ROWS = 1000
 STD = 0.1  # of initial entries, for all methods
@@ -138,11 +140,13 @@ class _Projected(nn.Module):
 
 
 class Train(nn.Module):
-    """A tensor train."""
+    """A tensor train, with hot rows or without."""
 
-    def __init__(self, rows: int, dim: int, shape: TTShape) -> None:
+    def __init__(self, config: TTEmbeddingBagConfig) -> None:
         super().__init__()
-        self.bag = TTEmbeddingBag(rows, dim, shape=shape, std=STD)
+        self.bag = TTEmbeddingBag(
+            config.num_embeddings, config.embedding_dim, shape=config.tt_shape(), hot_rows=config.hot_rows, std=STD
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         pooled: Tensor = self.bag(ids[:, None])
@@ -155,9 +159,9 @@ class Embeddings(nn.Module):
     Args:
         counts: per field [M], how often each id occurs in training.
         dim: N.
-        method: a key of `PER_TABLE`, "dense", "pruning" (which starts dense), or "TT".
+        method: a key of `PER_TABLE`, "dense", "pruning" (which starts dense), "TT", or "TT + rows".
         compression: dense parameters of the large tables over those they take.
-        shapes: of the trains, for "TT"; default those that `TTEmbeddingConfig(compression=...)` chooses.
+        trains: for "TT" and "TT + rows"; default those that `TTEmbeddingConfig(compression=...)` chooses.
 
     Raises:
         DoesNotFit: if the method has no form this small.
@@ -166,25 +170,31 @@ class Embeddings(nn.Module):
     starts: Tensor
 
     def __init__(
-        self, counts: Sequence[Tensor], dim: int, method: str, compression: float, shapes: Sequence[TTShape] | None = None
+        self,
+        counts: Sequence[Tensor],
+        dim: int,
+        method: str,
+        compression: float,
+        trains: Sequence[TTEmbeddingBagConfig] | None = None,
     ) -> None:
         super().__init__()
         self.large = [f for f, count in enumerate(counts) if len(count) >= MIN_ROWS]
         self.budget = int(sum(len(counts[f]) for f in self.large) * dim / compression)
         sizes = [len(counts[f]) for f in self.large]
-        trains = iter(shapes or (tt_shapes(sizes, dim, compression) if method == "TT" else ()))
+        if method.startswith("TT") and trains is None:
+            trains = tt_tables(sizes, dim, compression, "auto" if "rows" in method else 0)
         small = [f for f in range(len(counts)) if f not in self.large]
         # One table for all small ones: with twenty of them, half of a step would be their bookkeeping.
         self.small = Dense(sum(len(counts[f]) for f in small), dim) if small else None
         self.register_buffer("starts", torch.tensor([0, *(len(counts[f]) for f in small)]).cumsum(0)[:-1], persistent=False)
         self.columns = [*small, *self.large]
         tables: list[nn.Module] = []
-        for f in self.large:
+        for place, f in enumerate(self.large):
             count = counts[f]
             if method in ("dense", "pruning"):
                 tables.append(Dense(len(count), dim))
-            elif method == "TT":
-                tables.append(Train(len(count), dim, next(trains)))
+            elif trains is not None:
+                tables.append(Train(trains[place]))
             else:
                 tables.append(PER_TABLE[method](count, dim, int(len(count) * dim / compression)))
         self.tables = nn.ModuleList(tables)
@@ -200,14 +210,15 @@ class Embeddings(nn.Module):
         return sum(p.numel() for p in self.tables.parameters())
 
 
-def tt_shapes(sizes: Sequence[int], dim: int, compression: float, order: int | None = None) -> list[TTShape]:
-    """Shapes of one rank within a compression of all tables together."""
+def tt_tables(
+    sizes: Sequence[int], dim: int, compression: float, hot_rows: float | Literal["auto"] = 0, order: int | None = None
+) -> list[TTEmbeddingBagConfig]:
+    """Trains of one rank within a compression of all tables together."""
     tables = [EmbeddingBagConfig(name=f"t{i}", num_embeddings=m, embedding_dim=dim) for i, m in enumerate(sizes)]
     try:
-        configs = TTEmbeddingConfig(compression=compression, min_rows=1, order=order).table_configs(tables)
+        return TTEmbeddingConfig(compression=compression, min_rows=1, order=order, hot_rows=hot_rows).table_configs(tables)
     except ValueError:
         raise DoesNotFit from None
-    return [config.tt_shape() for config in configs]
 
 
 PER_TABLE: dict[str, Callable[[Tensor, int, int], Any]] = {

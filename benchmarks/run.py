@@ -62,7 +62,7 @@ _FILE = click.Path(path_type=Path)
     "--data",
     type=_FILE,
     metavar="FOLDER",
-    help="quality: train.txt and test.txt, a line a user: its id, then the items'; preprocess: where to keep logs.",
+    help="quality: implicit feedback, see benchmarks/quality_data.py; preprocess: where to keep logs.",
 )
 @click.option("--no-memory", is_flag=True, help="Leave out peak extra memory, which takes a process for each provider and pass.")
 def run(

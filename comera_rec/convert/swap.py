@@ -18,7 +18,7 @@ from comera_rec.nn.compress import require_init, require_one_size
 from comera_rec.recsys import TTEmbeddingBagCollection, TTEmbeddingBagConfig
 from comera_rec.tt import Blocks, TTShape, blocks_params, staircases
 
-AUTO_SHARE = 0.8
+AUTO_SHARES = (0.8, 0.5, 0.25, 0.0)  # of hot rows; the first beside which trains of rank 1 fit
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -34,8 +34,8 @@ class TTEmbeddingConfig:
             one with the largest rank.
         min_rows: tables with fewer rows stay dense.
         hot_rows: share of the trains' parameters, 0 to below 1, that goes to rows of the most frequent ids, narrower the rarer
-            (`comera_rec.tt.staircases`); "auto" is 0.8. Give it only where ids are ordered by frequency, 0 the most frequent, as
-            `comera preprocess` numbers them.
+            (`comera_rec.tt.staircases`); "auto" is 0.8, or less where trains would not fit beside them. Give it only where ids are
+            ordered by frequency, 0 the most frequent, as `comera preprocess` numbers them.
     """
 
     tt_ranks: int | tuple[int, ...] | None = None
@@ -49,11 +49,6 @@ class TTEmbeddingConfig:
         if self.hot_rows != "auto" and not (isinstance(self.hot_rows, int | float) and 0 <= self.hot_rows < 1):
             raise ValueError(f"hot_rows is {self.hot_rows!r}: give 'auto', or a share of the parameters from 0 to below 1")
 
-    @property
-    def hot_share(self) -> float:
-        """`hot_rows` as a number."""
-        return AUTO_SHARE if self.hot_rows == "auto" else self.hot_rows
-
     def table_configs(self, tables: Sequence[EmbeddingBagConfig], *, dense: Collection[str] = ()) -> list[TTEmbeddingBagConfig]:
         """The configs of a collection's tables with the shapes this config gives them.
 
@@ -65,26 +60,43 @@ class TTEmbeddingConfig:
             ValueError: if not even rank 1 reaches the compression.
         """
         large = [table for table in tables if table.num_embeddings >= self.min_rows and table.name not in dense]
-        share = self.hot_share
-        if self.compression is None or not large:
-            shapes = [self._shape(table, self.tt_ranks, self.order) for table in large]
-            hot = _hot_rows(large, share / (1 - share) * sum(shape.num_params for shape in shapes))
-        else:
+        budget = None
+        if self.compression is not None and large:
             total = sum(table.num_embeddings * table.embedding_dim for table in tables)
             small = total - sum(table.num_embeddings * table.embedding_dim for table in large)
             budget = total / self.compression - small
-            hot = _hot_rows(large, share * budget)
-            taken = sum(blocks_params(blocks, table.embedding_dim) for blocks, table in zip(hot, large, strict=True))
-            shapes = self._fitting_shapes(large, budget - taken)
-        of_table = {table.name: held for table, *held in zip(large, shapes, hot, strict=True)}
-        return [TTEmbeddingBagConfig.from_dense(table, *of_table.get(table.name, (None,))) for table in tables]
+        shares = AUTO_SHARES if self.hot_rows == "auto" else (self.hot_rows,)
+        for share in shares:
+            hot, shapes = self._held(large, budget, share)
+            if shapes is not None:
+                of_table = {table.name: held for table, *held in zip(large, shapes, hot, strict=True)}
+                return [TTEmbeddingBagConfig.from_dense(table, *of_table.get(table.name, (None,))) for table in tables]
+        raise ValueError(
+            f"compression {self.compression} can't be reached: the tables below {self.min_rows} rows, which stay dense, and "
+            f"the others at rank 1{f' beside hot_rows {self.hot_rows}' if self.hot_rows else ''} are larger than that; lower "
+            "min_rows or compression"
+        )
+
+    def _held(
+        self, tables: Sequence[EmbeddingBagConfig], budget: float | None, share: float
+    ) -> tuple[list[Blocks], list[TTShape] | None]:
+        """Hot rows and trains of tables; no trains where not even rank 1 fits a budget beside these rows."""
+        if budget is None:
+            shapes = [self._shape(table, self.tt_ranks, self.order) for table in tables]
+            return _hot_rows(tables, share / (1 - share) * sum(shape.num_params for shape in shapes)), shapes
+        hot = _hot_rows(tables, share * budget)
+        taken = sum(blocks_params(blocks, table.embedding_dim) for blocks, table in zip(hot, tables, strict=True))
+        fitting = self._fitting_shapes(tables, budget - taken)
+        if share and fitting:  # ranks leave something over, which rows can use
+            hot = _hot_rows(tables, budget - sum(shape.num_params for shape in fitting))
+        return hot, fitting
 
     @staticmethod
     def _shape(table: EmbeddingBagConfig, tt_ranks: int | tuple[int, ...] | None, order: int | None) -> TTShape:
         return TTShape.for_table(table.num_embeddings, table.embedding_dim, tt_ranks=tt_ranks, order=order)
 
-    def _fitting_shapes(self, tables: Sequence[EmbeddingBagConfig], budget: float) -> list[TTShape]:
-        best: tuple[int, list[TTShape]] = (0, [])
+    def _fitting_shapes(self, tables: Sequence[EmbeddingBagConfig], budget: float) -> list[TTShape] | None:
+        best: tuple[int, list[TTShape] | None] = (0, None)
         for order in (self.order,) if self.order else (2, 3, 4):
             ranks = range(1, max(table.num_embeddings for table in tables) + 1)
             rank = bisect_right(ranks, budget, key=lambda r: self._params(tables, r, order))
@@ -92,11 +104,6 @@ class TTEmbeddingConfig:
                 best = rank, [self._shape(table, rank, order) for table in tables]
             if rank >= 8:
                 break
-        if not best[0]:
-            raise ValueError(
-                f"compression {self.compression} can't be reached: the tables below {self.min_rows} rows, which stay dense, and "
-                "the others at rank 1 are larger than that; lower min_rows or compression"
-            )
         return best[1]
 
     def _params(self, tables: Sequence[EmbeddingBagConfig], rank: int, order: int) -> int:

@@ -198,7 +198,7 @@ void add_row_products(const float* a, const float* b, int64_t rows, int64_t colu
 }
 
 // The optimizers' formulas, on a slice of n numbers and its state.
-void update_floats(const Update& update, int64_t n, float* __restrict x, float* __restrict g, float* __restrict m,
+COMERA_INLINE void update_floats(const Update& update, int64_t n, float* __restrict x, float* __restrict g, float* __restrict m,
                    float* __restrict v) {
   if (update.weight_decay != 0)
     for (int64_t i = 0; i < n; ++i) g[i] += update.weight_decay * x[i];
@@ -238,6 +238,16 @@ void update_slice(const Core& core, const Update& update, int64_t slice, float* 
   if (core.number == Number::float32) {
     float* first = static_cast<float*>(update.first);
     float* second = static_cast<float*>(update.second);
+    if (n < kWidth && !is_row_wise) {  // one vector, whose other lanes go nowhere
+      float* const all[] = {static_cast<float*>(core.data) + at, gradient, first ? first + at : nullptr, second ? second + at : nullptr};
+      float padded[4][kWidth];
+      for (int i = 0; i < 4; ++i)
+        if (all[i] != nullptr) store<kWidth>(padded[i], load_part(all[i], n));
+      update_floats(update, kWidth, padded[0], padded[1], padded[2], padded[3]);
+      for (int i = 0; i < 4; ++i)
+        if (all[i] != nullptr) store_part(all[i], load<kWidth>(padded[i]), n);
+      return;
+    }
     update_floats(
         update, n, static_cast<float*>(core.data) + at, gradient, first ? first + (is_row_wise ? slice : at) : nullptr,
         second ? second + at : nullptr);
@@ -307,18 +317,27 @@ class HotRows {
     if (slice < block_->rows.slices) prefetch_slice(block_->rows, slice);
   }
 
+  // And what its gradient changes.
+  void prefetch_target_later(int64_t u, const HotSums* sums) const {
+    if (u >= table_.hot_end) return;
+    const int64_t slice = table_.hot_ids[u - table_.row_begin] - block_->first;
+    if (slice >= block_->rows.slices) return;
+    prefetch_slice(block_->rows, slice);
+    const Target& rows = sums[block_ - table_.hot].rows;
+    const void* state = rows.update != nullptr ? rows.update->first : nullptr;
+    if (state != nullptr) __builtin_prefetch(offset(const_cast<void*>(state), rows.core.number, slice * block_->width), 1);
+  }
+
   void add_to(float* row) const {
-    for (int64_t k = 0; k < block_->width; ++k) add_scaled(row, block_->projection + k * width_, current_[k], width_);
+    add_row(width_, current_, block_->projection, block_->width, row);
   }
 
   // The gradient of the row on to the block's.
   void add_gradient(const float* gradient, const HotSums* sums) const {
     const HotSums& own = sums[block_ - table_.hot];
     float* of_projection = touch(own.projection, 0);
-    for (int64_t k = 0; k < block_->width; ++k) {
-      of_row_[k] = dot(gradient, block_->projection + k * width_, width_);
-      add_scaled(of_projection + k * width_, gradient, current_[k], width_);
-    }
+    std::memset(of_row_, 0, 4 * block_->width);
+    row_gradients(width_, current_, block_->projection, gradient, block_->width, of_row_, of_projection);
     if (own.rows.update != nullptr) {
       update_slice(own.rows.core, *own.rows.update, slice_, of_row_);
     } else {
@@ -506,7 +525,7 @@ void gradients_of_rows(
     }
     sum_lookups<N1 * N2>(lookups, gradients, u, last, n, row, sum);
     if (is_hot) {
-      hot.prefetch_later(u + kAhead);
+      hot.prefetch_target_later(u + kAhead, stripe.hot);
       hot.add_gradient(sum, stripe.hot);
     }
     transpose(n1, n2, sum, turned);

@@ -213,19 +213,13 @@ COMERA_INLINE void add_lanes(int64_t depth, int rows, int64_t length, const floa
   }
 }
 
-COMERA_INLINE float sum_lanes(const float* lanes) {
-  float sum = 0;
-  for (int lane = 0; lane < kWidth; ++lane) sum += lanes[lane];
-  return sum;
-}
+COMERA_INLINE float sum_lanes(const float* lanes) { return sum_of<kWidth>(load<kWidth>(lanes)); }
 
 COMERA_INLINE float dot(const float* a, const float* b, int64_t count) {
   Vector<kWidth> sums{};
   int64_t n = 0;
   for (; n + kWidth <= count; n += kWidth) sums += load<kWidth>(a + n) * load<kWidth>(b + n);
-  float lanes[kWidth];
-  store<kWidth>(lanes, sums);
-  float sum = sum_lanes(lanes);
+  float sum = sum_of<kWidth>(sums);
   for (; n < count; ++n) sum += a[n] * b[n];
   return sum;
 }
@@ -235,6 +229,53 @@ COMERA_INLINE void add_scaled(float* out, const float* x, float factor, int64_t 
   int64_t n = 0;
   for (; n + kWidth <= count; n += kWidth) store<kWidth>(out + n, load<kWidth>(out + n) + factor * load<kWidth>(x + n));
   for (; n < count; ++n) out[n] += factor * x[n];
+}
+
+// A row of a hot block: row[j] += sum over k of a[k] b[k, j], V vectors of W columns in registers.
+template <int V, int W>
+COMERA_INLINE void add_row_tile(const float* a, const float* b, int64_t b_step, int64_t depth, float* row) {
+  Vector<W> sums[V];
+#pragma GCC unroll 4
+  for (int v = 0; v < V; ++v) sums[v] = load<W>(row + v * W);
+  for (int64_t k = 0; k < depth; ++k, b += b_step)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) sums[v] += a[k] * load<W>(b + v * W);
+#pragma GCC unroll 4
+  for (int v = 0; v < V; ++v) store<W>(row + v * W, sums[v]);
+}
+
+// Its gradients: of_a[k] += sum over j of b[k, j] g[j], and of_b[k, j] += a[k] g[j], with g in registers.
+template <int V, int W>
+COMERA_INLINE void row_gradients_tile(
+    const float* a, const float* b, const float* g, int64_t step, int64_t depth, float* of_a, float* of_b) {
+  Vector<W> gradient[V];
+#pragma GCC unroll 4
+  for (int v = 0; v < V; ++v) gradient[v] = load<W>(g + v * W);
+  for (int64_t k = 0; k < depth; ++k, b += step, of_b += step) {
+    Vector<W> products = load<W>(b) * gradient[0];
+#pragma GCC unroll 4
+    for (int v = 1; v < V; ++v) products += load<W>(b + v * W) * gradient[v];
+    of_a[k] += sum_of<W>(products);
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) store<W>(of_b + v * W, load<W>(of_b + v * W) + a[k] * gradient[v]);
+  }
+}
+
+template <int W = kWidth>
+COMERA_INLINE void add_row(int64_t n, const float* a, const float* b, int64_t depth, float* row, int64_t j = 0) {
+  if constexpr (W == kWidth)
+    for (; j + 4 * W <= n; j += 4 * W) add_row_tile<4, W>(a, b + j, n, depth, row + j);
+  for (; j + W <= n; j += W) add_row_tile<1, W>(a, b + j, n, depth, row + j);
+  if constexpr (W > 1) add_row<W / 2>(n, a, b, depth, row, j);
+}
+
+template <int W = kWidth>
+COMERA_INLINE void row_gradients(
+    int64_t n, const float* a, const float* b, const float* g, int64_t depth, float* of_a, float* of_b, int64_t j = 0) {
+  if constexpr (W == kWidth)
+    for (; j + 4 * W <= n; j += 4 * W) row_gradients_tile<4, W>(a, b + j, g + j, n, depth, of_a, of_b + j);
+  for (; j + W <= n; j += W) row_gradients_tile<1, W>(a, b + j, g + j, n, depth, of_a, of_b + j);
+  if constexpr (W > 1) row_gradients<W / 2>(n, a, b, g, depth, of_a, of_b, j);
 }
 
 }  // namespace

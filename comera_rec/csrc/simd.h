@@ -49,6 +49,37 @@ COMERA_INLINE void store(float* to, Vector<W> value) {
   *reinterpret_cast<typename VectorOf<W>::unaligned*>(to) = value;
 }
 
+// The first `count` floats of a vector, fewer than its width; zeros beyond.
+COMERA_INLINE Vector<kWidth> load_part(const float* from, int64_t count) {
+#if defined(__AVX512F__)
+  return (Vector<kWidth>)_mm512_maskz_loadu_ps(__mmask16((1u << count) - 1), from);
+#else
+  Vector<kWidth> value{};
+  for (int64_t n = 0; n < count; ++n) value[n] = from[n];
+  return value;
+#endif
+}
+
+COMERA_INLINE void store_part(float* to, Vector<kWidth> value, int64_t count) {
+#if defined(__AVX512F__)
+  _mm512_mask_storeu_ps(to, __mmask16((1u << count) - 1), (__m512)value);
+#else
+  for (int64_t n = 0; n < count; ++n) to[n] = value[n];
+#endif
+}
+
+template <int W>
+COMERA_INLINE float sum_of(Vector<W> value) {
+  if constexpr (W == 1) {
+    return value;
+  } else {
+    Vector<W / 2> low, high;
+    std::memcpy(&low, &value, 2 * W);
+    std::memcpy(&high, reinterpret_cast<const char*>(&value) + 2 * W, 2 * W);
+    return sum_of<W / 2>(low + high);
+  }
+}
+
 // The widest vector that `columns` fill, so that no vector needs a mask: 12 columns are a vector of 8 and one of 4.
 constexpr int widest(int64_t columns) {
   int width = kWidth;

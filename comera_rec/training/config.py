@@ -73,9 +73,11 @@ class TablesConfig(TTEmbeddingConfig):
 
     Attributes:
         format: "tt" for large tables as tensor trains, "dense" for all dense, "off" to leave the categorical columns out.
+        hot_rows: as in `TTEmbeddingConfig`; "auto" here, because the ids of a preprocessed data set are ordered by frequency.
     """
 
     format: Literal["tt", "dense", "off"] = "tt"
+    hot_rows: float | Literal["auto"] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,7 +42,7 @@ def task() -> quality.Task:
 
 
 @pytest.mark.parametrize("compression", [4, 10, 50])
-@pytest.mark.parametrize("method", [*PER_TABLE, "TT"])
+@pytest.mark.parametrize("method", [*PER_TABLE, "TT", "TT + rows"])
 def test_methods_stay_within_the_budget(method: str, compression: int, task: quality.Task) -> None:
     try:
         embeddings = Embeddings(task.data.counts, 8, method, compression)
@@ -57,7 +57,7 @@ def test_methods_stay_within_the_budget(method: str, compression: int, task: qua
     assert len(embeddings.large) == sum(len(count) >= MIN_ROWS for count in task.data.counts) == 2
 
 
-@pytest.mark.parametrize("method", ["TT adaptive", "TT SVD", "pruning"])
+@pytest.mark.parametrize("method", ["TT adaptive", "TT + rows, adaptive", "TT SVD", "pruning"])
 def test_methods_that_shrink_while_training_end_within_the_budget(method: str, task: quality.Task) -> None:
     found = quality.train(task, method, 10, 0.01, 0, 20)
     budget = found["dense_bytes"] / 10
@@ -101,7 +101,7 @@ def test_implicit_feedback_draws_no_negative_that_the_user_had(tmp_path: Path) -
         "".join(f"{user} " + " ".join(str((user + i) % 40) for i in range(15)) + "\n" for user in range(30))
     )
     (tmp_path / "test.txt").write_text("".join(f"{user} {(user + 20) % 40}\n" for user in range(30)) + "7\n")
-    data = ImplicitFeedback(tmp_path)
+    data = ImplicitFeedback.read(tmp_path)
     assert [len(count) for count in data.counts] == [30, 40]
     for rows in (data.val, data.test, data.training_rows(torch.Generator().manual_seed(1))):
         assert rows.labels.mean() == 0.5
@@ -110,4 +110,16 @@ def test_implicit_feedback_draws_no_negative_that_the_user_had(tmp_path: Path) -
     assert len(data.test.labels) == 60
     (tmp_path / "test.txt").unlink()
     with pytest.raises(ValueError, match=r"holds no test.txt: give a folder with train.txt and test.txt"):
-        ImplicitFeedback(tmp_path)
+        ImplicitFeedback.read(tmp_path)
+
+
+def test_the_last_interactions_of_a_user_are_for_test_and_validation(tmp_path: Path) -> None:
+    """Users 5 and 9 have four and three of them, user 7 two; lines of users may alternate."""
+    path = tmp_path / "games.txt"
+    path.write_text("5 30\n7 30\n5 10\n9 10\n5 20\n7 50\n9 20\n5 40\n9 30\n")
+    data = ImplicitFeedback.read(path)
+    assert (data.name, [len(count) for count in data.counts]) == ("games", [3, 5])
+    pairs = {split: rows.ids[rows.labels == 1].tolist() for split, rows in (("val", data.val), ("test", data.test))}
+    users, items = {5: 0, 9: 2, 7: 1}, {10: 0, 20: 1, 30: 2, 50: 3, 40: 4}  # by frequency before the test, then by number
+    assert pairs == {"val": [[users[5], items[20]], [users[9], items[20]]], "test": [[users[5], items[40]], [users[9], items[30]]]}
+    assert sum(int(count.sum()) for count in data.counts) == 2 * 5

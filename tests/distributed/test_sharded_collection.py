@@ -46,7 +46,15 @@ class Case:
 
 def tables(weighted: bool) -> list[Table]:
     return [
-        Table(name="two", num_embeddings=1000, embedding_dim=16, feature_names=["shared", "left"], tt_ranks=4),
+        # Hot rows of several processes' shards, the second block of the rows of two.
+        Table(
+            name="two",
+            num_embeddings=1000,
+            embedding_dim=16,
+            feature_names=["shared", "left"],
+            tt_ranks=4,
+            hot_rows=((30, 4), (600, 2)),
+        ),
         Table(name="three", num_embeddings=700, embedding_dim=128, feature_names=["right"], tt_ranks=3),
         # TorchRec initializes sharded dense tables anew, so this one is constant.
         # Several dense tables, whose bags TorchRec puts into an order of its own.

@@ -10,13 +10,12 @@ it did not meet stay as they are, as those of rows in FBGEMM's tables; with SGD 
 from __future__ import annotations
 
 import sys
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class _Kind(NamedTuple):
@@ -33,14 +32,14 @@ _KINDS = {
                   ("exp_avg", "exp_avg_sq")),
 }  # fmt: skip
 ROW_WISE = "RowWiseAdagrad"
-_updating: MutableMapping[Tensor, tuple[Optimizer, int]] = WeakTensorKeyDictionary()  # and the number of the parameter's group
+_UPDATING = "_comera_updating"  # on a parameter: the optimizer that updates it in backward, and the number of its group
 
 
 def register_update(core: nn.Parameter, optimizer: Optimizer) -> bool:
     """Let an optimizer that holds a core update it in the backward of its lookups; whether the optimizer is of a kind that can."""
     for number, group in enumerate(optimizer.param_groups):
         if any(parameter is core for parameter in group["params"]) and kind_of(optimizer, number) is not None:
-            _updating[core] = optimizer, number
+            setattr(core, _UPDATING, (optimizer, number))
             return True
     return False
 
@@ -69,38 +68,62 @@ class Updates:
         settings: list[float] = []
         states: tuple[list[Tensor], list[Tensor]] = ([], [])
         of_parameters = [
-            (parameter, optimizer.param_groups[number], optimizer.state[parameter])
-            for parameter, (optimizer, number) in zip(self._parameters, self._optimizers, strict=True)
+            optimizer.state[parameter] for parameter, (optimizer, _) in zip(self._parameters, self._optimizers, strict=True)
         ]
+        steps = [0] * len(of_parameters)
         if self._kind.states:
-            for *_, state in of_parameters:
+            for state in of_parameters:
                 if "step" not in state:
                     state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
-            torch._foreach_add_([state["step"] for *_, state in of_parameters], 1)
-        for parameter, group, state in of_parameters:
-            lr, betas, corrections = float(group["lr"]), (0.0, 0.0), [1.0, 1.0]
-            if "betas" in group:
-                step, betas = int(state["step"]), group["betas"]
-                corrections = [1 - beta**step for beta in betas]
-            elif group.get("lr_decay"):
-                lr /= 1 + (int(state["step"]) - 1) * group["lr_decay"]
-            settings += [lr, group.get("eps", 0.0), group["weight_decay"], *betas, *corrections]
+            counts = [state["step"] for state in of_parameters]
+            torch._foreach_add_(counts, 1)
+            if any(_needs_step(optimizer.param_groups[number]) for optimizer, number in set(self._optimizers)):
+                steps = [int(count) for count in counts]
+        known: dict[tuple[Optimizer, int, int], list[float]] = {}  # mostly one for all
+        for parameter, state, of_parameter, step in zip(self._parameters, of_parameters, self._optimizers, steps, strict=True):
+            key = (*of_parameter, step)
+            if key not in known:
+                known[key] = _settings(of_parameter[0].param_groups[of_parameter[1]], step)
+            settings += known[key]
             for found, name in zip(states, self._kind.states, strict=False):
-                found.append(self._state(parameter, state, name, group.get("initial_accumulator_value", 0.0)))
+                found.append(self._state(parameter, state, name, of_parameter))
         return *states, self._kind.number, settings
 
-    def _state(self, parameter: Tensor, state: dict[str, Any], name: str, initial: float) -> Tensor:
-        is_row_wise = self._kind is _KINDS[ROW_WISE]
-        slices = (parameter.shape[1],) if parameter.dim() == 4 else (1,)
-        if is_row_wise:
+    def _state(self, parameter: Tensor, state: dict[str, Any], name: str, of_parameter: tuple[Optimizer, int]) -> Tensor:
+        kept: Tensor | None = state.get(name)
+        if self._kind is _KINDS[ROW_WISE]:
             # Its sums are laid out for matrices when it is made; of a core there is one a slice.
-            if name not in state or state[name].shape != slices:
-                state[name] = torch.full(slices, initial, dtype=torch.float32, device=parameter.device)
-        elif name not in state:
-            state[name] = torch.full_like(parameter, initial, memory_format=torch.preserve_format)
-        elif state[name].stride() != parameter.stride():  # as from a checkpoint that doesn't keep them
-            state[name] = torch.empty_like(parameter, memory_format=torch.preserve_format).copy_(state[name])
-        return state[name]
+            slices = (parameter.shape[1],) if parameter.dim() == 4 else (1,)
+            if kept is not None and kept.shape == slices:
+                return kept
+            state[name] = torch.full(slices, _initial(of_parameter), dtype=torch.float32, device=parameter.device)
+        elif kept is None:
+            state[name] = torch.full_like(parameter, _initial(of_parameter), memory_format=torch.preserve_format)
+        elif kept.stride() != parameter.stride():  # as from a checkpoint that doesn't keep them
+            state[name] = torch.empty_like(parameter, memory_format=torch.preserve_format).copy_(kept)
+        found: Tensor = state[name]
+        return found
+
+
+def _needs_step(group: dict[str, Any]) -> bool:
+    return "betas" in group or bool(group.get("lr_decay"))
+
+
+def _settings(group: dict[str, Any], step: int) -> list[float]:
+    """Of a parameter, as the operator takes them."""
+    lr, betas, corrections = float(group["lr"]), (0.0, 0.0), [1.0, 1.0]
+    if "betas" in group:
+        betas = group["betas"]
+        corrections = [1 - beta**step for beta in betas]
+    elif group.get("lr_decay"):
+        lr /= 1 + (step - 1) * group["lr_decay"]
+    return [lr, group.get("eps", 0.0), group["weight_decay"], *betas, *corrections]
+
+
+def _initial(of_parameter: tuple[Optimizer, int]) -> float:
+    optimizer, number = of_parameter
+    initial: float = optimizer.param_groups[number].get("initial_accumulator_value", 0.0)
+    return initial
 
 
 def find_updates(cores: Sequence[Tensor], diagonals: Sequence[Tensor]) -> Updates | None:
@@ -114,10 +137,10 @@ def find_updates(cores: Sequence[Tensor], diagonals: Sequence[Tensor]) -> Update
         ValueError: where some of them have an optimizer that only this way of updating can apply, and others none.
     """
     found = [_optimizer_of(core) for core in cores]
-    kinds = {optimizer and kind_of(*optimizer) for optimizer in found}
+    kinds = {optimizer and kind_of(*optimizer) for optimizer in set(found)}
     if len(kinds) == 1 and (kind := kinds.pop()) is not None:
         of_diagonals = [_optimizer_of(diagonal) for diagonal in diagonals]
-        if any(optimizer is None or kind_of(*optimizer) != kind for optimizer in of_diagonals):
+        if any(optimizer is None or kind_of(*optimizer) != kind for optimizer in set(of_diagonals)):
             of_diagonals = []
         stepping = [optimizer for optimizer in (*found, *of_diagonals) if optimizer is not None]
         return Updates(cores, diagonals if of_diagonals else None, stepping, _KINDS[kind])
@@ -147,11 +170,14 @@ def _optimizer_of(core: Tensor) -> tuple[Optimizer, int] | None:
 
     DistributedDataParallel takes the hooks away, to step when gradients are averaged: then it needs gradients.
     """
-    if not core.requires_grad or not isinstance(core, nn.Parameter):
+    # Attributes of its own are only on a tensor that somebody gave an optimizer: asking for others takes a while.
+    own = core.__dict__
+    if not own or not core.requires_grad:
         return None
-    optimizers = getattr(core, "_in_backward_optimizers", ())
+    optimizers = own.get("_in_backward_optimizers", ())
     if not optimizers:
-        return _updating.get(core)
+        updating: tuple[Optimizer, int] | None = own.get(_UPDATING)
+        return updating
     if len(optimizers) != 1:
         return None
     # Whoever applied an optimizer has imported the module; importing it here would cost everyone a second.

@@ -1,0 +1,168 @@
+"""Hot rows: what they add to a table, and that they are trains like others to everything that changes ranks."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import comera_rec as cr
+from comera_rec import RankConfig, RankScheduler, TTEmbedding, TTEmbeddingBag, TTShape
+from comera_rec.nn import HotRows, named_tt_modules
+from comera_rec.rank import keep_ranks_
+from comera_rec.tt import blocks_params, staircases
+
+BLOCKS = ((4, 3), (20, 2))
+
+
+def build(**arguments: object) -> TTEmbeddingBag:
+    """A table of 100 x 12 with hot rows that don't start at zero."""
+    table = TTEmbeddingBag(100, 12, tt_ranks=4, hot_rows=BLOCKS, **arguments)  # type: ignore[arg-type]
+    for block in table.hot_blocks():
+        nn.init.normal_(block.core_0)
+        nn.init.uniform_(block.rank_1, 0.5, 1.5)
+    return table
+
+
+def test_they_are_added_to_the_first_rows() -> None:
+    table = build()
+    with_rows, train = table.dense_matrix(), super(TTEmbeddingBag.__mro__[1], table).dense_matrix()
+    one, other = table.hot_blocks()
+    assert (one.first, other.first, table.num_hot_rows) == (0, 4, 24)
+    of_block = other.core_0[0, :, 0] * other.rank_1 @ other.core_1[:, 0, :, 0]
+    torch.testing.assert_close(with_rows[4:24] - train[4:24], of_block, rtol=0, atol=1e-5)
+    assert torch.equal(with_rows[24:], train[24:])
+    ids, offsets = torch.tensor([0, 3, 4, 23, 24, 99]), torch.tensor([0, 2, 5])
+    torch.testing.assert_close(table(ids, offsets), F.embedding_bag(ids, with_rows, offsets, mode="sum"))
+    torch.testing.assert_close(table.to_dense()(ids, offsets), table(ids, offsets))
+
+
+def test_a_table_starts_as_its_train_and_rows_learn_from_the_first_step() -> None:
+    table = TTEmbeddingBag(100, 12, tt_ranks=4, hot_rows=BLOCKS)
+    assert not table.hot_matrix().any()
+    table(torch.arange(100)[:, None]).square().sum().backward()
+    assert all(block.core_0.grad.abs().amax(dim=3).min() > 0 for block in table.hot_blocks())
+
+
+def test_tokens_and_the_scores_of_all_tokens() -> None:
+    for shape in (TTShape((10, 10), (4, 3), 4), TTShape((100,), (12,), ())):
+        embedding = TTEmbedding(100, 12, shape=shape, hot_rows=BLOCKS)
+        for block in embedding.hot_blocks():
+            nn.init.normal_(block.core_0)
+        dense, x = embedding.dense_matrix(), torch.randn(2, 5, 12)
+        torch.testing.assert_close(embedding(torch.tensor([[0, 9], [99, 5]])), dense[torch.tensor([[0, 9], [99, 5]])])
+        torch.testing.assert_close(embedding.logits(x), x @ dense.mT, rtol=1e-4, atol=1e-4)
+
+
+def test_a_dense_table_is_fitted_by_train_and_rows_together() -> None:
+    torch.manual_seed(0)
+    dense = nn.EmbeddingBag(200, 16, mode="sum")
+    with torch.no_grad():
+        dense.weight[:30] += 3 * torch.randn(30, 2) @ torch.randn(2, 16)
+
+    def error(**arguments: object) -> float:
+        table = TTEmbeddingBag.from_dense(dense, **arguments)  # type: ignore[arg-type]
+        return float((table.dense_matrix() - dense.weight).square().sum().detach())
+
+    assert error(tt_ranks=4, hot_rows=((30, 2),)) < 0.7 * error(tt_ranks=5)
+    assert error(tt_ranks=4, hot_rows=((200, 16),)) < 1e-6 * float(dense.weight.square().sum().detach())
+
+
+def test_truncation_narrows_blocks_and_their_optimizer_state() -> None:
+    table = build()
+    optimizer = torch.optim.Adagrad(table.parameters(), lr=0.1)
+    cr.update_in_backward_(table, optimizer)
+    ids = torch.arange(100)[:, None]
+    table(ids).square().sum().backward()
+    one, other = table.hot_blocks()
+    sums = optimizer.state[other.core_0]["sum"].clone()
+    expected = other.dense_matrix() - torch.outer(other.core_0[0, :, 0, 0], other.core_1[0, 0, :, 0]) * other.rank_1[0]
+    keep_ranks_([one, other], [[torch.zeros(3, dtype=torch.bool)], [torch.tensor([False, True])]], optimizer)
+    assert (one.shape.ranks, other.shape.ranks) == ((0,), (1,))
+    torch.testing.assert_close(other.dense_matrix(), expected, rtol=0, atol=1e-5)
+    assert torch.equal(optimizer.state[other.core_0]["sum"], sums[..., 1:])
+    before = other.core_0.detach().clone()
+    table(ids).square().sum().backward()  # also with a block of no columns
+    assert not torch.equal(other.core_0, before)
+    torch.testing.assert_close(table(ids), table.dense_matrix(), rtol=0, atol=1e-5)
+
+
+def test_a_state_dict_of_other_widths_is_taken_and_one_without_them_refused() -> None:
+    table, other = build(), TTEmbeddingBag(100, 12, tt_ranks=2, hot_rows=((4, 1), (20, 6)))
+    other.load_state_dict(table.state_dict())
+    assert torch.equal(other.dense_matrix(), table.dense_matrix())
+    assert [block.shape.ranks for block in other.hot_blocks()] == [(3,), (2,)]
+    with pytest.raises(RuntimeError, match=r"hot_rows\.0\.core_0"):
+        table.load_state_dict(TTEmbeddingBag(100, 12, tt_ranks=4).state_dict())
+    meta = TTEmbeddingBag(100, 12, tt_ranks=4, hot_rows=BLOCKS, device="meta")
+    assert all(parameter.is_meta for parameter in meta.parameters())
+    assert torch.equal(copy.deepcopy(table).dense_matrix(), table.dense_matrix())
+
+
+def test_one_budget_prices_columns_and_ranks() -> None:
+    """Ids below 40 have rows of their own that no train of low rank holds; the target is met to a hundredth."""
+    torch.manual_seed(1)
+    wanted: Tensor = 0.1 * torch.randn(1000, 16)
+    wanted[:40] += 3 * torch.randn(40, 16)
+    table = TTEmbeddingBag(1000, 16, tt_ranks=8, hot_rows=((40, 8), (200, 4)), std=0.1)
+    optimizer = torch.optim.Adam(table.parameters(), lr=0.03)
+    start = sum(parameter.numel() for parameter in table.parameters())
+    scheduler = RankScheduler(
+        table, optimizer, RankConfig(early_steps=40, late_steps=160, target_params=start // 2, gamma=0.0, threshold=0.0)
+    )
+    for _ in range(200):
+        ids = (1000 * torch.rand(256) ** 3).long()
+        loss = scheduler.loss((table(ids[:, None]) - wanted[ids]).square().mean())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+    held = sum(parameter.numel() for parameter in table.parameters())
+    assert 0.99 * (start // 2) <= held <= start // 2
+    hot, rare = table.hot_blocks()
+    assert hot.shape.ranks[0] > rare.shape.ranks[0]
+    assert set(scheduler.history[-1]["ranks"]) == {"", "hot_rows.0", "hot_rows.1"}
+
+
+def test_sizes_are_counted_once() -> None:
+    model = nn.Sequential(build())
+    report = cr.compression_report(model)
+    assert report.total("dense_params") == 1200
+    assert report.total("params") == sum(parameter.numel() for parameter in model.parameters())
+    assert {layer.kind for layer in report.layers} == {"table"}
+    assert sum(isinstance(module, HotRows) for _, module in named_tt_modules(model)) == 2
+
+
+@pytest.mark.parametrize("budget", [0, 100, 5_000, 80_000, 10**7])
+def test_staircases_fill_their_budget_and_narrow_with_frequency(budget: int) -> None:
+    found = staircases([100_000, 3000, 50], 16, budget)
+    assert sum(blocks_params(blocks, 16) for blocks in found) <= budget
+    for rows, blocks in zip([100_000, 3000, 50], found, strict=True):
+        assert sum(count for count, _ in blocks) <= rows
+        widths = [width for _, width in blocks]
+        assert widths == sorted(widths, reverse=True)
+    if budget >= 5_000:
+        assert sum(blocks_params(blocks, 16) for blocks in found) > 0.8 * min(budget, 1.6e6)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        (((50, 2), (51, 1)), "are more rows than the 100 of the table: give fewer"),
+        (((0, 2),), "rows_of_a_hot_block is 0"),
+        (((5, 0),), "width_of_a_hot_block is 0"),
+    ],
+)
+def test_blocks_that_do_not_fit_are_refused(blocks: tuple[tuple[int, int], ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TTEmbeddingBag(100, 12, hot_rows=blocks)
+    with pytest.raises(ValueError, match=f"table 't': .*{message}"):
+        cr.TTEmbeddingBagConfig(name="t", num_embeddings=100, embedding_dim=12, tt_ranks=2, hot_rows=blocks)
+
+
+def test_a_dense_table_takes_no_hot_rows() -> None:
+    with pytest.raises(ValueError, match="which are added to a tensor train: give tt_ranks or shape"):
+        cr.TTEmbeddingBagConfig(name="t", num_embeddings=100, embedding_dim=12, hot_rows=((4, 2),))
