@@ -153,6 +153,7 @@ class RowWise(Part):
                 num_embeddings=shards[config.name].num_embeddings,
                 shape=shards[config.name].shape,
                 tt_ranks=None,
+                hot_rows=(),  # those of the whole table, of which shards have replicas
                 pooling=PoolingType.SUM,  # means are divided when they are whole
             )
             for config in configs
