@@ -7,7 +7,7 @@ model are the same for all. Every method tries every learning rate of its tables
 on the validation split takes the other seeds. One row a run: NE on the test split; that on the validation split, AUC, logloss and
 bytes are in `counted`.
 
-    TT + rows, adaptive
+    TT + rows adaptive
                     starts at one and a half times the budget, shrinks to it likewise: columns of rows and ranks of trains alike
     TT adaptive     starts at twice the budget, shrinks to it exactly between 10 % and 50 % of the steps, ranks scored by Taylor
     TT SVD          trained dense for half of the steps, then TT-SVD within the budget, ranks spread over tables, errors weighted by
@@ -37,7 +37,7 @@ from comera_rec import RankConfig, RankScheduler, fit_tables_, rank_param_groups
 from comera_rec.training.metrics import BinaryMetrics
 
 BUDGETS = (10, 50, 100, 200, 500)
-TRAINS = ("TT + rows", "TT + rows, adaptive", "TT fixed", "TT adaptive", "TT SVD")
+TRAINS = ("TT + rows", "TT + rows adaptive", "TT fixed", "TT adaptive", "TT SVD")
 METHODS = ("dense", *TRAINS, "hashing", "QR", "low rank", "mixed dim", "pruning")
 SEEDS = 3
 RATES = (0.003, 0.01, 0.03)
@@ -49,7 +49,7 @@ SCORES = {
     "TT adaptive": "taylor",
     "TT adaptive norm": "norm",
     "TT adaptive magnitude": "magnitude",
-    "TT + rows, adaptive": "taylor",
+    "TT + rows adaptive": "taylor",
 }
 
 
@@ -269,11 +269,14 @@ def run(settings: Settings) -> Iterator[list[Row]]:
 
 
 def _plan(task: Task, settings: Settings) -> list[tuple[str, float, int, float | None, int]]:
-    """(method, compression, steps, learning rate or None for the best one, seed)."""
+    """(method, compression, steps, learning rate or None for the best one, seed); `only` may name methods, `|` between them."""
     cases = [(method, compression, task.steps) for compression in BUDGETS for method in METHODS]
     cases = [case for case in cases if case[0] != "dense" or case[1] == BUDGETS[0]]
     scores = [(method, 50, task.steps) for method in SCORES if method not in METHODS]
     twice = [(method, TWICE[0], 2 * task.steps) for method in TWICE[1]]
+    if "method" in settings.only:
+        wanted = settings.only["method"].split("|")
+        cases, scores, twice = ([case for case in some if case[0] in wanted] for some in (cases, scores, twice))
     if settings.quick:
         cases, scores, twice = [case for case in cases if case[1] == BUDGETS[0]], [], []
     first = settings.seed

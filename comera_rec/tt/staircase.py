@@ -9,7 +9,7 @@ Blocks = tuple[tuple[int, int], ...]
 Shares = list[tuple[int, float]]
 """(rows, share of a table's lookups that one of them has) of blocks."""
 _FIRST = 64  # rows of the first block
-_MOST = 6  # blocks of a table: a step of training pays for each
+_MOST = 4  # blocks of a table: a step of training pays for each
 _EXPONENT = 1.05
 _POWER = 0.5
 
@@ -31,7 +31,7 @@ def staircases(num_embeddings: Sequence[int], embedding_dim: int, budget_params:
 
     Example:
         >>> staircases([100_000], 16, 12_000)
-        [((64, 16), (64, 8), (128, 6), (256, 4), (1536, 2), (4971, 1))]
+        [((64, 16), (192, 8), (768, 4), (5875, 1))]
     """
     growths = [2] * len(num_embeddings)
     while True:

@@ -57,7 +57,7 @@ def test_methods_stay_within_the_budget(method: str, compression: int, task: qua
     assert len(embeddings.large) == sum(len(count) >= MIN_ROWS for count in task.data.counts) == 2
 
 
-@pytest.mark.parametrize("method", ["TT adaptive", "TT + rows, adaptive", "TT SVD", "pruning"])
+@pytest.mark.parametrize("method", ["TT adaptive", "TT + rows adaptive", "TT SVD", "pruning"])
 def test_methods_that_shrink_while_training_end_within_the_budget(method: str, task: quality.Task) -> None:
     found = quality.train(task, method, 10, 0.01, 0, 20)
     budget = found["dense_bytes"] / 10

@@ -153,9 +153,49 @@ def test_compression_is_that_of_the_whole_collection(compression: float) -> None
     assert compression <= reached <= 1.35 * compression
 
 
+@pytest.mark.parametrize("hot_rows", [0, 0.3, 0.8, "auto"])
+def test_hot_rows_share_the_trains_bytes(hot_rows: float | str) -> None:
+    """Ranks leave something over, which goes to rows, so the whole is filled."""
+    config = TTEmbeddingConfig(compression=5, min_rows=100, hot_rows=hot_rows)  # type: ignore[arg-type]
+    swapped = swap_embedding_bag_collections_(collection(), config)
+    budget = sum(LIMITS.values()) * 16 / 5
+    assert sum(parameter.numel() for parameter in swapped.parameters()) <= budget
+    of_rows = sum(p.numel() for name, p in swapped.named_parameters() if ".hot_rows." in name)
+    of_trains = sum(p.numel() for name, p in swapped.named_parameters() if "tt_bags." in name)
+    share = 0.8 if hot_rows == "auto" else hot_rows
+    assert of_rows >= 0.9 * share * of_trains  # type: ignore[operator]
+    assert (of_rows > 0) == (hot_rows != 0)
+
+
+def test_hot_rows_beside_ranks_that_are_given() -> None:
+    swapped = swap_embedding_bag_collections_(collection(), TTEmbeddingConfig(tt_ranks=2, min_rows=100, hot_rows=0.5))
+    of_rows = sum(p.numel() for name, p in swapped.named_parameters() if ".hot_rows." in name)
+    of_trains = sum(p.numel() for name, p in swapped.named_parameters() if "tt_bags." in name)
+    assert 0.35 * of_trains <= of_rows <= 0.5 * of_trains
+
+
+def test_where_trains_do_not_fit_beside_rows_auto_gives_rows_less() -> None:
+    reached = {
+        hot_rows: [c for c in range(5, 100) if _fits(TTEmbeddingConfig(compression=c, min_rows=100, hot_rows=hot_rows))]
+        for hot_rows in (0, 0.8, "auto")
+    }
+    assert reached["auto"] == reached[0]
+    assert len(reached[0.8]) < len(reached[0])
+
+
+def _fits(config: TTEmbeddingConfig) -> bool:
+    try:
+        config.table_configs(collection().embedding_bag_configs())
+    except ValueError:
+        return False
+    return True
+
+
 def test_a_compression_out_of_reach_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"compression 5000 can't be reached: .* lower min_rows or compression"):
         swap_embedding_bag_collections_(collection(), TTEmbeddingConfig(compression=5000, min_rows=100))
+    with pytest.raises(ValueError, match=r"the others at rank 1 beside hot_rows 0.9 are larger"):
+        swap_embedding_bag_collections_(collection(), TTEmbeddingConfig(compression=5000, min_rows=100, hot_rows=0.9))
 
 
 def test_order_and_ranks_are_taken() -> None:
@@ -185,6 +225,8 @@ def test_nothing_matched_is_an_error(model: nn.Module) -> None:
     [
         ({"tt_ranks": 4, "compression": 10}, "tt_ranks 4 and compression 10 are both given: give one of them"),
         ({"compression": 0.5}, "compression is 0.5: give a number above 1"),
+        ({"hot_rows": 1}, "hot_rows is 1: give 'auto', or a share of the parameters from 0 to below 1"),
+        ({"hot_rows": "many"}, "hot_rows is 'many': give 'auto', or a share"),
     ],
 )
 def test_configs_name_what_is_wrong(arguments: dict, message: str) -> None:
