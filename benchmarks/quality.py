@@ -230,12 +230,14 @@ def tasks(settings: Settings) -> list[Task]:
         # The first rate was the worst of all for every method at 10x and 50x.
         found = [Task(data=Synth(1_000_000, 1.0), dim=16, batch=2048, steps=390, rates=RATES[1:])]
     if settings.data:
+        feedback = ImplicitFeedback.read(settings.data)
+        epoch = 2 * int(feedback.counts[0].sum()) // 2048
         found.append(
             Task(
-                data=ImplicitFeedback.read(settings.data),
+                data=feedback,
                 dim=32,
                 batch=2048,
-                steps=20 if settings.quick else 2000,
+                steps=20 if settings.quick else min(2000, 3 * epoch),  # from then on all methods know the training pairs too well
                 rates=RATES[:1] if settings.quick else RATES,
             )
         )
