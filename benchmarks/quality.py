@@ -31,14 +31,14 @@ from tqdm import tqdm
 from benchmarks.environment import describe
 from benchmarks.measure import Settings
 from benchmarks.quality_data import DataSet, ImplicitFeedback, Rows, Synth
-from benchmarks.quality_tables import MIN_ROWS, DoesNotFit, Embeddings, Train, tt_tables
+from benchmarks.quality_tables import MIN_ROWS, PER_TABLE, DoesNotFit, Embeddings, Train, tt_tables
 from benchmarks.rows import Row
 from comera_rec import RankConfig, RankScheduler, fit_tables_, rank_param_groups
 from comera_rec.training.metrics import BinaryMetrics
 
 BUDGETS = (10, 50, 100, 200, 500)
 TRAINS = ("TT + rows", "TT + rows adaptive", "TT fixed", "TT adaptive", "TT SVD")
-METHODS = ("dense", *TRAINS, "hashing", "QR", "low rank", "mixed dim", "pruning")
+METHODS = ("dense", *TRAINS, *PER_TABLE, "pruning")
 SEEDS = 3
 RATES = (0.003, 0.01, 0.03)
 LR_HEAD = 0.002

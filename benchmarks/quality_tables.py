@@ -5,7 +5,13 @@ B batch, F fields, M rows and N columns of a table; budget: parameters, or bytes
 Every method keeps the tables below `MIN_ROWS` rows dense and shrinks the others together by the same factor.
 
     hashing     M' < M rows; the id's hash picks one. Weinberger et al., arXiv 0902.2206
+    two hashes  the sum of two rows of one table, picked by two hashes. Serra and Karatzoglou, arXiv 1706.03993
+    ROBE        one array for a table; each quarter of a row starts at a hashed place of it. Desai et al., arXiv 2108.02191
+    DHE         64 hashes of the id, as numbers, through an MLP with one hidden layer. Kang et al., arXiv 2010.10784
+    CAFE        rows of their own for the most frequent ids, on seven tenths of the bytes, and hashing for the others, as Zhang et al.
+                do, arXiv 2312.03256; with the frequencies known from the start, where the paper has a sketch of them
     QR          a row of ceil(M/b) times, element by element, a row of b: id // b and id % b. Shi et al., arXiv 1909.02107
+    QR in parts as many digits of the id, with a table each, as fit, at least three
     low rank    [M, k] times [k, N]
     mixed dim   blocks of ids by frequency f, of dims ~ f^0.2 to f^0.5 (what fills the budget best) and a projection each; the
                 rarest may share one vector (dim 0). Ginart et al., arXiv 1909.11810
@@ -58,6 +64,97 @@ class Hashed(Dense):
     def forward(self, ids: Tensor) -> Tensor:
         # Fibonacci hashing, 31 bits: neighbouring ids are spread.
         return super().forward((ids * 2_654_435_769 % (1 << 32) >> 1) % len(self.weight))
+
+
+def _hash(ids: Tensor, seed: int) -> Tensor:
+    """31 bits: multiplication, folding and multiplication again (as MurmurHash3 ends)."""
+    keys = (ids + seed * 7_919) * 2_246_822_519 % (1 << 32)
+    return (keys ^ keys >> 15) * 3_266_489_917 % (1 << 32) >> 1
+
+
+class TwoHashes(Dense):
+    """Sums of two rows."""
+
+    def __init__(self, counts: Tensor, dim: int, budget: int) -> None:
+        if budget < dim:
+            raise DoesNotFit
+        super().__init__(budget // dim, dim)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = len(self.weight)
+        return super().forward(_hash(ids, 1) % rows) + super().forward(_hash(ids, 2) % rows)
+
+
+class Robe(nn.Module):
+    """Parts of rows in one array."""
+
+    def __init__(self, counts: Tensor, dim: int, budget: int) -> None:
+        super().__init__()
+        self.part = dim // 4
+        if budget < self.part:
+            raise DoesNotFit
+        self.array = nn.Parameter(STD * torch.randn(budget))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        starts = torch.stack([_hash(ids, part) for part in range(4)], dim=1)[:, :, None]
+        return self.array[(starts + torch.arange(self.part)) % len(self.array)].flatten(1)
+
+
+class DeepHash(nn.Module):
+    """No rows at all: an MLP over hashes."""
+
+    hashes = 64
+
+    def __init__(self, counts: Tensor, dim: int, budget: int) -> None:
+        super().__init__()
+        hidden = (budget - dim) // (self.hashes + 1 + dim)
+        if hidden < 1:
+            raise DoesNotFit
+        self.mlp = nn.Sequential(nn.Linear(self.hashes, hidden), nn.Mish(), nn.Linear(hidden, dim))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        codes = torch.stack([_hash(ids, k) for k in range(self.hashes)], dim=1)
+        rows: Tensor = self.mlp(codes / 2**30 - 1)
+        return rows
+
+
+class HotAndHashed(nn.Module):
+    """Rows for some, a hash for the rest."""
+
+    def __init__(self, counts: Tensor, dim: int, budget: int) -> None:
+        super().__init__()
+        self.rows = min(int(0.7 * budget) // dim, len(counts))
+        if budget // dim <= self.rows:
+            raise DoesNotFit
+        self.table = Dense(budget // dim, dim)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        shared = self.rows + _hash(ids, 1) % (len(self.table.weight) - self.rows)
+        rows: Tensor = self.table(torch.where(ids < self.rows, ids, shared))
+        return rows
+
+
+class Digits(nn.Module):
+    """A small table for each digit of the id, multiplied."""
+
+    def __init__(self, counts: Tensor, dim: int, budget: int) -> None:
+        super().__init__()
+        fitting = [k for k in range(3, 9) if k * self._base(len(counts), k) * dim <= budget]
+        if not fitting:
+            raise DoesNotFit
+        self.base = self._base(len(counts), fitting[0])
+        self.tables = nn.ParameterList(nn.Parameter(STD * torch.randn(self.base, dim) + (part > 0)) for part in range(fitting[0]))
+
+    @staticmethod
+    def _base(rows: int, parts: int) -> int:
+        return next(base for base in range(2, rows + 2) if base**parts >= rows)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = F.embedding(ids % self.base, self.tables[0])
+        for table in list(self.tables)[1:]:
+            ids = ids // self.base
+            rows = rows * F.embedding(ids % self.base, table)
+        return rows
 
 
 class QuotientRemainder(nn.Module):
@@ -223,6 +320,11 @@ def tt_tables(
 
 PER_TABLE: dict[str, Callable[[Tensor, int, int], Any]] = {
     "hashing": Hashed,
+    "two hashes": TwoHashes,
+    "ROBE": Robe,
+    "DHE": DeepHash,
+    "CAFE": HotAndHashed,
+    "QR in parts": Digits,
     "QR": QuotientRemainder,
     "low rank": LowRank,
     "mixed dim": MixedDimension,
