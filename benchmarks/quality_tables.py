@@ -8,8 +8,8 @@ Every method keeps the tables below `MIN_ROWS` rows dense and shrinks the others
     two hashes  the sum of two rows of one table, picked by two hashes. Serra and Karatzoglou, arXiv 1706.03993
     ROBE        one array for a table; each quarter of a row starts at a hashed place of it. Desai et al., arXiv 2108.02191
     DHE         64 hashes of the id, as numbers, through an MLP with one hidden layer. Kang et al., arXiv 2010.10784
-    CAFE        rows of their own for the most frequent ids, on seven tenths of the bytes, and hashing for the others, as Zhang et al.
-                do, arXiv 2312.03256; with the frequencies known from the start, where the paper has a sketch of them
+    CAFE        rows of their own for the most frequent ids, on seven tenths of the bytes, and hashing for the others. Zhang et al.,
+                arXiv 2312.03256; with the frequencies known from the start, where the paper has a sketch of them
     QR          a row of ceil(M/b) times, element by element, a row of b: id // b and id % b. Shi et al., arXiv 1909.02107
     QR in parts as many digits of the id, with a table each, as fit, at least three
     low rank    [M, k] times [k, N]

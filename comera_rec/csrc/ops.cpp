@@ -25,19 +25,28 @@ using torch::stable::Tensor;
 constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
 
 template <class... Words>
-void require(bool is_met, const Words&... words) {
-  if (is_met) return;
+[[noreturn, gnu::noinline, gnu::cold]] void refuse(const Words&... words) {
   std::ostringstream message;
   (message << ... << words);
   throw std::invalid_argument(message.str());
 }
 
-std::string shape_of(const Tensor& tensor) {
-  std::ostringstream text;
-  text << '(';
-  for (int64_t k = 0; k < tensor.dim(); ++k) text << (k ? ", " : "") << tensor.size(k);
-  text << ')';
-  return text.str();
+template <class... Words>
+inline void require(bool is_met, const Words&... words) {
+  if (!is_met) refuse(words...);
+}
+
+// A tensor's shape in a message; written only if there is one.
+struct Shape {
+  const Tensor& tensor;
+};
+
+Shape shape_of(const Tensor& tensor) { return {tensor}; }
+
+std::ostream& operator<<(std::ostream& out, const Shape& shape) {
+  out << '(';
+  for (int64_t k = 0; k < shape.tensor.dim(); ++k) out << (k ? ", " : "") << shape.tensor.size(k);
+  return out << ')';
 }
 
 void require_plain(const Tensor& tensor, const char* name, ScalarType type, const char* type_name) {

@@ -14,12 +14,10 @@ _LEADING, _TRAILING = (1, 0, 3, 2), (1, 3, 0, 2)
 
 def slice_major(core: Tensor, k: int, order: int) -> Tensor:
     """The k-th of `order` cores, slice after slice: itself, if it lies like that already."""
-    r0, m, n, r1 = core.shape
+    r0, _, n, r1 = core.shape
     is_leading = k < (order + 1) // 2
     # What is so mostly, and seen quickest; where sizes are 1, other strides are as good.
     if core.stride() == ((n * r1, r0 * n * r1, 1, n) if is_leading else (n, r0 * n * r1, 1, r0 * n)):
-        return core
-    if (r0 == n == 1 if is_leading else m == r1 == 1) and core.is_contiguous():  # of hot rows
         return core
     if is_slice_major(core, k, order):
         return core

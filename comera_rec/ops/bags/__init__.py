@@ -91,7 +91,8 @@ def tt_bags(
     if not diagonals and any(table.hot for table in of_tables):
         diagonals = [core.new_ones(core.shape[3]) for table in of_tables for core in table.cores[:-1]]
     for block in (block for table in of_tables for block in table.hot):
-        cores += [slice_major(core, k, 2) for k, core in enumerate(block[:2])]
+        # Contiguous ones lie slice after slice, as their other sizes are 1; a step should not pay for more than that question.
+        cores += [core if core.is_contiguous() else slice_major(core, k, 2) for k, core in enumerate(block[:2])]
         diagonals.append(block.diagonal.contiguous())
     hot = (
         [number for table in of_tables for number in (len(table.hot), table.first)] if any(table.hot for table in of_tables) else []

@@ -72,13 +72,9 @@ class Updates:
         ]
         steps = [0] * len(of_parameters)
         if self._kind.states:
-            for state in of_parameters:
-                if "step" not in state:
-                    state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
-            counts = [state["step"] for state in of_parameters]
-            torch._foreach_add_(counts, 1)
+            counts = _count(of_parameters)
             if any(_needs_step(optimizer.param_groups[number]) for optimizer, number in set(self._optimizers)):
-                steps = [int(count) for count in counts]
+                steps = [int(count) for count in counts.tolist()]
         known: dict[tuple[Optimizer, int, int], list[float]] = {}  # mostly one for all
         for parameter, state, of_parameter, step in zip(self._parameters, of_parameters, self._optimizers, steps, strict=True):
             key = (*of_parameter, step)
@@ -103,6 +99,18 @@ class Updates:
             state[name] = torch.empty_like(parameter, memory_format=torch.preserve_format).copy_(kept)
         found: Tensor = state[name]
         return found
+
+
+def _count(states: Sequence[dict[str, Any]]) -> Tensor:
+    """Count a step of each parameter; their counts, [parameters], of which the states hold views: one addition does for all."""
+    counts: list[Tensor | None] = [state.get("step") for state in states]
+    base = None if counts[0] is None else counts[0]._base
+    if base is None or len(base) != len(counts) or any(count is None or count._base is not base for count in counts):
+        zero = torch.zeros((), dtype=torch.float32, device="cpu")
+        base = torch.stack([zero if count is None else count.float() for count in counts])
+        for k, state in enumerate(states):
+            state["step"] = base[k]
+    return base.add_(1)
 
 
 def _needs_step(group: dict[str, Any]) -> bool:
