@@ -20,12 +20,13 @@ class HotRows(TTModule):
     modes (rows, 1) x (1, N) and rank k, so ranks are scored, priced and truncated here as anywhere else: a block grows narrower.
     Blocks whose k falls with frequency are mixed dimension embeddings (Ginart et al., arXiv 1909.11810) beside the train.
 
-    A starts at zero and P with orthogonal-like rows, so that a table starts as its train and each row of A finds its own way.
+    A starts at zero and P as Gaussians of variance 1/k: a table starts as its train, and each row of A goes its own way from there.
 
     Args:
         first: id of the block's first row.
         num_rows, num_cols: rows of the block, columns N of the table.
         width: k; no more is taken than N, or than there are rows.
+        std: standard deviation of the table's entries, for columns that are added to a block which has none.
     """
 
     core_1: nn.Parameter
@@ -38,11 +39,12 @@ class HotRows(TTModule):
         num_cols: int,
         width: int,
         *,
+        std: float = 1.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         shape = TTShape((num_rows, 1), (1, num_cols), width)
-        super().__init__(num_rows, num_cols, shape, 0.0, device=device, dtype=dtype)
+        super().__init__(num_rows, num_cols, shape, std, device=device, dtype=dtype)
         self.first = first
         self.reset_parameters()
 

@@ -63,7 +63,7 @@ class TTTable(TTModule):
         self.hot_rows = nn.ModuleList()
         self.reset_parameters()
         for rows, width in hot_rows:
-            self.hot_rows.append(HotRows(self.num_hot_rows, rows, embedding_dim, width, device=device, dtype=dtype))
+            self.hot_rows.append(HotRows(self.num_hot_rows, rows, embedding_dim, width, std=std, device=device, dtype=dtype))
 
     def reset_parameters(self) -> None:
         """Draw the train's cores anew, with `std`, and start hot rows at zero."""

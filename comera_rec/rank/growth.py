@@ -65,7 +65,8 @@ def _grow_(module: TTModule, ranks: tuple[int, ...], optimizer: Optimizer | None
     before, shape = module.shape, module.shape.with_ranks(ranks)
     initial = (module.std**2 / math.prod(ranks)) ** (1 / (2 * shape.order))  # as `init_cores_`
     for k, (core, size, old_b) in enumerate(zip(module.cores(), shape.core_shapes, before.bonds[1:], strict=True)):
-        spread = float(core.detach().square().mean().sqrt()) if core.numel() else initial
+        spread = float(core.detach().square().mean().sqrt()) if core.numel() else 0.0
+        spread = spread or initial
         grown = partial(_padded, size=size, old_b=old_b, spread=spread)
         replace_parameter_(core, lambda tensor, key, k=k, grown=grown: module.laid_out(k, grown(tensor, key=key)), optimizer)
     for rank, length in zip(module.rank_parameters(), ranks, strict=True):

@@ -90,6 +90,21 @@ def test_truncation_narrows_blocks_and_their_optimizer_state() -> None:
     torch.testing.assert_close(table(ids), table.dense_matrix(), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_columns_are_added_without_a_change_of_the_rows(is_gone: bool) -> None:
+    table = TTEmbeddingBag(100, 12, tt_ranks=4, hot_rows=BLOCKS)  # whose A is zero
+    if is_gone:
+        keep_ranks_(list(table.hot_blocks()), [[torch.zeros(3, dtype=torch.bool)], [torch.zeros(2, dtype=torch.bool)]])
+    before = table.dense_matrix().detach()
+    cr.grow_ranks_(table, {"hot_rows.0": (4,), "hot_rows.1": (5,)})
+    assert [block.shape.ranks for block in table.hot_blocks()] == [(4,), (5,)]
+    assert torch.equal(table.dense_matrix(), before)
+    table(torch.arange(100)[:, None]).square().sum().backward()
+    for block in table.hot_blocks():
+        of_new = [block.core_0.grad[..., -1].abs().sum(), block.core_1.grad[-1].abs().sum()]
+        assert max(of_new) > 0, "they can learn"
+
+
 def test_a_state_dict_of_other_widths_is_taken_and_one_without_them_refused() -> None:
     table, other = build(), TTEmbeddingBag(100, 12, tt_ranks=2, hot_rows=((4, 1), (20, 6)))
     other.load_state_dict(table.state_dict())
