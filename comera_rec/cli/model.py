@@ -11,10 +11,10 @@ import click
 import torch
 import torch.distributed as dist
 
-from comera_rec.convert import compression_report, export_dense
+from comera_rec.convert import TTEmbeddingConfig, compress_state, compression_report, export_dense, read_state, row_importance
 from comera_rec.training.batches import ParquetBatches
 from comera_rec.training.compress import compress_run
-from comera_rec.training.config import load_config
+from comera_rec.training.config import load_config, parse_overrides
 from comera_rec.training.report import summary_table, write_report, write_summary
 from comera_rec.training.trainer import Diverged, Interrupted, Schema, Trainer, load_run
 from comera_rec.training.trainer import evaluate as evaluate_model
@@ -95,26 +95,58 @@ def evaluate(run: str, data: str, split: str, batch_size: int) -> None:
 
 
 @click.command()
-@click.option("--checkpoint", "run", required=True, type=click.Path(), metavar="DENSE", help="Folder of a trained dense run.")
+@click.option("--checkpoint", "run", type=click.Path(), metavar="DENSE", help="Folder of a trained dense run.")
+@click.option("--config", "config_path", type=click.Path(exists=True, dir_okay=False), help="The compressed run's TOML.")
 @click.option(
-    "--config", "config_path", required=True, type=click.Path(exists=True, dir_okay=False), help="The compressed run's TOML."
+    "--state", type=click.Path(path_type=Path), help="Instead of a run any TorchRec model's state dict: a file or a folder."
 )
-@click.option("--output", required=True, metavar="RUN", help="Folder of the compressed run.")
+@click.option("--optimizer", type=click.Path(path_type=Path), help="With --state: its optimizer's, for what rows are worth.")
+@click.option("--output", required=True, metavar="RUN", help="Folder of the compressed run; with --state a file.")
 @click.argument("overrides", nargs=-1, metavar="[section.key=value ...]")
-def compress(run: str, config_path: str, output: str, overrides: tuple[str, ...]) -> None:
-    """Start a compressed run from a trained dense one, by TT-SVD.
+def compress(
+    run: str | None, config_path: str | None, state: Path | None, optimizer: Path | None, output: str, overrides: tuple[str, ...]
+) -> None:
+    """Compress what is trained, by TT-SVD.
 
-    Large tables together take what tables.compression allows, ranks spread over them by their singular values; `comera train` with
-    the same config and output then fine-tunes.
+    Large tables together take what tables.compression allows, ranks and hot rows spread over them by what they save of the error,
+    which counts for each row what its squared gradients add up to.
+
+    --checkpoint starts a compressed run from a dense one; `comera train` with the same config and output then fine-tunes.
+    --state takes any TorchRec model's state dict, from torch.save or torch.distributed.checkpoint, and writes that of the model
+    after `swap_embedding_bag_collections_` with the same tables.*; set tables.hot_rows only where ids are ordered by frequency.
 
     \b
     Example:
       comera compress --checkpoint runs/dense --config examples/demo.toml --output runs/small tables.compression=50
       comera train --config examples/demo.toml output=runs/small tables.compression=50
+      comera compress --state model.pt --optimizer optimizer.pt --output small.pt tables.compression=50
     """
+    if (run is None) == (state is None) or (run is None) != (config_path is None) or (optimizer and not state):
+        raise click.UsageError("give --checkpoint and --config, or --state with or without --optimizer")
+    if state is not None:
+        _compress_state(state, optimizer, Path(output), overrides)
+        return
+    assert run is not None
+    assert config_path is not None
     trainer = compress_run(run, load_config(config_path, (*overrides, f"output={output}")))
     sizes = compression_report(trainer.model)
     click.echo(f"wrote {output}: {sizes.total('params'):,} parameters ({sizes.ratio:.1f}x smaller than dense)")
+
+
+def _compress_state(state: Path, optimizer: Path | None, output: Path, overrides: tuple[str, ...]) -> None:
+    if output.exists():
+        raise ValueError(f"{output} exists: give a new file")
+    config = parse_overrides(TTEmbeddingConfig, "tables", overrides)
+    dense = read_state(state)
+    importance = row_importance(read_state(optimizer)) if optimizer else None
+    if importance == {}:
+        raise ValueError(f"{optimizer} holds no sums of row-wise Adagrad (TABLE.momentum1): leave --optimizer out")
+    compressed = compress_state(dense, config, importance=importance)
+    partial = output.with_name(output.name + ".partial")
+    torch.save(compressed, partial)
+    partial.rename(output)
+    before, after = (sum(value.numel() for value in each.values()) for each in (dense, compressed))
+    click.echo(f"wrote {output}: {after:,} parameters ({before / after:.1f}x smaller)")
 
 
 @click.command()

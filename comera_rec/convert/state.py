@@ -1,0 +1,127 @@
+"""State dicts of TorchRec models, whoever trained them, to those of their compressed twins."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+from comera_rec.convert.budget import fit_tables_
+from comera_rec.convert.swap import TTEmbeddingConfig
+from comera_rec.nn import TTEmbeddingBag
+
+_TABLE = re.compile(r"(?P<collection>.*?)embedding_bags\.(?P<table>[^.]+)\.weight")
+
+
+def compress_state(
+    state: Mapping[str, Tensor], config: TTEmbeddingConfig, *, importance: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """The state dict of a model after `swap_embedding_bag_collections_`, its trains fitted to the tables of the model before.
+
+    All trains, and with `config.hot_rows` their blocks, share one budget, that of the shapes that `config` gives them; ranks and
+    widths go where they lower the weighted squared error most (`fit_tables_`). To use it, build the model, swap it with the same
+    config, and `load_state_dict`: modules take the ranks that they find.
+
+    Args:
+        state: names as EmbeddingBagCollections give them, `....embedding_bags.TABLE.weight`; everything else is kept as it is.
+        config: which tables, and how small.
+        importance: per table name [M], what errors of a row count; see `row_importance`. Default: all rows alike.
+
+    Raises:
+        ValueError: if there is no table, none as large as `config.min_rows`, or importance of another length than its table.
+    """
+    tables = {key: found for key in state if (found := _TABLE.fullmatch(key)) and state[key].dim() == 2}
+    if not tables:
+        raise ValueError("the state dict holds no table (....embedding_bags.TABLE.weight): give one of a TorchRec model")
+    compressed = {key: value for key, value in state.items() if key not in tables}
+    bags: dict[str, TTEmbeddingBag] = {}
+    for collection in dict.fromkeys(found["collection"] for found in tables.values()):
+        mine = {found["table"]: key for key, found in tables.items() if found["collection"] == collection}
+        dense = [
+            EmbeddingBagConfig(name=name, num_embeddings=len(state[key]), embedding_dim=state[key].shape[1], feature_names=[name])
+            for name, key in mine.items()
+        ]
+        for held in config.table_configs(dense):
+            key, rows, columns = mine[held.name], held.num_embeddings, held.embedding_dim
+            if held.is_tt:
+                bags[key] = TTEmbeddingBag(rows, columns, shape=held.tt_shape(), hot_rows=held.hot_rows, dtype=state[key].dtype)
+            else:
+                compressed[f"{collection}dense_bags.embedding_bags.{held.name}.weight"] = state[key]
+    if not bags:
+        raise ValueError(f"no table has {config.min_rows} rows: lower min_rows")
+    weights = [(importance or {}).get(tables[key]["table"]) for key in bags]
+    for key, of_rows in zip(bags, weights, strict=True):
+        if of_rows is not None and of_rows.shape != state[key].shape[:1]:
+            table, count = tables[key]["table"], len(state[key])
+            raise ValueError(f"importance of {table!r} has shape {tuple(of_rows.shape)}: give {count} numbers")
+    budget = sum(parameter.numel() for bag in bags.values() for parameter in bag.parameters())
+    fit_tables_(list(bags.values()), [state[key].detach() for key in bags], budget, weights)
+    for key, bag in bags.items():
+        prefix = f"{tables[key]['collection']}tt_bags.{tables[key]['table']}"
+        compressed |= {f"{prefix}.{name}": value.detach() for name, value in bag.state_dict().items()}
+    return compressed
+
+
+def row_importance(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What an optimizer knows of how much each row of a table matters: the sums of squared gradients of row-wise Adagrad.
+
+    Args:
+        state: an optimizer's state dict, as TorchRec's fused tables write it, sharded (`TABLE.momentum1` of
+            `....embedding_bags.TABLE.weight`) or not (`momentum_1`); nested, or with names joined by dots as a distributed
+            checkpoint holds it.
+
+    Returns:
+        [M] by table name; tables without such sums are left out.
+    """
+    found: dict[str, Tensor] = {}
+    for name, value in _flat(state):
+        table = re.search(r"(?:^|\.)([^.]+)\.weight\.(?:.*\.)?momentum_?1$", name)
+        if table and value.dim() == 1:
+            found[table[1]] = value
+    return found
+
+
+def read_state(path: str | Path) -> dict[str, Tensor]:
+    """The tensors of a state dict: a file that torch.save wrote (mapped, not read), or the folder of a distributed checkpoint.
+
+    Raises:
+        ValueError: for a path that is neither, or a file that holds more than tensors, numbers and strings.
+    """
+    path = Path(path)
+    if path.is_dir():
+        if not (path / ".metadata").exists():
+            raise ValueError(f"{path} holds no .metadata: give the folder that torch.distributed.checkpoint wrote")
+        reader = dcp.FileSystemReader(path)
+        kept = reader.read_metadata().state_dict_metadata
+        state = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for name, entry in kept.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        with warnings.catch_warnings(action="ignore"):  # that there is one process
+            dcp.load(state, storage_reader=reader, no_dist=True)
+        return state
+    if not path.exists():
+        raise ValueError(f"{path} does not exist: give a file that torch.save wrote, or the folder of a distributed checkpoint")
+    try:
+        loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # whatever unpickling raises
+        raise ValueError(f"{path} can't be read as a state dict: {str(error).splitlines()[0]}") from None
+    return dict(_flat(loaded))
+
+
+def _flat(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of nested mappings, names joined by dots."""
+    for name, value in state.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        elif isinstance(value, Tensor):
+            yield f"{prefix}{name}", value
