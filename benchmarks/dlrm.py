@@ -65,7 +65,8 @@ FORMS = {
         key="optimizer.lr_tables",
         rates=(0.0125, 0.025, 0.05),
     ),
-    "TT adaptive": Form(overrides=(), key="optimizer.lr_cores", rates=(0.003, 0.006, 0.01)),
+    "TT adaptive": Form(overrides=("tables.hot_rows=0",), key="optimizer.lr_cores", rates=(0.003, 0.006, 0.01)),
+    "TT + rows adaptive": Form(overrides=("tables.hot_rows=auto",), key="optimizer.lr_cores", rates=(0.003, 0.006, 0.01)),
 }
 SIZES = (
     Size(
@@ -113,15 +114,17 @@ def run(settings: Settings) -> Iterator[list[Row]]:
 
 
 def _plan(size: Size, settings: Settings) -> list[tuple[str, float | None, int]]:
-    """Form, rate and seed of each run; None for the best rate of those before."""
+    """Form, rate and seed of each run; None for the best rate of those before. `only` may name methods, `|` between them."""
+    wanted = settings.only.get("method", "|".join(FORMS)).split("|")
+    forms = {name: form for name, form in FORMS.items() if name in wanted}
     if not size.tuned:
         return [
-            (name, form.rates[len(form.rates) // 2], settings.seed + k) for k in range(size.seeds) for name, form in FORMS.items()
+            (name, form.rates[len(form.rates) // 2], settings.seed + k) for k in range(size.seeds) for name, form in forms.items()
         ]
     tried = None if size.seeds > 1 else 1
     plan: list[tuple[str, float | None, int]]
-    plan = [(name, rate, settings.seed) for name, form in FORMS.items() for rate in form.rates[:tried]]
-    return plan + [(name, None, settings.seed + k) for k in range(1, size.seeds) for name in FORMS]
+    plan = [(name, rate, settings.seed) for name, form in forms.items() for rate in form.rates[:tried]]
+    return plan + [(name, None, settings.seed + k) for k in range(1, size.seeds) for name in forms]
 
 
 def _prepare(folder: Path, size: Size) -> tuple[Path, dict[str, float]]:
