@@ -6,6 +6,7 @@ rows" four fifths to rows of the most frequent ids (`TTEmbeddingConfig(hot_rows=
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -58,7 +59,7 @@ def run(settings: Settings) -> Iterator[list[Row]]:
         upstream = torch.randn(case.batch, len(case.rows) * case.dim, device=settings.device)
         tables = {name: Tables(case, share, settings.device) for name, share in SHARES.items()}
         for name, held in tables.items():
-            require_agreement({"output": held.reference(batches[0]).double()}, {name: {"output": held(batches[0])}})
+            require_agreement(held.reference(batches[0], upstream), {name: held.shown(batches[0], upstream)})
         tell = partial(case_rows, "hot-rows", case, settings, environment, baselines=tuple(SHARES))
         counted = {name: {"params": float(held.params)} for name, held in tables.items()}
         for pass_ in ("forward", "step"):
@@ -78,7 +79,7 @@ class Tables(nn.Module):
         config = cr.TTEmbeddingConfig(compression=case.compression, order=2, min_rows=1, hot_rows=share)
         self.collection = cr.TTEmbeddingBagCollection(config.table_configs(dense), device=device)
         for block in (block for bag in self._bags for block in bag.hot_blocks()):
-            nn.init.normal_(block.core_0, std=bag_std(case))
+            nn.init.normal_(block.core_0, std=case.rows[0] ** -0.5)
         self.params = sum(parameter.numel() for parameter in self.parameters())
         self._optimizer = torch.optim.Adagrad(self.parameters(), lr=LR, eps=EPS, fused=True)
         cr.update_in_backward_(self, self._optimizer)
@@ -87,20 +88,25 @@ class Tables(nn.Module):
     def _bags(self) -> list[cr.TTEmbeddingBag]:
         return [self.collection.tt_bag(name) for name in self.collection.tt_bags]
 
-    def forward(self, batch: Batch) -> Tensor:
-        """[B, T * N]."""
-        values: Tensor = self.collection(batch.features).values().detach()
-        return values
+    def shown(self, batch: Batch, upstream: Tensor) -> dict[str, Tensor]:
+        """The output, and parameters after a step of a copy."""
+        twin = copy.deepcopy(self)
+        optimizer = torch.optim.Adagrad(twin.parameters(), lr=LR, eps=EPS)
+        cr.update_in_backward_(twin, optimizer)
+        output = twin.collection(batch.features).values()
+        output.backward(upstream)
+        optimizer.step()
+        return {"output": output.detach(), **{name: parameter.detach() for name, parameter in twin.named_parameters()}}
 
-    @torch.no_grad()
-    def reference(self, batch: Batch) -> Tensor:
-        """The same by definition."""
-        pooled = []
-        for bag, ids in zip(self._bags, batch.ids, strict=True):
-            bag.impl = "reference"
-            pooled.append(bag(ids, batch.offsets))
-            bag.impl = "auto"
-        return torch.cat(pooled, dim=1)
+    def reference(self, batch: Batch, upstream: Tensor) -> dict[str, Tensor]:
+        """The same by definition, in float64, with gradients of whole cores."""
+        twin = copy.deepcopy(self).double()
+        optimizer = torch.optim.Adagrad(twin.parameters(), lr=LR, eps=EPS)
+        pooled = [bag(ids, batch.offsets) for bag, ids in zip(twin._bags, batch.ids, strict=True)]
+        output = torch.cat(pooled, dim=1)
+        output.backward(upstream.double())
+        optimizer.step()
+        return {"output": output.detach(), **{name: parameter.detach() for name, parameter in twin.named_parameters()}}
 
     def call(self, pass_: str, batches: Sequence[Batch], upstream: Tensor, turn: int) -> None:
         """A "forward" pass; or a "step" of it, backward with the cores' update, and the optimizer's step for the rest."""
@@ -110,8 +116,3 @@ class Tables(nn.Module):
             values.backward(upstream)
             self._optimizer.step()
             self._optimizer.zero_grad()
-
-
-def bag_std(case: HotRowsCase) -> float:
-    """Of entries as TorchRec draws them."""
-    return float(case.rows[0]) ** -0.5

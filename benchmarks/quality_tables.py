@@ -11,7 +11,7 @@ Every method keeps the tables below `MIN_ROWS` rows dense and shrinks the others
     CAFE        rows of their own for the most frequent ids, on seven tenths of the bytes, and hashing for the others. Zhang et al.,
                 arXiv 2312.03256; with the frequencies known from the start, where the paper has a sketch of them
     QR          a row of ceil(M/b) times, element by element, a row of b: id // b and id % b. Shi et al., arXiv 1909.02107
-    QR in parts as many digits of the id, with a table each, as fit, at least three
+    QR in parts as few digits of the id, with a table each, as fit, at least three
     low rank    [M, k] times [k, N]
     mixed dim   blocks of ids by frequency f, of dims ~ f^0.2 to f^0.5 (what fills the budget best) and a projection each; the
                 rarest may share one vector (dim 0). Ginart et al., arXiv 1909.11810

@@ -19,7 +19,7 @@ COMMANDS = {
     "to-npy": ("comera_rec.cli.data", "Write a data set as torchrec's .npy files."),
     "train": ("comera_rec.cli.model", "Train a DLRM, dense or compressed, from a TOML config."),
     "evaluate": ("comera_rec.cli.model", "Print AUC, NE and logloss of a trained run as one JSON line."),
-    "compress": ("comera_rec.cli.model", "Start a compressed run from a trained dense one, by TT-SVD."),
+    "compress": ("comera_rec.cli.model", "Compress a trained dense run, or any TorchRec model's state dict, by TT-SVD."),
     "report": ("comera_rec.cli.model", "Compare runs on one self-contained HTML page."),
     "export": ("comera_rec.cli.model", "Write a trained run as a dense model without TT modules."),
 }

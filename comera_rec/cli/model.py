@@ -136,6 +136,8 @@ def compress(
 def _compress_state(state: Path, optimizer: Path | None, output: Path, overrides: tuple[str, ...]) -> None:
     if output.exists():
         raise ValueError(f"{output} exists: give a new file")
+    if not output.absolute().parent.is_dir():
+        raise ValueError(f"{output.parent} is no folder: make it, or give another output")
     config = parse_overrides(TTEmbeddingConfig, "tables", overrides)
     dense = read_state(state)
     importance = row_importance(read_state(optimizer)) if optimizer else None

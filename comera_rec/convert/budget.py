@@ -47,8 +47,7 @@ def fit_tables_(
         for fit in fits:
             fit.cut([[int(mask.sum()) for mask in next(masks)] for _ in fit.shapes])
     for fit in fits:
-        if has_hot_rows:
-            fit.solve()
+        fit.solve()
         fit.store_()
 
 
@@ -71,7 +70,9 @@ class _Fit:
         self.trains: list[list[Tensor]] = []  # cores of each
 
     def solve(self) -> None:
-        """Fit blocks to what the train leaves, then the train to what they leave; ranks stay."""
+        """Fit blocks to what the train leaves, then the train to what they leave; ranks stay. Without blocks once is enough."""
+        if self.trains and not self.spans:
+            return
         rest = self.hot
         if len(rest) and self.trains:
             rest = rest - first_rows(self.trains[0], self.table.shape.row_shape, len(rest), rest.shape[1])
@@ -99,6 +100,10 @@ class _Fit:
         """Keep so many ranks of each bond; singular values descend, so they are the leading ones."""
         self.shapes = [shape.with_ranks(of_shape) for shape, of_shape in zip(self.shapes, ranks, strict=True)]
         self.trains = [_cut(cores, shape.ranks) for cores, shape in zip(self.trains, self.shapes, strict=True)]
+        self.scores = [
+            [score[:rank] for score, rank in zip(scores, shape.ranks, strict=True)]
+            for scores, shape in zip(self.scores, self.shapes, strict=True)
+        ]
 
     def store_(self) -> None:
         """Give the table what was found."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,16 +32,24 @@ def compress_state(
     config, and `load_state_dict`: modules take the ranks that they find.
 
     Args:
-        state: names as EmbeddingBagCollections give them, `....embedding_bags.TABLE.weight`; everything else is kept as it is.
+        state: names as EmbeddingBagCollections give them, `....embedding_bags.TABLE.weight`; everything else is kept as it is, and
+            so are tables that share their memory with another tensor, which a swap leaves dense.
         config: which tables, and how small.
         importance: per table name [M], what errors of a row count; see `row_importance`. Default: all rows alike.
 
     Raises:
-        ValueError: if there is no table, none as large as `config.min_rows`, or importance of another length than its table.
+        ValueError: if there is no table, none as large as `config.min_rows`, or one of integers; if the model was swapped already;
+            if importance lacks a table, or has another length than it.
     """
     tables = {key: found for key in state if (found := _TABLE.fullmatch(key)) and state[key].dim() == 2}
     if not tables:
         raise ValueError("the state dict holds no table (....embedding_bags.TABLE.weight): give one of a TorchRec model")
+    for key, found in tables.items():
+        if found["collection"].endswith("dense_bags."):
+            raise ValueError(f"{key} is a dense table beside tensor trains: give the state dict of a model before it was swapped")
+        if not state[key].is_floating_point():
+            raise ValueError(f"{key} holds {state[key].dtype}: give a table of floating point numbers")
+    sharers = Counter(_address(value) for value in state.values())
     compressed = {key: value for key, value in state.items() if key not in tables}
     bags: dict[str, TTEmbeddingBag] = {}
     for collection in dict.fromkeys(found["collection"] for found in tables.values()):
@@ -49,14 +58,21 @@ def compress_state(
             EmbeddingBagConfig(name=name, num_embeddings=len(state[key]), embedding_dim=state[key].shape[1], feature_names=[name])
             for name, key in mine.items()
         ]
-        for held in config.table_configs(dense):
+        shared = [name for name, key in mine.items() if sharers[_address(state[key])] > 1]
+        configs = config.table_configs(dense, dense=shared)
+        # A collection without a large table is not swapped.
+        child = "dense_bags." if any(held.is_tt for held in configs) else ""
+        for held in configs:
             key, rows, columns = mine[held.name], held.num_embeddings, held.embedding_dim
             if held.is_tt:
                 bags[key] = TTEmbeddingBag(rows, columns, shape=held.tt_shape(), hot_rows=held.hot_rows, dtype=state[key].dtype)
             else:
-                compressed[f"{collection}dense_bags.embedding_bags.{held.name}.weight"] = state[key]
+                compressed[f"{collection}{child}embedding_bags.{held.name}.weight"] = state[key]
     if not bags:
         raise ValueError(f"no table has {config.min_rows} rows: lower min_rows")
+    names = {tables[key]["table"] for key in bags}
+    if importance is not None and (missing := sorted(names - importance.keys())):
+        raise ValueError(f"importance lacks {', '.join(missing)}: give it for all tables that are compressed, or for none")
     weights = [(importance or {}).get(tables[key]["table"]) for key in bags]
     for key, of_rows in zip(bags, weights, strict=True):
         if of_rows is not None and of_rows.shape != state[key].shape[:1]:
@@ -68,6 +84,11 @@ def compress_state(
         prefix = f"{tables[key]['collection']}tt_bags.{tables[key]['table']}"
         compressed |= {f"{prefix}.{name}": value.detach() for name, value in bag.state_dict().items()}
     return compressed
+
+
+def _address(value: Tensor) -> tuple[int, int]:
+    """The same for tensors that are one in memory."""
+    return value.data_ptr(), value.numel()
 
 
 def row_importance(state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -92,6 +113,9 @@ def row_importance(state: Mapping[str, Any]) -> dict[str, Tensor]:
 def read_state(path: str | Path) -> dict[str, Tensor]:
     """The tensors of a state dict: a file that torch.save wrote (mapped, not read), or the folder of a distributed checkpoint.
 
+    Of a file that holds more, such as {"model": ..., "epoch": 3}, the part with the tables is returned, under its own names. What
+    else is nested has its names joined by dots.
+
     Raises:
         ValueError: for a path that is neither, or a file that holds more than tensors, numbers and strings.
     """
@@ -115,7 +139,15 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
         loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # whatever unpickling raises
         raise ValueError(f"{path} can't be read as a state dict: {str(error).splitlines()[0]}") from None
-    return dict(_flat(loaded))
+    return dict(_flat(_of_tables(loaded) or loaded))
+
+
+def _of_tables(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The nested mapping that names tables."""
+    if any(isinstance(value, Tensor) and _TABLE.fullmatch(str(name)) for name, value in state.items()):
+        return state
+    nested = (_of_tables(value) for value in state.values() if isinstance(value, Mapping))
+    return next((found for found in nested if found is not None), None)
 
 
 def _flat(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -33,9 +33,10 @@ class TTEmbeddingConfig:
         order: number of cores, 2 to 4. Default 2; with `compression` the lowest order at which the rank reaches 8, or else the
             one with the largest rank.
         min_rows: tables with fewer rows stay dense.
-        hot_rows: share of the trains' parameters, 0 to below 1, that goes to rows of the most frequent ids, narrower the rarer
-            (`comera_rec.tt.staircases`); "auto" is 0.8, or less where trains would not fit beside them. Give it only where ids are
-            ordered by frequency, 0 the most frequent, as `comera preprocess` numbers them.
+        hot_rows: share of the parameters of tables held as tensor trains, 0 to below 1, that goes to rows of the most frequent ids,
+            narrower the rarer (`comera_rec.tt.staircases`); beside ranks that are given, such rows are added. "auto" is 0.8, or
+            less where ranks of 1 would not fit beside it, and 0 where ranks are given. Give it only where ids are ordered by
+            frequency, 0 the most frequent, as `comera preprocess` numbers them.
     """
 
     tt_ranks: int | tuple[int, ...] | None = None
@@ -65,7 +66,9 @@ class TTEmbeddingConfig:
             total = sum(table.num_embeddings * table.embedding_dim for table in tables)
             small = total - sum(table.num_embeddings * table.embedding_dim for table in large)
             budget = total / self.compression - small
-        shares = AUTO_SHARES if self.hot_rows == "auto" else (self.hot_rows,)
+        shares: Sequence[float] = (0,) if self.hot_rows == "auto" else (self.hot_rows,)
+        if self.hot_rows == "auto" and budget is not None:
+            shares = AUTO_SHARES
         for share in shares:
             hot, shapes = self._held(large, budget, share)
             if shapes is not None:

@@ -324,8 +324,10 @@ class HotRows {
     if (slice >= block_->rows.slices) return;
     prefetch_slice(block_->rows, slice);
     const Target& rows = sums[block_ - table_.hot].rows;
-    const void* state = rows.update != nullptr ? rows.update->first : nullptr;
-    if (state != nullptr) __builtin_prefetch(offset(const_cast<void*>(state), rows.core.number, slice * block_->width), 1);
+    if (rows.update == nullptr || rows.update->first == nullptr) return;
+    const bool is_row_wise = rows.update->kind == Update::Kind::row_wise_adagrad;
+    const Number number = is_row_wise ? Number::float32 : rows.core.number;
+    __builtin_prefetch(offset(rows.update->first, number, is_row_wise ? slice : slice * block_->width), 1);
   }
 
   void add_to(float* row) const {
@@ -334,6 +336,7 @@ class HotRows {
 
   // The gradient of the row on to the block's.
   void add_gradient(const float* gradient, const HotSums* sums) const {
+    if (block_->width == 0) return;  // every column is gone
     const HotSums& own = sums[block_ - table_.hot];
     float* of_projection = touch(own.projection, 0);
     std::memset(of_row_, 0, 4 * block_->width);

@@ -148,7 +148,7 @@ struct Arguments {
             " tables: give the number of blocks and the first row of each, or nothing");
     int64_t blocks = 0;
     for (size_t k = 0; k < hot.size(); ++k) {
-      require(hot[k] >= 0 && hot[k] <= kMost, "hot holds ", hot[k], ": give numbers of blocks and of first rows, from 0 on");
+      require(hot[k] >= 0 && (k % 2 == 1 || hot[k] <= kMost), "hot holds ", hot[k], ": give numbers of blocks and of first rows, from 0 on");
       if (k % 2 == 0) blocks += hot[k];
     }
     require(int64_t(cores.size()) == T * d + 2 * blocks, "cores holds ", cores.size(), " tensors, and the plan is for ", T,

@@ -350,7 +350,6 @@ class TableGradients {
     for (size_t b = 0; b < hot.rows.size(); ++b) {
       const Target &rows = targets[2 * b], &projection = targets[2 * b + 1];
       hot_.push_back({rows, projection, hot.diagonals[b], of_diagonals[b]});
-      std::fill_n(of_diagonals[b], rows.core.size, 0.0f);
       const int64_t bytes = rows.core.slices * rows.core.size * (rows.core.number == Number::float32 ? 4 : 2);
       if (rows.update == nullptr && bytes > 0) std::memset(rows.gradient, 0, size_t(bytes));
     }

@@ -21,8 +21,8 @@ struct Batch {
   int64_t num_tables = 0, order = 0, num_lookups = 0, num_cols = 0;
   std::vector<Core> cores;              // [T * d]
   std::vector<int> columns;             // [T * d] n_k
-  std::vector<int> ranks;               // [T * (d - 1)]
-  std::vector<const float*> diagonals;  // [T * (d - 1)]
+  std::vector<int> ranks;               // [T * (d - 1)], then the width of each hot block
+  std::vector<const float*> diagonals;  // [T * (d - 1)], then of each hot block
   std::vector<HotBlocks> hot;           // [T], or empty
   Plan plan{};
   const int64_t* offsets = nullptr;  // [bags + 1]

@@ -81,6 +81,7 @@ class TTEmbedding(TTTable):
         *,
         shape: TTShape | None = None,
         tt_ranks: int | Sequence[int] | None = None,
+        hot_rows: Sequence[tuple[int, int]] = (),
         rtol: float = 0.0,
     ) -> TTEmbedding:
         """The TT-SVD of a dense embedding, see `comera_rec.tt_svd`.
@@ -91,7 +92,8 @@ class TTEmbedding(TTTable):
         require_plain_rows(module)
         weight = module.weight.detach()
         std = float(weight.std(correction=0))
-        embedding = cls(*weight.shape, shape=shape, tt_ranks=tt_ranks, std=std, device=weight.device, dtype=weight.dtype)
+        held = {"shape": shape, "tt_ranks": tt_ranks, "hot_rows": hot_rows}
+        embedding = cls(*weight.shape, **held, std=std, device=weight.device, dtype=weight.dtype)  # type: ignore[arg-type]
         embedding.set_dense_matrix_(weight, rtol=rtol)
         return embedding
 

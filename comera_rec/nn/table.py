@@ -76,7 +76,8 @@ class TTTable(TTModule):
 
     def forward_parameters(self) -> Table:
         """The parameters as a lookup takes them: for modules that are shards a place to say how gradients add up."""
-        return Table(list(self.cores()), list(self.rank_parameters()), [rows.block() for rows in self.hot_blocks()])
+        blocks = [rows.block() for rows in self.hot_blocks()]
+        return Table(list(self.cores()), list(self.rank_parameters()), blocks, self.first_row)
 
     def hot_blocks(self) -> Iterator[HotRows]:
         """The blocks of `hot_rows`, from the most frequent ids on."""
@@ -96,15 +97,19 @@ class TTTable(TTModule):
     def dense_matrix(self) -> Tensor:
         """The matrix that the table stands for, [num_rows, num_cols]; differentiable."""
         train = super().dense_matrix()
-        if not self.num_hot_rows:
-            return train
-        return train + F.pad(self.hot_matrix(), (0, 0, 0, self.num_rows - self.num_hot_rows))
+        hot = self.hot_matrix()[self.first_row : self.first_row + self.num_rows]
+        return train + F.pad(hot, (0, 0, 0, self.num_rows - len(hot))) if len(hot) else train
+
+    @property
+    def first_row(self) -> int:
+        """Which row of the whole table id 0 is, for modules that are shards of one."""
+        return 0
 
     def set_dense_matrix_(self, matrix: Tensor, *, rtol: float = 0.0) -> None:
         """Set the train to the TT-SVD of a matrix [num_rows, num_cols], and each block of hot rows to what that leaves of it.
 
         With `rtol` > 0 the train's ranks shrink to what that error allows. With hot rows, blocks and train take turns in fitting
-        what the other leaves; each turn lowers the squared error, or leaves it.
+        what the other leaves, for which the matrix is copied.
         """
         hot = matrix[: self.num_hot_rows]
         if not len(hot):
@@ -117,7 +122,8 @@ class TTTable(TTModule):
                 span = slice(rows.first, rows.first + rows.num_rows)
                 rows.set_dense_matrix_(hot[span] - of_train[span])
             rest[: len(hot)] = hot - self.hot_matrix().detach()
-            super().set_dense_matrix_(rest, rtol=rtol if turn == _TURNS - 1 else 0.0)
+            allowed = rtol * float(matrix.norm() / rest.norm().clamp_min(torch.finfo(rest.dtype).tiny))
+            super().set_dense_matrix_(rest, rtol=allowed if turn == _TURNS - 1 else 0.0)
             with torch.no_grad():
                 of_train = first_rows(self.scaled_cores(), self.shape.row_shape, *hot.shape)
 

@@ -223,6 +223,12 @@ def parse_overrides(schema: type[Settings], section: str, overrides: Sequence[st
     return _parse(schema, raw[section])
 
 
+def recorded_config(record: dict[str, Any]) -> dict[str, Any]:
+    """The config that a checkpoint recorded, as plain values; one of before hot rows had none."""
+    raw: dict[str, Any] = record["config"]
+    return {**raw, "tables": {"hot_rows": 0, **raw["tables"]}}
+
+
 def parse_config(raw: dict[str, Any]) -> RunConfig:
     """Validate nested plain values into a config; errors as in `load_settings`."""
     return _parse(RunConfig, raw)

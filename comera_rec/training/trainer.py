@@ -37,7 +37,7 @@ from comera_rec.recsys.sharding import rewrap_data_parallel_
 from comera_rec.training.batches import Batch, BatchLoader, ParquetBatches
 from comera_rec.training.captured_step import CapturedStep
 from comera_rec.training.checkpoint import latest_checkpoint, open_checkpoint, save_checkpoint
-from comera_rec.training.config import RunConfig, parse_config
+from comera_rec.training.config import RunConfig, parse_config, recorded_config
 from comera_rec.training.memory import PeakMemory
 from comera_rec.training.metrics import BinaryMetrics
 from comera_rec.training.model import Schema, build_model, build_optimizer, fuse_dense_tables_, materialize_
@@ -196,7 +196,7 @@ class Trainer:
             return
         checkpoint = open_checkpoint(path)
         record = checkpoint.record
-        mine, theirs = self.config.to_dict(), record["config"]
+        mine, theirs = self.config.to_dict(), recorded_config(record)
         differing = [key for key in mine if key not in RESUMABLE_CHANGES and mine[key] != theirs.get(key)]
         if differing:
             raise ValueError(
@@ -406,7 +406,7 @@ def load_run(folder: str | Path) -> tuple[nn.Module, RunConfig, Schema]:
     if checkpoint is None:
         raise ValueError(f"{folder} holds no checkpoint: give a run's folder, as written by `comera train`")
     opened = open_checkpoint(checkpoint)
-    config = parse_config(opened.record["config"])
+    config = parse_config(recorded_config(opened.record))
     schema = Schema.from_dict(opened.record["schema"])
     return load_model_(build_model(config, schema), opened).eval(), config, schema
 

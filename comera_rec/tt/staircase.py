@@ -33,6 +33,8 @@ def staircases(num_embeddings: Sequence[int], embedding_dim: int, budget_params:
         >>> staircases([100_000], 16, 12_000)
         [((64, 16), (192, 8), (768, 4), (5875, 1))]
     """
+    if not num_embeddings:
+        return []
     growths = [2] * len(num_embeddings)
     while True:
         shares = [_shares(rows, growth) for rows, growth in zip(num_embeddings, growths, strict=True)]

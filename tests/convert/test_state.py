@@ -100,9 +100,10 @@ def test_compress_takes_files_and_distributed_checkpoints(kind: str, tmp_path: P
     assert stop.value.code in (0, None)
     assert "x smaller)" in capsys.readouterr().out
     state = torch.load(small, weights_only=True)
-    assert {key.split(".")[0] for key in state} == {"model"}
     config = cr.TTEmbeddingConfig(compression=4, min_rows=100)
-    swapped = cr.swap_embedding_bag_collections_(nn.ModuleDict({"model": model(1)}), config)
+    swapped = cr.swap_embedding_bag_collections_(model(1), config)
+    if kind == "distributed checkpoint":  # which knows no levels
+        swapped = nn.ModuleDict({"model": swapped})
     swapped.load_state_dict(state)
     for again, message in (
         ([*arguments, str(small), *tables], "exists: give a new file"),
@@ -111,6 +112,7 @@ def test_compress_takes_files_and_distributed_checkpoints(kind: str, tmp_path: P
         (["compress", "--state", str(tmp_path / "no"), "--output", str(tmp_path / "new.pt")], "does not exist"),
         (["compress", "--state", str(tmp_path), "--output", str(tmp_path / "new.pt")], "holds no .metadata"),
         (["compress", "--output", str(tmp_path / "new.pt")], "give --checkpoint and --config, or --state"),
+        ([*arguments, str(tmp_path / "no" / "new.pt"), *tables], "is no folder: make it"),
     ):
         with pytest.raises(SystemExit) as stop:
             main(again)
@@ -125,5 +127,32 @@ def test_what_is_no_state_of_tables_is_refused() -> None:
         cr.compress_state({"over.weight": torch.ones(2, 2)}, config)
     with pytest.raises(ValueError, match="no table has 100 rows: lower min_rows"):
         cr.compress_state({"embedding_bags.day.weight": torch.ones(7, 8)}, cr.TTEmbeddingConfig(tt_ranks=2, min_rows=100))
+    rows = {"user": torch.ones(5), "item": torch.ones(900)}
     with pytest.raises(ValueError, match=r"importance of 'user' has shape \(5,\): give 2000 numbers"):
-        cr.compress_state(model().state_dict(), config, importance={"user": torch.ones(5)})
+        cr.compress_state(model().state_dict(), config, importance=rows)
+    with pytest.raises(ValueError, match=r"importance lacks item: give it for all tables that are compressed, or for none"):
+        cr.compress_state(model().state_dict(), config, importance={"user": torch.ones(2000)})
+    swapped = cr.swap_embedding_bag_collections_(model(), config)
+    with pytest.raises(ValueError, match=r"day.weight is a dense table beside tensor trains: give .* before it was swapped"):
+        cr.compress_state(swapped.state_dict(), config)
+    with pytest.raises(ValueError, match=r"t.weight holds torch.int8: give a table of floating point numbers"):
+        cr.compress_state({"embedding_bags.t.weight": torch.ones(200, 8, dtype=torch.int8)}, config)
+
+
+def test_what_a_swap_leaves_alone_keeps_its_name() -> None:
+    """A collection without a large table, and tables that share their weight."""
+
+    def build() -> nn.Module:
+        found = model()
+        found["small"] = EmbeddingBagCollection(  # type: ignore[operator]
+            [EmbeddingBagConfig(name="day", num_embeddings=7, embedding_dim=8, feature_names=["d"])]
+        )
+        found["tied"] = nn.Embedding(2000, 8)  # type: ignore[operator]
+        found["tied"].weight = found["sparse"].embedding_bags["user"].weight  # type: ignore[index, union-attr, assignment]
+        return found
+
+    config = cr.TTEmbeddingConfig(tt_ranks=2, min_rows=100)
+    state = cr.compress_state(build().state_dict(), config)
+    assert "sparse.dense_bags.embedding_bags.user.weight" in state
+    assert "small.embedding_bags.day.weight" in state
+    cr.swap_embedding_bag_collections_(build(), config).load_state_dict(state)

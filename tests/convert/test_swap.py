@@ -172,6 +172,8 @@ def test_hot_rows_beside_ranks_that_are_given() -> None:
     of_rows = sum(p.numel() for name, p in swapped.named_parameters() if ".hot_rows." in name)
     of_trains = sum(p.numel() for name, p in swapped.named_parameters() if "tt_bags." in name)
     assert 0.35 * of_trains <= of_rows <= 0.5 * of_trains
+    config = TTEmbeddingConfig(tt_ranks=2, min_rows=100, hot_rows="auto")
+    assert not any(config.hot_rows for config in config.table_configs(collection().embedding_bag_configs()))
 
 
 def test_where_trains_do_not_fit_beside_rows_auto_gives_rows_less() -> None:

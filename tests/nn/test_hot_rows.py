@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import warnings
 
 import pytest
 import torch
@@ -14,6 +16,10 @@ from comera_rec import RankConfig, RankScheduler, TTEmbedding, TTEmbeddingBag, T
 from comera_rec.nn import HotRows, named_tt_modules
 from comera_rec.rank import keep_ranks_
 from comera_rec.tt import blocks_params, staircases
+
+with warnings.catch_warnings(action="ignore"):  # of torch.jit, which the module uses
+    from torch.distributed.optim import _apply_optimizer_in_backward
+    from torchrec.optim import RowWiseAdagrad
 
 BLOCKS = ((4, 3), (20, 2))
 
@@ -105,6 +111,27 @@ def test_columns_are_added_without_a_change_of_the_rows(is_gone: bool) -> None:
         assert max(of_new) > 0, "they can learn"
 
 
+def test_a_block_without_columns_has_no_state() -> None:
+    """Row-wise sums are means over a row's numbers, of which there are none."""
+    table = build()
+    cores = [core for module in (table, *table.hot_blocks()) for core in module.cores()]
+    _apply_optimizer_in_backward(RowWiseAdagrad, cores, {"lr": 0.1})  # type: ignore[arg-type]
+    one, other = table.hot_blocks()
+    keep_ranks_([one, other], [[torch.zeros(3, dtype=torch.bool)], [torch.ones(2, dtype=torch.bool)]])
+    table(torch.arange(100)[:, None]).square().sum().backward()
+    (optimizer,) = one.core_0._in_backward_optimizers  # type: ignore[attr-defined]
+    assert not any(value.isnan().any() for value in optimizer.state[one.core_0].values())
+
+
+def test_an_optimizer_stays_behind_where_a_table_is_pickled() -> None:
+    table = build()
+    cr.update_in_backward_(table, torch.optim.Adagrad(table.parameters(), lr=0.1))
+    again = pickle.loads(pickle.dumps(table))
+    again(torch.arange(100)[:, None]).sum().backward()
+    assert all(parameter.grad is not None for parameter in again.parameters())
+    assert len(pickle.dumps(table)) < 2 * len(pickle.dumps(build()))
+
+
 def test_a_state_dict_of_other_widths_is_taken_and_one_without_them_refused() -> None:
     table, other = build(), TTEmbeddingBag(100, 12, tt_ranks=2, hot_rows=((4, 1), (20, 6)))
     other.load_state_dict(table.state_dict())
@@ -155,6 +182,7 @@ def test_sizes_are_counted_once() -> None:
 def test_staircases_fill_their_budget_and_narrow_with_frequency(budget: int) -> None:
     found = staircases([100_000, 3000, 50], 16, budget)
     assert sum(blocks_params(blocks, 16) for blocks in found) <= budget
+    assert staircases([], 16, budget) == []
     for rows, blocks in zip([100_000, 3000, 50], found, strict=True):
         assert sum(count for count, _ in blocks) <= rows
         widths = [width for _, width in blocks]

@@ -214,7 +214,7 @@ def test_a_run_trains_through_graphs(config_file: Path, tmp_path: Path) -> None:
 
 DEMO = [
     "model.embedding_dim=32", "model.dense_arch=[256,128]", "model.over_arch=[256,128]", "linears.tt_ranks=24",
-    "linears.min_features=128", "tables.tt_ranks=6", "tables.hot_rows=0", "data.batch_size=256", "training.steps=24",
+    "linears.min_features=128", "tables.tt_ranks=6", "data.batch_size=256", "training.steps=24",
     "optimizer.lr_cores=0.002",
 ]  # fmt: skip
 

@@ -64,9 +64,10 @@ def hot_rows(tables: Sequence[Table], plan: LookupPlan, num_cols: int) -> Tensor
         first = -table.first
         for block in table.hot:
             beyond = first + block.rows.shape[1]
-            is_there = (is_mine & (ids >= first) & (ids < beyond)).to(added.dtype)
+            is_there = is_mine & (ids >= first) & (ids < beyond)
             chosen = block.rows[0, :, 0].index_select(0, (ids - first).clamp(0, block.rows.shape[1] - 1))
-            added = added + (chosen * block.diagonal) @ block.projection[:, 0, :, 0] * is_there[:, None]
+            of_block = (torch.where(is_there[:, None], chosen, 0.0) * block.diagonal) @ block.projection[:, 0, :, 0]
+            added = torch.where(is_there[:, None], of_block, added)
             first = beyond
     return added
 

@@ -32,14 +32,24 @@ _KINDS = {
                   ("exp_avg", "exp_avg_sq")),
 }  # fmt: skip
 ROW_WISE = "RowWiseAdagrad"
-_UPDATING = "_comera_updating"  # on a parameter: the optimizer that updates it in backward, and the number of its group
+_UPDATING = "_comera_updating"  # on a parameter that an optimizer updates in backward
+
+
+class _Updating:
+    """Which optimizer, and the number of the parameter's group. It stays behind where a parameter is pickled."""
+
+    def __init__(self, optimizer: Optimizer, number: int) -> None:
+        self.pair = optimizer, number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
 
 
 def register_update(core: nn.Parameter, optimizer: Optimizer) -> bool:
     """Let an optimizer that holds a core update it in the backward of its lookups; whether the optimizer is of a kind that can."""
     for number, group in enumerate(optimizer.param_groups):
         if any(parameter is core for parameter in group["params"]) and kind_of(optimizer, number) is not None:
-            setattr(core, _UPDATING, (optimizer, number))
+            setattr(core, _UPDATING, _Updating(optimizer, number))
             return True
     return False
 
@@ -184,8 +194,8 @@ def _optimizer_of(core: Tensor) -> tuple[Optimizer, int] | None:
         return None
     optimizers = own.get("_in_backward_optimizers", ())
     if not optimizers:
-        updating: tuple[Optimizer, int] | None = own.get(_UPDATING)
-        return updating
+        updating: _Updating | None = own.get(_UPDATING)
+        return None if updating is None else updating.pair
     if len(optimizers) != 1:
         return None
     # Whoever applied an optimizer has imported the module; importing it here would cost everyone a second.

@@ -249,6 +249,10 @@ class RowShard(TTEmbeddingBag):
     def whole_rows(self) -> int:
         return self._whole_rows
 
+    @property
+    def first_row(self) -> int:
+        return self._first_row
+
     def sum_over_shards(self, local: Tensor) -> Tensor:
         """Every process calls this, for the same shards in the same order."""
         total = local.clone()
@@ -256,9 +260,9 @@ class RowShard(TTEmbeddingBag):
         return total
 
     def forward_parameters(self) -> Table:
-        (first, *others), ranks, hot, _ = super().forward_parameters()
+        (first, *others), ranks, hot, first_row = super().forward_parameters()
         hot = [HotBlock(*map(self._summed, block)) for block in hot]
-        return Table([first, *map(self._summed, others)], [*map(self._summed, ranks)], hot, self._first_row)
+        return Table([first, *map(self._summed, others)], [*map(self._summed, ranks)], hot, first_row)
 
     def _summed(self, replica: Tensor) -> Tensor:
         summed: Tensor = _Summed.apply(replica, self.group.size())

@@ -25,13 +25,13 @@ class _Table:
     """Bytes of a device that its least shard takes."""
 
     def at_rank(self, rank: int) -> TTEmbeddingBagConfig:
-        """Every bond at most `rank`; a dense table becomes a train."""
+        """Every bond at most `rank`, without hot rows; a dense table becomes a train."""
         if self.config.is_tt:
             shape = self.config.tt_shape()
             shape = shape.with_ranks([min(rank, r) for r in shape.ranks])
         else:
             shape = TTShape.for_table(self.config.num_embeddings, self.config.embedding_dim, tt_ranks=rank, order=2)
-        return self.config.with_changes(shape=shape, tt_ranks=None)
+        return self.config.with_changes(shape=shape, tt_ranks=None, hot_rows=())
 
     @property
     def limit(self) -> int:
@@ -74,7 +74,8 @@ def find_remedy(module: nn.Module, options: Sequence[ShardingOption], room: Topo
     dense = [table.config.name for table in changed if not table.config.is_tt]
     remedies = []
     if trains:
-        remedies.append(f"give {_listed(trains)} ranks of at most {rank}")
+        has_hot_rows = any(table.config.hot_rows for table in changed)
+        remedies.append(f"give {_listed(trains)} ranks of at most {rank}{' and no hot rows' * has_hot_rows}")
     if dense:
         remedies.append(f"make {_listed(dense)} tensor trains of ranks of at most {rank} (TTEmbeddingBagConfig with tt_ranks)")
     return f"{told}: {' and '.join(remedies)}, or plan for more devices than {room.world_size}"
