@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
@@ -30,7 +31,18 @@ def quality_figure(rows: Sequence[Row]) -> Figure:
             spread = [[m - min(nes) for m, (_, nes) in zip(middle, points, strict=True)],
                       [max(nes) - m for m, (_, nes) in zip(middle, points, strict=True)]]  # fmt: skip
             sizes = [size for size, _ in points]
-            panel.errorbar(sizes, middle, yerr=spread, fmt="o-", markersize=4, capsize=2, color=f"C{k}", label=method)
+            bold = 2.5 if method == "TT + rows" else 1.0
+            panel.errorbar(
+                sizes,
+                middle,
+                yerr=spread,
+                fmt="o-",
+                markersize=4,
+                capsize=2,
+                linewidth=bold,
+                color=colormaps["tab20"](k),
+                label=method,
+            )
         if dense := [row.p50 for row in mine if row.provider == "dense"]:
             panel.axhline(median(dense), color="black", linestyle="--", linewidth=1, label="dense")
         panel.set_xscale("log")
