@@ -1,7 +1,7 @@
-"""What rows of frequent ids cost beside a train: a training step of tables of equal bytes, with hot rows and without.
+"""What hot rows cost: a training step of TT tables of equal bytes, with hot rows and without.
 
-Tables, ids and Adagrad, applied in backward, are those of the lookup benchmark. "trains" gives all parameters to ranks, "trains and
-rows" four fifths to rows of the most frequent ids (`TTEmbeddingConfig(hot_rows=0.8)`).
+Tables, ids and Adagrad, applied in backward, are those of the lookup benchmark. "TT tables" give all parameters to ranks,
+"TT tables with hot rows" four fifths to rows of the most frequent ids (`TTEmbeddingConfig(hot_rows=0.8)`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.measure import Settings, case_rows, chosen
 from benchmarks.rows import Row
 from benchmarks.timing import alternate
 
-SHARES = {"trains": 0.0, "trains and rows": 0.8}
+SHARES = {"TT tables": 0.0, "TT tables with hot rows": 0.8}
 
 
 @dataclass(frozen=True, kw_only=True)

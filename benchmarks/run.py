@@ -25,7 +25,7 @@ BENCHMARKS = {
     "lookup-scaling": ("benchmarks.scaling", "the same against batch size and skew of the ids"),
     "lookup-breakdown": ("benchmarks.breakdown", "where the time of a training step goes"),
     "lookup-memory": ("benchmarks.training_memory", "peak memory of training a table of 100 million rows"),
-    "hot-rows": ("benchmarks.hot_rows", "tables of equal bytes: trains, and trains with rows of frequent ids"),
+    "hot-rows": ("benchmarks.hot_rows", "TT tables of equal bytes, with rows of the most frequent ids and without"),
     "shapes": ("benchmarks.shapes", "shapes of one size: the one that TTShape.for_table chooses and the fastest"),
     "distributed": ("benchmarks.distributed", "a sharded table: what each way of sharding sends, and its step"),
     "scale-model": ("benchmarks.scale_model", "a model of steps on 8 to 512 GPUs, from counted bytes and multiply-adds"),

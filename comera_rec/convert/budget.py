@@ -25,7 +25,7 @@ def fit_tables_(
     Decomposition, SIAM J. Sci. Comput. 2011, theorem 2.2).
 
     Columns of hot rows are ranks like others: a block's singular values are those of its rows, each times the root of its
-    importance. Trains and blocks fit what the other leaves, in turns, while the size falls to the budget in rounds.
+    importance. Cores and blocks are fitted in turns to what the others leave, while the size falls to the budget in rounds.
 
     Args:
         tables: their ranks and widths tell how many are tried: four times as many, and no fewer than 32 ranks.
@@ -33,7 +33,7 @@ def fit_tables_(
         budget_params: the most parameters that all tables together may take.
         importance: [M] each, what squared errors of a row count: how often it is read, or the sum of its squared gradients, which
             Adagrad keeps (the empirical Fisher information; Hsu et al., Language Model Compression with Weighted Low-Rank
-            Factorization, ICLR 2022). Trains take it averaged over the rows of one leading digit. Default: all alike.
+            Factorization, ICLR 2022). Cores take it averaged over the rows of one leading digit. Default: all alike.
     """
     rows = importance or [None] * len(tables)
     fits = [_Fit(table, weight, each) for table, weight, each in zip(tables, weights, rows, strict=True)]
@@ -52,10 +52,10 @@ def fit_tables_(
 
 
 class _Fit:
-    """A table's train and blocks, as they approach a matrix.
+    """A table's cores and blocks, as they approach a matrix.
 
     Attributes:
-        shapes: of the train, then of each block.
+        shapes: of the cores, then of each block.
         scores: of each, per bond the squared singular values.
     """
 
@@ -67,15 +67,15 @@ class _Fit:
         self.shapes = [_with_ranks(shape, [max(32, 4 * r) for r in shape.ranks])]
         self.shapes += [_with_ranks(block, [4 * r for r in block.ranks]) for block in blocks]
         self.scores: list[list[Tensor]] = []
-        self.trains: list[list[Tensor]] = []  # cores of each
+        self.cores: list[list[Tensor]] = []  # of each
 
     def solve(self) -> None:
-        """Fit blocks to what the train leaves, then the train to what they leave; ranks stay. Without blocks once is enough."""
-        if self.trains and not self.spans:
+        """Fit blocks to what the cores leave, then the cores to what blocks leave; ranks stay. Without blocks once is enough."""
+        if self.cores and not self.spans:
             return
         rest = self.hot
-        if len(rest) and self.trains:
-            rest = rest - first_rows(self.trains[0], self.table.shape.row_shape, len(rest), rest.shape[1])
+        if len(rest) and self.cores:
+            rest = rest - first_rows(self.cores[0], self.table.shape.row_shape, len(rest), rest.shape[1])
         blocks = [self._block(rest[span], shape, span) for span, shape in zip(self.spans, self.shapes[1:], strict=True)]
         residual = self.weight
         if len(rest):
@@ -83,7 +83,7 @@ class _Fit:
             for span, ((rows, projection), _) in zip(self.spans, blocks, strict=True):
                 residual[span] -= rows[0, :, 0] @ projection[:, 0, :, 0]
         cores, spectra = tt_svd_spectra(residual, self.shapes[0], importance=self.importance)
-        self.trains = [_cut(cores, self.shapes[0].ranks), *(cores for cores, _ in blocks)]
+        self.cores = [_cut(cores, self.shapes[0].ranks), *(cores for cores, _ in blocks)]
         self.scores = [[singular.double().square() for singular in spectra], *([squares] for _, squares in blocks)]
 
     def _block(self, rest: Tensor, shape: TTShape, span: slice) -> tuple[list[Tensor], Tensor]:
@@ -99,15 +99,15 @@ class _Fit:
     def cut(self, ranks: Sequence[Sequence[int]]) -> None:
         """Keep so many ranks of each bond; singular values descend, so they are the leading ones."""
         self.shapes = [shape.with_ranks(of_shape) for shape, of_shape in zip(self.shapes, ranks, strict=True)]
-        self.trains = [_cut(cores, shape.ranks) for cores, shape in zip(self.trains, self.shapes, strict=True)]
+        self.cores = [_cut(cores, shape.ranks) for cores, shape in zip(self.cores, self.shapes, strict=True)]
         self.scores = [
             [score[:rank] for score, rank in zip(scores, shape.ranks, strict=True)]
             for scores, shape in zip(self.scores, self.shapes, strict=True)
         ]
 
     def store_(self) -> None:
-        """Give the table what was found."""
-        for module, cores in zip((self.table, *self.table.hot_blocks()), self.trains, strict=True):
+        """Set the table's parameters."""
+        for module, cores in zip((self.table, *self.table.hot_blocks()), self.cores, strict=True):
             module.set_cores_(cores)
 
 

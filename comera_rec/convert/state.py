@@ -25,9 +25,9 @@ _TABLE = re.compile(r"(?P<collection>.*?)embedding_bags\.(?P<table>[^.]+)\.weigh
 def compress_state(
     state: Mapping[str, Tensor], config: TTEmbeddingConfig, *, importance: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """The state dict of a model after `swap_embedding_bag_collections_`, its trains fitted to the tables of the model before.
+    """The state dict of a model after `swap_embedding_bag_collections_`, its TT tables fitted to those of the model before.
 
-    All trains, and with `config.hot_rows` their blocks, share one budget, that of the shapes that `config` gives them; ranks and
+    All TT tables, and with `config.hot_rows` their blocks, share one budget, that of the shapes that `config` gives them; ranks and
     widths go where they lower the weighted squared error most (`fit_tables_`). To use it, build the model, swap it with the same
     config, and `load_state_dict`: modules take the ranks that they find.
 
@@ -46,7 +46,7 @@ def compress_state(
         raise ValueError("the state dict holds no table (....embedding_bags.TABLE.weight): give one of a TorchRec model")
     for key, found in tables.items():
         if found["collection"].endswith("dense_bags."):
-            raise ValueError(f"{key} is a dense table beside tensor trains: give the state dict of a model before it was swapped")
+            raise ValueError(f"{key} is a dense table beside TT tables: give the state dict of a model before it was swapped")
         if not state[key].is_floating_point():
             raise ValueError(f"{key} holds {state[key].dtype}: give a table of floating point numbers")
     sharers = Counter(_address(value) for value in state.values())

@@ -18,7 +18,7 @@ from comera_rec.nn.compress import require_init, require_one_size
 from comera_rec.recsys import TTEmbeddingBagCollection, TTEmbeddingBagConfig
 from comera_rec.tt import Blocks, TTShape, blocks_params, staircases
 
-AUTO_SHARES = (0.8, 0.5, 0.25, 0.0)  # of hot rows; the first beside which trains of rank 1 fit
+AUTO_SHARES = (0.8, 0.5, 0.25, 0.0)  # of hot rows; the first beside which TT rank 1 fits
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -33,7 +33,7 @@ class TTEmbeddingConfig:
         order: number of cores, 2 to 4. Default 2; with `compression` the lowest order at which the rank reaches 8, or else the
             one with the largest rank.
         min_rows: tables with fewer rows stay dense.
-        hot_rows: share of the parameters of tables held as tensor trains, 0 to below 1, that goes to rows of the most frequent ids,
+        hot_rows: share of the parameters of TT tables, 0 to below 1, that goes to rows of the most frequent ids,
             narrower the rarer (`comera_rec.tt.staircases`); beside ranks that are given, such rows are added. "auto" is 0.8, or
             less where ranks of 1 would not fit beside it, and 0 where ranks are given. Give it only where ids are ordered by
             frequency, 0 the most frequent, as `comera preprocess` numbers them.
@@ -83,7 +83,7 @@ class TTEmbeddingConfig:
     def _held(
         self, tables: Sequence[EmbeddingBagConfig], budget: float | None, share: float
     ) -> tuple[list[Blocks], list[TTShape] | None]:
-        """Hot rows and trains of tables; no trains where not even rank 1 fits a budget beside these rows."""
+        """Hot rows and TT shapes of tables; no shapes where not even rank 1 fits a budget beside these rows."""
         if budget is None:
             shapes = [self._shape(table, self.tt_ranks, self.order) for table in tables]
             return _hot_rows(tables, share / (1 - share) * sum(shape.num_params for shape in shapes)), shapes

@@ -33,7 +33,7 @@ struct Half {
   const int32_t* inner_of = nullptr;
 };
 
-// Rows of neighbouring ids that are added to those of the train: `width` numbers each, times the projection.
+// Rows of neighbouring ids that are added to those of the cores: `width` numbers each, times the projection.
 struct HotBlock {
   Core rows;                           // slices [width]
   const float* projection = nullptr;   // [width, columns], times the diagonal

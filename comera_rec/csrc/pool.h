@@ -9,7 +9,7 @@
 
 namespace comera {
 
-// Blocks of rows that are added to those of a table's train, one after the other from its first row on.
+// Blocks of rows that are added to those of a table's cores, one after the other from its first row on.
 struct HotBlocks {
   int64_t first = 0;  // which of the table's rows id 0 is
   std::vector<Core> rows, projections;

@@ -1,4 +1,4 @@
-"""Rows of a table's most frequent ids that are added to its tensor train: a block of ids, and the columns it has of its own."""
+"""Rows of a table's most frequent ids that are added to its TT part: a block of ids, and the columns kept for it alone."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from comera_rec.tt import TTShape, require_positive, slice_major
 
 
 class HotRows(TTModule):
-    """Rows [first, first + num_rows) of the matrix that is added to a table's tensor train: A diag(D) P.
+    """Rows [first, first + num_rows) of the matrix that is added to a TT table's cores' matrix: A diag(D) P.
 
-    A [rows, k] has k numbers for each id of the block, P [k, N] makes columns of them. In terms of trains that is a second one, of
-    modes (rows, 1) x (1, N) and rank k, so ranks are scored, priced and truncated here as anywhere else: a block grows narrower.
-    Blocks whose k falls with frequency are mixed dimension embeddings (Ginart et al., arXiv 1909.11810) beside the train.
+    A [rows, k] has k numbers for each id of the block, P [k, N] makes columns of them. That is a TT matrix, too, of modes
+    (rows, 1) x (1, N) and rank k, so ranks are scored, priced and truncated here as anywhere else: a block grows narrower.
+    Blocks whose k falls with frequency are mixed dimension embeddings (Ginart et al., arXiv 1909.11810) beside the cores.
 
-    A starts at zero and P as Gaussians of variance 1/k: a table starts as its train, and each row of A goes its own way from there.
+    A starts at zero and P as Gaussians of variance 1/k, so that hot rows change nothing until they are trained.
 
     Args:
         first: id of the block's first row.
@@ -67,8 +67,8 @@ class HotRows(TTModule):
 
     def block(self) -> HotBlock:
         """The parameters as a lookup takes them."""
-        own: dict[str, Any] = self._parameters  # looking an attribute of a module up takes several times as long
-        return HotBlock(own["core_0"], own["core_1"], own["rank_1"])
+        parameters: dict[str, Any] = self._parameters  # looking an attribute of a module up is slower
+        return HotBlock(parameters["core_0"], parameters["core_1"], parameters["rank_1"])
 
     def extra_repr(self) -> str:
         return f"ids {self.first} to {self.first + self.num_rows - 1}, {super().extra_repr()}"

@@ -66,7 +66,7 @@ class TTTable(TTModule):
             self.hot_rows.append(HotRows(self.num_hot_rows, rows, embedding_dim, width, std=std, device=device, dtype=dtype))
 
     def reset_parameters(self) -> None:
-        """Draw the train's cores anew, with `std`, and start hot rows at zero."""
+        """Draw the cores anew, with `std`, and start hot rows at zero."""
         super().reset_parameters()
         for rows in self.hot_blocks():
             rows.reset_parameters()
@@ -91,14 +91,14 @@ class TTTable(TTModule):
         return sum(rows.num_rows for rows in self.hot_blocks())
 
     def hot_matrix(self) -> Tensor:
-        """What is added to the train's first rows, [num_hot_rows, N]; differentiable."""
+        """What is added to the first rows of the cores' matrix, [num_hot_rows, N]; differentiable."""
         return torch.cat([self.core_0.new_empty(0, self.num_cols), *(rows.dense_matrix() for rows in self.hot_blocks())])
 
     def dense_matrix(self) -> Tensor:
         """The matrix that the table stands for, [num_rows, num_cols]; differentiable."""
-        train = super().dense_matrix()
+        of_cores = super().dense_matrix()
         hot = self.hot_matrix()[self.first_row : self.first_row + self.num_rows]
-        return train + F.pad(hot, (0, 0, 0, self.num_rows - len(hot))) if len(hot) else train
+        return of_cores + F.pad(hot, (0, 0, 0, self.num_rows - len(hot))) if len(hot) else of_cores
 
     @property
     def first_row(self) -> int:
@@ -106,26 +106,26 @@ class TTTable(TTModule):
         return 0
 
     def set_dense_matrix_(self, matrix: Tensor, *, rtol: float = 0.0) -> None:
-        """Set the train to the TT-SVD of a matrix [num_rows, num_cols], and each block of hot rows to what that leaves of it.
+        """Set the cores to the TT-SVD of a matrix [num_rows, num_cols], and each block of hot rows to what that leaves of it.
 
-        With `rtol` > 0 the train's ranks shrink to what that error allows. With hot rows, blocks and train take turns in fitting
-        what the other leaves, for which the matrix is copied.
+        With `rtol` > 0 TT ranks shrink to what that error allows. With hot rows, blocks and cores are fitted in turns to what the
+        others leave, for which the matrix is copied.
         """
         hot = matrix[: self.num_hot_rows]
         if not len(hot):
             super().set_dense_matrix_(matrix, rtol=rtol)
             return
         rest = matrix.detach().clone()
-        of_train = torch.zeros_like(hot)
+        of_cores = torch.zeros_like(hot)
         for turn in range(_TURNS):
             for rows in self.hot_blocks():
                 span = slice(rows.first, rows.first + rows.num_rows)
-                rows.set_dense_matrix_(hot[span] - of_train[span])
+                rows.set_dense_matrix_(hot[span] - of_cores[span])
             rest[: len(hot)] = hot - self.hot_matrix().detach()
             allowed = rtol * float(matrix.norm() / rest.norm().clamp_min(torch.finfo(rest.dtype).tiny))
             super().set_dense_matrix_(rest, rtol=allowed if turn == _TURNS - 1 else 0.0)
             with torch.no_grad():
-                of_train = first_rows(self.scaled_cores(), self.shape.row_shape, *hot.shape)
+                of_cores = first_rows(self.scaled_cores(), self.shape.row_shape, *hot.shape)
 
     def plan(self, ids: Tensor) -> LookupPlan:
         """What a lookup of ids, of any shape, will compute.
@@ -147,7 +147,7 @@ class TTTable(TTModule):
         return self.num_cols
 
 
-_TURNS = 3  # of fitting the train and the hot rows to a matrix
+_TURNS = 3  # of fitting cores and hot rows to a matrix
 
 
 def update_in_backward_(model: nn.Module, optimizer: Optimizer) -> list[str]:

@@ -41,7 +41,7 @@ class TTEmbeddingBagConfig(EmbeddingBagConfig):
             if self.is_tt:
                 self.tt_shape().require_covers(self.num_embeddings, self.embedding_dim)
             elif self.hot_rows:
-                raise ValueError(f"hot_rows is {self.hot_rows}, which are added to a tensor train: give tt_ranks or shape")
+                raise ValueError(f"hot_rows is {self.hot_rows}, which a dense table can't have: give tt_ranks or shape")
             require_blocks(self.hot_rows, self.num_embeddings)
         except ValueError as error:
             raise ValueError(f"table {self.name!r}: {error}") from None

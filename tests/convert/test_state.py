@@ -133,7 +133,7 @@ def test_what_is_no_state_of_tables_is_refused() -> None:
     with pytest.raises(ValueError, match=r"importance lacks item: give it for all tables that are compressed, or for none"):
         cr.compress_state(model().state_dict(), config, importance={"user": torch.ones(2000)})
     swapped = cr.swap_embedding_bag_collections_(model(), config)
-    with pytest.raises(ValueError, match=r"day.weight is a dense table beside tensor trains: give .* before it was swapped"):
+    with pytest.raises(ValueError, match=r"day.weight is a dense table beside TT tables: give .* before it was swapped"):
         cr.compress_state(swapped.state_dict(), config)
     with pytest.raises(ValueError, match=r"t.weight holds torch.int8: give a table of floating point numbers"):
         cr.compress_state({"embedding_bags.t.weight": torch.ones(200, 8, dtype=torch.int8)}, config)

@@ -207,5 +207,5 @@ def test_blocks_that_do_not_fit_are_refused(blocks: tuple[tuple[int, int], ...],
 
 
 def test_a_dense_table_takes_no_hot_rows() -> None:
-    with pytest.raises(ValueError, match="which are added to a tensor train: give tt_ranks or shape"):
+    with pytest.raises(ValueError, match="which a dense table can't have: give tt_ranks or shape"):
         cr.TTEmbeddingBagConfig(name="t", num_embeddings=100, embedding_dim=12, hot_rows=((4, 2),))

@@ -1,4 +1,4 @@
-"""What a lookup is told of a table."""
+"""The parameters of a table, as a lookup takes them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class HotBlock(NamedTuple):
-    """Rows of neighbouring ids that are added to those of a tensor train: A diag(D) P."""
+    """Rows of neighbouring ids that are added to those of the cores: A diag(D) P."""
 
     rows: Tensor
     """A, (1, rows, 1, k)."""
