@@ -26,6 +26,7 @@ RANKS = ["ranks.early_steps=4", "ranks.late_steps=4", "ranks.target_size=0.5", "
 FORMATS = {
     "compressed": [],
     "ranks": RANKS,
+    "hot rows": ["tables.hot_rows=0.5", *RANKS],
     "adam": ["optimizer.name=adam"],
     "dense": ["tables.format=dense", "linears.format=dense"],
     "off": ["tables.format=off"],

@@ -28,6 +28,7 @@ LONGER = ["training.checkpoint_every=4", "training.steps=14"]
 FORMATS = {
     "compressed": [],
     "budget": RANKS,
+    "hot rows": ["tables.hot_rows=0.5", *RANKS],
     "achievement": [*RANKS, "ranks.objective=achievement", "ranks.threshold=0.9"],
     "dense": ["tables.format=dense", "linears.format=dense"],
     "off": ["tables.format=off"],
