@@ -72,17 +72,12 @@ def _hash(ids: Tensor, seed: int) -> Tensor:
     return (keys ^ keys >> 15) * 3_266_489_917 % (1 << 32) >> 1
 
 
-class TwoHashes(Dense):
+class TwoHashes(Hashed):
     """Sums of two rows."""
 
-    def __init__(self, counts: Tensor, dim: int, budget: int) -> None:
-        if budget < dim:
-            raise DoesNotFit
-        super().__init__(budget // dim, dim)
-
     def forward(self, ids: Tensor) -> Tensor:
-        rows = len(self.weight)
-        return super().forward(_hash(ids, 1) % rows) + super().forward(_hash(ids, 2) % rows)
+        first, second = (F.embedding(_hash(ids, seed) % len(self.weight), self.weight) for seed in (1, 2))
+        return first + second
 
 
 class Robe(nn.Module):

@@ -41,19 +41,19 @@ def compress_state(
         ValueError: if there is no table, none as large as `config.min_rows`, or one of integers; if the model was swapped already;
             if importance lacks a table, or has another length than it.
     """
-    tables = {key: found for key in state if (found := _TABLE.fullmatch(key)) and state[key].dim() == 2}
+    tables = {key: match for key in state if (match := _TABLE.fullmatch(key)) and state[key].dim() == 2}
     if not tables:
         raise ValueError("the state dict holds no table (....embedding_bags.TABLE.weight): give one of a TorchRec model")
-    for key, found in tables.items():
-        if found["collection"].endswith("dense_bags."):
+    for key, match in tables.items():
+        if match["collection"].endswith("dense_bags."):
             raise ValueError(f"{key} is a dense table beside TT tables: give the state dict of a model before it was swapped")
         if not state[key].is_floating_point():
             raise ValueError(f"{key} holds {state[key].dtype}: give a table of floating point numbers")
     sharers = Counter(_address(value) for value in state.values())
     compressed = {key: value for key, value in state.items() if key not in tables}
     bags: dict[str, TTEmbeddingBag] = {}
-    for collection in dict.fromkeys(found["collection"] for found in tables.values()):
-        mine = {found["table"]: key for key, found in tables.items() if found["collection"] == collection}
+    for collection in dict.fromkeys(match["collection"] for match in tables.values()):
+        mine = {match["table"]: key for key, match in tables.items() if match["collection"] == collection}
         dense = [
             EmbeddingBagConfig(name=name, num_embeddings=len(state[key]), embedding_dim=state[key].shape[1], feature_names=[name])
             for name, key in mine.items()
@@ -102,12 +102,12 @@ def row_importance(state: Mapping[str, Any]) -> dict[str, Tensor]:
     Returns:
         [M] by table name; tables without such sums are left out.
     """
-    found: dict[str, Tensor] = {}
+    importance: dict[str, Tensor] = {}
     for name, value in _flat(state):
         table = re.search(r"(?:^|\.)([^.]+)\.weight\.(?:.*\.)?momentum_?1$", name)
         if table and value.dim() == 1:
-            found[table[1]] = value
-    return found
+            importance[table[1]] = value
+    return importance
 
 
 def read_state(path: str | Path) -> dict[str, Tensor]:
@@ -139,6 +139,8 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
         loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # whatever unpickling raises
         raise ValueError(f"{path} can't be read as a state dict: {str(error).splitlines()[0]}") from None
+    if not isinstance(loaded, Mapping):
+        raise ValueError(f"{path} holds a {type(loaded).__name__}: give a state dict")
     return dict(_flat(_of_tables(loaded) or loaded))
 
 
@@ -147,7 +149,7 @@ def _of_tables(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
     if any(isinstance(value, Tensor) and _TABLE.fullmatch(str(name)) for name, value in state.items()):
         return state
     nested = (_of_tables(value) for value in state.values() if isinstance(value, Mapping))
-    return next((found for found in nested if found is not None), None)
+    return next((mapping for mapping in nested if mapping is not None), None)
 
 
 def _flat(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:

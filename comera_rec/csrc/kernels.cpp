@@ -198,8 +198,8 @@ void add_row_products(const float* a, const float* b, int64_t rows, int64_t colu
 }
 
 // The optimizers' formulas, on a slice of n numbers and its state.
-COMERA_INLINE void update_floats(const Update& update, int64_t n, float* __restrict x, float* __restrict g, float* __restrict m,
-                   float* __restrict v) {
+COMERA_INLINE void update_floats(
+    const Update& update, int64_t n, float* __restrict x, float* __restrict g, float* __restrict m, float* __restrict v) {
   if (update.weight_decay != 0)
     for (int64_t i = 0; i < n; ++i) g[i] += update.weight_decay * x[i];
   const float lr = update.lr, eps = update.eps;
@@ -311,18 +311,13 @@ class HotRows {
     return true;
   }
 
-  void prefetch_later(int64_t u) const {
-    if (u >= table_.hot_end) return;
-    const int64_t slice = table_.hot_ids[u - table_.row_begin] - block_->first;
-    if (slice < block_->rows.slices) prefetch_slice(block_->rows, slice);
-  }
-
-  // And what its gradient changes.
-  void prefetch_target_later(int64_t u, const HotSums* sums) const {
+  // With sums also what a gradient changes.
+  COMERA_INLINE void prefetch_later(int64_t u, const HotSums* sums = nullptr) const {
     if (u >= table_.hot_end) return;
     const int64_t slice = table_.hot_ids[u - table_.row_begin] - block_->first;
     if (slice >= block_->rows.slices) return;
     prefetch_slice(block_->rows, slice);
+    if (sums == nullptr) return;
     const Target& rows = sums[block_ - table_.hot].rows;
     if (rows.update == nullptr || rows.update->first == nullptr) return;
     const bool is_row_wise = rows.update->kind == Update::Kind::row_wise_adagrad;
@@ -330,21 +325,19 @@ class HotRows {
     __builtin_prefetch(offset(rows.update->first, number, is_row_wise ? slice : slice * block_->width), 1);
   }
 
-  void add_to(float* row) const {
-    add_row(width_, current_, block_->projection, block_->width, row);
-  }
+  void add_to(float* row) const { add_row(width_, current_, block_->projection, block_->width, row); }
 
   // The gradient of the row on to the block's.
   void add_gradient(const float* gradient, const HotSums* sums) const {
     if (block_->width == 0) return;  // every column is gone
-    const HotSums& own = sums[block_ - table_.hot];
-    float* of_projection = touch(own.projection, 0);
+    const auto& [rows, projection] = sums[block_ - table_.hot];
+    float* of_projection = touch(projection, 0);
     std::memset(of_row_, 0, 4 * block_->width);
     row_gradients(width_, current_, block_->projection, gradient, block_->width, of_row_, of_projection);
-    if (own.rows.update != nullptr) {
-      update_slice(own.rows.core, *own.rows.update, slice_, of_row_);
+    if (rows.update != nullptr) {
+      update_slice(rows.core, *rows.update, slice_, of_row_);
     } else {
-      narrow(of_row_, own.rows.core.number, block_->width, offset(own.rows.gradient, own.rows.core.number, slice_ * block_->width));
+      narrow(of_row_, rows.core.number, block_->width, offset(rows.gradient, rows.core.number, slice_ * block_->width));
     }
   }
 
@@ -528,7 +521,7 @@ void gradients_of_rows(
     }
     sum_lookups<N1 * N2>(lookups, gradients, u, last, n, row, sum);
     if (is_hot) {
-      hot.prefetch_target_later(u + kAhead, stripe.hot);
+      hot.prefetch_later(u + kAhead, stripe.hot);
       hot.add_gradient(sum, stripe.hot);
     }
     transpose(n1, n2, sum, turned);

@@ -73,9 +73,9 @@ class TTModule(nn.Module):
         return self._registered("rank", range(1, self.shape.order))
 
     def _registered(self, kind: str, numbers: range) -> list[nn.Parameter]:
-        # A model has hundreds, and a step should not pay for each: looking an attribute of a module up takes five times as long.
-        own: dict[str, Any] = self._parameters
-        return [own[f"{kind}_{k}"] for k in numbers]
+        # A model has hundreds, and a step should not pay for each: looking up an attribute of a module is slower.
+        parameters: dict[str, Any] = self._parameters
+        return [parameters[f"{kind}_{k}"] for k in numbers]
 
     @property
     def whole_shape(self) -> TTShape:

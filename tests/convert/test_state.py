@@ -93,6 +93,7 @@ def test_compress_takes_files_and_distributed_checkpoints(kind: str, tmp_path: P
         with warnings.catch_warnings(action="ignore"):
             dcp.save({"model": dense}, checkpoint_id=str(source), no_dist=True)
     torch.save(fused_optimizer(), tmp_path / "optimizer.pt")
+    torch.save(torch.ones(3), tmp_path / "tensor.pt")
     arguments = ["compress", "--state", str(source), "--optimizer", str(tmp_path / "optimizer.pt"), "--output"]
     small, tables = tmp_path / "small.pt", ["tables.compression=4", "tables.min_rows=100"]
     with pytest.raises(SystemExit) as stop:
@@ -111,6 +112,10 @@ def test_compress_takes_files_and_distributed_checkpoints(kind: str, tmp_path: P
         ([*arguments, str(tmp_path / "new.pt"), "model.dim=4"], "override of model: only tables.key=value goes here"),
         (["compress", "--state", str(tmp_path / "no"), "--output", str(tmp_path / "new.pt")], "does not exist"),
         (["compress", "--state", str(tmp_path), "--output", str(tmp_path / "new.pt")], "holds no .metadata"),
+        (
+            ["compress", "--state", str(tmp_path / "tensor.pt"), "--output", str(tmp_path / "new.pt")],
+            "holds a Tensor: give a state dict",
+        ),
         (["compress", "--output", str(tmp_path / "new.pt")], "give --checkpoint and --config, or --state"),
         ([*arguments, str(tmp_path / "no" / "new.pt"), *tables], "is no folder: make it"),
     ):

@@ -88,15 +88,14 @@ def tt_bags(
         )
     cores = [slice_major(core, k, order) for table in of_tables for k, core in enumerate(table.cores)]
     diagonals = [diagonal.contiguous() for table in of_tables for diagonal in table.diagonals]
-    if not diagonals and any(table.hot for table in of_tables):
+    blocks = [block for table in of_tables for block in table.hot]
+    if blocks and not diagonals:
         diagonals = [core.new_ones(core.shape[3]) for table in of_tables for core in table.cores[:-1]]
-    for block in (block for table in of_tables for block in table.hot):
+    for block in blocks:
         # Contiguous ones lie slice after slice, as their other sizes are 1; a step should not pay for more than that question.
         cores += [core if core.is_contiguous() else slice_major(core, k, 2) for k, core in enumerate(block[:2])]
         diagonals.append(block.diagonal.contiguous())
-    hot = (
-        [number for table in of_tables for number in (len(table.hot), table.first)] if any(table.hot for table in of_tables) else []
-    )
+    hot = [number for table in of_tables for number in (len(table.hot), table.first)] if blocks else []
     updates = _updates(cores, diagonals) if update_in_backward else None
     if mode == "max":  # every id's own row, of which the largest are found
         ends = torch.arange(plan.inverse.shape[0] + 1, device=first.device)

@@ -58,9 +58,9 @@ def make_rows(
 def hot_rows(tables: Sequence[Table], plan: LookupPlan, num_cols: int) -> Tensor:
     """What hot blocks add to the unique rows of a plan, [U, N]: to those of a block A[i] diag(D) P, to others nothing."""
     ids = row_ids(plan)
-    place, added = torch.arange(ids.shape[0], device=ids.device), tables[0].cores[0].new_zeros(ids.shape[0], num_cols)
+    numbers, added = torch.arange(ids.shape[0], device=ids.device), tables[0].cores[0].new_zeros(ids.shape[0], num_cols)
     for t, table in enumerate(tables):
-        is_mine = (place >= plan.bounds[0, t]) & (place < plan.bounds[0, t + 1])
+        is_mine = (numbers >= plan.bounds[0, t]) & (numbers < plan.bounds[0, t + 1])
         first = -table.first
         for block in table.hot:
             beyond = first + block.rows.shape[1]
@@ -77,8 +77,8 @@ def row_ids(plan: LookupPlan) -> Tensor:
     slices = plan.bounds[3:].long()
     order = slices.shape[0]
     cut = (order + 1) // 2
-    place = torch.arange(plan.rows.shape[1], device=plan.rows.device)
-    table = torch.searchsorted(plan.bounds[0, 1:-1].long().contiguous(), place, right=True)
+    numbers = torch.arange(plan.rows.shape[1], device=plan.rows.device)
+    table = torch.searchsorted(plan.bounds[0, 1:-1].long().contiguous(), numbers, right=True)
     modes = slices.diff(dim=1)[:, table]
     p, q = plan.rows.long()
     digits = [p] if cut == 1 else list(plan.left.long()[:, p.clamp(min=0)])
