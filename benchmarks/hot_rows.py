@@ -89,24 +89,23 @@ class Tables(nn.Module):
         return [self.collection.tt_bag(name) for name in self.collection.tt_bags]
 
     def shown(self, batch: Batch, upstream: Tensor) -> dict[str, Tensor]:
-        """The output, and parameters after a step of a copy."""
+        """The output, and gradients: what SGD at a rate of one, applied in backward, takes off the parameters of a copy."""
         twin = copy.deepcopy(self)
-        optimizer = torch.optim.Adagrad(twin.parameters(), lr=LR, eps=EPS)
+        optimizer = torch.optim.SGD(twin.parameters(), lr=1.0)
         cr.update_in_backward_(twin, optimizer)
         output = twin.collection(batch.features).values()
         output.backward(upstream)
         optimizer.step()
-        return {"output": output.detach(), **{name: parameter.detach() for name, parameter in twin.named_parameters()}}
+        after = dict(twin.named_parameters())
+        gradients = {name: (before - after[name]).detach() for name, before in self.named_parameters()}
+        return {"output": output.detach(), **gradients}
 
     def reference(self, batch: Batch, upstream: Tensor) -> dict[str, Tensor]:
         """The same by definition, in float64, with gradients of whole cores."""
         twin = copy.deepcopy(self).double()
-        optimizer = torch.optim.Adagrad(twin.parameters(), lr=LR, eps=EPS)
-        pooled = [bag(ids, batch.offsets) for bag, ids in zip(twin._bags, batch.ids, strict=True)]
-        output = torch.cat(pooled, dim=1)
-        output.backward(upstream.double())
-        optimizer.step()
-        return {"output": output.detach(), **{name: parameter.detach() for name, parameter in twin.named_parameters()}}
+        output = torch.cat([bag(ids, batch.offsets) for bag, ids in zip(twin._bags, batch.ids, strict=True)], dim=1)
+        gradients = torch.autograd.grad(output, list(twin.parameters()), upstream.double())
+        return {"output": output.detach(), **dict(zip([name for name, _ in twin.named_parameters()], gradients, strict=True))}
 
     def call(self, pass_: str, batches: Sequence[Batch], upstream: Tensor, turn: int) -> None:
         """A "forward" pass; or a "step" of it, backward with the cores' update, and the optimizer's step for the rest."""
