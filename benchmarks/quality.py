@@ -1,14 +1,14 @@
 """How well models predict whose tables take equally many bytes.
 
-A small DLRM on synthetic Criteo logs of Kaggle's cardinalities, and a factorization model on MovieLens-like implicit feedback
-(`quality_data.py`), with large tables held in every way of `quality_tables.py`, at 10 to 500 times fewer bytes, values and index
+A small DLRM on synthetic Criteo logs of Kaggle's cardinalities, and a factorization model on implicit feedback (`quality_data.py`),
+with large tables held in every way of `quality_embeddings.py`, at 10 to 500 times fewer bytes, values and index
 buffers counted. Batches, steps, optimizer (Adam, all rates falling to zero over the second half of the steps), and the rest of the
 model are the same for all. Every method tries every learning rate of its tables at every size with seed 0; the one with the best NE
 on the validation split takes the other seeds. One row a run: NE on the test split; that on the validation split, AUC, logloss and
 bytes are in `counted`.
 
     TT + rows adaptive
-                    starts at one and a half times the budget, shrinks to it likewise: columns of rows and ranks of trains alike
+                    starts at one and a half times the budget, shrinks to it likewise: columns of rows and ranks alike
     TT adaptive     starts at twice the budget, shrinks to it exactly between 10 % and 50 % of the steps, ranks scored by Taylor
     TT SVD          trained dense for half of the steps, then TT-SVD within the budget, ranks spread over tables, errors weighted by
                     how often rows are read, then trained on
@@ -16,10 +16,11 @@ bytes are in `counted`.
 
 from __future__ import annotations
 
+import copy
 import datetime
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,15 +31,18 @@ from tqdm import tqdm
 
 from benchmarks.environment import describe
 from benchmarks.measure import Settings
+from benchmarks.quality_codes import Clustered
 from benchmarks.quality_data import DataSet, ImplicitFeedback, Rows, Synth
-from benchmarks.quality_tables import MIN_ROWS, PER_TABLE, DoesNotFit, Embeddings, Train, tt_tables
+from benchmarks.quality_embeddings import MIN_ROWS, PER_TABLE, TT, Embeddings, tt_tables
+from benchmarks.quality_pruning import Pruning, ThresholdSearch
+from benchmarks.quality_tables import DoesNotFit
 from benchmarks.rows import Row
 from comera_rec import RankConfig, RankScheduler, fit_tables_, rank_param_groups
 from comera_rec.training.metrics import BinaryMetrics
 
 BUDGETS = (10, 50, 100, 200, 500)
-TRAINS = ("TT + rows", "TT + rows adaptive", "TT fixed", "TT adaptive", "TT SVD")
-METHODS = ("dense", *TRAINS, *PER_TABLE, "pruning")
+TT_METHODS = ("TT + rows", "TT + rows adaptive", "TT fixed", "TT adaptive", "TT SVD")
+METHODS = ("dense", *TT_METHODS, *PER_TABLE, "pruning", "PEP")
 SEEDS = 3
 RATES = (0.003, 0.01, 0.03)
 LR_HEAD = 0.002
@@ -94,16 +98,16 @@ class Model(nn.Module):
     def __init__(self, task: Task, method: str, compression: float) -> None:
         super().__init__()
         counts = task.data.counts
-        kind, trains = method, None
+        kind, configs = method, None
         if method.startswith("TT"):
             kind = "dense" if method == "TT SVD" else method
             sizes = [len(count) for count in counts if len(count) >= MIN_ROWS]
             hot_rows: Literal["auto", 0] = "auto" if "rows" in method else 0
-            trains = tt_tables(sizes, task.dim, compression, hot_rows)
+            configs = tt_tables(sizes, task.dim, compression, hot_rows)
             if method in SCORES:  # the same modes as at the budget, at a larger size
                 start = 1.5 if hot_rows else 2
-                trains = tt_tables(sizes, task.dim, compression / start, hot_rows, trains[0].tt_shape().order)
-        self.embeddings = Embeddings(counts, task.dim, kind, compression, trains)
+                configs = tt_tables(sizes, task.dim, compression / start, hot_rows, configs[0].tt_shape().order)
+        self.embeddings = Embeddings(counts, task.dim, kind, compression, configs)
         self.head = Head(len(counts), task.dim, task.data.test.dense.shape[1])
 
     def forward(self, rows: Rows) -> Tensor:
@@ -130,9 +134,42 @@ def train(task: Task, method: str, compression: float, lr: float, seed: int, ste
     """
     torch.manual_seed(seed)
     model = Model(task, method, compression)
+    embeddings = model.embeddings
+    if method == "PEP":  # the same initial values, less the entries that a copy's thresholds drop
+        copied = copy.deepcopy(model)
+        search = ThresholdSearch(copied.embeddings.tables, embeddings.budget, steps)
+        _fit_(copied, task, method, compression, lr, seed, steps, search)
+        for table, mask in zip(embeddings.tables, search.masks(), strict=True):
+            table.mask = mask.float()
+    pruning = Pruning(list(embeddings.tables.parameters()), embeddings.budget, steps) if method == "pruning" else None
+    times = _fit_(model, task, method, compression, lr, seed, steps, pruning)
+    params = sum(p.numel() for p in embeddings.tables.parameters())
+    values, indices = embeddings.num_bytes()
+    return {
+        **evaluate(model, task.data.test),
+        "val_ne": evaluate(model, task.data.val)["ne"],
+        "bytes": values + indices,
+        "dense_bytes": 4 * sum(len(task.data.counts[f]) for f in embeddings.large) * task.dim,
+        "index_bytes": indices,
+        "optimizer_bytes": 8 * params,
+        "other_bytes": 4 * (sum(p.numel() for p in model.parameters()) - params),
+        "step_ms": statistics.median(times),
+    }
+
+
+def _fit_(
+    model: Model,
+    task: Task,
+    method: str,
+    compression: float,
+    lr: float,
+    seed: int,
+    steps: int,
+    shrink: Pruning | ThresholdSearch | None,
+) -> list[float]:
+    """Train until the steps are done or `shrink` is; milliseconds of each step."""
     optimizer = optimizer_for(model, lr)
     scheduler = _scheduler(model, optimizer, method, steps)
-    pruning = Pruning(model, steps) if method == "pruning" else None
     times = []
     for step, rows in enumerate(task.data.batches(task.batch, steps, seed), start=1):
         start = time.perf_counter()
@@ -145,25 +182,14 @@ def train(task: Task, method: str, compression: float, lr: float, seed: int, ste
         times.append(1e3 * (time.perf_counter() - start))
         if scheduler:
             scheduler.step()
-        if pruning:
-            pruning.step()
+        if shrink and shrink.step():
+            break
         if method == "TT SVD" and step == steps // 2:
-            _to_trains_(model, task, compression)
+            _to_tt_(model, task, compression)
             optimizer = optimizer_for(model, lr)
-    metrics = evaluate(model, task.data.test)
-    embeddings = model.embeddings
-    values = embeddings.large_params()
-    held = 8 * sum(int((p != 0).sum()) for p in embeddings.tables.parameters()) if method == "pruning" else 4 * values
-    return {
-        **metrics,
-        "val_ne": evaluate(model, task.data.val)["ne"],
-        "bytes": held,
-        "dense_bytes": 4 * sum(len(task.data.counts[f]) for f in embeddings.large) * task.dim,
-        "index_bytes": held / 2 if method == "pruning" else 0,
-        "optimizer_bytes": 8 * values,
-        "other_bytes": 4 * (sum(p.numel() for p in model.parameters()) - values),
-        "step_ms": statistics.median(times),
-    }
+        if method == "CCE" and step in (steps // 4, steps // 2):
+            _cluster_(model, optimizer)
+    return times
 
 
 def _scheduler(model: Model, optimizer: torch.optim.Optimizer, method: str, steps: int) -> RankScheduler | None:
@@ -177,38 +203,22 @@ def _scheduler(model: Model, optimizer: torch.optim.Optimizer, method: str, step
     return RankScheduler(model, optimizer, config)
 
 
-class Pruning:
-    """Zero the smallest entries of the large tables, ever more between 10 % and 50 % of the steps."""
-
-    def __init__(self, model: Model, steps: int) -> None:
-        self.weights, self.steps, self.done = list(model.embeddings.tables.parameters()), steps, 0
-        self.total, self.final = sum(w.numel() for w in self.weights), model.embeddings.budget // 2  # value and index
-        self.kept, self.masks = self.total, list[Tensor]()
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """To be called after the optimizer's; entries that are zero may come back each time that the smallest are chosen anew."""
-        self.done += 1
-        if self.done % max(1, self.steps // 40) == 0:
-            ramp = min(1.0, max(0.0, (self.done / self.steps - 0.1) / 0.4))
-            keep = int(self.final + (self.total - self.final) * (1 - ramp) ** 3)
-            if keep < self.kept:
-                self.kept = keep
-                largest = torch.cat([w.flatten() for w in self.weights]).abs().topk(keep).indices
-                mask = torch.zeros(self.total, dtype=torch.bool).index_fill_(0, largest, True)
-                parts = mask.split([w.numel() for w in self.weights])
-                self.masks = [part.view_as(weight) for part, weight in zip(parts, self.weights, strict=True)]
-        for weight, mask in zip(self.weights, self.masks, strict=False):
-            weight.mul_(mask)
-
-
 @torch.no_grad()
-def _to_trains_(model: Model, task: Task, compression: float) -> None:
+def _to_tt_(model: Model, task: Task, compression: float) -> None:
     embeddings = model.embeddings
     weights = [weight.detach() for weight in embeddings.tables.parameters()]
-    tables = [Train(config) for config in tt_tables([len(weight) for weight in weights], task.dim, compression)]
+    tables = [TT(config) for config in tt_tables([len(weight) for weight in weights], task.dim, compression)]
     fit_tables_([table.bag for table in tables], weights, embeddings.budget, [task.data.counts[f] for f in embeddings.large])
     embeddings.tables = nn.ModuleList(tables)
+
+
+def _cluster_(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    """Cluster the rows of CCE's tables; what the optimizer knows of their old values goes."""
+    for table in model.embeddings.tables:
+        assert isinstance(table, Clustered)
+        table.cluster_()
+        for parameter in table.parameters():
+            optimizer.state.pop(parameter, None)
 
 
 @torch.no_grad()
@@ -224,12 +234,14 @@ def evaluate(model: Model, rows: Rows) -> dict[str, float]:
 
 def tasks(settings: Settings) -> list[Task]:
     """The data sets: synthetic always, implicit feedback where its folder is given."""
-    if settings.quick:
-        found = [Task(data=Synth(20_000, 0.02), dim=8, batch=128, steps=20, rates=RATES[:1])]
-    else:
-        # The first rate was the worst of all for every method at 10x and 50x.
-        found = [Task(data=Synth(1_000_000, 1.0), dim=16, batch=2048, steps=390, rates=RATES[1:])]
-    if settings.data:
+    found, wanted = [], settings.only.get("data")
+    if wanted in (None, Synth.name):
+        if settings.quick:
+            found = [Task(data=Synth(20_000, 0.02), dim=8, batch=128, steps=20, rates=RATES[:1])]
+        else:
+            # The first rate was the worst of all for every method at 10x and 50x.
+            found = [Task(data=Synth(1_000_000, 1.0), dim=16, batch=2048, steps=390, rates=RATES[1:])]
+    if settings.data and wanted != Synth.name:
         feedback = ImplicitFeedback.read(settings.data)
         epoch = 2 * int(feedback.counts[0].sum()) // 2048
         found.append(
@@ -241,7 +253,7 @@ def tasks(settings: Settings) -> list[Task]:
                 rates=RATES[:1] if settings.quick else RATES,
             )
         )
-    return [task for task in found if settings.only.get("data", task.data.name) == task.data.name]
+    return [task for task in found if wanted in (None, task.data.name)]
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
@@ -271,14 +283,12 @@ def run(settings: Settings) -> Iterator[list[Row]]:
 
 
 def _plan(task: Task, settings: Settings) -> list[tuple[str, float, int, float | None, int]]:
-    """(method, compression, steps, learning rate or None for the best one, seed); `only` may name methods, `|` between them."""
+    """(method, compression, steps, learning rate or None for the best one, seed)."""
     cases = [(method, compression, task.steps) for compression in BUDGETS for method in METHODS]
     cases = [case for case in cases if case[0] != "dense" or case[1] == BUDGETS[0]]
     scores = [(method, 50, task.steps) for method in SCORES if method not in METHODS]
     twice = [(method, TWICE[0], 2 * task.steps) for method in TWICE[1]]
-    if "method" in settings.only:
-        wanted = settings.only["method"].split("|")
-        cases, scores, twice = ([case for case in some if case[0] in wanted] for some in (cases, scores, twice))
+    cases, scores, twice = ([case for case in some if _wanted(case, settings.only)] for some in (cases, scores, twice))
     if settings.quick:
         cases, scores, twice = [case for case in cases if case[1] == BUDGETS[0]], [], []
     first = settings.seed
@@ -286,6 +296,13 @@ def _plan(task: Task, settings: Settings) -> list[tuple[str, float, int, float |
     plan = [(*case, lr, first) for case in cases + twice for lr in task.rates] + [(*case, None, first) for case in scores]
     seeds = range(first + 1, first + (1 if settings.quick else SEEDS))
     return plan + [(*case, None, seed) for seed in seeds for case in cases + twice + scores]
+
+
+def _wanted(case: tuple[str, float, int], only: Mapping[str, str]) -> bool:
+    """Whether a case is among the methods and compressions that `only` names, `|` between them."""
+    return all(
+        str(value) in only.get(name, str(value)).split("|") for name, value in zip(("method", "compression"), case, strict=False)
+    )
 
 
 def best_rate(rows: Sequence[Row], shapes: dict[str, Any]) -> float | None:

@@ -1,8 +1,6 @@
-"""Ways to hold embedding tables in fewer bytes, all called as ids [B, F] -> [B, F, N] (a single table: [B] -> [B, N]).
+"""Ways to hold an embedding table in fewer bytes, all called as ids [B] -> [B, N]. `quality_embeddings.py` puts tables together.
 
-B batch, F fields, M rows and N columns of a table; budget: parameters, or bytes over 4.
-
-Every method keeps the tables below `MIN_ROWS` rows dense and shrinks the others together by the same factor.
+B batch, M rows and N columns of a table; budget: parameters, or bytes over 4.
 
     hashing     M' < M rows; the id's hash picks one. Weinberger et al., arXiv 0902.2206
     two hashes  the sum of two rows of one table, picked by two hashes. Serra and Karatzoglou, arXiv 1706.03993
@@ -15,26 +13,17 @@ Every method keeps the tables below `MIN_ROWS` rows dense and shrinks the others
     low rank    [M, k] times [k, N]
     mixed dim   blocks of ids by frequency f, of dims ~ f^0.2 to f^0.5 (what fills the budget best) and a projection each; the
                 rarest may share one vector (dim 0). Ginart et al., arXiv 1909.11810
-    pruning     a dense table whose smallest entries vanish while training (cubic schedule of arXiv 1710.01878); an entry left
-                takes 8 bytes, value and index
-    TT          tensor trains of one rank
-    TT + rows   trains of one rank on a fifth of the bytes, and on four fifths rows of the most frequent ids, narrower the rarer
-                (`TTEmbeddingConfig(hot_rows="auto")`)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from math import isqrt
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from comera_rec import TTEmbeddingBag, TTEmbeddingBagConfig, TTEmbeddingConfig
-
-MIN_ROWS = 1000
 STD = 0.1  # of initial entries, for all methods
 
 
@@ -42,12 +31,25 @@ class DoesNotFit(Exception):
     """A method has no form this small."""
 
 
-class Dense(nn.Module):
+class Table(nn.Module):
+    """Ids [B] to rows [B, N]: `Table(counts [M], N, budget)`."""
+
+    @classmethod
+    def least(cls, rows: int, dim: int) -> int:
+        """The smallest budget that has a form."""
+        return dim
+
+    def num_bytes(self) -> tuple[float, float]:
+        """Bytes of the values and of the indices that predictions need."""
+        return 4 * sum(p.numel() for p in self.parameters()), 0
+
+
+class Dense(Table):
     """One table, dense."""
 
-    def __init__(self, rows: int, dim: int) -> None:
+    def __init__(self, rows: int, dim: int, std: float = STD) -> None:
         super().__init__()
-        self.weight = nn.Parameter(STD * torch.randn(rows, dim))
+        self.weight = nn.Parameter(std * torch.randn(rows, dim))
 
     def forward(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self.weight)
@@ -57,8 +59,6 @@ class Hashed(Dense):
     """Rows shared by ids of one hash."""
 
     def __init__(self, counts: Tensor, dim: int, budget: int) -> None:
-        if budget < dim:
-            raise DoesNotFit
         super().__init__(budget // dim, dim)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -66,79 +66,83 @@ class Hashed(Dense):
         return super().forward((ids * 2_654_435_769 % (1 << 32) >> 1) % len(self.weight))
 
 
-def _hash(ids: Tensor, seed: int) -> Tensor:
+def hashed(ids: Tensor, seed: int) -> Tensor:
     """31 bits: multiplication, folding and multiplication again (as MurmurHash3 ends)."""
-    keys = (ids + seed * 7_919) * 2_246_822_519 % (1 << 32)
-    return (keys ^ keys >> 15) * 3_266_489_917 % (1 << 32) >> 1
+    keys = (ids + seed * 7_919) * 2_246_822_519 & 0xFFFF_FFFF
+    return ((keys ^ keys >> 15) * 3_266_489_917 & 0xFFFF_FFFF) >> 1
 
 
 class TwoHashes(Hashed):
     """Sums of two rows."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        first, second = (F.embedding(_hash(ids, seed) % len(self.weight), self.weight) for seed in (1, 2))
+        first, second = (F.embedding(hashed(ids, seed) % len(self.weight), self.weight) for seed in (1, 2))
         return first + second
 
 
-class Robe(nn.Module):
+class Robe(Table):
     """Parts of rows in one array."""
 
     def __init__(self, counts: Tensor, dim: int, budget: int) -> None:
         super().__init__()
         self.part = dim // 4
-        if budget < self.part:
-            raise DoesNotFit
         self.array = nn.Parameter(STD * torch.randn(budget))
 
     def forward(self, ids: Tensor) -> Tensor:
-        starts = torch.stack([_hash(ids, part) for part in range(4)], dim=1)[:, :, None]
+        starts = torch.stack([hashed(ids, part) for part in range(4)], dim=1)[:, :, None]
         return self.array[(starts + torch.arange(self.part)) % len(self.array)].flatten(1)
 
 
-class DeepHash(nn.Module):
+class DeepHash(Table):
     """No rows at all: an MLP over hashes."""
 
     hashes = 64
+    codes: Tensor
+
+    @classmethod
+    def least(cls, rows: int, dim: int) -> int:
+        return cls.hashes + 1 + 2 * dim
 
     def __init__(self, counts: Tensor, dim: int, budget: int) -> None:
         super().__init__()
         hidden = (budget - dim) // (self.hashes + 1 + dim)
-        if hidden < 1:
-            raise DoesNotFit
         self.mlp = nn.Sequential(nn.Linear(self.hashes, hidden), nn.Mish(), nn.Linear(hidden, dim))
+        codes = torch.stack([hashed(torch.arange(len(counts)), k) for k in range(self.hashes)], dim=1) / 2**30 - 1
+        self.register_buffer("codes", codes, persistent=False)  # hashed once, to save the benchmark's time
 
     def forward(self, ids: Tensor) -> Tensor:
-        codes = torch.stack([_hash(ids, k) for k in range(self.hashes)], dim=1)
-        rows: Tensor = self.mlp(codes / 2**30 - 1)
+        rows: Tensor = self.mlp(F.embedding(ids, self.codes))
         return rows
 
 
-class HotAndHashed(nn.Module):
+class HotAndHashed(Table):
     """Rows for some, a hash for the rest."""
 
     def __init__(self, counts: Tensor, dim: int, budget: int) -> None:
         super().__init__()
         self.rows = min(int(0.7 * budget) // dim, len(counts))
-        if budget // dim <= self.rows:
-            raise DoesNotFit
         self.table = Dense(budget // dim, dim)
 
     def forward(self, ids: Tensor) -> Tensor:
-        shared = self.rows + _hash(ids, 1) % (len(self.table.weight) - self.rows)
+        shared = self.rows + hashed(ids, 1) % (len(self.table.weight) - self.rows)
         rows: Tensor = self.table(torch.where(ids < self.rows, ids, shared))
         return rows
 
 
-class Digits(nn.Module):
+class Digits(Table):
     """A small table for each digit of the id, multiplied."""
+
+    parts = range(3, 9)
+
+    @classmethod
+    def least(cls, rows: int, dim: int) -> int:
+        return min(k * cls._base(rows, k) for k in cls.parts) * dim
 
     def __init__(self, counts: Tensor, dim: int, budget: int) -> None:
         super().__init__()
-        fitting = [k for k in range(3, 9) if k * self._base(len(counts), k) * dim <= budget]
-        if not fitting:
-            raise DoesNotFit
-        self.base = self._base(len(counts), fitting[0])
-        self.tables = nn.ParameterList(nn.Parameter(STD * torch.randn(self.base, dim) + (part > 0)) for part in range(fitting[0]))
+        parts = next(k for k in self.parts if k * self._base(len(counts), k) * dim <= budget)
+        self.base = self._base(len(counts), parts)
+        self.tables = nn.ParameterList(nn.Parameter(STD * torch.randn(self.base, dim) + (part > 0)) for part in range(parts))
 
     @staticmethod
     def _base(rows: int, parts: int) -> int:
@@ -152,16 +156,17 @@ class Digits(nn.Module):
         return rows
 
 
-class QuotientRemainder(nn.Module):
+class QuotientRemainder(Table):
     """Two small tables, multiplied."""
+
+    @classmethod
+    def least(cls, rows: int, dim: int) -> int:
+        return min(b + -(-rows // b) for b in (isqrt(rows), isqrt(rows) + 1)) * dim
 
     def __init__(self, counts: Tensor, dim: int, budget: int) -> None:
         super().__init__()
         rows, most = len(counts), budget // dim
-        fitting = [b for b in range(1, most) if b + -(-rows // b) <= most]
-        if not fitting:
-            raise DoesNotFit
-        self.base = max(fitting, key=lambda b: b + -(-rows // b))
+        self.base = max((b for b in range(1, most) if b + -(-rows // b) <= most), key=lambda b: b + -(-rows // b))
         self.quotients = nn.Parameter(1 + STD * torch.randn(-(-rows // self.base), dim))
         self.remainders = nn.Parameter(STD * torch.randn(self.base, dim))
 
@@ -169,14 +174,16 @@ class QuotientRemainder(nn.Module):
         return F.embedding(ids // self.base, self.quotients) * F.embedding(ids % self.base, self.remainders)
 
 
-class LowRank(nn.Module):
+class LowRank(Table):
     """[M, k] times [k, N]."""
+
+    @classmethod
+    def least(cls, rows: int, dim: int) -> int:
+        return rows + dim
 
     def __init__(self, counts: Tensor, dim: int, budget: int) -> None:
         super().__init__()
         rank = budget // (len(counts) + dim)
-        if not rank:
-            raise DoesNotFit
         self.left = nn.Parameter((STD / rank**0.5) ** 0.5 * torch.randn(len(counts), rank))
         self.right = nn.Parameter((STD / rank**0.5) ** 0.5 * torch.randn(rank, dim))
 
@@ -184,7 +191,7 @@ class LowRank(nn.Module):
         return F.embedding(ids, self.left) @ self.right
 
 
-class MixedDimension(nn.Module):
+class MixedDimension(Table):
     """Blocks of ids by frequency, narrower the rarer."""
 
     def __init__(self, counts: Tensor, dim: int, budget: int) -> None:
@@ -229,98 +236,3 @@ class _Projected(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self.left) @ self.right
-
-
-class Train(nn.Module):
-    """A tensor train, with hot rows or without."""
-
-    def __init__(self, config: TTEmbeddingBagConfig) -> None:
-        super().__init__()
-        self.bag = TTEmbeddingBag(
-            config.num_embeddings, config.embedding_dim, shape=config.tt_shape(), hot_rows=config.hot_rows, std=STD
-        )
-
-    def forward(self, ids: Tensor) -> Tensor:
-        pooled: Tensor = self.bag(ids[:, None])
-        return pooled
-
-
-class Embeddings(nn.Module):
-    """The tables of all fields; `tables` holds the large ones.
-
-    Args:
-        counts: per field [M], how often each id occurs in training.
-        dim: N.
-        method: a key of `PER_TABLE`, "dense", "pruning" (which starts dense), "TT", or "TT + rows".
-        compression: dense parameters of the large tables over those they take.
-        trains: for "TT" and "TT + rows"; default those that `TTEmbeddingConfig(compression=...)` chooses.
-
-    Raises:
-        DoesNotFit: if the method has no form this small.
-    """
-
-    starts: Tensor
-
-    def __init__(
-        self,
-        counts: Sequence[Tensor],
-        dim: int,
-        method: str,
-        compression: float,
-        trains: Sequence[TTEmbeddingBagConfig] | None = None,
-    ) -> None:
-        super().__init__()
-        self.large = [f for f, count in enumerate(counts) if len(count) >= MIN_ROWS]
-        self.budget = int(sum(len(counts[f]) for f in self.large) * dim / compression)
-        sizes = [len(counts[f]) for f in self.large]
-        if method.startswith("TT") and trains is None:
-            trains = tt_tables(sizes, dim, compression, "auto" if "rows" in method else 0)
-        small = [f for f in range(len(counts)) if f not in self.large]
-        # One table for all small ones: with twenty of them, half of a step would be their bookkeeping.
-        self.small = Dense(sum(len(counts[f]) for f in small), dim) if small else None
-        self.register_buffer("starts", torch.tensor([0, *(len(counts[f]) for f in small)]).cumsum(0)[:-1], persistent=False)
-        self.columns = [*small, *self.large]
-        tables: list[nn.Module] = []
-        for place, f in enumerate(self.large):
-            count = counts[f]
-            if method in ("dense", "pruning"):
-                tables.append(Dense(len(count), dim))
-            elif trains is not None:
-                tables.append(Train(trains[place]))
-            else:
-                tables.append(PER_TABLE[method](count, dim, int(len(count) * dim / compression)))
-        self.tables = nn.ModuleList(tables)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        ids = ids[:, self.columns]  # small tables first: their places in the interaction are the same for all methods
-        few = len(self.columns) - len(self.large)
-        large = [table(ids[:, few + k])[:, None] for k, table in enumerate(self.tables)]
-        return torch.cat([self.small(ids[:, :few] + self.starts), *large] if self.small is not None else large, dim=1)
-
-    def large_params(self) -> int:
-        """What the tables that a method shrinks hold."""
-        return sum(p.numel() for p in self.tables.parameters())
-
-
-def tt_tables(
-    sizes: Sequence[int], dim: int, compression: float, hot_rows: float | Literal["auto"] = 0, order: int | None = None
-) -> list[TTEmbeddingBagConfig]:
-    """Trains of one rank within a compression of all tables together."""
-    tables = [EmbeddingBagConfig(name=f"t{i}", num_embeddings=m, embedding_dim=dim) for i, m in enumerate(sizes)]
-    try:
-        return TTEmbeddingConfig(compression=compression, min_rows=1, order=order, hot_rows=hot_rows).table_configs(tables)
-    except ValueError:
-        raise DoesNotFit from None
-
-
-PER_TABLE: dict[str, Callable[[Tensor, int, int], Any]] = {
-    "hashing": Hashed,
-    "two hashes": TwoHashes,
-    "ROBE": Robe,
-    "DHE": DeepHash,
-    "CAFE": HotAndHashed,
-    "QR in parts": Digits,
-    "QR": QuotientRemainder,
-    "low rank": LowRank,
-    "mixed dim": MixedDimension,
-}

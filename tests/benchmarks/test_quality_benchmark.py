@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, stdev
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from benchmarks import quality
 from benchmarks.measure import Settings
 from benchmarks.plot import plot_rows
+from benchmarks.quality_codes import Clustered, MultiGranular, k_means
 from benchmarks.quality_data import DataSet, ImplicitFeedback, Rows
+from benchmarks.quality_embeddings import MIN_ROWS, PER_TABLE, Embeddings, shares
+from benchmarks.quality_pruning import Thresholded, ThresholdSearch
 from benchmarks.quality_table import quality_table
-from benchmarks.quality_tables import MIN_ROWS, PER_TABLE, DoesNotFit, Embeddings
+from benchmarks.quality_tables import Digits, DoesNotFit
 from benchmarks.rows import RowWriter, read_rows
+
+COUNTS = torch.arange(1500, 0, -1)
 
 
 class Tiny(DataSet):
@@ -47,9 +54,10 @@ def test_methods_stay_within_the_budget(method: str, compression: int, task: qua
     try:
         embeddings = Embeddings(task.data.counts, 8, method, compression)
     except DoesNotFit:
-        assert (method, compression) in (("low rank", 10), ("low rank", 50), ("QR", 50), ("DHE", 50))
+        assert (method, compression) in (("low rank", 10), ("low rank", 50), ("QR", 50))
         return
-    assert embeddings.large_params() <= embeddings.budget == 2700 * 8 // compression
+    assert embeddings.budget == 2700 * 8 // compression
+    assert sum(embeddings.num_bytes()) <= 4 * embeddings.budget
     rows = embeddings(task.data.test.ids)
     assert rows.shape == (300, 3, 8)
     rows.square().sum().backward()
@@ -57,12 +65,101 @@ def test_methods_stay_within_the_budget(method: str, compression: int, task: qua
     assert len(embeddings.large) == sum(len(count) >= MIN_ROWS for count in task.data.counts) == 2
 
 
-@pytest.mark.parametrize("method", ["TT adaptive", "TT + rows adaptive", "TT SVD", "pruning"])
+@pytest.mark.parametrize("method", ["TT adaptive", "TT + rows adaptive", "TT SVD", "pruning", "PEP"])
 def test_methods_that_shrink_while_training_end_within_the_budget(method: str, task: quality.Task) -> None:
     found = quality.train(task, method, 10, 0.01, 0, 20)
     budget = found["dense_bytes"] / 10
     assert 0.9 * budget <= found["bytes"] <= budget
-    assert found["index_bytes"] == (found["bytes"] / 2 if method == "pruning" else 0)
+    assert found["index_bytes"] == (found["bytes"] / 2 if method in ("pruning", "PEP") else 0)
+
+
+def test_tables_share_a_budget_by_size_unless_the_smallest_form_is_larger() -> None:
+    assert (Digits.least(4000, 8), Digits.least(1000, 8)) == (6 * 4 * 8, 5 * 4 * 8), "digits of base 4"
+    assert shares((4000, 1000), 8, 10, Digits) == [3200, 800]
+    assert shares((4000, 1000), 8, 100, Digits) == [240, 160]
+    with pytest.raises(DoesNotFit):
+        shares((4000, 1000), 8, 200, Digits)
+
+
+@pytest.mark.parametrize("kind", [Clustered, MultiGranular, lambda counts, dim, budget: Thresholded(len(counts), dim)])
+def test_tables_learn_rows(kind: Callable[[Tensor, int, int], nn.Module]) -> None:
+    torch.manual_seed(0)
+    table, ids, target = kind(COUNTS, 8, 2000), torch.arange(20), torch.randn(20, 8)
+    optimizer = torch.optim.Adam(table.parameters(), 0.03)
+    losses = []
+    for _ in range(100):
+        loss = (table(ids) - target).square().sum(1).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.1 * losses[0]
+
+
+def test_cce_gives_ids_with_like_rows_one_code() -> None:
+    torch.manual_seed(0)
+    table, ids = Clustered(COUNTS, 8, 800), torch.arange(1500)
+    assert table.size == 50
+    assert table.num_bytes() == (4 * 800, 0)
+    before = table(ids)
+    table.cluster_()
+    after = table(ids)
+    assert table.num_bytes() == (4 * 800, 1500 * 4 * 6 / 8)
+    assert not table.hashed.any()
+    assert len({tuple(code) for code in table.codes_MD.tolist()}) > 50
+    assert (after - before).square().mean() < 0.1 * before.var(dim=0).mean()
+    with torch.no_grad():
+        table.hashed[:50] = 1  # the first quarter's
+    assert torch.allclose(table(ids) - after, torch.tensor([1.0, 1, 0, 0, 0, 0, 0, 0]))
+
+
+def test_k_means_mixes_no_blobs() -> None:
+    torch.manual_seed(0)
+    blobs = torch.tensor([[0.0, 0], [9, 0], [0, 9]]).repeat_interleave(20, dim=0)
+    vectors, nearest = k_means(blobs + 0.1 * torch.randn(60, 2), 30)
+    assert (vectors[nearest] - blobs).abs().max() < 1, "an id's vector lies in its blob"
+    assert vectors.isfinite().all(), "vectors that lost all members stay"
+
+
+def test_mgqe_gives_rare_ids_the_first_vectors_and_pulls_rows_and_vectors_together() -> None:
+    torch.manual_seed(0)
+    table, ids = MultiGranular(COUNTS, 8, 800), torch.tensor([0, 149, 150, 1499, 3, 3])
+    assert 1 <= table.tail_size < table.size
+    rows = table(torch.arange(150, 1500)).unflatten(1, (table.parts, -1))
+    for part in range(table.parts):
+        distances = torch.cdist(rows[:, part], table.codebooks_DKn[part, : table.tail_size])
+        assert distances.min(1).values.max() < 1e-3
+    quantized, upstream = table(ids), torch.randn(6, 8)
+    (quantized * upstream).mean(0).sum().backward()
+    weight, codebooks = (p.detach().clone().requires_grad_() for p in (table.weight, table.codebooks_DKn))
+    row = weight[ids].unflatten(1, (table.parts, -1))
+    codes = torch.cdist(quantized.detach().unflatten(1, (table.parts, -1)).transpose(0, 1), codebooks.detach()).argmin(2)
+    vector = torch.stack([codebooks[part, codes[part]] for part in range(table.parts)], dim=1)
+    pull = (vector - row.detach()).square() + 0.25 * (row - vector.detach()).square()
+    loss = pull.sum((1, 2)).mean() + ((row + vector).flatten(1) * upstream).mean(0).sum()
+    loss.backward()
+    assert torch.allclose(table.weight.grad, weight.grad, atol=1e-6)
+    assert torch.allclose(table.codebooks_DKn.grad, codebooks.grad, atol=1e-6)
+
+
+def test_pep_keeps_the_entries_that_exceed_their_thresholds_most() -> None:
+    tables = [Thresholded(3, 2), Thresholded(1, 2)]
+    with torch.no_grad():
+        tables[0].weight.copy_(torch.tensor([[0.9, -0.8], [0.1, 0.6], [-0.7, 0.2]]))
+        tables[1].weight.copy_(torch.tensor([[0.4, 0.0]]))
+        for table in tables:
+            table.logits.zero_()
+    assert torch.allclose(tables[0](torch.tensor([0, 2])), torch.tensor([[0.4, -0.3], [-0.2, 0.0]]))
+    search = ThresholdSearch(tables, budget=7, steps=10)  # three entries with their indices
+    assert not search.step(), "four entries exceed one half"
+    with torch.no_grad():
+        tables[0].logits[1, 1] = 1.0
+    assert search.step()
+    masks = search.masks()
+    assert [mask.tolist() for mask in masks] == [[[True, True], [False, False], [True, False]], [[False, False]]]
+    tables[0].mask = masks[0].float()
+    assert torch.equal(tables[0](torch.tensor([2])), torch.tensor([[-0.7, 0.0]]))
+    assert tables[0].num_bytes() == (12, 12)
 
 
 def test_it_goes_on_where_it_stopped(task: quality.Task, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
