@@ -22,6 +22,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
@@ -33,7 +34,7 @@ from benchmarks.environment import describe
 from benchmarks.measure import Settings
 from benchmarks.quality_codes import Clustered
 from benchmarks.quality_data import DataSet, ImplicitFeedback, Rows, Synth
-from benchmarks.quality_embeddings import MIN_ROWS, PER_TABLE, TT, Embeddings, tt_tables
+from benchmarks.quality_embeddings import MIN_ROWS, PER_TABLE, SPLITS, TT, Embeddings, split_tables, tt_tables
 from benchmarks.quality_pruning import Pruning, ThresholdSearch
 from benchmarks.quality_tables import DoesNotFit
 from benchmarks.rows import Row
@@ -104,7 +105,9 @@ class Model(nn.Module):
             sizes = [len(count) for count in counts if len(count) >= MIN_ROWS]
             hot_rows: Literal["auto", 0] = "auto" if "rows" in method else 0
             configs = tt_tables(sizes, task.dim, compression, hot_rows)
-            if method in SCORES:  # the same modes as at the budget, at a larger size
+            if method in SPLITS:
+                configs = split_tables(sizes, task.dim, compression, *SPLITS[method])
+            elif method in SCORES:  # the same modes as at the budget, at a larger size
                 start = 1.5 if hot_rows else 2
                 configs = tt_tables(sizes, task.dim, compression / start, hot_rows, configs[0].tt_shape().order)
         self.embeddings = Embeddings(counts, task.dim, kind, compression, configs)
@@ -287,6 +290,8 @@ def _plan(task: Task, settings: Settings) -> list[tuple[str, float, int, float |
     cases = [(method, compression, task.steps) for compression in BUDGETS for method in METHODS]
     cases = [case for case in cases if case[0] != "dense" or case[1] == BUDGETS[0]]
     scores = [(method, 50, task.steps) for method in SCORES if method not in METHODS]
+    if "method" in settings.only:  # too many to run unasked
+        scores += [(method, compression, task.steps) for compression in BUDGETS for method in SPLITS]
     twice = [(method, TWICE[0], 2 * task.steps) for method in TWICE[1]]
     cases, scores, twice = ([case for case in some if _wanted(case, settings.only)] for some in (cases, scores, twice))
     if settings.quick:
@@ -299,16 +304,17 @@ def _plan(task: Task, settings: Settings) -> list[tuple[str, float, int, float |
 
 
 def _wanted(case: tuple[str, float, int], only: Mapping[str, str]) -> bool:
-    """Whether a case is among the methods and compressions that `only` names, `|` between them."""
-    return all(
-        str(value) in only.get(name, str(value)).split("|") for name, value in zip(("method", "compression"), case, strict=False)
-    )
+    """Whether a case is among the methods and compressions that `only` names, `|` between them, `*` for any text."""
+    named = zip(("method", "compression"), case, strict=False)
+    return all(any(fnmatchcase(str(value), pattern) for pattern in only.get(name, "*").split("|")) for name, value in named)
 
 
 def best_rate(rows: Sequence[Row], shapes: dict[str, Any]) -> float | None:
-    """The rate of the smallest validation NE at this size; scores of ranks that are compared share one."""
+    """The rate of the smallest validation NE at this size; scores of ranks that are compared share one, and so do fixed splits."""
     if shapes["method"] in SCORES and shapes["method"] not in METHODS:
         shapes = {**shapes, "method": "TT adaptive"}
+    if shapes["method"] in SPLITS:
+        shapes = {**shapes, "method": "TT + rows"}
     tuned = [row for row in rows if all(row.shapes[name] == value for name, value in shapes.items())]
     return min(tuned, key=lambda row: row.counted["val_ne"]).shapes["lr"] if tuned else None
 

@@ -10,11 +10,13 @@ size, or its smallest form where that is more, and the rest shares what is left 
     TT          TT tables of one rank
     TT + rows   TT tables of one rank on a fifth of the bytes, and on four fifths rows of the most frequent ids, narrower the rarer
                 (`TTEmbeddingConfig(hot_rows="auto")`)
+    TT + s at w  the same with a share s of the bytes in one block of width w a table, the same share of each table's rows
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -39,6 +41,7 @@ from benchmarks.quality_tables import (
     TwoHashes,
 )  # fmt: skip
 from comera_rec import TTEmbeddingBag, TTEmbeddingBagConfig, TTEmbeddingConfig
+from comera_rec.tt import blocks_params
 
 MIN_ROWS = 1000
 
@@ -58,6 +61,9 @@ PER_TABLE: dict[str, type[Table]] = {
 }
 WHOLE: dict[str, type[Dense]] = {"dense": Dense, "pruning": Pruned, "PEP": Thresholded}
 """Those that have all entries at first."""
+
+
+SPLITS = {f"TT + {share:g} at {width or 'N'}": (share, width) for share in (0.25, 0.5, 0.75, 0.95) for width in (1, 2, 4, 8, None)}
 
 
 def shares(rows: Sequence[int], dim: int, compression: float, method: type[Table]) -> list[int]:
@@ -158,3 +164,18 @@ def tt_tables(
         return TTEmbeddingConfig(compression=compression, min_rows=1, order=order, hot_rows=hot_rows).table_configs(tables)
     except ValueError:
         raise DoesNotFit from None
+
+
+def split_tables(sizes: Sequence[int], dim: int, compression: float, share: float, width: int | None) -> list[TTEmbeddingBagConfig]:
+    """TT tables of one rank and a block of hot rows each, of `width` or else N columns, on a share of the bytes.
+
+    Raises:
+        DoesNotFit: if a block would have no rows, or rank 1 is too large beside them.
+    """
+    total, width = sum(sizes) * dim, width or dim
+    rows = [min(m, int((share * m * dim / compression - width * (dim + 1)) / width)) for m in sizes]
+    left = total / compression - sum(blocks_params(((m, width),), dim) for m in rows)
+    if min(rows) < 1 or left <= 0:
+        raise DoesNotFit
+    tables = tt_tables(sizes, dim, total / left)
+    return [replace(table, hot_rows=((m, width),)) for table, m in zip(tables, rows, strict=True)]

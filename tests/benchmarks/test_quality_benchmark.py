@@ -15,7 +15,7 @@ from benchmarks.measure import Settings
 from benchmarks.plot import plot_rows
 from benchmarks.quality_codes import Clustered, MultiGranular, k_means
 from benchmarks.quality_data import DataSet, ImplicitFeedback, Rows
-from benchmarks.quality_embeddings import MIN_ROWS, PER_TABLE, Embeddings, shares
+from benchmarks.quality_embeddings import MIN_ROWS, PER_TABLE, SPLITS, Embeddings, shares
 from benchmarks.quality_pruning import Thresholded, ThresholdSearch
 from benchmarks.quality_table import quality_table
 from benchmarks.quality_tables import Digits, DoesNotFit
@@ -79,6 +79,21 @@ def test_tables_share_a_budget_by_size_unless_the_smallest_form_is_larger() -> N
     assert shares((4000, 1000), 8, 100, Digits) == [240, 160]
     with pytest.raises(DoesNotFit):
         shares((4000, 1000), 8, 200, Digits)
+
+
+def test_splits_give_a_share_of_the_bytes_to_one_block_and_are_off_unless_named(task: quality.Task) -> None:
+    model = quality.Model(task, "TT + 0.75 at 4", 10)
+    assert [len(table.bag.hot_rows) for table in model.embeddings.tables] == [1, 1]
+    hot = [table.bag.num_hot_rows * 4 + 4 * (8 + 1) for table in model.embeddings.tables]
+    assert sum(hot) == pytest.approx(0.75 * model.embeddings.budget, rel=0.02)
+    assert 0.9 * model.embeddings.budget < model.embeddings.num_bytes()[0] / 4 <= model.embeddings.budget
+    with pytest.raises(DoesNotFit):
+        quality.Model(task, "TT + 0.25 at N", 50)
+    assert not {case[0] for case in quality._plan(task, Settings())} & set(SPLITS)
+    asked = quality._plan(task, Settings(only={"method": "TT + * at 4|hashing", "compression": "50|100"}))
+    assert {case[:2] for case in asked} == {
+        (method, size) for method in ("hashing", *(f"TT + {s} at 4" for s in (0.25, 0.5, 0.75, 0.95))) for size in (50, 100)
+    }
 
 
 @pytest.mark.parametrize("kind", [Clustered, MultiGranular, lambda counts, dim, budget: Thresholded(len(counts), dim)])
