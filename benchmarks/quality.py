@@ -58,6 +58,10 @@ SCORES = {
 }
 
 
+VARIANTS = {*SCORES, *SPLITS} - {*METHODS}
+"""Forms of one method that are compared with each other; figures and tables of all methods leave them out."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """A data set, how long to train on it, and the learning rates to choose from."""
@@ -289,7 +293,7 @@ def _plan(task: Task, settings: Settings) -> list[tuple[str, float, int, float |
     """(method, compression, steps, learning rate or None for the best one, seed)."""
     cases = [(method, compression, task.steps) for compression in BUDGETS for method in METHODS]
     cases = [case for case in cases if case[0] != "dense" or case[1] == BUDGETS[0]]
-    scores = [(method, 50, task.steps) for method in SCORES if method not in METHODS]
+    scores = [(method, 50, task.steps) for method in SCORES if method in VARIANTS]
     if "method" in settings.only:  # too many to run unasked
         scores += [(method, compression, task.steps) for compression in BUDGETS for method in SPLITS]
     twice = [(method, TWICE[0], 2 * task.steps) for method in TWICE[1]]
@@ -311,7 +315,7 @@ def _wanted(case: tuple[str, float, int], only: Mapping[str, str]) -> bool:
 
 def best_rate(rows: Sequence[Row], shapes: dict[str, Any]) -> float | None:
     """The rate of the smallest validation NE at this size; scores of ranks that are compared share one, and so do fixed splits."""
-    if shapes["method"] in SCORES and shapes["method"] not in METHODS:
+    if shapes["method"] in SCORES and shapes["method"] in VARIANTS:
         shapes = {**shapes, "method": "TT adaptive"}
     if shapes["method"] in SPLITS:
         shapes = {**shapes, "method": "TT + rows"}

@@ -6,43 +6,27 @@ from collections.abc import Sequence
 from statistics import median
 
 from matplotlib import colormaps
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-from benchmarks.quality import chosen
+from benchmarks.quality import METHODS, TT_METHODS, VARIANTS, chosen
 from benchmarks.rows import Row
+
+MARKERS = "osD^v<>Ph*"
 
 
 def quality_figure(rows: Sequence[Row]) -> Figure:
-    """Medians over seeds, bars from the best to the worst of them; the dense model as a dashed line."""
-    rows = chosen(rows)
+    """Medians over seeds, bars from the best to the worst of them, TT tables bold; the dense model as a dashed line."""
+    rows = [row for row in chosen(rows) if row.provider not in VARIANTS]
     data_sets = list(dict.fromkeys(row.shapes["data"] for row in rows))
-    methods = list(dict.fromkeys(row.provider for row in rows if row.provider != "dense"))
-    figure = Figure(figsize=(5.5 * len(data_sets), 4.6), layout="constrained")
+    methods = [method for method in dict.fromkeys([*METHODS, *(row.provider for row in rows)]) if method != "dense"]
+    figure = Figure(figsize=(5.5 * len(data_sets), 6.5), layout="constrained")
     for panel, data in zip(figure.subplots(1, len(data_sets), squeeze=False)[0], data_sets, strict=True):
         mine = [row for row in rows if row.shapes["data"] == data]
         for k, method in enumerate(methods):
-            runs: dict[float, list[Row]] = {}
-            for row in mine:
-                if row.provider == method:
-                    runs.setdefault(row.shapes["compression"], []).append(row)
-            points = sorted((median(r.counted["bytes"] for r in each), [r.p50 for r in each]) for each in runs.values())
-            middle = [median(nes) for _, nes in points]
-            spread = [[m - min(nes) for m, (_, nes) in zip(middle, points, strict=True)],
-                      [max(nes) - m for m, (_, nes) in zip(middle, points, strict=True)]]  # fmt: skip
-            sizes = [size for size, _ in points]
-            bold = 2.5 if method == "TT + rows" else 1.0
-            panel.errorbar(
-                sizes,
-                middle,
-                yerr=spread,
-                fmt="o-",
-                markersize=4,
-                capsize=2,
-                linewidth=bold,
-                color=colormaps["tab20"](k),
-                label=method,
-            )
+            if runs := [row for row in mine if row.provider == method]:
+                _draw(panel, runs, method, k)
         if dense := [row.p50 for row in mine if row.provider == "dense"]:
             panel.axhline(median(dense), color="black", linestyle="--", linewidth=1, label="dense")
         panel.set_xscale("log")
@@ -52,3 +36,21 @@ def quality_figure(rows: Sequence[Row]) -> Figure:
         panel.grid(alpha=0.3)
     figure.axes[0].set_ylabel("NE on the test split, lower is better")
     return figure
+
+
+def _draw(panel: Axes, rows: Sequence[Row], method: str, k: int) -> None:
+    runs = [[row for row in rows if row.shapes["compression"] == size] for size in {row.shapes["compression"] for row in rows}]
+    points = sorted((median(r.counted["bytes"] for r in each), [r.p50 for r in each]) for each in runs)
+    nes = [median(each) for _, each in points]
+    panel.errorbar(
+        [size for size, _ in points],
+        nes,
+        yerr=[[ne - min(each) for ne, (_, each) in zip(nes, points, strict=True)],
+              [max(each) - ne for ne, (_, each) in zip(nes, points, strict=True)]],
+        fmt=f"{MARKERS[k % len(MARKERS)]}-",
+        markersize=4,
+        capsize=2,
+        linewidth=2.5 if method in TT_METHODS else 0.8,
+        color=colormaps["tab20"](k),
+        label=method,
+    )  # fmt: skip
