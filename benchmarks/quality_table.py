@@ -15,6 +15,11 @@ from benchmarks.rows import Row, read_rows
 
 METRICS: dict[str, Callable[[Row], float]] = {"ne": lambda row: row.p50, "auc": lambda row: row.counted["auc"]}
 BEST: dict[str, Any] = {"ne": min, "auc": max}
+DATA_SETS = {
+    "synth": "a million synthetic Criteo rows, Kaggle's cardinalities",
+    "ml1m": "MovieLens-1M, implicit feedback",
+    "video": "Amazon video games, implicit feedback, users' last item, 31,000 x 24,000",
+}
 NAMES = {
     "TT + rows": "TT with hot rows",
     "TT + rows adaptive": "the same, ranks and widths adapted to the budget",
@@ -60,7 +65,7 @@ def short_table(rows: Sequence[Row], metric: str) -> str:
             by_size = {size: [METRICS[metric](r) for r in mine if r.shapes["compression"] == size] for size in sizes}
             means[method] = {size: mean(values) for size, values in by_size.items() if values}
         dense = means.pop("dense").values()
-        lines.append([f"{data}{''.join(f'; dense {value:.4f}' for value in dense)}", *[""] * len(sizes)])
+        lines.append([f"{DATA_SETS.get(data, data)}{''.join(f'; dense {value:.4f}' for value in dense)}", *[""] * len(sizes)])
         cells = {method: {size: f"{value:.4f}" for size, value in of_size.items()} for method, of_size in means.items() if of_size}
         equal = [of_size for method, of_size in cells.items() if method != "CCE"]
         best = {size: BEST[metric]([of_size[size] for of_size in equal if size in of_size], default="") for size in sizes}
@@ -84,15 +89,18 @@ def _cell(nes: Sequence[float]) -> str:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("results", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option("--short", type=click.Choice(list(METRICS)), help="One table of means for all data sets, as in the README.")
-def table(results: Path, short: str | None) -> None:
+@click.option("--data", help="Only this data set.")
+def table(results: Path, short: str | None, data: str | None) -> None:
     """Print the runs that each method has chosen, mean and standard deviation over seeds.
 
     \b
     Example:
       python -m benchmarks.quality_table quality.jsonl
-      python -m benchmarks.quality_table quality.jsonl --short ne
+      python -m benchmarks.quality_table quality.jsonl --short auc --data video
     """
-    rows = read_rows(results)
+    rows = [row for row in read_rows(results) if data in (None, row.shapes["data"])]
+    if not rows:
+        raise ValueError(f"{results} has no rows of data set {data!r}: name another, or leave out --data")
     click.echo(short_table(rows, short) if short else quality_table(rows))
 
 

@@ -8,6 +8,7 @@ from statistics import mean, stdev
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import Tensor, nn
 
 from benchmarks import quality
@@ -17,7 +18,7 @@ from benchmarks.quality_codes import Clustered, MultiGranular, k_means
 from benchmarks.quality_data import DataSet, ImplicitFeedback, Rows
 from benchmarks.quality_embeddings import MIN_ROWS, PER_TABLE, SPLITS, Embeddings, shares
 from benchmarks.quality_pruning import Thresholded, ThresholdSearch
-from benchmarks.quality_table import quality_table, short_table
+from benchmarks.quality_table import quality_table, short_table, table
 from benchmarks.quality_tables import Digits, DoesNotFit
 from benchmarks.rows import RowWriter, read_rows
 
@@ -206,6 +207,8 @@ def test_it_goes_on_where_it_stopped(task: quality.Task, monkeypatch: pytest.Mon
     assert lines[5] == "| tiny, 40 steps | 20x |"
     dense = mean(row.p50 for row in quality.chosen(whole) if row.provider == "dense")
     assert short_table(whole, "ne").splitlines()[2:] == [f"| tiny; dense {dense:.4f} |  |", f"| hashing | **{mean(nes):.4f}** |"]
+    refused = CliRunner().invoke(table, [str(results), "--data", "ads"]).exception
+    assert "has no rows of data set 'ads': name another, or leave out --data" in str(refused)
     plot_rows(whole, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
