@@ -155,7 +155,7 @@ class Trainer:
 
     def _whole_model(self) -> nn.Module:
         """The model as one process would hold it, at the present ranks, on the meta device."""
-        whole, trains = build_model(self.config, self.schema, device="meta"), gather_trains(self.module)
+        whole, trains = build_model(self.config, self.schema, device="meta"), gather_trains(dict(named_tt_modules(self.module)))
         for name, module in named_tt_modules(whole):
             module.resize_ranks_(trains[name].shape.ranks)
         return whole
@@ -334,7 +334,7 @@ class Trainer:
                 self.log.write("ranks", **{k: v for k, v in entry.items() if k != "loss"})
             self.history_written = len(self.scheduler.history)
         elif self.steps == 0:
-            trains = gather_trains(self.module)
+            trains = gather_trains(dict(named_tt_modules(self.module)))
             ranks = {name: list(train.shape.ranks) for name, train in trains.items()}
             if ranks:
                 params = total_params(trains)
