@@ -103,3 +103,26 @@ def test_half_an_environment_of_torchrun_is_named(
 def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(command, "--help") == 0
     assert f"comera {command} --" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("columns", [{"site": "category", "ad": "category"}, {"tags": "list"}, {"ad": "category"}])
+def test_logs_without_integer_columns_are_trained_on(
+    columns: dict[str, str], tmp_path: Path, config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    lines = []
+    for value in torch.randint(150, (2000,), generator=generator).tolist():
+        cells = {"category": f"v{value}", "list": f"v{value}|v{(value + 1) % 150}"}
+        lines.append(",".join([str(int(value % 3 == 0)), *(cells[kind] for kind in columns.values())]))
+    (tmp_path / "log.csv").write_text("\n".join(lines) + "\n")
+    named = "\n".join(f'{name} = "{kind}"' for name, kind in columns.items())
+    (tmp_path / "schema.toml").write_text(f'separator = ","\n[columns]\nclick = "label"\n{named}\n')
+    data, run = str(tmp_path / "categories"), str(tmp_path / "run")
+    assert (
+        call("preprocess", "--input", str(tmp_path / "log.csv"), "--schema", str(tmp_path / "schema.toml"), "--output", data) == 0
+    )
+    settings = [f"data.path={data}", "training.steps=60", "optimizer.lr_cores=0.02", "optimizer.lr_dense=0.02"]
+    assert call("train", "--config", str(config_file), *settings) == 0
+    capsys.readouterr()
+    assert call("evaluate", "--checkpoint", run, "--data", data) == 0
+    assert json.loads(capsys.readouterr().out)["auc"] > 0.9, "the value alone decides the label"
