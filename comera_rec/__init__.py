@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         TTEmbeddingBagConfig,
         TTEmbeddingCollection,
         TTEmbeddingCollectionConfig,
+        build_deepfm,
         build_dlrm,
     )
     from comera_rec.recsys.sharding import (
@@ -81,6 +82,7 @@ __all__ = [
     "TiedProjection",
     "TransformerConfig",
     "TransformerEncoder",
+    "build_deepfm",
     "build_dlrm",
     "compress_linears_",
     "compress_state",
