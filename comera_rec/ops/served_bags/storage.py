@@ -83,7 +83,8 @@ def unpack(storage: Tensor, layout: Tensor, slabs: Tensor, columns: int) -> list
                 mean=bool(mean),
                 formed=_from_bytes(storage[offset:], formed, columns, dtype),
                 cores=tuple(
-                    _from_bytes(storage[at:], m, left * right * n, dtype).view(m, left, right, n) for m, left, right, n, at in shapes
+                    _from_bytes(storage[at:], m, left * right * n, dtype).view(m, left, right, n)
+                    for m, left, right, n, at in shapes
                 ),
                 slabs=tuple(
                     Slab(
