@@ -32,7 +32,7 @@ StoredRows rows_at(const Tensor& storage, int64_t offset, int64_t type, int64_t 
   rows.size = size;
   rows.stride = rows.type == Stored::float32 ? 4 * size : rows.type == Stored::bfloat16 ? 2 * size : (4 + size + 3) / 4 * 4;
   const int64_t bytes = count * rows.stride;
-  require(offset >= 0 && offset % 4 == 0 && bytes <= storage.numel() && offset <= storage.numel() - bytes, "layout names bytes ",
+  require(offset >= 0 && offset % 4 == 0 && bytes <= storage.numel() - kSlack && offset <= storage.numel() - kSlack - bytes, "layout names bytes ",
           offset, " to ", offset + bytes, " of a storage of ", storage.numel(), ": export the model again");
   rows.data = static_cast<const char*>(storage.data_ptr()) + offset;
   return rows;
