@@ -1,7 +1,7 @@
 """Requests answered in one process: packages of a TT model beside TorchRec's quantized dense one, of the same numbers.
 
 An untrained model of Criteo-Kaggle's tables at `compression` times fewer parameters, hot rows included, and MLPs with TT layers.
-The rivals hold every row of it in 8 or 4 bits, and the dense weights of its MLPs. Ids are drawn by Zipf's law. A request of 100 rows is
+The rivals hold every row of it in 8 or 4 bits, and its MLPs' dense weights. Ids are drawn by Zipf's law. A request of 100 rows is
 one user with 100 candidates: the first half of its columns is the same in all rows.
 
 Rows of pass "forward" are times of a call, their 99th percentile in `counted`; of pass "run" the time (ms) to load a package in

@@ -69,20 +69,22 @@ def _folded(table: TTTable) -> tuple[tuple[Tensor, ...], tuple[Slab, ...]]:
 
 
 def with_formed(table: ServedTable, count: int) -> ServedTable:
-    """The table with its first `count` rows formed in advance; slabs of formed rows alone are dropped."""
+    """The table with its first `count` rows formed in advance; slabs that they replace hold no numbers any more."""
     count = min(count, table.rows)
     if count <= len(table.formed):
         return table
     rows = first_rows([core.permute(1, 0, 3, 2) for core in table.cores], table.row_modes, count, table.columns).contiguous()
-    first = 0
+    rows[: len(table.formed)] = table.formed
+    slabs, first = [], 0
     for slab in table.slabs:
-        beyond = min(count, first + len(slab.rows))
-        if first < beyond:
-            rows[first:beyond] += slab.rows[: beyond - first] @ slab.columns
-        first += len(slab.rows)
+        begin, beyond = max(first, len(table.formed)), first + len(slab.rows)
+        if begin < count:
+            rows[begin:beyond] += slab.rows[begin - first : count - first] @ slab.columns
+        slabs.append(slab if beyond > count else Slab(rows=slab.rows[:, :0], columns=slab.columns[:0]))
+        first = beyond
     if count == table.rows:
         return replace(table, formed=rows, cores=(), slabs=())
-    return replace(table, formed=rows)
+    return replace(table, formed=rows, slabs=tuple(slabs))
 
 
 def work_of(table: ServedTable) -> int:
