@@ -1,4 +1,4 @@
-"""Lookups in torch's operators alone: what is exported so runs wherever torch does.
+"""Lookups by torch's operators alone, so that what is exported runs wherever torch does.
 
 F features of B bags each, V values, N columns. Every value is looked up in every group of tables, and the rows that are not its own
 are masked out, because an exported program can't cut values by feature.

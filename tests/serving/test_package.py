@@ -50,6 +50,8 @@ def test_ragged_and_empty_bags(form: str, trained: Path, package: Callable, requ
         torch.testing.assert_close(model(*request), trained_scores(trained, request), rtol=0, atol=1e-5)
     assert model(dense[:0], torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long)).shape == (0,)
     request = request_of(2)
+    across = request[0].mT.contiguous().mT
+    assert torch.equal(model(*request), model(across, *request[1:])), "strides of the input"
     assert torch.equal(model(*request), model(request[0], request[1], request[2].int()))
 
 
@@ -93,7 +95,8 @@ def setting(index: object, value: object) -> Callable[[Tensor], Tensor]:
         (1, setting(0, -1), "id -1 is out of range in column C1: its ids run from 0 to"),
         (1, setting(4, 10**12), "id 1000000000000 is out of range in column C2: its ids run from 0 to"),
         (2, lambda lengths: lengths[1:], r"lengths is int64 \[77\]: give int64 \[78\], 26 columns of 3 rows"),
-        (2, setting(0, -1), "lengths add up to 76 for 78 values: give as many, and none below 0"),
+        (2, setting(0, 0), "lengths add up to 77 for 78 values: give as many"),
+        (2, setting(slice(2), torch.tensor([-1, 3])), "lengths hold -1: give numbers of values, from 0 on"),
     ],
 )
 def test_bad_requests(form: str, number: int, change: Callable, message: str, package: Callable, request_of: Callable) -> None:
