@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._inductor import aoti_compile_and_package
 from torch.export import Dim
 from torchrec import KeyedJaggedTensor
+from torchrec.models.deepfm import SimpleDeepFMNN
 from torchrec.models.dlrm import DLRM
 
 from comera_rec.ops.native import LIBRARY
@@ -107,7 +108,7 @@ def flatten_run(options: ExportOptions) -> tuple[FlatModel, ModelMetadata]:
     manifest = read_manifest(data)
     if Schema.of(manifest) != schema:
         raise ValueError(f"{options.run} was trained with other columns or vocabularies than {data} holds: give its own data set")
-    if not isinstance(model, DLRM):
+    if not isinstance(model, DLRM | SimpleDeepFMNN):
         raise ValueError(f"{options.run} holds a model without tables (tables.format is 'off'): export one that has them")
     tables = served_tables(model.sparse_arch.embedding_bag_collection)
     if options.expand:

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torchrec import PoolingType
+from torchrec import KeyedJaggedTensor, PoolingType
 
 import comera_rec as cr
 from comera_rec.cli.main import main
 from comera_rec.ops.served_bags.reference import rows_of
-from comera_rec.serving.export import ExportOptions
-from comera_rec.serving.flat import _serving_layer
+from comera_rec.serving.export import FORMS, ExportOptions
+from comera_rec.serving.flat import FlatModel, _serving_layer
 from comera_rec.serving.tables import expand, served_tables, with_formed
 
 
@@ -117,3 +117,27 @@ def test_mistakes_leave_nothing(
 def test_options_are_checked() -> None:
     with pytest.raises(ValueError, match="form is 'slow': choose 'portable' or 'fast'"):
         ExportOptions(run=Path("run"), form="slow")
+
+
+@pytest.mark.parametrize("dense", [3, 0])
+@pytest.mark.parametrize("architecture", ["dlrm", "dcn", "deepfm"])
+def test_every_architecture_is_served(
+    architecture: str, dense: int, collection: cr.TTEmbeddingBagCollection, random_jagged: Callable[..., KeyedJaggedTensor]
+) -> None:
+    linears, configs = cr.TTLinearConfig(tt_ranks=2, min_features=8, policy="always"), collection.embedding_bag_configs()
+    if architecture == "deepfm":
+        sizes = {"hidden_layer_size": 16, "deep_fm_dimension": 16}
+        model = cr.build_deepfm(configs, dense_in_features=dense, linears=linears, **sizes)
+    else:
+        sizes = {"dense_arch_layer_sizes": [16, 8], "over_arch_layer_sizes": [16, 1]}
+        model = cr.build_dlrm(configs, dense_in_features=dense, linears=linears, cross_layers=2 * (architecture == "dcn"), **sizes)
+    tables = served_tables(model.sparse_arch.embedding_bag_collection)
+    flat = FlatModel(model, FORMS["portable"](tables, torch.float32)).eval()
+    assert not any(isinstance(module, cr.TTLinear) for module in flat.modules())
+    features = random_jagged({"f2": 1111, "f3": 1111, "f4": 1111, "a": 30, "b": 30}, 5)
+    inputs = torch.randn(5, dense), features.values(), features.lengths().long()
+    with torch.no_grad():
+        torch.testing.assert_close(flat(*inputs), model(inputs[0], features).squeeze(1).sigmoid(), rtol=1e-5, atol=1e-5)
+        if not dense:  # what is most unlike the runs that other tests compile
+            exported = torch.export.export(flat, inputs, strict=True).module()
+            torch.testing.assert_close(exported(*inputs), flat(*inputs))
