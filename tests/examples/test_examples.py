@@ -219,9 +219,9 @@ def interactions(tmp_path: Path) -> str:
 @pytest.mark.parametrize("form", ["tt", "dense"])
 def test_the_next_item_is_found(form: str, interactions: str, tmp_path: Path, run: Run) -> None:
     settings = [
-        interactions, f"output={tmp_path / 'run'}", f"items.format={form}", "items.compression=2", "model.embed_dim=16",
-        "model.ff_dim=32", "model.max_length=12", "model.dropout=0.0", "model.num_layers=1", "training.batch_size=64", "training.steps=150",
-        "training.lr_dense=0.01", "training.lr_cores=0.02",
+        interactions, f"output={tmp_path / 'run'}", f"items.format={form}", "items.compression=2",
+        "model.embed_dim=16", "model.ff_dim=32", "model.max_length=12", "model.dropout=0.0", "model.num_layers=1",
+        "training.batch_size=64", "training.steps=150", "training.lr_dense=0.01", "training.lr_cores=0.02",
     ]  # fmt: skip
     status, said, _ = run(next_item.recommend, *settings)
     assert status == 0
