@@ -89,7 +89,7 @@ def _count(job: Job, part: Part, detail: None) -> tuple[int, int, PartCounts]:
     train: Rows = _ALL
     rest: Rows = _NONE
     split_rows = None
-    if job.options.split == "random":
+    if job.splitting.kind == "random":
         rows = job.rows_by_draw(part, parsed)
         train, rest = rows["train"], np.sort(np.concatenate([rows["val"], rows["test"]]))
         split_rows = tuple(len(of_split) for of_split in rows.values())
@@ -100,7 +100,7 @@ def _count(job: Job, part: Part, detail: None) -> tuple[int, int, PartCounts]:
         rest=rest,
         split_rows=split_rows,
         last=part.last,
-        values=job.options.hash_buckets is None,
+        values=job.counts_values,
     )
     job.work.save(name, counts)
     return part.log, part.number, counts
@@ -180,7 +180,7 @@ def train_and_rest(job: Job, parts: Sequence[CountedPart], train_rows: int) -> l
     """Groups of all parts. Where splits go by place, the one part that both trains and doesn't is counted again in two groups."""
     groups = []
     for part in parts:
-        if job.options.split == "random" or part.end_row <= train_rows:
+        if job.splitting.kind == "random" or part.end_row <= train_rows:
             flags = (True, False)
         elif part.first_row >= train_rows:
             flags = (False, False)
@@ -207,7 +207,7 @@ def _count_apart(job: Job, part: CountedPart, train_rows: int) -> CountedPart:
             rest=slice(train_rows, None),
             split_rows=None,
             last=part.counts.last,
-            values=job.options.hash_buckets is None,
+            values=job.counts_values,
         )
         job.work.save(f"counts/{name}", counts)
     return replace(part, name=name, counts=counts)

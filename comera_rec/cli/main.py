@@ -14,6 +14,7 @@ import click
 COMMANDS = {
     "synth": ("comera_rec.cli.data", "Write Criteo-format logs with a planted signal of known best AUC."),
     "preprocess": ("comera_rec.cli.data", "Turn Criteo logs into Parquet shards and a manifest."),
+    "transform": ("comera_rec.cli.data", "Encode new logs with a data set's vocabularies."),
     "verify": ("comera_rec.cli.data", "Check a data set against its manifest."),
     "describe": ("comera_rec.cli.data", "Show what is in a data set."),
     "to-npy": ("comera_rec.cli.data", "Write a data set as torchrec's .npy files."),
