@@ -6,12 +6,15 @@ import json
 import logging
 import warnings
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
 import torch.distributed as dist
 
 from comera_rec.convert import TTEmbeddingConfig, compress_state, compression_report, export_dense, read_state, row_importance
+from comera_rec.serving.export import FORMS, ExportOptions, export_run
+from comera_rec.serving.quantize import DTYPES
 from comera_rec.training.batches import ParquetBatches
 from comera_rec.training.compress import compress_run
 from comera_rec.training.config import load_config, parse_overrides
@@ -187,17 +190,36 @@ def report(runs: tuple[Path, ...], output: Path | None, truth: Path | None) -> N
 
 
 @click.command()
-@click.option("--checkpoint", "run", required=True, type=click.Path(), metavar="RUN", help="Folder of a run.")
-@click.option("--output", required=True, type=click.Path(path_type=Path), metavar="DIR", help="New folder for the dense model.")
-def export(run: str, output: Path) -> None:
-    """Write a run's model without tensor-train modules: its state dict, and what is needed to rebuild it.
+@click.option("--checkpoint", "run", required=True, type=click.Path(path_type=Path), metavar="RUN", help="Folder of a run.")
+@click.option("--output", type=click.Path(path_type=Path), metavar="MODEL.pt2|DIR/", help="The file to write; a folder: dense.")
+@click.option("--data", type=click.Path(path_type=Path), help="Folder of the data set; default the one the run was trained on.")
+@click.option(
+    "--form", type=click.Choice(FORMS), default="portable", show_default=True, help="fast: libcomera_rec.so is put beside."
+)
+@click.option("--dtype", type=click.Choice(list(DTYPES)), default="float32", show_default=True, help="How tables are stored.")
+@click.option("--expand", default=0, metavar="BYTES", help="For rows of the most frequent ids, formed in advance.")
+def export(run: Path, output: Path | None, **options: Any) -> None:
+    """Write a run's model as one file that answers requests, or without TT modules.
 
+    MODEL.pt2 is compiled by AOTInductor: it runs in Python, C++ and Triton Inference Server, given dense [B, I] float32, values [V]
+    int64 column by column and lengths [F * B] int64, and gives probabilities [B]. The form `portable` needs torch alone.
     DIR/model.pt is the state dict of TorchRec's DLRM over an EmbeddingBagCollection, DIR/model.json its tables and layer sizes.
 
     \b
     Example:
+      comera export --checkpoint runs/compressed --output model.pt2 --form fast --dtype int8
       comera export --checkpoint runs/compressed --output exported/
     """
+    if output is None:
+        raise click.UsageError("give --output MODEL.pt2")
+    if output.suffix == ".pt2":
+        export_run(ExportOptions(run=run, output=output, **options))
+        click.echo(f"wrote {output}: {output.stat().st_size:,} bytes")
+    else:
+        _export_dense(run, output)
+
+
+def _export_dense(run: Path, output: Path) -> None:
     if output.exists():
         raise ValueError(f"{output} exists: give a new folder")
     model, config, schema = load_run(run)
