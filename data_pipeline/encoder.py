@@ -22,9 +22,11 @@ import numpy as np
 from data_pipeline.hashing import HashedIds, TableIds
 from data_pipeline.manifest import REMEDY, CategoricalColumn, Manifest, check_file, read_manifest
 from data_pipeline.parse import Parsed
+from data_pipeline.parts import detect_schema
 from data_pipeline.reference import hash_text
-from data_pipeline.schema import Column, LogSchema
+from data_pipeline.schema import Column, LogSchema, criteo_schema
 from data_pipeline.shards import Encoder, IdsOf, encode_integers
+from data_pipeline.sources import Source
 from data_pipeline.splits import Rows
 
 _HEX = re.compile(r"[0-9a-fA-F]{1,8}")
@@ -50,13 +52,38 @@ def recorded_log(manifest: Manifest, folder: str | Path) -> LogSchema:
     return manifest.log
 
 
-def open_encoder(manifest: Manifest, folder: Path) -> Encoder:
-    """The encoder of a data set, its tables mapped into memory.
+def new_logs_schema(known: LogSchema, log: Source) -> LogSchema:
+    """The columns of new logs beside those of a data set: Criteo's, and .npy files, say themselves whether they have labels."""
+    criteo = known.transformed or known in (criteo_schema(labelled=True), criteo_schema(labelled=False))
+    return detect_schema(log) if criteo else known
+
+
+def check_columns(schema: LogSchema, known: LogSchema, *, log: Source, data: str | Path) -> None:
+    """Check that a new log has the columns of a data set's logs, but for labels and columns that are ignored.
 
     Raises:
-        ValueError: a table is missing or of another size than the manifest states, or see `recorded_log`.
+        ValueError: a column is missing, of another kind or in another order.
     """
-    schema = recorded_log(manifest, folder)
+
+    def columns(of: LogSchema) -> list[str]:
+        return [f"{column.name} ({column.kind})" for column in of.columns if column.kind not in ("label", "ignore")]
+
+    given, wanted = [*columns(schema), "none"], [*columns(known), "none"]
+    if given != wanted or schema.transformed != known.transformed:
+        pairs = zip(given, wanted, strict=False)
+        found, due = next((pair for pair in pairs if pair[0] != pair[1]), ("raw values", "columns that came transformed"))
+        raise ValueError(
+            f"--input {log} holds other columns than the logs of {data}: {found} where {due} is due; "
+            "give logs of the same columns, or name them with --schema"
+        )
+
+
+def open_encoder(manifest: Manifest, folder: Path, schema: LogSchema) -> Encoder:
+    """A data set's encoder of logs, its tables mapped into memory.
+
+    Raises:
+        ValueError: a table is missing or of another size than the manifest states.
+    """
 
     def ids_of(column: CategoricalColumn) -> IdsOf:
         if column.table is None:
@@ -101,7 +128,7 @@ class RequestEncoder:
 
     def __init__(self, data: str | Path) -> None:
         self.manifest = read_manifest(data)
-        self._encoder = open_encoder(self.manifest, Path(data))
+        self._encoder = open_encoder(self.manifest, Path(data), recorded_log(self.manifest, data))
         schema = self._encoder.schema
         self._columns = {column.name: column for column in schema.columns}
         self._integer = _finite if schema.transformed else _integer

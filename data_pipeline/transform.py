@@ -17,7 +17,7 @@ from typing import Any, Literal
 from data_pipeline.atomic import replacing
 from data_pipeline.cluster import dask_schedule
 from data_pipeline.count_pass import CountedPart, count_logs, describe_inputs
-from data_pipeline.encoder import open_encoder, recorded_log
+from data_pipeline.encoder import check_columns, new_logs_schema, open_encoder, recorded_log
 from data_pipeline.job import Job
 from data_pipeline.manifest import (
     MANIFEST_NAME,
@@ -34,11 +34,10 @@ from data_pipeline.manifest import (
     write_manifest,
 )
 from data_pipeline.options import PassOptions
-from data_pipeline.parts import detect_schema, identify, inputs_changed
+from data_pipeline.parts import identify, inputs_changed
 from data_pipeline.pool import Schedule, on_threads
-from data_pipeline.schema import LogSchema, criteo_schema
+from data_pipeline.schema import LogSchema
 from data_pipeline.shards import WrittenShard
-from data_pipeline.sources import Source
 from data_pipeline.splits import Splitting
 from data_pipeline.work import Tell, work_folder
 from data_pipeline.write_pass import describe_label, describe_splits, write_logs
@@ -82,8 +81,8 @@ def transform(options: TransformOptions, tell: Tell = lambda line: None) -> Mani
     source = read_manifest(options.data)
     known = recorded_log(source, options.data)
     logs = identify(options.inputs)
-    schema = options.schema or _schema_of(options.inputs[0], known)
-    _check_columns(schema, known, options)
+    schema = options.schema or new_logs_schema(known, options.inputs[0])
+    check_columns(schema, known, log=options.inputs[0], data=options.data)
     split: dict[str, Any] = {"split": options.split}
     if options.split == "source":
         split = {name: source.options[name] for name in _SPLIT_OPTIONS if name in source.options}
@@ -122,7 +121,7 @@ def _run(job: Job, source: Manifest, data: Path, schedule: Schedule) -> Manifest
     rows = sum(rows_of_logs)
     if not rows:
         raise ValueError("--input holds no well-formed line; give more")
-    encoder = open_encoder(replace(source, log=job.schema), job.work.data)
+    encoder = open_encoder(source, job.work.data, job.schema)
     written = write_logs(job, schedule, parts, job.splitting.bounds(rows_of_logs), encoder)
     inputs, rejected_lines = describe_inputs(job, parts)
     rejected = sum(log.rows_rejected for log in inputs)
@@ -142,28 +141,6 @@ def _run(job: Job, source: Manifest, data: Path, schedule: Schedule) -> Manifest
         splits=describe_splits(written),
         log=job.schema,
     )
-
-
-def _schema_of(log: Source, known: LogSchema) -> LogSchema:
-    """Criteo's logs, and .npy files, say themselves whether they have labels and how many columns."""
-    criteo = known.transformed or known in (criteo_schema(labelled=True), criteo_schema(labelled=False))
-    return detect_schema(log) if criteo else known
-
-
-def _check_columns(schema: LogSchema, known: LogSchema, options: TransformOptions) -> None:
-    """Everything but labels and ignored columns must be there in the same order, of the same kinds."""
-
-    def columns(of: LogSchema) -> list[str]:
-        return [f"{column.name} ({column.kind})" for column in of.columns if column.kind not in ("label", "ignore")]
-
-    given, wanted = columns(schema), columns(known)
-    if given != wanted or schema.transformed != known.transformed:
-        pairs = zip([*given, "none"], [*wanted, "none"], strict=False)
-        found, due = next((pair for pair in pairs if pair[0] != pair[1]), (f"{options.inputs[0]}", "another kind of log"))
-        raise ValueError(
-            f"--input holds other columns than the logs of --data {options.data}: {found} where {due} is due; "
-            "give logs of the same columns, or name them with --schema"
-        )
 
 
 def _link(file: Shard, data: Path, new: Path) -> None:

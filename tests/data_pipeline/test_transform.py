@@ -1,4 +1,4 @@
-"""New logs get the numbers that the data set's own rows got, values it has not seen 0, and the result is a data set like any other."""
+"""New logs get the numbers that the data set's rows got, unseen values 0, and the result is a data set like any other."""
 
 from __future__ import annotations
 
@@ -161,9 +161,7 @@ def test_refused(data: Path, tmp_path: Path, write_log: WriteLog) -> None:
         transform(to_options(data, short))
     criteo = criteo_schema(labelled=True)
     renamed = replace(criteo, columns=(criteo.columns[0], replace(criteo.columns[1], name="J1"), *criteo.columns[2:]))
-    with pytest.raises(
-        ValueError, match=r"other columns than the logs of --data .*data: J1 \(integer\) where I1 \(integer\) is due"
-    ):
+    with pytest.raises(ValueError, match=r"other columns than the logs of .*data: J1 \(integer\) where I1 \(integer\) is due"):
         transform(to_options(data, log, schema=renamed))
     with pytest.raises(ValueError, match="holds no well-formed line; give more"):
         transform(to_options(data, short, schema=criteo, max_bad_rows=5))
