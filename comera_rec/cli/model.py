@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from comera_rec.convert import TTEmbeddingConfig, compress_state, compression_report, export_dense, read_state, row_importance
+from comera_rec.ops.served_bags import DTYPES
 from comera_rec.serving.export import FORMS, ExportOptions, export_run
-from comera_rec.serving.quantize import DTYPES
 from comera_rec.training.batches import ParquetBatches
 from comera_rec.training.compress import compress_run
 from comera_rec.training.config import load_config, parse_overrides
@@ -194,7 +194,7 @@ def report(runs: tuple[Path, ...], output: Path | None, truth: Path | None) -> N
 @click.option("--output", type=click.Path(path_type=Path), metavar="MODEL.pt2|DIR/", help="The file to write; a folder: dense.")
 @click.option("--data", type=click.Path(path_type=Path), help="Folder of the data set; default the one the run was trained on.")
 @click.option(
-    "--form", type=click.Choice(FORMS), default="portable", show_default=True, help="fast: libcomera_rec.so is put beside."
+    "--form", type=click.Choice(list(FORMS)), default="portable", show_default=True, help="fast: libcomera_rec.so is put beside."
 )
 @click.option("--dtype", type=click.Choice(list(DTYPES)), default="float32", show_default=True, help="How tables are stored.")
 @click.option("--expand", default=0, metavar="BYTES", help="For rows of the most frequent ids, formed in advance.")

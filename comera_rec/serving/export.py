@@ -16,15 +16,16 @@ from torch.export import Dim
 from torchrec.models.dlrm import DLRM
 
 from comera_rec.ops.native import LIBRARY
+from comera_rec.ops.served_bags import DTYPES, ServedTable
+from comera_rec.serving.fast import FastTables
 from comera_rec.serving.flat import FlatModel
 from comera_rec.serving.package import FORMAT_VERSION, METADATA_KEY, ModelMetadata
 from comera_rec.serving.portable import PortableTables
-from comera_rec.serving.quantize import DTYPES
-from comera_rec.serving.tables import ServingTable, serving_tables
+from comera_rec.serving.tables import served_tables
 from comera_rec.training.trainer import Schema, load_run
 from data_pipeline.manifest import Manifest, read_manifest
 
-FORMS = ("portable", "fast")
+FORMS = {"portable": PortableTables, "fast": FastTables}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +73,8 @@ def export_run(options: ExportOptions) -> ModelMetadata:
         raise ValueError(f"{options.run} was trained with other columns or vocabularies than {data} holds: give its own data set")
     if not isinstance(model, DLRM):
         raise ValueError(f"{options.run} holds a model without tables (tables.format is 'off'): export one that has them")
-    tables = serving_tables(model.sparse_arch.embedding_bag_collection)
-    flat = FlatModel(model, form_tables(tables, options.form, options.dtype)).eval()
+    tables = served_tables(model.sparse_arch.embedding_bag_collection)
+    flat = FlatModel(model, FORMS[options.form](tables, DTYPES[options.dtype])).eval()
     metadata = _metadata(options, schema, manifest, data, tables)
     options.output.absolute().parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{options.output.name}.", dir=options.output.absolute().parent) as work:
@@ -83,11 +84,6 @@ def export_run(options: ExportOptions) -> ModelMetadata:
             shutil.copyfile(LIBRARY, Path(work) / LIBRARY.name).replace(options.output.with_name(LIBRARY.name))
         finished.replace(options.output)
     return metadata
-
-
-def form_tables(tables: list[ServingTable], form: str, dtype: str) -> nn.Module:
-    """Tables as a form of the package looks them up."""
-    return PortableTables(tables, DTYPES[dtype])
 
 
 def compile_package(flat: nn.Module, integers: int, features: int, path: Path, metadata: ModelMetadata) -> None:
@@ -108,7 +104,7 @@ def compile_package(flat: nn.Module, integers: int, features: int, path: Path, m
         )
 
 
-def _metadata(options: ExportOptions, schema: Schema, manifest: Manifest, data: Path, tables: list[ServingTable]) -> ModelMetadata:
+def _metadata(options: ExportOptions, schema: Schema, manifest: Manifest, data: Path, tables: list[ServedTable]) -> ModelMetadata:
     vocabularies = {column.name: column.vocabulary for column in manifest.categorical_columns}
     return ModelMetadata(
         format_version=FORMAT_VERSION,

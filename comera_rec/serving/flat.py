@@ -20,7 +20,7 @@ class FlatModel(nn.Module):
 
     Args:
         model: its MLPs are used, TT layers as two products or one, whichever reads fewer numbers.
-        tables: called as `tables(values, lengths)` -> [B, F, N].
+        tables: called as `tables(lead [B, N], values, lengths)` -> [B, 1 + F, N].
     """
 
     pairs: Tensor
@@ -36,7 +36,7 @@ class FlatModel(nn.Module):
     def forward(self, dense: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
         """Probabilities [B] of dense [B, I] float32, values [V] int64 feature by feature, lengths [F * B] int64 of their bags."""
         integers = self.dense_arch(dense)
-        features = torch.cat([integers.unsqueeze(1), self.tables(values, lengths)], dim=1)
+        features = self.tables(integers, values, lengths)
         products = torch.bmm(features, features.mT).flatten(1).index_select(1, self.pairs)
         probabilities: Tensor = self.over_arch(torch.cat([integers, products], dim=1)).squeeze(1).sigmoid()
         return probabilities

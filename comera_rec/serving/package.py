@@ -18,7 +18,7 @@ from comera_rec.ops.native import LIBRARY
 
 FORMAT_VERSION = 1
 METADATA_KEY = "comera_rec"
-OPERATOR = "serve"  # of the form "fast"
+OPERATOR = "served_bags"  # of the form "fast"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,13 +1,12 @@
-"""Tables in the form that serves: nothing left to multiply that does not depend on the request.
+"""Tables of a trained collection in the form that serves.
 
-M rows, N columns, d cores of m_k slices, r_k the ranks between them, h rows that are formed in advance, k the width of a hot block.
+M rows, N columns of a table, h rows that are formed in advance.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,138 +14,101 @@ from torchrec import EmbeddingBagCollection, PoolingType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from comera_rec.nn import TTTable
+from comera_rec.ops.served_bags import ServedTable, Slab
 from comera_rec.recsys import TTEmbeddingBagCollection
 from comera_rec.tt import first_rows
 
-
-@dataclass(frozen=True, kw_only=True)
-class HotSlab:
-    """Rows that are added to those of the cores for ids from `first` on: rows [h, k] times columns [k, N]."""
-
-    first: int
-    rows: Tensor
-    columns: Tensor
+_WIDE = 0.75  # of a row: slabs from this width on are formed, since adding them would read about as much
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServingTable:
-    """A table of one feature.
-
-    Attributes:
-        rows, columns: M and N.
-        mean: whether bags are averaged; else summed.
-        formed: [h, N], read for ids below h. A dense table has all of its rows here, and no cores.
-        cores: core k is [m_k, r_{k-1}, n_k, r_k], the diagonals multiplied in.
-        hot: slabs one after the other from row 0 on.
-    """
-
-    name: str
-    rows: int
-    columns: int
-    mean: bool
-    formed: Tensor
-    cores: tuple[Tensor, ...] = ()
-    hot: tuple[HotSlab, ...] = ()
-
-    @property
-    def row_modes(self) -> tuple[int, ...]:
-        """(m_1..m_d)."""
-        return tuple(core.shape[0] for core in self.cores)
-
-    @property
-    def col_modes(self) -> tuple[int, ...]:
-        """(n_1..n_d)."""
-        return tuple(core.shape[2] for core in self.cores)
-
-    @property
-    def work(self) -> int:
-        """Multiply-adds that forming a row takes."""
-        work, columns = 0, 1
-        for core in self.cores:
-            work += columns * core[0].numel()
-            columns *= core.shape[2]
-        return work + max((slab.rows.shape[1] * self.columns for slab in self.hot), default=0)
-
-    def form(self, count: int) -> ServingTable:
-        """The table with its first `count` rows formed in advance."""
-        if count <= len(self.formed):
-            return self
-        rows = first_rows([core.transpose(0, 1) for core in self.cores], self.row_modes, count, self.columns).contiguous()
-        for slab in self.hot:
-            span = slice(slab.first, min(count, slab.first + len(slab.rows)))
-            if span.start < count:
-                rows[span] += slab.rows[: span.stop - span.start] @ slab.columns
-        if count < self.rows:
-            return replace(self, formed=rows)
-        return replace(self, formed=rows, cores=(), hot=())
+def served_tables(collection: TTEmbeddingBagCollection | EmbeddingBagCollection) -> list[ServedTable]:
+    """The tables of a collection, one for each feature in the order of its configs; features of one table share its tensors."""
+    tables = [_table(collection, config) for config in collection.embedding_bag_configs()]
+    features = [config.feature_names for config in collection.embedding_bag_configs()]
+    return [replace(table, name=name) for table, names in zip(tables, features, strict=True) for name in names]
 
 
-def serving_tables(collection: TTEmbeddingBagCollection | EmbeddingBagCollection) -> list[ServingTable]:
-    """The tables of a collection, one for each feature in the order of its configs; tensors of one table are shared."""
-    return [
-        replace(table, name=feature)
-        for config in collection.embedding_bag_configs()
-        for table in [_table(collection, config)]
-        for feature in config.feature_names
-    ]
+def _table(collection: TTEmbeddingBagCollection | EmbeddingBagCollection, config: EmbeddingBagConfig) -> ServedTable:
+    table = ServedTable(
+        name=config.name,
+        rows=config.num_embeddings,
+        columns=config.embedding_dim,
+        mean=config.pooling == PoolingType.MEAN,
+        formed=torch.empty(0, config.embedding_dim),
+    )
+    dense = collection
+    if isinstance(collection, TTEmbeddingBagCollection):
+        if config.name in collection.tt_bags:
+            cores, slabs = _folded(collection.tt_bag(config.name))
+            table = replace(table, cores=cores, slabs=slabs)
+            wide = [len(slab.rows) for slab in slabs if slab.rows.shape[1] >= _WIDE * table.columns]
+            return with_formed(table, sum(wide))
+        assert collection.dense_bags is not None
+        dense = collection.dense_bags
+    return replace(table, formed=dense.get_parameter(f"embedding_bags.{config.name}.weight").detach().float())
 
 
-def _table(collection: TTEmbeddingBagCollection | EmbeddingBagCollection, config: EmbeddingBagConfig) -> ServingTable:
-    is_tt = isinstance(collection, TTEmbeddingBagCollection)
-    dense = collection.dense_bags if isinstance(collection, TTEmbeddingBagCollection) else collection
-    mean = config.pooling == PoolingType.MEAN
-    sizes = {"name": config.name, "rows": config.num_embeddings, "columns": config.embedding_dim, "mean": mean}
-    if isinstance(collection, TTEmbeddingBagCollection) and config.name in collection.tt_bags:
-        cores, hot = _fold(collection.tt_bag(config.name))
-        return ServingTable(**sizes, formed=torch.empty(0, config.embedding_dim), cores=cores, hot=hot)
-    assert dense is not None, is_tt
-    return ServingTable(**sizes, formed=dense.get_parameter(f"embedding_bags.{config.name}.weight").detach().float())
+def _folded(table: TTTable) -> tuple[tuple[Tensor, ...], tuple[Slab, ...]]:
+    """Cores and slabs with the diagonals multiplied in.
 
-
-def _fold(table: TTTable) -> tuple[tuple[Tensor, ...], tuple[HotSlab, ...]]:
-    """Cores and hot slabs with their diagonals multiplied in.
-
-    Rank by rank a diagonal and the norms of its neighbours are spread evenly over the two, so that numbers of a slice are of one
+    Rank by rank a diagonal and the norms of its neighbours are spread evenly over the two, so that the numbers of a slice are of one
     size: which is what few bits can hold.
     """
-    cores = [core.detach().float() for core in table.cores()]
+    cores: list[Tensor] = [core.detach().float() for core in table.cores()]
     for k, diagonal in enumerate(table.rank_parameters(), start=1):
-        left, right = cores[k - 1], cores[k]
         scale = diagonal.detach().float()
-        norms = left.pow(2).sum((0, 1, 2)).sqrt(), right.pow(2).sum((1, 2, 3)).sqrt()
-        balance = (norms[1] * scale.abs() / norms[0]).sqrt().nan_to_num(nan=1.0, posinf=1.0)
-        balance = torch.where(balance > 0, balance, 1.0)
-        cores[k - 1] = left * balance
-        cores[k] = right * (scale / balance)[:, None, None, None]
-    hot = []
+        before, behind = cores[k - 1].pow(2).sum((0, 1, 2)).sqrt(), cores[k].pow(2).sum((1, 2, 3)).sqrt()
+        balance = (behind * scale.abs() / before).sqrt()
+        balance = torch.where(balance.isfinite() & (balance > 0), balance, 1.0)
+        cores[k - 1] = cores[k - 1] * balance
+        cores[k] = cores[k] * (scale / balance)[:, None, None, None]
+    slabs = []
     for block in table.hot_blocks():
         rows, columns, diagonal = (part.detach().float() for part in block.block())
-        hot.append(HotSlab(first=block.first, rows=rows[0, :, 0], columns=diagonal[:, None] * columns[:, 0, :, 0]))
-    return tuple(core.transpose(0, 1).contiguous() for core in cores), tuple(hot)
+        slabs.append(Slab(rows=rows[0, :, 0].contiguous(), columns=diagonal[:, None] * columns[:, 0, :, 0]))
+    return tuple(core.permute(1, 0, 3, 2).contiguous() for core in cores), tuple(slabs)
 
 
-def formed_counts(tables: Sequence[ServingTable], counts: Sequence[Sequence[int]], budget: int, row_bytes: int) -> list[int]:
-    """How many rows of each table to form in advance: those that save the most work per byte.
+def with_formed(table: ServedTable, count: int) -> ServedTable:
+    """The table with its first `count` rows formed in advance; slabs of formed rows alone are dropped."""
+    count = min(count, table.rows)
+    if count <= len(table.formed):
+        return table
+    rows = first_rows([core.permute(1, 0, 3, 2) for core in table.cores], table.row_modes, count, table.columns).contiguous()
+    first = 0
+    for slab in table.slabs:
+        beyond = min(count, first + len(slab.rows))
+        if first < beyond:
+            rows[first:beyond] += slab.rows[: beyond - first] @ slab.columns
+        first += len(slab.rows)
+    if count == table.rows:
+        return replace(table, formed=rows, cores=(), slabs=())
+    return replace(table, formed=rows)
+
+
+def work_of(table: ServedTable) -> int:
+    """Multiply-adds that forming a row takes."""
+    work, columns = 0, 1
+    for core in table.cores:
+        work += columns * core[0].numel()
+        columns *= core.shape[3]
+    return work + max((slab.rows.shape[1] * table.columns for slab in table.slabs), default=0)
+
+
+def expand(tables: Sequence[ServedTable], counts: Sequence[Tensor], budget: int, row_bytes: int) -> list[ServedTable]:
+    """Form rows of the most frequent ids in advance: those that save the most multiply-adds.
 
     Args:
-        tables: with cores or without.
-        counts: per table how often its ids 0, 1, ... are asked for, as far as known; from 1 on falling.
-        budget: bytes for all of them.
-        row_bytes: of a row.
+        tables: of equal columns.
+        counts: per table how often its ids 0, 1, ... occur, [any number]; falling from id 1 on.
+        budget: bytes for these rows together, beyond those that are formed already.
+        row_bytes: of one.
     """
     saved = [
-        torch.tensor(list(known)[: table.rows], dtype=torch.float64).cummin(0).values * table.work
-        if table.cores and len(known)
-        else torch.empty(0, dtype=torch.float64)
+        known[len(table.formed) : table.rows].double().cummin(0).values * work_of(table) if table.cores else known[:0].double()
         for table, known in zip(tables, counts, strict=True)
     ]
-    chosen = torch.cat(saved).topk(min(budget // row_bytes, sum(map(len, saved)))).indices
-    ends = torch.tensor([0, *map(len, saved)]).cumsum(0)
-    owners = torch.searchsorted(ends, chosen, right=True) - 1
-    found: list[int] = torch.bincount(owners, minlength=len(tables)).tolist()
-    return found
-
-
-def core_bytes(table: ServingTable) -> int:
-    """Numbers that the cores hold."""
-    return sum(math.prod(core.shape) for core in table.cores)
+    ends = torch.tensor([len(each) for each in saved]).cumsum(0)
+    chosen = torch.cat(saved).topk(min(budget // row_bytes, int(ends[-1]))).indices
+    more = torch.bincount(torch.searchsorted(ends, chosen, right=True), minlength=len(tables)).tolist()
+    return [with_formed(table, len(table.formed) + count) if count else table for table, count in zip(tables, more, strict=True)]
