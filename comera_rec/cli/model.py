@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from comera_rec.convert import TTEmbeddingConfig, compress_state, compression_report, export_dense, read_state, row_importance
 from comera_rec.ops.served_bags import DTYPES
-from comera_rec.serving.export import FORMS, ExportOptions, export_run
+from comera_rec.serving.export import FORMS, PACKAGE, ExportOptions, export_run
+from comera_rec.serving.triton import export_repository
 from comera_rec.training.batches import ParquetBatches
 from comera_rec.training.compress import compress_run
 from comera_rec.training.config import load_config, parse_overrides
@@ -198,7 +199,8 @@ def report(runs: tuple[Path, ...], output: Path | None, truth: Path | None) -> N
 )
 @click.option("--dtype", type=click.Choice(list(DTYPES)), default="float32", show_default=True, help="How tables are stored.")
 @click.option("--expand", default=0, metavar="BYTES", help="For rows of the most frequent ids, formed in advance.")
-def export(run: Path, output: Path | None, **options: Any) -> None:
+@click.option("--triton", type=click.Path(path_type=Path), metavar="DIR", help="Instead of --output a Triton model repository.")
+def export(run: Path, output: Path | None, triton: Path | None, **options: Any) -> None:
     """Write a run's model as one file that answers requests, or without TT modules.
 
     MODEL.pt2 is compiled by AOTInductor: it runs in Python, C++ and Triton Inference Server, given dense [B, I] float32, values [V]
@@ -208,15 +210,26 @@ def export(run: Path, output: Path | None, **options: Any) -> None:
     \b
     Example:
       comera export --checkpoint runs/compressed --output model.pt2 --form fast --dtype int8
+      comera export --checkpoint runs/compressed --triton repository/
       comera export --checkpoint runs/compressed --output exported/
     """
-    if output is None:
-        raise click.UsageError("give --output MODEL.pt2")
-    if output.suffix == ".pt2":
-        export_run(ExportOptions(run=run, output=output, **options))
-        click.echo(f"wrote {output}: {output.stat().st_size:,} bytes")
+    if (output is None) == (triton is None):
+        raise click.UsageError("give --output or --triton")
+    if triton is not None:
+        folder, metadata = export_repository(ExportOptions(run=run, **options), triton)
+        written = folder / PACKAGE
+    elif output is not None and output.suffix == ".pt2":
+        metadata, written = export_run(ExportOptions(run=run, **options), output), output
     else:
+        assert output is not None
         _export_dense(run, output)
+        return
+    assert metadata.ne is not None
+    assert metadata.trained_ne is not None
+    change = 100 * (metadata.ne / metadata.trained_ne - 1)
+    click.echo(
+        f"wrote {written}: {written.stat().st_size:,} bytes, test AUC {metadata.auc:.4f}, NE {metadata.ne:.4f} ({change:+.3f} % of the run's)"
+    )
 
 
 def _export_dense(run: Path, output: Path) -> None:

@@ -10,7 +10,7 @@
 #include <tuple>
 #include <vector>
 
-#include "checks.h"
+#include "tensors.h"
 #include "memory.h"
 #include "parallel.h"
 #include "pool.h"
@@ -19,17 +19,6 @@ namespace comera {
 namespace {
 
 constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
-
-// Floats in memory that returns to where the next call takes it from.
-Tensor reused(std::vector<int64_t> sizes) {
-  int64_t count = 1;
-  std::vector<int64_t> strides(sizes.size());
-  for (size_t k = sizes.size(); k-- > 0; count *= sizes[k]) strides[k] = count;
-  if (count == 0) return empty(sizes, ScalarType::Float);
-  return torch::stable::from_blob(
-      take_memory(sizeof(float) * size_t(count)), sizes, strides, torch::stable::Device(torch::headeronly::DeviceType::CPU),
-      ScalarType::Float, give_memory);
-}
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_lookup(
     std::vector<Tensor> ids, std::vector<int64_t> num_embeddings, std::vector<int64_t> row_shapes, bool parallel) {

@@ -8,7 +8,7 @@
 #include <optional>
 #include <vector>
 
-#include "checks.h"
+#include "tensors.h"
 #include "kernels.h"
 #include "memory.h"
 #include "parallel.h"
@@ -32,7 +32,7 @@ StoredRows rows_at(const Tensor& storage, int64_t offset, int64_t type, int64_t 
   rows.size = size;
   rows.stride = rows.type == Stored::float32 ? 4 * size : rows.type == Stored::bfloat16 ? 2 * size : (4 + size + 3) / 4 * 4;
   const int64_t bytes = count * rows.stride;
-  require(offset >= 0 && offset % 4 == 0 && bytes <= storage.numel() && offset <= storage.numel() - bytes, "layout names bytes ",
+  require(offset >= 0 && offset % 4 == 0 && bytes <= storage.numel() - kSlack && offset <= storage.numel() - kSlack - bytes, "layout names bytes ",
           offset, " to ", offset + bytes, " of a storage of ", storage.numel(), ": export the model again");
   rows.data = static_cast<const char*>(storage.data_ptr()) + offset;
   return rows;
@@ -98,17 +98,18 @@ Tensor served_bags(Tensor storage, Tensor layout, Tensor slabs, Tensor lead, Ten
     scratch_floats = std::max(scratch_floats, kernels().serve_scratch_floats(features.back(), N));
   }
   require(slab == slabs.size(0), "slabs are not in the order of their features: export the model again");
+  // Bags of all features for a few rows, then the next rows: what is written stays in the cache until a row is complete.
   const int64_t parts = (B + kBagsOfATask - 1) / kBagsOfATask, tasks = F * parts;
   std::vector<int64_t> starts(tasks);
   int64_t total = 0;
   for (int64_t f = 0; f < F; ++f)
     for (int64_t bag = 0; bag < B; ++bag) {
-      if (bag % kBagsOfATask == 0) starts[f * parts + bag / kBagsOfATask] = total;
+      if (bag % kBagsOfATask == 0) starts[bag / kBagsOfATask * F + f] = total;
       const int64_t length = lengths_at[f * B + bag];
       require(length >= 0 && length <= V - total, "lengths are below 0 or add up to more than the ", V, " values");
       total += length;
     }
-  Tensor out = empty({B, 1 + F, N}, ScalarType::Float);
+  Tensor out = reused({B, 1 + F, N});
   float* out_at = static_cast<float*>(out.data_ptr());
   const float* lead_at = static_cast<const float*>(lead.data_ptr());
   for (int64_t row = 0; row < B; ++row) std::copy_n(lead_at + row * N, N, out_at + row * (1 + F) * N);
@@ -119,20 +120,17 @@ Tensor served_bags(Tensor storage, Tensor layout, Tensor slabs, Tensor lead, Ten
   run_tasks(
       tasks,
       [&](int64_t task, int64_t thread) {
-        const int64_t f = task / parts, first = task % parts * kBagsOfATask;
+        const int64_t f = task % F, first = task / F * kBagsOfATask;
         const ServedBags bags{
             values_at + starts[task], lengths_at + f * B + first, std::min(kBagsOfATask, B - first), N,
             out_at + (first * (1 + F) + 1 + f) * N, (1 + F) * N};
         const int64_t found = kernels().serve_bags(features[f], bags, scratch.get() + thread * scratch_floats);
-        if (found >= 0) wrong.store(starts[task] + found);
+        if (found >= 0) wrong.store((starts[task] + found) * F + f);  // the value, and its feature
       },
       parallel);
-  if (wrong.load() >= 0) {
-    const int64_t value = wrong.load();
-    const int64_t f = std::upper_bound(starts.begin(), starts.end(), value) - starts.begin() - 1;
-    require(false, "id ", values_at[value], " is out of range for feature ", f / parts, ": its ids run from 0 to ",
-            features[f / parts].rows - 1);
-  }
+  if (wrong.load() >= 0)
+    refuse("id ", values_at[wrong.load() / F], " is out of range for feature ", wrong.load() % F, ": its ids run from 0 to ",
+           features[wrong.load() % F].rows - 1);
   return out;
 }
 

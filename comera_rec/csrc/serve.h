@@ -33,6 +33,7 @@ struct Slab {
 };
 
 constexpr int kMostCores = 4;
+constexpr int64_t kSlack = 64;  // bytes behind the last row that are read with it
 
 struct ServedFeature {
   int64_t rows = 0;

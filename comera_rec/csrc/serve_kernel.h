@@ -12,22 +12,17 @@ namespace {
 
 constexpr int64_t kPrepared = 16;  // lookups whose slices are on their way while those before are multiplied
 
-// A row's numbers as floats, where they lie or in scratch, and what they still are to be multiplied with.
+// A row's numbers as floats, where they lie or in scratch, and what they still are to be multiplied with. Whole vectors are read, so
+// storage and scratch go on for some bytes behind the last row.
 COMERA_INLINE const float* read_row(const StoredRows& rows, int64_t number, float* scratch, float* scale) {
   const char* data = rows.data + number * rows.stride;
   *scale = 1.0f;
   if (rows.type == Stored::float32) return reinterpret_cast<const float*>(data);
   if (rows.type == Stored::bfloat16) {
-    for (int64_t n = 0; n < rows.size; ++n) {
-      uint16_t bits;
-      std::memcpy(&bits, data + 2 * n, 2);
-      const uint32_t wide = uint32_t(bits) << 16;
-      std::memcpy(scratch + n, &wide, 4);
-    }
+    for (int64_t n = 0; n < rows.size; n += kWidth) store<kWidth>(scratch + n, load_bfloat16(data + 2 * n));
   } else {
     std::memcpy(scale, data, 4);
-    const int8_t* numbers = reinterpret_cast<const int8_t*>(data + 4);
-    for (int64_t n = 0; n < rows.size; ++n) scratch[n] = float(numbers[n]);
+    for (int64_t n = 0; n < rows.size; n += kWidth) store<kWidth>(scratch + n, load_int8(data + 4 + n));
   }
   return scratch;
 }

@@ -1,31 +1,39 @@
-"""From a trained run to a package."""
+"""From a trained run to a package: tables in serving form, measured on the test split, compiled."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
+import pyarrow.parquet as pq
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._inductor import aoti_compile_and_package
 from torch.export import Dim
+from torchrec import KeyedJaggedTensor
 from torchrec.models.dlrm import DLRM
 
 from comera_rec.ops.native import LIBRARY
-from comera_rec.ops.served_bags import DTYPES, ServedTable
+from comera_rec.ops.served_bags import DTYPES, ServedTable, row_bytes
 from comera_rec.serving.fast import FastTables
 from comera_rec.serving.flat import FlatModel
 from comera_rec.serving.package import FORMAT_VERSION, METADATA_KEY, ModelMetadata
 from comera_rec.serving.portable import PortableTables
-from comera_rec.serving.tables import served_tables
-from comera_rec.training.trainer import Schema, load_run
-from data_pipeline.manifest import Manifest, read_manifest
+from comera_rec.serving.tables import expand, served_tables
+from comera_rec.training.batches import ParquetBatches
+from comera_rec.training.model import Schema
+from comera_rec.training.trainer import evaluate, load_run
+from data_pipeline.manifest import CategoricalColumn, Manifest, read_manifest
 
 FORMS = {"portable": PortableTables, "fast": FastTables}
+PACKAGE = "model.pt2"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +42,13 @@ class ExportOptions:
 
     Attributes:
         run: folder of a run.
-        output: the file to write.
-        data: folder of the data set it was trained on; None takes the run's own.
-        form: "portable" or "fast".
-        dtype: of tables: "float32", "bfloat16" or "int8".
+        data: folder of the data set that it was trained on; None takes what the run's config names.
+        form: "portable", of torch's operators alone, or "fast", of this library's.
+        dtype: of tables as stored: "float32", "bfloat16" or "int8".
         expand: bytes for rows of the most frequent ids, formed in advance.
     """
 
     run: Path
-    output: Path
     data: Path | None = None
     form: str = "portable"
     dtype: str = "float32"
@@ -57,15 +63,36 @@ class ExportOptions:
             raise ValueError(f"expand is {self.expand}: give bytes, or 0 for none")
 
 
-def export_run(options: ExportOptions) -> ModelMetadata:
-    """Compile a run's last checkpoint into a package, measure it on the test split, and write it.
+def export_run(options: ExportOptions, output: Path) -> ModelMetadata:
+    """Write a run's last checkpoint as a package: `output`, and beside it for the form "fast" the library of operators.
 
     Returns:
         What the package says about itself.
 
     Raises:
-        ValueError: for a folder without checkpoint, a model without tables, a data set that is not there or another one.
+        ValueError: for a folder without checkpoint, a model without tables, or a data set that is not there or not the run's.
     """
+    if output.is_dir():
+        raise ValueError(f"{output} is a folder: name a file, such as {output / PACKAGE}")
+    with work_folder(output) as work:
+        metadata = build_package(options, work)
+        for library in work.glob(LIBRARY.name):
+            library.replace(output.with_name(library.name))
+        (work / PACKAGE).replace(output)
+    return metadata
+
+
+@contextmanager
+def work_folder(output: Path) -> Iterator[Path]:
+    """A folder beside an output, which vanishes at the end."""
+    parent = output.absolute().parent
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=parent) as work:
+        yield Path(work)
+
+
+def build_package(options: ExportOptions, folder: Path) -> ModelMetadata:
+    """Write model.pt2 into a folder and, for the form "fast", the library of operators; errors as `export_run`."""
     model, config, schema = load_run(options.run)
     data = options.data or Path(config.data.path)
     manifest = read_manifest(data)
@@ -74,51 +101,77 @@ def export_run(options: ExportOptions) -> ModelMetadata:
     if not isinstance(model, DLRM):
         raise ValueError(f"{options.run} holds a model without tables (tables.format is 'off'): export one that has them")
     tables = served_tables(model.sparse_arch.embedding_bag_collection)
+    if options.expand:
+        counts = [_counts(column, manifest, data) for column in manifest.categorical_columns]
+        tables = expand(tables, counts, options.expand, row_bytes(tables[0].columns, DTYPES[options.dtype]))
     flat = FlatModel(model, FORMS[options.form](tables, DTYPES[options.dtype])).eval()
-    metadata = _metadata(options, schema, manifest, data, tables)
-    options.output.absolute().parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{options.output.name}.", dir=options.output.absolute().parent) as work:
-        finished = Path(work) / "model.pt2"
-        compile_package(flat, len(schema.dense), len(schema.sparse), finished, metadata)
-        if options.form == "fast":
-            shutil.copyfile(LIBRARY, Path(work) / LIBRARY.name).replace(options.output.with_name(LIBRARY.name))
-        finished.replace(options.output)
+    test = ParquetBatches(data, "test", batch_size=config.data.eval_batch_size)
+    trained, served = (evaluate(each, test, torch.device("cpu")) for each in (model, _Logits(flat, list(schema.sparse))))
+    metadata = _metadata(options, schema, manifest, data.absolute(), tables, trained, served)
+    compile_package(flat, len(schema.dense), len(schema.sparse), folder / PACKAGE, metadata)
+    if options.form == "fast":
+        shutil.copyfile(LIBRARY, folder / LIBRARY.name)
     return metadata
 
 
+class _Logits(nn.Module):
+    """A model of flat inputs as evaluation calls it."""
+
+    def __init__(self, flat: FlatModel, columns: list[str]) -> None:
+        super().__init__()
+        self.flat, self.columns = flat, columns
+
+    def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
+        by_column = sparse.to_dict()
+        values, lengths = ([getattr(by_column[name], part)() for name in self.columns] for part in ("values", "lengths"))
+        return self.flat.logits(dense, torch.cat(values), torch.cat(lengths).long()).unsqueeze(1)
+
+
 def compile_package(flat: nn.Module, integers: int, features: int, path: Path, metadata: ModelMetadata) -> None:
-    """Compile a model with flat inputs into a package."""
-    batch, values = Dim("batch"), Dim("values")
-    example = 3
-    inputs = (
-        torch.zeros(example, integers),
-        torch.zeros(features * example, dtype=torch.long),
-        torch.ones(features * example).long(),
-    )
+    """Compile a model of flat inputs by AOTInductor, the number of rows and of values left open."""
+    batch, values, example = Dim("batch"), Dim("values"), 3
+    count = features * example
+    inputs = torch.zeros(example, integers), torch.zeros(count, dtype=torch.long), torch.ones(count, dtype=torch.long)
     shapes = {"dense": {0: batch}, "values": {0: values}, "lengths": {0: features * batch}}
+    settings: dict[str, Any] = {"aot_inductor.metadata": {METADATA_KEY: metadata.to_json()}}
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = torch.export.export(flat, inputs, dynamic_shapes=shapes, strict=True)
-        aoti_compile_and_package(
-            program, package_path=str(path), inductor_configs={"aot_inductor.metadata": {METADATA_KEY: metadata.to_json()}}
-        )
+        aoti_compile_and_package(program, package_path=str(path), inductor_configs=settings)
 
 
-def _metadata(options: ExportOptions, schema: Schema, manifest: Manifest, data: Path, tables: list[ServedTable]) -> ModelMetadata:
+def _counts(column: CategoricalColumn, manifest: Manifest, data: Path) -> Tensor:
+    """How often ids 0, 1, ... of a column occur in the training split."""
+    if column.vocabulary is None:
+        return torch.empty(0, dtype=torch.long)
+    counts = torch.from_numpy(pq.read_table(data / column.vocabulary.path, columns=["count"])["count"].to_numpy().copy())
+    zero = max(column.rows_at_zero["train"], int(counts[0]) if len(counts) else 0)  # ids from 1 on fall; 0 comes before all of them
+    return torch.cat([torch.tensor([zero]), counts])
+
+
+def _metadata(
+    options: ExportOptions,
+    schema: Schema,
+    manifest: Manifest,
+    data: Path,
+    tables: list[ServedTable],
+    trained: dict[str, Any],
+    served: dict[str, Any],
+) -> ModelMetadata:
     vocabularies = {column.name: column.vocabulary for column in manifest.categorical_columns}
     return ModelMetadata(
         format_version=FORMAT_VERSION,
         dense=schema.dense,
         categorical=schema.sparse,
-        checksums={name: None if shard is None else shard.sha256 for name, shard in vocabularies.items()},
+        checksums={name: None if file is None else file.sha256 for name, file in vocabularies.items()},
         library_version=version("comera-rec"),
         torch_version=torch.__version__,
         form=options.form,
         dtype=options.dtype,
         formed_rows=sum(len(table.formed) for table in tables if table.cores),
-        auc=None,
-        ne=None,
-        trained_auc=None,
-        trained_ne=None,
-        data=str(data.absolute()),
+        auc=served["auc"],
+        ne=served["ne"],
+        trained_auc=trained["auc"],
+        trained_ne=trained["ne"],
+        data=str(data),
     )

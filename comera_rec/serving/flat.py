@@ -35,11 +35,15 @@ class FlatModel(nn.Module):
 
     def forward(self, dense: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
         """Probabilities [B] of dense [B, I] float32, values [V] int64 feature by feature, lengths [F * B] int64 of their bags."""
+        return self.logits(dense, values, lengths).sigmoid()
+
+    def logits(self, dense: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
+        """What `forward` gives before the sigmoid, [B]."""
         integers = self.dense_arch(dense)
         features = self.tables(integers, values, lengths)
         products = torch.bmm(features, features.mT).flatten(1).index_select(1, self.pairs)
-        probabilities: Tensor = self.over_arch(torch.cat([integers, products], dim=1)).squeeze(1).sigmoid()
-        return probabilities
+        logits: Tensor = self.over_arch(torch.cat([integers, products], dim=1)).squeeze(1)
+        return logits
 
 
 def _served(part: nn.Module) -> nn.Module:

@@ -89,7 +89,10 @@ def read_metadata(path: str | Path) -> ModelMetadata:
     version = _PACKED.validate_json(found).get("format_version")
     if version != FORMAT_VERSION:
         raise ValueError(f"{path} has format version {version} and this library reads {FORMAT_VERSION}: export the run again")
-    return ModelMetadata.from_json(found)
+    try:
+        return ModelMetadata.from_json(found)
+    except ValidationError as error:
+        raise ValueError(f"{path} has metadata that can't be read ({error.errors()[0]['loc'][0]}): export the run again") from error
 
 
 class ServingModel:

@@ -20,7 +20,7 @@ MOST_CORES = 4
 _CODES = list(DTYPES.values())
 _FEATURE = 6 + 5 * MOST_CORES  # M, mean, type, h, offset of formed rows, d; per core m, left rank, right rank, n, offset
 _SLAB = 5  # feature, h, w, offset of rows, offset of columns
-_ALIGNMENT = 64
+_ALIGNMENT = 64  # bytes; also what is behind the last row, since whole vectors are read
 
 
 class Packed(NamedTuple):
@@ -66,7 +66,7 @@ def pack(tables: Sequence[ServedTable], dtype: torch.dtype) -> Packed:
             record += [*core.shape, put(core, dtype)]
         layout.append(record + [0] * (_FEATURE - len(record)))
         slabs += [[t, *slab.rows.shape, put(slab.rows, dtype), put(slab.columns, torch.float32)] for slab in table.slabs]
-    return Packed(torch.cat(parts), torch.tensor(layout), torch.tensor(slabs, dtype=torch.long).view(-1, _SLAB))
+    return Packed(F.pad(torch.cat(parts), (0, _ALIGNMENT)), torch.tensor(layout), torch.tensor(slabs, dtype=torch.long).view(-1, _SLAB))
 
 
 def unpack(storage: Tensor, layout: Tensor, slabs: Tensor, columns: int) -> list[ServedTable]:
@@ -83,7 +83,8 @@ def unpack(storage: Tensor, layout: Tensor, slabs: Tensor, columns: int) -> list
                 mean=bool(mean),
                 formed=_from_bytes(storage[offset:], formed, columns, dtype),
                 cores=tuple(
-                    _from_bytes(storage[at:], m, left * right * n, dtype).view(m, left, right, n) for m, left, right, n, at in shapes
+                    _from_bytes(storage[at:], m, left * right * n, dtype).view(m, left, right, n)
+                    for m, left, right, n, at in shapes
                 ),
                 slabs=tuple(
                     Slab(

@@ -1,4 +1,4 @@
-// What an operator asks of its arguments before any pointer is used; errors become Python's.
+// What operators share: checks of their arguments, made before any pointer is used, and memory for what they return.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -8,6 +8,8 @@
 #include <sstream>
 #include <stdexcept>
 #include <vector>
+
+#include "memory.h"
 
 namespace comera {
 
@@ -47,6 +49,17 @@ inline void require_plain(const Tensor& tensor, const char* name, ScalarType typ
 inline Tensor empty(std::vector<int64_t> sizes, ScalarType type) {
   return torch::stable::empty(
       sizes, type, std::nullopt, torch::stable::Device(torch::headeronly::DeviceType::CPU));
+}
+
+// Floats in memory that returns to where the next call takes it from.
+inline Tensor reused(std::vector<int64_t> sizes) {
+  int64_t count = 1;
+  std::vector<int64_t> strides(sizes.size());
+  for (size_t k = sizes.size(); k-- > 0; count *= sizes[k]) strides[k] = count;
+  if (count == 0) return empty(sizes, ScalarType::Float);
+  return torch::stable::from_blob(
+      take_memory(sizeof(float) * size_t(count)), sizes, strides, torch::stable::Device(torch::headeronly::DeviceType::CPU),
+      ScalarType::Float, give_memory);
 }
 
 }  // namespace comera
