@@ -22,7 +22,7 @@ COMMANDS = {
     "evaluate": ("comera_rec.cli.model", "Print AUC, NE and logloss of a trained run as one JSON line."),
     "compress": ("comera_rec.cli.model", "Compress a trained dense run, or any TorchRec model's state dict, by TT-SVD."),
     "score": ("comera_rec.cli.serving", "Write a model's scores of a log or of a data set."),
-    "serve": ("comera_rec.cli.serving", "Answer requests over HTTP."),
+    "serve": ("comera_rec.cli.serve", "Answer requests over HTTP."),
     "report": ("comera_rec.cli.model", "Compare runs on one self-contained HTML page."),
     "export": ("comera_rec.cli.model", "Write a trained run as one file that answers requests, or without TT modules."),
 }

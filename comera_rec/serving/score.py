@@ -1,14 +1,17 @@
 """Scores of a log, or of a split of a data set, as one Parquet file: in parts, so that memory is bounded and a killed run resumes.
 
 Columns of the file: `line` of the log from 1, or `row` of the split from 0; `score`, the probability of a click, float32; `label`
-where there are labels. Parts are those of `data_pipeline.parts` in a log, and the shards of a split.
+where there are labels. Parts are those of `data_pipeline.parts` in a log, and the row groups of a split.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import multiprocessing
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -17,24 +20,24 @@ import pyarrow.parquet as pq
 import torch
 from tqdm import tqdm
 
-from comera_rec.serving.package import ServingModel
+from comera_rec.serving.package import ServingModel, read_metadata
 from comera_rec.serving.vocabularies import check_vocabularies, open_vocabularies
 from data_pipeline.atomic import replacing
 from data_pipeline.columns import LABEL
 from data_pipeline.count_pass import first_line, pass_over
 from data_pipeline.encoder import Flat, check_columns, flatten, new_logs_schema, open_encoder, recorded_log
 from data_pipeline.job import Job, part_name
-from data_pipeline.manifest import Manifest, Shard, check_shards, file_sha256, read_manifest
+from data_pipeline.manifest import Manifest, check_shards, file_sha256, read_manifest
 from data_pipeline.options import PassOptions
-from data_pipeline.parts import Part, identify, inputs_changed
-from data_pipeline.pool import on_threads
+from data_pipeline.parts import Part, count_parts, identify, inputs_changed
+from data_pipeline.pool import on_executor
 from data_pipeline.shards import Encoder
 from data_pipeline.splits import Splitting
 from data_pipeline.triplets import Rows
-from data_pipeline.verify import ids_of, read_row_groups
+from data_pipeline.verify import ids_of
 from data_pipeline.work import Tell, WorkFolder, work_folder
 
-BATCH_ROWS = 4096  # of a call: few enough for the caches, enough that calls cost nothing
+BATCH_ROWS = 256  # of a call: few enough for the caches, enough that calls cost little
 PART_BYTES = 16 << 20
 
 
@@ -54,7 +57,7 @@ class ScoreOptions(PassOptions):
     part_bytes: int = PART_BYTES
 
     @property
-    def input(self) -> Path | None:
+    def folder(self) -> Path | None:
         """The data set that is scored; None where a log is."""
         first = self.inputs[0]
         return first if isinstance(first, Path) and first.is_dir() else None
@@ -82,88 +85,116 @@ def score(options: ScoreOptions, tell: Tell = lambda line: None) -> int:
         ValueError: the model or the input is not what it should be, or they don't fit each other.
         OSError: the output cannot be written.
     """
-    model = ServingModel.load(options.model, threads=options.threads)
-    return _score_data_set(options, model, tell) if options.input else _score_log(options, model, tell)
+    return _score_data_set(options, tell) if options.folder else _score_log(options, tell)
 
 
-def _score_log(options: ScoreOptions, model: ServingModel, tell: Tell) -> int:
-    encoder = open_vocabularies(model.metadata, options.data)
-    data = options.data or Path(model.metadata.data)
+def _score_log(options: ScoreOptions, tell: Tell) -> int:
+    metadata = read_metadata(options.model)
+    encoder = open_vocabularies(metadata, options.data)
+    data = options.data or Path(metadata.data)
     logs = identify(options.inputs)
     known = recorded_log(encoder.manifest, data)
     schema = new_logs_schema(known, options.inputs[0])
     check_columns(schema, known, log=options.inputs[0], data=data)
-    of_log = open_encoder(encoder.manifest, data, schema)
+    work_on = partial(_score_part, open_encoder(encoder.manifest, data, schema), options.model)
     identity = _identity(options) | {"input": [asdict(log) for log in logs], "data": str(data), "part_bytes": options.part_bytes}
-
-    def score_part(job: Job, part: Part, detail: None) -> tuple[int, int, ScoredPart]:
-        key = part_name(part.log, part.number)
-        record = job.work.load(f"shards/{key}", ScoredPart)
-        return part.log, part.number, record or _score_part(job, part, of_log, model)
-
-    with work_folder(options.output, identity=identity, marker=None, overwrite=options.overwrite, tell=tell) as work:
+    units = count_parts(options.inputs[0], options.part_bytes) or 1
+    with (
+        work_folder(options.output, identity=identity, marker=None, overwrite=options.overwrite, tell=tell) as work,
+        _executor(min(options.threads, units)) as executor,
+    ):
         job = Job(options=options, schema=schema, logs=logs, work=work, splitting=Splitting())
-        (records,) = pass_over(job, on_threads, score_part, ScoredPart, folder="shards", description="scoring")
+        schedule = partial(on_executor, executor)
+        (records,) = pass_over(job, schedule, work_on, ScoredPart, folder="shards", description="scoring")
         if identify(options.inputs) != logs:
             raise inputs_changed()
         _join(work, records, options.output, "line", first_line(job))
     return sum(record.rows for record in records.values())
 
 
-def _score_part(job: Job, part: Part, encoder: Encoder, model: ServingModel) -> ScoredPart:
+def _score_part(encoder: Encoder, model: Path, job: Job, part: Part, detail: None) -> tuple[int, int, ScoredPart]:
+    name = part_name(part.log, part.number)
+    record = job.work.load(f"shards/{name}", ScoredPart)
+    if record:
+        return part.log, part.number, record
     parsed = job.parse(part)
-    batches = (flatten(encoder, parsed, slice(start, start + BATCH_ROWS)) for start in range(0, parsed.rows, BATCH_ROWS))
-    scores = np.concatenate([_call(model, batch) for batch in batches] or [np.empty(0, np.float32)])
+    scores = _scores(model, (flatten(encoder, parsed, slice(at, at + BATCH_ROWS)) for at in range(0, parsed.rows, BATCH_ROWS)))
     lines = parsed.starts - part.start
     if not isinstance(part.content, Rows):
         newlines = np.flatnonzero(np.frombuffer(part.content, np.uint8) == ord("\n"))
         lines = np.searchsorted(newlines, lines) - (1 if job.schema.header and not part.start else 0)
     columns = {"line": lines, "score": scores} | ({LABEL: parsed.label} if job.schema.labelled else {})
     record = ScoredPart(lines=parsed.lines, rows=parsed.rows, rejected=parsed.rejected, reasons=parsed.reasons, last=part.last)
-    _save(job.work, part_name(part.log, part.number), columns, record)
-    return record
+    _save(job.work, name, columns, record)
+    return part.log, part.number, record
 
 
-def _score_data_set(options: ScoreOptions, model: ServingModel, tell: Tell) -> int:
-    folder = options.input
+def _score_data_set(options: ScoreOptions, tell: Tell) -> int:
+    folder = options.folder
     assert folder is not None
     manifest = read_manifest(folder)
-    check_vocabularies(model.metadata, manifest, folder)
+    check_vocabularies(read_metadata(options.model), manifest, folder)
     if options.split not in manifest.splits:
         raise ValueError(f"--split is {options.split!r}; choose one of {', '.join(manifest.splits)}")
     shards = manifest.splits[options.split].shards
     if not shards:
         raise ValueError(f"split {options.split} of {folder} is empty; choose another with --split")
     check_shards(manifest, folder)
+    paths = [folder / shard.path for shard in shards]
+    groups = [(path, group) for path in paths for group in range(pq.read_metadata(path).num_row_groups)]
     identity = _identity(options) | {"input": [shard.sha256 for shard in shards], "split": options.split}
     with (
         work_folder(options.output, identity=identity, marker=None, overwrite=options.overwrite, tell=tell) as work,
-        ThreadPoolExecutor(options.threads) as pool,
+        _executor(min(options.threads, len(groups))) as executor,
         tqdm(desc="scoring", total=manifest.splits[options.split].rows, unit="row", unit_scale=True, disable=None) as bar,
     ):
-
-        def score_shard(number: int) -> ScoredPart:
-            name = part_name(0, number)
-            record = work.load(f"shards/{name}", ScoredPart) or _score_shard(work, name, shards[number], folder, manifest, model)
+        records: dict[int, ScoredPart] = {}
+        for record in executor.map(partial(_score_group, work, manifest, options.model), *zip(*enumerate(groups), strict=True)):
+            records[len(records)] = record
             bar.update(record.rows)
-            return record
-
-        records = dict(enumerate(pool.map(score_shard, range(len(shards)))))
         _join(work, records, options.output, "row", 0)
     return sum(record.rows for record in records.values())
 
 
-def _score_shard(work: WorkFolder, name: str, shard: Shard, folder: Path, manifest: Manifest, model: ServingModel) -> ScoredPart:
-    scores, labels = [], []
-    for _, group in read_row_groups(folder / shard.path):
-        for start in range(0, len(group), BATCH_ROWS):
-            scores.append(_call(model, _flat(group.slice(start, BATCH_ROWS), manifest)))
-        if manifest.label:
-            labels.append(group.column(LABEL).to_numpy())
-    columns = {"row": np.arange(shard.rows), "score": np.concatenate(scores)}
-    record = ScoredPart(lines=shard.rows, rows=shard.rows, rejected=0, reasons=(), last=False)
-    _save(work, name, columns | ({LABEL: np.concatenate(labels)} if manifest.label else {}), record)
+def _score_group(work: WorkFolder, manifest: Manifest, model: Path, number: int, where: tuple[Path, int]) -> ScoredPart:
+    """Score a row group of a shard."""
+    name = part_name(0, number)
+    record = work.load(f"shards/{name}", ScoredPart)
+    if record:
+        return record
+    path, group = where
+    with pq.ParquetFile(path, memory_map=True) as file:
+        table = file.read_row_group(group, use_threads=False)
+    rows = len(table)
+    scores = _scores(model, (_flat(table.slice(start, BATCH_ROWS), manifest) for start in range(0, rows, BATCH_ROWS)))
+    columns = {"row": np.arange(rows), "score": scores}
+    record = ScoredPart(lines=rows, rows=rows, rejected=0, reasons=(), last=False)
+    _save(work, name, columns | ({LABEL: table.column(LABEL).to_numpy()} if manifest.label else {}), record)
     return record
+
+
+@contextmanager
+def _executor(workers: int) -> Iterator[Executor]:
+    """Workers with a model each: processes, because the compiled model holds Python's lock; a thread where one is enough."""
+    if workers <= 1:
+        executor: Executor = ThreadPoolExecutor(1)
+    else:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        executor = ProcessPoolExecutor(workers, context)
+    with executor:
+        yield executor
+
+
+@cache
+def _load(model: Path) -> ServingModel:
+    return ServingModel.load(model, threads=1)
+
+
+def _scores(model: Path, batches: Iterable[Flat]) -> np.ndarray:
+    with torch.inference_mode():
+        scores = [_load(model)(*map(torch.from_numpy, batch)).numpy() for batch in batches]
+    return np.concatenate([np.empty(0, np.float32), *scores])
 
 
 def _flat(rows: pa.Table, manifest: Manifest) -> Flat:
@@ -178,14 +209,7 @@ def _flat(rows: pa.Table, manifest: Manifest) -> Flat:
     return Flat(dense, np.concatenate(values, dtype=np.int64), lengths.ravel())
 
 
-def _call(model: ServingModel, batch: Flat) -> np.ndarray:
-    with torch.inference_mode():
-        return model(*map(torch.from_numpy, batch)).numpy()
-
-
 def _identity(options: ScoreOptions) -> dict[str, object]:
-    if not options.model.is_file():
-        raise ValueError(f"{options.model} is not there: give a MODEL.pt2 that `comera export` wrote")
     return {"model": file_sha256(options.model)}
 
 

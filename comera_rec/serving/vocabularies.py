@@ -48,6 +48,6 @@ def check_vocabularies(metadata: ModelMetadata, manifest: Manifest, folder: Path
     if list(found) != list(wanted) or found != wanted:
         differing = [name for name in {**wanted, **found} if found.get(name) != wanted.get(name)]
         raise ValueError(
-            f"{folder} has other vocabularies than the model was trained with (they differ in {', '.join(differing) or 'their order'}): "
+            f"{folder} has other vocabularies than the model was trained with (in {', '.join(differing) or 'other order'}): "
             "give the model's data set, or one that `comera transform` made with it"
         )
