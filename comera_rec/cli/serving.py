@@ -40,6 +40,6 @@ def score(
         workers=workers, overwrite=overwrite,
     )  # fmt: skip
     start = time.perf_counter()
-    rows = write_scores(options, tell=lambda line: click.echo(line, err=True))
+    scored = write_scores(options, tell=lambda line: click.echo(line, err=True))
     seconds = time.perf_counter() - start
-    click.echo(f"wrote {output}: {rows:,} scores in {seconds:.1f} s ({rows / seconds:,.0f} rows/s)")
+    click.echo(f"wrote {output}: {scored.rows:,} scores in {seconds:.1f} s ({scored.rows_per_second:,.0f} rows/s once loaded)")

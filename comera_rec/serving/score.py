@@ -7,6 +7,7 @@ where there are labels. Parts are those of `data_pipeline.parts` in a log, and t
 from __future__ import annotations
 
 import multiprocessing
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -65,17 +66,26 @@ class ScoreOptions(PassOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredPart:
-    """A part whose scores are on disk; members as in `PartRecord`."""
+    """A part whose scores are on disk; members as in `PartRecord`, and the seconds that it took a worker."""
 
     lines: int
     rows: int
     rejected: int
     reasons: tuple[tuple[int, str], ...]
     last: bool
+    seconds: float
 
 
-def score(options: ScoreOptions, tell: Tell = lambda line: None) -> int:
-    """Write the scores and return how many there are. Interrupted, it resumes when it is called again.
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """What was written, and rows a second of all workers together once they had loaded the model."""
+
+    rows: int
+    rows_per_second: float
+
+
+def score(options: ScoreOptions, tell: Tell = lambda line: None) -> Scored:
+    """Write the scores. Interrupted, it resumes when it is called again.
 
     Args:
         options: what to do.
@@ -88,7 +98,7 @@ def score(options: ScoreOptions, tell: Tell = lambda line: None) -> int:
     return _score_data_set(options, tell) if options.folder else _score_log(options, tell)
 
 
-def _score_log(options: ScoreOptions, tell: Tell) -> int:
+def _score_log(options: ScoreOptions, tell: Tell) -> Scored:
     metadata = read_metadata(options.model)
     encoder = open_vocabularies(metadata, options.data)
     data = options.data or Path(metadata.data)
@@ -109,7 +119,7 @@ def _score_log(options: ScoreOptions, tell: Tell) -> int:
         if identify(options.inputs) != logs:
             raise inputs_changed()
         _join(work, records, options.output, "line", first_line(job))
-    return sum(record.rows for record in records.values())
+    return _scored(records, min(options.threads, units))
 
 
 def _score_part(encoder: Encoder, model: Path, job: Job, part: Part, detail: None) -> tuple[int, int, ScoredPart]:
@@ -117,6 +127,8 @@ def _score_part(encoder: Encoder, model: Path, job: Job, part: Part, detail: Non
     record = job.work.load(f"shards/{name}", ScoredPart)
     if record:
         return part.log, part.number, record
+    _load(model)
+    start = time.perf_counter()
     parsed = job.parse(part)
     scores = _scores(model, (flatten(encoder, parsed, slice(at, at + BATCH_ROWS)) for at in range(0, parsed.rows, BATCH_ROWS)))
     lines = parsed.starts - part.start
@@ -124,12 +136,15 @@ def _score_part(encoder: Encoder, model: Path, job: Job, part: Part, detail: Non
         newlines = np.flatnonzero(np.frombuffer(part.content, np.uint8) == ord("\n"))
         lines = np.searchsorted(newlines, lines) - (1 if job.schema.header and not part.start else 0)
     columns = {"line": lines, "score": scores} | ({LABEL: parsed.label} if job.schema.labelled else {})
-    record = ScoredPart(lines=parsed.lines, rows=parsed.rows, rejected=parsed.rejected, reasons=parsed.reasons, last=part.last)
+    seconds = time.perf_counter() - start
+    record = ScoredPart(
+        lines=parsed.lines, rows=parsed.rows, rejected=parsed.rejected, reasons=parsed.reasons, last=part.last, seconds=seconds
+    )
     _save(job.work, name, columns, record)
     return part.log, part.number, record
 
 
-def _score_data_set(options: ScoreOptions, tell: Tell) -> int:
+def _score_data_set(options: ScoreOptions, tell: Tell) -> Scored:
     folder = options.folder
     assert folder is not None
     manifest = read_manifest(folder)
@@ -153,7 +168,12 @@ def _score_data_set(options: ScoreOptions, tell: Tell) -> int:
             records[len(records)] = record
             bar.update(record.rows)
         _join(work, records, options.output, "row", 0)
-    return sum(record.rows for record in records.values())
+    return _scored(records, min(options.threads, len(groups)))
+
+
+def _scored(records: Mapping[int, ScoredPart], workers: int) -> Scored:
+    rows, seconds = sum(record.rows for record in records.values()), sum(record.seconds for record in records.values())
+    return Scored(rows=rows, rows_per_second=rows * workers / max(seconds, 1e-9))
 
 
 def _score_group(work: WorkFolder, manifest: Manifest, model: Path, number: int, where: tuple[Path, int]) -> ScoredPart:
@@ -162,13 +182,15 @@ def _score_group(work: WorkFolder, manifest: Manifest, model: Path, number: int,
     record = work.load(f"shards/{name}", ScoredPart)
     if record:
         return record
+    _load(model)
+    start = time.perf_counter()
     path, group = where
     with pq.ParquetFile(path, memory_map=True) as file:
         table = file.read_row_group(group, use_threads=False)
     rows = len(table)
-    scores = _scores(model, (_flat(table.slice(start, BATCH_ROWS), manifest) for start in range(0, rows, BATCH_ROWS)))
+    scores = _scores(model, (flat_rows(table.slice(start, BATCH_ROWS), manifest) for start in range(0, rows, BATCH_ROWS)))
     columns = {"row": np.arange(rows), "score": scores}
-    record = ScoredPart(lines=rows, rows=rows, rejected=0, reasons=(), last=False)
+    record = ScoredPart(lines=rows, rows=rows, rejected=0, reasons=(), last=False, seconds=time.perf_counter() - start)
     _save(work, name, columns | ({LABEL: table.column(LABEL).to_numpy()} if manifest.label else {}), record)
     return record
 
@@ -180,7 +202,7 @@ def _executor(workers: int) -> Iterator[Executor]:
         executor: Executor = ThreadPoolExecutor(1)
     else:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
+        context.set_forkserver_preload([__name__])  # imports take seconds, and the same for all
         executor = ProcessPoolExecutor(workers, context)
     with executor:
         yield executor
@@ -197,7 +219,7 @@ def _scores(model: Path, batches: Iterable[Flat]) -> np.ndarray:
     return np.concatenate([np.empty(0, np.float32), *scores])
 
 
-def _flat(rows: pa.Table, manifest: Manifest) -> Flat:
+def flat_rows(rows: pa.Table, manifest: Manifest) -> Flat:
     """Rows of a shard as a model takes them."""
     dense = np.stack([rows.column(column.name).to_numpy() for column in manifest.integer_columns], axis=1)
     columns = manifest.categorical_columns
