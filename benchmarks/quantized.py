@@ -17,6 +17,10 @@ from comera_rec.ops.served_bags import ServedTable
 from comera_rec.ops.served_bags.reference import rows_of
 
 _ROWS = 1 << 19  # formed at once
+_SETTINGS = (
+    *("total_D", "max_int2_D", "max_int4_D", "max_int8_D", "max_float8_D", "max_float16_D", "max_float32_D"),
+    *("fp8_exponent_bits", "fp8_exponent_bias", "output_dtype", "row_alignment"),
+)
 _TYPES = {8: DataType.INT8, 4: DataType.INT4}
 
 
@@ -53,13 +57,7 @@ class CompiledLookup(nn.Module):
         (lookup,) = collection._emb_modules
         for name in ("weights_host", "weights_uvm", "weights_placements", "weights_offsets", "weights_tys", "D_offsets"):
             self.register_buffer(name, getattr(lookup, name))
-        self.settings = {
-            name: getattr(lookup, name)
-            for name in (
-                "total_D", "max_int2_D", "max_int4_D", "max_int8_D", "max_float16_D", "max_float32_D", "output_dtype", "row_alignment",
-                "max_float8_D", "fp8_exponent_bits", "fp8_exponent_bias",
-            )  # fmt: skip
-        }
+        self.settings = {name: getattr(lookup, name) for name in _SETTINGS}
         self.pooling_mode = int(lookup.pooling_mode)
 
     def forward(self, lead: Tensor, values: Tensor, lengths: Tensor) -> Tensor:

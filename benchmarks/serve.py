@@ -1,8 +1,8 @@
 """Requests answered in one process: packages of a TT model beside TorchRec's quantized dense one, of the same numbers.
 
-A model of Criteo-Kaggle's tables at `compression` times fewer parameters, hot rows included, and MLPs with TT layers, untrained; the
-rivals hold every row of it, in 8 or 4 bits, and the MLPs' dense weights. Ids are drawn by Zipf's law. A request of 100 rows is one
-user with 100 candidates: its first half of the columns is the same in all rows.
+An untrained model of Criteo-Kaggle's tables at `compression` times fewer parameters, hot rows included, and MLPs with TT layers.
+The rivals hold every row of it in 8 or 4 bits, and its MLPs' dense weights. Ids are drawn by Zipf's law. A request of 100 rows is
+one user with 100 candidates: the first half of its columns is the same in all rows.
 
 Rows of pass "forward" are times of a call, their 99th percentile in `counted`; of pass "run" the time (ms) to load a package in
 a process that has loaded torch, and what it adds to that process's memory (MiB) once it has answered.
@@ -46,9 +46,9 @@ from comera_rec.serving.package import FORMAT_VERSION, ModelMetadata, ServingMod
 from comera_rec.serving.tables import expand, served_tables
 
 KAGGLE = (
-    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10, 5652, 2173, 4, 7046547,
-    18, 15, 286181, 105, 142572,
-)  # fmt: skip
+    *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194),
+    *(27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572),
+)
 INTEGERS, REQUESTS = 13, 64
 OURS = {  # form, dtype, bytes for expanded rows
     "portable float32": ("portable", "float32", 0),
@@ -243,4 +243,4 @@ def _compile(flat: nn.Module, case: ServeCase, path: Path, form: str) -> None:
         data="",
     )
     with torch.inference_mode(False):
-        compile_package(flat.eval(), INTEGERS, len(case.rows), path, metadata)
+        compile_package(flat.eval(), path, metadata)

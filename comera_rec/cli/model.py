@@ -227,9 +227,8 @@ def export(run: Path, output: Path | None, triton: Path | None, **options: Any) 
     assert metadata.ne is not None
     assert metadata.trained_ne is not None
     change = 100 * (metadata.ne / metadata.trained_ne - 1)
-    click.echo(
-        f"wrote {written}: {written.stat().st_size:,} bytes, test AUC {metadata.auc:.4f}, NE {metadata.ne:.4f} ({change:+.3f} % of the run's)"
-    )
+    quality = f"test AUC {metadata.auc:.4f}, NE {metadata.ne:.4f} ({change:+.3f} % of the run's)"
+    click.echo(f"wrote {written}: {written.stat().st_size:,} bytes, {quality}")
 
 
 def _export_dense(run: Path, output: Path) -> None:

@@ -16,8 +16,8 @@
 namespace comera {
 namespace {
 
-// Numbers of a feature's record in the layout, and of a slab's; see comera_rec/ops/served_bags/layout.py.
-constexpr int64_t kFeatureNumbers = 6 + 5 * kMostCores, kSlabNumbers = 5;
+// Numbers of a feature's record in the layout, and of a slab's; see comera_rec/ops/served_bags/storage.py.
+constexpr int64_t kFeatureNumbers = 6 + 5 * kMostCores, kSlabNumbers = 6;
 constexpr int64_t kMostNumbers = int64_t{1} << 40;  // of rows, and in a row: products of two stay below 2^63 bytes
 constexpr int64_t kBagsOfATask = 64;
 
@@ -63,12 +63,12 @@ ServedFeature feature_at(const Tensor& storage, const int64_t* record, const int
   require(feature.rows >= 0 && double(feature.rows) <= std::max(rows, double(feature.formed.count)), "layout names ", feature.rows,
           " rows, and what it holds makes fewer: export the model again");
   int64_t first = 0;
-  for (int64_t s = 0; s < num_slabs; ++s, slabs += kSlabNumbers) {  // feature, rows, width, offset of rows, of columns
+  for (int64_t s = 0; s < num_slabs; ++s, slabs += kSlabNumbers) {  // feature, type, rows, width, offset of rows, of columns
     Slab slab;
-    slab.rows = rows_at(storage, slabs[3], type, slabs[1], slabs[2]);
-    slab.columns = reinterpret_cast<const float*>(rows_at(storage, slabs[4], 0, slabs[2], columns).data);
+    slab.rows = rows_at(storage, slabs[4], slabs[1], slabs[2], slabs[3]);
+    slab.columns = reinterpret_cast<const float*>(rows_at(storage, slabs[5], 0, slabs[3], columns).data);
     slab.first = first;
-    first += slabs[1];
+    first += slabs[2];
     feature.slabs.push_back(slab);
   }
   return feature;

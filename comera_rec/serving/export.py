@@ -93,6 +93,15 @@ def work_folder(output: Path) -> Iterator[Path]:
 
 def build_package(options: ExportOptions, folder: Path) -> ModelMetadata:
     """Write model.pt2 into a folder and, for the form "fast", the library of operators; errors as `export_run`."""
+    flat, metadata = flatten_run(options)
+    compile_package(flat, folder / PACKAGE, metadata)
+    if options.form == "fast":
+        shutil.copyfile(LIBRARY, folder / LIBRARY.name)
+    return metadata
+
+
+def flatten_run(options: ExportOptions) -> tuple[FlatModel, ModelMetadata]:
+    """A run's model as it is compiled, and what its package will say; errors as `export_run`."""
     model, config, schema = load_run(options.run)
     data = options.data or Path(config.data.path)
     manifest = read_manifest(data)
@@ -107,11 +116,7 @@ def build_package(options: ExportOptions, folder: Path) -> ModelMetadata:
     flat = FlatModel(model, FORMS[options.form](tables, DTYPES[options.dtype])).eval()
     test = ParquetBatches(data, "test", batch_size=config.data.eval_batch_size)
     trained, served = (evaluate(each, test, torch.device("cpu")) for each in (model, _Logits(flat, list(schema.sparse))))
-    metadata = _metadata(options, schema, manifest, data.absolute(), tables, trained, served)
-    compile_package(flat, len(schema.dense), len(schema.sparse), folder / PACKAGE, metadata)
-    if options.form == "fast":
-        shutil.copyfile(LIBRARY, folder / LIBRARY.name)
-    return metadata
+    return flat, _metadata(options, schema, manifest, data.absolute(), tables, trained, served)
 
 
 class _Logits(nn.Module):
@@ -127,11 +132,12 @@ class _Logits(nn.Module):
         return self.flat.logits(dense, torch.cat(values), torch.cat(lengths).long()).unsqueeze(1)
 
 
-def compile_package(flat: nn.Module, integers: int, features: int, path: Path, metadata: ModelMetadata) -> None:
+def compile_package(flat: nn.Module, path: Path, metadata: ModelMetadata) -> None:
     """Compile a model of flat inputs by AOTInductor, the number of rows and of values left open."""
     batch, values, example = Dim("batch"), Dim("values"), 3
+    features = len(metadata.categorical)
     count = features * example
-    inputs = torch.zeros(example, integers), torch.zeros(count, dtype=torch.long), torch.ones(count, dtype=torch.long)
+    inputs = torch.zeros(example, len(metadata.dense)), torch.zeros(count, dtype=torch.long), torch.ones(count, dtype=torch.long)
     shapes = {"dense": {0: batch}, "values": {0: values}, "lengths": {0: features * batch}}
     settings: dict[str, Any] = {"aot_inductor.metadata": {METADATA_KEY: metadata.to_json()}}
     with torch.no_grad(), warnings.catch_warnings():

@@ -143,39 +143,45 @@ class ServingModel:
         Raises:
             ValueError: naming what is wrong with the inputs.
         """
+        self._require_shapes(dense, values, lengths)
         if not len(dense):
-            self._require(dense, values, lengths)
             return dense.new_empty(0)
         given = values if len(values) >= 2 else torch.cat([values, values.new_zeros(2 - len(values))])
         try:
-            scores: Tensor = self._run(dense, given, lengths.long())
+            scores: Tensor = self._run(dense.contiguous(), given.contiguous(), lengths.long().contiguous())
         except RuntimeError:
-            self._require(dense, values, lengths)
+            self._require_numbers(dense, values, lengths)
             raise
         if scores.isnan().any():
-            self._require(dense, values, lengths)
+            self._require_numbers(dense, values, lengths)
             raise ValueError("scores are not numbers: the model has diverged; export another checkpoint")
         return scores
 
-    def _require(self, dense: Tensor, values: Tensor, lengths: Tensor) -> None:
-        columns, names = len(self.metadata.dense), list(self.metadata.categorical)
+    def _require_shapes(self, dense: Tensor, values: Tensor, lengths: Tensor) -> None:
+        """What compiled code takes for granted."""
+        columns, features = len(self.metadata.dense), len(self.metadata.categorical)
         if dense.dim() != 2 or dense.shape[1] != columns or dense.dtype != torch.float32:
             raise ValueError(f"dense is {_told(dense)}: give float32 [B, {columns}]")
-        batch = len(dense)
         if values.dim() != 1 or values.dtype != torch.int64:
             raise ValueError(f"values is {_told(values)}: give int64 [V]")
-        if lengths.shape != (len(names) * batch,) or lengths.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                f"lengths is {_told(lengths)}: give int64 [{len(names) * batch}], {len(names)} columns of {batch} rows"
-            )
-        if bool((lengths < 0).any()) or int(lengths.sum()) != len(values):
-            raise ValueError(f"lengths add up to {int(lengths.sum())} for {len(values)} values: give as many, and none below 0")
+        batch = dense.shape[0]
+        if lengths.shape != (features * batch,) or lengths.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"lengths is {_told(lengths)}: give int64 [{features * batch}], {features} columns of {batch} rows")
+        total = int(lengths.sum())
+        if total != len(values):
+            raise ValueError(f"lengths add up to {total} for {len(values)} values: give as many")
+
+    def _require_numbers(self, dense: Tensor, values: Tensor, lengths: Tensor) -> None:
+        """Name what made scores that are no numbers, if a request did."""
+        names = list(self.metadata.categorical)
+        if bool((lengths < 0).any()):
+            raise ValueError(f"lengths hold {int(lengths.min())}: give numbers of values, from 0 on")
         if not bool(dense.isfinite().all()):
             row, column = dense.isfinite().logical_not().nonzero()[0].tolist()
             raise ValueError(
                 f"dense column {self.metadata.dense[column]} is {float(dense[row, column])} in row {row}: give a number"
             )
-        counts = lengths.view(len(names), batch).sum(1)
+        counts = lengths.view(len(names), -1).sum(1)
         limits = self._limits.repeat_interleave(counts)
         wrong = ((values < 0) | (values >= limits)).nonzero().flatten().tolist()
         if wrong:

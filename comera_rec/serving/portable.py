@@ -1,4 +1,4 @@
-"""Lookups in torch's operators alone: what is exported so runs wherever torch does.
+"""Lookups by torch's operators alone, so that what is exported runs wherever torch does.
 
 F features of B bags each, V values, N columns. Every value is looked up in every group of tables, and the rows that are not its own
 are masked out, because an exported program can't cut values by feature.
@@ -6,13 +6,13 @@ are masked out, because an exported program can't cut values by feature.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from comera_rec.ops.served_bags import ServedTable, quantize
+from comera_rec.ops.served_bags import ServedTable, Slab, least_type, quantize
 
 
 class PortableTables(nn.Module):
@@ -37,8 +37,7 @@ class PortableTables(nn.Module):
             if table.cores:
                 orders.setdefault(table.col_modes, []).append(t)
         sources += [_Cores(tables, members, dtype) for members in orders.values()]
-        if any(table.slabs for table in tables):
-            sources.append(_Hot(tables, dtype))
+        sources += [_Hot(tables, members, dtype) for members in _by_width(tables)]
         self.sources = nn.ModuleList(sources)
 
     def forward(self, lead: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
@@ -147,31 +146,49 @@ class _Cores(nn.Module):
 
 
 class _Hot(nn.Module):
-    """Hot slabs; widths that one lacks are zeros."""
+    """Slabs of about one width, at most one a table; widths that one lacks are zeros."""
 
-    def __init__(self, tables: Sequence[ServedTable], dtype: torch.dtype) -> None:
-        super().__init__()
-        slabs = [(t, slab) for t, table in enumerate(tables) for slab in table.slabs]
-        width = max(slab.columns.shape[0] for _, slab in slabs)
-        rows = [F.pad(slab.rows, (0, width - slab.rows.shape[1])) for _, slab in slabs]
-        columns = [F.pad(slab.columns, (0, 0, 0, width - slab.columns.shape[0])) for _, slab in slabs]
-        per_table = [sum(len(slab.rows) for slab in table.slabs) for table in tables]
-        self.register_buffer("counts", torch.tensor(per_table))
-        self.register_buffer("formed", torch.tensor([len(table.formed) for table in tables]))
-        self.register_buffer("firsts", torch.tensor([0, *per_table[:-1]]).cumsum(0))
-        self.register_buffer("ends", torch.tensor([len(slab) for slab in rows]).cumsum(0))
-        self.rows, self.columns = _Rows(torch.cat(rows), dtype), _Rows(torch.stack(columns).flatten(1), torch.float32)
-        self.width = width
-
-    counts: Tensor
-    formed: Tensor
+    columns: Tensor
     firsts: Tensor
-    ends: Tensor
+    beyond: Tensor
+    offsets: Tensor
+    numbers: Tensor
+
+    def __init__(self, tables: Sequence[ServedTable], members: Mapping[int, tuple[int, Slab]], dtype: torch.dtype) -> None:
+        super().__init__()
+        slabs = [slab for _, slab in members.values()]
+        width = max(slab.rows.shape[1] for slab in slabs)
+        rows = [F.pad(slab.rows, (0, width - slab.rows.shape[1])) for slab in slabs]
+        columns = [F.pad(slab.columns, (0, 0, 0, width - slab.columns.shape[0])) for slab in slabs]
+        self.register_buffer("columns", torch.cat(columns))
+        self.rows = _Rows(torch.cat(rows), least_type(width, dtype))
+        firsts, beyond, offsets, numbers = torch.zeros(4, len(tables), dtype=torch.long)
+        offset = 0
+        for number, (t, (first, slab)) in enumerate(members.items()):
+            firsts[t], beyond[t] = max(first, len(tables[t].formed)), first + len(slab.rows)
+            offsets[t], numbers[t] = offset - first, number * width
+            offset += len(slab.rows)
+        for name, tensor in {"firsts": firsts, "beyond": beyond, "offsets": offsets, "numbers": numbers}.items():
+            self.register_buffer(name, tensor)
 
     def forward(self, ids: Tensor, feature: Tensor) -> Tensor:
-        is_mine = (ids < self.counts[feature]) & (ids >= self.formed[feature])
-        number = torch.where(is_mine, self.firsts[feature] + ids, 0)
-        slab = torch.searchsorted(self.ends, number, right=True)
-        columns = self.columns(slab).view(ids.shape[0], self.width, -1)
-        added = torch.bmm(self.rows(number).unsqueeze(1), columns).squeeze(1)
-        return torch.where(is_mine[:, None], added, 0.0)
+        is_mine = (ids >= self.firsts[feature]) & (ids < self.beyond[feature])
+        rows = self.rows(torch.where(is_mine, self.offsets[feature] + ids, 0))
+        index = self.numbers[feature][:, None] + torch.arange(rows.shape[1])
+        # Sums of columns by weight are bags of them: products would take a copy of the columns for each value.
+        return F.embedding_bag(index, self.columns, mode="sum", per_sample_weights=torch.where(is_mine[:, None], rows, 0.0))
+
+
+def _by_width(tables: Sequence[ServedTable]) -> Iterator[dict[int, tuple[int, Slab]]]:
+    """Groups of slabs, table -> (id of the first row, slab), of widths up to the same power of two."""
+    groups: dict[tuple[int, int], dict[int, tuple[int, Slab]]] = {}
+    for t, table in enumerate(tables):
+        first = 0
+        for slab in table.slabs:
+            bits, turn = (slab.rows.shape[1] - 1).bit_length(), 0
+            while t in groups.get((bits, turn), {}):
+                turn += 1
+            if first + len(slab.rows) > len(table.formed):
+                groups.setdefault((bits, turn), {})[t] = first, slab
+            first += len(slab.rows)
+    yield from groups.values()

@@ -51,8 +51,8 @@ def _table(collection: TTEmbeddingBagCollection | EmbeddingBagCollection, config
 def _folded(table: TTTable) -> tuple[tuple[Tensor, ...], tuple[Slab, ...]]:
     """Cores and slabs with the diagonals multiplied in.
 
-    Rank by rank a diagonal and the norms of its neighbours are spread evenly over the two, so that the numbers of a slice are of one
-    size: which is what few bits can hold.
+    Rank by rank a diagonal and the norms of its neighbours are spread evenly over the two, so that the numbers of a slice are of
+    about one size: few bits can hold them.
     """
     cores: list[Tensor] = [core.detach().float() for core in table.cores()]
     for k, diagonal in enumerate(table.rank_parameters(), start=1):
@@ -60,30 +60,31 @@ def _folded(table: TTTable) -> tuple[tuple[Tensor, ...], tuple[Slab, ...]]:
         before, behind = cores[k - 1].pow(2).sum((0, 1, 2)).sqrt(), cores[k].pow(2).sum((1, 2, 3)).sqrt()
         balance = (behind * scale.abs() / before).sqrt()
         balance = torch.where(balance.isfinite() & (balance > 0), balance, 1.0)
-        cores[k - 1] = cores[k - 1] * balance
-        cores[k] = cores[k] * (scale / balance)[:, None, None, None]
+        cores[k - 1 : k + 1] = cores[k - 1] * balance, cores[k] * (scale / balance)[:, None, None, None]
     slabs = []
     for block in table.hot_blocks():
-        rows, columns, diagonal = (part.detach().float() for part in block.block())
-        slabs.append(Slab(rows=rows[0, :, 0].contiguous(), columns=diagonal[:, None] * columns[:, 0, :, 0]))
+        rows, projection, scale = (part.detach().float() for part in block.block())
+        slabs.append(Slab(rows=rows[0, :, 0].contiguous(), columns=scale[:, None] * projection[:, 0, :, 0]))
     return tuple(core.permute(1, 0, 3, 2).contiguous() for core in cores), tuple(slabs)
 
 
 def with_formed(table: ServedTable, count: int) -> ServedTable:
-    """The table with its first `count` rows formed in advance; slabs of formed rows alone are dropped."""
+    """The table with its first `count` rows formed in advance; slabs that they replace hold no numbers any more."""
     count = min(count, table.rows)
     if count <= len(table.formed):
         return table
     rows = first_rows([core.permute(1, 0, 3, 2) for core in table.cores], table.row_modes, count, table.columns).contiguous()
-    first = 0
+    rows[: len(table.formed)] = table.formed
+    slabs, first = [], 0
     for slab in table.slabs:
-        beyond = min(count, first + len(slab.rows))
-        if first < beyond:
-            rows[first:beyond] += slab.rows[: beyond - first] @ slab.columns
-        first += len(slab.rows)
+        begin, beyond = max(first, len(table.formed)), first + len(slab.rows)
+        if begin < count:
+            rows[begin:beyond] += slab.rows[begin - first : count - first] @ slab.columns
+        slabs.append(slab if beyond > count else Slab(rows=slab.rows[:, :0], columns=slab.columns[:0]))
+        first = beyond
     if count == table.rows:
         return replace(table, formed=rows, cores=(), slabs=())
-    return replace(table, formed=rows)
+    return replace(table, formed=rows, slabs=tuple(slabs))
 
 
 def work_of(table: ServedTable) -> int:

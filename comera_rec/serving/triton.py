@@ -35,11 +35,11 @@ def export_repository(options: ExportOptions, repository: Path) -> tuple[Path, M
         ValueError: as `export_run`.
     """
     folder = repository / options.run.absolute().name
-    with work_folder(folder) as work:
+    with work_folder(repository) as work:  # not inside it, where a server may be looking
         version = work / "version"
         version.mkdir()
         metadata = build_package(options, version)
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         config = work / "config.pbtxt"
         config.write_text(_CONFIG.format(name=folder.name, integers=len(metadata.dense), features=len(metadata.categorical)))
         config.replace(folder / config.name)

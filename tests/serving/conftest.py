@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from comera_rec.serving.export import ExportOptions, export_run
+from comera_rec.cli.main import main
 from comera_rec.training.batches import ParquetBatches
 from comera_rec.training.config import load_config
 from comera_rec.training.trainer import Trainer
@@ -51,15 +50,16 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def package(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
-    """`package(form, dtype)` -> MODEL.pt2."""
-    options = ExportOptions(run=trained)
+def package(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`package(form)` -> MODEL.pt2 of float32; the portable one in a Triton repository."""
 
     @cache
-    def write(form: str, dtype: str) -> Path:
-        output = tmp_path_factory.mktemp("package") / "model.pt2"
-        export_run(replace(options, form=form, dtype=dtype, expand=2000 if dtype == "int8" else 0), output)
-        return output
+    def write(form: str) -> Path:
+        folder = tmp_path_factory.mktemp(form)
+        where = ["--triton", str(folder)] if form == "portable" else ["--output", str(folder / "model.pt2")]
+        with pytest.raises(SystemExit, match="0"):
+            main(["export", "--checkpoint", str(trained), "--form", form, *where])
+        return folder / trained.name / "1" / "model.pt2" if form == "portable" else folder / "model.pt2"
 
     return write
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from comera_rec.ops.native import ops
-from comera_rec.ops.served_bags.storage import DTYPES, Packed, pack, quantize, row_bytes, unpack
+from comera_rec.ops.served_bags.storage import DTYPES, Packed, least_type, pack, quantize, row_bytes, unpack
 from comera_rec.ops.served_bags.table import ServedTable, Slab
 
 
@@ -22,7 +22,7 @@ def served_bags(packed: Packed, lead: Tensor, values: Tensor, lengths: Tensor) -
         lengths: [F * B] int64, feature by feature.
 
     Raises:
-        ValueError: naming the feature, the id and the limit, if an id is out of range; for lengths below 0 or of more than V values.
+        ValueError: naming the feature, the id and the limit, if an id is out of range; for lengths below 0 or too large.
     """
     bags: Tensor = ops.served_bags(*packed, lead, values, lengths)
     return bags
@@ -33,4 +33,4 @@ def _(storage: Tensor, layout: Tensor, slabs: Tensor, lead: Tensor, values: Tens
     return lead.new_empty(lead.shape[0], 1 + layout.shape[0], lead.shape[1])
 
 
-__all__ = ["DTYPES", "Packed", "ServedTable", "Slab", "pack", "quantize", "row_bytes", "served_bags", "unpack"]
+__all__ = ["DTYPES", "Packed", "ServedTable", "Slab", "least_type", "pack", "quantize", "row_bytes", "served_bags", "unpack"]

@@ -19,7 +19,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.in
 MOST_CORES = 4
 _CODES = list(DTYPES.values())
 _FEATURE = 6 + 5 * MOST_CORES  # M, mean, type, h, offset of formed rows, d; per core m, left rank, right rank, n, offset
-_SLAB = 5  # feature, h, w, offset of rows, offset of columns
+_SLAB = 6  # feature, type, h, w, offset of rows, offset of columns
 _ALIGNMENT = 64  # bytes; also what is behind the last row, since whole vectors are read
 
 
@@ -31,7 +31,7 @@ class Packed(NamedTuple):
     layout: Tensor
     """[T, 26] int64: rows, mean, type, formed rows and their offset, order; per core slices, ranks, columns, offset."""
     slabs: Tensor
-    """[S, 5] int64: table, rows, width, offset of the rows, of the columns."""
+    """[S, 6] int64: table, type, rows, width, offset of the rows, of the columns."""
 
 
 def quantize(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -43,7 +43,10 @@ def quantize(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
 
 
 def pack(tables: Sequence[ServedTable], dtype: torch.dtype) -> Packed:
-    """Lay tables out, their numbers of a type; the columns of slabs stay float32. Tensors that tables share are stored once."""
+    """Lay tables out, their numbers of a type; narrow slabs of int8 are bfloat16, and the columns of slabs float32.
+
+    Tensors that tables share are stored once.
+    """
     parts: list[Tensor] = []
     offsets: dict[tuple[int, torch.dtype], int] = {}
     end = 0
@@ -65,8 +68,13 @@ def pack(tables: Sequence[ServedTable], dtype: torch.dtype) -> Packed:
         for core in table.cores:
             record += [*core.shape, put(core, dtype)]
         layout.append(record + [0] * (_FEATURE - len(record)))
-        slabs += [[t, *slab.rows.shape, put(slab.rows, dtype), put(slab.columns, torch.float32)] for slab in table.slabs]
-    return Packed(F.pad(torch.cat(parts), (0, _ALIGNMENT)), torch.tensor(layout), torch.tensor(slabs, dtype=torch.long).view(-1, _SLAB))
+        for slab in table.slabs:
+            narrow = least_type(slab.rows.shape[1], dtype)
+            offset = put(slab.rows, narrow), put(slab.columns, torch.float32)
+            slabs.append([t, _CODES.index(narrow), *slab.rows.shape, *offset])
+    return Packed(
+        F.pad(torch.cat(parts), (0, _ALIGNMENT)), torch.tensor(layout), torch.tensor(slabs, dtype=torch.long).view(-1, _SLAB)
+    )
 
 
 def unpack(storage: Tensor, layout: Tensor, slabs: Tensor, columns: int) -> list[ServedTable]:
@@ -88,10 +96,10 @@ def unpack(storage: Tensor, layout: Tensor, slabs: Tensor, columns: int) -> list
                 ),
                 slabs=tuple(
                     Slab(
-                        rows=_from_bytes(storage[at:], count, width, dtype),
+                        rows=_from_bytes(storage[at:], count, width, _CODES[slab_code]),
                         columns=_from_bytes(storage[at_columns:], width, columns, torch.float32),
                     )
-                    for owner, count, width, at, at_columns in slabs.tolist()
+                    for owner, slab_code, count, width, at, at_columns in slabs.tolist()
                     if owner == t
                 ),
             )
@@ -102,6 +110,11 @@ def unpack(storage: Tensor, layout: Tensor, slabs: Tensor, columns: int) -> list
 def row_bytes(size: int, dtype: torch.dtype) -> int:
     """Bytes of a row of so many numbers."""
     return (4 + size + 3) // 4 * 4 if dtype == torch.int8 else size * dtype.itemsize
+
+
+def least_type(size: int, dtype: torch.dtype) -> torch.dtype:
+    """What to store rows of so many numbers as: a scale would make the narrowest ones longer than bfloat16 does."""
+    return min(dtype, torch.bfloat16, key=lambda each: row_bytes(size, each)) if dtype == torch.int8 else dtype
 
 
 def _to_bytes(rows: Tensor, dtype: torch.dtype) -> Tensor:
