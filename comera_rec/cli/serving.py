@@ -21,7 +21,7 @@ _PATH = click.Path(path_type=Path)
 @click.option("--data", type=_PATH, help="Data set whose vocabularies encode a log; default the one that the model was trained on.")
 @click.option("--split", default="test", show_default=True, help="Of a data set: train, val or test.")
 @click.option("--max-bad-rows", default=0, show_default=True, help="Malformed lines that may be left out before the run stops.")
-@click.option("--workers", type=int, metavar="N", help="Threads; default one a core.")
+@click.option("--workers", type=int, metavar="N", help="Processes; default one a core.")
 @click.option("--overwrite", is_flag=True, help="Replace a finished file.")
 def score(
     model: Path, scored: str, output: Path, data: Path | None, split: str, max_bad_rows: int, workers: int | None, overwrite: bool
@@ -40,6 +40,6 @@ def score(
         workers=workers, overwrite=overwrite,
     )  # fmt: skip
     start = time.perf_counter()
-    scored = write_scores(options, tell=lambda line: click.echo(line, err=True))
+    written = write_scores(options, tell=lambda line: click.echo(line, err=True))
     seconds = time.perf_counter() - start
-    click.echo(f"wrote {output}: {scored.rows:,} scores in {seconds:.1f} s ({scored.rows_per_second:,.0f} rows/s once loaded)")
+    click.echo(f"wrote {output}: {written.rows:,} scores in {seconds:.1f} s ({written.rows_per_second:,.0f} rows/s once loaded)")

@@ -23,8 +23,8 @@ from data_pipeline.transform import TransformOptions, transform
 
 
 @pytest.fixture
-def model(package: Callable[[str, str], Path]) -> Path:
-    return package("portable", "float32")
+def model(package: Callable[[str], Path]) -> Path:
+    return package("portable")
 
 
 @pytest.fixture(scope="session")
@@ -106,7 +106,7 @@ def test_new_days(model: Path, data: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=refused):
             score(chosen)
-    with pytest.raises(ValueError, match="split train of .*new is empty; choose another with --split"):
+    with pytest.raises(ValueError, match=r"split train of .*new is empty; choose another with --split"):
         score(options(model, tmp_path / "new", tmp_path / "no", split="train"))
     with pytest.raises(ValueError, match="--split is 'all'; choose one of train, val, test"):
         score(options(model, tmp_path / "new", tmp_path / "no", split="all"))

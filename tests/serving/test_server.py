@@ -27,8 +27,8 @@ def data(trained: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def model(package: Callable[[str, str], Path]) -> Path:
-    return package("portable", "float32")
+def model(package: Callable[[str], Path]) -> Path:
+    return package("portable")
 
 
 @pytest.fixture(scope="session")
@@ -115,9 +115,9 @@ def test_limits(model: Path, data: Path) -> None:
         )
 
 
-def test_without_vocabularies(package: Callable[[str, str], Path], trained: Path, tmp_path: Path) -> None:
+def test_without_vocabularies(package: Callable[[str], Path], trained: Path, tmp_path: Path) -> None:
     """The flat routes stay up, and /score says what is missing; other vocabularies are refused."""
-    model, data = package("portable", "float32"), trained.parent / "data"
+    model, data = package("portable"), trained.parent / "data"
     aside = data.rename(data.with_name("aside"))
     try:
         with TestClient(Server(ServeOptions(model=model)).app) as client:
@@ -158,8 +158,8 @@ def test_merged_requests() -> None:
     assert lengths.tolist() == [2, 1, 0, 2, 1, 0, 1, 2, 0, 1]
 
 
-def test_load_with_new_versions(package: Callable[[str, str], Path], data: Path) -> None:
-    outcome = soak(package("portable", "float32"), package("portable", "int8"), data, seconds=4, swaps=3)
+def test_load_with_new_versions(package: Callable[[str], Path], data: Path) -> None:
+    outcome = soak(package("portable"), package("fast"), data, seconds=4, swaps=3)
     assert outcome.wrong == []
     assert len(outcome.versions) == 2
     assert outcome.answered > 20
