@@ -68,9 +68,12 @@ class ModelFile:
             if self.data:
                 raise
             reason = str(error)
-        for rows in (1, 2):  # what is made ready in the first calls
-            features = len(model.metadata.categorical) * rows
-            model(torch.zeros(rows, len(model.metadata.dense)), torch.zeros(features).long(), torch.ones(features).int())
+        features = len(model.metadata.categorical)
+        try:  # what is made ready in the first call, and whether the operators are those that it was compiled for
+            model(torch.zeros(1, len(model.metadata.dense)), torch.zeros(features).long(), torch.ones(features).int())
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"{self.path} can't be run ({reason}): export the run again with this version") from error
         return Version(number=file_sha256(self.path)[:12], model=model, encoder=encoder, reason=reason)
 
     def _stat(self) -> tuple[int, int, int] | None:
@@ -93,7 +96,7 @@ class ModelFile:
             self._signature = signature
             try:
                 version = await asyncio.to_thread(self._load)
-            except (ValueError, OSError, RuntimeError) as error:
+            except (ValueError, OSError) as error:
                 log.error("%s stays at version %s: %s", self.name, self.current.number, " ".join(str(error).split()))
                 self._observe("refused")
                 continue
