@@ -38,7 +38,7 @@ from data_pipeline.triplets import Rows
 from data_pipeline.verify import ids_of
 from data_pipeline.work import Tell, WorkFolder, work_folder
 
-BATCH_ROWS = 256  # of a call: few enough for the caches, enough that calls cost little
+BATCH_ROWS = 512  # of a call: few enough for the caches, enough that calls cost little
 PART_BYTES = 16 << 20
 
 
