@@ -14,12 +14,15 @@ import click
 COMMANDS = {
     "synth": ("comera_rec.cli.data", "Write Criteo-format logs with a planted signal of known best AUC."),
     "preprocess": ("comera_rec.cli.data", "Turn Criteo logs into Parquet shards and a manifest."),
+    "transform": ("comera_rec.cli.data", "Encode new logs with a data set's vocabularies."),
     "verify": ("comera_rec.cli.data", "Check a data set against its manifest."),
     "describe": ("comera_rec.cli.data", "Show what is in a data set."),
     "to-npy": ("comera_rec.cli.data", "Write a data set as torchrec's .npy files."),
     "train": ("comera_rec.cli.model", "Train a DLRM, dense or compressed, from a TOML config."),
     "evaluate": ("comera_rec.cli.model", "Print AUC, NE and logloss of a trained run as one JSON line."),
     "compress": ("comera_rec.cli.model", "Compress a trained dense run, or any TorchRec model's state dict, by TT-SVD."),
+    "score": ("comera_rec.cli.serving", "Write a model's scores of a log or of a data set."),
+    "serve": ("comera_rec.cli.serve", "Answer requests over HTTP."),
     "report": ("comera_rec.cli.model", "Compare runs on one self-contained HTML page."),
     "export": ("comera_rec.cli.model", "Write a trained run as one file that answers requests, or without TT modules."),
 }
