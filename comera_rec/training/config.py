@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -175,6 +176,10 @@ class RunConfig:
     ranks: RankConfig | None = None
     training: TrainingConfig = field(default_factory=TrainingConfig)
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed is {self.seed}: give a number from 0 to 2**63 - 1")
+
     def to_dict(self) -> dict[str, Any]:
         """The config as plain numbers, strings, lists and sections."""
         plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
@@ -237,7 +242,8 @@ def parse_config(raw: dict[str, Any]) -> RunConfig:
 def _parse(schema: type[Settings], raw: dict[str, Any]) -> Settings:
     _reject_unknown(raw, schema, "")
     try:
-        return TypeAdapter(schema).validate_python(raw)
+        # As JSON, whose strict rules take a list for a tuple but neither true nor "3" for a number.
+        return TypeAdapter(schema).validate_json(json.dumps(raw, default=str), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
@@ -271,6 +277,8 @@ def _reject_unknown(raw: dict[str, Any], owner: type, prefix: str) -> None:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {prefix}{near[0]}?" if near else f"known keys: {', '.join(known)}"
             raise ValueError(f"config: unknown key {prefix}{key}; {hint}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"config: {prefix}{key} is {value}: give a finite number")
         section = next((t for t in (types[key], *get_args(types[key])) if dataclasses.is_dataclass(t)), None)
         if section is not None and isinstance(value, dict):
             assert isinstance(section, type)
