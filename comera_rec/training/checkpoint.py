@@ -28,6 +28,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from comera_rec.convert.folders import TensorReader
 from comera_rec.rank.trains import on_several_processes
 
 _TEMPORARY = ".partial"
@@ -150,7 +151,7 @@ class _File:
         name: list[Any] = [None]
         if _is_first():
             name[0] = tempfile.mkdtemp(dir=self.path.parent, suffix=_TEMPORARY)
-            _quietly(dcp.save, self._tensors, checkpoint_id=name[0])
+            _quietly(dcp.save, self._tensors, storage_writer=dcp.FileSystemWriter(name[0]))
         dist.broadcast_object_list(name)
         try:
             yield name[0]
@@ -161,7 +162,7 @@ class _File:
 
 
 class _Folder:
-    """Loading unpickles torch's own metadata: open folders of people you trust."""
+    """Its tensors stay in the files until they are used. Loading runs no code from them."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -171,21 +172,20 @@ class _Folder:
             mine = not on_several_processes() or number % dist.get_world_size() == dist.get_rank()
             if mine and _checksum(path / name) != checksum:
                 raise OSError(f"{name} fails its checksum")
-        entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-        saved_tensors = {name: entry for name, entry in entries.items() if isinstance(entry, dcp.TensorStorageMetadata)}
-        self.sizes = {name: entry.size for name, entry in saved_tensors.items()}
-        self._dtypes = {name: entry.properties.dtype for name, entry in saved_tensors.items()}
+        entries = TensorReader(path).read_metadata().state_dict_metadata
+        self.sizes = {name: entry.size for name, entry in entries.items()}
+        self._dtypes = {name: entry.properties.dtype for name, entry in entries.items()}
 
     def read(self, names: list[str]) -> dict[str, Tensor]:
         tensors = {name: torch.empty(self.sizes[name], dtype=self._dtypes[name]) for name in names}
-        _quietly(dcp.load, tensors, checkpoint_id=self._path)
+        self.read_into(tensors)
         return tensors
 
     def read_into(self, tensors: Mapping[str, Any]) -> None:
         if on_several_processes():
-            dcp.load(dict(tensors), checkpoint_id=self._path)
+            dcp.load(dict(tensors), storage_reader=TensorReader(self._path))
         else:
-            _quietly(dcp.load, dict(tensors), checkpoint_id=self._path)
+            _quietly(dcp.load, tensors, storage_reader=TensorReader(self._path))
 
 
 def _write_file(path: Path, record: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -226,11 +226,11 @@ def _write_folder(path: Path, record: dict[str, Any], tensors: Mapping[str, Any]
     dist.barrier()
 
 
-def _quietly(function: Any, tensors: Mapping[str, Any], *, checkpoint_id: str | Path) -> None:
+def _quietly(function: Any, tensors: Mapping[str, Any], **where: Any) -> None:
     """`torch.distributed.checkpoint` by this process alone, which it remarks upon."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        function(dict(tensors), checkpoint_id=checkpoint_id, no_dist=True)
+        function(dict(tensors), no_dist=True, **where)
 
 
 def _clear(folder: Path) -> None:
