@@ -177,13 +177,20 @@ def report(runs: tuple[Path, ...], output: Path | None, truth: Path | None) -> N
       comera report --run runs/dense --run runs/compressed --output report.html
     """
     page = output or runs[0] / "report.html"
-    best_auc = None if truth is None else json.loads(truth.read_text())["last_tenth"]["best_auc"]
+    best_auc = None if truth is None else _best_auc(truth)
     write_report(list(runs), page, best_auc=best_auc)
     write_summary(list(runs), page.with_name("summary.json"))
     click.echo(summary_table(list(runs)))
     if best_auc is not None:
         click.echo(f"best reachable AUC on the last tenth of the log: {best_auc:.4f}")
     click.echo(f"wrote {page}")
+
+
+def _best_auc(truth: Path) -> float:
+    try:
+        return float(json.loads(truth.read_text())["last_tenth"]["best_auc"])
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"--truth {truth} is not what `comera synth` writes beside its log: give that file") from None
 
 
 @click.command()

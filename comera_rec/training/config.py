@@ -207,8 +207,8 @@ def load_settings(schema: type[Settings], path: str | Path, overrides: Sequence[
         ValueError: one line, for unknown keys (with the nearest known one), values of the wrong type, or a file that is not TOML.
         OSError: if the file can't be read.
     """
-    text = Path(path).read_text()
     try:
+        text = Path(path).read_text()
         raw = json.loads(text) if str(path).endswith(".json") else tomllib.loads(text)
     except ValueError as error:
         raise ValueError(f"{path} can't be parsed: {error}") from None
