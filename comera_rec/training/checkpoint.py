@@ -30,8 +30,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from comera_rec.convert.folders import TensorReader
 from comera_rec.rank.trains import on_several_processes
+from comera_rec.training.processes import on_first
 
 _TEMPORARY = ".partial"
+_REPLACED = ".replaced"  # of a checkpoint whose successor of the same step is taking its name
 _RECORD = "record.json"
 
 
@@ -53,7 +55,9 @@ class Checkpoint(Protocol):
         """Fill tensors (plain ones, DTensors and ShardedTensors) with what was saved under their names."""
 
 
-def save_checkpoint(folder: str | Path, step: int, record: dict[str, Any], tensors: Mapping[str, Any], *, keep: int = 2) -> Path:
+def save_checkpoint(
+    folder: str | Path, step: int, record: dict[str, Any], tensors: Mapping[str, Any], *, keep: int = 2, kept_step: int | None = None
+) -> Path:
     """Write the state of a step, then delete all but the newest `keep` checkpoints and whatever a killed process left half-written.
 
     Where there are several processes, each calls this; the first one's record is kept, and every tensor that any of them gives.
@@ -64,6 +68,7 @@ def save_checkpoint(folder: str | Path, step: int, record: dict[str, Any], tenso
         record: numbers, strings, and dictionaries and lists of them.
         tensors: by name; parts of tensors that are spread over processes are DTensors or ShardedTensors.
         keep: how many checkpoints stay.
+        kept_step: whose checkpoint stays beside them.
 
     Raises:
         ValueError: keep or step out of range.
@@ -78,22 +83,26 @@ def save_checkpoint(folder: str | Path, step: int, record: dict[str, Any], tenso
         raise ValueError(f"step must be in 0..99999999, for file names that sort, got {step}")
     folder = Path(folder)
     several = on_several_processes()
-    path = folder / f"step_{step:08d}{'' if several else '.pt'}"
+    path = folder / (_name(step) + ("" if several else ".pt"))
     try:
         if several:
             _write_folder(path, record, tensors)
         else:
             _write_file(path, record, tensors)
+        on_first(lambda: _remove_older(path, keep, kept_step))
     except (OSError, RuntimeError, CheckpointException) as error:  # torch turns a failed write into a RuntimeError
         raise OSError(
             f"cannot write checkpoint {path} ({_reason(error)}); free some space or choose another output folder"
         ) from error
-    if _is_first():
-        older = [checkpoint for checkpoint in _checkpoints(folder) if checkpoint != path]
-        for number, checkpoint in enumerate(older):
-            if number < len(older) - keep + 1 or _step(checkpoint) == _step(path):  # of another number of processes
-                _remove(checkpoint)
     return path
+
+
+def _remove_older(path: Path, keep: int, kept_step: int | None) -> None:
+    older = [checkpoint for checkpoint in _checkpoints(path.parent) if checkpoint != path]
+    for number, checkpoint in enumerate(older):
+        superseded = number < len(older) - keep + 1 and checkpoint.stem != _name(kept_step)
+        if superseded or checkpoint.stem == path.stem:  # of another number of processes
+            _remove(checkpoint)
 
 
 def latest_checkpoint(folder: str | Path) -> Path | None:
@@ -148,17 +157,18 @@ class _File:
     @contextlib.contextmanager
     def _as_folder(self) -> Iterator[str]:
         """For a while in the form that knows how to divide tensors among processes."""
-        name: list[Any] = [None]
-        if _is_first():
-            name[0] = tempfile.mkdtemp(dir=self.path.parent, suffix=_TEMPORARY)
-            _quietly(dcp.save, self._tensors, storage_writer=dcp.FileSystemWriter(name[0]))
-        dist.broadcast_object_list(name)
+
+        def copy() -> str:
+            name = tempfile.mkdtemp(dir=self.path.parent, suffix=_TEMPORARY)
+            _quietly(dcp.save, self._tensors, storage_writer=dcp.FileSystemWriter(name))
+            return name
+
+        name = on_first(copy)
         try:
-            yield name[0]
+            yield name
         finally:
             dist.barrier()
-            if _is_first():
-                _remove(Path(name[0]))
+            on_first(lambda: _remove(Path(name)))
 
 
 class _Folder:
@@ -205,25 +215,28 @@ def _write_file(path: Path, record: dict[str, Any], tensors: Mapping[str, Tensor
 
 def _write_folder(path: Path, record: dict[str, Any], tensors: Mapping[str, Any]) -> None:
     temporary = path.with_suffix(_TEMPORARY)
-    if _is_first():
-        _clear(path.parent)
-    dist.barrier()
-    dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(temporary))  # syncs its files
+    on_first(lambda: _clear(path.parent))
+    dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(temporary))  # syncs its files; all raise what one does
     mine = {file.name: _checksum(file) for file in temporary.glob(f"__{dist.get_rank()}_*")}
     checksums: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(checksums, mine)
-    if _is_first():
+
+    def finish() -> None:
+        merged = {name: checksum for each in checksums for name, checksum in each.items()}
+        merged[".metadata"] = _checksum(temporary / ".metadata")
         with (temporary / _RECORD).open("w") as file:
-            merged = {name: checksum for each in checksums for name, checksum in each.items()}
-            merged[".metadata"] = _checksum(temporary / ".metadata")
             json.dump({"record": record, "checksums": merged}, file)
             file.flush()
             os.fsync(file.fileno())
+        aside = path.with_suffix(_REPLACED)
         if path.exists():
-            shutil.rmtree(path)
+            path.rename(aside)
         temporary.rename(path)
         _sync_folder(path.parent)
-    dist.barrier()
+        if aside.exists():
+            _remove(aside)
+
+    on_first(finish)
 
 
 def _quietly(function: Any, tensors: Mapping[str, Any], **where: Any) -> None:
@@ -234,8 +247,13 @@ def _quietly(function: Any, tensors: Mapping[str, Any], **where: Any) -> None:
 
 
 def _clear(folder: Path) -> None:
-    """Remove what a killed process left half-written."""
+    """Remove what a killed process left half-written, and give back their names to checkpoints that it was replacing."""
     folder.mkdir(parents=True, exist_ok=True)
+    for aside in folder.glob(f"*{_REPLACED}"):
+        if aside.with_suffix("").exists():
+            _remove(aside)
+        else:
+            aside.rename(aside.with_suffix(""))
     for left_over in folder.glob(f"*{_TEMPORARY}"):
         _remove(left_over)
 
@@ -251,15 +269,16 @@ def _remove(path: Path) -> None:
 
 def _checkpoints(folder: Path) -> list[Path]:
     digits = "step_" + "[0-9]" * 8
-    return sorted([*folder.glob(f"{digits}.pt"), *folder.glob(digits)], key=_step)
+    aside = [path for path in folder.glob(digits + _REPLACED) if not path.with_suffix("").exists()]
+    return sorted([*aside, *folder.glob(f"{digits}.pt"), *folder.glob(digits)], key=_step)
 
 
 def _step(path: Path) -> str:
     return path.stem
 
 
-def _is_first() -> bool:
-    return not on_several_processes() or dist.get_rank() == 0
+def _name(step: int | None) -> str:
+    return "" if step is None else f"step_{step:08d}"
 
 
 def _checksum(path: Path) -> int:

@@ -41,7 +41,7 @@ from comera_rec.training.config import RunConfig, parse_config, recorded_config
 from comera_rec.training.memory import PeakMemory
 from comera_rec.training.metrics import BinaryMetrics
 from comera_rec.training.model import Schema, build_model, build_optimizer, fuse_dense_tables_, materialize_
-from comera_rec.training.processes import Processes, available_cores
+from comera_rec.training.processes import Processes, available_cores, on_first
 from comera_rec.training.rates import LearningRates
 from comera_rec.training.state import TrainingState, load_model_
 from data_pipeline.manifest import read_manifest
@@ -186,12 +186,14 @@ class Trainer:
         save_checkpoint(self.checkpoints, self.steps, record, self.state.tensors(), keep=keep)
 
     def _write_config(self) -> None:
-        if self.processes.is_first:
+        def write() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
             _write_json(self.folder / "config.json", self.config.to_dict())
 
+        on_first(write)
+
     def _resume(self) -> None:
-        path = self.processes.first_says(latest_checkpoint(self.checkpoints))
+        path = on_first(lambda: latest_checkpoint(self.checkpoints))
         if path is None:
             return
         checkpoint = open_checkpoint(path)
@@ -246,11 +248,10 @@ class Trainer:
                 with _deferred_signals() as received:
                     self._run(received)
                 result = self._result()
-                if self.processes.is_first:
-                    _write_json(result_path, result)
+                on_first(lambda: _write_json(result_path, result))
             finally:
                 self.log.close()
-        return dict(self.processes.first_says(json.loads(result_path.read_text()) if self.processes.is_first else None))
+        return on_first(lambda: dict(json.loads(result_path.read_text())))
 
     def _run(self, received: list[int]) -> None:
         training = self.config.training
