@@ -44,6 +44,11 @@ class TensorReader(dcp.FileSystemReader):
         OSError: if there is none.
     """
 
+    def tensors(self) -> dict[str, TensorStorageMetadata]:
+        """Sizes and types by name; errors as of `read_metadata`."""
+        entries = self.read_metadata().state_dict_metadata
+        return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """What was saved: sizes, types and files of the tensors."""
         with (Path(self.path) / ".metadata").open("rb") as file:

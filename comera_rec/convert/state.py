@@ -125,7 +125,7 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
             raise ValueError(f"{path} holds no .metadata: give the folder that torch.distributed.checkpoint wrote")
         reader = TensorReader(path)
         try:
-            kept = reader.read_metadata().state_dict_metadata
+            kept = reader.tensors()
         except Exception as error:  # whatever unpickling raises
             raise ValueError(f"{path} can't be read as a distributed checkpoint: {error}") from None
         state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in kept.items()}
