@@ -13,7 +13,6 @@ from pathlib import Path
 
 import click
 
-
 COMMANDS = {
     "synth": ("comera_rec.cli.data", "Write Criteo-format logs with a planted signal of known best AUC."),
     "preprocess": ("comera_rec.cli.data", "Turn Criteo logs into Parquet shards and a manifest."),
@@ -63,8 +62,8 @@ def cli() -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit: 0 on success, 2 on a user's mistake, told in one line on standard error.
 
-    A mistake is a ValueError that a `raise` of this project made, or an OSError. Any other error is a fault of the program and shows
-    its traceback; so do mistakes with COMERA_TRACEBACK=1.
+    A mistake is a ValueError that a `raise` of this project made, or an OSError. Any other error is a fault of the program, which
+    shows its traceback; so do mistakes with COMERA_TRACEBACK=1.
     """
     try:
         status = cli.main(args=arguments, prog_name="comera", standalone_mode=False)

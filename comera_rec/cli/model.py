@@ -15,9 +15,12 @@ from comera_rec.convert import TTEmbeddingConfig, compress_state, compression_re
 from comera_rec.training.batches import ParquetBatches
 from comera_rec.training.compress import compress_run
 from comera_rec.training.config import load_config, parse_overrides
+from comera_rec.training.evaluation import evaluate as evaluate_model
+from comera_rec.training.model import Schema
 from comera_rec.training.report import summary_table, write_report, write_summary
-from comera_rec.training.trainer import Diverged, Interrupted, Schema, Trainer, load_run
-from comera_rec.training.trainer import evaluate as evaluate_model
+from comera_rec.training.runs import load_run
+from comera_rec.training.stopping import Interrupted
+from comera_rec.training.trainer import Diverged, Trainer
 from data_pipeline.manifest import read_manifest
 
 # TorchRec asks on every start whether it is being traced, and torch answers with a warning about the question.
@@ -74,22 +77,20 @@ def train(context: click.Context, config_path: str, overrides: tuple[str, ...]) 
 @click.option("--data", required=True, type=click.Path(), metavar="DATA", help="Folder of a preprocessed data set.")
 @click.option("--split", default="test", show_default=True, help="train, val or test.")
 @click.option("--batch-size", default=2048, show_default=True, help="Rows in a batch.")
-def evaluate(run: str, data: str, split: str, batch_size: int) -> None:
-    """Print AUC, NE and logloss of a run's last checkpoint as one JSON line.
+@click.option("--last", is_flag=True, help="The last checkpoint, of a run that keeps its best one too.")
+def evaluate(run: str, data: str, split: str, batch_size: int, last: bool) -> None:
+    """Print AUC, NE and logloss of a run's last checkpoint, or the best one where training.keep_best kept it, as one JSON line.
 
     \b
     Example:
       comera evaluate --checkpoint runs/compressed --data data/ --split test
     """
     batches = ParquetBatches(data, split, batch_size=batch_size)
-    model, _, schema = load_run(run)
-    found = Schema.of(read_manifest(data))
-    if found != schema:
-        columns = {*found.sparse, *schema.sparse}
-        differing = sorted(name for name in columns if found.sparse.get(name) != schema.sparse.get(name))
+    model, _, schema = load_run(run, last=last)
+    if differing := schema.differences(Schema.of(read_manifest(data))):
         raise ValueError(
             f"{run} was trained with other columns or vocabularies than {data} holds "
-            f"(they differ in {', '.join(differing) or 'the integers'}): give the data set it was trained on"
+            f"(they differ in {', '.join(differing)}): give the data set it was trained on"
         )
     click.echo(json.dumps(evaluate_model(model, batches, torch.device("cpu"))))
 
@@ -196,7 +197,8 @@ def _best_auc(truth: Path) -> float:
 @click.command()
 @click.option("--checkpoint", "run", required=True, type=click.Path(), metavar="RUN", help="Folder of a run.")
 @click.option("--output", required=True, type=click.Path(path_type=Path), metavar="DIR", help="New folder for the dense model.")
-def export(run: str, output: Path) -> None:
+@click.option("--last", is_flag=True, help="The last checkpoint, of a run that keeps its best one too.")
+def export(run: str, output: Path, last: bool) -> None:
     """Write a run's model without tensor-train modules: its state dict, and what is needed to rebuild it.
 
     DIR/model.pt is the state dict of TorchRec's DLRM over an EmbeddingBagCollection, DIR/model.json its tables and layer sizes.
@@ -207,7 +209,7 @@ def export(run: str, output: Path) -> None:
     """
     if output.exists():
         raise ValueError(f"{output} exists: give a new folder")
-    model, config, schema = load_run(run)
+    model, config, schema = load_run(run, last=last)
     dense = export_dense(model)
     partial = output.with_name(output.name + ".partial")
     partial.mkdir(parents=True, exist_ok=True)

@@ -56,7 +56,13 @@ class Checkpoint(Protocol):
 
 
 def save_checkpoint(
-    folder: str | Path, step: int, record: dict[str, Any], tensors: Mapping[str, Any], *, keep: int = 2, kept_step: int | None = None
+    folder: str | Path,
+    step: int,
+    record: dict[str, Any],
+    tensors: Mapping[str, Any],
+    *,
+    keep: int = 2,
+    kept_step: int | None = None,
 ) -> Path:
     """Write the state of a step, then delete all but the newest `keep` checkpoints and whatever a killed process left half-written.
 
@@ -108,6 +114,11 @@ def _remove_older(path: Path, keep: int, kept_step: int | None) -> None:
 def latest_checkpoint(folder: str | Path) -> Path | None:
     """The checkpoint of the highest step, or None if there is none."""
     return max(_checkpoints(Path(folder)), default=None, key=_step)
+
+
+def checkpoint_at(folder: str | Path, step: int | None) -> Path | None:
+    """The checkpoint of a step, or None if there is none."""
+    return next((path for path in _checkpoints(Path(folder)) if path.stem == _name(step)), None)
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -182,7 +193,7 @@ class _Folder:
             mine = not on_several_processes() or number % dist.get_world_size() == dist.get_rank()
             if mine and _checksum(path / name) != checksum:
                 raise OSError(f"{name} fails its checksum")
-        entries = TensorReader(path).read_metadata().state_dict_metadata
+        entries = TensorReader(path).tensors()
         self.sizes = {name: entry.size for name, entry in entries.items()}
         self._dtypes = {name: entry.properties.dtype for name, entry in entries.items()}
 

@@ -104,6 +104,8 @@ class OptimizerConfig:
         lr_tables: learning rate of dense tables.
         warmup_steps: over which all rates rise from zero.
         decay: the share of a run's steps, at its end, over which all rates fall to zero.
+        weight_decay_dense: times an MLP weight (not a bias) is added to its gradient.
+        weight_decay_cores: the same of tensor-train cores; where they are updated in backward, of the slices that a batch meets.
     """
 
     name: Literal["adam", "adagrad"] = "adam"
@@ -113,6 +115,8 @@ class OptimizerConfig:
     lr_tables: float = 0.05
     warmup_steps: int = 0
     decay: float = 0.0
+    weight_decay_dense: float = 0.0
+    weight_decay_cores: float = 0.0
 
     def __post_init__(self) -> None:
         _positive("optimizer", self, "lr_dense", "lr_cores", "lr_ranks", "lr_tables")
@@ -120,6 +124,9 @@ class OptimizerConfig:
             raise ValueError(f"optimizer.warmup_steps is {self.warmup_steps}: give a number of steps, or 0 for none")
         if not 0 <= self.decay <= 1:
             raise ValueError(f"optimizer.decay is {self.decay}: give a share of the steps, 0 to 1")
+        for name in ("weight_decay_dense", "weight_decay_cores"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"optimizer.{name} is {getattr(self, name)}: give a factor, or 0 for none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +140,13 @@ class TrainingConfig:
         eval_every: steps between evaluations on the validation split; 0 for none before the end.
         checkpoint_every: steps between checkpoints; 0 for none before the end.
         keep_checkpoints: how many of the latest checkpoints stay.
+        keep_best: also keep the checkpoint of the lowest validation NE, which the result, `evaluate` and `export` are then of. With
+            [ranks] only evaluations at the final size count.
+        patience: evaluations in a row without a lower validation NE, counted likewise, after which training ends; 0 for no end.
+        clip_grad_norm: the largest norm of all gradients together, to which they are scaled down; None for no limit. It turns off
+            updates of cores in backward; dense tables are updated there all the same, neither counted nor scaled.
+        accumulation: parts of a batch, one after the other, whose gradients add up to a step. It turns off updates of cores in
+            backward; dense tables are updated there with every part.
         device: "cpu", "cuda", or "auto" for a GPU where there is one.
         precision: "float32", or "bfloat16" for matrix products in training; parameters, lookups and the loss stay float32. "float8"
             is bfloat16 with 8-bit operands in the layers held as tensor trains.
@@ -145,15 +159,22 @@ class TrainingConfig:
     eval_every: int = 0
     checkpoint_every: int = 0
     keep_checkpoints: int = 2
+    keep_best: bool = False
+    patience: int = 0
+    clip_grad_norm: float | None = None
+    accumulation: int = 1
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["float32", "bfloat16", "float8"] = "float32"
     capture: bool = False
 
     def __post_init__(self) -> None:
-        _positive("training", self, "steps", "epochs", "log_every", "keep_checkpoints")
-        for name in ("eval_every", "checkpoint_every"):
+        _positive("training", self, "steps", "epochs", "log_every", "keep_checkpoints", "clip_grad_norm", "accumulation")
+        for name, unit in (("eval_every", "steps"), ("checkpoint_every", "steps"), ("patience", "evaluations")):
             if getattr(self, name) < 0:
-                raise ValueError(f"training.{name} is {getattr(self, name)}: give a number of steps, or 0 for never")
+                raise ValueError(f"training.{name} is {getattr(self, name)}: give a number of {unit}, or 0 for never")
+        for name in ("keep_best", "patience"):
+            if getattr(self, name) and not self.eval_every:
+                raise ValueError(f"training.{name} is {getattr(self, name)} but nothing is evaluated: set training.eval_every")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,6 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from comera_rec.rank.trains import max_over_processes, mean_over_processes, on_several_processes
 from comera_rec.recsys.sharding import TTEmbeddingBagCollectionSharder, TTShardingPlanner
 
-
 Value = TypeVar("Value")
 
 

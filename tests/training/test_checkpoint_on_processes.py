@@ -51,7 +51,8 @@ def test_a_failure_to_write_is_everyones_and_loses_nothing(tmp_path: Path) -> No
     first, second = run_processes(2, fail_in_every_way, tmp_path)
     assert first == second
     no_folder, no_space, kept, again, record = first
-    assert no_folder.startswith("cannot write checkpoint") and "Not a directory" in no_folder
+    assert no_folder.startswith("cannot write checkpoint")
+    assert "Not a directory" in no_folder
     assert "No space left on device" in no_space
     assert kept == "{'step': 4}"
     assert (again, record) == ("saved", "{'step': 4, 'again': True}")
