@@ -40,7 +40,8 @@ test-sanitized: install
 	COMERA_SANITIZE=1 $(BIN)/python -c "from pathlib import Path; from hatch_build import build; build(Path('.'), Path('$(SANITIZED)'))"
 	LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so)" \
 		ASAN_OPTIONS=detect_leaks=0 COMERA_LIBRARY=$(SANITIZED) \
-		$(BIN)/python -m pytest -s tests/ops/test_plan.py tests/ops/test_bags.py tests/ops/test_updates.py tests/ops/test_lookup.py
+		$(BIN)/python -m pytest -s tests/ops/test_plan.py tests/ops/test_bags.py tests/ops/test_updates.py tests/ops/test_lookup.py \
+		tests/ops/test_served_bags.py
 
 lint: install
 	$(BIN)/ruff check .

@@ -23,7 +23,7 @@ COMMANDS = {
     "evaluate": ("comera_rec.cli.model", "Print AUC, NE and logloss of a trained run as one JSON line."),
     "compress": ("comera_rec.cli.model", "Compress a trained dense run, or any TorchRec model's state dict, by TT-SVD."),
     "report": ("comera_rec.cli.model", "Compare runs on one self-contained HTML page."),
-    "export": ("comera_rec.cli.model", "Write a trained run as a dense model without TT modules."),
+    "export": ("comera_rec.cli.model", "Write a trained run as one file that answers requests, or without TT modules."),
 }
 
 _OURS = tuple(Path(__file__).parents[2] / package for package in ("comera_rec", "data_pipeline"))

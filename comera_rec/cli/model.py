@@ -6,12 +6,16 @@ import json
 import logging
 import warnings
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
 import torch.distributed as dist
 
 from comera_rec.convert import TTEmbeddingConfig, compress_state, compression_report, export_dense, read_state, row_importance
+from comera_rec.ops.served_bags import DTYPES
+from comera_rec.serving.export import FORMS, PACKAGE, ExportOptions, export_run
+from comera_rec.serving.triton import export_repository
 from comera_rec.training.batches import ParquetBatches
 from comera_rec.training.compress import compress_run
 from comera_rec.training.config import load_config, parse_overrides
@@ -195,18 +199,48 @@ def _best_auc(truth: Path) -> float:
 
 
 @click.command()
-@click.option("--checkpoint", "run", required=True, type=click.Path(), metavar="RUN", help="Folder of a run.")
-@click.option("--output", required=True, type=click.Path(path_type=Path), metavar="DIR", help="New folder for the dense model.")
+@click.option("--checkpoint", "run", required=True, type=click.Path(path_type=Path), metavar="RUN", help="Folder of a run.")
+@click.option("--output", type=click.Path(path_type=Path), metavar="MODEL.pt2|DIR/", help="The file to write; a folder: dense.")
+@click.option("--data", type=click.Path(path_type=Path), help="Folder of the data set; default the one the run was trained on.")
+@click.option(
+    "--form", type=click.Choice(list(FORMS)), default="portable", show_default=True, help="fast: libcomera_rec.so is put beside."
+)
+@click.option("--dtype", type=click.Choice(list(DTYPES)), default="float32", show_default=True, help="How tables are stored.")
+@click.option("--expand", default=0, metavar="BYTES", help="For rows of the most frequent ids, formed in advance.")
 @click.option("--last", is_flag=True, help="The last checkpoint, of a run that keeps its best one too.")
-def export(run: str, output: Path, last: bool) -> None:
-    """Write a run's model without tensor-train modules: its state dict, and what is needed to rebuild it.
+@click.option("--triton", type=click.Path(path_type=Path), metavar="DIR", help="Instead of --output a Triton model repository.")
+def export(run: Path, output: Path | None, triton: Path | None, **options: Any) -> None:
+    """Write a run's model as one file that answers requests, or without TT modules.
 
+    MODEL.pt2 is compiled by AOTInductor: it runs in Python, C++ and Triton Inference Server, given dense [B, I] float32, values [V]
+    int64 column by column and lengths [F * B] int64, and gives probabilities [B]. The form `portable` needs torch alone.
     DIR/model.pt is the state dict of TorchRec's DLRM over an EmbeddingBagCollection, DIR/model.json its tables and layer sizes.
 
     \b
     Example:
+      comera export --checkpoint runs/compressed --output model.pt2 --form fast --dtype int8
+      comera export --checkpoint runs/compressed --triton repository/
       comera export --checkpoint runs/compressed --output exported/
     """
+    if (output is None) == (triton is None):
+        raise click.UsageError("give --output or --triton")
+    if triton is not None:
+        folder, metadata = export_repository(ExportOptions(run=run, **options), triton)
+        written = folder / PACKAGE
+    elif output is not None and output.suffix == ".pt2":
+        metadata, written = export_run(ExportOptions(run=run, **options), output), output
+    else:
+        assert output is not None
+        _export_dense(run, output, last=options["last"])
+        return
+    assert metadata.ne is not None
+    assert metadata.trained_ne is not None
+    change = 100 * (metadata.ne / metadata.trained_ne - 1)
+    quality = f"test AUC {metadata.auc:.4f}, NE {metadata.ne:.4f} ({change:+.3f} % of the run's)"
+    click.echo(f"wrote {written}: {written.stat().st_size:,} bytes, {quality}")
+
+
+def _export_dense(run: Path, output: Path, *, last: bool) -> None:
     if output.exists():
         raise ValueError(f"{output} exists: give a new folder")
     model, config, schema = load_run(run, last=last)

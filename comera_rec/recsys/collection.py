@@ -287,6 +287,10 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         """The configs of all tables, in order; `shape` is the one at construction."""
         return list(self._configs)
 
+    def embedding_configs(self) -> list[EmbeddingBagConfig]:
+        """The same, as TorchRec's managed collision modules ask for it."""
+        return self.embedding_bag_configs()
+
     def is_weighted(self) -> bool:
         """Whether the input carries per-sample weights."""
         return self._is_weighted

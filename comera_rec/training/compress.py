@@ -12,7 +12,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from comera_rec.convert import fit_tables_
 from comera_rec.nn import TTEmbeddingBag, TTModule, named_tt_modules
 from comera_rec.training.checkpoint import Checkpoint, latest_checkpoint
-from comera_rec.training.config import RunConfig
+from comera_rec.training.config import RunConfig, parse_config, recorded_config
 from comera_rec.training.model import Schema, build_model
 from comera_rec.training.runs import CHECKPOINTS, open_run
 from comera_rec.training.trainer import Trainer
@@ -41,7 +41,7 @@ def compress_run(dense: str | Path, config: RunConfig) -> Trainer:
         raise ValueError(f"{config.output} holds checkpoints already: give a new output")
     checkpoint = open_run(dense)
     schema = Schema.from_dict(checkpoint.record["schema"])
-    if config.to_dict()["model"] != checkpoint.record["config"]["model"]:
+    if config.model != parse_config(recorded_config(checkpoint.record)).model:
         raise ValueError(f"{dense} was trained with other sizes of [model]: give the same embedding_dim, dense_arch and over_arch")
     model = build_model(config, schema)
     weights = _named(checkpoint, "model/", "")

@@ -49,23 +49,30 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Sizes of DLRM.
+    """Kind and sizes of the model.
 
     Attributes:
+        architecture: "dlrm"; "dcn" for DLRM-DCNv2, with a cross network in place of products of pairs; or "deepfm".
         embedding_dim: columns of every table.
-        dense_arch: outputs of the bottom MLP's hidden layers; a last layer of `embedding_dim` outputs is added.
-        over_arch: outputs of the top MLP's hidden layers; a last layer of one output is added.
+        dense_arch: outputs of the bottom MLP's hidden layers; a last layer of `embedding_dim` outputs is added. DeepFM takes one.
+        over_arch: outputs of the top MLP's hidden layers; a last layer of one output is added. DeepFM takes one.
+        cross_layers, cross_rank: of the cross network.
     """
 
+    architecture: Literal["dlrm", "dcn", "deepfm"] = "dlrm"
     embedding_dim: int = 16
     dense_arch: tuple[int, ...] = (256, 128)
     over_arch: tuple[int, ...] = (256, 128)
+    cross_layers: int = 3
+    cross_rank: int = 64
 
     def __post_init__(self) -> None:
-        _positive("model", self, "embedding_dim")
+        _positive("model", self, "embedding_dim", "cross_layers", "cross_rank")
         for name in ("dense_arch", "over_arch"):
             if any(size < 1 for size in getattr(self, name)):
                 raise ValueError(f"model.{name} is {list(getattr(self, name))}: give positive layer sizes")
+            if self.architecture == "deepfm" and len(getattr(self, name)) != 1:
+                raise ValueError(f"model.{name} is {list(getattr(self, name))}: give one layer size, as DeepFM takes")
 
 
 @dataclass(frozen=True, kw_only=True)

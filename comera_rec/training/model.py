@@ -20,7 +20,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from comera_rec.nn import replace_modules_
 from comera_rec.rank import rank_param_groups
-from comera_rec.recsys import build_dlrm
+from comera_rec.recsys import build_deepfm, build_dlrm
 from comera_rec.training.config import OptimizerConfig, RunConfig
 from data_pipeline.manifest import Manifest
 
@@ -90,13 +90,25 @@ def build_model(config: RunConfig, schema: Schema, device: str = "cpu") -> nn.Mo
         EmbeddingBagConfig(name=name, num_embeddings=num_embeddings, embedding_dim=dim, feature_names=[name])
         for name, num_embeddings in schema.sparse.items()
     ]
+    if config.tables.format == "tt":
+        tables = config.tables.table_configs(tables)
+    linears = config.linears if config.linears.format == "tt" else None
+    if config.model.architecture == "deepfm":
+        (hidden,), (deep,) = config.model.dense_arch, config.model.over_arch
+        return build_deepfm(
+            tables,
+            dense_in_features=len(schema.dense), hidden_layer_size=hidden, deep_fm_dimension=deep,
+            linears=linears, device=device,
+        )  # fmt: skip
     return build_dlrm(
-        tables if config.tables.format == "dense" else config.tables.table_configs(tables),
+        tables,
         dense_in_features=len(schema.dense),
         dense_arch_layer_sizes=[*config.model.dense_arch, dim],
         over_arch_layer_sizes=[*config.model.over_arch, 1],
+        linears=linears,
+        cross_layers=config.model.cross_layers if config.model.architecture == "dcn" else 0,
+        cross_rank=config.model.cross_rank,
         device=device,
-        linears=config.linears if config.linears.format == "tt" else None,
     )
 
 

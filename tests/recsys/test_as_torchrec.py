@@ -11,6 +11,10 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 from torchrec.fx import symbolic_trace
 from torchrec.models.deepfm import SimpleDeepFMNN
 from torchrec.models.dlrm import DLRM, DLRM_DCN, DLRM_Projection
+from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.mc_modules import DistanceLFU_EvictionPolicy, ManagedCollisionCollection, MCHManagedCollisionModule
 
 import comera_rec as cr
 
@@ -96,3 +100,49 @@ def test_tables_are_found_by_name() -> None:
     assert collection.embedding_bags["t1"] is collection.tt_bag("t1")
     assert isinstance(collection.embedding_bags["t2"], nn.EmbeddingBag)
     assert [bag.num_embeddings for bag in collection.embedding_bags.values()] == [900, 40]
+
+
+def managed(tables: list[EmbeddingBagConfig]) -> ManagedCollisionCollection:
+    """Ids of any size to rows, by table."""
+    kept = {
+        config.name: MCHManagedCollisionModule(
+            zch_size=config.num_embeddings,
+            device=torch.device("cpu"),
+            eviction_interval=1,
+            eviction_policy=DistanceLFU_EvictionPolicy(),
+        )
+        for config in tables
+    }
+    return ManagedCollisionCollection(kept, tables)
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_managed_collisions_around_tt_tables(swap: bool) -> None:
+    if swap:
+        held = configs()
+        model = nn.Sequential(ManagedCollisionEmbeddingBagCollection(EmbeddingBagCollection(held), managed(held)))
+        cr.swap_embedding_bag_collections_(model, cr.TTEmbeddingConfig(tt_ranks=4, min_rows=100))
+    else:
+        collection = ours()
+        model = nn.Sequential(ManagedCollisionEmbeddingBagCollection(collection, managed(collection.embedding_bag_configs())))
+    assert any(isinstance(module, cr.TTEmbeddingBagCollection) for module in model.modules())
+    ids = torch.tensor([10**12, 7, 10**12, 5])
+    features = KeyedJaggedTensor(keys=["f1", "f2", "f3"], values=ids, lengths=torch.tensor([1, 1, 1, 0, 0, 1]))
+    for _ in range(3):  # an id has a row of its own from the second time on
+        pooled, _ = model(features)
+    values = pooled.to_dict()
+    torch.testing.assert_close(values["f1"][0], values["f2"][0])
+    assert not torch.allclose(values["f1"][0], values["f1"][1])
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_feature_processors_before_tt_tables(swap: bool, random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
+    processor = PositionWeightedModuleCollection(dict.fromkeys(ROWS, 9))
+    if swap:
+        model = nn.Sequential(FeatureProcessedEmbeddingBagCollection(EmbeddingBagCollection(configs(), True), processor))
+        cr.swap_embedding_bag_collections_(model, cr.TTEmbeddingConfig(tt_ranks=4, min_rows=100))
+    else:
+        tables = cr.TTEmbeddingConfig(tt_ranks=4, min_rows=100).table_configs(configs())
+        model = nn.Sequential(FeatureProcessedEmbeddingBagCollection(cr.TTEmbeddingBagCollection(tables, True), processor))
+    model(random_jagged(ROWS, 6)).values().sum().backward()
+    assert all(weight.grad is not None and weight.grad.any() for weight in processor.parameters())

@@ -136,6 +136,18 @@ def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -
     assert f"comera {command} --" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("settings", [["dcn", "model.cross_rank=4"], ["deepfm", "model.over_arch=[40]"]], ids=lambda s: s[0])
+def test_other_architectures_are_trained(
+    settings: list[str], tmp_path: Path, config_file: Path, data_set: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["train", "--config", str(config_file), f"model.architecture={settings[0]}"]
+    assert call(*command, *settings[1:]) == 0
+    assert "12 steps, test AUC" in capsys.readouterr().out
+    assert call("evaluate", "--checkpoint", str(tmp_path / "run"), "--data", str(data_set)) == 0
+    assert call("train", "--config", str(config_file), "model.architecture=deepfm", "model.over_arch=[32,32]") == 2
+    assert "model.over_arch is [32, 32]: give one layer size, as DeepFM takes" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("columns", [{"site": "category", "ad": "category"}, {"tags": "list"}, {"ad": "category"}])
 def test_logs_without_integer_columns_are_trained_on(
     columns: dict[str, str], tmp_path: Path, config_file: Path, capsys: pytest.CaptureFixture[str]
