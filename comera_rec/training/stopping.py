@@ -44,6 +44,7 @@ class StopSignals:
         if self._asked is not None:
             with contextlib.suppress(RuntimeError):  # another process is gone
                 self._asked[0].wait()
+            self._asked = None
 
     def after_step(self) -> int:
         """The signal to stop for, or 0; one that any process has received is seen by all, at most a step later."""

@@ -237,7 +237,7 @@ class Trainer:
 
         Raises:
             Interrupted: after SIGTERM or SIGINT, with a checkpoint written.
-            Diverged: if the loss is not finite; the last good checkpoint stays.
+            Diverged: if the loss, or a weight that is to be saved, is not finite; the last good checkpoint stays.
 
         Returns:
             The contents of result.json.
@@ -294,7 +294,7 @@ class Trainer:
                     self._require_finite_weights()
                 if last:  # before anything else can go wrong
                     self.save()
-                if evaluating:  # before saving, so that a run that goes on from the checkpoint has this evaluation behind it
+                if evaluating:  # before saving, so that a run that resumes from the checkpoint has this evaluation behind it
                     best = self._validate()
                     last = last or self._out_of_patience()
                     saving = (saving and self.steps < self.total_steps) or self._out_of_patience() or (best and training.keep_best)
