@@ -5,9 +5,11 @@ A subcommand's module is imported when the subcommand runs: preprocessing needs 
 
 from __future__ import annotations
 
+import dis
 import importlib
 import os
 import sys
+from pathlib import Path
 
 import click
 
@@ -26,6 +28,8 @@ COMMANDS = {
     "report": ("comera_rec.cli.model", "Compare runs on one self-contained HTML page."),
     "export": ("comera_rec.cli.model", "Write a trained run as one file that answers requests, or without TT modules."),
 }
+
+_OURS = tuple(Path(__file__).parents[2] / package for package in ("comera_rec", "data_pipeline"))
 
 
 class LazyGroup(click.Group):
@@ -61,7 +65,8 @@ def cli() -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit: 0 on success, 2 on a user's mistake, told in one line on standard error.
 
-    Set COMERA_TRACEBACK=1 to see where an error came from.
+    A mistake is a ValueError that a `raise` of this project made, or an OSError. Any other error is a fault of the program, which
+    shows its traceback; so do mistakes with COMERA_TRACEBACK=1.
     """
     try:
         status = cli.main(args=arguments, prog_name="comera", standalone_mode=False)
@@ -75,11 +80,21 @@ def main(arguments: list[str] | None = None) -> None:
     except click.ClickException as error:
         message, status = error.format_message(), 2
     except (ValueError, OSError) as error:
-        if os.environ.get("COMERA_TRACEBACK"):
+        if os.environ.get("COMERA_TRACEBACK") or not (isinstance(error, OSError) or _raised_here(error)):
             raise
         message, status = str(error), 2
     click.echo("comera: " + " ".join(message.split()), err=True)
     sys.exit(status)
+
+
+def _raised_here(error: BaseException) -> bool:
+    """Whether a `raise` of this project made the error, rather than a function that it called."""
+    last = error.__traceback__
+    assert last is not None
+    while last.tb_next is not None:
+        last = last.tb_next
+    code = last.tb_frame.f_code
+    return any(map(Path(code.co_filename).is_relative_to, _OURS)) and code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
 
 
 if __name__ == "__main__":

@@ -29,8 +29,9 @@ from comera_rec.serving.package import FORMAT_VERSION, METADATA_KEY, ModelMetada
 from comera_rec.serving.portable import PortableTables
 from comera_rec.serving.tables import expand, served_tables
 from comera_rec.training.batches import ParquetBatches
+from comera_rec.training.evaluation import evaluate
 from comera_rec.training.model import Schema
-from comera_rec.training.trainer import evaluate, load_run
+from comera_rec.training.runs import load_run
 from data_pipeline.manifest import CategoricalColumn, Manifest, read_manifest
 
 FORMS = {"portable": PortableTables, "fast": FastTables}
@@ -47,6 +48,7 @@ class ExportOptions:
         form: "portable", of torch's operators alone, or "fast", of this library's.
         dtype: of tables as stored: "float32", "bfloat16" or "int8".
         expand: bytes for rows of the most frequent ids, formed in advance.
+        last: the run's last checkpoint, also where it keeps its best one.
     """
 
     run: Path
@@ -54,6 +56,7 @@ class ExportOptions:
     form: str = "portable"
     dtype: str = "float32"
     expand: int = 0
+    last: bool = False
 
     def __post_init__(self) -> None:
         if self.form not in FORMS:
@@ -103,10 +106,10 @@ def build_package(options: ExportOptions, folder: Path) -> ModelMetadata:
 
 def flatten_run(options: ExportOptions) -> tuple[FlatModel, ModelMetadata]:
     """A run's model as it is compiled, and what its package will say; errors as `export_run`."""
-    model, config, schema = load_run(options.run)
+    model, config, schema = load_run(options.run, last=options.last)
     data = options.data or Path(config.data.path)
     manifest = read_manifest(data)
-    if Schema.of(manifest) != schema:
+    if schema.differences(Schema.of(manifest)):
         raise ValueError(f"{options.run} was trained with other columns or vocabularies than {data} holds: give its own data set")
     if not isinstance(model, DLRM | SimpleDeepFMNN):
         raise ValueError(f"{options.run} holds a model without tables (tables.format is 'off'): export one that has them")

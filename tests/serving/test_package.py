@@ -17,7 +17,7 @@ from torchrec import KeyedJaggedTensor
 
 from comera_rec.serving.export import ExportOptions, flatten_run
 from comera_rec.serving.package import FORMAT_VERSION, METADATA_KEY, ServingModel, read_metadata
-from comera_rec.training.trainer import load_run
+from comera_rec.training.runs import load_run
 from data_pipeline.manifest import read_manifest
 
 Request = tuple[Tensor, Tensor, Tensor]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,12 @@ import torch
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.models.dlrm import DLRM
 
+from comera_rec.cli import model as model_commands
 from comera_rec.cli.main import main
-from comera_rec.training.trainer import load_run
+from comera_rec.training.report import count
+from comera_rec.training.runs import load_run
+from comera_rec.tt import factorize
+from data_pipeline.manifest import read_manifest
 
 
 def call(*arguments: str) -> int:
@@ -66,6 +71,8 @@ def test_train_evaluate_report_export(
         (["evaluate", "--checkpoint", "{tmp}/nowhere", "--data", "{data}"], "holds no checkpoint"),
         (["evaluate", "--checkpoint", "{tmp}", "--data", "{data}", "--split", "exam"], "split 'exam' is not in"),
         (["report", "--run", "{tmp}/nowhere"], "nowhere"),
+        (["report", "--run", "{tmp}/nowhere", "--truth", "{config}"], "is not what `comera synth` writes beside its log"),
+        (["train", "--config", "{data}/train/part-00000.parquet"], "can't be parsed"),
         (["trian"], "No such command 'trian'"),
     ],
 )
@@ -79,6 +86,30 @@ def test_mistakes_are_one_line_and_status_two(
     assert captured.err.startswith("comera: ")
     assert captured.err.count("\n") == 1
     assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("call_it", "ours"),
+    [
+        (lambda: factorize(0, 2), True),
+        (lambda: read_manifest("/nowhere"), True),
+        (lambda: count("x"), False),  # type: ignore[arg-type]
+        (lambda: torch.nn.functional.binary_cross_entropy_with_logits(torch.zeros(2), torch.zeros(3)), False),
+    ],
+    ids=["comera_rec", "data_pipeline", "called by us", "called by torch"],
+)
+def test_faults_of_the_program_show_where_they_are(
+    call_it: Callable[[], object], ours: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(model_commands, "load_config", lambda *_: call_it())
+    expected = SystemExit if ours else ValueError
+    with pytest.raises(expected) as stop:
+        main(["train", "--config", __file__])
+    assert capsys.readouterr().err.count("\n") == ours
+    monkeypatch.setenv("COMERA_TRACEBACK", "1")
+    with pytest.raises(ValueError, match=r"."):
+        main(["train", "--config", __file__])
+    assert ours == (getattr(stop.value, "code", None) == 2)
 
 
 def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
