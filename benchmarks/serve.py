@@ -229,6 +229,7 @@ def _compile(flat: nn.Module, case: ServeCase, path: Path, form: str) -> None:
     metadata = ModelMetadata(
         format_version=FORMAT_VERSION,
         dense=tuple(f"i{k}" for k in range(INTEGERS)),
+        offsets=(None,) * INTEGERS,
         categorical={f"f{t}": rows for t, rows in enumerate(case.rows)},
         checksums={},
         library_version="",

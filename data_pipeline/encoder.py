@@ -1,7 +1,7 @@
 """Raw values of a few rows to the numbers that a model reads, by the vocabularies of a data set: what serving does with a request.
 
     encoder = RequestEncoder("data/")
-    dense, values, lengths = encoder([{"I1": 3, "I2": None, ..., "C1": "68fd1e64", ...}, ...])
+    dense, values, lengths = encoder([{"I1": 3, "I2": None, ..., "C1": "2dbcbc4c", ...}, ...])
 
 The numbers are those that `comera preprocess` writes for the same values, made by the same functions. Vocabularies are hash tables
 mapped into memory: they load in milliseconds, and several processes share them.

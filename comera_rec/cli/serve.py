@@ -36,6 +36,6 @@ def serve(**chosen: Any) -> None:
     \b
     Example:
       comera serve --model model.pt2 --port 8000
-      curl localhost:8000/score -d '{"rows": [{"I1": 3, "I2": null, ..., "C26": "68fd1e64"}]}'
+      curl localhost:8000/score -d '{"rows": [{"I1": 3, "I2": null, ..., "C26": "2dbcbc4c"}]}'
     """
     answer_requests(ServeOptions(**chosen), tell=click.echo)

@@ -28,6 +28,7 @@ from comera_rec.serving.flat import FlatModel
 from comera_rec.serving.package import FORMAT_VERSION, METADATA_KEY, ModelMetadata
 from comera_rec.serving.portable import PortableTables
 from comera_rec.serving.tables import expand, served_tables
+from comera_rec.serving.vocabularies import offsets_of
 from comera_rec.training.batches import ParquetBatches
 from comera_rec.training.evaluation import evaluate
 from comera_rec.training.model import Schema
@@ -172,6 +173,7 @@ def _metadata(
     return ModelMetadata(
         format_version=FORMAT_VERSION,
         dense=schema.dense,
+        offsets=offsets_of(manifest),
         categorical=schema.sparse,
         checksums={name: None if file is None else file.sha256 for name, file in vocabularies.items()},
         library_version=version("comera-rec"),

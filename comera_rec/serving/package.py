@@ -28,6 +28,7 @@ class ModelMetadata:
     Attributes:
         format_version: of this record and of the inputs.
         dense: names of the integer columns, in the order of a request's.
+        offsets: what is added to each before its logarithm; None where values come transformed.
         categorical: rows of each categorical column's table, in the order of a request's.
         checksums: SHA-256 of each column's vocabulary, as in the data set's manifest; None where ids are hashes.
         library_version, torch_version: what wrote it.
@@ -40,6 +41,7 @@ class ModelMetadata:
 
     format_version: int
     dense: tuple[str, ...]
+    offsets: tuple[int | None, ...]
     categorical: dict[str, int]
     checksums: dict[str, str | None]
     library_version: str
@@ -117,15 +119,18 @@ class ServingModel:
             )
         if threads is not None:
             torch.set_num_threads(threads)
+        self._limits = torch.tensor(list(self.metadata.categorical.values()))
+        features = len(self.metadata.categorical)
         try:
             self._run = aoti_load_package(str(path))
+            # The first call makes things ready, and shows whether the operators are those that it was compiled for.
+            self._run(torch.zeros(1, len(self.metadata.dense)), torch.zeros(max(2, features)).long(), torch.ones(features).long())
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise ValueError(
-                f"{path} can't be loaded ({reason}): it was compiled by torch {self.metadata.torch_version}, here is "
-                f"{torch.__version__}; export the run again on this machine"
+                f"{path} can't be loaded ({reason}): it was written by comera-rec {self.metadata.library_version} on torch "
+                f"{self.metadata.torch_version}, here is {torch.__version__}; export the run again on this machine"
             ) from error
-        self._limits = torch.tensor(list(self.metadata.categorical.values()))
 
     @classmethod
     def load(cls, path: str | Path, *, threads: int | None = None) -> ServingModel:

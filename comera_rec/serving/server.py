@@ -2,7 +2,7 @@
 
     GET  /v2, /v2/health/live, /v2/health/ready, /v2/models/NAME, /v2/models/NAME/ready
     POST /v2/models/NAME/infer      {"inputs": [{"name": "dense", "shape": [1, 13], "datatype": "FP32", "data": [...]}, ...]}
-    POST /score                     {"rows": [{"I1": 3, "C1": "68fd1e64", ...}, ...]}
+    POST /score                     {"rows": [{"I1": 3, "C1": "2dbcbc4c", ...}, ...]}
 
 A mistake of the client is a 4xx with one line, {"error": "..."}.
 """

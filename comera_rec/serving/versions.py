@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from comera_rec.serving.package import ModelMetadata, ServingModel
 from comera_rec.serving.vocabularies import open_vocabularies
 from data_pipeline.encoder import RequestEncoder
@@ -68,12 +66,6 @@ class ModelFile:
             if self.data:
                 raise
             reason = str(error)
-        features = len(model.metadata.categorical)
-        try:  # what is made ready in the first call, and whether the operators are those that it was compiled for
-            model(torch.zeros(1, len(model.metadata.dense)), torch.zeros(features).long(), torch.ones(features).int())
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            raise ValueError(f"{self.path} can't be run ({reason}): export the run again with this version") from error
         return Version(number=file_sha256(self.path)[:12], model=model, encoder=encoder, reason=reason)
 
     def _stat(self) -> tuple[int, int, int] | None:

@@ -29,6 +29,11 @@ def open_vocabularies(metadata: ModelMetadata, data: Path | None = None) -> Requ
     return encoder
 
 
+def offsets_of(manifest: Manifest) -> tuple[int | None, ...]:
+    """What a data set adds to each integer column before its logarithm; None where values came transformed."""
+    return tuple(column.offset if column.transform == "log" else None for column in manifest.integer_columns)
+
+
 def check_vocabularies(metadata: ModelMetadata, manifest: Manifest, folder: Path) -> None:
     """Check that a data set's ids mean what the model's do.
 
@@ -40,6 +45,8 @@ def check_vocabularies(metadata: ModelMetadata, manifest: Manifest, folder: Path
         raise ValueError(
             f"{folder} has integer columns {', '.join(dense)}, the model {', '.join(metadata.dense)}: give its data set"
         )
+    if offsets_of(manifest) != metadata.offsets:
+        raise ValueError(f"{folder} has other offsets of integer columns than the model was trained with: give its data set")
     found = {
         column.name: (column.num_embeddings, column.vocabulary.sha256 if column.vocabulary else None)
         for column in manifest.categorical_columns
