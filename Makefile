@@ -31,8 +31,9 @@ demo: install
 	$(COMERA) report --run $(DEMO)/dense --run $(DEMO)/compressed --run $(DEMO)/integers \
 		--truth $(DEMO)/raw/train.truth.json --output $(DEMO)/report.html
 
+# One process a core, up to eight.
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadgroup
 
 # Address and undefined-behaviour sanitizers over the tests of the operators, with a library of their own; -s, or pytest hides reports.
 SANITIZED := build/sanitized/libcomera_rec.so
