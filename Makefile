@@ -31,8 +31,9 @@ demo: install
 	$(COMERA) report --run $(DEMO)/dense --run $(DEMO)/compressed --run $(DEMO)/integers \
 		--truth $(DEMO)/raw/train.truth.json --output $(DEMO)/report.html
 
+# One process a core, up to eight.
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadgroup
 
 # Address and undefined-behaviour sanitizers over the tests of the operators, with a library of their own; -s, or pytest hides reports.
 SANITIZED := build/sanitized/libcomera_rec.so
@@ -40,7 +41,8 @@ test-sanitized: install
 	COMERA_SANITIZE=1 $(BIN)/python -c "from pathlib import Path; from hatch_build import build; build(Path('.'), Path('$(SANITIZED)'))"
 	LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so)" \
 		ASAN_OPTIONS=detect_leaks=0 COMERA_LIBRARY=$(SANITIZED) \
-		$(BIN)/python -m pytest -s tests/ops/test_plan.py tests/ops/test_bags.py tests/ops/test_updates.py tests/ops/test_lookup.py
+		$(BIN)/python -m pytest -s tests/ops/test_plan.py tests/ops/test_bags.py tests/ops/test_updates.py tests/ops/test_lookup.py \
+		tests/ops/test_served_bags.py
 
 lint: install
 	$(BIN)/ruff check .

@@ -40,6 +40,8 @@ BENCHMARKS = {
     ),
     "conversion": ("benchmarks.conversion", "peak memory of TT-SVD of a table of 10 million rows, beside the table"),
     "dlrm": ("benchmarks.dlrm", "a whole DLRM: dense, and 99 times smaller; goes on where it stopped"),
+    "serve": ("benchmarks.serve", "requests: packages of a TT model and TorchRec's quantized dense one"),
+    "serve-http": ("benchmarks.serve_http", "requests to comera serve over HTTP from wrk, and their p99"),
     "quality": ("benchmarks.quality", "predictions of models whose tables take equal bytes; goes on where it stopped"),
 }
 RESUMABLE = ("quality", "dlrm", "preprocess")

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         read_state,
         row_importance,
         swap_embedding_bag_collections_,
+        swap_embedding_collections_,
     )
     from comera_rec.nn import (
         ClassificationHead,
@@ -38,8 +39,20 @@ if TYPE_CHECKING:
         use_float8_,
     )
     from comera_rec.rank import RankConfig, RankScheduler, grow_ranks_, rank_param_groups, truncate_ranks_
-    from comera_rec.recsys import TTEmbeddingBagCollection, TTEmbeddingBagConfig, build_dlrm
-    from comera_rec.recsys.sharding import TTEmbeddingBagCollectionSharder, TTShardingPlanner, rewrap_data_parallel_
+    from comera_rec.recsys import (
+        TTEmbeddingBagCollection,
+        TTEmbeddingBagConfig,
+        TTEmbeddingCollection,
+        TTEmbeddingCollectionConfig,
+        build_deepfm,
+        build_dlrm,
+    )
+    from comera_rec.recsys.sharding import (
+        TTEmbeddingBagCollectionSharder,
+        TTEmbeddingCollectionSharder,
+        TTShardingPlanner,
+        rewrap_data_parallel_,
+    )
     from comera_rec.tt import TTShape, factorize, tt_svd, tt_to_dense
 
 _LAYERS = ("tt", "nn", "rank", "recsys", "convert", "recsys.sharding")  # cheapest import first
@@ -58,6 +71,9 @@ __all__ = [
     "TTEmbeddingBagCollection",
     "TTEmbeddingBagCollectionSharder",
     "TTEmbeddingBagConfig",
+    "TTEmbeddingCollection",
+    "TTEmbeddingCollectionConfig",
+    "TTEmbeddingCollectionSharder",
     "TTEmbeddingConfig",
     "TTLinear",
     "TTLinearConfig",
@@ -66,6 +82,7 @@ __all__ = [
     "TiedProjection",
     "TransformerConfig",
     "TransformerEncoder",
+    "build_deepfm",
     "build_dlrm",
     "compress_linears_",
     "compress_state",
@@ -80,6 +97,7 @@ __all__ = [
     "rewrap_data_parallel_",
     "row_importance",
     "swap_embedding_bag_collections_",
+    "swap_embedding_collections_",
     "truncate_ranks_",
     "tt_svd",
     "tt_to_dense",

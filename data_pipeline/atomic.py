@@ -32,8 +32,20 @@ def check_output_folder(output: Path, *, marker: str, overwrite: bool) -> None:
         raise ValueError(f"--output {output} exists and holds something else; choose a new or empty folder")
 
 
+def check_output_file(output: Path, *, overwrite: bool) -> None:
+    """Refuse a file that may not be written.
+
+    Raises:
+        ValueError: output is a folder, or exists and overwrite is false.
+    """
+    if output.is_dir():
+        raise ValueError(f"--output {output} is a folder; name a file in it")
+    if output.exists() and not overwrite:
+        raise ValueError(f"--output {output} already exists; add --overwrite to replace it")
+
+
 def put_in_place(finished: Path, output: Path) -> None:
-    """Rename a finished folder to `output`, which then vanishes if it was there."""
+    """Rename a finished folder or file to `output`, which then vanishes if it was there."""
     old = hidden(output, "replaced")
     remove(old)
     if output.exists():
@@ -69,10 +81,7 @@ def finished_file(output: Path, *, overwrite: bool) -> Iterator[Path]:
         ValueError: output is a folder, or exists and overwrite is false.
         OSError: it cannot be written (no permission, disk full); the message names it.
     """
-    if output.is_dir():
-        raise ValueError(f"--output {output} is a folder; name a file, such as {output / 'train.txt'}")
-    if output.exists() and not overwrite:
-        raise ValueError(f"--output {output} already exists; add --overwrite to replace it")
+    check_output_file(output, overwrite=overwrite)
     work = hidden(output, "partial")
     with _cleaned(work, output):
         output.parent.mkdir(parents=True, exist_ok=True)

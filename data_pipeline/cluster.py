@@ -7,7 +7,7 @@ was at, which another one does again, and a run begun on threads goes on here, o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.job import Job
-from data_pipeline.parts import Skip, count_parts, read_parts
-from data_pipeline.pool import Result, Schedule, Work
+from data_pipeline.pool import Result, Schedule, Work, call, tasks_of_parts
 from data_pipeline.sources import Source
 
 _WAIT_SECONDS = 30
@@ -59,7 +58,7 @@ def _run(
 ) -> Generator[Result]:
     """A `Schedule`, for a client and its module."""
     there = replace(job, options=replace(job.options, inputs=tuple(_absolute(log) for log in job.options.inputs)))
-    futures = client.map(_call, list(_tasks(there, work, done, details)), pure=False)
+    futures = client.map(call, list(tasks_of_parts(there, work, done, details)), pure=False)
     try:
         for _, results in distributed.as_completed(futures, loop=client.loop, with_results=True):
             yield from results
@@ -70,29 +69,6 @@ def _run(
         ) from error
     finally:
         client.cancel(futures)
-
-
-def _tasks(
-    job: Job, work: Work[Result], done: Mapping[int, Collection[int]], details: Mapping[tuple[int, int], Any]
-) -> Iterator[Callable[[], list[Result]]]:
-    """One for each part, but one for a whole gzipped log, which is read from its beginning."""
-    for log, leave_out in done.items():
-        count = count_parts(job.options.inputs[log], job.options.part_bytes)
-        if count is None:
-            of_log = {number: detail for (other, number), detail in details.items() if other == log}
-            yield partial(_work_on, job, work, log, frozenset(leave_out).__contains__, of_log)
-            continue
-        for number in set(range(count)).difference(leave_out):
-            yield partial(_work_on, job, work, log, number.__ne__, {number: details.get((log, number))})
-
-
-def _call(task: Callable[[], list[Result]]) -> list[Result]:
-    return task()
-
-
-def _work_on(job: Job, work: Work[Result], log: int, skip: Skip, details: Mapping[int, Any]) -> list[Result]:
-    parts = read_parts(log, job.options.inputs[log], part_bytes=job.options.part_bytes, skip=skip)
-    return [work(job, part, details.get(part.number)) for part in parts]
 
 
 def _absolute(log: Source) -> Source:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
 import numpy as np
 from tqdm import tqdm
@@ -14,7 +15,7 @@ from data_pipeline.hashing import map_array
 from data_pipeline.job import Job, part_name
 from data_pipeline.manifest import InputFile, RejectedLine
 from data_pipeline.parts import Part
-from data_pipeline.pool import Schedule
+from data_pipeline.pool import Schedule, Work
 from data_pipeline.splits import Rows
 from data_pipeline.vocabulary import Run
 
@@ -47,37 +48,74 @@ def count_logs(job: Job, schedule: Schedule) -> list[CountedPart]:
     Raises:
         ValueError: a log is damaged, or there are more malformed lines than allowed.
     """
-    found = [_counted_before(job, log) for log in range(len(job.logs))]
-    rejects = _Rejects(job)
-    for log, counted in enumerate(found):
-        rejects.check(log, counted)
-    waiting = {log: counted.keys() for log, counted in enumerate(found) if not _complete(counted)}
-    done = sum(counts.rows for counted in found for counts in counted.values())
-    with (
-        tqdm(desc="counting", unit="row", unit_scale=True, disable=None, initial=done) as bar,
-        closing(schedule(job, _count, waiting, {})) as results,
-    ):
-        for part_log, number, counts in results:
-            bar.update(counts.rows)
-            found[part_log][number] = counts
-            rejects.check(part_log, found[part_log])
     parts, row = [], 0
-    for log, counted in enumerate(found):
-        for number, counts in sorted(counted.items()):
+    for log, counted in enumerate(pass_over(job, schedule, _count, PartCounts, folder="counts", description="counting")):
+        for number, counts in counted.items():
             parts.append(CountedPart(log=log, number=number, first_row=row, name=part_name(log, number), counts=counts))
             row += counts.rows
     return parts
 
 
-def _counted_before(job: Job, log: int) -> dict[int, PartCounts]:
-    paths = sorted((job.work.path / "counts").glob(f"{log:05d}-??????.json"))
+class PartRecord(Protocol):
+    """What a pass that meets malformed lines records of a part; `PartCounts` says what the members are."""
+
+    @property
+    def lines(self) -> int: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def rejected(self) -> int: ...
+    @property
+    def reasons(self) -> tuple[tuple[int, str], ...]: ...
+    @property
+    def last(self) -> bool: ...
+
+
+Record = TypeVar("Record", bound=PartRecord)
+
+
+def pass_over(
+    job: Job, schedule: Schedule, work: Work[tuple[int, int, Record]], kind: type[Record], *, folder: str, description: str
+) -> list[dict[int, Record]]:
+    """Work on every part that isn't done yet, and return for each log the records of all its parts, by number and in order.
+
+    Args:
+        job: the run.
+        schedule: runs the pass.
+        work: gives log, number and record of a part, and saves the record.
+        kind: of record.
+        folder: of the work folder, where records are saved.
+        description: for the progress bar.
+
+    Raises:
+        ValueError: a log is damaged, or there are more malformed lines than allowed.
+    """
+    found = [_done_before(job, log, kind, folder) for log in range(len(job.logs))]
+    rejects = _Rejects(job)
+    for log, records in enumerate(found):
+        rejects.check(log, records)
+    waiting = {log: records.keys() for log, records in enumerate(found) if not _complete(records)}
+    done = sum(record.rows for records in found for record in records.values())
+    with (
+        tqdm(desc=description, unit="row", unit_scale=True, disable=None, initial=done) as bar,
+        closing(schedule(job, work, waiting, {})) as results,
+    ):
+        for part_log, number, record in results:
+            bar.update(record.rows)
+            found[part_log][number] = record
+            rejects.check(part_log, found[part_log])
+    return [dict(sorted(records.items())) for records in found]
+
+
+def _done_before(job: Job, log: int, kind: type[Record], folder: str) -> dict[int, Record]:
+    paths = sorted((job.work.path / folder).glob(f"{log:05d}-??????.json"))
     numbers = [int(path.stem.partition("-")[2]) for path in paths]
-    loaded = {number: job.work.load(f"counts/{part_name(log, number)}", PartCounts) for number in numbers}
-    return {number: counts for number, counts in loaded.items() if counts}
+    loaded = {number: job.work.load(f"{folder}/{part_name(log, number)}", kind) for number in numbers}
+    return {number: record for number, record in loaded.items() if record}
 
 
-def _complete(counted: dict[int, PartCounts]) -> bool:
-    return any(counts.last and len(counted) == number + 1 for number, counts in counted.items())
+def _complete(records: Mapping[int, PartRecord]) -> bool:
+    return any(record.last and len(records) == number + 1 for number, record in records.items())
 
 
 def _count(job: Job, part: Part, detail: None) -> tuple[int, int, PartCounts]:
@@ -89,7 +127,7 @@ def _count(job: Job, part: Part, detail: None) -> tuple[int, int, PartCounts]:
     train: Rows = _ALL
     rest: Rows = _NONE
     split_rows = None
-    if job.options.split == "random":
+    if job.splitting.kind == "random":
         rows = job.rows_by_draw(part, parsed)
         train, rest = rows["train"], np.sort(np.concatenate([rows["val"], rows["test"]]))
         split_rows = tuple(len(of_split) for of_split in rows.values())
@@ -100,7 +138,7 @@ def _count(job: Job, part: Part, detail: None) -> tuple[int, int, PartCounts]:
         rest=rest,
         split_rows=split_rows,
         last=part.last,
-        values=job.options.hash_buckets is None,
+        values=job.counts_values,
     )
     job.work.save(name, counts)
     return part.log, part.number, counts
@@ -115,9 +153,9 @@ class _Rejects:
         self._checked = [0] * len(job.logs)  # parts of each log
         self._lines = [0] * len(job.logs)
 
-    def check(self, log: int, counted: dict[int, PartCounts]) -> None:
+    def check(self, log: int, records: Mapping[int, PartRecord]) -> None:
         most = self._job.options.max_bad_rows
-        while counts := counted.get(self._checked[log]):
+        while counts := records.get(self._checked[log]):
             before, self._count = self._count, self._count + counts.rejected
             if self._count > most:
                 line, reason = counts.reasons[min(most - before, len(counts.reasons) - 1)]
@@ -180,7 +218,7 @@ def train_and_rest(job: Job, parts: Sequence[CountedPart], train_rows: int) -> l
     """Groups of all parts. Where splits go by place, the one part that both trains and doesn't is counted again in two groups."""
     groups = []
     for part in parts:
-        if job.options.split == "random" or part.end_row <= train_rows:
+        if job.splitting.kind == "random" or part.end_row <= train_rows:
             flags = (True, False)
         elif part.first_row >= train_rows:
             flags = (False, False)
@@ -207,7 +245,7 @@ def _count_apart(job: Job, part: CountedPart, train_rows: int) -> CountedPart:
             rest=slice(train_rows, None),
             split_rows=None,
             last=part.counts.last,
-            values=job.options.hash_buckets is None,
+            values=job.counts_values,
         )
         job.work.save(f"counts/{name}", counts)
     return replace(part, name=name, counts=counts)

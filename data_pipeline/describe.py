@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from data_pipeline.atomic import replacing
-from data_pipeline.manifest import CategoricalColumn, IntegerColumn, Manifest
-from data_pipeline.verify import read_row_groups
+from data_pipeline.manifest import SPLITS, CategoricalColumn, IntegerColumn, Manifest, Shard
+from data_pipeline.verify import ids_of, read_row_groups
 
 TOP = (1, 10, 100, 1_000, 10_000)
 _POINTS = 60
@@ -23,10 +23,12 @@ _BINS = 32
 class CategoryDescription:
     """A categorical column.
 
-    coverage: share of the training split's values (of a list column, its elements) that have one of the first k ids, for k in TOP;
-        values without an id count as not covered.
+    All but missing and test_zeros count the training split; of a data set that another one's vocabularies encoded, all splits.
+
+    coverage: share of the values (of a list column, its elements) that have one of the first k ids, for k in TOP; values without an
+        id count as not covered.
     zipf: s of the law count ~ rank^-s that fits best, by least squares of logarithms at ranks 1, 2, 4, ...; None below 3 points.
-    ranks, shares: points of the curve of counts, as shares of the training split's values.
+    ranks, shares: points of the curve of counts, as shares of the values.
     test_zeros: share of the test split's ids that are 0: missing, rare or unseen.
     """
 
@@ -43,7 +45,7 @@ class CategoryDescription:
 
 @dataclass(frozen=True, kw_only=True)
 class IntegerDescription:
-    """An integer column; bins count training rows by the stored logarithm, missing ones left out."""
+    """An integer column; bins count rows, as a category's counts do, by the stored logarithm, missing ones left out."""
 
     name: str
     missing: float
@@ -63,7 +65,7 @@ class Description:
 
 
 def describe(manifest: Manifest, folder: Path) -> Description:
-    """Read the vocabularies' counts and the training split's integer columns.
+    """Read the vocabularies' counts, or count ids where the vocabularies are another data set's, and bin the integer columns.
 
     Raises:
         ValueError: a file can't be read.
@@ -77,11 +79,15 @@ def describe(manifest: Manifest, folder: Path) -> Description:
 
 def _describe_category(column: CategoricalColumn, manifest: Manifest, folder: Path) -> CategoryDescription:
     test = manifest.splits["test"].rows
-    counts = np.empty(0, np.int64)
-    if column.vocabulary:
+    counts, zeros = np.empty(0, np.int64), column.rows_at_zero["train"]
+    if manifest.transformed and column.vocabulary:
+        zeros, *of_ids = _count_ids(column, manifest, folder)
+        counts = np.array(of_ids, np.int64)
+    elif column.vocabulary:
         counts = pq.read_table(folder / column.vocabulary.path, columns=["count"]).column("count").to_numpy()
-    values = int(counts.sum()) + column.rows_at_zero["train"]
+    values = int(counts.sum()) + zeros
     covered = np.cumsum(counts)
+    counts = np.sort(counts[counts > 0])[::-1]
     ranks = np.unique(np.geomspace(1, max(len(counts), 1), _POINTS).astype(np.int64))[: len(counts)]
     powers = 2 ** np.arange(len(counts).bit_length())
     fit = np.polyfit(np.log(powers), np.log(counts[powers - 1]), 1) if len(powers) > 2 else None
@@ -91,11 +97,26 @@ def _describe_category(column: CategoricalColumn, manifest: Manifest, folder: Pa
         num_embeddings=column.num_embeddings,
         missing=column.missing / manifest.rows.written,
         test_zeros=column.rows_at_zero["test"] / test if test and not column.is_list else None,
-        coverage=tuple(float(covered[min(k, len(counts)) - 1]) / values for k in TOP) if len(counts) else (),
+        coverage=tuple(float(covered[min(k, len(covered)) - 1]) / max(values, 1) for k in TOP) if len(covered) else (),
         zipf=-float(fit[0]) if fit is not None else None,
         ranks=tuple(map(int, ranks)),
         shares=tuple(float(counts[rank - 1]) / values for rank in ranks),
     )
+
+
+def _count_ids(column: CategoricalColumn, manifest: Manifest, folder: Path) -> np.ndarray:
+    """How often each id occurs."""
+    counts = np.zeros(column.num_embeddings, np.int64)
+    for shard in _shards(manifest):
+        for _, group in read_row_groups(folder / shard.path, [column.name]):
+            counts += np.bincount(ids_of(group, column.name, is_list=column.is_list), minlength=len(counts))
+    return counts
+
+
+def _shards(manifest: Manifest) -> tuple[Shard, ...]:
+    """Of the training split, or of all splits where no training rows made the vocabularies."""
+    names = SPLITS if manifest.transformed else ("train",)
+    return tuple(shard for name in names for shard in manifest.splits[name].shards)
 
 
 def _describe_integers(manifest: Manifest, folder: Path) -> tuple[IntegerDescription, ...]:
@@ -103,7 +124,7 @@ def _describe_integers(manifest: Manifest, folder: Path) -> tuple[IntegerDescrip
     names = [column.name for column in columns]
     edges = [_edges(column, manifest, folder) for column in columns]
     bins = np.zeros((len(columns), _BINS), np.int64)
-    shards = manifest.splits["train"].shards if columns else ()
+    shards = _shards(manifest) if columns else ()
     for shard in tqdm(shards, desc="describing", unit="file", disable=None):
         for _, group in read_row_groups(folder / shard.path, names):
             for i, name in enumerate(names):
@@ -128,7 +149,7 @@ def _edges(column: IntegerColumn, manifest: Manifest, folder: Path) -> tuple[flo
     if column.transform == "log":
         return float(np.log(2)), float(np.log(max((column.max or 0) + column.offset, 3)))
     low, high = np.inf, -np.inf
-    for shard in manifest.splits["train"].shards:
+    for shard in _shards(manifest):
         for _, group in read_row_groups(folder / shard.path, [column.name]):
             values = group.column(column.name).to_numpy()
             low, high = min(low, float(values.min())), max(high, float(values.max()))

@@ -95,15 +95,15 @@ def hash_keys(buckets, keys, missing, ids):  # type: ignore[no-untyped-def]
 class TableIds:
     """Ids by a table in a file, 0 for keys that are not in it. Pickled, it is the name of the file."""
 
-    def __init__(self, path: Path, dtype: np.dtype, slots: int) -> None:
-        self._arguments = (path, dtype, slots)
-        self._table = map_array(path, dtype, (slots, 2))
+    def __init__(self, path: Path, dtype: np.dtype) -> None:
+        self._arguments = (path, dtype)
+        self._table = np.asarray(map_array(path, dtype, (-1, 2)))  # no subclass, of which compiled loops ask more
 
     def __call__(self, keys: np.ndarray, missing: np.ndarray, ids: np.ndarray) -> int:
         """Fill ids, and return how many are 0."""
         return int(look_up(self._table, keys, missing, ids))
 
-    def __reduce__(self) -> tuple[type, tuple[Path, np.dtype, int]]:
+    def __reduce__(self) -> tuple[type, tuple[Path, np.dtype]]:
         return TableIds, self._arguments
 
 

@@ -7,24 +7,29 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from data_pipeline.options import PreprocessOptions
+from data_pipeline.options import PassOptions
 from data_pipeline.parse import Parsed, parse
 from data_pipeline.parts import Part, Skip, read_parts
 from data_pipeline.schema import LogSchema
 from data_pipeline.sources import LogIdentity
-from data_pipeline.splits import rows_by_draw
+from data_pipeline.splits import Splitting, rows_by_draw
 from data_pipeline.triplets import Rows, parse_rows
 from data_pipeline.work import WorkFolder
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A run of `comera preprocess`."""
+    """A run over logs.
 
-    options: PreprocessOptions
+    counts_values: whether pass 1 counts category values, for vocabularies.
+    """
+
+    options: PassOptions
     schema: LogSchema
     logs: tuple[LogIdentity, ...]
     work: WorkFolder
+    splitting: Splitting
+    counts_values: bool = False
 
     def reader(self, log: int, skip: Skip) -> Callable[[], Iterator[Part]]:
         """What reads a log's parts, as `read_parts`."""
@@ -53,7 +58,7 @@ class Job:
 
     def rows_by_draw(self, part: Part, parsed: Parsed) -> dict[str, np.ndarray]:
         """The rows of each split in a part, where they are drawn."""
-        return rows_by_draw(self.options.splitting.drawn(part.log, parsed.starts))
+        return rows_by_draw(self.splitting.drawn(part.log, parsed.starts))
 
 
 def part_name(log: int, number: int) -> str:

@@ -11,12 +11,16 @@ Keys in the file are the names of the fields below (`rows.in` alone is `rows.rea
 from __future__ import annotations
 
 import hashlib
+import platform
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Literal
 
 import pyarrow.parquet as pq
 from pydantic import Field, TypeAdapter, ValidationError
+
+from data_pipeline.schema import LogSchema
 
 FORMAT = "comera-rec-dataset"
 FORMAT_VERSION = 1
@@ -107,6 +111,7 @@ class CategoricalColumn:
     rows_at_zero is, per split, how many ids are 0. vocabulary lists value and count of ids 1, 2, ... in order. Where ids are hashes
     into buckets, 0 = missing, no values were counted and distinct and vocabulary are None. is_list: rows hold lists of ids, empty
     where missing. Values are the numbers that hex digits spell, or the 64-bit hashes (`data_pipeline.reference.hash_text`) of text.
+    table is the vocabulary as a hash table (`data_pipeline.hashing`), which encodes new rows.
     """
 
     name: str
@@ -117,11 +122,25 @@ class CategoricalColumn:
     rows_at_zero: dict[str, int]
     vocabulary: Shard | None
     is_list: bool = False
+    table: Shard | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transformed:
+    """The data set whose vocabularies encoded this one: its folder as it was named, and the SHA-256 of its manifest.json."""
+
+    data: str
+    manifest_sha256: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Everything that training needs to know of a data set. label is None for logs without labels."""
+    """Everything that training needs to know of a data set. label is None for logs without labels.
+
+    log: the columns of the logs; None where an earlier version wrote the data set.
+    transformed: None where the vocabularies are those of the data set's training rows. Otherwise integer columns' min and max, and
+        vocabularies with their counts, are those of the data set that it names, and distinct values were not counted.
+    """
 
     format: str
     format_version: int
@@ -134,6 +153,8 @@ class Manifest:
     integer_columns: tuple[IntegerColumn, ...]
     categorical_columns: tuple[CategoricalColumn, ...]
     splits: dict[str, Split]
+    log: LogSchema | None = None
+    transformed: Transformed | None = None
 
 
 _MANIFEST = TypeAdapter(Manifest)
@@ -196,24 +217,37 @@ def check_shards(manifest: Manifest, folder: str | Path, *, contents: bool = Fal
 
 
 def _check_shard(shard: Shard, folder: Path, *, contents: bool) -> None:
-    path = folder / shard.path
+    path = check_file(shard, folder, contents=contents)
+    if contents and (rows := pq.read_metadata(path).num_rows) != shard.rows:
+        raise ValueError(f"{path} has {rows} rows, the manifest states {shard.rows}; {REMEDY}")
+
+
+def check_file(file: Shard, folder: Path, *, contents: bool = False) -> Path:
+    """Check that a file is there with the bytes, and on request the contents, that the manifest states; return its path.
+
+    Raises:
+        ValueError: it is missing or differs.
+    """
+    path = folder / file.path
     if not path.is_file():
         raise ValueError(f"{path} does not exist, but the manifest lists it; {REMEDY}")
-    if path.stat().st_size != shard.bytes:
-        raise ValueError(f"{path} has {path.stat().st_size} bytes, the manifest states {shard.bytes}; {REMEDY}")
-    if not contents:
-        return
-    if file_sha256(path) != shard.sha256:
+    if path.stat().st_size != file.bytes:
+        raise ValueError(f"{path} has {path.stat().st_size} bytes, the manifest states {file.bytes}; {REMEDY}")
+    if contents and file_sha256(path) != file.sha256:
         raise ValueError(f"{path} differs from the SHA-256 in the manifest; {REMEDY}")
-    rows = pq.read_metadata(path).num_rows
-    if rows != shard.rows:
-        raise ValueError(f"{path} has {rows} rows, the manifest states {shard.rows}; {REMEDY}")
+    return path
 
 
 def describe_file(path: str, folder: Path, *, rows: int) -> Shard:
     """What the manifest says of a file that has been written."""
     file = folder / path
     return Shard(path=path, rows=rows, bytes=file.stat().st_size, sha256=file_sha256(file))
+
+
+def versions() -> dict[str, str]:
+    """Of what a data set is written with."""
+    packages = ("comera-rec", "numpy", "pyarrow")
+    return {"python": platform.python_version()} | {package: metadata.version(package) for package in packages}
 
 
 def file_sha256(path: Path) -> str:

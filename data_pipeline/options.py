@@ -1,4 +1,4 @@
-"""What `comera preprocess` is asked for."""
+"""What passes over logs, and `comera preprocess` beyond them, are asked for."""
 
 from __future__ import annotations
 
@@ -23,24 +23,14 @@ _BYTES_PER_MERGED_ENTRY = 48
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreprocessOptions:
-    """What to read and how to encode it.
+class PassOptions:
+    """What every pass over logs asks for.
 
     Args:
         inputs: logs in chronological order, as paths or URLs.
-        output: the data set's folder, new or empty.
-        schema: the logs' columns; None for Criteo's, with or without label as the first log's lines have it.
-        min_count: a category value needs this many training rows for an id of its own; rarer ones share id 0. The default of 2
-            leaves out values seen once: they teach nothing beyond their row, while together they train the row of id 0, which
-            every value unseen in training will use.
-        min_counts: the same for single columns, by name.
-        hash_buckets: give every category value an id of 1..hash_buckets - 1 by its hash, and count none.
-        split: how rows are split, see `Splitting`.
-        val_fraction: share of the rows for validation.
-        test_fraction: share of the rows for the test.
-        seed: of a random split.
+        output: what is written, new or empty.
         max_bad_rows: malformed lines that may be dropped before the run stops.
-        overwrite: replace a finished data set.
+        overwrite: replace a finished output.
         part_bytes: text of one unit of work; a shard holds a part's rows, about 270,000 of Criteo's in 64 MiB.
         memory_limit: bytes of memory to stay below; decides how many parts are worked on at once.
         workers: threads, at most; None for one a core.
@@ -52,14 +42,6 @@ class PreprocessOptions:
 
     inputs: tuple[Source, ...]
     output: Path
-    schema: LogSchema | None = None
-    min_count: int = 2
-    min_counts: Mapping[str, int] = field(default_factory=dict)
-    hash_buckets: int | None = None
-    split: SplitKind = "chronological"
-    val_fraction: float = 0.1
-    test_fraction: float = 0.1
-    seed: int = 0
     max_bad_rows: int = 0
     overwrite: bool = False
     part_bytes: int = 64 * _MIB
@@ -70,12 +52,62 @@ class PreprocessOptions:
     def __post_init__(self) -> None:
         if not self.inputs:
             raise ValueError("--input names no file; give at least one")
-        at_least = {"min_count": 1, "max_bad_rows": 0, "part_bytes": 1, "seed": 0}
-        at_least |= {"hash_buckets": 2} if self.hash_buckets is not None else {}
-        at_least |= {"workers": 1} if self.workers is not None else {}
-        for name, least in at_least.items():
+        self._check_at_least(max_bad_rows=0, part_bytes=1)
+        if self.workers is not None:
+            self._check_at_least(workers=1)
+        if self.memory_limit < _BASE_BYTES + _PARTS_PER_WORKER * self.part_bytes:
+            needed = _BASE_BYTES + _PARTS_PER_WORKER * self.part_bytes
+            raise ValueError(
+                f"--memory-limit {format_bytes(self.memory_limit)} is too little for parts of {format_bytes(self.part_bytes)}, "
+                f"which take {format_bytes(needed)}; raise it, or lower --part-size"
+            )
+
+    def _check_at_least(self, **bounds: int) -> None:
+        for name, least in bounds.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{_flag(name)} is {getattr(self, name)}; it must be at least {least}")
+
+    @property
+    def threads(self) -> int:
+        """Parts worked on at once: as many as cores, and as memory allows."""
+        cores = self.workers or len(os.sched_getaffinity(0))
+        return min(cores, (self.memory_limit - _BASE_BYTES) // (_PARTS_PER_WORKER * self.part_bytes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreprocessOptions(PassOptions):
+    """What to read and how to encode it.
+
+    Args:
+        schema: the logs' columns; None for Criteo's, with or without label as the first log's lines have it.
+        min_count: a category value needs this many training rows for an id of its own; rarer ones share id 0. The default of 2
+            leaves out values seen once: they teach nothing beyond their row, while together they train the row of id 0, which
+            every value unseen in training will use.
+        min_counts: the same for single columns, by name.
+        hash_buckets: give every category value an id of 1..hash_buckets - 1 by its hash, and count none.
+        split: how rows are split, see `Splitting`.
+        val_fraction: share of the rows for validation.
+        test_fraction: share of the rows for the test.
+        seed: of a random split.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+
+    schema: LogSchema | None = None
+    min_count: int = 2
+    min_counts: Mapping[str, int] = field(default_factory=dict)
+    hash_buckets: int | None = None
+    split: SplitKind = "chronological"
+    val_fraction: float = 0.1
+    test_fraction: float = 0.1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_at_least(min_count=1, seed=0)
+        if self.hash_buckets is not None:
+            self._check_at_least(hash_buckets=2)
         for name, count in self.min_counts.items():
             if count < 1:
                 raise ValueError(f"--min-count {name}={count}: it must be at least 1")
@@ -93,18 +125,6 @@ class PreprocessOptions:
                 f"--val-fraction {self.val_fraction} and --test-fraction {self.test_fraction} leave no training rows; "
                 "their sum must be below 1"
             )
-        if self.memory_limit < _BASE_BYTES + _PARTS_PER_WORKER * self.part_bytes:
-            needed = _BASE_BYTES + _PARTS_PER_WORKER * self.part_bytes
-            raise ValueError(
-                f"--memory-limit {format_bytes(self.memory_limit)} is too little for parts of {format_bytes(self.part_bytes)}, "
-                f"which take {format_bytes(needed)}; raise it, or lower --part-size"
-            )
-
-    @property
-    def threads(self) -> int:
-        """Parts worked on at once: as many as cores, and as memory allows."""
-        cores = self.workers or len(os.sched_getaffinity(0))
-        return min(cores, (self.memory_limit - _BASE_BYTES) // (_PARTS_PER_WORKER * self.part_bytes))
 
     @property
     def merged_entries(self) -> int:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from data_pipeline.job import Job
-from data_pipeline.parts import Part
+from data_pipeline.parts import Part, Skip, count_parts, read_parts
 
 Result = TypeVar("Result")
 Work = Callable[[Job, Part, Any], Result]
@@ -96,3 +97,40 @@ def work_on_parts(
                         yield result  # type: ignore[misc]
         finally:
             stop.set()
+
+
+def on_executor(
+    executor: Executor, job: Job, work: Work[Result], done: Mapping[int, Collection[int]], details: Mapping[tuple[int, int], Any]
+) -> Generator[Result]:
+    """A pass on processes, for work that holds Python's lock; a `Schedule` but for its first argument."""
+    futures = [executor.submit(call, task) for task in tasks_of_parts(job, work, done, details)]
+    try:
+        for future in as_completed(futures):
+            yield from future.result()
+    finally:
+        for future in futures:
+            future.cancel()
+
+
+def tasks_of_parts(
+    job: Job, work: Work[Result], done: Mapping[int, Collection[int]], details: Mapping[tuple[int, int], Any]
+) -> Iterator[Callable[[], list[Result]]]:
+    """One for each part, but one for a whole gzipped log, which is read from its beginning."""
+    for log, leave_out in done.items():
+        count = count_parts(job.options.inputs[log], job.options.part_bytes)
+        if count is None:
+            of_log = {number: detail for (other, number), detail in details.items() if other == log}
+            yield partial(_work_on, job, work, log, frozenset(leave_out).__contains__, of_log)
+            continue
+        for number in set(range(count)).difference(leave_out):
+            yield partial(_work_on, job, work, log, number.__ne__, {number: details.get((log, number))})
+
+
+def call(task: Callable[[], list[Result]]) -> list[Result]:
+    """The results of a task of `tasks_of_parts`."""
+    return task()
+
+
+def _work_on(job: Job, work: Work[Result], log: int, skip: Skip, details: Mapping[int, Any]) -> list[Result]:
+    parts = read_parts(log, job.options.inputs[log], part_bytes=job.options.part_bytes, skip=skip)
+    return [work(job, part, details.get(part.number)) for part in parts]

@@ -1,4 +1,4 @@
-"""Raw logs to a data set: DATA/{train,val,test}/part-*.parquet, DATA/vocabulary/*.parquet, DATA/manifest.json.
+"""Raw logs to a data set: DATA/{train,val,test}/part-*.parquet, DATA/vocabulary/*.{parquet,table}, DATA/manifest.json.
 
 1. Every log is cut into parts at line boundaries, and each part is parsed and counted on its own (`count_pass`).
 2. Now that the number of rows is known, so are the splits. Training counts are merged to vocabularies, column by column
@@ -12,12 +12,10 @@ of resuming, too (`work`). The result depends on inputs and options alone, not o
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict
-from importlib import metadata
 from typing import Any
 
 from tqdm import tqdm
@@ -33,10 +31,9 @@ from data_pipeline.manifest import (
     SPLITS,
     CategoricalColumn,
     IntegerColumn,
-    Label,
     Manifest,
     RowCounts,
-    Split,
+    versions,
     write_manifest,
 )
 from data_pipeline.options import PreprocessOptions
@@ -47,7 +44,7 @@ from data_pipeline.shards import Encoder, WrittenShard
 from data_pipeline.sources import LogIdentity
 from data_pipeline.vocabulary import Vocabulary, build_vocabulary
 from data_pipeline.work import Tell, work_folder
-from data_pipeline.write_pass import write_logs
+from data_pipeline.write_pass import describe_label, describe_splits, write_logs
 
 
 def preprocess(options: PreprocessOptions, tell: Tell = lambda line: None) -> Manifest:
@@ -72,7 +69,9 @@ def preprocess(options: PreprocessOptions, tell: Tell = lambda line: None) -> Ma
         scheduled as schedule,
         work_folder(options.output, identity=identity, marker=MANIFEST_NAME, overwrite=options.overwrite, tell=tell) as work,
     ):
-        manifest = _run(Job(options=options, schema=schema, logs=logs, work=work), schedule)
+        counts_values = options.hash_buckets is None
+        job = Job(options=options, schema=schema, logs=logs, work=work, splitting=options.splitting, counts_values=counts_values)
+        manifest = _run(job, options, schedule)
         work.remove_unfinished()
         if identify(options.inputs) != logs:
             raise inputs_changed()
@@ -80,32 +79,33 @@ def preprocess(options: PreprocessOptions, tell: Tell = lambda line: None) -> Ma
     return manifest
 
 
-def _run(job: Job, schedule: Schedule) -> Manifest:
+def _run(job: Job, options: PreprocessOptions, schedule: Schedule) -> Manifest:
     for folder in (*SPLITS, "vocabulary"):
         (job.work.data / folder).mkdir(exist_ok=True)
     parts = count_logs(job, schedule)
     rows_of_logs = [sum(part.counts.rows for part in parts if part.log == log) for log in range(len(job.logs))]
-    bounds = job.options.splitting.bounds(rows_of_logs)
+    bounds = job.splitting.bounds(rows_of_logs)
     groups = train_and_rest(job, parts, bounds[0])
     if not any(group.trains for group in groups):
         raise no_training_rows(parts)
     integers = tuple(_integer_column(job, column, groups) for column in range(len(job.schema.integers)))
-    vocabularies = _vocabularies(job, groups) if job.options.hash_buckets is None else {}
-    written = write_logs(job, schedule, parts, bounds, _encoder(job, integers, vocabularies))
+    vocabularies = _vocabularies(job, options, groups) if job.counts_values else {}
+    written = write_logs(job, schedule, parts, bounds, _encoder(job, options, integers, vocabularies))
     inputs, rejected_lines = describe_inputs(job, parts)
     rejected = sum(log.rows_rejected for log in inputs)
     return Manifest(
         format=FORMAT,
         format_version=FORMAT_VERSION,
         versions=versions(),
-        options=job.options.recorded(),
+        options=options.recorded(),
         inputs=inputs,
         rows=RowCounts(read=sum(rows_of_logs) + rejected, written=sum(rows_of_logs), rejected=rejected),
         rejected_lines=rejected_lines,
-        label=_label(written) if job.schema.labelled else None,
+        label=describe_label(written) if job.schema.labelled else None,
         integer_columns=integers,
-        categorical_columns=_categorical_columns(job, groups, vocabularies, written),
-        splits={name: _split(written[name]) for name in SPLITS},
+        categorical_columns=_categorical_columns(job, options, groups, vocabularies, written),
+        splits=describe_splits(written),
+        log=job.schema,
     )
 
 
@@ -128,7 +128,7 @@ def _integer_column(job: Job, column: int, groups: Sequence[Group]) -> IntegerCo
     return IntegerColumn(name=name, missing=missing, offset=2 - (low or 0), min=low, max=high)
 
 
-def _vocabularies(job: Job, groups: Sequence[Group]) -> dict[str, Vocabulary]:
+def _vocabularies(job: Job, options: PreprocessOptions, groups: Sequence[Group]) -> dict[str, Vocabulary]:
     def build(column: int) -> Vocabulary:
         name = job.schema.categories[column]
         record = f"tables/{column:03d}"
@@ -138,16 +138,16 @@ def _vocabularies(job: Job, groups: Sequence[Group]) -> dict[str, Vocabulary]:
                 name,
                 [group.run(job, column) for group in groups],
                 key_dtype=job.schema.key_dtype,
-                min_count=job.options.min_count_of(name),
-                entries=job.options.merged_entries,
+                min_count=options.min_count_of(name),
+                entries=options.merged_entries,
                 data=job.work.data,
-                table=job.work.path / f"{record}.table",
+                work=job.work.path / "tables",
             )
             job.work.save(record, vocabulary)
         return vocabulary
 
     names = job.schema.categories
-    with ThreadPoolExecutor(job.options.threads) as pool:
+    with ThreadPoolExecutor(options.threads) as pool:
         built = tqdm(pool.map(build, range(len(names))), total=len(names), desc="merging", unit="column", disable=None)
         vocabularies = dict(zip(names, built, strict=True))
     for runs in (job.work.path / "counts").glob("*.runs"):
@@ -155,15 +155,14 @@ def _vocabularies(job: Job, groups: Sequence[Group]) -> dict[str, Vocabulary]:
     return vocabularies
 
 
-def _encoder(job: Job, integers: tuple[IntegerColumn, ...], vocabularies: Mapping[str, Vocabulary]) -> Encoder:
-    schema, buckets = job.schema, job.options.hash_buckets
+def _encoder(
+    job: Job, options: PreprocessOptions, integers: tuple[IntegerColumn, ...], vocabularies: Mapping[str, Vocabulary]
+) -> Encoder:
+    schema, buckets = job.schema, options.hash_buckets
     if buckets is not None:
         count = len(schema.categories)
         return Encoder(schema=schema, integers=integers, ids_of=(HashedIds(buckets),) * count, num_embeddings=(buckets,) * count)
-    tables = [
-        TableIds(job.work.path / f"tables/{column:03d}.table", schema.key_dtype, vocabularies[name].slots)
-        for column, name in enumerate(schema.categories)
-    ]
+    tables = [TableIds(job.work.data / vocabularies[name].table.path, schema.key_dtype) for name in schema.categories]
     return Encoder(
         schema=schema,
         integers=integers,
@@ -173,7 +172,11 @@ def _encoder(job: Job, integers: tuple[IntegerColumn, ...], vocabularies: Mappin
 
 
 def _categorical_columns(
-    job: Job, groups: Sequence[Group], vocabularies: Mapping[str, Vocabulary], written: Mapping[str, Sequence[WrittenShard]]
+    job: Job,
+    options: PreprocessOptions,
+    groups: Sequence[Group],
+    vocabularies: Mapping[str, Vocabulary],
+    written: Mapping[str, Sequence[WrittenShard]],
 ) -> tuple[CategoricalColumn, ...]:
     columns = []
     for column, name in enumerate(job.schema.categories):
@@ -181,30 +184,14 @@ def _categorical_columns(
         columns.append(
             CategoricalColumn(
                 name=name,
-                num_embeddings=vocabulary.num_embeddings if vocabulary else int(job.options.hash_buckets or 0),
+                num_embeddings=vocabulary.num_embeddings if vocabulary else int(options.hash_buckets or 0),
                 distinct=vocabulary.distinct if vocabulary else None,
                 missing=sum(group.counts.missing[column] for group in groups),
-                min_count=job.options.min_count_of(name) if vocabulary else 0,
+                min_count=options.min_count_of(name) if vocabulary else 0,
                 rows_at_zero={split: sum(shard.zeros[column] for shard in written[split]) for split in SPLITS},
                 vocabulary=vocabulary.file if vocabulary else None,
                 is_list=name in job.schema.lists,
+                table=vocabulary.table if vocabulary else None,
             )
         )
     return tuple(columns)
-
-
-def _split(shards: Sequence[WrittenShard]) -> Split:
-    return Split(rows=sum(written.shard.rows for written in shards), shards=tuple(written.shard for written in shards))
-
-
-def _label(written: Mapping[str, Sequence[WrittenShard]]) -> Label:
-    rows = {split: sum(shard.shard.rows for shard in written[split]) for split in SPLITS}
-    ones = {split: sum(shard.positives for shard in written[split]) for split in SPLITS}
-    means = {split: ones[split] / rows[split] if rows[split] else None for split in SPLITS}
-    return Label(mean=sum(ones.values()) / sum(rows.values()), split_means=means)
-
-
-def versions() -> dict[str, str]:
-    """Of what the data set was written with."""
-    packages = ("comera-rec", "numpy", "pyarrow")
-    return {"python": platform.python_version()} | {package: metadata.version(package) for package in packages}

@@ -77,19 +77,26 @@ class Encoder:
         for values, missing, column in zip(parsed.integers, parsed.integer_missing, self.integers, strict=True):
             arrays.append(pa.array(encode_integers(values[rows], missing[rows], column)))
         zeros = []
-        for number, ids_of in enumerate(self.ids_of):
-            single = number < len(parsed.keys)
-            if single:
-                keys, missing = parsed.keys[number][rows], parsed.key_missing[number][rows]
+        for number in range(len(self.ids_of)):
+            ids, lengths, at_zero = self.ids(parsed, number, rows)
+            zeros.append(at_zero)
+            if lengths is None:
+                arrays.append(pa.array(ids))
             else:
-                keys, lengths = list_elements(parsed, number - len(parsed.keys), rows)
-                missing = np.zeros(len(keys), np.bool_)
-            ids = np.empty(len(keys), np.int32)
-            zeros.append(ids_of(keys, missing, ids))
-            arrays.append(
-                pa.array(ids) if single else pa.ListArray.from_arrays(np.append(0, np.cumsum(lengths)).astype(np.int32), ids)
-            )
+                arrays.append(pa.ListArray.from_arrays(np.append(0, np.cumsum(lengths)).astype(np.int32), ids))
         return pa.table(arrays, schema=self.columns), np.array(zeros, np.int64)
+
+    def ids(self, parsed: Parsed, number: int, rows: Rows) -> tuple[np.ndarray, np.ndarray | None, int]:
+        """The int32 ids of a categorical column in rows, in a list column the lengths of lists, and how many ids are 0."""
+        lengths = None
+        if number < len(parsed.keys):
+            keys, missing = parsed.keys[number][rows], parsed.key_missing[number][rows]
+        else:
+            keys, lengths = list_elements(parsed, number - len(parsed.keys), rows)
+            missing = np.zeros(len(keys), np.bool_)
+        ids = np.empty(len(keys), np.int32)
+        zeros = self.ids_of[number](keys, missing, ids)
+        return ids, lengths, zeros
 
     def writer(self, path: Path) -> pq.ParquetWriter:
         """A writer of shards. Statistics of row groups would be of use to nobody: ids are read, not searched."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -30,6 +30,15 @@ class Splitting:
     val: float = 0.1
     test: float = 0.1
     seed: int = 0
+
+    @classmethod
+    def recorded(cls, options: Mapping[str, Any]) -> Splitting:
+        """From a manifest's options; where they name a split, that takes all rows."""
+        kind = options["split"]
+        if kind in SPLITS:
+            return cls(val=float(kind == "val"), test=float(kind == "test"))
+        names = {"val_fraction": "val", "test_fraction": "test", "seed": "seed"}
+        return cls(kind=kind, **{argument: options[name] for name, argument in names.items() if name in options})
 
     def drawn(self, log: int, starts: np.ndarray) -> np.ndarray:
         """Random splits of rows, as numbers in SPLITS: int8 [n] for where they begin in their log, int64 [n]."""

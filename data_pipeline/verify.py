@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from data_pipeline.columns import LABEL
-from data_pipeline.manifest import REMEDY, Manifest, check_shards
+from data_pipeline.manifest import REMEDY, Manifest, check_file, check_shards
 
 _THREADS = 4
 
@@ -31,8 +31,8 @@ class Verified:
 def verify(manifest: Manifest, folder: Path) -> Verified:
     """Read a data set whole and compare it with its manifest.
 
-    Checked: each file's size, rows and SHA-256; that the splits' shards take every row of the input once; every label, integer and
-    id for its range; and the sums that the manifest states.
+    Checked: each file's size and SHA-256, each shard's rows; that the splits' shards take every row of the input once; every label,
+    integer and id for its range; and the sums that the manifest states.
 
     Raises:
         ValueError: the first difference, with the file, column and row.
@@ -50,13 +50,15 @@ def verify(manifest: Manifest, folder: Path) -> Verified:
             zeros[name] += at_zero
             positives[name] += ones
     _check_sums(manifest, folder, zeros, positives)
-    vocabularies = [column.vocabulary for column in manifest.categorical_columns if column.vocabulary]
+    of_vocabularies = [file for column in manifest.categorical_columns for file in (column.vocabulary, column.table) if file]
+    for file in of_vocabularies:
+        check_file(file, folder, contents=True)
     for column in manifest.categorical_columns:
         if column.vocabulary and column.vocabulary.rows + 1 != column.num_embeddings:
             raise _differs(
                 folder, f"{column.name} has {column.num_embeddings} embeddings, its vocabulary {column.vocabulary.rows} values"
             )
-    shards = [shard for _, shard in work] + vocabularies
+    shards = [shard for _, shard in work] + of_vocabularies
     return Verified(rows=manifest.rows.written, files=len(shards), bytes=sum(shard.bytes for shard in shards))
 
 

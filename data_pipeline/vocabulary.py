@@ -40,12 +40,12 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """A column's vocabulary on disk: the file for people, and the slots of its hash table."""
+    """A column's vocabulary on disk: the file for people, and the hash table that encodes."""
 
     distinct: int
     num_embeddings: int
     file: Shard
-    slots: int
+    table: Shard
 
 
 def merge_runs(runs: Sequence[Run], *, key_dtype: np.dtype, entries: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -86,21 +86,21 @@ def _add(runs: Sequence[Run]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def build_vocabulary(
-    name: str, runs: Sequence[Run], *, key_dtype: np.dtype, min_count: int, entries: int, data: Path, table: Path
+    name: str, runs: Sequence[Run], *, key_dtype: np.dtype, min_count: int, entries: int, data: Path, work: Path
 ) -> Vocabulary:
-    """Merge a column's runs; write `data`/vocabulary/<name>.parquet (value and count in id order from 1) and its hash table.
+    """Merge a column's runs; write `data`/vocabulary/<name>.parquet (value and count in id order from 1) and .table, to look up.
 
     Args:
         name: of the column.
         runs, key_dtype, entries: as for `merge_runs`.
         min_count: values seen fewer times in training get no id.
         data: the data set's folder.
-        table: the hash table's file.
+        work: a folder for what is removed in the end.
 
     Raises:
         ValueError: there are more ids than an int32 holds.
     """
-    files = [table.with_name(f"{name}.{part}") for part in ("keys", "counts", "keys-by-id", "counts-by-id")]
+    files = [work / f"{name}.{part}" for part in ("keys", "counts", "keys-by-id", "counts-by-id")]
     distinct = 0
     with files[0].open("wb") as keys_file, files[1].open("wb") as counts_file:
         for keys, counts in merge_runs(runs, key_dtype=key_dtype, entries=entries):
@@ -113,19 +113,23 @@ def build_vocabulary(
 
     keys_by_id = allocate(files[2], key_dtype, (len(keys),))
     counts_by_id = allocate(files[3], counts.dtype, (len(keys),))
-    slots = capacity_for(len(keys))
-    with replacing(table) as beside:
-        pairs = allocate(beside, key_dtype, (slots, 2))
+    path, table = f"vocabulary/{name}.parquet", f"vocabulary/{name}.table"
+    with replacing(data / table) as beside:
+        pairs = allocate(beside, key_dtype, (capacity_for(len(keys)), 2))
         for start, ids in _ids_by_count(counts):
             block = keys[start : start + len(ids)]
             keys_by_id[ids - 1] = block
             counts_by_id[ids - 1] = counts[start : start + len(ids)]
             insert(pairs, block, ids)
         del pairs
-    path = f"vocabulary/{name}.parquet"
     with replacing(data / path) as beside:
         _write_vocabulary(beside, keys_by_id, counts_by_id)
-    found = Vocabulary(distinct=distinct, num_embeddings=len(keys) + 1, file=describe_file(path, data, rows=len(keys)), slots=slots)
+    found = Vocabulary(
+        distinct=distinct,
+        num_embeddings=len(keys) + 1,
+        file=describe_file(path, data, rows=len(keys)),
+        table=describe_file(table, data, rows=len(keys)),
+    )
     del keys, counts, keys_by_id, counts_by_id
     for file in files:
         remove(file)

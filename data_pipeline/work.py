@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
-from data_pipeline.atomic import check_output_folder, hidden, put_in_place, reason_of, remove, replacing
+from data_pipeline.atomic import check_output_file, check_output_folder, hidden, put_in_place, reason_of, remove, replacing
 
 Record = TypeVar("Record")
 Tell = Callable[[str], None]
@@ -56,8 +56,10 @@ class WorkFolder:
 
 
 @contextmanager
-def work_folder(output: Path, *, identity: dict[str, Any], marker: str, overwrite: bool, tell: Tell) -> Iterator[WorkFolder]:
+def work_folder(output: Path, *, identity: dict[str, Any], marker: str | None, overwrite: bool, tell: Tell) -> Iterator[WorkFolder]:
     """Give the output's work folder as an earlier run of this identity left it; its data become `output` when the block ends.
+
+    Without a marker the output is a file, which the block leaves among the data under the output's name.
 
     When the block raises, the folder stays if any part is done, for the same command to go on.
 
@@ -75,15 +77,18 @@ def work_folder(output: Path, *, identity: dict[str, Any], marker: str, overwrit
         work.path.mkdir(parents=True, exist_ok=True)
         with _locked(work.path, output):
             try:
-                if (output / marker).exists() and not work.data.exists():
+                if (output / (marker or "")).exists() and not work.data.exists():
                     _empty(work.path)  # an earlier run was killed between putting its data in place and cleaning up
-                check_output_folder(output, marker=marker, overwrite=overwrite)
+                if marker:
+                    check_output_folder(output, marker=marker, overwrite=overwrite)
+                else:
+                    check_output_file(output, overwrite=overwrite)
                 _open(work, identity, output, tell)
                 yield work
-                put_in_place(work.data, output)
+                put_in_place(work.data if marker else work.data / output.name, output)
                 _discard(work.path)
             finally:
-                if not any(work.path.glob("counts/*.json")):
+                if not any(any((work.path / folder).glob("*.json")) for folder in ("counts", "shards")):
                     _discard(work.path)
     except OSError as error:
         remedy = "choose a writable place with enough space"

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from data_pipeline.count_pass import CountedPart
 from data_pipeline.job import Job, part_name
-from data_pipeline.manifest import SPLITS, Shard
+from data_pipeline.manifest import SPLITS, Label, Shard, Split
 from data_pipeline.parts import Part
 from data_pipeline.pool import Schedule
 from data_pipeline.shards import Encoder, PartShards, WrittenShard, write_part
@@ -61,6 +61,20 @@ def write_logs(
     return by_split
 
 
+def describe_splits(written: Mapping[str, Sequence[WrittenShard]]) -> dict[str, Split]:
+    """The splits' records in the manifest."""
+    shards = {name: tuple(each.shard for each in written[name]) for name in SPLITS}
+    return {name: Split(rows=sum(shard.rows for shard in of_split), shards=of_split) for name, of_split in shards.items()}
+
+
+def describe_label(written: Mapping[str, Sequence[WrittenShard]]) -> Label:
+    """The shares of ones that were written."""
+    rows = {split: sum(shard.shard.rows for shard in written[split]) for split in SPLITS}
+    ones = {split: sum(shard.positives for shard in written[split]) for split in SPLITS}
+    means = {split: ones[split] / rows[split] if rows[split] else None for split in SPLITS}
+    return Label(mean=sum(ones.values()) / sum(rows.values()), split_means=means)
+
+
 def _write(encoder: Encoder, job: Job, part: Part, planned: PlannedPart) -> tuple[tuple[int, int], PartShards]:
     key = part.log, part.number
     shards = _written_before(job, key)
@@ -82,7 +96,7 @@ def _plan(job: Job, parts: Sequence[CountedPart], bounds: tuple[int, int]) -> di
     planned: dict[tuple[int, int], PlannedPart] = {}
     numbers = Counter[str]()
     for part in parts:
-        by_place = rows_by_place(part.first_row, part.counts.rows, bounds) if job.options.split != "random" else None
+        by_place = rows_by_place(part.first_row, part.counts.rows, bounds) if job.splitting.kind != "random" else None
         if by_place is None:
             sizes = dict(zip(SPLITS, part.counts.split_rows or (), strict=True))
         else:

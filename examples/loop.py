@@ -1,4 +1,4 @@
-"""What both examples share: the form of their layers, the training loop, and the record of a run."""
+"""What examples share: the form of their layers, the training loop, and the record of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -21,7 +21,8 @@ from tqdm import tqdm
 import comera_rec as cr
 from comera_rec.nn import EMBEDDING_STD, dense_embedding
 from comera_rec.training.config import LinearsConfig
-from examples.text import TextBatch
+
+Batch = TypeVar("Batch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +91,8 @@ def _embeddings(tokens: EmbeddingSettings) -> Callable[[int, int], nn.Module]:
 
 def fit(
     model: nn.Module,
-    batches: Iterator[TextBatch],
-    loss_of: Callable[[TextBatch], Tensor],
+    batches: Iterator[Batch],
+    loss_of: Callable[[Batch], Tensor],
     settings: TrainingSettings,
     ranks: cr.RankConfig | None,
 ) -> dict[str, Any]:

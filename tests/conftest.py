@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
 from torchrec import KeyedJaggedTensor
 
+TOGETHER = "serving"  # tests that share models which take long to compile
+if "PYTEST_XDIST_WORKER" in os.environ:  # commands that tests start share the cores with other workers'
+    os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)  # tensors here are small: threads would only wait for each other, long where the cores are shared
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which deterministic products on a GPU need
 settings.register_profile("comera", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("comera")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where several workers run the tests, one of them begins with those that go together."""
+    together = Path(__file__).parent / TOGETHER
+    for item in items:
+        if together in item.path.parents:
+            item.add_marker(pytest.mark.xdist_group(TOGETHER))
+    items.sort(key=lambda item: together not in item.path.parents)
 
 
 @pytest.fixture(autouse=True, scope="session")

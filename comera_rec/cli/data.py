@@ -1,27 +1,31 @@
-"""Commands on logs and data sets: `synth`, `preprocess`, `verify`, `describe`, `to-npy`. None needs torch."""
+"""Commands on logs and data sets: `synth`, `preprocess`, `transform`, `verify`, `describe`, `to-npy`. None needs torch."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import click
 
 from data_pipeline.describe import describe as describe_data_set
 from data_pipeline.describe import to_text, write_html
-from data_pipeline.manifest import Manifest, read_manifest
+from data_pipeline.manifest import SPLITS, Manifest, read_manifest
 from data_pipeline.npy import export_npy
 from data_pipeline.options import PreprocessOptions, format_bytes, parse_bytes
 from data_pipeline.preprocess import preprocess as write_data_set
 from data_pipeline.schema import read_schema
-from data_pipeline.sources import by_number, expand
+from data_pipeline.sources import Source, by_number, expand
 from data_pipeline.splits import SplitKind
 from data_pipeline.synth import SynthOptions, truth_path
 from data_pipeline.synth import synth as write_log
+from data_pipeline.transform import TransformOptions
+from data_pipeline.transform import transform as transform_logs
 from data_pipeline.verify import verify as verify_data_set
 
 _PATH = click.Path(path_type=Path)
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 @click.command(short_help="Write Criteo-format logs with a planted signal of known best AUC.")
@@ -66,16 +70,56 @@ class _Bytes(click.ParamType):
             self.fail(str(error), param, ctx)
 
 
+def _pass_options(command: _Command) -> _Command:
+    """Add the options of every pass over logs, `PassOptions`; --output is the command's."""
+    options = (
+        click.option(
+            "--input",
+            "first_inputs",
+            multiple=True,
+            required=True,
+            metavar="RAW [RAW ...]",
+            help="Logs in time order: files, URLs such as s3://bucket/day_*.gz, or torchrec's *_sparse.npy with their neighbours.",
+        ),
+        click.argument("more_inputs", nargs=-1, metavar=""),
+        click.option(
+            "--max-bad-rows", default=0, show_default=True, help="Malformed lines that may be dropped before the run stops."
+        ),
+        click.option(
+            "--part-size",
+            "part_bytes",
+            type=_Bytes(),
+            default="64MiB",
+            show_default=True,
+            help="Text worked on, and kept, at once.",
+        ),
+        click.option(
+            "--memory-limit", type=_Bytes(), default="2GiB", show_default=True, help="Bounds how many parts are worked on at once."
+        ),
+        click.option("--workers", type=int, metavar="N", help="Threads; default one a core, as far as memory goes."),
+        click.option(
+            "--scheduler", metavar="ADDRESS|local", help="Work on a Dask cluster: tcp://host:8786, or processes on this machine."
+        ),
+        click.option("--overwrite", is_flag=True, help="Replace what is finished."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _inputs(first: tuple[str, ...], more: tuple[str, ...]) -> tuple[Source, ...]:
+    """The logs that --input names, in order."""
+    if len(first) > 1 and more:
+        raise ValueError("--input is given several times, once with several files; name all files after one --input")
+    given = expand(first + more)
+    inputs = by_number(given)
+    if inputs != given:
+        click.echo(f"taking the logs by their numbers: {inputs[0]} ... {inputs[-1]}", err=True)
+    return inputs
+
+
 @click.command(short_help="Turn Criteo or other logs into Parquet shards and a manifest.")
-@click.option(
-    "--input",
-    "first_inputs",
-    multiple=True,
-    required=True,
-    metavar="RAW [RAW ...]",
-    help="Logs in time order: files, URLs such as s3://bucket/day_*.gz, or torchrec's *_sparse.npy with their neighbours.",
-)
-@click.argument("more_inputs", nargs=-1, metavar="")
+@_pass_options
 @click.option("--output", type=_PATH, required=True, metavar="DATA", help="Folder of the data set, new or empty.")
 @click.option("--schema", type=_PATH, metavar="FILE", help="TOML file that names the columns of logs other than Criteo's.")
 @click.option(
@@ -96,16 +140,6 @@ class _Bytes(click.ParamType):
 @click.option("--val-fraction", default=0.1, show_default=True, help="Share of the rows, before the test rows, for validation.")
 @click.option("--test-fraction", default=0.1, show_default=True, help="Share of the rows, the last ones, for the test.")
 @click.option("--seed", default=0, show_default=True, help="Of a random split.")
-@click.option("--max-bad-rows", default=0, show_default=True, help="Malformed lines that may be dropped before the run stops.")
-@click.option(
-    "--part-size", "part_bytes", type=_Bytes(), default="64MiB", show_default=True, help="Text worked on, and kept, at once."
-)
-@click.option(
-    "--memory-limit", type=_Bytes(), default="2GiB", show_default=True, help="Bounds how many parts are worked on at once."
-)
-@click.option("--workers", type=int, metavar="N", help="Threads; default one a core, as far as memory goes.")
-@click.option("--scheduler", metavar="ADDRESS|local", help="Work on a Dask cluster: tcp://host:8786, or processes on this machine.")
-@click.option("--overwrite", is_flag=True, help="Replace a finished data set.")
 def preprocess(first_inputs: tuple[str, ...], more_inputs: tuple[str, ...], schema: Path | None, **chosen: Any) -> None:
     """Turn logs (plain or .gz; Criteo's, with or without label, or others by --schema) into Parquet shards and manifest.json.
 
@@ -116,20 +150,46 @@ def preprocess(first_inputs: tuple[str, ...], more_inputs: tuple[str, ...], sche
     Example:
       comera preprocess --input day_*.gz --output data/ --split day --memory-limit 16GiB
     """
-    if len(first_inputs) > 1 and more_inputs:
-        raise ValueError("--input is given several times, once with several files; name all files after one --input")
     start = time.perf_counter()
-    given = expand(first_inputs + more_inputs)
-    inputs = by_number(given)
-    if inputs != given:
-        click.echo(f"taking the logs by their numbers: {inputs[0]} ... {inputs[-1]}", err=True)
     options = PreprocessOptions(
-        inputs=inputs,
+        inputs=_inputs(first_inputs, more_inputs),
         schema=read_schema(schema) if schema else None,
         **_min_counts(chosen.pop("min_counts")),
         **chosen,
     )
     manifest = write_data_set(options, tell=lambda line: click.echo(line, err=True))
+    click.echo(_summary(manifest, options.output, time.perf_counter() - start))
+
+
+@click.command(short_help="Encode new logs with a data set's vocabularies.")
+@_pass_options
+@click.option("--data", type=_PATH, required=True, help="The data set whose vocabularies are used.")
+@click.option("--output", type=_PATH, required=True, metavar="NEWDATA", help="Folder of the new data set, new or empty.")
+@click.option(
+    "--schema", type=_PATH, metavar="FILE", help="TOML file with the new logs' columns, where labels or ignored ones differ."
+)
+@click.option(
+    "--split",
+    type=click.Choice(("source", *SPLITS)),
+    default="source",
+    show_default=True,
+    help="All new rows to one split, or divided as the data set's own logs were.",
+)
+def transform(first_inputs: tuple[str, ...], more_inputs: tuple[str, ...], schema: Path | None, **chosen: Any) -> None:
+    """Encode new logs with the vocabularies of a data set, for models that were trained on it.
+
+    Values that the data set has no id for become 0. By default new rows are divided as those of the data set were, ready to train
+    on; `--split test` takes them all, to see what yesterday's model makes of today.
+
+    \b
+    Example:
+      comera transform --data data/ --input today.gz --output today/
+      comera evaluate --checkpoint runs/compressed --data today/
+    """
+    start = time.perf_counter()
+    inputs = _inputs(first_inputs, more_inputs)
+    options = TransformOptions(inputs=inputs, schema=read_schema(schema) if schema else None, **chosen)
+    manifest = transform_logs(options, tell=lambda line: click.echo(line, err=True))
     click.echo(_summary(manifest, options.output, time.perf_counter() - start))
 
 

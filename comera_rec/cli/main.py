@@ -5,24 +5,31 @@ A subcommand's module is imported when the subcommand runs: preprocessing needs 
 
 from __future__ import annotations
 
+import dis
 import importlib
 import os
 import sys
+from pathlib import Path
 
 import click
 
 COMMANDS = {
     "synth": ("comera_rec.cli.data", "Write Criteo-format logs with a planted signal of known best AUC."),
     "preprocess": ("comera_rec.cli.data", "Turn Criteo logs into Parquet shards and a manifest."),
+    "transform": ("comera_rec.cli.data", "Encode new logs with a data set's vocabularies."),
     "verify": ("comera_rec.cli.data", "Check a data set against its manifest."),
     "describe": ("comera_rec.cli.data", "Show what is in a data set."),
     "to-npy": ("comera_rec.cli.data", "Write a data set as torchrec's .npy files."),
     "train": ("comera_rec.cli.model", "Train a DLRM, dense or compressed, from a TOML config."),
     "evaluate": ("comera_rec.cli.model", "Print AUC, NE and logloss of a trained run as one JSON line."),
     "compress": ("comera_rec.cli.model", "Compress a trained dense run, or any TorchRec model's state dict, by TT-SVD."),
+    "score": ("comera_rec.cli.serving", "Write a model's scores of a log or of a data set."),
+    "serve": ("comera_rec.cli.serve", "Answer requests over HTTP."),
     "report": ("comera_rec.cli.model", "Compare runs on one self-contained HTML page."),
-    "export": ("comera_rec.cli.model", "Write a trained run as a dense model without TT modules."),
+    "export": ("comera_rec.cli.model", "Write a trained run as one file that answers requests, or without TT modules."),
 }
+
+_OURS = tuple(Path(__file__).parents[2] / package for package in ("comera_rec", "data_pipeline"))
 
 
 class LazyGroup(click.Group):
@@ -58,7 +65,8 @@ def cli() -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit: 0 on success, 2 on a user's mistake, told in one line on standard error.
 
-    Set COMERA_TRACEBACK=1 to see where an error came from.
+    A mistake is a ValueError that a `raise` of this project made, or an OSError. Any other error is a fault of the program, which
+    shows its traceback; so do mistakes with COMERA_TRACEBACK=1.
     """
     try:
         status = cli.main(args=arguments, prog_name="comera", standalone_mode=False)
@@ -72,11 +80,21 @@ def main(arguments: list[str] | None = None) -> None:
     except click.ClickException as error:
         message, status = error.format_message(), 2
     except (ValueError, OSError) as error:
-        if os.environ.get("COMERA_TRACEBACK"):
+        if os.environ.get("COMERA_TRACEBACK") or not (isinstance(error, OSError) or _raised_here(error)):
             raise
         message, status = str(error), 2
     click.echo("comera: " + " ".join(message.split()), err=True)
     sys.exit(status)
+
+
+def _raised_here(error: BaseException) -> bool:
+    """Whether a `raise` of this project made the error, rather than a function that it called."""
+    last = error.__traceback__
+    assert last is not None
+    while last.tb_next is not None:
+        last = last.tb_next
+    code = last.tb_frame.f_code
+    return any(map(Path(code.co_filename).is_relative_to, _OURS)) and code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
 
 
 if __name__ == "__main__":

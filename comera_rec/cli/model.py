@@ -6,18 +6,25 @@ import json
 import logging
 import warnings
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
 import torch.distributed as dist
 
 from comera_rec.convert import TTEmbeddingConfig, compress_state, compression_report, export_dense, read_state, row_importance
+from comera_rec.ops.served_bags import DTYPES
+from comera_rec.serving.export import FORMS, PACKAGE, ExportOptions, export_run
+from comera_rec.serving.triton import export_repository
 from comera_rec.training.batches import ParquetBatches
 from comera_rec.training.compress import compress_run
 from comera_rec.training.config import load_config, parse_overrides
+from comera_rec.training.evaluation import evaluate as evaluate_model
+from comera_rec.training.model import Schema
 from comera_rec.training.report import summary_table, write_report, write_summary
-from comera_rec.training.trainer import Diverged, Interrupted, Schema, Trainer, load_run
-from comera_rec.training.trainer import evaluate as evaluate_model
+from comera_rec.training.runs import load_run
+from comera_rec.training.stopping import Interrupted
+from comera_rec.training.trainer import Diverged, Trainer
 from data_pipeline.manifest import read_manifest
 
 # TorchRec asks on every start whether it is being traced, and torch answers with a warning about the question.
@@ -74,22 +81,20 @@ def train(context: click.Context, config_path: str, overrides: tuple[str, ...]) 
 @click.option("--data", required=True, type=click.Path(), metavar="DATA", help="Folder of a preprocessed data set.")
 @click.option("--split", default="test", show_default=True, help="train, val or test.")
 @click.option("--batch-size", default=2048, show_default=True, help="Rows in a batch.")
-def evaluate(run: str, data: str, split: str, batch_size: int) -> None:
-    """Print AUC, NE and logloss of a run's last checkpoint as one JSON line.
+@click.option("--last", is_flag=True, help="The last checkpoint, of a run that keeps its best one too.")
+def evaluate(run: str, data: str, split: str, batch_size: int, last: bool) -> None:
+    """Print AUC, NE and logloss of a run's last checkpoint, or the best one where training.keep_best kept it, as one JSON line.
 
     \b
     Example:
       comera evaluate --checkpoint runs/compressed --data data/ --split test
     """
     batches = ParquetBatches(data, split, batch_size=batch_size)
-    model, _, schema = load_run(run)
-    found = Schema.of(read_manifest(data))
-    if found != schema:
-        columns = {*found.sparse, *schema.sparse}
-        differing = sorted(name for name in columns if found.sparse.get(name) != schema.sparse.get(name))
+    model, _, schema = load_run(run, last=last)
+    if differing := schema.differences(Schema.of(read_manifest(data))):
         raise ValueError(
             f"{run} was trained with other columns or vocabularies than {data} holds "
-            f"(they differ in {', '.join(differing) or 'the integers'}): give the data set it was trained on"
+            f"(they differ in {', '.join(differing)}): give the data set it was trained on"
         )
     click.echo(json.dumps(evaluate_model(model, batches, torch.device("cpu"))))
 
@@ -177,7 +182,7 @@ def report(runs: tuple[Path, ...], output: Path | None, truth: Path | None) -> N
       comera report --run runs/dense --run runs/compressed --output report.html
     """
     page = output or runs[0] / "report.html"
-    best_auc = None if truth is None else json.loads(truth.read_text())["last_tenth"]["best_auc"]
+    best_auc = None if truth is None else _best_auc(truth)
     write_report(list(runs), page, best_auc=best_auc)
     write_summary(list(runs), page.with_name("summary.json"))
     click.echo(summary_table(list(runs)))
@@ -186,21 +191,59 @@ def report(runs: tuple[Path, ...], output: Path | None, truth: Path | None) -> N
     click.echo(f"wrote {page}")
 
 
-@click.command()
-@click.option("--checkpoint", "run", required=True, type=click.Path(), metavar="RUN", help="Folder of a run.")
-@click.option("--output", required=True, type=click.Path(path_type=Path), metavar="DIR", help="New folder for the dense model.")
-def export(run: str, output: Path) -> None:
-    """Write a run's model without tensor-train modules: its state dict, and what is needed to rebuild it.
+def _best_auc(truth: Path) -> float:
+    try:
+        return float(json.loads(truth.read_text())["last_tenth"]["best_auc"])
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"--truth {truth} is not what `comera synth` writes beside its log: give that file") from None
 
+
+@click.command()
+@click.option("--checkpoint", "run", required=True, type=click.Path(path_type=Path), metavar="RUN", help="Folder of a run.")
+@click.option("--output", type=click.Path(path_type=Path), metavar="MODEL.pt2|DIR/", help="The file to write; a folder: dense.")
+@click.option("--data", type=click.Path(path_type=Path), help="Folder of the data set; default the one the run was trained on.")
+@click.option(
+    "--form", type=click.Choice(list(FORMS)), default="portable", show_default=True, help="fast: libcomera_rec.so is put beside."
+)
+@click.option("--dtype", type=click.Choice(list(DTYPES)), default="float32", show_default=True, help="How tables are stored.")
+@click.option("--expand", default=0, metavar="BYTES", help="For rows of the most frequent ids, formed in advance.")
+@click.option("--last", is_flag=True, help="The last checkpoint, of a run that keeps its best one too.")
+@click.option("--triton", type=click.Path(path_type=Path), metavar="DIR", help="Instead of --output a Triton model repository.")
+def export(run: Path, output: Path | None, triton: Path | None, **options: Any) -> None:
+    """Write a run's model as one file that answers requests, or without TT modules.
+
+    MODEL.pt2 is compiled by AOTInductor: it runs in Python, C++ and Triton Inference Server, given dense [B, I] float32, values [V]
+    int64 column by column and lengths [F * B] int64, and gives probabilities [B]. The form `portable` needs torch alone.
     DIR/model.pt is the state dict of TorchRec's DLRM over an EmbeddingBagCollection, DIR/model.json its tables and layer sizes.
 
     \b
     Example:
+      comera export --checkpoint runs/compressed --output model.pt2 --form fast --dtype int8
+      comera export --checkpoint runs/compressed --triton repository/
       comera export --checkpoint runs/compressed --output exported/
     """
+    if (output is None) == (triton is None):
+        raise click.UsageError("give --output or --triton")
+    if triton is not None:
+        folder, metadata = export_repository(ExportOptions(run=run, **options), triton)
+        written = folder / PACKAGE
+    elif output is not None and output.suffix == ".pt2":
+        metadata, written = export_run(ExportOptions(run=run, **options), output), output
+    else:
+        assert output is not None
+        _export_dense(run, output, last=options["last"])
+        return
+    assert metadata.ne is not None
+    assert metadata.trained_ne is not None
+    change = 100 * (metadata.ne / metadata.trained_ne - 1)
+    quality = f"test AUC {metadata.auc:.4f}, NE {metadata.ne:.4f} ({change:+.3f} % of the run's)"
+    click.echo(f"wrote {written}: {written.stat().st_size:,} bytes, {quality}")
+
+
+def _export_dense(run: Path, output: Path, *, last: bool) -> None:
     if output.exists():
         raise ValueError(f"{output} exists: give a new folder")
-    model, config, schema = load_run(run)
+    model, config, schema = load_run(run, last=last)
     dense = export_dense(model)
     partial = output.with_name(output.name + ".partial")
     partial.mkdir(parents=True, exist_ok=True)

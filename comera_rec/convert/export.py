@@ -6,18 +6,18 @@ import copy
 
 import torch
 from torch import nn
-from torchrec import EmbeddingBagCollection
+from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
 from comera_rec.nn import TTLinear, TTModule
-from comera_rec.recsys import TTEmbeddingBagCollection
+from comera_rec.recsys import TTEmbeddingBagCollection, TTEmbeddingCollection
 
 
 def export_dense(model: nn.Module) -> nn.Module:
     """Copy a model with every tensor-train module contracted to its plain torch or TorchRec equivalent.
 
     The copy predicts the same numbers and needs no part of this library. Collections, fused ones inside them included, become
-    `torchrec.EmbeddingBagCollection`.
+    `torchrec.EmbeddingBagCollection` and `torchrec.EmbeddingCollection`.
 
     Args:
         model: any module; left as it is.
@@ -42,6 +42,8 @@ def export_dense(model: nn.Module) -> nn.Module:
 def _dense_equivalent(module: nn.Module) -> nn.Module | None:
     if isinstance(module, TTEmbeddingBagCollection):
         return _dense_collection(module)
+    if isinstance(module, TTEmbeddingCollection):
+        return _dense_sequences(module)
     if isinstance(module, TTModule):
         return module.to_dense()
     if isinstance(module, FusedEmbeddingBagCollection):
@@ -49,6 +51,15 @@ def _dense_equivalent(module: nn.Module) -> nn.Module | None:
         plain.load_state_dict(module.state_dict())
         return plain
     return None
+
+
+def _dense_sequences(module: TTEmbeddingCollection) -> EmbeddingCollection:
+    configs = [config.dense() for config in module.embedding_configs()]
+    bags = _dense_collection(module.tables).embedding_bags
+    dense = EmbeddingCollection(configs, next(module.parameters()).device, module.need_indices())
+    for name, table in dense.embeddings.items():
+        table.weight = bags[name].weight
+    return dense
 
 
 def _dense_collection(module: TTEmbeddingBagCollection) -> EmbeddingBagCollection:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from comera_rec.convert.budget import fit_tables_
+from comera_rec.convert.folders import TensorReader
 from comera_rec.convert.swap import TTEmbeddingConfig
 from comera_rec.nn import TTEmbeddingBag
 
@@ -123,13 +123,12 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
     if path.is_dir():
         if not (path / ".metadata").exists():
             raise ValueError(f"{path} holds no .metadata: give the folder that torch.distributed.checkpoint wrote")
-        reader = dcp.FileSystemReader(path)
-        kept = reader.read_metadata().state_dict_metadata
-        state = {
-            name: torch.empty(entry.size, dtype=entry.properties.dtype)
-            for name, entry in kept.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
+        reader = TensorReader(path)
+        try:
+            kept = reader.tensors()
+        except Exception as error:  # whatever unpickling raises
+            raise ValueError(f"{path} can't be read as a distributed checkpoint: {error}") from None
+        state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in kept.items()}
         with warnings.catch_warnings(action="ignore"):  # that there is one process
             dcp.load(state, storage_reader=reader, no_dist=True)
         return state

@@ -6,16 +6,20 @@ import logging
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-import torch
 from torch import nn
-from torchrec import EmbeddingBagCollection
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, EmbeddingConfig
 
-from comera_rec.nn import keep_buffers_and_mode_, parameter_owners, replace_modules_
+from comera_rec.nn import TTEmbeddingBag, keep_buffers_and_mode_, parameter_owners, replace_modules_
 from comera_rec.nn.compress import require_init, require_one_size
-from comera_rec.recsys import TTEmbeddingBagCollection, TTEmbeddingBagConfig
+from comera_rec.recsys import (
+    TTEmbeddingBagCollection,
+    TTEmbeddingBagConfig,
+    TTEmbeddingCollection,
+    TTEmbeddingCollectionConfig,
+)
 from comera_rec.tt import Blocks, TTShape, blocks_params, staircases
 
 AUTO_SHARES = (0.8, 0.5, 0.25, 0.0)  # of hot rows; the first beside which TT rank 1 fits
@@ -50,7 +54,7 @@ class TTEmbeddingConfig:
         if self.hot_rows != "auto" and not (isinstance(self.hot_rows, int | float) and 0 <= self.hot_rows < 1):
             raise ValueError(f"hot_rows is {self.hot_rows!r}: give 'auto', or a share of the parameters from 0 to below 1")
 
-    def table_configs(self, tables: Sequence[EmbeddingBagConfig], *, dense: Collection[str] = ()) -> list[TTEmbeddingBagConfig]:
+    def table_configs(self, tables: Sequence[Any], *, dense: Collection[str] = ()) -> list[Any]:
         """The configs of a collection's tables with the shapes this config gives them.
 
         Args:
@@ -73,7 +77,7 @@ class TTEmbeddingConfig:
             hot, shapes = self._held(large, budget, share)
             if shapes is not None:
                 of_table = {table.name: held for table, *held in zip(large, shapes, hot, strict=True)}
-                return [TTEmbeddingBagConfig.from_dense(table, *of_table.get(table.name, (None,))) for table in tables]
+                return [_with_tt(table, *of_table.get(table.name, (None,))) for table in tables]
         raise ValueError(
             f"compression {self.compression} can't be reached: the tables below {self.min_rows} rows, which stay dense, and "
             f"the others at rank 1{f' beside hot_rows {self.hot_rows}' if self.hot_rows else ''} are larger than that; lower "
@@ -81,7 +85,7 @@ class TTEmbeddingConfig:
         )
 
     def _held(
-        self, tables: Sequence[EmbeddingBagConfig], budget: float | None, share: float
+        self, tables: Sequence[BaseEmbeddingConfig], budget: float | None, share: float
     ) -> tuple[list[Blocks], list[TTShape] | None]:
         """Hot rows and TT shapes of tables; no shapes where not even rank 1 fits a budget beside these rows."""
         if budget is None:
@@ -95,10 +99,10 @@ class TTEmbeddingConfig:
         return hot, fitting
 
     @staticmethod
-    def _shape(table: EmbeddingBagConfig, tt_ranks: int | tuple[int, ...] | None, order: int | None) -> TTShape:
+    def _shape(table: BaseEmbeddingConfig, tt_ranks: int | tuple[int, ...] | None, order: int | None) -> TTShape:
         return TTShape.for_table(table.num_embeddings, table.embedding_dim, tt_ranks=tt_ranks, order=order)
 
-    def _fitting_shapes(self, tables: Sequence[EmbeddingBagConfig], budget: float) -> list[TTShape] | None:
+    def _fitting_shapes(self, tables: Sequence[BaseEmbeddingConfig], budget: float) -> list[TTShape] | None:
         best: tuple[int, list[TTShape] | None] = (0, None)
         for order in (self.order,) if self.order else (2, 3, 4):
             ranks = range(1, max(table.num_embeddings for table in tables) + 1)
@@ -109,11 +113,18 @@ class TTEmbeddingConfig:
                 break
         return best[1]
 
-    def _params(self, tables: Sequence[EmbeddingBagConfig], rank: int, order: int) -> int:
+    def _params(self, tables: Sequence[BaseEmbeddingConfig], rank: int, order: int) -> int:
         return sum(self._shape(table, rank, order).num_params for table in tables)
 
 
-def _hot_rows(tables: Sequence[EmbeddingBagConfig], budget_params: float) -> list[Blocks]:
+def _with_tt(table: BaseEmbeddingConfig, shape: TTShape | None, hot_rows: Blocks = ()) -> Any:
+    if isinstance(table, EmbeddingConfig):
+        return TTEmbeddingCollectionConfig.from_dense(table, shape, hot_rows)
+    assert isinstance(table, EmbeddingBagConfig)
+    return TTEmbeddingBagConfig.from_dense(table, shape, hot_rows)
+
+
+def _hot_rows(tables: Sequence[BaseEmbeddingConfig], budget_params: float) -> list[Blocks]:
     if budget_params <= 0:
         return [()] * len(tables)
     dims = {table.embedding_dim for table in tables}
@@ -158,41 +169,101 @@ def swap_embedding_bag_collections_(
         >>> swap_embedding_bag_collections_(model, TTEmbeddingConfig(tt_ranks=4))[0].tt_bag("t").shape.ranks
         (4,)
     """
+    return _swap_(model, EmbeddingBagCollection, config, filter_fn, init)
+
+
+def swap_embedding_collections_(
+    model: nn.Module,
+    config: TTEmbeddingConfig,
+    *,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    init: str = "random",
+) -> nn.Module:
+    """Replace every `torchrec.EmbeddingCollection`, whose rows are not pooled, by its tensor-train version, in place.
+
+    Everything else is as for `swap_embedding_bag_collections_`.
+
+    Example:
+        >>> import torchrec
+        >>> table = torchrec.EmbeddingConfig(name="t", num_embeddings=50_000, embedding_dim=16, feature_names=["f"])
+        >>> model = torch.nn.Sequential(torchrec.EmbeddingCollection([table]))
+        >>> swap_embedding_collections_(model, TTEmbeddingConfig(tt_ranks=4))[0].tables.tt_bag("t").shape.ranks
+        (4,)
+    """
+    return _swap_(model, EmbeddingCollection, config, filter_fn, init)
+
+
+def _swap_(
+    model: nn.Module,
+    kind: type[EmbeddingBagCollection] | type[EmbeddingCollection],
+    config: TTEmbeddingConfig,
+    filter_fn: Callable[[nn.Module, str], bool] | None,
+    init: str,
+) -> nn.Module:
     require_init(init)
     replacements: dict[nn.Module, nn.Module] = {}
     owners = parameter_owners(model)
     swapped_before = {module.dense_bags for module in model.modules() if isinstance(module, TTEmbeddingBagCollection)}
     for name, module in model.named_modules():
-        if type(module) is not EmbeddingBagCollection or module in swapped_before:
+        if type(module) is not kind or module in swapped_before:
             continue
         if filter_fn is None or filter_fn(module, name):
-            shared = {table: owners[bag.weight] for table, bag in module.embedding_bags.items() if len(owners[bag.weight]) > 1}
+            shared = {table: owners[held.weight] for table, held in _tables(module).items() if len(owners[held.weight]) > 1}
             for table, sharers in shared.items():
                 _LOGGER.info("table %r stays dense: its weight is that of %s", table, " and ".join(repr(n) for n, _ in sharers))
-            tables = config.table_configs(module.embedding_bag_configs(), dense=shared)
+            tables = config.table_configs(_configs(module), dense=shared)
             if any(table.is_tt for table in tables):
                 replacements[module] = _swapped(module, tables, init)
     if not replacements:
+        other = next(
+            (_SWAPS[type(module)] for module in model.modules() if type(module) in _SWAPS and type(module) is not kind), None
+        )
         raise ValueError(
-            "no EmbeddingBagCollection was swapped: none passed filter_fn with a table of at least "
-            f"{config.min_rows} rows; lower min_rows"
+            f"no {kind.__name__} was swapped: none passed filter_fn with a table of at least {config.min_rows} rows; "
+            + (f"for those that the model has, call {other}" if other else "lower min_rows")
         )
     return replace_modules_(model, replacements)
 
 
-def _swapped(module: EmbeddingBagCollection, tables: list[TTEmbeddingBagConfig], init: str) -> TTEmbeddingBagCollection:
+_SWAPS: dict[type[nn.Module], str] = {
+    EmbeddingBagCollection: "swap_embedding_bag_collections_",
+    EmbeddingCollection: "swap_embedding_collections_",
+}
+
+
+def _configs(module: nn.Module) -> Sequence[EmbeddingBagConfig] | Sequence[EmbeddingConfig]:
+    if isinstance(module, EmbeddingCollection):
+        return module.embedding_configs()
+    assert isinstance(module, EmbeddingBagCollection)
+    return module.embedding_bag_configs()
+
+
+def _tables(module: nn.Module) -> dict[str, Any]:
+    """The nn.EmbeddingBags or nn.Embeddings of a collection, by name."""
+    tables: Any = module.embeddings if isinstance(module, EmbeddingCollection) else module.embedding_bags
+    return dict(tables.items())
+
+
+def _swapped(module: nn.Module, tables: Sequence[Any], init: str) -> nn.Module:
     device = next(module.parameters()).device  # where the tables are now; module.device is where they were made
-    swapped = TTEmbeddingBagCollection(tables, module.is_weighted(), device)
+    swapped: TTEmbeddingCollection | TTEmbeddingBagCollection
+    if isinstance(module, EmbeddingCollection):
+        swapped = TTEmbeddingCollection(tables, device, module.need_indices())
+        collection = swapped.tables
+    else:
+        assert isinstance(module, EmbeddingBagCollection)
+        swapped = collection = TTEmbeddingBagCollection(tables, module.is_weighted(), device)
     keep_buffers_and_mode_(swapped, module)
-    for table in tables:
-        bag = module.embedding_bags[table.name]
-        if not table.is_tt:
-            assert isinstance(swapped.dense_bags, EmbeddingBagCollection)
-            swapped.dense_bags.embedding_bags[table.name] = bag
-            continue
-        tt_bag, weight = swapped.tt_bag(table.name), bag.weight
-        assert isinstance(weight, torch.Tensor)
-        if init == "tt_svd":
-            tt_bag.set_dense_matrix_(weight.detach())
-        keep_buffers_and_mode_(tt_bag.requires_grad_(weight.requires_grad), bag)
+    before = _tables(module)
+    for name, held in collection.embedding_bags.items():
+        weight = before[name].weight
+        if isinstance(held, TTEmbeddingBag):
+            if init == "tt_svd":
+                held.set_dense_matrix_(weight.detach())
+            keep_buffers_and_mode_(held.requires_grad_(weight.requires_grad), before[name])
+        elif isinstance(before[name], nn.EmbeddingBag):
+            assert isinstance(collection.dense_bags, EmbeddingBagCollection)
+            collection.dense_bags.embedding_bags[name] = before[name]
+        else:
+            held.weight = weight
     return swapped

@@ -2,6 +2,7 @@
 #include "kernels.h"
 
 #include "products.h"
+#include "serve_kernel.h"
 
 namespace comera {
 namespace {
@@ -636,6 +637,8 @@ const Kernels COMERA_TABLE(COMERA_KERNELS) = {
     finish_sums,
     scaled_rows,
     update_slice,
+    serve_scratch_floats,
+    serve_bags,
 };
 
 }  // namespace comera

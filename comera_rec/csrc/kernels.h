@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "serve.h"
+
 namespace comera {
 
 enum class Number : int32_t { float32, bfloat16, float16 };
@@ -145,6 +147,10 @@ struct Kernels {
   void (*scaled_rows)(const Core&, const float* diagonal, int64_t rows, float* out);
   // A step of the optimizer for one slice, counted from the core's first.
   void (*update_slice)(const Core&, const Update&, int64_t slice, float* gradient);
+
+  // Floats of scratch memory, and the bags of a feature; see serve_kernel.h.
+  int64_t (*serve_scratch_floats)(const ServedFeature&, int64_t columns);
+  int64_t (*serve_bags)(const ServedFeature&, const ServedBags&, float* scratch);
 };
 
 extern const Kernels kernels_portable;

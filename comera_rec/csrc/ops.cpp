@@ -6,12 +6,11 @@
 
 #include <limits>
 #include <optional>
-#include <sstream>
-#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <vector>
 
+#include "tensors.h"
 #include "memory.h"
 #include "parallel.h"
 #include "pool.h"
@@ -19,56 +18,7 @@
 namespace comera {
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
 constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
-
-template <class... Words>
-[[noreturn, gnu::noinline, gnu::cold]] void refuse(const Words&... words) {
-  std::ostringstream message;
-  (message << ... << words);
-  throw std::invalid_argument(message.str());
-}
-
-template <class... Words>
-inline void require(bool is_met, const Words&... words) {
-  if (!is_met) refuse(words...);
-}
-
-// A tensor's shape in a message; written only if there is one.
-struct Shape {
-  const Tensor& tensor;
-};
-
-Shape shape_of(const Tensor& tensor) { return {tensor}; }
-
-std::ostream& operator<<(std::ostream& out, const Shape& shape) {
-  out << '(';
-  for (int64_t k = 0; k < shape.tensor.dim(); ++k) out << (k ? ", " : "") << shape.tensor.size(k);
-  return out << ')';
-}
-
-void require_plain(const Tensor& tensor, const char* name, ScalarType type, const char* type_name) {
-  require(tensor.scalar_type() == type, name, " is of another type than ", type_name, ": convert it");
-  require(tensor.is_cpu() && tensor.is_contiguous(), name, " is not a contiguous tensor on CPU: move it, or copy it");
-}
-
-Tensor empty(std::vector<int64_t> sizes, ScalarType type) {
-  return torch::stable::empty(
-      sizes, type, std::nullopt, torch::stable::Device(torch::headeronly::DeviceType::CPU));
-}
-
-// Floats in memory that returns to where the next call takes it from.
-Tensor reused(std::vector<int64_t> sizes) {
-  int64_t count = 1;
-  std::vector<int64_t> strides(sizes.size());
-  for (size_t k = sizes.size(); k-- > 0; count *= sizes[k]) strides[k] = count;
-  if (count == 0) return empty(sizes, ScalarType::Float);
-  return torch::stable::from_blob(
-      take_memory(sizeof(float) * size_t(count)), sizes, strides, torch::stable::Device(torch::headeronly::DeviceType::CPU),
-      ScalarType::Float, give_memory);
-}
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_lookup(
     std::vector<Tensor> ids, std::vector<int64_t> num_embeddings, std::vector<int64_t> row_shapes, bool parallel) {

@@ -68,6 +68,39 @@ COMERA_INLINE void store_part(float* to, Vector<kWidth> value, int64_t count) {
 #endif
 }
 
+// As many bfloat16 as the widest vector has floats, or int8.
+COMERA_INLINE Vector<kWidth> load_bfloat16(const void* from) {
+#if defined(__AVX512F__)
+  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(from)));
+  return (Vector<kWidth>)_mm512_slli_epi32(wide, 16);
+#elif defined(__AVX2__)
+  const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(from)));
+  return (Vector<kWidth>)_mm256_slli_epi32(wide, 16);
+#else
+  uint16_t bits[kWidth];
+  uint32_t wide[kWidth];
+  std::memcpy(bits, from, sizeof bits);
+  for (int n = 0; n < kWidth; ++n) wide[n] = uint32_t(bits[n]) << 16;
+  Vector<kWidth> value;
+  std::memcpy(&value, wide, sizeof value);
+  return value;
+#endif
+}
+
+COMERA_INLINE Vector<kWidth> load_int8(const void* from) {
+#if defined(__AVX512F__)
+  return (Vector<kWidth>)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(from))));
+#elif defined(__AVX2__)
+  return (Vector<kWidth>)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(from))));
+#else
+  int8_t numbers[kWidth];
+  std::memcpy(numbers, from, sizeof numbers);
+  Vector<kWidth> value{};
+  for (int n = 0; n < kWidth; ++n) value[n] = float(numbers[n]);
+  return value;
+#endif
+}
+
 template <int W>
 COMERA_INLINE float sum_of(Vector<W> value) {
   if constexpr (W == 1) {

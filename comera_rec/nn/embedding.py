@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from comera_rec.nn.table import TTTable, require_plain_rows
+from comera_rec.nn.tracing import one_call_in_fx
 from comera_rec.ops import tt_bags
 from comera_rec.tt import TTShape, contract
 
@@ -30,6 +31,7 @@ class TTEmbedding(TTTable):
         (torch.Size([1, 3, 768]), torch.Size([1, 3, 30522]))
     """
 
+    @one_call_in_fx
     def forward(self, input: Tensor) -> Tensor:
         """Ids of any shape [...] -> rows [..., N].
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from comera_rec.nn.table import TTTable, require_plain_rows
+from comera_rec.nn.tracing import one_call_in_fx
 from comera_rec.ops import tt_bags
 from comera_rec.tt import TTShape
 
@@ -80,6 +81,7 @@ class TTEmbeddingBag(TTTable):
         self.mode = mode
         self.include_last_offset = include_last_offset
 
+    @one_call_in_fx
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Pool bags of rows; arguments as in `torch.nn.EmbeddingBag`.
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from comera_rec.nn.tracing import one_call_in_fx
 from comera_rec.nn.tt_module import TTModule
 from comera_rec.ops import require_float8, tt_linear
 from comera_rec.tt import Contraction, TTShape, best_contractions, contraction_for, require_positive
@@ -109,6 +110,7 @@ class TTLinear(TTModule):
         """
         return self.dense_matrix().mT
 
+    @one_call_in_fx
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
         if input.shape[-1] != self.in_features:

@@ -5,7 +5,7 @@ from comera_rec.rank.growth import grow_ranks_
 from comera_rec.rank.importance import magnitude_scores, norm_scores
 from comera_rec.rank.objectives import Achievement, Budget, Objective, Price
 from comera_rec.rank.param_groups import rank_param_groups
-from comera_rec.rank.penalty import core_norm, model_size_surrogate, size_surrogate
+from comera_rec.rank.penalty import core_norm, size_surrogate
 from comera_rec.rank.scheduler import RankScheduler
 from comera_rec.rank.selection import within_budget
 from comera_rec.rank.truncation import count_tt_params, keep_ranks_, truncate_ranks_
@@ -22,7 +22,6 @@ __all__ = [
     "grow_ranks_",
     "keep_ranks_",
     "magnitude_scores",
-    "model_size_surrogate",
     "norm_scores",
     "rank_param_groups",
     "size_surrogate",

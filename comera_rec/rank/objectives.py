@@ -6,13 +6,15 @@ class with the three members of `Objective` and a line in `RankScheduler`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from comera_rec.rank.penalty import core_norm, model_size_surrogate
+from comera_rec.nn import TTModule
+from comera_rec.rank.penalty import core_norm, size_surrogate
 
 
 class Objective(Protocol):
@@ -22,7 +24,7 @@ class Objective(Protocol):
     def threshold(self) -> float:
         """Ranks with |D| below it are truncated."""
 
-    def loss(self, task_loss: Tensor, model: nn.Module) -> tuple[Tensor, str | Tensor]:
+    def loss(self, task_loss: Tensor, modules: Sequence[TTModule]) -> tuple[Tensor, str | Tensor]:
         """What to minimize, and which objective it descends on: "loss" or "size", or a tensor of 0 or 1, not waited for."""
 
     def ceiling(self, progress: float) -> float | None:
@@ -45,10 +47,10 @@ class Price:
     beta: float
     threshold: float
 
-    def loss(self, task_loss: Tensor, model: nn.Module) -> tuple[Tensor, str]:
+    def loss(self, task_loss: Tensor, modules: Sequence[TTModule]) -> tuple[Tensor, str]:
         """See the class."""
-        total = task_loss + self.gamma * model_size_surrogate(model) / self.reference if self.gamma else task_loss
-        return total + self.beta * core_norm(model, self.num_cores) if self.beta else total, "loss"
+        total = task_loss + self.gamma * size_surrogate(modules) / self.reference if self.gamma else task_loss
+        return total + self.beta * core_norm(modules, self.num_cores) if self.beta else total, "loss"
 
     def ceiling(self, progress: float) -> None:
         """No ceiling."""
@@ -80,13 +82,13 @@ class Achievement:
     threshold: float
     elsewhere: Tensor | float = 0.0
 
-    def loss(self, task_loss: Tensor, model: nn.Module) -> tuple[Tensor, Tensor]:
+    def loss(self, task_loss: Tensor, modules: Sequence[TTModule]) -> tuple[Tensor, Tensor]:
         """See the class."""
-        size = (model_size_surrogate(model) + self.elsewhere) / self.reference
+        size = (size_surrogate(modules) + self.elsewhere) / self.reference
         gaps = torch.stack([self.w_loss * (task_loss - self.target_loss), self.w_size * (size - self.target)])
         total = gaps.max() + self.rho * (task_loss + size)
         if self.beta:
-            total = total + self.beta * core_norm(model, self.num_cores)
+            total = total + self.beta * core_norm(modules, self.num_cores)
         return total, gaps.detach().argmax()
 
     def ceiling(self, progress: float) -> None:
@@ -106,7 +108,7 @@ class Budget:
     target: float
     threshold: float = 0.0
 
-    def loss(self, task_loss: Tensor, model: nn.Module) -> tuple[Tensor, str]:
+    def loss(self, task_loss: Tensor, modules: Sequence[TTModule]) -> tuple[Tensor, str]:
         """See the class."""
         return task_loss, "loss"
 

@@ -6,30 +6,23 @@ r_k rank of bond k; m_k, n_k modes of core k.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import lru_cache
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from comera_rec.nn import TTModule, named_tt_modules
+from comera_rec.nn import TTModule
 
 
-def size_surrogate(module: TTModule) -> Tensor:
-    """The parameter count with ||D_k||_1 in place of every rank r_k; equal to it while every |D| is 1.
+def size_surrogate(modules: Iterable[TTModule]) -> Tensor:
+    """The parameter count of TT modules with ||D_k||_1 in place of every rank r_k; equal to it while every |D| is 1.
 
     S^(D) = sum_k r^_{k-1} m_k n_k r^_k + sum_k r^_k with r^_k = ||D_k||_1 and r^_0 = r^_d = 1: a rank is priced by the parameters
     it costs, in both modes. CoMERA, section 3.2 (arXiv 2405.14377).
     """
-    return _surrogate([module])
-
-
-def model_size_surrogate(model: nn.Module) -> Tensor:
-    """Sum of `size_surrogate` over the trains of a model that still hold anything."""
-    return _surrogate([module for _, module in named_tt_modules(model) if module.shape.num_params])
-
-
-def _surrogate(modules: list[TTModule]) -> Tensor:
-    # All bonds of all trains in a few operations: a model has hundreds, and a step should not pay for each.
+    # All bonds of all modules in a few operations: a model has hundreds, and a step should not pay for each.
+    modules = [module for module in modules if module.shape.num_params]
     ranks: list[Tensor] = [rank for module in modules for rank in module.rank_parameters()]
     outer = len(ranks)  # place of the outer rank, 1, behind all bonds
     left, right, sizes, bond = [], [], [], 0
@@ -68,16 +61,16 @@ def _indices(
     return tuple(index.to(device) for index in indices)
 
 
-def core_norm(model: nn.Module, num_cores: int | None = None) -> Tensor:
+def core_norm(modules: Iterable[TTModule], num_cores: int | None = None) -> Tensor:
     """Mean over all cores of the mean square entry: keeps scale from hiding in the cores while the rank parameters shrink.
 
     Args:
-        model: holds the trains.
-        num_cores: of the whole model, where this is a process's part of it; default those here that hold anything.
+        modules: whose cores.
+        num_cores: of the whole model, where these are a process's part of it; default those here that hold anything.
     """
     terms = [
         core.square().sum() / math.prod(size)
-        for _, module in named_tt_modules(model)
+        for module in modules
         for core, size in zip(module.cores(), module.whole_shape.core_shapes, strict=True)
         if core.numel()
     ]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from comera_rec.nn import TTModule, named_tt_modules
+from comera_rec.nn import named_tt_modules
 from comera_rec.ops.bags.updates import update_kind
 from comera_rec.rank.config import RankConfig
 from comera_rec.rank.importance import STATIC_SCORES, TaylorScores
@@ -61,11 +61,12 @@ class RankScheduler:
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, config: RankConfig, *, other_bytes: int | None = None) -> None:
-        trains = gather_trains(model)
+        # Walking the model takes longer than a step should pay for; TT modules stay what they are, whatever their ranks.
+        self._modules = dict(named_tt_modules(model))
+        trains = gather_trains(self._modules)
         if not trains:
             raise ValueError("the model holds no tensor-train module: swap tables or linear layers before building a RankScheduler")
         _require_gradients(model, config)
-        self.model = model
         self.optimizer = optimizer
         self.config = config
         self.stage = "early"
@@ -83,7 +84,7 @@ class RankScheduler:
         self._mean_loss = torch.tensor(math.nan, dtype=torch.float32, device=next(model.parameters()).device)
         self._other_bytes = bytes_outside_trains(model) if other_bytes is None else other_bytes
         # A train that several processes hold counts once.
-        self._part_of_one = {name: 1 / count for name, count in count_processes(dict(named_tt_modules(model))).items()}
+        self._part_of_one = {name: 1 / count for name, count in count_processes(self._modules).items()}
         if config.target_compression is not None:
             self._compressed_bytes(config.target_compression, trains)  # a mistake shows before hours of training
         self._record(trains)
@@ -106,7 +107,7 @@ class RankScheduler:
         if self.stage == "done":
             self.objective = "loss"
             return task_loss if accumulation == 1 else task_loss / accumulation
-        total, self.objective = self._stage_objective().loss(task_loss, self.model)
+        total, self.objective = self._stage_objective().loss(task_loss, list(self._modules.values()))
         return total if accumulation == 1 else total / accumulation
 
     @property
@@ -140,7 +141,7 @@ class RankScheduler:
         """What the size surrogate of all processes' TT modules has beyond that of this one's."""
         if not on_several_processes():
             return 0.0
-        sizes = {name: size_surrogate(module).detach() for name, module in self._modules().items() if module.shape.num_params}
+        sizes = {name: size_surrogate([module]).detach() for name, module in self._modules.items() if module.shape.num_params}
         mine = torch.stack([self._mean_loss.new_zeros(()), *sizes.values()]).sum()
         shared = torch.stack([self._mean_loss.new_zeros(()), *(self._part_of_one[name] * size for name, size in sizes.items())])
         return mean_over_processes(shared.sum()) * dist.get_world_size() - mine
@@ -166,7 +167,7 @@ class RankScheduler:
         if self.stage == "done":
             return
         if self.stage == "late" and self.config.score_used == "taylor":
-            self._taylor.observe(list(self._modules().values()), self._total_of_shares)
+            self._taylor.observe(list(self._modules.values()), self._total_of_shares)
         early_ends = self.stage == "early" and self.steps >= self.config.early_steps
         late_ends = self.stage == "late" and self.steps - self.late_start >= self.config.late_steps
         if not (early_ends or late_ends or self.steps % self.config.truncate_every == 0):
@@ -176,12 +177,12 @@ class RankScheduler:
             self._end_early()
         elif late_ends:
             self.stage = "done"
-        self._record(gather_trains(self.model))
+        self._record(gather_trains(self._modules))
 
     def _truncate(self, *, last: bool) -> None:
         objective = self._stage_objective()
         if objective.threshold:
-            trains = gather_trains(self.model, {name: magnitudes_of(module) for name, module in self._modules().items()})
+            trains = gather_trains(self._modules, {name: magnitudes_of(module) for name, module in self._modules.items()})
             self._keep(trains, above_threshold(*_shapes_and_scores(trains), objective.threshold))
         progress = 1.0 if last else (self.steps - self.late_start) / max(1, self.config.late_steps)
         if self.stage != "late" or (allowed := objective.ceiling(progress)) is None:
@@ -190,18 +191,18 @@ class RankScheduler:
         # Before the last truncation a tenth more than the target stays: ranks to choose from when it is to be met exactly.
         assert self.target is not None
         if self._size() > ceiling and (last or ceiling > 1.1 * self.target):
-            trains = gather_trains(self.model, self._scores())
+            trains = gather_trains(self._modules, self._scores())
             self._keep(trains, within_budget(*_shapes_and_scores(trains), ceiling, self._units(trains), exact=last))
 
     def _keep(self, trains: dict[str, Train], masks: Masks) -> None:
         """Slice the trains of this process to the ranks that the masks of all trains keep."""
-        modules, of_all = self._modules(), dict(zip(trains, masks, strict=True))
+        modules, of_all = self._modules, dict(zip(trains, masks, strict=True))
         mine = [of_all[name] for name in modules]
         keep_ranks_(list(modules.values()), mine, self.optimizer)
         self._taylor.slice_(mine)
 
     def _scores(self) -> dict[str, list[Tensor]]:
-        modules = self._modules()
+        modules = self._modules
         if self.config.score_used == "taylor":
             return dict(zip(modules, self._taylor.scores(list(modules.values())), strict=True))
         return {name: STATIC_SCORES[self.config.score_used](module) for name, module in modules.items()}
@@ -210,7 +211,7 @@ class RankScheduler:
         """Sum over all ranks of all trains of what this process knows of its own."""
         if not on_several_processes():
             return shares.sum()
-        modules = self._modules()
+        modules = self._modules
         weights = [self._part_of_one[name] for name, module in modules.items() for _ in range(sum(module.shape.ranks))]
         return mean_over_processes(shares @ shares.new_tensor(weights)) * dist.get_world_size()
 
@@ -220,7 +221,7 @@ class RankScheduler:
             return
         self.stage = "late"
         self.late_start = self.steps
-        trains = gather_trains(self.model)
+        trains = gather_trains(self._modules)
         self.reference_params = max(1, total_params(trains))
         self.reference_size = max(1, self._size())
         self.target = min(self._target(trains), self.reference_size)
@@ -231,10 +232,6 @@ class RankScheduler:
 
     # -- sizes, in bytes where the target is one of bytes, else in parameters ----------------------------------------------------
 
-    def _modules(self) -> dict[str, TTModule]:
-        """The trains of this process."""
-        return dict(named_tt_modules(self.model))
-
     @property
     def _in_bytes(self) -> bool:
         return self.config.target_bytes is not None or self.config.target_compression is not None
@@ -243,7 +240,7 @@ class RankScheduler:
         return [train.unit if self._in_bytes else 1 for train in trains.values()]
 
     def _size(self) -> int:
-        trains = gather_trains(self.model)
+        trains = gather_trains(self._modules)
         return total_bytes(trains) if self._in_bytes else total_params(trains)
 
     def _target(self, trains: dict[str, Train]) -> int:
@@ -299,7 +296,7 @@ class RankScheduler:
             **state,
             "history": list(self.history),
             "mean_loss": self._mean(),
-            "taylor": gather(self._taylor.by_name(self._modules())),
+            "taylor": gather(self._taylor.by_name(self._modules)),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -308,7 +305,7 @@ class RankScheduler:
             setattr(self, name, state[name])
         self.history = list(state["history"])
         self._mean_loss.fill_(math.nan if state["mean_loss"] is None else state["mean_loss"])
-        self._taylor.load_by_name(state["taylor"], self._modules())
+        self._taylor.load_by_name(state["taylor"], self._modules)
 
 
 def _shapes_and_scores(trains: dict[str, Train]) -> tuple[list[TTShape], list[tuple[Tensor, ...]]]:

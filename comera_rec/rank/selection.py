@@ -66,8 +66,15 @@ def within_budget(
     """
     selection = _Selection(shapes, scores, units)
     shrunk = selection.total > budget
-    while selection.total > budget and (downs := selection.downs()):
-        selection.apply([min(downs, key=lambda move: (selection.loss([move]) / -selection.change([move]), move))])
+    prices = {move: selection.price(move) for move in selection.downs()} if shrunk else {}
+    while selection.total > budget and prices:
+        cheapest = min(prices, key=lambda move: (prices[move], move))
+        selection.apply([cheapest])
+        for move in [move for move in prices if move[0] == cheapest[0]]:  # those of other modules are what they were
+            if selection.ranks[move[0]][move[1]]:
+                prices[move] = selection.price(move)
+            else:
+                del prices[move]
     if shrunk:
         selection.fill(budget, exact=exact)
     return selection.masks()
@@ -113,6 +120,10 @@ class _Selection:
         return sum(
             self.scores[i][k][self.ranks[i][k] - 1] if by < 0 else -self.scores[i][k][self.ranks[i][k]] for i, k, by in moves
         )
+
+    def price(self, down: Move) -> float:
+        """The score that a rank's going loses, per unit saved."""
+        return self.loss([down]) / -self.change([down])
 
     def apply(self, moves: Sequence[Move]) -> None:
         self.total += self.change(moves)

@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from comera_rec.nn import named_tt_modules
+from comera_rec.nn import TTModule, named_tt_modules
 from comera_rec.tt import TTShape
 
 Value = TypeVar("Value")
@@ -36,11 +37,11 @@ class Train:
     scores: tuple[Tensor, ...] = ()
 
 
-def gather_trains(model: nn.Module, scores: Mapping[str, Sequence[Tensor]] | None = None) -> dict[str, Train]:
-    """Every train of a model by name; where there are several processes, each calls this and gets the same.
+def gather_trains(modules: Mapping[str, TTModule], scores: Mapping[str, Sequence[Tensor]] | None = None) -> dict[str, Train]:
+    """What decisions need of every TT module of a model; where there are several processes, each calls this and gets the same.
 
     Args:
-        model: this process's part of the model.
+        modules: those of this process, by name.
         scores: the value of each rank, per train and bond, of the trains of this process.
     """
     return gather(
@@ -51,7 +52,7 @@ def gather_trains(model: nn.Module, scores: Mapping[str, Sequence[Tensor]] | Non
                 unit=module.core_0.element_size(),
                 scores=tuple(score.cpu() for score in scores[name]) if scores else (),
             )
-            for name, module in named_tt_modules(model)
+            for name, module in modules.items()
         }
     )
 
@@ -93,9 +94,9 @@ def max_over_processes(value: float) -> float:
     """The largest of every process's values."""
     if not on_several_processes():
         return value
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    return max(everyone)
+    largest = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return float(largest)
 
 
 def on_several_processes() -> bool:

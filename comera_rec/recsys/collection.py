@@ -25,6 +25,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from comera_rec.nn import TTEmbeddingBag
 from comera_rec.nn.table import plan_tables
+from comera_rec.nn.tracing import one_call_in_fx
 from comera_rec.ops import LookupPlan, check_ids, tt_bags
 from comera_rec.ops.bags.updates import update_kind
 from comera_rec.recsys.config import DTYPES, TTEmbeddingBagConfig
@@ -43,7 +44,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         device: default the CPU.
 
     Raises:
-        ValueError: for no tables, two tables of one name, a name that torch keeps for itself, or a pooling or data type that a
+        ValueError: for two tables of one name, a name that torch keeps for itself, or a pooling or data type that a
         table can't take.
 
     Example:
@@ -126,6 +127,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             self._check_dense_ids(by_feature)
         return {_names(configs): self._plan_group(configs, by_feature, parallel=parallel) for configs in self._groups()}
 
+    @one_call_in_fx
     def forward(self, features: KeyedJaggedTensor, plans: Mapping[tuple[str, ...], LookupPlan] | None = None) -> KeyedTensor:
         """Pool every feature's bags.
 
@@ -142,6 +144,8 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         features = maybe_td_to_kjt(features, None)
         by_feature, plans = features.to_dict(), plans or self._planned(features)
         self._check_dense_ids(by_feature)
+        if not self._configs:
+            return KeyedTensor(keys=[], length_per_key=[], values=torch.empty(features.stride(), 0, device=features.device()))
         pieces: list[tuple[list[str], Tensor]] = []  # keys, and their bags side by side
         if self.dense_bags is not None:
             # By place: the child names a feature after its table only where two dense tables share it.
@@ -260,6 +264,12 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         """Those of `output_keys` that a table makes, one for each of its features."""
         return list(self._names[table])
 
+    @property
+    def embedding_bags(self) -> dict[str, nn.Module]:
+        """The tables by name, in order, as an `EmbeddingBagCollection` has them; a TT table is a `TTEmbeddingBag`."""
+        dense = getattr(self.dense_bags, "embedding_bags", {})
+        return {config.name: self.tt_bag(config.name) if config.is_tt else dense[config.name] for config in self._configs}
+
     def tt_bag(self, table: str) -> TTEmbeddingBag:
         """The tensor train of a table."""
         bag = self.tt_bags[table]
@@ -276,6 +286,10 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """The configs of all tables, in order; `shape` is the one at construction."""
         return list(self._configs)
+
+    def embedding_configs(self) -> list[EmbeddingBagConfig]:
+        """The same, as TorchRec's managed collision modules ask for it."""
+        return self.embedding_bag_configs()
 
     def is_weighted(self) -> bool:
         """Whether the input carries per-sample weights."""
@@ -301,8 +315,6 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _check(configs: Sequence[TTEmbeddingBagConfig]) -> None:
-    if not configs:
-        raise ValueError("tables is empty: give at least one table config")
     seen = set()
     for config in configs:
         if config.name in seen:

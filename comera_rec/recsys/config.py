@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType, EmbeddingBagConfig, EmbeddingConfig
 
 from comera_rec.nn.hot_rows import require_blocks
 from comera_rec.nn.table import table_shape
@@ -17,23 +17,12 @@ from comera_rec.tt import Blocks, TTShape, blocks_params, require_positive
 DTYPES = {DataType.FP32: torch.float32, DataType.FP16: torch.float16, DataType.BF16: torch.bfloat16}
 
 
-@dataclass
-class TTEmbeddingBagConfig(EmbeddingBagConfig):
-    """`torchrec.EmbeddingBagConfig` plus the ranks of the table's tensor train.
+class _TTFields(BaseEmbeddingConfig):
+    """What configs of pooled and of unpooled tables share; each adds the three fields to a config of TorchRec."""
 
-    Args:
-        tt_ranks: ranks, one for all bonds or one each; None (and no `shape`) keeps the table dense.
-        shape: modes and ranks, instead of `tt_ranks`.
-        hot_rows: blocks (rows, width) of the most frequent ids, where ids are ordered by frequency; see `TTTable`.
-
-    Raises:
-        ValueError: naming the table, for sizes or ranks below 1, a shape too small for the table, or both `tt_ranks` and `shape`;
-            for hot rows of a table that stays dense, or more of them than it has rows.
-    """
-
-    tt_ranks: int | tuple[int, ...] | None = None
-    shape: TTShape | None = None
-    hot_rows: Blocks = ()
+    tt_ranks: int | tuple[int, ...] | None
+    shape: TTShape | None
+    hot_rows: Blocks
 
     def __post_init__(self) -> None:
         try:
@@ -67,9 +56,28 @@ class TTEmbeddingBagConfig(EmbeddingBagConfig):
         """Standard deviation of TorchRec's uniform initialization of this table."""
         return (self.get_weight_init_max() - self.get_weight_init_min()) / math.sqrt(12)
 
+
+@dataclass
+class TTEmbeddingBagConfig(_TTFields, EmbeddingBagConfig):
+    """`torchrec.EmbeddingBagConfig` plus the TT ranks of the table.
+
+    Args:
+        tt_ranks: ranks, one for all bonds or one each; None (and no `shape`) keeps the table dense.
+        shape: modes and ranks, instead of `tt_ranks`.
+        hot_rows: blocks (rows, width) of the most frequent ids, where ids are ordered by frequency; see `TTTable`.
+
+    Raises:
+        ValueError: naming the table, for sizes or ranks below 1, a shape too small for the table, or both `tt_ranks` and `shape`;
+            for hot rows of a table that stays dense, or more of them than it has rows.
+    """
+
+    tt_ranks: int | tuple[int, ...] | None = None
+    shape: TTShape | None = None
+    hot_rows: Blocks = ()
+
     def dense(self) -> EmbeddingBagConfig:
         """The TorchRec config of the same table."""
-        return EmbeddingBagConfig(**_torchrec_fields(self))
+        return EmbeddingBagConfig(**_fields(self, EmbeddingBagConfig))
 
     def with_changes(self, **changes: Any) -> TTEmbeddingBagConfig:
         """A copy with some fields changed."""
@@ -78,8 +86,37 @@ class TTEmbeddingBagConfig(EmbeddingBagConfig):
     @classmethod
     def from_dense(cls, config: EmbeddingBagConfig, shape: TTShape | None, hot_rows: Blocks = ()) -> TTEmbeddingBagConfig:
         """A TorchRec config with a shape; None keeps the table dense."""
-        return cls(**_torchrec_fields(config), shape=shape, hot_rows=hot_rows)
+        return cls(**_fields(config, EmbeddingBagConfig), shape=shape, hot_rows=hot_rows)
 
 
-def _torchrec_fields(config: EmbeddingBagConfig) -> dict[str, Any]:
-    return {field.name: getattr(config, field.name) for field in dataclasses.fields(EmbeddingBagConfig)}
+@dataclass
+class TTEmbeddingCollectionConfig(_TTFields, EmbeddingConfig):
+    """`torchrec.EmbeddingConfig`, of a table whose rows are not pooled, plus its TT ranks.
+
+    Args:
+        tt_ranks, shape, hot_rows: as for `TTEmbeddingBagConfig`.
+
+    Raises:
+        ValueError: as `TTEmbeddingBagConfig`.
+    """
+
+    tt_ranks: int | tuple[int, ...] | None = None
+    shape: TTShape | None = None
+    hot_rows: Blocks = ()
+
+    def dense(self) -> EmbeddingConfig:
+        """The TorchRec config of the same table."""
+        return EmbeddingConfig(**_fields(self, EmbeddingConfig))
+
+    def pooled(self) -> TTEmbeddingBagConfig:
+        """The same table where its rows are pooled."""
+        return TTEmbeddingBagConfig(**_fields(self, TTEmbeddingCollectionConfig))
+
+    @classmethod
+    def from_dense(cls, config: EmbeddingConfig, shape: TTShape | None, hot_rows: Blocks = ()) -> TTEmbeddingCollectionConfig:
+        """A TorchRec config with a shape; None keeps the table dense."""
+        return cls(**_fields(config, EmbeddingConfig), shape=shape, hot_rows=hot_rows)
+
+
+def _fields(config: BaseEmbeddingConfig, kind: type[Any]) -> dict[str, Any]:
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(kind)}

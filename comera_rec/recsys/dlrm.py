@@ -1,17 +1,38 @@
-"""TorchRec's DLRM with tensor-train tables and MLPs."""
+"""TorchRec's DLRM, DLRM-DCNv2 and DeepFM with TT tables and layers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
-from torchrec.models.dlrm import DLRM
+from torch import Tensor, nn
+from torchrec.models.deepfm import SimpleDeepFMNN
+from torchrec.models.dlrm import DLRM, DLRM_DCN
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from comera_rec.nn import TTLinearConfig, compress_linears_
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.interaction import PairwiseInteraction
 from comera_rec.tt import require_positive
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class LearnedVector(nn.Module):
+    """What the bottom MLP would make of dense features, where there are none: the same N numbers for all samples."""
+
+    def __init__(self, size: int, device: torch.device | None = None) -> None:
+        super().__init__()
+        self.vector = nn.Parameter(torch.empty(size, device=device))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.vector, std=len(self.vector) ** -0.5)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """[B, 0] -> [B, N]."""
+        return self.vector.expand(len(features), -1)
 
 
 def build_dlrm(
@@ -21,29 +42,41 @@ def build_dlrm(
     dense_arch_layer_sizes: Sequence[int],
     over_arch_layer_sizes: Sequence[int],
     linears: TTLinearConfig | None = TTLinearConfig(tt_ranks=32),  # noqa: B008  frozen
+    cross_layers: int = 0,
+    cross_rank: int = 64,
     device: torch.device | str | None = None,
 ) -> DLRM:
     """Build TorchRec's own DLRM (Naumov et al., arXiv 1906.00091) with large tables and large MLP layers in tensor-train form.
 
     Args:
         tables: one config a table; those with `tt_ranks` or `shape` become tensor trains, the others stay dense.
-        dense_in_features: number of dense features.
+        dense_in_features: number of dense features; with 0 one learned vector takes the place of the bottom MLP.
         dense_arch_layer_sizes: outputs of the bottom MLP's layers; the last is the embedding dimension.
         over_arch_layer_sizes: outputs of the top MLP's layers; the last is 1.
         linears: which MLP layers become tensor trains (see `TTLinearConfig`); None keeps all dense. Small layers stay dense.
+        cross_layers: layers of a low-rank cross network in place of products of pairs, DLRM-DCNv2 (Wang et al., DCN V2,
+            arXiv 2008.13535, section 3.3); 0 for DLRM.
+        cross_rank: their rank.
         device: default the CPU.
 
     Raises:
-        ValueError: for sizes below 1, no tables, tables of several dimensions, or a last bottom layer of another size than theirs.
+        ValueError: for sizes below 1, a negative number of dense features, no tables, tables of several
+            dimensions, or a last bottom layer of another size than theirs.
 
     Returns:
         A model called as `model(dense_features, sparse_features) -> logits [B, 1]`.
     """
-    require_positive(dense_in_features=dense_in_features)
+    if dense_in_features < 0:
+        raise ValueError(f"dense_in_features is {dense_in_features}: give how many there are, or 0")
+    if not tables:
+        raise ValueError("tables is empty: give at least one table config")
     for name, sizes in (("dense_arch_layer_sizes", dense_arch_layer_sizes), ("over_arch_layer_sizes", over_arch_layer_sizes)):
         if not sizes:
             raise ValueError(f"{name} is empty: give at least one layer size")
         require_positive(**{f"{name}[{i}]": size for i, size in enumerate(sizes)})
+    if cross_layers < 0:
+        raise ValueError(f"cross_layers is {cross_layers}: give how many there are, or 0")
+    require_positive(cross_rank=cross_rank)
     collection = TTEmbeddingBagCollection(tables, device=device)
     dims = {config.embedding_dim for config in tables}
     if dims != {dense_arch_layer_sizes[-1]}:
@@ -52,9 +85,58 @@ def build_dlrm(
             "DLRM needs one for all"
         )
     dense_device = torch.device(device or "cpu")
-    model = DLRM(collection, dense_in_features, list(dense_arch_layer_sizes), list(over_arch_layer_sizes), dense_device)
-    model.inter_arch = PairwiseInteraction(model.inter_arch.F)
-    layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    widths = max(1, dense_in_features), list(dense_arch_layer_sizes), list(over_arch_layer_sizes)
+    if cross_layers:
+        model: DLRM = DLRM_DCN(collection, *widths, cross_layers, cross_rank, dense_device).to(dense_device)
+    else:
+        model = DLRM(collection, *widths, dense_device)
+        model.inter_arch = PairwiseInteraction(model.inter_arch.F)
+    if not dense_in_features:
+        model.dense_arch = LearnedVector(dense_arch_layer_sizes[-1], dense_device)
+    return compress_large_linears_(model, linears)
+
+
+def build_deepfm(
+    tables: Sequence[EmbeddingBagConfig],
+    *,
+    dense_in_features: int,
+    hidden_layer_size: int,
+    deep_fm_dimension: int,
+    linears: TTLinearConfig | None = TTLinearConfig(tt_ranks=32),  # noqa: B008  frozen
+    device: torch.device | str | None = None,
+) -> SimpleDeepFMNN:
+    """Build TorchRec's own DeepFM (Guo et al., arXiv 1703.04247) with large tables and large layers in tensor-train form.
+
+    Args:
+        tables, dense_in_features, linears, device: as for `build_dlrm`; tables of one dimension.
+        hidden_layer_size: of the MLP over dense features.
+        deep_fm_dimension: outputs of the deep part over all features.
+
+    Raises:
+        ValueError: for sizes below 1, a negative number of dense features, no tables, or tables of several dimensions.
+
+    Returns:
+        A model called as `model(dense_features, sparse_features) -> logits [B, 1]`, without the sigmoid that TorchRec's ends with.
+    """
+    if dense_in_features < 0:
+        raise ValueError(f"dense_in_features is {dense_in_features}: give how many there are, or 0")
+    if not tables:
+        raise ValueError("tables is empty: give at least one table config")
+    require_positive(hidden_layer_size=hidden_layer_size, deep_fm_dimension=deep_fm_dimension)
+    dims = sorted({config.embedding_dim for config in tables})
+    if len(dims) > 1:
+        raise ValueError(f"tables have dimensions {dims}: DeepFM needs one for all")
+    collection = TTEmbeddingBagCollection(tables, device=device)
+    model = SimpleDeepFMNN(max(1, dense_in_features), collection, hidden_layer_size, deep_fm_dimension)
+    model.over_arch.model = model.over_arch.model[0]
+    if not dense_in_features:
+        model.dense_arch = LearnedVector(dims[0])
+    return compress_large_linears_(model.to(device or "cpu"), linears)
+
+
+def compress_large_linears_(model: Model, linears: TTLinearConfig | None) -> Model:
+    """Compress the linear layers that a config takes, if there are any."""
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
     if linears is not None and any(linears.shape_for(layer.in_features, layer.out_features) for layer in layers):
         compress_linears_(model, linears)
     return model

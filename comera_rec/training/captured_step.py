@@ -39,6 +39,8 @@ class CapturedStep:
             schedule make it a tensor, which a graph reads anew in every step.
         scheduler: the rank schedule, if there is one.
         capture: False runs every step eagerly.
+        clip: called when all gradients are there, before the optimizer's step.
+        accumulation: parts whose gradients add up to a step; its inputs are those of one part after the other.
         warmup: eager steps on inputs of the same shapes before one is captured.
 
     Raises:
@@ -52,6 +54,8 @@ class CapturedStep:
         scheduler: RankScheduler | None = None,
         *,
         capture: bool = True,
+        clip: Callable[[], object] | None = None,
+        accumulation: int = 1,
         warmup: int = 3,
     ) -> None:
         if warmup < 1:
@@ -59,6 +63,8 @@ class CapturedStep:
         self._loss_of = loss_of
         self._optimizer = optimizer
         self._scheduler = scheduler
+        self._clip = clip
+        self._accumulation = accumulation
         self._warmup = warmup
         device = optimizer.param_groups[0]["params"][0].device
         self._recorder: CudaRecorder | None = None
@@ -75,7 +81,7 @@ class CapturedStep:
         self._loss: Tensor | None = None
 
     def __call__(self, *inputs: Input) -> Tensor:
-        """One step; returns the task loss, which stays on the device."""
+        """One step; returns the task loss, the mean over its parts, which stays on the device."""
         loss = self._step(*inputs) if self._recorder is None else self._recorded(self._recorder, inputs)
         if self._scheduler is not None:
             entries = len(self._scheduler.history)
@@ -85,11 +91,19 @@ class CapturedStep:
         return loss
 
     def _step(self, *inputs: Input) -> Tensor:
-        loss = self._loss_of(*inputs)
         self._optimizer.zero_grad()  # to None, so that a graph writes gradients instead of adding to them
-        (loss if self._scheduler is None else self._scheduler.loss(loss)).backward()
+        losses = []
+        for part in zip(*[iter(inputs)] * (len(inputs) // self._accumulation), strict=True):
+            losses.append(self._loss_of(*part))
+            if self._scheduler is not None:
+                objective = self._scheduler.loss(losses[-1], accumulation=self._accumulation)
+            else:
+                objective = losses[-1] / self._accumulation
+            objective.backward()
+        if self._clip is not None:
+            self._clip()
         self._optimizer.step()
-        return loss.detach()
+        return torch.stack([loss.detach() for loss in losses]).mean()
 
     def _recorded(self, recorder: CudaRecorder, inputs: tuple[Input, ...]) -> Tensor:
         layout = tuple(map(_layout, inputs)), tuple(_constant(group["lr"]) for group in self._optimizer.param_groups)

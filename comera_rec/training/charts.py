@@ -34,6 +34,7 @@ _STYLE: Any = {
     "grid.linewidth": 0.8,
     "lines.linewidth": 2.0,
     "text.color": INK,
+    "text.parse_math": False,  # names of runs and columns may hold a $
     "xtick.color": MUTED,
     "ytick.color": MUTED,
     "xtick.major.size": 0,

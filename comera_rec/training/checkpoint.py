@@ -28,9 +28,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from comera_rec.convert.folders import TensorReader
 from comera_rec.rank.trains import on_several_processes
+from comera_rec.training.processes import on_first
 
 _TEMPORARY = ".partial"
+_REPLACED = ".replaced"  # of a checkpoint whose successor of the same step is taking its name
 _RECORD = "record.json"
 
 
@@ -52,7 +55,15 @@ class Checkpoint(Protocol):
         """Fill tensors (plain ones, DTensors and ShardedTensors) with what was saved under their names."""
 
 
-def save_checkpoint(folder: str | Path, step: int, record: dict[str, Any], tensors: Mapping[str, Any], *, keep: int = 2) -> Path:
+def save_checkpoint(
+    folder: str | Path,
+    step: int,
+    record: dict[str, Any],
+    tensors: Mapping[str, Any],
+    *,
+    keep: int = 2,
+    kept_step: int | None = None,
+) -> Path:
     """Write the state of a step, then delete all but the newest `keep` checkpoints and whatever a killed process left half-written.
 
     Where there are several processes, each calls this; the first one's record is kept, and every tensor that any of them gives.
@@ -63,6 +74,7 @@ def save_checkpoint(folder: str | Path, step: int, record: dict[str, Any], tenso
         record: numbers, strings, and dictionaries and lists of them.
         tensors: by name; parts of tensors that are spread over processes are DTensors or ShardedTensors.
         keep: how many checkpoints stay.
+        kept_step: whose checkpoint stays beside them.
 
     Raises:
         ValueError: keep or step out of range.
@@ -77,27 +89,36 @@ def save_checkpoint(folder: str | Path, step: int, record: dict[str, Any], tenso
         raise ValueError(f"step must be in 0..99999999, for file names that sort, got {step}")
     folder = Path(folder)
     several = on_several_processes()
-    path = folder / f"step_{step:08d}{'' if several else '.pt'}"
+    path = folder / (_name(step) + ("" if several else ".pt"))
     try:
         if several:
             _write_folder(path, record, tensors)
         else:
             _write_file(path, record, tensors)
+        on_first(lambda: _remove_older(path, keep, kept_step))
     except (OSError, RuntimeError, CheckpointException) as error:  # torch turns a failed write into a RuntimeError
         raise OSError(
             f"cannot write checkpoint {path} ({_reason(error)}); free some space or choose another output folder"
         ) from error
-    if _is_first():
-        older = [checkpoint for checkpoint in _checkpoints(folder) if checkpoint != path]
-        for number, checkpoint in enumerate(older):
-            if number < len(older) - keep + 1 or _step(checkpoint) == _step(path):  # of another number of processes
-                _remove(checkpoint)
     return path
+
+
+def _remove_older(path: Path, keep: int, kept_step: int | None) -> None:
+    older = [checkpoint for checkpoint in _checkpoints(path.parent) if checkpoint != path]
+    for number, checkpoint in enumerate(older):
+        superseded = number < len(older) - keep + 1 and checkpoint.stem != _name(kept_step)
+        if superseded or checkpoint.stem == path.stem:  # of another number of processes
+            _remove(checkpoint)
 
 
 def latest_checkpoint(folder: str | Path) -> Path | None:
     """The checkpoint of the highest step, or None if there is none."""
     return max(_checkpoints(Path(folder)), default=None, key=_step)
+
+
+def checkpoint_at(folder: str | Path, step: int | None) -> Path | None:
+    """The checkpoint of a step, or None if there is none."""
+    return next((path for path in _checkpoints(Path(folder)) if path.stem == _name(step)), None)
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -147,21 +168,22 @@ class _File:
     @contextlib.contextmanager
     def _as_folder(self) -> Iterator[str]:
         """For a while in the form that knows how to divide tensors among processes."""
-        name: list[Any] = [None]
-        if _is_first():
-            name[0] = tempfile.mkdtemp(dir=self.path.parent, suffix=_TEMPORARY)
-            _quietly(dcp.save, self._tensors, checkpoint_id=name[0])
-        dist.broadcast_object_list(name)
+
+        def copy() -> str:
+            name = tempfile.mkdtemp(dir=self.path.parent, suffix=_TEMPORARY)
+            _quietly(dcp.save, self._tensors, storage_writer=dcp.FileSystemWriter(name))
+            return name
+
+        name = on_first(copy)
         try:
-            yield name[0]
+            yield name
         finally:
             dist.barrier()
-            if _is_first():
-                _remove(Path(name[0]))
+            on_first(lambda: _remove(Path(name)))
 
 
 class _Folder:
-    """Loading unpickles torch's own metadata: open folders of people you trust."""
+    """Its tensors stay in the files until they are used. Loading runs no code from them."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -171,21 +193,20 @@ class _Folder:
             mine = not on_several_processes() or number % dist.get_world_size() == dist.get_rank()
             if mine and _checksum(path / name) != checksum:
                 raise OSError(f"{name} fails its checksum")
-        entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-        saved_tensors = {name: entry for name, entry in entries.items() if isinstance(entry, dcp.TensorStorageMetadata)}
-        self.sizes = {name: entry.size for name, entry in saved_tensors.items()}
-        self._dtypes = {name: entry.properties.dtype for name, entry in saved_tensors.items()}
+        entries = TensorReader(path).tensors()
+        self.sizes = {name: entry.size for name, entry in entries.items()}
+        self._dtypes = {name: entry.properties.dtype for name, entry in entries.items()}
 
     def read(self, names: list[str]) -> dict[str, Tensor]:
         tensors = {name: torch.empty(self.sizes[name], dtype=self._dtypes[name]) for name in names}
-        _quietly(dcp.load, tensors, checkpoint_id=self._path)
+        self.read_into(tensors)
         return tensors
 
     def read_into(self, tensors: Mapping[str, Any]) -> None:
         if on_several_processes():
-            dcp.load(dict(tensors), checkpoint_id=self._path)
+            dcp.load(dict(tensors), storage_reader=TensorReader(self._path))
         else:
-            _quietly(dcp.load, dict(tensors), checkpoint_id=self._path)
+            _quietly(dcp.load, tensors, storage_reader=TensorReader(self._path))
 
 
 def _write_file(path: Path, record: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -205,37 +226,45 @@ def _write_file(path: Path, record: dict[str, Any], tensors: Mapping[str, Tensor
 
 def _write_folder(path: Path, record: dict[str, Any], tensors: Mapping[str, Any]) -> None:
     temporary = path.with_suffix(_TEMPORARY)
-    if _is_first():
-        _clear(path.parent)
-    dist.barrier()
-    dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(temporary))  # syncs its files
+    on_first(lambda: _clear(path.parent))
+    dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(temporary))  # syncs its files; all raise what one does
     mine = {file.name: _checksum(file) for file in temporary.glob(f"__{dist.get_rank()}_*")}
     checksums: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(checksums, mine)
-    if _is_first():
+
+    def finish() -> None:
+        merged = {name: checksum for each in checksums for name, checksum in each.items()}
+        merged[".metadata"] = _checksum(temporary / ".metadata")
         with (temporary / _RECORD).open("w") as file:
-            merged = {name: checksum for each in checksums for name, checksum in each.items()}
-            merged[".metadata"] = _checksum(temporary / ".metadata")
             json.dump({"record": record, "checksums": merged}, file)
             file.flush()
             os.fsync(file.fileno())
+        aside = path.with_suffix(_REPLACED)
         if path.exists():
-            shutil.rmtree(path)
+            path.rename(aside)
         temporary.rename(path)
         _sync_folder(path.parent)
-    dist.barrier()
+        if aside.exists():
+            _remove(aside)
+
+    on_first(finish)
 
 
-def _quietly(function: Any, tensors: Mapping[str, Any], *, checkpoint_id: str | Path) -> None:
+def _quietly(function: Any, tensors: Mapping[str, Any], **where: Any) -> None:
     """`torch.distributed.checkpoint` by this process alone, which it remarks upon."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        function(dict(tensors), checkpoint_id=checkpoint_id, no_dist=True)
+        function(dict(tensors), no_dist=True, **where)
 
 
 def _clear(folder: Path) -> None:
-    """Remove what a killed process left half-written."""
+    """Remove what a killed process left half-written, and give back their names to checkpoints that it was replacing."""
     folder.mkdir(parents=True, exist_ok=True)
+    for aside in folder.glob(f"*{_REPLACED}"):
+        if aside.with_suffix("").exists():
+            _remove(aside)
+        else:
+            aside.rename(aside.with_suffix(""))
     for left_over in folder.glob(f"*{_TEMPORARY}"):
         _remove(left_over)
 
@@ -251,15 +280,16 @@ def _remove(path: Path) -> None:
 
 def _checkpoints(folder: Path) -> list[Path]:
     digits = "step_" + "[0-9]" * 8
-    return sorted([*folder.glob(f"{digits}.pt"), *folder.glob(digits)], key=_step)
+    aside = [path for path in folder.glob(digits + _REPLACED) if not path.with_suffix("").exists()]
+    return sorted([*aside, *folder.glob(f"{digits}.pt"), *folder.glob(digits)], key=_step)
 
 
 def _step(path: Path) -> str:
     return path.stem
 
 
-def _is_first() -> bool:
-    return not on_several_processes() or dist.get_rank() == 0
+def _name(step: int | None) -> str:
+    return "" if step is None else f"step_{step:08d}"
 
 
 def _checksum(path: Path) -> int:

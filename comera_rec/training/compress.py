@@ -11,10 +11,11 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from comera_rec.convert import fit_tables_
 from comera_rec.nn import TTEmbeddingBag, TTModule, named_tt_modules
-from comera_rec.training.checkpoint import Checkpoint, latest_checkpoint, open_checkpoint
-from comera_rec.training.config import RunConfig
+from comera_rec.training.checkpoint import Checkpoint, latest_checkpoint
+from comera_rec.training.config import RunConfig, parse_config, recorded_config
 from comera_rec.training.model import Schema, build_model
-from comera_rec.training.trainer import CHECKPOINTS, Trainer
+from comera_rec.training.runs import CHECKPOINTS, open_run
+from comera_rec.training.trainer import Trainer
 
 
 def compress_run(dense: str | Path, config: RunConfig) -> Trainer:
@@ -36,21 +37,21 @@ def compress_run(dense: str | Path, config: RunConfig) -> Trainer:
     """
     if config.tables.format != "tt":
         raise ValueError(f"tables.format is {config.tables.format!r}: compressing needs 'tt'")
-    source = latest_checkpoint(Path(dense) / CHECKPOINTS)
-    if source is None:
-        raise ValueError(f"{dense} holds no checkpoint: give a run's folder, as written by `comera train`")
     if latest_checkpoint(Path(config.output) / CHECKPOINTS) is not None:
         raise ValueError(f"{config.output} holds checkpoints already: give a new output")
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_run(dense)
     schema = Schema.from_dict(checkpoint.record["schema"])
-    if config.to_dict()["model"] != checkpoint.record["config"]["model"]:
+    if config.model != parse_config(recorded_config(checkpoint.record)).model:
         raise ValueError(f"{dense} was trained with other sizes of [model]: give the same embedding_dim, dense_arch and over_arch")
     model = build_model(config, schema)
     weights = _named(checkpoint, "model/", "")
     copy_weights_(model, weights, _table_budget(config, schema), _named(checkpoint, "tables/", "/momentum1"))
     trainer = Trainer(config, model)
-    if trainer.schema != schema:
-        raise ValueError(f"{dense} was trained on other data than {config.data.path}: give the data set it was trained on")
+    if differing := schema.differences(trainer.schema):
+        raise ValueError(
+            f"{dense} was trained on other data than {config.data.path} (they differ in {', '.join(differing)}): "
+            "give the data set it was trained on"
+        )
     trainer.save()
     return trainer
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -48,23 +49,30 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Sizes of DLRM.
+    """Kind and sizes of the model.
 
     Attributes:
+        architecture: "dlrm"; "dcn" for DLRM-DCNv2, with a cross network in place of products of pairs; or "deepfm".
         embedding_dim: columns of every table.
-        dense_arch: outputs of the bottom MLP's hidden layers; a last layer of `embedding_dim` outputs is added.
-        over_arch: outputs of the top MLP's hidden layers; a last layer of one output is added.
+        dense_arch: outputs of the bottom MLP's hidden layers; a last layer of `embedding_dim` outputs is added. DeepFM takes one.
+        over_arch: outputs of the top MLP's hidden layers; a last layer of one output is added. DeepFM takes one.
+        cross_layers, cross_rank: of the cross network.
     """
 
+    architecture: Literal["dlrm", "dcn", "deepfm"] = "dlrm"
     embedding_dim: int = 16
     dense_arch: tuple[int, ...] = (256, 128)
     over_arch: tuple[int, ...] = (256, 128)
+    cross_layers: int = 3
+    cross_rank: int = 64
 
     def __post_init__(self) -> None:
-        _positive("model", self, "embedding_dim")
+        _positive("model", self, "embedding_dim", "cross_layers", "cross_rank")
         for name in ("dense_arch", "over_arch"):
             if any(size < 1 for size in getattr(self, name)):
                 raise ValueError(f"model.{name} is {list(getattr(self, name))}: give positive layer sizes")
+            if self.architecture == "deepfm" and len(getattr(self, name)) != 1:
+                raise ValueError(f"model.{name} is {list(getattr(self, name))}: give one layer size, as DeepFM takes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +111,8 @@ class OptimizerConfig:
         lr_tables: learning rate of dense tables.
         warmup_steps: over which all rates rise from zero.
         decay: the share of a run's steps, at its end, over which all rates fall to zero.
+        weight_decay_dense: times an MLP weight (not a bias) is added to its gradient.
+        weight_decay_cores: the same of tensor-train cores; where they are updated in backward, of the slices that a batch meets.
     """
 
     name: Literal["adam", "adagrad"] = "adam"
@@ -112,6 +122,8 @@ class OptimizerConfig:
     lr_tables: float = 0.05
     warmup_steps: int = 0
     decay: float = 0.0
+    weight_decay_dense: float = 0.0
+    weight_decay_cores: float = 0.0
 
     def __post_init__(self) -> None:
         _positive("optimizer", self, "lr_dense", "lr_cores", "lr_ranks", "lr_tables")
@@ -119,6 +131,9 @@ class OptimizerConfig:
             raise ValueError(f"optimizer.warmup_steps is {self.warmup_steps}: give a number of steps, or 0 for none")
         if not 0 <= self.decay <= 1:
             raise ValueError(f"optimizer.decay is {self.decay}: give a share of the steps, 0 to 1")
+        for name in ("weight_decay_dense", "weight_decay_cores"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"optimizer.{name} is {getattr(self, name)}: give a factor, or 0 for none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +147,13 @@ class TrainingConfig:
         eval_every: steps between evaluations on the validation split; 0 for none before the end.
         checkpoint_every: steps between checkpoints; 0 for none before the end.
         keep_checkpoints: how many of the latest checkpoints stay.
+        keep_best: also keep the checkpoint of the lowest validation NE, which the result, `evaluate` and `export` are then of. With
+            [ranks] only evaluations at the final size count.
+        patience: evaluations in a row without a lower validation NE, counted likewise, after which training ends; 0 for no end.
+        clip_grad_norm: the largest norm of all gradients together, to which they are scaled down; None for no limit. It turns off
+            updates of cores in backward; dense tables are updated there all the same, neither counted nor scaled.
+        accumulation: parts of a batch, one after the other, whose gradients add up to a step. It turns off updates of cores in
+            backward; dense tables are updated there with every part.
         device: "cpu", "cuda", or "auto" for a GPU where there is one.
         precision: "float32", or "bfloat16" for matrix products in training; parameters, lookups and the loss stay float32. "float8"
             is bfloat16 with 8-bit operands in the layers held as tensor trains.
@@ -144,15 +166,22 @@ class TrainingConfig:
     eval_every: int = 0
     checkpoint_every: int = 0
     keep_checkpoints: int = 2
+    keep_best: bool = False
+    patience: int = 0
+    clip_grad_norm: float | None = None
+    accumulation: int = 1
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["float32", "bfloat16", "float8"] = "float32"
     capture: bool = False
 
     def __post_init__(self) -> None:
-        _positive("training", self, "steps", "epochs", "log_every", "keep_checkpoints")
-        for name in ("eval_every", "checkpoint_every"):
+        _positive("training", self, "steps", "epochs", "log_every", "keep_checkpoints", "clip_grad_norm", "accumulation")
+        for name, unit in (("eval_every", "steps"), ("checkpoint_every", "steps"), ("patience", "evaluations")):
             if getattr(self, name) < 0:
-                raise ValueError(f"training.{name} is {getattr(self, name)}: give a number of steps, or 0 for never")
+                raise ValueError(f"training.{name} is {getattr(self, name)}: give a number of {unit}, or 0 for never")
+        for name in ("keep_best", "patience"):
+            if getattr(self, name) and not self.eval_every:
+                raise ValueError(f"training.{name} is {getattr(self, name)} but nothing is evaluated: set training.eval_every")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +203,10 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     ranks: RankConfig | None = None
     training: TrainingConfig = field(default_factory=TrainingConfig)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed is {self.seed}: give a number from 0 to 2**63 - 1")
 
     def to_dict(self) -> dict[str, Any]:
         """The config as plain numbers, strings, lists and sections."""
@@ -202,8 +235,8 @@ def load_settings(schema: type[Settings], path: str | Path, overrides: Sequence[
         ValueError: one line, for unknown keys (with the nearest known one), values of the wrong type, or a file that is not TOML.
         OSError: if the file can't be read.
     """
-    text = Path(path).read_text()
     try:
+        text = Path(path).read_text()
         raw = json.loads(text) if str(path).endswith(".json") else tomllib.loads(text)
     except ValueError as error:
         raise ValueError(f"{path} can't be parsed: {error}") from None
@@ -237,7 +270,8 @@ def parse_config(raw: dict[str, Any]) -> RunConfig:
 def _parse(schema: type[Settings], raw: dict[str, Any]) -> Settings:
     _reject_unknown(raw, schema, "")
     try:
-        return TypeAdapter(schema).validate_python(raw)
+        # As JSON, whose strict rules take a list for a tuple but neither true nor "3" for a number.
+        return TypeAdapter(schema).validate_json(json.dumps(raw, default=str), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
@@ -271,6 +305,8 @@ def _reject_unknown(raw: dict[str, Any], owner: type, prefix: str) -> None:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {prefix}{near[0]}?" if near else f"known keys: {', '.join(known)}"
             raise ValueError(f"config: unknown key {prefix}{key}; {hint}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"config: {prefix}{key} is {value}: give a finite number")
         section = next((t for t in (types[key], *get_args(types[key])) if dataclasses.is_dataclass(t)), None)
         if section is not None and isinstance(value, dict):
             assert isinstance(section, type)

@@ -6,7 +6,7 @@ B batch size, I integer columns.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,17 +20,21 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from comera_rec.nn import replace_modules_
 from comera_rec.rank import rank_param_groups
-from comera_rec.recsys import build_dlrm
+from comera_rec.recsys import build_deepfm, build_dlrm
 from comera_rec.training.config import OptimizerConfig, RunConfig
 from data_pipeline.manifest import Manifest
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schema:
-    """What a model must know of its data: the integer columns, and the categorical ones with their table sizes."""
+    """What a model must know of its data: the integer columns, and the categorical ones with their table sizes.
+
+    `vocabularies` has the SHA-256 of the files that say which id a value has, for columns that have one.
+    """
 
     dense: tuple[str, ...]
     sparse: dict[str, int]
+    vocabularies: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, manifest: Manifest) -> Schema:
@@ -38,16 +42,26 @@ class Schema:
         return cls(
             dense=tuple(column.name for column in manifest.integer_columns),
             sparse={column.name: column.num_embeddings for column in manifest.categorical_columns},
+            vocabularies={
+                c.name: c.vocabulary.sha256 for c in manifest.categorical_columns if c.vocabulary and c.vocabulary.sha256
+            },
         )
+
+    def differences(self, other: Schema) -> list[str]:
+        """What is not alike: columns by name, or "the integers". Vocabularies count where both are known."""
+        sizes = {name for name in {*self.sparse, *other.sparse} if self.sparse.get(name) != other.sparse.get(name)}
+        known = self.vocabularies.keys() & other.vocabularies.keys()
+        ids = {name for name in known if self.vocabularies[name] != other.vocabularies[name]}
+        return ["the integers"] * (self.dense != other.dense) + sorted(sizes | ids)
 
     def to_dict(self) -> dict[str, Any]:
         """The schema as plain lists and numbers."""
-        return {"dense": list(self.dense), "sparse": dict(self.sparse)}
+        return {"dense": list(self.dense), "sparse": dict(self.sparse), "vocabularies": dict(self.vocabularies)}
 
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> Schema:
-        """The inverse of `to_dict`."""
-        return cls(dense=tuple(plain["dense"]), sparse=dict(plain["sparse"]))
+        """The inverse of `to_dict`, also of one of before vocabularies were recorded."""
+        return cls(dense=tuple(plain["dense"]), sparse=dict(plain["sparse"]), vocabularies=dict(plain.get("vocabularies", {})))
 
 
 class IntegersOnly(nn.Module):
@@ -76,13 +90,25 @@ def build_model(config: RunConfig, schema: Schema, device: str = "cpu") -> nn.Mo
         EmbeddingBagConfig(name=name, num_embeddings=num_embeddings, embedding_dim=dim, feature_names=[name])
         for name, num_embeddings in schema.sparse.items()
     ]
+    if config.tables.format == "tt":
+        tables = config.tables.table_configs(tables)
+    linears = config.linears if config.linears.format == "tt" else None
+    if config.model.architecture == "deepfm":
+        (hidden,), (deep,) = config.model.dense_arch, config.model.over_arch
+        return build_deepfm(
+            tables,
+            dense_in_features=len(schema.dense), hidden_layer_size=hidden, deep_fm_dimension=deep,
+            linears=linears, device=device,
+        )  # fmt: skip
     return build_dlrm(
-        tables if config.tables.format == "dense" else config.tables.table_configs(tables),
+        tables,
         dense_in_features=len(schema.dense),
         dense_arch_layer_sizes=[*config.model.dense_arch, dim],
         over_arch_layer_sizes=[*config.model.over_arch, 1],
+        linears=linears,
+        cross_layers=config.model.cross_layers if config.model.architecture == "dcn" else 0,
+        cross_rank=config.model.cross_rank,
         device=device,
-        linears=config.linears if config.linears.format == "tt" else None,
     )
 
 
@@ -120,6 +146,13 @@ def fuse_dense_tables_(model: nn.Module, lr: float, device: torch.device) -> lis
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """The torch optimizer over everything but fused tables."""
     groups = rank_param_groups(model, lr_cores=config.lr_cores, lr_ranks=config.lr_ranks, lr_dense=config.lr_dense)
+    for group in list(groups):
+        group["weight_decay"] = {"cores": config.weight_decay_cores, "dense": config.weight_decay_dense}.get(group["name"], 0.0)
+        if group["name"] == "dense" and config.weight_decay_dense:
+            biases = [parameter for parameter in group["params"] if parameter.dim() < 2]
+            group["params"] = [parameter for parameter in group["params"] if parameter.dim() >= 2]
+            groups.append({**group, "name": "biases", "weight_decay": 0.0, "params": biases})
+    groups = [group for group in groups if group["params"]]
     if config.name == "adam":
         return torch.optim.Adam(groups, fused=True)
     return torch.optim.Adagrad(groups, eps=1e-8, fused=True)

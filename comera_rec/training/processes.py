@@ -6,7 +6,8 @@ A launcher such as torchrun starts them and tells them by environment variables 
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,27 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import ParameterConstraints
 
-from comera_rec.rank.trains import max_over_processes, mean_over_processes
+from comera_rec.rank.trains import max_over_processes, mean_over_processes, on_several_processes
 from comera_rec.recsys.sharding import TTEmbeddingBagCollectionSharder, TTShardingPlanner
+
+Value = TypeVar("Value")
+
+
+def on_first(act: Callable[[], Value]) -> Value:
+    """Let the first process act for all: what it returns or raises, every process returns or raises, so that none waits for it."""
+    if not on_several_processes():
+        return act()
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = act()
+        except Exception as error:  # the others are waiting, whatever it is
+            outcome[1] = error
+    dist.broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    value: Value = outcome[0]
+    return value
 
 
 class Processes:
@@ -71,14 +91,6 @@ class Processes:
     def mean(self, values: Tensor) -> Tensor:
         """Mean over the processes, entry by entry."""
         return mean_over_processes(values)
-
-    def first_says(self, value: Any) -> Any:
-        """What the first process has."""
-        if not self.several:
-            return value
-        values = [value]
-        dist.broadcast_object_list(values)
-        return values[0]
 
     def leave(self) -> None:
         """Wait for the others and part from them: a process that just exits may be aborted by its threads of communication."""

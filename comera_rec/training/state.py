@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchrec.optim.keyed import KeyedOptimizer
@@ -45,6 +46,11 @@ class TrainingState:
                 tensors[f"optimizer/{name}/{key}"] = divided_like(value, whole) if isinstance(whole, DTensor) else value
         return tensors | self._of_tables()
 
+    def is_finite(self) -> bool:
+        """Whether all numbers of this process's parts are."""
+        extremes = [torch.stack(part.aminmax()) for value in self.tensors().values() for part in _parts(value) if part.numel()]
+        return all(bool(of_part.isfinite().all()) for of_part in extremes)
+
     def load(self, checkpoint: Checkpoint) -> None:
         """Take ranks, weights and optimizer state from a checkpoint, whatever processes it was saved by."""
         for name, module in named_tt_modules(self._model):
@@ -77,6 +83,13 @@ class TrainingState:
                 # "momentum_1" on one process, "momentum1" where TorchRec shards
                 tensors |= {f"tables/{table}/{key.rpartition('.')[2].replace('_', '')}": value for key, value in state.items()}
         return tensors
+
+
+def _parts(value: Any) -> list[Tensor]:
+    """What of a tensor this process holds."""
+    if isinstance(value, ShardedTensor):
+        return [shard.tensor for shard in value.local_shards()]
+    return [value.to_local() if isinstance(value, DTensor) else value]
 
 
 def _ranks(checkpoint: Checkpoint, name: str, order: int) -> list[int]:

@@ -8,21 +8,18 @@ from __future__ import annotations
 import json
 import math
 import platform
-import signal
 import statistics
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.tensorboard import SummaryWriter
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizer
@@ -31,37 +28,28 @@ from tqdm import tqdm
 from comera_rec.convert import compression_report
 from comera_rec.nn import TTTable, named_tt_modules, update_in_backward_, use_float8_
 from comera_rec.rank import RankScheduler
-from comera_rec.rank.trains import bytes_outside_trains, gather_trains, max_over_processes, on_several_processes, total_params
+from comera_rec.rank.trains import bytes_outside_trains, gather_trains, total_params
 from comera_rec.recsys import TTEmbeddingBagCollection
 from comera_rec.recsys.sharding import rewrap_data_parallel_
 from comera_rec.training.batches import Batch, BatchLoader, ParquetBatches
 from comera_rec.training.captured_step import CapturedStep
-from comera_rec.training.checkpoint import latest_checkpoint, open_checkpoint, save_checkpoint
-from comera_rec.training.config import RunConfig, parse_config, recorded_config
+from comera_rec.training.checkpoint import checkpoint_at, latest_checkpoint, open_checkpoint, save_checkpoint
+from comera_rec.training.clipping import GradientClipping
+from comera_rec.training.config import RunConfig
+from comera_rec.training.evaluation import BestSoFar, evaluate
+from comera_rec.training.log import MetricsLog, NoLog
 from comera_rec.training.memory import PeakMemory
-from comera_rec.training.metrics import BinaryMetrics
 from comera_rec.training.model import Schema, build_model, build_optimizer, fuse_dense_tables_, materialize_
-from comera_rec.training.processes import Processes, available_cores
+from comera_rec.training.processes import Processes, available_cores, on_first
 from comera_rec.training.rates import LearningRates
-from comera_rec.training.state import TrainingState, load_model_
+from comera_rec.training.runs import CHECKPOINTS, fingerprint, require_same_run
+from comera_rec.training.state import TrainingState
+from comera_rec.training.stopping import Interrupted, StopSignals
 from data_pipeline.manifest import read_manifest
-
-CHECKPOINTS = "checkpoints"
-RESUMABLE_CHANGES = ("training", "output")  # may differ between a run and its continuation
-
-
-class Interrupted(Exception):
-    """Training was asked to stop (SIGTERM, SIGINT) and left a checkpoint."""
-
-    def __init__(self, signal_number: int, step: int) -> None:
-        super().__init__(
-            f"stopped by {signal.Signals(signal_number).name} at step {step} with a checkpoint; run the same command to go on"
-        )
-        self.exit_status = 128 + signal_number
 
 
 class Diverged(Exception):
-    """The loss is no longer finite."""
+    """The loss, or a weight, is no longer finite."""
 
     exit_status = 1
 
@@ -95,15 +83,19 @@ class Trainer:
                 f"training.eval_every is {config.training.eval_every} but {config.data.path} has no validation rows: "
                 "preprocess with a larger --val-fraction, or set training.eval_every=0"
             )
-        if config.data.batch_size % self.processes.world_size:
+        parts = self.processes.world_size * config.training.accumulation
+        if config.data.batch_size % parts:
+            of_each = f" in {config.training.accumulation} parts each" if config.training.accumulation > 1 else ""
             raise ValueError(
-                f"data.batch_size is {config.data.batch_size}, which {self.processes.world_size} processes can't share equally: "
-                "give a multiple"
+                f"data.batch_size is {config.data.batch_size}, which {self.processes.world_size} processes can't share "
+                f"equally{of_each}: give a multiple of {parts}"
             )
+        self.part_size = config.data.batch_size // parts  # rows of a forward pass of this process
         self.loader = BatchLoader(
             self._batches("train", shuffle=True), prefetch=config.data.prefetch, pin_memory=self.device.type == "cuda"
         )
-        self.total_steps = config.training.steps or max(1, round(config.training.epochs * self.loader.batches.batches_per_epoch()))
+        per_epoch = self.loader.batches.batches_per_epoch() / config.training.accumulation
+        self.total_steps = config.training.steps or max(1, round(config.training.epochs * per_epoch))
         torch.manual_seed(config.seed)
         self.model, self.module, table_optimizers = self._place(model)
         if config.training.precision == "float8":
@@ -123,16 +115,26 @@ class Trainer:
             self.optimizer, table_optimizers, total_steps=self.total_steps, warmup_steps=config.optimizer.warmup_steps,
             decay=config.optimizer.decay, as_tensors=config.training.capture and self.device.type == "cuda",
         )  # fmt: skip
-        self.captured_step = CapturedStep(self._loss, self.optimizer, self.scheduler, capture=config.training.capture)
+        clip = None if config.training.clip_grad_norm is None else GradientClipping(self.module, config.training.clip_grad_norm)
+        self.captured_step = CapturedStep(
+            self._loss, self.optimizer, self.scheduler, capture=config.training.capture, clip=clip,
+            accumulation=config.training.accumulation,
+        )  # fmt: skip
         self.steps = 0
+        self.evaluated = 0  # the step of the last evaluation on the validation split
+        self.best = BestSoFar()
+        self.log: MetricsLog | NoLog = NoLog()
+        self.signals = StopSignals()
         self.history_written = 0
         self.step_ms: list[float] = []
         self.first_step_ms = float("nan")
 
     def _updates_in_backward(self) -> bool:
-        """Whether cores of tables are updated slice by slice: on CPU, and where the loss has no penalty on them."""
+        """Whether cores of tables are updated slice by slice: on CPU, and where nothing asks for their whole gradients."""
+        training, ranks = self.config.training, self.config.ranks
+        whole = training.clip_grad_norm is not None or training.accumulation > 1 or bool(ranks and ranks.beta)
         has_tables = any(isinstance(module, TTTable) for module in self.module.modules())
-        return has_tables and self.device.type == "cpu" and not (self.config.ranks and self.config.ranks.beta)
+        return has_tables and self.device.type == "cpu" and not whole
 
     def _plan_ahead(self, batch: Batch) -> None:
         for module in self.module.modules():
@@ -150,12 +152,12 @@ class Trainer:
             raise ValueError("a model that is given is trained on one process: save it, and continue from its folder on several")
         # Dense tables that no process could hold are made where they will be.
         whole = materialize_(build_model(config, self.schema, device="meta"), self.device)
-        sharded = self.processes.shard(whole, config.data.batch_size // self.processes.world_size, lr)
+        sharded = self.processes.shard(whole, self.part_size, lr)
         return sharded, sharded.module, [sharded.fused_optimizer]
 
     def _whole_model(self) -> nn.Module:
         """The model as one process would hold it, at the present ranks, on the meta device."""
-        whole, trains = build_model(self.config, self.schema, device="meta"), gather_trains(self.module)
+        whole, trains = build_model(self.config, self.schema, device="meta"), gather_trains(dict(named_tt_modules(self.module)))
         for name, module in named_tt_modules(whole):
             module.resize_ranks_(trains[name].shape.ranks)
         return whole
@@ -164,7 +166,7 @@ class Trainer:
         data, rank, world_size = self.config.data, self.processes.rank, self.processes.world_size
         if shuffle:
             return ParquetBatches(
-                data.path, split, batch_size=data.batch_size // world_size, shuffle=True, shuffle_rows=data.shuffle_rows,
+                data.path, split, batch_size=self.part_size, shuffle=True, shuffle_rows=data.shuffle_rows,
                 seed=self.config.seed, epochs=None, drop_last=True, rank=rank, world_size=world_size,
             )  # fmt: skip
         return ParquetBatches(data.path, split, batch_size=data.eval_batch_size, rank=rank, world_size=world_size)
@@ -179,32 +181,31 @@ class Trainer:
             "processes": self.processes.world_size,
             "config": self.config.to_dict(),
             "schema": self.schema.to_dict(),
+            "data": fingerprint(self.manifest),
+            "evaluated": self.evaluated,
+            "best": asdict(self.best),
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
             "batches": self.loader.state_dict(),
         }
-        keep = self.config.training.keep_checkpoints
-        save_checkpoint(self.checkpoints, self.steps, record, self.state.tensors(), keep=keep)
+        training = self.config.training
+        kept_step = self.best.step if training.keep_best else None
+        tensors = self.state.tensors()
+        save_checkpoint(self.checkpoints, self.steps, record, tensors, keep=training.keep_checkpoints, kept_step=kept_step)
 
     def _write_config(self) -> None:
-        if self.processes.is_first:
+        def write() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
             _write_json(self.folder / "config.json", self.config.to_dict())
 
+        on_first(write)
+
     def _resume(self) -> None:
-        path = self.processes.first_says(latest_checkpoint(self.checkpoints))
+        path = on_first(lambda: latest_checkpoint(self.checkpoints))
         if path is None:
             return
         checkpoint = open_checkpoint(path)
         record = checkpoint.record
-        mine, theirs = self.config.to_dict(), recorded_config(record)
-        differing = [key for key in mine if key not in RESUMABLE_CHANGES and mine[key] != theirs.get(key)]
-        if differing:
-            raise ValueError(
-                f"{self.folder} holds another run: its config differs in {', '.join(differing)}; "
-                "choose another output, or remove the folder to start anew"
-            )
-        if Schema.from_dict(record["schema"]) != self.schema:
-            raise ValueError(f"{self.folder} was trained on other data than {self.config.data.path}: choose another output")
+        require_same_run(self.config, self.schema, self.manifest, record)
         before = record["processes"]
         if record["step"] and before != self.processes.world_size:
             raise ValueError(
@@ -219,6 +220,10 @@ class Trainer:
             self.scheduler.load_state_dict(record["scheduler"])
             self.history_written = len(self.scheduler.history)
         self.steps = record["step"]
+        self.evaluated = record.get("evaluated", self.steps)
+        best = BestSoFar(**record.get("best", {}))
+        if best.step is not None and (not self.config.training.keep_best or checkpoint_at(self.checkpoints, best.step)):
+            self.best = best
 
     def _replicate_anew(self) -> None:
         """After ranks have changed."""
@@ -232,79 +237,87 @@ class Trainer:
 
         Raises:
             Interrupted: after SIGTERM or SIGINT, with a checkpoint written.
-            Diverged: if the loss is not finite; the last good checkpoint stays.
+            Diverged: if the loss, or a weight that is to be saved, is not finite; the last good checkpoint stays.
 
         Returns:
             The contents of result.json.
         """
         result_path = self.folder / "result.json"
         self._resume()
-        if self.processes.any(self.steps < self.total_steps or not result_path.exists()):
+        if self.processes.any(self._unfinished() or not result_path.exists()):
             self._write_config()
-            self.log = MetricsLog(self.folder, self.steps) if self.processes.is_first else NoLog()
+            on_first(self._open_log)
             try:
-                with _deferred_signals() as received:
-                    self._run(received)
-                result = self._result()
-                if self.processes.is_first:
-                    _write_json(result_path, result)
+                with self.signals:
+                    self._run()
+                    result = self._result()
+                on_first(lambda: _write_json(result_path, result))
             finally:
                 self.log.close()
-        return dict(self.processes.first_says(json.loads(result_path.read_text()) if self.processes.is_first else None))
+        return on_first(lambda: dict(json.loads(result_path.read_text())))
 
-    def _run(self, received: list[int]) -> None:
+    def _open_log(self) -> None:
+        (self.folder / "result.json").unlink(missing_ok=True)  # of fewer steps
+        self.log = MetricsLog(self.folder, self.steps, evaluated=self.evaluated == self.steps)
+
+    def _unfinished(self) -> bool:
+        return self.steps < self.total_steps and not self._out_of_patience()
+
+    def _out_of_patience(self) -> bool:
+        return 0 < self.config.training.patience <= self.best.since
+
+    def _run(self) -> None:
         training = self.config.training
         losses: list[Tensor] = []
-        interval_start = time.perf_counter()
         self._log_ranks()
+        if self.steps and self._evaluation_is_due():  # it was interrupted
+            self._validate()
+            self.save()
         hidden = None if self.processes.is_first else True
         bar = tqdm(total=self.total_steps, initial=self.steps, unit="step", desc=self.folder.name, disable=hidden)
-        batches: Iterator[Batch] = iter(self.loader) if self.steps < self.total_steps else iter(())
+        interval_start = time.perf_counter()
         with bar:
-            for batch in batches:
-                losses.append(self._step(batch.to(self.device, non_blocking=True)))
+            for parts in self._parts_of_steps():
+                losses.append(self._step(*(part.to(self.device, non_blocking=True) for part in parts)))
                 if math.isnan(self.first_step_ms):
                     losses[0].cpu()  # waits for the device
                     self.first_step_ms = 1e3 * (time.perf_counter() - interval_start)
                 bar.update()
-                last = self.steps >= self.total_steps
-                # Several processes agree to stop where they wait for each other's losses anyway.
-                stopping = bool(received)
-                if self.processes.several:
-                    stopping = _due(self.steps, training.log_every) and self.processes.any(stopping)
-                saving = last or stopping or _due(self.steps, training.checkpoint_every)
-                evaluating = not last and not stopping and _due(self.steps, training.eval_every)
+                last, stopping = self.steps >= self.total_steps, self.signals.after_step()
+                saving = bool(last or stopping or _due(self.steps, training.checkpoint_every))
+                evaluating = not stopping and self._evaluation_is_due()
                 if _due(self.steps, training.log_every) or saving or evaluating:
-                    loss = self._checked_mean(losses)
-                    # Reading the losses has waited for the device, so this is the time of whole steps on a GPU too.
-                    self.step_ms.append(1e3 * (time.perf_counter() - interval_start) / len(losses))
-                    self.log.write(
-                        "train",
-                        self.steps,
-                        loss=loss,
-                        step_ms=self.step_ms[-1],
-                        memory_mib=self.memory.take(),
-                        rows=self.steps * self.config.data.batch_size,
-                    )
-                    bar.set_postfix(loss=f"{loss:.4f}")
+                    bar.set_postfix(loss=f"{self._log_losses(losses, interval_start):.4f}")
                     losses = []
                 self._log_ranks()
-                if evaluating:  # before saving, so that a run that goes on from the checkpoint has this evaluation behind it
-                    self._evaluate("val")
-                if saving:
+                if saving or evaluating:
+                    self._require_finite_weights()
+                if last:  # before anything else can go wrong
+                    self.save()
+                if evaluating:  # before saving, so that a run that resumes from the checkpoint has this evaluation behind it
+                    best = self._validate()
+                    last = last or self._out_of_patience()
+                    saving = (saving and self.steps < self.total_steps) or self._out_of_patience() or (best and training.keep_best)
+                if saving and (evaluating or not last):
                     self.save()
                 if stopping:
-                    raise Interrupted(received[0] if received else signal.SIGTERM, self.steps)
+                    raise Interrupted(stopping, self.steps)
                 if not losses:
                     interval_start = time.perf_counter()
                 if last:
                     break
 
-    def _step(self, batch: Batch) -> Tensor:
+    def _parts_of_steps(self) -> Iterator[tuple[Batch, ...]]:
+        """The batches whose gradients add up to a step, for each step that is left."""
+        if not self._unfinished():
+            return iter(())
+        return zip(*[iter(self.loader)] * self.config.training.accumulation, strict=False)
+
+    def _step(self, *parts: Batch) -> Tensor:
         """One optimizer step; returns the task loss, which stays on the device."""
         changes = len(self.scheduler.history) if self.scheduler else 0
         self.rates.set(self.steps + 1)
-        loss = self.captured_step(batch.dense, batch.sparse, batch.labels)
+        loss = self.captured_step(*(each for part in parts for each in (part.dense, part.sparse, part.labels)))
         if self.scheduler and len(self.scheduler.history) > changes:
             self._replicate_anew()
         self.steps += 1
@@ -321,12 +334,25 @@ class Trainer:
         bad = (~stacked.isfinite()).nonzero().flatten()
         if bad.numel():
             step = self.steps - len(losses) + int(bad[0]) + 1
-            kept = latest_checkpoint(self.checkpoints)
-            raise Diverged(
-                f"the loss is {float(stacked[bad[0]])} at step {step}: lower the learning rates; "
-                + (f"the last good checkpoint is {kept}" if kept else "there is no checkpoint yet")
-            )
+            raise self._diverged(f"the loss is {float(stacked[bad[0]])} at step {step}")
         return float(stacked.mean())
+
+    def _require_finite_weights(self) -> None:
+        if self.processes.any(not self.state.is_finite()):
+            raise self._diverged(f"weights or their optimizer's state are not finite at step {self.steps}")
+
+    def _diverged(self, what: str) -> Diverged:
+        kept = latest_checkpoint(self.checkpoints)
+        last = f"the last good checkpoint is {kept}" if kept else "there is no checkpoint yet"
+        return Diverged(f"{what}: lower the learning rates; {last}")
+
+    def _log_losses(self, losses: list[Tensor], interval_start: float) -> float:
+        loss = self._checked_mean(losses)
+        # Reading the losses has waited for the device, so this is the time of whole steps on a GPU too.
+        self.step_ms.append(1e3 * (time.perf_counter() - interval_start) / len(losses))
+        memory, rows = self.memory.take(), self.steps * self.config.data.batch_size
+        self.log.write("train", self.steps, loss=loss, step_ms=self.step_ms[-1], memory_mib=memory, rows=rows)
+        return loss
 
     def _log_ranks(self) -> None:
         if self.scheduler:
@@ -334,7 +360,7 @@ class Trainer:
                 self.log.write("ranks", **{k: v for k, v in entry.items() if k != "loss"})
             self.history_written = len(self.scheduler.history)
         elif self.steps == 0:
-            trains = gather_trains(self.module)
+            trains = gather_trains(dict(named_tt_modules(self.module)))
             ranks = {name: list(train.shape.ranks) for name, train in trains.items()}
             if ranks:
                 params = total_params(trains)
@@ -343,10 +369,28 @@ class Trainer:
     def _rows(self, split: str) -> int:
         return self.manifest.splits[split].rows
 
+    def _evaluation_is_due(self) -> bool:
+        due = _due(self.steps, self.config.training.eval_every) or self.steps >= self.total_steps
+        return due and self.evaluated != self.steps and self._rows("val") > 0
+
+    def _validate(self) -> bool:
+        """Evaluate on the validation split; whether the model is the best so far, of those of the final size."""
+        try:
+            metrics = self._evaluate("val")
+        except Interrupted:
+            self.save()
+            raise
+        self.evaluated = self.steps
+        return (self.scheduler is None or self.scheduler.stage == "done") and self.best.observe(self.steps, metrics["ne"])
+
     def _evaluate(self, split: str) -> dict[str, Any]:
-        metrics = evaluate(self.model, self._batches(split, shuffle=False), self.device)
+        metrics = evaluate(self.model, self._batches(split, shuffle=False), self.device, between=self._stop_if_asked)
         self.log.write("eval", self.steps, split=split, **metrics)
         return metrics
+
+    def _stop_if_asked(self) -> None:
+        if stopping := self.signals.now():
+            raise Interrupted(stopping, self.steps)
 
     def _result(self) -> dict[str, Any]:
         peak = self.processes.max(self.memory.highest)
@@ -356,14 +400,19 @@ class Trainer:
                 "raise training.steps and go on, or lower ranks.early_steps and ranks.late_steps",
                 file=sys.stderr,
             )
-        if self._rows("val"):
-            self._evaluate("val")
+        best = self.best.step if self.config.training.keep_best else None
+        if best not in (None, self.steps):
+            kept = on_first(lambda: checkpoint_at(self.checkpoints, best))
+            assert kept is not None
+            self.state.load(open_checkpoint(kept))
+            self._replicate_anew()
         split = next(name for name in ("test", "val", "train") if self._rows(name))
         metrics = self._evaluate(split)
         step_ms = statistics.median(self.step_ms or [float("nan")])
         return {
             "name": self.folder.name,
             "steps": self.steps,
+            "best_step": best,
             "split": split,
             **metrics,
             "step_ms": step_ms,
@@ -378,97 +427,6 @@ class Trainer:
             | {"python": platform.python_version()},
             "data_rows": self.manifest.rows.written,
         }
-
-
-def evaluate(model: nn.Module, batches: ParquetBatches, device: torch.device) -> dict[str, Any]:
-    """AUC, NE, logloss and rows of a model over all batches of a split; where there are several processes, over those of all."""
-    metrics = BinaryMetrics()
-    training = model.training
-    model.eval()
-    with torch.no_grad():
-        for batch in BatchLoader(batches):
-            batch = batch.to(device)
-            rows = len(batch)
-            if on_several_processes():  # shares differ by a row, and processes exchange bags of equal batches
-                batch = batch.padded(int(max_over_processes(rows)))
-            metrics.update(model(batch.dense, batch.sparse).squeeze(1)[:rows], batch.labels[:rows])
-    model.train(training)
-    return metrics.compute()
-
-
-def load_run(folder: str | Path) -> tuple[nn.Module, RunConfig, Schema]:
-    """The model of a run's last checkpoint, its config and the schema of its data.
-
-    Raises:
-        ValueError: if the folder holds no checkpoint.
-    """
-    checkpoint = latest_checkpoint(Path(folder) / CHECKPOINTS)
-    if checkpoint is None:
-        raise ValueError(f"{folder} holds no checkpoint: give a run's folder, as written by `comera train`")
-    opened = open_checkpoint(checkpoint)
-    config = parse_config(recorded_config(opened.record))
-    schema = Schema.from_dict(opened.record["schema"])
-    return load_model_(build_model(config, schema), opened).eval(), config, schema
-
-
-class MetricsLog:
-    """metrics.jsonl and TensorBoard events of a run; lines after the step it continues from are dropped."""
-
-    def __init__(self, folder: Path, step: int) -> None:
-        path = folder / "metrics.jsonl"
-        kept = [line for line in path.read_text().splitlines() if _step_of(line) <= step] if step and path.exists() else []
-        path.write_text("".join(f"{line}\n" for line in kept))
-        self._file = path.open("a")
-        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else 0)
-
-    def write(self, kind: str, step: int, **values: Any) -> None:
-        """Append one line, and the numbers among its values to TensorBoard."""
-        self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
-        self._file.flush()
-        group = f"{kind}/{values['split']}" if kind == "eval" else kind
-        for name, value in values.items():
-            if isinstance(value, int | float):
-                self._board.add_scalar(f"{group}/{name}", value, step)
-        for name, ranks in values.get("ranks", {}).items():
-            self._board.add_scalar(f"rank/{name}", sum(ranks) / max(1, len(ranks)), step)
-
-    def close(self) -> None:
-        """Flush and close both."""
-        self._file.close()
-        self._board.close()
-
-
-class NoLog:
-    """Of processes that don't write."""
-
-    def write(self, kind: str, step: int, **values: Any) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""
-
-
-def _step_of(line: str) -> float:
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError):  # a line cut off by a crash
-        return float("inf")
-
-
-@contextmanager
-def _deferred_signals() -> Iterator[list[int]]:
-    """Collect SIGTERM and SIGINT in a list, so that the loop can stop between two steps."""
-    received: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _due(step: int, every: int) -> bool:

@@ -126,3 +126,21 @@ def test_logs_are_taken_by_their_numbers(log: Path, tmp_path: Path, capsys: pyte
     assert run("preprocess", "--input", *days, "--output", tmp_path / "data", "--split", "day") == 0
     assert [file.name for file in read_manifest(tmp_path / "data").inputs] == ["day_0", "day_2", "day_10"]
     assert capsys.readouterr().err == f"taking the logs by their numbers: {days[0]} ... {days[1]}\n"
+
+
+def test_transform(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("preprocess", "--input", log, "--output", tmp_path / "data") == 0
+    capsys.readouterr()
+    new = ("transform", "--data", tmp_path / "data", "--input", log, "--output")
+    assert run(*new, tmp_path / "new") == 0
+    captured = capsys.readouterr()
+    assert "splits: train 160, val 20, test 20" in captured.out
+    assert captured.err == ""
+    assert run(*new, tmp_path / "all", "--split", "test") == 0
+    assert "splits: train 0, val 0, test 200" in capsys.readouterr().out
+    for name in ("new", "all"):
+        assert run("verify", "--data", tmp_path / name) == 0
+        assert run("describe", "--data", tmp_path / name) == 0
+    capsys.readouterr()
+    assert run(*new, tmp_path / "data") == 2
+    assert "data is --data; choose a folder for the new data set" in capsys.readouterr().err

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.cli import run_command
 from comera_rec.training.config import load_settings
-from examples import classify_text, pretrain_code
+from examples import classify_text, next_item, pretrain_code
 from examples.text import CLS, MASK, PAD, SEP, SPECIAL, TextBatch, batches_of, byte_pairs, word_pieces
 
 TINY = [
@@ -204,3 +204,42 @@ def test_the_classification_example_has_the_papers_sizes() -> None:
     assert model.encoder.blocks[0].attention.query.shape.ranks == (12, 30, 30, 30, 12)
     assert model.encoder.tokens.shape.ranks == (32, 32, 32)
     assert classify_text.sizes(model)["ratio"] > 43
+
+
+@pytest.fixture
+def interactions(tmp_path: Path) -> str:
+    """The override that names a file of users who walk through forty items one after the other, from anywhere."""
+    generator = torch.Generator().manual_seed(0)
+    starts = torch.randint(40, (300,), generator=generator).tolist()
+    lines = [f"u{user} i{(start + step) % 40}" for user, start in enumerate(starts) for step in range(3 + user % 9)]
+    (tmp_path / "interactions.txt").write_text("\n".join([*lines, "alone i3"]) + "\n")
+    return f"data.path={tmp_path / 'interactions.txt'}"
+
+
+@pytest.mark.parametrize("form", ["tt", "dense"])
+def test_the_next_item_is_found(form: str, interactions: str, tmp_path: Path, run: Run) -> None:
+    settings = [
+        interactions, f"output={tmp_path / 'run'}", f"items.format={form}", "items.compression=2",
+        "model.embed_dim=16", "model.ff_dim=32", "model.max_length=12", "model.dropout=0.0", "model.num_layers=1",
+        "training.batch_size=64", "training.steps=150", "training.lr_dense=0.01", "training.lr_cores=0.02",
+    ]  # fmt: skip
+    status, said, _ = run(next_item.recommend, *settings)
+    assert status == 0
+    assert "300 users, 40 items" in said
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert metrics["test"]["hr@10"] > 0.9
+    assert metrics["test"]["ndcg@10"] > 0.5
+    assert metrics["table_ratio"] > 1.9 if form == "tt" else metrics["table_ratio"] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(None, "can't be read"), ("1 2\n3\n", "a line of fewer than two values"), ("1 2\n1 3\n", "no user of 3 interactions")],
+)
+def test_files_without_histories_are_named(text: str | None, message: str, tmp_path: Path, run: Run) -> None:
+    if text is not None:
+        (tmp_path / "log.txt").write_text(text)
+    status, _, error = run(next_item.recommend, f"data.path={tmp_path / 'log.txt'}", f"output={tmp_path / 'run'}")
+    assert status == 2
+    assert message in error
+    assert not (tmp_path / "run").exists()

@@ -330,7 +330,6 @@ def test_names_in_the_state_dict() -> None:
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
-        ([], "tables is empty: give at least one table config"),
         ([table("a", ["f"], tt_ranks=4), table("a", ["g"])], "tables holds two tables named 'a'"),
         ([table("items", ["f"], tt_ranks=4)], "table name 'items' can't name a submodule of an nn.ModuleDict: choose another"),
         ([table("user.id", ["f"])], "table name 'user.id' can't name a submodule"),

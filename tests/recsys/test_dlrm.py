@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,15 @@ from torch import nn
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.models.dlrm import DLRM
 
-from comera_rec import TTEmbeddingBagCollection, TTEmbeddingBagConfig, TTLinear, TTLinearConfig, build_dlrm
+from comera_rec import (
+    TTEmbeddingBagCollection,
+    TTEmbeddingBagConfig,
+    TTLinear,
+    TTLinearConfig,
+    build_deepfm,
+    build_dlrm,
+    export_dense,
+)
 
 
 def tables() -> list[EmbeddingBagConfig]:
@@ -63,7 +72,8 @@ def test_meta_device() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"dense_in_features": 0}, "dense_in_features is 0: give a positive integer"),
+        ({"dense_in_features": -1}, "dense_in_features is -1: give how many there are, or 0"),
+        ({"cross_layers": -1}, "cross_layers is -1: give how many there are, or 0"),
         ({"dense_arch_layer_sizes": []}, "dense_arch_layer_sizes is empty: give at least one layer size"),
         ({"over_arch_layer_sizes": [64, -1]}, r"over_arch_layer_sizes\[1\] is -1: give a positive integer"),
         ({"dense_arch_layer_sizes": [64, 8]}, r"tables have dimensions \[16\] and dense_arch_layer_sizes ends with 8"),
@@ -77,3 +87,49 @@ def test_mistakes_are_named(arguments: dict, message: str) -> None:
 def test_no_tables_is_a_mistake() -> None:
     with pytest.raises(ValueError, match="tables is empty"):
         build_dlrm([], dense_in_features=5, dense_arch_layer_sizes=[16], over_arch_layer_sizes=[1])
+    with pytest.raises(ValueError, match="tables is empty"):
+        build_deepfm([], dense_in_features=5, hidden_layer_size=16, deep_fm_dimension=8)
+
+
+def deepfm(**arguments: object) -> nn.Module:
+    sizes = {"dense_in_features": 5, "hidden_layer_size": 32, "deep_fm_dimension": 256}
+    return build_deepfm(tables(), **{**sizes, **arguments})  # type: ignore[arg-type]
+
+
+ARCHITECTURES = {"dot products": build, "cross network": partial(build, cross_layers=2, cross_rank=4), "DeepFM": deepfm}
+
+
+@pytest.mark.parametrize("dense", [5, 0])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_learns_and_is_exported(name: str, dense: int, random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
+    model = ARCHITECTURES[name](dense_in_features=dense, linears=TTLinearConfig(tt_ranks=4, min_features=32, policy="always"))
+    assert any(isinstance(module, TTLinear) for module in model.modules())
+    inputs = torch.randn(64, dense), random_jagged({"f1": 5000, "f2": 30}, 64)
+    labels = (inputs[1]["f2"].lengths() > 2).float()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(60):
+        logits = model(*inputs)
+        assert logits.shape == (64, 1)
+        loss = F.binary_cross_entropy_with_logits(logits.squeeze(1), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    assert float(model(*inputs).detach().min()) < 0, "logits, not probabilities"
+    torch.testing.assert_close(export_dense(model)(*inputs), model(*inputs), atol=1e-4, rtol=1e-4)
+    on_meta = ARCHITECTURES[name](dense_in_features=dense, device="meta")
+    assert all(parameter.is_meta for parameter in on_meta.parameters())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dense_in_features": -1}, "dense_in_features is -1: give how many there are, or 0"),
+        ({"hidden_layer_size": 0}, "hidden_layer_size is 0: give a positive integer"),
+    ],
+)
+def test_mistakes_of_deepfm_are_named(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        deepfm(**arguments)

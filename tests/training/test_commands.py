@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,12 @@ import torch
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.models.dlrm import DLRM
 
+from comera_rec.cli import model as model_commands
 from comera_rec.cli.main import main
-from comera_rec.training.trainer import load_run
+from comera_rec.training.report import count
+from comera_rec.training.runs import load_run
+from comera_rec.tt import factorize
+from data_pipeline.manifest import read_manifest
 
 
 def call(*arguments: str) -> int:
@@ -66,6 +71,8 @@ def test_train_evaluate_report_export(
         (["evaluate", "--checkpoint", "{tmp}/nowhere", "--data", "{data}"], "holds no checkpoint"),
         (["evaluate", "--checkpoint", "{tmp}", "--data", "{data}", "--split", "exam"], "split 'exam' is not in"),
         (["report", "--run", "{tmp}/nowhere"], "nowhere"),
+        (["report", "--run", "{tmp}/nowhere", "--truth", "{config}"], "is not what `comera synth` writes beside its log"),
+        (["train", "--config", "{data}/train/part-00000.parquet"], "can't be parsed"),
         (["trian"], "No such command 'trian'"),
     ],
 )
@@ -79,6 +86,30 @@ def test_mistakes_are_one_line_and_status_two(
     assert captured.err.startswith("comera: ")
     assert captured.err.count("\n") == 1
     assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("call_it", "ours"),
+    [
+        (lambda: factorize(0, 2), True),
+        (lambda: read_manifest("/nowhere"), True),
+        (lambda: count("x"), False),  # type: ignore[arg-type]
+        (lambda: torch.nn.functional.binary_cross_entropy_with_logits(torch.zeros(2), torch.zeros(3)), False),
+    ],
+    ids=["comera_rec", "data_pipeline", "called by us", "called by torch"],
+)
+def test_faults_of_the_program_show_where_they_are(
+    call_it: Callable[[], object], ours: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(model_commands, "load_config", lambda *_: call_it())
+    expected = SystemExit if ours else ValueError
+    with pytest.raises(expected) as stop:
+        main(["train", "--config", __file__])
+    assert capsys.readouterr().err.count("\n") == ours
+    monkeypatch.setenv("COMERA_TRACEBACK", "1")
+    with pytest.raises(ValueError, match=r"."):
+        main(["train", "--config", __file__])
+    assert ours == (getattr(stop.value, "code", None) == 2)
 
 
 def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,3 +134,38 @@ def test_half_an_environment_of_torchrun_is_named(
 def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(command, "--help") == 0
     assert f"comera {command} --" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("settings", [["dcn", "model.cross_rank=4"], ["deepfm", "model.over_arch=[40]"]], ids=lambda s: s[0])
+def test_other_architectures_are_trained(
+    settings: list[str], tmp_path: Path, config_file: Path, data_set: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["train", "--config", str(config_file), f"model.architecture={settings[0]}"]
+    assert call(*command, *settings[1:]) == 0
+    assert "12 steps, test AUC" in capsys.readouterr().out
+    assert call("evaluate", "--checkpoint", str(tmp_path / "run"), "--data", str(data_set)) == 0
+    assert call("train", "--config", str(config_file), "model.architecture=deepfm", "model.over_arch=[32,32]") == 2
+    assert "model.over_arch is [32, 32]: give one layer size, as DeepFM takes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("columns", [{"site": "category", "ad": "category"}, {"tags": "list"}, {"ad": "category"}])
+def test_logs_without_integer_columns_are_trained_on(
+    columns: dict[str, str], tmp_path: Path, config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    lines = []
+    for value in torch.randint(150, (2000,), generator=generator).tolist():
+        cells = {"category": f"v{value}", "list": f"v{value}|v{(value + 1) % 150}"}
+        lines.append(",".join([str(int(value % 3 == 0)), *(cells[kind] for kind in columns.values())]))
+    (tmp_path / "log.csv").write_text("\n".join(lines) + "\n")
+    named = "\n".join(f'{name} = "{kind}"' for name, kind in columns.items())
+    (tmp_path / "schema.toml").write_text(f'separator = ","\n[columns]\nclick = "label"\n{named}\n')
+    data, run = str(tmp_path / "categories"), str(tmp_path / "run")
+    assert (
+        call("preprocess", "--input", str(tmp_path / "log.csv"), "--schema", str(tmp_path / "schema.toml"), "--output", data) == 0
+    )
+    settings = [f"data.path={data}", "training.steps=60", "optimizer.lr_cores=0.02", "optimizer.lr_dense=0.02"]
+    assert call("train", "--config", str(config_file), *settings) == 0
+    capsys.readouterr()
+    assert call("evaluate", "--checkpoint", run, "--data", data) == 0
+    assert json.loads(capsys.readouterr().out)["auc"] > 0.9, "the value alone decides the label"

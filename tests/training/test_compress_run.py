@@ -15,7 +15,8 @@ from comera_rec.training import compress
 from comera_rec.training.checkpoint import open_checkpoint
 from comera_rec.training.compress import compress_run
 from comera_rec.training.config import load_config
-from comera_rec.training.trainer import Trainer, load_run
+from comera_rec.training.runs import load_run
+from comera_rec.training.trainer import Trainer
 
 
 def call(*arguments: str) -> int:

@@ -49,6 +49,12 @@ def test_what_is_written_reads_back(tmp_path: Path) -> None:
         ({"ranks": {"early_steps": 1, "target_size": 0.5}}, r"a late stage needs both"),
         ({"training": {"steps": -1}}, r"training\.steps is -1"),
         ({"model": {"dense_arch": [8, 0]}}, r"model\.dense_arch is \[8, 0\]: give positive layer sizes"),
+        ({"data": {"path": "d", "batch_size": True}}, r"data\.batch_size: Input should be a valid integer"),
+        ({"data": {"path": "d", "batch_size": "12"}}, r"data\.batch_size: Input should be a valid integer"),
+        ({"training": {"epochs": float("inf")}}, r"training\.epochs is inf: give a finite number"),
+        ({"optimizer": {"lr_dense": float("nan")}}, r"optimizer\.lr_dense is nan: give a finite number"),
+        ({"seed": -1}, r"seed is -1: give a number from 0 to 2\*\*63 - 1"),
+        ({"seed": 2**63}, r"seed is 9223372036854775808: give a number from 0 to 2\*\*63 - 1"),
     ],
 )
 def test_mistakes(change: dict[str, object], message: str) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from comera_rec.training.metrics import BinaryMetrics
+from comera_rec.training.metrics import BinaryMetrics, BinnedMetrics
 
 
 def metrics_of(logits: list[float] | Tensor, labels: list[int] | Tensor) -> dict[str, float | int]:
@@ -88,6 +88,34 @@ def test_undefined() -> None:
         BinaryMetrics().update(torch.zeros(2, 1), torch.zeros(3))
 
 
+@pytest.mark.parametrize(("center", "spread"), [(0.0, 1.0), (-9.0, 2.0), (0.0, 30.0)])
+def test_binned_metrics_err_by_no_more_than_they_say(center: float, spread: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = center + spread * torch.randn(20_000, generator=generator)
+    labels = (torch.rand(20_000, generator=generator) < logits.sigmoid()).float()
+    labels[0], labels[1] = 0, 1
+    binned = BinnedMetrics()
+    for part, of_part in zip(logits.split(3000), labels.split(3000), strict=True):
+        binned.update(part, of_part)
+    found, exact = binned.compute(), metrics_of(logits, labels)
+    error = found.pop("auc_error")
+    assert abs(found.pop("auc") - exact.pop("auc")) <= error + 1e-12
+    assert error < (1e-4 if spread < 30 else 0.05)
+    assert found == pytest.approx(exact, rel=1e-12)
+
+
+def test_binned_metrics_know_ties_and_what_is_undefined() -> None:
+    binned = BinnedMetrics()
+    with pytest.raises(ValueError, match="no rows to evaluate"):
+        binned.compute()
+    binned.update(torch.tensor([0.5, 0.5, 99.0]), torch.tensor([0, 1, 1]))
+    assert binned.compute()["auc"] == 0.75
+    assert binned.compute()["auc_error"] == 0.25
+    binned.update(torch.tensor([math.nan, math.inf]), torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match="2 of 5 logits are not finite"):
+        binned.compute()
+
+
 def example() -> tuple[Tensor, Tensor]:
     return torch.linspace(-1, 1, 10).sin(), torch.arange(10) % 3 == 1
 
@@ -97,9 +125,11 @@ def compute_on_rank(rank: int, folder: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60)
     )
-    metrics = BinaryMetrics()
-    metrics.update(*(part[:3] if rank == 0 else part[3:] for part in example()))
-    torch.save(metrics.compute(), f"{folder}/{rank}.pt")
+    computed = []
+    for metrics in (BinaryMetrics(), BinnedMetrics()):
+        metrics.update(*(part[:3] if rank == 0 else part[3:] for part in example()))
+        computed.append(metrics.compute())
+    torch.save(computed, f"{folder}/{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -108,5 +138,9 @@ def compute_on_rank(rank: int, folder: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # spawning would import torch twice, for seconds
 def test_ranks_with_unequal_rows_get_the_metrics_of_all_rows(tmp_path: Path) -> None:
     torch.multiprocessing.start_processes(compute_on_rank, (str(tmp_path),), nprocs=2, start_method="fork")
+    binned = BinnedMetrics()
+    binned.update(*example())
     for rank in range(2):
-        assert torch.load(tmp_path / f"{rank}.pt") == pytest.approx(metrics_of(*example()), rel=1e-12)
+        exact, of_bins = torch.load(tmp_path / f"{rank}.pt")
+        assert exact == pytest.approx(metrics_of(*example()), rel=1e-12)
+        assert of_bins == pytest.approx(binned.compute(), rel=1e-12)

@@ -226,3 +226,10 @@ def test_the_pareto_front_leaves_out_what_another_run_beats() -> None:
     fronts = [re.findall(r'<path d="([^"]*)"[^>]*stroke-dasharray', drawing)[-1].count("L") for drawing in drawings]
     assert fronts == [4, 4], "two steps, each across and down, from three runs"
     assert size_against_ne(points[:1]) == ""
+
+
+def test_names_are_no_formulas(tmp_path: Path) -> None:
+    name = r"$\foo$"
+    runs = [write_run(tmp_path / each, [layer(name, 1000, ranks=[4], params=500)], adapting=True) for each in (name, "$x", "dense")]
+    write_report(runs, tmp_path / "report.html")
+    assert (tmp_path / "report.html").read_text().count(name) > 3

@@ -18,7 +18,11 @@ from comera_rec.recsys import TTEmbeddingBagCollection
 from comera_rec.training import trainer as trainer_module
 from comera_rec.training.checkpoint import latest_checkpoint, open_checkpoint
 from comera_rec.training.config import load_config
-from comera_rec.training.trainer import Diverged, Interrupted, Trainer, evaluate, load_run
+from comera_rec.training.evaluation import evaluate
+from comera_rec.training.metrics import BinaryMetrics
+from comera_rec.training.runs import load_run
+from comera_rec.training.stopping import Interrupted, StopSignals
+from comera_rec.training.trainer import Diverged, Trainer
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.synth import SynthOptions, synth
 
@@ -168,6 +172,65 @@ def test_diverging_run_stops_and_keeps_the_last_good_checkpoint(config_file: Pat
     assert not (folder / "result.json").exists()
 
 
+def test_weights_that_are_not_finite_are_not_saved(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Trainer._step
+
+    def poison_at_twelve(self: Trainer, batch: Any) -> torch.Tensor:
+        loss = step(self, batch)
+        if self.steps == 12:  # the loss is that of the weights before
+            next(self.module.parameters()).data[0] = float("nan")
+        return loss
+
+    monkeypatch.setattr(Trainer, "_step", poison_at_twelve)
+    with pytest.raises(
+        Diverged, match=r"^weights .* are not finite at step 12: .* the last good checkpoint is .*step_00000006\.pt"
+    ):
+        run(config_file)
+    folder = Path(load_config(config_file).output)
+    assert all(weight.isfinite().all() for weight in weights(folder).values())
+
+
+def test_sigterm_in_an_evaluation_stops_it_and_the_next_run_evaluates_anew(
+    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluating = ["training.eval_every=4", "data.eval_batch_size=100"]
+    whole, _ = run(config_file, *evaluating, f"output={tmp_path / 'whole'}")
+    update = BinaryMetrics.update
+
+    def terminate(self: BinaryMetrics, *batch: torch.Tensor) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        update(self, *batch)
+
+    for due in (4, 12):
+        with monkeypatch.context() as patch:
+            patch.setattr(BinaryMetrics, "update", terminate)
+            with pytest.raises(Interrupted, match=f"stopped by SIGTERM at step {due} with a checkpoint"):
+                run(config_file, *evaluating)
+        folder = Path(load_config(config_file).output)
+        assert latest_checkpoint(folder / "checkpoints") == folder / "checkpoints" / f"step_{due:08d}.pt"
+        if due == 4:
+            run(config_file, *evaluating)
+            assert metrics(folder, "eval") == metrics(whole, "eval")
+            shutil.rmtree(folder)
+            run(config_file, *evaluating, "training.steps=11")
+    run(config_file, *evaluating)
+    assert [(line["step"], line["split"]) for line in metrics(folder, "eval")][-2:] == [(12, "val"), (12, "test")]
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_second_ctrl_c_ends_the_process_at_once(second: signal.Signals) -> None:
+    child = os.fork()
+    if not child:
+        with StopSignals() as signals:
+            os.kill(os.getpid(), signal.SIGINT)
+            noted = signals.after_step() == signal.SIGINT
+            os.kill(os.getpid(), second)
+        os._exit(17 if noted else 1)
+    status = os.waitpid(child, 0)[1]
+    assert os.waitstatus_to_exitcode(status) == (-signal.SIGINT if second == signal.SIGINT else 17)
+
+
 def test_folder_of_another_run_is_refused(config_file: Path, data_set: Path, tmp_path: Path) -> None:
     run(config_file)
     with pytest.raises(ValueError, match="holds another run: its config differs in seed, tables"):
@@ -177,8 +240,45 @@ def test_folder_of_another_run_is_refused(config_file: Path, data_set: Path, tmp
     manifest = json.loads((other / "manifest.json").read_text())
     manifest["categorical_columns"][0]["num_embeddings"] += 1
     (other / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match="holds another run: its config differs in data"):
+    with pytest.raises(ValueError, match=r"was trained on other data than .*other holds \(they differ in C1\)"):
         run(config_file, f"data.path={other}")
+
+
+def test_a_run_goes_on_where_its_data_have_moved_but_not_on_other_data(config_file: Path, data_set: Path, tmp_path: Path) -> None:
+    run(config_file, "training.steps=3")
+    moved = tmp_path / "moved"
+    shutil.copytree(data_set, moved)
+    elsewhere = [f"data.path={moved}", "data.prefetch=2", "data.eval_batch_size=100"]
+    assert run(config_file, "training.steps=6", *elsewhere)[1]["steps"] == 6
+
+    manifest = json.loads((moved / "manifest.json").read_text())
+    manifest["splits"]["train"]["shards"][0]["sha256"] = "0" * 64
+    (moved / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=r"was trained on other data than .*moved holds: give the same data set"):
+        run(config_file, *elsewhere)
+    manifest["categorical_columns"][1]["vocabulary"]["sha256"] = "0" * 64
+    (moved / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=r"was trained on other data than .*moved holds \(they differ in C2\)"):
+        run(config_file, *elsewhere)
+
+
+def test_checkpoints_of_before_data_sets_were_compared_are_read(config_file: Path, data_set: Path, tmp_path: Path) -> None:
+    folder, _ = run(config_file)
+    path = latest_checkpoint(folder / "checkpoints")
+    assert path is not None
+    saved = torch.load(path)
+    record = saved["record"]
+    for section, keys in ((record, ("data", "best", "evaluated")), (record["schema"], ("vocabularies",)),
+                          (record["config"]["optimizer"], ("weight_decay_dense", "weight_decay_cores"))):  # fmt: skip
+        for key in keys:
+            del section[key]
+    torch.save(saved, path)
+    (folder / "result.json").unlink()
+    assert load_run(folder)[2].vocabularies == {}
+    shutil.copytree(data_set, tmp_path / "moved")
+    with pytest.raises(ValueError, match="was trained on other data"):
+        run(config_file, f"data.path={tmp_path / 'moved'}")
+    assert run(config_file)[1]["steps"] == 12
 
 
 def test_data_without_validation_rows(config_file: Path, tmp_path: Path) -> None:

@@ -19,7 +19,9 @@ from benchmarks.processes import run as run_processes
 from comera_rec.cli.main import main
 from comera_rec.training.checkpoint import latest_checkpoint, open_checkpoint
 from comera_rec.training.config import load_config
-from comera_rec.training.trainer import Trainer, evaluate, load_run
+from comera_rec.training.evaluation import evaluate
+from comera_rec.training.runs import load_run
+from comera_rec.training.trainer import Trainer
 
 pytestmark = pytest.mark.distributed
 

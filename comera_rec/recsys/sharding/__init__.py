@@ -3,11 +3,12 @@
 from comera_rec.recsys.sharding.collection import ShardedTTEmbeddingBagCollection, divided_like, padded_to
 from comera_rec.recsys.sharding.data_parallel import rewrap_data_parallel_
 from comera_rec.recsys.sharding.planner import TTShardingPlanner
-from comera_rec.recsys.sharding.sharder import TTEmbeddingBagCollectionSharder
+from comera_rec.recsys.sharding.sharder import TTEmbeddingBagCollectionSharder, TTEmbeddingCollectionSharder
 
 __all__ = [
     "ShardedTTEmbeddingBagCollection",
     "TTEmbeddingBagCollectionSharder",
+    "TTEmbeddingCollectionSharder",
     "TTShardingPlanner",
     "divided_like",
     "padded_to",

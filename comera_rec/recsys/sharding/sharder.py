@@ -69,3 +69,7 @@ class TTEmbeddingBagCollectionSharder(ModuleSharder[TTEmbeddingBagCollection]):
     @property
     def module_type(self) -> type[TTEmbeddingBagCollection]:
         return TTEmbeddingBagCollection
+
+
+class TTEmbeddingCollectionSharder(TTEmbeddingBagCollectionSharder):
+    """Shards `TTEmbeddingCollection`s, whose tables are those of a `TTEmbeddingBagCollection`: either sharder shards both."""

@@ -1,0 +1,41 @@
+"""`comera serve`, which needs the extra of the same name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+try:
+    from comera_rec.serving.server import ServeOptions
+    from comera_rec.serving.server import serve as answer_requests
+except ModuleNotFoundError as error:
+    raise click.ClickException(f"{error.name} is not installed; comera serve needs pip install 'comera-rec[serve]'") from error
+
+_PATH = click.Path(path_type=Path)
+
+
+@click.command(short_help="Answer requests over HTTP.")
+@click.option("--model", type=_PATH, required=True, metavar="MODEL.pt2", help="What `comera export` wrote.")
+@click.option("--data", type=_PATH, help="Data set whose vocabularies encode raw rows; default the one the model was trained on.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
+@click.option("--port", default=8000, show_default=True, help="Port to listen on; 0 for a free one.")
+@click.option("--threads", default=1, show_default=True, help="Threads of the model.")
+@click.option("--max-batch", default=256, show_default=True, help="Rows of a call that joins requests.")
+@click.option("--max-wait-ms", default=0.0, show_default=True, help="Milliseconds a request waits for others to join.")
+@click.option("--max-rows", default=4096, show_default=True, help="Rows of a request.")
+@click.option("--max-body", default=8 << 20, show_default=True, metavar="BYTES", help="Bytes of a request.")
+@click.option("--reload-seconds", default=1.0, show_default=True, help="Between looks for a new version of the file.")
+def serve(**chosen: Any) -> None:
+    """Answer requests over HTTP: encoded rows by the Open Inference Protocol, raw ones as plain JSON.
+
+    A new version renamed into MODEL.pt2's place is loaded and takes over between two requests; one that can't be loaded is
+    reported, and the old one stays. /metrics is for Prometheus.
+
+    \b
+    Example:
+      comera serve --model model.pt2 --port 8000
+      curl localhost:8000/score -d '{"rows": [{"I1": 3, "I2": null, ..., "C26": "2dbcbc4c"}]}'
+    """
+    answer_requests(ServeOptions(**chosen), tell=click.echo)

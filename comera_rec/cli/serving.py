@@ -1,0 +1,45 @@
+"""Subcommands on an exported model: score. They need torch, but neither TorchRec nor a checkpoint."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+
+from comera_rec.serving.score import ScoreOptions
+from comera_rec.serving.score import score as write_scores
+from data_pipeline.sources import source
+
+_PATH = click.Path(path_type=Path)
+
+
+@click.command(short_help="Write a model's scores of a log or of a data set.")
+@click.option("--model", type=_PATH, required=True, metavar="MODEL.pt2", help="What `comera export` wrote.")
+@click.option("--input", "scored", required=True, metavar="LOG|DATA", help="A raw log, gzipped or not, or a data set's folder.")
+@click.option("--output", type=_PATH, required=True, metavar="SCORES", help="The Parquet file to write.")
+@click.option("--data", type=_PATH, help="Data set whose vocabularies encode a log; default the one that the model was trained on.")
+@click.option("--split", default="test", show_default=True, help="Of a data set: train, val or test.")
+@click.option("--max-bad-rows", default=0, show_default=True, help="Malformed lines that may be left out before the run stops.")
+@click.option("--workers", type=int, metavar="N", help="Processes; default one a core.")
+@click.option("--overwrite", is_flag=True, help="Replace a finished file.")
+def score(
+    model: Path, scored: str, output: Path, data: Path | None, split: str, max_bad_rows: int, workers: int | None, overwrite: bool
+) -> None:
+    """Write the probability of a click for every line of a log, or every row of a data set's split, in order.
+
+    The file has columns line (from 1) or row (from 0), score, and label where there are labels. A run that was interrupted resumes
+    when the same command is given again.
+
+    \b
+    Example:
+      comera score --model model.pt2 --input today.gz --output scores.parquet
+    """
+    options = ScoreOptions(
+        model=model, inputs=(source(scored),), output=output, data=data, split=split, max_bad_rows=max_bad_rows,
+        workers=workers, overwrite=overwrite,
+    )  # fmt: skip
+    start = time.perf_counter()
+    written = write_scores(options, tell=lambda line: click.echo(line, err=True))
+    seconds = time.perf_counter() - start
+    click.echo(f"wrote {output}: {written.rows:,} scores in {seconds:.1f} s ({written.rows_per_second:,.0f} rows/s once loaded)")

@@ -1,0 +1,36 @@
+"""Bags of rows for requests: every table of a model in one call, without a plan."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from comera_rec.ops.native import ops
+from comera_rec.ops.served_bags.storage import DTYPES, Packed, least_type, pack, quantize, row_bytes, unpack
+from comera_rec.ops.served_bags.table import ServedTable, Slab
+
+
+def served_bags(packed: Packed, lead: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
+    """What leads each row, then its bags of F features: [B, 1 + F, N].
+
+    Every id is multiplied as it comes, in registers: requests are too small for a plan to pay. It has no gradient.
+
+    Args:
+        packed: from `pack`.
+        lead: [B, N] float32.
+        values: [V] int64, ids feature by feature; those beyond the last bag are ignored.
+        lengths: [F * B] int64, feature by feature.
+
+    Raises:
+        ValueError: naming the feature, the id and the limit, if an id is out of range; for lengths below 0 or too large.
+    """
+    bags: Tensor = ops.served_bags(*packed, lead, values, lengths)
+    return bags
+
+
+@torch.library.register_fake("comera_rec::served_bags")
+def _(storage: Tensor, layout: Tensor, slabs: Tensor, lead: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
+    return lead.new_empty(lead.shape[0], 1 + layout.shape[0], lead.shape[1])
+
+
+__all__ = ["DTYPES", "Packed", "ServedTable", "Slab", "least_type", "pack", "quantize", "row_bytes", "served_bags", "unpack"]

@@ -1,0 +1,52 @@
+"""The definition of bags for requests in plain torch: the oracle that the fast operator is compared with."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from comera_rec.ops.served_bags.storage import unpack
+from comera_rec.ops.served_bags.table import ServedTable
+from comera_rec.tt import row_digits
+
+
+def served_bags(storage: Tensor, layout: Tensor, slabs: Tensor, lead: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
+    """[B, 1 + F, N]; arguments as for `comera_rec.ops.served_bags.served_bags`."""
+    batch, columns = lead.shape
+    tables = unpack(storage, layout, slabs, columns)
+    features, first = [lead], 0
+    for f, (table, of_bags) in enumerate(zip(tables, lengths.view(len(tables), batch), strict=True)):
+        ids = values[first : first + int(of_bags.sum())]
+        first += len(ids)
+        wrong = ids[(ids < 0) | (ids >= table.rows)]
+        if len(wrong):
+            raise ValueError(f"id {int(wrong[0])} is out of range for feature {f}: its ids run from 0 to {table.rows - 1}")
+        bags = torch.repeat_interleave(torch.arange(batch), of_bags)
+        pooled = torch.zeros(batch, columns).index_add(0, bags, rows_of(table, ids))
+        features.append(pooled / of_bags.clamp(min=1)[:, None] if table.mean else pooled)
+    return torch.stack(features, dim=1)
+
+
+def rows_of(table: ServedTable, ids: Tensor) -> Tensor:
+    """Rows [L, N] of ids: those formed in advance, others G_1[i_1] ... G_d[i_d] + A[i] P."""
+    is_formed = ids < len(table.formed)
+    rows = torch.empty(len(ids), table.columns)
+    rows[is_formed] = table.formed[ids[is_formed]]
+    if table.cores:
+        rows[~is_formed] = _multiplied(table, ids[~is_formed])
+    return rows
+
+
+def _multiplied(table: ServedTable, ids: Tensor) -> Tensor:
+    rows = torch.ones(len(ids), 1, 1)  # [L, columns so far, rank]
+    for core, digit in zip(table.cores, row_digits(ids, table.row_modes), strict=True):
+        rows = torch.einsum("lck,lkrn->lcnr", rows, core[digit]).flatten(1, 2)
+    rows = rows.reshape(len(ids), math.prod(table.col_modes))[:, : table.columns].clone()
+    first = 0
+    for slab in table.slabs:
+        is_there = (ids >= first) & (ids < first + len(slab.rows))
+        rows[is_there] += slab.rows[ids[is_there] - first] @ slab.columns
+        first += len(slab.rows)
+    return rows

@@ -1,0 +1,54 @@
+"""A table in the form that serves: nothing left to multiply that does not depend on the request.
+
+M rows, N columns, d cores of m_k slices, r_k the ranks between them, h rows, w the width of a slab.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slab:
+    """What is added to the cores' rows of neighbouring ids: rows [h, w] times columns [w, N]."""
+
+    rows: Tensor
+    columns: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedTable:
+    """The table of one feature.
+
+    Attributes:
+        rows, columns: M and N.
+        mean: whether bags are averaged; else summed.
+        formed: [h, N], read for ids below h. A dense table has all of its rows here, and no cores.
+        cores: core k is [m_k, r_{k-1}, r_k, n_k], the diagonals multiplied in.
+        slabs: one after the other from row 0 on.
+    """
+
+    name: str
+    rows: int
+    columns: int
+    mean: bool
+    formed: Tensor
+    cores: tuple[Tensor, ...] = ()
+    slabs: tuple[Slab, ...] = ()
+
+    @property
+    def row_modes(self) -> tuple[int, ...]:
+        """(m_1..m_d)."""
+        return tuple(core.shape[0] for core in self.cores)
+
+    @property
+    def col_modes(self) -> tuple[int, ...]:
+        """(n_1..n_d)."""
+        return tuple(core.shape[3] for core in self.cores)
+
+    @property
+    def hot_rows(self) -> int:
+        """Rows that slabs add to."""
+        return sum(len(slab.rows) for slab in self.slabs)

@@ -1,0 +1,107 @@
+"""Requests that arrive together become one call of the model.
+
+F categorical columns, R requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from comera_rec.serving.package import ServingModel
+from data_pipeline.encoder import Flat
+
+
+class _Waiting(NamedTuple):
+    model: ServingModel
+    rows: Flat
+    scores: asyncio.Future[np.ndarray]
+
+
+class Batcher:
+    """Collects requests while the model runs, and for a short time before it does.
+
+    The model runs in the event loop's thread. It holds Python's lock anyway, so another thread would add switches and no speed.
+
+    Args:
+        max_rows: of a call, unless one request alone has more.
+        max_wait: seconds that the first request of a call waits for others.
+        observe: called with the rows of every call.
+    """
+
+    def __init__(self, *, max_rows: int, max_wait: float, observe: Callable[[int], object] = lambda rows: None) -> None:
+        self._max_rows, self._max_wait, self._observe = max_rows, max_wait, observe
+        self._waiting: deque[_Waiting] = deque()
+        self._arrived = asyncio.Event()
+
+    async def score(self, model: ServingModel, rows: Flat) -> np.ndarray:
+        """The probabilities of a request's rows.
+
+        Raises:
+            ValueError: as the model; other requests of the same call are not affected.
+        """
+        scores: asyncio.Future[np.ndarray] = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Waiting(model, rows, scores))
+        self._arrived.set()
+        return await scores
+
+    async def run(self) -> None:
+        """Answer requests until cancelled."""
+        while True:
+            await self._arrived.wait()
+            if sum(len(waiting.rows.dense) for waiting in self._waiting) < self._max_rows:
+                await asyncio.sleep(self._max_wait)
+            _answer(self._take())
+            if not self._waiting:
+                self._arrived.clear()
+            await asyncio.sleep(0)  # answers go out, and requests come in
+
+    def _take(self) -> list[_Waiting]:
+        """The first requests of one model that fit in a call."""
+        taken = [self._waiting.popleft()]
+        rows = len(taken[0].rows.dense)
+        while self._waiting and self._waiting[0].model is taken[0].model:
+            rows += len(self._waiting[0].rows.dense)
+            if rows > self._max_rows:
+                break
+            taken.append(self._waiting.popleft())
+        self._observe(sum(len(waiting.rows.dense) for waiting in taken))
+        return taken
+
+
+def _answer(requests: Sequence[_Waiting]) -> None:
+    try:
+        scores = _call(requests[0].model, merge([request.rows for request in requests]))
+    except Exception as error:
+        if len(requests) > 1:  # one of them is at fault
+            for request in requests:
+                _answer([request])
+        elif not requests[0].scores.done():
+            requests[0].scores.set_exception(error)
+        return
+    ends = np.cumsum([len(request.rows.dense) for request in requests])
+    for request, of_request in zip(requests, np.split(scores, ends[:-1]), strict=True):
+        if not request.scores.done():  # its client may have left
+            request.scores.set_result(of_request)
+
+
+def _call(model: ServingModel, rows: Flat) -> np.ndarray:
+    with torch.inference_mode():
+        scores: np.ndarray = model(*map(torch.from_numpy, rows)).numpy()
+    return scores
+
+
+def merge(requests: Sequence[Flat]) -> Flat:
+    """The rows of all requests, one request after the other; in each column values and lengths follow them."""
+    if len(requests) == 1:
+        return requests[0]
+    dense = np.concatenate([request.dense for request in requests])
+    lengths = [request.lengths.reshape(-1, len(request.dense)) for request in requests]
+    of_columns = [np.split(request.values, np.cumsum(each.sum(1))[:-1]) for request, each in zip(requests, lengths, strict=True)]
+    values = [of_request[column] for column in range(len(lengths[0])) for of_request in of_columns]
+    return Flat(dense, np.concatenate(values), np.concatenate(lengths, axis=1).ravel())

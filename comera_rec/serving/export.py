@@ -1,0 +1,189 @@
+"""From a trained run to a package: tables in serving form, measured on the test split, compiled."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor, nn
+from torch._inductor import aoti_compile_and_package
+from torch.export import Dim
+from torchrec import KeyedJaggedTensor
+from torchrec.models.deepfm import SimpleDeepFMNN
+from torchrec.models.dlrm import DLRM
+
+from comera_rec.ops.native import LIBRARY
+from comera_rec.ops.served_bags import DTYPES, ServedTable, row_bytes
+from comera_rec.serving.fast import FastTables
+from comera_rec.serving.flat import FlatModel
+from comera_rec.serving.package import FORMAT_VERSION, METADATA_KEY, ModelMetadata
+from comera_rec.serving.portable import PortableTables
+from comera_rec.serving.tables import expand, served_tables
+from comera_rec.serving.vocabularies import offsets_of
+from comera_rec.training.batches import ParquetBatches
+from comera_rec.training.evaluation import evaluate
+from comera_rec.training.model import Schema
+from comera_rec.training.runs import load_run
+from data_pipeline.manifest import CategoricalColumn, Manifest, read_manifest
+
+FORMS = {"portable": PortableTables, "fast": FastTables}
+PACKAGE = "model.pt2"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """How a run is exported.
+
+    Attributes:
+        run: folder of a run.
+        data: folder of the data set that it was trained on; None takes what the run's config names.
+        form: "portable", of torch's operators alone, or "fast", of this library's.
+        dtype: of tables as stored: "float32", "bfloat16" or "int8".
+        expand: bytes for rows of the most frequent ids, formed in advance.
+        last: the run's last checkpoint, also where it keeps its best one.
+    """
+
+    run: Path
+    data: Path | None = None
+    form: str = "portable"
+    dtype: str = "float32"
+    expand: int = 0
+    last: bool = False
+
+    def __post_init__(self) -> None:
+        if self.form not in FORMS:
+            raise ValueError(f"form is {self.form!r}: choose {' or '.join(map(repr, FORMS))}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}: choose one of {', '.join(map(repr, DTYPES))}")
+        if self.expand < 0:
+            raise ValueError(f"expand is {self.expand}: give bytes, or 0 for none")
+
+
+def export_run(options: ExportOptions, output: Path) -> ModelMetadata:
+    """Write a run's last checkpoint as a package: `output`, and beside it for the form "fast" the library of operators.
+
+    Returns:
+        What the package says about itself.
+
+    Raises:
+        ValueError: for a folder without checkpoint, a model without tables, or a data set that is not there or not the run's.
+    """
+    if output.is_dir():
+        raise ValueError(f"{output} is a folder: name a file, such as {output / PACKAGE}")
+    with work_folder(output) as work:
+        metadata = build_package(options, work)
+        for library in work.glob(LIBRARY.name):
+            library.replace(output.with_name(library.name))
+        (work / PACKAGE).replace(output)
+    return metadata
+
+
+@contextmanager
+def work_folder(output: Path) -> Iterator[Path]:
+    """A folder beside an output, which vanishes at the end."""
+    parent = output.absolute().parent
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=parent) as work:
+        yield Path(work)
+
+
+def build_package(options: ExportOptions, folder: Path) -> ModelMetadata:
+    """Write model.pt2 into a folder and, for the form "fast", the library of operators; errors as `export_run`."""
+    flat, metadata = flatten_run(options)
+    compile_package(flat, folder / PACKAGE, metadata)
+    if options.form == "fast":
+        shutil.copyfile(LIBRARY, folder / LIBRARY.name)
+    return metadata
+
+
+def flatten_run(options: ExportOptions) -> tuple[FlatModel, ModelMetadata]:
+    """A run's model as it is compiled, and what its package will say; errors as `export_run`."""
+    model, config, schema = load_run(options.run, last=options.last)
+    data = options.data or Path(config.data.path)
+    manifest = read_manifest(data)
+    if schema.differences(Schema.of(manifest)):
+        raise ValueError(f"{options.run} was trained with other columns or vocabularies than {data} holds: give its own data set")
+    if not isinstance(model, DLRM | SimpleDeepFMNN):
+        raise ValueError(f"{options.run} holds a model without tables (tables.format is 'off'): export one that has them")
+    tables = served_tables(model.sparse_arch.embedding_bag_collection)
+    if options.expand:
+        counts = [_counts(column, manifest, data) for column in manifest.categorical_columns]
+        tables = expand(tables, counts, options.expand, row_bytes(tables[0].columns, DTYPES[options.dtype]))
+    flat = FlatModel(model, FORMS[options.form](tables, DTYPES[options.dtype])).eval()
+    test = ParquetBatches(data, "test", batch_size=config.data.eval_batch_size)
+    trained, served = (evaluate(each, test, torch.device("cpu")) for each in (model, _Logits(flat, list(schema.sparse))))
+    return flat, _metadata(options, schema, manifest, data.absolute(), tables, trained, served)
+
+
+class _Logits(nn.Module):
+    """A model of flat inputs as evaluation calls it."""
+
+    def __init__(self, flat: FlatModel, columns: list[str]) -> None:
+        super().__init__()
+        self.flat, self.columns = flat, columns
+
+    def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
+        by_column = sparse.to_dict()
+        values, lengths = ([getattr(by_column[name], part)() for name in self.columns] for part in ("values", "lengths"))
+        return self.flat.logits(dense, torch.cat(values), torch.cat(lengths).long()).unsqueeze(1)
+
+
+def compile_package(flat: nn.Module, path: Path, metadata: ModelMetadata) -> None:
+    """Compile a model of flat inputs by AOTInductor, the number of rows and of values left open."""
+    batch, values, example = Dim("batch"), Dim("values"), 3
+    features = len(metadata.categorical)
+    count = features * example
+    inputs = torch.zeros(example, len(metadata.dense)), torch.zeros(count, dtype=torch.long), torch.ones(count, dtype=torch.long)
+    shapes = {"dense": {0: batch}, "values": {0: values}, "lengths": {0: features * batch}}
+    settings: dict[str, Any] = {"aot_inductor.metadata": {METADATA_KEY: metadata.to_json()}}
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = torch.export.export(flat, inputs, dynamic_shapes=shapes, strict=True)
+        aoti_compile_and_package(program, package_path=str(path), inductor_configs=settings)
+
+
+def _counts(column: CategoricalColumn, manifest: Manifest, data: Path) -> Tensor:
+    """How often ids 0, 1, ... of a column occur in the training split."""
+    if column.vocabulary is None:
+        return torch.empty(0, dtype=torch.long)
+    counts = torch.from_numpy(pq.read_table(data / column.vocabulary.path, columns=["count"])["count"].to_numpy().copy())
+    zero = max(column.rows_at_zero["train"], int(counts[0]) if len(counts) else 0)  # ids from 1 on fall; 0 comes before all of them
+    return torch.cat([torch.tensor([zero]), counts])
+
+
+def _metadata(
+    options: ExportOptions,
+    schema: Schema,
+    manifest: Manifest,
+    data: Path,
+    tables: list[ServedTable],
+    trained: dict[str, Any],
+    served: dict[str, Any],
+) -> ModelMetadata:
+    vocabularies = {column.name: column.vocabulary for column in manifest.categorical_columns}
+    return ModelMetadata(
+        format_version=FORMAT_VERSION,
+        dense=schema.dense,
+        offsets=offsets_of(manifest),
+        categorical=schema.sparse,
+        checksums={name: None if file is None else file.sha256 for name, file in vocabularies.items()},
+        library_version=version("comera-rec"),
+        torch_version=torch.__version__,
+        form=options.form,
+        dtype=options.dtype,
+        formed_rows=sum(len(table.formed) for table in tables if table.cores),
+        auc=served["auc"],
+        ne=served["ne"],
+        trained_auc=trained["auc"],
+        trained_ne=trained["ne"],
+        data=str(data),
+    )

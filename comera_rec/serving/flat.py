@@ -1,0 +1,119 @@
+"""The whole model with tensors alone as inputs: what is exported.
+
+B rows, I integer columns, F categorical columns, V values, N embedding dimension.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec.models.deepfm import FMInteractionArch, SimpleDeepFMNN
+from torchrec.models.dlrm import DLRM, InteractionArch, InteractionDCNArch
+
+from comera_rec.nn import TTLinear
+from comera_rec.tt import contract
+
+
+class FlatModel(nn.Module):
+    """A DLRM (DLRM-DCNv2, DeepFM) over tables in serving form.
+
+    Args:
+        model: all but its tables is used, TT layers as two products or one, whichever reads fewer numbers.
+        tables: called as `tables(lead [B, N], values, lengths)` -> [B, 1 + F, N].
+    """
+
+    def __init__(self, model: DLRM | SimpleDeepFMNN, tables: nn.Module) -> None:
+        super().__init__()
+        self.tables = tables
+        self.dense_arch, self.over_arch = (_served(part) for part in (model.dense_arch, model.over_arch))
+        kind = next(kind for kind in _INTERACTIONS if isinstance(model.inter_arch, kind))
+        self.interaction = _INTERACTIONS[kind](model.inter_arch)
+
+    def forward(self, dense: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
+        """Probabilities [B] of dense [B, I] float32, values [V] int64 feature by feature, lengths [F * B] int64 of their bags."""
+        return self.logits(dense, values, lengths).sigmoid()
+
+    def logits(self, dense: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
+        """What `forward` gives before the sigmoid, [B]."""
+        integers = self.dense_arch(dense)
+        features = self.tables(integers, values, lengths)
+        logits: Tensor = self.over_arch(self.interaction(features)).squeeze(1)
+        return logits
+
+
+class _Products(nn.Module):
+    """DLRM's: the integers' features, and products of all pairs."""
+
+    pairs: Tensor
+
+    def __init__(self, model: InteractionArch) -> None:
+        super().__init__()
+        features = model.F + 1
+        first, second = torch.triu_indices(features, features, offset=1)
+        self.register_buffer("pairs", first * features + second)
+
+    def forward(self, features: Tensor) -> Tensor:
+        products = torch.bmm(features, features.mT).flatten(1).index_select(1, self.pairs)
+        return torch.cat([features[:, 0], products], dim=1)
+
+
+class _Crosses(nn.Module):
+    """DLRM-DCNv2's cross network."""
+
+    def __init__(self, model: InteractionDCNArch) -> None:
+        super().__init__()
+        self.crossnet = copy.deepcopy(model.crossnet)
+
+    def forward(self, features: Tensor) -> Tensor:
+        crossed: Tensor = self.crossnet(features.flatten(1))
+        return crossed
+
+
+class _Factors(nn.Module):
+    """DeepFM's: the integers' features, the deep part, and the factorization machine's."""
+
+    def __init__(self, model: FMInteractionArch) -> None:
+        super().__init__()
+        self.model, self.names = _served(model), list(model.sparse_feature_names)
+
+    def forward(self, features: Tensor) -> Tensor:
+        integers, *others = features.unbind(1)
+        interacting: Tensor = self.model(integers, dict(zip(self.names, others, strict=True)))
+        return interacting
+
+
+_INTERACTIONS: dict[type[nn.Module], Callable[[Any], nn.Module]] = {
+    InteractionArch: _Products,
+    InteractionDCNArch: _Crosses,
+    FMInteractionArch: _Factors,
+}
+
+
+def _served(part: nn.Module) -> nn.Module:
+    """A copy with every TT layer in serving form."""
+    memo = {id(layer): _serving_layer(layer) for layer in part.modules() if isinstance(layer, TTLinear)}
+    return copy.deepcopy(part, memo)
+
+
+def _serving_layer(layer: TTLinear) -> nn.Module:
+    """A TT layer as a product with its dense weight or, where that reads fewer numbers, with the two halves of its cores."""
+    cores = layer.scaled_cores()
+    cut = next(k for k in range(1, len(cores)) if set(layer.shape.col_shape[:k]) == {1} == set(layer.shape.row_shape[k:]))
+    rank = layer.shape.ranks[cut - 1]
+    if _WORTH * rank * (layer.in_features + layer.out_features) >= layer.in_features * layer.out_features:
+        return layer.to_dense()
+    first = nn.Linear(layer.in_features, rank, bias=False)
+    second = nn.Linear(rank, layer.out_features, bias=layer.bias is not None)
+    with torch.no_grad():
+        first.weight.copy_(contract(cores[:cut])[0, :, 0][: layer.in_features].mT)
+        second.weight.copy_(contract(cores[cut:])[:, 0, :, 0][:, : layer.out_features].mT)
+        if layer.bias is not None:
+            second.bias.copy_(layer.bias)
+    return nn.Sequential(first, second)
+
+
+_WORTH = 2.0  # times fewer numbers that two products must read to be worth one more call

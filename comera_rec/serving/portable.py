@@ -1,0 +1,194 @@
+"""Lookups by torch's operators alone, so that what is exported runs wherever torch does.
+
+F features of B bags each, V values, N columns. Every value is looked up in every group of tables, and the rows that are not its own
+are masked out, because an exported program can't cut values by feature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from comera_rec.ops.served_bags import ServedTable, Slab, least_type, quantize
+
+
+class PortableTables(nn.Module):
+    """What leads each row [B, N], then its bags: values [V] int64, feature by feature, and lengths [F * B] int64 -> [B, 1 + F, N].
+
+    An id that its table lacks makes the bag NaN; so do lengths that don't belong to the values, all of them.
+    """
+
+    limits: Tensor
+    means: Tensor
+
+    def __init__(self, tables: Sequence[ServedTable], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.register_buffer("limits", torch.tensor([table.rows for table in tables]))
+        self.register_buffer("means", torch.tensor([table.mean for table in tables]))
+        self.any_mean = any(table.mean for table in tables)
+        sources: list[nn.Module] = []
+        if any(len(table.formed) for table in tables):
+            sources.append(_Formed(tables, dtype))
+        orders: dict[tuple[int, ...], list[int]] = {}
+        for t, table in enumerate(tables):
+            if table.cores:
+                orders.setdefault(table.col_modes, []).append(t)
+        sources += [_Cores(tables, members, dtype) for members in orders.values()]
+        sources += [_Hot(tables, members, dtype) for members in _by_width(tables)]
+        self.sources = nn.ModuleList(sources)
+
+    def forward(self, lead: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
+        features = len(self.limits)
+        lengths_FB = lengths.view(features, -1)
+        batch = lengths_FB.shape[1]
+        ends = lengths.clamp(min=0).cumsum(0)
+        bags = torch.searchsorted(ends, torch.arange(values.shape[0]), right=True)  # F * B beyond the last
+        feature = (bags // batch).clamp(max=features - 1)
+        is_there = (values >= 0) & (values < self.limits[feature])
+        ids = torch.where(is_there, values, 0)
+        rows = self.sources[0](ids, feature)
+        for source in self.sources[1:]:
+            rows = rows + source(ids, feature)
+        rows = torch.where(is_there[:, None], rows, torch.nan)
+        # Torch takes the last bag to go on to the last value, whatever its offset says; so one more bag takes what is in none.
+        offsets = torch.cat([F.pad(ends, (1, 0)), ends.new_full((1,), values.shape[0])]).clamp(max=values.shape[0])
+        pooled = F.embedding_bag(torch.arange(values.shape[0]), rows, offsets, mode="sum", include_last_offset=True)
+        pooled_FBN = pooled[:-1].view(features, batch, -1)
+        if self.any_mean:
+            count = torch.where(self.means[:, None], lengths_FB, 1).clamp(min=1)
+            pooled_FBN = pooled_FBN / count[:, :, None]
+        fits = (lengths >= 0).all() & (ends[-1] <= values.shape[0])
+        bags_BFN = torch.where(fits, pooled_FBN, torch.nan).transpose(0, 1)
+        return torch.cat([lead.unsqueeze(1), bags_BFN], dim=1)
+
+
+class _Rows(nn.Module):
+    """Rows [n, w] as they are stored, read by number as float32."""
+
+    numbers: Tensor
+    scales: Tensor | None
+
+    def __init__(self, rows: Tensor, dtype: torch.dtype) -> None:
+        super().__init__()
+        numbers, scales = quantize(rows, dtype)
+        self.register_buffer("numbers", numbers)
+        self.register_buffer("scales", scales)
+
+    def forward(self, index: Tensor) -> Tensor:
+        """[L] -> [L, w] float32."""
+        rows = self.numbers.index_select(0, index).float()
+        return rows if self.scales is None else rows * self.scales.index_select(0, index).unsqueeze(1)
+
+
+class _Formed(nn.Module):
+    """Rows that are formed in advance."""
+
+    counts: Tensor
+    firsts: Tensor
+
+    def __init__(self, tables: Sequence[ServedTable], dtype: torch.dtype) -> None:
+        super().__init__()
+        counts = [len(table.formed) for table in tables]
+        self.register_buffer("counts", torch.tensor(counts))
+        self.register_buffer("firsts", torch.tensor([0, *counts[:-1]]).cumsum(0))
+        self.rows = _Rows(torch.cat([table.formed for table in tables]), dtype)
+
+    def forward(self, ids: Tensor, feature: Tensor) -> Tensor:
+        is_mine = ids < self.counts[feature]
+        rows: Tensor = self.rows(torch.where(is_mine, self.firsts[feature] + ids, 0))
+        return torch.where(is_mine[:, None], rows, 0.0)
+
+
+class _Cores(nn.Module):
+    """Tables of the same column modes; ranks that one lacks are zeros."""
+
+    is_member: Tensor
+    counts: Tensor
+    modes: Tensor
+    firsts: Tensor
+
+    def __init__(self, tables: Sequence[ServedTable], members: Sequence[int], dtype: torch.dtype) -> None:
+        super().__init__()
+        order, self.columns = len(tables[members[0]].cores), tables[members[0]].columns
+        self.register_buffer("is_member", torch.tensor([t in members for t in range(len(tables))]))
+        self.register_buffer("counts", torch.tensor([len(table.formed) for table in tables]))
+        modes, firsts = torch.ones(order, len(tables), dtype=torch.long), torch.zeros(order, len(tables), dtype=torch.long)
+        self.sizes: list[tuple[int, int, int]] = []
+        cores = []
+        for k in range(order):
+            mine = [tables[t].cores[k] for t in members]
+            left, right = (max(core.shape[axis] for core in mine) for axis in (1, 2))
+            modes[k, members] = torch.tensor([len(core) for core in mine])
+            firsts[k, members] = torch.tensor([0, *(len(core) for core in mine[:-1])]).cumsum(0)
+            padded = [F.pad(core, (0, 0, 0, right - core.shape[2], 0, left - core.shape[1])) for core in mine]
+            self.sizes.append((left, right, padded[0].shape[3]))
+            cores.append(_Rows(torch.cat(padded).flatten(1), dtype))
+        self.register_buffer("modes", modes)
+        self.register_buffer("firsts", firsts)
+        self.cores = nn.ModuleList(cores)
+
+    def forward(self, ids: Tensor, feature: Tensor) -> Tensor:
+        is_mine = self.is_member[feature] & (ids >= self.counts[feature])
+        digits, rest = [], torch.where(is_mine, ids, 0)
+        for k in reversed(range(len(self.cores))):
+            mode = self.modes[k][feature]
+            digits.append(rest % mode + self.firsts[k][feature])
+            rest = rest // mode
+        rows = self.cores[0](digits[-1]).view(-1, *self.sizes[0][1:]).mT
+        for core, (left, right, columns), digit in zip(self.cores[1:], self.sizes[1:], digits[-2::-1], strict=True):
+            products = torch.bmm(rows, core(digit).view(-1, left, right * columns))
+            rows = products.unflatten(2, (right, columns)).transpose(2, 3).flatten(1, 2)
+        rows = rows.flatten(1)[:, : self.columns]
+        return torch.where(is_mine[:, None], rows, 0.0)
+
+
+class _Hot(nn.Module):
+    """Slabs of about one width, at most one a table; widths that one lacks are zeros."""
+
+    columns: Tensor
+    firsts: Tensor
+    beyond: Tensor
+    offsets: Tensor
+    numbers: Tensor
+
+    def __init__(self, tables: Sequence[ServedTable], members: Mapping[int, tuple[int, Slab]], dtype: torch.dtype) -> None:
+        super().__init__()
+        slabs = [slab for _, slab in members.values()]
+        width = max(slab.rows.shape[1] for slab in slabs)
+        rows = [F.pad(slab.rows, (0, width - slab.rows.shape[1])) for slab in slabs]
+        columns = [F.pad(slab.columns, (0, 0, 0, width - slab.columns.shape[0])) for slab in slabs]
+        self.register_buffer("columns", torch.cat(columns))
+        self.rows = _Rows(torch.cat(rows), least_type(width, dtype))
+        firsts, beyond, offsets, numbers = torch.zeros(4, len(tables), dtype=torch.long)
+        offset = 0
+        for number, (t, (first, slab)) in enumerate(members.items()):
+            firsts[t], beyond[t] = max(first, len(tables[t].formed)), first + len(slab.rows)
+            offsets[t], numbers[t] = offset - first, number * width
+            offset += len(slab.rows)
+        for name, tensor in {"firsts": firsts, "beyond": beyond, "offsets": offsets, "numbers": numbers}.items():
+            self.register_buffer(name, tensor)
+
+    def forward(self, ids: Tensor, feature: Tensor) -> Tensor:
+        is_mine = (ids >= self.firsts[feature]) & (ids < self.beyond[feature])
+        rows = self.rows(torch.where(is_mine, self.offsets[feature] + ids, 0))
+        index = self.numbers[feature][:, None] + torch.arange(rows.shape[1])
+        # Sums of columns by weight are bags of them: products would take a copy of the columns for each value.
+        return F.embedding_bag(index, self.columns, mode="sum", per_sample_weights=torch.where(is_mine[:, None], rows, 0.0))
+
+
+def _by_width(tables: Sequence[ServedTable]) -> Iterator[dict[int, tuple[int, Slab]]]:
+    """Groups of slabs, table -> (id of the first row, slab), of widths up to the same power of two."""
+    groups: dict[tuple[int, int], dict[int, tuple[int, Slab]]] = {}
+    for t, table in enumerate(tables):
+        first = 0
+        for slab in table.slabs:
+            bits, turn = (slab.rows.shape[1] - 1).bit_length(), 0
+            while t in groups.get((bits, turn), {}):
+                turn += 1
+            if first + len(slab.rows) > len(table.formed):
+                groups.setdefault((bits, turn), {})[t] = first, slab
+            first += len(slab.rows)
+    yield from groups.values()

@@ -1,0 +1,260 @@
+"""Scores of a log, or of a split of a data set, as one Parquet file: in parts, so that memory is bounded and a killed run resumes.
+
+Columns of the file: `line` of the log from 1, or `row` of the split from 0; `score`, the probability of a click, float32; `label`
+where there are labels. Parts are those of `data_pipeline.parts` in a log, and the row groups of a split.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from tqdm import tqdm
+
+from comera_rec.serving.package import ServingModel, read_metadata
+from comera_rec.serving.vocabularies import check_vocabularies, open_vocabularies
+from data_pipeline.atomic import replacing
+from data_pipeline.columns import LABEL
+from data_pipeline.count_pass import first_line, pass_over
+from data_pipeline.encoder import Flat, check_columns, flatten, new_logs_schema, open_encoder, recorded_log
+from data_pipeline.job import Job, part_name
+from data_pipeline.manifest import Manifest, check_shards, file_sha256, read_manifest
+from data_pipeline.options import PassOptions
+from data_pipeline.parts import Part, count_parts, identify, inputs_changed
+from data_pipeline.pool import on_executor
+from data_pipeline.shards import Encoder
+from data_pipeline.splits import Splitting
+from data_pipeline.triplets import Rows
+from data_pipeline.verify import ids_of
+from data_pipeline.work import Tell, WorkFolder, work_folder
+
+BATCH_ROWS = 512  # of a call: few enough for the caches, enough that calls cost little
+PART_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreOptions(PassOptions):
+    """What to score.
+
+    Args:
+        model: MODEL.pt2.
+        data: folder of the data set whose vocabularies encode a log; None takes the one that the model was trained on.
+        split: of an input that is a data set.
+    """
+
+    model: Path
+    data: Path | None = None
+    split: str = "test"
+    part_bytes: int = PART_BYTES
+
+    @property
+    def folder(self) -> Path | None:
+        """The data set that is scored; None where a log is."""
+        first = self.inputs[0]
+        return first if isinstance(first, Path) and first.is_dir() else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredPart:
+    """A part whose scores are on disk; members as in `PartRecord`, and the seconds that it took a worker."""
+
+    lines: int
+    rows: int
+    rejected: int
+    reasons: tuple[tuple[int, str], ...]
+    last: bool
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """What was written, and rows a second of all workers together once they had loaded the model."""
+
+    rows: int
+    rows_per_second: float
+
+
+def score(options: ScoreOptions, tell: Tell = lambda line: None) -> Scored:
+    """Write the scores. Interrupted, it resumes when it is called again.
+
+    Args:
+        options: what to do.
+        tell: takes lines for people.
+
+    Raises:
+        ValueError: the model or the input is not what it should be, or they don't fit each other.
+        OSError: the output cannot be written.
+    """
+    return _score_data_set(options, tell) if options.folder else _score_log(options, tell)
+
+
+def _score_log(options: ScoreOptions, tell: Tell) -> Scored:
+    metadata = read_metadata(options.model)
+    encoder = open_vocabularies(metadata, options.data)
+    data = options.data or Path(metadata.data)
+    logs = identify(options.inputs)
+    known = recorded_log(encoder.manifest, data)
+    schema = new_logs_schema(known, options.inputs[0])
+    check_columns(schema, known, log=options.inputs[0], data=data)
+    work_on = partial(_score_part, open_encoder(encoder.manifest, data, schema), options.model)
+    identity = _identity(options) | {"input": [asdict(log) for log in logs], "data": str(data), "part_bytes": options.part_bytes}
+    units = count_parts(options.inputs[0], options.part_bytes) or 1
+    with (
+        work_folder(options.output, identity=identity, marker=None, overwrite=options.overwrite, tell=tell) as work,
+        _executor(min(options.threads, units)) as executor,
+    ):
+        job = Job(options=options, schema=schema, logs=logs, work=work, splitting=Splitting())
+        schedule = partial(on_executor, executor)
+        (records,) = pass_over(job, schedule, work_on, ScoredPart, folder="shards", description="scoring")
+        if identify(options.inputs) != logs:
+            raise inputs_changed()
+        _join(work, records, options.output, "line", first_line(job))
+    return _scored(records, min(options.threads, units))
+
+
+def _score_part(encoder: Encoder, model: Path, job: Job, part: Part, detail: None) -> tuple[int, int, ScoredPart]:
+    name = part_name(part.log, part.number)
+    record = job.work.load(f"shards/{name}", ScoredPart)
+    if record:
+        return part.log, part.number, record
+    _load(model)
+    start = time.perf_counter()
+    parsed = job.parse(part)
+    scores = _scores(model, (flatten(encoder, parsed, slice(at, at + BATCH_ROWS)) for at in range(0, parsed.rows, BATCH_ROWS)))
+    lines = parsed.starts - part.start
+    if not isinstance(part.content, Rows):
+        newlines = np.flatnonzero(np.frombuffer(part.content, np.uint8) == ord("\n"))
+        lines = np.searchsorted(newlines, lines) - (1 if job.schema.header and not part.start else 0)
+    columns = {"line": lines, "score": scores} | ({LABEL: parsed.label} if job.schema.labelled else {})
+    seconds = time.perf_counter() - start
+    record = ScoredPart(
+        lines=parsed.lines, rows=parsed.rows, rejected=parsed.rejected, reasons=parsed.reasons, last=part.last, seconds=seconds
+    )
+    _save(job.work, name, columns, record)
+    return part.log, part.number, record
+
+
+def _score_data_set(options: ScoreOptions, tell: Tell) -> Scored:
+    folder = options.folder
+    assert folder is not None
+    manifest = read_manifest(folder)
+    check_vocabularies(read_metadata(options.model), manifest, folder)
+    if options.split not in manifest.splits:
+        raise ValueError(f"--split is {options.split!r}; choose one of {', '.join(manifest.splits)}")
+    shards = manifest.splits[options.split].shards
+    if not shards:
+        raise ValueError(f"split {options.split} of {folder} is empty; choose another with --split")
+    check_shards(manifest, folder)
+    paths = [folder / shard.path for shard in shards]
+    groups = [(path, group) for path in paths for group in range(pq.read_metadata(path).num_row_groups)]
+    identity = _identity(options) | {"input": [shard.sha256 for shard in shards], "split": options.split}
+    with (
+        work_folder(options.output, identity=identity, marker=None, overwrite=options.overwrite, tell=tell) as work,
+        _executor(min(options.threads, len(groups))) as executor,
+        tqdm(desc="scoring", total=manifest.splits[options.split].rows, unit="row", unit_scale=True, disable=None) as bar,
+    ):
+        records: dict[int, ScoredPart] = {}
+        for record in executor.map(partial(_score_group, work, manifest, options.model), *zip(*enumerate(groups), strict=True)):
+            records[len(records)] = record
+            bar.update(record.rows)
+        _join(work, records, options.output, "row", 0)
+    return _scored(records, min(options.threads, len(groups)))
+
+
+def _scored(records: Mapping[int, ScoredPart], workers: int) -> Scored:
+    rows, seconds = sum(record.rows for record in records.values()), sum(record.seconds for record in records.values())
+    return Scored(rows=rows, rows_per_second=rows * workers / max(seconds, 1e-9))
+
+
+def _score_group(work: WorkFolder, manifest: Manifest, model: Path, number: int, where: tuple[Path, int]) -> ScoredPart:
+    """Score a row group of a shard."""
+    name = part_name(0, number)
+    record = work.load(f"shards/{name}", ScoredPart)
+    if record:
+        return record
+    _load(model)
+    start = time.perf_counter()
+    path, group = where
+    with pq.ParquetFile(path, memory_map=True) as file:
+        table = file.read_row_group(group, use_threads=False)
+    rows = len(table)
+    scores = _scores(model, (flat_rows(table.slice(start, BATCH_ROWS), manifest) for start in range(0, rows, BATCH_ROWS)))
+    columns = {"row": np.arange(rows), "score": scores}
+    record = ScoredPart(lines=rows, rows=rows, rejected=0, reasons=(), last=False, seconds=time.perf_counter() - start)
+    _save(work, name, columns | ({LABEL: table.column(LABEL).to_numpy()} if manifest.label else {}), record)
+    return record
+
+
+@contextmanager
+def _executor(workers: int) -> Iterator[Executor]:
+    """Workers with a model each: processes, because the compiled model holds Python's lock; a thread where one is enough."""
+    if workers <= 1:
+        executor: Executor = ThreadPoolExecutor(1)
+    else:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])  # imports take seconds, and the same for all
+        executor = ProcessPoolExecutor(workers, context)
+    with executor:
+        yield executor
+
+
+@cache
+def _load(model: Path) -> ServingModel:
+    return ServingModel.load(model, threads=1)
+
+
+def _scores(model: Path, batches: Iterable[Flat]) -> np.ndarray:
+    with torch.inference_mode():
+        scores = [_load(model)(*map(torch.from_numpy, batch)).numpy() for batch in batches]
+    return np.concatenate([np.empty(0, np.float32), *scores])
+
+
+def flat_rows(rows: pa.Table, manifest: Manifest) -> Flat:
+    """Rows of a shard as a model takes them."""
+    dense = np.stack([rows.column(column.name).to_numpy() for column in manifest.integer_columns], axis=1)
+    columns = manifest.categorical_columns
+    lengths = np.ones((len(columns), len(rows)), np.int32)
+    for of_column, column in zip(lengths, columns, strict=True):
+        if column.is_list:
+            of_column[:] = np.diff(rows.column(column.name).combine_chunks().offsets.to_numpy())
+    values = [ids_of(rows, column.name, is_list=column.is_list) for column in columns]
+    return Flat(dense, np.concatenate(values, dtype=np.int64), lengths.ravel())
+
+
+def _identity(options: ScoreOptions) -> dict[str, object]:
+    return {"model": file_sha256(options.model)}
+
+
+def _save(work: WorkFolder, name: str, columns: Mapping[str, np.ndarray], record: ScoredPart) -> None:
+    with replacing(work.data / f"{name}.parquet") as beside:
+        pq.write_table(pa.table(dict(columns)), beside)
+    work.save(f"shards/{name}", record)
+
+
+def _join(work: WorkFolder, records: Mapping[int, ScoredPart], output: Path, counter: str, first: int) -> None:
+    """All parts as one file, their lines or rows counted on from `first`."""
+
+    def tables() -> Iterator[pa.Table]:
+        before = first
+        for number, record in records.items():
+            table = pq.read_table(work.data / f"{part_name(0, number)}.parquet")
+            yield table.set_column(0, counter, pa.array(table.column(0).to_numpy() + before))
+            before += record.lines
+
+    with replacing(work.data / output.name) as beside:
+        writer = None
+        for table in tables():
+            writer = writer or pq.ParquetWriter(beside, table.schema)
+            writer.write_table(table)
+        assert writer is not None, "a log has a part, and a split shards"
+        writer.close()

@@ -1,0 +1,271 @@
+"""Requests over HTTP: the Open Inference Protocol for encoded rows, /score for raw ones, /metrics for Prometheus.
+
+    GET  /v2, /v2/health/live, /v2/health/ready, /v2/models/NAME, /v2/models/NAME/ready
+    POST /v2/models/NAME/infer      {"inputs": [{"name": "dense", "shape": [1, 13], "datatype": "FP32", "data": [...]}, ...]}
+    POST /score                     {"rows": [{"I1": 3, "C1": "2dbcbc4c", ...}, ...]}
+
+A mistake of the client is a 4xx with one line, {"error": "..."}.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from importlib.metadata import version as version_of
+from pathlib import Path
+from typing import Any
+
+import orjson
+import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from comera_rec.serving.batching import Batcher
+from comera_rec.serving.protocol import describe_model, read_inputs, write_outputs
+from comera_rec.serving.versions import ModelFile
+from data_pipeline.encoder import Flat
+
+log = logging.getLogger("comera_rec.serving")
+Handler = Callable[[Request], Awaitable[Any]]
+_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2)
+_ROWS = (1, 4, 16, 64, 256, 1024, 4096)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """How a model is served.
+
+    Args:
+        model: MODEL.pt2; its stem is the model's name.
+        data: folder of the vocabularies for /score; None takes the one that the model names.
+        host, port: to listen on; port 0 takes a free one.
+        threads: that the model may use.
+        max_batch: rows of a call that joins requests.
+        max_wait_ms: that a request waits for others.
+        max_rows: of a request.
+        max_body: bytes of a request.
+        reload_seconds: between looks at the file.
+    """
+
+    model: Path
+    data: Path | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    threads: int = 1
+    max_batch: int = 256
+    max_wait_ms: float = 0.0
+    max_rows: int = 4096
+    max_body: int = 8 << 20
+    reload_seconds: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, least in {
+            "threads": 1,
+            "max_batch": 1,
+            "max_wait_ms": 0,
+            "max_rows": 1,
+            "max_body": 1,
+            "reload_seconds": 0.01,
+        }.items():
+            if not getattr(self, name) >= least:
+                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least {least}")
+        if not 0 <= self.port < 1 << 16:
+            raise ValueError(f"--port is {self.port}; it must be 0 to 65535")
+
+
+class Server:
+    """The routes over one model."""
+
+    def __init__(self, options: ServeOptions) -> None:
+        self.options = options
+        registry = self._registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        self._requests = Counter("comera_requests", "Requests by route and status.", ["route", "status"], registry=registry)
+        self._seconds = Histogram("comera_request_seconds", "Time of a request.", ["route"], buckets=_SECONDS, registry=registry)
+        self._rows = Histogram("comera_batch_rows", "Rows in a call of the model.", buckets=_ROWS, registry=registry)
+        self._versions = Counter("comera_versions", "Versions of the file, loaded or refused.", ["result"], registry=registry)
+        self.file = ModelFile(
+            options.model, data=options.data, threads=options.threads, observe=lambda result: self._versions.labels(result).inc()
+        )
+        self.batcher = Batcher(max_rows=options.max_batch, max_wait=options.max_wait_ms / 1000, observe=self._rows.observe)
+        gets: dict[str, Handler] = {
+            "/v2": self._server,
+            "/v2/health/live": self._live,
+            "/v2/health/ready": self._ready,
+            "/v2/models/{name}": self._model,
+            "/v2/models/{name}/ready": self._model_ready,
+            "/metrics": self._metrics,
+        }
+        posts: dict[str, Handler] = {"/v2/models/{name}/infer": self._infer, "/score": self._score}
+        routes = [
+            Route(path, self._answered(path, handler), methods=[method])
+            for method, handlers in (("GET", gets), ("POST", posts))
+            for path, handler in handlers.items()
+        ]
+        self.app = Starlette(routes=routes, lifespan=self._lifespan, exception_handlers={HTTPException: _refused})
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        tasks = [asyncio.create_task(self.batcher.run()), asyncio.create_task(self.file.watch(self.options.reload_seconds))]
+        yield
+        for task in tasks:
+            task.cancel()
+
+    def _answered(self, route: str, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+        """A handler whose mistakes become an answer, and whose requests are counted."""
+        seconds = self._seconds.labels(route)
+
+        async def answer(request: Request) -> Response:
+            start = time.perf_counter()
+            try:
+                found = await handler(request)
+                response = found if isinstance(found, Response) else _json(found)
+            except ValueError as error:
+                response = _error(400, error)
+            except HTTPException as error:
+                response = _error(error.status_code, error.detail)
+            except ClientDisconnect:
+                response = _error(400, "the client left")
+            except Exception:
+                log.exception("a request to %s failed", route)
+                response = _error(500, "the server failed; its log says why")
+            self._requests.labels(route, response.status_code).inc()
+            seconds.observe(time.perf_counter() - start)
+            return response
+
+        return answer
+
+    async def _server(self, request: Request) -> dict[str, Any]:
+        return {"name": "comera-rec", "version": version_of("comera-rec"), "extensions": []}
+
+    async def _live(self, request: Request) -> dict[str, Any]:
+        return {"live": True}
+
+    async def _ready(self, request: Request) -> dict[str, Any]:
+        return {"ready": True}
+
+    async def _model(self, request: Request) -> dict[str, Any]:
+        self._check_name(request)
+        version = self.file.current
+        return describe_model(self.file.name, version.number, version.metadata)
+
+    async def _model_ready(self, request: Request) -> dict[str, Any]:
+        self._check_name(request)
+        return {"name": self.file.name, "ready": True}
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def _infer(self, request: Request) -> dict[str, Any]:
+        self._check_name(request)
+        body, version = await self._body(request), self.file.current
+        rows = read_inputs(body, version.metadata)
+        self._check_rows(len(rows.dense))
+        scores = await self.batcher.score(version.model, rows)
+        return write_outputs(self.file.name, version.number, scores, body.get("id"))
+
+    async def _score(self, request: Request) -> dict[str, Any]:
+        body, version = await self._body(request), self.file.current
+        if version.encoder is None:
+            raise HTTPException(404, f"/score is down, there are no vocabularies: {version.reason}")
+        rows = body.get("rows") if isinstance(body, dict) else None
+        if not isinstance(rows, list):
+            raise ValueError('the body is no object with a list of rows: give {"rows": [{"I1": 3, ...}, ...]}')
+        self._check_rows(len(rows))
+        flat: Flat = version.encoder(rows)
+        return {"scores": await self.batcher.score(version.model, flat), "model_version": version.number}
+
+    async def _body(self, request: Request) -> Any:
+        """The body as JSON, refused as soon as it is too long."""
+        most = self.options.max_body
+        if "inference-header-content-length" in request.headers:
+            raise ValueError("binary tensors are not supported: give data as JSON")
+        content, too_long = bytearray(), int(request.headers.get("content-length") or 0) > most
+        async for chunk in request.stream():
+            too_long = too_long or len(content) + len(chunk) > most
+            if too_long:
+                raise HTTPException(413, f"the body has more than {most} bytes: send fewer rows at a time")
+            content += chunk
+        try:
+            return orjson.loads(content)
+        except orjson.JSONDecodeError as error:
+            raise ValueError(f"the body is no JSON: {error}") from error
+
+    def _check_name(self, request: Request) -> None:
+        name = request.path_params["name"]
+        if name != self.file.name:
+            raise HTTPException(404, f"there is no model {name!r} here: ask for {self.file.name}")
+
+    def _check_rows(self, rows: int) -> None:
+        if not rows:
+            raise ValueError("the request has no rows: give at least one")
+        if rows > self.options.max_rows:
+            raise HTTPException(413, f"the request has {rows} rows: send at most {self.options.max_rows} at a time")
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    return Response(orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY), status, media_type="application/json")
+
+
+def _error(status: int, error: object) -> Response:
+    return _json({"error": " ".join(str(error).split())}, status)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException), "the one kind it is registered for"
+    return _error(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens.
+
+    Raises:
+        ValueError: the port is taken or the host is none of this machine's.
+    """
+    family, kind, _, _, address = _resolve(host, port)
+    sock = socket.socket(family, kind)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(2048)
+    except OSError as error:
+        sock.close()
+        raise ValueError(f"can't listen on {host}:{port} ({error.strerror}): choose another --port or --host") from error
+    return sock
+
+
+def _resolve(host: str, port: int) -> tuple[Any, ...]:
+    try:
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ValueError(f"--host {host} is unknown ({error.strerror}): give a name or address of this machine") from error
+
+
+def serve(options: ServeOptions, tell: Callable[[str], None] = lambda line: None) -> None:
+    """Answer requests until interrupted.
+
+    Args:
+        options: what to serve.
+        tell: takes a line when requests are answered.
+
+    Raises:
+        ValueError: the model can't be loaded, the vocabularies don't fit it, or the port is taken.
+    """
+    sock = listen(options.host, options.port)
+    with sock:
+        server = Server(options)
+        version, (host, port, *_) = server.file.current, sock.getsockname()
+        if version.encoder is None:
+            tell(f"/score is down, there are no vocabularies: {version.reason}")
+        tell(f"serving {server.file.name}, version {version.number}, on http://{f'[{host}]' if ':' in host else host}:{port}")
+        config = uvicorn.Config(server.app, log_level="warning", access_log=False, timeout_graceful_shutdown=5)
+        uvicorn.Server(config).run(sockets=[sock])

@@ -1,0 +1,47 @@
+"""A model repository for NVIDIA's Triton Inference Server, whose PyTorch backend runs AOTInductor packages (`torch_aoti`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from comera_rec.serving.export import ExportOptions, build_package, work_folder
+from comera_rec.serving.package import ModelMetadata
+
+# Rows of a request share `values`, so the server must not join requests along a first dimension: max_batch_size 0.
+_CONFIG = """name: "{name}"
+backend: "pytorch"
+platform: "torch_aoti"
+max_batch_size: 0
+input [
+  {{ name: "INPUT__0" data_type: TYPE_FP32 dims: [ -1, {integers} ] }},  # dense, rows x integer columns
+  {{ name: "INPUT__1" data_type: TYPE_INT64 dims: [ -1 ] }},  # values, ids column by column, two or more
+  {{ name: "INPUT__2" data_type: TYPE_INT64 dims: [ -1 ] }}  # lengths, {features} columns x rows
+]
+output [ {{ name: "OUTPUT__0" data_type: TYPE_FP32 dims: [ -1 ] }} ]  # probabilities
+instance_group [ {{ kind: KIND_CPU }} ]
+"""
+
+
+def export_repository(options: ExportOptions, repository: Path) -> tuple[Path, ModelMetadata]:
+    """Add a run to a repository, as a model of the run's name; as its next version, if it is there already.
+
+    The server needs release 26.05 or later. Of the form "fast" it must start with LD_PRELOAD naming the libcomera_rec.so beside the
+    model.
+
+    Returns:
+        Folder of the version, and what the package says about itself.
+
+    Raises:
+        ValueError: as `export_run`.
+    """
+    folder = repository / options.run.absolute().name
+    with work_folder(repository) as work:  # not inside it, where a server may be looking
+        version = work / "version"
+        version.mkdir()
+        metadata = build_package(options, version)
+        folder.mkdir(parents=True, exist_ok=True)
+        config = work / "config.pbtxt"
+        config.write_text(_CONFIG.format(name=folder.name, integers=len(metadata.dense), features=len(metadata.categorical)))
+        config.replace(folder / config.name)
+        number = max((int(each.name) for each in folder.iterdir() if each.name.isdigit()), default=0) + 1
+        return version.rename(folder / str(number)), metadata

@@ -1,0 +1,48 @@
+"""Gradients whose common norm has a limit, on one process and on several.
+
+Pascanu et al., "On the difficulty of training recurrent neural networks", ICML 2013, section 3.2.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from comera_rec.rank.trains import count_processes, on_several_processes
+
+
+class GradientClipping:
+    """Scales all gradients of a model down by one factor, so that their norm is at most `max_norm`.
+
+    Where there are several processes, each calls it. A gradient that several hold alike counts once, one that is divided among them
+    as a whole.
+
+    Args:
+        model: without wrappers, so that names are those of an unsharded model.
+        max_norm: above 0.
+    """
+
+    def __init__(self, model: nn.Module, max_norm: float) -> None:
+        self._model, self._max_norm = model, max_norm
+        divided = {name for name, value in model.state_dict().items() if isinstance(value, DTensor)}
+        counts = count_processes(dict(model.named_parameters()))
+        self._shares = {name: 1.0 if name in divided else 1.0 / count for name, count in counts.items()}
+
+    def __call__(self) -> None:
+        """Scale the gradients; waits for no device, so that it can be captured."""
+        gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
+        factor = (self._max_norm / (self.norm() + 1e-6)).clamp(max=1.0)
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+
+    def norm(self) -> Tensor:
+        """The norm of all gradients, those of all processes."""
+        gradients = {name: p.grad for name, p in self._model.named_parameters() if p.grad is not None}
+        device = next(self._model.parameters()).device
+        norms = torch.stack([torch.zeros((), device=device), *torch._foreach_norm(list(gradients.values()))])
+        total = norms.square() @ norms.new_tensor([0.0, *(self._shares[name] for name in gradients)])
+        if on_several_processes():
+            dist.all_reduce(total)
+        return total.sqrt()

@@ -1,0 +1,63 @@
+"""The numbers of a run as it goes: metrics.jsonl and TensorBoard events."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+
+from data_pipeline.atomic import replacing
+
+
+class MetricsLog:
+    """metrics.jsonl and TensorBoard events of a run.
+
+    Args:
+        folder: the run's.
+        step: from which the run continues; lines after it are dropped.
+        evaluated: whether the evaluations of that step are done; their lines are dropped otherwise.
+    """
+
+    def __init__(self, folder: Path, step: int, *, evaluated: bool = True) -> None:
+        path = folder / "metrics.jsonl"
+        lines = path.read_text().splitlines() if step and path.exists() else []
+        with replacing(path) as beside:
+            beside.write_text("".join(f"{line}\n" for line in lines if _is_before(line, step, evaluated)))
+        self._file = path.open("a")
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else 0)
+
+    def write(self, kind: str, step: int, **values: Any) -> None:
+        """Append one line, and the numbers among its values to TensorBoard."""
+        self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        self._file.flush()
+        group = f"{kind}/{values['split']}" if kind == "eval" else kind
+        for name, value in values.items():
+            if isinstance(value, int | float):
+                self._board.add_scalar(f"{group}/{name}", value, step)
+        for name, ranks in values.get("ranks", {}).items():
+            self._board.add_scalar(f"rank/{name}", sum(ranks) / max(1, len(ranks)), step)
+
+    def close(self) -> None:
+        """Flush and close both."""
+        self._file.close()
+        self._board.close()
+
+
+class NoLog:
+    """Of processes that don't write."""
+
+    def write(self, kind: str, step: int, **values: Any) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+def _is_before(line: str, step: int, evaluated: bool) -> bool:
+    try:
+        entry = json.loads(line)
+        return bool(entry["step"] < step or (entry["step"] == step and (evaluated or entry["kind"] != "eval")))
+    except (ValueError, KeyError, TypeError):  # a line cut off by a crash
+        return False

@@ -1,0 +1,81 @@
+"""A run's folder: whether a config continues what is in it, and which of its checkpoints counts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from comera_rec.training.checkpoint import Checkpoint, checkpoint_at, latest_checkpoint, open_checkpoint
+from comera_rec.training.config import RunConfig, parse_config, recorded_config
+from comera_rec.training.model import Schema, build_model
+from comera_rec.training.state import load_model_
+from data_pipeline.manifest import Manifest
+
+CHECKPOINTS = "checkpoints"
+# What may differ between a run and its continuation: all of [training] and `output`, and of [data] this.
+_FREE_SECTIONS = ("training", "output")
+_FREE_DATA = ("path", "prefetch", "eval_batch_size")
+
+
+def require_same_run(config: RunConfig, schema: Schema, manifest: Manifest, record: dict[str, Any]) -> None:
+    """Raise ValueError if a run of this config on this data set can't continue the one that a checkpoint recorded."""
+    mine, theirs = (_decisive(each.to_dict()) for each in (config, parse_config(recorded_config(record))))
+    differing = [key for key in mine if mine[key] != theirs[key]]
+    if differing:
+        raise ValueError(
+            f"{config.output} holds another run: its config differs in {', '.join(differing)}; "
+            "choose another output, or remove the folder to start anew"
+        )
+    columns = Schema.from_dict(record["schema"]).differences(schema)
+    # Checkpoints of before data sets were compared know only the path.
+    same = record["data"] == fingerprint(manifest) if "data" in record else record["config"]["data"]["path"] == config.data.path
+    if columns or not same:
+        raise ValueError(
+            f"{config.output} was trained on other data than {config.data.path} holds"
+            + (f" (they differ in {', '.join(columns)})" if columns else "")
+            + ": give the same data set, or choose another output"
+        )
+
+
+def open_run(folder: str | Path, *, last: bool = False) -> Checkpoint:
+    """The checkpoint of a run's best step where it keeps one (`training.keep_best`), else or if asked for its last.
+
+    Raises:
+        ValueError: if the folder holds no checkpoint, or not that of its best step.
+    """
+    checkpoints = Path(folder) / CHECKPOINTS
+    path = latest_checkpoint(checkpoints)
+    if path is None:
+        raise ValueError(f"{folder} holds no checkpoint: give a run's folder, as written by `comera train`")
+    checkpoint = open_checkpoint(path)
+    step = checkpoint.record.get("best", {}).get("step")
+    if last or step in (None, checkpoint.record["step"]) or not checkpoint.record["config"]["training"].get("keep_best"):
+        return checkpoint
+    best = checkpoint_at(checkpoints, step)
+    if best is None:
+        raise ValueError(f"{folder} no longer holds the checkpoint of its best step, {step}: take the last one (--last)")
+    return open_checkpoint(best)
+
+
+def load_run(folder: str | Path, *, last: bool = False) -> tuple[nn.Module, RunConfig, Schema]:
+    """The model of the checkpoint that `open_run` gives, its config and the schema of its data; errors as there."""
+    opened = open_run(folder, last=last)
+    config = parse_config(recorded_config(opened.record))
+    schema = Schema.from_dict(opened.record["schema"])
+    return load_model_(build_model(config, schema), opened).eval(), config, schema
+
+
+def fingerprint(manifest: Manifest) -> str:
+    """What tells a data set's rows from those of any other."""
+    shards = [(name, s.rows, s.bytes, s.sha256) for name, split in manifest.splits.items() for s in split.shards]
+    return hashlib.sha256(json.dumps(shards).encode()).hexdigest()
+
+
+def _decisive(config: dict[str, Any]) -> dict[str, Any]:
+    """What the result of a run depends on, [training] apart, which may change on the way."""
+    kept = {key: value for key, value in config.items() if key not in _FREE_SECTIONS}
+    return kept | {"data": {key: value for key, value in kept["data"].items() if key not in _FREE_DATA}}

@@ -1,0 +1,246 @@
+"""Raw values of a few rows to the numbers that a model reads, by the vocabularies of a data set: what serving does with a request.
+
+    encoder = RequestEncoder("data/")
+    dense, values, lengths = encoder([{"I1": 3, "I2": None, ..., "C1": "2dbcbc4c", ...}, ...])
+
+The numbers are those that `comera preprocess` writes for the same values, made by the same functions. Vocabularies are hash tables
+mapped into memory: they load in milliseconds, and several processes share them.
+
+Letters: B rows, I integer columns, F categorical columns.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from data_pipeline.hashing import HashedIds, TableIds
+from data_pipeline.manifest import REMEDY, CategoricalColumn, Manifest, check_file, read_manifest
+from data_pipeline.parse import Parsed
+from data_pipeline.parts import detect_schema
+from data_pipeline.reference import hash_text
+from data_pipeline.schema import Column, LogSchema, criteo_schema
+from data_pipeline.shards import Encoder, IdsOf, encode_integers
+from data_pipeline.sources import Source
+from data_pipeline.splits import Rows
+
+_HEX = re.compile(r"[0-9a-fA-F]{1,8}")
+_SHOWN = 40
+
+
+class Flat(NamedTuple):
+    """Encoded rows as a served model takes them, categorical columns one after the other."""
+
+    dense: np.ndarray  # [B, I] float32
+    values: np.ndarray  # [sum(lengths)] int64 ids
+    lengths: np.ndarray  # [F * B] int32 ids of each column and row
+
+
+def recorded_log(manifest: Manifest, folder: str | Path) -> LogSchema:
+    """The columns of a data set's logs.
+
+    Raises:
+        ValueError: an earlier version wrote the data set, without them or without tables to look values up in.
+    """
+    if manifest.log is None or any(column.vocabulary and not column.table for column in manifest.categorical_columns):
+        raise ValueError(f"{folder} is from a version that kept no tables to encode new rows with; {REMEDY}")
+    return manifest.log
+
+
+def new_logs_schema(known: LogSchema, log: Source) -> LogSchema:
+    """The columns of new logs beside those of a data set: Criteo's, and .npy files, say themselves whether they have labels."""
+    criteo = known.transformed or known in (criteo_schema(labelled=True), criteo_schema(labelled=False))
+    return detect_schema(log) if criteo else known
+
+
+def check_columns(schema: LogSchema, known: LogSchema, *, log: Source, data: str | Path) -> None:
+    """Check that a new log has the columns of a data set's logs, but for labels and columns that are ignored.
+
+    Raises:
+        ValueError: a column is missing, of another kind or in another order.
+    """
+
+    def columns(of: LogSchema) -> list[str]:
+        return [f"{column.name} ({column.kind})" for column in of.columns if column.kind not in ("label", "ignore")]
+
+    given, wanted = [*columns(schema), "none"], [*columns(known), "none"]
+    if given != wanted or schema.transformed != known.transformed:
+        pairs = zip(given, wanted, strict=False)
+        found, due = next((pair for pair in pairs if pair[0] != pair[1]), ("raw values", "columns that came transformed"))
+        raise ValueError(
+            f"--input {log} holds other columns than the logs of {data}: {found} where {due} is due; "
+            "give logs of the same columns, or name them with --schema"
+        )
+
+
+def open_encoder(manifest: Manifest, folder: Path, schema: LogSchema) -> Encoder:
+    """A data set's encoder of logs, its tables mapped into memory.
+
+    Raises:
+        ValueError: a table is missing or of another size than the manifest states.
+    """
+
+    def ids_of(column: CategoricalColumn) -> IdsOf:
+        if column.table is None:
+            return HashedIds(column.num_embeddings)
+        return TableIds(check_file(column.table, folder), schema.key_dtype)
+
+    return Encoder(
+        schema=schema,
+        integers=manifest.integer_columns,
+        ids_of=tuple(ids_of(column) for column in manifest.categorical_columns),
+        num_embeddings=tuple(column.num_embeddings for column in manifest.categorical_columns),
+    )
+
+
+def flatten(encoder: Encoder, parsed: Parsed, rows: Rows = slice(None)) -> Flat:
+    """Encode rows of a parsed text."""
+    size = len(parsed.starts[rows])
+    dense = np.empty((size, len(encoder.integers)), np.float32)
+    for number, column in enumerate(encoder.integers):
+        dense[:, number] = encode_integers(parsed.integers[number][rows], parsed.integer_missing[number][rows], column)
+    values, lengths = [], np.ones((len(encoder.ids_of), size), np.int32)
+    for number in range(len(encoder.ids_of)):
+        ids, of_lists, _ = encoder.ids(parsed, number, rows)
+        values.append(ids)
+        if of_lists is not None:
+            lengths[number] = of_lists
+    return Flat(dense, np.concatenate(values, dtype=np.int64) if values else np.empty(0, np.int64), lengths.ravel())
+
+
+class RequestEncoder:
+    """Encodes rows given as values by column.
+
+    Integers are int, hex columns str of 1 to 8 hex digits, other categories str, list columns lists of non-empty str. None, in a
+    categorical column "" as well, and an empty list stand for a missing value. Names that are no columns are ignored.
+
+    Args:
+        data: folder of a data set.
+
+    Raises:
+        ValueError: it is none, or from an earlier version, or its tables are missing.
+    """
+
+    def __init__(self, data: str | Path) -> None:
+        self.manifest = read_manifest(data)
+        self._encoder = open_encoder(self.manifest, Path(data), recorded_log(self.manifest, data))
+        schema = self._encoder.schema
+        self._columns = {column.name: column for column in schema.columns}
+        self._integer = _finite if schema.transformed else _integer
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Flat:
+        """Encode rows.
+
+        Raises:
+            ValueError: a column is missing or holds a value of another kind; the message names row and column.
+        """
+        schema = self._encoder.schema
+        for number, row in enumerate(rows):
+            if not isinstance(row, Mapping):
+                raise ValueError(f"row {number} is {_show(row)}, which is no object of values by column")
+        numbers = [self._cells(rows, name, self._integer) for name in schema.integers]
+        keys = [self._cells(rows, name, _KEY_OF[self._columns[name].kind]) for name in schema.singles]
+        lists = [self._cells(rows, name, _list) for name in schema.lists]
+        integers, integer_missing = _columns(numbers, len(rows), np.dtype(np.float32 if schema.transformed else np.int32))
+        singles, key_missing = _columns(keys, len(rows), schema.key_dtype)
+        if schema.transformed:  # where the integer 0 is a missing value
+            key_missing |= singles == 0
+        flat = [[key for cell in column for key in cell] for column in lists]
+        list_keys = np.zeros((len(lists), max(map(len, flat), default=0)), np.uint64)
+        for padded, column_keys in zip(list_keys, flat, strict=True):
+            padded[: len(column_keys)] = column_keys
+        parsed = Parsed(
+            label=np.empty(0, np.int8),
+            integers=integers,
+            integer_missing=integer_missing,
+            keys=singles,
+            key_missing=key_missing,
+            list_keys=list_keys,
+            list_ends=np.array([[len(cell) for cell in column] for column in lists], np.int64)
+            .reshape(len(lists), len(rows))
+            .cumsum(axis=1),
+            starts=np.arange(len(rows)),
+            lines=len(rows),
+            rejected=0,
+            reasons=(),
+        )
+        return flatten(self._encoder, parsed)
+
+    def _cells(self, rows: Sequence[Mapping[str, Any]], name: str, read: Callable[[Any], Any]) -> list[Any]:
+        """A column's values; None where missing."""
+        cells: list[Any] = []
+        try:
+            for row in rows:
+                cells.append(read(row[name]))
+        except KeyError as error:
+            raise ValueError(f"row {len(cells)} has no {name}; give null where its value is missing") from error
+        except ValueError as error:
+            shown = _show(rows[len(cells)][name])
+            raise ValueError(f"row {len(cells)}: {name} is {shown}, which is not {_due(self._columns[name])}") from error
+        return cells
+
+
+def _columns(columns: list[list[Any]], rows: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """Values [columns, rows], 0 where missing, and where they are."""
+    missing = np.array([[cell is None for cell in column] for column in columns], np.bool_).reshape(len(columns), rows)
+    filled = [[0 if cell is None else cell for cell in column] for column in columns]
+    return np.array(filled, dtype).reshape(len(columns), rows), missing
+
+
+def _integer(cell: Any) -> int | None:
+    if cell is None or (type(cell) is int and -(1 << 31) <= cell < 1 << 31):
+        return cell
+    raise ValueError
+
+
+def _finite(cell: Any) -> float:
+    if type(cell) in (int, float) and math.isfinite(np.float32(cell)):
+        return float(cell)
+    raise ValueError
+
+
+def _hex(cell: Any) -> int | None:
+    if cell is None or cell == "":
+        return None
+    if type(cell) is str and _HEX.fullmatch(cell):
+        return int(cell, 16)
+    raise ValueError
+
+
+def _text(cell: Any) -> int | None:
+    if cell is None or cell == "":
+        return None
+    if type(cell) is str:
+        return hash_text(cell.encode())  # raises UnicodeEncodeError, a ValueError, for half of a surrogate pair
+    raise ValueError
+
+
+def _list(cell: Any) -> list[int]:
+    if cell is None:
+        return []
+    if type(cell) is not list or not all(cell):
+        raise ValueError
+    keys = [_text(element) for element in cell]
+    return [key for key in keys if key is not None]
+
+
+_KEY_OF: dict[str, Callable[[Any], int | None]] = {"hex": _hex, "category": _text}
+
+
+def _due(column: Column) -> str:
+    return {
+        "integer": "a 32-bit integer or null (float32 where columns came transformed)",
+        "hex": "a string of 1 to 8 hex digits or null",
+        "category": "a string or null",
+        "list": "a list of non-empty strings or null",
+    }[column.kind]
+
+
+def _show(value: Any) -> str:
+    shown = ascii(value)
+    return shown if len(shown) <= _SHOWN else shown[:_SHOWN] + "..."

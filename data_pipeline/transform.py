@@ -1,0 +1,169 @@
+"""New logs with the vocabularies of a data set: pass 2 of `data_pipeline.preprocess`, after a pass 1 that counts no values.
+
+NEWDATA holds its own vocabularies (links to DATA's files where the file system has links), so DATA may go. Its ids mean what DATA's
+do, so a model trained on one reads the other. Values that DATA has no id for become 0.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from data_pipeline.atomic import replacing
+from data_pipeline.cluster import dask_schedule
+from data_pipeline.count_pass import CountedPart, count_logs, describe_inputs
+from data_pipeline.encoder import check_columns, new_logs_schema, open_encoder, recorded_log
+from data_pipeline.job import Job
+from data_pipeline.manifest import (
+    MANIFEST_NAME,
+    SPLITS,
+    CategoricalColumn,
+    Manifest,
+    RowCounts,
+    Shard,
+    Transformed,
+    check_file,
+    file_sha256,
+    read_manifest,
+    versions,
+    write_manifest,
+)
+from data_pipeline.options import PassOptions
+from data_pipeline.parts import identify, inputs_changed
+from data_pipeline.pool import Schedule, on_threads
+from data_pipeline.schema import LogSchema
+from data_pipeline.shards import WrittenShard
+from data_pipeline.splits import Splitting
+from data_pipeline.work import Tell, work_folder
+from data_pipeline.write_pass import describe_label, describe_splits, write_logs
+
+_SPLIT_OPTIONS = ("split", "val_fraction", "test_fraction", "seed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformOptions(PassOptions):
+    """What to encode, and with what.
+
+    Args:
+        data: the data set whose vocabularies and offsets are used.
+        schema: the new logs' columns; None for those of `data`'s logs, of Criteo's with or without label as the first log has it.
+        split: which split takes the new rows, or "source" to divide them as `data`'s logs were.
+    """
+
+    data: Path
+    schema: LogSchema | None = None
+    split: Literal["source", "train", "val", "test"] = "source"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.output.absolute() == self.data.absolute():
+            raise ValueError(f"--output {self.output} is --data; choose a folder for the new data set")
+        if self.split not in ("source", *SPLITS):
+            raise ValueError(f"--split is {self.split!r}; choose one of source, {', '.join(SPLITS)}")
+
+
+def transform(options: TransformOptions, tell: Tell = lambda line: None) -> Manifest:
+    """Write the new data set and return its manifest. Interrupted, it resumes when it is called again.
+
+    Args:
+        options: what to do.
+        tell: takes lines for people, such as that an earlier run is resumed.
+
+    Raises:
+        ValueError: an input is missing, damaged or malformed, or of other columns than the data set; or the output exists.
+        OSError: the output cannot be written.
+    """
+    source = read_manifest(options.data)
+    known = recorded_log(source, options.data)
+    logs = identify(options.inputs)
+    schema = options.schema or new_logs_schema(known, options.inputs[0])
+    check_columns(schema, known, log=options.inputs[0], data=options.data)
+    split: dict[str, Any] = {"split": options.split}
+    if options.split == "source":
+        split = {name: source.options[name] for name in _SPLIT_OPTIONS if name in source.options}
+    origin = Transformed(data=str(options.data), manifest_sha256=file_sha256(options.data / MANIFEST_NAME))
+    identity = {
+        "inputs": [asdict(log) for log in logs],
+        "columns": asdict(schema),
+        "vocabularies": origin.manifest_sha256,
+        "versions": versions(),
+        "part_bytes": options.part_bytes,
+    } | split
+    scheduled = dask_schedule(options.scheduler, workers=options.threads) if options.scheduler else nullcontext(on_threads)
+    with (
+        scheduled as schedule,
+        work_folder(options.output, identity=identity, marker=MANIFEST_NAME, overwrite=options.overwrite, tell=tell) as work,
+    ):
+        job = Job(options=options, schema=schema, logs=logs, work=work, splitting=Splitting.recorded(split))
+        manifest = replace(_run(job, source, options.data, schedule), transformed=origin)
+        manifest = replace(manifest, options={**split, "part_bytes": options.part_bytes, "max_bad_rows": options.max_bad_rows})
+        work.remove_unfinished()
+        if identify(options.inputs) != logs:
+            raise inputs_changed()
+        write_manifest(manifest, work.data)
+    return manifest
+
+
+def _run(job: Job, source: Manifest, data: Path, schedule: Schedule) -> Manifest:
+    for folder in (*SPLITS, "vocabulary"):
+        (job.work.data / folder).mkdir(exist_ok=True)
+    for column in source.categorical_columns:
+        for file in (column.vocabulary, column.table):
+            if file:
+                _link(file, data, job.work.data)
+    parts = count_logs(job, schedule)
+    rows_of_logs = [sum(part.counts.rows for part in parts if part.log == log) for log in range(len(job.logs))]
+    rows = sum(rows_of_logs)
+    if not rows:
+        raise ValueError("--input holds no well-formed line; give more")
+    encoder = open_encoder(source, job.work.data, job.schema)
+    written = write_logs(job, schedule, parts, job.splitting.bounds(rows_of_logs), encoder)
+    inputs, rejected_lines = describe_inputs(job, parts)
+    rejected = sum(log.rows_rejected for log in inputs)
+    groups = [group for part in parts for group in (part.counts.train, part.counts.rest)]
+    return replace(
+        source,
+        versions=versions(),
+        inputs=inputs,
+        rows=RowCounts(read=rows + rejected, written=rows, rejected=rejected),
+        rejected_lines=rejected_lines,
+        label=describe_label(written) if job.schema.labelled else None,
+        integer_columns=tuple(
+            replace(column, missing=sum(group.integers[number].missing for group in groups))
+            for number, column in enumerate(source.integer_columns)
+        ),
+        categorical_columns=_categorical_columns(source, parts, written),
+        splits=describe_splits(written),
+        log=job.schema,
+    )
+
+
+def _link(file: Shard, data: Path, new: Path) -> None:
+    """Put a vocabulary's file into the new data set; files of a data set are never written to, so that a link will do."""
+    origin, path = check_file(file, data), new / file.path
+    if path.exists():
+        return
+    with replacing(path) as beside:
+        try:
+            os.link(origin, beside)
+        except OSError:  # another file system, or one without links
+            shutil.copyfile(origin, beside)
+
+
+def _categorical_columns(
+    source: Manifest, parts: Sequence[CountedPart], written: Mapping[str, Sequence[WrittenShard]]
+) -> tuple[CategoricalColumn, ...]:
+    return tuple(
+        replace(
+            column,
+            distinct=None,
+            missing=sum(part.counts.train.missing[number] + part.counts.rest.missing[number] for part in parts),
+            rows_at_zero={split: sum(shard.zeros[number] for shard in written[split]) for split in SPLITS},
+        )
+        for number, column in enumerate(source.categorical_columns)
+    )

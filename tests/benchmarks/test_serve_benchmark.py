@@ -1,0 +1,34 @@
+"""The rivals of `benchmarks.run serve` hold the rows that they are given, and requests are what they are said to be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.quantized import CompiledLookup, quantized_collection
+from benchmarks.serve import ServeCase, build, draw_request, reference
+from comera_rec.ops.served_bags.reference import rows_of
+from comera_rec.serving.tables import served_tables
+
+CASE = ServeCase(rows=(3000, 40, 900), dim=16, compression=5, dense_arch=(8,), over_arch=(8,), batch=100)
+
+
+@pytest.mark.parametrize(("bits", "error"), [(8, 1 / 255), (4, 1 / 15)])
+def test_quantized_rows_are_the_tables(bits: int, error: float) -> None:
+    torch.manual_seed(0)
+    tables = served_tables(build(CASE).sparse_arch.embedding_bag_collection)
+    _, values, lengths = draw_request(CASE)
+    bags = CompiledLookup(quantized_collection(tables, bits))(torch.zeros(100, 16), values, lengths)[:, 1:]
+    rows = torch.stack([rows_of(table, ids) for table, ids in zip(tables, values.split(100), strict=True)], dim=1)
+    steps = (rows.amax(2) - rows.amin(2)) * error
+    assert ((bags - rows).abs().amax(2) <= 0.51 * steps + 1e-3 * rows.abs().amax(2)).all()
+
+
+def test_a_request_of_a_hundred_is_one_users() -> None:
+    dense, values, lengths = draw_request(CASE)
+    columns = values.split(100)
+    assert columns[0].unique().numel() == 1
+    assert columns[2].unique().numel() > 10
+    assert (dense[:, 0] == dense[0, 0]).all()
+    assert lengths.eq(1).all()
+    assert reference(build(CASE), (dense, values, lengths)).shape == (100,)

@@ -1,0 +1,64 @@
+"""Folders of distributed checkpoints: read as torch reads them, whoever wrote them, and nothing in them runs."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import warnings
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from comera_rec.convert import read_state
+from comera_rec.convert.folders import TensorReader
+from comera_rec.training.checkpoint import open_checkpoint
+
+
+class Touch:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def write(folder: Path, state: dict[str, Any]) -> Path:
+    with warnings.catch_warnings(action="ignore"):  # that there is one process
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def test_a_folder_of_torch_is_read(tmp_path: Path) -> None:
+    weight = torch.arange(6, dtype=torch.bfloat16).view(2, 3)
+    folder = write(tmp_path / "saved", {"weight": weight, "epoch": 3, "nested": {"momentum": torch.ones(2)}})
+    state = read_state(folder)
+    assert state.keys() == {"weight", "nested.momentum"}
+    assert torch.equal(state["weight"], weight)
+
+
+def test_metadata_that_names_code_runs_nothing(tmp_path: Path) -> None:
+    folder, made = write(tmp_path / "step_00000001", {"weight": torch.ones(2)}), tmp_path / "made"
+    metadata = pickle.dumps(Touch(made))
+    (folder / ".metadata").write_bytes(metadata)
+    (folder / "record.json").write_text(json.dumps({"record": {}, "checksums": {".metadata": zlib.crc32(metadata)}}))
+    with pytest.raises(ValueError, match=r"can't be read as a distributed checkpoint: its \.metadata names pathlib\.Path\.touch"):
+        read_state(folder)
+    with pytest.raises(ValueError, match=r"cannot be loaded \(its \.metadata names .*, which describes no tensor\)"):
+        open_checkpoint(folder)
+    assert not made.exists()
+    pickle.loads(metadata)
+    assert made.exists(), "the test's own file does what it should"
+
+
+def test_an_object_under_the_name_of_a_tensor_runs_nothing(tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    folder = write(tmp_path / "saved", {"weight": Touch(made)})
+    with pytest.raises(dcp.api.CheckpointException, match="weight"), warnings.catch_warnings(action="ignore"):
+        dcp.load({"weight": torch.ones(2)}, storage_reader=TensorReader(folder), no_dist=True)
+    assert not made.exists()

@@ -1,0 +1,176 @@
+"""New logs get the numbers that the data set's rows got, unseen values 0, and the result is a data set like any other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from random_logs import random_rows, to_text
+
+from data_pipeline.describe import describe
+from data_pipeline.describe import to_text as describe_text
+from data_pipeline.manifest import Manifest, file_sha256, read_manifest
+from data_pipeline.options import PreprocessOptions
+from data_pipeline.preprocess import preprocess
+from data_pipeline.schema import criteo_schema, read_schema
+from data_pipeline.transform import TransformOptions, transform
+from data_pipeline.verify import verify
+
+WriteLog = Callable[..., Path]
+ROWS = random_rows(300)
+SCHEMA = """
+separator = ","
+[columns]
+{columns}
+shop = "category"
+cents = "integer"
+tags = {{ kind = "list", separator = " " }}
+"""
+
+
+@pytest.fixture
+def data(tmp_path: Path, write_log: WriteLog) -> Path:
+    preprocess(PreprocessOptions(inputs=(write_log(ROWS),), output=tmp_path / "data", part_bytes=20_000))
+    return tmp_path / "data"
+
+
+def read(folder: Path, *splits: str) -> pd.DataFrame:
+    files = [path for split in splits for path in sorted((folder / split).iterdir())]
+    return pd.concat([pd.read_parquet(path) for path in files], ignore_index=True)
+
+
+def to_options(data: Path, *logs: Path, **others: object) -> TransformOptions:
+    return TransformOptions(inputs=logs, data=data, output=data.parent / "new", **others)  # type: ignore[arg-type]
+
+
+def checked(options: TransformOptions) -> Manifest:
+    """The manifest of a finished transform, after its data set was verified."""
+    manifest = transform(options)
+    verify(manifest, options.output)
+    assert read_manifest(options.output) == manifest
+    return manifest
+
+
+def test_its_own_rows_stay_what_they_are(data: Path, write_log: WriteLog) -> None:
+    """Divided as before, whatever the parts; the manifest differs in what the new rows don't tell alone."""
+    manifest, source = checked(to_options(data, write_log(ROWS, "again.gz"), part_bytes=7_000)), read_manifest(data)
+    for split in ("train", "val", "test"):
+        pd.testing.assert_frame_equal(read(data.parent / "new", split), read(data, split))
+    assert manifest.transformed is not None
+    assert manifest.transformed.data == str(data)
+    assert manifest.transformed.manifest_sha256 == file_sha256(data / "manifest.json")
+    assert manifest.integer_columns == source.integer_columns
+    assert manifest.categorical_columns == tuple(replace(column, distinct=None) for column in source.categorical_columns)
+    assert manifest.label == source.label
+
+
+def test_unseen_values_are_0_and_counts_keep_their_offset(data: Path, write_log: WriteLog) -> None:
+    known = read_manifest(data).integer_columns[0]
+    new = [["1", "-100", *[""] * 12, "abcdef01", *["0"] * 25], ["0", "2147483647", *["7"] * 12, *["ffffffff"] * 26]]
+    checked(to_options(data, write_log(new, "new.tsv"), split="test"))
+    rows = read(data.parent / "new", "test")
+    assert rows["C1"].tolist() == [0, 0]
+    assert rows.loc[1, "C1":].eq(0).all()  # type: ignore[misc]
+    assert rows.loc[0, "C2"] == read(data, "train")["C2"][[row[15] in ("0", "00000000") for row in ROWS[:240]]].iloc[0] > 0
+    assert rows["I1"].tolist() == [np.float32(np.log(2)), np.float32(np.log(2**31 - 1 + known.offset))]
+    assert rows.loc[0, "I2":"I13"].eq(0).all()  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("split", ["train", "val", "test"])
+def test_all_rows_to_one_split_and_without_labels(data: Path, write_log: WriteLog, split: str) -> None:
+    unlabelled = write_log([row[1:] for row in ROWS], "new.tsv")
+    manifest = checked(to_options(data, unlabelled, split=split, part_bytes=20_000))
+    assert {name: of_split.rows for name, of_split in manifest.splits.items()} == {"train": 0, "val": 0, "test": 0} | {split: 300}
+    assert manifest.label is None
+    pd.testing.assert_frame_equal(
+        read(data.parent / "new", split), read(data, "train", "val", "test").drop(columns="label"), check_dtype=True
+    )
+
+
+def test_of_a_transformed_data_set(data: Path, write_log: WriteLog) -> None:
+    """Its vocabularies are the first one's, so a chain of days keeps its ids; DATA may go in between."""
+    first = to_options(data, write_log(ROWS[:100], "day_1"), split="val")
+    transform(first)
+    second = checked(replace(first, data=first.output, output=data.parent / "second", split="source"))
+    assert second.splits["val"].rows == 100
+    pd.testing.assert_frame_equal(read(data.parent / "second", "val"), read(data, "train").iloc[:100])
+
+
+def test_described_by_its_rows(data: Path, write_log: WriteLog) -> None:
+    """Coverage is the share of new values that have an id, not that of the rows which made the vocabulary."""
+    options = to_options(data, write_log([["1", *["3"] * 13, *["0"] * 25, "abcdef01"]] * 10, "new.tsv"), split="test")
+    description = describe(checked(options), options.output)
+    assert [category.coverage[-1] for category in description.categories] == [1.0] * 25 + [0.0]
+    assert sum(description.integers[0].bins) == 10
+    assert "test               10 rows  label rate 1.0000" in describe_text(description)
+
+
+def test_hashed_and_lists_by_schema(tmp_path: Path, write_log: WriteLog) -> None:
+    """A schema is kept in the manifest; a log without labels names its columns."""
+    (tmp_path / "shop.toml").write_text(SCHEMA.format(columns='click = "label"'))
+    (tmp_path / "new.toml").write_text(SCHEMA.format(columns='visitor = "ignore"'))
+    lines = ["1,a,5,x y", "0,b,,y", "0,a,7,", "1,a,5,x x x"] * 5
+    log, new = write_log("\n".join(lines).encode(), "shop.csv"), write_log("\n".join(lines).encode(), "new.csv")
+    for number, buckets in enumerate((None, 50)):
+        options = PreprocessOptions(
+            inputs=(log,), output=tmp_path / f"data{number}", schema=read_schema(tmp_path / "shop.toml"), hash_buckets=buckets
+        )
+        preprocess(options)
+        again = TransformOptions(inputs=(log,), data=options.output, output=tmp_path / f"again{number}")
+        checked(again)
+        unlabelled = replace(again, inputs=(new,), schema=read_schema(tmp_path / "new.toml"), output=tmp_path / f"new{number}")
+        checked(unlabelled)
+        for split in ("train", "val", "test"):
+            pd.testing.assert_frame_equal(read(again.output, split), read(options.output, split))
+            pd.testing.assert_frame_equal(read(unlabelled.output, split), read(options.output, split).drop(columns="label"))
+
+
+def test_resumed(data: Path, write_log: WriteLog) -> None:
+    """Stopped by a malformed line in the last part, it resumes with the parts that are done, to the same bytes."""
+    log = write_log(to_text(ROWS) + b"bad\n", "new.tsv")
+    options, told = to_options(data, log, part_bytes=9_000), list[str]()
+    with pytest.raises(ValueError, match=r"new\.tsv:301: 1 columns where 40 are expected; fix the log"):
+        transform(options)
+    assert not options.output.exists()
+    allowed = replace(options, max_bad_rows=1)
+    transform(allowed, told.append)
+    assert "going on with an interrupted run" in told[0]
+    whole = replace(allowed, output=data.parent / "whole")
+    transform(whole)
+
+    def files(folder: Path) -> dict[str, bytes]:
+        return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    assert files(options.output) == files(whole.output)
+
+
+def test_refused(data: Path, tmp_path: Path, write_log: WriteLog) -> None:
+    log = write_log(ROWS[:3], "new.tsv")
+    with pytest.raises(ValueError, match=r"--output .*data is --data; choose a folder for the new data set"):
+        TransformOptions(inputs=(log,), data=data, output=data)
+    with pytest.raises(ValueError, match="--split is 'all'; choose one of source, train, val, test"):
+        to_options(data, log, split="all")
+    with pytest.raises(ValueError, match="is not a preprocessed data set"):
+        transform(to_options(tmp_path, log))
+    short = write_log(b"1\t2\n", "short.tsv")
+    with pytest.raises(ValueError, match=r"short\.tsv:1: 2 columns; Criteo logs have 40"):
+        transform(to_options(data, short))
+    criteo = criteo_schema(labelled=True)
+    renamed = replace(criteo, columns=(criteo.columns[0], replace(criteo.columns[1], name="J1"), *criteo.columns[2:]))
+    with pytest.raises(ValueError, match=r"other columns than the logs of .*data: J1 \(integer\) where I1 \(integer\) is due"):
+        transform(to_options(data, log, schema=renamed))
+    with pytest.raises(ValueError, match="holds no well-formed line; give more"):
+        transform(to_options(data, short, schema=criteo, max_bad_rows=5))
+    manifest = (data / "manifest.json").read_text()
+    (data / "manifest.json").write_text(manifest.replace('"log": {', '"log": null, "was": {'))
+    with pytest.raises(ValueError, match="is from a version that kept no tables to encode new rows with; run `comera preprocess`"):
+        transform(to_options(data, log))
+    (data / "manifest.json").write_text(manifest)
+    (data / "vocabulary" / "C7.table").unlink()
+    with pytest.raises(ValueError, match=r"C7\.table does not exist, but the manifest lists it"):
+        transform(to_options(data, log))
+    assert not (data.parent / "new").exists()

@@ -1,0 +1,85 @@
+"""Sequences on two processes, sharded in every way, train as one process would on both batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import Tensor, nn
+from torchrec import EmbeddingConfig, KeyedJaggedTensor
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import Topology
+from torchrec.distributed.planner.types import ParameterConstraints
+
+import comera_rec as cr
+from benchmarks.processes import run
+
+pytestmark = pytest.mark.distributed
+
+LR = 0.02
+# Ids of each feature, of samples of each process: unequal on purpose, and none of a feature on one process.
+IDS = [{"seen": [[5, 899, 5], [], [17]], "site": [[2], [3], [2]]}, {"seen": [[899]], "site": [[]]}]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        items = cr.TTEmbeddingCollectionConfig(
+            name="products", num_embeddings=900, embedding_dim=8, feature_names=["seen"], tt_ranks=4, hot_rows=((20, 4),)
+        )
+        sites = EmbeddingConfig(
+            name="sites", num_embeddings=30, embedding_dim=8, feature_names=["site"], weight_init_min=0.3, weight_init_max=0.3
+        )
+        self.sequences = cr.TTEmbeddingCollection([items, sites])
+        self.over = nn.Linear(8, 1)
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        """A sum over ids, so that losses of processes add."""
+        rows = self.sequences(features)
+        scores: Tensor = self.over(torch.cat([rows["seen"].values(), rows["site"].values()])).tanh()
+        return scores
+
+
+def batch(processes: list[int]) -> KeyedJaggedTensor:
+    samples = {name: [ids for process in processes for ids in IDS[process][name]] for name in ("seen", "site")}
+    values = [value for of_feature in samples.values() for ids in of_feature for value in ids]
+    lengths = [len(ids) for of_feature in samples.values() for ids in of_feature]
+    return KeyedJaggedTensor(keys=list(samples), values=torch.tensor(values), lengths=torch.tensor(lengths))
+
+
+def train(model: nn.Module, features: KeyedJaggedTensor, world: int) -> list[float]:
+    tables = [p for name, p in model.named_parameters() if "dense_bags" not in name or world == 1]
+    optimizer, losses = torch.optim.SGD(tables, lr=LR), []
+    for _ in range(3):
+        loss = model(features).square().sum()
+        losses.append(float(loss.detach()))
+        optimizer.zero_grad()
+        (loss * world).backward()  # averaged over processes
+        optimizer.step()
+    return losses
+
+
+def train_sharded(rank: int, kind: str) -> list[float]:
+    fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LR}
+    sharders: list[Any] = [cr.TTEmbeddingCollectionSharder(EmbeddingBagCollectionSharder(fused_params=fused))]
+    constraints = {
+        "products": ParameterConstraints(sharding_types=[kind]),
+        "sites": ParameterConstraints(sharding_types=["table_wise"]),
+    }
+    planner = cr.TTShardingPlanner(Topology(world_size=2, compute_device="cpu"), batch_size=4, constraints=constraints)
+    model: nn.Module = Model()
+    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+    return train(DistributedModelParallel(model, plan=plan, sharders=sharders), batch([rank]), 2)
+
+
+@pytest.mark.parametrize("kind", ["data_parallel", "table_wise", "row_wise"])
+def test_losses_are_those_of_one_process(kind: str) -> None:
+    expected = train(Model(), batch([0, 1]), 1)
+    assert expected[2] < 0.95 * expected[0]
+    found = torch.tensor(run(2, train_sharded, kind)).sum(0)
+    torch.testing.assert_close(found, torch.tensor(expected), atol=1e-5, rtol=0)

@@ -1,0 +1,142 @@
+"""Bags for requests: the operator against its definition, and the definition against the dense matrix."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from comera_rec.ops.served_bags import Packed, ServedTable, Slab, pack, served_bags
+from comera_rec.ops.served_bags.reference import served_bags as reference
+
+TOLERANCE = 1e-5
+SHAPES = [  # row modes, column modes, ranks, columns kept, slabs (rows, width)
+    ((37,), (8,), (), 8, ()),
+    ((7, 11), (8, 8), (5,), 64, ((3, 64), (20, 3))),
+    ((7, 11), (4, 3), (1,), 11, ()),
+    ((5, 4, 3), (2, 4, 2), (3, 5), 16, ((9, 2),)),
+    ((3, 2, 5, 2), (2, 3, 1, 2), (2, 6, 2), 12, ()),
+    ((6, 6), (16, 8), (46,), 128, ((1, 1), (1, 1))),
+    ((6, 6), (8, 16), (0,), 127, ()),
+]
+
+
+Blocks = tuple[tuple[int, int], ...]
+Sizes = tuple[int, ...]
+
+
+def table(
+    row_modes: Sizes, col_modes: Sizes, ranks: Sizes, columns: int, slabs: Blocks, *, mean: bool = False, formed: int = 0
+) -> ServedTable:
+    bonds = (1, *ranks, 1)
+    shapes = [(m, bonds[k], bonds[k + 1], n) for k, (m, n) in enumerate(zip(row_modes, col_modes, strict=True))]
+    return ServedTable(
+        name="t",
+        rows=torch.tensor(row_modes).prod().item() - 1,
+        columns=columns,
+        mean=mean,
+        formed=torch.randn(formed, columns),
+        cores=tuple(torch.randn(shape) for shape in shapes),
+        slabs=tuple(Slab(rows=torch.randn(rows, width), columns=torch.randn(width, columns)) for rows, width in slabs),
+    )
+
+
+def request_of(tables: list[ServedTable], batch: int, longest: int = 3) -> tuple[Tensor, Tensor]:
+    """Ragged bags in which the first and the last id of every table occur; neighbouring bags share ids."""
+    lengths = torch.randint(0, longest + 1, (len(tables), batch))
+    lengths[:, batch // 2 :] = 1
+    values = []
+    for feature, of_bags in zip(tables, lengths, strict=True):
+        ids = torch.randint(0, feature.rows, (int(of_bags.sum()),))
+        ids[:1] = 0
+        ids[-3:] = feature.rows - 1
+        values.append(ids)
+    return torch.cat(values), lengths.flatten()
+
+
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_it_is_its_definition(shape: tuple, dtype: torch.dtype, mean: bool) -> None:
+    columns = shape[3]
+    dense = ServedTable(name="dense", rows=19, columns=columns, mean=mean, formed=torch.randn(19, columns))
+    tables = [table(*shape, mean=mean), dense, table(*shape, mean=mean, formed=5)]
+    packed, lead = pack(tables, dtype), torch.randn(9, columns)
+    values, lengths = request_of(tables, 9)
+    torch.testing.assert_close(
+        served_bags(packed, lead, values, lengths), reference(*packed, lead, values, lengths), rtol=TOLERANCE, atol=1e-4
+    )
+
+
+def test_rows_are_those_of_the_dense_matrix() -> None:
+    each = table((7, 11), (8, 8), (5,), 64, ((3, 4), (20, 3)))
+    matrix = torch.einsum("plri,qrsj->pqlisj", *each.cores).reshape(77, 64)[:76]
+    matrix[:3] += each.slabs[0].rows @ each.slabs[0].columns
+    matrix[3:23] += each.slabs[1].rows @ each.slabs[1].columns
+    rows = served_bags(pack([each], torch.float32), torch.zeros(76, 64), torch.arange(76), torch.ones(76).long())
+    torch.testing.assert_close(rows[:, 1], matrix, rtol=TOLERANCE, atol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.bfloat16, 2**-7), (torch.int8, 1 / 127)], ids=str)
+def test_few_bits_stay_close(dtype: torch.dtype, error: float) -> None:
+    dense = ServedTable(name="dense", rows=50, columns=7, mean=False, formed=torch.randn(50, 7))
+    rows = served_bags(pack([dense], dtype), torch.zeros(50, 7), torch.arange(50), torch.ones(50).long())[:, 1]
+    assert ((rows - dense.formed).abs() <= dense.formed.abs().amax(1, keepdim=True) * error / 2 + 1e-6).all()
+
+
+def test_ids_beyond_32_bits() -> None:
+    large = table((70_000, 70_000), (2, 2), (1,), 4, ())
+    values = torch.tensor([0, 2**32 - 1, 2**32, 70_000**2 - 2])
+    packed, lead, lengths = pack([large], torch.int8), torch.zeros(4, 4), torch.ones(4).long()
+    torch.testing.assert_close(served_bags(packed, lead, values, lengths), reference(*packed, lead, values, lengths))
+
+
+def test_threads_change_nothing(on_threads: Callable) -> None:
+    tables = [table(*SHAPES[1]), table(*SHAPES[1], formed=9)]
+    values, lengths = request_of(tables, 1000)
+    packed, lead = pack(tables, torch.int8), torch.randn(1000, 64)
+    one, two = (on_threads(count, lambda: served_bags(packed, lead, values, lengths)) for count in (1, 2))
+    assert torch.equal(one, two)
+    torch.testing.assert_close(one, reference(*packed, lead, values, lengths), rtol=TOLERANCE, atol=1e-4)
+
+
+def test_features_that_share_a_table_store_it_once() -> None:
+    one = table(*SHAPES[1])
+    assert len(pack([one, one], torch.float32).storage) == len(pack([one], torch.float32).storage)
+
+
+@pytest.fixture
+def packed() -> Packed:
+    return pack([table(*SHAPES[1]), table(*SHAPES[1])], torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("values", "lengths", "message"),
+    [
+        ([1, 2, 3, 76], [1, 1, 1, 1], "id 76 is out of range for feature 1: its ids run from 0 to 75"),
+        ([-1, 2, 3, 4], [2, 0, 0, 2], "id -1 is out of range for feature 0: its ids run from 0 to 75"),
+        ([1, 2, 3, 4], [1, 1, 1, 2], "lengths are below 0 or add up to more than the 4 values"),
+        ([1, 2, 3, 4], [5, -1, 0, 0], "lengths are below 0 or add up to more than the 4 values"),
+        ([1, 2, 3, 4], [1, 1, 1], "lengths holds 3 numbers for 2 features of 2 bags"),
+    ],
+)
+def test_bad_requests(packed: Packed, values: list[int], lengths: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        served_bags(packed, torch.zeros(2, 64), torch.tensor(values), torch.tensor(lengths))
+
+
+def test_random_layouts_never_read_outside_the_storage(packed: Packed) -> None:
+    values, lengths = torch.tensor([75, 1, 75, 2]), torch.ones(4).long()
+    refused = 0  # the sanitizers watch the others
+    for number in range(packed.layout.shape[1]):
+        for changed in (-1, 3, 2**20, 2**40, 2**62):
+            layout = packed.layout.clone()
+            layout[0, number] = changed
+            with contextlib.suppress(ValueError):
+                served_bags(packed._replace(layout=layout), torch.zeros(2, 64), values, lengths)
+                refused -= 1
+            refused += 1
+    assert refused > 50

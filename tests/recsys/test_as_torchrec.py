@@ -1,0 +1,148 @@
+"""What TorchRec's own models and tools ask of an EmbeddingBagCollection, asked of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.fx import symbolic_trace
+from torchrec.models.deepfm import SimpleDeepFMNN
+from torchrec.models.dlrm import DLRM, DLRM_DCN, DLRM_Projection
+from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.mc_modules import DistanceLFU_EvictionPolicy, ManagedCollisionCollection, MCHManagedCollisionModule
+
+import comera_rec as cr
+
+ROWS = {"f1": 900, "f2": 900, "f3": 40}
+MODELS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "DLRM": lambda tables: DLRM(tables, 4, [16, 8], [16, 1]),
+    "DLRM_Projection": lambda tables: DLRM_Projection(tables, 4, [16, 8], [16, 1], [8, 16], [8, 16]),
+    "DLRM_DCN": lambda tables: DLRM_DCN(tables, 4, [16, 8], [16, 1], 2, 8),
+    "SimpleDeepFMNN": lambda tables: SimpleDeepFMNN(4, tables, 16, 4),
+}
+
+
+def configs() -> list[EmbeddingBagConfig]:
+    return [
+        EmbeddingBagConfig(name="t1", num_embeddings=900, embedding_dim=8, feature_names=["f1", "f2"]),
+        EmbeddingBagConfig(name="t2", num_embeddings=40, embedding_dim=8, feature_names=["f3"]),
+    ]
+
+
+def ours() -> cr.TTEmbeddingBagCollection:
+    return cr.TTEmbeddingBagCollection(cr.TTEmbeddingConfig(tt_ranks=4, min_rows=100).table_configs(configs()))
+
+
+def swapped() -> nn.Module:
+    return cr.swap_embedding_bag_collections_(
+        nn.ModuleDict({"tables": EmbeddingBagCollection(configs())}), cr.TTEmbeddingConfig(tt_ranks=4, min_rows=100)
+    )["tables"]
+
+
+@pytest.mark.parametrize("make", [ours, swapped])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_over_tt_tables_are_traced(
+    name: str, make: Callable[[], nn.Module], random_jagged: Callable[..., KeyedJaggedTensor]
+) -> None:
+    model = MODELS[name](make())
+    traced = symbolic_trace(model)
+    assert dict(traced.named_parameters()).keys() == dict(model.named_parameters()).keys()
+    for samples in (5, 3):  # nothing of one batch stays in the graph
+        inputs = torch.randn(samples, 4), random_jagged(ROWS, samples)
+        torch.testing.assert_close(traced(*inputs), model(*inputs))
+
+
+class Tower(nn.Module):
+    """The modules in plain torch, in one model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag, self.table, self.layer = (
+            cr.TTEmbeddingBag(500, 8, tt_ranks=3),
+            cr.TTEmbedding(500, 8, tt_ranks=3),
+            cr.TTLinear(8, 8, tt_ranks=3),
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.layer(self.bag(ids) + self.table(ids).sum(1))
+        return out
+
+
+def test_modules_are_one_call_to_torch_fx() -> None:
+    model = Tower()
+    traced = torch.fx.symbolic_trace(model)
+    calls = [node.target for node in traced.graph.nodes if node.op == "call_module"]
+    assert calls == ["bag", "table", "layer"]
+    ids = torch.randint(500, (6, 2))
+    torch.testing.assert_close(traced(ids), model(ids))
+    with pytest.raises(ValueError, match=r"a TTLinear is one call to torch\.fx: trace a model that holds it"):
+        torch.fx.symbolic_trace(model.layer)
+
+
+def test_a_collection_may_be_without_tables() -> None:
+    empty = cr.TTEmbeddingBagCollection([])
+    features = KeyedJaggedTensor(keys=["f"], values=torch.arange(3), lengths=torch.tensor([1, 2]))
+    pooled = empty(features)
+    assert pooled.keys() == []
+    assert pooled.values().shape == (2, 0)
+    with pytest.raises(AssertionError, match="At least one embedding bag is required"):  # TorchRec's own answer
+        DLRM(empty, 4, [16, 8], [16, 1])
+
+
+def test_tables_are_found_by_name() -> None:
+    collection = ours()
+    assert list(collection.embedding_bags) == ["t1", "t2"]
+    assert collection.embedding_bags["t1"] is collection.tt_bag("t1")
+    assert isinstance(collection.embedding_bags["t2"], nn.EmbeddingBag)
+    assert [bag.num_embeddings for bag in collection.embedding_bags.values()] == [900, 40]
+
+
+def managed(tables: list[EmbeddingBagConfig]) -> ManagedCollisionCollection:
+    """Ids of any size to rows, by table."""
+    kept = {
+        config.name: MCHManagedCollisionModule(
+            zch_size=config.num_embeddings,
+            device=torch.device("cpu"),
+            eviction_interval=1,
+            eviction_policy=DistanceLFU_EvictionPolicy(),
+        )
+        for config in tables
+    }
+    return ManagedCollisionCollection(kept, tables)
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_managed_collisions_around_tt_tables(swap: bool) -> None:
+    if swap:
+        held = configs()
+        model = nn.Sequential(ManagedCollisionEmbeddingBagCollection(EmbeddingBagCollection(held), managed(held)))
+        cr.swap_embedding_bag_collections_(model, cr.TTEmbeddingConfig(tt_ranks=4, min_rows=100))
+    else:
+        collection = ours()
+        model = nn.Sequential(ManagedCollisionEmbeddingBagCollection(collection, managed(collection.embedding_bag_configs())))
+    assert any(isinstance(module, cr.TTEmbeddingBagCollection) for module in model.modules())
+    ids = torch.tensor([10**12, 7, 10**12, 5])
+    features = KeyedJaggedTensor(keys=["f1", "f2", "f3"], values=ids, lengths=torch.tensor([1, 1, 1, 0, 0, 1]))
+    for _ in range(3):  # an id has a row of its own from the second time on
+        pooled, _ = model(features)
+    values = pooled.to_dict()
+    torch.testing.assert_close(values["f1"][0], values["f2"][0])
+    assert not torch.allclose(values["f1"][0], values["f1"][1])
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_feature_processors_before_tt_tables(swap: bool, random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
+    processor = PositionWeightedModuleCollection(dict.fromkeys(ROWS, 9))
+    if swap:
+        model = nn.Sequential(FeatureProcessedEmbeddingBagCollection(EmbeddingBagCollection(configs(), True), processor))
+        cr.swap_embedding_bag_collections_(model, cr.TTEmbeddingConfig(tt_ranks=4, min_rows=100))
+    else:
+        tables = cr.TTEmbeddingConfig(tt_ranks=4, min_rows=100).table_configs(configs())
+        model = nn.Sequential(FeatureProcessedEmbeddingBagCollection(cr.TTEmbeddingBagCollection(tables, True), processor))
+    model(random_jagged(ROWS, 6)).values().sum().backward()
+    assert all(weight.grad is not None and weight.grad.any() for weight in processor.parameters())

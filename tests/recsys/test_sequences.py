@@ -1,0 +1,155 @@
+"""TTEmbeddingCollection against torchrec's EmbeddingCollection over the densified tables; swapped in, exported, ranks truncated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    JaggedTensor,
+    KeyedJaggedTensor,
+)
+from torchrec.fx import symbolic_trace
+
+import comera_rec as cr
+from comera_rec import TTEmbeddingCollection, TTEmbeddingCollectionConfig
+
+ROWS = {"seen": 900, "bought": 900, "site": 30}
+
+
+def configs(**of_large: object) -> list[EmbeddingConfig]:
+    """Two features of one table, and one feature of two tables."""
+    return [
+        TTEmbeddingCollectionConfig(
+            name="products", num_embeddings=900, embedding_dim=8, feature_names=["seen", "bought"], **(of_large or {"tt_ranks": 4})
+        ),
+        EmbeddingConfig(name="sites", num_embeddings=30, embedding_dim=8, feature_names=["site"]),
+        EmbeddingConfig(name="seen twice", num_embeddings=900, embedding_dim=8, feature_names=["seen"]),
+    ]
+
+
+def dense_configs() -> list[EmbeddingConfig]:
+    return [config.dense() if isinstance(config, TTEmbeddingCollectionConfig) else config for config in configs()]
+
+
+def assert_same(found: dict[str, JaggedTensor], expected: dict[str, JaggedTensor]) -> None:
+    assert list(found) == list(expected)
+    for key, rows in expected.items():
+        torch.testing.assert_close(found[key].values(), rows.values())
+        assert torch.equal(found[key].lengths(), rows.lengths())
+
+
+@pytest.mark.parametrize("of_large", [{"tt_ranks": 4}, {"tt_ranks": 3, "hot_rows": ((20, 4), (100, 1))}], ids=str)
+@pytest.mark.parametrize("samples", [1, 7])
+def test_rows_and_gradients_are_those_of_the_dense_tables(
+    samples: int, of_large: dict[str, object], random_jagged: Callable[..., KeyedJaggedTensor]
+) -> None:
+    collection = TTEmbeddingCollection(configs(**of_large))
+    for block in collection.tables.tt_bag("products").hot_blocks():
+        nn.init.normal_(block.core_0)
+    dense = cr.export_dense(collection)
+    assert type(dense) is EmbeddingCollection
+    features = random_jagged(ROWS, samples)
+    found, expected = collection(features), dense(features)
+    assert list(found) == ["seen@products", "bought", "site", "seen@seen twice"]
+    assert_same(found, expected)
+    for rows in (found, expected):
+        sum((k + 1) * each.values().square().sum() for k, each in enumerate(rows.values())).backward()
+    bag = collection.tables.tt_bag("products")
+    upstream = dense.embeddings["products"].weight.grad
+    gradients = torch.autograd.grad(bag.dense_matrix(), list(bag.parameters()), upstream)
+    torch.testing.assert_close([parameter.grad for parameter in bag.parameters()], list(gradients))
+    for name in ("sites", "seen twice"):
+        held = collection.tables.embedding_bags[name].weight
+        torch.testing.assert_close(held.grad, dense.embeddings[name].weight.grad)
+
+
+def test_a_batch_without_ids() -> None:
+    collection = TTEmbeddingCollection(configs())
+    empty = KeyedJaggedTensor(keys=list(ROWS), values=torch.empty(0, dtype=torch.long), lengths=torch.zeros(6, dtype=torch.long))
+    assert {key: tuple(rows.values().shape) for key, rows in collection(empty).items()} == dict.fromkeys(
+        ["seen@products", "bought", "site", "seen@seen twice"], (0, 8)
+    )
+
+
+def test_ids_come_with_their_rows_if_asked_for(random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
+    features = random_jagged(ROWS, 5)
+    collection = TTEmbeddingCollection(configs(), need_indices=True)
+    assert collection.need_indices()
+    assert torch.equal(collection(features)["bought"].weights(), features["bought"].values())
+    assert TTEmbeddingCollection(configs())(features)["bought"].weights_or_none() is None
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ([], "tables is empty: give at least one table config"),
+        ([configs()[0], EmbeddingConfig(name="b", num_embeddings=9, embedding_dim=4)], r"tables have dimensions \[4, 8\]"),
+        ([configs()[0], configs()[0]], "two tables named 'products'"),
+    ],
+)
+def test_collections_that_cannot_be_are_refused(tables: list[EmbeddingConfig], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TTEmbeddingCollection(tables)
+
+
+def test_an_id_out_of_range_is_named() -> None:
+    features = KeyedJaggedTensor(keys=list(ROWS), values=torch.tensor([0, 900, 0]), lengths=torch.ones(3, dtype=torch.long))
+    with pytest.raises(ValueError, match="id 900 is out of range for table 'products'"):
+        TTEmbeddingCollection(configs())(features)
+
+
+@pytest.mark.parametrize("init", ["random", "tt_svd"])
+def test_swapped_into_a_model(init: str, random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
+    plain = EmbeddingCollection(dense_configs()[:2])
+    model = nn.ModuleDict({"sequences": plain})
+    small, large = plain.embeddings["sites"].weight, plain.embeddings["products"].weight.detach()
+    cr.swap_embedding_collections_(model, cr.TTEmbeddingConfig(tt_ranks=40, min_rows=100), init=init)
+    swapped = model["sequences"]
+    assert isinstance(swapped, TTEmbeddingCollection)
+    assert swapped.tables.embedding_bags["sites"].weight is small
+    bag = swapped.tables.tt_bag("products")
+    error = float((bag.dense_matrix().detach() - large).norm() / large.norm())
+    assert error < 0.9 if init == "tt_svd" else error > 1.2
+    features = random_jagged(ROWS, 4)
+    assert_same(swapped(features), cr.export_dense(model)["sequences"](features))
+
+
+def test_a_swap_of_the_other_kind_is_advised() -> None:
+    sequences = nn.Sequential(EmbeddingCollection(dense_configs()))
+    with pytest.raises(ValueError, match=r"no EmbeddingBagCollection was swapped: .*call swap_embedding_collections_"):
+        cr.swap_embedding_bag_collections_(sequences, cr.TTEmbeddingConfig(tt_ranks=4, min_rows=100))
+    bags = nn.Sequential(
+        EmbeddingBagCollection([EmbeddingBagConfig(name="t", num_embeddings=900, embedding_dim=8, feature_names=["f"])])
+    )
+    with pytest.raises(ValueError, match=r"no EmbeddingCollection was swapped: .*call swap_embedding_bag_collections_"):
+        cr.swap_embedding_collections_(bags, cr.TTEmbeddingConfig(tt_ranks=4, min_rows=100))
+
+
+class NextItem(nn.Module):
+    """The mean of what was seen, as a score for each of what was bought."""
+
+    def __init__(self, tables: nn.Module) -> None:
+        super().__init__()
+        self.tables = tables
+
+    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        rows = self.tables(features)
+        return rows["bought"].values() @ rows["seen@products"].values().mean(0)
+
+
+def test_traced_and_truncated(random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
+    model = NextItem(TTEmbeddingCollection(configs()))
+    features = random_jagged(ROWS, 6)
+    torch.testing.assert_close(symbolic_trace(model)(features), model(features))
+    with torch.no_grad():
+        model.tables.tables.tt_bag("products").rank_1[:2] = 0
+    before = model(features)
+    assert cr.truncate_ranks_(model, threshold=0.5) == {"tables.tables.tt_bags.products": (2,)}
+    torch.testing.assert_close(model(features), before)

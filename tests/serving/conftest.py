@@ -1,0 +1,75 @@
+"""A small trained run and packages of it, each compiled once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from comera_rec.cli.main import main
+from comera_rec.training.batches import ParquetBatches
+from comera_rec.training.config import load_config
+from comera_rec.training.trainer import Trainer
+from data_pipeline.preprocess import PreprocessOptions, preprocess
+from data_pipeline.synth import SynthOptions, synth
+
+RUN = """
+output = "{folder}/run"
+seed = 3
+[data]
+path = "{folder}/data"
+batch_size = 128
+[model]
+embedding_dim = 8
+dense_arch = [64]
+over_arch = [64]
+[tables]
+tt_ranks = 4
+min_rows = 100
+[linears]
+tt_ranks = 4
+min_features = 8
+[training]
+steps = 12
+"""
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run of twelve steps, beside its data set."""
+    folder = tmp_path_factory.mktemp("served")
+    synth(SynthOptions(rows=4000, output=folder / "train.txt", seed=1, scale=0.001))
+    preprocess(PreprocessOptions(inputs=(folder / "train.txt",), output=folder / "data", min_count=1))
+    (folder / "run.toml").write_text(RUN.format(folder=folder))
+    Trainer(load_config(folder / "run.toml", ())).train()
+    return folder / "run"
+
+
+@pytest.fixture(scope="session")
+def package(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`package(form)` -> MODEL.pt2 of float32; the portable one in a Triton repository."""
+
+    @cache
+    def write(form: str) -> Path:
+        folder = tmp_path_factory.mktemp(form)
+        where = ["--triton", str(folder)] if form == "portable" else ["--output", str(folder / "model.pt2")]
+        with pytest.raises(SystemExit, match="0"):
+            main(["export", "--checkpoint", str(trained), "--form", form, *where])
+        return folder / trained.name / "1" / "model.pt2" if form == "portable" else folder / "model.pt2"
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def request_of(trained: Path) -> Callable[[int], tuple[Tensor, Tensor, Tensor]]:
+    """`request_of(rows)` -> dense, values and lengths of the first rows of the test split."""
+
+    def read(rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        batch = next(iter(ParquetBatches(trained.parent / "data", "test", batch_size=rows)))
+        return batch.dense, batch.sparse.values(), batch.sparse.lengths().to(torch.int64)
+
+    return read

@@ -1,0 +1,213 @@
+"""A server under load while its model is replaced and malformed requests come in: good ones are answered, bad ones refused.
+
+python tests/serving/soak.py --seconds 60 --data DATA ONE.pt2 TWO.pt2      # two exports of one run
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+
+from comera_rec.serving.package import ServingModel
+from comera_rec.serving.score import flat_rows
+from data_pipeline.manifest import file_sha256, read_manifest
+
+ROWS = 5
+CLIENTS = 3
+
+
+@dataclass
+class Outcome:
+    """What came of a load.
+
+    growth_mib: of the server's resident memory between a third of the time and its end.
+    """
+
+    answered: int = 0
+    refused: int = 0
+    versions: Counter[str] = field(default_factory=Counter)
+    growth_mib: float = 0.0
+    wrong: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def served(model: Path, *options: object) -> Iterator[tuple[int, int]]:
+    """Port and process id of `comera serve`, ready."""
+    command = [sys.executable, "-m", "comera_rec.cli.main", "serve", "--model", model, "--port", 0, *options]
+    process = subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            found = re.search(r"serving .* on http://.*:(\d+)", line)
+            if found:
+                yield int(found[1]), process.pid
+                break
+        else:
+            raise RuntimeError(process.communicate()[1])
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)
+
+
+def ask(connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None = None) -> tuple[int, Any]:
+    """Status and JSON of an answer."""
+    connection.request(method, path, body)
+    response = connection.getresponse()
+    return response.status, json.loads(response.read())
+
+
+def infer_body(dense: list, values: list, lengths: list) -> dict[str, Any]:
+    """An inference request."""
+    return {
+        "inputs": [
+            {"name": "dense", "datatype": "FP32", "shape": [len(dense), len(dense[0]) if dense else 0], "data": dense},
+            {"name": "values", "datatype": "INT64", "shape": [len(values)], "data": values},
+            {"name": "lengths", "datatype": "INT32", "shape": [len(lengths)], "data": lengths},
+        ]
+    }
+
+
+def good_rows(data: Path) -> tuple[dict[str, Any], tuple[torch.Tensor, ...]]:
+    """An inference request of some test rows, and the same as tensors."""
+    manifest = read_manifest(data)
+    table = pq.read_table(data / manifest.splits["test"].shards[0].path).slice(0, ROWS)
+    flat = flat_rows(table, manifest)
+    return infer_body(*(part.tolist() for part in flat)), tuple(map(torch.from_numpy, flat))
+
+
+def bad_requests(name: str, good: dict[str, Any]) -> list[tuple[str, str, bytes | None]]:
+    """Requests with a mistake each."""
+    infer = f"/v2/models/{name}/infer"
+
+    def changed(number: int, **changes: Any) -> bytes:
+        inputs = [dict(tensor) for tensor in good["inputs"]]
+        inputs[number] |= changes
+        return json.dumps({"inputs": inputs}).encode()
+
+    dense, values, _ = (tensor["data"] for tensor in good["inputs"])
+    return [
+        ("POST", infer, b"{"),
+        ("POST", infer, b"[]"),
+        ("POST", infer, b'{"inputs": []}'),
+        ("POST", infer, changed(0, data=[row[:-1] for row in dense])),
+        ("POST", infer, changed(0, data=[[None, *row[1:]] for row in dense])),
+        ("POST", infer, changed(0, data=[["1", *row[1:]] for row in dense])),
+        ("POST", infer, changed(0, data=[[1e39, *row[1:]] for row in dense])),
+        ("POST", infer, changed(1, data=[1 << 40, *values[1:]])),
+        ("POST", infer, changed(1, data=[-1, *values[1:]])),
+        ("POST", infer, changed(1, data=[0.5, *values[1:]])),
+        ("POST", infer, changed(1, datatype="FP32")),
+        ("POST", infer, changed(2, shape=[1])),
+        ("POST", infer, changed(2, shape="all")),
+        ("POST", infer, json.dumps(good | {"outputs": [{"name": "logits"}]}).encode()),
+        ("POST", infer, b" " * (9 << 20)),
+        ("POST", f"{infer}?", b"\xff"),
+        ("POST", "/v2/models/other/infer", json.dumps(good).encode()),
+        ("POST", "/score", b'{"rows": [{}]}'),
+        ("POST", "/score", b'{"rows": [5]}'),
+        ("POST", "/score", b'{"rows": []}'),
+        ("POST", "/score", b'{"rows": 1}'),
+        ("POST", "/score", json.dumps({"rows": [{}] * 5000}).encode()),
+        ("GET", "/score", None),
+        ("GET", "/nowhere", None),
+    ]
+
+
+def soak(model: Path, other: Path, data: Path, *, seconds: float, swaps: int) -> Outcome:
+    """Load a server that starts with `model`; `other` and it take each other's place."""
+    outcome, stop, lock = Outcome(), threading.Event(), threading.Lock()
+    good, tensors = good_rows(data)
+    expected = {file_sha256(path)[:12]: ServingModel.load(path)(*tensors).numpy() for path in (model, other)}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.pt2"
+        shutil.copy(model, path)
+
+        def client(connection: http.client.HTTPConnection) -> None:
+            body = json.dumps(good).encode()
+            while not stop.is_set():
+                status, answer = ask(connection, "POST", "/v2/models/model/infer", body)
+                with lock:
+                    if status != 200:
+                        outcome.wrong.append(f"a good request: {status} {answer}")
+                    elif not np.allclose(answer["outputs"][0]["data"], expected[answer["model_version"]], atol=1e-6):
+                        outcome.wrong.append(f"scores are not those of version {answer['model_version']}")
+                    else:
+                        outcome.answered += 1
+                        outcome.versions[answer["model_version"]] += 1
+
+        def breaker(port: int) -> None:
+            while not stop.is_set():
+                for method, where, body in bad_requests("model", good):
+                    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+                    try:
+                        status, answer = ask(connection, method, where, body)
+                    except (BrokenPipeError, ConnectionResetError):  # refused before all of a body was sent
+                        assert len(body or b"") > 1 << 20, f"{method} {where} lost its connection"
+                        continue
+                    finally:
+                        connection.close()
+                    error = answer.get("error", "")
+                    with lock:
+                        if not 400 <= status < 500 or not error or "\n" in error:
+                            outcome.wrong.append(f"{method} {where} {(body or b'')[:40]!r}: {status} {answer}")
+                        outcome.refused += 1
+                    if stop.wait(0.005):
+                        return
+
+        with served(path, "--data", data, "--reload-seconds", 0.1) as (port, pid):
+            connections = [http.client.HTTPConnection("127.0.0.1", port, timeout=60) for _ in range(CLIENTS)]
+            threads = [threading.Thread(target=client, args=(connection,)) for connection in connections]
+            threads.append(threading.Thread(target=breaker, args=(port,)))
+            for thread in threads:
+                thread.start()
+            warm = 0.0
+            for swap in range(swaps):
+                time.sleep(seconds / swaps)
+                warm = warm or (resident_mib(pid) if swap >= swaps // 3 else 0.0)
+                beside = path.with_suffix(".new")
+                shutil.copy((other, model)[swap % 2], beside)
+                beside.replace(path)
+            time.sleep(1)
+            stop.set()
+            for thread in threads:
+                thread.join()
+            for connection in connections:
+                connection.close()
+            outcome.growth_mib = resident_mib(pid) - warm
+    return outcome
+
+
+def resident_mib(pid: int) -> float:
+    """Resident memory of a process."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) / 1024  # type: ignore[index]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs=2, type=Path)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--swaps", type=int, default=10)
+    arguments = parser.parse_args()
+    found = soak(*arguments.models, arguments.data, seconds=arguments.seconds, swaps=arguments.swaps)
+    print(found)
+    sys.exit(bool(found.wrong))

@@ -1,0 +1,143 @@
+"""The command line, Triton's repository, and tables in serving form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torchrec import KeyedJaggedTensor, PoolingType
+
+import comera_rec as cr
+from comera_rec.cli.main import main
+from comera_rec.ops.served_bags.reference import rows_of
+from comera_rec.serving.export import FORMS, ExportOptions
+from comera_rec.serving.flat import FlatModel, _serving_layer
+from comera_rec.serving.tables import expand, served_tables, with_formed
+
+
+@pytest.fixture
+def collection() -> cr.TTEmbeddingBagCollection:
+    """A table of each order with hot rows, narrow and as wide as the table, and a dense one of two features."""
+    shapes = {
+        2: cr.TTShape((40, 30), (4, 2), 3),
+        3: cr.TTShape((12, 10, 10), (2, 2, 2), (2, 3)),
+        4: cr.TTShape((6, 6, 6, 6), (2, 1, 2, 2), 2),
+    }
+    tables = [
+        cr.TTEmbeddingBagConfig(
+            name=f"t{order}",
+            num_embeddings=1111,
+            embedding_dim=8,
+            feature_names=[f"f{order}"],
+            shape=shape,
+            hot_rows=((20, 8), (300, 2)),
+            pooling=PoolingType.MEAN,
+        )
+        for order, shape in shapes.items()
+    ]
+    tables.append(cr.TTEmbeddingBagConfig(name="d", num_embeddings=30, embedding_dim=8, feature_names=["a", "b"]))
+    made = cr.TTEmbeddingBagCollection(tables)
+    for name, parameter in made.named_parameters():
+        nn.init.normal_(parameter) if "hot_rows" in name or "rank" in name else None
+    return made
+
+
+def test_served_rows_are_the_tables(collection: cr.TTEmbeddingBagCollection) -> None:
+    tables = served_tables(collection)
+    assert [table.name for table in tables] == ["f2", "f3", "f4", "a", "b"]
+    assert [len(table.formed) for table in tables] == [20, 20, 20, 30, 30]
+    assert [table.mean for table in tables] == [True, True, True, False, False]
+    for table in tables[:3]:
+        matrix = collection.tt_bag(table.name.replace("f", "t")).dense_matrix().detach()
+        for formed in (0, 100, 500, 1111):
+            rows = rows_of(with_formed(table, formed), torch.arange(1111))
+            torch.testing.assert_close(rows, matrix, rtol=1e-4, atol=1e-4)
+        assert with_formed(table, 1111).cores == ()
+
+
+def test_expanded_rows_are_the_most_frequent(collection: cr.TTEmbeddingBagCollection) -> None:
+    tables = served_tables(collection)
+    counts = [torch.full((1111,), 5), torch.arange(1111, 0, -1) * 1000, torch.empty(0), torch.ones(30), torch.ones(30)]
+    grown = expand(tables, counts, 100 * 32, 32)
+    assert [len(table.formed) for table in grown] == [20, 120, 20, 30, 30]
+    assert sum(len(table.formed) for table in expand(tables, counts, 10**9, 32)) == 1111 + 1111 + 20 + 60
+
+
+@pytest.mark.parametrize("ranks", [2, 16])
+def test_a_tt_layer_keeps_its_numbers(ranks: int) -> None:
+    layer = cr.TTLinear(30, 20, tt_ranks=ranks)
+    with torch.no_grad():
+        for rank in layer.rank_parameters():
+            nn.init.uniform_(rank)
+    input = torch.randn(5, 30)
+    torch.testing.assert_close(_serving_layer(layer)(input), layer(input), rtol=1e-5, atol=1e-5)
+
+
+def test_tritons_repository(package: Callable[[str], Path]) -> None:
+    folder = package("portable").parents[1]
+    assert sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*")) == ["1", "1/model.pt2", "config.pbtxt"]
+    config = (folder / "config.pbtxt").read_text()
+    for line in (
+        'name: "run"',
+        'platform: "torch_aoti"',
+        "max_batch_size: 0",
+        'name: "INPUT__0" data_type: TYPE_FP32 dims: [ -1, 13 ]',
+    ):
+        assert line in config
+
+
+def test_the_library_lies_beside_the_fast_form(package: Callable[[str], Path]) -> None:
+    assert sorted(path.name for path in package("fast").parent.iterdir()) == ["libcomera_rec.so", "model.pt2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--output", "{folder}/m.pt2", "--dtype", "int4"], "int4"),
+        (["--output", "{folder}/m.pt2", "--expand", "-1"], "expand is -1: give bytes, or 0 for none"),
+        (["--output", "{folder}/m.pt2", "--data", "{folder}"], "is not a preprocessed data set"),
+        (["--output", "{folder}/m.pt2", "--checkpoint", "{folder}"], "holds no checkpoint"),
+        ([], "give --output or --triton"),
+    ],
+)
+def test_mistakes_leave_nothing(
+    arguments: list[str], message: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["export", "--checkpoint", str(trained), *(argument.format(folder=tmp_path) for argument in arguments)])
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(ValueError, match="form is 'slow': choose 'portable' or 'fast'"):
+        ExportOptions(run=Path("run"), form="slow")
+
+
+@pytest.mark.parametrize("dense", [3, 0])
+@pytest.mark.parametrize("architecture", ["dlrm", "dcn", "deepfm"])
+def test_every_architecture_is_served(
+    architecture: str, dense: int, collection: cr.TTEmbeddingBagCollection, random_jagged: Callable[..., KeyedJaggedTensor]
+) -> None:
+    linears, configs = cr.TTLinearConfig(tt_ranks=2, min_features=8, policy="always"), collection.embedding_bag_configs()
+    if architecture == "deepfm":
+        sizes = {"hidden_layer_size": 16, "deep_fm_dimension": 16}
+        model = cr.build_deepfm(configs, dense_in_features=dense, linears=linears, **sizes)
+    else:
+        sizes = {"dense_arch_layer_sizes": [16, 8], "over_arch_layer_sizes": [16, 1]}
+        model = cr.build_dlrm(configs, dense_in_features=dense, linears=linears, cross_layers=2 * (architecture == "dcn"), **sizes)
+    tables = served_tables(model.sparse_arch.embedding_bag_collection)
+    flat = FlatModel(model, FORMS["portable"](tables, torch.float32)).eval()
+    assert not any(isinstance(module, cr.TTLinear) for module in flat.modules())
+    features = random_jagged({"f2": 1111, "f3": 1111, "f4": 1111, "a": 30, "b": 30}, 5)
+    inputs = torch.randn(5, dense), features.values(), features.lengths().long()
+    with torch.no_grad():
+        torch.testing.assert_close(flat(*inputs), model(inputs[0], features).squeeze(1).sigmoid(), rtol=1e-5, atol=1e-5)
+        if not dense:  # what is most unlike the runs that other tests compile
+            exported = torch.export.export(flat, inputs, strict=True).module()
+            torch.testing.assert_close(exported(*inputs), flat(*inputs))

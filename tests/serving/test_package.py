@@ -1,0 +1,176 @@
+"""What is exported answers as the trainer's model does, and refuses what it can't answer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torchrec import KeyedJaggedTensor
+
+from comera_rec.serving.export import ExportOptions, flatten_run
+from comera_rec.serving.package import FORMAT_VERSION, METADATA_KEY, ServingModel, read_metadata
+from comera_rec.training.runs import load_run
+from data_pipeline.manifest import read_manifest
+
+Request = tuple[Tensor, Tensor, Tensor]
+FORMS = ["portable", "fast"]
+
+
+def trained_scores(run: Path, request: Request) -> Tensor:
+    model, _, schema = load_run(run)
+    dense, values, lengths = request
+    with torch.no_grad():
+        return model(dense, KeyedJaggedTensor(list(schema.sparse), values, lengths=lengths)).squeeze(1).sigmoid()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 200])
+@pytest.mark.parametrize("form", FORMS)
+def test_scores_are_the_trainers(
+    form: str, rows: int, trained: Path, package: Callable, request_of: Callable[[int], Request]
+) -> None:
+    request = request_of(rows)
+    scores = ServingModel.load(package(form))(*request)
+    torch.testing.assert_close(scores, trained_scores(trained, request), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_ragged_and_empty_bags(form: str, trained: Path, package: Callable, request_of: Callable) -> None:
+    model, dense = ServingModel.load(package(form)), request_of(3)[0]
+    features = len(model.metadata.categorical)
+    for lengths in (torch.zeros(features * 3), torch.arange(features * 3) % 4, torch.arange(features * 3) == 5):
+        request = dense, torch.arange(int(lengths.sum())) % 3, lengths.long()
+        torch.testing.assert_close(model(*request), trained_scores(trained, request), rtol=0, atol=1e-5)
+    assert model(dense[:0], torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long)).shape == (0,)
+    request = request_of(2)
+    across = request[0].mT.contiguous().mT
+    assert torch.equal(model(*request), model(across, *request[1:])), "strides of the input"
+    assert torch.equal(model(*request), model(request[0], request[1], request[2].int()))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("dtype", "lost"), [("int8", 5e-4), ("bfloat16", 5e-4)])
+def test_few_bits_lose_little(form: str, dtype: str, lost: float, trained: Path) -> None:
+    _, metadata = flatten_run(ExportOptions(run=trained, form=form, dtype=dtype, expand=2000))
+    assert metadata.formed_rows > 0
+    assert metadata.ne == pytest.approx(metadata.trained_ne, rel=lost)
+
+
+def test_metadata_is_the_data_sets(trained: Path, package: Callable) -> None:
+    metadata, manifest = read_metadata(package("fast")), read_manifest(trained.parent / "data")
+    assert (metadata.form, metadata.dtype, metadata.data) == ("fast", "float32", str(trained.parent / "data"))
+    assert metadata.categorical == {column.name: column.num_embeddings for column in manifest.categorical_columns}
+    assert metadata.checksums["C1"] == manifest.categorical_columns[0].vocabulary.sha256
+    assert metadata.ne == pytest.approx(metadata.trained_ne, rel=1e-6)
+
+
+def replaced(request: Request, number: int, change: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    return [change(part.clone()) if k == number else part for k, part in enumerate(request)]
+
+
+def setting(index: object, value: object) -> Callable[[Tensor], Tensor]:
+    def change(tensor: Tensor) -> Tensor:
+        tensor[index] = value
+        return tensor
+
+    return change
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("number", "change", "message"),
+    [
+        (0, lambda dense: dense[:, :5], r"dense is float32 \[3, 5\]: give float32 \[B, 13\]"),
+        (0, lambda dense: dense.double(), r"dense is float64 \[3, 13\]"),
+        (0, setting((1, 2), float("nan")), "dense column I3 is nan in row 1: give a number"),
+        (1, lambda values: values.int(), r"values is int32 \[78\]: give int64 \[V\]"),
+        (1, lambda values: values[:-1], "lengths add up to 78 for 77 values"),
+        (1, setting(0, -1), "id -1 is out of range in column C1: its ids run from 0 to"),
+        (1, setting(4, 10**12), "id 1000000000000 is out of range in column C2: its ids run from 0 to"),
+        (2, lambda lengths: lengths[1:], r"lengths is int64 \[77\]: give int64 \[78\], 26 columns of 3 rows"),
+        (2, setting(0, 0), "lengths add up to 77 for 78 values: give as many"),
+        (2, setting(slice(2), torch.tensor([-1, 3])), "lengths hold -1: give numbers of values, from 0 on"),
+    ],
+)
+def test_bad_requests(form: str, number: int, change: Callable, message: str, package: Callable, request_of: Callable) -> None:
+    model = ServingModel.load(package(form))
+    with pytest.raises(ValueError, match=message):
+        model(*replaced(request_of(3), number, change))
+
+
+def rewritten(package: Path, folder: Path, change: Callable[[dict], object]) -> Path:
+    """A copy whose metadata is another."""
+    output = folder / "changed.pt2"
+    with zipfile.ZipFile(package) as old, zipfile.ZipFile(output, "w") as new:
+        for name in old.namelist():
+            content = old.read(name)
+            if name.endswith("_metadata.json"):
+                record = json.loads(content)
+                change(record)
+                content = json.dumps(record).encode()
+            new.writestr(name, content)
+    return output
+
+
+def test_files_that_are_no_packages_of_ours(package: Callable, tmp_path: Path) -> None:
+    good = package("portable")
+    with pytest.raises(ValueError, match=r"nowhere\.pt2 is not there: give a MODEL\.pt2 that `comera export` wrote"):
+        ServingModel.load(tmp_path / "nowhere.pt2")
+    (tmp_path / "text.pt2").write_text("not a zip")
+    with pytest.raises(ValueError, match=r"text\.pt2 is no package"):
+        ServingModel.load(tmp_path / "text.pt2")
+    (tmp_path / "half.pt2").write_bytes(good.read_bytes()[:10_000])
+    with pytest.raises(ValueError, match=r"half\.pt2 is no package"):
+        ServingModel.load(tmp_path / "half.pt2")
+    with pytest.raises(ValueError, match="is a package of another program"):
+        ServingModel.load(rewritten(good, tmp_path, lambda record: record.pop(METADATA_KEY)))
+    other = json.dumps({"format_version": FORMAT_VERSION + 1})
+    with pytest.raises(ValueError, match=f"has format version {FORMAT_VERSION + 1} and this library reads {FORMAT_VERSION}"):
+        ServingModel.load(rewritten(good, tmp_path, lambda record: record.update({METADATA_KEY: other})))
+    with pytest.raises(ValueError, match=r"has metadata that can't be read \(dense\): export the run again"):
+        ServingModel.load(rewritten(good, tmp_path, lambda record: record.update({METADATA_KEY: '{"format_version": 1}'})))
+
+
+PORTABLE = """
+import sys, torch
+model = torch._inductor.aoti_load_package(sys.argv[1])
+scores = model(*torch.load(sys.argv[2]))
+assert not any(name.partition(".")[0] in ("comera_rec", "torchrec", "fbgemm_gpu") for name in sys.modules)
+print(*scores.tolist())
+"""
+
+
+def test_the_portable_form_needs_torch_alone(trained: Path, package: Callable, request_of: Callable, tmp_path: Path) -> None:
+    request = request_of(5)
+    torch.save(request, tmp_path / "request.pt")
+    arguments = [sys.executable, "-c", PORTABLE, str(package("portable")), str(tmp_path / "request.pt")]
+    answer = subprocess.run(arguments, capture_output=True, text=True, check=True, cwd=tmp_path)
+    scores = torch.tensor([float(word) for word in answer.stdout.split()])
+    torch.testing.assert_close(scores, trained_scores(trained, request), rtol=0, atol=1e-5)
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed")
+def test_the_program_without_python(trained: Path, package: Callable, request_of: Callable, tmp_path: Path) -> None:
+    source = Path(__file__).parents[2] / "examples" / "serve_cpp"
+    build = ["cmake", "-S", str(source), "-B", str(tmp_path / "build"), f"-DTORCH_ROOT={Path(torch.__file__).parent}"]
+    subprocess.run(build, check=True, capture_output=True)
+    subprocess.run(["cmake", "--build", str(tmp_path / "build")], check=True, capture_output=True)
+    dense, values, lengths = request = request_of(7)
+    batch = tmp_path / "batch.bin"
+    sizes = torch.tensor([len(dense), dense.shape[1], len(lengths) // len(dense), len(values)])
+    batch.write_bytes(b"".join(part.contiguous().numpy().tobytes() for part in (sizes, *request)))
+    program = str(tmp_path / "build" / "score")
+    for form in FORMS:
+        answer = subprocess.run([program, str(package(form)), str(batch)], capture_output=True, text=True, check=True)
+        scores = torch.tensor([float(line) for line in answer.stdout.split()])
+        torch.testing.assert_close(scores, trained_scores(trained, request), rtol=0, atol=1e-5)
+    failed = subprocess.run([program, str(batch), str(batch)], capture_output=True, text=True, check=False)
+    assert (failed.returncode, failed.stdout) == (2, "")
+    assert failed.stderr.startswith("score: ")

@@ -1,0 +1,116 @@
+"""Scores of logs and data sets are the model's, in order, whatever the parts, and a stopped run resumes."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from comera_rec.serving.package import ServingModel
+from comera_rec.serving.score import ScoreOptions, flat_rows, score
+from data_pipeline.manifest import read_manifest
+from data_pipeline.options import PreprocessOptions
+from data_pipeline.preprocess import preprocess
+from data_pipeline.transform import TransformOptions, transform
+
+
+@pytest.fixture
+def model(package: Callable[[str], Path]) -> Path:
+    return package("portable")
+
+
+@pytest.fixture(scope="session")
+def data(trained: Path) -> Path:
+    return trained.parent / "data"
+
+
+def options(model: Path, scored: Path, output: Path, **others: Any) -> ScoreOptions:
+    return ScoreOptions(**({"model": model, "inputs": (scored,), "output": output, "workers": 1} | others))
+
+
+def scores(options: ScoreOptions) -> pa.Table:
+    scored = score(options)
+    table = pq.read_table(options.output)
+    assert scored.rows == len(table)
+    return table
+
+
+def expected(model: Path, data: Path, split: str) -> np.ndarray:
+    """Scores of a split by the model itself."""
+    manifest = read_manifest(data)
+    table = pa.concat_tables([pq.read_table(data / shard.path) for shard in manifest.splits[split].shards])
+    with torch.inference_mode():
+        found: np.ndarray = ServingModel.load(model)(*map(torch.from_numpy, flat_rows(table, manifest))).numpy()
+    return found
+
+
+def test_a_split(model: Path, data: Path, tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        table = scores(options(model, data, tmp_path / split, split=split))
+        assert table.schema.names == ["row", "score", "label"]
+        assert table["row"].to_pylist() == list(range(len(table)))
+        np.testing.assert_allclose(table["score"].to_numpy(), expected(model, data, split), atol=1e-6)
+
+
+def test_a_log_is_scored_as_its_data_set(model: Path, data: Path, tmp_path: Path) -> None:
+    """In parts, on several processes, gzipped and without labels."""
+    log = data.parent / "train.txt"
+    wanted = np.concatenate([expected(model, data, split) for split in ("train", "val", "test")])
+    table = scores(options(model, log, tmp_path / "scores", part_bytes=300_000, workers=2))
+    assert table.schema.names == ["line", "score", "label"]
+    assert table["line"].to_pylist() == list(range(1, 4001))
+    np.testing.assert_allclose(table["score"].to_numpy(), wanted, atol=1e-6)
+    unlabelled = b"".join(line.partition(b"\t")[2] for line in log.read_bytes().splitlines(keepends=True)[:100])
+    (tmp_path / "log.gz").write_bytes(gzip.compress(unlabelled))
+    table = scores(options(model, tmp_path / "log.gz", tmp_path / "others"))
+    assert table.schema.names == ["line", "score"]
+    np.testing.assert_allclose(table["score"].to_numpy(), wanted[:100], atol=1e-6)
+
+
+def test_resumed_after_a_malformed_line(model: Path, data: Path, tmp_path: Path) -> None:
+    """The line is named; with leave to drop it the parts that are done stay done, and line numbers skip it."""
+    lines = (data.parent / "train.txt").read_bytes().splitlines(keepends=True)[:300]
+    log, told = tmp_path / "log", list[str]()
+    log.write_bytes(b"".join([*lines[:250], b"bad\n", *lines[250:]]))
+    stopped = options(model, log, tmp_path / "scores.parquet", part_bytes=10_000)
+    with pytest.raises(ValueError, match="log:251: 1 columns where 40 are expected; fix the log"):
+        score(stopped)
+    assert not stopped.output.exists()
+    score(replace(stopped, max_bad_rows=1), told.append)
+    assert "going on with an interrupted run" in told[0]
+    table = pq.read_table(stopped.output)
+    assert table["line"].to_pylist() == [*range(1, 251), *range(252, 302)]
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_new_days(model: Path, data: Path, tmp_path: Path) -> None:
+    """A data set that `transform` made is scored with the model; one with vocabularies of its own is refused."""
+    log = tmp_path / "log"
+    log.write_bytes(b"".join((data.parent / "train.txt").read_bytes().splitlines(keepends=True)[:500]))
+    transform(TransformOptions(inputs=(log,), data=data, output=tmp_path / "new", split="test"))
+    table = scores(options(model, tmp_path / "new", tmp_path / "scores"))
+    np.testing.assert_allclose(table["score"].to_numpy(), expected(model, data, "train")[:500], atol=1e-6)
+    preprocess(PreprocessOptions(inputs=(log,), output=tmp_path / "other"))
+    refused = r"other has other vocabularies than the model was trained with \(in C1, .*\): give the model's data set"
+    for chosen in (
+        options(model, tmp_path / "other", tmp_path / "no"),
+        options(model, log, tmp_path / "no", data=tmp_path / "other"),
+    ):
+        with pytest.raises(ValueError, match=refused):
+            score(chosen)
+    with pytest.raises(ValueError, match=r"split train of .*new is empty; choose another with --split"):
+        score(options(model, tmp_path / "new", tmp_path / "no", split="train"))
+    with pytest.raises(ValueError, match="--split is 'all'; choose one of train, val, test"):
+        score(options(model, tmp_path / "new", tmp_path / "no", split="all"))
+    with pytest.raises(ValueError, match=r"none\.pt2 is not there"):
+        score(options(tmp_path / "none.pt2", tmp_path / "new", tmp_path / "no"))
+    with pytest.raises(ValueError, match="scores already exists; add --overwrite to replace it"):
+        score(options(model, tmp_path / "new", tmp_path / "scores"))

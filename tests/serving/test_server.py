@@ -1,0 +1,167 @@
+"""The server over a real package: every route, every refusal, and a load with replaced models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from soak import bad_requests, good_rows, soak
+from starlette.testclient import TestClient
+
+from comera_rec.serving.batching import merge
+from comera_rec.serving.package import ServingModel
+from comera_rec.serving.server import ServeOptions, Server, listen, serve
+from data_pipeline.encoder import Flat, RequestEncoder
+from data_pipeline.options import PreprocessOptions
+from data_pipeline.preprocess import preprocess
+
+
+@pytest.fixture(scope="session")
+def data(trained: Path) -> Path:
+    return trained.parent / "data"
+
+
+@pytest.fixture(scope="session")
+def model(package: Callable[[str], Path]) -> Path:
+    return package("portable")
+
+
+@pytest.fixture(scope="session")
+def client(model: Path, data: Path) -> Iterator[TestClient]:
+    with TestClient(Server(ServeOptions(model=model, data=data)).app) as client:
+        yield client
+
+
+def raw_rows(data: Path, count: int) -> list[dict[str, Any]]:
+    names = ["label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27))]
+    lines = (data.parent / "train.txt").read_text().splitlines()[:count]
+    cells = [dict(zip(names, line.split("\t"), strict=True)) for line in lines]
+    return [{name: int(cell) if cell and name[0] == "I" else cell or None for name, cell in row.items()} for row in cells]
+
+
+def test_open_inference_protocol(client: TestClient, model: Path, data: Path) -> None:
+    good, tensors = good_rows(data)
+    assert client.get("/v2").json()["name"] == "comera-rec"
+    assert client.get("/v2/health/live").json() == {"live": True}
+    assert client.get("/v2/health/ready").json() == {"ready": True}
+    assert client.get("/v2/models/model/ready").json() == {"name": "model", "ready": True}
+    described = client.get("/v2/models/model").json()
+    assert [(tensor["name"], tensor["datatype"]) for tensor in described["inputs"]] == [
+        ("dense", "FP32"),
+        ("values", "INT64"),
+        ("lengths", "INT32"),
+    ]
+    answer = client.post("/v2/models/model/infer", json=good | {"id": "7"}).json()
+    assert answer["id"] == "7"
+    assert answer["model_version"] == described["versions"][0]
+    (output,) = answer["outputs"]
+    assert (output["name"], output["datatype"], output["shape"]) == ("probabilities", "FP32", [5])
+    np.testing.assert_allclose(output["data"], ServingModel.load(model)(*tensors).numpy(), atol=1e-6)
+
+
+def test_raw_rows(client: TestClient, model: Path, data: Path) -> None:
+    rows = raw_rows(data, 20)
+    answer = client.post("/score", json={"rows": rows})
+    assert answer.status_code == 200
+    flat = RequestEncoder(data)(rows)
+    np.testing.assert_allclose(answer.json()["scores"], ServingModel.load(model)(*map(torch.from_numpy, flat)).numpy(), atol=1e-6)
+
+
+def test_every_mistake_is_a_line(client: TestClient, data: Path) -> None:
+    good, _ = good_rows(data)
+    for method, path, body in bad_requests("model", good):
+        answer = client.request(method, path, content=body)
+        assert 400 <= answer.status_code < 500, f"{method} {path} {(body or b'')[:60]!r}: {answer.status_code} {answer.text}"
+        (error,) = answer.json().values()
+        assert error
+        assert "\n" not in error
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "message"),
+    [
+        ({"C3": "xyz"}, 400, "row 0: C3 is 'xyz', which is not a string of 1 to 8 hex digits or null"),
+        ({"I2": 1.5}, 400, "row 0: I2 is 1.5, which is not a 32-bit integer"),
+        ({}, 200, ""),
+    ],
+)
+def test_raw_values_refused(client: TestClient, data: Path, change: dict[str, Any], status: int, message: str) -> None:
+    answer = client.post("/score", json={"rows": [raw_rows(data, 1)[0] | change]})
+    assert answer.status_code == status
+    assert message in answer.json().get("error", "")
+
+
+def test_metrics(client: TestClient) -> None:
+    client.get("/v2/models/other")
+    text = client.get("/metrics").text
+    assert 'comera_requests_total{route="/v2/models/{name}",status="404"}' in text
+    assert "comera_batch_rows_count" in text
+
+
+def test_limits(model: Path, data: Path) -> None:
+    good, _ = good_rows(data)
+    with TestClient(Server(ServeOptions(model=model, data=data, max_rows=4, max_body=100_000)).app) as client:
+        answer = client.post("/v2/models/model/infer", json=good)
+        assert (answer.status_code, answer.json()["error"]) == (413, "the request has 5 rows: send at most 4 at a time")
+        answer = client.post("/score", content=iter([b" " * 60_000] * 3))
+        assert (answer.status_code, answer.json()["error"]) == (
+            413,
+            "the body has more than 100000 bytes: send fewer rows at a time",
+        )
+
+
+def test_without_vocabularies(package: Callable[[str], Path], trained: Path, tmp_path: Path) -> None:
+    """The flat routes stay up, and /score says what is missing; other vocabularies are refused."""
+    model, data = package("portable"), trained.parent / "data"
+    aside = data.rename(data.with_name("aside"))
+    try:
+        with TestClient(Server(ServeOptions(model=model)).app) as client:
+            answer = client.post("/score", json={"rows": []})
+            assert answer.status_code == 404
+            assert "there are no vocabularies: " in answer.json()["error"]
+            assert "name another with --data" in answer.json()["error"]
+            assert client.post("/v2/models/model/infer", json=good_rows(aside)[0]).status_code == 200
+    finally:
+        aside.rename(data)
+    log = tmp_path / "log"
+    log.write_bytes(b"".join((data.parent / "train.txt").read_bytes().splitlines(keepends=True)[:100]))
+    preprocess(PreprocessOptions(inputs=(log,), output=tmp_path / "other"))
+    with pytest.raises(ValueError, match="other has other vocabularies than the model was trained with"):
+        Server(ServeOptions(model=model, data=tmp_path / "other"))
+
+
+def test_port_in_use(model: Path) -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            ValueError, match=rf"can't listen on 127.0.0.1:{port} \(Address already in use\): choose another --port"
+        ):
+            serve(ServeOptions(model=model, port=port))
+    with pytest.raises(ValueError, match="--port is 70000; it must be 0 to 65535"):
+        ServeOptions(model=model, port=70000)
+    with pytest.raises(ValueError, match="--max-rows is 0; it must be at least 1"):
+        ServeOptions(model=model, max_rows=0)
+
+
+def test_merged_requests() -> None:
+    """Two columns; rows keep their values, lists of any length included."""
+    one = Flat(np.ones((2, 1), np.float32), np.array([1, 2, 3, 10]), np.array([2, 1, 0, 1], np.int32))
+    two = Flat(np.zeros((1, 1), np.float32), np.array([4, 5]), np.array([0, 2], np.int32))
+    dense, values, lengths = merge([one, two, one])
+    assert dense.ravel().tolist() == [1, 1, 0, 1, 1]
+    assert values.tolist() == [1, 2, 3, 1, 2, 3, 10, 4, 5, 10]
+    assert lengths.tolist() == [2, 1, 0, 2, 1, 0, 1, 2, 0, 1]
+
+
+def test_load_with_new_versions(package: Callable[[str], Path], data: Path) -> None:
+    outcome = soak(package("portable"), package("fast"), data, seconds=4, swaps=3)
+    assert outcome.wrong == []
+    assert len(outcome.versions) == 2
+    assert outcome.answered > 20
+    assert outcome.refused > 20
+    assert outcome.growth_mib < 60, json.dumps(outcome.versions)

@@ -1,0 +1,45 @@
+"""The commands of docs/serving.md run as they stand."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
+
+
+def test_commands_run(trained: Path, tmp_path: Path) -> None:
+    if not shutil.which("curl"):
+        pytest.skip("curl is not installed")
+    (tmp_path / "runs").mkdir()
+    for name, target in {
+        "runs/compressed": trained,
+        "data": trained.parent / "data",
+        "today.txt": trained.parent / "train.txt",
+    }.items():
+        (tmp_path / name).symlink_to(target)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    blocks = re.findall(r"^```sh\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) >= 6
+    script = "set -e\n" + "".join(blocks).replace("8000", str(port))
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(["sh", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert len(pq.read_table(tmp_path / "scores.parquet")) == 4000
+    answers = re.findall(r'\{"scores":.*?\}', done.stdout)
+    assert len(answers) == 1
+    assert 0 < json.loads(answers[0])["scores"][0] < 1
+    assert '"platform":"torch_aoti"' in done.stdout
+    assert "comera_requests_total" in done.stdout
+    assert (tmp_path / "today" / "manifest.json").exists()

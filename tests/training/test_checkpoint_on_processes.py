@@ -1,0 +1,73 @@
+"""Checkpoints of several processes where the one that writes for all cannot: all learn of it, and nothing is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.processes import run as run_processes
+from comera_rec.training.checkpoint import latest_checkpoint, open_checkpoint, save_checkpoint
+
+pytestmark = pytest.mark.distributed
+
+WEIGHTS = {"model/weight": torch.ones(3)}
+
+
+def try_to_save(folder: Path, step: int) -> str:
+    try:
+        save_checkpoint(folder, step, {"step": step, "again": True}, WEIGHTS)
+    except OSError as error:
+        return str(error)
+    return "saved"
+
+
+def fail_in_every_way(rank: int, folder: Path) -> list[str]:
+    save_checkpoint(folder, 4, {"step": 4}, WEIGHTS)
+    (folder / "file").touch()
+    messages = [try_to_save(folder / "file" / "checkpoints", 5)]
+    rename = Path.rename
+    if rank == 0:  # at the moment when the new one would take the name of the old
+
+        def fail(path: Path, target: Path) -> Path:
+            if path.suffix == ".partial":
+                raise OSError(28, "No space left on device")
+            return rename(path, target)
+
+        Path.rename = fail  # type: ignore[method-assign, assignment]
+    messages.append(try_to_save(folder, 4))
+    Path.rename = rename  # type: ignore[method-assign]
+    kept = latest_checkpoint(folder)
+    assert kept is not None
+    messages.append(str(open_checkpoint(kept).record))
+    dist.barrier()
+    messages += [try_to_save(folder, 4), str(open_checkpoint(folder / "step_00000004").record)]
+    return messages
+
+
+def test_a_failure_to_write_is_everyones_and_loses_nothing(tmp_path: Path) -> None:
+    first, second = run_processes(2, fail_in_every_way, tmp_path)
+    assert first == second
+    no_folder, no_space, kept, again, record = first
+    assert no_folder.startswith("cannot write checkpoint")
+    assert "Not a directory" in no_folder
+    assert "No space left on device" in no_space
+    assert kept == "{'step': 4}"
+    assert (again, record) == ("saved", "{'step': 4, 'again': True}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "step_00000004"]
+
+
+def test_a_checkpoint_that_was_being_replaced_when_all_were_killed_is_the_latest(tmp_path: Path) -> None:
+    (tmp_path / "step_00000004").mkdir()
+    (tmp_path / "step_00000008.replaced").mkdir()
+    (tmp_path / "step_00000008.partial").mkdir()
+    assert latest_checkpoint(tmp_path) == tmp_path / "step_00000008.replaced"
+    save_checkpoint(tmp_path, 9, {}, {}, keep=3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000004", "step_00000008", "step_00000009.pt"]
+    (tmp_path / "step_00000008.replaced").mkdir()
+    save_checkpoint(tmp_path, 9, {}, {}, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000008", "step_00000009.pt"]
+    save_checkpoint(tmp_path, 10, {}, {}, keep=1, kept_step=8)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000008", "step_00000010.pt"]

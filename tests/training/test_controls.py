@@ -1,0 +1,168 @@
+"""What a run can be told: clipping, accumulation, weight decay, the best checkpoint, and when to stop waiting for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from comera_rec.cli.main import main
+from comera_rec.training import evaluation
+from comera_rec.training.checkpoint import checkpoint_at, latest_checkpoint
+from comera_rec.training.config import load_config
+from comera_rec.training.evaluation import BestSoFar, evaluate
+from comera_rec.training.runs import load_run, open_run
+from comera_rec.training.trainer import Trainer
+
+# Rates at which the first steps are the best.
+OVERSHOOTING = ["training.eval_every=2", "training.keep_best=true", "optimizer.lr_dense=0.3", "optimizer.lr_cores=0.3"]
+WHOLE_GRADIENTS = ["training.clip_grad_norm=1e9", "optimizer.lr_tables=1e-9"]  # and dense tables stay as they are
+
+
+def run(config_file: Path, *overrides: str) -> tuple[Trainer, dict[str, Any]]:
+    trainer = Trainer(load_config(config_file, overrides))
+    return trainer, trainer.train()
+
+
+def lines(trainer: Trainer, kind: str) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (trainer.folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in found if line["kind"] == kind]
+
+
+def validation(trainer: Trainer) -> dict[int, float]:
+    return {line["step"]: line["ne"] for line in lines(trainer, "eval") if line["split"] == "val"}
+
+
+def losses(trainer: Trainer) -> list[float]:
+    return [line["loss"] for line in lines(trainer, "train")]
+
+
+@pytest.mark.parametrize("max_norm", [1e-3, 1e3])
+def test_gradients_are_clipped_as_torch_does(config_file: Path, max_norm: float) -> None:
+    trainer = Trainer(load_config(config_file, [f"training.clip_grad_norm={max_norm}"]))
+    trainer._step(next(iter(trainer.loader)))
+    parameters = [parameter for parameter in trainer.module.parameters() if parameter.grad is not None]
+    cores = [parameter for name, parameter in trainer.module.named_parameters() if ".core_" in name]
+    assert all(core.grad is not None for core in cores), "cores of tables are clipped, not updated in backward"
+    norm = torch.nn.utils.clip_grad_norm_(parameters, 1e9)
+    assert float(norm) <= max_norm * (1 + 1e-4)
+    assert (float(norm) == pytest.approx(max_norm, rel=1e-2)) == (max_norm < 1)
+
+
+@pytest.mark.parametrize("price", [[], ["ranks.early_steps=99", "ranks.gamma=0.5"]], ids=["loss", "price of size"])
+def test_parts_add_up_to_the_step_of_the_whole_batch(config_file: Path, tmp_path: Path, price: list[str]) -> None:
+    settings = [*WHOLE_GRADIENTS, *price, "training.log_every=1", "optimizer.name=adagrad"]
+    whole, _ = run(config_file, *settings, f"output={tmp_path / 'whole'}")
+    parts, _ = run(config_file, *settings, "training.accumulation=4", f"output={tmp_path / 'parts'}")
+    assert parts.loader.batches.batch_size == 32
+    assert losses(parts) == pytest.approx(losses(whole), rel=1e-4)
+    if price:
+        unpriced, _ = run(config_file, *settings[:2], *settings[-2:], f"output={tmp_path / 'unpriced'}")
+        assert losses(unpriced) != pytest.approx(losses(whole), rel=1e-4)
+
+
+def test_a_batch_that_cannot_be_parted(config_file: Path) -> None:
+    with pytest.raises(ValueError, match=r"data\.batch_size is 128, which 1 processes .* in 3 parts each: give a multiple of 3"):
+        Trainer(load_config(config_file, ["training.accumulation=3"]))
+
+
+@pytest.mark.parametrize("kind", ["cores", "dense"])
+def test_weights_decay_by_their_kind(config_file: Path, tmp_path: Path, kind: str) -> None:
+    settings = ["optimizer.name=adagrad", "training.steps=6"]
+    plain, _ = run(config_file, *settings, f"output={tmp_path / 'plain'}")
+    decayed, _ = run(config_file, *settings, f"optimizer.weight_decay_{kind}=1.0", f"output={tmp_path / 'decayed'}")
+    groups = {group["name"]: group["weight_decay"] for group in decayed.optimizer.param_groups}
+    assert groups["ranks"] == 0
+    assert groups[kind] == 1
+    assert groups.get("biases", 0) == 0
+    before, after = (_weights(trainer, kind) for trainer in (plain, decayed))
+    assert float(after.norm()) < 0.99 * float(before.norm())
+
+
+def _weights(trainer: Trainer, kind: str) -> torch.Tensor:
+    group = next(group for group in trainer.optimizer.param_groups if group["name"] == kind)
+    return torch.cat([parameter.detach().flatten() for parameter in group["params"] if parameter.dim() > 1])
+
+
+def test_the_best_checkpoint_is_kept_and_read(config_file: Path, data_set: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer, result = run(config_file, *OVERSHOOTING, "training.keep_checkpoints=1")
+    measured = validation(trainer)
+    best = min(measured, key=lambda step: measured[step])
+    assert best < 8, measured
+    assert result["best_step"] == best
+    assert {path.stem for path in trainer.checkpoints.iterdir()} == {f"step_{best:08d}", "step_00000012"}
+    assert open_run(trainer.folder).record["step"] == best
+    model, _, _ = load_run(trainer.folder)
+    again = evaluate(model, trainer._batches("val", shuffle=False), torch.device("cpu"))
+    assert again["ne"] == pytest.approx(measured[best], rel=1e-5)
+    assert load_run(trainer.folder, last=True)[0].state_dict().keys() == model.state_dict().keys()
+
+    printed = []
+    for flags in ([], ["--last"]):
+        with pytest.raises(SystemExit):
+            main(["evaluate", "--checkpoint", str(trainer.folder), "--data", str(data_set), *flags])
+        printed.append(json.loads(capsys.readouterr().out)["ne"])
+    assert printed[0] == pytest.approx(result["ne"], rel=1e-5), "the result is that of the best"
+    assert printed[1] > printed[0]
+
+    path = checkpoint_at(trainer.checkpoints, best)
+    assert path is not None
+    path.unlink()
+    with pytest.raises(ValueError, match=rf"no longer holds the checkpoint of its best step, {best}: take the last one \(--last\)"):
+        load_run(trainer.folder)
+
+
+def test_patience_ends_a_run_that_resumes_as_if_it_had_never_stopped(config_file: Path, tmp_path: Path) -> None:
+    settings = [*OVERSHOOTING, "training.patience=2"]
+    trainer, result = run(config_file, *settings)
+    measured = validation(trainer)
+    best = min(measured, key=lambda step: measured[step])
+    assert list(measured) == list(range(2, best + 5, 2))
+    assert result["steps"] == best + 4 < 12
+    before = (trainer.folder / "metrics.jsonl").read_text()
+    assert run(config_file, *settings)[1] == result
+    assert (trainer.folder / "metrics.jsonl").read_text() == before
+
+    part = [f"output={tmp_path / 'part'}"]
+    first, _ = run(config_file, *settings, *part, f"training.steps={best + 2}")
+    (first.folder / "result.json").unlink()
+    resumed, again = run(config_file, *settings, *part)
+    assert validation(resumed) == measured
+    assert {key: again[key] for key in ("ne", "auc", "steps", "best_step")} == {
+        key: result[key] for key in ("ne", "auc", "steps", "best_step")
+    }
+
+
+def test_while_ranks_shrink_no_checkpoint_is_the_best(config_file: Path) -> None:
+    ranks = ["ranks.early_steps=2", "ranks.late_steps=6", "ranks.target_size=0.5", "ranks.truncate_every=2"]
+    trainer, result = run(config_file, *OVERSHOOTING, "training.patience=2", *ranks)
+    measured = validation(trainer)
+    assert result["best_step"] == min((step for step in measured if step >= 8), key=lambda step: measured[step])
+    assert min(measured, key=lambda step: measured[step]) < 8
+
+
+def test_best_so_far() -> None:
+    best = BestSoFar()
+    assert [best.observe(step, ne) for step, ne in ((1, 0.9), (2, 0.9), (3, 0.8), (4, 0.85))] == [True, False, True, False]
+    assert best == BestSoFar(step=3, ne=0.8, since=1)
+
+
+@pytest.mark.parametrize("key", ["keep_best=true", "patience=3"])
+def test_what_needs_evaluations_says_so(config_file: Path, key: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"training\.(keep_best|patience) is .* but nothing is evaluated: set training\.eval_every"
+    ):
+        load_config(config_file, [f"training.{key}"])
+
+
+def test_large_splits_are_evaluated_in_bins(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(load_config(config_file))
+    exact = evaluate(trainer.model, trainer._batches("test", shuffle=False), trainer.device)
+    monkeypatch.setattr(evaluation, "EXACT_ROWS", 399)
+    binned = evaluate(trainer.model, trainer._batches("test", shuffle=False), trainer.device)
+    assert abs(binned["auc"] - exact["auc"]) <= binned["auc_error"] < 1e-3
+    assert binned["ne"] == pytest.approx(exact["ne"], rel=1e-6)
+    assert latest_checkpoint(trainer.checkpoints) is None
