@@ -45,8 +45,6 @@ def check_vocabularies(metadata: ModelMetadata, manifest: Manifest, folder: Path
         raise ValueError(
             f"{folder} has integer columns {', '.join(dense)}, the model {', '.join(metadata.dense)}: give its data set"
         )
-    if offsets_of(manifest) != metadata.offsets:
-        raise ValueError(f"{folder} has other offsets of integer columns than the model was trained with: give its data set")
     found = {
         column.name: (column.num_embeddings, column.vocabulary.sha256 if column.vocabulary else None)
         for column in manifest.categorical_columns
@@ -58,3 +56,5 @@ def check_vocabularies(metadata: ModelMetadata, manifest: Manifest, folder: Path
             f"{folder} has other vocabularies than the model was trained with (in {', '.join(differing) or 'other order'}): "
             "give the model's data set, or one that `comera transform` made with it"
         )
+    if offsets_of(manifest) != metadata.offsets:
+        raise ValueError(f"{folder} has other offsets of integer columns than the model was trained with: give its data set")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from torchrec import KeyedJaggedTensor
 
 from comera_rec.serving.export import ExportOptions, flatten_run
 from comera_rec.serving.package import FORMAT_VERSION, METADATA_KEY, ServingModel, read_metadata
+from comera_rec.serving.vocabularies import check_vocabularies
 from comera_rec.training.runs import load_run
 from data_pipeline.manifest import read_manifest
 
@@ -69,6 +71,9 @@ def test_metadata_is_the_data_sets(trained: Path, package: Callable) -> None:
     assert metadata.categorical == {column.name: column.num_embeddings for column in manifest.categorical_columns}
     assert metadata.checksums["C1"] == manifest.categorical_columns[0].vocabulary.sha256
     assert metadata.ne == pytest.approx(metadata.trained_ne, rel=1e-6)
+    check_vocabularies(metadata, manifest, trained.parent / "data")
+    with pytest.raises(ValueError, match="data has other offsets of integer columns than the model was trained with"):
+        check_vocabularies(replace(metadata, offsets=(9, *metadata.offsets[1:])), manifest, Path("data"))
 
 
 def replaced(request: Request, number: int, change: Callable[[Tensor], Tensor]) -> list[Tensor]:
