@@ -33,7 +33,7 @@ demo: install
 
 # One process a core, up to eight.
 test: install
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadgroup
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadscope
 
 # Address and undefined-behaviour sanitizers over the tests of the operators, with a library of their own; -s, or pytest hides reports.
 SANITIZED := build/sanitized/libcomera_rec.so

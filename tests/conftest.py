@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
 from torchrec import KeyedJaggedTensor
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
-TOGETHER = "serving"  # tests that share models which take long to compile
+TOGETHER = "tests/serving/"  # tests that share models which take long to compile
 if "PYTEST_XDIST_WORKER" in os.environ:  # commands that tests start share the cores with other workers'
     os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)  # tensors here are small: threads would only wait for each other, long where the cores are shared
@@ -20,13 +21,14 @@ settings.register_profile("comera", deadline=None, derandomize=True, print_blob=
 settings.load_profile("comera")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where several workers run the tests, one of them begins with those that go together."""
-    together = Path(__file__).parent / TOGETHER
-    for item in items:
-        if together in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group(TOGETHER))
-    items.sort(key=lambda item: together not in item.path.parents)
+class _Scheduling(LoadScopeScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        return TOGETHER if nodeid.startswith(TOGETHER) else nodeid
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> _Scheduling:
+    """Of several workers one begins with the tests that go together, the largest group."""
+    return _Scheduling(config, log)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor, nn
 from torch._inductor import aoti_compile_and_package
+from torch._inductor.utils import fresh_cache
 from torch.export import Dim
 from torchrec import KeyedJaggedTensor
 from torchrec.models.deepfm import SimpleDeepFMNN
@@ -148,7 +149,8 @@ def compile_package(flat: nn.Module, path: Path, metadata: ModelMetadata) -> Non
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = torch.export.export(flat, inputs, dynamic_shapes=shapes, strict=True)
-        aoti_compile_and_package(program, package_path=str(path), inductor_configs=settings)
+        with fresh_cache():  # in a cache that processes share, one's weights and metadata can end up in another's package
+            aoti_compile_and_package(program, package_path=str(path), inductor_configs=settings)
 
 
 def _counts(column: CategoricalColumn, manifest: Manifest, data: Path) -> Tensor:
