@@ -8,7 +8,7 @@ DEMO ?= demo
 COMERA := $(BIN)/comera
 TRAIN = $(COMERA) train --config examples/demo.toml data.path=$(DEMO)/data
 
-.PHONY: install demo test test-sanitized lint bench clean
+.PHONY: install demo test test-sanitized lint docs bench clean
 .DEFAULT_GOAL := install
 
 install: .venv/installed
@@ -48,6 +48,10 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Warnings, dead links between pages among them, are errors.
+docs: install
+	$(BIN)/python -m sphinx -b html -W --keep-going -q docs build/docs
 
 bench: install
 	$(BIN)/python -m benchmarks.run all --quick

@@ -334,10 +334,10 @@ def chosen(rows: Sequence[Row]) -> list[Row]:
     }
     rows = [row for row in rows if row.shapes["steps"] == usual[row.shapes["data"]]]
 
-    def best(row: Row) -> float | None:
-        return best_rate(rows, {name: row.shapes[name] for name in ("data", "method", "compression", "steps")})
-
-    return [row for row in rows if row.shapes["lr"] == best(row)]
+    names = ("data", "method", "compression", "steps")
+    cases = {tuple(row.shapes[name] for name in names) for row in rows}
+    best = {case: best_rate(rows, dict(zip(names, case, strict=True))) for case in cases}
+    return [row for row in rows if row.shapes["lr"] == best[tuple(row.shapes[name] for name in names)]]
 
 
 def format_case(rows: Sequence[Row]) -> str:

@@ -1,4 +1,4 @@
-"""The commands of docs/serving.md run as they stand."""
+"""The commands of docs/guides/serving.md run as they stand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "serving.md"
 
 
 def test_commands_run(trained: Path, tmp_path: Path) -> None:
