@@ -13,7 +13,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from comera_rec.nn import TTLinearConfig, compress_linears_
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
-from comera_rec.recsys.interaction import PairwiseInteraction
+from comera_rec.recsys.interaction import CrossNetwork, PairwiseInteraction
 from comera_rec.tt import require_positive
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -84,7 +84,10 @@ def build_dlrm(
     dense_device = torch.device(device or "cpu")
     widths = max(1, dense_in_features), list(dense_arch_layer_sizes), list(over_arch_layer_sizes)
     if cross_layers:
-        model: DLRM = DLRM_DCN(collection, *widths, cross_layers, cross_rank, dense_device).to(dense_device)
+        model: DLRM = DLRM_DCN(collection, *widths, cross_layers, cross_rank, dense_device)
+        crossed = (model.inter_arch.F + 1) * dense_arch_layer_sizes[-1]
+        model.inter_arch.crossnet = CrossNetwork(crossed, cross_layers, cross_rank)
+        model.to(dense_device)
     else:
         model = DLRM(collection, *widths, dense_device)
         model.inter_arch = PairwiseInteraction(model.inter_arch.F)

@@ -1,4 +1,4 @@
-"""DLRM's interaction of features: all dot products of two of them.
+"""How DLRM's features meet: dot products of all pairs, or a cross network.
 
 B batch size, F features (the dense one included), P = F (F - 1) / 2 pairs, N embedding dimension.
 """
@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torchrec.models.dlrm import InteractionArch
+from torchrec.modules.crossnet import LowRankCrossNet
 
 
 class PairwiseInteraction(InteractionArch):
@@ -20,6 +21,20 @@ class PairwiseInteraction(InteractionArch):
         """[B, N] and [B, F - 1, N] -> [B, N + P]: the dense features, and the products (0, 1), (0, 2), ..., (F - 2, F - 1)."""
         features = torch.cat([dense_features.unsqueeze(1), sparse_features], dim=1)
         return torch.cat([dense_features, pairwise_products(features, self.triu_indices)], dim=1)
+
+
+class CrossNetwork(LowRankCrossNet):
+    """TorchRec's low-rank cross network in two passes over [B, F * N] a layer fewer; under autocast its products are kept as they are.
+
+    x_{l+1} = x_0 * (W_l V_l x_l + b_l) + x_l (Wang et al., DCN V2, arXiv 2008.13535, section 3.3)
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[B, F * N] -> [B, F * N]."""
+        x = input
+        for narrow, wide, bias in zip(self.V_kernels, self.W_kernels, self.bias, strict=True):
+            x = torch.addcmul(x, input, F.linear(F.linear(x, narrow), wide, bias))
+        return x
 
 
 def pairwise_products(features: Tensor, pairs: Tensor) -> Tensor:
