@@ -84,6 +84,11 @@ def _measure(
         sender.send(({}, f"{type(error).__name__}: {error}"))
 
 
+def resident_peak_mib() -> float:
+    """MiB that were resident at once in this process since it began, libraries included."""
+    return _kib("VmHWM") / 1024
+
+
 def _return_freed_memory_at_once() -> None:
     # glibc keeps freed blocks resident, and what a call then takes again would not raise the peak.
     libc = ctypes.CDLL(None)

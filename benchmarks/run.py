@@ -40,6 +40,10 @@ BENCHMARKS = {
     ),
     "conversion": ("benchmarks.conversion", "peak memory of TT-SVD of a table of 10 million rows, beside the table"),
     "dlrm": ("benchmarks.dlrm", "a whole DLRM: dense, and 99 times smaller; goes on where it stopped"),
+    "mlperf": (
+        "benchmarks.mlperf",
+        "MLPerf's DLRM-DCNv2 at its own sizes, tables 1,000 times smaller: a step part by part, peak memory",
+    ),
     "serve": ("benchmarks.serve", "requests: packages of a TT model and TorchRec's quantized dense one"),
     "serve-http": ("benchmarks.serve_http", "requests to comera serve over HTTP from wrk, and their p99"),
     "quality": ("benchmarks.quality", "predictions of models whose tables take equal bytes; goes on where it stopped"),

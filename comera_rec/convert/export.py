@@ -21,8 +21,8 @@ def export_dense(model: nn.Module) -> nn.Module:
     """Copy a model with every TT module contracted to its plain torch or TorchRec equivalent.
 
     The copy predicts the same numbers. That of a model of `build_dlrm` or `build_deepfm`, or of modules of torch and TorchRec with
-    those of this library swapped in, is pickled and loaded without this library. Collections, fused ones inside them included, become
-    `torchrec.EmbeddingBagCollection` and `torchrec.EmbeddingCollection`.
+    those of this library swapped in, loads where this library isn't installed. Collections, fused ones inside them included,
+    become `torchrec.EmbeddingBagCollection` and `torchrec.EmbeddingCollection`.
 
     Args:
         model: any module; left as it is.

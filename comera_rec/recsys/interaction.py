@@ -24,7 +24,7 @@ class PairwiseInteraction(InteractionArch):
 
 
 class CrossNetwork(LowRankCrossNet):
-    """TorchRec's low-rank cross network in two passes over [B, F * N] a layer fewer; under autocast its products are kept as they are.
+    """TorchRec's low-rank cross network in two passes over [B, F * N] a layer fewer; autocast's products are kept in their type.
 
     x_{l+1} = x_0 * (W_l V_l x_l + b_l) + x_l (Wang et al., DCN V2, arXiv 2008.13535, section 3.3)
     """
