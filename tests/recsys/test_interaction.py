@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec.models.dlrm import InteractionArch
 from torchrec.modules.crossnet import LowRankCrossNet
 
@@ -65,3 +65,9 @@ def test_a_cross_network_computes_and_learns_what_torchrec_does(dtype: torch.dty
         grads.append([x.grad, *(parameter.grad for parameter in network.parameters())])
     tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
     torch.testing.assert_close(grads[0], grads[1], **tolerance)
+
+
+def test_a_cross_network_is_one_call_in_fx() -> None:
+    model = nn.Sequential(CrossNetwork(8, 2, 3))
+    x = torch.randn(4, 8)
+    torch.testing.assert_close(torch.fx.symbolic_trace(model)(x), model(x))
