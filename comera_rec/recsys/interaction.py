@@ -56,20 +56,24 @@ class _Crossing(torch.autograd.Function):
                 outer = F.linear(inner, wide, bias)
                 kept += [rounded, inner, outer]
                 x = torch.addcmul(x, first, outer)
-        ctx.save_for_backward(first, *parameters[: 2 * layers], *kept)
+        ctx.save_for_backward(first, *parameters[: 2 * layers])
+        ctx.kept = kept  # a list that backward empties, as torch would hold what it saves until the last layer is done
         return x
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         first, *saved = ctx.saved_tensors
-        layers = len(saved) // 5
-        narrows, wides, kept = saved[:layers], saved[layers : 2 * layers], saved[2 * layers :]
+        layers = len(saved) // 2
+        narrows, wides = saved[:layers], saved[layers:]
+        if not ctx.kept:
+            raise RuntimeError("backward through a cross network a second time: compute its output again")
         of_first = torch.zeros_like(first)
         of_parameters: list[list[Tensor]] = [[], [], []]
         for k in reversed(range(layers)):
-            rounded, inner, outer = kept[3 * k : 3 * k + 3]
+            outer, inner, rounded = ctx.kept.pop(), ctx.kept.pop(), ctx.kept.pop()
             of_first.addcmul_(grad, outer)
+            del outer
             of_outer = (grad * first).to(inner.dtype)
             of_inner = of_outer @ wides[k].to(inner.dtype)
             grad = grad + of_inner @ narrows[k].to(inner.dtype)
