@@ -1,8 +1,8 @@
 """What `TTShardingPlanner` expects of a TT table, and what is measured: memory of a process and time of a step.
 
-Memory is the growth of a process's resident peak while the table is made, sharded and trained by Adam for two steps; the planner's
-is the storage of the fullest process. Times are the slowest process's; the planner is given this machine's copy bandwidth for memory
-and network alike, which under gloo are one. Processes share the machine's cores, which the planner takes to be each one's own.
+Memory is the growth of a process's resident peak while the table is made, sharded and trained by Adam for two steps, of the fullest
+process. Times are the slowest process's; the planner is given this machine's copy bandwidth for memory and network alike, which
+under gloo are one. Processes share the machine's cores, which the planner takes to be each one's own.
 
 Shapes: W processes, B bags of one id a process, N embedding_dim.
 """
