@@ -43,8 +43,9 @@ _BUCKETS = 2  # copies of replicas' gradients that DistributedDataParallel holds
 class TTShardingPlanner(EmbeddingShardingPlanner):
     """`EmbeddingShardingPlanner` that also places the tensor trains of `TTEmbeddingBagCollection`s, dense tables beside them.
 
-    A TT table takes the storage of its cores, their gradients, the optimizer's states, and the workspace of its lookup; replicas
-    that of the buckets of their gradients, too. Its time counts the lookup's bytes and multiply-adds, ids and bags sent table-wise and row-wise, and gradients of replicated cores.
+    A TT table takes the storage of its cores, their gradients, the optimizer's states, and the workspace of its lookup; replicas take
+    that of the buckets of their gradients, too. Its time counts the lookup's bytes and multiply-adds, ids and bags sent table-wise
+    and row-wise, and gradients of replicated cores.
 
     Args:
         topology, batch_size, constraints, and others: as in TorchRec; a constraint's `sharding_types` and `pooling_factors` hold
