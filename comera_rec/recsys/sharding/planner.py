@@ -43,8 +43,8 @@ _BUCKETS = 2  # copies of replicas' gradients that DistributedDataParallel holds
 class TTShardingPlanner(EmbeddingShardingPlanner):
     """`EmbeddingShardingPlanner` that also places the tensor trains of `TTEmbeddingBagCollection`s, dense tables beside them.
 
-    A TT table takes the storage of its cores, their gradients, the optimizer's states, and the workspace of its lookup; replicas take
-    that of the buckets of their gradients, too. Its time counts the lookup's bytes and multiply-adds, ids and bags sent table-wise
+    A TT table takes the storage of its cores, their gradients, the optimizer's states, and the workspace of its lookup; replicas
+    take that of their gradients' buckets, too. Its time counts the lookup's bytes and multiply-adds, ids and bags sent table-wise
     and row-wise, and gradients of replicated cores.
 
     Args:
