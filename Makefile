@@ -8,7 +8,7 @@ DEMO ?= demo
 COMERA := $(BIN)/comera
 TRAIN = $(COMERA) train --config examples/demo.toml data.path=$(DEMO)/data
 
-.PHONY: install demo test test-sanitized lint bench clean
+.PHONY: install demo test test-sanitized lint bench gpu clean
 .DEFAULT_GOAL := install
 
 install: .venv/installed
@@ -51,6 +51,11 @@ lint: install
 
 bench: install
 	$(BIN)/python -m benchmarks.run all --quick
+
+# Tests and measures on a GPU what the installed packages allow, in ten minutes; run it again to resume. PYTHON is any that has torch.
+PYTHON ?= $(BIN)/python
+gpu:
+	$(PYTHON) -m benchmarks.gpu
 
 clean:
 	rm -rf .venv build dist demo *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
