@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from comera_rec.ops.bags import reference
+from comera_rec.ops.bags import reference, tt_bags
 from comera_rec.ops.plan import LookupPlan, plan_lookup
 
 kernels = pytest.importorskip("comera_rec.ops.bags.triton", reason="triton is not installed")
@@ -103,6 +103,24 @@ def test_ties_of_a_maximum_have_one_winner(device: str) -> None:
     kernels.pool_rows(rows, plan, offsets, None, mode="max", features=1, num_cols=4).sum().backward()
     assert rows.grad is not None
     assert rows.grad[0].tolist() == [2.0] * 4, "one id of each bag, though all are alike"
+
+
+@pytest.mark.parametrize("order", [1, 2, 3, 4])
+def test_tables_of_any_order_have_the_references_gradients(order: int, device: str) -> None:
+    modes, cols = ((30,), (6, 5), (3, 5, 2), (2, 3, 5, 1))[order - 1], ((4,), (2, 2), (2, 2, 1), (2, 1, 2, 1))[order - 1]
+    ranks = [1, *range(3, 2 + order), 1]
+    cores = [torch.randn(r, m, n, s) for r, m, n, s in zip(ranks, modes, cols, ranks[1:], strict=False)]
+    diagonals = [torch.rand(rank) + 0.5 for rank in ranks[1:-1]]
+    ids, offsets = torch.randint(30, (40,)), torch.arange(0, 41, 5)
+    found = []
+    for impl, where in (("triton", device), ("reference", "cpu")):
+        moved = [[tensor.clone().to(where).requires_grad_() for tensor in tensors] for tensors in (cores, diagonals)]
+        plan = plan_lookup([ids.to(where)], [modes], impl="reference")
+        tt_bags([(moved[0], moved[1])], plan, offsets.to(where), num_cols=4, impl=impl).cos().sum().backward()
+        found.append([tensor.grad.cpu() for tensors in moved for tensor in tensors if tensor.grad is not None])
+    assert len(found[0]) == 2 * order - 1
+    for mine, right in zip(*found, strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu

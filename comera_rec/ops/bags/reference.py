@@ -49,7 +49,8 @@ def make_rows(
     stacked = (stack if impl == "triton" else stack_tables)(cores, diagonals)
     p, q = _real(plan.rows, plan, 0)
     if len(stacked) == 1:
-        return stacked[0][:, 0, :, 0].index_select(0, p.clamp(min=0))
+        rows = stacked[0][:, 0, :, 0].index_select(0, p.clamp(min=0))
+        return rows.masked_fill((p < 0)[:, None], 0)  # padding has no gradient
     left, right = stacked[0], stacked[-1]  # [., 1, n1, r] and [., r, n2, 1]
     if len(stacked) > 2:
         first, second = _real(plan.left, plan, 1)
