@@ -12,7 +12,7 @@ from torch import nn
 
 from comera_rec.nn.linear import TTLinear
 from comera_rec.nn.tt_module import keep_buffers_and_mode_, parameter_owners, replace_modules_
-from comera_rec.tt import TTShape, dense_milliseconds, require_positive, train_milliseconds
+from comera_rec.tt import TTShape, dense_milliseconds, require_positive, tt_milliseconds
 
 INITS = ("random", "tt_svd")
 _SURELY = 1.2
@@ -61,7 +61,7 @@ class TTLinearConfig:
         if shape is None:
             return LinearDecision(None, f"stays dense: even rank 1 is not {self.compression:g} times smaller")
         smaller = in_features * out_features / shape.num_params
-        faster = dense_milliseconds(in_features, out_features, self.batch) / train_milliseconds(shape, self.batch)
+        faster = dense_milliseconds(in_features, out_features, self.batch) / tt_milliseconds(shape, self.batch)
         size = f"{smaller:.1f}x smaller" if smaller > 1 else "not smaller"
         story = f"ranks {shape.ranks}, {size}, predicted {faster:.2f}x as fast at batch {self.batch}"
         if self.policy == "auto" and (smaller <= 1 or faster < _SURELY):

@@ -199,7 +199,7 @@ def test_whole_layers_may_vanish_and_training_goes_on(optimizer_name: str) -> No
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
     train(model, optimizer, 2)
     with torch.no_grad():
-        model.layer.rank_2.zero_()  # one bond is enough: the train is a chain
+        model.layer.rank_2.zero_()  # one bond is enough: the cores form a chain
     ranks = truncate_ranks_(model, optimizer, threshold=0.01)
     assert ranks["layer"] == (0, 0, 0)
     assert model.layer.shape.num_params == 0
