@@ -126,7 +126,7 @@ class _Product(NamedTuple):
         yield self.products, self.r, self.n1, self.n2
 
     def missed_bytes(self) -> float:
-        """Count bytes of right slices that the cache misses: they are gathered, forward and backward, for every 8 rows of the left."""
+        """Count bytes of right slices that the cache misses: they are gathered twice, for every 8 rows of the left slice."""
         gathered = 2 * self.products * 4 * self.r * self.n2 * -(-self.n1 // 8)
         return gathered * max(0.0, 1 - _CACHE_BYTES / (4 * self.rights * self.r * self.n2))
 

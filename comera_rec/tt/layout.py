@@ -32,7 +32,7 @@ def slice_major(core: Tensor, k: int, order: int) -> Tensor:
 
 
 def is_slice_major(core: Tensor, k: int, order: int) -> bool:
-    """Tell whether the k-th of `order` cores is laid out slice after slice."""
+    """Return whether the k-th of `order` cores is laid out slice after slice."""
     shape, strides, step = core.shape, core.stride(), 1
     for axis in reversed(_axes(k, order)):
         if shape[axis] != 1 and strides[axis] != step:

@@ -117,7 +117,7 @@ class _Unfolding:
         self.columns = shape.num_rows * shape.num_cols // self.rows
 
     def is_large(self, rank: int) -> bool:
-        """Tell whether A is too large to copy or to decompose exactly."""
+        """Return whether A is too large to copy or to decompose exactly."""
         short_side = min(self.rows, self.columns)
         return self.weight.numel() > _WHOLE_LIMIT or (short_side > _EXACT_LIMIT and rank + _OVERSAMPLING < short_side)
 

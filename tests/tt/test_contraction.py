@@ -78,6 +78,4 @@ def test_predictions_grow_with_the_batch_and_name_the_faster_form() -> None:
     ):
         assert predicted == sorted(predicted)
     assert tt_milliseconds(shape, 16_384) < dense_milliseconds(1024, 1024, 16_384) / 3
-    assert tt_milliseconds(TTShape.for_linear(1024, 1024, tt_ranks=600, order=2), 16_384) > dense_milliseconds(
-        1024, 1024, 16_384
-    )
+    assert tt_milliseconds(TTShape.for_linear(1024, 1024, tt_ranks=600, order=2), 16_384) > dense_milliseconds(1024, 1024, 16_384)
