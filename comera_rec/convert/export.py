@@ -1,4 +1,4 @@
-"""Tensor trains back to dense modules."""
+"""Conversion of TT modules back to dense modules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from comera_rec.recsys import TTEmbeddingBagCollection, TTEmbeddingCollection
 
 
 def export_dense(model: nn.Module) -> nn.Module:
-    """Copy a model with every tensor-train module contracted to its plain torch or TorchRec equivalent.
+    """Copy a model with every TT module contracted to its plain torch or TorchRec equivalent.
 
     The copy predicts the same numbers and needs no part of this library. Collections, fused ones inside them included, become
     `torchrec.EmbeddingBagCollection` and `torchrec.EmbeddingCollection`.
