@@ -65,8 +65,8 @@ def cli() -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit: 0 on success, 2 on a user's mistake, which is printed in one line on standard error.
 
-    A mistake is an OSError, or a ValueError from a `raise` of this project. Any other error is a fault of the program, whose traceback
-    is shown; COMERA_TRACEBACK=1 shows that of mistakes, too.
+    A mistake is an OSError, or a ValueError from a `raise` of this project. Any other error is a fault of the program, whose
+    traceback is shown; COMERA_TRACEBACK=1 shows that of mistakes, too.
     """
     try:
         status = cli.main(args=arguments, prog_name="comera", standalone_mode=False)
