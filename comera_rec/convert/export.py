@@ -1,4 +1,4 @@
-"""TT modules back to dense ones, and what stands in this library for modules of TorchRec back to those."""
+"""Conversion of TT modules, and of what stands in this library for modules of TorchRec, back to dense and TorchRec's modules."""
 
 from __future__ import annotations
 

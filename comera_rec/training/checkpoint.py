@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from comera_rec.convert.folders import TensorReader
-from comera_rec.rank.trains import on_several_processes
+from comera_rec.rank.tt_modules import on_several_processes
 from comera_rec.training.processes import on_first
 
 _TEMPORARY = ".partial"

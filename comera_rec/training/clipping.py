@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from comera_rec.rank.trains import count_processes, on_several_processes
+from comera_rec.rank.tt_modules import count_processes, on_several_processes
 
 
 class GradientClipping:

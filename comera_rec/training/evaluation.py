@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from comera_rec.rank.trains import max_over_processes, on_several_processes
+from comera_rec.rank.tt_modules import max_over_processes, on_several_processes
 from comera_rec.training.batches import BatchLoader, ParquetBatches
 from comera_rec.training.metrics import BinaryMetrics, BinnedMetrics
 

@@ -19,7 +19,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import ParameterConstraints
 
-from comera_rec.rank.trains import max_over_processes, mean_over_processes, on_several_processes
+from comera_rec.rank.tt_modules import max_over_processes, mean_over_processes, on_several_processes
 from comera_rec.recsys.sharding import TTEmbeddingBagCollectionSharder, TTShardingPlanner
 
 Value = TypeVar("Value")

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comera_rec.rank.trains import max_over_processes, on_several_processes
+from comera_rec.rank.tt_modules import max_over_processes, on_several_processes
 
 
 class Interrupted(Exception):

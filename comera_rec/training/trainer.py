@@ -28,7 +28,7 @@ from tqdm import tqdm
 from comera_rec.convert import compression_report
 from comera_rec.nn import TTTable, named_tt_modules, update_in_backward_, use_float8_
 from comera_rec.rank import RankScheduler
-from comera_rec.rank.trains import bytes_outside_trains, gather_trains, total_params
+from comera_rec.rank.tt_modules import bytes_outside_tt_modules, gather_tt_modules, total_params
 from comera_rec.recsys import TTEmbeddingBagCollection
 from comera_rec.recsys.sharding import rewrap_data_parallel_
 from comera_rec.training.batches import Batch, BatchLoader, ParquetBatches
@@ -108,7 +108,7 @@ class Trainer:
             self.loader.prepare = self._plan_ahead
         self.scheduler = None
         if config.ranks:
-            other_bytes = bytes_outside_trains(self._whole_model()) if self.processes.several else None
+            other_bytes = bytes_outside_tt_modules(self._whole_model()) if self.processes.several else None
             self.scheduler = RankScheduler(self.module, self.optimizer, config.ranks, other_bytes=other_bytes)
         self.state = TrainingState(self.module, self.optimizer, table_optimizers)
         self.rates = LearningRates(
@@ -157,7 +157,7 @@ class Trainer:
 
     def _whole_model(self) -> nn.Module:
         """The model as one process would hold it, at the present ranks, on the meta device."""
-        whole, trains = build_model(self.config, self.schema, device="meta"), gather_trains(dict(named_tt_modules(self.module)))
+        whole, trains = build_model(self.config, self.schema, device="meta"), gather_tt_modules(dict(named_tt_modules(self.module)))
         for name, module in named_tt_modules(whole):
             module.resize_ranks_(trains[name].shape.ranks)
         return whole
@@ -360,7 +360,7 @@ class Trainer:
                 self.log.write("ranks", **{k: v for k, v in entry.items() if k != "loss"})
             self.history_written = len(self.scheduler.history)
         elif self.steps == 0:
-            trains = gather_trains(dict(named_tt_modules(self.module)))
+            trains = gather_tt_modules(dict(named_tt_modules(self.module)))
             ranks = {name: list(train.shape.ranks) for name, train in trains.items()}
             if ranks:
                 params = total_params(trains)

@@ -43,10 +43,10 @@ def test_it_learns_what_the_optimizer_would_have_learned(kind: type, settings: d
     for table in updated:
         assert all(core.grad is None for core in table.cores())
         assert all(rank.grad is not None for rank in table.rank_parameters())
-    for expected, found in zip(plain.parameters(), updated.parameters(), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    for expected, actual in zip(plain.parameters(), updated.parameters(), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
         for key, value in optimizers[0].state[expected].items():
-            torch.testing.assert_close(optimizers[1].state[found][key], value, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(optimizers[1].state[actual][key], value, rtol=1e-4, atol=1e-6)
 
 
 def test_settings_and_state_are_the_optimizers_own_through_a_state_dict() -> None:
@@ -84,5 +84,5 @@ def test_what_cannot_be_updated_is_refused(case: str) -> None:
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if case == "others":
         optimizer = torch.optim.Adagrad(two_tables(SHAPES[0]).parameters())
-    with pytest.raises(ValueError, match=r"no TT table's cores are updated by this \w+: give the optimizer that holds them"):
+    with pytest.raises(ValueError, match=r"no TT table's cores are updated by this \w+: give the optimizer of the cores"):
         cr.update_in_backward_(nn.ModuleList() if case == "no tables" else model, optimizer)

@@ -1,7 +1,7 @@
-"""The tensor trains of a whole model, also where it is spread over several processes.
+"""Summaries of all TT modules of a model, which may be spread over several processes.
 
-Under `DistributedModelParallel` a process holds some tables whole, a part of others, and replicas of the rest. What decides about
-ranks has to see all of them, and the same on every process.
+Under `DistributedModelParallel` a process has whole tables, shards of tables and replicas. Decisions about ranks need all of them,
+and the same view on every process.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train:
-    """What decisions about a train need to know of it.
+class ModuleSummary:
+    """What a decision about the ranks of a TT module needs.
 
     Attributes:
-        shape: of the whole train.
-        dense_params: numbers of the dense matrix it stands for.
-        unit: bytes of a number.
-        scores: the value of each rank, [r_k] per bond; empty where nobody asked.
+        shape: modes and ranks of the whole module, also where it is sharded.
+        dense_params: parameters of the dense module that it replaces.
+        unit: bytes of a parameter.
+        scores: the score of each rank, [r_k] per bond; empty where no scores are needed.
     """
 
     shape: TTShape
@@ -37,16 +37,18 @@ class Train:
     scores: tuple[Tensor, ...] = ()
 
 
-def gather_trains(modules: Mapping[str, TTModule], scores: Mapping[str, Sequence[Tensor]] | None = None) -> dict[str, Train]:
-    """What decisions need of every TT module of a model; where there are several processes, each calls this and gets the same.
+def gather_tt_modules(
+    modules: Mapping[str, TTModule], scores: Mapping[str, Sequence[Tensor]] | None = None
+) -> dict[str, ModuleSummary]:
+    """Summarize every TT module of a model, by name; every process must call this, and all get the same.
 
     Args:
-        modules: those of this process, by name.
-        scores: the value of each rank, per train and bond, of the trains of this process.
+        modules: the TT modules of this process, by name.
+        scores: the score of each rank, per module of this process and bond.
     """
     return gather(
         {
-            name: Train(
+            name: ModuleSummary(
                 shape=module.whole_shape,
                 dense_params=module.dense_params,
                 unit=module.core_0.element_size(),
@@ -57,10 +59,10 @@ def gather_trains(modules: Mapping[str, TTModule], scores: Mapping[str, Sequence
     )
 
 
-def bytes_outside_trains(model: nn.Module) -> int:
-    """Bytes of a model's parameters that belong to no train."""
-    trains = {id(p) for _, module in named_tt_modules(model) for p in (*module.cores(), *module.rank_parameters())}
-    return sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in trains)
+def bytes_outside_tt_modules(model: nn.Module) -> int:
+    """Count the bytes of a model's parameters outside its TT modules."""
+    in_tt_modules = {id(p) for _, module in named_tt_modules(model) for p in (*module.cores(), *module.rank_parameters())}
+    return sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in in_tt_modules)
 
 
 def gather(mine: dict[str, Value]) -> dict[str, Value]:
@@ -104,11 +106,11 @@ def on_several_processes() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def total_params(trains: Mapping[str, Train]) -> int:
-    """Numbers stored in all trains."""
-    return sum(train.shape.num_params for train in trains.values())
+def total_params(summaries: Mapping[str, ModuleSummary]) -> int:
+    """Count the parameters of all TT modules."""
+    return sum(summary.shape.num_params for summary in summaries.values())
 
 
-def total_bytes(trains: Mapping[str, Train]) -> int:
-    """Bytes of all trains."""
-    return sum(train.unit * train.shape.num_params for train in trains.values())
+def total_bytes(summaries: Mapping[str, ModuleSummary]) -> int:
+    """Count the bytes of all TT modules."""
+    return sum(summary.unit * summary.shape.num_params for summary in summaries.values())
