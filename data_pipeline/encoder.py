@@ -25,7 +25,7 @@ from data_pipeline.parse import Parsed
 from data_pipeline.parts import detect_schema
 from data_pipeline.reference import hash_text
 from data_pipeline.schema import Column, LogSchema, criteo_schema
-from data_pipeline.shards import Encoder, IdsOf, encode_integers
+from data_pipeline.shards import Encoder
 from data_pipeline.sources import Source
 from data_pipeline.splits import Rows
 
@@ -85,7 +85,7 @@ def open_encoder(manifest: Manifest, folder: Path, schema: LogSchema) -> Encoder
         ValueError: a table is missing or of another size than the manifest states.
     """
 
-    def ids_of(column: CategoricalColumn) -> IdsOf:
+    def ids_of(column: CategoricalColumn) -> TableIds | HashedIds:
         if column.table is None:
             return HashedIds(column.num_embeddings)
         return TableIds(check_file(column.table, folder), schema.key_dtype)
@@ -101,16 +101,13 @@ def open_encoder(manifest: Manifest, folder: Path, schema: LogSchema) -> Encoder
 def flatten(encoder: Encoder, parsed: Parsed, rows: Rows = slice(None)) -> Flat:
     """Encode rows of a parsed text."""
     size = len(parsed.starts[rows])
-    dense = np.empty((size, len(encoder.integers)), np.float32)
-    for number, column in enumerate(encoder.integers):
-        dense[:, number] = encode_integers(parsed.integers[number][rows], parsed.integer_missing[number][rows], column)
-    values, lengths = [], np.ones((len(encoder.ids_of), size), np.int32)
-    for number in range(len(encoder.ids_of)):
-        ids, of_lists, _ = encoder.ids(parsed, number, rows)
-        values.append(ids)
-        if of_lists is not None:
-            lengths[number] = of_lists
-    return Flat(dense, np.concatenate(values, dtype=np.int64) if values else np.empty(0, np.int64), lengths.ravel())
+    dense = np.ascontiguousarray(encoder.numbers(parsed, rows).T)
+    ids, _ = encoder.singles(parsed, rows)
+    values, lengths = [ids.ravel()], np.ones((len(encoder.ids_of), size), np.int32)
+    for number in range(len(parsed.list_ends)):
+        elements, lengths[len(ids) + number], _ = encoder.list(parsed, number, rows)
+        values.append(elements)
+    return Flat(dense, np.concatenate(values, dtype=np.int64), lengths.ravel())
 
 
 class RequestEncoder:

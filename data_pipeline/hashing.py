@@ -7,11 +7,13 @@ workers share one copy, and one larger than memory is still looked up, from the 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
-import numba
 import numpy as np
+
+from data_pipeline import native
+from data_pipeline.native import Array, IdsOf, Matrix
 
 
 def allocate(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
@@ -35,61 +37,9 @@ def capacity_for(keys: int) -> int:
     return keys * 3 // 2 + 1
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
-def _slot(key, slots):  # type: ignore[no-untyped-def]
-    """0..slots - 1 by the upper half of a product: Fibonacci hashing (Knuth, TAOCP 3, section 6.4), cheap and good enough to probe.
-
-    A slot is a range of hashes, so any number of slots will do.
-    """
-    x = np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)
-    return np.uint64(((x >> np.uint64(32)) * np.uint64(slots)) >> np.uint64(32))
-
-
-@numba.njit(nogil=True, cache=True)
-def insert(table, keys, ids):  # type: ignore[no-untyped-def]
-    """Put keys, none of them in the table yet, with ids from 1 into free slots."""
-    slots = np.uint64(len(table))
-    for i in range(len(keys)):
-        slot = _slot(keys[i], slots)
-        while table[slot, 1] != 0:
-            slot += np.uint64(1)
-            if slot == slots:
-                slot = np.uint64(0)
-        table[slot, 0] = keys[i]
-        table[slot, 1] = ids[i]
-
-
-@numba.njit(nogil=True, cache=True)
-def look_up(table, keys, missing, ids):  # type: ignore[no-untyped-def]
-    """Fill ids, 0 where a key is missing or not in the table, and return how many are 0."""
-    slots, zeros = np.uint64(len(table)), 0
-    for i in range(len(keys)):
-        key = keys[i]
-        slot = _slot(key, slots)
-        while True:
-            found = table[slot, 1]
-            if table[slot, 0] == key or found == 0:
-                break
-            slot += np.uint64(1)
-            if slot == slots:
-                slot = np.uint64(0)
-        ids[i] = 0 if missing[i] else found
-        zeros += ids[i] == 0
-    return zeros
-
-
-@numba.njit(nogil=True, cache=True)
-def hash_keys(buckets, keys, missing, ids):  # type: ignore[no-untyped-def]
-    """Fill ids 1..buckets - 1 by splitmix64's finalizer alone, 0 where a key is missing, and return how many are 0."""
-    zeros = 0
-    for i in range(len(keys)):
-        x = np.uint64(keys[i]) + np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        x = ((x >> np.uint64(32)) * np.uint64(buckets - 1)) >> np.uint64(32)
-        ids[i] = 0 if missing[i] else 1 + np.int32(x)
-        zeros += ids[i] == 0
-    return zeros
+def insert(pairs: np.ndarray, keys: np.ndarray, ids: np.ndarray) -> None:
+    """Put keys, none of them in the table yet, with int64 ids from 1 into free slots."""
+    native.insert[keys.dtype](Array(pairs, keys.dtype), Array(keys, keys.dtype), Array(ids, np.int64))
 
 
 class TableIds:
@@ -97,22 +47,28 @@ class TableIds:
 
     def __init__(self, path: Path, dtype: np.dtype) -> None:
         self._arguments = (path, dtype)
-        self._table = np.asarray(map_array(path, dtype, (-1, 2)))  # no subclass, of which compiled loops ask more
-
-    def __call__(self, keys: np.ndarray, missing: np.ndarray, ids: np.ndarray) -> int:
-        """Fill ids, and return how many are 0."""
-        return int(look_up(self._table, keys, missing, ids))
+        self._pairs = map_array(path, dtype)
+        self.native = IdsOf(Array(self._pairs, dtype), 0)
 
     def __reduce__(self) -> tuple[type, tuple[Path, np.dtype]]:
         return TableIds, self._arguments
 
 
-@dataclass(frozen=True)
 class HashedIds:
     """Ids 1..buckets - 1 by hash alone."""
 
-    buckets: int
+    def __init__(self, buckets: int) -> None:
+        self._arguments = (buckets,)
+        self.native = IdsOf(buckets=buckets)
 
-    def __call__(self, keys: np.ndarray, missing: np.ndarray, ids: np.ndarray) -> int:
-        """Fill ids, 0 where a key is missing, and return how many are 0."""
-        return int(hash_keys(self.buckets, keys, missing, ids))
+    def __reduce__(self) -> tuple[type, tuple[int]]:
+        return HashedIds, self._arguments
+
+
+def encode_keys(ids_of: Sequence[TableIds | HashedIds], keys: np.ndarray, missing: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Ids of categorical columns, int32 [C, n] for keys [C, n], 0 where missing or unknown; and how many are 0, int64 [C]."""
+    ids, zeros, dtype = np.empty(keys.shape, np.int32), np.empty(len(keys), np.int64), keys.dtype
+    columns = IdsOf.array([of_column.native for of_column in ids_of])
+    arrays = (Matrix(keys, dtype), Matrix(missing, np.bool_), Matrix(ids, np.int32), Array(zeros, np.int64))
+    native.encode_keys[dtype](columns, *arrays)
+    return ids, zeros

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from data_pipeline import native
 from data_pipeline.atomic import replacing
 from data_pipeline.columns import LABEL
 from data_pipeline.counts import list_elements
+from data_pipeline.hashing import HashedIds, TableIds, encode_keys
 from data_pipeline.manifest import IntegerColumn, Shard, describe_file
+from data_pipeline.native import Array, Matrix
 from data_pipeline.parse import Parsed
 from data_pipeline.parts import inputs_changed
 from data_pipeline.schema import LogSchema
@@ -25,9 +27,7 @@ from data_pipeline.splits import Rows
 ROW_GROUP_ROWS = 1 << 16
 # Dictionaries shrink columns of few values; where there are many, Parquet builds them in vain, at half of the time of writing.
 _DICTIONARY_IDS = 1 << 14
-_LOGARITHMS = np.log(np.arange(1, 1 << 16)).astype(np.float32)
-
-IdsOf = Callable[[np.ndarray, np.ndarray, np.ndarray], int]
+_LOGARITHMS = Array(np.log(np.arange(1, 1 << 16)).astype(np.float32), np.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +54,13 @@ class Encoder:
     Args:
         schema: the log's.
         integers: its integer columns.
-        ids_of: for each categorical column, what fills ids for (keys, missing, ids) and returns how many are 0.
+        ids_of: where the ids of each categorical column come from.
         num_embeddings: of each categorical column.
     """
 
     schema: LogSchema
     integers: tuple[IntegerColumn, ...]
-    ids_of: tuple[IdsOf, ...]
+    ids_of: tuple[TableIds | HashedIds, ...]
     num_embeddings: tuple[int, ...]
 
     @property
@@ -74,29 +74,39 @@ class Encoder:
     def encode(self, parsed: Parsed, rows: Rows) -> tuple[pa.Table, np.ndarray]:
         """Encode rows, in their order, and tell how many ids of each categorical column are 0."""
         arrays = [pa.array(parsed.label[rows])] if self.schema.labelled else []
-        for values, missing, column in zip(parsed.integers, parsed.integer_missing, self.integers, strict=True):
-            arrays.append(pa.array(encode_integers(values[rows], missing[rows], column)))
-        zeros = []
-        for number in range(len(self.ids_of)):
-            ids, lengths, at_zero = self.ids(parsed, number, rows)
-            zeros.append(at_zero)
-            if lengths is None:
-                arrays.append(pa.array(ids))
-            else:
-                arrays.append(pa.ListArray.from_arrays(np.append(0, np.cumsum(lengths)).astype(np.int32), ids))
-        return pa.table(arrays, schema=self.columns), np.array(zeros, np.int64)
+        arrays += [pa.array(column) for column in self.numbers(parsed, rows)]
+        ids, zeros = self.singles(parsed, rows)
+        arrays += [pa.array(column) for column in ids]
+        for number in range(len(parsed.list_ends)):
+            elements, lengths, at_zero = self.list(parsed, number, rows)
+            zeros = np.append(zeros, at_zero)
+            arrays.append(pa.ListArray.from_arrays(np.append(0, np.cumsum(lengths)).astype(np.int32), elements))
+        return pa.table(arrays, schema=self.columns), zeros
 
-    def ids(self, parsed: Parsed, number: int, rows: Rows) -> tuple[np.ndarray, np.ndarray | None, int]:
-        """The int32 ids of a categorical column in rows, in a list column the lengths of lists, and how many ids are 0."""
-        lengths = None
-        if number < len(parsed.keys):
-            keys, missing = parsed.keys[number][rows], parsed.key_missing[number][rows]
-        else:
-            keys, lengths = list_elements(parsed, number - len(parsed.keys), rows)
-            missing = np.zeros(len(keys), np.bool_)
-        ids = np.empty(len(keys), np.int32)
-        zeros = self.ids_of[number](keys, missing, ids)
-        return ids, lengths, zeros
+    def numbers(self, parsed: Parsed, rows: Rows) -> np.ndarray:
+        """The integer columns in rows: float32 [I, n] log(max(x, min) + offset), and 0.0 where x is missing.
+
+        Those that came transformed are kept as they are.
+        """
+        if self.schema.transformed:
+            return parsed.integers[:, rows]
+        values, missing = parsed.integers[:, rows], parsed.integer_missing[:, rows]
+        encoded, low = np.empty(values.shape, np.float32), np.array([2 - column.offset for column in self.integers], np.int64)
+        arrays = (Matrix(values, np.int32), Matrix(missing, np.bool_), Array(low, np.int64), _LOGARITHMS)
+        native.encode_integers(*arrays, Matrix(encoded, np.float32))
+        return encoded
+
+    def singles(self, parsed: Parsed, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of the categorical columns of one value a row, int32 [C, n], and how many of each are 0."""
+        keys, missing = parsed.keys[:, rows], parsed.key_missing[:, rows]
+        return encode_keys(self.ids_of[: len(keys)], keys, missing)
+
+    def list(self, parsed: Parsed, number: int, rows: Rows) -> tuple[np.ndarray, np.ndarray, int]:
+        """Of a list column in rows: the int32 ids end to end, the lengths of the lists, and how many ids are 0."""
+        keys, lengths = list_elements(parsed, number, rows)
+        of_column = self.ids_of[len(parsed.keys) + number]
+        ids, zeros = encode_keys((of_column,), keys[np.newaxis], np.zeros((1, len(keys)), np.bool_))
+        return ids[0], lengths, int(zeros[0])
 
     def writer(self, path: Path) -> pq.ParquetWriter:
         """A writer of shards. Statistics of row groups would be of use to nobody: ids are read, not searched."""
@@ -104,27 +114,6 @@ class Encoder:
         small = [f"{name}.list.element" if name in self.schema.lists else name for name in small]
         options: dict[str, Any] = {"use_dictionary": [*self.schema.integers, *small], "write_statistics": False}
         return pq.ParquetWriter(path, self.columns, compression="lz4", **options)
-
-
-def encode_integers(values: np.ndarray, missing: np.ndarray, column: IntegerColumn) -> np.ndarray:
-    """float32 log(max(x, min) + offset), and 0.0 where x is missing; the values themselves if they are transformed already."""
-    if column.transform == "none":
-        return values
-    encoded = np.empty(len(values), np.float32)
-    _encode_integers(values, missing, 2 - column.offset, _LOGARITHMS, encoded)
-    return encoded
-
-
-@numba.njit(nogil=True, cache=True)
-def _encode_integers(values, missing, low, logarithms, encoded):  # type: ignore[no-untyped-def]
-    for i in range(len(values)):
-        above = max(np.int64(values[i]) - low, 0) + 1
-        if missing[i]:
-            encoded[i] = 0
-        elif above < len(logarithms):
-            encoded[i] = logarithms[above]
-        else:
-            encoded[i] = np.log(np.float64(above + 1))
 
 
 def write_part(
