@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_pipeline import native
+from data_pipeline.arrow import to_arrow, to_lists
 from data_pipeline.atomic import replacing
 from data_pipeline.columns import LABEL
 from data_pipeline.counts import list_elements
@@ -73,15 +74,15 @@ class Encoder:
 
     def encode(self, parsed: Parsed, rows: Rows) -> tuple[pa.Table, np.ndarray]:
         """Encode rows, in their order, and tell how many ids of each categorical column are 0."""
-        arrays = [pa.array(parsed.label[rows])] if self.schema.labelled else []
-        arrays += [pa.array(column) for column in self.numbers(parsed, rows)]
+        arrays = [to_arrow(parsed.label[rows])] if self.schema.labelled else []
+        arrays += [to_arrow(column) for column in self.numbers(parsed, rows)]
         ids, zeros = self.singles(parsed, rows)
-        arrays += [pa.array(column) for column in ids]
+        arrays += [to_arrow(column) for column in ids]
         for number in range(len(parsed.list_ends)):
             elements, lengths, at_zero = self.list(parsed, number, rows)
             zeros = np.append(zeros, at_zero)
-            arrays.append(pa.ListArray.from_arrays(np.append(0, np.cumsum(lengths)).astype(np.int32), elements))
-        return pa.table(arrays, schema=self.columns), zeros
+            arrays.append(to_lists(elements, lengths))
+        return pa.Table.from_arrays(arrays, schema=self.columns), zeros
 
     def numbers(self, parsed: Parsed, rows: Rows) -> np.ndarray:
         """The integer columns in rows: float32 [I, n] log(max(x, min) + offset), and 0.0 where x is missing.

@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from data_pipeline.arrow import to_arrow
 from data_pipeline.atomic import remove, replacing
 from data_pipeline.hashing import allocate, capacity_for, insert, map_array
 from data_pipeline.manifest import Shard, describe_file
@@ -166,4 +167,4 @@ def _write_vocabulary(path: Path, keys: np.ndarray, counts: np.ndarray) -> None:
     with pq.ParquetWriter(path, schema) as writer:
         for start in range(0, max(len(keys), 1), _BLOCK):
             block = slice(start, start + _BLOCK)
-            writer.write_table(pa.table([pa.array(keys[block]), pa.array(counts[block])], schema=schema))
+            writer.write_table(pa.Table.from_arrays([to_arrow(keys[block]), to_arrow(counts[block])], schema=schema))
