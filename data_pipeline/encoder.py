@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data_pipeline.hashing import HashedIds, TableIds
-from data_pipeline.manifest import REMEDY, CategoricalColumn, Manifest, check_file, read_manifest
+from data_pipeline.hashing import HashedIds, open_tables
+from data_pipeline.manifest import REMEDY, Manifest, check_file, read_manifest
 from data_pipeline.parse import Parsed
 from data_pipeline.parts import detect_schema
 from data_pipeline.reference import hash_text
@@ -78,23 +78,25 @@ def check_columns(schema: LogSchema, known: LogSchema, *, log: Source, data: str
         )
 
 
-def open_encoder(manifest: Manifest, folder: Path, schema: LogSchema) -> Encoder:
+def open_encoder(manifest: Manifest, folder: Path, schema: LogSchema, *, room: int | None = None) -> Encoder:
     """A data set's encoder of logs, its tables mapped into memory.
+
+    Args:
+        manifest, folder: of the data set.
+        schema: of the logs.
+        room: bytes of the tables that may be held in memory; None for all.
 
     Raises:
         ValueError: a table is missing or of another size than the manifest states.
     """
-
-    def ids_of(column: CategoricalColumn) -> TableIds | HashedIds:
-        if column.table is None:
-            return HashedIds(column.num_embeddings)
-        return TableIds(check_file(column.table, folder), schema.key_dtype)
-
+    columns = manifest.categorical_columns
+    paths = [check_file(column.table, folder) for column in columns if column.table]
+    tables = iter(open_tables(paths, schema.key_dtype, room=room))
     return Encoder(
         schema=schema,
         integers=manifest.integer_columns,
-        ids_of=tuple(ids_of(column) for column in manifest.categorical_columns),
-        num_embeddings=tuple(column.num_embeddings for column in manifest.categorical_columns),
+        ids_of=tuple(next(tables) if column.table else HashedIds(column.num_embeddings) for column in columns),
+        num_embeddings=tuple(column.num_embeddings for column in columns),
     )
 
 

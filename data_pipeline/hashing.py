@@ -7,13 +7,16 @@ workers share one copy, and one larger than memory is still looked up, from the 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from data_pipeline import native
 from data_pipeline.native import Array, IdsOf, Matrix
+
+_BYTES_PER_FAULT = 64 << 10  # of a file that the system maps at a touch
+_RANGE_BYTES = 128 << 20  # of a table that is written at a time; the order of insertion, hence the file, follows from it
 
 
 def allocate(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
@@ -37,21 +40,59 @@ def capacity_for(keys: int) -> int:
     return keys * 3 // 2 + 1
 
 
-def insert(pairs: np.ndarray, keys: np.ndarray, ids: np.ndarray) -> None:
-    """Put keys, none of them in the table yet, with int64 ids from 1 into free slots."""
-    native.insert[keys.dtype](Array(pairs, keys.dtype), Array(keys, keys.dtype), Array(ids, np.int64))
+def release(array: np.ndarray) -> None:
+    """Let go of the pages of a mapped file, which count as this process's memory; the file keeps what was written."""
+    native.release_pages(Array(array.reshape(-1).view(np.uint8), np.uint8))
+
+
+def write_table(path: Path, blocks: Callable[[], Iterable[np.ndarray]], keys: int, dtype: np.dtype) -> None:
+    """Write a table of keys with ids 1, 2, ..., in memory that a large one doesn't fill.
+
+    Args:
+        path: of the file.
+        blocks: gives the keys in the order of their ids, as often as it is called.
+        keys: how many there are.
+        dtype: of them.
+    """
+    pairs = allocate(path, dtype, (capacity_for(keys), 2))
+    step = _RANGE_BYTES // (2 * dtype.itemsize)
+    for first_slot in range(0, len(pairs), step):
+        first_id = 1
+        for block in blocks():
+            native.insert[dtype](Array(pairs.reshape(-1), dtype), Array(block, dtype), first_id, first_slot, first_slot + step)
+            first_id += len(block)
+        release(pairs)
 
 
 class TableIds:
-    """Ids by a table in a file, 0 for keys that are not in it. Pickled, it is the name of the file."""
+    """Ids by a table in a file, 0 for keys that are not in it. Pickled, it is the name of the file.
 
-    def __init__(self, path: Path, dtype: np.dtype) -> None:
-        self._arguments = (path, dtype)
+    Args:
+        path: of the file.
+        dtype: of its keys.
+        room: bytes of it that a thread may hold in memory; None for all of it.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype, room: int | None = None) -> None:
+        self._arguments = (path, dtype, room)
         self._pairs = map_array(path, dtype)
-        self.native = IdsOf(Array(self._pairs, dtype), 0)
+        lookups = max(1, room // _BYTES_PER_FAULT) if room is not None and room < self._pairs.nbytes else 0
+        self.native = IdsOf(Array(self._pairs, dtype), lookups)
 
-    def __reduce__(self) -> tuple[type, tuple[Path, np.dtype]]:
+    def __reduce__(self) -> tuple[type, tuple[Path, np.dtype, int | None]]:
         return TableIds, self._arguments
+
+
+def open_tables(paths: Sequence[Path], dtype: np.dtype, *, room: int | None = None) -> tuple[TableIds, ...]:
+    """The tables of several columns, which share the room; the smallest ones are held whole."""
+    if room is None:
+        return tuple(TableIds(path, dtype) for path in paths)
+    tables, sizes = {}, {path: path.stat().st_size for path in paths}
+    for waiting, path in zip(range(len(paths), 0, -1), sorted(paths, key=sizes.__getitem__), strict=True):
+        share = min(sizes[path], room // waiting)
+        tables[path] = TableIds(path, dtype, share)
+        room -= share
+    return tuple(tables[path] for path in paths)
 
 
 class HashedIds:

@@ -45,7 +45,8 @@ class Matrix(ctypes.Structure):
 
     def __init__(self, array: np.ndarray, dtype: npt.DTypeLike) -> None:
         (of_column, of_row), size = array.strides, array.itemsize
-        if array.dtype != dtype or (of_row != size and array.shape[1] > 1) or of_column % size:
+        is_apart = array.size > 0 and ((of_row != size and array.shape[1] > 1) or of_column % size)
+        if array.dtype != dtype or is_apart:
             raise TypeError(f"an array of {array.dtype} with strides {array.strides}, where {np.dtype(dtype)} end to end is due")
         super().__init__(array.ctypes.data, *array.shape, of_column // size)
         self.array = array
@@ -54,7 +55,7 @@ class Matrix(ctypes.Structure):
 class IdsOf(ctypes.Structure):
     """`IdsOf` of encode.cpp."""
 
-    _fields_ = (("pairs", Array), ("buckets", _int))
+    _fields_ = (("pairs", Array), ("lookups", _int), ("buckets", _int))
 
     @staticmethod
     def array(columns: Sequence[IdsOf]) -> Array:
@@ -118,6 +119,9 @@ def _of_keys(name: str, *arguments: Any) -> dict[np.dtype, Any]:
 parse = _of_keys("parse", Array, _pointer(Schema), _pointer(Columns))
 measure_block = _function("measure_block", Array, Array, _int, _int, _int, _pointer(Block))
 longest_line = _function("longest_line", Array)
-insert = _of_keys("insert", Array, Array, Array)
+count_sorted = _of_keys("count_sorted", Array, Array)
+merge_runs = _of_keys("merge_runs", *[Array] * 6)
+insert = _of_keys("insert", Array, Array, _int, _int, _int)
+release_pages = _function("release_pages", Array)
 encode_keys = _of_keys("encode_keys", Array, Matrix, Matrix, Matrix, Array)
 encode_integers = _function("encode_integers", Matrix, Matrix, Array, Array, Matrix)

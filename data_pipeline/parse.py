@@ -53,7 +53,8 @@ class Parsed:
 
 def parse(text: bytes | memoryview, schema: LogSchema) -> Parsed:
     """Parse whole lines, each ended by a newline (\\n or \\r\\n)."""
-    return _parse(np.frombuffer(text, np.uint8), schema, _measure(np.frombuffer(text, np.uint8), schema, len(text) << 16))
+    whole = np.frombuffer(text, np.uint8)
+    return _parse(whole, schema, _measure(whole, schema, 1 << 62))
 
 
 def parse_blocks(text: bytes | memoryview, schema: LogSchema, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Parsed]:
@@ -67,6 +68,12 @@ def parse_blocks(text: bytes | memoryview, schema: LogSchema, *, block_bytes: in
         block = _measure(rest, schema, block_bytes)
         yield _parse(rest[: block.bytes], schema, block, begin=begin, first_line=lines)
         rest, begin, lines = rest[block.bytes :], begin + block.bytes, lines + block.lines
+
+
+def longest_line(text: bytes) -> int:
+    """Bytes of the longest of whole lines, without its newline."""
+    longest: int = native.longest_line(Array(np.frombuffer(text, np.uint8), np.uint8))
+    return longest
 
 
 def _measure(text: np.ndarray, schema: LogSchema, room: int) -> Block:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from data_pipeline.splits import Rows
 
 # Small enough that a loader can shuffle over row groups, large enough that reading one is no overhead.
 ROW_GROUP_ROWS = 1 << 16
+_ROW_GROUP_BYTES = 32 << 20  # of ids and numbers: groups of long lists, or of a thousand columns, have fewer rows
 # Dictionaries shrink columns of few values; where there are many, Parquet builds them in vain, at half of the time of writing.
 _DICTIONARY_IDS = 1 << 14
 _LOGARITHMS = Array(np.log(np.arange(1, 1 << 16)).astype(np.float32), np.float32)
@@ -90,8 +92,8 @@ class Encoder:
         Those that came transformed are kept as they are.
         """
         if self.schema.transformed:
-            return parsed.integers[:, rows]
-        values, missing = parsed.integers[:, rows], parsed.integer_missing[:, rows]
+            return _select(parsed.integers, rows)
+        values, missing = _select(parsed.integers, rows), _select(parsed.integer_missing, rows)
         encoded, low = np.empty(values.shape, np.float32), np.array([2 - column.offset for column in self.integers], np.int64)
         arrays = (Matrix(values, np.int32), Matrix(missing, np.bool_), Array(low, np.int64), _LOGARITHMS)
         native.encode_integers(*arrays, Matrix(encoded, np.float32))
@@ -99,8 +101,8 @@ class Encoder:
 
     def singles(self, parsed: Parsed, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
         """Ids of the categorical columns of one value a row, int32 [C, n], and how many of each are 0."""
-        keys, missing = parsed.keys[:, rows], parsed.key_missing[:, rows]
-        return encode_keys(self.ids_of[: len(keys)], keys, missing)
+        keys = _select(parsed.keys, rows)
+        return encode_keys(self.ids_of[: len(keys)], keys, _select(parsed.key_missing, rows))
 
     def list(self, parsed: Parsed, number: int, rows: Rows) -> tuple[np.ndarray, np.ndarray, int]:
         """Of a list column in rows: the int32 ids end to end, the lengths of the lists, and how many ids are 0."""
@@ -117,32 +119,76 @@ class Encoder:
         return pq.ParquetWriter(path, self.columns, compression="lz4", **options)
 
 
+def _select(columns: np.ndarray, rows: Rows) -> np.ndarray:
+    """Rows of columns [columns, n], each column end to end."""
+    return columns[:, rows] if isinstance(rows, slice) else columns.take(rows, axis=1)
+
+
+RowsOf = Callable[[Parsed, int], Mapping[str, Rows]]
+
+
 def write_part(
-    parsed: Parsed, encoder: Encoder, data: Path, *, rows: Mapping[str, Rows], shards: Mapping[str, Shard]
+    blocks: Iterable[Parsed], encoder: Encoder, data: Path, *, rows_of: RowsOf, shards: Mapping[str, Shard]
 ) -> PartShards:
     """Encode a part.
 
     Args:
-        parsed: the part.
+        blocks: its rows.
         encoder: of its columns.
         data: the data set's folder.
-        rows: of each split.
+        rows_of: the rows of each split in a block, whose first row's number in the part comes with it.
         shards: of each split that has rows in the part, what is known of its shard before it is written.
     """
+    with ExitStack() as stack:
+        beside = {split: stack.enter_context(replacing(data / shard.path)) for split, shard in shards.items()}
+        writers = {split: stack.enter_context(_ShardWriter(encoder, path)) for split, path in beside.items()}
+        first = 0
+        for parsed in blocks:
+            for split, rows in rows_of(parsed, first).items():
+                if split in writers:
+                    writers[split].add(parsed, rows)
+            first += parsed.rows
+        if first != sum(writer.rows for writer in writers.values()) or any(
+            writers[split].rows != shard.rows for split, shard in shards.items()
+        ):
+            raise inputs_changed()
     written = []
     for split, shard in shards.items():
-        chosen = np.arange(parsed.rows)[rows[split]]
-        if len(chosen) != shard.rows:
-            raise inputs_changed()
-        zeros = np.zeros(len(encoder.ids_of), np.int64)
-        contiguous = isinstance(rows[split], slice)
-        with replacing(data / shard.path) as beside, encoder.writer(beside) as writer:
-            for start in range(0, len(chosen), ROW_GROUP_ROWS):
-                group = chosen[start : start + ROW_GROUP_ROWS]
-                table, at_zero = encoder.encode(parsed, slice(int(group[0]), int(group[-1]) + 1) if contiguous else group)
-                writer.write_table(table)
-                zeros += at_zero
-        positives = int(parsed.label[rows[split]].sum()) if encoder.schema.labelled else 0
         described = replace(describe_file(shard.path, data, rows=shard.rows), from_rows=shard.from_rows)
-        written.append(WrittenShard(split=split, shard=described, positives=positives, zeros=tuple(map(int, zeros))))
+        positives, zeros = writers[split].positives, writers[split].zeros
+        written.append(WrittenShard(split=split, shard=described, positives=positives, zeros=tuple(zeros.tolist())))
     return PartShards(written=tuple(written))
+
+
+class _ShardWriter:
+    """Gathers a split's rows of several blocks to row groups."""
+
+    def __init__(self, encoder: Encoder, path: Path) -> None:
+        self._encoder, self._writer = encoder, encoder.writer(path)
+        self._waiting = encoder.columns.empty_table()
+        self.rows = self.positives = 0
+        self.zeros = np.zeros(len(encoder.ids_of), np.int64)
+
+    def __enter__(self) -> _ShardWriter:
+        return self
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        if kind is None and len(self._waiting):
+            self._write(self._waiting)
+        self._writer.close()
+
+    def add(self, parsed: Parsed, rows: Rows) -> None:
+        """Encode rows of a block, and write the row groups that are full."""
+        table, zeros = self._encoder.encode(parsed, rows)
+        self.zeros += zeros
+        if self._encoder.schema.labelled:
+            self.positives += int(parsed.label[rows].sum())
+        self.rows += len(table)
+        waiting = pa.concat_tables([self._waiting, table])
+        while len(waiting) >= ROW_GROUP_ROWS or waiting.nbytes >= _ROW_GROUP_BYTES:
+            self._write(waiting[:ROW_GROUP_ROWS])
+            waiting = waiting[ROW_GROUP_ROWS:]
+        self._waiting = waiting
+
+    def _write(self, group: pa.Table) -> None:
+        self._writer.write_table(group.combine_chunks())  # pages end where chunks do

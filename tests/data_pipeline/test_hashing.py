@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.hashing import HashedIds, TableIds, allocate, capacity_for, encode_keys, insert
+from data_pipeline import hashing
+from data_pipeline.hashing import HashedIds, TableIds, encode_keys, open_tables, write_table
 from data_pipeline.manifest import IntegerColumn
 from data_pipeline.native import Array, Matrix
 from data_pipeline.parse import parse
@@ -20,27 +21,21 @@ from data_pipeline.shards import Encoder
 DTYPES = [np.dtype(np.uint32), np.dtype(np.uint64)]
 
 
-def write_table(path: Path, dtype: np.dtype, ids: dict[int, int], slots: int) -> TableIds:
-    pairs = allocate(path, dtype, (slots, 2))
-    insert(pairs, np.array(list(ids), dtype), np.array(list(ids.values()), np.int64))
-    del pairs
-    return TableIds(path, dtype)
-
-
 @settings(max_examples=100)
-@given(data=st.data(), dtype=st.sampled_from(DTYPES), buckets=st.integers(2, 1 << 31))
+@given(data=st.data(), dtype=st.sampled_from(DTYPES), buckets=st.integers(2, 1 << 31), room=st.sampled_from([None, 0, 1 << 20]))
 def test_ids_equal_the_reference(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, dtype: np.dtype, buckets: int
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, dtype: np.dtype, buckets: int, room: int | None
 ) -> None:
-    """By table, where slots collide and where no slot is free, and by hash; of rows in the middle of their array."""
+    """By table, in memory or not, and by hash; of rows in the middle of their array."""
     key = st.one_of(st.integers(0, 9), st.integers(0, 2 ** (8 * dtype.itemsize) - 1))
     values = data.draw(st.lists(key, unique=True, max_size=20))
+    path = tmp_path_factory.mktemp("table") / "C1.table"
+    write_table(path, lambda: [np.array(values[:5], dtype), np.array(values[5:], dtype)], len(values), dtype)
     ids = {value: number for number, value in enumerate(values, start=1)}
-    slots = data.draw(st.sampled_from([max(len(values), 1), capacity_for(len(values))]))
-    table = write_table(tmp_path_factory.mktemp("table") / "C1.table", dtype, ids, slots)
     asked = data.draw(st.lists(st.tuples(key, st.booleans()), max_size=30))
     keys = np.array([[value for value, _ in asked] + [7]] * 2, dtype)[:, :-1]
     missing = np.array([[gone for _, gone in asked] + [True]] * 2, np.bool_)[:, :-1]
+    (table,) = open_tables([path], dtype, room=room)
     got, zeros = encode_keys([table, HashedIds(buckets)], keys, missing)
     by_table = [0 if gone else ids.get(value, 0) for value, gone in asked]
     by_hash = [0 if gone else hashed_id(value, buckets) for value, gone in asked]
@@ -48,17 +43,30 @@ def test_ids_equal_the_reference(
     assert zeros.tolist() == [by_table.count(0), by_hash.count(0)]
 
 
-def test_a_table_without_slots_knows_nothing(tmp_path: Path) -> None:
-    (tmp_path / "empty.table").touch()
-    got, zeros = encode_keys(
-        [TableIds(tmp_path / "empty.table", DTYPES[0])], np.arange(3, dtype=np.uint32)[None], np.zeros((1, 3), bool)
-    )
-    assert (got.tolist(), zeros.tolist()) == ([[0, 0, 0]], [3])
+def test_large_tables_are_written_range_by_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hashing, "_RANGE_BYTES", 1 << 14)
+    keys = np.random.default_rng(0).choice(1 << 32, 20_000, replace=False).astype(np.uint32)
+    write_table(tmp_path / "C1.table", lambda: np.split(keys, 4), len(keys), keys.dtype)
+    ids, _ = encode_keys([TableIds(tmp_path / "C1.table", keys.dtype, 1 << 16)], keys[None], np.zeros((1, len(keys)), np.bool_))
+    assert ids[0].tolist() == list(range(1, len(keys) + 1))
 
 
-def test_a_full_table_takes_no_more(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="insert_u32: the sizes of the arrays don't fit each other"):
-        write_table(tmp_path / "C1.table", DTYPES[0], {1: 1, 2: 2, 3: 3}, slots=2)
+@pytest.mark.parametrize("pairs", [[], [[1, 7], [2, 8]]])
+def test_a_table_of_no_free_slot_is_searched_once(tmp_path: Path, pairs: list[list[int]]) -> None:
+    """Files may be anyone's."""
+    np.array(pairs, np.uint32).tofile(tmp_path / "C1.table")
+    keys = np.array([[1, 2, 3]], np.uint32)
+    ids, _ = encode_keys([TableIds(tmp_path / "C1.table", keys.dtype)], keys, np.zeros((1, 3), np.bool_))
+    assert ids.tolist() == ([[7, 8, 0]] if pairs else [[0, 0, 0]])
+
+
+def test_small_tables_are_held_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rooms = []
+    monkeypatch.setattr(hashing, "TableIds", lambda path, dtype, room: rooms.append((path.name, room)))
+    for name, size in {"a": 100, "b": 5000, "c": 300, "d": 9000}.items():
+        (tmp_path / name).write_bytes(bytes(size))
+    open_tables([tmp_path / name for name in "abcd"], DTYPES[0], room=2400)
+    assert rooms == [("a", 100), ("c", 300), ("b", 1000), ("d", 1000)]
 
 
 @settings(max_examples=50)
