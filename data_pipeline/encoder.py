@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data_pipeline.hashing import HashedIds, TableIds
-from data_pipeline.manifest import REMEDY, CategoricalColumn, Manifest, check_file, read_manifest
+from data_pipeline.hashing import HashedIds, open_tables
+from data_pipeline.manifest import REMEDY, Manifest, check_file, read_manifest
 from data_pipeline.parse import Parsed
 from data_pipeline.parts import detect_schema
 from data_pipeline.reference import hash_text
 from data_pipeline.schema import Column, LogSchema, criteo_schema
-from data_pipeline.shards import Encoder, IdsOf, encode_integers
+from data_pipeline.shards import Encoder
 from data_pipeline.sources import Source
 from data_pipeline.splits import Rows
 
@@ -78,39 +78,38 @@ def check_columns(schema: LogSchema, known: LogSchema, *, log: Source, data: str
         )
 
 
-def open_encoder(manifest: Manifest, folder: Path, schema: LogSchema) -> Encoder:
+def open_encoder(manifest: Manifest, folder: Path, schema: LogSchema, *, room: int | None = None) -> Encoder:
     """A data set's encoder of logs, its tables mapped into memory.
+
+    Args:
+        manifest, folder: of the data set.
+        schema: of the logs.
+        room: bytes of the tables that may be held in memory; None for all.
 
     Raises:
         ValueError: a table is missing or of another size than the manifest states.
     """
-
-    def ids_of(column: CategoricalColumn) -> IdsOf:
-        if column.table is None:
-            return HashedIds(column.num_embeddings)
-        return TableIds(check_file(column.table, folder), schema.key_dtype)
-
+    columns = manifest.categorical_columns
+    paths = [check_file(column.table, folder) for column in columns if column.table]
+    tables = iter(open_tables(paths, schema.key_dtype, room=room))
     return Encoder(
         schema=schema,
         integers=manifest.integer_columns,
-        ids_of=tuple(ids_of(column) for column in manifest.categorical_columns),
-        num_embeddings=tuple(column.num_embeddings for column in manifest.categorical_columns),
+        ids_of=tuple(next(tables) if column.table else HashedIds(column.num_embeddings) for column in columns),
+        num_embeddings=tuple(column.num_embeddings for column in columns),
     )
 
 
 def flatten(encoder: Encoder, parsed: Parsed, rows: Rows = slice(None)) -> Flat:
     """Encode rows of a parsed text."""
     size = len(parsed.starts[rows])
-    dense = np.empty((size, len(encoder.integers)), np.float32)
-    for number, column in enumerate(encoder.integers):
-        dense[:, number] = encode_integers(parsed.integers[number][rows], parsed.integer_missing[number][rows], column)
-    values, lengths = [], np.ones((len(encoder.ids_of), size), np.int32)
-    for number in range(len(encoder.ids_of)):
-        ids, of_lists, _ = encoder.ids(parsed, number, rows)
-        values.append(ids)
-        if of_lists is not None:
-            lengths[number] = of_lists
-    return Flat(dense, np.concatenate(values, dtype=np.int64) if values else np.empty(0, np.int64), lengths.ravel())
+    dense = np.ascontiguousarray(encoder.numbers(parsed, rows).T)
+    ids, _ = encoder.singles(parsed, rows)
+    values, lengths = [ids.ravel()], np.ones((len(encoder.ids_of), size), np.int32)
+    for number in range(len(parsed.list_ends)):
+        elements, lengths[len(ids) + number], _ = encoder.list(parsed, number, rows)
+        values.append(elements)
+    return Flat(dense, np.concatenate(values, dtype=np.int64), lengths.ravel())
 
 
 class RequestEncoder:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from data_pipeline.options import PassOptions
-from data_pipeline.parse import Parsed, parse
+from data_pipeline.parse import Parsed, parse_blocks
 from data_pipeline.parts import Part, Skip, read_parts
 from data_pipeline.schema import LogSchema
 from data_pipeline.sources import LogIdentity
@@ -35,8 +35,8 @@ class Job:
         """What reads a log's parts, as `read_parts`."""
         return lambda: read_parts(log, self.options.inputs[log], part_bytes=self.options.part_bytes, skip=skip)
 
-    def parse(self, part: Part) -> Parsed:
-        """Parse a part, without the line of names where there is one; lines begin where they do in the whole log.
+    def blocks(self, part: Part) -> Iterator[Parsed]:
+        """Parse a part, block by block, without the line of names where there is one; lines begin where they do in the whole log.
 
         Raises:
             ValueError: the log is of another kind than the first, or has other columns in .npy files.
@@ -50,11 +50,12 @@ class Job:
                 "or .npy files of other columns, become data sets of their own"
             )
         if isinstance(part.content, Rows):
-            parsed, begin = parse_rows(part.content), part.start
+            blocks, begin = parse_rows(part.content), part.start
         else:
             header = part.content.find(b"\n") + 1 if self.schema.header and not part.start else 0
-            parsed, begin = parse(part.content[header:], self.schema), part.start + header
-        return replace(parsed, starts=parsed.starts + begin)
+            blocks, begin = parse_blocks(memoryview(part.content)[header:], self.schema), part.start + header
+        for parsed in blocks:
+            yield replace(parsed, starts=parsed.starts + begin)
 
     def rows_by_draw(self, part: Part, parsed: Parsed) -> dict[str, np.ndarray]:
         """The rows of each split in a part, where they are drawn."""

@@ -17,9 +17,10 @@ _MIB = 1 << 20
 _UNITS = {"": 1, "K": 1 << 10, "M": _MIB, "G": 1 << 30, "T": 1 << 40}
 # What a run takes before it holds any part: Python, NumPy, Arrow and compiled kernels.
 _BASE_BYTES = 256 * _MIB
-# Of a part's size, what a worker takes: its text, the next one's, the columns parsed from it, and the row group being written.
-_PARTS_PER_WORKER = 4
-_BYTES_PER_MERGED_ENTRY = 48
+# What a worker takes beside its part's text and the next one's: a parsed block, and what is counted of it or a row group.
+_WORKER_BYTES = 128 * _MIB
+_LEAST_TABLE_BYTES = 32 * _MIB
+_BYTES_PER_MERGED_ENTRY = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,8 @@ class PassOptions:
         max_bad_rows: malformed lines that may be dropped before the run stops.
         overwrite: replace a finished output.
         part_bytes: text of one unit of work; a shard holds a part's rows, about 270,000 of Criteo's in 64 MiB.
-        memory_limit: bytes of memory to stay below; decides how many parts are worked on at once.
+        memory_limit: bytes of memory to stay below; decides how many parts are worked on at once, and how much of the vocabularies
+            stays in memory.
         workers: threads, at most; None for one a core.
         scheduler: address of a Dask scheduler whose workers work on the parts instead of threads, or "local" for processes here.
 
@@ -55,8 +57,8 @@ class PassOptions:
         self._check_at_least(max_bad_rows=0, part_bytes=1)
         if self.workers is not None:
             self._check_at_least(workers=1)
-        if self.memory_limit < _BASE_BYTES + _PARTS_PER_WORKER * self.part_bytes:
-            needed = _BASE_BYTES + _PARTS_PER_WORKER * self.part_bytes
+        needed = _BASE_BYTES + self._worker_bytes
+        if self.memory_limit < needed:
             raise ValueError(
                 f"--memory-limit {format_bytes(self.memory_limit)} is too little for parts of {format_bytes(self.part_bytes)}, "
                 f"which take {format_bytes(needed)}; raise it, or lower --part-size"
@@ -71,7 +73,16 @@ class PassOptions:
     def threads(self) -> int:
         """Parts worked on at once: as many as cores, and as memory allows."""
         cores = self.workers or len(os.sched_getaffinity(0))
-        return min(cores, (self.memory_limit - _BASE_BYTES) // (_PARTS_PER_WORKER * self.part_bytes))
+        return min(cores, (self.memory_limit - _BASE_BYTES) // self._worker_bytes)
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of all vocabularies that a thread may hold in memory while it encodes, beside what it works on."""
+        return max((self.memory_limit - _BASE_BYTES) // self.threads - self._worker_bytes, _LEAST_TABLE_BYTES)
+
+    @property
+    def _worker_bytes(self) -> int:
+        return 2 * self.part_bytes + _WORKER_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)

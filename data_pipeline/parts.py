@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
+from data_pipeline.parse import longest_line
 from data_pipeline.schema import LogSchema, detect_criteo_schema
 from data_pipeline.sources import LogIdentity, Source, empty, identify_log, open_log, unreadable
 from data_pipeline.triplets import MAGIC, Rows, identify_triplet, open_triplet
 
-LONGEST_LINE = 1 << 16
+LONGEST_LINE = 1 << 20  # bytes without the newline; lists of a hundred thousand values fit
+_DETECTED_BYTES = 1 << 16
 _GZIP_MAGIC = b"\x1f\x8b"
 _BLOCK = 1 << 20
 Skip = Callable[[int], bool]
@@ -56,7 +58,7 @@ def detect_schema(log: Source) -> LogSchema:
     """
     if _magic(log) == MAGIC:
         return open_triplet(log).schema()
-    first = next(read_parts(0, log, part_bytes=LONGEST_LINE, skip=lambda _: False)).content
+    first = next(read_parts(0, log, part_bytes=_DETECTED_BYTES, skip=lambda _: False)).content
     assert isinstance(first, bytes), "only .npy files give rows"
     try:
         return detect_criteo_schema(first.replace(b"\r\n", b"\n"))
@@ -81,7 +83,10 @@ def read_parts(log: int, source: Source, *, part_bytes: int, skip: Skip) -> Iter
     magic = _magic(source)
     cut = _triplet_parts if magic == MAGIC else _gzipped_parts if magic.startswith(_GZIP_MAGIC) else _plain_parts
     try:
-        yield from cut(log, source, part_bytes, skip)
+        for part in cut(log, source, part_bytes, skip):
+            if isinstance(part.content, bytes) and longest_line(part.content) > LONGEST_LINE:
+                raise _too_long(source)
+            yield part
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{source}: damaged gzip ({error}); fetch or compress it again") from error
     except OSError as error:
@@ -156,9 +161,9 @@ def _triplet_parts(log: int, source: Source, part_bytes: int, skip: Skip) -> Ite
 def _line_end(file: BinaryIO, at: int, source: Source) -> int:
     """Where the line that holds byte `at` ends: behind its newline, or with the log."""
     file.seek(at)
-    window = file.read(LONGEST_LINE)
+    window = file.read(LONGEST_LINE + 1)
     end = window.find(b"\n")
-    if end < 0 and len(window) == LONGEST_LINE:
+    if end < 0 and len(window) > LONGEST_LINE:
         raise _too_long(source)
     return at + (end + 1 if end >= 0 else len(window))
 

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from data_pipeline.cluster import dask_schedule
 from data_pipeline.count_pass import Group, count_logs, describe_inputs, no_training_rows, train_and_rest
-from data_pipeline.hashing import HashedIds, TableIds
+from data_pipeline.hashing import HashedIds, open_tables
 from data_pipeline.job import Job
 from data_pipeline.manifest import (
     FORMAT,
@@ -39,6 +39,7 @@ from data_pipeline.manifest import (
 from data_pipeline.options import PreprocessOptions
 from data_pipeline.parts import detect_schema, identify, inputs_changed
 from data_pipeline.pool import Schedule, on_threads
+from data_pipeline.runs import merge, merge_in_levels
 from data_pipeline.schema import LogSchema
 from data_pipeline.shards import Encoder, WrittenShard
 from data_pipeline.sources import LogIdentity
@@ -129,30 +130,36 @@ def _integer_column(job: Job, column: int, groups: Sequence[Group]) -> IntegerCo
 
 
 def _vocabularies(job: Job, options: PreprocessOptions, groups: Sequence[Group]) -> dict[str, Vocabulary]:
-    def build(column: int) -> Vocabulary:
-        name = job.schema.categories[column]
-        record = f"tables/{column:03d}"
-        vocabulary = job.work.load(record, Vocabulary)
-        if vocabulary is None:
-            vocabulary = build_vocabulary(
-                name,
-                [group.run(job, column) for group in groups],
-                key_dtype=job.schema.key_dtype,
-                min_count=options.min_count_of(name),
-                entries=options.merged_entries,
-                data=job.work.data,
-                work=job.work.path / "tables",
-            )
-            job.work.save(record, vocabulary)
-        return vocabulary
+    names, folder = job.schema.categories, job.work.path / "counts"
+    merging: dict[str, Any] = {"key_dtype": job.schema.key_dtype, "entries": options.merged_entries}
+    found = {name: job.work.load(_record(column), Vocabulary) for column, name in enumerate(names)}
+    vocabularies = {name: vocabulary for name, vocabulary in found.items() if vocabulary}
+    if len(vocabularies) < len(names):
+        all_runs = [run for group in groups for run in group.runs]
+        runs = merge_in_levels(all_runs, job.work, folder, columns=len(names), workers=options.threads, **merging)
 
-    names = job.schema.categories
+    def build(column: int) -> Vocabulary:
+        name = names[column]
+        if name not in vocabularies:
+            values = merge(runs, folder, column, **merging)
+            where = {"data": job.work.data, "work": job.work.path / "tables"}
+            vocabularies[name] = build_vocabulary(
+                name, values, key_dtype=job.schema.key_dtype, min_count=options.min_count_of(name), **where
+            )
+            job.work.save(_record(column), vocabularies[name])
+        return vocabularies[name]
+
     with ThreadPoolExecutor(options.threads) as pool:
         built = tqdm(pool.map(build, range(len(names))), total=len(names), desc="merging", unit="column", disable=None)
         vocabularies = dict(zip(names, built, strict=True))
-    for runs in (job.work.path / "counts").glob("*.runs"):
-        runs.unlink()
+    for pattern in ("*.keys", "*.counts"):
+        for file in folder.glob(pattern):
+            file.unlink()
     return vocabularies
+
+
+def _record(column: int) -> str:
+    return f"tables/{column:03d}"
 
 
 def _encoder(
@@ -162,11 +169,11 @@ def _encoder(
     if buckets is not None:
         count = len(schema.categories)
         return Encoder(schema=schema, integers=integers, ids_of=(HashedIds(buckets),) * count, num_embeddings=(buckets,) * count)
-    tables = [TableIds(job.work.data / vocabularies[name].table.path, schema.key_dtype) for name in schema.categories]
+    paths = [job.work.data / vocabularies[name].table.path for name in schema.categories]
     return Encoder(
         schema=schema,
         integers=integers,
-        ids_of=tuple(tables),
+        ids_of=open_tables(paths, schema.key_dtype, room=options.table_bytes),
         num_embeddings=tuple(vocabularies[name].num_embeddings for name in schema.categories),
     )
 

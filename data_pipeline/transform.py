@@ -121,7 +121,7 @@ def _run(job: Job, source: Manifest, data: Path, schedule: Schedule) -> Manifest
     rows = sum(rows_of_logs)
     if not rows:
         raise ValueError("--input holds no well-formed line; give more")
-    encoder = open_encoder(source, job.work.data, job.schema)
+    encoder = open_encoder(source, job.work.data, job.schema, room=job.options.table_bytes)
     written = write_logs(job, schedule, parts, job.splitting.bounds(rows_of_logs), encoder)
     inputs, rejected_lines = describe_inputs(job, parts)
     rejected = sum(log.rows_rejected for log in inputs)

@@ -1,8 +1,8 @@
 """The hidden work folder of a run: what is done of it is there under its final name, so a run that was killed goes on from it.
 
     .data.partial/identity.json     inputs and options; a run with others starts over
-    .data.partial/counts/           pass 1, a file of values and one of statistics for each part
-    .data.partial/tables/           vocabularies as hash tables
+    .data.partial/counts/           pass 1, for each part runs of values and a file of statistics; runs merged from them
+    .data.partial/tables/           what is known of merged runs and of vocabularies
     .data.partial/shards/           pass 2, what was written for each part
     .data.partial/data/             the data set itself, renamed to its place at the end
 

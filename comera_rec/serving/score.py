@@ -30,6 +30,7 @@ from data_pipeline.encoder import Flat, check_columns, flatten, new_logs_schema,
 from data_pipeline.job import Job, part_name
 from data_pipeline.manifest import Manifest, check_shards, file_sha256, read_manifest
 from data_pipeline.options import PassOptions
+from data_pipeline.parse import REASONS_KEPT
 from data_pipeline.parts import Part, count_parts, identify, inputs_changed
 from data_pipeline.pool import on_executor
 from data_pipeline.shards import Encoder
@@ -129,17 +130,27 @@ def _score_part(encoder: Encoder, model: Path, job: Job, part: Part, detail: Non
         return part.log, part.number, record
     _load(model)
     start = time.perf_counter()
-    parsed = job.parse(part)
-    scores = _scores(model, (flatten(encoder, parsed, slice(at, at + BATCH_ROWS)) for at in range(0, parsed.rows, BATCH_ROWS)))
-    lines = parsed.starts - part.start
+    starts, labels, reasons = [np.empty(0, np.int64)], [np.empty(0, np.int8)], list[tuple[int, str]]()
+    lines = 0
+
+    def batches() -> Iterator[Flat]:
+        nonlocal lines
+        for parsed in job.blocks(part):
+            starts.append(parsed.starts)
+            labels.append(parsed.label)
+            reasons.extend(parsed.reasons[: REASONS_KEPT - len(reasons)])
+            lines += parsed.lines
+            yield from (flatten(encoder, parsed, slice(at, at + BATCH_ROWS)) for at in range(0, parsed.rows, BATCH_ROWS))
+
+    scores = _scores(model, batches())
+    line = np.concatenate(starts) - part.start
     if not isinstance(part.content, Rows):
         newlines = np.flatnonzero(np.frombuffer(part.content, np.uint8) == ord("\n"))
-        lines = np.searchsorted(newlines, lines) - (1 if job.schema.header and not part.start else 0)
-    columns = {"line": lines, "score": scores} | ({LABEL: parsed.label} if job.schema.labelled else {})
+        line = np.searchsorted(newlines, line) - (1 if job.schema.header and not part.start else 0)
+    columns = {"line": line, "score": scores} | ({LABEL: np.concatenate(labels)} if job.schema.labelled else {})
     seconds = time.perf_counter() - start
-    record = ScoredPart(
-        lines=parsed.lines, rows=parsed.rows, rejected=parsed.rejected, reasons=parsed.reasons, last=part.last, seconds=seconds
-    )
+    rejected = lines - len(line)
+    record = ScoredPart(lines=lines, rows=len(line), rejected=rejected, reasons=tuple(reasons), last=part.last, seconds=seconds)
     _save(job.work, name, columns, record)
     return part.log, part.number, record
 

@@ -46,7 +46,7 @@ def run(log: Path, output: Path, **options: object) -> None:
         (with_cell(0, "2"), "log.tsv:17: label '2' is not 0 or 1"),
         (with_cell(0, ""), "log.tsv:17: label '' is not 0 or 1"),
         (b"a,b,c\n1,2,3\n", "log.tsv:1: 1 columns; Criteo logs have 40"),
-        (b"x" * (1 << 17), "log.tsv: a line of more than 65536 bytes"),
+        (b"x" * (1 << 21), "log.tsv: a line of more than 1048576 bytes"),
         (b"", "log.tsv is empty"),
         (gzip.compress(b"", mtime=0), "log.tsv is empty"),
         (GZIPPED[:-10], "log.tsv: damaged gzip .*fetch or compress it again"),
