@@ -158,7 +158,9 @@ class _Rejects:
         while counts := records.get(self._checked[log]):
             before, self._count = self._count, self._count + counts.rejected
             if self._count > most:
-                line, reason = counts.reasons[min(most - before, len(counts.reasons) - 1)]
+                nth = most - before
+                known = nth < len(counts.reasons)
+                line, reason = counts.reasons[nth] if known else self._job.malformed(log, self._checked[log], nth)
                 number = first_line(self._job) + self._lines[log] + line
                 others = f"after {most} other malformed lines; " if most else ""
                 raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -56,9 +57,36 @@ class Job:
             parsed, begin = parse(part.content[header:], self.schema), part.start + header
         return replace(parsed, starts=parsed.starts + begin)
 
+    def malformed(self, log: int, number: int, nth: int) -> tuple[int, str]:
+        """The nth malformed line of a part, from 0: its number in the part, and what is wrong. Reads the part again."""
+        part, before = next(self.reader(log, number.__ne__)()), 0
+        while True:
+            parsed = self.parse(part)
+            if nth < len(parsed.reasons):
+                line, reason = parsed.reasons[nth]
+                return before + line, reason
+            first, second = _halves(part)
+            of_first = self.parse(first)
+            if nth < of_first.rejected:
+                part = first
+            else:
+                part, nth, before = second, nth - of_first.rejected, before + of_first.lines
+
     def rows_by_draw(self, part: Part, parsed: Parsed) -> dict[str, np.ndarray]:
         """The rows of each split in a part, where they are drawn."""
         return rows_by_draw(self.splitting.drawn(part.log, parsed.starts))
+
+
+def _halves(part: Part) -> tuple[Part, Part]:
+    """A part of more than one line as two of about the same size."""
+    content = part.content
+    if isinstance(content, bytes):
+        middle = content.rfind(b"\n", 0, len(content) // 2) + 1 or content.find(b"\n") + 1
+        pieces: tuple[Any, Any] = (content[:middle], content[middle:])
+    else:
+        middle = len(content.sparse) // 2
+        pieces = (Rows(*(array[:middle] for array in content)), Rows(*(array[middle:] for array in content)))
+    return replace(part, content=pieces[0]), replace(part, content=pieces[1], start=part.start + middle)
 
 
 def part_name(log: int, number: int) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -20,12 +21,14 @@ from typing import Annotated, Literal
 import pyarrow.parquet as pq
 from pydantic import Field, TypeAdapter, ValidationError
 
+from data_pipeline.atomic import replacing
 from data_pipeline.schema import LogSchema
 
 FORMAT = "comera-rec-dataset"
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 SPLITS = ("train", "val", "test")
+FILES = (MANIFEST_NAME, *(f"{split}/*.parquet" for split in SPLITS), "vocabulary/*")  # of a data set, as patterns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +168,8 @@ REMEDY = "run `comera preprocess` again"
 def write_manifest(manifest: Manifest, folder: str | Path) -> None:
     """Write manifest.json into the folder."""
     text = _MANIFEST.dump_json(manifest, by_alias=True, indent=2)
-    (Path(folder) / MANIFEST_NAME).write_bytes(text + b"\n")
+    with replacing(Path(folder) / MANIFEST_NAME) as beside:
+        beside.write_bytes(text + b"\n")
 
 
 def read_manifest(folder: str | Path) -> Manifest:
@@ -191,10 +195,19 @@ def read_manifest(folder: str | Path) -> Manifest:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"]) or "the file"
         raise ValueError(f"{path}: {key}: {first['msg']}; {REMEDY}") from error
+    for file in files_of(manifest):
+        if Path(file.path).is_absolute() or ".." in Path(file.path).parts:
+            raise ValueError(f"{path}: {file.path} is outside of {folder}; {REMEDY}")
     missing = [name for name in SPLITS if name not in manifest.splits]
     if missing:
         raise ValueError(f"{path}: splits.{missing[0]}: Field required; {REMEDY}")
     return manifest
+
+
+def files_of(manifest: Manifest) -> Iterator[Shard]:
+    """Shards, vocabularies and tables of a data set."""
+    yield from (shard for split in manifest.splits.values() for shard in split.shards)
+    yield from (file for column in manifest.categorical_columns for file in (column.vocabulary, column.table) if file)
 
 
 def check_shards(manifest: Manifest, folder: str | Path, *, contents: bool = False) -> None:

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
+from data_pipeline.atomic import refuse_overlap
 from data_pipeline.schema import LogSchema
-from data_pipeline.sources import Source
+from data_pipeline.sources import Source, refuse_twice
 from data_pipeline.splits import SplitKind, Splitting
 
 _MIB = 1 << 20
@@ -52,6 +53,8 @@ class PassOptions:
     def __post_init__(self) -> None:
         if not self.inputs:
             raise ValueError("--input names no file; give at least one")
+        refuse_overlap(self.output, "input", [log for log in self.inputs if isinstance(log, Path)])
+        refuse_twice(self.inputs)
         self._check_at_least(max_bad_rows=0, part_bytes=1)
         if self.workers is not None:
             self._check_at_least(workers=1)
@@ -106,6 +109,8 @@ class PreprocessOptions(PassOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_at_least(min_count=1, seed=0)
+        if self.seed >= 1 << 64:
+            raise ValueError(f"--seed is {self.seed}; it must be below 2**64")
         if self.hash_buckets is not None:
             self._check_at_least(hash_buckets=2)
         for name, count in self.min_counts.items():

@@ -25,9 +25,9 @@ from data_pipeline.count_pass import Group, count_logs, describe_inputs, no_trai
 from data_pipeline.hashing import HashedIds, TableIds
 from data_pipeline.job import Job
 from data_pipeline.manifest import (
+    FILES,
     FORMAT,
     FORMAT_VERSION,
-    MANIFEST_NAME,
     SPLITS,
     CategoricalColumn,
     IntegerColumn,
@@ -67,7 +67,7 @@ def preprocess(options: PreprocessOptions, tell: Tell = lambda line: None) -> Ma
     scheduled = dask_schedule(options.scheduler, workers=options.threads) if options.scheduler else nullcontext(on_threads)
     with (
         scheduled as schedule,
-        work_folder(options.output, identity=identity, marker=MANIFEST_NAME, overwrite=options.overwrite, tell=tell) as work,
+        work_folder(options.output, identity=identity, files=FILES, overwrite=options.overwrite, tell=tell) as work,
     ):
         counts_values = options.hash_buckets is None
         job = Job(options=options, schema=schema, logs=logs, work=work, splitting=options.splitting, counts_values=counts_values)

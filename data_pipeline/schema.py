@@ -14,6 +14,7 @@ Criteo's own columns are built in: label, counts I1..I13, categories C1..C26 of 
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections import Counter
 from collections.abc import Mapping
@@ -27,6 +28,7 @@ from data_pipeline.columns import CATEGORIES, INTEGERS, LABEL
 
 Kind = Literal["ignore", "label", "integer", "hex", "category", "list"]
 KINDS: tuple[str, ...] = get_args(Kind)
+_LONGEST_NAME = 150  # in bytes; file systems take 255, and what is not finished has longer names
 _UNLABELLED = len(INTEGERS) + len(CATEGORIES)
 
 
@@ -131,7 +133,7 @@ def _schema(content: Mapping[str, Any]) -> LogSchema:
     schema = LogSchema(
         columns=tuple(_column(name, entry) for name, entry in columns.items()),
         separator=_byte(content.get("separator", "\t")),
-        header=bool(content.get("header", False)),
+        header=_flag(content.get("header", False)),
     )
     if len(schema.of_kind("label")) > 1:
         raise ValueError(f"columns {', '.join(schema.of_kind('label'))} are all labels; there can be one")
@@ -140,9 +142,16 @@ def _schema(content: Mapping[str, Any]) -> LogSchema:
     for column in schema.columns:
         if column.kind not in ("label", "ignore") and column.name == LABEL:
             raise ValueError(f"column {LABEL} is of kind {column.kind}; the name is kept for the label")
+        if len(file_name(column.name).encode()) > _LONGEST_NAME:
+            raise ValueError(f"column {column.name[:40]}... has too long a name for its files; rename it")
         if column.kind == "list" and column.separator == schema.separator:
             raise ValueError(f"{column.name}: {column.separator!r} cannot separate both columns and elements")
     return schema
+
+
+def file_name(column: str) -> str:
+    """A column's name as that of a file: as it is, but for characters that have a meaning in paths."""
+    return re.sub(r"[%/\\\0]|^\.", lambda match: f"%{ord(match[0]):02X}", column)
 
 
 def _column(name: str, entry: object) -> Column:
@@ -153,6 +162,12 @@ def _column(name: str, entry: object) -> Column:
     if settings.get("kind") not in KINDS:
         raise ValueError(f"{name}: kind {settings.get('kind')!r} is unknown; choose one of {', '.join(KINDS)}")
     return Column(name=name, kind=settings["kind"], separator=_byte(settings.get("separator", "|")))
+
+
+def _flag(header: object) -> bool:
+    if not isinstance(header, bool):
+        raise ValueError(f"header is {header!r}; write true or false, without quotes")
+    return header
 
 
 def _byte(separator: object) -> str:

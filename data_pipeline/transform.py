@@ -14,12 +14,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from data_pipeline.atomic import replacing
+from data_pipeline.atomic import refuse_overlap, replacing
 from data_pipeline.cluster import dask_schedule
 from data_pipeline.count_pass import CountedPart, count_logs, describe_inputs
 from data_pipeline.encoder import check_columns, new_logs_schema, open_encoder, recorded_log
 from data_pipeline.job import Job
 from data_pipeline.manifest import (
+    FILES,
     MANIFEST_NAME,
     SPLITS,
     CategoricalColumn,
@@ -61,8 +62,7 @@ class TransformOptions(PassOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.output.absolute() == self.data.absolute():
-            raise ValueError(f"--output {self.output} is --data; choose a folder for the new data set")
+        refuse_overlap(self.output, "data", [self.data], within=True)
         if self.split not in ("source", *SPLITS):
             raise ValueError(f"--split is {self.split!r}; choose one of source, {', '.join(SPLITS)}")
 
@@ -97,7 +97,7 @@ def transform(options: TransformOptions, tell: Tell = lambda line: None) -> Mani
     scheduled = dask_schedule(options.scheduler, workers=options.threads) if options.scheduler else nullcontext(on_threads)
     with (
         scheduled as schedule,
-        work_folder(options.output, identity=identity, marker=MANIFEST_NAME, overwrite=options.overwrite, tell=tell) as work,
+        work_folder(options.output, identity=identity, files=FILES, overwrite=options.overwrite, tell=tell) as work,
     ):
         job = Job(options=options, schema=schema, logs=logs, work=work, splitting=Splitting.recorded(split))
         manifest = replace(_run(job, source, options.data, schedule), transformed=origin)

@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 from data_pipeline.atomic import remove, replacing
 from data_pipeline.hashing import allocate, capacity_for, insert, map_array
 from data_pipeline.manifest import Shard, describe_file
+from data_pipeline.schema import file_name
 
 _BLOCK = 1 << 20
 MOST_IDS = 2**31 - 1
@@ -100,7 +101,8 @@ def build_vocabulary(
     Raises:
         ValueError: there are more ids than an int32 holds.
     """
-    files = [work / f"{name}.{part}" for part in ("keys", "counts", "keys-by-id", "counts-by-id")]
+    stem = file_name(name)
+    files = [work / f"{stem}.{part}" for part in ("keys", "counts", "keys-by-id", "counts-by-id")]
     distinct = 0
     with files[0].open("wb") as keys_file, files[1].open("wb") as counts_file:
         for keys, counts in merge_runs(runs, key_dtype=key_dtype, entries=entries):
@@ -113,7 +115,7 @@ def build_vocabulary(
 
     keys_by_id = allocate(files[2], key_dtype, (len(keys),))
     counts_by_id = allocate(files[3], counts.dtype, (len(keys),))
-    path, table = f"vocabulary/{name}.parquet", f"vocabulary/{name}.table"
+    path, table = f"vocabulary/{stem}.parquet", f"vocabulary/{stem}.table"
     with replacing(data / table) as beside:
         pairs = allocate(beside, key_dtype, (capacity_for(len(keys)), 2))
         for start, ids in _ids_by_count(counts):

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from comera_rec.serving.package import ServingModel, read_metadata
 from comera_rec.serving.vocabularies import check_vocabularies, open_vocabularies
-from data_pipeline.atomic import replacing
+from data_pipeline.atomic import refuse_overlap, replacing
 from data_pipeline.columns import LABEL
 from data_pipeline.count_pass import first_line, pass_over
 from data_pipeline.encoder import Flat, check_columns, flatten, new_logs_schema, open_encoder, recorded_log
@@ -56,6 +56,11 @@ class ScoreOptions(PassOptions):
     data: Path | None = None
     split: str = "test"
     part_bytes: int = PART_BYTES
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse_overlap(self.output, "model", [self.model])
+        refuse_overlap(self.output, "data", [self.data] if self.data else [])
 
     @property
     def folder(self) -> Path | None:
@@ -110,7 +115,7 @@ def _score_log(options: ScoreOptions, tell: Tell) -> Scored:
     identity = _identity(options) | {"input": [asdict(log) for log in logs], "data": str(data), "part_bytes": options.part_bytes}
     units = count_parts(options.inputs[0], options.part_bytes) or 1
     with (
-        work_folder(options.output, identity=identity, marker=None, overwrite=options.overwrite, tell=tell) as work,
+        work_folder(options.output, identity=identity, files=None, overwrite=options.overwrite, tell=tell) as work,
         _executor(min(options.threads, units)) as executor,
     ):
         job = Job(options=options, schema=schema, logs=logs, work=work, splitting=Splitting())
@@ -159,7 +164,7 @@ def _score_data_set(options: ScoreOptions, tell: Tell) -> Scored:
     groups = [(path, group) for path in paths for group in range(pq.read_metadata(path).num_row_groups)]
     identity = _identity(options) | {"input": [shard.sha256 for shard in shards], "split": options.split}
     with (
-        work_folder(options.output, identity=identity, marker=None, overwrite=options.overwrite, tell=tell) as work,
+        work_folder(options.output, identity=identity, files=None, overwrite=options.overwrite, tell=tell) as work,
         _executor(min(options.threads, len(groups))) as executor,
         tqdm(desc="scoring", total=manifest.splits[options.split].rows, unit="row", unit_scale=True, disable=None) as bar,
     ):

@@ -165,8 +165,8 @@ def test_unwritable_output(tmp_path: Path, write_log: WriteLog) -> None:
 
 def test_written_by_another_process(tmp_path: Path, write_log: WriteLog) -> None:
     log = write_log(ROWS)
-    with work_folder(tmp_path / "data", identity={}, marker="manifest.json", overwrite=False, tell=print) as work:
-        with pytest.raises(ValueError, match="data is being written by another process; wait for it"):
+    with work_folder(tmp_path / "data", identity={}, files=("manifest.json",), overwrite=False, tell=print) as work:
+        with pytest.raises(ValueError, match=r"data is being written by another process \(\d+ on .*\); wait for it or choose another"):
             run(log, tmp_path / "data")
         assert work.data.exists()
 

@@ -150,7 +150,7 @@ def test_resumed(data: Path, write_log: WriteLog) -> None:
 
 def test_refused(data: Path, tmp_path: Path, write_log: WriteLog) -> None:
     log = write_log(ROWS[:3], "new.tsv")
-    with pytest.raises(ValueError, match=r"--output .*data is --data; choose a folder for the new data set"):
+    with pytest.raises(ValueError, match=r"--output .*data and --data .*data overlap; choose another --output"):
         TransformOptions(inputs=(log,), data=data, output=data)
     with pytest.raises(ValueError, match="--split is 'all'; choose one of source, train, val, test"):
         to_options(data, log, split="all")
