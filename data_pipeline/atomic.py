@@ -59,8 +59,8 @@ def check_output_folder(output: Path, *, files: tuple[str, ...], overwrite: bool
 
     Args:
         output: the folder to appear.
-        files: what a finished output holds, as patterns of paths. The first is a file that every one holds: only a folder that holds
-            it, and nothing beyond these files, is ever overwritten.
+        files: what a finished output holds, as patterns of paths. The first is a file that every one holds: only a folder that
+            holds it, and nothing beyond these files, is ever overwritten.
         overwrite: replace a finished output.
 
     Raises:
@@ -71,7 +71,9 @@ def check_output_folder(output: Path, *, files: tuple[str, ...], overwrite: bool
             raise ValueError(f"--output {output} already holds a finished result; add --overwrite to replace it")
         for path in _files_in(output):
             if not any(fnmatch.fnmatchcase(path.relative_to(output).as_posix(), pattern) for pattern in files):
-                raise ValueError(f"--output {output} also holds {path.relative_to(output)}, which is no part of it; move that first")
+                raise ValueError(
+                    f"--output {output} also holds {path.relative_to(output)}, which is no part of it; move that first"
+                )
     elif output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"--output {output} exists and holds something else; choose a new or empty folder")
 

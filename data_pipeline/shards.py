@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,8 @@ ROW_GROUP_ROWS = 1 << 16
 # Dictionaries shrink columns of few values; where there are many, Parquet builds them in vain, at half of the time of writing.
 _DICTIONARY_IDS = 1 << 14
 _LOGARITHMS = np.log(np.arange(1, 1 << 16)).astype(np.float32)
+
+_ROWS_KEY = "comera_rec.rows"
 
 IdsOf = Callable[[np.ndarray, np.ndarray, np.ndarray], int]
 
@@ -152,7 +155,14 @@ def write_part(
                 table, at_zero = encoder.encode(parsed, slice(int(group[0]), int(group[-1]) + 1) if contiguous else group)
                 writer.write_table(table)
                 zeros += at_zero
+            writer.add_key_value_metadata({_ROWS_KEY: f"{split} {shard.from_rows}"})
         positives = int(parsed.label[rows[split]].sum()) if encoder.schema.labelled else 0
         described = replace(describe_file(shard.path, data, rows=shard.rows), from_rows=shard.from_rows)
         written.append(WrittenShard(split=split, shard=described, positives=positives, zeros=tuple(map(int, zeros))))
     return PartShards(written=tuple(written))
+
+
+def recorded_rows(path: Path) -> tuple[str, tuple[int, int]] | None:
+    """The split of a shard and the range of its rows in the input, as `write_part` recorded them in it."""
+    match = re.fullmatch(rb"(\w+) \((\d+), (\d+)\)", (pq.read_metadata(path).metadata or {}).get(_ROWS_KEY.encode(), b""))
+    return (match[1].decode(), (int(match[2]), int(match[3]))) if match else None

@@ -138,4 +138,3 @@ def _discard(folder: Path) -> None:
     if folder.exists():
         _empty(folder)
         remove(folder)
-

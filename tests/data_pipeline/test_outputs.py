@@ -144,7 +144,9 @@ def test_lock_of_another_machine(options: PreprocessOptions, tmp_path: Path) -> 
     """Whether its process runs can't be known here: the message says what to remove."""
     lock = tmp_path / ".data.lock"
     lock.write_text("1\nelsewhere\n")
-    with pytest.raises(ValueError, match=r"another process \(1 on elsewhere\); .* or remove .*\.data\.lock if that process is gone"):
+    with pytest.raises(
+        ValueError, match=r"another process \(1 on elsewhere\); .* or remove .*\.data\.lock if that process is gone"
+    ):
         preprocess(options)
     lock.unlink()
     preprocess(options)

@@ -176,6 +176,8 @@ def test_hash_buckets(tmp_path: Path, write_log: WriteLog) -> None:
         ('[columns]\na = { kind = "list", sep = "|" }', "sep is unknown; known are kind, separator"),
         ("[columns]\na = 3", "a: write its kind, one of ignore"),
         ('[columns]\na = "label"\nb = "label"', "columns a, b are all labels; there can be one"),
+        ('header = "false"\n[columns]\na = "integer"', "header is 'false'; write true or false, without quotes"),
+        (f'[columns]\n{"a" * 200} = "integer"', "aaaaa... has too long a name for its files; rename it"),
         ('[columns]\na = "label"', "there is nothing to learn from"),
         ('[columns]\nlabel = "integer"', "column label is of kind integer; the name is kept for the label"),
         ('separator = "ab"\n[columns]\na = "integer"', "separator 'ab' must be one ASCII character"),
