@@ -161,7 +161,7 @@ class _Rejects:
                 nth = most - before
                 known = nth < len(counts.reasons)
                 line, reason = counts.reasons[nth] if known else self._job.malformed(log, self._checked[log], nth)
-                number = first_line(self._job) + self._lines[log] + line
+                number = self._job.first_line(log) + self._lines[log] + line
                 others = f"after {most} other malformed lines; " if most else ""
                 raise ValueError(
                     f"{self._job.options.inputs[log]}:{number}: {reason}; {others}"
@@ -171,22 +171,16 @@ class _Rejects:
             self._lines[log] += counts.lines
 
 
-def first_line(job: Job) -> int:
-    """The number of the first line that is no line of names."""
-    return 2 if job.schema.header else 1
-
-
 def describe_inputs(job: Job, parts: Sequence[CountedPart]) -> tuple[tuple[InputFile, ...], tuple[RejectedLine, ...]]:
     """The logs as read, and the first of their malformed lines."""
     inputs: list[InputFile] = []
     rejected: list[RejectedLine] = []
     for log, identity in enumerate(job.logs):
-        lines = 0
-        malformed = 0
+        lines, malformed, first_line = 0, 0, job.first_line(log)
         for part in parts:
             if part.log == log:
                 rejected += [
-                    RejectedLine(file=identity.name, line=first_line(job) + lines + line, reason=reason)
+                    RejectedLine(file=identity.name, line=first_line + lines + line, reason=reason)
                     for line, reason in part.counts.reasons[: _REJECTED_LINES_KEPT - len(rejected)]
                 ]
                 lines += part.counts.lines

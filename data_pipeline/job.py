@@ -7,13 +7,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
+from data_pipeline.lists import truncate_lists
 from data_pipeline.options import PassOptions
 from data_pipeline.parse import Parsed, parse
-from data_pipeline.parts import Part, Skip, read_parts
+from data_pipeline.parts import Part, Skip, parquet_names, read_parts
 from data_pipeline.schema import LogSchema
 from data_pipeline.sources import LogIdentity
 from data_pipeline.splits import Splitting, rows_by_draw
+from data_pipeline.tables import parse_delimited, parse_json_lines, parse_table
 from data_pipeline.triplets import Rows, parse_rows
 from data_pipeline.work import WorkFolder
 
@@ -22,6 +25,7 @@ from data_pipeline.work import WorkFolder
 class Job:
     """A run over logs.
 
+    names: of each log's columns, in its order; None where they are known by their order.
     counts_values: whether pass 1 counts category values, for vocabularies.
     """
 
@@ -30,11 +34,13 @@ class Job:
     logs: tuple[LogIdentity, ...]
     work: WorkFolder
     splitting: Splitting
+    names: tuple[tuple[str, ...] | None, ...]
     counts_values: bool = False
 
     def reader(self, log: int, skip: Skip) -> Callable[[], Iterator[Part]]:
         """What reads a log's parts, as `read_parts`."""
-        return lambda: read_parts(log, self.options.inputs[log], part_bytes=self.options.part_bytes, skip=skip)
+        columns = {column.source for column in self.schema.columns if column.kind != "ignore"}
+        return lambda: read_parts(log, self.options.inputs[log], part_bytes=self.options.part_bytes, skip=skip, columns=columns)
 
     def parse(self, part: Part) -> Parsed:
         """Parse a part, without the line of names where there is one; lines begin where they do in the whole log.
@@ -52,10 +58,26 @@ class Job:
             )
         if isinstance(part.content, Rows):
             parsed, begin = parse_rows(part.content), part.start
+        elif isinstance(part.content, pa.Table):
+            parsed, begin = parse_table(part.content, self.schema), part.start
         else:
             header = part.content.find(b"\n") + 1 if self.schema.header and not part.start else 0
-            parsed, begin = parse(part.content[header:], self.schema), part.start + header
-        return replace(parsed, starts=parsed.starts + begin)
+            parsed, begin = self._parse_text(part.content[header:], self.names[part.log]), part.start + header
+        return truncate_lists(replace(parsed, starts=parsed.starts + begin), self.schema)
+
+    def _parse_text(self, text: bytes, names: tuple[str, ...] | None) -> Parsed:
+        if self.schema.format == "jsonl":
+            return parse_json_lines(text, self.schema)
+        by_order = tuple(column.source for column in self.schema.columns)
+        quoted = self.schema.format == "csv" and b'"' in text
+        if self.schema.of_text and not quoted and names in (None, by_order):
+            parsed = parse(text, self.schema)
+            return replace(parsed, integers=parsed.integers.astype(self.schema.number_dtype, copy=False))
+        return parse_delimited(text, self.schema, names or by_order)
+
+    def first_line(self, log: int) -> int:
+        """The number of a log's first line or row, that of names left out."""
+        return 2 if self.schema.header and parquet_names(self.options.inputs[log]) is None else 1
 
     def malformed(self, log: int, number: int, nth: int) -> tuple[int, str]:
         """The nth malformed line of a part, from 0: its number in the part, and what is wrong. Reads the part again."""
@@ -83,6 +105,9 @@ def _halves(part: Part) -> tuple[Part, Part]:
     if isinstance(content, bytes):
         middle = content.rfind(b"\n", 0, len(content) // 2) + 1 or content.find(b"\n") + 1
         pieces: tuple[Any, Any] = (content[:middle], content[middle:])
+    elif isinstance(content, pa.Table):
+        middle = len(content) // 2
+        pieces = (content[:middle], content[middle:])
     else:
         middle = len(content.sparse) // 2
         pieces = (Rows(*(array[:middle] for array in content)), Rows(*(array[middle:] for array in content)))

@@ -16,13 +16,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import pyarrow.parquet as pq
 from pydantic import Field, TypeAdapter, ValidationError
 
 from data_pipeline.atomic import replacing
-from data_pipeline.schema import LogSchema
+from data_pipeline.schema import LogSchema, Transform
 
 FORMAT = "comera-rec-dataset"
 FORMAT_VERSION = 1
@@ -92,18 +92,21 @@ class Label:
 
 @dataclass(frozen=True, kw_only=True)
 class IntegerColumn:
-    """A count column, stored as log(max(x, min) + offset) > 0 with offset = 2 - min, and exactly 0.0 where missing.
+    """A column of numbers, stored as log(max(x, min) + offset) > 0 with offset = 2 - min, and exactly 0.0 where missing.
 
-    min and max are those of the training split, None where it holds no value; missing counts the whole input's cells. Columns
-    that came transformed (transform "none") are stored as they came, and have no offset, min or max.
+    min and max are those of the training split, None where it holds no value; missing counts the whole input's cells. Where
+    transform is "standardize", (x - mean) / scale is stored instead, with the training split's mean and standard deviation; where
+    it is "none", x itself. Columns that came transformed have no min or max.
     """
 
     name: str
     missing: int
-    offset: int
-    min: int | None
-    max: int | None
-    transform: Literal["log", "none"] = "log"
+    offset: int | float
+    min: int | float | None
+    max: int | float | None
+    transform: Transform = "log"
+    mean: float | None = None
+    scale: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from data_pipeline.atomic import refuse_overlap
-from data_pipeline.schema import LogSchema
+from data_pipeline.schema import Column, LogSchema
 from data_pipeline.sources import Source, refuse_twice
 from data_pipeline.splits import SplitKind, Splitting
 
@@ -139,6 +139,10 @@ class PreprocessOptions(PassOptions):
     @property
     def splitting(self) -> Splitting:
         return Splitting(kind=self.split, val=self.val_fraction, test=self.test_fraction, seed=self.seed)
+
+    def buckets_of(self, column: Column) -> int | None:
+        """Of a categorical column whose ids are hashes; None where it has a vocabulary."""
+        return self.hash_buckets if column.hash_buckets is None and column.max_ids is None else column.hash_buckets
 
     def min_count_of(self, column: str) -> int:
         return self.min_counts.get(column, self.min_count)

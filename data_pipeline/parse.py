@@ -28,11 +28,13 @@ class Parsed:
     """The well-formed lines of a text as columns, in the schema's order within each kind.
 
     label: int8 [n], empty without a label column.
-    integers: int32 [I, n], 0 where integer_missing, bool [I, n]; float32 where the schema says that they are transformed.
+    integers: int32 [I, n], 0 where integer_missing, bool [I, n]; float32 where the schema says that they are transformed, float64
+        where one of them is no 32-bit integer.
     keys: uint32 or uint64 [C, n], 0 where key_missing, bool [C, n].
     list_keys: uint64 [M, ...], the lists of column m end to end; row i's ends at list_ends[m, i], int64 [M, n].
     starts: int64 [n], where each line begins in the text.
     lines: of the text, n + rejected.
+    split_keys: times in seconds, float64 [n], or users' hashes, uint64 [n], where the schema has a column of such a kind.
     rejected: how many lines are malformed; reasons holds the first of them as (line of the text from 0, reason).
     """
 
@@ -47,6 +49,7 @@ class Parsed:
     lines: int
     rejected: int
     reasons: tuple[tuple[int, str], ...]
+    split_keys: np.ndarray | None = None
 
     @property
     def rows(self) -> int:

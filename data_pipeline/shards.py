@@ -110,9 +110,15 @@ class Encoder:
 
 
 def encode_integers(values: np.ndarray, missing: np.ndarray, column: IntegerColumn) -> np.ndarray:
-    """float32 log(max(x, min) + offset), and 0.0 where x is missing; the values themselves if they are transformed already."""
+    """float32 log(max(x, min) + offset), (x - mean) / scale or x, and 0.0 where x is missing."""
     if column.transform == "none":
-        return values
+        return values.astype(np.float32, copy=False)
+    if values.dtype == np.float64:
+        if column.mean is not None and column.scale is not None:
+            scaled = (values - column.mean) / column.scale
+        else:
+            scaled = np.log(np.maximum(values, 2 - column.offset) + column.offset)
+        return np.where(missing, 0, scaled).astype(np.float32)
     encoded = np.empty(len(values), np.float32)
     _encode_integers(values, missing, 2 - column.offset, _LOGARITHMS, encoded)
     return encoded

@@ -34,6 +34,7 @@ from data_pipeline.manifest import (
     versions,
     write_manifest,
 )
+from data_pipeline.names import check_names
 from data_pipeline.options import PassOptions
 from data_pipeline.parts import identify, inputs_changed
 from data_pipeline.pool import Schedule, on_threads
@@ -83,6 +84,7 @@ def transform(options: TransformOptions, tell: Tell = lambda line: None) -> Mani
     logs = identify(options.inputs)
     schema = options.schema or new_logs_schema(known, options.inputs[0])
     check_columns(schema, known, log=options.inputs[0], data=options.data)
+    names = tuple(check_names(log, schema) for log in options.inputs)
     split: dict[str, Any] = {"split": options.split}
     if options.split == "source":
         split = {name: source.options[name] for name in _SPLIT_OPTIONS if name in source.options}
@@ -99,7 +101,7 @@ def transform(options: TransformOptions, tell: Tell = lambda line: None) -> Mani
         scheduled as schedule,
         work_folder(options.output, identity=identity, files=FILES, overwrite=options.overwrite, tell=tell) as work,
     ):
-        job = Job(options=options, schema=schema, logs=logs, work=work, splitting=Splitting.recorded(split))
+        job = Job(options=options, schema=schema, logs=logs, work=work, splitting=Splitting.recorded(split), names=names)
         manifest = replace(_run(job, source, options.data, schedule), transformed=origin)
         manifest = replace(manifest, options={**split, "part_bytes": options.part_bytes, "max_bad_rows": options.max_bad_rows})
         work.remove_unfinished()

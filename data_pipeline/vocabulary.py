@@ -87,7 +87,15 @@ def _add(runs: Sequence[Run]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def build_vocabulary(
-    name: str, runs: Sequence[Run], *, key_dtype: np.dtype, min_count: int, entries: int, data: Path, work: Path
+    name: str,
+    runs: Sequence[Run],
+    *,
+    key_dtype: np.dtype,
+    min_count: int,
+    max_ids: int | None,
+    entries: int,
+    data: Path,
+    work: Path,
 ) -> Vocabulary:
     """Merge a column's runs; write `data`/vocabulary/<name>.parquet (value and count in id order from 1) and .table, to look up.
 
@@ -95,6 +103,7 @@ def build_vocabulary(
         name: of the column.
         runs, key_dtype, entries: as for `merge_runs`.
         min_count: values seen fewer times in training get no id.
+        max_ids: values that get an id, at most; None for all that are frequent enough.
         data: the data set's folder.
         work: a folder for what is removed in the end.
 
@@ -113,24 +122,26 @@ def build_vocabulary(
     if len(keys) >= MOST_IDS:
         raise ValueError(f"{name} has {len(keys)} values of {min_count} and more rows; raise --min-count {name}={min_count + 1}")
 
-    keys_by_id = allocate(files[2], key_dtype, (len(keys),))
-    counts_by_id = allocate(files[3], counts.dtype, (len(keys),))
+    kept = min(len(keys), max_ids or len(keys))
+    keys_by_id = allocate(files[2], key_dtype, (kept,))
+    counts_by_id = allocate(files[3], counts.dtype, (kept,))
     path, table = f"vocabulary/{stem}.parquet", f"vocabulary/{stem}.table"
     with replacing(data / table) as beside:
-        pairs = allocate(beside, key_dtype, (capacity_for(len(keys)), 2))
-        for start, ids in _ids_by_count(counts):
-            block = keys[start : start + len(ids)]
+        pairs = allocate(beside, key_dtype, (capacity_for(kept), 2))
+        for start, all_ids in _ids_by_count(counts):
+            frequent = all_ids <= kept
+            block, ids = keys[start : start + len(all_ids)][frequent], all_ids[frequent]
             keys_by_id[ids - 1] = block
-            counts_by_id[ids - 1] = counts[start : start + len(ids)]
+            counts_by_id[ids - 1] = counts[start : start + len(all_ids)][frequent]
             insert(pairs, block, ids)
         del pairs
     with replacing(data / path) as beside:
         _write_vocabulary(beside, keys_by_id, counts_by_id)
     found = Vocabulary(
         distinct=distinct,
-        num_embeddings=len(keys) + 1,
-        file=describe_file(path, data, rows=len(keys)),
-        table=describe_file(table, data, rows=len(keys)),
+        num_embeddings=kept + 1,
+        file=describe_file(path, data, rows=kept),
+        table=describe_file(table, data, rows=kept),
     )
     del keys, counts, keys_by_id, counts_by_id
     for file in files:

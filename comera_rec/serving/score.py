@@ -25,16 +25,16 @@ from comera_rec.serving.package import ServingModel, read_metadata
 from comera_rec.serving.vocabularies import check_vocabularies, open_vocabularies
 from data_pipeline.atomic import refuse_overlap, replacing
 from data_pipeline.columns import LABEL
-from data_pipeline.count_pass import first_line, pass_over
+from data_pipeline.count_pass import pass_over
 from data_pipeline.encoder import Flat, check_columns, flatten, new_logs_schema, open_encoder, recorded_log
 from data_pipeline.job import Job, part_name
 from data_pipeline.manifest import Manifest, check_shards, file_sha256, read_manifest
+from data_pipeline.names import check_names
 from data_pipeline.options import PassOptions
 from data_pipeline.parts import Part, count_parts, identify, inputs_changed
 from data_pipeline.pool import on_executor
 from data_pipeline.shards import Encoder
 from data_pipeline.splits import Splitting
-from data_pipeline.triplets import Rows
 from data_pipeline.verify import ids_of
 from data_pipeline.work import Tell, WorkFolder, work_folder
 
@@ -111,6 +111,7 @@ def _score_log(options: ScoreOptions, tell: Tell) -> Scored:
     known = recorded_log(encoder.manifest, data)
     schema = new_logs_schema(known, options.inputs[0])
     check_columns(schema, known, log=options.inputs[0], data=data)
+    names = tuple(check_names(log, schema) for log in options.inputs)
     work_on = partial(_score_part, open_encoder(encoder.manifest, data, schema), options.model)
     identity = _identity(options) | {"input": [asdict(log) for log in logs], "data": str(data), "part_bytes": options.part_bytes}
     units = count_parts(options.inputs[0], options.part_bytes) or 1
@@ -118,12 +119,12 @@ def _score_log(options: ScoreOptions, tell: Tell) -> Scored:
         work_folder(options.output, identity=identity, files=None, overwrite=options.overwrite, tell=tell) as work,
         _executor(min(options.threads, units)) as executor,
     ):
-        job = Job(options=options, schema=schema, logs=logs, work=work, splitting=Splitting())
+        job = Job(options=options, schema=schema, logs=logs, work=work, splitting=Splitting(), names=names)
         schedule = partial(on_executor, executor)
         (records,) = pass_over(job, schedule, work_on, ScoredPart, folder="shards", description="scoring")
         if identify(options.inputs) != logs:
             raise inputs_changed()
-        _join(work, records, options.output, "line", first_line(job))
+        _join(work, records, options.output, "line", job.first_line(0))
     return _scored(records, min(options.threads, units))
 
 
@@ -137,7 +138,7 @@ def _score_part(encoder: Encoder, model: Path, job: Job, part: Part, detail: Non
     parsed = job.parse(part)
     scores = _scores(model, (flatten(encoder, parsed, slice(at, at + BATCH_ROWS)) for at in range(0, parsed.rows, BATCH_ROWS)))
     lines = parsed.starts - part.start
-    if not isinstance(part.content, Rows):
+    if isinstance(part.content, bytes):
         newlines = np.flatnonzero(np.frombuffer(part.content, np.uint8) == ord("\n"))
         lines = np.searchsorted(newlines, lines) - (1 if job.schema.header and not part.start else 0)
     columns = {"line": lines, "score": scores} | ({LABEL: parsed.label} if job.schema.labelled else {})
