@@ -127,7 +127,7 @@ def _count(job: Job, part: Part, detail: None) -> tuple[int, int, PartCounts]:
     train: Rows = _ALL
     rest: Rows = _NONE
     split_rows = None
-    if job.splitting.kind == "random":
+    if job.splitting.by_row:
         rows = job.rows_by_draw(part, parsed)
         train, rest = rows["train"], np.sort(np.concatenate([rows["val"], rows["test"]]))
         split_rows = tuple(len(of_split) for of_split in rows.values())
@@ -214,7 +214,7 @@ def train_and_rest(job: Job, parts: Sequence[CountedPart], train_rows: int) -> l
     """Groups of all parts. Where splits go by place, the one part that both trains and doesn't is counted again in two groups."""
     groups = []
     for part in parts:
-        if job.splitting.kind == "random" or part.end_row <= train_rows:
+        if job.splitting.by_row or part.end_row <= train_rows:
             flags = (True, False)
         elif part.first_row >= train_rows:
             flags = (False, False)

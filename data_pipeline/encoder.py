@@ -27,7 +27,7 @@ from data_pipeline.names import names_of
 from data_pipeline.parse import Parsed
 from data_pipeline.parts import detect_schema
 from data_pipeline.reference import hash_text
-from data_pipeline.schema import Column, LogSchema, criteo_schema
+from data_pipeline.schema import OF_NO_FEATURE, Column, LogSchema, criteo_schema
 from data_pipeline.shards import Encoder, IdsOf, encode_integers
 from data_pipeline.sources import Source
 from data_pipeline.splits import Rows
@@ -60,19 +60,19 @@ def new_logs_schema(known: LogSchema, log: Source) -> LogSchema:
     if known.transformed or known in (criteo_schema(labelled=True), criteo_schema(labelled=False)):
         return detect_schema(log)
     names = names_of(log, known)
-    kept = [column for column in known.columns if names is None or column.kind != "label" or column.source in names]
+    kept = [column for column in known.columns if names is None or column.kind not in OF_NO_FEATURE or column.source in names]
     return replace(known, columns=tuple(kept))
 
 
 def check_columns(schema: LogSchema, known: LogSchema, *, log: Source, data: str | Path) -> None:
-    """Check that a new log has the columns of a data set's logs, but for labels and columns that are ignored.
+    """Check that a new log has the columns of a data set's logs, but for labels, times, users and columns that are ignored.
 
     Raises:
         ValueError: a column is missing, of another kind or in another order.
     """
 
     def columns(of: LogSchema) -> list[str]:
-        return [f"{column.name} ({column.kind})" for column in of.columns if column.kind not in ("label", "ignore")]
+        return [f"{column.name} ({column.kind})" for column in of.columns if column.kind not in OF_NO_FEATURE]
 
     given, wanted = [*columns(schema), "none"], [*columns(known), "none"]
     if given != wanted or schema.transformed != known.transformed:

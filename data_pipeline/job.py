@@ -96,7 +96,7 @@ class Job:
 
     def rows_by_draw(self, part: Part, parsed: Parsed) -> dict[str, np.ndarray]:
         """The rows of each split in a part, where they are drawn."""
-        return rows_by_draw(self.splitting.drawn(part.log, parsed.starts))
+        return rows_by_draw(self.splitting.of_rows(part.log, parsed.starts, parsed.split_keys))
 
 
 def _halves(part: Part) -> tuple[Part, Part]:

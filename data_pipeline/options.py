@@ -91,7 +91,8 @@ class PreprocessOptions(PassOptions):
         split: how rows are split, see `Splitting`.
         val_fraction: share of the rows for validation.
         test_fraction: share of the rows for the test.
-        seed: of a random split.
+        seed: of a random split, or one by users.
+        val_from, test_from: times at which validation and test begin, in a split by time; fractions tell where None.
 
     Raises:
         ValueError: an option is out of range.
@@ -105,6 +106,8 @@ class PreprocessOptions(PassOptions):
     val_fraction: float = 0.1
     test_fraction: float = 0.1
     seed: int = 0
+    val_from: float | None = None
+    test_from: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -122,6 +125,10 @@ class PreprocessOptions(PassOptions):
             raise ValueError(f"--split is {self.split!r}; choose one of {', '.join(get_args(SplitKind))}")
         if self.split == "day" and len(self.inputs) < 2:
             raise ValueError("--split day has one --input; it validates and tests on the last of several logs")
+        times = (self.val_from, self.test_from)
+        in_order = self.val_from is not None and self.test_from is not None and self.val_from <= self.test_from
+        if times != (None, None) and not (self.split == "time" and in_order):
+            raise ValueError("--val-from and --test-from go with --split time; give both, --val-from not after --test-from")
         for name in ("val_fraction", "test_fraction"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{_flag(name)} is {getattr(self, name)}; it must be at least 0 and below 1")
@@ -138,7 +145,14 @@ class PreprocessOptions(PassOptions):
 
     @property
     def splitting(self) -> Splitting:
-        return Splitting(kind=self.split, val=self.val_fraction, test=self.test_fraction, seed=self.seed)
+        return Splitting(
+            kind=self.split,
+            val=self.val_fraction,
+            test=self.test_fraction,
+            seed=self.seed,
+            val_from=self.val_from,
+            test_from=self.test_from,
+        )
 
     def buckets_of(self, column: Column) -> int | None:
         """Of a categorical column whose ids are hashes; None where it has a vocabulary."""
@@ -150,8 +164,9 @@ class PreprocessOptions(PassOptions):
     def recorded(self) -> dict[str, Any]:
         """What the manifest records, with the defaults that had a part in it."""
         names = ["split"]
-        names += ["val_fraction", "test_fraction"] if self.split != "day" else []
-        names += ["seed"] if self.split == "random" else []
+        names += ["val_fraction", "test_fraction"] if self.split != "day" and self.val_from is None else []
+        names += ["val_from", "test_from"] if self.val_from is not None else []
+        names += ["seed"] if self.split in ("random", "user") else []
         names += ["min_count"] if self.hash_buckets is None else ["hash_buckets"]
         return {name: getattr(self, name) for name in (*names, "part_bytes", "max_bad_rows")}
 

@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from tqdm import tqdm
@@ -45,6 +45,7 @@ from data_pipeline.pool import Schedule, on_threads
 from data_pipeline.schema import LogSchema
 from data_pipeline.shards import Encoder, IdsOf, WrittenShard
 from data_pipeline.sources import LogIdentity
+from data_pipeline.time_pass import find_times
 from data_pipeline.vocabulary import Vocabulary, build_vocabulary
 from data_pipeline.work import Tell, work_folder
 from data_pipeline.write_pass import describe_label, describe_splits, write_logs
@@ -67,6 +68,7 @@ def preprocess(options: PreprocessOptions, tell: Tell = lambda line: None) -> Ma
     if unknown:
         raise ValueError(f"--min-count {unknown[0]}=...: no such category; they are {', '.join(schema.categories)}")
     names = tuple(check_names(log, schema) for log in options.inputs)
+    options.splitting.check_column(schema)
     identity = _identity(options, schema, logs)
     scheduled = dask_schedule(options.scheduler, workers=options.threads) if options.scheduler else nullcontext(on_threads)
     with (
@@ -94,6 +96,8 @@ def preprocess(options: PreprocessOptions, tell: Tell = lambda line: None) -> Ma
 def _run(job: Job, options: PreprocessOptions, schedule: Schedule) -> Manifest:
     for folder in (*SPLITS, "vocabulary"):
         (job.work.data / folder).mkdir(exist_ok=True)
+    if job.splitting.kind == "time" and job.splitting.val_from is None:
+        job = replace(job, splitting=find_times(job, schedule))
     parts = count_logs(job, schedule)
     rows_of_logs = [sum(part.counts.rows for part in parts if part.log == log) for log in range(len(job.logs))]
     bounds = job.splitting.bounds(rows_of_logs)
@@ -110,7 +114,7 @@ def _run(job: Job, options: PreprocessOptions, schedule: Schedule) -> Manifest:
         format=FORMAT,
         format_version=FORMAT_VERSION,
         versions=versions(),
-        options=options.recorded(),
+        options=options.recorded() | job.splitting.times(),
         inputs=inputs,
         rows=RowCounts(read=sum(rows_of_logs) + rejected, written=sum(rows_of_logs), rejected=rejected),
         rejected_lines=rejected_lines,

@@ -33,6 +33,7 @@ Kind = Literal["ignore", "label", "integer", "hex", "category", "list", "int64",
 KINDS = ("ignore", "label", "integer", "hex", "category", "list")  # that `parse` reads
 Transform = Literal["log", "standardize", "none"]
 Format = Literal["text", "csv", "jsonl"]
+OF_NO_FEATURE: tuple[Kind, ...] = ("ignore", "label", "time", "user")
 _NUMBERS: tuple[Kind, ...] = ("integer", "int64", "float")
 _CATEGORIES: tuple[Kind, ...] = ("hex", "category", "list")
 _LONGEST_NAME = 150  # in bytes; file systems take 255, and what is not finished has longer names
@@ -192,7 +193,7 @@ def _schema(content: Mapping[str, Any]) -> LogSchema:
     if not schema.integers + schema.categories:
         raise ValueError("no column is a number or category; there is nothing to learn from")
     for column in schema.columns:
-        if column.kind not in ("label", "ignore", "time", "user") and column.name == LABEL:
+        if column.kind not in OF_NO_FEATURE and column.name == LABEL:
             raise ValueError(f"column {LABEL} is of kind {column.kind}; the name is kept for the label")
         if len(file_name(column.name).encode()) > _LONGEST_NAME:
             raise ValueError(f"column {column.name[:40]}... has too long a name for its files; rename it")

@@ -44,7 +44,7 @@ from data_pipeline.splits import Splitting
 from data_pipeline.work import Tell, work_folder
 from data_pipeline.write_pass import describe_label, describe_splits, write_logs
 
-_SPLIT_OPTIONS = ("split", "val_fraction", "test_fraction", "seed")
+_SPLIT_OPTIONS = ("split", "val_fraction", "test_fraction", "seed", "val_from", "test_from")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +88,7 @@ def transform(options: TransformOptions, tell: Tell = lambda line: None) -> Mani
     split: dict[str, Any] = {"split": options.split}
     if options.split == "source":
         split = {name: source.options[name] for name in _SPLIT_OPTIONS if name in source.options}
+    Splitting.recorded(split).check_column(schema)
     origin = Transformed(data=str(options.data), manifest_sha256=file_sha256(options.data / MANIFEST_NAME))
     identity = {
         "inputs": [asdict(log) for log in logs],

@@ -1,6 +1,7 @@
 """The hidden work folder of a run: what is done of it is there under its final name, so a run that was killed goes on from it.
 
     .data.partial/identity.json     inputs and options; a run with others starts over
+    .data.partial/times/            before pass 1, where splits go by time
     .data.partial/counts/           pass 1, a file of values and one of statistics for each part
     .data.partial/tables/           vocabularies as hash tables
     .data.partial/shards/           pass 2, what was written for each part
@@ -34,7 +35,7 @@ from data_pipeline.atomic import (
 
 Record = TypeVar("Record")
 Tell = Callable[[str], None]
-FOLDERS = ("counts", "tables", "shards", "data")
+FOLDERS = ("times", "counts", "tables", "shards", "data")
 
 
 class WorkFolder:
@@ -101,7 +102,7 @@ def work_folder(
                 put_in_place(work.data if files else work.data / given.name, output)
                 _discard(work.path)
             finally:
-                if not any(any((work.path / folder).glob("*.json")) for folder in ("counts", "shards")):
+                if not any(any((work.path / folder).glob("*.json")) for folder in ("times", "counts", "shards")):
                     _discard(work.path)
     except OSError as error:
         remedy = "choose a writable place with enough space"

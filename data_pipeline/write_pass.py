@@ -96,7 +96,7 @@ def _plan(job: Job, parts: Sequence[CountedPart], bounds: tuple[int, int]) -> di
     planned: dict[tuple[int, int], PlannedPart] = {}
     numbers = Counter[str]()
     for part in parts:
-        by_place = rows_by_place(part.first_row, part.counts.rows, bounds) if job.splitting.kind != "random" else None
+        by_place = rows_by_place(part.first_row, part.counts.rows, bounds) if not job.splitting.by_row else None
         if by_place is None:
             sizes = dict(zip(SPLITS, part.counts.split_rows or (), strict=True))
         else:

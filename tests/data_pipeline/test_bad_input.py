@@ -118,7 +118,7 @@ def test_nothing_but_malformed_lines(tmp_path: Path, write_log: WriteLog) -> Non
         ({"workers": 0}, "--workers is 0; it must be at least 1"),
         ({"hash_buckets": 1}, "--hash-buckets is 1; it must be at least 2"),
         ({"min_counts": {"C3": 0}}, "--min-count C3=0: it must be at least 1"),
-        ({"split": "weekly"}, "--split is 'weekly'; choose one of chronological, day, random"),
+        ({"split": "weekly"}, "--split is 'weekly'; choose one of chronological, day, random, time, user"),
         ({"seed": 1 << 64}, r"--seed is 18446744073709551616; it must be below 2\*\*64"),
         ({"split": "day"}, "--split day has one --input"),
         (
