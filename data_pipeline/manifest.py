@@ -117,7 +117,8 @@ class CategoricalColumn:
     rows_at_zero is, per split, how many ids are 0. vocabulary lists value and count of ids 1, 2, ... in order. Where ids are hashes
     into buckets, 0 = missing, no values were counted and distinct and vocabulary are None. is_list: rows hold lists of ids, empty
     where missing. Values are the numbers that hex digits spell, or the 64-bit hashes (`data_pipeline.reference.hash_text`) of text.
-    table is the vocabulary as a hash table (`data_pipeline.hashing`), which encodes new rows.
+    table is the vocabulary as a hash table (`data_pipeline.hashing`), which encodes new rows. grown: num_embeddings of the data
+    sets that this one's vocabulary extended, oldest first; ids below are theirs, and falling counts begin anew from there.
     """
 
     name: str
@@ -129,6 +130,7 @@ class CategoricalColumn:
     vocabulary: Shard | None
     is_list: bool = False
     table: Shard | None = None
+    grown: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -76,6 +76,11 @@ class PassOptions:
         cores = self.workers or len(os.sched_getaffinity(0))
         return min(cores, (self.memory_limit - _BASE_BYTES) // (_PARTS_PER_WORKER * self.part_bytes))
 
+    @property
+    def merged_entries(self) -> int:
+        """Entries of sorted runs that a thread may hold while it merges."""
+        return (self.memory_limit - _BASE_BYTES) // self.threads // _BYTES_PER_MERGED_ENTRY
+
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessOptions(PassOptions):
@@ -137,11 +142,6 @@ class PreprocessOptions(PassOptions):
                 f"--val-fraction {self.val_fraction} and --test-fraction {self.test_fraction} leave no training rows; "
                 "their sum must be below 1"
             )
-
-    @property
-    def merged_entries(self) -> int:
-        """Entries of sorted runs that a thread may hold while it merges."""
-        return (self.memory_limit - _BASE_BYTES) // self.threads // _BYTES_PER_MERGED_ENTRY
 
     @property
     def splitting(self) -> Splitting:

@@ -1,5 +1,7 @@
 """New logs with the vocabularies of a data set: pass 2 of `data_pipeline.preprocess`, after a pass 1 that counts no values.
 
+On request, values of the new training rows that DATA has no id for get ids behind the known ones (`data_pipeline.extend`).
+
 NEWDATA holds its own vocabularies (links to DATA's files where the file system has links), so DATA may go. Its ids mean what DATA's
 do, so a model trained on one reads the other. Values that DATA has no id for become 0.
 """
@@ -16,8 +18,9 @@ from typing import Any, Literal
 
 from data_pipeline.atomic import refuse_overlap, replacing
 from data_pipeline.cluster import dask_schedule
-from data_pipeline.count_pass import CountedPart, count_logs, describe_inputs
+from data_pipeline.count_pass import CountedPart, Group, count_logs, describe_inputs, train_and_rest
 from data_pipeline.encoder import check_columns, new_logs_schema, open_encoder, recorded_log
+from data_pipeline.extend import extend_vocabulary
 from data_pipeline.job import Job
 from data_pipeline.manifest import (
     FILES,
@@ -55,11 +58,13 @@ class TransformOptions(PassOptions):
         data: the data set whose vocabularies and offsets are used.
         schema: the new logs' columns; None for those of `data`'s logs, of Criteo's with or without label as the first log has it.
         split: which split takes the new rows, or "source" to divide them as `data`'s logs were.
+        extend: give ids to values of the new training rows that `data` has none for, behind those that it has.
     """
 
     data: Path
     schema: LogSchema | None = None
     split: Literal["source", "train", "val", "test"] = "source"
+    extend: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,13 +101,22 @@ def transform(options: TransformOptions, tell: Tell = lambda line: None) -> Mani
         "vocabularies": origin.manifest_sha256,
         "versions": versions(),
         "part_bytes": options.part_bytes,
+        "extend": options.extend,
     } | split
     scheduled = dask_schedule(options.scheduler, workers=options.threads) if options.scheduler else nullcontext(on_threads)
     with (
         scheduled as schedule,
         work_folder(options.output, identity=identity, files=FILES, overwrite=options.overwrite, tell=tell) as work,
     ):
-        job = Job(options=options, schema=schema, logs=logs, work=work, splitting=Splitting.recorded(split), names=names)
+        job = Job(
+            options=options,
+            schema=schema,
+            logs=logs,
+            work=work,
+            splitting=Splitting.recorded(split),
+            names=names,
+            counts_values=options.extend,
+        )
         manifest = replace(_run(job, source, options.data, schedule), transformed=origin)
         manifest = replace(manifest, options={**split, "part_bytes": options.part_bytes, "max_bad_rows": options.max_bad_rows})
         work.remove_unfinished()
@@ -115,17 +129,20 @@ def transform(options: TransformOptions, tell: Tell = lambda line: None) -> Mani
 def _run(job: Job, source: Manifest, data: Path, schedule: Schedule) -> Manifest:
     for folder in (*SPLITS, "vocabulary"):
         (job.work.data / folder).mkdir(exist_ok=True)
-    for column in source.categorical_columns:
-        for file in (column.vocabulary, column.table):
-            if file:
-                _link(file, data, job.work.data)
     parts = count_logs(job, schedule)
     rows_of_logs = [sum(part.counts.rows for part in parts if part.log == log) for log in range(len(job.logs))]
     rows = sum(rows_of_logs)
     if not rows:
         raise ValueError("--input holds no well-formed line; give more")
+    bounds = job.splitting.bounds(rows_of_logs)
+    if job.counts_values:
+        source = replace(source, categorical_columns=_extended(job, source, data, train_and_rest(job, parts, bounds[0])))
+    for column in source.categorical_columns:
+        for file in (column.vocabulary, column.table):
+            if file and not (job.work.data / file.path).exists():
+                _link(file, data, job.work.data)
     encoder = open_encoder(source, job.work.data, job.schema)
-    written = write_logs(job, schedule, parts, job.splitting.bounds(rows_of_logs), encoder)
+    written = write_logs(job, schedule, parts, bounds, encoder)
     inputs, rejected_lines = describe_inputs(job, parts)
     rejected = sum(log.rows_rejected for log in inputs)
     groups = [group for part in parts for group in (part.counts.train, part.counts.rest)]
@@ -144,6 +161,26 @@ def _run(job: Job, source: Manifest, data: Path, schedule: Schedule) -> Manifest
         splits=describe_splits(written),
         log=job.schema,
     )
+
+
+def _extended(job: Job, source: Manifest, data: Path, groups: Sequence[Group]) -> tuple[CategoricalColumn, ...]:
+    columns = []
+    for number, column in enumerate(source.categorical_columns):
+        record = f"tables/{number:03d}"
+        extended = job.work.load(record, CategoricalColumn) or column
+        if column.vocabulary and extended == column:
+            extended = extend_vocabulary(
+                column,
+                [group.run(job, number) for group in groups],
+                key_dtype=job.schema.key_dtype,
+                max_ids=job.schema.column_of(column.name).max_ids,
+                entries=job.options.merged_entries,
+                known=data,
+                data=job.work.data,
+            )
+            job.work.save(record, extended)
+        columns.append(extended)
+    return tuple(columns)
 
 
 def _link(file: Shard, data: Path, new: Path) -> None:

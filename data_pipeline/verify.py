@@ -217,9 +217,11 @@ def check_vocabulary(column: CategoricalColumn, folder: Path, *, train_ids: int 
             break
         if table is None and column.table:
             table = _open_table(column, folder, values.dtype)
+        begins_anew = np.isin(np.arange(rows, rows + len(values)), np.array(column.grown) - 1)
         falling = (counts[1:] < counts[:-1]) | ((counts[1:] == counts[:-1]) & (values[1:] > values[:-1]))
-        starts_well = counts[0] < last[0] or (counts[0] == last[0] and values[0] > last[1])
-        if not (falling.all() and starts_well) or counts[-1] < column.min_count:
+        falling |= begins_anew[1:]
+        starts_well = begins_anew[0] or counts[0] < last[0] or (counts[0] == last[0] and values[0] > last[1])
+        if not (falling.all() and starts_well) or counts.min() < column.min_count:
             raise _differs(folder, f"{path.name}, from id {rows + 1} on, doesn't list values by falling counts")
         last = (int(counts[-1]), int(values[-1]))
         total += int(counts.sum())

@@ -11,7 +11,7 @@ frequency, so hot rows share the leading digits of a tensor-train table.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -136,7 +136,9 @@ def build_vocabulary(
             insert(pairs, block, ids)
         del pairs
     with replacing(data / path) as beside:
-        _write_vocabulary(beside, keys_by_id, counts_by_id)
+        starts = range(0, kept, _BLOCK)
+        blocks = ((keys_by_id[start : start + _BLOCK], counts_by_id[start : start + _BLOCK]) for start in starts)
+        write_vocabulary(beside, blocks, key_dtype=key_dtype)
     found = Vocabulary(
         distinct=distinct,
         num_embeddings=kept + 1,
@@ -174,9 +176,9 @@ def _ascending_classes(counts: np.ndarray) -> np.ndarray:
     return classes
 
 
-def _write_vocabulary(path: Path, keys: np.ndarray, counts: np.ndarray) -> None:
-    schema = pa.schema([("value", pa.from_numpy_dtype(keys.dtype)), ("count", pa.int64())])
+def write_vocabulary(path: Path, blocks: Iterable[tuple[np.ndarray, np.ndarray]], *, key_dtype: np.dtype) -> None:
+    """Write values and counts, in id order from 1."""
+    schema = pa.schema([("value", pa.from_numpy_dtype(key_dtype)), ("count", pa.int64())])
     with pq.ParquetWriter(path, schema) as writer:
-        for start in range(0, max(len(keys), 1), _BLOCK):
-            block = slice(start, start + _BLOCK)
-            writer.write_table(pa.table([pa.array(keys[block]), pa.array(counts[block])], schema=schema))
+        for keys, counts in blocks:
+            writer.write_table(pa.table([pa.array(keys), pa.array(counts)], schema=schema))

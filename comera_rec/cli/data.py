@@ -193,6 +193,7 @@ def preprocess(first_inputs: tuple[str, ...], more_inputs: tuple[str, ...], sche
     show_default=True,
     help="All new rows to one split, or divided as the data set's own logs were.",
 )
+@click.option("--extend", is_flag=True, help="Give new values of training rows ids behind the known ones.")
 def transform(first_inputs: tuple[str, ...], more_inputs: tuple[str, ...], schema: Path | None, **chosen: Any) -> None:
     """Encode new logs with the vocabularies of a data set, for models that were trained on it.
 
@@ -203,6 +204,7 @@ def transform(first_inputs: tuple[str, ...], more_inputs: tuple[str, ...], schem
     Example:
       comera transform --data data/ --input today.gz --output today/
       comera evaluate --checkpoint runs/compressed --data today/
+      comera transform --data data/ --input today.gz --extend --split train --output more/
     """
     start = time.perf_counter()
     inputs = _inputs(first_inputs, more_inputs)
