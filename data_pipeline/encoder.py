@@ -68,11 +68,11 @@ def check_columns(schema: LogSchema, known: LogSchema, *, log: Source, data: str
     """Check that a new log has the columns of a data set's logs, but for labels, times, users and columns that are ignored.
 
     Raises:
-        ValueError: a column is missing, of another kind or in another order.
+        ValueError: a column is missing, of another kind or setting, or in another order.
     """
 
     def columns(of: LogSchema) -> list[str]:
-        return [f"{column.name} ({column.kind})" for column in of.columns if column.kind not in OF_NO_FEATURE]
+        return [f"{column.name} ({_settings(column)})" for column in of.columns if column.kind not in OF_NO_FEATURE]
 
     given, wanted = [*columns(schema), "none"], [*columns(known), "none"]
     if given != wanted or schema.transformed != known.transformed:
@@ -82,6 +82,13 @@ def check_columns(schema: LogSchema, known: LogSchema, *, log: Source, data: str
             f"--input {log} holds other columns than the logs of {data}: {found} where {due} is due; "
             "give logs of the same columns, or name them with --schema"
         )
+
+
+def _settings(column: Column) -> str:
+    """What a column's values follow from, beside the data set's vocabularies."""
+    settings = {name: getattr(column, name) for name in ("transform", "hash_buckets", "max_length")}
+    defaults = Column(name=column.name, kind=column.kind)
+    return ", ".join([column.kind, *(f"{name} {value}" for name, value in settings.items() if value != getattr(defaults, name))])
 
 
 def open_encoder(manifest: Manifest, folder: Path, schema: LogSchema) -> Encoder:

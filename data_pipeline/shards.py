@@ -113,11 +113,10 @@ def encode_integers(values: np.ndarray, missing: np.ndarray, column: IntegerColu
     """float32 log(max(x, min) + offset), (x - mean) / scale or x, and 0.0 where x is missing."""
     if column.transform == "none":
         return values.astype(np.float32, copy=False)
+    if column.mean is not None and column.scale is not None:
+        return np.where(missing, 0, (values - column.mean) / column.scale).astype(np.float32)
     if values.dtype == np.float64:
-        if column.mean is not None and column.scale is not None:
-            scaled = (values - column.mean) / column.scale
-        else:
-            scaled = np.log(np.maximum(values, 2 - column.offset) + column.offset)
+        scaled = np.log(np.maximum(values, 2 - column.offset) + column.offset)
         return np.where(missing, 0, scaled).astype(np.float32)
     encoded = np.empty(len(values), np.float32)
     _encode_integers(values, missing, 2 - column.offset, _LOGARITHMS, encoded)

@@ -128,6 +128,23 @@ def test_requests_and_new_logs_get_the_same(data: Path, tmp_path: Path) -> None:
     pd.testing.assert_frame_equal(read(again.output, "val"), rows)
 
 
+def test_other_settings_are_refused(data: Path, tmp_path: Path) -> None:
+    """They would give other numbers than the model knows."""
+    for before, after, message in (
+        (
+            ', transform = "standardize", column',
+            ", column",
+            r"rating \(float\) where rating \(float, transform standardize\) is due",
+        ),
+        ("max_length = 2", "max_length = 3", r"seen \(list, max_length 3\) where seen \(list, max_length 2\) is due"),
+        ("hash_buckets = 50", "hash_buckets = 60", r"user \(category, hash_buckets 60\) where user \(category, hash_buckets 50\)"),
+    ):
+        (tmp_path / "other.toml").write_text(SCHEMA.format(format="csv").replace(before, after))
+        other = read_schema(tmp_path / "other.toml")
+        with pytest.raises(ValueError, match=message):
+            transform(TransformOptions(inputs=tuple(tmp_path.glob("log.*")), data=data, output=tmp_path / "new", schema=other))
+
+
 def test_described(data: Path) -> None:
     text = to_text(describe(read_manifest(data), data))
     assert "rating" in text
