@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from tqdm import tqdm
@@ -16,7 +16,7 @@ from data_pipeline.manifest import SPLITS, InputFile, RejectedLine
 from data_pipeline.parse import Parsed
 from data_pipeline.parts import Part
 from data_pipeline.pool import Schedule, Work
-from data_pipeline.runs import Run
+from data_pipeline.runs import Counted, Run, merge, merge_in_levels
 from data_pipeline.splits import Rows
 
 _REJECTED_LINES_KEPT = 100
@@ -126,7 +126,7 @@ def _count(job: Job, part: Part, detail: None) -> tuple[int, int, PartCounts]:
     drawn = np.zeros(len(SPLITS), np.int64)
 
     def rows_of(parsed: Parsed, first: int) -> tuple[Rows, Rows]:
-        if job.splitting.kind != "random":
+        if not job.splitting.by_row:
             return _ALL, _NONE
         rows = job.rows_by_draw(part, parsed)
         drawn[:] += [len(of_split) for of_split in rows.values()]
@@ -135,7 +135,7 @@ def _count(job: Job, part: Part, detail: None) -> tuple[int, int, PartCounts]:
     counts = count_part(
         job.blocks(part), job.schema, job.work.path / name, rows_of=rows_of, last=part.last, values=job.counts_values
     )
-    if job.splitting.kind == "random":
+    if job.splitting.by_row:
         counts = replace(counts, split_rows=tuple(drawn.tolist()))
     job.work.save(name, counts)
     return part.log, part.number, counts
@@ -155,8 +155,10 @@ class _Rejects:
         while counts := records.get(self._checked[log]):
             before, self._count = self._count, self._count + counts.rejected
             if self._count > most:
-                line, reason = counts.reasons[min(most - before, len(counts.reasons) - 1)]
-                number = first_line(self._job) + self._lines[log] + line
+                nth = most - before
+                known = nth < len(counts.reasons)
+                line, reason = counts.reasons[nth] if known else self._job.malformed(log, self._checked[log], nth)
+                number = self._job.first_line(log) + self._lines[log] + line
                 others = f"after {most} other malformed lines; " if most else ""
                 raise ValueError(
                     f"{self._job.options.inputs[log]}:{number}: {reason}; {others}"
@@ -166,22 +168,16 @@ class _Rejects:
             self._lines[log] += counts.lines
 
 
-def first_line(job: Job) -> int:
-    """The number of the first line that is no line of names."""
-    return 2 if job.schema.header else 1
-
-
 def describe_inputs(job: Job, parts: Sequence[CountedPart]) -> tuple[tuple[InputFile, ...], tuple[RejectedLine, ...]]:
     """The logs as read, and the first of their malformed lines."""
     inputs: list[InputFile] = []
     rejected: list[RejectedLine] = []
     for log, identity in enumerate(job.logs):
-        lines = 0
-        malformed = 0
+        lines, malformed, first_line = 0, 0, job.first_line(log)
         for part in parts:
             if part.log == log:
                 rejected += [
-                    RejectedLine(file=identity.name, line=first_line(job) + lines + line, reason=reason)
+                    RejectedLine(file=identity.name, line=first_line + lines + line, reason=reason)
                     for line, reason in part.counts.reasons[: _REJECTED_LINES_KEPT - len(rejected)]
                 ]
                 lines += part.counts.lines
@@ -207,7 +203,7 @@ def train_and_rest(job: Job, parts: Sequence[CountedPart], train_rows: int) -> l
     """Groups of all parts. Where splits go by place, the one part that both trains and doesn't is counted again in two groups."""
     groups = []
     for part in parts:
-        if job.splitting.kind == "random" or part.end_row <= train_rows:
+        if job.splitting.by_row or part.end_row <= train_rows:
             flags = (True, False)
         elif part.first_row >= train_rows:
             flags = (False, False)
@@ -233,6 +229,22 @@ def _count_apart(job: Job, part: CountedPart, train_rows: int) -> CountedPart:
         )
         job.work.save(f"counts/{name}", counts)
     return replace(part, name=name, counts=counts)
+
+
+def merged_values(job: Job, groups: Sequence[Group]) -> Callable[[int], Iterator[Counted]]:
+    """Merge the groups' runs in levels, and return what gives a categorical column's values and their counts in training rows."""
+    folder = job.work.path / "counts"
+    merging: dict[str, Any] = {"key_dtype": job.schema.key_dtype, "entries": job.options.merged_entries}
+    all_runs = [run for group in groups for run in group.runs]
+    runs = merge_in_levels(all_runs, job.work, folder, columns=len(job.schema.categories), workers=job.options.threads, **merging)
+    return lambda column: merge(runs, folder, column, **merging)
+
+
+def remove_runs(job: Job) -> None:
+    """Remove the runs, once all vocabularies are recorded."""
+    for pattern in ("*.keys", "*.counts"):
+        for file in (job.work.path / "counts").glob(pattern):
+            file.unlink()
 
 
 def no_training_rows(parts: Sequence[CountedPart]) -> ValueError:

@@ -8,7 +8,7 @@ vectorized in NumPy (0.11 microseconds a row of 26 columns, where pandas' hash t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,11 +23,13 @@ _COUNTER_BYTES = 32 << 20  # more than the keys of a part of Criteo's, which are
 
 @dataclass(frozen=True, kw_only=True)
 class IntegerCounts:
-    """Of one integer column: missing cells, and the least and greatest value or None."""
+    """Of one column of numbers: missing cells, least and greatest value or None, of float64 the sum and squared deviations."""
 
     missing: int
-    min: int | None
-    max: int | None
+    min: int | float | None
+    max: int | float | None
+    sum: float = 0.0
+    deviations: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,9 +99,9 @@ class _Group:
         self._values = Counter(path, columns=columns, key_dtype=schema.key_dtype, room=_COUNTER_BYTES) if values else None
 
     def add(self, parsed: Parsed, rows: Rows) -> None:
-        self._rows += len(parsed.starts[rows])
         for column, (values, missing) in enumerate(zip(parsed.integers, parsed.integer_missing, strict=True)):
-            self._integers[column] = _add(self._integers[column], values[rows], missing[rows])
+            self._integers[column] = _add(self._integers[column], self._rows, values[rows], missing[rows])
+        self._rows += len(parsed.starts[rows])
         for column, (keys, missing) in enumerate(zip(parsed.keys, parsed.key_missing, strict=True)):
             is_missing = missing[rows]
             self._missing[column] += np.count_nonzero(is_missing)
@@ -121,14 +123,21 @@ class _Group:
         )
 
 
-def _add(before: IntegerCounts, values: np.ndarray, missing: np.ndarray) -> IntegerCounts:
+def _add(before: IntegerCounts, rows: int, values: np.ndarray, missing: np.ndarray) -> IntegerCounts:
+    """The counts of `rows` rows and of further values; deviations are theirs and their means' (Chan, Golub, LeVeque, 1979)."""
     present = values[~missing]
-    ends = [end for end in (before.min, before.max) if end is not None]
-    if len(present) and present.dtype.kind == "i":  # float32 came transformed, and needs no offset
-        ends += [int(present.min()), int(present.max())]
-    return IntegerCounts(
-        missing=before.missing + len(values) - len(present), min=min(ends, default=None), max=max(ends, default=None)
-    )
+    counts = replace(before, missing=before.missing + len(values) - len(present))
+    if not len(present) or present.dtype == np.float32:  # which came transformed, and needs nothing
+        return counts
+    ends = [end for end in (before.min, before.max) if end is not None] + [present.min().item(), present.max().item()]
+    counts = replace(counts, min=min(ends), max=max(ends))
+    if present.dtype != np.float64:
+        return counts
+    total, deviations, counted = float(present.sum()), float(np.square(present - present.mean()).sum()), rows - before.missing
+    if counted:
+        apart = total / len(present) - before.sum / counted
+        deviations += before.deviations + apart**2 * counted * len(present) / (counted + len(present))
+    return replace(counts, sum=before.sum + total, deviations=deviations)
 
 
 def list_elements(parsed: Parsed, column: int, rows: Rows) -> tuple[np.ndarray, np.ndarray]:

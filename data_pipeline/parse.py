@@ -26,11 +26,13 @@ class Parsed:
     """The well-formed lines of a text as columns, in the schema's order within each kind.
 
     label: int8 [n], empty without a label column.
-    integers: int32 [I, n], 0 where integer_missing, bool [I, n]; float32 where the schema says that they are transformed.
+    integers: int32 [I, n], 0 where integer_missing, bool [I, n]; float32 where the schema says that they are transformed, float64
+        where one of them is no 32-bit integer.
     keys: uint32 or uint64 [C, n], 0 where key_missing, bool [C, n].
     list_keys: uint64 [M, ...], the lists of column m end to end; row i's ends at list_ends[m, i], int64 [M, n].
     starts: int64 [n], where each line begins in the text.
     lines: of the text, n + rejected.
+    split_keys: times in seconds, float64 [n], or users' hashes, uint64 [n], where the schema has a column of such a kind.
     rejected: how many lines are malformed; reasons holds the first of them as (line of the text from 0, reason).
     """
 
@@ -45,6 +47,7 @@ class Parsed:
     lines: int
     rejected: int
     reasons: tuple[tuple[int, str], ...]
+    split_keys: np.ndarray | None = None
 
     @property
     def rows(self) -> int:
@@ -54,7 +57,7 @@ class Parsed:
 def parse(text: bytes | memoryview, schema: LogSchema) -> Parsed:
     """Parse whole lines, each ended by a newline (\\n or \\r\\n)."""
     whole = np.frombuffer(text, np.uint8)
-    return _parse(whole, schema, _measure(whole, schema, 1 << 62))
+    return _parse(whole, schema, measure(whole, schema, 1 << 62))
 
 
 def parse_blocks(text: bytes | memoryview, schema: LogSchema, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Parsed]:
@@ -65,7 +68,7 @@ def parse_blocks(text: bytes | memoryview, schema: LogSchema, *, block_bytes: in
     rest = np.frombuffer(text, np.uint8)
     begin = lines = 0
     while len(rest):
-        block = _measure(rest, schema, block_bytes)
+        block = measure(rest, schema, block_bytes)
         yield _parse(rest[: block.bytes], schema, block, begin=begin, first_line=lines)
         rest, begin, lines = rest[block.bytes :], begin + block.bytes, lines + block.lines
 
@@ -76,12 +79,20 @@ def longest_line(text: bytes) -> int:
     return longest
 
 
-def _measure(text: np.ndarray, schema: LogSchema, room: int) -> Block:
-    """The lines at the text's beginning whose arrays take at most `room` bytes."""
-    cells = (1, 4 + 1, schema.key_dtype.itemsize + 1, 8, 8)  # of the arrays below, per line
+def measure(text: np.ndarray, schema: LogSchema, room: int, *, element_ends: str = "") -> Block:
+    """The lines at the text's beginning whose arrays take at most `room` bytes, but at least one.
+
+    Args:
+        text: whole lines, uint8.
+        schema: of the log.
+        room: in bytes.
+        element_ends: characters that end elements of lists beside the columns' separators.
+    """
+    numbers = schema.number_dtype.itemsize + (4 if schema.number_dtype != np.int32 else 0)  # int32 first, then what they are to be
+    cells = (1, numbers + 1, schema.key_dtype.itemsize + 1, 8, 8)  # of the arrays below, per line
     counts = (int(schema.labelled), len(schema.integers), len(schema.singles), len(schema.lists), 1)
     line_bytes = sum(size * count for size, count in zip(cells, counts, strict=True))
-    separators = {ord(column.separator) for column in schema.columns if column.kind == "list"}
+    separators = {ord(byte) for column in schema.columns if column.kind == "list" for byte in column.separator + element_ends}
     block = Block()
     inner = Array(np.array(sorted(separators), np.uint8), np.uint8)
     native.measure_block(Array(text, np.uint8), inner, line_bytes, 8 * len(schema.lists), room, ctypes.byref(block))
@@ -110,6 +121,7 @@ def _parse(text: np.ndarray, schema: LogSchema, block: Block, *, begin: int = 0,
     first = [array[:rejected].tolist() for array in bad.values()]
     cut = {name: array if name == "list_keys" else array[..., :rows] for name, array in arrays.items()}
     cut["starts"] += begin
+    cut["integers"] = cut["integers"].astype(schema.number_dtype, copy=False)
     return Parsed(
         **cut,
         lines=lines,

@@ -55,6 +55,8 @@ def _parse_cell(cell: bytes, column: Column) -> Cell:
             return [hash_text(element) for element in elements]
         case "ignore":
             return None
+        case _:
+            raise AssertionError(f"columns of kind {column.kind} are not read by lines")
 
 
 def _integer(cell: bytes, low: int, high: int, column: Column, expected: str) -> int:

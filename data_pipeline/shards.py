@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ _ROW_GROUP_BYTES = 32 << 20  # of ids and numbers: groups of long lists, or of a
 # Dictionaries shrink columns of few values; where there are many, Parquet builds them in vain, at half of the time of writing.
 _DICTIONARY_IDS = 1 << 14
 _LOGARITHMS = Array(np.log(np.arange(1, 1 << 16)).astype(np.float32), np.float32)
+_ROWS_KEY = "comera_rec.rows"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,16 +89,16 @@ class Encoder:
         return pa.Table.from_arrays(arrays, schema=self.columns), zeros
 
     def numbers(self, parsed: Parsed, rows: Rows) -> np.ndarray:
-        """The integer columns in rows: float32 [I, n] log(max(x, min) + offset), and 0.0 where x is missing.
+        """The columns of numbers in rows, transformed: float32 [I, n], and 0.0 where a value is missing.
 
         Those that came transformed are kept as they are.
         """
         if self.schema.transformed:
             return _select(parsed.integers, rows)
         values, missing = _select(parsed.integers, rows), _select(parsed.integer_missing, rows)
-        encoded, low = np.empty(values.shape, np.float32), np.array([2 - column.offset for column in self.integers], np.int64)
-        arrays = (Matrix(values, np.int32), Matrix(missing, np.bool_), Array(low, np.int64), _LOGARITHMS)
-        native.encode_integers(*arrays, Matrix(encoded, np.float32))
+        encoded = np.empty(values.shape, np.float32)
+        for number, column in enumerate(self.integers):
+            encoded[number] = _encode_numbers(values[number : number + 1], missing[number : number + 1], column)
         return encoded
 
     def singles(self, parsed: Parsed, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
@@ -124,6 +126,20 @@ def _select(columns: np.ndarray, rows: Rows) -> np.ndarray:
     return columns[:, rows] if isinstance(rows, slice) else columns.take(rows, axis=1)
 
 
+def _encode_numbers(values: np.ndarray, missing: np.ndarray, column: IntegerColumn) -> np.ndarray:
+    """float32 [1, n] log(max(x, min) + offset), (x - mean) / scale or x of [1, n], and 0.0 where x is missing."""
+    if column.transform == "none":
+        return values.astype(np.float32)
+    if column.mean is not None and column.scale is not None:
+        return np.where(missing, 0, (values - column.mean) / column.scale).astype(np.float32)
+    low = 2 - column.offset
+    if values.dtype == np.float64:
+        return np.where(missing, 0, np.log(np.maximum(values, low) + column.offset)).astype(np.float32)
+    encoded, lows = np.empty(values.shape, np.float32), Array(np.array([low], np.int64), np.int64)
+    native.encode_integers(Matrix(values, np.int32), Matrix(missing, np.bool_), lows, _LOGARITHMS, Matrix(encoded, np.float32))
+    return encoded
+
+
 RowsOf = Callable[[Parsed, int], Mapping[str, Rows]]
 
 
@@ -141,7 +157,10 @@ def write_part(
     """
     with ExitStack() as stack:
         beside = {split: stack.enter_context(replacing(data / shard.path)) for split, shard in shards.items()}
-        writers = {split: stack.enter_context(_ShardWriter(encoder, path)) for split, path in beside.items()}
+        writers = {
+            split: stack.enter_context(_ShardWriter(encoder, path, f"{split} {shards[split].from_rows}"))
+            for split, path in beside.items()
+        }
         first = 0
         for parsed in blocks:
             for split, rows in rows_of(parsed, first).items():
@@ -161,10 +180,17 @@ def write_part(
 
 
 class _ShardWriter:
-    """Gathers a split's rows of several blocks to row groups."""
+    """Gathers a split's rows of several blocks to row groups.
 
-    def __init__(self, encoder: Encoder, path: Path) -> None:
+    Args:
+        encoder: of the columns.
+        path: of the file.
+        rows: what `recorded_rows` reads: the split, and the range of its rows in the input.
+    """
+
+    def __init__(self, encoder: Encoder, path: Path, rows: str) -> None:
         self._encoder, self._writer = encoder, encoder.writer(path)
+        self._writer.add_key_value_metadata({_ROWS_KEY: rows})
         self._waiting = encoder.columns.empty_table()
         self.rows = self.positives = 0
         self.zeros = np.zeros(len(encoder.ids_of), np.int64)
@@ -192,3 +218,9 @@ class _ShardWriter:
 
     def _write(self, group: pa.Table) -> None:
         self._writer.write_table(group.combine_chunks())  # pages end where chunks do
+
+
+def recorded_rows(path: Path) -> tuple[str, tuple[int, int]] | None:
+    """The split of a shard and the range of its rows in the input, as `write_part` recorded them in it."""
+    match = re.fullmatch(rb"(\w+) \((\d+), (\d+)\)", (pq.read_metadata(path).metadata or {}).get(_ROWS_KEY.encode(), b""))
+    return (match[1].decode(), (int(match[2]), int(match[3]))) if match else None

@@ -10,7 +10,8 @@ frequency, so hot rows share the leading digits of a tensor-train table.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from data_pipeline.atomic import remove, replacing
 from data_pipeline.hashing import allocate, release, write_table
 from data_pipeline.manifest import Shard, describe_file
 from data_pipeline.runs import Counted
+from data_pipeline.schema import file_name
 
 _BLOCK = 1 << 20
 MOST_IDS = 2**31 - 1
@@ -39,7 +41,14 @@ class Vocabulary:
 
 
 def build_vocabulary(
-    name: str, values: Iterable[Counted], *, key_dtype: np.dtype, min_count: int, data: Path, work: Path
+    name: str,
+    values: Iterable[Counted],
+    *,
+    key_dtype: np.dtype,
+    min_count: int,
+    max_ids: int | None,
+    data: Path,
+    work: Path,
 ) -> Vocabulary:
     """Write `data`/vocabulary/<name>.parquet (value and count in id order from 1) and .table, to look up.
 
@@ -48,39 +57,91 @@ def build_vocabulary(
         values: distinct, ascending, block by block.
         key_dtype: of them.
         min_count: values seen fewer times in training get no id.
+        max_ids: values that get an id, at most; None for all that are frequent enough.
         data: the data set's folder.
         work: a folder for what is removed in the end.
 
     Raises:
         ValueError: there are more ids than an int32 holds.
     """
-    keys, counts, keys_by_id, counts_by_id = (
-        _File(work / f"{name}.{part}", key_dtype if part.startswith("keys") else np.dtype(np.int64))
+    with ranked(name, values, key_dtype=key_dtype, min_count=min_count, most=max_ids, work=work) as frequent:
+        file, table = write_vocabulary(name, frequent.blocks, frequent.rows, key_dtype=key_dtype, data=data)
+        return Vocabulary(distinct=frequent.distinct, num_embeddings=frequent.rows + 1, file=file, table=table)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranked:
+    """Values from the most frequent on, equal counts by value.
+
+    distinct: before the rare ones were left out.
+    rows: that are left.
+    """
+
+    distinct: int
+    keys: _File
+    counts: _File
+
+    @property
+    def rows(self) -> int:
+        return len(self.keys)
+
+    def blocks(self) -> Iterator[Counted]:
+        """Keys and counts, block by block."""
+        return zip(self.keys.blocks(), self.counts.blocks(), strict=True)
+
+
+@contextmanager
+def ranked(
+    name: str, values: Iterable[Counted], *, key_dtype: np.dtype, min_count: int, most: int | None, work: Path
+) -> Iterator[Ranked]:
+    """Give a column's frequent values, on disk until the block ends.
+
+    Args:
+        name, values, key_dtype, min_count, work: as for `build_vocabulary`.
+        most: how many, at most; None for all.
+
+    Raises:
+        ValueError: there are more than ids of an int32.
+    """
+    keys, counts, keys_by_id, counts_by_id = files = [
+        _File(work / f"{file_name(name)}.{part}", key_dtype if part.startswith("keys") else np.dtype(np.int64))
         for part in ("keys", "counts", "keys-by-id", "counts-by-id")
-    )
+    ]
     distinct = 0
     with keys.path.open("wb") as keys_file, counts.path.open("wb") as counts_file:
         for block, of_block in values:
             distinct += len(block)
             keys_file.write(block[of_block >= min_count].data)  # ndarray.tofile says nothing when the disk is full
             counts_file.write(of_block[of_block >= min_count].data)
-    ids = len(keys)
-    if ids >= MOST_IDS:
-        raise ValueError(f"{name} has {ids} values of {min_count} and more rows; raise --min-count {name}={min_count + 1}")
-    _order_by_id(keys, counts, keys_by_id, counts_by_id)
-    path, table = f"vocabulary/{name}.parquet", f"vocabulary/{name}.table"
-    with replacing(data / table) as beside:
-        write_table(beside, keys_by_id.blocks, ids, key_dtype)
-    with replacing(data / path) as beside:
-        _write_vocabulary(beside, keys_by_id, counts_by_id)
-    for file in (keys, counts, keys_by_id, counts_by_id):
+    kept = len(keys) if most is None else min(len(keys), most)
+    if kept >= MOST_IDS:
+        raise ValueError(f"{name} has {kept} values of {min_count} and more rows; raise --min-count {name}={min_count + 1}")
+    _order_by_id(keys, counts, keys_by_id, counts_by_id, kept)
+    yield Ranked(distinct=distinct, keys=keys_by_id, counts=counts_by_id)
+    for file in files:
         remove(file.path)
-    return Vocabulary(
-        distinct=distinct,
-        num_embeddings=ids + 1,
-        file=describe_file(path, data, rows=ids),
-        table=describe_file(table, data, rows=ids),
-    )
+
+
+def write_vocabulary(
+    name: str, blocks: Callable[[], Iterable[Counted]], rows: int, *, key_dtype: np.dtype, data: Path
+) -> tuple[Shard, Shard]:
+    """Write `data`/vocabulary/<name>.parquet and .table.
+
+    Args:
+        name: of the column.
+        blocks: gives values and counts in id order from 1, as often as it is called.
+        rows: how many values there are.
+        key_dtype: of them.
+        data: the data set's folder.
+    """
+    path, table = (f"vocabulary/{file_name(name)}.{suffix}" for suffix in ("parquet", "table"))
+    with replacing(data / table) as beside:
+        write_table(beside, lambda: (keys for keys, _ in blocks()), rows, key_dtype)
+    schema = pa.schema([("value", pa.from_numpy_dtype(key_dtype)), ("count", pa.int64())])
+    with replacing(data / path) as beside, pq.ParquetWriter(beside, schema) as writer:
+        for columns in blocks():
+            writer.write_table(pa.Table.from_arrays([to_arrow(column) for column in columns], schema=schema))
+    return describe_file(path, data, rows=rows), describe_file(table, data, rows=rows)
 
 
 @dataclass(frozen=True)
@@ -99,11 +160,11 @@ class _File:
             yield np.fromfile(self.path, self.dtype, _BLOCK, offset=start * self.dtype.itemsize)
 
 
-def _order_by_id(keys: _File, counts: _File, keys_by_id: _File, counts_by_id: _File) -> None:
-    ordered = [allocate(file.path, file.dtype, (len(keys),)) for file in (keys_by_id, counts_by_id)]
+def _order_by_id(keys: _File, counts: _File, keys_by_id: _File, counts_by_id: _File, kept: int) -> None:
+    ordered = [allocate(file.path, file.dtype, (kept,)) for file in (keys_by_id, counts_by_id)]
     for ids, block, of_block in zip(_ids_by_count(counts), keys.blocks(), counts.blocks(), strict=True):
         for array, values in zip(ordered, (block, of_block), strict=True):
-            array[ids - 1] = values
+            array[ids[ids <= kept] - 1] = values[ids <= kept]
             release(array)
 
 
@@ -124,10 +185,3 @@ def _ids_by_count(counts: _File) -> Iterator[np.ndarray]:
         ids[order] = next_id[ordered] + np.arange(len(found)) - np.searchsorted(ordered, ordered)
         next_id += np.bincount(found, minlength=len(classes))
         yield ids
-
-
-def _write_vocabulary(path: Path, keys: _File, counts: _File) -> None:
-    schema = pa.schema([("value", pa.from_numpy_dtype(keys.dtype)), ("count", pa.int64())])
-    with pq.ParquetWriter(path, schema) as writer:
-        for columns in zip(keys.blocks(), counts.blocks(), strict=True):
-            writer.write_table(pa.Table.from_arrays([to_arrow(column) for column in columns], schema=schema))

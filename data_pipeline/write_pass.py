@@ -102,8 +102,7 @@ def _plan(job: Job, parts: Sequence[CountedPart], bounds: tuple[int, int]) -> di
     planned: dict[tuple[int, int], PlannedPart] = {}
     numbers = Counter[str]()
     for part in parts:
-        is_drawn = job.splitting.kind == "random"
-        if is_drawn:
+        if job.splitting.by_row:
             sizes = dict(zip(SPLITS, part.counts.split_rows or (), strict=True))
         else:
             by_place = rows_by_place(part.first_row, part.counts.rows, bounds)
@@ -116,7 +115,7 @@ def _plan(job: Job, parts: Sequence[CountedPart], bounds: tuple[int, int]) -> di
                 numbers[split] += 1
         if shards:
             planned[part.log, part.number] = PlannedPart(
-                shards=shards, first_row=part.first_row, bounds=None if is_drawn else bounds
+                shards=shards, first_row=part.first_row, bounds=None if job.splitting.by_row else bounds
             )
     return planned
 
