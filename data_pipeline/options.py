@@ -20,7 +20,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": _MIB, "G": 1 << 30, "T": 1 << 40}
 _BASE_BYTES = 256 * _MIB
 # What a worker takes beside its part's text and the next one's: a parsed block, and what is counted of it or a row group.
 _WORKER_BYTES = 128 * _MIB
-_LEAST_TABLE_BYTES = 32 * _MIB
+_LEAST_TABLE_BYTES = 96 * _MIB
 _BYTES_PER_MERGED_ENTRY = 64
 
 
