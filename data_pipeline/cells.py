@@ -132,12 +132,13 @@ def _read_numbers(array: pa.Array, column: Column) -> _Cells:
     if pa.types.is_temporal(array.type):
         array = pc.divide(array.cast(pa.timestamp("us")).cast(pa.int64()).cast(pa.float64()), 1e6)
     if _is_text(array.type):
-        text = array.cast(pa.large_binary())
+        codes, text = _distinct(array)
         pattern = {"label": _DIGITS % 10, "integer": _DIGITS % 10, "int64": _DIGITS % 19}.get(kind, _NUMBER)
         numeric = pc.match_substring_regex(text, pattern).fill_null(False)
-        values = _numpy(pc.if_else(numeric, text, None).cast(pa.large_string()).cast(pa.float64()), np.nan)
-        missing = _numpy(pc.equal(pc.binary_length(text), 0).fill_null(True))
-        bad = ~missing & ~_numpy(numeric)
+        of_text = _numpy(pc.if_else(numeric, text, None).cast(pa.large_string()).cast(pa.float64()), np.nan)
+        values = np.append(of_text, np.nan)[codes]
+        missing = np.append(_numpy(pc.equal(pc.binary_length(text), 0)), True)[codes]
+        bad = ~missing & ~np.append(_numpy(numeric), True)[codes]
     else:
         values = _numpy(
             array.cast(pa.int8() if pa.types.is_boolean(array.type) else array.type).cast(pa.float64(), safe=False), np.nan

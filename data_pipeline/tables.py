@@ -220,13 +220,13 @@ def _misshapen(text: bytes, starts: np.ndarray, ends: np.ndarray, schema: LogSch
         lone = returns[np.frombuffer(text, np.uint8)[returns + 1] != ord("\n")]
         yield from ((line, _RETURN) for line in np.unique(np.searchsorted(starts, lone, side="right") - 1).tolist())
     quotes = _places(text, '"') if schema.format == "csv" else np.empty(0, np.int64)
-    before = np.searchsorted(quotes, starts)
-    of_line = np.searchsorted(quotes, ends) - before
+    of_line = np.searchsorted(quotes, ends) - np.searchsorted(quotes, starts)
     yield from ((line, _BROKEN_QUOTE) for line in np.flatnonzero(of_line % 2).tolist())
     separators = _places(text, schema.separator)
-    lines = np.searchsorted(starts, separators, side="right") - 1
-    outside = (np.searchsorted(quotes, separators) - before[lines]) % 2 == 0
-    found = 1 + np.bincount(lines[outside], minlength=len(starts))
+    if len(quotes):
+        closed = quotes[np.repeat(of_line % 2 == 0, of_line)]
+        separators = separators[np.searchsorted(closed, separators) % 2 == 0]
+    found = 1 + np.searchsorted(separators, ends) - np.searchsorted(separators, starts)
     for line in np.flatnonzero(found != columns).tolist():
         yield line, f"{found[line]} columns where {columns} are expected"
     # Of lines with other columns yet, by odd quotes, Arrow tells only where they are UTF-8.
