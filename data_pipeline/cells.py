@@ -209,6 +209,8 @@ def _read_lists(array: pa.Array, column: Column) -> _Cells:
 
 def _distinct(array: pa.Array) -> tuple[np.ndarray, pa.Array]:
     """Cells as numbers of distinct texts, -1 for null, and these texts."""
+    if pa.types.is_dictionary(array.type) and len(array.dictionary) > len(array):  # as of a block of a longer column
+        array = array.dictionary_decode()
     if not pa.types.is_dictionary(array.type):
         array = (array if _is_text(array.type) else array.cast(pa.large_string())).cast(pa.large_binary()).dictionary_encode()
     codes = _numpy(array.indices.cast(pa.int64()).fill_null(-1))

@@ -91,16 +91,12 @@ class Job:
                 if nth < rejected:
                     break
             first, second = _halves(part)
-            of_first = list(self._sizes(first))
-            if nth < sum(bad for _, bad in of_first):
+            sizes = [(parsed.lines, parsed.rejected) for parsed in self.blocks(first)]
+            rejected = sum(of_block for _, of_block in sizes)
+            if nth < rejected:
                 part = first
             else:
-                part, nth = second, nth - sum(bad for _, bad in of_first)
-                before += sum(lines for lines, _ in of_first)
-
-    def _sizes(self, part: Part) -> Iterator[tuple[int, int]]:
-        """Lines of each block, and malformed ones."""
-        return ((parsed.lines, parsed.rejected) for parsed in self.blocks(part))
+                part, nth, before = second, nth - rejected, before + sum(lines for lines, _ in sizes)
 
     def rows_by_draw(self, part: Part, parsed: Parsed) -> dict[str, np.ndarray]:
         """The rows of each split in a part, where they are drawn."""

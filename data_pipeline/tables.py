@@ -20,7 +20,7 @@ from data_pipeline.cells import is_list, to_parsed
 from data_pipeline.parse import BLOCK_BYTES, REASONS_KEPT, Parsed, measure
 from data_pipeline.schema import LogSchema
 
-_TEXT_BYTES = BLOCK_BYTES // 8  # of a block: Arrow and the search for quotes hold several arrays beside it
+_ARRAYS_PER_TEXT = 8  # bytes for each of a block's text: Arrow and the search for quotes hold several arrays beside it
 _COPIES = 4  # of a cell's bytes, from Parquet's array to hashes
 _NUMBER_BYTES = 8 + 1  # of a number or key, and whether it is missing
 _KEY_BYTES = 8  # of a list's element
@@ -37,8 +37,8 @@ def read_names(line: bytes, schema: LogSchema) -> tuple[str, ...]:
     return tuple(next(csv.reader([text], delimiter=schema.separator), []))
 
 
-def text_blocks(text: memoryview, schema: LogSchema, names: Sequence[str]) -> Iterator[Parsed]:
-    """Parse whole lines, block after block, each as many lines as fit a text and arrays of limited size, but at least one.
+def text_blocks(text: memoryview, schema: LogSchema, names: Sequence[str], *, block_bytes: int = BLOCK_BYTES) -> Iterator[Parsed]:
+    """Parse whole lines, block after block, each as many lines as arrays of `block_bytes` hold, but at least one.
 
     `starts` and the lines of `reasons` count from the text's beginning.
 
@@ -50,22 +50,22 @@ def text_blocks(text: memoryview, schema: LogSchema, names: Sequence[str]) -> It
     is_json = schema.format == "jsonl"
     begin = lines = 0
     while begin < len(text):
-        window = bytes(text[begin : begin + _TEXT_BYTES])
+        window = bytes(text[begin : begin + block_bytes // _ARRAYS_PER_TEXT])
         end = window.rfind(b"\n") + 1
         if not end:  # one long line
             window = bytes(text[begin:])
             end = window.find(b"\n") + 1
-        arrays = measure(np.frombuffer(window, np.uint8)[:end], schema, BLOCK_BYTES, element_ends="," if is_json else "")
+        arrays = measure(np.frombuffer(window, np.uint8)[:end], schema, block_bytes, element_ends="," if is_json else "")
         block = window[: arrays.bytes]
         parsed = parse_json_lines(block, schema) if is_json else parse_delimited(block, schema, names)
         yield _moved(parsed, begin, lines)
         begin, lines = begin + len(block), lines + parsed.lines
 
 
-def table_blocks(table: pa.Table, schema: LogSchema) -> Iterator[Parsed]:
+def table_blocks(table: pa.Table, schema: LogSchema, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Parsed]:
     """Parse rows of Parquet, block after block, as `text_blocks` does lines."""
     begin = 0
-    for block in _cut(table, len(schema.lists)):
+    for block in _cut(table, len(schema.lists), block_bytes):
         yield _moved(parse_table(block, schema), begin, begin)
         begin += len(block)
 
@@ -77,18 +77,18 @@ def _moved(parsed: Parsed, begin: int, first_line: int) -> Parsed:
     )
 
 
-def _cut(table: pa.Table, lists: int) -> Iterator[pa.Table]:
+def _cut(table: pa.Table, lists: int, block_bytes: int) -> Iterator[pa.Table]:
     """A table's rows in halves of halves, until what is made of each fits a block."""
     chunks = [chunk for column in table.columns for chunk in column.chunks]
     cells = sum(chunk.nbytes - chunk[:0].nbytes for chunk in chunks)  # dictionaries aren't sliced
     elements = max((len(chunk.flatten()) if is_list(chunk.type) else chunk.nbytes for chunk in chunks), default=0)
     arrays = _COPIES * cells + _NUMBER_BYTES * len(table) * table.num_columns + _KEY_BYTES * lists * elements
-    if len(table) <= 1 or arrays <= BLOCK_BYTES:
+    if len(table) <= 1 or arrays <= block_bytes:
         yield table
         return
     middle = len(table) // 2
-    yield from _cut(table[:middle], lists)
-    yield from _cut(table[middle:], lists)
+    yield from _cut(table[:middle], lists, block_bytes)
+    yield from _cut(table[middle:], lists, block_bytes)
 
 
 def parse_delimited(text: bytes, schema: LogSchema, names: Sequence[str]) -> Parsed:
