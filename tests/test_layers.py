@@ -21,7 +21,7 @@ LAYERS = ["tt", "ops", "nn", "rank", "recsys", "convert", "training", "serving",
 READS_MANIFEST = {"data_pipeline", "training", "serving", "cli", "train"}
 BELOW_TORCHREC = {"tt", "ops", "nn", "rank"}
 # Packages that a function may import, because they are optional: accelerators and clusters.
-OPTIONAL = {"triton", "numba", "distributed"}
+OPTIONAL = {"triton", "distributed"}
 
 FILES = sorted([*Path(comera_rec.__file__).parent.rglob("*.py"), *Path(data_pipeline.__file__).parent.rglob("*.py")])
 
