@@ -151,7 +151,7 @@ def _inputs(first: tuple[str, ...], more: tuple[str, ...]) -> tuple[Source, ...]
     type=click.Choice(get_args(SplitKind)),
     default="chronological",
     show_default=True,
-    help="By order; by file, with the halves of the last one for validation and test; at random; by a column of times; or by users.",
+    help="By order; by file, halving the last one for validation and test; at random; by a column of times; or by users.",
 )
 @click.option("--val-fraction", default=0.1, show_default=True, help="Share of the rows, before the test rows, for validation.")
 @click.option("--test-fraction", default=0.1, show_default=True, help="Share of the rows, the last ones, for the test.")

@@ -30,7 +30,8 @@ class ModelMetadata:
     Attributes:
         format_version: version of this record and of the inputs.
         dense: names of the integer columns, in the order of requests.
-        offsets: number added to each integer column before its logarithm, or mean and standard deviation; None where values stay as they are.
+        offsets: number added to each integer column before its logarithm, or its mean and standard deviation; None where values
+            stay as they are.
         categorical: rows of the table of each categorical column, in the order of requests.
         checksums: SHA-256 of each column's vocabulary, as in the data set's manifest; None where ids are hashes.
         library_version, torch_version: versions that wrote the package.

@@ -30,7 +30,7 @@ def open_vocabularies(metadata: ModelMetadata, data: Path | None = None) -> Requ
 
 
 def offsets_of(manifest: Manifest) -> tuple[Offset, ...]:
-    """Return the number added to each integer column before its logarithm, or its mean and scale; None where values stay as they are."""
+    """Return what each integer column's values are shifted by before their logarithm, or mean and scale; None where they stay."""
     return tuple(
         column.offset
         if column.transform == "log"

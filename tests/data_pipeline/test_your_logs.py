@@ -1,4 +1,4 @@
-"""The commands of docs/your-logs.md run as they stand, and do what the page says."""
+"""The commands of docs/guides/your-logs.md run as they stand, and do what the page says."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from data_pipeline.manifest import read_manifest
 
-PAGE = Path(__file__).parents[2] / "docs" / "your-logs.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "your-logs.md"
 
 
 def test_commands_run(tmp_path: Path) -> None:
