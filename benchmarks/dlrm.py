@@ -1,5 +1,7 @@
 """A whole DLRM on synthetic Criteo logs of Kaggle's cardinalities: dense, and 99 times smaller, MLPs included.
 
+Also every architecture on the demo's logs, dense and with tables 50 times smaller, whose ranks stay as they are.
+
 Every run is `comera train --config examples/kaggle.toml` in a process of its own. On a log of a million rows each form tries the
 learning rates of its tables with seed 0; the one with the best NE on the validation split takes the other seeds. On a log of ten
 million rows, of which every value keeps a row, runs are short, and told apart by time and memory alone. Forms take turns. One row a
@@ -57,6 +59,7 @@ class Size:
     compression: int
     tuned: bool
     seeds: int
+    forms: tuple[str, ...] = ("dense", "TT adaptive", "TT + rows adaptive")
 
 
 FORMS = {
@@ -68,6 +71,18 @@ FORMS = {
     "TT adaptive": Form(overrides=("tables.hot_rows=0",), key="optimizer.lr_cores", rates=(0.003, 0.006, 0.01)),
     "TT + rows adaptive": Form(overrides=("tables.hot_rows=auto",), key="optimizer.lr_cores", rates=(0.003, 0.006, 0.01)),
 }
+ARCHITECTURES = {
+    "DLRM": (),
+    "DCN": ("model.architecture=dcn",),
+    "DeepFM": ("model.architecture=deepfm", "model.dense_arch=[256]", "model.over_arch=[256]"),
+    "Wide & Deep": ("model.architecture=wide_deep",),
+}
+FIXED = replace(FORMS["TT + rows adaptive"], overrides=("tables.hot_rows=auto", "tables.compression=50", "ranks=none"))
+OF_ARCHITECTURES = {
+    f"{architecture}, {name}": replace(form, overrides=form.overrides + overrides, rates=form.rates[:2])
+    for architecture, overrides in ARCHITECTURES.items()
+    for name, form in {"dense": FORMS["dense"], "TT + rows": FIXED}.items()
+}
 SIZES = (
     Size(
         data="synth", rows=1_000_000, scale=1.0, min_count=2, batch=2048, steps=390, early=80, late=120, compression=99,
@@ -76,6 +91,10 @@ SIZES = (
     Size(
         data="synth-10M", rows=10_000_000, scale=1.0, min_count=1, batch=2048, steps=200, early=40, late=60, compression=99,
         tuned=False, seeds=3,
+    ),
+    Size(
+        data="demo", rows=500_000, scale=1.0, min_count=1, batch=1024, steps=430, early=80, late=160, compression=50,
+        tuned=True, seeds=SEEDS, forms=tuple(OF_ARCHITECTURES),
     ),
 )  # fmt: skip
 QUICK = tuple(
@@ -100,7 +119,7 @@ def run(settings: Settings) -> Iterator[list[Row]]:
                     continue
                 if data is None:
                     data, reachable = prepare(Path(folder), size)
-                found = train(Path(folder, f"run-{len(rows)}"), data, size, FORMS[name], shapes["lr"], seed)
+                found = train(Path(folder, f"run-{len(rows)}"), data, size, (FORMS | OF_ARCHITECTURES)[name], shapes["lr"], seed)
                 ne = found.pop("ne")
                 rows.append(
                     Row(
@@ -115,8 +134,8 @@ def run(settings: Settings) -> Iterator[list[Row]]:
 
 def _plan(size: Size, settings: Settings) -> list[tuple[str, float | None, int]]:
     """Form, rate and seed of each run; None for the best rate of those before. `only` may name methods, `|` between them."""
-    wanted = settings.only.get("method", "|".join(FORMS)).split("|")
-    forms = {name: form for name, form in FORMS.items() if name in wanted}
+    wanted = settings.only.get("method", "|".join(size.forms)).split("|")
+    forms = {name: form for name, form in (FORMS | OF_ARCHITECTURES).items() if name in size.forms and name in wanted}
     if not size.tuned:
         return [
             (name, form.rates[len(form.rates) // 2], settings.seed + k) for k in range(size.seeds) for name, form in forms.items()
