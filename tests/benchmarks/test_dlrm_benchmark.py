@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import dlrm
-from benchmarks.measure import Settings
+from benchmarks.harness.measure import Settings
+from benchmarks.training import dlrm
 
 
 def test_a_run_has_the_size_it_claims(monkeypatch: pytest.MonkeyPatch) -> None:
