@@ -278,7 +278,7 @@ def _summary(manifest: Manifest, output: Path, seconds: float) -> str:
     lines = [
         f"rows: {rows.read:,} read, {rows.written:,} written, {rows.rejected:,} rejected",
         "splits: " + ", ".join(f"{name} {split.rows:,}" for name, split in manifest.splits.items()),
-        "label mean: " + (f"{manifest.label.mean:.4f}" if manifest.label else "no label"),
+        *([f"{label.name} mean: {label.mean:.4f}" for label in manifest.labels] or ["label mean: no label"]),
         f"embedding rows: {sum(column.num_embeddings for column in manifest.categorical_columns):,}",
         f"wrote {output} in {seconds:.1f} s ({rows.read / seconds:,.0f} rows/s)",
     ]
