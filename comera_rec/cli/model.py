@@ -16,7 +16,7 @@ from comera_rec.convert import TTEmbeddingConfig, compress_state, compression_re
 from comera_rec.ops.served_bags import DTYPES
 from comera_rec.serving.export import FORMS, PACKAGE, ExportOptions, export_run
 from comera_rec.serving.triton import export_repository
-from comera_rec.training.batches import ParquetBatches
+from comera_rec.training.batches import ParquetBatches, require_one_label
 from comera_rec.training.compress import compress_run
 from comera_rec.training.config import load_config, parse_overrides
 from comera_rec.training.evaluation import evaluate as evaluate_model
@@ -89,7 +89,7 @@ def evaluate(run: str, data: str, split: str, batch_size: int, last: bool) -> No
     Example:
       comera evaluate --checkpoint runs/compressed --data data/ --split test
     """
-    batches = ParquetBatches(data, split, batch_size=batch_size)
+    batches = require_one_label(ParquetBatches(data, split, batch_size=batch_size))
     model, _, schema = load_run(run, last=last)
     if differing := schema.differences(Schema.of(read_manifest(data))):
         raise ValueError(

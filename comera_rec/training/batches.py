@@ -15,7 +15,7 @@ Across ranks and workers no row is read twice, and every rank gets equally many 
 batches where the last ones are shorter, or down with `drop_last`, which leaves out fewer than B + 1 rows a reader. The state of
 one rank is that of all.
 
-Letters: B rows in a batch, n rows of any other set, I integer columns, C categorical columns.
+Letters: B rows in a batch, n rows of any other set, L labels, W columns of weights (0 or 1), I integer and C categorical columns.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ import itertools
 import math
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
@@ -50,42 +51,52 @@ class Batch:
 
     dense: [B, I] float32, the transformed integer columns in the manifest's order.
     sparse: int64 ids by categorical column (key), one a row or, in columns of lists, any number; lengths and offsets given.
-    labels: [B] float32, 0 or 1.
+    labels: [B] float32, 0 or 1; [B, L] where the data set has several labels, in the order of `Manifest.labels`.
+    weights: [B] float32 of at least 0, what the rows' losses are multiplied with; None where the data set has none.
     """
 
     dense: Tensor
     sparse: KeyedJaggedTensor
     labels: Tensor
+    weights: Tensor | None = None
 
     def __len__(self) -> int:
-        return self.labels.numel()
+        return len(self.labels)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         return Batch(
             dense=self.dense.to(device, non_blocking=non_blocking),
             sparse=self.sparse.to(torch.device(device), non_blocking=non_blocking),
             labels=self.labels.to(device, non_blocking=non_blocking),
+            weights=None if self.weights is None else self.weights.to(device, non_blocking=non_blocking),
         )
 
     def padded(self, rows: int) -> Batch:
-        """With rows of zeros, no ids and label 0 behind the others, as many as are missing."""
+        """With rows of zeros, no ids, label 0 and weight 0 behind the others, as many as are missing."""
         missing = rows - len(self)
         if not missing:
             return self
-        lengths = F.pad(self.sparse.lengths().view(len(self.sparse.keys()), -1), (0, missing)).flatten()
+        lengths = F.pad(self.sparse.lengths().view(len(self.sparse.keys()), len(self)), (0, missing)).flatten()
         return Batch(
             dense=F.pad(self.dense, (0, 0, 0, missing)),
             sparse=KeyedJaggedTensor(self.sparse.keys(), self.sparse.values(), lengths=lengths),
-            labels=F.pad(self.labels, (0, missing)),
+            labels=F.pad(self.labels, (*[0, 0] * (self.labels.dim() - 1), 0, missing)),
+            weights=None if self.weights is None else F.pad(self.weights, (0, missing)),
         )
 
     def pin_memory(self) -> Batch:
-        return Batch(dense=self.dense.pin_memory(), sparse=self.sparse.pin_memory(), labels=self.labels.pin_memory())
+        return Batch(
+            dense=self.dense.pin_memory(),
+            sparse=self.sparse.pin_memory(),
+            labels=self.labels.pin_memory(),
+            weights=None if self.weights is None else self.weights.pin_memory(),
+        )
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the memory until the stream is done with it; torchrec's train pipelines call this."""
-        for part in (self.dense, self.sparse, self.labels):
-            part.record_stream(stream)
+        for part in (self.dense, self.sparse, self.labels, self.weights):
+            if part is not None:
+                part.record_stream(stream)
 
 
 class _Lists(NamedTuple):
@@ -120,33 +131,34 @@ class _Rows(NamedTuple):
 
     dense: np.ndarray  # [I, n] float32
     ids: np.ndarray  # [S, n] int32
-    labels: np.ndarray  # [n] float32
+    labels: np.ndarray  # [L, n] float32
+    weights: np.ndarray  # [W, n] float32
     lists: tuple[_Lists, ...]
 
     @property
     def size(self) -> int:
-        return len(self.labels)
+        return self.labels.shape[1]
 
     def slice(self, start: int, stop: int) -> _Rows:
         stop = min(stop, self.size)
-        dense, ids, labels = (part[..., start:stop] for part in self[:3])
-        return _Rows(dense, ids, labels, tuple(column.slice(start, stop) for column in self.lists))
+        dense, ids, labels, weights = (part[:, start:stop] for part in self[:4])
+        return _Rows(dense, ids, labels, weights, tuple(column.slice(start, stop) for column in self.lists))
 
     def take(self, order: np.ndarray) -> _Rows:
-        dense, ids, labels = (part.take(order, axis=-1) for part in self[:3])
-        return _Rows(dense, ids, labels, tuple(column.take(order) for column in self.lists))
+        dense, ids, labels, weights = (part.take(order, axis=1) for part in self[:4])
+        return _Rows(dense, ids, labels, weights, tuple(column.take(order) for column in self.lists))
 
 
 def _concatenate(parts: list[_Rows]) -> _Rows:
     if len(parts) == 1:
         return parts[0]
-    dense, ids, labels = (np.concatenate(of_parts, axis=-1) for of_parts in zip(*(part[:3] for part in parts), strict=True))
+    dense, ids, labels, weights = (np.concatenate(cells, axis=1) for cells in zip(*(part[:4] for part in parts), strict=True))
     columns = zip(*(part.lists for part in parts), strict=True)
     lists = (
         _Lists.of(np.concatenate([piece.lengths for piece in column]), np.concatenate([piece.flat for piece in column]))
         for column in columns
     )
-    return _Rows(dense, ids, labels, tuple(lists))
+    return _Rows(dense, ids, labels, weights, tuple(lists))
 
 
 class _Piece(NamedTuple):
@@ -169,7 +181,7 @@ class ParquetBatches(IterableDataset[Batch]):
         split: "train", "val" or "test".
         batch_size: rows in a batch of this rank.
         shuffle: permute row groups and rows anew in every epoch; False keeps the order of the files.
-        shuffle_rows: rows in the buffer that is permuted at once. They cost 4 B x (I + C + 1) each, up to three times at once.
+        shuffle_rows: rows in the buffer that is permuted at once. They cost 4 B x (I + C + L + W) each, up to three times at once.
         seed: decides the permutations together with the epoch.
         epochs: passes over the split in one iteration; None = endless.
         rank, world_size: which share of the rows this process takes.
@@ -177,7 +189,8 @@ class ParquetBatches(IterableDataset[Batch]):
 
     Raises:
         ValueError: an argument out of range; an unlabelled data set; an empty split; fewer rows than one batch needs; a shard that
-            does not match the manifest. While iterating: an id outside its table, a label other than 0 or 1, an empty cell.
+            does not match the manifest. While iterating: an id outside its table, a label other than 0 or 1,
+            a weight below 0 or not finite, an empty cell.
     """
 
     def __init__(
@@ -207,6 +220,8 @@ class ParquetBatches(IterableDataset[Batch]):
         self.batch_size, self.shuffle, self.shuffle_rows, self.seed, self.epochs = batch_size, shuffle, shuffle_rows, seed, epochs
         self.rank, self.world_size, self.drop_last = rank, world_size, drop_last
         self._dense_names = [column.name for column in self.manifest.integer_columns]
+        self._label_names = [label.name for label in self.manifest.labels]
+        self._weight_names = [self.manifest.weight.name] if self.manifest.weight else []
         columns = self.manifest.categorical_columns
         self._single_names = [column.name for column in columns if not column.is_list]
         self._list_names = [column.name for column in columns if column.is_list]
@@ -318,7 +333,7 @@ class ParquetBatches(IterableDataset[Batch]):
     def _read(self, piece: _Piece) -> _Rows:
         try:
             with pq.ParquetFile(piece.path, memory_map=True) as file:
-                columns = ["label", *self._dense_names, *self._single_names, *self._list_names]
+                columns = [*self._label_names, *self._weight_names, *self._dense_names, *self._single_names, *self._list_names]
                 # Decoding runs outside Python's lock, so a training thread beside this one is not held up.
                 table = file.read_row_group(piece.row_group, columns=columns).slice(piece.start, piece.stop - piece.start)
         except (OSError, pa.ArrowInvalid) as error:
@@ -327,14 +342,14 @@ class ParquetBatches(IterableDataset[Batch]):
             column = table.column(name)
             if column.null_count or (name in self._list_names and any(chunk.flatten().null_count for chunk in column.chunks)):
                 raise ValueError(f"{piece.path}: column {name} has an empty cell in row group {piece.row_group}; {_REMEDY}")
-        dense = np.empty((len(self._dense_names), len(table)), np.float32)
-        ids = np.empty((len(self._single_names), len(table)), np.int32)
-        for array, names in ((dense, self._dense_names), (ids, self._single_names)):
-            for row, name in zip(array, names, strict=True):
-                row[:] = table.column(name).to_numpy()
-        labels = table.column("label").to_numpy().astype(np.float32)
+        dense, labels, weights = (
+            _stacked(table, names, np.float32) for names in (self._dense_names, self._label_names, self._weight_names)
+        )
+        ids = _stacked(table, self._single_names, np.int32)
         if not np.isin(labels, (0, 1)).all():
             raise ValueError(f"{piece.path}: labels in row group {piece.row_group} are not all 0 or 1; {_REMEDY}")
+        if not (np.isfinite(weights) & (weights >= 0)).all():
+            raise ValueError(f"{piece.path}: weights in row group {piece.row_group} are not all finite and at least 0; {_REMEDY}")
         lists = []
         for name in self._list_names:
             column = table.column(name).combine_chunks()
@@ -345,7 +360,7 @@ class ParquetBatches(IterableDataset[Batch]):
             if of_column.size and not 0 <= of_column.min() <= of_column.max() < limit:
                 wrong = of_column[~((of_column >= 0) & (of_column < limit))][0]
                 raise ValueError(f"{piece.path}: table {name}: id {wrong} is not in 0..{limit - 1}; {_REMEDY}")
-        return _Rows(dense, ids, labels, tuple(lists))
+        return _Rows(dense, ids, labels, weights, tuple(lists))
 
     def _batch(self, rows: _Rows) -> Batch:
         size, singles = rows.size, len(self._single_names)
@@ -368,7 +383,17 @@ class ParquetBatches(IterableDataset[Batch]):
         )
         # The copies let go of the buffer that the rows are a view of.
         dense = torch.from_numpy(np.ascontiguousarray(rows.dense.T))
-        return Batch(dense=dense, sparse=sparse, labels=torch.from_numpy(rows.labels.copy()))
+        labels = rows.labels[0].copy() if len(rows.labels) == 1 else np.ascontiguousarray(rows.labels.T)
+        weights = torch.from_numpy(rows.weights[0].copy()) if len(rows.weights) else None
+        return Batch(dense=dense, sparse=sparse, labels=torch.from_numpy(labels), weights=weights)
+
+
+def _stacked(table: pa.Table, names: Sequence[str], dtype: npt.DTypeLike) -> np.ndarray:
+    """Columns of numbers as [columns, n]."""
+    stacked = np.empty((len(names), len(table)), dtype)
+    for row, name in zip(stacked, names, strict=True):
+        row[:] = table.column(name).to_numpy()
+    return stacked
 
 
 @functools.lru_cache(maxsize=4)
@@ -390,7 +415,8 @@ def _row_groups(manifest: Manifest, data: Path, split: str) -> list[_Piece]:
     if manifest.splits[split].rows == 0:
         raise ValueError(f"split {split} of {data} is empty; preprocess more rows or give {split} a larger fraction of them")
     check_shards(manifest, data)
-    types = {"label": pa.types.is_integer}
+    types = {label.name: pa.types.is_integer for label in manifest.labels}
+    types |= {manifest.weight.name: pa.types.is_float32} if manifest.weight else {}
     types |= {column.name: pa.types.is_float32 for column in manifest.integer_columns}
     types |= {column.name: _is_lists if column.is_list else pa.types.is_int32 for column in manifest.categorical_columns}
     pieces = []
@@ -412,6 +438,21 @@ def _row_groups(manifest: Manifest, data: Path, split: str) -> list[_Piece]:
                 )
         pieces += [_Piece(path, group, 0, footer.row_group(group).num_rows) for group in range(footer.num_row_groups)]
     return [piece for piece in pieces if piece.stop]
+
+
+def require_one_label(batches: ParquetBatches) -> ParquetBatches:
+    """Return batches after making sure that a loss over one label passes over nothing that they hold.
+
+    Raises:
+        ValueError: the data set has several labels, or weights.
+    """
+    labels, weight = batches.manifest.labels, batches.manifest.weight
+    if len(labels) > 1 or weight:
+        held = (
+            f"the labels {', '.join(label.name for label in labels)}" if len(labels) > 1 else f"weights ({weight and weight.name})"
+        )
+        raise ValueError(f"the data set has {held}, which are not used yet; preprocess with one label and without weights")
+    return batches
 
 
 class BatchLoader:

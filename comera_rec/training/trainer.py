@@ -31,7 +31,7 @@ from comera_rec.rank import RankScheduler
 from comera_rec.rank.tt_modules import bytes_outside_tt_modules, gather_tt_modules, total_params
 from comera_rec.recsys import TTEmbeddingBagCollection
 from comera_rec.recsys.sharding import rewrap_data_parallel_
-from comera_rec.training.batches import Batch, BatchLoader, ParquetBatches
+from comera_rec.training.batches import Batch, BatchLoader, ParquetBatches, require_one_label
 from comera_rec.training.captured_step import CapturedStep
 from comera_rec.training.checkpoint import checkpoint_at, latest_checkpoint, open_checkpoint, save_checkpoint
 from comera_rec.training.clipping import GradientClipping
@@ -165,11 +165,13 @@ class Trainer:
     def _batches(self, split: str, *, shuffle: bool) -> ParquetBatches:
         data, rank, world_size = self.config.data, self.processes.rank, self.processes.world_size
         if shuffle:
-            return ParquetBatches(
+            batches = ParquetBatches(
                 data.path, split, batch_size=self.part_size, shuffle=True, shuffle_rows=data.shuffle_rows,
                 seed=self.config.seed, epochs=None, drop_last=True, rank=rank, world_size=world_size,
             )  # fmt: skip
-        return ParquetBatches(data.path, split, batch_size=data.eval_batch_size, rank=rank, world_size=world_size)
+        else:
+            batches = ParquetBatches(data.path, split, batch_size=data.eval_batch_size, rank=rank, world_size=world_size)
+        return require_one_label(batches)
 
     # -- state ---------------------------------------------------------------------------------------------------------------
 
