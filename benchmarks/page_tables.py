@@ -332,6 +332,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "equal-bytes": equal_bytes,
     "quality-ne": partial(quality, "ne"),
     "quality-auc": partial(quality, "auc"),
+    "quality-val-ne": partial(quality, "val_ne", "video"),
     "lookup": lookup,
     "mlperf": mlperf,
     "lookup-memory": lookup_memory,
