@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
-from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardedModule
 
@@ -15,7 +14,7 @@ from comera_rec.data import Batch
 from comera_rec.rank import RankScheduler
 
 
-def is_pipelined(model: torch.nn.Module) -> bool:
+def is_pipelined(model: nn.Module) -> bool:
     """Whether a model has sharded tables, whose ids can travel ahead."""
     return any(isinstance(module, ShardedModule) for module in model.modules())
 
@@ -24,7 +23,7 @@ class PipelinedStep:
     """Optimizer steps of a sharded model, with two batches in flight behind the one that is trained.
 
     Args:
-        model: to train.
+        model: to train, a `DistributedModelParallel`.
         loss_of: a batch -> its task loss, by that model.
         optimizer: of the model's parameters.
         scheduler: the rank schedule, if there is one.
@@ -34,7 +33,7 @@ class PipelinedStep:
 
     def __init__(
         self,
-        model: DistributedModelParallel,
+        model: nn.Module,
         loss_of: Callable[[Batch], Tensor],
         optimizer: Optimizer,
         scheduler: RankScheduler | None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +72,9 @@ def place(
 
 
 def whole_model(config: RunConfig, schema: Schema, module: nn.Module, processes: Processes) -> nn.Module:
-    """The model as one process would hold it, at the present ranks of `module`, on the meta device."""
+    """The model as one process would hold it, at the present ranks of `module`: on the meta device, or `module` itself."""
+    if not processes.several:
+        return module
     whole = build_model(config, schema, device="meta")
     trains = gather_trains(dict(named_tt_modules(module)), processes=processes)
     for name, part in named_tt_modules(whole):
@@ -128,6 +131,15 @@ def device_of(name: str) -> torch.device:
         raise ValueError(f"{local_rank + 1} processes or more share {count} GPUs: launch one process a GPU, or training.device=cpu")
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
+
+
+def name_of(device: torch.device) -> str:
+    """What results are measured on."""
+    return (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    )
 
 
 def available_cores() -> int:

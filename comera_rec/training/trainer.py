@@ -19,10 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torchrec import KeyedJaggedTensor
-from torchrec.distributed.model_parallel import DistributedModelParallel
 from tqdm import tqdm
 
 from comera_rec.convert import compression_report
@@ -32,22 +29,19 @@ from comera_rec.nn import TTTable, update_in_backward_, use_float8_
 from comera_rec.rank import RankScheduler
 from comera_rec.rank.trains import bytes_outside_trains
 from comera_rec.recsys import TTEmbeddingBagCollection
-from comera_rec.recsys.sharding import rewrap_data_parallel_
-from comera_rec.training.captured_step import CapturedStep
 from comera_rec.training.checkpoint import checkpoint_at, latest_checkpoint, open_checkpoint
-from comera_rec.training.clipping import GradientClipping
 from comera_rec.training.config import RunConfig
 from comera_rec.training.evaluation import BestSoFar, evaluate
 from comera_rec.training.log import MetricsLog, NoLog, log_ranks
 from comera_rec.training.memory import PeakMemory
 from comera_rec.training.model import Schema, build_optimizer
-from comera_rec.training.pipeline import PipelinedStep, is_pipelined
-from comera_rec.training.placement import available_cores, device_of, place, whole_model
-from comera_rec.training.rates import LearningRates
+from comera_rec.training.placement import available_cores, device_of, name_of, place, whole_model
 from comera_rec.training.runs import CHECKPOINTS, fingerprint, require_same_run
 from comera_rec.training.state import TrainingState
+from comera_rec.training.steps import Steps
 from comera_rec.training.stopping import Interrupted, StopSignals
 from comera_rec.training.writer import CheckpointWriter
+from data_pipeline.atomic import replacing
 from data_pipeline.manifest import read_manifest
 
 _READERS = 8  # of a run's batches, so that 1, 2, 4 and 8 processes share them alike
@@ -116,26 +110,12 @@ class Trainer:
             self.loader.prepare = self._plan_ahead
         self.scheduler = None
         if config.ranks:
-            other_bytes = bytes_outside_trains(self._whole_model()) if processes.several else None
-            self.scheduler = RankScheduler(self.module, self.optimizer, config.ranks, other_bytes=other_bytes, processes=processes)
+            others = bytes_outside_trains(whole_model(config, self.schema, self.module, processes))
+            self.scheduler = RankScheduler(self.module, self.optimizer, config.ranks, other_bytes=others, processes=processes)
         self.state = TrainingState(self.module, self.optimizer, placed.table_optimizers)
-        self.rates = LearningRates(
-            self.optimizer, placed.table_optimizers, total_steps=self.total_steps, warmup_steps=config.optimizer.warmup_steps,
-            decay=config.optimizer.decay, as_tensors=config.training.capture and self.device.type == "cuda",
-        )  # fmt: skip
-        clip = None
-        if config.training.clip_grad_norm is not None:
-            clip = GradientClipping(self.module, config.training.clip_grad_norm, processes)
-        self.captured_step = CapturedStep(
-            self._loss, self.optimizer, self.scheduler, capture=config.training.capture, clip=clip,
-            accumulation=config.training.accumulation,
-        )  # fmt: skip
-        self.pipelined_step = None
-        if isinstance(self.model, DistributedModelParallel) and config.training.pipeline and self._can_pipeline():
-            self.pipelined_step = PipelinedStep(
-                self.model, lambda batch: self._loss(batch.dense, batch.sparse, batch.labels), self.optimizer, self.scheduler,
-                clip=clip, device=self.device,
-            )  # fmt: skip
+        self.step = Steps(
+            config, placed, self.optimizer, self.scheduler, processes=processes, device=self.device, total_steps=self.total_steps
+        )
         self.writer = CheckpointWriter(
             self.checkpoints, keep=config.training.keep_checkpoints, processes=processes,
             asynchronous=config.checkpoints.asynchronous,
@@ -160,13 +140,6 @@ class Trainer:
         for module in self.module.modules():
             if isinstance(module, TTEmbeddingBagCollection):
                 module.plan_ahead(batch.sparse)
-
-    def _can_pipeline(self) -> bool:
-        """Gradients of several parts, which add up to a step, are no step of a pipeline."""
-        return self.config.training.accumulation == 1 and is_pipelined(self.model)
-
-    def _whole_model(self) -> nn.Module:
-        return whole_model(self.config, self.schema, self.module, self.processes)
 
     def _batches(self, split: str, *, shuffle: bool) -> ParquetBatches:
         data, rank, world_size = self.config.data, self.processes.rank, self.processes.size
@@ -198,11 +171,7 @@ class Trainer:
         self.writer.save(self.steps, record, self.state.tensors(), kept_step=kept_step)
 
     def _write_config(self) -> None:
-        def write() -> None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            _write_json(self.folder / "config.json", self.config.to_dict())
-
-        self.processes.on_first(write)
+        self.processes.on_first(lambda: _write_json(self.folder / "config.json", self.config.to_dict()))
 
     def _resume(self) -> None:
         path = self.processes.on_first(lambda: latest_checkpoint(self.checkpoints))
@@ -214,7 +183,7 @@ class Trainer:
         if record["step"]:  # the first checkpoint of a compressed dense run has seen no batch
             self.loader.load_state_dict(record["batches"])
         self.state.load(checkpoint)
-        self._replicate_anew()
+        self.step.replicate_anew()
         if self.scheduler:
             self.scheduler.load_state_dict(record["scheduler"])
             self.history_written = len(self.scheduler.history)
@@ -223,13 +192,6 @@ class Trainer:
         best = BestSoFar(**record["best"])
         if best.step is not None and (not self.config.training.keep_best or checkpoint_at(self.checkpoints, best.step)):
             self.best = best
-
-    def _replicate_anew(self) -> None:
-        """After ranks have changed."""
-        if self.pipelined_step is not None:
-            self.pipelined_step.pause()
-        if isinstance(self.model, DistributedModelParallel):
-            rewrap_data_parallel_(self.model)
 
     # -- the loop ------------------------------------------------------------------------------------------------------------
 
@@ -322,24 +284,10 @@ class Trainer:
                 yield self._step(batches)
 
     def _step(self, batches: Iterator[Batch]) -> Tensor:
-        """One optimizer step; returns the task loss, which stays on the device."""
-        changes = len(self.scheduler.history) if self.scheduler else 0
-        self.rates.set(self.steps + 1)
-        if self.pipelined_step is not None:
-            loss = self.pipelined_step(batches)
-        else:
-            parts = [next(batches).to(self.device, non_blocking=True) for _ in range(self.config.training.accumulation)]
-            loss = self.captured_step(*(each for part in parts for each in (part.dense, part.sparse, part.labels)))
-        if self.scheduler and len(self.scheduler.history) > changes:
-            self._replicate_anew()
+        """One optimizer step; returns the task loss."""
+        loss = self.step.take(self.steps + 1, batches)
         self.steps += 1
         return loss
-
-    def _loss(self, dense: Tensor, sparse: KeyedJaggedTensor, labels: Tensor) -> Tensor:
-        """Mean cross-entropy of a batch: dense [B, I], labels [B]."""
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.training.precision != "float32"):
-            logits = self.model(dense, sparse).squeeze(1)
-        return F.binary_cross_entropy_with_logits(logits.float(), labels)
 
     def _checked_mean(self, losses: list[Tensor]) -> float:
         stacked = self.processes.mean(torch.stack(losses)).cpu()
@@ -395,8 +343,7 @@ class Trainer:
         return (self.scheduler is None or self.scheduler.stage == "done") and self.best.observe(self.steps, metrics["ne"])
 
     def _evaluate(self, split: str) -> dict[str, Any]:
-        if self.pipelined_step is not None:
-            self.pipelined_step.pause()
+        self.step.pause()
         batches = self._batches(split, shuffle=False)
         metrics = evaluate(self.model, batches, self.device, between=self._stop_if_asked, processes=self.processes)
         self.log.write("eval", self.steps, split=split, **metrics)
@@ -419,9 +366,10 @@ class Trainer:
             kept = self.processes.on_first(lambda: checkpoint_at(self.checkpoints, best))
             assert kept is not None
             self.state.load(open_checkpoint(kept, self.processes))
-            self._replicate_anew()
+            self.step.replicate_anew()
         split = next(name for name in ("test", "val", "train") if self._rows(name))
         metrics = self._evaluate(split)
+        whole = whole_model(self.config, self.schema, self.module, self.processes)
         step_ms = statistics.median(self.step_ms or [float("nan")])
         return {
             "name": self.folder.name,
@@ -433,10 +381,10 @@ class Trainer:
             "first_step_ms": self.first_step_ms,
             "rows_per_s": 1e3 * self.config.data.batch_size / step_ms,
             "peak_mib": peak,
-            **compression_report(self._whole_model() if self.processes.several else self.model).to_dict(),
+            **compression_report(whole).to_dict(),
             "processes": self.processes.size,
             "seed": self.config.seed,
-            "device": _device_name(self.device),
+            "device": name_of(self.device),
             "versions": {name: version(name) for name in ("comera-rec", "torch", "torchrec")}
             | {"python": platform.python_version()},
             "data_rows": self.manifest.rows.written,
@@ -448,14 +396,6 @@ def _due(step: int, every: int) -> bool:
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(value, indent=2) + "\n")
-    partial.replace(path)
-
-
-def _device_name(device: torch.device) -> str:
-    return (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as beside:
+        beside.write_text(json.dumps(value, indent=2) + "\n")
