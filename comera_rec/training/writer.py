@@ -10,12 +10,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from comera_rec.distributed import Processes
 from comera_rec.training.checkpoint import save_checkpoint
-
-_COPY = StagingOptions(use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False)
 
 
 class CheckpointWriter:
@@ -42,8 +40,7 @@ class CheckpointWriter:
         if self._thread is None:
             save_checkpoint(self._folder, step, record, tensors, **options)
         else:
-            copies = DefaultStager(_COPY).stage(dict(tensors))
-            assert isinstance(copies, dict)
+            copies = BlockingAsyncStager().stage(dict(tensors))
             self._writing = self._thread.submit(save_checkpoint, self._folder, step, copy.deepcopy(record), copies, **options)
 
     def __enter__(self) -> CheckpointWriter:
