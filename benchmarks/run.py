@@ -28,6 +28,7 @@ BENCHMARKS = {
     "hot-rows": ("benchmarks.hot_rows", "TT tables of equal bytes, with rows of the most frequent ids and without"),
     "shapes": ("benchmarks.shapes", "shapes of one size: the one that TTShape.for_table chooses and the fastest"),
     "distributed": ("benchmarks.distributed", "a sharded table: what each way of sharding sends, and its step"),
+    "trainer-loop": ("benchmarks.trainer_loop", "steps of the trainer on two processes, and of TorchRec's pipeline by hand"),
     "scale-model": ("benchmarks.scale_model", "a model of steps on 8 to 512 GPUs, from counted bytes and multiply-adds"),
     "sharding-grid": ("benchmarks.sharding_grid", "the planner's estimates and choice: where copies of cores beat moving bags"),
     "preprocess": ("benchmarks.preprocess", "raw logs to a data set: comera preprocess, pandas, torchrec"),

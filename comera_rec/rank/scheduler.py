@@ -9,10 +9,10 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from comera_rec.distributed import WORLD, Processes
 from comera_rec.nn import named_tt_modules
 from comera_rec.ops.bags.updates import update_kind
 from comera_rec.rank.config import RankConfig
@@ -20,17 +20,7 @@ from comera_rec.rank.importance import STATIC_SCORES, TaylorScores
 from comera_rec.rank.objectives import Achievement, Budget, Objective, Price
 from comera_rec.rank.penalty import size_surrogate
 from comera_rec.rank.selection import Masks, above_threshold, within_budget
-from comera_rec.rank.trains import (
-    Train,
-    bytes_outside_trains,
-    count_processes,
-    gather,
-    gather_trains,
-    mean_over_processes,
-    on_several_processes,
-    total_bytes,
-    total_params,
-)
+from comera_rec.rank.trains import Train, bytes_outside_trains, gather_trains, total_bytes, total_params
 from comera_rec.rank.truncation import keep_ranks_, magnitudes_of
 from comera_rec.tt import TTShape
 
@@ -48,6 +38,7 @@ class RankScheduler:
         optimizer: over the model's parameters; its state is sliced with them.
         config: the schedule.
         other_bytes: of the layers outside the trains, where processes hold parts of them; default those of `model`.
+        processes: among which the model is spread.
 
     Raises:
         ValueError: if the model holds no tensor-train module, or the layers outside the trains alone exceed `target_compression`;
@@ -60,10 +51,19 @@ class RankScheduler:
         ...     optimizer.zero_grad(); loss.backward(); optimizer.step(); scheduler.step()
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, config: RankConfig, *, other_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        config: RankConfig,
+        *,
+        other_bytes: int | None = None,
+        processes: Processes = WORLD,
+    ) -> None:
+        self._processes = processes
         # Walking the model takes longer than a step should pay for; TT modules stay what they are, whatever their ranks.
         self._modules = dict(named_tt_modules(model))
-        trains = gather_trains(self._modules)
+        trains = self._trains()
         if not trains:
             raise ValueError("the model holds no tensor-train module: swap tables or linear layers before building a RankScheduler")
         _require_gradients(model, config)
@@ -84,7 +84,7 @@ class RankScheduler:
         self._mean_loss = torch.tensor(math.nan, dtype=torch.float32, device=next(model.parameters()).device)
         self._other_bytes = bytes_outside_trains(model) if other_bytes is None else other_bytes
         # A train that several processes hold counts once.
-        self._part_of_one = {name: 1 / count for name, count in count_processes(self._modules).items()}
+        self._part_of_one = {name: 1 / count for name, count in self._processes.count(self._modules).items()}
         if config.target_compression is not None:
             self._compressed_bytes(config.target_compression, trains)  # a mistake shows before hours of training
         self._record(trains)
@@ -101,8 +101,8 @@ class RankScheduler:
             accumulation: parts whose gradients add up to a step. What is returned is divided by it, so that the price of size is
                 charged once.
         """
-        if on_several_processes() and self.stage != "done":
-            task_loss = task_loss + (mean_over_processes(task_loss) - task_loss.detach())  # value of all, gradient of this one
+        if self._processes.several and self.stage != "done":
+            task_loss = task_loss + (self._processes.mean(task_loss) - task_loss.detach())  # value of all, gradient of this one
         self._observe(task_loss.detach(), 0.01 / accumulation)
         if self.stage == "done":
             self.objective = "loss"
@@ -139,12 +139,12 @@ class RankScheduler:
 
     def _surrogate_elsewhere(self) -> Tensor | float:
         """What the size surrogate of all processes' TT modules has beyond that of this one's."""
-        if not on_several_processes():
+        if not self._processes.several:
             return 0.0
         sizes = {name: size_surrogate([module]).detach() for name, module in self._modules.items() if module.shape.num_params}
         mine = torch.stack([self._mean_loss.new_zeros(()), *sizes.values()]).sum()
         shared = torch.stack([self._mean_loss.new_zeros(()), *(self._part_of_one[name] * size for name, size in sizes.items())])
-        return mean_over_processes(shared.sum()) * dist.get_world_size() - mine
+        return self._processes.sum(shared.sum()) - mine
 
     def _observe(self, loss: Tensor, weight: float) -> None:
         # About the last hundred steps: long enough to smooth batches, short enough to follow training. In place, for CUDA graphs.
@@ -177,12 +177,12 @@ class RankScheduler:
             self._end_early()
         elif late_ends:
             self.stage = "done"
-        self._record(gather_trains(self._modules))
+        self._record(self._trains())
 
     def _truncate(self, *, last: bool) -> None:
         objective = self._stage_objective()
         if objective.threshold:
-            trains = gather_trains(self._modules, {name: magnitudes_of(module) for name, module in self._modules.items()})
+            trains = self._trains({name: magnitudes_of(module) for name, module in self._modules.items()})
             self._keep(trains, above_threshold(*_shapes_and_scores(trains), objective.threshold))
         progress = 1.0 if last else (self.steps - self.late_start) / max(1, self.config.late_steps)
         if self.stage != "late" or (allowed := objective.ceiling(progress)) is None:
@@ -191,8 +191,12 @@ class RankScheduler:
         # Before the last truncation a tenth more than the target stays: ranks to choose from when it is to be met exactly.
         assert self.target is not None
         if self._size() > ceiling and (last or ceiling > 1.1 * self.target):
-            trains = gather_trains(self._modules, self._scores())
+            trains = self._trains(self._scores())
             self._keep(trains, within_budget(*_shapes_and_scores(trains), ceiling, self._units(trains), exact=last))
+
+    def _trains(self, scores: dict[str, list[Tensor]] | None = None) -> dict[str, Train]:
+        """Those of all processes."""
+        return gather_trains(self._modules, scores, self._processes)
 
     def _keep(self, trains: dict[str, Train], masks: Masks) -> None:
         """Slice the trains of this process to the ranks that the masks of all trains keep."""
@@ -209,11 +213,11 @@ class RankScheduler:
 
     def _total_of_shares(self, shares: Tensor) -> Tensor:
         """Sum over all ranks of all trains of what this process knows of its own."""
-        if not on_several_processes():
+        if not self._processes.several:
             return shares.sum()
         modules = self._modules
         weights = [self._part_of_one[name] for name, module in modules.items() for _ in range(sum(module.shape.ranks))]
-        return mean_over_processes(shares @ shares.new_tensor(weights)) * dist.get_world_size()
+        return self._processes.sum(shares @ shares.new_tensor(weights))
 
     def _end_early(self) -> None:
         if self.config.late_steps == 0:
@@ -221,7 +225,7 @@ class RankScheduler:
             return
         self.stage = "late"
         self.late_start = self.steps
-        trains = gather_trains(self._modules)
+        trains = self._trains()
         self.reference_params = max(1, total_params(trains))
         self.reference_size = max(1, self._size())
         self.target = min(self._target(trains), self.reference_size)
@@ -240,7 +244,7 @@ class RankScheduler:
         return [train.unit if self._in_bytes else 1 for train in trains.values()]
 
     def _size(self) -> int:
-        trains = gather_trains(self._modules)
+        trains = self._trains()
         return total_bytes(trains) if self._in_bytes else total_params(trains)
 
     def _target(self, trains: dict[str, Train]) -> int:
@@ -296,7 +300,7 @@ class RankScheduler:
             **state,
             "history": list(self.history),
             "mean_loss": self._mean(),
-            "taylor": gather(self._taylor.by_name(self._modules)),
+            "taylor": self._processes.merge(self._taylor.by_name(self._modules)),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

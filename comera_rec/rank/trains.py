@@ -8,16 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from comera_rec.distributed import WORLD, Processes
 from comera_rec.nn import TTModule, named_tt_modules
 from comera_rec.tt import TTShape
-
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +33,19 @@ class Train:
     scores: tuple[Tensor, ...] = ()
 
 
-def gather_trains(modules: Mapping[str, TTModule], scores: Mapping[str, Sequence[Tensor]] | None = None) -> dict[str, Train]:
+def gather_trains(
+    modules: Mapping[str, TTModule],
+    scores: Mapping[str, Sequence[Tensor]] | None = None,
+    processes: Processes = WORLD,
+) -> dict[str, Train]:
     """What decisions need of every TT module of a model; where there are several processes, each calls this and gets the same.
 
     Args:
         modules: those of this process, by name.
         scores: the value of each rank, per train and bond, of the trains of this process.
+        processes: among which the model is spread.
     """
-    return gather(
+    return processes.merge(
         {
             name: Train(
                 shape=module.whole_shape,
@@ -61,47 +62,6 @@ def bytes_outside_trains(model: nn.Module) -> int:
     """Bytes of a model's parameters that belong to no train."""
     trains = {id(p) for _, module in named_tt_modules(model) for p in (*module.cores(), *module.rank_parameters())}
     return sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in trains)
-
-
-def gather(mine: dict[str, Value]) -> dict[str, Value]:
-    """The entries of all processes; of those that several have, the first process's."""
-    if not on_several_processes():
-        return mine
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return {name: value for entries in reversed(everyone) for name, value in entries.items()}
-
-
-def count_processes(mine: Mapping[str, object]) -> dict[str, int]:
-    """How many processes have an entry of each name that this one has."""
-    if not on_several_processes():
-        return dict.fromkeys(mine, 1)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, list(mine))
-    return {name: sum(name in names for names in everyone) for name in mine}
-
-
-def mean_over_processes(value: Tensor) -> Tensor:
-    """The mean of every process's value, without gradient."""
-    mean = value.detach().clone()
-    if on_several_processes():
-        dist.all_reduce(mean)
-        mean /= dist.get_world_size()
-    return mean
-
-
-def max_over_processes(value: float) -> float:
-    """The largest of every process's values."""
-    if not on_several_processes():
-        return value
-    largest = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return float(largest)
-
-
-def on_several_processes() -> bool:
-    """Whether a process group of more than one exists."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def total_params(trains: Mapping[str, Train]) -> int:

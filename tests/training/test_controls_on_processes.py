@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.processes import run as run_processes
-from comera_rec.training.batches import Batch
+from comera_rec.data import Batch
 from comera_rec.training.checkpoint import latest_checkpoint
 from comera_rec.training.clipping import GradientClipping
 from comera_rec.training.config import load_config
