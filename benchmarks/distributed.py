@@ -235,7 +235,7 @@ class Provider:
             constraints={"t": ParameterConstraints(sharding_types=[kind])},
             stats=[],
         )
-        model = _Values(train if self._is_tt else EmbeddingBagCollection([case.table()], device=torch.device("meta")))
+        model = Values(train if self._is_tt else EmbeddingBagCollection([case.table()], device=torch.device("meta")))
         plan = planner.collective_plan(model, sharders, dist.group.WORLD)
         self._model = DistributedModelParallel(model, plan=plan, sharders=sharders)
         self.counting = Counting(self._model)
@@ -279,7 +279,7 @@ class Provider:
         return output.detach()
 
 
-class _Values(torch.nn.Module):
+class Values(torch.nn.Module):
     """The values of the KeyedTensor that a collection returns: DDP averages gradients only if a model returns tensors."""
 
     def __init__(self, collection: torch.nn.Module) -> None:

@@ -71,20 +71,25 @@ def _measure(
         torch.set_num_threads(threads)
         on_gpu = device.startswith("cuda")
         if not on_gpu:
-            _return_freed_memory_at_once()
+            return_freed_memory_at_once()
         calls, release = prepare(*arguments)
         peaks: dict[str, list[float]] = {name: [] for name in calls}
         for turn in range(repeats):
             for name, call in calls.items():
                 release()
                 gc.collect()
-                peaks[name].append(_cuda_peak(call, turn, device) if on_gpu else _resident_peak(call, turn))
+                peaks[name].append(_cuda_peak(call, turn, device) if on_gpu else resident_peak(call, turn))
         sender.send((peaks, ""))
     except Exception as error:
         sender.send(({}, f"{type(error).__name__}: {error}"))
 
 
-def _return_freed_memory_at_once() -> None:
+def resident_peak_mib() -> float:
+    """MiB that were resident at once in this process since it began, libraries included."""
+    return _kib("VmHWM") / 1024
+
+
+def return_freed_memory_at_once() -> None:
     # glibc keeps freed blocks resident, and what a call then takes again would not raise the peak.
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
@@ -92,7 +97,7 @@ def _return_freed_memory_at_once() -> None:
         libc.mallopt(_M_TRIM_THRESHOLD, _LARGE)
 
 
-def _resident_peak(call: Call, turn: int) -> float:
+def resident_peak(call: Call, turn: int) -> float:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)

@@ -25,7 +25,8 @@ class Row:
         pass_: "forward", "forward+backward", "step" (with the optimizer's update) or "run" (of a whole program); for whole
             trainings "tune" or "test"; "estimate" where nothing was measured; "pass" in JSON.
         p20, p50, p80: percentiles over the samples.
-        unit: "ms" for time, "MiB" for the peak extra memory of one call, "NE" for the normalized cross-entropy of a trained model.
+        unit: "ms" for time, "MiB" for the peak extra memory of one call ("mlperf": of a whole process), "NE" for the normalized
+            cross-entropy of a trained model.
         samples: how many calls the percentiles stand on.
         ratios: baseline -> the baseline's p50 over this p50, in the same run; above 1 is less time or memory than the baseline.
         counted: what was counted instead of measured, e.g. params, flops.

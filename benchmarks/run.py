@@ -29,6 +29,7 @@ BENCHMARKS = {
     "shapes": ("benchmarks.shapes", "shapes of one size: the one that TTShape.for_table chooses and the fastest"),
     "distributed": ("benchmarks.distributed", "a sharded table: what each way of sharding sends, and its step"),
     "trainer-loop": ("benchmarks.trainer_loop", "steps of the trainer on two processes, and of TorchRec's pipeline by hand"),
+    "planned": ("benchmarks.planned", "the planner's estimates beside measured memory and steps of 1, 2 and 4 processes"),
     "scale-model": ("benchmarks.scale_model", "a model of steps on 8 to 512 GPUs, from counted bytes and multiply-adds"),
     "sharding-grid": ("benchmarks.sharding_grid", "the planner's estimates and choice: where copies of cores beat moving bags"),
     "preprocess": ("benchmarks.preprocess", "raw logs to a data set: comera preprocess, pandas, torchrec"),
@@ -41,6 +42,10 @@ BENCHMARKS = {
     ),
     "conversion": ("benchmarks.conversion", "peak memory of TT-SVD of a table of 10 million rows, beside the table"),
     "dlrm": ("benchmarks.dlrm", "a whole DLRM: dense, and 99 times smaller; goes on where it stopped"),
+    "mlperf": (
+        "benchmarks.mlperf",
+        "MLPerf's DLRM-DCNv2 at its own sizes, tables 1,000 times smaller: a step part by part, peak memory",
+    ),
     "serve": ("benchmarks.serve", "requests: packages of a TT model and TorchRec's quantized dense one"),
     "serve-http": ("benchmarks.serve_http", "requests to comera serve over HTTP from wrk, and their p99"),
     "quality": ("benchmarks.quality", "predictions of models whose tables take equal bytes; goes on where it stopped"),

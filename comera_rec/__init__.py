@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         TTEmbeddingCollectionConfig,
         build_deepfm,
         build_dlrm,
+        build_wide_deep,
     )
     from comera_rec.recsys.sharding import (
         TTEmbeddingBagCollectionSharder,
@@ -84,6 +85,7 @@ __all__ = [
     "TransformerEncoder",
     "build_deepfm",
     "build_dlrm",
+    "build_wide_deep",
     "compress_linears_",
     "compress_state",
     "compression_report",

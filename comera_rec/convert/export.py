@@ -1,4 +1,4 @@
-"""Tensor trains back to dense modules."""
+"""TT modules back to dense ones, and what stands in this library for modules of TorchRec back to those."""
 
 from __future__ import annotations
 
@@ -7,17 +7,22 @@ import copy
 import torch
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.models.dlrm import InteractionArch
+from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
 from comera_rec.nn import TTLinear, TTModule
 from comera_rec.recsys import TTEmbeddingBagCollection, TTEmbeddingCollection
+from comera_rec.recsys.dlrm import LearnedVector
+from comera_rec.recsys.interaction import CrossNetwork, PairwiseInteraction
 
 
 def export_dense(model: nn.Module) -> nn.Module:
-    """Copy a model with every tensor-train module contracted to its plain torch or TorchRec equivalent.
+    """Copy a model with every TT module contracted to its plain torch or TorchRec equivalent.
 
-    The copy predicts the same numbers and needs no part of this library. Collections, fused ones inside them included, become
-    `torchrec.EmbeddingBagCollection` and `torchrec.EmbeddingCollection`.
+    The copy predicts the same numbers. That of a model of `build_dlrm` or `build_deepfm`, or of modules of torch and TorchRec with
+    those of this library swapped in, loads where this library isn't installed. Collections, fused ones inside them included,
+    become `torchrec.EmbeddingBagCollection` and `torchrec.EmbeddingCollection`.
 
     Args:
         model: any module; left as it is.
@@ -50,7 +55,24 @@ def _dense_equivalent(module: nn.Module) -> nn.Module | None:
         plain = EmbeddingBagCollection(module.embedding_bag_configs(), module.is_weighted(), module.device)
         plain.load_state_dict(module.state_dict())
         return plain
+    if isinstance(module, PairwiseInteraction):
+        return InteractionArch(module.F)
+    if isinstance(module, CrossNetwork):
+        network = LowRankCrossNet(len(module.bias[0]), len(module.bias), module.V_kernels[0].shape[0])
+        network.to(module.bias[0]).load_state_dict(module.state_dict())
+        return network
+    if isinstance(module, LearnedVector):
+        return _constant(module.vector)
     return None
+
+
+def _constant(vector: torch.Tensor) -> nn.Linear:
+    """A layer without inputs: [B, 0] -> the same [B, N] for all samples."""
+    layer = nn.Linear(1, len(vector), device=vector.device, dtype=vector.dtype)
+    layer.in_features, layer.weight = 0, nn.Parameter(layer.weight.detach()[:, :0])  # torch warns who asks for none at once
+    with torch.no_grad():
+        layer.bias.copy_(vector)
+    return layer
 
 
 def _dense_sequences(module: TTEmbeddingCollection) -> EmbeddingCollection:

@@ -4,12 +4,16 @@ from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.config import TTEmbeddingBagConfig, TTEmbeddingCollectionConfig
 from comera_rec.recsys.dlrm import build_deepfm, build_dlrm
 from comera_rec.recsys.sequences import TTEmbeddingCollection
+from comera_rec.recsys.wide_deep import WideDeep, build_wide_deep, wide_tables
 
 __all__ = [
     "TTEmbeddingBagCollection",
     "TTEmbeddingBagConfig",
     "TTEmbeddingCollection",
     "TTEmbeddingCollectionConfig",
+    "WideDeep",
     "build_deepfm",
     "build_dlrm",
+    "build_wide_deep",
+    "wide_tables",
 ]

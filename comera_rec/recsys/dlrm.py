@@ -13,7 +13,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from comera_rec.nn import TTLinearConfig, compress_linears_
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
-from comera_rec.recsys.interaction import PairwiseInteraction
+from comera_rec.recsys.interaction import CrossNetwork, PairwiseInteraction
 from comera_rec.tt import require_positive
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -66,7 +66,7 @@ def build_dlrm(
     Returns:
         A model called as `model(dense_features, sparse_features) -> logits [B, 1]`.
     """
-    _require_inputs(tables, dense_in_features)
+    require_inputs(tables, dense_in_features)
     for name, sizes in (("dense_arch_layer_sizes", dense_arch_layer_sizes), ("over_arch_layer_sizes", over_arch_layer_sizes)):
         if not sizes:
             raise ValueError(f"{name} is empty: give at least one layer size")
@@ -84,13 +84,16 @@ def build_dlrm(
     dense_device = torch.device(device or "cpu")
     widths = max(1, dense_in_features), list(dense_arch_layer_sizes), list(over_arch_layer_sizes)
     if cross_layers:
-        model: DLRM = DLRM_DCN(collection, *widths, cross_layers, cross_rank, dense_device).to(dense_device)
+        model: DLRM = DLRM_DCN(collection, *widths, cross_layers, cross_rank, dense_device)
+        crossed = (model.inter_arch.F + 1) * dense_arch_layer_sizes[-1]
+        model.inter_arch.crossnet = CrossNetwork(crossed, cross_layers, cross_rank)
+        model.to(dense_device)
     else:
         model = DLRM(collection, *widths, dense_device)
         model.inter_arch = PairwiseInteraction(model.inter_arch.F)
     if not dense_in_features:
         model.dense_arch = LearnedVector(dense_arch_layer_sizes[-1], dense_device)
-    return _compress_large_linears_(model, linears)
+    return compress_large_linears_(model, linears)
 
 
 def build_deepfm(
@@ -115,7 +118,7 @@ def build_deepfm(
     Returns:
         A model called as `model(dense_features, sparse_features) -> logits [B, 1]`, without the sigmoid that TorchRec's ends with.
     """
-    _require_inputs(tables, dense_in_features)
+    require_inputs(tables, dense_in_features)
     require_positive(hidden_layer_size=hidden_layer_size, deep_fm_dimension=deep_fm_dimension)
     dims = sorted({config.embedding_dim for config in tables})
     if len(dims) > 1:
@@ -125,17 +128,18 @@ def build_deepfm(
     model.over_arch.model = model.over_arch.model[0]
     if not dense_in_features:
         model.dense_arch = LearnedVector(dims[0])
-    return _compress_large_linears_(model.to(device or "cpu"), linears)
+    return compress_large_linears_(model.to(device or "cpu"), linears)
 
 
-def _require_inputs(tables: Sequence[EmbeddingBagConfig], dense_in_features: int) -> None:
+def require_inputs(tables: Sequence[EmbeddingBagConfig], dense_in_features: int) -> None:
+    """Raise a ValueError for no tables, or a negative number of dense features."""
     if dense_in_features < 0:
         raise ValueError(f"dense_in_features is {dense_in_features}: give how many there are, or 0")
     if not tables:
         raise ValueError("tables is empty: give at least one table config")
 
 
-def _compress_large_linears_(model: Model, linears: TTLinearConfig | None) -> Model:
+def compress_large_linears_(model: Model, linears: TTLinearConfig | None) -> Model:
     """Compress the linear layers that a config takes, if there are any."""
     layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
     if linears is not None and any(linears.shape_for(layer.in_features, layer.out_features) for layer in layers):

@@ -1,4 +1,4 @@
-"""DLRM's interaction of features: all dot products of two of them.
+"""How DLRM's features meet: dot products of all pairs, or a cross network.
 
 B batch size, F features (the dense one included), P = F (F - 1) / 2 pairs, N embedding dimension.
 """
@@ -10,7 +10,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torchrec.models.dlrm import InteractionArch
+from torchrec.modules.crossnet import LowRankCrossNet
+
+from comera_rec.nn.tracing import one_call_in_fx
 
 
 class PairwiseInteraction(InteractionArch):
@@ -20,6 +24,62 @@ class PairwiseInteraction(InteractionArch):
         """[B, N] and [B, F - 1, N] -> [B, N + P]: the dense features, and the products (0, 1), (0, 2), ..., (F - 2, F - 1)."""
         features = torch.cat([dense_features.unsqueeze(1), sparse_features], dim=1)
         return torch.cat([dense_features, pairwise_products(features, self.triu_indices)], dim=1)
+
+
+class CrossNetwork(LowRankCrossNet):
+    """TorchRec's low-rank cross network with fewer passes over [B, F * N] in both directions, and less kept for the way back.
+
+    x_{l+1} = x_0 * (W_l V_l x_l + b_l) + x_l (Wang et al., DCN V2, arXiv 2008.13535, section 3.3)
+    """
+
+    @one_call_in_fx
+    def forward(self, input: Tensor) -> Tensor:
+        """[B, F * N] -> [B, F * N]; autocast's type is that of products, and of what is kept of them."""
+        device = input.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
+        crossed: Tensor = _Crossing.apply(input, dtype, *self.V_kernels, *self.W_kernels, *self.bias)
+        return crossed
+
+
+class _Crossing(torch.autograd.Function):
+    """d = F * N columns, r the rank; `inner` [B, r] and `outer` [B, d] are the two products of a layer."""
+
+    @staticmethod
+    def forward(ctx: Any, first: Tensor, dtype: torch.dtype, *parameters: Tensor) -> Tensor:
+        layers = len(parameters) // 3
+        kept, x = [], first
+        with torch.autocast(first.device.type, enabled=False):
+            for k in range(layers):
+                narrow, wide, bias = (parameter.to(dtype) for parameter in parameters[k::layers])
+                rounded = x.to(dtype)
+                inner = F.linear(rounded, narrow)
+                outer = F.linear(inner, wide, bias)
+                kept += [rounded, inner, outer]
+                x = torch.addcmul(x, first, outer)
+        ctx.save_for_backward(first, *parameters[: 2 * layers])
+        ctx.kept = kept  # a list that backward empties, as torch would hold what it saves until the last layer is done
+        return x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        first, *saved = ctx.saved_tensors
+        layers = len(saved) // 2
+        narrows, wides = saved[:layers], saved[layers:]
+        if not ctx.kept:
+            raise RuntimeError("backward through a cross network a second time: compute its output again")
+        of_first = torch.zeros_like(first)
+        of_parameters: list[list[Tensor]] = [[], [], []]
+        for k in reversed(range(layers)):
+            outer, inner, rounded = ctx.kept.pop(), ctx.kept.pop(), ctx.kept.pop()
+            of_first.addcmul_(grad, outer)
+            del outer
+            of_outer = (grad * first).to(inner.dtype)
+            of_inner = of_outer @ wides[k].to(inner.dtype)
+            grad = grad + of_inner @ narrows[k].to(inner.dtype)
+            for kind, value in enumerate((of_inner.mT @ rounded, of_outer.mT @ inner, of_outer.sum(0))):
+                of_parameters[kind].insert(0, value.to(first.dtype))
+        return of_first.add_(grad), None, *(value for values in of_parameters for value in values)
 
 
 def pairwise_products(features: Tensor, pairs: Tensor) -> Tensor:

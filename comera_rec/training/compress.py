@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +10,10 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from comera_rec.convert import fit_tables_
 from comera_rec.nn import TTEmbeddingBag, TTModule, named_tt_modules
+from comera_rec.recsys import TTEmbeddingBagConfig
 from comera_rec.training.checkpoint import Checkpoint, latest_checkpoint
 from comera_rec.training.config import RunConfig, parse_config
-from comera_rec.training.model import Schema, build_model
+from comera_rec.training.model import Schema, build_model, table_configs
 from comera_rec.training.runs import CHECKPOINTS, open_run
 from comera_rec.training.trainer import Trainer
 
@@ -101,11 +101,19 @@ def _dense_weight(name: str, module: TTModule, dense: dict[str, Tensor]) -> Tens
 
 
 def _table_budget(config: RunConfig, schema: Schema) -> int:
-    """Parameters for all trains of the tables."""
-    dim = config.model.embedding_dim
-    tables = [EmbeddingBagConfig(name=n, num_embeddings=m, embedding_dim=dim, feature_names=[n]) for n, m in schema.sparse.items()]
-    configs: list[Any] = config.tables.table_configs(tables)
-    if config.tables.compression is None:
-        return sum(table.num_params for table in configs if table.is_tt)
-    small = sum(table.num_embeddings * dim for table in configs if not table.is_tt)
-    return int(sum(table.num_embeddings * dim for table in configs) / config.tables.compression) - small
+    """Parameters for all TT tables."""
+    budget = 0
+    for configs in table_configs(config, schema):
+        dense = sum(table.num_embeddings * table.embedding_dim for table in configs)
+        small = sum(table.num_embeddings * table.embedding_dim for table in configs if not _is_tt(table))
+        if small == dense:
+            continue
+        if config.tables.compression is None:
+            budget += sum(table.num_params for table in configs if isinstance(table, TTEmbeddingBagConfig) and table.is_tt)
+        else:
+            budget += int(dense / config.tables.compression) - small
+    return budget
+
+
+def _is_tt(table: EmbeddingBagConfig) -> bool:
+    return isinstance(table, TTEmbeddingBagConfig) and table.is_tt

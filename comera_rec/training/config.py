@@ -52,22 +52,31 @@ class ModelConfig:
     """Kind and sizes of the model.
 
     Attributes:
-        architecture: "dlrm"; "dcn" for DLRM-DCNv2, with a cross network in place of products of pairs; or "deepfm".
+        architecture: "dlrm"; "dcn" for DLRM-DCNv2, with a cross network in place of products of pairs; "deepfm"; or "wide_deep",
+            a linear model beside an MLP over dense features and embeddings.
         embedding_dim: columns of every table.
-        dense_arch: outputs of the bottom MLP's hidden layers; a last layer of `embedding_dim` outputs is added. DeepFM takes one.
+        dense_arch: outputs of the bottom MLP's hidden layers; a last layer of `embedding_dim` outputs is added. DeepFM takes one,
+            wide_deep has no bottom MLP.
         over_arch: outputs of the top MLP's hidden layers; a last layer of one output is added. DeepFM takes one.
         cross_layers, cross_rank: of the cross network.
+        wide_buckets: of wide_deep, the most weights of a column in the linear model, which ids share modulo of it; 0 for one an id,
+            in TT form where [tables] says so.
     """
 
-    architecture: Literal["dlrm", "dcn", "deepfm"] = "dlrm"
+    architecture: Literal["dlrm", "dcn", "deepfm", "wide_deep"] = "dlrm"
     embedding_dim: int = 16
     dense_arch: tuple[int, ...] = (256, 128)
     over_arch: tuple[int, ...] = (256, 128)
     cross_layers: int = 3
     cross_rank: int = 64
+    wide_buckets: int = 0
 
     def __post_init__(self) -> None:
         _positive("model", self, "embedding_dim", "cross_layers", "cross_rank")
+        if self.wide_buckets < 0 or (self.wide_buckets and self.architecture != "wide_deep"):
+            raise ValueError(
+                f"model.wide_buckets is {self.wide_buckets}: give a number above 0 with architecture wide_deep, else 0"
+            )
         for name in ("dense_arch", "over_arch"):
             if any(size < 1 for size in getattr(self, name)):
                 raise ValueError(f"model.{name} is {list(getattr(self, name))}: give positive layer sizes")

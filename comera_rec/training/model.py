@@ -20,7 +20,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from comera_rec.nn import replace_modules_
 from comera_rec.rank import rank_param_groups
-from comera_rec.recsys import build_deepfm, build_dlrm
+from comera_rec.recsys import build_deepfm, build_dlrm, build_wide_deep, wide_tables
 from comera_rec.training.config import OptimizerConfig, RunConfig
 from data_pipeline.manifest import Manifest
 
@@ -85,13 +85,7 @@ def build_model(config: RunConfig, schema: Schema, device: str = "cpu") -> nn.Mo
     """
     if config.tables.format == "off":
         return IntegersOnly(len(schema.dense), (*config.model.dense_arch, *config.model.over_arch))
-    dim = config.model.embedding_dim
-    tables = [
-        EmbeddingBagConfig(name=name, num_embeddings=num_embeddings, embedding_dim=dim, feature_names=[name])
-        for name, num_embeddings in schema.sparse.items()
-    ]
-    if config.tables.format == "tt":
-        tables = config.tables.table_configs(tables)
+    dim, (tables, wide) = config.model.embedding_dim, table_configs(config, schema)
     linears = config.linears if config.linears.format == "tt" else None
     if config.model.architecture == "deepfm":
         (hidden,), (deep,) = config.model.dense_arch, config.model.over_arch
@@ -99,6 +93,12 @@ def build_model(config: RunConfig, schema: Schema, device: str = "cpu") -> nn.Mo
             tables,
             dense_in_features=len(schema.dense), hidden_layer_size=hidden, deep_fm_dimension=deep,
             linears=linears, device=device,
+        )  # fmt: skip
+    if config.model.architecture == "wide_deep":
+        return build_wide_deep(
+            tables,
+            dense_in_features=len(schema.dense), deep_layer_sizes=config.model.over_arch,
+            wide=wide, buckets=config.model.wide_buckets, linears=linears, device=device,
         )  # fmt: skip
     return build_dlrm(
         tables,
@@ -110,6 +110,21 @@ def build_model(config: RunConfig, schema: Schema, device: str = "cpu") -> nn.Mo
         cross_rank=config.model.cross_rank,
         device=device,
     )
+
+
+def table_configs(config: RunConfig, schema: Schema) -> tuple[list[EmbeddingBagConfig], list[EmbeddingBagConfig]]:
+    """The tables of a model's embeddings, and those of its linear part if it has one; each within the compression asked for."""
+    dim = config.model.embedding_dim
+    tables = [
+        EmbeddingBagConfig(name=name, num_embeddings=num_embeddings, embedding_dim=dim, feature_names=[name])
+        for name, num_embeddings in schema.sparse.items()
+    ]
+    wide = wide_tables(tables, config.model.wide_buckets) if config.model.architecture == "wide_deep" else []
+    if config.tables.format != "tt":
+        return tables, wide
+    if wide and not config.model.wide_buckets:
+        wide = config.tables.table_configs(wide)
+    return config.tables.table_configs(tables), wide
 
 
 def materialize_(model: nn.Module, device: torch.device) -> nn.Module:

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from itertools import product
+from pathlib import Path
 
 import torch
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
-from comera_rec import TTEmbeddingBag, TTEmbeddingBagCollection, TTEmbeddingBagConfig, TTLinear, build_dlrm, export_dense
+from comera_rec import (
+    TTEmbeddingBag,
+    TTEmbeddingBagCollection,
+    TTEmbeddingBagConfig,
+    TTLinear,
+    build_deepfm,
+    build_dlrm,
+    export_dense,
+)
 from comera_rec.nn import TTModule, replace_modules_
 
 
-def dlrm() -> nn.Module:
-    tables = [
+def tables() -> list[EmbeddingBagConfig]:
+    return [
         TTEmbeddingBagConfig(name="t1", num_embeddings=401, embedding_dim=16, feature_names=["f1"], tt_ranks=(3, 4)),
         EmbeddingBagConfig(name="t2", num_embeddings=30, embedding_dim=16, feature_names=["f2"]),
     ]
-    model = build_dlrm(tables, dense_in_features=5, dense_arch_layer_sizes=[128, 128, 16], over_arch_layer_sizes=[128, 1])
+
+
+def dlrm() -> nn.Module:
+    model = build_dlrm(tables(), dense_in_features=5, dense_arch_layer_sizes=[128, 128, 16], over_arch_layer_sizes=[128, 1])
     with torch.no_grad():
         for module in model.modules():
             for rank in module.rank_parameters() if isinstance(module, TTModule) else ():
@@ -87,3 +102,34 @@ def test_a_model_without_trains_is_copied() -> None:
     dense = export_dense(model)
     assert dense is not model
     assert torch.equal(dense.weight, model.weight)
+
+
+def build(architecture: str, dense: int) -> nn.Module:
+    if architecture == "deepfm":
+        return build_deepfm(tables(), dense_in_features=dense, hidden_layer_size=32, deep_fm_dimension=128)
+    return build_dlrm(
+        tables(), dense_in_features=dense, dense_arch_layer_sizes=[128, 16], over_arch_layer_sizes=[128, 1],
+        cross_layers=2 if architecture == "dcn" else 0, cross_rank=4,
+    )  # fmt: skip
+
+
+WITHOUT_THIS_LIBRARY = """
+import sys, torch, torchrec
+sys.modules["comera_rec"] = None  # an import of it, or from it, raises ImportError
+for name, (model, inputs, expected) in torch.load(sys.argv[1], weights_only=False).items():
+    torch.testing.assert_close(model(*inputs), expected, rtol=0, atol=1e-5, msg=name)
+    homes = {type(module).__module__.partition(".")[0] for module in model.modules()}
+    assert homes == {"torch", "torchrec"}, (name, homes)
+"""
+
+
+def test_built_models_are_loaded_where_this_library_is_not(tmp_path: Path, random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
+    exported, sparse = {}, random_jagged({"f1": 401, "f2": 30}, 9)
+    for architecture, dense in product(("dlrm", "dcn", "deepfm"), (5, 0)):
+        model, inputs = build(architecture, dense), (torch.randn(9, dense), sparse)
+        exported[f"{architecture}, {dense}"] = export_dense(model), inputs, model(*inputs).detach()
+    file = tmp_path / "models.pt"
+    torch.save(exported, file)
+    command = [sys.executable, "-W", "ignore", "-c", WITHOUT_THIS_LIBRARY, str(file)]
+    loaded = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert loaded.returncode == 0, loaded.stderr.strip().splitlines()[-1]

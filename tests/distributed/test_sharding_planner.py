@@ -12,14 +12,15 @@ from torch import nn
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import Topology
-from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, ShardingOption
 from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_configs import DataType
 
 import comera_rec as cr
 from benchmarks.processes import run
 from comera_rec.recsys import TTEmbeddingBagCollection
 from comera_rec.recsys import TTEmbeddingBagConfig as Table
-from comera_rec.recsys.sharding.planner import count_bytes
+from comera_rec.recsys.sharding.planner import TTEnumerator, count_bytes
 
 KINDS = ("data_parallel", "table_wise", "row_wise")
 
@@ -161,3 +162,41 @@ def test_replicas_are_cheaper_the_larger_the_batch() -> None:
     assert sent["data_parallel"][1] < sent["table_wise"][1]
     of = model(table("users", 1_000_000, 8))
     assert plan(of, world_size=4, batch=65_536).plan["0"]["users"].sharding_type == "data_parallel"
+
+
+def option(config: Table, constraint: ParameterConstraints | None = None, **arguments: int) -> ShardingOption:
+    """The table-wise one on two processes."""
+    constraints = {config.name: constraint} if constraint else None
+    enumerator = TTEnumerator(Topology(world_size=2, compute_device="cpu"), 1024, constraints, **arguments)
+    options = enumerator.enumerate(model(config), [cr.TTEmbeddingBagCollectionSharder()])
+    return next(each for each in options if each.sharding_type == "table_wise")
+
+
+TWO = table("users", 1_000_000, 8).with_changes(feature_names=["clicked", "bought"])
+
+
+def test_every_feature_of_a_constrained_table_counts() -> None:
+    free = option(TWO)
+    for factors, expected in ([1.0], [1.0, 1.0]), ([3.0], [3.0, 3.0]), ([3.0, 20.0], [3.0, 20.0]):
+        constrained = option(TWO, ParameterConstraints(sharding_types=["table_wise"], pooling_factors=factors))
+        assert constrained.input_lengths == expected
+        same = constrained.shards[0].storage.ddr == free.shards[0].storage.ddr
+        assert same == (sum(expected) == 2), "storage follows the ids"
+    with pytest.raises(PlannerError, match="table 'users' has 2 features and its constraint 3 pooling_factors: give one a feature"):
+        option(TWO, ParameterConstraints(pooling_factors=[1.0, 2.0, 3.0]))
+
+
+def test_storage_counts_the_optimizers_states_and_the_tables_type() -> None:
+    cores = TWO.tt_shape().num_params
+    by_states = [option(TWO, optimizer_states=states).shards[0].storage.ddr for states in (0, 1, 2)]
+    assert by_states[1] - by_states[0] == by_states[2] - by_states[1] == 4 * cores
+    assert option(TWO).shards[0].storage.ddr == by_states[2], "the default is Adam's"
+    half = option(TWO.with_changes(data_type=DataType.FP16))
+    assert by_states[2] - half.shards[0].storage.ddr == (4 - 2) * 4 * cores, "weights, gradients and two states of two bytes each"
+    shape, sizes = TWO.tt_shape(), (64, 2, 1024, 2048, 2)
+    assert (
+        2 * count_bytes("data_parallel", shape, *sizes, item=2)["gradients"]
+        == count_bytes("data_parallel", shape, *sizes)["gradients"]
+    )
+    with pytest.raises(ValueError, match="optimizer_states is -1: give 2 for Adam"):
+        cr.TTShardingPlanner(Topology(world_size=2, compute_device="cpu"), optimizer_states=-1)

@@ -1,13 +1,14 @@
-"""The interaction equals TorchRec's, in values and gradients of both orders."""
+"""Interactions equal TorchRec's in values and gradients, products of pairs in gradients of both orders."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec.models.dlrm import InteractionArch
+from torchrec.modules.crossnet import LowRankCrossNet
 
-from comera_rec.recsys.interaction import PairwiseInteraction, pairwise_products
+from comera_rec.recsys.interaction import CrossNetwork, PairwiseInteraction, pairwise_products
 
 
 def inputs(batch: int, features: int, dim: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -45,3 +46,28 @@ def test_under_autocast_and_compile() -> None:
     rough.float().sum().backward()
     torch.testing.assert_close(rough.float(), exact, rtol=0.02, atol=0.05)
     torch.testing.assert_close(torch.compile(module, fullgraph=True, backend="aot_eager")(dense, sparse), exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cross_network_computes_and_learns_what_torchrec_does(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    ours, stock = CrossNetwork(24, 3, 5), LowRankCrossNet(24, 3, 5)
+    with torch.no_grad():
+        for bias in ours.bias:
+            bias.normal_()
+    stock.load_state_dict(ours.state_dict())
+    values = torch.randn(11, 24)
+    grads = []
+    for network in (ours, stock):
+        x = values.clone().requires_grad_()
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            network(x).float().square().mean().backward()
+        grads.append([x.grad, *(parameter.grad for parameter in network.parameters())])
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
+    torch.testing.assert_close(grads[0], grads[1], **tolerance)
+
+
+def test_a_cross_network_is_one_call_in_fx() -> None:
+    model = nn.Sequential(CrossNetwork(8, 2, 3))
+    x = torch.randn(4, 8)
+    torch.testing.assert_close(torch.fx.symbolic_trace(model)(x), model(x))

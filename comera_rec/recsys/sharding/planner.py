@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
@@ -22,33 +23,38 @@ from torchrec.distributed.planner.types import (
     ShardingOption,
     Storage,
 )
+from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
 
 from comera_rec.nn import TTEmbeddingBag
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
-from comera_rec.recsys.config import TTEmbeddingBagConfig
+from comera_rec.recsys.config import DTYPES, TTEmbeddingBagConfig
 from comera_rec.recsys.sharding.parts import digits_per_process
 from comera_rec.recsys.sharding.remedy import find_remedy
 from comera_rec.recsys.sharding.sharder import SHARDING_TYPES, TTEmbeddingBagCollectionSharder
 from comera_rec.tt import TTShape
 
 _FLOPS = {"cpu": 5e7, "cuda": 1e10}  # a ms, of products as small as these; an order of magnitude is enough to rank plans
-_ITEM = 4  # bytes of a float32
-_COPIES = 3  # of the parameters: weights, gradients, one optimizer state
+_ITEM = 4  # bytes of a float32: of bags and of what a lookup keeps, whatever the table's type
+ADAM_STATES = 2
 
 
 class TTShardingPlanner(EmbeddingShardingPlanner):
     """`EmbeddingShardingPlanner` that also places the tensor trains of `TTEmbeddingBagCollection`s, dense tables beside them.
 
-    A train takes the storage of its cores, their gradients, one optimizer state and the workspace of its lookup. Its time counts
-    the lookup's bytes and multiply-adds, the ids and bags sent table-wise and row-wise, and the gradients of replicated cores.
+    A TT table takes the storage of its cores, their gradients, the optimizer's states, and the workspace of its lookup. Its time
+    counts the lookup's bytes and multiply-adds, ids and bags sent table-wise and row-wise, and gradients of replicated cores.
 
     Args:
-        topology, batch_size, constraints, and others: as in TorchRec; a constraint's `sharding_types` hold for trains as well.
+        topology, batch_size, constraints, and others: as in TorchRec; a constraint's `sharding_types` and `pooling_factors` hold
+            for TT tables as well, the factors one a feature, or one for all.
+        optimizer_states: tensors that the optimizer holds beside each core: 2 of Adam, 1 of Adagrad, 0 of SGD.
         storage_reservation: default 15 % of every device for what is not a table.
 
     Raises:
-        PlannerError: from `plan`, if nothing fits; it names the largest table, and the smallest change of ranks that would do.
+        ValueError: for a negative number of states.
+        PlannerError: from `plan`, if nothing fits, naming the largest table and the smallest change of ranks that would do; for as
+            many pooling factors as a table has no features.
 
     Example:
         >>> topology = Topology(world_size=2, compute_device="cpu")
@@ -61,12 +67,15 @@ class TTShardingPlanner(EmbeddingShardingPlanner):
         batch_size: int | None = None,
         *,
         constraints: dict[str, ParameterConstraints] | None = None,
+        optimizer_states: int = ADAM_STATES,
         **others: Any,
     ) -> None:
+        if optimizer_states < 0:
+            raise ValueError(f"optimizer_states is {optimizer_states}: give 2 for Adam, 1 for Adagrad, 0 for SGD")
         others.setdefault("storage_reservation", FixedPercentageStorageReservation(0.15))
         super().__init__(topology=topology, batch_size=batch_size, constraints=constraints, **others)
         if "enumerator" not in others:
-            self._enumerator = TTEnumerator(self._topology, self._batch_size, constraints)
+            self._enumerator = TTEnumerator(self._topology, self._batch_size, constraints, optimizer_states=optimizer_states)
 
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
         """The sharding plan of a model; see TorchRec."""
@@ -77,6 +86,22 @@ class TTShardingPlanner(EmbeddingShardingPlanner):
             room = self._storage_reservation.reserve(self._topology, self._batch_size, module, sharders, self._constraints)
             remedy = find_remedy(module, options, room, lambda changed: self._fits(changed, sharders))
             raise PlannerError(f"{remedy}\n{error}", error.error_type) from None
+
+    def collective_plan(
+        self,
+        module: nn.Module,
+        sharders: list[ModuleSharder[nn.Module]] | None = None,
+        pg: dist.ProcessGroup | None = None,
+    ) -> ShardingPlan:
+        """The plan of a group's first process, on each of its processes; the default group is that of all."""
+        group = pg or dist.group.WORLD
+        assert group is not None, "a collective plan needs a process group"
+        plans = [self.plan(module, sharders or get_default_sharders()) if group.rank() == 0 else None]
+        # TorchRec's names the process that sends by its number among all, and so waits for ever for groups without the first.
+        dist.broadcast_object_list(plans, group=group, group_src=0)
+        [plan] = plans
+        assert plan is not None
+        return plan
 
     def _fits(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> bool:
         """Whether a plan is found by the quick ones of this planner's proposers; so the planner itself finds one, too."""
@@ -101,10 +126,16 @@ class TTEnumerator(EmbeddingEnumerator):
     """TorchRec's enumerator, with options for tensor trains."""
 
     def __init__(
-        self, topology: Topology, batch_size: int, constraints: dict[str, ParameterConstraints] | None = None, **others: Any
+        self,
+        topology: Topology,
+        batch_size: int,
+        constraints: dict[str, ParameterConstraints] | None = None,
+        *,
+        optimizer_states: int = ADAM_STATES,
+        **others: Any,
     ) -> None:
         super().__init__(topology, batch_size, constraints, **others)
-        self._topology = topology
+        self._topology, self._optimizer_states = topology, optimizer_states
 
     def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:
         """Options of all tables, dense and tensor trains."""
@@ -139,7 +170,7 @@ class TTEnumerator(EmbeddingEnumerator):
         shape, hot_params = bag.shape, sum(block.shape.num_params for block in bag.hot_blocks())
         rows, cols, world = config.num_embeddings, config.embedding_dim, self._world_size
         constraint = (self._constraints or {}).get(config.name)
-        pooling = list(constraint.pooling_factors) if constraint else [1.0] * len(config.feature_names)
+        pooling = _pooling_factors(config, constraint)
         wanted = (constraint.sharding_types if constraint else None) or SHARDING_TYPES
         shards: dict[str, Callable[[], list[tuple[int, int]]]] = {
             ShardingType.DATA_PARALLEL.value: lambda: [(0, rows)] * world,
@@ -181,7 +212,10 @@ class TTEnumerator(EmbeddingEnumerator):
     ) -> tuple[Storage, Perf]:
         """Storage and time of a shard, where each process has `ids` ids of the table."""
         features = len(config.feature_names)
-        counted = count_bytes(kind, shape, config.embedding_dim, features, self._batch_size, ids, self._world_size, hot_params)
+        counted = count_bytes(
+            kind, shape, config.embedding_dim, features, self._batch_size, ids, self._world_size, hot_params,
+            DTYPES[config.data_type].itemsize, self._optimizer_states,
+        )  # fmt: skip
         on_gpu = self._compute_device != "cpu"
         bandwidth = self._topology.hbm_mem_bw if on_gpu else self._topology.ddr_mem_bw
         many_hosts = self._world_size > self._local_world_size
@@ -198,7 +232,16 @@ class TTEnumerator(EmbeddingEnumerator):
 
 
 def count_bytes(
-    kind: str, shape: TTShape, embedding_dim: int, features: int, batch: int, ids: float, world_size: int, hot_params: int = 0
+    kind: str,
+    shape: TTShape,
+    embedding_dim: int,
+    features: int,
+    batch: int,
+    ids: float,
+    world_size: int,
+    hot_params: int = 0,
+    item: int = _ITEM,
+    optimizer_states: int = ADAM_STATES,
 ) -> Mapping[str, float]:
     """What a step of a process counts for a tensor train.
 
@@ -211,6 +254,8 @@ def count_bytes(
         ids: L, over all features.
         world_size: W.
         hot_params: numbers in the table's hot rows, of which every process that looks up the table has a replica.
+        item: bytes of a number of a core, its gradient and its optimizer states.
+        optimizer_states: of each number.
 
     Returns:
         "ids" (with the lengths of bags), "bags" (one way) and "gradients": bytes that the process sends; "memory": bytes that its
@@ -233,17 +278,31 @@ def count_bytes(
         # Every process sends its part of all samples' bags, with lengths for every process, and looks up its share of all ids.
         sent |= {"bags": bags * (world_size - 1), "ids": (ids * others + batch * features * (world_size - 1)) * 8}
         held, replicated = params - leading * others, params - leading
-    sent["gradients"] = 2 * others * replicated * _ITEM  # a ring's all-reduce
+    sent["gradients"] = 2 * others * replicated * item  # a ring's all-reduce
     cut = (shape.order + 1) // 2
     left, right = _product(shape.col_shape[:cut]), _product(shape.col_shape[cut:])
     rank = shape.bonds[cut] if shape.order > 1 else 1
     workspace = lookups * embedding_dim * _ITEM
     return {
         **sent,
-        "memory": workspace + held * _ITEM,
+        "memory": workspace + held * item,
         "flops": 2.0 * lookups * left * rank * right,
-        "storage": held * _ITEM * _COPIES + 2 * workspace,
+        "storage": held * item * (2 + optimizer_states) + 2 * workspace,
     }
+
+
+def _pooling_factors(config: TTEmbeddingBagConfig, constraint: ParameterConstraints | None) -> list[float]:
+    """Ids of a bag, one number a feature."""
+    features = len(config.feature_names)
+    factors = list(constraint.pooling_factors) if constraint else [1.0]
+    if len(factors) == 1:  # TorchRec's default, whatever the features
+        return factors * features
+    if len(factors) != features:
+        raise PlannerError(
+            f"table {config.name!r} has {features} features and its constraint {len(factors)} pooling_factors: give one a "
+            "feature, or one for all"
+        )
+    return factors
 
 
 def _product(sizes: tuple[int, ...]) -> int:

@@ -1,0 +1,120 @@
+"""Wide & Deep: a linear model of the ids beside an MLP over their embeddings.
+
+B batch size, I dense features, F categorical features, N embedding dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torchrec import KeyedJaggedTensor, PoolingType
+from torchrec.models.deepfm import SparseArch
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.mlp import MLP
+
+from comera_rec.nn import TTLinearConfig
+from comera_rec.recsys.collection import TTEmbeddingBagCollection
+from comera_rec.recsys.dlrm import compress_large_linears_, require_inputs
+from comera_rec.tt import require_positive
+
+_COLUMNS = 4
+"""Of a wide table, whose sum is an id's weight: FBGEMM's fused and sharded tables take multiples of four."""
+_LARGEST = 0.005  # of their numbers before training, so that the model starts from its deep part
+
+
+class WideDeep(nn.Module):
+    """Wide & Deep (Cheng et al., arXiv 1606.07792, section 3): the sum of a linear model's logits and an MLP's, trained together.
+
+    Args:
+        deep: makes embeddings of the categorical features.
+        wide: makes weights of them, sums of a row's few numbers.
+        mlp: over dense features and embeddings, with one output.
+        dense_in_features: I.
+        buckets: what the wide part takes ids modulo of; 0 where it has a weight for each.
+    """
+
+    def __init__(self, deep: SparseArch, wide: SparseArch, mlp: nn.Module, dense_in_features: int, buckets: int) -> None:
+        super().__init__()
+        self.sparse_arch, self.wide_arch, self.deep_arch = deep, wide, mlp
+        self.dense_weights = nn.Linear(dense_in_features, 1, bias=False) if dense_in_features else None
+        self.buckets = buckets
+
+    def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
+        """[B, I] and F features -> [B, 1] logits."""
+        logits: Tensor = self.deep_arch(torch.cat([dense_features, self.sparse_arch(sparse_features).values()], dim=1))
+        logits = logits + self.wide_arch(self._hashed(sparse_features)).values().sum(dim=1, keepdim=True)
+        return logits if self.dense_weights is None else logits + self.dense_weights(dense_features)
+
+    def _hashed(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        if not self.buckets:
+            return features
+        return KeyedJaggedTensor(
+            features.keys(), features.values() % self.buckets, features.weights_or_none(), lengths=features.lengths()
+        )
+
+
+def wide_tables(tables: Sequence[EmbeddingBagConfig], buckets: int = 0) -> list[EmbeddingBagConfig]:
+    """Tables of a weight an id for the features of others, "wide_" before their names.
+
+    Args:
+        tables: of the embeddings.
+        buckets: the most rows of a table, whose ids are taken modulo of it: where ids are ordered by frequency, the most frequent
+            ones have weights that they share with rarer ones only. 0 for as many rows as the others.
+
+    Raises:
+        ValueError: for a negative number of buckets.
+    """
+    if buckets < 0:
+        raise ValueError(f"buckets is {buckets}: give how many weights a table may have, or 0 for one an id")
+    return [
+        EmbeddingBagConfig(
+            name=f"wide_{table.name}",
+            num_embeddings=min(table.num_embeddings, buckets or table.num_embeddings),
+            embedding_dim=_COLUMNS,
+            feature_names=list(table.feature_names),
+            pooling=PoolingType.SUM,
+            weight_init_min=-_LARGEST,
+            weight_init_max=_LARGEST,
+        )
+        for table in tables
+    ]
+
+
+def build_wide_deep(
+    tables: Sequence[EmbeddingBagConfig],
+    *,
+    dense_in_features: int,
+    deep_layer_sizes: Sequence[int],
+    wide: Sequence[EmbeddingBagConfig] | None = None,
+    buckets: int = 0,
+    linears: TTLinearConfig | None = TTLinearConfig(tt_ranks=32),  # noqa: B008  frozen
+    device: torch.device | str | None = None,
+) -> WideDeep:
+    """Build a Wide & Deep model (Cheng et al., arXiv 1606.07792) of TorchRec's modules, with large tables and layers as TT modules.
+
+    Args:
+        tables: of the embeddings, one config a table; those with `tt_ranks` or `shape` become TT tables, the others stay dense.
+        dense_in_features: number of dense features, 0 or more, which both parts take.
+        deep_layer_sizes: outputs of the MLP's hidden layers.
+        wide: tables for the same features, dense or TT, a row's sum being the id's weight; default `wide_tables(tables, buckets)`,
+            which are dense.
+        buckets: what ids of the wide part are taken modulo of; 0 for ids as they are.
+        linears, device: as for `build_dlrm`.
+
+    Raises:
+        ValueError: for sizes below 1, a negative number of dense features or of buckets, or no tables.
+
+    Returns:
+        A model called as `model(dense_features, sparse_features) -> logits [B, 1]`.
+    """
+    require_inputs(tables, dense_in_features)
+    require_positive(**{f"deep_layer_sizes[{i}]": size for i, size in enumerate(deep_layer_sizes)})
+    wide = wide_tables(tables, buckets) if wide is None else wide
+    collection = TTEmbeddingBagCollection(tables, device=device)
+    width = dense_in_features + sum(collection.output_lengths())
+    mlp = nn.Sequential(MLP(width, list(deep_layer_sizes)), nn.Linear(deep_layer_sizes[-1] if deep_layer_sizes else width, 1))
+    weights = SparseArch(TTEmbeddingBagCollection(wide, device=device))
+    model = WideDeep(SparseArch(collection), weights, mlp, dense_in_features, buckets).to(device or "cpu")
+    return compress_large_linears_(model, linears)
