@@ -8,7 +8,7 @@ DEMO ?= demo
 COMERA := $(BIN)/comera
 TRAIN = $(COMERA) train --config examples/demo.toml data.path=$(DEMO)/data
 
-.PHONY: install demo test test-sanitized lint docs bench clean
+.PHONY: install demo test test-sanitized lint docs bench gpu clean
 .DEFAULT_GOAL := install
 
 install: .venv/installed
@@ -17,7 +17,7 @@ install: .venv/installed
 .venv/installed: pyproject.toml hatch_build.py $(wildcard comera_rec/csrc/*)
 	test -x $(BIN)/python || python3 -m venv .venv
 	$(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python -r pyproject.toml --extra cpu --extra dev --extra triton
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -r pyproject.toml --extra cpu --extra dev
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-build-isolation --no-deps -e .
 	touch $@
 
@@ -55,6 +55,11 @@ docs: install
 
 bench: install
 	$(BIN)/python -m benchmarks.run all --quick
+
+# Tests and measures on a GPU what the installed packages allow, in ten minutes; run it again to resume. PYTHON is any that has torch.
+PYTHON ?= $(BIN)/python
+gpu:
+	$(PYTHON) -m benchmarks.gpu
 
 clean:
 	rm -rf .venv build dist demo *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -8,11 +8,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
+
+from benchmarks.ids import draw_ids
 
 # torch 2.13 tells every user of a KeyedJaggedTensor about is_fx_tracing.
 logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
@@ -48,27 +50,3 @@ class Batch:
     def met_rows(self, tables: Sequence[Tensor]) -> Tensor:
         """Those rows of T tables [M, N], end to end: [sum of U, N]."""
         return torch.cat([table[met] for table, met in zip(tables, self.met, strict=True)])
-
-
-def draw_ids(rows: int, count: int, exponent: float) -> Tensor:
-    """[count] ids of one table by Zipf's law: id k has a probability proportional to (k + 1)^-exponent; 0 is uniform."""
-    if exponent == 0:
-        return torch.randint(rows, (count,))
-    cumulative = _cumulative(rows, exponent)
-    return torch.searchsorted(cumulative, torch.rand(count, dtype=torch.float64) * cumulative[-1])
-
-
-def draw_power_law(rows: int, count: int, exponent: float) -> Tensor:
-    """[count] ids of one table, much as `draw_ids`, in memory that doesn't depend on the rows.
-
-    They are whole parts of numbers x in [1, rows + 1) of density proportional to x^-exponent, by inversion; exponent not 1.
-    """
-    last = (rows + 1.0) ** (1 - exponent)
-    numbers = (1 + torch.rand(count, dtype=torch.float64) * (last - 1)).pow_(1 / (1 - exponent))
-    return numbers.long().sub_(1).clamp_(0, rows - 1)
-
-
-@lru_cache(maxsize=7)  # one for each table of a batch
-def _cumulative(rows: int, exponent: float) -> Tensor:
-    weights = torch.arange(1, rows + 1, dtype=torch.float64).pow_(-exponent)
-    return torch.cumsum(weights, 0, out=weights)

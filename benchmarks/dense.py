@@ -1,4 +1,4 @@
-"""The dense rivals: FBGEMM's table batched embedding bag, and one nn.EmbeddingBag a table with sparse gradients.
+"""One nn.EmbeddingBag a table with sparse gradients, and the storage that it shares with FBGEMM's tables (`fbgemm.py`).
 
 The tables of a case take gigabytes, so both hold the same storage, and a case writes only the rows that its batches meet.
 
@@ -8,19 +8,11 @@ Shapes: T tables, M rows of a table, N embedding_dim, B bags, U unique rows.
 from __future__ import annotations
 
 import gc
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-
-from benchmarks.batch import Batch
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # it warns of optional lookups that the CPU build leaves out
-    from fbgemm_gpu.split_embedding_configs import EmbOptimType
-    from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
-    from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
 
 _kept: dict[tuple[tuple[int, ...], int, str], Tensor] = {}
 
@@ -48,6 +40,15 @@ def split_storage(storage: Tensor, rows: Sequence[int], dim: int) -> list[Tensor
     return [table.view(-1, dim) for table in storage.split([count * dim for count in rows])]
 
 
+class Ids(Protocol):
+    """What the rival reads of a batch."""
+
+    ids: Sequence[Tensor]
+    """T tensors [L]."""
+    offsets: Tensor
+    """[B + 1], the same for all tables."""
+
+
 class EmbeddingBags(nn.Module):
     """One nn.EmbeddingBag with sparse gradients for each table, sum pooling.
 
@@ -63,7 +64,7 @@ class EmbeddingBags(nn.Module):
             for table in tables
         )
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: Ids) -> Tensor:
         """[B, T * N]."""
         return torch.cat([bag(ids, batch.offsets) for bag, ids in zip(self.bags, batch.ids, strict=True)], dim=1)
 
@@ -89,68 +90,3 @@ class RowWiseAdagrad(torch.optim.Optimizer):
                 root_U1 = sum_M[met_U].sqrt_().add_(group["eps"])[:, None]
                 # A gather and a copy back: twice as fast as index_add_ on rows.
                 weight_MN.index_copy_(0, met_U, weight_MN[met_U].addcdiv_(gradient_UN, root_U1, value=-group["lr"]))
-
-
-class FbgemmProvider:
-    """FBGEMM's fused tables with sum pooling and exact row-wise Adagrad.
-
-    The backward pass updates the rows at once: it has "forward" and "step", and no "forward+backward".
-
-    Args:
-        storage: of all tables, end to end; shared, not copied.
-        rows: M of each table.
-        dim: N.
-        batches: taken in turns.
-        upstream: [B, T * N] gradient of the output.
-        lr, eps: of Adagrad.
-    """
-
-    def __init__(
-        self,
-        storage: Tensor,
-        rows: Sequence[int],
-        dim: int,
-        batches: Sequence[Batch],
-        upstream: Tensor,
-        *,
-        lr: float,
-        eps: float,
-    ) -> None:
-        on_gpu = storage.is_cuda
-        place = (EmbeddingLocation.DEVICE, ComputeDevice.CUDA) if on_gpu else (EmbeddingLocation.HOST, ComputeDevice.CPU)
-        self._bags = SplitTableBatchedEmbeddingBagsCodegen(
-            [(count, dim, *place) for count in rows],
-            optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-            learning_rate=lr,
-            eps=eps,
-            preallocated_host_buffers=None if on_gpu else {"weights": storage},
-        )
-        if on_gpu:
-            self._bags.weights_dev.data = storage
-        self._batches = batches
-        self._upstream = upstream
-
-    @property
-    def passes(self) -> Mapping[str, Callable[[int], object]]:
-        return {"forward": self._forward, "step": self._step}
-
-    def verify(self) -> dict[str, Tensor]:
-        output = self._step(0).detach()
-        return {"output": output, "rows after Adagrad": self._batches[0].met_rows(self._bags.split_embedding_weights())}
-
-    def release(self) -> None:
-        """Nothing is left behind."""
-
-    def _forward(self, turn: int) -> Tensor:
-        with torch.no_grad():
-            return self._pool(turn)
-
-    def _step(self, turn: int) -> Tensor:
-        output = self._pool(turn)
-        output.backward(self._upstream)
-        return output
-
-    def _pool(self, turn: int) -> Tensor:
-        features = self._batches[turn % len(self._batches)].features
-        output: Tensor = self._bags(features.values(), features.offsets())
-        return output

@@ -23,9 +23,9 @@ from tqdm import tqdm
 
 import comera_rec as cr
 from benchmarks.agreement import require_agreement
-from benchmarks.batch import draw_ids
 from benchmarks.collectives import Counting, mean_sent
 from benchmarks.environment import available_cores, describe
+from benchmarks.ids import draw_ids
 from benchmarks.lookup import ZIPF
 from benchmarks.measure import Settings, case_rows, chosen
 from benchmarks.processes import run as run_processes

@@ -99,8 +99,8 @@ def run(settings: Settings) -> Iterator[list[Row]]:
                 if any(row.shapes == shapes and row.seed == seed for row in rows):
                     continue
                 if data is None:
-                    data, reachable = _prepare(Path(folder), size)
-                found = _train(Path(folder, f"run-{len(rows)}"), data, size, FORMS[name], shapes["lr"], seed)
+                    data, reachable = prepare(Path(folder), size)
+                found = train(Path(folder, f"run-{len(rows)}"), data, size, FORMS[name], shapes["lr"], seed)
                 ne = found.pop("ne")
                 rows.append(
                     Row(
@@ -127,7 +127,7 @@ def _plan(size: Size, settings: Settings) -> list[tuple[str, float | None, int]]
     return plan + [(name, None, settings.seed + k) for k in range(1, size.seeds) for name in forms]
 
 
-def _prepare(folder: Path, size: Size) -> tuple[Path, dict[str, float]]:
+def prepare(folder: Path, size: Size) -> tuple[Path, dict[str, float]]:
     """The data set, and the best NE and AUC that any model can reach on its test split."""
     log, data = folder / "train.txt", folder / "data"
     best = synth(SynthOptions(rows=size.rows, output=log, seed=1, scale=size.scale)).last_tenth
@@ -138,7 +138,7 @@ def _prepare(folder: Path, size: Size) -> tuple[Path, dict[str, float]]:
     return data, {"best_ne": float(best.best_ne or 0), "best_auc": float(best.best_auc or 0), "kept_ids": float(kept)}
 
 
-def _train(output: Path, data: Path, size: Size, form: Form, lr: float, seed: int) -> dict[str, float]:
+def train(output: Path, data: Path, size: Size, form: Form, lr: float, seed: int) -> dict[str, float]:
     """val_ne, and on the test split ne, auc, logloss; params, bytes, dense_bytes, step_ms, peak_mib."""
     settings = {
         "output": output, "seed": seed, "training.steps": size.steps, "data.path": data, "data.batch_size": size.batch,

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 import comera_rec as cr
 from benchmarks.batch import Batch
 from benchmarks.chained import ChainedTables, chain_bytes, chain_rows
-from benchmarks.dense import EmbeddingBags, FbgemmProvider, RowWiseAdagrad, shared_storage, split_storage
+from benchmarks.dense import EmbeddingBags, RowWiseAdagrad, shared_storage, split_storage
+from benchmarks.fbgemm import FbgemmProvider
 from benchmarks.limits import Least
 from benchmarks.measure import Settings, measure_cases
 from benchmarks.rows import Row
@@ -336,7 +337,8 @@ def _collection(case: LookupCase, device: str) -> cr.TTEmbeddingBagCollection:
 
 
 def _adagrad(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adagrad(module.parameters(), lr=LR, eps=EPS, fused=True)
+    on_cpu = next(module.parameters()).device.type == "cpu"
+    return torch.optim.Adagrad(module.parameters(), lr=LR, eps=EPS, fused=on_cpu, foreach=not on_cpu)
 
 
 def _gradient(tensor: Tensor) -> Tensor:

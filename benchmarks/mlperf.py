@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 import comera_rec as cr
 from benchmarks.agreement import Disagreement, require_agreement
-from benchmarks.batch import draw_power_law
+from benchmarks.ids import draw_power_law
 from benchmarks.distributed import gathered_rows
 from benchmarks.environment import FOLDER, describe
 from benchmarks.lookup import ZIPF

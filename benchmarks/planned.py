@@ -24,7 +24,7 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from tqdm import tqdm
 
 import comera_rec as cr
-from benchmarks.batch import draw_power_law
+from benchmarks.ids import draw_power_law
 from benchmarks.distributed import Values
 from benchmarks.environment import available_cores, describe
 from benchmarks.limits import ceilings

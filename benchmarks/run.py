@@ -48,6 +48,13 @@ BENCHMARKS = {
     ),
     "serve": ("benchmarks.serve", "requests: packages of a TT model and TorchRec's quantized dense one"),
     "serve-http": ("benchmarks.serve_http", "requests to comera serve over HTTP from wrk, and their p99"),
+    "gpu-lookup": ("benchmarks.gpu_lookup", "the lookup on a GPU: dense, FBGEMM, TT tables with and without a CUDA graph"),
+    "float8": ("benchmarks.float8", "products of matrices: float32, bfloat16, float8"),
+    "gpu-dlrm": (
+        "benchmarks.gpu_dlrm",
+        "steps of a whole DLRM: dense, TT, TT in a CUDA graph; `--device cpu` leaves the graph out",
+    ),
+    "gpu-static": ("benchmarks.gpu_static", "a model of the lookup's step on GPUs from compiled kernels; nothing is measured"),
     "quality": ("benchmarks.quality", "predictions of models whose tables take equal bytes; goes on where it stopped"),
 }
 RESUMABLE = ("quality", "dlrm", "preprocess")

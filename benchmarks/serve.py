@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 import comera_rec as cr
 from benchmarks.agreement import require_agreement
-from benchmarks.batch import draw_ids
+from benchmarks.ids import draw_ids
 from benchmarks.environment import describe
 from benchmarks.lookup import ZIPF
 from benchmarks.measure import Settings, case_rows, chosen

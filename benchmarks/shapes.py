@@ -20,9 +20,9 @@ from tqdm import tqdm
 
 import comera_rec as cr
 from benchmarks.agreement import Disagreement, require_agreement
-from benchmarks.batch import draw_ids
 from benchmarks.chained import chain_rows
 from benchmarks.environment import describe
+from benchmarks.ids import draw_ids
 from benchmarks.lookup import EPS, LR, NUM_BATCHES, ZIPF
 from benchmarks.measure import Settings, case_rows, chosen
 from benchmarks.rows import Row

@@ -10,8 +10,8 @@ import torch
 from tqdm import tqdm
 
 import comera_rec as cr
-from benchmarks.batch import draw_ids
 from benchmarks.environment import describe
+from benchmarks.ids import draw_ids
 from benchmarks.lookup import ZIPF
 from benchmarks.measure import Settings, case_rows, chosen
 from benchmarks.memory import Prepared, memory_is_measurable, peak_extra_memory

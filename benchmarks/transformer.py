@@ -104,7 +104,7 @@ class TransformerWorkload:
     @cached_property
     def _dense(self) -> nn.Module:
         """Shared by two providers, because memory is short; what one trains the other goes on from."""
-        return cr.export_dense(self.tensor_train)
+        return dense(self.tensor_train)
 
     @property
     def _compared(self) -> list[str]:
@@ -123,7 +123,7 @@ class TransformerWorkload:
                 del weights[f"{name}.{key}"]
         ids, labels = self.gate
         # Only its structure is used: every weight is replaced.
-        skeleton = cr.export_dense(copy.deepcopy(self.tensor_train).to("meta"))
+        skeleton = dense(copy.deepcopy(self.tensor_train).to("meta"))
         output = torch.func.functional_call(skeleton, weights, (ids,), strict=True)
         F.cross_entropy(output, labels).backward()
         gradients = {f"gradient of {name}": stored[name].grad for name in self._compared}
@@ -230,6 +230,12 @@ def build(case: TransformerCase) -> nn.Module:
     embedding = partial(cr.TTEmbedding, shape=case.table, std=EMBEDDING_STD)
     encoder = cr.TransformerEncoder(case.model, linear=linear, embedding=embedding)
     return nn.Sequential(encoder, cr.ClassificationHead(case.model.embed_dim, NUM_CLASSES, linear=linear))
+
+
+def dense(tensor_train: nn.Module) -> nn.Module:
+    """A copy whose layers and table are dense; `cr.export_dense` does so too, and needs torchrec."""
+    model = copy.deepcopy(tensor_train)
+    return replace_modules_(model, {module: module.to_dense() for _, module in named_tt_modules(model)})
 
 
 def low_rank(tensor_train: nn.Module) -> nn.Module:

@@ -14,6 +14,7 @@ from comera_rec.nn.tt_module import TTModule
 from comera_rec.ops import LookupPlan, check_ids, plan_lookup
 from comera_rec.ops.bags import Table, require_bags_impl, resolve_bags_impl
 from comera_rec.ops.bags.updates import register_update
+from comera_rec.ops.plan.reference import on_device
 from comera_rec.tt import TTShape, first_rows, require_positive, slice_major
 
 
@@ -218,7 +219,15 @@ def plan_tables(
         except ValueError:
             _check_ids(ids, tables, names)
             raise
-    _check_ids(ids, tables, names)
+    if joined[0].device.type == "cpu" and type(joined[0]) is Tensor:
+        _check_ids(ids, tables, names)
+    else:  # which can't say of which table, and asks for all of one length at once
+        by_length: dict[int, list[int]] = {}
+        for t, table in enumerate(joined):
+            by_length.setdefault(table.numel(), []).append(t)
+        for alike in by_length.values():
+            limits = on_device([[rows[t] for t in alike]], joined[0].device)
+            check_ids(torch.stack([joined[t].flatten() for t in alike]), limits.view(-1, 1), "a table")
     return plan_lookup(joined, shapes, rows, impl=plan_impl)
 
 

@@ -13,7 +13,8 @@ from torch import nn
 
 from benchmarks import lookup, scaling, training_memory
 from benchmarks.agreement import Disagreement, require_agreement
-from benchmarks.batch import Batch, draw_ids
+from benchmarks.batch import Batch
+from benchmarks.ids import draw_ids
 from benchmarks.dense import RowWiseAdagrad, shared_storage
 from benchmarks.environment import describe
 from benchmarks.lookup import DENSE, FBGEMM, NO_DEDUP, OURS, ROW_DEDUP, UPDATED, LookupCase, LookupWorkload

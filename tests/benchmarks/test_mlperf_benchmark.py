@@ -6,7 +6,7 @@ import pytest
 import torch
 from torchrec.distributed.planner.types import PlannerError
 
-from benchmarks.batch import draw_ids, draw_power_law
+from benchmarks.ids import draw_ids, draw_power_law
 from benchmarks.measure import Settings
 from benchmarks.mlperf import BAGS, PARTS, ROWS, STEP, cases, format_case, gpus_needed, run
 

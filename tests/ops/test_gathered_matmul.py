@@ -159,8 +159,8 @@ def test_the_registration_keeps_torch_librarys_promises(
 ) -> None:
     a, b, grad, p, q = operands(size, dtype, padding=0.3)
     a, b = lay(a), lay(b)
-    torch.library.opcheck(torch.ops.comera_rec.gathered_matmul_backward.default, (grad, a, b, p, q, impl))
-    inputs = (a.requires_grad_(), b.requires_grad_(), p, q, impl)
+    torch.library.opcheck(torch.ops.comera_rec.gathered_matmul_backward.default, (grad, a, b, p, q, impl, False))
+    inputs = (a.requires_grad_(), b.requires_grad_(), p, q, impl, False)
     tolerance = None if dtype == torch.float32 else 0.02
     torch.library.opcheck(torch.ops.comera_rec.gathered_matmul.default, inputs, atol=tolerance, rtol=tolerance)
 

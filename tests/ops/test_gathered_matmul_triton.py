@@ -151,6 +151,19 @@ def test_segments_of_any_length(lengths: list[int], shuffled: bool, device: str)
     check(a, b, grad, (p[torch.randperm(len(p))] if shuffled else p).to(device), q)
 
 
+@pytest.mark.parametrize("real", [0, 1, CHUNK, 170])
+def test_ids_that_ascend_are_not_sorted(real: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b, grad, p, q = operands((9, 5, 3, 4, 5, 170), device)
+    p, beyond = p.sort().values, torch.arange(170, device=device) >= real
+    p, q = p.masked_fill(beyond, -1), q.masked_fill(beyond, -1)
+    sorts, sort = [], torch.sort
+    monkeypatch.setattr(torch, "sort", lambda *args, **options: sorts.append(args) or sort(*args, **options))
+    out = kernels.forward(a, b, p, q, p_ascends=True).masked_fill((p < 0)[:, None, None], 0.0)
+    found = (out, *kernels.backward(grad, a, b, p, q, p_ascends=True))
+    assert len(sorts) == 1, "one sort, of q"
+    check(a, b, grad, p, q, found)
+
+
 def test_strided_operands(device: str) -> None:
     a, b, grad, p, q = operands((5, 7, 3, 4, 3, 40), device)
     ids = torch.stack([p, q], 1)

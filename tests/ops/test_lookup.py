@@ -89,9 +89,9 @@ def test_each_slice_product_is_computed_once(order: int, monkeypatch: pytest.Mon
     products = []
     original = reference.gathered_matmul
 
-    def spy(a, b, p, q, impl):  # type: ignore[no-untyped-def]
+    def spy(a, b, p, q, impl, *, p_ascends):  # type: ignore[no-untyped-def]
         products.append(len(p))
-        return original(a, b, p, q, impl)
+        return original(a, b, p, q, impl, p_ascends=p_ascends)
 
     monkeypatch.setattr(reference, "gathered_matmul", spy)
     shape = TTShape((10,) * order, (2,) * order, 3)

@@ -145,7 +145,7 @@ def require_bags_impl(impl: str) -> None:
         raise ValueError(f"impl is {impl!r}: choose 'auto' or one of {', '.join(map(repr, IMPLEMENTATIONS))}")
 
 
-def check_ids(ids: Tensor, num_rows: int, table: str) -> None:
+def check_ids(ids: Tensor, num_rows: int | Tensor, table: str) -> None:
     """Check that a table has the rows a batch asks for.
 
     On an accelerator the check is asynchronous: the next call that waits for the device fails, without the table's name.
@@ -155,7 +155,7 @@ def check_ids(ids: Tensor, num_rows: int, table: str) -> None:
     """
     if torch.compiler.is_compiling() or not ids.numel() or ids.is_meta:
         return
-    if ids.device.type != "cpu":
+    if ids.device.type != "cpu" or type(ids) is not Tensor:
         torch._assert_async(((ids >= 0) & (ids < num_rows)).all())
         return
     first, last = (int(extreme) for extreme in ids.aminmax())

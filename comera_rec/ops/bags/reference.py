@@ -6,12 +6,14 @@ of a row, r the rank between them.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from comera_rec.ops.bags.stack import stack_tables as stack
 from comera_rec.ops.bags.table import Table
 from comera_rec.ops.gathered_matmul import gathered_matmul
 from comera_rec.ops.plan import LookupPlan
@@ -29,9 +31,14 @@ def pool(
     impl: str = "reference",
 ) -> Tensor:
     """[B, F * num_cols]; arguments as for `tt_bags`."""
-    rows = make_rows([table.cores for table in tables], [table.diagonals for table in tables], plan, impl)[:, :num_cols]
+    rows = make_rows([table.cores for table in tables], [table.diagonals for table in tables], plan, impl)
     if any(table.hot for table in tables):
-        rows = rows + hot_rows(tables, plan, num_cols)[: rows.shape[0]]
+        rows = rows[:, :num_cols] + hot_rows(tables, plan, num_cols)[: rows.shape[0]]
+    if impl == "triton":
+        fast = importlib.import_module("comera_rec.ops.bags.triton")  # needs triton to be installed
+        bags: Tensor = fast.pool_rows(rows, plan, offsets, weights, mode=mode, features=features, num_cols=num_cols)
+        return bags
+    rows = rows[:, :num_cols]
     return pool_rows(rows, plan.inverse, offsets, weights, mode=mode, features=features)
 
 
@@ -39,20 +46,21 @@ def make_rows(
     cores: Sequence[Sequence[Tensor]], diagonals: Sequence[Sequence[Tensor]], plan: LookupPlan, impl: str = "reference"
 ) -> Tensor:
     """Unique rows of a plan, [U, N]: E[i] = G_1[i_1] diag(D_1) G_2[i_2] ... G_d[i_d], each slice product made once."""
-    stacked = stack_tables(cores, diagonals)
+    stacked = (stack if impl == "triton" else stack_tables)(cores, diagonals)
     p, q = _real(plan.rows, plan, 0)
     if len(stacked) == 1:
-        return stacked[0][:, 0, :, 0].index_select(0, p.clamp(min=0))
+        rows = stacked[0][:, 0, :, 0].index_select(0, p.clamp(min=0))
+        return rows.masked_fill((p < 0)[:, None], 0)  # padding has no gradient
     left, right = stacked[0], stacked[-1]  # [., 1, n1, r] and [., r, n2, 1]
     if len(stacked) > 2:
         first, second = _real(plan.left, plan, 1)
-        products = gathered_matmul(left.flatten(1, 2), stacked[1].flatten(2), first, second, impl)
+        products = gathered_matmul(left.flatten(1, 2), stacked[1].flatten(2), first, second, impl, p_ascends=True)
         left = products.view(products.shape[0], 1, left.shape[2] * stacked[1].shape[2], stacked[1].shape[3])
     if len(stacked) > 3:
         fourth, third = _real(plan.right, plan, 2)
-        products = gathered_matmul(stacked[2].flatten(1, 2), right.flatten(2), third, fourth, impl)
+        products = gathered_matmul(stacked[2].flatten(1, 2), right.flatten(2), third, fourth, impl, p_ascends=True)
         right = products.view(products.shape[0], stacked[2].shape[1], stacked[2].shape[2] * right.shape[2], 1)
-    return gathered_matmul(left.flatten(1, 2), right.flatten(2), p, q, impl).flatten(1)
+    return gathered_matmul(left.flatten(1, 2), right.flatten(2), p, q, impl, p_ascends=True).flatten(1)
 
 
 def hot_rows(tables: Sequence[Table], plan: LookupPlan, num_cols: int) -> Tensor:

@@ -18,35 +18,35 @@ IMPLEMENTATIONS = ("reference", "triton")
 
 
 @torch.library.custom_op("comera_rec::gathered_matmul", mutates_args=())
-def _forward(a: Tensor, b: Tensor, p: Tensor, q: Tensor, impl: str) -> Tensor:
+def _forward(a: Tensor, b: Tensor, p: Tensor, q: Tensor, impl: str, p_ascends: bool) -> Tensor:
     with torch.autocast(a.device.type, enabled=False):  # the result has the operands' dtype, as the fake kernel says
-        return _implementation(impl).forward(a, b, p, q)
+        return _implementation(impl).forward(a, b, p, q, p_ascends)
 
 
 @_forward.register_fake
-def _(a: Tensor, b: Tensor, p: Tensor, q: Tensor, impl: str) -> Tensor:
+def _(a: Tensor, b: Tensor, p: Tensor, q: Tensor, impl: str, p_ascends: bool) -> Tensor:
     return a.new_empty(p.shape[0], a.shape[1], b.shape[2])
 
 
 @torch.library.custom_op("comera_rec::gathered_matmul_backward", mutates_args=())
-def _backward(grad: Tensor, a: Tensor, b: Tensor, p: Tensor, q: Tensor, impl: str) -> tuple[Tensor, Tensor]:
+def _backward(grad: Tensor, a: Tensor, b: Tensor, p: Tensor, q: Tensor, impl: str, p_ascends: bool) -> tuple[Tensor, Tensor]:
     with torch.autocast(a.device.type, enabled=False):
-        return _implementation(impl).backward(grad, a, b, p, q)
+        return _implementation(impl).backward(grad, a, b, p, q, p_ascends)
 
 
 @_backward.register_fake
-def _(grad: Tensor, a: Tensor, b: Tensor, p: Tensor, q: Tensor, impl: str) -> tuple[Tensor, Tensor]:
+def _(grad: Tensor, a: Tensor, b: Tensor, p: Tensor, q: Tensor, impl: str, p_ascends: bool) -> tuple[Tensor, Tensor]:
     return a.new_empty(a.shape), b.new_empty(b.shape)
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    *operands, ctx.impl = inputs
+    *operands, ctx.impl, ctx.p_ascends = inputs
     ctx.save_for_backward(*operands)
 
 
 def _differentiate(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
-    grad_a, grad_b = _backward(grad.contiguous(), *ctx.saved_tensors, ctx.impl)
-    return grad_a, grad_b, None, None, None
+    grad_a, grad_b = _backward(grad.contiguous(), *ctx.saved_tensors, ctx.impl, ctx.p_ascends)
+    return grad_a, grad_b, None, None, None, None
 
 
 torch.library.register_autograd(_forward, _differentiate, setup_context=_setup_context)
@@ -81,7 +81,7 @@ def resolve_impl(impl: str, device: torch.device, dtype: torch.dtype) -> str:
     return impl
 
 
-def gathered_matmul(a: Tensor, b: Tensor, p: Tensor, q: Tensor, impl: str = "auto") -> Tensor:
+def gathered_matmul(a: Tensor, b: Tensor, p: Tensor, q: Tensor, impl: str = "auto", *, p_ascends: bool = False) -> Tensor:
     """Multiply gathered slices: out[u] = a[p[u]] @ b[q[u]].
 
     Gradients are sums over equal ids, da[i] = sum over {u: p[u] = i} of dout[u] @ b[q[u]]^T and db alike, each in one order, so
@@ -94,6 +94,8 @@ def gathered_matmul(a: Tensor, b: Tensor, p: Tensor, q: Tensor, impl: str = "aut
         p: [U] integer ids in [0, P); or -1, in both p and q, for a product that is left out: it is zero and has no gradient.
         q: [U] integer ids in [0, Q).
         impl: "auto", or "reference" (any device and type) or "triton" (GPU), which computes in float32.
+        p_ascends: whether p ascends, with all of its -1 at the end, so that the gradient of `a` needs no sort. It isn't checked;
+            and what is left out may then be undefined instead of zero.
 
     Returns:
         [U, n1, n2].
@@ -107,5 +109,5 @@ def gathered_matmul(a: Tensor, b: Tensor, p: Tensor, q: Tensor, impl: str = "aut
             f"gathered_matmul takes a [P, n1, r], b [Q, r, n2], p [U] and q [U], got {tuple(a.shape)}, {tuple(b.shape)}, "
             f"{tuple(p.shape)} and {tuple(q.shape)}"
         )
-    out: Tensor = _forward(a, b, p, q, resolve_impl(impl, a.device, a.dtype))
+    out: Tensor = _forward(a, b, p, q, resolve_impl(impl, a.device, a.dtype), p_ascends)
     return out

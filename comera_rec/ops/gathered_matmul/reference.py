@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-def forward(a: Tensor, b: Tensor, p: Tensor, q: Tensor) -> Tensor:
+def forward(a: Tensor, b: Tensor, p: Tensor, q: Tensor, p_ascends: bool = False) -> Tensor:
     """out[u] = a[p[u]] @ b[q[u]]: a [P, n1, r], b [Q, r, n2], p and q [U] -> [U, n1, n2]; zero where p[u] < 0."""
     if not len(p):
         return a.new_zeros(0, a.shape[1], b.shape[2])
@@ -17,7 +17,7 @@ def forward(a: Tensor, b: Tensor, p: Tensor, q: Tensor) -> Tensor:
     return out.masked_fill(p[:, None, None] < 0, 0)
 
 
-def backward(grad: Tensor, a: Tensor, b: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+def backward(grad: Tensor, a: Tensor, b: Tensor, p: Tensor, q: Tensor, p_ascends: bool = False) -> tuple[Tensor, Tensor]:
     """da[i] = sum over {u: p[u] = i} of grad[u] @ b[q[u]]^T, and db[j] = sum over {u: q[u] = j} of a[p[u]]^T @ grad[u]."""
     if not len(p):
         return a.new_zeros(a.shape), b.new_zeros(b.shape)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from itertools import accumulate
 
 import torch
@@ -34,7 +34,7 @@ def plan_lookup(ids: Sequence[Tensor], row_shapes: Sequence[Sequence[int]]) -> t
         _bounds(keys, _sizes(row_shapes)),
         _bounds(left_keys, _sizes(leading)),
         _bounds(right_keys, _sizes(trailing)),
-        *_on_device([first_keys(modes) for modes in zip(*row_shapes, strict=True)], keys.device),
+        *on_device([first_keys(modes) for modes in zip(*row_shapes, strict=True)], keys.device),
     ]
     return inverse, order, starts, torch.stack([p, q]), _padded(left, keys), _padded(right, keys), torch.stack(bounds)
 
@@ -49,8 +49,14 @@ def unique_rows(ids: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, Te
     Returns:
         keys [L], padded; inverse [L]; order [L]; starts [L + 1]; see `LookupPlan`.
     """
-    keys = torch.cat([table.long() + first for table, first in zip(ids, first_keys(sizes), strict=False)])
-    ordered, order = torch.sort(keys, stable=True)
+    *firsts, size = first_keys(sizes)
+    if len({table.shape[0] for table in ids}) == 1:
+        keys = (torch.stack(list(ids)) + on_device([firsts], ids[0].device).view(-1, 1)).flatten()
+    else:
+        keys = torch.cat([table.long() + first for table, first in zip(ids, firsts, strict=True)])
+    # A radix sort takes as many passes as keys have bytes.
+    ordered, order = torch.sort(keys.int() if size <= torch.iinfo(torch.int32).max else keys, stable=True)
+    ordered = ordered.long()
     is_first = torch.ones_like(ordered)
     is_first[1:] = ordered[1:] != ordered[:-1]
     place = is_first.cumsum(0) - 1
@@ -68,7 +74,7 @@ def split_keys(keys: Tensor, left_sizes: Sequence[int], right_sizes: Sequence[in
         left_sizes, right_sizes: per table how many leading and trailing keys there are.
     """
     first = first_keys([left * right for left, right in zip(left_sizes, right_sizes, strict=True)])
-    bounds, *constants = _on_device(
+    bounds, *constants = on_device(
         (first[1:], first[:-1], right_sizes, first_keys(left_sizes)[:-1], first_keys(right_sizes)[:-1]), keys.device
     )
     table = torch.searchsorted(bounds[:-1].contiguous(), keys, right=True)
@@ -103,7 +109,7 @@ def _padded(halves: tuple[Tensor, Tensor], keys: Tensor) -> Tensor:
 
 def _bounds(keys: Tensor, sizes: Sequence[int]) -> Tensor:
     """[T + 1]: how many keys, ascending but for their padding, come before each table's first, and how many there are."""
-    (firsts,) = _on_device([first_keys(sizes)], keys.device)
+    (firsts,) = on_device([first_keys(sizes)], keys.device)
     return torch.searchsorted(torch.where(keys < 0, first_keys(sizes)[-1], keys), firsts)
 
 
@@ -111,13 +117,13 @@ def _sizes(modes: Sequence[Sequence[int]]) -> list[int]:
     return [math.prod(shape) for shape in modes]
 
 
-def _on_device(constants: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+def on_device(constants: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """Constants as a tensor. On an accelerator they stay there, because copying them anew would break a graph's capture."""
     rows = tuple(map(tuple, constants))
     return _kept(rows, device) if device.type == "cuda" and not torch.compiler.is_compiling() else torch.tensor(rows, device=device)
 
 
-@lru_cache(maxsize=1024)
+@cache  # without a limit, because captured graphs read what is kept here; there are as many as models have shapes
 def _kept(constants: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
     return torch.tensor(constants, device=device)
 

@@ -1,0 +1,166 @@
+"""What a Triton kernel becomes on a GPU that isn't here: its registers, spills, shared memory, occupancy and instructions.
+
+Triton compiles for any architecture without a GPU, and its wheel holds NVIDIA's ptxas, cuobjdump and nvdisasm.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from comera_rec.ops.launch import Launch
+
+_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+_WARP = 32
+_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
+MULTIPLYING = ("FFMA", "FMUL", "HFMA2", "HMMA", "HGMMA")
+KINDS = {
+    "multiply-add": ("FFMA", "HMMA", "HGMMA"),
+    "global memory": ("LDG", "STG", "LDGSTS", "RED", "ATOMG"),
+    "shared memory": ("LDS", "STS", "LDSM", "STSM"),
+    "barriers": ("BAR", "WARPSYNC", "DEPBAR", "LDGDEPBAR"),
+    "shuffles": ("SHFL", "REDUX", "VOTE"),
+}
+"""Kinds of instructions -> their names in SASS; all others are "integer and other"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Multiprocessor:
+    """What a multiprocessor of an architecture holds at once."""
+
+    registers: int
+    shared: int
+    """Bytes."""
+    blocks: int
+    warps: int
+
+
+# CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; a block takes 1 KiB of shared memory for itself.
+MULTIPROCESSORS = {
+    80: Multiprocessor(registers=65536, shared=164 << 10, blocks=32, warps=64),
+    90: Multiprocessor(registers=65536, shared=228 << 10, blocks=32, warps=64),
+    100: Multiprocessor(registers=65536, shared=228 << 10, blocks=32, warps=64),
+}
+_RESERVED_SHARED = 1 << 10
+_REGISTERS_AT_ONCE = 256  # in which a warp's are given out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """One kernel for one architecture."""
+
+    name: str
+    architecture: int
+    warps: int
+    registers: int
+    """Of a thread."""
+    spilled: int
+    """Bytes of a thread's stack, which holds what registers don't."""
+    shared: int
+    """Bytes of a program."""
+    sass: str
+
+    @cached_property
+    def instructions(self) -> Counter[str]:
+        """How often each one stands in the code, without the padding after its end."""
+        return Counter(name.split(".")[0] for name in self._names)
+
+    @cached_property
+    def _names(self) -> list[str]:
+        names = _INSTRUCTION.findall(self.sass)
+        last = max(index for index, name in enumerate(names) if name.startswith("EXIT"))
+        beyond = [index for index, name in enumerate(names) if index > last and not name.startswith(("NOP", "BRA"))]
+        return names[: (beyond[-1] if beyond else last) + 1]
+
+    @property
+    def entry(self) -> int:
+        """Instructions before the code may first leave or jump: all that a program runs which has nothing to do."""
+        return next(index for index, name in enumerate(self._names) if name.startswith(("BRA", "EXIT", "BSSY"))) + 1
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """Instructions by kind."""
+        counts = {kind: sum(self.instructions[name] for name in names) for kind, names in KINDS.items()}
+        return counts | {"integer and other": sum(self.instructions.values()) - sum(counts.values())}
+
+    @property
+    def inner(self) -> tuple[int, int]:
+        """Multiply-adds, and all instructions, from the first operand read for a product to the last product.
+
+        That is the body of an inner loop where it is unrolled. Operands come out of shared memory, or straight from global memory.
+        """
+        names = [name.split(".")[0] for name in self._names]
+        products = [index for index, name in enumerate(names) if name in KINDS["multiply-add"]]
+        reads = [index for index, name in enumerate(names) if name == "LDS" and index < products[-1]]
+        span = names[min(reads + products) : products[-1] + 1]
+        return len(products), len(span)
+
+    @property
+    def occupancy(self) -> float:
+        """Warps that a multiprocessor holds at once over those that it could."""
+        processor = MULTIPROCESSORS[self.architecture]
+        of_warp = -(-self.registers * _WARP // _REGISTERS_AT_ONCE) * _REGISTERS_AT_ONCE
+        by_registers = processor.registers // (of_warp * self.warps)
+        by_shared = processor.shared // (self.shared + _RESERVED_SHARED)
+        programs = min(by_registers, by_shared, processor.blocks, processor.warps // self.warps)
+        return programs * self.warps / processor.warps
+
+
+def compile_launch(launch: Launch, tensors: Mapping[str, str], architecture: int) -> Compiled:
+    """Compile what a launch would run on an NVIDIA GPU.
+
+    Args:
+        launch: any.
+        tensors: per tensor argument its type as Triton writes it, such as "*fp32"; aligned to 16 bytes, as torch allocates.
+        architecture: 80, 90 or 100.
+    """
+    kernel = _compile(launch, tensors, GPUTarget("cuda", architecture, _WARP))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage = _run("cuobjdump", "-res-usage", file.name)
+        sass = _run("nvdisasm", "-c", file.name)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found is not None, usage
+    return Compiled(
+        name=launch.kernel.__name__,
+        architecture=architecture,
+        warps=launch.num_warps,
+        registers=int(found[1]),
+        spilled=int(found[2]),
+        shared=kernel.metadata.shared,
+        sass=sass,
+    )
+
+
+def compile_for_amd(launch: Launch, tensors: Mapping[str, str], architecture: str = "gfx942") -> str:
+    """The AMD assembly of what a launch would run there; its comments tell registers and spills."""
+    assembly: str = _compile(launch, tensors, GPUTarget("hip", architecture, 64)).asm["amdgcn"]
+    return assembly
+
+
+def _compile(launch: Launch, tensors: Mapping[str, str], target: GPUTarget):  # type: ignore[no-untyped-def]
+    names = launch.kernel.arg_names
+    types = {**tensors, **dict.fromkeys(launch.numbers, "i32")}
+    source = ASTSource(
+        fn=launch.kernel,
+        signature={name: types.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in launch.constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in tensors},
+    )
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, **launch.OPTIONS}
+    return triton.compile(source, target=target, options=options)
+
+
+def _run(tool: str, *arguments: str) -> str:
+    return subprocess.run([_TOOLS / tool, *arguments], capture_output=True, text=True, check=True).stdout

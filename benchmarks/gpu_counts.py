@@ -1,0 +1,154 @@
+"""What a training step of TT tables launches on a GPU, counted on a machine without one.
+
+The step runs on fake tensors, which have sizes and no numbers: whatever would wait for the device, or allocate by what is in it,
+raises an error. Every operator that would launch kernels is counted with the bytes of its operands; our Triton launches are
+recorded.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from comera_rec.nn import TTEmbeddingBag
+from comera_rec.nn.table import plan_tables
+from comera_rec.ops import tt_bags
+from comera_rec.ops.bags import triton as bags
+from comera_rec.ops.gathered_matmul import triton as products
+from comera_rec.ops.launch import Launch, recorded_launches
+from comera_rec.tt import TTShape
+
+SORT = 4
+"""Kernels of a radix sort beside its passes, one for each byte of the keys: histograms, their sums, numbers to carry, a copy."""
+SEVERAL = {"cumsum": 2, "constant_pad_nd": 2, "scatter": 2, "scatter_add": 2, "index_select": 1}
+"""Operators of torch that launch more than one kernel: a scan and its start, a fill or copy before what they are called for."""
+NONE = {
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh", "detach", "alias",
+    "device", "_record_function_enter_new", "_record_function_exit",
+}  # fmt: skip
+"""Operators that hand the device nothing."""
+MAKING = {"new_zeros", "new_full", "zeros_like", "ones_like", "full_like"}
+"""Operators that only look at the sizes of their operands."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """An operator of a step: kernels that it launches, and bytes of its operands and results, each counted once."""
+
+    name: str
+    kernels: int
+    bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A step, counted: torch's operators, and our launches with their tensors."""
+
+    torch: list[Work] = field(default_factory=list)
+    launches: list[tuple[Launch, dict[str, Tensor]]] = field(default_factory=list)
+    slices: list[int] = field(default_factory=list)
+    """Of all tables' cores, by core."""
+
+    @property
+    def kernels(self) -> int:
+        """All that the device is handed."""
+        return sum(work.kernels for work in self.torch) + len(self.launches)
+
+
+class _Counter(TorchDispatchMode):
+    """Counts operators, and puts the kernels' own Python in place of our registered operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Work] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.partition("::")[2]
+        inside = _INSIDE.get(name)
+        if inside is not None:
+            with self:
+                return inside(*args)
+        result = func(*args, **(kwargs or {}))
+        is_view = any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns)
+        if name not in NONE and not is_view:
+            tensors = [
+                leaf for leaf in tree_leaves(result if name in MAKING else (args, kwargs, result)) if isinstance(leaf, Tensor)
+            ]
+            size = float(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+            if name == "sort":
+                passes = args[0].element_size()
+                size += (passes - 1) * 2.0 * args[0].numel() * (passes + 8)
+                self.found.append(Work(name=name, kernels=SORT + passes, bytes=size))
+            else:
+                self.found.append(Work(name=name, kernels=SEVERAL.get(name, 1), bytes=size))
+        return result
+
+
+def _multiply(a: Tensor, b: Tensor, p: Tensor, q: Tensor, impl: str, p_ascends: bool) -> Tensor:
+    return products.forward(a, b, p, q, p_ascends)
+
+
+def _multiply_backward(
+    grad: Tensor, a: Tensor, b: Tensor, p: Tensor, q: Tensor, impl: str, p_ascends: bool
+) -> tuple[Tensor, Tensor]:
+    return products.backward(grad, a, b, p, q, p_ascends)
+
+
+_INSIDE: dict[str, Callable[..., Any]] = {
+    "gathered_matmul": _multiply,
+    "gathered_matmul_backward": _multiply_backward,
+    "pool_rows": bags.pool_into_bags,
+    "pool_rows_backward": bags.gradients_of_rows,
+}
+
+
+def count_step(shapes: list[TTShape], batch: int, *, bag: int = 1) -> Step:
+    """Count a step of tables that share a lookup: plan, bags, gradients, and fused Adam.
+
+    Args:
+        shapes: of the tables, alike but for row modes and ranks.
+        batch: bags of each table.
+        bag: ids of a bag.
+
+    Raises:
+        torch._subclasses.fake_tensor.DataDependentOutputException: where the step would wait for the device.
+    """
+    counter = _Counter()
+    dim = math.prod(shapes[0].col_shape)
+    slices = [sum(modes) for modes in zip(*(shape.row_shape for shape in shapes), strict=True)]
+    with _triton_on_fake_tensors(), recorded_launches() as launches:
+        tables = [TTEmbeddingBag(math.prod(shape.row_shape), dim, shape=shape, impl="triton") for shape in shapes]
+        parameters = [parameter for table in tables for parameter in table.parameters()]
+        optimizer = torch.optim.Adam(parameters, lr=torch.tensor(0.01), fused=True)
+        ids = [torch.empty(batch * bag, dtype=torch.int64) for _ in tables]
+        offsets, upstream = torch.empty(len(tables) * batch + 1, dtype=torch.int64), torch.empty(batch, len(tables) * dim)
+        for warm in (True, False):  # the first step makes the optimizer's state
+            if not warm:
+                launches.clear()
+                counter.__enter__()
+            plan = plan_tables([[each] for each in ids], tables, [["ids"]] * len(tables), impl="triton")
+            parts = [table.forward_parameters() for table in tables]
+            out = tt_bags(parts, plan, offsets, num_cols=dim, features=len(tables), impl="triton")
+            out.backward(upstream)
+            optimizer.step()
+            optimizer.zero_grad()
+        counter.__exit__(None, None, None)
+        return Step(torch=counter.found, launches=[(launch, dict(tensors)) for launch, tensors in launches], slices=slices)
+
+
+@contextmanager
+def _triton_on_fake_tensors() -> Iterator[None]:
+    """Let the CPU pass for a device on which Triton runs, as it may in its interpreter."""
+    with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}), FakeTensorMode():
+        yield

@@ -1,0 +1,72 @@
+"""One launch of a Triton kernel as data: what runs it on a GPU, compiles it elsewhere, and counts variants reads the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+LEAST_RANK = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """A kernel, its grid, and every argument that is not a tensor."""
+
+    kernel: Any
+    """A function under `triton.jit` that specializes on none of `numbers`."""
+    grid: tuple[int, ...]
+    numbers: Mapping[str, int] = field(default_factory=dict)
+    """Arguments that may change from call to call without another compilation."""
+    constants: Mapping[str, Any]
+    """Arguments that the kernel is compiled for."""
+    num_warps: int
+    num_stages: int = 1
+
+    OPTIONS: ClassVar[Mapping[str, object]] = {"enable_fp_fusion": True}
+    """Said aloud, because Triton 3.9 warns where its default is taken, and 3.10 changes it."""
+
+    def __call__(self, **tensors: Tensor) -> None:
+        """Run on the current stream of the tensors' device, or only be recorded, see `recorded_launches`."""
+        if _recorders:
+            _recorders[-1].append((self, tensors))
+            return
+        with torch.cuda.device_of(next(iter(tensors.values()))):
+            self.kernel[self.grid](
+                **tensors, **self.numbers, **self.constants, **self.OPTIONS, num_warps=self.num_warps, num_stages=self.num_stages
+            )
+
+    @property
+    def variant(self) -> tuple[object, ...]:
+        """What, together with the tensors' types, a compiled kernel is kept under."""
+        return self.kernel.__name__, tuple(sorted(self.constants.items())), self.num_warps, self.num_stages
+
+
+@contextmanager
+def recorded_launches() -> Iterator[list[tuple[Launch, Mapping[str, Tensor]]]]:
+    """Collect launches and their tensors, and run none: for counting what a step does, on fake tensors of any device."""
+    _recorders.append([])
+    try:
+        yield _recorders[-1]
+    finally:
+        _recorders.pop()
+
+
+_recorders: list[list[tuple[Launch, Mapping[str, Tensor]]]] = []
+
+
+def rank_bucket(rank: int) -> int:
+    """The size that GPU kernels treat a TT rank as: a power of two, at least 8, so that truncation seldom needs new kernels.
+
+    Cores are filled up with zeros, which change no product.
+    """
+    return max(LEAST_RANK, 1 << (rank - 1).bit_length())
+
+
+def block(size: int, largest: int) -> int:
+    """The power of two that covers a size, or the largest allowed."""
+    return min(1 << max(size - 1, 0).bit_length(), largest)

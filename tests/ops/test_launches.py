@@ -1,0 +1,68 @@
+"""What a training step launches on a GPU, counted without one: no waiting, few kernels, few compilations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed: pip install triton (Linux)")
+
+from benchmarks.gpu_counts import Step, count_step
+from comera_rec.ops.launch import rank_bucket
+from comera_rec.ops.plan.reference import _kept as keep
+from comera_rec.tt import TTShape
+
+ROWS = {2: (40, 50), 3: (12, 10, 12), 4: (6, 6, 6, 6)}
+COLS = {2: (4, 4), 3: (4, 2, 2), 4: (2, 2, 2, 2)}
+WAIT = {"_local_scalar_dense", "item", "nonzero", "unique", "_unique2", "masked_select", "lift_fresh_copy"}
+
+
+def step(order: int, *ranks: int, batch: int = 64) -> Step:
+    """Of tables that differ in their ranks."""
+    return count_step([TTShape(ROWS[order], COLS[order], rank) for rank in ranks], batch)
+
+
+@pytest.mark.parametrize("order", ROWS)
+def test_nothing_waits_and_no_size_depends_on_what_the_ids_are(order: int) -> None:
+    # Fake tensors have no numbers: the step would have raised. Copies from the host would break a capture, too.
+    names = {work.name for work in step(order, 8).torch}
+    assert not names & WAIT
+
+
+def test_asking_for_a_number_would_be_noticed() -> None:
+    with torch._subclasses.fake_tensor.FakeTensorMode(), pytest.raises(RuntimeError, match="_local_scalar_dense"):
+        torch.ones(3).sum().item()
+
+
+@pytest.mark.parametrize(("order", "sorts"), [(2, 2), (3, 3), (4, 4)])
+def test_ids_are_sorted_once_and_so_are_the_later_slices_of_each_product(order: int, sorts: int) -> None:
+    assert sum(work.name == "sort" for work in step(order, 8).torch) == sorts
+
+
+def test_more_tables_launch_hardly_more() -> None:
+    few, many = (step(2, *[8] * tables).kernels for tables in (2, 12))
+    assert many - few <= 3 * 10, "a sum for the gradient of each diagonal, and a copy for each core's"
+
+
+def test_a_truncation_compiles_at_most_three_kernels_anew() -> None:
+    before = {launch.variant for launch, _ in step(2, 40).launches}
+    for rank in (37, 20, 15, 9, 3):
+        variants = {launch.variant for launch, _ in step(2, rank).launches}
+        assert len(variants - before) <= 3, f"at rank {rank}"
+        before |= variants
+    assert not {launch.variant for launch, _ in step(2, 1).launches} - before
+
+
+@pytest.mark.parametrize(("rank", "bucket"), [(0, 8), (1, 8), (8, 8), (9, 16), (16, 16), (17, 32), (33, 64)])
+def test_ranks_have_few_sizes(rank: int, bucket: int) -> None:
+    assert rank_bucket(rank) == bucket
+
+
+def test_constants_stay_on_the_device_however_many_there_are() -> None:
+    # A captured graph reads them where they were: none may be made anew.
+    device = torch.device("cpu")
+    first = keep(((1, 2),), device)
+    for number in range(3000):
+        keep(((number,),), device)
+    assert keep(((1, 2),), device) is first
+    keep.cache_clear()
