@@ -31,9 +31,9 @@ from tqdm import tqdm
 
 import comera_rec as cr
 from benchmarks.agreement import Disagreement, require_agreement
-from benchmarks.ids import draw_power_law
 from benchmarks.distributed import gathered_rows
 from benchmarks.environment import FOLDER, describe
+from benchmarks.ids import draw_power_law
 from benchmarks.lookup import ZIPF
 from benchmarks.measure import Settings, case_rows, chosen
 from benchmarks.memory import resident_peak_mib

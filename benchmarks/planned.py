@@ -24,9 +24,9 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from tqdm import tqdm
 
 import comera_rec as cr
-from benchmarks.ids import draw_power_law
 from benchmarks.distributed import Values
 from benchmarks.environment import available_cores, describe
+from benchmarks.ids import draw_power_law
 from benchmarks.limits import ceilings
 from benchmarks.lookup import ZIPF
 from benchmarks.measure import Settings, case_rows, chosen

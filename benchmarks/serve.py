@@ -31,8 +31,8 @@ from tqdm import tqdm
 
 import comera_rec as cr
 from benchmarks.agreement import require_agreement
-from benchmarks.ids import draw_ids
 from benchmarks.environment import describe
+from benchmarks.ids import draw_ids
 from benchmarks.lookup import ZIPF
 from benchmarks.measure import Settings, case_rows, chosen
 from benchmarks.quantized import CompiledLookup, quantized_collection

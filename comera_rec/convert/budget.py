@@ -1,4 +1,4 @@
-"""Dense matrices to tensor-train tables within one budget: ranks, and widths of hot rows, spread by what they save of the error."""
+"""Approximation of dense matrices by TT tables within one budget, which ranks and widths of hot rows share by error saved."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from comera_rec.rank import within_budget
 from comera_rec.tt import TTShape, first_rows, max_ranks, tt_svd_spectra
 
 _ROUNDS = (4.0, 2.0, 1.4)
-"""Sizes, in budgets, on the way to tables with hot rows: at each what remains is fitted anew."""
+"""Sizes over the budget through which tables with hot rows shrink; at each of them cores and blocks are fitted anew."""
 
 
 def fit_tables_(
     tables: Sequence[TTTable], weights: Sequence[Tensor], budget_params: int, importance: Sequence[Tensor | None] | None = None
 ) -> None:
-    """Set tables to approximations of matrices, sizes chosen such that the parameters removed cost the least squared error.
+    """Set tables to approximations of matrices, with ranks chosen to lose the least squared error within one budget.
 
-    Every matrix is decomposed at more ranks than it can get; then the rank with the smallest squared singular value per parameter
-    goes first, until all tables together fit. Squared errors add up to at most the squares removed (Oseledets, Tensor-Train
-    Decomposition, SIAM J. Sci. Comput. 2011, theorem 2.2).
+    Every matrix is decomposed at more ranks than fit. Then ranks are removed by smallest squared singular value per parameter until
+    all tables together fit. The squared errors sum to at most the squares removed (Oseledets, Tensor-Train Decomposition, SIAM J.
+    Sci. Comput. 2011, theorem 2.2).
 
-    Columns of hot rows are ranks like others: a block's singular values are those of its rows, each times the root of its
-    importance. Cores and blocks are fitted in turns to what the others leave, while the size falls to the budget in rounds.
+    Columns of hot rows are treated as ranks: a block's singular values are those of its rows, each scaled by the root of its
+    importance. Cores and blocks are fitted in turns, each to the residual of the others, while the size shrinks to the budget.
 
     Args:
-        tables: their ranks and widths tell how many are tried: four times as many, and no fewer than 32 ranks.
+        tables: the tables to set; the ranks and widths tried are up to four times theirs, and at least 32 for ranks.
         weights: [M, N] each.
         budget_params: the most parameters that all tables together may take.
-        importance: [M] each, what squared errors of a row count: how often it is read, or the sum of its squared gradients, which
+        importance: [M] each, weights of the rows' squared errors: how often a row is read, or the sum of squared gradients that
             Adagrad keeps (the empirical Fisher information; Hsu et al., Language Model Compression with Weighted Low-Rank
-            Factorization, ICLR 2022). Cores take it averaged over the rows of one leading digit. Default: all alike.
+            Factorization, ICLR 2022). For cores it is averaged over the rows of a leading digit. Default: equal.
     """
     rows = importance or [None] * len(tables)
     fits = [_Fit(table, weight, each) for table, weight, each in zip(tables, weights, rows, strict=True)]
@@ -52,11 +52,12 @@ def fit_tables_(
 
 
 class _Fit:
-    """A table's cores and blocks, as they approach a matrix.
+    """Cores and blocks of hot rows of one table, fitted to its matrix.
 
     Attributes:
-        shapes: of the cores, then of each block.
-        scores: of each, per bond the squared singular values.
+        shapes: shape of the cores, then of each block.
+        scores: squared singular values [r_k], per shape and bond.
+        cores: cores, per shape.
     """
 
     def __init__(self, table: TTTable, weight: Tensor, importance: Tensor | None) -> None:
@@ -67,18 +68,18 @@ class _Fit:
         self.shapes = [_with_ranks(shape, [max(32, 4 * r) for r in shape.ranks])]
         self.shapes += [_with_ranks(block, [4 * r for r in block.ranks]) for block in blocks]
         self.scores: list[list[Tensor]] = []
-        self.cores: list[list[Tensor]] = []  # of each
+        self.cores: list[list[Tensor]] = []
 
     def solve(self) -> None:
-        """Fit blocks to what the cores leave, then the cores to what blocks leave; ranks stay. Without blocks once is enough."""
+        """Fit the blocks to the residual of the cores, then the cores to that of the blocks, at the present ranks."""
         if self.cores and not self.spans:
-            return
-        rest = self.hot
-        if len(rest) and self.cores:
-            rest = rest - first_rows(self.cores[0], self.table.shape.row_shape, len(rest), rest.shape[1])
-        blocks = [self._block(rest[span], shape, span) for span, shape in zip(self.spans, self.shapes[1:], strict=True)]
+            return  # without blocks the first fit is final
+        hot_residual = self.hot
+        if len(self.hot) and self.cores:
+            hot_residual = self.hot - first_rows(self.cores[0], self.table.shape.row_shape, *self.hot.shape)
+        blocks = [self._block(hot_residual[span], shape, span) for span, shape in zip(self.spans, self.shapes[1:], strict=True)]
         residual = self.weight
-        if len(rest):
+        if len(self.hot):
             residual = self.weight.clone()
             for span, ((rows, projection), _) in zip(self.spans, blocks, strict=True):
                 residual[span] -= rows[0, :, 0] @ projection[:, 0, :, 0]
@@ -86,19 +87,19 @@ class _Fit:
         self.cores = [_cut(cores, self.shapes[0].ranks), *(cores for cores, _ in blocks)]
         self.scores = [[singular.double().square() for singular in spectra], *([squares] for _, squares in blocks)]
 
-    def _block(self, rest: Tensor, shape: TTShape, span: slice) -> tuple[list[Tensor], Tensor]:
-        """Cores of a block of rows, and its squared singular values."""
-        scale = rest.new_ones(len(rest), dtype=torch.float64) if self.importance is None else self.importance[span].double()
+    def _block(self, target: Tensor, shape: TTShape, span: slice) -> tuple[list[Tensor], Tensor]:
+        """Fit a block of rows to a target; returns its cores and squared singular values."""
+        scale = target.new_ones(len(target), dtype=torch.float64) if self.importance is None else self.importance[span].double()
         scale = scale.clamp_min(1e-3 * float(scale.mean())).clamp_min(torch.finfo(torch.float64).tiny).sqrt()
-        squares, turn = torch.linalg.eigh((scaled := rest.double() * scale[:, None]).mT @ scaled)
+        squares, turn = torch.linalg.eigh((scaled := target.double() * scale[:, None]).mT @ scaled)
         (rank,) = shape.ranks
         squares, turn = squares.flip(0)[:rank].clamp_min(0), turn.flip(1)[:, :rank]
-        projected = (rest.double() @ turn).to(rest.dtype)
-        return [projected.view(1, len(rest), 1, rank), turn.mT.to(rest.dtype).reshape(rank, 1, rest.shape[1], 1)], squares
+        projected = (target.double() @ turn).to(target.dtype)
+        return [projected.view(1, len(target), 1, rank), turn.mT.to(target.dtype).reshape(rank, 1, target.shape[1], 1)], squares
 
     def cut(self, ranks: Sequence[Sequence[int]]) -> None:
-        """Keep so many ranks of each bond; singular values descend, so they are the leading ones."""
-        self.shapes = [shape.with_ranks(of_shape) for shape, of_shape in zip(self.shapes, ranks, strict=True)]
+        """Keep the given numbers of leading ranks, which have the largest singular values, per shape and bond."""
+        self.shapes = [shape.with_ranks(kept) for shape, kept in zip(self.shapes, ranks, strict=True)]
         self.cores = [_cut(cores, shape.ranks) for cores, shape in zip(self.cores, self.shapes, strict=True)]
         self.scores = [
             [score[:rank] for score, rank in zip(scores, shape.ranks, strict=True)]

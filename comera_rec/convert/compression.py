@@ -1,4 +1,4 @@
-"""What a model weighs, layer by layer, beside what it would weigh dense."""
+"""Report of a model's size, layer by layer, beside the size it would have dense."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ class LayerSize:
 
 @dataclass(frozen=True, kw_only=True)
 class CompressionReport:
-    """Sizes of all layers of a model; every count is that of its parameters in the state dict (buffers are not counted)."""
+    """Sizes of all layers of a model; parameters count, buffers don't."""
 
     layers: tuple[LayerSize, ...]
 
     def total(self, field: str, *, kind: str | None = None) -> int:
-        """Sum of "params", "bytes", "dense_params" or "dense_bytes" over the layers (of one kind)."""
+        """Sum "params", "bytes", "dense_params" or "dense_bytes" over the layers, or over those of one kind."""
         return sum(getattr(layer, field) for layer in self.layers if kind in (None, layer.kind))
 
     @property
     def ratio(self) -> float:
-        """Dense bytes over bytes of the whole model; infinite where nothing is left."""
+        """Dense bytes over bytes of the whole model; infinite for a model of 0 bytes."""
         size = self.total("bytes")
         return self.total("dense_bytes") / size if size else float("inf")
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain numbers, lists and strings."""
+        """Return the report as plain numbers, lists and strings."""
         totals = {field: self.total(field) for field in ("params", "bytes", "dense_params", "dense_bytes")}
         tables = {"table_bytes": self.total("bytes", kind="table"), "dense_table_bytes": self.total("dense_bytes", kind="table")}
         return {
@@ -60,7 +60,7 @@ class CompressionReport:
         }
 
     def to_markdown(self) -> str:
-        """The report as a Markdown table."""
+        """Return the report as a Markdown table."""
         lines = [
             "| layer | shape | format | ranks | parameters | bytes | dense bytes | ratio |",
             "|---|---|---|---|---:|---:|---:|---:|",
@@ -76,13 +76,13 @@ class CompressionReport:
 
 
 def compression_report(model: nn.Module) -> CompressionReport:
-    """Parameters and bytes of every layer of a model, beside those of its dense version.
+    """Count the parameters and bytes of every layer of a model, beside those of its dense version.
 
     Args:
         model: any module, before or after swapping.
 
     Returns:
-        One entry a module that owns parameters; modules of one name in `state_dict` have that name here.
+        An entry for each module with parameters, named as in `state_dict`.
     """
     return CompressionReport(
         layers=tuple(_measure(name, m) for name, m in model.named_modules() if any(True for _ in m.parameters(recurse=False)))
@@ -90,12 +90,12 @@ def compression_report(model: nn.Module) -> CompressionReport:
 
 
 def _measure(name: str, module: nn.Module) -> LayerSize:
-    own = list(module.parameters(recurse=False))
-    params, size = sum(p.numel() for p in own), sum(p.numel() * p.element_size() for p in own)
+    parameters = list(module.parameters(recurse=False))
+    params, size = sum(p.numel() for p in parameters), sum(p.numel() * p.element_size() for p in parameters)
     if isinstance(module, TTModule):
         kind = "table" if isinstance(module, TTTable | HotRows) else "linear"
-        trained = {id(p) for p in (*module.cores(), *module.rank_parameters())}
-        rest = [p for p in own if id(p) not in trained]  # a bias is the same when dense
+        compressed = {id(p) for p in (*module.cores(), *module.rank_parameters())}
+        others = [p for p in parameters if id(p) not in compressed]  # a bias, which is the same when dense
         item = module.core_0.element_size()
         return LayerSize(
             name=name,
@@ -107,8 +107,8 @@ def _measure(name: str, module: nn.Module) -> LayerSize:
             ranks=module.shape.ranks,
             params=params,
             bytes=size,
-            dense_params=module.dense_params + sum(p.numel() for p in rest),
-            dense_bytes=module.dense_params * item + sum(p.numel() * p.element_size() for p in rest),
+            dense_params=module.dense_params + sum(p.numel() for p in others),
+            dense_bytes=module.dense_params * item + sum(p.numel() * p.element_size() for p in others),
         )
     return LayerSize(
         name=name,

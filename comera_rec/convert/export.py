@@ -1,4 +1,4 @@
-"""TT modules back to dense ones, and what stands in this library for modules of TorchRec back to those."""
+"""Conversion of TT modules, and of this library's stand-ins for TorchRec modules, back to dense modules and TorchRec's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint, read without running code from them."""
+"""A reader of torch.distributed.checkpoint folders that executes no code from them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 _DESCRIPTIONS = "torch.distributed.checkpoint."
-# What torch writes into .metadata; none of these does more than hold or look up a value.
+# What torch writes into .metadata; these only hold or look up values.
 _KNOWN = {
     *(
         (f"{_DESCRIPTIONS}metadata", name)
@@ -37,7 +37,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class TensorReader(dcp.FileSystemReader):
-    """torch's reader, for folders of strangers: of what was saved only tensors are there, the rest being pickled objects.
+    """torch's reader, restricted to tensors: a folder from elsewhere may contain pickled objects, which are ignored.
 
     Raises:
         pickle.UnpicklingError: from `read_metadata`, for a .metadata that names more than descriptions of tensors.
@@ -45,12 +45,12 @@ class TensorReader(dcp.FileSystemReader):
     """
 
     def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """Sizes and types by name; errors as of `read_metadata`."""
+        """Return the sizes and types of tensors by name; errors as of `read_metadata`."""
         entries = self.read_metadata().state_dict_metadata
         return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What was saved: sizes, types and files of the tensors."""
+        """Return sizes, types and files of the saved tensors."""
         with (Path(self.path) / ".metadata").open("rb") as file:
             metadata = _Unpickler(file).load()
         if not isinstance(metadata, Metadata):

@@ -1,4 +1,4 @@
-"""State dicts of TorchRec models, whoever trained them, to those of their compressed twins."""
+"""Conversion of the state dicts of TorchRec models to those of their compressed forms."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ _TABLE = re.compile(r"(?P<collection>.*?)embedding_bags\.(?P<table>[^.]+)\.weigh
 def compress_state(
     state: Mapping[str, Tensor], config: TTEmbeddingConfig, *, importance: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """The state dict of a model after `swap_embedding_bag_collections_`, its TT tables fitted to those of the model before.
+    """Return the state dict that a model has after `swap_embedding_bag_collections_`, with TT tables fitted to its dense tables.
 
-    All TT tables, and with `config.hot_rows` their blocks, share one budget, that of the shapes that `config` gives them; ranks and
-    widths go where they lower the weighted squared error most (`fit_tables_`). To use it, build the model, swap it with the same
-    config, and `load_state_dict`: modules take the ranks that they find.
+    All TT tables and their hot rows share one budget, that of the shapes that `config` gives them; ranks and widths are chosen to
+    lower the weighted squared error most (`fit_tables_`). To use the result, build the model, swap it with the same config, and
+    call `load_state_dict`: modules take the ranks of the state dict.
 
     Args:
-        state: names as EmbeddingBagCollections give them, `....embedding_bags.TABLE.weight`; everything else is kept as it is, and
-            so are tables that share their memory with another tensor, which a swap leaves dense.
+        state: a state dict with tables named as in EmbeddingBagCollections, `....embedding_bags.TABLE.weight`. All other entries
+            are kept as they are, and so are tables that share memory with another tensor, which a swap leaves dense.
         config: which tables, and how small.
-        importance: per table name [M], what errors of a row count; see `row_importance`. Default: all rows alike.
+        importance: [M] weights of the rows' squared errors by table name, see `row_importance`. Default: equal.
 
     Raises:
         ValueError: if there is no table, none as large as `config.min_rows`, or one of integers; if the model was swapped already;
-            if importance lacks a table, or has another length than it.
+            if `importance` lacks a table or has another length.
     """
     tables = {key: match for key in state if (match := _TABLE.fullmatch(key)) and state[key].dim() == 2}
     if not tables:
@@ -53,31 +53,31 @@ def compress_state(
     compressed = {key: value for key, value in state.items() if key not in tables}
     bags: dict[str, TTEmbeddingBag] = {}
     for collection in dict.fromkeys(match["collection"] for match in tables.values()):
-        mine = {match["table"]: key for key, match in tables.items() if match["collection"] == collection}
+        keys = {match["table"]: key for key, match in tables.items() if match["collection"] == collection}
         dense = [
             EmbeddingBagConfig(name=name, num_embeddings=len(state[key]), embedding_dim=state[key].shape[1], feature_names=[name])
-            for name, key in mine.items()
+            for name, key in keys.items()
         ]
-        shared = [name for name, key in mine.items() if sharers[_address(state[key])] > 1]
+        shared = [name for name, key in keys.items() if sharers[_address(state[key])] > 1]
         configs = config.table_configs(dense, dense=shared)
         # A collection without a large table is not swapped.
-        child = "dense_bags." if any(held.is_tt for held in configs) else ""
-        for held in configs:
-            key, rows, columns = mine[held.name], held.num_embeddings, held.embedding_dim
-            if held.is_tt:
-                bags[key] = TTEmbeddingBag(rows, columns, shape=held.tt_shape(), hot_rows=held.hot_rows, dtype=state[key].dtype)
+        child = "dense_bags." if any(table.is_tt for table in configs) else ""
+        for table in configs:
+            key, rows, columns = keys[table.name], table.num_embeddings, table.embedding_dim
+            if table.is_tt:
+                bags[key] = TTEmbeddingBag(rows, columns, shape=table.tt_shape(), hot_rows=table.hot_rows, dtype=state[key].dtype)
             else:
-                compressed[f"{collection}{child}embedding_bags.{held.name}.weight"] = state[key]
+                compressed[f"{collection}{child}embedding_bags.{table.name}.weight"] = state[key]
     if not bags:
         raise ValueError(f"no table has {config.min_rows} rows: lower min_rows")
     names = {tables[key]["table"] for key in bags}
     if importance is not None and (missing := sorted(names - importance.keys())):
         raise ValueError(f"importance lacks {', '.join(missing)}: give it for all tables that are compressed, or for none")
     weights = [(importance or {}).get(tables[key]["table"]) for key in bags]
-    for key, of_rows in zip(bags, weights, strict=True):
-        if of_rows is not None and of_rows.shape != state[key].shape[:1]:
-            table, count = tables[key]["table"], len(state[key])
-            raise ValueError(f"importance of {table!r} has shape {tuple(of_rows.shape)}: give {count} numbers")
+    for key, weight in zip(bags, weights, strict=True):
+        if weight is not None and weight.shape != state[key].shape[:1]:
+            name, count = tables[key]["table"], len(state[key])
+            raise ValueError(f"importance of {name!r} has shape {tuple(weight.shape)}: give {count} numbers")
     budget = sum(parameter.numel() for bag in bags.values() for parameter in bag.parameters())
     fit_tables_(list(bags.values()), [state[key].detach() for key in bags], budget, weights)
     for key, bag in bags.items():
@@ -87,17 +87,17 @@ def compress_state(
 
 
 def _address(value: Tensor) -> tuple[int, int]:
-    """The same for tensors that are one in memory."""
+    """Return a key that is equal for tensors of the same memory."""
     return value.data_ptr(), value.numel()
 
 
 def row_importance(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What an optimizer knows of how much each row of a table matters: the sums of squared gradients of row-wise Adagrad.
+    """Return the importance of each table's rows: the sums of squared gradients that row-wise Adagrad keeps.
 
     Args:
-        state: an optimizer's state dict, as TorchRec's fused tables write it, sharded (`TABLE.momentum1` of
-            `....embedding_bags.TABLE.weight`) or not (`momentum_1`); nested, or with names joined by dots as a distributed
-            checkpoint holds it.
+        state: an optimizer's state dict as TorchRec's fused tables write it, sharded (`TABLE.momentum1` of
+            `....embedding_bags.TABLE.weight`) or not (`momentum_1`); nested, or with names joined by dots as in a distributed
+            checkpoint.
 
     Returns:
         [M] by table name; tables without such sums are left out.
@@ -111,13 +111,13 @@ def row_importance(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def read_state(path: str | Path) -> dict[str, Tensor]:
-    """The tensors of a state dict: a file that torch.save wrote (mapped, not read), or the folder of a distributed checkpoint.
+    """Read the tensors of a state dict from a file of torch.save (memory-mapped) or a folder of a distributed checkpoint.
 
-    Of a file that holds more, such as {"model": ..., "epoch": 3}, the part with the tables is returned, under its own names. What
-    else is nested has its names joined by dots.
+    If a file nests the state dict, as in {"model": ..., "epoch": 3}, the mapping with the tables is returned under its names. Other
+    nested names are joined by dots.
 
     Raises:
-        ValueError: for a path that is neither, or a file that holds more than tensors, numbers and strings.
+        ValueError: for a path that is neither, or a file with anything but tensors, numbers and strings.
     """
     path = Path(path)
     if path.is_dir():
@@ -125,11 +125,11 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
             raise ValueError(f"{path} holds no .metadata: give the folder that torch.distributed.checkpoint wrote")
         reader = TensorReader(path)
         try:
-            kept = reader.tensors()
+            tensors = reader.tensors()
         except Exception as error:  # whatever unpickling raises
             raise ValueError(f"{path} can't be read as a distributed checkpoint: {error}") from None
-        state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in kept.items()}
-        with warnings.catch_warnings(action="ignore"):  # that there is one process
+        state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in tensors.items()}
+        with warnings.catch_warnings(action="ignore"):  # torch warns that there is only one process
             dcp.load(state, storage_reader=reader, no_dist=True)
         return state
     if not path.exists():
@@ -140,19 +140,19 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
         raise ValueError(f"{path} can't be read as a state dict: {str(error).splitlines()[0]}") from None
     if not isinstance(loaded, Mapping):
         raise ValueError(f"{path} holds a {type(loaded).__name__}: give a state dict")
-    return dict(_flat(_of_tables(loaded) or loaded))
+    return dict(_flat(_table_mapping(loaded) or loaded))
 
 
-def _of_tables(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The nested mapping that names tables."""
+def _table_mapping(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the mapping that names tables, the outer one or one nested in it."""
     if any(isinstance(value, Tensor) and _TABLE.fullmatch(str(name)) for name, value in state.items()):
         return state
-    nested = (_of_tables(value) for value in state.values() if isinstance(value, Mapping))
+    nested = (_table_mapping(value) for value in state.values() if isinstance(value, Mapping))
     return next((mapping for mapping in nested if mapping is not None), None)
 
 
 def _flat(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of nested mappings, names joined by dots."""
+    """Yield the tensors of nested mappings, with names joined by dots."""
     for name, value in state.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")

@@ -1,4 +1,4 @@
-"""Put tensor-train collections in place of the EmbeddingBagCollections of any model."""
+"""Replacement of the embedding collections of any model by TT collections."""
 
 from __future__ import annotations
 
@@ -22,25 +22,28 @@ from comera_rec.recsys import (
 )
 from comera_rec.tt import Blocks, TTShape, blocks_params, staircases
 
-AUTO_SHARES = (0.8, 0.5, 0.25, 0.0)  # of hot rows; the first beside which TT rank 1 fits
+AUTO_SHARES = (0.8, 0.5, 0.25, 0.0)  # of hot rows; "auto" takes the first that leaves room for TT rank 1
 _LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TTEmbeddingConfig:
-    """Which tables become tensor trains, and how small.
+    """Settings of the swaps: which tables become TT tables, and how small.
 
     Attributes:
-        tt_ranks: ranks, one for all bonds or one each. Give at most one of `tt_ranks` and `compression`; default rank 16.
-        compression: dense parameters over compressed ones, at least, of a whole collection with the tables that stay dense. All its
-            trains then have one rank, the largest that fits.
+        tt_ranks: one rank for all bonds, or one for each. Give at most one of `tt_ranks` and `compression`; default rank 16.
+        compression: least ratio of dense to compressed parameters of a whole collection, tables that stay dense included. All its
+            TT tables then have one rank, the largest that reaches it.
         order: number of cores, 2 to 4. Default 2; with `compression` the lowest order at which the rank reaches 8, or else the
             one with the largest rank.
         min_rows: tables with fewer rows stay dense.
-        hot_rows: share of the parameters of TT tables, 0 to below 1, that goes to rows of the most frequent ids,
-            narrower the rarer (`comera_rec.tt.staircases`); beside ranks that are given, such rows are added. "auto" is 0.8, or
-            less where ranks of 1 would not fit beside it, and 0 where ranks are given. Give it only where ids are ordered by
-            frequency, 0 the most frequent, as `comera preprocess` numbers them.
+        hot_rows: share of the parameters of TT tables, from 0 to below 1, that is spent on hot rows, which get narrower as ids get
+            rarer (`comera_rec.tt.staircases`); with given ranks, hot rows come on top. "auto" is 0.8, or less where TT rank 1 would
+            not fit beside that, and 0 with given ranks. Use it only where ids are ordered by frequency, 0 being the most frequent,
+            as `comera preprocess` numbers them.
+
+    Raises:
+        ValueError: for values out of range, or both `tt_ranks` and `compression`.
     """
 
     tt_ranks: int | tuple[int, ...] | None = None
@@ -55,10 +58,10 @@ class TTEmbeddingConfig:
             raise ValueError(f"hot_rows is {self.hot_rows!r}: give 'auto', or a share of the parameters from 0 to below 1")
 
     def table_configs(self, tables: Sequence[Any], *, dense: Collection[str] = ()) -> list[Any]:
-        """The configs of a collection's tables with the shapes this config gives them.
+        """Return the configs of a collection's tables with the shapes that this config gives them.
 
         Args:
-            tables: of the collection.
+            tables: TorchRec's configs of the collection's tables.
             dense: names of tables that stay dense whatever their size.
 
         Raises:
@@ -74,27 +77,27 @@ class TTEmbeddingConfig:
         if self.hot_rows == "auto" and budget is not None:
             shares = AUTO_SHARES
         for share in shares:
-            hot, shapes = self._held(large, budget, share)
+            hot, shapes = self._sizes(large, budget, share)
             if shapes is not None:
-                of_table = {table.name: held for table, *held in zip(large, shapes, hot, strict=True)}
-                return [_with_tt(table, *of_table.get(table.name, (None,))) for table in tables]
+                sizes = {table.name: size for table, *size in zip(large, shapes, hot, strict=True)}
+                return [_with_tt(table, *sizes.get(table.name, (None,))) for table in tables]
         raise ValueError(
             f"compression {self.compression} can't be reached: the tables below {self.min_rows} rows, which stay dense, and "
             f"the others at rank 1{f' beside hot_rows {self.hot_rows}' if self.hot_rows else ''} are larger than that; lower "
             "min_rows or compression"
         )
 
-    def _held(
+    def _sizes(
         self, tables: Sequence[BaseEmbeddingConfig], budget: float | None, share: float
     ) -> tuple[list[Blocks], list[TTShape] | None]:
-        """Hot rows and TT shapes of tables; no shapes where not even rank 1 fits a budget beside these rows."""
+        """Return hot rows and TT shapes of tables; None for the shapes if rank 1 doesn't fit the budget beside the hot rows."""
         if budget is None:
             shapes = [self._shape(table, self.tt_ranks, self.order) for table in tables]
             return _hot_rows(tables, share / (1 - share) * sum(shape.num_params for shape in shapes)), shapes
         hot = _hot_rows(tables, share * budget)
         taken = sum(blocks_params(blocks, table.embedding_dim) for blocks, table in zip(hot, tables, strict=True))
         fitting = self._fitting_shapes(tables, budget - taken)
-        if share and fitting:  # ranks leave something over, which rows can use
+        if share and fitting:  # spend what whole ranks leave unused
             hot = _hot_rows(tables, budget - sum(shape.num_params for shape in fitting))
         return hot, fitting
 
@@ -128,14 +131,14 @@ def _hot_rows(tables: Sequence[BaseEmbeddingConfig], budget_params: float) -> li
     if budget_params <= 0:
         return [()] * len(tables)
     dims = {table.embedding_dim for table in tables}
-    found: dict[str, Blocks] = {}
-    for dim in dims:  # tables of one width share what their rows take of the budget
+    blocks: dict[str, Blocks] = {}
+    for dim in dims:  # tables of one dim share a budget in proportion to their dense parameters
         alike = [table for table in tables if table.embedding_dim == dim]
         part = sum(table.num_embeddings * dim for table in alike) / sum(t.num_embeddings * t.embedding_dim for t in tables)
-        found |= zip(
+        blocks |= zip(
             [table.name for table in alike], staircases([t.num_embeddings for t in alike], dim, part * budget_params), strict=True
         )
-    return [found[table.name] for table in tables]
+    return [blocks[table.name] for table in tables]
 
 
 def swap_embedding_bag_collections_(
@@ -145,13 +148,13 @@ def swap_embedding_bag_collections_(
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     init: str = "random",
 ) -> nn.Module:
-    """Replace every `torchrec.EmbeddingBagCollection` of a model by its tensor-train version, in place.
+    """Replace every `torchrec.EmbeddingBagCollection` of a model by its TT version, in place.
 
-    Tables below `config.min_rows` keep their parameters; build the optimizer afterwards, because the others' are new. Frozen tables
-    stay frozen. Tables whose weight is another module's too stay dense, which is logged at level INFO.
+    Tables below `config.min_rows` keep their parameters; build the optimizer afterwards, because TT tables have new ones. Frozen
+    tables stay frozen. Tables that share their weight with another module stay dense, which is logged at level INFO.
 
     Args:
-        model: any module that holds unsharded EmbeddingBagCollections.
+        model: any module that contains unsharded EmbeddingBagCollections.
         config: which tables, and how small.
         filter_fn: (module, fully qualified name) -> whether to swap that collection; default all.
         init: "random", or "tt_svd" to start from the tables' weights.
@@ -160,7 +163,7 @@ def swap_embedding_bag_collections_(
         ValueError: if no collection with a large enough table matched.
 
     Returns:
-        The model (the new collection where the model itself is one).
+        The model; or the new collection, if the model itself is a collection.
 
     Example:
         >>> import torchrec
@@ -179,9 +182,9 @@ def swap_embedding_collections_(
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     init: str = "random",
 ) -> nn.Module:
-    """Replace every `torchrec.EmbeddingCollection`, whose rows are not pooled, by its tensor-train version, in place.
+    """Replace every `torchrec.EmbeddingCollection`, whose rows are not pooled, by its TT version, in place.
 
-    Everything else is as for `swap_embedding_bag_collections_`.
+    Arguments, errors and result are those of `swap_embedding_bag_collections_`.
 
     Example:
         >>> import torchrec
@@ -208,7 +211,7 @@ def _swap_(
         if type(module) is not kind or module in swapped_before:
             continue
         if filter_fn is None or filter_fn(module, name):
-            shared = {table: owners[held.weight] for table, held in _tables(module).items() if len(owners[held.weight]) > 1}
+            shared = {table: owners[bag.weight] for table, bag in _tables(module).items() if len(owners[bag.weight]) > 1}
             for table, sharers in shared.items():
                 _LOGGER.info("table %r stays dense: its weight is that of %s", table, " and ".join(repr(n) for n, _ in sharers))
             tables = config.table_configs(_configs(module), dense=shared)
@@ -239,7 +242,7 @@ def _configs(module: nn.Module) -> Sequence[EmbeddingBagConfig] | Sequence[Embed
 
 
 def _tables(module: nn.Module) -> dict[str, Any]:
-    """The nn.EmbeddingBags or nn.Embeddings of a collection, by name."""
+    """Return the nn.EmbeddingBags or nn.Embeddings of a collection, by name."""
     tables: Any = module.embeddings if isinstance(module, EmbeddingCollection) else module.embedding_bags
     return dict(tables.items())
 
@@ -255,15 +258,15 @@ def _swapped(module: nn.Module, tables: Sequence[Any], init: str) -> nn.Module:
         swapped = collection = TTEmbeddingBagCollection(tables, module.is_weighted(), device)
     keep_buffers_and_mode_(swapped, module)
     before = _tables(module)
-    for name, held in collection.embedding_bags.items():
+    for name, bag in collection.embedding_bags.items():
         weight = before[name].weight
-        if isinstance(held, TTEmbeddingBag):
+        if isinstance(bag, TTEmbeddingBag):
             if init == "tt_svd":
-                held.set_dense_matrix_(weight.detach())
-            keep_buffers_and_mode_(held.requires_grad_(weight.requires_grad), before[name])
+                bag.set_dense_matrix_(weight.detach())
+            keep_buffers_and_mode_(bag.requires_grad_(weight.requires_grad), before[name])
         elif isinstance(before[name], nn.EmbeddingBag):
             assert isinstance(collection.dense_bags, EmbeddingBagCollection)
             collection.dense_bags.embedding_bags[name] = before[name]
         else:
-            held.weight = weight
+            bag.weight = weight
     return swapped

@@ -7,8 +7,8 @@
 namespace comera {
 namespace {
 
-constexpr int64_t kAhead = 6;          // rows; what is asked for this early has arrived when it is needed
-constexpr int64_t kAheadLookups = 16;  // lookups
+constexpr int64_t kAhead = 6;          // rows to prefetch ahead, so that data has arrived when it is needed
+constexpr int64_t kAheadLookups = 16;  // lookups to prefetch ahead
 
 float from_bfloat16(uint16_t bits) {
   const uint32_t wide = uint32_t(bits) << 16;
@@ -20,7 +20,7 @@ float from_bfloat16(uint16_t bits) {
 uint16_t to_bfloat16(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, 4);
-  if ((bits & 0x7fffffff) > 0x7f800000) return uint16_t(bits >> 16 | 0x40);  // stays not a number
+  if ((bits & 0x7fffffff) > 0x7f800000) return uint16_t(bits >> 16 | 0x40);  // NaN stays NaN
   return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);                   // to the nearest, ties to even
 }
 
@@ -65,7 +65,7 @@ void narrow(const float* from, Number number, int64_t count, void* to) {
   }
 }
 
-// A slice by its number, as floats: where it lies, or in scratch.
+// A slice by its number, as floats: in place, or converted in scratch.
 COMERA_INLINE const float* slice_of(const Core& core, int64_t number, float* scratch) {
   const void* data = offset(core.data, core.number, (number - core.first) * core.size);
   if (core.number == Number::float32) return static_cast<const float*>(data);
@@ -92,7 +92,7 @@ class Scratch {
   float* memory_;
 };
 
-// What making a half's products and passing their gradients on take, at most.
+// The most scratch that forming a half's products and propagating their gradients takes.
 int64_t half_floats(const Half& half, int rank) {
   const int64_t product = rounded(int64_t(rank) * half.outer_n * half.inner_n);
   const int64_t lanes = rounded(int64_t(half.bond) * half.outer_n * kWidth);
@@ -104,8 +104,8 @@ int64_t scratch_floats(const Table& table) {
          2 * rounded(table.hot_width);
 }
 
-// Columns of a pair's products: [outer, rank, inner], as one product of slices makes them, to or from [rank, outer, inner] or
-// [rank, inner, outer], as products lie. O = I = 0 stand for sizes known only when it runs.
+// Columns of a pair's products: converts [outer, rank, inner], as a product of slices gives them, to or from the stored layout,
+// [rank, outer, inner] or [rank, inner, outer]. O = I = 0 stand for sizes known only at run time.
 template <bool kToProduct, int O, int I>
 COMERA_INLINE void rearrange_columns(const Half& half, int rank, float* mixed, float* product) {
   const int outer_n = O > 0 ? O : half.outer_n, inner_n = I > 0 ? I : half.inner_n;
@@ -136,7 +136,7 @@ void rearrange(const Half& half, int rank, float* mixed, float* product) {
   }
 }
 
-// Makes the products of a half one by one; neighbours that share a slice of the outer core are cheaper.
+// Forms the products of a half one by one; those after another with the same outer slice are cheaper.
 class Products {
  public:
   Products(const Half& half, int rank, Scratch& scratch)
@@ -167,7 +167,7 @@ class Products {
   float *outer_, *inner_ = nullptr, *mixed_ = nullptr, *product_ = nullptr;
 };
 
-// Slices or products of the right half, of which those of pairs were made in advance.
+// Slices or products of the right half; the products of pairs were formed in advance.
 class RightSlices {
  public:
   RightSlices(const Table& table, Scratch& scratch)
@@ -193,7 +193,7 @@ void scale_rows(float* values, const float* diagonal, int64_t rows, int64_t size
     for (int64_t j = 0; j < columns; ++j) values[k * columns + j] *= diagonal[k];
 }
 
-// out[k] += the product of rows k of the two.
+// out[k] += the inner product of rows k of both.
 void add_row_products(const float* a, const float* b, int64_t rows, int64_t columns, float* out) {
   for (int64_t k = 0; k < rows; ++k) out[k] += dot(a + k * columns, b + k * columns, columns);
 }
@@ -239,7 +239,7 @@ void update_slice(const Core& core, const Update& update, int64_t slice, float* 
   if (core.number == Number::float32) {
     float* first = static_cast<float*>(update.first);
     float* second = static_cast<float*>(update.second);
-    if (n < kWidth && !is_row_wise) {  // one vector, whose other lanes go nowhere
+    if (n < kWidth && !is_row_wise) {  // one vector, whose other lanes are not stored
       float* const all[] = {static_cast<float*>(core.data) + at, gradient, first ? first + at : nullptr, second ? second + at : nullptr};
       float padded[4][kWidth];
       for (int i = 0; i < 4; ++i)
@@ -256,7 +256,7 @@ void update_slice(const Core& core, const Update& update, int64_t slice, float* 
   }
   constexpr int64_t kBlock = 256;
   float x[kBlock], m[kBlock], v[kBlock], step = 0;
-  if (is_row_wise) {  // the sum is one for all blocks
+  if (is_row_wise) {  // one sum for all blocks
     for (int64_t i = 0; i < n && update.weight_decay != 0; i += kBlock) {
       const int64_t count = i + kBlock < n ? kBlock : n - i;
       widen(offset(core.data, core.number, at + i), core.number, count, x);
@@ -294,15 +294,15 @@ COMERA_INLINE float* touch(const Sums& sums, int64_t slice) {
   return values;
 }
 
-// What hot blocks add to rows, which come in the order of their ids.
+// What hot blocks add to rows, which are visited in the order of their ids.
 class HotRows {
  public:
   HotRows(const Table& table, int64_t width, Scratch& scratch) : table_(table), width_(width), block_(table.hot) {
     widened_ = scratch.take(table.hot_width);
-    of_row_ = scratch.take(table.hot_width);
+    row_gradient_ = scratch.take(table.hot_width);
   }
 
-  // Whether a block holds row u; if so, that row of it is `current`.
+  // Whether a block has row u; if so, `current` is that row of it.
   COMERA_INLINE bool find(int64_t u) {
     if (u >= table_.hot_end) return false;
     const int64_t id = table_.hot_ids[u - table_.row_begin];
@@ -312,7 +312,7 @@ class HotRows {
     return true;
   }
 
-  // With sums also what a gradient changes.
+  // With sums, also prefetches what a gradient changes.
   COMERA_INLINE void prefetch_later(int64_t u, const HotSums* sums = nullptr) const {
     if (u >= table_.hot_end) return;
     const int64_t slice = table_.hot_ids[u - table_.row_begin] - block_->first;
@@ -328,17 +328,17 @@ class HotRows {
 
   void add_to(float* row) const { add_row(width_, current_, block_->projection, block_->width, row); }
 
-  // The gradient of the row on to the block's.
+  // Propagates the gradient of the row to those of the block.
   void add_gradient(const float* gradient, const HotSums* sums) const {
-    if (block_->width == 0) return;  // every column is gone
+    if (block_->width == 0) return;  // truncated to rank 0
     const auto& [rows, projection] = sums[block_ - table_.hot];
-    float* of_projection = touch(projection, 0);
-    std::memset(of_row_, 0, 4 * block_->width);
-    row_gradients(width_, current_, block_->projection, gradient, block_->width, of_row_, of_projection);
+    float* projection_gradient = touch(projection, 0);
+    std::memset(row_gradient_, 0, 4 * block_->width);
+    row_gradients(width_, current_, block_->projection, gradient, block_->width, row_gradient_, projection_gradient);
     if (rows.update != nullptr) {
-      update_slice(rows.core, *rows.update, slice_, of_row_);
+      update_slice(rows.core, *rows.update, slice_, row_gradient_);
     } else {
-      narrow(of_row_, rows.core.number, block_->width, offset(rows.gradient, rows.core.number, slice_ * block_->width));
+      narrow(row_gradient_, rows.core.number, block_->width, offset(rows.gradient, rows.core.number, slice_ * block_->width));
     }
   }
 
@@ -348,7 +348,7 @@ class HotRows {
   const HotBlock* block_;
   const float* current_ = nullptr;
   int64_t slice_ = 0;
-  float *widened_, *of_row_;
+  float *widened_, *row_gradient_;
 };
 
 template <int N1, int N2>
@@ -378,7 +378,7 @@ void look_up(
       continue;
     }
     for (int64_t t = lookups.starts[u]; t < lookups.starts[u + 1]; ++t) {
-      float* bag = bags.values + lookups.places[t] * width;
+      float* bag = bags.values + lookups.bags[t] * width;
       if (bags.streams) {
         stream(bag, row, width);
       } else {
@@ -420,17 +420,17 @@ COMERA_INLINE void sum_lookups(
   int64_t t = lookups.starts[u];
   const int64_t end = lookups.starts[u + 1];
   for (int64_t i = t; i < end && i + kAheadLookups < last; ++i)
-    if (lookups.places[i + kAheadLookups] >= 0) prefetch(gradients.values + lookups.places[i + kAheadLookups] * width, 4 * width);
+    if (lookups.bags[i + kAheadLookups] >= 0) prefetch(gradients.values + lookups.bags[i + kAheadLookups] * width, 4 * width);
   if constexpr (N > 0) {
-    if (N == width && lookups.scales == nullptr && gradients.of_scales == nullptr) {
+    if (N == width && lookups.scales == nullptr && gradients.scale_gradients == nullptr) {
       constexpr int kBlock = smaller(N, 4 * kWidth), W = widest(kBlock), V = kBlock / W;  // powers of two
       for (int j = 0; j < N; j += kBlock) {
         Vector<W> sums[V];
 #pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) sums[v] = load<W>(gradients.values + lookups.places[t] * width + j + v * W);
+        for (int v = 0; v < V; ++v) sums[v] = load<W>(gradients.values + lookups.bags[t] * width + j + v * W);
         for (int64_t i = t + 1; i < end; ++i)
 #pragma GCC unroll 4
-          for (int v = 0; v < V; ++v) sums[v] += load<W>(gradients.values + lookups.places[i] * width + j + v * W);
+          for (int v = 0; v < V; ++v) sums[v] += load<W>(gradients.values + lookups.bags[i] * width + j + v * W);
 #pragma GCC unroll 4
         for (int v = 0; v < V; ++v) store<W>(sum + j + v * W, sums[v]);
       }
@@ -439,21 +439,21 @@ COMERA_INLINE void sum_lookups(
   }
   std::memset(sum, 0, 4 * n);
   for (; t < end; ++t) {
-    if (lookups.places[t] < 0) {
-      if (gradients.of_scales != nullptr) gradients.of_scales[lookups.order[t]] = 0;
+    if (lookups.bags[t] < 0) {
+      if (gradients.scale_gradients != nullptr) gradients.scale_gradients[lookups.order[t]] = 0;
       continue;
     }
-    const float* gradient = gradients.values + lookups.places[t] * width;
+    const float* gradient = gradients.values + lookups.bags[t] * width;
     add_scaled(sum, gradient, lookups.scales != nullptr ? lookups.scales[t] : 1.0f, width);
-    if (gradients.of_scales != nullptr) gradients.of_scales[lookups.order[t]] = dot(gradient, row, width);
+    if (gradients.scale_gradients != nullptr) gradients.scale_gradients[lookups.order[t]] = dot(gradient, row, width);
   }
 }
 
-// Gradients of a pair's products, one after the other, on to the slices of its two cores.
+// Propagates gradients of a pair's products, one after the other, to the slices of its two cores.
 class PairGradients {
  public:
-  PairGradients(const Half& half, int rank, const Sums& of_outer, const Sums& of_inner, Scratch& scratch)
-      : half_(half), rank_(rank), of_outer_(of_outer), of_inner_(of_inner), outer_(scratch.take(half.outer.size)),
+  PairGradients(const Half& half, int rank, const Sums& outer_sums, const Sums& inner_sums, Scratch& scratch)
+      : half_(half), rank_(rank), outer_sums_(outer_sums), inner_sums_(inner_sums), outer_(scratch.take(half.outer.size)),
         inner_(scratch.take(half.inner.size)), mixed_(scratch.take(int64_t(rank) * half.outer_n * half.inner_n)),
         lanes_(scratch.take(int64_t(half.bond) * half.outer_n * kWidth)) {}
 
@@ -468,19 +468,19 @@ class PairGradients {
     add_lanes(half_.bond, half_.outer_n, columns, slice_of(half_.inner, inner, inner_), mixed_, lanes_);
     add_product(
         half_.outer_n, columns, slice_of(half_.outer, outer, outer_), mixed_, half_.bond,
-        touch(of_inner_, inner - half_.inner.first));
+        touch(inner_sums_, inner - half_.inner.first));
   }
 
   void flush() {
     if (current_ < 0) return;
-    float* sums = touch(of_outer_, current_ - half_.outer.first);
+    float* sums = touch(outer_sums_, current_ - half_.outer.first);
     for (int64_t i = 0; i < half_.outer.size; ++i) sums[i] += sum_lanes(lanes_ + i * kWidth);
   }
 
  private:
   const Half& half_;
   const int rank_;
-  const Sums &of_outer_, &of_inner_;
+  const Sums &outer_sums_, &inner_sums_;
   float *outer_, *inner_, *mixed_, *lanes_;
   int64_t current_ = -1;
 };
@@ -493,7 +493,7 @@ void gradients_of_rows(
   const int n1 = N1 > 0 ? N1 : table.n1, n2 = N2 > 0 ? N2 : table.n2, rank = table.rank;
   const int64_t n = int64_t(n1) * n2, last = lookups.starts[beyond];
   const int32_t *p = lookups.p, *q = lookups.q;
-  float *sum = scratch.take(n), *turned = scratch.take(n), *row = scratch.take(n), *of_left = scratch.take(int64_t(rank) * n1);
+  float *sum = scratch.take(n), *turned = scratch.take(n), *row = scratch.take(n), *left_gradient = scratch.take(int64_t(rank) * n1);
   Products left_of(table.left, rank, scratch);
   RightSlices right_of(table, scratch);
   PairGradients pairs(table.left, rank, stripe.left_outer, stripe.left_inner, scratch);
@@ -504,9 +504,9 @@ void gradients_of_rows(
     if (u == first || p[u] != p[u - 1]) {
       left = left_of(p[u]);
       if (table.left.is_pair) {
-        std::memset(of_left, 0, 4 * int64_t(rank) * n1);
+        std::memset(left_gradient, 0, 4 * int64_t(rank) * n1);
       } else {
-        of_left = touch(stripe.left_outer, p[u] - table.left.outer.first);
+        left_gradient = touch(stripe.left_outer, p[u] - table.left.outer.first);
       }
     }
     if (u + kAhead < beyond) {
@@ -516,7 +516,7 @@ void gradients_of_rows(
     }
     const float* right = right_of(q[u]);
     const bool is_hot = hot.find(u);
-    if (gradients.of_scales != nullptr) {
+    if (gradients.scale_gradients != nullptr) {
       multiply<N1, N2>(n1, n2, left, right, table.diagonal, rank, row);
       if (is_hot) hot.add_to(row);
     }
@@ -526,12 +526,12 @@ void gradients_of_rows(
       hot.add_gradient(sum, stripe.hot);
     }
     transpose(n1, n2, sum, turned);
-    add_product<N2, N1>(n2, n1, right, turned, rank, of_left);
+    add_product<N2, N1>(n2, n1, right, turned, rank, left_gradient);
     add_product<N1, N2>(n1, n2, left, sum, rank, touch(stripe.right, q[u] - first_right));
     if (table.left.is_pair && (u + 1 == beyond || p[u + 1] != p[u])) {
-      add_row_products(of_left, left, rank, n1, stripe.of_diagonal);
-      scale_rows(of_left, table.diagonal, rank, int64_t(rank) * n1);
-      pairs.add(p[u], of_left);
+      add_row_products(left_gradient, left, rank, n1, stripe.diagonal_gradient);
+      scale_rows(left_gradient, table.diagonal, rank, int64_t(rank) * n1);
+      pairs.add(p[u], left_gradient);
     }
   }
   pairs.flush();
@@ -553,10 +553,10 @@ void gradients_of_products(
 
 void finish_sums(
     const Sums* stripes, int count, const float* diagonal, int64_t rows, const Target& target, int64_t first, int64_t beyond,
-    float* of_diagonal, float* memory) {
+    float* diagonal_gradient, float* memory) {
   Scratch scratch(memory);
   const Core& core = target.core;
-  if (core.size == 0) return;  // every rank is gone, and there is no memory
+  if (core.size == 0) return;  // truncated to rank 0: there is no memory
   float* widened = scratch.take(core.size);
   for (int64_t slice = first; slice < beyond; ++slice) {
     float* total = nullptr;
@@ -574,8 +574,8 @@ void finish_sums(
         std::memset(offset(target.gradient, core.number, slice * core.size), 0, core.size * bytes_of(core.number));
       continue;
     }
-    if (of_diagonal != nullptr && rows > 0)
-      add_row_products(total, slice_of(core, slice + core.first, widened), rows, core.size / rows, of_diagonal);
+    if (diagonal_gradient != nullptr && rows > 0)
+      add_row_products(total, slice_of(core, slice + core.first, widened), rows, core.size / rows, diagonal_gradient);
     scale_rows(total, diagonal, rows, core.size);
     if (target.update == nullptr) {
       narrow(total, core.number, core.size, offset(target.gradient, core.number, slice * core.size));
@@ -586,12 +586,12 @@ void finish_sums(
 }
 
 void scaled_rows(const Core& core, const float* diagonal, int64_t rows, float* out) {
-  if (core.size == 0) return;  // no memory
+  if (core.size == 0) return;  // truncated to rank 0
   widen(core.data, core.number, core.size, out);
   scale_rows(out, diagonal, rows, core.size);
 }
 
-// The sizes that tables mostly have are known to the compiler, which then keeps a row in registers.
+// Common sizes are known to the compiler, which can then keep a row in registers.
 #define COMERA_BY_SIZE(function, ...)                                               \
   do {                                                                              \
     switch (table.n1 * 64 + table.n2) {                                             \

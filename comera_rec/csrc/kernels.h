@@ -1,7 +1,7 @@
-// What the loops over rows are told, and the table of them that exists once for each instruction set.
+// The arguments of the loops over rows, and the table of these loops, of which there is one for each instruction set.
 //
 // T tables of two, three or four cores each. A table's cores are cut into a leading and a trailing half, of one or two cores:
-// row (p, q) is the product of slice p of the one and slice q of the other. Numbers p and q count over all tables.
+// row (p, q) is the product of slice p of the leading and slice q of the trailing half. Slices are numbered through all tables.
 // U unique rows, sorted by table, p and q. L lookups, sorted by row.
 #pragma once
 
@@ -19,7 +19,7 @@ struct Core {
   Number number = Number::float32;
   int64_t slices = 0;
   int64_t size = 0;   // numbers in a slice
-  int64_t first = 0;  // its first slice in the count over all tables
+  int64_t first = 0;  // number of its first slice among those of all tables
 };
 
 // The leading or the trailing half of a table's cores: products [rank, n], stored rank by rank.
@@ -27,19 +27,19 @@ struct Half {
   Core outer;         // the core at the end of the chain: slices [bond, outer_n]
   Core inner;         // of a pair, the core next to the cut: slices [bond, rank, inner_n]
   bool is_pair = false;
-  bool outer_is_slow = true;  // whether a pair's columns count its outer core's slowest: in the leading half they do
+  bool outer_is_slow = true;  // whether the outer core's columns are the slow index of a pair's: true for leading halves
   const float* diagonal = nullptr;  // of a pair: [bond]
-  int bond = 0;                     // rank between a pair's cores; of one core alone the rank at the cut
+  int bond = 0;                     // rank between a pair's cores; for a single core, the rank at the cut
   int outer_n = 1, inner_n = 1;
-  const int32_t* outer_of = nullptr;  // of a pair: its slices by number of the product
+  const int32_t* outer_of = nullptr;  // of a pair: its slices, by number of the product
   const int32_t* inner_of = nullptr;
 };
 
-// Rows of neighbouring ids that are added to those of the cores: `width` numbers each, times the projection.
+// A block of hot rows, which are added to the rows of the cores: `width` numbers each, times the projection.
 struct HotBlock {
   Core rows;                           // slices [width]
   const float* projection = nullptr;   // [width, columns], times the diagonal
-  int64_t width = 0, first = 0;        // numbers of a row; the id of the first, below 0 in shards
+  int64_t width = 0, first = 0;        // numbers of a row; id of the first row, which may be below 0 in shards
 };
 
 struct Table {
@@ -48,71 +48,71 @@ struct Table {
   int rank = 0;
   int n1 = 0, n2 = 0;               // columns of a product of each half
   int64_t row_begin = 0, row_end = 0;
-  const float* right_products = nullptr;  // of a pair: made in advance, as many as the table has
+  const float* right_products = nullptr;  // of a pair: all of the table, formed in advance
   int64_t first_right_product = 0;
-  const HotBlock* hot = nullptr;      // blocks one after the other
+  const HotBlock* hot = nullptr;      // consecutive blocks
   const int32_t* hot_ids = nullptr;   // ids of the rows from row_begin to hot_end
   int64_t hot_end = 0, hot_width = 0;  // width of the widest block
 };
 
-// What a batch looks up.
+// The lookups of a batch.
 struct Lookups {
   const int32_t* p = nullptr;       // [U]
   const int32_t* q = nullptr;       // [U]
   const int32_t* starts = nullptr;  // [U + 1] the first lookup of each row
   const int32_t* order = nullptr;   // [L] lookups sorted by row
-  const int32_t* places = nullptr;  // [L] by sorted lookup: which bag of the output it is in, -1 for none
-  const float* scales = nullptr;    // [L] by sorted lookup: what its row is multiplied with; null only if all are in bags, as they are
+  const int32_t* bags = nullptr;    // [L] by sorted lookup: its bag in the output, -1 for none
+  const float* scales = nullptr;    // [L] by sorted lookup: factor of its row; null if all are 1 and in bags
 };
 
 struct Bags {
   float* values = nullptr;  // [bags, width]
   int64_t width = 0;        // at most n1 * n2
-  bool streams = false;     // whether bags are whole cache lines, to be written past the caches
+  bool streams = false;     // whether bags are whole cache lines, which are then written past the caches
 };
 
-// How an optimizer changes a slice; see `Kind` for the formulas.
+// An optimizer's update of a slice; see `Kind` for the formulas.
 struct Update {
   enum class Kind : int32_t { sgd, adagrad, row_wise_adagrad, adam };
   Kind kind = Kind::sgd;
   float lr = 0, eps = 0, weight_decay = 0;
   float beta1 = 0, beta2 = 0, correction1 = 1, correction2 = 1;  // of Adam; corrections are 1 - beta^step
-  void* first = nullptr;   // Adagrad's sums, or Adam's first moments, as numbers of the core; row-wise: float [slices]
+  void* first = nullptr;   // Adagrad's sums or Adam's first moments, like the core; row-wise Adagrad's sums: float [slices]
   void* second = nullptr;  // Adam's second moments
 };
 
-// Where the gradient of a core's slices goes: to a tensor like the core, or into the core by an update. Slices that no row has get a
-// gradient of zero, and no update.
+// Target of the gradient of a core's slices: a tensor like the core, or an update of the core. Slices that no row uses get a zero
+// gradient, or no update.
 struct Target {
   Core core;
   void* gradient = nullptr;
   const Update* update = nullptr;
 };
 
-// Gradients of the bags, and of the scales if anything asks for them.
+// Gradients of the bags; gradients of the scales are written if their pointer isn't null.
 struct BagGradients {
   const float* values = nullptr;
   int64_t width = 0;
-  float* of_scales = nullptr;  // [L] by lookup
+  float* scale_gradients = nullptr;  // [L] by lookup
 };
 
-// Sums of gradients [slices, size], of slices that were touched; what was not is uninitialized.
+// Sums of gradients [slices, size]; those of slices that were not touched are uninitialized.
 struct Sums {
   float* values = nullptr;
   uint8_t* touched = nullptr;
   int64_t size = 0;
 };
 
-// Where the gradients of a hot block go. A row is met by one range of rows, so its gradient needs no sum.
+// Targets of the gradients of a hot block. Each row is in one range of rows only, so its gradient needs no sum.
 struct HotSums {
   Target rows;
   Sums projection;  // one slice, not yet times the diagonal
 };
 
-// What a range of rows adds to the gradients of its table: apart from other ranges, so that each adds in the order of its rows.
+// Gradient sums of one range of a table's rows, separate from other ranges so that each is summed in the order of its rows.
 struct Stripe {
   Sums left_outer, left_inner, right;  // left_inner: of pairs; right: of its core or, of pairs, its products
-  float* of_diagonal = nullptr;        // [rank] at the cut, if the left half is a pair
+  float* diagonal_gradient = nullptr;        // [rank] at the cut, if the left half is a pair
   const HotSums* hot = nullptr;        // of each block
 };
 
@@ -120,35 +120,36 @@ struct Kernels {
   const char* name;
   int vector_floats;
 
-  // Floats of scratch memory that any of these takes for a table.
+  // The most floats of scratch memory that any of these needs for a table.
   int64_t (*scratch_floats)(const Table&);
 
-  // Rows [first, beyond) go to their bags, of one lookup each; or to `rows` [U, width], if that is given.
+  // Writes rows [first, beyond) to `rows` [U, width] or, if that is null, to their bags of one lookup each.
   void (*look_up)(const Table&, const Lookups&, const Bags&, float* rows, int64_t first, int64_t beyond, float* scratch);
-  // Products [first, beyond) of a pair, into out [.., rank, n].
+  // Forms products [first, beyond) of a pair in out [.., rank, n].
   void (*make_products)(const Half&, int rank, int64_t first, int64_t beyond, float* out, float* scratch);
-  // Bags [first, beyond) from rows: inverse [L], offsets [bags + 1], by the place of each bag in the output.
+  // Pools rows to bags [first, beyond), numbered by their positions in the output: inverse [L], offsets [bags + 1].
   void (*pool)(
       const float* rows, const int32_t* inverse, const int64_t* offsets, const float* weights, bool mean, int64_t features,
       const Bags&, int64_t bags, int64_t first, int64_t beyond);
 
-  // Gradients of rows [first, beyond), on to the halves' slices; not yet times the diagonal next to these.
+  // Propagates gradients of rows [first, beyond) to the halves' slices, not yet times the diagonal beside these.
   void (*gradients_of_rows)(
       const Table&, const Lookups&, const BagGradients&, int64_t first, int64_t beyond, const Stripe&, float* scratch);
-  // Gradients [.., rank, n] of products [first, beyond) of a pair, on to its cores.
+  // Propagates gradients [.., rank, n] of products [first, beyond) of a pair to its cores.
   void (*gradients_of_products)(
       const Half&, int rank, const float* gradients, int64_t first, int64_t beyond, const Sums& outer, const Sums& inner,
       float* scratch);
-  // Slices [first, beyond): sums of all stripes, times the diagonal, to the target; and the gradient of the diagonal if asked for.
+  // For slices [first, beyond), adds the sums of all stripes, times the diagonal, to the target; if its pointer isn't null, also adds
+  // to the gradient of the diagonal.
   void (*finish_sums)(
       const Sums* stripes, int count, const float* diagonal, int64_t rows, const Target&, int64_t first, int64_t beyond,
-      float* of_diagonal, float* scratch);
-  // A core's only slice as floats, its rows times a diagonal.
+      float* diagonal_gradient, float* scratch);
+  // Returns a core's only slice as floats, with its rows times a diagonal.
   void (*scaled_rows)(const Core&, const float* diagonal, int64_t rows, float* out);
-  // A step of the optimizer for one slice, counted from the core's first.
+  // Makes an optimizer's step for one slice, numbered from the core's first.
   void (*update_slice)(const Core&, const Update&, int64_t slice, float* gradient);
 
-  // Floats of scratch memory, and the bags of a feature; see serve_kernel.h.
+  // The scratch memory and the bags of a feature; see serve_kernel.h.
   int64_t (*serve_scratch_floats)(const ServedFeature&, int64_t columns);
   int64_t (*serve_bags)(const ServedFeature&, const ServedBags&, float* scratch);
 };
@@ -159,7 +160,7 @@ extern const Kernels kernels_avx2;
 extern const Kernels kernels_avx512;
 #endif
 
-// The best ones that this machine runs, or those that the environment variable COMERA_CPU names.
+// The best kernels for this machine, or those that the environment variable COMERA_CPU names.
 const Kernels& kernels();
 
 }  // namespace comera

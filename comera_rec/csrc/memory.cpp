@@ -11,20 +11,20 @@ namespace {
 
 constexpr size_t kHeader = 64, kLarge = size_t(1) << 20, kStep = size_t(64) << 10;
 constexpr size_t kMostKept = size_t(512) << 20;
-constexpr int64_t kPatience = 64;  // takes after which a block that none of them fitted is freed
+constexpr int64_t kPatience = 64;  // takes after which an unused block is freed
 
-// In front of every block.
+// Stored before every block.
 struct Header {
   size_t capacity;
 };
 
 struct Block {
   Header* header;
-  int64_t given;  // the count of takes when it was given back
+  int64_t given;  // number of takes when the block was given back
 };
 
 std::mutex mutex;
-std::vector<Block> kept;  // the longest kept first
+std::vector<Block> kept;  // oldest first
 size_t kept_bytes = 0;
 int64_t takes = 0;
 
@@ -48,7 +48,7 @@ void free_kept(size_t index) {
 
 void* take_memory(size_t bytes) {
   bytes += kHeader;
-  Header* found = nullptr;
+  Header* header = nullptr;
   if (bytes >= kLarge) {
     bytes = rounded(bytes, kStep);
     const std::lock_guard<std::mutex> lock(mutex);
@@ -61,16 +61,16 @@ void* take_memory(size_t bytes) {
         best = k;
     }
     if (best < kept.size()) {
-      found = kept[best].header;
-      kept_bytes -= found->capacity;
+      header = kept[best].header;
+      kept_bytes -= header->capacity;
       kept.erase(kept.begin() + best);
     }
     while (!kept.empty() && kept.front().given + kPatience < takes) free_kept(0);
   } else {
     bytes = rounded(bytes, kHeader);
   }
-  if (found == nullptr) found = allocate(bytes);
-  return reinterpret_cast<char*>(found) + kHeader;
+  if (header == nullptr) header = allocate(bytes);
+  return reinterpret_cast<char*>(header) + kHeader;
 }
 
 void give_memory(void* memory) {

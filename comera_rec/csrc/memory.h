@@ -1,4 +1,4 @@
-// Memory for outputs and for what a call sets aside: taken again by the next call, because new pages are slower than the work on them.
+// Memory for outputs and scratch that calls reuse, because touching new pages takes longer than the work on them.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,7 @@
 
 namespace comera {
 
-// At least that many bytes, not initialized, aligned to cache lines.
+// Take at least that many uninitialized bytes, aligned to cache lines.
 void* take_memory(size_t bytes);
 
 // Give back what `take_memory` returned. Large blocks are kept for a while.

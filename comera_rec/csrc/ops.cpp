@@ -1,5 +1,5 @@
-// The operators, over LibTorch's stable ABI: one binary for every Python and several releases of torch. What they take is checked here;
-// beyond this file sizes fit together.
+// The operators, over LibTorch's stable ABI: one binary for every Python and several releases of torch. Arguments are checked here;
+// other files rely on their sizes.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -36,7 +36,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_lookup(
     require(type == ScalarType::Long || type == ScalarType::Int, "ids[", t, "] is neither int64 nor int32: convert it");
     require(ids[t].is_cpu() && ids[t].is_contiguous(), "ids[", t, "] is not a contiguous tensor on CPU: move it, or copy it");
     const int64_t* modes = &row_shapes[t * d];
-    double rows = 1, products = 1;  // which may exceed an integer
+    double rows = 1, products = 1;  // may exceed the range of integers
     for (int64_t k = 0; k < d; ++k) {
       require(modes[k] >= 1, "row_shapes holds ", modes[k], ": row modes are positive");
       rows *= double(modes[k]);
@@ -69,8 +69,7 @@ Number number_of(const Tensor& tensor, const char* name) {
   return type == ScalarType::Float ? Number::float32 : type == ScalarType::BFloat16 ? Number::bfloat16 : Number::float16;
 }
 
-// Cores (r0, m, n, r1) whose slices lie one after the other, rank by rank: (m, r0, r1, n) in the leading half, (m, r1, r0, n) in the
-// trailing one.
+// Checks that a core (r0, m, n, r1) is slice-major: (m, r0, r1, n) in the leading half, (m, r1, r0, n) in the trailing half.
 bool is_slice_major(const Tensor& core, bool is_leading) {
   const int order[4] = {2, is_leading ? 3 : 0, is_leading ? 0 : 3, 1};  // fastest first
   int64_t step = 1;
@@ -81,7 +80,7 @@ bool is_slice_major(const Tensor& core, bool is_leading) {
   return true;
 }
 
-// The arguments of a lookup as the loops take them, and what keeps them alive.
+// The arguments of a lookup as the loops take them, and the tensors that own their memory.
 struct Arguments {
   Arguments(
       const std::vector<Tensor>& cores, const std::vector<Tensor>& diagonals, const std::vector<Tensor>& plan, const Tensor& offsets,
@@ -125,7 +124,7 @@ struct Arguments {
     take_bags(offsets, weights, mean, features);
   }
 
-  // The k-th of the cores given.
+  // Converts the k-th of the cores.
   Core core(size_t k) const {
     if (k < batch.cores.size()) return batch.cores[k];
     size_t block = (k - batch.cores.size()) / 2;
@@ -262,39 +261,39 @@ std::tuple<std::vector<Tensor>, Tensor> run_backward(
   require_plain(gradient, "gradient", ScalarType::Float, "float32");
   require(gradient.numel() == batch.bags * batch.num_cols, "gradient has shape ", shape_of(gradient), ", and the bags ",
           batch.bags / batch.features, " x ", batch.features * batch.num_cols);
-  std::vector<Tensor> of_diagonals;
+  std::vector<Tensor> diagonal_gradients;
   std::vector<float*> pointers;
   for (int rank : batch.ranks) {
-    of_diagonals.push_back(empty({rank}, ScalarType::Float));
-    pointers.push_back(static_cast<float*>(of_diagonals.back().data_ptr()));
+    diagonal_gradients.push_back(empty({rank}, ScalarType::Float));
+    pointers.push_back(static_cast<float*>(diagonal_gradients.back().data_ptr()));
   }
-  Tensor of_weights = empty({has_weights ? batch.num_lookups : 0}, ScalarType::Float);
+  Tensor weight_gradients = empty({has_weights ? batch.num_lookups : 0}, ScalarType::Float);
   backward(
       batch, static_cast<const float*>(gradient.data_ptr()), targets, pointers,
-      has_weights ? static_cast<float*>(of_weights.data_ptr()) : nullptr);
-  return {of_diagonals, of_weights};
+      has_weights ? static_cast<float*>(weight_gradients.data_ptr()) : nullptr);
+  return {diagonal_gradients, weight_gradients};
 }
 
 std::tuple<std::vector<Tensor>, std::vector<Tensor>, Tensor> pool_backward(
     Tensor gradient, std::vector<Tensor> cores, std::vector<Tensor> diagonals, std::vector<Tensor> plan, Tensor offsets,
     std::optional<Tensor> weights, bool mean, int64_t features, int64_t num_cols, std::vector<int64_t> hot) {
   const Arguments arguments(cores, diagonals, plan, offsets, weights, mean, features, num_cols, hot);
-  std::vector<Tensor> of_cores;
+  std::vector<Tensor> core_gradients;
   std::vector<Target> targets;
   for (size_t k = 0; k < cores.size(); ++k) {
-    of_cores.push_back(torch::stable::empty_like(cores[k]));
+    core_gradients.push_back(torch::stable::empty_like(cores[k]));
     Target target;
     target.core = arguments.core(k);
-    target.gradient = of_cores.back().data_ptr();
+    target.gradient = core_gradients.back().data_ptr();
     targets.push_back(target);
   }
-  auto [of_diagonals, of_weights] = run_backward(gradient, arguments.batch, targets, weights.has_value());
-  return {of_cores, of_diagonals, of_weights};
+  auto [diagonal_gradients, weight_gradients] = run_backward(gradient, arguments.batch, targets, weights.has_value());
+  return {core_gradients, diagonal_gradients, weight_gradients};
 }
 
 constexpr int64_t kSettings = 7;
 
-// The state that an optimizer keeps of a core, laid out as the core; or of each of its slices.
+// An optimizer's state of a core, laid out like the core or with one number for each slice.
 void* state_of(const std::vector<Tensor>& states, size_t k, const Tensor& core, bool is_by_slice, const char* name) {
   if (states.empty()) return nullptr;
   const Tensor& state = states[k];
@@ -319,7 +318,7 @@ std::tuple<std::vector<Tensor>, Tensor> pool_backward_update(
   const Arguments arguments(cores, diagonals, plan, offsets, weights, mean, features, num_cols, hot);
   require(kind >= 0 && kind <= int64_t(Update::Kind::adam), "kind is ", kind, ": choose 0 to 3");
   const Update::Kind chosen = Update::Kind(kind);
-  // Diagonals are updated like cores where there are settings for them.
+  // Diagonals are updated too if there are settings for them.
   const size_t count = settings.size() / kSettings;
   require(settings.size() == count * kSettings && (count == cores.size() || count == cores.size() + diagonals.size()),
           "settings holds ", settings.size(), " numbers: give ", kSettings, " for each core, or for each core and diagonal");
@@ -330,16 +329,16 @@ std::tuple<std::vector<Tensor>, Tensor> pool_backward_update(
   for (size_t k = 0; k < count; ++k) {
     const bool is_core = k < cores.size();
     const Tensor& parameter = is_core ? cores[k] : diagonals[k - cores.size()];
-    const double* own = &settings[k * kSettings];
+    const double* values = &settings[k * kSettings];
     Update& update = updates[k];
     update.kind = chosen;
-    update.lr = float(own[0]);
-    update.eps = float(own[1]);
-    update.weight_decay = float(own[2]);
-    update.beta1 = float(own[3]);
-    update.beta2 = float(own[4]);
-    update.correction1 = float(own[5]);
-    update.correction2 = float(own[6]);
+    update.lr = float(values[0]);
+    update.eps = float(values[1]);
+    update.weight_decay = float(values[2]);
+    update.beta1 = float(values[3]);
+    update.beta2 = float(values[4]);
+    update.correction1 = float(values[5]);
+    update.correction2 = float(values[6]);
     update.first = state_of(first, k, parameter, chosen == Update::Kind::row_wise_adagrad, "first");
     update.second = state_of(second, k, parameter, false, "second");
     if (!is_core) continue;

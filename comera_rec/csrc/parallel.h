@@ -1,4 +1,4 @@
-// Tasks on torch's threads. What a task computes never depends on which thread takes it, or on how many there are.
+// Tasks on torch's threads. Results never depend on which thread takes a task, or on the number of threads.
 #pragma once
 
 #include <atomic>
@@ -11,8 +11,8 @@ namespace comera {
 // Threads that took a task of the last `run_tasks`.
 inline std::atomic<int> threads_used{0};
 
-// Call run(task, thread) for every task; threads take the next one when they are done, so that a slow one delays no other. Without
-// `parallel` the calling thread takes all.
+// Call run(task, thread) for every task. A thread that finishes one takes the next, so a slow task delays no other. Without
+// `parallel`, the calling thread takes all.
 template <class Run>
 void run_tasks(int64_t tasks, const Run& run, bool parallel = true) {
   const int64_t available = parallel ? torch::stable::get_num_threads() : 1, threads = available < tasks ? available : tasks;

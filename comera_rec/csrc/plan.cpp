@@ -11,10 +11,10 @@
 namespace comera {
 namespace {
 
-constexpr int kDigitBits = 12;     // of a pass of the radix sort: its counters stay in the first-level cache
-constexpr int64_t kFewWords = 512;  // which a comparison sort orders faster
+constexpr int kDigitBits = 12;     // of a pass of the radix sort, whose counters fit the first-level cache
+constexpr int64_t kFewWords = 512;  // up to which a comparison sort is faster
 
-// Sorts words by their bits [low, low + bits); words that share them stay in order. The result is in `words`.
+// Stable sort of words by their bits [low, low + bits), in place.
 template <class Word>
 void sort_words(Word* words, Word* other, int64_t count, int low, int bits) {
   if (count <= kFewWords) {
@@ -48,11 +48,11 @@ int bits_of(int64_t count) { return std::bit_width(uint64_t(count > 0 ? count - 
 struct Part {
   TableIds table;
   int64_t first_lookup = 0, first_row = 0;
-  int64_t left_slices = 0, right_slices = 0;  // or numbers of products that there could be
+  int64_t left_slices = 0, right_slices = 0;  // or the possible products of two slices
   int64_t rows = 0, left_products = 0, right_products = 0;
   int64_t bad_id = 0;
   bool has_bad_id = false;
-  bool is_wide = false;  // whether an id and its place need more than a word of 64 bits
+  bool is_wide = false;  // whether an id and its position need more than 64 bits
 };
 
 using Wide = unsigned __int128;
@@ -78,7 +78,7 @@ void sort_ids(Part& part, Word* words, Word* other) {
   for (int64_t i = 0; i < count; ++i) part.rows += i == 0 || words[i] >> place_bits != words[i - 1] >> place_bits;
 }
 
-// Rows of a table from its sorted ids: p and q are digits of the table itself.
+// Finds the rows of a table from its sorted ids; p and q are numbered within the table.
 template <class Word>
 void write_rows(const Part& part, const Word* words, const Plan& plan) {
   const int place_bits = bits_of(part.table.count);
@@ -86,10 +86,10 @@ void write_rows(const Part& part, const Word* words, const Plan& plan) {
   const int64_t right = part.right_slices;
   int64_t row = part.first_row - 1, digit = 0, digit_start = 0;
   for (int64_t i = 0; i < part.table.count; ++i) {
-    const int64_t place = part.first_lookup + int64_t(words[i] & mask);
+    const int64_t position = part.first_lookup + int64_t(words[i] & mask);
     if (i == 0 || words[i] >> place_bits != words[i - 1] >> place_bits) {
       const int64_t id = int64_t(uint64_t(words[i] >> place_bits));
-      if (id - digit_start >= right) {  // neighbours mostly share the leading digit, and a comparison is cheaper than a division
+      if (id - digit_start >= right) {  // neighbours usually share the leading digit, and comparing is cheaper than dividing
         digit = id / right;
         digit_start = digit * right;
       }
@@ -98,12 +98,12 @@ void write_rows(const Part& part, const Word* words, const Plan& plan) {
       plan.p[row] = int32_t(digit);
       plan.q[row] = int32_t(id - digit_start);
     }
-    plan.order[part.first_lookup + i] = int32_t(place);
-    plan.inverse[place] = int32_t(row);
+    plan.order[part.first_lookup + i] = int32_t(position);
+    plan.inverse[position] = int32_t(row);
   }
 }
 
-// Rows of a table in the order of q.
+// Sorts the rows of a table by q.
 void sort_by_q(const Part& part, uint64_t* words, uint64_t* other, const Plan& plan) {
   const int row_bits = bits_of(part.rows);
   for (int64_t u = 0; u < part.rows; ++u)
@@ -113,7 +113,7 @@ void sort_by_q(const Part& part, uint64_t* words, uint64_t* other, const Plan& p
   for (int64_t t = 0; t < part.rows; ++t) words[t] = uint64_t(part.first_row) + (words[t] & mask);
 }
 
-// Replace digits of rows, met in ascending order, by numbers of the products that they are; these go behind `outer` and `inner`.
+// Replaces digits of rows, in ascending order, by numbers of products, whose slices are appended to `outer` and `inner`.
 template <class RowAt>
 int64_t number_products(const Part& part, int32_t* digits, const RowAt& row_at, int64_t low, int32_t* high_digit, int32_t* low_digit) {
   int64_t products = 0, previous = -1;
@@ -134,7 +134,7 @@ void shift(int32_t* values, int64_t count, int64_t by) {
   for (int64_t i = 0; i < count; ++i) values[i] += int32_t(by);
 }
 
-// Close the gap between products of neighbouring tables, and count their slices over all tables.
+// Moves products of a table next to those of the table before, and numbers their slices through all tables.
 void close_gap(int32_t* products, int64_t from, int64_t to, int64_t count, int64_t first_slice) {
   std::copy(products + from, products + from + count, products + to);
   shift(products + to, count, first_slice);
@@ -157,7 +157,7 @@ void make_plan(const std::vector<TableIds>& tables, int64_t order, bool parallel
     part.is_wide = bits_of(tables[t].num_embeddings) + bits_of(tables[t].count) > 64;
     any_wide |= part.is_wide;
   }
-  // An id and its place in one word: sorting moves both.
+  // An id and its position in one word: sorting moves both.
   Buffer<uint64_t> words(2 * lookups);
   Buffer<Wide> wide_words(any_wide ? 2 * lookups : 0);
   uint64_t *narrow = words.get(), *narrow_other = narrow + lookups;
@@ -189,7 +189,7 @@ void make_plan(const std::vector<TableIds>& tables, int64_t order, bool parallel
           part, plan.q, [&](int64_t t) { return int64_t(by_q[t]); }, part.table.row_shape[3], plan.right_inner, plan.right_outer);
     }
   }, parallel);
-  // What was counted within each table is counted over all of them.
+  // Numbers within each table become numbers through all tables.
   int32_t *row_bounds = plan.bounds, *left_bounds = plan.bounds + T + 1, *right_bounds = plan.bounds + 2 * (T + 1);
   int64_t left = 0, right = 0;
   std::vector<int64_t> first_slices(order, 0);

@@ -1,4 +1,4 @@
-// The plan of a lookup: the unique rows of a batch, and which slices make them.
+// The plan of a lookup: the unique rows of a batch, and the slices that form them.
 #pragma once
 
 #include <cstdint>
@@ -6,19 +6,19 @@
 
 namespace comera {
 
-// T tables of d cores; L ids of all tables, end to end. Numbers of slices and products count over all tables.
+// T tables of d cores; L ids of all tables, concatenated. Slices and products are numbered through all tables.
 struct Plan {
-  int32_t* inverse;  // [L] the unique row that each id is
-  int32_t* order;    // [L] ids sorted by row
-  int32_t* starts;   // [L + 1] where the ids of each row start in `order`; L beyond the last row
-  int32_t* p;        // [L] of the leading half: by unique row, a slice or a product of `left`; -1 beyond the last, as all below
-  int32_t* q;        // [L] of the trailing half: a slice or a product of `right`
-  int32_t* left_outer;   // [L] of d >= 3: slices of the first core, and
-  int32_t* left_inner;   // [L] of the second, whose products p counts
-  int32_t* right_outer;  // [L] of d = 4: slices of the fourth core, and
-  int32_t* right_inner;  // [L] of the third, whose products q counts
-  int32_t* bounds;       // [3 + d, T + 1] the first row, product of `left` and product of `right` of each table, and their number;
-                         // and the first slice of each core
+  int32_t* inverse;  // [L] number of each id's unique row
+  int32_t* order;    // [L] positions of ids sorted by row
+  int32_t* starts;   // [L + 1] start of each row in `order`; L beyond the last row
+  int32_t* p;        // [L] by unique row: a slice of the first core or a product of `left`; here and below -1 beyond the last
+  int32_t* q;        // [L] by unique row: a slice of the last core or a product of `right`
+  int32_t* left_outer;   // [L] if d >= 3: slices of the first core
+  int32_t* left_inner;   // [L] and of the second core in each product of `left`
+  int32_t* right_outer;  // [L] if d = 4: slices of the fourth core
+  int32_t* right_inner;  // [L] and of the third core in each product of `right`
+  int32_t* bounds;       // [3 + d, T + 1] first row, first products of `left` and of `right`, and first slice of each core, for
+                         // each table; in the last column the total counts
 };
 
 struct TableIds {
@@ -29,7 +29,7 @@ struct TableIds {
   const int64_t* row_shape;  // [d]
 };
 
-// Throws std::invalid_argument that names the table's number and the id for one that is out of range.
+// Throws std::invalid_argument with the number of the table and the id, if an id is out of range.
 void make_plan(const std::vector<TableIds>& tables, int64_t order, bool parallel, const Plan& plan);
 
 }  // namespace comera

@@ -10,15 +10,15 @@
 namespace comera {
 namespace {
 
-constexpr int64_t kTaskWork = 2048;        // rows and lookups of a task: too few to wait for long, enough to cost nothing
+constexpr int64_t kTaskWork = 2048;        // rows and lookups of a task: few enough to balance threads, enough to be cheap
 constexpr int64_t kMostTasks = 256;
-// Gradients of slices are added up in stripes of a table's rows, each in memory of its own: about `kStripes` for all tables, for as
-// many threads, but of no less work than is worth the memory.
-constexpr int64_t kStripes = 12, kMostStripes = 16;         // of all tables; of one
+// Gradients of slices are summed in stripes of a table's rows, each in separate memory: about `kStripes` in all, for as many threads, but
+// each with enough work to be worth the memory.
+constexpr int64_t kStripes = 12, kMostStripes = 16;         // of all tables; of one table
 constexpr int64_t kLeastWork = 4096, kMostWork = 32768;     // of a stripe, in lookups
-constexpr int64_t kRowWork = 4;                             // lookups that a row's products take as long as
+constexpr int64_t kRowWork = 4;                             // lookups that take as long as a row's products
 constexpr int64_t kStripeProducts = 1024;                   // of a right half
-constexpr int64_t kStripeBytes = 32 << 20;                  // of as many tables as are worked on at a time
+constexpr int64_t kStripeBytes = 32 << 20;                  // of the tables that are worked on at a time
 constexpr int64_t kFinishNumbers = 64 << 10;                // of a part of a core
 
 int64_t rounded(int64_t floats) { return (floats + 15) / 16 * 16; }
@@ -67,7 +67,7 @@ std::vector<int64_t> cut_evenly(int64_t begin, int64_t end, int64_t count, const
   std::vector<int64_t> bounds{begin};
   const int64_t before = work_before(begin), work = work_before(end) - before;
   for (int64_t k = 1; k <= count; ++k) {
-    int64_t low = bounds.back(), high = end;  // to find the first with so much work before it
+    int64_t low = bounds.back(), high = end;  // binary search for the first with so much work before it
     while (low < high) {
       const int64_t middle = (low + high) / 2;
       work_before(middle) < before + work * k / count ? low = middle + 1 : high = middle;
@@ -78,7 +78,7 @@ std::vector<int64_t> cut_evenly(int64_t begin, int64_t end, int64_t count, const
   return bounds;
 }
 
-// Hot blocks as kernels take them, and which rows of the batch they hold.
+// Hot blocks as kernels take them, and the rows of the batch that they contain.
 class HotTables {
  public:
   HotTables(const Batch& batch, std::vector<Table>& tables) {
@@ -104,7 +104,7 @@ class HotTables {
         beyond += hot.rows[b].slices;
         table.hot_width = std::max(table.hot_width, hot.rows[b].size);
       }
-      int64_t low = table.row_begin, high = table.row_end;  // to find the first row that no block holds
+      int64_t low = table.row_begin, high = table.row_end;  // binary search for the first row beyond all blocks
       while (low < high) {
         const int64_t middle = (low + high) / 2;
         id_of(batch, t, middle) < beyond ? low = middle + 1 : high = middle;
@@ -142,7 +142,7 @@ struct Range {
   int64_t table, first, beyond;
 };
 
-// Rows of all tables in ranges of about equal work: a row's lookups, and one for itself.
+// Rows of all tables in ranges of about equal work; the work of a row is its number of lookups plus one.
 std::vector<Range> cut_rows(const std::vector<Table>& tables, const int32_t* starts) {
   const auto work_before = [&](int64_t u) { return starts[u] + u; };
   const int64_t share = std::max(kTaskWork, work_before(tables.back().row_end) / kMostTasks + 1);
@@ -169,10 +169,10 @@ class ScratchMemory {
   Buffer<float> memory_;
 };
 
-// Where each lookup's bag is in the output, and what its row is multiplied with, both in the order of rows.
-class Places {
+// The bag of each lookup in the output and the factor of its row, both by sorted lookup.
+class LookupBags {
  public:
-  explicit Places(const Batch& batch) : places_(batch.num_lookups) {
+  explicit LookupBags(const Batch& batch) : bag_of_(batch.num_lookups) {
     const int64_t L = batch.num_lookups, bags = batch.bags, features = batch.features, samples = bags / features;
     const int32_t* order = batch.plan.order;
     is_one_each_ = bags == L;
@@ -186,7 +186,7 @@ class Places {
       in_tasks(L, [&](int64_t first, int64_t beyond) {
         for (int64_t t = first; t < beyond; ++t) {
           const uint32_t bag = uint32_t(order[t]), feature = bag / uint32_t(samples);
-          places_[t] = int32_t((bag - feature * samples) * features + feature);
+          bag_of_[t] = int32_t((bag - feature * samples) * features + feature);
         }
       });
       return;
@@ -200,7 +200,7 @@ class Places {
             int32_t(bag % samples * features + bag / samples));
     });
     in_tasks(L, [&](int64_t first, int64_t beyond) {
-      for (int64_t t = first; t < beyond; ++t) places_[t] = by_lookup[order[t]];
+      for (int64_t t = first; t < beyond; ++t) bag_of_[t] = by_lookup[order[t]];
     });
     if (all_in_bags && batch.weights == nullptr && !batch.mean) return;
     Buffer<float> scale_by_lookup(L);
@@ -216,20 +216,20 @@ class Places {
     });
   }
 
-  // Whether every bag is one lookup, whose row it is.
+  // Whether every bag is the row of one lookup.
   bool are_rows() const { return is_one_each_ && !scales_; }
 
   Lookups lookups(const Plan& plan) const {
-    return {plan.p, plan.q, plan.starts, plan.order, places_.get(), scales_ ? scales_->get() : nullptr};
+    return {plan.p, plan.q, plan.starts, plan.order, bag_of_.get(), scales_ ? scales_->get() : nullptr};
   }
 
  private:
-  Buffer<int32_t> places_;
+  Buffer<int32_t> bag_of_;
   std::optional<Buffer<float>> scales_;
   bool is_one_each_ = false;
 };
 
-// Products of the right halves that are pairs, of all tables.
+// Products of all tables' right halves that are pairs.
 Buffer<float> make_right_products(
     const Batch& batch, std::vector<Table>& tables, const Kernels& kernels, const ScratchMemory& scratch) {
   const int64_t T = batch.num_tables;
@@ -267,14 +267,14 @@ struct StripeSums {
   std::vector<Sums> each;
 };
 
-// Sums over stripes, times diagonals, to their targets; cores in parts of their slices.
+// Adds the sums of stripes, times diagonals, to their targets; cores are cut into parts of their slices.
 class Finishing {
  public:
-  // The diagonal is that along the rows of the core's slices.
-  void add(const StripeSums& sums, const float* diagonal, int64_t rows, const Target& target, float* of_diagonal) {
+  // `diagonal` is along the rows of the core's slices.
+  void add(const StripeSums& sums, const float* diagonal, int64_t rows, const Target& target, float* diagonal_gradient) {
     const int64_t step = std::max<int64_t>(1, kFinishNumbers / std::max<int64_t>(1, target.core.size));
     for (int64_t first = 0; first < sums.slices; first += step) {
-      parts_.push_back({&sums, diagonal, rows, target, of_diagonal, first, std::min(sums.slices, first + step), floats_});
+      parts_.push_back({&sums, diagonal, rows, target, diagonal_gradient, first, std::min(sums.slices, first + step), floats_});
       floats_ += rounded(target.core.size) + rounded(rows);
     }
   }
@@ -283,14 +283,14 @@ class Finishing {
     Buffer<float> memory(floats_);
     run_tasks(int64_t(parts_.size()), [&](int64_t task, int64_t) {
       const Part& part = parts_[task];
-      float* of_diagonal = memory.get() + part.at;
-      std::fill_n(of_diagonal, part.rows, 0.0f);
+      float* diagonal_gradient = memory.get() + part.at;
+      std::fill_n(diagonal_gradient, part.rows, 0.0f);
       kernels.finish_sums(
           part.sums->each.data(), int(part.sums->each.size()), part.diagonal, part.rows, part.target, part.first, part.beyond,
-          part.of_diagonal != nullptr ? of_diagonal : nullptr, of_diagonal + rounded(part.rows));
+          part.diagonal_gradient != nullptr ? diagonal_gradient : nullptr, diagonal_gradient + rounded(part.rows));
     });
     for (const Part& part : parts_)
-      for (int64_t k = 0; part.of_diagonal != nullptr && k < part.rows; ++k) part.of_diagonal[k] += memory[part.at + k];
+      for (int64_t k = 0; part.diagonal_gradient != nullptr && k < part.rows; ++k) part.diagonal_gradient[k] += memory[part.at + k];
     parts_.clear();
     floats_ = 0;
   }
@@ -301,7 +301,7 @@ class Finishing {
     const float* diagonal;
     int64_t rows;
     Target target;
-    float* of_diagonal;
+    float* diagonal_gradient;
     int64_t first, beyond, at;
   };
 
@@ -309,13 +309,13 @@ class Finishing {
   int64_t floats_ = 0;
 };
 
-// The gradients of one table, from stripes of its rows: which stripe a row is in depends on the batch alone.
+// The gradients of one table, from stripes of its rows. The stripe of a row depends on the batch alone.
 class TableGradients {
  public:
   TableGradients(
       const Batch& batch, const Table& table, int64_t t, const Lookups& lookups, int64_t share, const Target* targets,
-      float* const* of_diagonals)
-      : order_(batch.order), table_(table), lookups_(lookups), targets_(targets), of_diagonals_(of_diagonals) {
+      float* const* diagonal_gradients)
+      : order_(batch.order), table_(table), lookups_(lookups), targets_(targets), diagonal_gradients_(diagonal_gradients) {
     const int32_t* right = batch.plan.bounds + 2 * (batch.num_tables + 1);
     right_products_ = right[t + 1] - right[t];
     const int64_t count = stripes_of(work_before(table.row_end) - work_before(table.row_begin), share, bytes());
@@ -334,22 +334,22 @@ class TableGradients {
     for (const HotTargets& hot : hot_) hot_projections_.emplace_back(stripes(), 1, hot.projection.core.size);
     for (int64_t stripe = 0; stripe < stripes(); ++stripe)
       for (size_t b = 0; b < hot_.size(); ++b) hot_sums_.push_back({hot_[b].rows, hot_projections_[b].each[stripe]});
-    of_diagonal_ = Buffer<float>(stripes() * rounded(table_.rank));
-    std::fill_n(of_diagonal_.get(), stripes() * rounded(table_.rank), 0.0f);
+    diagonal_gradient_ = Buffer<float>(stripes() * rounded(table_.rank));
+    std::fill_n(diagonal_gradient_.get(), stripes() * rounded(table_.rank), 0.0f);
   }
 
   void add_rows(int64_t stripe, const BagGradients& gradients, const Kernels& kernels, float* scratch) const {
     const Stripe sums{
         left_outer_->each[stripe], left_inner_ ? left_inner_->each[stripe] : Sums{}, right_->each[stripe],
-        of_diagonal_.get() + stripe * rounded(table_.rank), hot_sums_.data() + stripe * hot_.size()};
+        diagonal_gradient_.get() + stripe * rounded(table_.rank), hot_sums_.data() + stripe * hot_.size()};
     kernels.gradients_of_rows(table_, lookups_, gradients, bounds_[stripe], bounds_[stripe + 1], sums, scratch);
   }
 
   // Targets of rows and projection of each block.
-  void take_hot(const HotBlocks& hot, const Target* targets, float* const* of_diagonals) {
+  void take_hot(const HotBlocks& hot, const Target* targets, float* const* diagonal_gradients) {
     for (size_t b = 0; b < hot.rows.size(); ++b) {
       const Target &rows = targets[2 * b], &projection = targets[2 * b + 1];
-      hot_.push_back({rows, projection, hot.diagonals[b], of_diagonals[b]});
+      hot_.push_back({rows, projection, hot.diagonals[b], diagonal_gradients[b]});
       const int64_t bytes = rows.core.slices * rows.core.size * (rows.core.number == Number::float32 ? 4 : 2);
       if (rows.update == nullptr && bytes > 0) std::memset(rows.gradient, 0, size_t(bytes));
     }
@@ -357,19 +357,19 @@ class TableGradients {
 
   void finish(Finishing& finishing) {
     for (size_t b = 0; b < hot_.size(); ++b)
-      finishing.add(hot_projections_[b], hot_[b].diagonal, hot_[b].rows.core.size, hot_[b].projection, hot_[b].of_diagonal);
+      finishing.add(hot_projections_[b], hot_[b].diagonal, hot_[b].rows.core.size, hot_[b].projection, hot_[b].diagonal_gradient);
     const Half& left = table_.left;
-    float* of_cut = of_diagonals_[left.is_pair ? 1 : 0];
+    float* cut_gradient = diagonal_gradients_[left.is_pair ? 1 : 0];
     for (int64_t stripe = 0; stripe < stripes(); ++stripe)
-      for (int k = 0; k < table_.rank; ++k) of_cut[k] += of_diagonal_[stripe * rounded(table_.rank) + k];
+      for (int k = 0; k < table_.rank; ++k) cut_gradient[k] += diagonal_gradient_[stripe * rounded(table_.rank) + k];
     if (left.is_pair) {
       finishing.add(*left_outer_, left.diagonal, left.bond, targets_[0], nullptr);
-      finishing.add(*left_inner_, left.diagonal, left.bond, targets_[1], of_diagonals_[0]);
+      finishing.add(*left_inner_, left.diagonal, left.bond, targets_[1], diagonal_gradients_[0]);
     } else {
       finishing.add(*left_outer_, table_.diagonal, table_.rank, targets_[0], nullptr);
     }
     if (!table_.right.is_pair) {
-      finishing.add(*right_, table_.diagonal, table_.rank, targets_[order_ - 1], left.is_pair ? nullptr : of_cut);
+      finishing.add(*right_, table_.diagonal, table_.rank, targets_[order_ - 1], left.is_pair ? nullptr : cut_gradient);
       return;
     }
     const int64_t size = int64_t(table_.rank) * table_.n2;
@@ -380,7 +380,7 @@ class TableGradients {
     finishing.add(*right_, table_.diagonal, table_.rank, products, nullptr);
   }
 
-  // Of the products of a right half that is a pair, once they are finished, on to its two cores.
+  // Propagates the finished gradients of the products of a right pair to its two cores.
   void finish_products(Finishing& finishing, const Kernels& kernels, const ScratchMemory& scratch) {
     const Half& half = table_.right;
     const int64_t size = int64_t(table_.rank) * table_.n2, first = table_.first_right_product;
@@ -397,7 +397,7 @@ class TableGradients {
           left_inner_->each[s], scratch.of(thread));
     });
     finishing.add(*left_outer_, half.diagonal, half.bond, targets_[3], nullptr);
-    finishing.add(*left_inner_, half.diagonal, half.bond, targets_[2], of_diagonals_[2]);
+    finishing.add(*left_inner_, half.diagonal, half.bond, targets_[2], diagonal_gradients_[2]);
   }
 
   void free() {
@@ -410,7 +410,7 @@ class TableGradients {
   struct HotTargets {
     Target rows, projection;
     const float* diagonal;
-    float* of_diagonal;
+    float* diagonal_gradient;
   };
 
   int64_t work_before(int64_t u) const { return lookups_.starts[u] + kRowWork * u; }
@@ -431,11 +431,11 @@ class TableGradients {
   const Table& table_;
   const Lookups& lookups_;
   const Target* targets_;
-  float* const* of_diagonals_;
+  float* const* diagonal_gradients_;
   int64_t right_products_ = 0;
   std::vector<int64_t> bounds_;
   std::optional<StripeSums> left_outer_, left_inner_, right_;
-  Buffer<float> of_diagonal_, of_products_;
+  Buffer<float> diagonal_gradient_, of_products_;
   std::vector<HotTargets> hot_;
   std::vector<StripeSums> hot_projections_;
   std::vector<HotSums> hot_sums_;  // [stripes, blocks]
@@ -449,17 +449,17 @@ void pool_bags(const Batch& batch, float* out) {
   const HotTables hot(batch, tables);
   const ScratchMemory scratch(tables, kernels);
   const Buffer<float> right_products = make_right_products(batch, tables, kernels, scratch);
-  const Places places(batch);
-  const Lookups lookups = places.lookups(batch.plan);
+  const LookupBags lookup_bags(batch);
+  const Lookups lookups = lookup_bags.lookups(batch.plan);
   const int64_t width = batch.num_cols;
   const Bags bags{out, width, width % 16 == 0 && reinterpret_cast<uintptr_t>(out) % 64 == 0};
   const std::vector<Range> ranges = cut_rows(tables, lookups.starts);
-  Buffer<float> rows(places.are_rows() ? 0 : batch.plan.bounds[batch.num_tables] * width);
+  Buffer<float> rows(lookup_bags.are_rows() ? 0 : batch.plan.bounds[batch.num_tables] * width);
   run_tasks(int64_t(ranges.size()), [&](int64_t task, int64_t thread) {
     const auto [t, first, beyond] = ranges[task];
-    kernels.look_up(tables[t], lookups, bags, places.are_rows() ? nullptr : rows.get(), first, beyond, scratch.of(thread));
+    kernels.look_up(tables[t], lookups, bags, lookup_bags.are_rows() ? nullptr : rows.get(), first, beyond, scratch.of(thread));
   });
-  if (places.are_rows()) return;
+  if (lookup_bags.are_rows()) return;
   const int64_t tasks = std::clamp<int64_t>((batch.num_lookups + batch.bags) / kTaskWork, 1, kMostTasks);
   run_tasks(tasks, [&](int64_t task, int64_t) {
     kernels.pool(
@@ -469,29 +469,29 @@ void pool_bags(const Batch& batch, float* out) {
 }
 
 void backward(
-    const Batch& batch, const float* gradient, const std::vector<Target>& targets, const std::vector<float*>& of_diagonals,
-    float* of_weights) {
+    const Batch& batch, const float* gradient, const std::vector<Target>& targets, const std::vector<float*>& diagonal_gradients,
+    float* weight_gradients) {
   const Kernels& kernels = comera::kernels();
   std::vector<Table> tables = tables_of(batch);
   const HotTables hot(batch, tables);
   const ScratchMemory scratch(tables, kernels);
-  const Places places(batch);
-  const Lookups lookups = places.lookups(batch.plan);
+  const LookupBags lookup_bags(batch);
+  const Lookups lookups = lookup_bags.lookups(batch.plan);
   const int64_t d = batch.order, T = batch.num_tables;
-  for (size_t k = 0; k < batch.ranks.size(); ++k) std::fill_n(of_diagonals[k], batch.ranks[k], 0.0f);
+  for (size_t k = 0; k < batch.ranks.size(); ++k) std::fill_n(diagonal_gradients[k], batch.ranks[k], 0.0f);
   const Target* hot_targets = targets.data() + T * d;
-  float* const* of_hot_diagonals = of_diagonals.data() + T * (d - 1);
-  const BagGradients gradients{gradient, batch.num_cols, of_weights};
+  float* const* hot_diagonal_gradients = diagonal_gradients.data() + T * (d - 1);
+  const BagGradients gradients{gradient, batch.num_cols, weight_gradients};
   const Buffer<float> right_products = make_right_products(batch, tables, kernels, scratch);
   const int64_t rows = batch.plan.bounds[batch.num_tables], work = batch.num_lookups + kRowWork * rows;
   const int64_t share = std::clamp(work / kStripes, kLeastWork, kMostWork);
   std::vector<TableGradients> parts;
   for (int64_t t = 0; t < T; ++t) {
-    parts.emplace_back(batch, tables[t], t, lookups, share, &targets[t * d], &of_diagonals[t * (d - 1)]);
+    parts.emplace_back(batch, tables[t], t, lookups, share, &targets[t * d], &diagonal_gradients[t * (d - 1)]);
     if (batch.hot.empty()) continue;
-    parts.back().take_hot(batch.hot[t], hot_targets, of_hot_diagonals);
+    parts.back().take_hot(batch.hot[t], hot_targets, hot_diagonal_gradients);
     hot_targets += 2 * batch.hot[t].rows.size();
-    of_hot_diagonals += batch.hot[t].rows.size();
+    hot_diagonal_gradients += batch.hot[t].rows.size();
   }
   Finishing finishing;
   for (size_t first = 0, beyond = 0; first < parts.size(); first = beyond) {

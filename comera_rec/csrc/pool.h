@@ -1,4 +1,4 @@
-// Bags of rows of tensor-train tables, and their gradients: how the work is cut into tasks, and what they share.
+// Bags of rows of TT tables and their gradients: the work is cut into tasks, which share intermediate results.
 #pragma once
 
 #include <cstdint>
@@ -9,14 +9,14 @@
 
 namespace comera {
 
-// Blocks of rows that are added to those of a table's cores, one after the other from its first row on.
+// Consecutive blocks of hot rows of a table, from its first row on.
 struct HotBlocks {
-  int64_t first = 0;  // which of the table's rows id 0 is
+  int64_t first = 0;  // row of the table that id 0 refers to
   std::vector<Core> rows, projections;
   std::vector<const float*> diagonals;
 };
 
-// T tables of d cores, in the order of the plan; everything has been checked to fit together.
+// T tables of d cores, in the order of the plan; all sizes have been checked.
 struct Batch {
   int64_t num_tables = 0, order = 0, num_lookups = 0, num_cols = 0;
   std::vector<Core> cores;              // [T * d]
@@ -34,10 +34,10 @@ struct Batch {
 // out [bags / features, features * num_cols].
 void pool_bags(const Batch& batch, float* out);
 
-// gradient like `out`; targets [T * d], then of rows and projection of each hot block; of_diagonals [T * (d - 1)], then of each hot
-// block, overwritten; of_weights [L] or null.
+// gradient like `out`; targets [T * d], then of rows and projection of each hot block; diagonal_gradients [T * (d - 1)],
+// then of each hot block, overwritten; weight_gradients [L] or null.
 void backward(
-    const Batch& batch, const float* gradient, const std::vector<Target>& targets, const std::vector<float*>& of_diagonals,
-    float* of_weights);
+    const Batch& batch, const float* gradient, const std::vector<Target>& targets, const std::vector<float*>& diagonal_gradients,
+    float* weight_gradients);
 
 }  // namespace comera

@@ -1,7 +1,7 @@
-// The two products that a lookup and its gradients are made of, on slices in the first-level cache.
+// The two kinds of products in a lookup and its gradients, on slices in the first-level cache.
 //
-// A slice is stored rank by rank, [r, n]: row k of it belongs to rank k. So both operands of a product are read along their rows,
-// their gradients are written along their rows, and the rank is a loop of any length: only the columns n1 and n2 shape registers.
+// A slice is stored rank by rank, [r, n]: its row k belongs to rank k. So both operands of a product are read along rows, their
+// gradients are written along rows, and the rank is a loop of any length: only the columns n1 and n2 determine register use.
 #pragma once
 
 #include "simd.h"
@@ -9,7 +9,7 @@
 namespace comera {
 namespace {
 
-// c[i, j] = sum over k of a[k, i] d[k] b[k, j] for R rows and V vectors of W columns, all of it in registers.
+// c[i, j] = sum over k of a[k, i] d[k] b[k, j] for R rows and V vectors of W columns, with sums in registers.
 template <int R, int V, int W>
 COMERA_INLINE void multiply_tile(
     const float* a, int64_t a_step, const float* b, int64_t b_step, const float* d, int64_t depth, float* c, int64_t c_step) {
@@ -59,7 +59,7 @@ COMERA_INLINE void update_tile(
 constexpr int smaller(int a, int b) { return a < b ? a : b; }
 constexpr int parts(int size, int most) { return (size + most - 1) / most; }
 
-// Sizes of tiles for N rows of operands beside V vectors a row: as many as registers hold, evenly cut.
+// Sizes of tiles for N rows of operands with V vectors in a row: as many rows as fit registers, evenly cut.
 constexpr int tile_rows(int rows, int vectors) {
   const int most = (kRegisters - vectors - 2) / vectors;
   return parts(rows, parts(rows, most));
@@ -67,7 +67,7 @@ constexpr int tile_rows(int rows, int vectors) {
 
 #if defined(__AVX512F__)
 // Rows of eight columns fill half a vector, so two of them share one: rows 2i and 2i + 1 of a product, or ranks k and k + 1 of a slice.
-// Their factors come out of one load by permutation, where loading each would take longer than multiplying.
+// Their factors are permuted from one load, because loading each would take longer than multiplying.
 COMERA_INLINE Vector<16> twice(const float* from) { return (Vector<16>)_mm512_broadcast_f32x8(_mm256_loadu_ps(from)); }
 
 COMERA_INLINE Vector<16> join(const float* low, const float* high) {
@@ -148,7 +148,7 @@ COMERA_INLINE void update_fixed(const float* coefficients, const float* x, int64
   }
 }
 
-// The same for sizes known only when it runs: columns in the widest vectors that they fill, rows in fours.
+// The same for sizes known only at run time: columns in the widest vectors that they fill, rows in fours.
 template <int W>
 COMERA_INLINE int64_t multiply_columns(
     int n1, int64_t n2, int64_t j, const float* a, const float* b, const float* d, int64_t depth, float* c) {
@@ -173,7 +173,7 @@ COMERA_INLINE int64_t update_columns(
   return j;
 }
 
-// c[n1, n2] = a^T diag(d) b: a [depth, n1], b [depth, n2]. N1 = N2 = 0 stand for sizes known only when it runs.
+// c[n1, n2] = a^T diag(d) b: a [depth, n1], b [depth, n2]. N1 = N2 = 0 stand for sizes known only at run time.
 template <int N1 = 0, int N2 = 0>
 COMERA_INLINE void multiply(int n1, int64_t n2, const float* a, const float* b, const float* d, int64_t depth, float* c) {
   if constexpr (N1 > 0) {
@@ -199,7 +199,7 @@ COMERA_INLINE void add_product(int rows, int64_t n, const float* coefficients, c
   }
 }
 
-// lanes[k, i, :] += the products of a[k, :] and x[i, :], of any length, whose sum over lanes is that of the products.
+// lanes[k, i, :] += the products of a[k, :] and x[i, :], of any length, folded into lanes, whose sum is the inner product.
 COMERA_INLINE void add_lanes(int64_t depth, int rows, int64_t length, const float* a, const float* x, float* lanes) {
   for (int64_t k = 0; k < depth; ++k, a += length) {
     for (int i = 0; i < rows; ++i, lanes += kWidth) {
@@ -244,20 +244,20 @@ COMERA_INLINE void add_row_tile(const float* a, const float* b, int64_t b_step, 
   for (int v = 0; v < V; ++v) store<W>(row + v * W, sums[v]);
 }
 
-// Its gradients: of_a[k] += sum over j of b[k, j] g[j], and of_b[k, j] += a[k] g[j], with g in registers.
+// Its gradients: a_gradient[k] += sum over j of b[k, j] g[j], and b_gradient[k, j] += a[k] g[j], with g in registers.
 template <int V, int W>
 COMERA_INLINE void row_gradients_tile(
-    const float* a, const float* b, const float* g, int64_t step, int64_t depth, float* of_a, float* of_b) {
+    const float* a, const float* b, const float* g, int64_t step, int64_t depth, float* a_gradient, float* b_gradient) {
   Vector<W> gradient[V];
 #pragma GCC unroll 4
   for (int v = 0; v < V; ++v) gradient[v] = load<W>(g + v * W);
-  for (int64_t k = 0; k < depth; ++k, b += step, of_b += step) {
+  for (int64_t k = 0; k < depth; ++k, b += step, b_gradient += step) {
     Vector<W> products = load<W>(b) * gradient[0];
 #pragma GCC unroll 4
     for (int v = 1; v < V; ++v) products += load<W>(b + v * W) * gradient[v];
-    of_a[k] += sum_of<W>(products);
+    a_gradient[k] += sum_of<W>(products);
 #pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) store<W>(of_b + v * W, load<W>(of_b + v * W) + a[k] * gradient[v]);
+    for (int v = 0; v < V; ++v) store<W>(b_gradient + v * W, load<W>(b_gradient + v * W) + a[k] * gradient[v]);
   }
 }
 
@@ -271,11 +271,11 @@ COMERA_INLINE void add_row(int64_t n, const float* a, const float* b, int64_t de
 
 template <int W = kWidth>
 COMERA_INLINE void row_gradients(
-    int64_t n, const float* a, const float* b, const float* g, int64_t depth, float* of_a, float* of_b, int64_t j = 0) {
+    int64_t n, const float* a, const float* b, const float* g, int64_t depth, float* a_gradient, float* b_gradient, int64_t j = 0) {
   if constexpr (W == kWidth)
-    for (; j + 4 * W <= n; j += 4 * W) row_gradients_tile<4, W>(a, b + j, g + j, n, depth, of_a, of_b + j);
-  for (; j + W <= n; j += W) row_gradients_tile<1, W>(a, b + j, g + j, n, depth, of_a, of_b + j);
-  if constexpr (W > 1) row_gradients<W / 2>(n, a, b, g, depth, of_a, of_b, j);
+    for (; j + 4 * W <= n; j += 4 * W) row_gradients_tile<4, W>(a, b + j, g + j, n, depth, a_gradient, b_gradient + j);
+  for (; j + W <= n; j += W) row_gradients_tile<1, W>(a, b + j, g + j, n, depth, a_gradient, b_gradient + j);
+  if constexpr (W > 1) row_gradients<W / 2>(n, a, b, g, depth, a_gradient, b_gradient, j);
 }
 
 }  // namespace

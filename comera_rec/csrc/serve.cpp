@@ -16,12 +16,12 @@
 namespace comera {
 namespace {
 
-// Numbers of a feature's record in the layout, and of a slab's; see comera_rec/ops/served_bags/storage.py.
+// Sizes of a feature's and of a slab's record in the layout; see comera_rec/ops/served_bags/storage.py.
 constexpr int64_t kFeatureNumbers = 6 + 5 * kMostCores, kSlabNumbers = 6;
-constexpr int64_t kMostNumbers = int64_t{1} << 40;  // of rows, and in a row: products of two stay below 2^63 bytes
+constexpr int64_t kMostNumbers = int64_t{1} << 40;  // of rows, and in a row: their product stays below 2^63 bytes
 constexpr int64_t kBagsOfATask = 64;
 
-// Rows that lie in a block of memory.
+// Rows in a block of memory, checked to be within it.
 StoredRows rows_at(const Tensor& storage, int64_t offset, int64_t type, int64_t count, int64_t size) {
   require(type >= 0 && type <= 2, "layout names number type ", type, ": choose 0 to 2");
   require(count >= 0 && size >= 0 && count < kMostNumbers && size < (int64_t{1} << 20), "layout holds sizes ", count, " x ", size,
@@ -46,7 +46,7 @@ ServedFeature feature_at(const Tensor& storage, const int64_t* record, const int
   feature.formed = rows_at(storage, record[4], type, record[3], columns);
   require(record[5] >= 0 && record[5] <= kMostCores, "layout names ", record[5], " cores: tables have at most ", kMostCores);
   feature.order = int(record[5]);
-  double rows = feature.order > 0 ? 1 : 0;  // which may exceed an integer
+  double rows = feature.order > 0 ? 1 : 0;  // may exceed the range of integers
   int64_t left = 1, product = 1;
   for (int k = 0; k < feature.order; ++k) {
     const int64_t* core = record + 6 + 5 * k;  // slices, left rank, right rank, columns, offset
@@ -74,7 +74,7 @@ ServedFeature feature_at(const Tensor& storage, const int64_t* record, const int
   return feature;
 }
 
-// [B, 1 + F, N]: what leads each row, then the bags of F features.
+// Returns [B, 1 + F, N]: a leading vector, then the bags of F features.
 Tensor served_bags(Tensor storage, Tensor layout, Tensor slabs, Tensor lead, Tensor values, Tensor lengths) {
   require_plain(storage, "storage", ScalarType::Byte, "uint8");
   require_plain(layout, "layout", ScalarType::Long, "int64");
@@ -98,7 +98,7 @@ Tensor served_bags(Tensor storage, Tensor layout, Tensor slabs, Tensor lead, Ten
     scratch_floats = std::max(scratch_floats, kernels().serve_scratch_floats(features.back(), N));
   }
   require(slab == slabs.size(0), "slabs are not in the order of their features: export the model again");
-  // Bags of all features for a few rows, then the next rows: what is written stays in the cache until a row is complete.
+  // All features for a few rows, then for the next rows, so that the output stays in the cache until a row is complete.
   const int64_t parts = (B + kBagsOfATask - 1) / kBagsOfATask, tasks = F * parts;
   std::vector<int64_t> starts(tasks);
   int64_t total = 0;
@@ -116,7 +116,7 @@ Tensor served_bags(Tensor storage, Tensor layout, Tensor slabs, Tensor lead, Ten
   const bool parallel = B > kBagsOfATask;
   const int64_t threads = parallel ? torch::stable::get_num_threads() : 1;
   const Buffer<float> scratch(threads * scratch_floats);
-  std::atomic<int64_t> wrong{-1};
+  std::atomic<int64_t> first_invalid{-1};
   run_tasks(
       tasks,
       [&](int64_t task, int64_t thread) {
@@ -124,13 +124,13 @@ Tensor served_bags(Tensor storage, Tensor layout, Tensor slabs, Tensor lead, Ten
         const ServedBags bags{
             values_at + starts[task], lengths_at + f * B + first, std::min(kBagsOfATask, B - first), N,
             out_at + (first * (1 + F) + 1 + f) * N, (1 + F) * N};
-        const int64_t found = kernels().serve_bags(features[f], bags, scratch.get() + thread * scratch_floats);
-        if (found >= 0) wrong.store((starts[task] + found) * F + f);  // the value, and its feature
+        const int64_t invalid = kernels().serve_bags(features[f], bags, scratch.get() + thread * scratch_floats);
+        if (invalid >= 0) first_invalid.store((starts[task] + invalid) * F + f);  // the value, and its feature
       },
       parallel);
-  if (wrong.load() >= 0)
-    refuse("id ", values_at[wrong.load() / F], " is out of range for feature ", wrong.load() % F, ": its ids run from 0 to ",
-           features[wrong.load() % F].rows - 1);
+  if (first_invalid.load() >= 0)
+    refuse("id ", values_at[first_invalid.load() / F], " is out of range for feature ", first_invalid.load() % F, ": its ids run from 0 to ",
+           features[first_invalid.load() % F].rows - 1);
   return out;
 }
 

@@ -1,6 +1,6 @@
 // Bags of rows for requests: tables that no longer change, read from one block of memory, without a plan.
 //
-// A feature's row is formed in advance, or it is the product of one slice a core, to which a slab of hot rows may add.
+// A feature's row is formed in advance, or it is the product of one slice of each core, plus a hot row if a slab has one.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@ namespace comera {
 
 enum class Stored : int32_t { float32, bfloat16, int8 };
 
-// Rows of numbers, one after the other; those of int8 begin with their scale, a float.
+// Consecutive rows of numbers; those of int8 begin with their scale, a float.
 struct StoredRows {
   const char* data = nullptr;
   Stored type = Stored::float32;
@@ -25,7 +25,7 @@ struct ServedCore {
   int left = 1, right = 1, columns = 1;
 };
 
-// Rows of `width` numbers that are added, times columns [width, N], to those of the cores for ids from `first` on.
+// Hot rows of ids from `first` on: `width` numbers each, times columns [width, N], are added to the rows of the cores.
 struct Slab {
   StoredRows rows;
   const float* columns = nullptr;
@@ -33,18 +33,18 @@ struct Slab {
 };
 
 constexpr int kMostCores = 4;
-constexpr int64_t kSlack = 64;  // bytes behind the last row that are read with it
+constexpr int64_t kSlack = 64;  // bytes after the last row that may be read
 
 struct ServedFeature {
   int64_t rows = 0;
   bool mean = false;
-  StoredRows formed;  // of ids from 0 on
-  int order = 0;      // 0 where all rows are formed
+  StoredRows formed;  // rows of the first ids
+  int order = 0;      // 0 if all rows are formed in advance
   ServedCore cores[kMostCores];
   std::vector<Slab> slabs;
 };
 
-// The bags of one feature that a task makes: `lengths` values each, into out, `step` floats from one bag to the next.
+// The bags of one feature in a task: `lengths` values each, written to out, `step` floats apart.
 struct ServedBags {
   const int64_t* values = nullptr;
   const int64_t* lengths = nullptr;

@@ -9,10 +9,10 @@
 namespace comera {
 namespace {
 
-constexpr int64_t kPrepared = 16;  // lookups whose slices are on their way while those before are multiplied
+constexpr int64_t kPrepared = 16;  // lookups to prefetch ahead
 
-// A row's numbers as floats, where they lie or in scratch, and what they still are to be multiplied with. Whole vectors are read, so
-// storage and scratch go on for some bytes behind the last row.
+// A row's numbers as floats, in place or in scratch, and the factor still to multiply them by. Whole vectors are read, so
+// storage and scratch have padding after the last row.
 COMERA_INLINE const float* read_row(const StoredRows& rows, int64_t number, float* scratch, float* scale) {
   const char* data = rows.data + number * rows.stride;
   *scale = 1.0f;
@@ -58,13 +58,13 @@ class ServedRows {
     return 2 * (sizes.widest + sizes.largest + sizes.deepest);
   }
 
-  // Ask for what the row of an id is made of. The id has been checked.
+  // Prefetches what forms the row of an id, which must be in range.
   COMERA_INLINE void prepare(int64_t id, uint32_t* digits) const {
     if (id < feature_.formed.count) return prefetch_row(feature_.formed, id);
     uint64_t rest = uint64_t(id);
     for (int k = feature_.order - 1; k > 0; --k) {
       const uint64_t mode = uint64_t(feature_.cores[k].slices.count);
-      // 32 bits are divided several times as fast.
+      // Division in 32 bits is several times as fast.
       const uint64_t next = rest >> 32 ? rest / mode : uint64_t(uint32_t(rest) / uint32_t(mode));
       digits[k] = uint32_t(rest - next * mode);
       rest = next;
@@ -73,7 +73,7 @@ class ServedRows {
     for (int k = 0; k < feature_.order; ++k) prefetch_row(feature_.cores[k].slices, digits[k]);
   }
 
-  // The row of an id, [columns].
+  // Returns the row of an id, [columns].
   COMERA_INLINE void form(int64_t id, const uint32_t* digits, float* out) {
     float scale;
     if (id < feature_.formed.count) {
@@ -152,7 +152,7 @@ int64_t serve_scratch_floats(const ServedFeature& feature, int64_t columns) {
   return ServedRows::scratch_floats(feature, columns) + rounded_up(columns);
 }
 
-// Makes bags; returns the number of a value that is no row of the table, or -1.
+// Forms bags; returns the position of a value that is out of range, or -1.
 int64_t serve_bags(const ServedFeature& feature, const ServedBags& bags, float* scratch) {
   const int64_t columns = bags.columns;
   float* row = scratch;
@@ -160,7 +160,7 @@ int64_t serve_bags(const ServedFeature& feature, const ServedBags& bags, float* 
   int64_t lookups = 0;
   for (int64_t bag = 0; bag < bags.count; ++bag) lookups += bags.lengths[bag];
   uint32_t digits[kPrepared][kMostCores];
-  int64_t next = 0, prepared = 0, single = -1;  // `single`: the id that is all of the bag before
+  int64_t next = 0, prepared = 0, single = -1;  // `single`: the only id of the bag before
   for (int64_t bag = 0; bag < bags.count; ++bag) {
     float* out = bags.out + bag * bags.step;
     const int64_t length = bags.lengths[bag], before = single;

@@ -1,6 +1,6 @@
-// Vectors of floats in the compiler's own extension (GCC and Clang), which names what it does and needs no library.
+// Vectors of floats in the vector extension of GCC and Clang, which needs no library.
 //
-// A translation unit is compiled once for each instruction set; sizes that follow from it are `kWidth` and `kRegisters`.
+// A translation unit is compiled once for each instruction set, which determines `kWidth` and `kRegisters`.
 #pragma once
 
 #include <cstdint>
@@ -68,7 +68,7 @@ COMERA_INLINE void store_part(float* to, Vector<kWidth> value, int64_t count) {
 #endif
 }
 
-// As many bfloat16 as the widest vector has floats, or int8.
+// Vectors of bfloat16 or int8, with as many numbers as the widest vector of floats.
 COMERA_INLINE Vector<kWidth> load_bfloat16(const void* from) {
 #if defined(__AVX512F__)
   const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(from)));
@@ -121,7 +121,7 @@ constexpr int widest(int64_t columns) {
 }
 
 COMERA_INLINE void prefetch(const void* address, int64_t bytes) {
-  // Beyond a few lines the hardware follows by itself.
+  // After a few lines the hardware prefetches by itself.
   for (int64_t line = 0; line < bytes && line < 1024; line += 64) __builtin_prefetch(static_cast<const char*>(address) + line);
 }
 
@@ -137,7 +137,7 @@ COMERA_INLINE void stream(float* to, const float* from, int64_t count) {
 #endif
 }
 
-// Order what was streamed before what other threads are told afterwards.
+// Make streamed stores visible before later stores, as other threads see them.
 COMERA_INLINE void finish_streaming() {
 #if defined(__AVX__)
   _mm_sfence();

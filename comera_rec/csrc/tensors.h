@@ -1,4 +1,4 @@
-// What operators share: checks of their arguments, made before any pointer is used, and memory for what they return.
+// Shared by operators: checks of arguments, made before any pointer is used, and memory for results.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -28,7 +28,7 @@ inline void require(bool is_met, const Words&... words) {
   if (!is_met) refuse(words...);
 }
 
-// A tensor's shape in a message; written only if there is one.
+// A tensor's shape in a message, formatted only if the message is needed.
 struct Shape {
   const Tensor& tensor;
 };
@@ -51,7 +51,7 @@ inline Tensor empty(std::vector<int64_t> sizes, ScalarType type) {
       sizes, type, std::nullopt, torch::stable::Device(torch::headeronly::DeviceType::CPU));
 }
 
-// Floats in memory that returns to where the next call takes it from.
+// Floats in memory that later calls reuse.
 inline Tensor reused(std::vector<int64_t> sizes) {
   int64_t count = 1;
   std::vector<int64_t> strides(sizes.size());

@@ -1,4 +1,4 @@
-"""Tensor-train modules in plain torch."""
+"""TT modules in plain torch, without TorchRec."""
 
 from comera_rec.nn.attention import MultiheadAttention
 from comera_rec.nn.compress import TTLinearConfig, compress_linears_

@@ -41,12 +41,12 @@ class MultiheadAttention(nn.Module):
         self.output = linear(embed_dim, embed_dim)
 
     def forward(self, input: Tensor, *, key_padding_mask: Tensor | None = None, causal: bool = False) -> Tensor:
-        """Attend.
+        """Attend over the positions of each sequence.
 
         Args:
             input: [B, L, D].
-            key_padding_mask: [B, L] bool, True where a position is padding that no other attends to, as in
-                `torch.nn.MultiheadAttention`. A sequence of padding alone gives the output layer's bias.
+            key_padding_mask: [B, L] bool, True where a position is padding, which no position attends to, as in
+                `torch.nn.MultiheadAttention`. For a sequence of only padding, the output is the output layer's bias.
             causal: positions attend to themselves and those before them.
 
         Returns:
@@ -56,17 +56,17 @@ class MultiheadAttention(nn.Module):
             projection(input).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
             for projection in (self.query, self.key, self.value)
         )
-        seen = None if key_padding_mask is None else ~key_padding_mask[:, None, None, :]
-        if seen is not None and causal:
+        visible = None if key_padding_mask is None else ~key_padding_mask[:, None, None, :]
+        if visible is not None and causal:
             length = input.shape[1]
-            seen = seen & torch.ones(length, length, dtype=torch.bool, device=input.device).tril()
+            visible = visible & torch.ones(length, length, dtype=torch.bool, device=input.device).tril()
         mixed_BHLK = F.scaled_dot_product_attention(
             query_BHLK,
             key_BHLK,
             value_BHLK,
-            attn_mask=seen,
+            attn_mask=visible,
             dropout_p=self.dropout if self.training else 0.0,
-            is_causal=causal and seen is None,
+            is_causal=causal and visible is None,
         )
         mixed: Tensor = self.output(mixed_BHLK.transpose(1, 2).flatten(2))
         return mixed

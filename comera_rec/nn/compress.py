@@ -1,4 +1,4 @@
-"""Put tensor-train layers in place of the linear layers of any model."""
+"""Replacement of the linear layers of any model by TT layers."""
 
 from __future__ import annotations
 
@@ -12,28 +12,31 @@ from torch import nn
 
 from comera_rec.nn.linear import TTLinear
 from comera_rec.nn.tt_module import keep_buffers_and_mode_, parameter_owners, replace_modules_
-from comera_rec.tt import TTShape, dense_milliseconds, require_positive, train_milliseconds
+from comera_rec.tt import TTShape, dense_milliseconds, require_positive, tt_milliseconds
 
 INITS = ("random", "tt_svd")
-_SURELY = 1.2
-"""Predicted speed-up from which a layer is not slower: predictions are off by a fifth."""
+_LEAST_SPEED_UP = 1.2
+"""Least predicted speed-up at which a layer is compressed: predictions are off by up to a fifth."""
 _LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TTLinearConfig:
-    """Which linear layers become tensor trains, and how small.
+    """Settings of `compress_linears_`: which linear layers become TT layers, and how small.
 
     Attributes:
-        tt_ranks: ranks, one for all bonds or one each. Give at most one of `tt_ranks` and `compression`; default rank 16.
-        compression: dense weights over tensor-train parameters of each layer, at least; the largest ranks within that budget are
-            taken, and a layer too small for it stays dense.
+        tt_ranks: one rank for all bonds, or one for each. Give at most one of `tt_ranks` and `compression`; default rank 16.
+        compression: least ratio of dense weights to TT parameters of each layer. Ranks are the largest that reach it; a layer too
+            small to reach it stays dense.
         order: number of cores, 2, 4, 6 or 8; default 4.
         min_features: layers with fewer input or output features stay dense.
-        policy: "auto" compresses a layer only where that makes it smaller and, by prediction, its training steps faster; "always"
-            does so wherever it fits.
-        batch: rows that a layer meets in a step (of a transformer: sequences times their length), for policy "auto". The prediction
-            is one for CPUs; on GPUs small layers gain less, because they wait for launches rather than products.
+        policy: "auto" compresses a layer only if it gets smaller and its training steps are predicted to be faster; "always"
+            compresses it wherever ranks fit.
+        batch: input rows of a layer in a step (in a transformer: sequences times their length), for policy "auto". The prediction
+            is for CPUs; on GPUs small layers gain less, because launches take longer than their products.
+
+    Raises:
+        ValueError: for values out of range, or both `tt_ranks` and `compression`.
     """
 
     tt_ranks: int | tuple[int, ...] | None = None
@@ -50,23 +53,23 @@ class TTLinearConfig:
         require_positive(batch=self.batch)
 
     def shape_for(self, in_features: int, out_features: int) -> TTShape | None:
-        """Modes and ranks of a layer of this size, or None where it stays dense."""
+        """Return the modes and ranks of a layer of this size, or None if it stays dense."""
         return self.decide(in_features, out_features).shape
 
     def decide(self, in_features: int, out_features: int) -> LinearDecision:
-        """What becomes of a layer of this size, and why."""
+        """Decide whether a layer of this size is compressed, with the reason."""
         if min(in_features, out_features) < self.min_features:
             return LinearDecision(None, f"stays dense: fewer than {self.min_features} features on one side")
         shape = self._fitting_shape(in_features, out_features)
         if shape is None:
             return LinearDecision(None, f"stays dense: even rank 1 is not {self.compression:g} times smaller")
-        smaller = in_features * out_features / shape.num_params
-        faster = dense_milliseconds(in_features, out_features, self.batch) / train_milliseconds(shape, self.batch)
-        size = f"{smaller:.1f}x smaller" if smaller > 1 else "not smaller"
-        story = f"ranks {shape.ranks}, {size}, predicted {faster:.2f}x as fast at batch {self.batch}"
-        if self.policy == "auto" and (smaller <= 1 or faster < _SURELY):
-            return LinearDecision(None, f"stays dense: {story}" + f", less than {_SURELY}x" * (smaller > 1))
-        return LinearDecision(shape, story)
+        ratio = in_features * out_features / shape.num_params
+        speed_up = dense_milliseconds(in_features, out_features, self.batch) / tt_milliseconds(shape, self.batch)
+        size = f"{ratio:.1f}x smaller" if ratio > 1 else "not smaller"
+        reason = f"ranks {shape.ranks}, {size}, predicted {speed_up:.2f}x as fast at batch {self.batch}"
+        if self.policy == "auto" and (ratio <= 1 or speed_up < _LEAST_SPEED_UP):
+            return LinearDecision(None, f"stays dense: {reason}" + f", less than {_LEAST_SPEED_UP}x" * (ratio > 1))
+        return LinearDecision(shape, reason)
 
     def _fitting_shape(self, in_features: int, out_features: int) -> TTShape | None:
         if self.compression is None:
@@ -79,14 +82,14 @@ class TTLinearConfig:
 
 
 class LinearDecision(NamedTuple):
-    """Modes and ranks of a layer, or None where it stays dense; and a line that tells why."""
+    """Modes and ranks of a layer, or None if it stays dense; and one line of reason."""
 
     shape: TTShape | None
     reason: str
 
 
 def require_one_size(tt_ranks: int | Sequence[int] | None, compression: float | None) -> None:
-    """Raise a ValueError unless at most one of the two is given, the ranks are positive and the compression is above 1."""
+    """Raise ValueError unless at most one of the two is given, ranks are positive and the compression is above 1."""
     for rank in () if tt_ranks is None else (tt_ranks,) if isinstance(tt_ranks, int) else tt_ranks:
         require_positive(tt_ranks=rank)
     if tt_ranks is not None and compression is not None:
@@ -96,7 +99,7 @@ def require_one_size(tt_ranks: int | Sequence[int] | None, compression: float | 
 
 
 def require_init(init: str) -> None:
-    """Raise a ValueError unless `init` is known."""
+    """Raise ValueError unless `init` is one of `INITS`."""
     if init not in INITS:
         raise ValueError(f"init is {init!r}: choose one of {', '.join(map(repr, INITS))}")
 
@@ -106,15 +109,15 @@ def compress_linears_(
 ) -> nn.Module:
     """Replace the large `nn.Linear` layers of a model by `TTLinear`, in place.
 
-    Build the optimizer afterwards: the replaced layers' parameters are new. What becomes of each layer, and why, is logged at level
-    INFO; `TTLinearConfig.decide` tells it beforehand.
+    Build the optimizer afterwards, because the new layers have new parameters. The decision on each layer and its reason are logged
+    at level INFO; `TTLinearConfig.decide` gives them beforehand.
 
-    Frozen weights and biases stay frozen. Layers that share a weight share cores and rank parameters afterwards. A weight stays
-    dense if it is also that of a layer that stays dense, or of another kind of module, such as an embedding.
+    Frozen weights and biases stay frozen. Layers that shared a weight share cores and rank parameters afterwards. A weight stays
+    dense if a layer that stays dense shares it, or another kind of module, such as an embedding.
 
     Layers of `torch.nn.MultiheadAttention` stay dense: its input projection is a bare parameter, and its output projection is a
-    subclass of `nn.Linear` whose weight is read, not called. Attention that calls its layers, such as BERT's in transformers, is
-    compressed.
+    subclass of `nn.Linear` whose weight is read while the layer is never called. Attention that calls its layers, such as BERT's in
+    the transformers library, is compressed.
 
     Args:
         model: any module.
@@ -126,7 +129,7 @@ def compress_linears_(
         ValueError: if no layer matched.
 
     Returns:
-        The model (a new module where the model itself is a linear layer).
+        The model; or the new layer, if the model itself is a linear layer.
     """
     require_init(init)
     # Exact type: subclasses may be read by name and never called.

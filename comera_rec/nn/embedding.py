@@ -1,4 +1,4 @@
-"""Token embedding over a tensor-train table, and the scores of all its tokens.
+"""Token embedding over a TT table, and the scores of all its tokens.
 
 Shapes: M num_embeddings, N embedding_dim, T tokens; the table's left part has M1 rows and N1 columns, its right part M2 and N2, and
 r is the rank of the bond between them.
@@ -20,9 +20,9 @@ from comera_rec.tt import TTShape, contract
 
 
 class TTEmbedding(TTTable):
-    """`torch.nn.Embedding` whose table is a tensor-train matrix; arguments as in `TTTable`.
+    """`torch.nn.Embedding` over a TT table; arguments as in `TTTable`.
 
-    Every distinct token of a batch is looked up once, by the lookup of `TTEmbeddingBag`. CoMERA, section 4.1 (arXiv 2405.14377).
+    Each unique token of a batch is looked up once, as in `TTEmbeddingBag`. CoMERA, section 4.1 (arXiv 2405.14377).
 
     Example:
         >>> embedding = TTEmbedding(30_522, 768, shape=TTShape((16, 20, 10, 10), (4, 4, 8, 6), 32))
@@ -33,7 +33,7 @@ class TTEmbedding(TTTable):
 
     @one_call_in_fx
     def forward(self, input: Tensor) -> Tensor:
-        """Ids of any shape [...] -> rows [..., N].
+        """Look up ids of any shape [...]; returns rows [..., N].
 
         Raises:
             ValueError: naming the id and the limit, if an id is out of range (checked on CPU).
@@ -43,10 +43,10 @@ class TTEmbedding(TTTable):
         return rows_TN.view(*input.shape, self.embedding_dim)
 
     def logits(self, input: Tensor) -> Tensor:
-        """Inner products with all rows, x E^T, without forming E: the output layer that is tied to the table.
+        """Return the inner products with all rows, x E^T, without forming E: an output layer tied to the table.
 
-        The columns of x are contracted with one part of the train, then with the other; where the train is cut and which part
-        comes first is what takes the fewest multiply-adds.
+        x is contracted with one part of the cores, then with the other; the cut between the parts and their order are those with
+        the fewest multiply-adds.
 
         Args:
             input: [..., N].
@@ -60,7 +60,7 @@ class TTEmbedding(TTTable):
         rank, cores = self.shape.bonds[cut], self.scaled_cores()
         rows, cols = self.shape.row_shape, self.shape.col_shape
         m2, n1, n2 = math.prod(rows[cut:]), math.prod(cols[:cut]), math.prod(cols[cut:])
-        m1 = -(-self.num_embeddings // m2)  # rows of the left part that only pad the table are left out
+        m1 = -(-self.num_embeddings // m2)  # without the rows of the left part that are padding
         left_M1N1r = contract(cores[:cut]).reshape(math.prod(rows[:cut]), n1, rank)[:m1]
         right_rM2N2 = contract(cores[cut:]).reshape(rank, m2, n2)
         x_TN1N2 = F.pad(input, (0, n1 * n2 - self.embedding_dim)).reshape(math.prod(input.shape[:-1]), n1, n2)
@@ -73,8 +73,8 @@ class TTEmbedding(TTTable):
         scores = scores.reshape(*input.shape[:-1], m1 * m2)[..., : self.num_embeddings]
         if not self.num_hot_rows:
             return scores
-        of_blocks = [(input @ rows.core_1[:, 0, :, 0].mT * rows.rank_1) @ rows.core_0[0, :, 0].mT for rows in self.hot_blocks()]
-        return scores + F.pad(torch.cat(of_blocks, dim=-1), (0, self.num_embeddings - self.num_hot_rows))
+        hot_scores = [(input @ rows.core_1[:, 0, :, 0].mT * rows.rank_1) @ rows.core_0[0, :, 0].mT for rows in self.hot_blocks()]
+        return scores + F.pad(torch.cat(hot_scores, dim=-1), (0, self.num_embeddings - self.num_hot_rows))
 
     @classmethod
     def from_dense(
@@ -86,26 +86,26 @@ class TTEmbedding(TTTable):
         hot_rows: Sequence[tuple[int, int]] = (),
         rtol: float = 0.0,
     ) -> TTEmbedding:
-        """The TT-SVD of a dense embedding, see `comera_rec.tt_svd`.
+        """Return the TT-SVD of a dense embedding, see `comera_rec.tt_svd`; with hot rows, see `set_dense_matrix_`.
 
         Raises:
-            ValueError: if the module has a padding index, a norm limit or frequency-scaled gradients, which a train can't honour.
+            ValueError: if the module has a padding index, a norm limit or frequency-scaled gradients, which a TT table can't have.
         """
         require_plain_rows(module)
         weight = module.weight.detach()
         std = float(weight.std(correction=0))
-        held = {"shape": shape, "tt_ranks": tt_ranks, "hot_rows": hot_rows}
-        embedding = cls(*weight.shape, **held, std=std, device=weight.device, dtype=weight.dtype)  # type: ignore[arg-type]
+        sizes = {"shape": shape, "tt_ranks": tt_ranks, "hot_rows": hot_rows}
+        embedding = cls(*weight.shape, **sizes, std=std, device=weight.device, dtype=weight.dtype)  # type: ignore[arg-type]
         embedding.set_dense_matrix_(weight, rtol=rtol)
         return embedding
 
     def to_dense(self) -> nn.Embedding:
-        """A `torch.nn.Embedding` with the same rows."""
+        """Return a `torch.nn.Embedding` with the same rows."""
         return nn.Embedding.from_pretrained(self.dense_matrix().detach().contiguous(), freeze=False)
 
 
 def logits_path(shape: TTShape) -> tuple[int, bool, int]:
-    """How to multiply a row of N columns with all rows of a table of two or more cores cheapest.
+    """Find the cheapest way to multiply a vector of N columns by all rows of a table of two or more cores.
 
     Returns:
         (number of cores in the left part, whether the right part is contracted first, multiply-adds a token).

@@ -1,4 +1,4 @@
-"""Embedding bag over a tensor-train table.
+"""Embedding bag over a TT table.
 
 Shapes: L ids, B bags, U unique ids of the batch, N embedding_dim.
 """
@@ -19,19 +19,19 @@ MODES = ("sum", "mean", "max")
 
 
 class TTEmbeddingBag(TTTable):
-    """`torch.nn.EmbeddingBag` whose table is a tensor-train matrix.
+    """`torch.nn.EmbeddingBag` over a TT table.
 
     E[i, (j_1..j_d)] = G_1[0, i_1, j_1, :] diag(D_1) G_2[:, i_2, j_2, :] ... G_d[:, i_d, j_d, 0]  (+ A[i] diag(D) P)
 
-    The unique ids of a batch are looked up once, each unique leading and trailing digit tuple is contracted once, and bags are
-    pooled from those rows: memory follows unique ids, never lookups times core slices. CoMERA, sections 3.1 and 4.1 (arXiv
+    Each unique id of a batch is looked up once, each unique tuple of leading or trailing digits is contracted once, and bags are
+    pooled from these rows: memory grows with unique ids, not with lookups. CoMERA, sections 3.1 and 4.1 (arXiv
     2405.14377).
 
     Args:
         num_embeddings: rows M of the table.
         embedding_dim: columns N.
         shape: modes and ranks; default `TTShape.for_table(num_embeddings, embedding_dim, tt_ranks=tt_ranks)`.
-        tt_ranks: ranks, one for all bonds or one each; default 16. Give at most one of `shape` and `tt_ranks`.
+        tt_ranks: one rank for all bonds, or one for each; default 16. Give at most one of `shape` and `tt_ranks`.
         hot_rows: blocks (rows, width) of the most frequent ids, see `TTTable`.
         mode: "sum", "mean" or "max".
         include_last_offset: offsets end with the number of ids, as in `nn.EmbeddingBag`.
@@ -40,7 +40,7 @@ class TTEmbeddingBag(TTTable):
         name: the table's name in error messages.
 
     Raises:
-        ValueError: for sizes or ranks below 1, an unknown mode, a shape too small for the table.
+        ValueError: for sizes or ranks below 1, an unknown mode, or a shape too small for the table.
 
     Example:
         >>> bag = TTEmbeddingBag(1_000_000, 64, tt_ranks=8)
@@ -107,7 +107,7 @@ class TTEmbeddingBag(TTTable):
         )
 
     def _bag_ends(self, input: Tensor, offsets: Tensor | None) -> Tensor:
-        """[B + 1] starts of the bags and the end of the last."""
+        """Return the [B + 1] starts of the bags and the end of the last one."""
         if input.dim() == 2 and offsets is None:
             return torch.arange(input.shape[0] + 1, device=input.device) * input.shape[1]
         if input.dim() != 1 or offsets is None:
@@ -124,10 +124,10 @@ class TTEmbeddingBag(TTTable):
         hot_rows: Sequence[tuple[int, int]] = (),
         rtol: float = 0.0,
     ) -> TTEmbeddingBag:
-        """The TT-SVD of a dense embedding bag, see `comera_rec.tt_svd`; with hot rows, see `set_dense_matrix_`.
+        """Return the TT-SVD of a dense embedding bag, see `comera_rec.tt_svd`; with hot rows, see `set_dense_matrix_`.
 
         Raises:
-            ValueError: if the module has a padding index, a norm limit or frequency-scaled gradients, which a train can't honour.
+            ValueError: if the module has a padding index, a norm limit or frequency-scaled gradients, which a TT table can't have.
         """
         require_plain_rows(module)
         bag = cls(
@@ -146,7 +146,7 @@ class TTEmbeddingBag(TTTable):
         return bag
 
     def to_dense(self) -> nn.EmbeddingBag:
-        """A `torch.nn.EmbeddingBag` with the same rows."""
+        """Return a `torch.nn.EmbeddingBag` with the same rows."""
         return nn.EmbeddingBag(
             self.num_embeddings,
             self.embedding_dim,

@@ -1,4 +1,4 @@
-"""What makes the layers of a transformer: the choice between dense layers and tensor trains, in one place."""
+"""Factories of a transformer's layers, which choose between dense and TT."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ EmbeddingFactory = Callable[[int, int], nn.Module]
 """(num_embeddings, embedding_dim) -> a layer from ids [...] to rows [..., embedding_dim], such as `nn.Embedding`."""
 
 EMBEDDING_STD = 0.02
-"""Of the rows of embeddings: as in BERT, small enough that scores against them start near zero."""
+"""Standard deviation of the rows of embeddings: as in BERT, small enough that scores against them start near zero."""
 
 
 def dense_embedding(num_embeddings: int, embedding_dim: int) -> nn.Embedding:
-    """`nn.Embedding` whose rows start with `EMBEDDING_STD`."""
+    """Make an `nn.Embedding` whose rows are drawn with `EMBEDDING_STD`."""
     embedding = nn.Embedding(num_embeddings, embedding_dim)
     nn.init.normal_(embedding.weight, std=EMBEDDING_STD)
     return embedding
 
 
 def linear_factory(config: TTLinearConfig) -> LinearFactory:
-    """Makes `TTLinear` layers where a config wants them, and `nn.Linear` layers elsewhere.
+    """Return a factory of `TTLinear` layers where the config compresses, and of `nn.Linear` layers elsewhere.
 
     Example:
         >>> linear = linear_factory(TTLinearConfig(tt_ranks=30, order=6))

@@ -1,4 +1,4 @@
-"""What a transformer ends in: scores of classes, or of all tokens.
+"""Output layers of a transformer: scores of classes, or of all tokens.
 
 Shapes: B batch, L positions, D embed_dim, C classes, V vocab_size.
 """
@@ -35,7 +35,7 @@ class ClassificationHead(nn.Module):
 
 
 class TiedProjection(nn.Module):
-    """Scores of all tokens, x E^T + b, with the token embedding's own table E (Press and Wolf, arXiv 1608.05859).
+    """Scores of all tokens, x E^T + b, where E is the table of the token embedding (Press and Wolf, arXiv 1608.05859).
 
     Args:
         embedding: `nn.Embedding`, or `TTEmbedding`, whose table is then never formed. It is shared, not copied.
@@ -59,7 +59,7 @@ class LanguageModelHead(nn.Module):
 
     Args:
         embed_dim: D.
-        projection: [..., D] -> [..., V]: `TiedProjection(encoder.tokens)`, or a layer of its own such as `TTLinear(D, V)`.
+        projection: [..., D] -> [..., V]: `TiedProjection(encoder.tokens)`, or a separate layer such as `TTLinear(D, V)`.
         linear: makes the hidden layer.
     """
 

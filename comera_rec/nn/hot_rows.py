@@ -1,4 +1,4 @@
-"""Rows of a table's most frequent ids that are added to its TT part: a block of ids, and the columns kept for it alone."""
+"""Hot rows: low-rank rows of a table's most frequent ids, added to those of its cores."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from comera_rec.tt import TTShape, require_positive, slice_major
 
 
 class HotRows(TTModule):
-    """Rows [first, first + num_rows) of the matrix that is added to a TT table's cores' matrix: A diag(D) P.
+    """A block of hot rows, A diag(D) P: it is added to rows [first, first + num_rows) of the matrix of a TT table's cores.
 
-    A [rows, k] has k numbers for each id of the block, P [k, N] makes columns of them. That is a TT matrix, too, of modes
-    (rows, 1) x (1, N) and rank k, so ranks are scored, priced and truncated here as anywhere else: a block grows narrower.
-    Blocks whose k falls with frequency are mixed dimension embeddings (Ginart et al., arXiv 1909.11810) beside the cores.
+    A [rows, k] has k numbers for each id of the block, and P [k, N] maps them to columns. This is a TT matrix of modes
+    (rows, 1) x (1, N) and rank k, so its ranks are scored, priced and truncated like any others, which makes a block narrower.
+    Blocks with smaller k for rarer ids are mixed dimension embeddings (Ginart et al., arXiv 1909.11810) beside the cores.
 
-    A starts at zero and P as Gaussians of variance 1/k, so that hot rows change nothing until they are trained.
+    A starts at zero and P with variance 1/k, so hot rows change nothing until they are trained.
 
     Args:
         first: id of the block's first row.
         num_rows, num_cols: rows of the block, columns N of the table.
-        width: k; no more is taken than N, or than there are rows.
-        std: standard deviation of the table's entries, for columns that are added to a block which has none.
+        width: k, cut to at most N and at most the rows.
+        std: standard deviation of entries where ranks are added to a block that has lost all of them.
     """
 
     core_1: nn.Parameter
@@ -49,6 +49,7 @@ class HotRows(TTModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Set A to zero and D to one, and draw P."""
         rows, projection = self.cores()
         if rows.is_meta:
             return
@@ -62,12 +63,12 @@ class HotRows(TTModule):
 
     @property
     def dense_params(self) -> int:
-        """0: the rows are those of a table, which has counted them."""
+        """0, because the table counts these rows already."""
         return 0
 
     def block(self) -> HotBlock:
-        """The parameters as a lookup takes them."""
-        parameters: dict[str, Any] = self._parameters  # looking an attribute of a module up is slower
+        """Return the parameters as a lookup takes them."""
+        parameters: dict[str, Any] = self._parameters  # faster than looking up attributes of a module
         return HotBlock(parameters["core_0"], parameters["core_1"], parameters["rank_1"])
 
     def extra_repr(self) -> str:
@@ -75,8 +76,8 @@ class HotRows(TTModule):
 
 
 def require_blocks(blocks: Sequence[tuple[int, int]], num_embeddings: int) -> None:
-    """Raise a ValueError unless blocks (rows, width) are positive and no more rows than the table has."""
+    """Raise ValueError unless blocks (rows, width) are positive and have at most the rows of the table."""
     for rows, width in blocks:
         require_positive(rows_of_a_hot_block=rows, width_of_a_hot_block=width)
     if sum(rows for rows, _ in blocks) > num_embeddings:
-        raise ValueError(f"hot_rows {tuple(blocks)} are more rows than the {num_embeddings} of the table: give fewer")
+        raise ValueError(f"hot_rows {tuple(blocks)} have more rows than the table's {num_embeddings}: give fewer")

@@ -1,4 +1,4 @@
-"""Linear layer held as a tensor train.
+"""Linear layer whose weight is a TT matrix.
 
 Shapes: B rows of the input, I in_features, O out_features, r the rank of the bond between input and output modes.
 """
@@ -19,11 +19,11 @@ from comera_rec.tt.contraction import Contractions
 
 
 class TTLinear(TTModule):
-    """`torch.nn.Linear` whose weight is a tensor train over input modes, then output modes.
+    """`torch.nn.Linear` whose weight is a TT matrix with cores for input modes, then for output modes.
 
     y = x W + b = (x L) R + b, with L (I x r) contracted from the input cores and R (r x O) from the output cores. For large
-    batches forming L and R once per step is close to the optimal contraction (CoMERA, section 4.2, arXiv 2405.14377); for small
-    ones contracting x with the cores one by one is. `comera_rec.tt.best_contractions` chooses for the batch at hand.
+    batches, forming L and R once per step is close to optimal (CoMERA, section 4.2, arXiv 2405.14377); for small ones, contracting
+    x with one core after another is. `comera_rec.tt.best_contractions` chooses for each batch size.
 
     Args:
         in_features: size of the last dimension of the input.
@@ -31,8 +31,8 @@ class TTLinear(TTModule):
         bias: learn an additive bias.
         shape: modes and ranks, input modes (n_k = 1) before output modes (m_k = 1); default
             `TTShape.for_linear(in_features, out_features, tt_ranks=tt_ranks)`.
-        tt_ranks: ranks, one for all bonds (the largest; shorter bonds take what their modes allow) or one each; default 16. Give at
-            most one of `shape` and `tt_ranks`.
+        tt_ranks: one rank for all bonds (where modes allow less, the largest they allow), or one for each; default 16. Give at most
+            one of `shape` and `tt_ranks`.
 
     Raises:
         ValueError: for sizes or ranks below 1, or a shape that is too small or mixes input and output modes.
@@ -44,7 +44,7 @@ class TTLinear(TTModule):
 
     bias: nn.Parameter | None
     float8: bool = False
-    """Whether autocast to bfloat16 means float8 for the operands of this layer's products; see `use_float8_`."""
+    """Whether this layer multiplies in float8 under autocast to bfloat16; see `use_float8_`."""
 
     def __init__(
         self,
@@ -75,17 +75,17 @@ class TTLinear(TTModule):
 
     @property
     def shape(self) -> TTShape:
-        """Modes and ranks of the parameters. With every change of it the order of contractions is chosen anew."""
+        """Modes and ranks of the parameters; setting it chooses the order of contractions anew."""
         return self._form.shape
 
     @shape.setter
     def shape(self, shape: TTShape) -> None:
         if "_form" not in self.__dict__:
-            self._form = _Form()
+            self._form = _WeightForm()
         self._form.shape, self._form.contractions = shape, best_contractions(shape)
 
     def tie_weight_(self, other: TTLinear) -> None:
-        """Hold the cores and rank parameters of another layer of the same shape: one weight, also where its ranks change."""
+        """Share the cores and rank parameters of another layer of the same shape, also through changes of their ranks."""
         assert self.shape == other.shape
         for name, parameter in other.named_parameters(recurse=False):
             if name != "bias":
@@ -112,7 +112,11 @@ class TTLinear(TTModule):
 
     @one_call_in_fx
     def forward(self, input: Tensor) -> Tensor:
-        """[..., in_features] -> [..., out_features]."""
+        """[..., in_features] -> [..., out_features].
+
+        Raises:
+            ValueError: for an input of another number of features.
+        """
         if input.shape[-1] != self.in_features:
             raise ValueError(
                 f"input has {input.shape[-1]} features and the layer takes {self.in_features}: give [..., in_features]"
@@ -122,7 +126,7 @@ class TTLinear(TTModule):
         return tt_linear(input, self.cores(), self.rank_parameters(), self.out_features, self.bias, contraction, float8)
 
     def contraction(self, batch: int) -> Contraction:
-        """The order of products for a batch of that many rows; in an exported program that for large ones, since it takes any."""
+        """Return the order of products for a batch of that many rows; exported programs use the one for large batches."""
         contractions = self._form.contractions
         return contractions[-1][1] if torch.compiler.is_exporting() else contraction_for(contractions, batch)
 
@@ -130,7 +134,7 @@ class TTLinear(TTModule):
     def from_dense(
         cls, module: nn.Linear, *, shape: TTShape | None = None, tt_ranks: int | Sequence[int] | None = None, rtol: float = 0.0
     ) -> TTLinear:
-        """The TT-SVD of a dense linear layer, bias copied; see `comera_rec.tt_svd`."""
+        """Return the TT-SVD of a dense linear layer with a copy of its bias; see `comera_rec.tt_svd`."""
         weight = module.weight.detach()
         layer = cls(
             module.in_features,
@@ -147,7 +151,7 @@ class TTLinear(TTModule):
         return layer
 
     def to_dense(self) -> nn.Linear:
-        """A `torch.nn.Linear` with the same weight and bias."""
+        """Return a `torch.nn.Linear` with the same weight and bias."""
         layer = nn.Linear(
             self.in_features, self.out_features, self.bias is not None, device=self.core_0.device, dtype=self.core_0.dtype
         )
@@ -158,8 +162,8 @@ class TTLinear(TTModule):
         return layer
 
 
-class _Form:
-    """What layers of one weight know of it together."""
+class _WeightForm:
+    """Shape and contractions of a weight, shared by the layers that share the weight."""
 
     shape: TTShape
     contractions: Contractions
@@ -168,13 +172,12 @@ class _Form:
 def use_float8_(model: nn.Module, *, filter_fn: Callable[[nn.Module, str], bool] | None = None) -> nn.Module:
     """Let the `TTLinear` layers of a model multiply in float8 wherever autocast to bfloat16 is on, in place.
 
-    There the operands of every product are rounded to 8 bits, in the forward pass and in the backward pass, by
-    `comera_rec.ops.float8_matmul`. Parameters, their gradients and all other layers are as without; so is the model outside
-    autocast. `layer.float8 = False` takes it back.
+    There `comera_rec.ops.float8_matmul` rounds the operands of every product to 8 bits, forward and backward. Parameters, their
+    gradients and all other layers are unaffected, and so is the model outside autocast. `layer.float8 = False` undoes it.
 
     Args:
         model: any module, on the device where it will be trained.
-        filter_fn: (module, fully qualified name) -> whether the layer takes part; default all.
+        filter_fn: (module, fully qualified name) -> whether to use float8 in that layer; default all.
 
     Raises:
         ValueError: if no layer matched, or its device has no float8 products (GPUs from compute capability 8.9 on; CPUs emulate
@@ -212,6 +215,6 @@ def _autocast_to_bfloat16(device_type: str) -> bool:
 def _require_inputs_first(shape: TTShape) -> None:
     if not any(set(shape.col_shape[:cut]) == {1} == set(shape.row_shape[cut:]) for cut in range(1, shape.order)):
         raise ValueError(
-            f"shape with row_shape {shape.row_shape} and col_shape {shape.col_shape} is not a tensor train of a linear layer: "
+            f"shape with row_shape {shape.row_shape} and col_shape {shape.col_shape} is not that of a TT linear layer: "
             "give input modes first (column modes 1), then output modes (row modes 1), as TTShape.for_linear does"
         )

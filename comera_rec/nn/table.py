@@ -1,4 +1,4 @@
-"""What tensor-train tables share, whether their rows are pooled or not."""
+"""TT tables: the base of `TTEmbeddingBag` and `TTEmbedding`, and what works on any of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from comera_rec.tt import TTShape, first_rows, require_positive, slice_major
 
 
 class TTTable(TTModule):
-    """An embedding table held as a tensor-train matrix, and where asked for, narrow rows of its most frequent ids added to it.
+    """An embedding table stored as a TT matrix, with optional hot rows added for its most frequent ids.
 
     E[i, (j_1..j_d)] = G_1[0, i_1, j_1, :] diag(D_1) G_2[:, i_2, j_2, :] ... G_d[:, i_d, j_d, 0]  (+ A[i] diag(D) P)
 
@@ -27,15 +27,14 @@ class TTTable(TTModule):
         num_embeddings: rows M of the table.
         embedding_dim: columns N.
         shape: modes and ranks; default `TTShape.for_table(num_embeddings, embedding_dim, tt_ranks=tt_ranks)`.
-        tt_ranks: ranks, one for all bonds or one each; default 16. Give at most one of `shape` and `tt_ranks`.
+        tt_ranks: one rank for all bonds, or one for each; default 16. Give at most one of `shape` and `tt_ranks`.
         impl: implementation of the products, see `comera_rec.ops.tt_bags`.
-        hot_rows: blocks (rows, width) of ids from 0 on, where ids are ordered by frequency: each of these rows has `width` numbers
-            of its own, see `HotRows`.
+        hot_rows: blocks (rows, width) of ids from 0 on, for ids that are ordered by frequency; see `HotRows`.
         std: standard deviation of the entries at initialization.
         name: the table's name in error messages.
 
     Raises:
-        ValueError: for sizes, ranks or widths below 1, a shape too small for the table, more hot rows than the table has.
+        ValueError: for sizes, ranks or widths below 1, a shape too small for the table, or more hot rows than rows.
     """
 
     hot_rows: nn.ModuleList
@@ -67,7 +66,7 @@ class TTTable(TTModule):
             self.hot_rows.append(HotRows(self.num_hot_rows, rows, embedding_dim, width, std=std, device=device, dtype=dtype))
 
     def reset_parameters(self) -> None:
-        """Draw the cores anew, with `std`, and start hot rows at zero."""
+        """Draw the cores anew with `std`, and set hot rows to zero."""
         super().reset_parameters()
         for rows in self.hot_blocks():
             rows.reset_parameters()
@@ -76,60 +75,60 @@ class TTTable(TTModule):
         return slice_major(core, k, self.shape.order)
 
     def forward_parameters(self) -> Table:
-        """The parameters as a lookup takes them: for modules that are shards a place to say how gradients add up."""
+        """Return the parameters as a lookup takes them; sharded tables override it to reduce gradients."""
         blocks = [rows.block() for rows in self.hot_blocks()]
         return Table(list(self.cores()), list(self.rank_parameters()), blocks, self.first_row)
 
     def hot_blocks(self) -> Iterator[HotRows]:
-        """The blocks of `hot_rows`, from the most frequent ids on."""
+        """Yield the blocks of `hot_rows`, the most frequent ids first."""
         for rows in self.hot_rows:
             assert isinstance(rows, HotRows)
             yield rows
 
     @property
     def num_hot_rows(self) -> int:
-        """Rows that have numbers of their own: ids below it."""
+        """Number of hot rows, which are those of the ids below it."""
         return sum(rows.num_rows for rows in self.hot_blocks())
 
     def hot_matrix(self) -> Tensor:
-        """What is added to the first rows of the cores' matrix, [num_hot_rows, N]; differentiable."""
+        """Return what hot rows add to the first rows of the cores' matrix, [num_hot_rows, N]; differentiable."""
         return torch.cat([self.core_0.new_empty(0, self.num_cols), *(rows.dense_matrix() for rows in self.hot_blocks())])
 
     def dense_matrix(self) -> Tensor:
-        """The matrix that the table stands for, [num_rows, num_cols]; differentiable."""
-        of_cores = super().dense_matrix()
+        """Return the matrix that the table stands for, [num_rows, num_cols]; differentiable."""
+        matrix = super().dense_matrix()
         hot = self.hot_matrix()[self.first_row : self.first_row + self.num_rows]
-        return of_cores + F.pad(hot, (0, 0, 0, self.num_rows - len(hot))) if len(hot) else of_cores
+        return matrix + F.pad(hot, (0, 0, 0, self.num_rows - len(hot))) if len(hot) else matrix
 
     @property
     def first_row(self) -> int:
-        """Which row of the whole table id 0 is, for modules that are shards of one."""
+        """Row of the whole table that id 0 of this module refers to; above 0 in shards only."""
         return 0
 
     def set_dense_matrix_(self, matrix: Tensor, *, rtol: float = 0.0) -> None:
-        """Set the cores to the TT-SVD of a matrix [num_rows, num_cols], and each block of hot rows to what that leaves of it.
+        """Set cores and hot rows to the best approximation of a matrix [num_rows, num_cols].
 
-        With `rtol` > 0 TT ranks shrink to what that error allows. With hot rows, blocks and cores are fitted in turns to what the
-        others leave, for which the matrix is copied.
+        Without hot rows this is the TT-SVD. With hot rows, which takes a copy of the matrix, blocks and cores are fitted in turns,
+        each to the residual of the others. With `rtol` > 0, TT ranks shrink as far as that relative error allows.
         """
         hot = matrix[: self.num_hot_rows]
         if not len(hot):
             super().set_dense_matrix_(matrix, rtol=rtol)
             return
-        rest = matrix.detach().clone()
-        of_cores = torch.zeros_like(hot)
+        residual = matrix.detach().clone()
+        core_rows = torch.zeros_like(hot)
         for turn in range(_TURNS):
             for rows in self.hot_blocks():
                 span = slice(rows.first, rows.first + rows.num_rows)
-                rows.set_dense_matrix_(hot[span] - of_cores[span])
-            rest[: len(hot)] = hot - self.hot_matrix().detach()
-            allowed = rtol * float(matrix.norm() / rest.norm().clamp_min(torch.finfo(rest.dtype).tiny))
-            super().set_dense_matrix_(rest, rtol=allowed if turn == _TURNS - 1 else 0.0)
+                rows.set_dense_matrix_(hot[span] - core_rows[span])
+            residual[: len(hot)] = hot - self.hot_matrix().detach()
+            allowed = rtol * float(matrix.norm() / residual.norm().clamp_min(torch.finfo(residual.dtype).tiny))
+            super().set_dense_matrix_(residual, rtol=allowed if turn == _TURNS - 1 else 0.0)
             with torch.no_grad():
-                of_cores = first_rows(self.scaled_cores(), self.shape.row_shape, *hot.shape)
+                core_rows = first_rows(self.scaled_cores(), self.shape.row_shape, *hot.shape)
 
     def plan(self, ids: Tensor) -> LookupPlan:
-        """What a lookup of ids, of any shape, will compute.
+        """Plan a lookup of ids of any shape.
 
         Raises:
             ValueError: naming the table, the id and the limit, if an id is out of range (checked on CPU); for ids of another type
@@ -154,21 +153,21 @@ _TURNS = 3  # of fitting cores and hot rows to a matrix
 def update_in_backward_(model: nn.Module, optimizer: Optimizer) -> list[str]:
     """Let an optimizer update the cores of a model's TT tables in backward, slice by slice, instead of in its `step`.
 
-    A batch meets few slices. On CPU only these then get a gradient, which stays in the cache, and only their parameters and state
-    are read and written. With SGD and Adagrad it makes no difference to what is learned; Adam's moments decay in the steps that
-    meet a slice only, as `torch.optim.SparseAdam`'s do. Settings such as the learning rate are read in every step, and the state is
-    the optimizer's own, so schedulers, checkpoints and `truncate_ranks_` need not know.
-    Cores have no `grad` afterwards: don't clip it, accumulate it over batches, or put a penalty on cores into the loss.
+    A batch uses few slices. On CPU, only these then get a gradient, which stays in the cache, and only their parameters and state
+    are read and written. SGD and Adagrad learn the same as without; Adam's moments decay only in steps that use the slice, as with
+    `torch.optim.SparseAdam`. Settings such as the learning rate are read in every step and the state stays in the optimizer, so
+    schedulers, checkpoints and `truncate_ranks_` work as before. Cores have no `grad` afterwards: gradients can't be clipped or
+    accumulated over batches, and the loss can't include a penalty on cores.
 
     Args:
-        model: any module. Tables that are replicated by data parallelism, on other devices, or of float64 keep their gradients.
-        optimizer: holds the cores; SGD without momentum, Adagrad or Adam (without amsgrad).
+        model: any module. Tables in float64, on other devices, or replicated by data parallelism keep their gradients.
+        optimizer: the optimizer of the cores; SGD without momentum, Adagrad or Adam (without amsgrad).
 
     Raises:
-        ValueError: if there is no TT table whose cores the optimizer holds and can update so.
+        ValueError: if the optimizer can update no TT table this way.
 
     Returns:
-        The tables' names.
+        The names of the tables updated in backward.
     """
     updated = []
     for name, table in model.named_modules():
@@ -178,7 +177,7 @@ def update_in_backward_(model: nn.Module, optimizer: Optimizer) -> list[str]:
                 updated.append(name)
     if not updated:
         raise ValueError(
-            f"no TT table's cores are updated by this {type(optimizer).__name__}: give the optimizer that holds them, "
+            f"no TT table's cores are updated by this {type(optimizer).__name__}: give the optimizer of the cores, "
             "SGD without momentum, Adagrad or Adam without amsgrad"
         )
     return updated
@@ -196,13 +195,13 @@ def plan_tables(
     impl: str = "auto",
     parallel: bool = True,
 ) -> LookupPlan:
-    """The plan of a lookup over several tables.
+    """Plan a lookup over several tables.
 
     Args:
-        ids: per table those of each of its features.
-        tables: of as many cores each.
-        names: per table that of each of its features, for errors.
-        impl: of the lookup.
+        ids: per table and feature, integer ids [L].
+        tables: tables with the same number of cores.
+        names: per table and feature, its name in errors.
+        impl: implementation of the lookup.
         parallel: as for `plan_lookup`.
 
     Raises:
@@ -232,13 +231,13 @@ def plan_tables(
 
 
 def _check_ids(ids: Sequence[Sequence[Tensor]], tables: Sequence[TTTable], names: Sequence[Sequence[str]]) -> None:
-    for features, table, names_of in zip(ids, tables, names, strict=True):
-        for feature, name in zip(features, names_of, strict=True):
+    for features, table, feature_names in zip(ids, tables, names, strict=True):
+        for feature, name in zip(features, feature_names, strict=True):
             check_ids(feature, table.num_embeddings, name)
 
 
 def table_shape(num_embeddings: int, embedding_dim: int, shape: TTShape | None, tt_ranks: int | Sequence[int] | None) -> TTShape:
-    """The shape given, or the default one of a table at the given ranks; both is a ValueError."""
+    """Return the given shape, or the default one at the given ranks; raise ValueError if both are given."""
     if shape is not None and tt_ranks is not None:
         raise ValueError(f"shape {shape} and tt_ranks {tt_ranks} are both given: give one of them")
     if shape is not None and shape.order > 4:
@@ -247,9 +246,9 @@ def table_shape(num_embeddings: int, embedding_dim: int, shape: TTShape | None, 
 
 
 def require_plain_rows(module: nn.Embedding | nn.EmbeddingBag) -> None:
-    """Raise a ValueError if a dense table treats some rows in a way that a train can't honour."""
+    """Raise ValueError if a dense table treats rows specially, which a TT table can't."""
     if module.padding_idx is not None or module.max_norm is not None or module.scale_grad_by_freq:
         raise ValueError(
-            "padding_idx, max_norm and scale_grad_by_freq have no tensor-train equivalent: "
+            "padding_idx, max_norm and scale_grad_by_freq have no equivalent in a TT table: "
             f"build the {type(module).__name__} without them"
         )

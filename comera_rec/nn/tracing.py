@@ -1,4 +1,4 @@
-"""Modules that torch.fx records as one call, as it does the modules of torch.nn."""
+"""A decorator for modules that torch.fx is to record as one call, as it does with modules of torch.nn."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 
 def one_call_in_fx(forward: Forward) -> Forward:
-    """Record a module's `forward` as a call of the module where torch.fx (or torchrec.fx) traces the model that holds it.
+    """Record a module's `forward` as one call where torch.fx (or torchrec.fx) traces a model that contains the module.
 
-    What a forward pass does depends on the batch (which rows it asks for, the cheapest order of products), which a graph can't say.
+    A forward pass depends on the batch (unique rows, the cheapest order of products), which a graph can't express.
 
     Raises:
-        ValueError: where the module itself is traced, which leaves no model to call it.
+        ValueError: if the module itself is traced, so that no model contains it.
     """
 
     @functools.wraps(forward)
@@ -29,7 +29,7 @@ def one_call_in_fx(forward: Forward) -> Forward:
         path = tracer.path_of_module(module)
         if not path:
             raise ValueError(
-                f"a {type(module).__name__} is one call to torch.fx: trace a model that holds it, not the module itself"
+                f"a {type(module).__name__} is one call to torch.fx: trace a model that contains it, not the module itself"
             )
         return tracer.create_proxy("call_module", path, args, kwargs)
 

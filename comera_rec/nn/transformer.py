@@ -1,4 +1,4 @@
-"""Transformer encoders over any kind of linear layer and embedding: dense, tensor-train, or both.
+"""Transformer encoders over any kind of linear layer and embedding: dense, TT, or both.
 
 Shapes: B batch, L positions, D embed_dim, F ff_dim.
 """
@@ -31,7 +31,10 @@ class TransformerConfig:
         max_length: the most positions L, rows of the position embedding.
         norm_first: normalize before attention and feed-forward instead of after them, and once more at the end.
         causal: positions see only those before them.
-        dropout: probability, everywhere.
+        dropout: probability of dropping a feature or an attention weight.
+
+    Raises:
+        ValueError: for sizes below 1, or a dropout that is not a probability.
     """
 
     vocab_size: int = 30_522
@@ -58,7 +61,7 @@ class FeedForward(nn.Module):
         embed_dim: D.
         ff_dim: F.
         linear: makes both layers.
-        activation: of the hidden features.
+        activation: applied to the hidden features.
         dropout: probability of dropping a hidden feature.
     """
 
@@ -86,14 +89,14 @@ class FeedForward(nn.Module):
 class EncoderBlock(nn.Module):
     """Self-attention, then feed-forward, each with a residual connection and layer normalization.
 
-    The same function as `torch.nn.TransformerEncoderLayer` with `batch_first`, with the linear layers injected. Vaswani et al.,
+    Computes what `torch.nn.TransformerEncoderLayer` with `batch_first` does, with linear layers of any kind. Vaswani et al.,
     section 3.1 (arXiv 1706.03762); pre-norm as in Xiong et al. (arXiv 2002.04745).
 
     Args:
-        embed_dim, num_heads: of attention.
-        ff_dim: of feed-forward.
+        embed_dim, num_heads: sizes D and H of the attention.
+        ff_dim: hidden features F of the feed-forward network.
         linear: makes the six linear layers.
-        activation: of the feed-forward network.
+        activation: applied to the hidden features.
         dropout: probability, after and inside both parts.
         norm_first: pre-norm, x + f(norm(x)), instead of post-norm, norm(x + f(x)).
 
@@ -140,8 +143,8 @@ class TransformerEncoder(nn.Module):
     Args:
         config: sizes.
         linear: makes all linear layers, e.g. `linear_factory(TTLinearConfig(...))`.
-        embedding: makes the token embedding, e.g. `partial(TTEmbedding, shape=..., std=EMBEDDING_STD)`. Positions are few, and
-            stay dense.
+        embedding: makes the token embedding, e.g. `partial(TTEmbedding, shape=..., std=EMBEDDING_STD)`. The position
+            embedding is small and stays dense.
 
     Example:
         >>> encoder = TransformerEncoder(TransformerConfig(vocab_size=100, embed_dim=64, num_layers=2, num_heads=4, ff_dim=128))
@@ -172,7 +175,7 @@ class TransformerEncoder(nn.Module):
         self.final_norm = nn.LayerNorm(config.embed_dim) if config.norm_first else None
 
     def forward(self, ids: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Encode.
+        """Encode token ids.
 
         Args:
             ids: [B, L] token ids.
@@ -182,7 +185,7 @@ class TransformerEncoder(nn.Module):
             ValueError: for more positions than `config.max_length`.
 
         Returns:
-            [B, L, D]; whatever it is where a position is padding.
+            [B, L, D]; undefined at positions of padding.
         """
         length = ids.shape[1]
         if length > self.config.max_length:

@@ -1,4 +1,4 @@
-"""What every tensor-train module shares: cores and rank parameters, their initialization, and changing ranks."""
+"""The base of all TT modules: cores and rank parameters, their initialization, and changes of rank."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor, nn
 
 from comera_rec.tt import TTShape, contract, init_cores_, tt_svd
 
-_IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"  # imported by whoever uses it; it takes a second
+_IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"  # not imported here, because it takes a second
 
 
 class TTModule(nn.Module):
-    """A matrix [num_rows, num_cols] held as a tensor train.
+    """A matrix [num_rows, num_cols] in tensor-train form.
 
     Parameters are `core_0` ... `core_{d-1}` of shape (r_{k-1}, m_k, n_k, r_k) and, between neighbours, `rank_1` ... `rank_{d-1}` of
-    shape (r_k), the diagonals D_k that rank adaptation shrinks (CoMERA, section 3.2, arXiv 2405.14377). They sit on the module
-    itself, so that whoever materializes a module from the meta device by `reset_parameters` finds them.
+    shape (r_k), the diagonals D_k that rank adaptation shrinks (CoMERA, section 3.2, arXiv 2405.14377). They are registered on the
+    module itself, so code that materializes modules from the meta device with `reset_parameters` works.
 
     `shape` always describes the parameters. Loading a state dict of the same modes at other ranks resizes them in place. A module
-    loads all of its tensors or none: one that is missing or does not fit is an error, `strict` or not, and nothing changes.
+    loads all of its tensors or none: a missing or unfit tensor is an error, `strict` or not, and nothing changes.
 
     A subclass calls `reset_parameters` once all its parameters exist.
     """
@@ -52,7 +52,7 @@ class TTModule(nn.Module):
             self.register_parameter(f"rank_{k}", nn.Parameter(torch.empty(rank, device=device, dtype=dtype)))
 
     def reset_parameters(self) -> None:
-        """Draw the cores anew such that dense entries have standard deviation `std`; set the rank parameters to one."""
+        """Draw the cores anew so that dense entries have standard deviation `std`; set the rank parameters to one."""
         if self.core_0.is_meta:
             return
         init_cores_(self.cores(), self.shape, self.std)
@@ -61,43 +61,43 @@ class TTModule(nn.Module):
                 rank.fill_(1.0)
 
     def laid_out(self, k: int, core: Tensor) -> Tensor:
-        """What the k-th core holds, as the module wants it to lie in memory."""
+        """Return the k-th core in the memory layout that the module uses."""
         return core
 
     def cores(self) -> list[nn.Parameter]:
-        """G_1..G_d."""
+        """Return the cores G_1..G_d."""
         return self._registered("core", range(self.shape.order))
 
     def rank_parameters(self) -> list[nn.Parameter]:
-        """D_1..D_{d-1}."""
+        """Return the rank parameters D_1..D_{d-1}."""
         return self._registered("rank", range(1, self.shape.order))
 
     def _registered(self, kind: str, numbers: range) -> list[nn.Parameter]:
-        # A model has hundreds, and a step should not pay for each: looking up an attribute of a module is slower.
+        # Faster than looking up attributes of a module, of which a model has hundreds.
         parameters: dict[str, Any] = self._parameters
         return [parameters[f"{kind}_{k}"] for k in numbers]
 
     @property
     def whole_shape(self) -> TTShape:
-        """Shape of the whole train, for modules that are shards of one."""
+        """Shape of the whole matrix, also where this module is a shard of it."""
         return self.shape
 
     @property
     def whole_rows(self) -> int:
-        """Rows of the whole matrix, for modules that are shards of one."""
+        """Rows of the whole matrix, also where this module is a shard of it."""
         return self.num_rows
 
     @property
     def dense_params(self) -> int:
-        """Numbers of the dense matrix that the module stands for, whole."""
+        """Parameters of the whole dense matrix."""
         return self.whole_rows * self.num_cols
 
     def sum_over_shards(self, local: Tensor) -> Tensor:
-        """What the shards of a train compute from their slices of the leading core, summed; for a whole train as it is."""
+        """Sum over shards what each computes from its slices of the first core; identity for a whole matrix."""
         return local
 
     def scaled_cores(self) -> list[Tensor]:
-        """The cores with every D_k multiplied into the smaller of its two neighbours."""
+        """Return the cores with every D_k multiplied into the smaller of its two neighbours."""
         cores: list[Tensor] = list(self.cores())
         for k, rank in enumerate(self.rank_parameters(), start=1):
             if cores[k - 1].numel() <= cores[k].numel():
@@ -107,15 +107,15 @@ class TTModule(nn.Module):
         return cores
 
     def dense_matrix(self) -> Tensor:
-        """The matrix the train stands for, [num_rows, num_cols]; differentiable."""
+        """Return the dense matrix [num_rows, num_cols]; differentiable."""
         return contract(self.scaled_cores()).reshape(self.shape.num_rows, self.shape.num_cols)[: self.num_rows, : self.num_cols]
 
     def set_dense_matrix_(self, matrix: Tensor, *, rtol: float = 0.0) -> None:
-        """Set the cores to the TT-SVD of a matrix [num_rows, num_cols]; with `rtol` > 0 ranks shrink to what that error allows."""
+        """Set the cores to the TT-SVD of a matrix [num_rows, num_cols]; with `rtol` > 0, ranks shrink within that error."""
         self.set_cores_(tt_svd(matrix, self.shape, rtol=rtol))
 
     def set_cores_(self, cores: Sequence[Tensor]) -> None:
-        """Set the cores, ranks included; the scale is spread evenly over them, and the rank parameters are set to one."""
+        """Set the cores and their ranks; the scale is spread evenly over the cores, and rank parameters become one."""
         norms = [float(core.norm()) for core in cores]
         even = torch.tensor(norms, dtype=torch.float64).log().mean().exp().item() if all(norms) else 0.0
         self.resize_ranks_([core.shape[-1] for core in cores[:-1]])
@@ -126,7 +126,7 @@ class TTModule(nn.Module):
                 rank.fill_(1.0)
 
     def resize_ranks_(self, ranks: Sequence[int]) -> None:
-        """Give the parameters the sizes of other ranks; they keep their identity, not their contents where the size changed."""
+        """Resize the parameters to other ranks; they keep their identity, but lose their values where sizes change."""
         self.shape = self.shape.with_ranks(tuple(ranks))
         sizes = [*self.shape.core_shapes, *((r,) for r in self.shape.ranks)]
         for k, (parameter, size) in enumerate(zip([*self.cores(), *self.rank_parameters()], sizes, strict=True)):
@@ -144,40 +144,44 @@ class TTModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        own = {name: parameter for name, parameter in self._parameters.items() if parameter is not None}
-        stored = {name: state_dict[prefix + name] for name in own if isinstance(state_dict.get(prefix + name), Tensor)}
-        ranks, refusal = self._stored_ranks(own, stored), ""
-        if stored.keys() != own.keys():
-            refusal = f"the state dict lacks {', '.join(name for name in own if name not in stored)}: complete it"
+        parameters = {name: parameter for name, parameter in self._parameters.items() if parameter is not None}
+        stored = {name: state_dict[prefix + name] for name in parameters if isinstance(state_dict.get(prefix + name), Tensor)}
+        ranks, refusal = self._stored_ranks(parameters, stored), ""
+        if stored.keys() != parameters.keys():
+            refusal = f"the state dict lacks {', '.join(name for name in parameters if name not in stored)}: complete it"
         elif f"{prefix}core_{self.shape.order}" in state_dict:
             refusal = f"the state dict has more than {self.shape.order} cores: load one of a module of the same modes"
-        elif any(value.is_meta > own[name].is_meta for name, value in stored.items()):
+        elif any(value.is_meta > parameters[name].is_meta for name, value in stored.items()):
             refusal = "the state dict is on the meta device, without numbers: load one that has them"
         if ranks is not None and not refusal:
             self.resize_ranks_(ranks)
         elif stored:
-            # Torch copies what fits and reports the rest. What fits is taken from the module itself, so that nothing changes.
-            kept = {prefix + name: own[name] for name, value in stored.items() if value.shape == own[name].shape}
+            # torch copies tensors that fit and reports the others. The module's tensors replace those that fit, so nothing changes.
+            kept = {prefix + name: parameters[name] for name, value in stored.items() if value.shape == parameters[name].shape}
             state_dict = {**state_dict, **kept}
             if refusal:
                 where = f"{prefix[:-1]}: " if prefix else ""
                 error_msgs.append(f"{where}a {type(self).__name__} loads all of its tensors or none, and {refusal}")
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
-    def _stored_ranks(self, own: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> tuple[int, ...] | None:
-        """The ranks at which all stored tensors fit; None if there are none."""
+    def _stored_ranks(self, parameters: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> tuple[int, ...] | None:
+        """Return the ranks at which all stored tensors fit, or None if there are none."""
         cores = [stored[f"core_{k}"] for k in range(self.shape.order) if f"core_{k}" in stored]
-        if stored.keys() != own.keys() or any(core.dim() != 4 for core in cores):
+        if stored.keys() != parameters.keys() or any(core.dim() != 4 for core in cores):
             return None
         shape = self.shape.with_ranks([core.shape[3] for core in cores[:-1]])
-        sizes: dict[str, Sequence[int]] = {name: parameter.shape for name, parameter in own.items()}
+        sizes: dict[str, Sequence[int]] = {name: parameter.shape for name, parameter in parameters.items()}
         sizes |= {f"core_{k}": size for k, size in enumerate(shape.core_shapes)}
         sizes |= {f"rank_{k}": (rank,) for k, rank in enumerate(shape.ranks, start=1)}
         return shape.ranks if all(stored[name].shape == size for name, size in sizes.items()) else None
 
     def to_dense(self) -> nn.Module:
-        """The plain torch module that holds the same matrix."""
-        raise TypeError(f"{type(self).__name__} does not say what it is when dense")
+        """Return the plain torch module of the same matrix.
+
+        Raises:
+            TypeError: if there is none.
+        """
+        raise TypeError(f"a {type(self).__name__} has no dense equivalent")
 
     def extra_repr(self) -> str:
         modes = " ".join(f"{m}x{n}" for m, n in zip(self.shape.row_shape, self.shape.col_shape, strict=True))
@@ -187,9 +191,9 @@ class TTModule(nn.Module):
 def replace_data_(parameter: nn.Parameter, data: Tensor) -> None:
     """Give a parameter data of another shape, in place; its gradient is dropped.
 
-    Autograd keeps the node that accumulates a parameter's gradient, and with it the old shape, for as long as any graph is alive:
-    usually the last step's loss. It makes a new one only when the parameter's type changes, hence the detour. An optimizer that was
-    applied in backward hooks on to that node, and moves to the new one.
+    While any graph is alive, usually that of the last loss, autograd keeps the node that accumulates a parameter's gradient, and
+    with it the old shape. It makes a new node only when the parameter's type changes, hence the detour by another type. Hooks of
+    optimizers applied in backward are on that node; they move to the new one.
     """
     hooks = _take_hooks(parameter)
     parameter.grad = None
@@ -206,22 +210,22 @@ def replace_data_(parameter: nn.Parameter, data: Tensor) -> None:
 
 
 def _take_hooks(parameter: nn.Parameter) -> list[Any]:
-    """What `apply_optimizer_in_backward` calls when the parameter's gradient is there; it is called no longer."""
+    """Remove and return the hooks of `apply_optimizer_in_backward`, which run when the parameter's gradient is ready."""
     applied = sys.modules.get(_IN_BACKWARD)
     if applied is None or not hasattr(parameter, "_in_backward_optimizers"):
         return []
     hooks = []
     for handle in applied.param_to_optim_hook_handle_map.get(parameter, ()):
         registered = handle.hooks_dict_ref() or {}
-        if handle.id in registered:  # DistributedDataParallel takes them away, to call them itself
+        if handle.id in registered:  # DistributedDataParallel removes them, to call them itself
             hooks.append(registered[handle.id])
             handle.remove()
-    applied.param_to_acc_grad_map.pop(parameter, None)  # so that hooks that come later are not put on the old node
+    applied.param_to_acc_grad_map.pop(parameter, None)  # or later hooks would be put on the old node
     return hooks
 
 
 def named_tt_modules(model: nn.Module) -> Iterator[tuple[str, TTModule]]:
-    """(fully qualified name, module) of every tensor-train module in a model, each once; of modules that share cores the first."""
+    """Yield (fully qualified name, module) of every TT module in a model; of modules that share cores, only the first."""
     seen = set[int]()
     for name, module in model.named_modules():
         if isinstance(module, TTModule) and id(module.core_0) not in seen:
@@ -230,7 +234,7 @@ def named_tt_modules(model: nn.Module) -> Iterator[tuple[str, TTModule]]:
 
 
 def parameter_owners(model: nn.Module) -> dict[Tensor, list[tuple[str, nn.Module]]]:
-    """(fully qualified name, module) of every module that registers a parameter: several where modules share it."""
+    """Map each parameter to the (fully qualified name, module) of every module that registers it."""
     owners: dict[Tensor, list[tuple[str, nn.Module]]] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
@@ -239,16 +243,17 @@ def parameter_owners(model: nn.Module) -> dict[Tensor, list[tuple[str, nn.Module
 
 
 def keep_buffers_and_mode_(module: nn.Module, replaced: nn.Module) -> nn.Module:
-    """Give a module the buffers of the one that it replaces, and its training mode; returns the module."""
+    """Give a module the buffers and training mode of the one that it replaces; returns the module."""
     for name, buffer in replaced.named_buffers(recurse=False):
         module.register_buffer(name, buffer, persistent=name not in replaced._non_persistent_buffers_set)
     return module.train(replaced.training)
 
 
 def replace_modules_(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> nn.Module:
-    """Put new modules in place of old ones wherever they are registered, shared ones in every place.
+    """Replace modules wherever they are registered, in every parent that shares them.
 
-    Returns the model, or its replacement where the model itself is one of the old modules.
+    Returns:
+        The model, or its replacement if the model itself is one of the old modules.
     """
     if model in replacements:
         return replacements[model]

@@ -1,4 +1,4 @@
-"""The operators of `csrc`, loaded, and what tracers need to know of them: the shapes that they return.
+"""Loads the operators of `csrc` and declares the shapes of their results, which tracers need.
 
 L ids, T tables of d cores.
 """
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 LIBRARY = Path(os.environ.get("COMERA_LIBRARY") or Path(__file__).parents[1] / "lib" / "libcomera_rec.so")
-"""For programs without Python too: load it before a model that was exported with it. $COMERA_LIBRARY names another build of it."""
+"""The compiled operators, or another build of them that $COMERA_LIBRARY names. A program without Python must load this file before
+a model that was exported with it."""
 
 if not LIBRARY.exists():
     raise ImportError(
@@ -28,16 +29,16 @@ ops = torch.ops.comera_rec
 def _(ids: Sequence[Tensor], num_embeddings: Sequence[int], row_shapes: Sequence[int], parallel: bool = True) -> tuple[Tensor, ...]:
     tables, order = len(ids), len(row_shapes) // len(ids)
     lookups = sum(table.numel() for table in ids)
-    of = lambda *sizes: ids[0].new_empty(sizes, dtype=torch.int32)  # noqa: E731
-    return (
-        of(lookups),
-        of(lookups),
-        of(lookups + 1),
-        of(2, lookups),
-        of(2, lookups if order >= 3 else 0),
-        of(2, lookups if order == 4 else 0),
-        of(3 + order, tables + 1),
+    sizes = (
+        (lookups,),
+        (lookups,),
+        (lookups + 1,),
+        (2, lookups),
+        (2, lookups if order >= 3 else 0),
+        (2, lookups if order == 4 else 0),
+        (3 + order, tables + 1),
     )
+    return tuple(ids[0].new_empty(size, dtype=torch.int32) for size in sizes)
 
 
 @torch.library.register_fake("comera_rec::pool")
@@ -68,11 +69,11 @@ def _(
     num_cols: int,
     hot: Sequence[int],
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    of_weights = gradient.new_empty(0 if weights is None else weights.shape[0])
-    return [torch.empty_like(core) for core in cores], _like_diagonals(gradient, cores, plan), of_weights
+    weight_gradients = gradient.new_empty(0 if weights is None else weights.shape[0])
+    return [torch.empty_like(core) for core in cores], _like_diagonals(gradient, cores, plan), weight_gradients
 
 
 def _like_diagonals(gradient: Tensor, cores: Sequence[Tensor], plan: Sequence[Tensor]) -> list[Tensor]:
     order, tables = plan[-1].shape[0] - 3, plan[-1].shape[1] - 1
-    of_trains = [core for k, core in enumerate(cores[: order * tables]) if k % order != order - 1]
-    return [gradient.new_empty(core.shape[3]) for core in (*of_trains, *cores[order * tables :: 2])]
+    with_right_bond = [core for k, core in enumerate(cores[: order * tables]) if k % order != order - 1]
+    return [gradient.new_empty(core.shape[3]) for core in (*with_right_bond, *cores[order * tables :: 2])]

@@ -1,4 +1,4 @@
-"""When ranks shrink, how far, and by what."""
+"""Settings of rank adaptation: when ranks shrink, how far, and by which objective and score."""
 
 from __future__ import annotations
 
@@ -13,27 +13,32 @@ TARGETS = ("target_size", "target_params", "target_bytes", "target_compression")
 
 @dataclass(frozen=True, kw_only=True)
 class RankConfig:
-    """When ranks shrink, and how far.
+    """Settings of `RankScheduler`: the stages, the target size, and the objective that leads there.
 
     Attributes:
         early_steps: steps of the early stage, which minimizes L + gamma S + beta |G|^2.
-        late_steps: steps of the late stage, in which TT modules shrink.
-        objective: of the late stage. "budget" minimizes the loss alone and removes the ranks that matter least for what they cost,
-            fast at first and ever slower, so that the size ends just below the target. "achievement" is CoMERA's: it minimizes
-            max{w_loss (L - L0), w_size (S - S0)} + rho (L + S) + beta |G|^2, and the size ends where that leads, at S0 or not.
-        target_size: parameters wanted in all trains as a fraction of those at the end of the early stage. Give one of the targets,
-            or none for no late stage.
-        target_params, target_bytes: wanted in all trains.
-        target_compression: dense bytes of the whole model over those it shall take, layers outside the trains included.
+        late_steps: steps of the late stage, in which TT modules shrink to the target.
+        objective: objective of the late stage. "budget" minimizes the loss alone and removes the ranks with the lowest score per
+            parameter saved, fast at first and then ever more slowly, so that the final size is just below the target.
+            "achievement" is CoMERA's: it minimizes max{w_loss (L - L0), w_size (S - S0)} + rho (L + S) + beta |G|^2, and the final
+            size may differ from S0.
+        target_size: target parameters of all TT modules, as a fraction of those at the end of the early stage. Give at most one
+            target; without one there is no late stage.
+        target_params, target_bytes: target parameters or bytes of all TT modules.
+        target_compression: target ratio of the bytes of the dense model to those of this one, all layers included.
         target_loss: L0; None takes the running mean of the task loss at the end of the early stage.
         gamma: price of size in the early stage.
-        beta: price of the mean square of the cores, so that scale cannot hide in them; in the early stage and under "achievement".
+        beta: price of the mean square of the cores, which keeps rank parameters from shrinking while cores grow instead; charged in
+            the early stage and under "achievement".
         w_loss, w_size: weights of the two gaps of "achievement".
-        rho: weight of the sum that keeps both objectives of "achievement" moving; small.
+        rho: small weight of the sum L + S in "achievement"; it keeps both decreasing.
         threshold: ranks with |D| below it are truncated in the early stage and under "achievement".
         truncate_every: steps between truncations.
-        score: what a rank is worth, "taylor", "norm" or "magnitude" (see `rank.importance`). Default "taylor" for "budget",
-            "norm" for "achievement", whose price is a part of the gradients that "taylor" reads.
+        score: how ranks are compared: "taylor", "norm" or "magnitude" (see `rank.importance`). Default "taylor" for "budget" and
+            "norm" for "achievement", whose price of size would bias the gradients that "taylor" reads.
+
+    Raises:
+        ValueError: for values out of range, several targets, or a late stage without a target or the reverse.
     """
 
     early_steps: int
@@ -88,5 +93,5 @@ class RankConfig:
 
     @property
     def score_used(self) -> str:
-        """`score`, or the objective's default."""
+        """Score in use: `score`, or the objective's default."""
         return self.score or ("taylor" if self.objective == "budget" else "norm")

@@ -1,4 +1,4 @@
-"""The reverse of truncation: ranks are added to trains, their gradients and optimizer state, without a change of the output.
+"""Growth of TT ranks, the reverse of truncation: the output stays the same.
 
 a, b ranks before and after a core.
 """
@@ -23,41 +23,41 @@ _SECOND_MOMENTS = ("sum", "exp_avg_sq", "max_exp_avg_sq", "square_avg")
 def grow_ranks_(
     model: nn.Module, ranks: Mapping[str, Sequence[int]], optimizer: Optimizer | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """Add ranks to trains; the model computes the same as before until it is trained further.
+    """Add ranks to TT modules in place; the model's output stays the same until it is trained further.
 
-    New slices of a core are Gaussian with the spread of its entries where they lead into new ranks, and zero where they lead from
-    new ranks to old ones: no path through a new rank reaches the output yet, but the gradient of its last core is not zero. New
-    rank parameters are one. Momenta and gradients are padded with zeros, second moments (Adam's, Adagrad's) with their mean, so
-    that the first updates of new entries are no larger than those of old ones. A train that was truncated away starts at its
-    initial scale.
+    New entries of a core are Gaussian, with the standard deviation of the old ones, where they lead into new ranks, and zero where
+    they lead from new ranks to old ones: no path through a new rank reaches the output yet, but the gradient of its last core is
+    not zero. New rank parameters are one. Momenta and gradients are padded with zeros, and second moments (Adam's, Adagrad's) with
+    their mean, so that the first updates of new entries are no larger than those of old ones. A module that was truncated away
+    starts at its initial scale.
 
     Args:
-        model: any module that holds tensor-train modules.
-        ranks: fully qualified name -> new ranks of all its bonds, none below those it has.
-        optimizer: the optimizer over the model's parameters, if it has one.
+        model: any module that contains TT modules.
+        ranks: fully qualified name -> new ranks of all bonds of that module, none smaller than now.
+        optimizer: the optimizer of the model's parameters, if there is one; its state grows alike.
 
     Raises:
-        ValueError: before anything is changed, for a name that is no tensor-train module, ranks that are fewer than before or more
-            than the modes can use, or optimizer state of a shape that can't grow.
+        ValueError: before anything is changed, for a name that is not a TT module, ranks that are smaller than now or larger than
+            the modes can use, or optimizer state of a shape that can't grow.
 
     Returns:
-        The ranks of every tensor-train module, by fully qualified name.
+        The ranks of every TT module, by fully qualified name.
     """
     modules = dict(named_tt_modules(model))
-    for name, wanted in ranks.items():
+    for name, new_ranks in ranks.items():
         if name not in modules:
-            raise ValueError(f"ranks names {name!r}, which is no tensor-train module: choose of {', '.join(modules)}")
+            raise ValueError(f"ranks names {name!r}, which is not a TT module: choose from {', '.join(modules)}")
         shape = modules[name].shape
         limits = max_ranks(shape.row_shape, shape.col_shape)
-        if len(wanted) != len(limits) or any(
-            not max(have, 1) <= r <= most for have, r, most in zip(shape.ranks, wanted, limits, strict=True)
+        if len(new_ranks) != len(limits) or any(
+            not max(old, 1) <= new <= limit for old, new, limit in zip(shape.ranks, new_ranks, limits, strict=True)
         ):
             raise ValueError(
-                f"ranks of {name!r} are {tuple(wanted)}: it has {shape.ranks} and can use {limits}; give ranks between"
+                f"ranks of {name!r} are {tuple(new_ranks)}: it has {shape.ranks} and can use {limits}; give ranks between these"
             )
     require_known_states([modules[name] for name in ranks], optimizer)
-    for name, wanted in ranks.items():
-        _grow_(modules[name], tuple(wanted), optimizer)
+    for name, new_ranks in ranks.items():
+        _grow_(modules[name], tuple(new_ranks), optimizer)
     return {name: module.shape.ranks for name, module in modules.items()}
 
 
@@ -82,7 +82,7 @@ def _padded(tensor: Tensor, *, key: str, size: tuple[int, ...], old_b: int, spre
     old_a = tensor.shape[0]
     grown = tensor.new_full(size, _filler(tensor, key))
     if key == "data":
-        grown[..., old_b:].normal_(0.0, spread)  # into new ranks, from old and new ones; from new to old stays zero
+        grown[..., old_b:].normal_(0.0, spread)  # into new ranks; entries from new to old ranks stay zero
     grown[:old_a, :, :, :old_b] = tensor
     return grown
 

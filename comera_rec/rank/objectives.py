@@ -1,7 +1,7 @@
-"""What a stage of rank-adaptive training minimizes, and how large TT modules may be on the way.
+"""Objectives of the stages of rank-adaptive training, and how large TT modules may be meanwhile.
 
-L task loss, S size of all TT modules relative to that at the start of the stage, L0 and S0 their targets. A new objective is a
-class with the three members of `Objective` and a line in `RankScheduler`.
+L task loss, S size of all TT modules relative to that at the start of the stage, L0 and S0 their targets. A new
+objective takes a class with the three members of `Objective` and a line in `RankScheduler._stage_objective`.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from comera_rec.rank.penalty import core_norm, size_surrogate
 
 
 class Objective(Protocol):
-    """A stage's objective; it holds no state that changes."""
+    """A stage's objective; it has no mutable state."""
 
     @property
     def threshold(self) -> float:
-        """Ranks with |D| below it are truncated."""
+        """Bound of |D| below which ranks are truncated; 0 for none."""
 
     def loss(self, task_loss: Tensor, modules: Sequence[TTModule]) -> tuple[Tensor, str | Tensor]:
-        """What to minimize, and which objective it descends on: "loss" or "size", or a tensor of 0 or 1, not waited for."""
+        """Return the scalar to minimize, and which part dominates it: "loss" or "size", or a tensor of 0 or 1 (no GPU wait)."""
 
     def ceiling(self, progress: float) -> float | None:
-        """The largest size allowed, relative to that at the start of the stage, at a progress of 0 to 1; None for any size."""
+        """Return the largest size allowed at a progress of 0 to 1, relative to the start of the stage; None for any size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +36,8 @@ class Price:
     """L + gamma S + beta |G|^2: linear scalarization, CoMERA section 3.2 (arXiv 2405.14377).
 
     Attributes:
-        reference: parameters in all trains at the start.
-        num_cores: of all trains.
+        reference: parameters of all TT modules at the start.
+        num_cores: cores of all TT modules.
         gamma, beta, threshold: as in `RankConfig`.
     """
 
@@ -60,15 +60,15 @@ class Price:
 class Achievement:
     """max{w_loss (L - L0), w_size (S - S0)} + rho (L + S) + beta |G|^2: achievement scalarization, CoMERA eq. 10.
 
-    S is the surrogate, and only `threshold` removes ranks: whether the size ends at S0 depends on the weights, as in the paper.
+    S is the surrogate, and only `threshold` removes ranks, so whether the final size is S0 depends on the weights, as in the paper.
 
     Attributes:
         reference: parameters in all TT modules at the start of the stage.
-        num_cores: of all TT modules.
+        num_cores: cores of all TT modules.
         target: S0, relative to `reference`.
         target_loss: L0.
         w_loss, w_size, rho, beta, threshold: as in `RankConfig`.
-        elsewhere: what the TT modules that other processes hold add to the surrogate.
+        elsewhere: size surrogate of the TT modules of other processes.
     """
 
     reference: int
@@ -97,7 +97,7 @@ class Achievement:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """L alone, under a ceiling that ends at the target: fast at first, while much is redundant, then ever slower.
+    """L alone, under a ceiling that falls to the target: fast at first, while much is redundant, then ever more slowly.
 
     S(t) = S0 + (1 - S0)(1 - t)^3. Zhu and Gupta, To Prune, or Not to Prune (arXiv 1710.01878), equation 1.
 

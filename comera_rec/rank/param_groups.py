@@ -10,12 +10,12 @@ from comera_rec.nn import named_tt_modules
 
 
 def _is_free(parameter: nn.Parameter) -> bool:
-    # The mark is torch's, of parameters that are updated in the backward pass and have no gradient for another optimizer.
+    # torch sets this attribute on parameters that are updated in backward, which leaves no gradient for another optimizer.
     return parameter.requires_grad and not hasattr(parameter, "_in_backward_optimizers")
 
 
 def rank_param_groups(model: nn.Module, *, lr_cores: float, lr_ranks: float, lr_dense: float) -> list[dict[str, Any]]:
-    """Split a model's trainable parameters into groups with learning rates of their own.
+    """Split a model's trainable parameters into groups with separate learning rates.
 
     Args:
         model: any module. Parameters that TorchRec updates in the backward pass (fused tables) are left out.

@@ -1,4 +1,4 @@
-"""Differentiable size of a model: what a rank costs, so that training can weigh it against the loss.
+"""Differentiable size of a model's TT modules, so that training can weigh it against the loss.
 
 r_k rank of bond k; m_k, n_k modes of core k.
 """
@@ -16,15 +16,15 @@ from comera_rec.nn import TTModule
 
 
 def size_surrogate(modules: Iterable[TTModule]) -> Tensor:
-    """The parameter count of TT modules with ||D_k||_1 in place of every rank r_k; equal to it while every |D| is 1.
+    """Return the parameter count of TT modules with ||D_k||_1 in place of every rank r_k; the two are equal while every |D| is 1.
 
     S^(D) = sum_k r^_{k-1} m_k n_k r^_k + sum_k r^_k with r^_k = ||D_k||_1 and r^_0 = r^_d = 1: a rank is priced by the parameters
     it costs, in both modes. CoMERA, section 3.2 (arXiv 2405.14377).
     """
-    # All bonds of all modules in a few operations: a model has hundreds, and a step should not pay for each.
+    # All bonds of all modules in a few operations, because a model has hundreds of bonds and each operation takes time.
     modules = [module for module in modules if module.shape.num_params]
     ranks: list[Tensor] = [rank for module in modules for rank in module.rank_parameters()]
-    outer = len(ranks)  # place of the outer rank, 1, behind all bonds
+    outer = len(ranks)  # index of the outer rank, 1, after those of all bonds
     left, right, sizes, bond = [], [], [], 0
     for module in modules:
         inner = list(range(bond, bond + module.shape.order - 1))
@@ -55,18 +55,21 @@ def _indices(
     device: torch.device,
     dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:
-    """The bond of each rank parameter's entry, and per core the bonds beside it and its size; kept, since a copy to a GPU waits."""
+    """Return the bond of each entry of the rank parameters, and each core's left bond, right bond and size.
+
+    Cached, because a copy to a GPU waits for it.
+    """
     bond_of = torch.arange(len(ranks)).repeat_interleave(torch.tensor(ranks, dtype=torch.int64))
     indices = bond_of, torch.tensor(left), torch.tensor(right), torch.tensor(sizes, dtype=dtype)
     return tuple(index.to(device) for index in indices)
 
 
 def core_norm(modules: Iterable[TTModule], num_cores: int | None = None) -> Tensor:
-    """Mean over all cores of the mean square entry: keeps scale from hiding in the cores while the rank parameters shrink.
+    """Return the mean over cores of their mean square entry: a penalty on growing cores while rank parameters shrink.
 
     Args:
-        modules: whose cores.
-        num_cores: of the whole model, where these are a process's part of it; default those here that hold anything.
+        modules: TT modules of this process.
+        num_cores: cores of all processes' modules; default the non-empty ones here.
     """
     terms = [
         core.square().sum() / math.prod(size)

@@ -1,4 +1,4 @@
-"""The stages of rank-adaptive training: price ranks early, then descend to a target size, truncating physically on the way.
+"""The stages of rank-adaptive training: an early stage with a price on size, then a late stage that shrinks to a target.
 
 CoMERA, section 3.3 (arXiv 2405.14377).
 """
@@ -20,29 +20,29 @@ from comera_rec.rank.importance import STATIC_SCORES, TaylorScores
 from comera_rec.rank.objectives import Achievement, Budget, Objective, Price
 from comera_rec.rank.penalty import size_surrogate
 from comera_rec.rank.selection import Masks, above_threshold, within_budget
-from comera_rec.rank.trains import Train, bytes_outside_trains, gather_trains, total_bytes, total_params
 from comera_rec.rank.truncation import keep_ranks_, magnitudes_of
+from comera_rec.rank.tt_modules import ModuleSummary, bytes_outside_tt_modules, gather_tt_modules, total_bytes, total_params
 from comera_rec.tt import TTShape
 
 
 class RankScheduler:
-    """Adds the price of size to the loss, counts steps, and truncates ranks when their time has come.
+    """Schedule of ranks: adds the price of size to the loss, counts steps and truncates ranks.
 
-    Where a process group exists, every process builds one and calls the same of its methods at the same step, and all decide alike,
-    whether trains are replicated, divided or held by one process. After a truncation DistributedDataParallel must wrap the model
+    With several processes, each builds a scheduler and calls the same methods at the same steps. All reach the same decisions,
+    whether TT modules are replicated, sharded or on one process. After a truncation, DistributedDataParallel must wrap the model
     anew (`rewrap_data_parallel_`).
 
     Args:
-        model: holds the tensor-train modules; the scheduler looks them up by name, so build it after all swaps. Under
-            `DistributedModelParallel` its `module`, so that names are those of one process.
-        optimizer: over the model's parameters; its state is sliced with them.
+        model: contains the TT modules; build the scheduler after all swaps, because it keeps their names. Under
+            `DistributedModelParallel`, give its `module`, so that names are those of one process.
+        optimizer: the optimizer of the model's parameters; its state is sliced with them.
         config: the schedule.
-        other_bytes: of the layers outside the trains, where processes hold parts of them; default those of `model`.
-        processes: among which the model is spread.
+        other_bytes: bytes of the layers outside TT modules, where processes have parts of these; default those of `model`.
+        processes: the processes that share the model.
 
     Raises:
-        ValueError: if the model holds no tensor-train module, or the layers outside the trains alone exceed `target_compression`;
-            if parameters are updated in backward whose gradients the schedule needs.
+        ValueError: if the model has no TT module; if the layers outside TT modules alone exceed `target_compression`; if parameters
+            whose gradients the schedule needs are updated in backward.
 
     Example:
         >>> scheduler = RankScheduler(model, optimizer, RankConfig(early_steps=1000))  # doctest: +SKIP
@@ -61,45 +61,44 @@ class RankScheduler:
         processes: Processes = WORLD,
     ) -> None:
         self._processes = processes
-        # Walking the model takes longer than a step should pay for; TT modules stay what they are, whatever their ranks.
+        # Kept, because walking the model at each step takes long; TT modules keep their identity when ranks change.
         self._modules = dict(named_tt_modules(model))
-        trains = self._trains()
-        if not trains:
-            raise ValueError("the model holds no tensor-train module: swap tables or linear layers before building a RankScheduler")
+        summaries = self._summaries()
+        if not summaries:
+            raise ValueError("the model has no TT module: swap tables or linear layers before building a RankScheduler")
         _require_gradients(model, config)
         self.optimizer = optimizer
         self.config = config
         self.stage = "early"
         self.steps = 0
         self.late_start = 0
-        self.reference_params = total_params(trains)
-        self._num_cores = sum(train.shape.order for train in trains.values())
+        self.reference_params = total_params(summaries)
+        self._num_cores = sum(summary.shape.order for summary in summaries.values())
         self.reference_size = 0
         self.target: int | None = None
         self.target_loss = config.target_loss
         self.objective = None
         self.history: list[dict[str, Any]] = []
         self._taylor = TaylorScores()
-        # Running mean of the task loss; not a number before the first finite one. A tensor, so that no step waits for the device.
+        # Running mean of the task loss; NaN before the first finite one. A tensor, so that no step waits for the device.
         self._mean_loss = torch.tensor(math.nan, dtype=torch.float32, device=next(model.parameters()).device)
-        self._other_bytes = bytes_outside_trains(model) if other_bytes is None else other_bytes
-        # A train that several processes hold counts once.
+        self._other_bytes = bytes_outside_tt_modules(model) if other_bytes is None else other_bytes
+        # A replica on each of several processes counts once in all.
         self._part_of_one = {name: 1 / count for name, count in self._processes.count(self._modules).items()}
         if config.target_compression is not None:
-            self._compressed_bytes(config.target_compression, trains)  # a mistake shows before hours of training
-        self._record(trains)
+            self._compressed_bytes(config.target_compression, summaries)  # checks the target before hours of training
+        self._record(summaries)
 
     # -- what is minimized -----------------------------------------------------------------------------------------------------
 
     def loss(self, task_loss: Tensor, *, accumulation: int = 1) -> Tensor:
-        """The objective of the current stage for a task loss; call `backward` on what it returns.
+        """Return the objective of the current stage for a task loss; call `backward` on it.
 
-        Where there are several processes, each gives the loss of its samples, and the objective is that of their mean.
+        With several processes, each passes the loss of its samples, and the objective is that of their mean.
 
         Args:
-            task_loss: a scalar, the mean over a batch or, with accumulated gradients, over a part of one: not divided by anything.
-            accumulation: parts whose gradients add up to a step. What is returned is divided by it, so that the price of size is
-                charged once.
+            task_loss: a scalar, the mean over a batch or, with accumulated gradients, over a micro-batch.
+            accumulation: micro-batches in a step. The result is divided by it, so the price of size is charged once.
         """
         if self._processes.several and self.stage != "done":
             task_loss = task_loss + (self._processes.mean(task_loss) - task_loss.detach())  # value of all, gradient of this one
@@ -112,7 +111,7 @@ class RankScheduler:
 
     @property
     def objective(self) -> str | None:
-        """Which objective the last loss descends on, "loss" or "size"; None before the first."""
+        """Part that dominated the last objective, "loss" or "size"; None before the first."""
         return ("loss", "size")[int(self._objective)] if isinstance(self._objective, Tensor) else self._objective
 
     @objective.setter
@@ -138,7 +137,7 @@ class RankScheduler:
         )  # fmt: skip
 
     def _surrogate_elsewhere(self) -> Tensor | float:
-        """What the size surrogate of all processes' TT modules has beyond that of this one's."""
+        """Return the size surrogate of the TT modules that are on other processes only."""
         if not self._processes.several:
             return 0.0
         sizes = {name: size_surrogate([module]).detach() for name, module in self._modules.items() if module.shape.num_params}
@@ -177,33 +176,33 @@ class RankScheduler:
             self._end_early()
         elif late_ends:
             self.stage = "done"
-        self._record(self._trains())
+        self._record(self._summaries())
 
     def _truncate(self, *, last: bool) -> None:
         objective = self._stage_objective()
         if objective.threshold:
-            trains = self._trains({name: magnitudes_of(module) for name, module in self._modules.items()})
-            self._keep(trains, above_threshold(*_shapes_and_scores(trains), objective.threshold))
+            summaries = self._summaries({name: magnitudes_of(module) for name, module in self._modules.items()})
+            self._keep(summaries, above_threshold(*_shapes_and_scores(summaries), objective.threshold))
         progress = 1.0 if last else (self.steps - self.late_start) / max(1, self.config.late_steps)
         if self.stage != "late" or (allowed := objective.ceiling(progress)) is None:
             return
         ceiling = round(allowed * self.reference_size)
-        # Before the last truncation a tenth more than the target stays: ranks to choose from when it is to be met exactly.
+        # Until the last truncation the size stays a tenth above the target, which leaves ranks to choose from to meet it exactly.
         assert self.target is not None
         if self._size() > ceiling and (last or ceiling > 1.1 * self.target):
-            trains = self._trains(self._scores())
-            self._keep(trains, within_budget(*_shapes_and_scores(trains), ceiling, self._units(trains), exact=last))
+            summaries = self._summaries(self._scores())
+            self._keep(summaries, within_budget(*_shapes_and_scores(summaries), ceiling, self._units(summaries), exact=last))
 
-    def _trains(self, scores: dict[str, list[Tensor]] | None = None) -> dict[str, Train]:
-        """Those of all processes."""
-        return gather_trains(self._modules, scores, self._processes)
+    def _summaries(self, scores: dict[str, list[Tensor]] | None = None) -> dict[str, ModuleSummary]:
+        """Summarize the TT modules of all processes, by name."""
+        return gather_tt_modules(self._modules, scores, self._processes)
 
-    def _keep(self, trains: dict[str, Train], masks: Masks) -> None:
-        """Slice the trains of this process to the ranks that the masks of all trains keep."""
-        modules, of_all = self._modules, dict(zip(trains, masks, strict=True))
-        mine = [of_all[name] for name in modules]
-        keep_ranks_(list(modules.values()), mine, self.optimizer)
-        self._taylor.slice_(mine)
+    def _keep(self, summaries: dict[str, ModuleSummary], masks: Masks) -> None:
+        """Slice this process's modules to the ranks that the masks of all modules keep."""
+        masks_by_name = dict(zip(summaries, masks, strict=True))
+        local_masks = [masks_by_name[name] for name in self._modules]
+        keep_ranks_(list(self._modules.values()), local_masks, self.optimizer)
+        self._taylor.slice_(local_masks)
 
     def _scores(self) -> dict[str, list[Tensor]]:
         modules = self._modules
@@ -212,7 +211,7 @@ class RankScheduler:
         return {name: STATIC_SCORES[self.config.score_used](module) for name, module in modules.items()}
 
     def _total_of_shares(self, shares: Tensor) -> Tensor:
-        """Sum over all ranks of all trains of what this process knows of its own."""
+        """Sum shares [ranks of this process's modules] over the modules of all processes."""
         if not self._processes.several:
             return shares.sum()
         modules = self._modules
@@ -225,10 +224,10 @@ class RankScheduler:
             return
         self.stage = "late"
         self.late_start = self.steps
-        trains = self._trains()
-        self.reference_params = max(1, total_params(trains))
+        summaries = self._summaries()
+        self.reference_params = max(1, total_params(summaries))
         self.reference_size = max(1, self._size())
-        self.target = min(self._target(trains), self.reference_size)
+        self.target = min(self._target(summaries), self.reference_size)
         if self.target_loss is None:
             self.target_loss = self._mean()
         if self.target_loss is None and self.config.objective == "achievement":
@@ -240,31 +239,31 @@ class RankScheduler:
     def _in_bytes(self) -> bool:
         return self.config.target_bytes is not None or self.config.target_compression is not None
 
-    def _units(self, trains: dict[str, Train]) -> list[int]:
-        return [train.unit if self._in_bytes else 1 for train in trains.values()]
+    def _units(self, summaries: dict[str, ModuleSummary]) -> list[int]:
+        return [summary.unit if self._in_bytes else 1 for summary in summaries.values()]
 
     def _size(self) -> int:
-        trains = self._trains()
-        return total_bytes(trains) if self._in_bytes else total_params(trains)
+        summaries = self._summaries()
+        return total_bytes(summaries) if self._in_bytes else total_params(summaries)
 
-    def _target(self, trains: dict[str, Train]) -> int:
+    def _target(self, summaries: dict[str, ModuleSummary]) -> int:
         config = self.config
         if config.target_size is not None:
             return round(config.target_size * self.reference_size)
         if config.target_compression is not None:
-            return self._compressed_bytes(config.target_compression, trains)
+            return self._compressed_bytes(config.target_compression, summaries)
         target = config.target_params or config.target_bytes
         assert target is not None
         return target
 
-    def _compressed_bytes(self, compression: float, trains: dict[str, Train]) -> int:
-        """Bytes left for the trains when the whole model shall be so many times smaller than dense."""
+    def _compressed_bytes(self, compression: float, summaries: dict[str, ModuleSummary]) -> int:
+        """Return the bytes left for TT modules when the whole model is to be so many times smaller than dense."""
         others = self._other_bytes
-        dense = others + sum(train.dense_params * train.unit for train in trains.values())
+        dense = others + sum(summary.dense_params * summary.unit for summary in summaries.values())
         if others >= dense / compression:
             raise ValueError(
-                f"target_compression is {compression} but layers outside the trains take {others:,} of {dense:,} dense bytes: "
-                f"give less than {dense / max(1, others):.1f}, or put more layers into trains"
+                f"target_compression is {compression} but layers outside TT modules take {others:,} of {dense:,} dense bytes: "
+                f"give less than {dense / max(1, others):.1f}, or compress more layers"
             )
         return int(dense / compression) - others
 
@@ -272,29 +271,29 @@ class RankScheduler:
 
     @property
     def target_params(self) -> int | None:
-        """Parameters that the trains shall have at the end of the late stage; None before it."""
+        """Target parameters of all TT modules at the end of the late stage; None before that stage."""
         if self.target is None:
             return None
         return round(self.target / self.reference_size * self.reference_params)
 
-    def _record(self, trains: dict[str, Train]) -> None:
+    def _record(self, summaries: dict[str, ModuleSummary]) -> None:
         self.history.append(
             {
                 "step": self.steps,
                 "stage": self.stage,
                 "objective": self.objective,
-                "params": total_params(trains),
-                "bytes": total_bytes(trains),
+                "params": total_params(summaries),
+                "bytes": total_bytes(summaries),
                 "target_params": self.target_params,
                 "loss": self._mean(),
-                "ranks": {name: list(train.shape.ranks) for name, train in trains.items()},
+                "ranks": {name: list(summary.shape.ranks) for name, summary in summaries.items()},
             }
         )
 
     _STATE = ("stage", "steps", "late_start", "reference_params", "reference_size", "target", "target_loss", "objective")
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, strings and lists: everything but the ranks themselves, which the model's own state dict carries."""
+        """Return the state in plain numbers, strings and lists; the ranks themselves are in the model's state dict."""
         state = {name: getattr(self, name) for name in self._STATE}
         return {
             **state,
@@ -312,12 +311,12 @@ class RankScheduler:
         self._taylor.load_by_name(state["taylor"], self._modules)
 
 
-def _shapes_and_scores(trains: dict[str, Train]) -> tuple[list[TTShape], list[tuple[Tensor, ...]]]:
-    return [train.shape for train in trains.values()], [train.scores for train in trains.values()]
+def _shapes_and_scores(summaries: dict[str, ModuleSummary]) -> tuple[list[TTShape], list[tuple[Tensor, ...]]]:
+    return [summary.shape for summary in summaries.values()], [summary.scores for summary in summaries.values()]
 
 
 def _require_gradients(model: nn.Module, config: RankConfig) -> None:
-    """Raise a ValueError if gradients that the schedule needs are used up in backward, or a penalty would be a step of its own."""
+    """Raise ValueError if an update in backward consumes gradients that the schedule needs, or would apply a penalty separately."""
     modules = [module for _, module in named_tt_modules(model)]
     if config.beta and any(update_kind(core) for module in modules for core in module.cores()):
         raise ValueError(

@@ -1,6 +1,6 @@
-"""Which ranks to keep: those above a threshold, or the most valuable ones within a budget.
+"""Selection of the ranks to keep: those above a threshold, or those of the highest scores within a budget.
 
-Sizes are counted in units: 1 a parameter, or the bytes of one.
+Sizes are in units, where a parameter counts 1 or its bytes.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 from comera_rec.tt import TTShape
 
 Masks = list[list[Tensor]]
-"""Per module and bond, which ranks to keep."""
+"""Per module and bond, a boolean mask [r_k] of the ranks to keep."""
 CLOSE = 0.99
-"""A selection fills at least this part of its budget where whole ranks allow it."""
+"""Least share of its budget that a selection fills, where whole ranks allow it."""
 _MOST_EXCHANGES = 100_000
 Move = tuple[int, int, int]
-"""A module, a bond, and +1 or -1 ranks."""
+"""(module, bond, +1 or -1 ranks), by numbers."""
 
 
 def above_threshold(
@@ -29,7 +29,15 @@ def above_threshold(
     floor: int = 0,
     units: Sequence[int] | None = None,
 ) -> Masks:
-    """Keep the ranks with |D| [r_k] of at least a threshold; the smallest |D| go first, but never below a size of `floor`."""
+    """Keep the ranks with |D| of at least a threshold; remove the smallest |D| first, but never go below a size of `floor`.
+
+    Args:
+        shapes: of the TT modules.
+        magnitudes: |D| [r_k], per module and bond.
+        threshold: ranks with |D| below it are removed.
+        floor: the least that all modules together keep, in units.
+        units: size of one parameter of each module; default 1.
+    """
     selection = _Selection(shapes, magnitudes, units)
     candidates = sorted(
         (float(score), i, k)
@@ -52,17 +60,17 @@ def within_budget(
     *,
     exact: bool = True,
 ) -> Masks:
-    """Keep the ranks of most value within a budget.
+    """Keep the ranks of the highest scores within a budget.
 
-    The rank that loses least score per unit saved goes first, each priced at the ranks that its neighbours still have.
+    Ranks go in the order of score per unit saved, lowest first; what they save depends on the ranks left at neighbouring bonds.
 
     Args:
-        shapes: of the trains.
-        scores: per train and bond [r_k], the value of each rank, non-negative, such that those of several ranks add.
-        budget: the most that all trains together may take.
-        units: size of one parameter of each train; default 1.
-        exact: fill the budget to 99 %, where whole ranks allow it, at the price of value: not only by giving back ranks that fit,
-            but by exchanges of two or three ranks of other sizes.
+        shapes: of the TT modules.
+        scores: the scores [r_k], per module and bond: non-negative, and additive over ranks.
+        budget: the most that all modules together may take, in units.
+        units: size of one parameter of each module; default 1.
+        exact: fill the budget to 99 % where whole ranks allow it, even at a loss of score: besides restoring ranks that fit,
+            exchange two or three ranks of different sizes.
     """
     selection = _Selection(shapes, scores, units)
     shrunk = selection.total > budget
@@ -70,7 +78,7 @@ def within_budget(
     while selection.total > budget and prices:
         cheapest = min(prices, key=lambda move: (prices[move], move))
         selection.apply([cheapest])
-        for move in [move for move in prices if move[0] == cheapest[0]]:  # those of other modules are what they were
+        for move in [move for move in prices if move[0] == cheapest[0]]:  # prices in other modules don't change
             if selection.ranks[move[0]][move[1]]:
                 prices[move] = selection.price(move)
             else:
@@ -81,7 +89,7 @@ def within_budget(
 
 
 class _Selection:
-    """How many ranks of each bond are kept; which ones follows from their scores."""
+    """Number of ranks kept at each bond: those of the highest scores."""
 
     def __init__(self, shapes: Sequence[TTShape], scores: Sequence[Sequence[Tensor]], units: Sequence[int] | None) -> None:
         self.full = [shape.ranks for shape in shapes]
@@ -93,14 +101,14 @@ class _Selection:
         self.total = sum(self._size(i, ranks) for i, ranks in enumerate(self.ranks))
 
     def _size(self, i: int, ranks: Sequence[int]) -> int:
-        """As `TTShape.num_params`, without making a shape for each of many thousand questions."""
+        """Return the size of a module, as `TTShape.num_params` does; called many thousand times, so no shape is built."""
         if ranks and not min(ranks):
             return 0
         cores = zip([1, *ranks], self.modes[i], [*ranks, 1], strict=True)
         return self.units[i] * (sum(a * size * b for a, size, b in cores) + sum(ranks))
 
     def _moved(self, moves: Sequence[Move]) -> dict[int, list[int]]:
-        """The ranks of the modules that moves touch; a train that is gone has no ranks, and comes back with one on each bond."""
+        """Return the ranks after moves, by module; a module removed has rank 0 at all bonds, and one restored has rank 1 at all."""
         moved: dict[int, list[int]] = {}
         for i, k, by in moves:
             ranks = moved.setdefault(i, list(self.ranks[i]))
@@ -112,44 +120,45 @@ class _Selection:
         return moved
 
     def change(self, moves: Sequence[Move]) -> int:
-        """By how much the moves change the size."""
+        """Return the change of size by moves."""
         return sum(self._size(i, ranks) - self._size(i, self.ranks[i]) for i, ranks in self._moved(moves).items())
 
     def loss(self, moves: Sequence[Move]) -> float:
-        """The score that the moves lose; negative where they win some."""
+        """Return the score lost by moves; negative for a gain."""
         return sum(
             self.scores[i][k][self.ranks[i][k] - 1] if by < 0 else -self.scores[i][k][self.ranks[i][k]] for i, k, by in moves
         )
 
     def price(self, down: Move) -> float:
-        """The score that a rank's going loses, per unit saved."""
+        """Return the score lost per unit saved by removing a rank."""
         return self.loss([down]) / -self.change([down])
 
     def apply(self, moves: Sequence[Move]) -> None:
+        """Make the moves."""
         self.total += self.change(moves)
         for i, ranks in self._moved(moves).items():
             self.ranks[i] = ranks
 
     def downs(self) -> list[Move]:
-        """Every bond that can lose a rank."""
+        """List the removals of one rank that are possible."""
         return [(i, k, -1) for i, ranks in enumerate(self.ranks) for k, rank in enumerate(ranks) if rank > 0]
 
     def ups(self) -> list[Move]:
-        """Every bond that can take a rank back."""
+        """List the restorations of one rank that are possible."""
         full = self.full
         return [(i, k, 1) for i, ranks in enumerate(self.ranks) for k, rank in enumerate(ranks) if rank < full[i][k]]
 
     def fill(self, budget: int, *, exact: bool) -> None:
-        """Use what is left of a budget."""
+        """Spend the rest of a budget: restore ranks that fit; if `exact`, exchange ranks until it is nearly full."""
         while ups := [[move] for move in self.ups() if 0 < self.change([move]) <= budget - self.total]:
             self.apply(min(ups, key=lambda moves: self.loss(moves) / self.change(moves)))
         while exact and self.total < CLOSE * budget and (exchange := self._exchange(budget)):
             self.apply(exchange)
 
     def _exchange(self, budget: int) -> list[Move] | None:
-        """Of the exchanges of two ranks (or else of three) that fill the budget closely, the one that loses the least score.
+        """Return the exchange of two ranks, or else of three, that nearly fills the budget and loses the least score.
 
-        Where there is none, the one that fills it most; None where none fills it more.
+        If no exchange nearly fills it, return the one that fills it most, or None if none helps.
         """
         fullest, filling = self.total, None
         for kinds in ((self.downs(), self.ups()), (self.downs(), self.ups(), self.ups()), (self.downs(), self.downs(), self.ups())):
@@ -167,11 +176,14 @@ class _Selection:
         return filling
 
     def _interfere(self, moves: Sequence[Move]) -> bool:
-        """Whether two moves are of one bond, or of one train that the first of them removes or brings back whole."""
-        trains = [i for i, _, _ in moves]
-        return len({move[:2] for move in moves}) < len(moves) or any(trains.count(i) > 1 and min(self.ranks[i]) < 2 for i in trains)
+        """Return whether two moves are at one bond, or in one module that either may remove or restore as a whole."""
+        modules = [i for i, _, _ in moves]
+        return len({move[:2] for move in moves}) < len(moves) or any(
+            modules.count(i) > 1 and min(self.ranks[i]) < 2 for i in modules
+        )
 
     def masks(self) -> Masks:
+        """Return the masks of the ranks kept."""
         result = []
         for full, ranks, orders in zip(self.full, self.ranks, self.order, strict=True):
             masks = [torch.zeros(size, dtype=torch.bool) for size in full]

@@ -13,31 +13,31 @@ from comera_rec.rank.selection import Masks, above_threshold
 
 
 def count_tt_params(model: nn.Module) -> int:
-    """S(D): numbers stored in all tensor trains of a model, biases not counted."""
+    """Count the parameters of all TT modules of a model, S(D), without biases."""
     return sum(module.whole_shape.num_params for _, module in named_tt_modules(model))
 
 
 def truncate_ranks_(
     model: nn.Module, optimizer: Optimizer | None = None, *, threshold: float, min_params: int = 0
 ) -> dict[str, tuple[int, ...]]:
-    """Remove every rank whose |D| is below a threshold, so that later steps are smaller and faster.
+    """Remove every rank whose |D| is below a threshold, which makes later steps smaller and faster.
 
-    Parameters keep their identity and names; an optimizer's state of the same shape (momenta, second moments, Adagrad sums) is
-    sliced alike, and so are gradients that are being accumulated. Optimizers that were applied in backward keep stepping there,
-    with their state sliced too. A layer whose bond loses all its ranks is then zero (plus its bias). Under DistributedDataParallel
-    wrap the model anew afterwards, because its hooks sit on the old gradients.
+    Parameters keep their identity and names. Optimizer state of the same shape (momenta, second moments, Adagrad sums) and
+    accumulated gradients are sliced alike, also for optimizers applied in backward. A module with a bond that loses all its ranks
+    outputs zero (plus its bias). DistributedDataParallel must wrap the model anew afterwards, because its hooks refer to the old
+    gradients.
 
     Args:
-        model: any module that holds tensor-train modules.
-        optimizer: the optimizer over the model's parameters, if it has one.
-        threshold: ranks with |D| below it go; infinity offers all of them, for use with `min_params`.
-        min_params: stop before the trains together would hold fewer parameters than this; the smallest |D| go first.
+        model: any module that contains TT modules.
+        optimizer: the optimizer of the model's parameters, if there is one.
+        threshold: ranks with |D| below it are removed, smallest first; infinity removes ranks until `min_params` stops it.
+        min_params: least number of parameters that all TT modules together keep.
 
     Raises:
         ValueError: for a negative threshold; before anything is changed, for optimizer state of a shape that can't be sliced.
 
     Returns:
-        The ranks of every tensor-train module after truncation, by fully qualified name.
+        The ranks of every TT module after truncation, by fully qualified name.
     """
     if not threshold >= 0:
         raise ValueError(f"threshold is {threshold}: give a non-negative number")
@@ -49,12 +49,12 @@ def truncate_ranks_(
 
 
 def magnitudes_of(module: TTModule) -> list[Tensor]:
-    """|D_k| [r_k] of every bond."""
+    """Return |D_k| [r_k] of every bond."""
     return [rank.detach().abs() for rank in module.rank_parameters()]
 
 
 def keep_ranks_(modules: Sequence[TTModule], masks: Masks, optimizer: Optimizer | None = None) -> None:
-    """Slice TT modules, their gradients and optimizer state down to the ranks that masks keep.
+    """Slice TT modules, their gradients and optimizer state to the ranks that masks keep.
 
     Raises:
         ValueError: before anything is changed, for optimizer state of a shape that can't be sliced.
@@ -91,8 +91,8 @@ def replace_parameter_(parameter: nn.Parameter, change: Callable[..., Tensor], o
 
     Args:
         parameter: keeps its identity.
-        change: (tensor, key=...) -> tensor of the new size; key is "data", "grad", or the name of the optimizer's state.
-        optimizer: the one that updates the parameter, if there is one.
+        change: (tensor, key=...) -> tensor of the new size; key is "data", "grad", or the name of an optimizer state.
+        optimizer: the optimizer that updates the parameter, if there is one.
     """
     for each in _optimizers_of(parameter, optimizer):
         state = each.state.get(parameter, {})
@@ -106,13 +106,10 @@ def replace_parameter_(parameter: nn.Parameter, change: Callable[..., Tensor], o
 
 
 def require_known_states(modules: Sequence[TTModule], optimizer: Optimizer | None) -> None:
-    """Check that all optimizer state of TT modules can follow a change of their ranks.
+    """Raise ValueError unless all optimizer state of TT modules can follow a change of their ranks.
 
-    Known are tensors of the parameter's shape, which change with it; and single numbers, and one for each slice of a core as
-    row-wise Adagrad keeps, which stay. What that one holds before its first step is for matrices, and is laid out anew then.
-
-    Raises:
-        ValueError: naming the optimizer, the state and both shapes.
+    State of the parameter's shape changes with it. Single numbers stay, and so does a number for each slice of a core, which
+    row-wise Adagrad keeps; before its first step that optimizer has state of another shape, which it then replaces.
     """
     for parameter in (p for module in modules for p in (*module.cores(), *module.rank_parameters())):
         for each in _optimizers_of(parameter, optimizer):
@@ -130,5 +127,5 @@ def require_known_states(modules: Sequence[TTModule], optimizer: Optimizer | Non
 
 
 def _optimizers_of(parameter: nn.Parameter, optimizer: Optimizer | None) -> list[Optimizer]:
-    """The one given, and those that were applied in backward."""
+    """List the given optimizer and those applied in backward."""
     return [*filter(None, [optimizer]), *getattr(parameter, "_in_backward_optimizers", ())]

@@ -1,4 +1,4 @@
-"""Requests that arrive together become one call of the model.
+"""Joins requests that arrive together into one call of the model.
 
 F categorical columns, R requests.
 """
@@ -24,14 +24,14 @@ class _Waiting(NamedTuple):
 
 
 class Batcher:
-    """Collects requests while the model runs, and for a short time before it does.
+    """A queue of requests that fills while the model runs, and for a short time before.
 
-    The model runs in the event loop's thread. It holds Python's lock anyway, so another thread would add switches and no speed.
+    The model runs in the event loop's thread. It holds Python's lock anyway, so another thread would add switches but no speed.
 
     Args:
-        max_rows: of a call, unless one request alone has more.
+        max_rows: the most rows of a call, unless a single request has more.
         max_wait: seconds that the first request of a call waits for others.
-        observe: called with the rows of every call.
+        observe: called with the number of rows of every call.
     """
 
     def __init__(self, *, max_rows: int, max_wait: float, observe: Callable[[int], object] = lambda rows: None) -> None:
@@ -40,10 +40,10 @@ class Batcher:
         self._arrived = asyncio.Event()
 
     async def score(self, model: ServingModel, rows: Flat) -> np.ndarray:
-        """The probabilities of a request's rows.
+        """Return the probabilities of a request's rows.
 
         Raises:
-            ValueError: as the model; other requests of the same call are not affected.
+            ValueError: as raised by the model; other requests of the same call are not affected.
         """
         scores: asyncio.Future[np.ndarray] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Waiting(model, rows, scores))
@@ -59,10 +59,10 @@ class Batcher:
             _answer(self._take())
             if not self._waiting:
                 self._arrived.clear()
-            await asyncio.sleep(0)  # answers go out, and requests come in
+            await asyncio.sleep(0)  # lets answers go out and requests come in
 
     def _take(self) -> list[_Waiting]:
-        """The first requests of one model that fit in a call."""
+        """Take the first requests, all for one model, that fit in a call."""
         taken = [self._waiting.popleft()]
         rows = len(taken[0].rows.dense)
         while self._waiting and self._waiting[0].model is taken[0].model:
@@ -78,16 +78,16 @@ def _answer(requests: Sequence[_Waiting]) -> None:
     try:
         scores = _call(requests[0].model, merge([request.rows for request in requests]))
     except Exception as error:
-        if len(requests) > 1:  # one of them is at fault
+        if len(requests) > 1:  # find the one at fault
             for request in requests:
                 _answer([request])
         elif not requests[0].scores.done():
             requests[0].scores.set_exception(error)
         return
     ends = np.cumsum([len(request.rows.dense) for request in requests])
-    for request, of_request in zip(requests, np.split(scores, ends[:-1]), strict=True):
-        if not request.scores.done():  # its client may have left
-            request.scores.set_result(of_request)
+    for request, request_scores in zip(requests, np.split(scores, ends[:-1]), strict=True):
+        if not request.scores.done():  # done if its client has left
+            request.scores.set_result(request_scores)
 
 
 def _call(model: ServingModel, rows: Flat) -> np.ndarray:
@@ -97,11 +97,11 @@ def _call(model: ServingModel, rows: Flat) -> np.ndarray:
 
 
 def merge(requests: Sequence[Flat]) -> Flat:
-    """The rows of all requests, one request after the other; in each column values and lengths follow them."""
+    """Concatenate the rows of requests; values and lengths stay column by column."""
     if len(requests) == 1:
         return requests[0]
     dense = np.concatenate([request.dense for request in requests])
     lengths = [request.lengths.reshape(-1, len(request.dense)) for request in requests]
-    of_columns = [np.split(request.values, np.cumsum(each.sum(1))[:-1]) for request, each in zip(requests, lengths, strict=True)]
-    values = [of_request[column] for column in range(len(lengths[0])) for of_request in of_columns]
+    columns = [np.split(request.values, np.cumsum(each.sum(1))[:-1]) for request, each in zip(requests, lengths, strict=True)]
+    values = [request_columns[column] for column in range(len(lengths[0])) for request_columns in columns]
     return Flat(dense, np.concatenate(values), np.concatenate(lengths, axis=1).ravel())

@@ -1,4 +1,4 @@
-"""From a trained run to a package: tables in serving form, measured on the test split, compiled."""
+"""Export of a trained run as a package: tables in serving form, evaluated on the test split, compiled."""
 
 from __future__ import annotations
 
@@ -42,15 +42,18 @@ PACKAGE = "model.pt2"
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """How a run is exported.
+    """Options of an export.
 
     Attributes:
         run: folder of a run.
-        data: folder of the data set that it was trained on; None takes what the run's config names.
-        form: "portable", of torch's operators alone, or "fast", of this library's.
-        dtype: of tables as stored: "float32", "bfloat16" or "int8".
-        expand: bytes for rows of the most frequent ids, formed in advance.
-        last: the run's last checkpoint, also where it keeps its best one.
+        data: folder of the data set that the run was trained on; None takes the one in the run's config.
+        form: "portable", with torch's operators alone, or "fast", with this library's.
+        dtype: type that tables are stored in: "float32", "bfloat16" or "int8".
+        expand: bytes to spend on rows of the most frequent ids, formed in advance.
+        last: take the last checkpoint even if the run keeps its best one.
+
+    Raises:
+        ValueError: for an unknown form or type, or negative bytes.
     """
 
     run: Path
@@ -70,13 +73,13 @@ class ExportOptions:
 
 
 def export_run(options: ExportOptions, output: Path) -> ModelMetadata:
-    """Write a run's last checkpoint as a package: `output`, and beside it for the form "fast" the library of operators.
+    """Write a run as a package to `output`; for the form "fast", also copy the library of operators to its folder.
 
     Returns:
-        What the package says about itself.
+        The metadata of the package.
 
     Raises:
-        ValueError: for a folder without checkpoint, a model without tables, or a data set that is not there or not the run's.
+        ValueError: for a folder without a checkpoint, a model without tables, or a data set that is missing or not the run's.
     """
     if output.is_dir():
         raise ValueError(f"{output} is a folder: name a file, such as {output / PACKAGE}")
@@ -90,7 +93,7 @@ def export_run(options: ExportOptions, output: Path) -> ModelMetadata:
 
 @contextmanager
 def work_folder(output: Path) -> Iterator[Path]:
-    """A folder beside an output, which vanishes at the end."""
+    """Make a temporary folder beside an output."""
     parent = output.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=parent) as work:
@@ -107,14 +110,16 @@ def build_package(options: ExportOptions, folder: Path) -> ModelMetadata:
 
 
 def flatten_run(options: ExportOptions) -> tuple[FlatModel, ModelMetadata]:
-    """A run's model as it is compiled, and what its package will say; errors as `export_run`."""
+    """Return a run's model in the form to compile, and its metadata; errors as `export_run`."""
     model, config, schema = load_run(options.run, last=options.last)
     data = options.data or Path(config.data.path)
     manifest = read_manifest(data)
     if schema.differences(Schema.of(manifest)):
-        raise ValueError(f"{options.run} was trained with other columns or vocabularies than {data} holds: give its own data set")
+        raise ValueError(
+            f"{options.run} was trained with other columns or vocabularies than {data} has: give the data set of the run"
+        )
     if not isinstance(model, DLRM | SimpleDeepFMNN):
-        raise ValueError(f"{options.run} holds a model without tables (tables.format is 'off'): export one that has them")
+        raise ValueError(f"{options.run} holds a model without tables (tables.format is 'off'): export one with tables")
     tables = served_tables(model.sparse_arch.embedding_bag_collection)
     if options.expand:
         counts = [_counts(column, manifest, data) for column in manifest.categorical_columns]
@@ -126,7 +131,7 @@ def flatten_run(options: ExportOptions) -> tuple[FlatModel, ModelMetadata]:
 
 
 class _Logits(nn.Module):
-    """A model of flat inputs as evaluation calls it."""
+    """A model of flat inputs with the signature that evaluation calls."""
 
     def __init__(self, flat: FlatModel, columns: list[str]) -> None:
         super().__init__()
@@ -139,7 +144,7 @@ class _Logits(nn.Module):
 
 
 def compile_package(flat: nn.Module, path: Path, metadata: ModelMetadata) -> None:
-    """Compile a model of flat inputs by AOTInductor, the number of rows and of values left open."""
+    """Compile a model of flat inputs by AOTInductor, for any number of rows and values."""
     batch, values, example = Dim("batch"), Dim("values"), 3
     features = len(metadata.categorical)
     count = features * example
@@ -149,16 +154,16 @@ def compile_package(flat: nn.Module, path: Path, metadata: ModelMetadata) -> Non
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = torch.export.export(flat, inputs, dynamic_shapes=shapes, strict=True)
-        with fresh_cache():  # in a cache that processes share, one's weights and metadata can end up in another's package
+        with fresh_cache():  # a shared cache can mix weights and metadata of packages compiled at once
             aoti_compile_and_package(program, package_path=str(path), inductor_configs=settings)
 
 
 def _counts(column: CategoricalColumn, manifest: Manifest, data: Path) -> Tensor:
-    """How often ids 0, 1, ... of a column occur in the training split."""
+    """Return how often ids 0, 1, ... of a column occur in the training split."""
     if column.vocabulary is None:
         return torch.empty(0, dtype=torch.long)
     counts = torch.from_numpy(pq.read_table(data / column.vocabulary.path, columns=["count"])["count"].to_numpy().copy())
-    zero = max(column.rows_at_zero["train"], int(counts[0]) if len(counts) else 0)  # ids from 1 on fall; 0 comes before all of them
+    zero = max(column.rows_at_zero["train"], int(counts[0]) if len(counts) else 0)  # counts fall from id 1 on; id 0 must come first
     return torch.cat([torch.tensor([zero]), counts])
 
 

@@ -1,4 +1,4 @@
-"""Lookups by the operator of this library, which lies beside what is exported so."""
+"""Lookups by this library's operator, whose shared library is exported beside the model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from comera_rec.ops.served_bags import Packed, ServedTable, pack, served_bags
 
 
 class FastTables(nn.Module):
-    """As `PortableTables`, in one call; raises where that makes bags NaN."""
+    """`PortableTables` in one call; raises an error where that returns NaN."""
 
     storage: Tensor
     layout: Tensor

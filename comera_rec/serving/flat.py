@@ -1,4 +1,4 @@
-"""The whole model with tensors alone as inputs: what is exported.
+"""The form of the whole model that is exported: its inputs are plain tensors.
 
 B rows, I integer columns, F categorical columns, V values, N embedding dimension.
 """
@@ -22,7 +22,7 @@ class FlatModel(nn.Module):
     """A DLRM (DLRM-DCNv2, DeepFM) over tables in serving form.
 
     Args:
-        model: all but its tables is used, TT layers as two products or one, whichever reads fewer numbers.
+        model: the trained model, whose tables are ignored. TT layers become one or two dense layers, whichever read fewer numbers.
         tables: called as `tables(lead [B, N], values, lengths)` -> [B, 1 + F, N].
     """
 
@@ -34,11 +34,17 @@ class FlatModel(nn.Module):
         self.interaction = _INTERACTIONS[kind](model.inter_arch)
 
     def forward(self, dense: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
-        """Probabilities [B] of dense [B, I] float32, values [V] int64 feature by feature, lengths [F * B] int64 of their bags."""
+        """Return probabilities [B].
+
+        Args:
+            dense: [B, I] float32.
+            values: [V] int64, ids feature by feature.
+            lengths: [F * B] int64, ids of each bag, feature by feature.
+        """
         return self.logits(dense, values, lengths).sigmoid()
 
     def logits(self, dense: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
-        """What `forward` gives before the sigmoid, [B]."""
+        """Return the logits [B], whose sigmoid `forward` returns."""
         integers = self.dense_arch(dense)
         features = self.tables(integers, values, lengths)
         logits: Tensor = self.over_arch(self.interaction(features)).squeeze(1)
@@ -46,7 +52,7 @@ class FlatModel(nn.Module):
 
 
 class _Products(nn.Module):
-    """DLRM's: the integers' features, and products of all pairs."""
+    """DLRM's interaction: the features of the integers, and products of all pairs."""
 
     pairs: Tensor
 
@@ -74,7 +80,7 @@ class _Crosses(nn.Module):
 
 
 class _Factors(nn.Module):
-    """DeepFM's: the integers' features, the deep part, and the factorization machine's."""
+    """DeepFM's interaction: the features of the integers, the deep part, and the factorization machine."""
 
     def __init__(self, model: FMInteractionArch) -> None:
         super().__init__()
@@ -94,13 +100,13 @@ _INTERACTIONS: dict[type[nn.Module], Callable[[Any], nn.Module]] = {
 
 
 def _served(part: nn.Module) -> nn.Module:
-    """A copy with every TT layer in serving form."""
+    """Copy a module with every TT layer in serving form."""
     memo = {id(layer): _serving_layer(layer) for layer in part.modules() if isinstance(layer, TTLinear)}
     return copy.deepcopy(part, memo)
 
 
 def _serving_layer(layer: TTLinear) -> nn.Module:
-    """A TT layer as a product with its dense weight or, where that reads fewer numbers, with the two halves of its cores."""
+    """Convert a TT layer to one dense layer or, where that reads far fewer numbers, to two dense layers of its core halves."""
     cores = layer.scaled_cores()
     cut = next(k for k in range(1, len(cores)) if set(layer.shape.col_shape[:k]) == {1} == set(layer.shape.row_shape[k:]))
     rank = layer.shape.ranks[cut - 1]
@@ -116,4 +122,4 @@ def _serving_layer(layer: TTLinear) -> nn.Module:
     return nn.Sequential(first, second)
 
 
-_WORTH = 2.0  # times fewer numbers that two products must read to be worth one more call
+_WORTH = 2.0  # two products must read this many times fewer numbers to be worth one more call

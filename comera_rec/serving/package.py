@@ -1,4 +1,4 @@
-"""MODEL.pt2: a model compiled by AOTInductor, with what it says about itself, as one file.
+"""MODEL.pt2: a model compiled by AOTInductor and its metadata, in one file.
 
 F categorical columns, I integer columns, B rows of a request, V values.
 """
@@ -23,20 +23,20 @@ OPERATOR = "served_bags"  # of the form "fast"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelMetadata:
-    """What a package says about itself.
+    """Metadata of a package.
 
     Attributes:
-        format_version: of this record and of the inputs.
-        dense: names of the integer columns, in the order of a request's.
-        offsets: what is added to each before its logarithm; None where values come transformed.
-        categorical: rows of each categorical column's table, in the order of a request's.
+        format_version: version of this record and of the inputs.
+        dense: names of the integer columns, in the order of requests.
+        offsets: number added to each integer column before its logarithm; None where values arrive transformed.
+        categorical: rows of the table of each categorical column, in the order of requests.
         checksums: SHA-256 of each column's vocabulary, as in the data set's manifest; None where ids are hashes.
-        library_version, torch_version: what wrote it.
-        form: "portable", of torch's operators alone, or "fast", with comera_rec's beside it.
-        dtype: of tables as stored: "float32", "bfloat16" or "int8".
-        formed_rows: rows that are formed in advance.
-        auc, ne: on the test split, as exported; trained_auc, trained_ne: of the run.
-        data: folder of the data set that it was trained on.
+        library_version, torch_version: versions that wrote the package.
+        form: "portable", with torch's operators alone, or "fast", with those of comera_rec beside it.
+        dtype: type that tables are stored in: "float32", "bfloat16" or "int8".
+        formed_rows: number of rows formed in advance.
+        auc, ne: metrics of the package on the test split; trained_auc, trained_ne: those of the run.
+        data: folder of the data set that the model was trained on.
     """
 
     format_version: int
@@ -56,12 +56,12 @@ class ModelMetadata:
     data: str
 
     def to_json(self) -> str:
-        """As `from_json` reads it."""
+        """Return the JSON text that `from_json` reads."""
         return _METADATA.dump_json(self).decode()
 
     @classmethod
     def from_json(cls, text: str | bytes) -> ModelMetadata:
-        """The inverse of `to_json`; ValidationError if it is something else."""
+        """Read what `to_json` wrote; raises ValidationError for anything else."""
         return _METADATA.validate_json(text)
 
 
@@ -70,41 +70,41 @@ _PACKED = TypeAdapter(dict[str, object])
 
 
 def read_metadata(path: str | Path) -> ModelMetadata:
-    """What a package says about itself, without running any of it.
+    """Read the metadata of a package, without running code from it.
 
     Raises:
-        ValueError: if the file is not there, no package, not one of ours, or of another format version.
+        ValueError: if the file is missing, not a package of `comera export`, or of another format version.
     """
     path = Path(path)
     remedy = "give a MODEL.pt2 that `comera export` wrote"
     if not path.is_file():
-        raise ValueError(f"{path} is not there: {remedy}")
+        raise ValueError(f"{path} doesn't exist: {remedy}")
     try:
         with zipfile.ZipFile(path) as archive:
             names = [name for name in archive.namelist() if name.endswith("_metadata.json")]
             texts = [_PACKED.validate_json(archive.read(name)).get(METADATA_KEY) for name in names]
     except (zipfile.BadZipFile, ValidationError, OSError) as error:
-        raise ValueError(f"{path} is no package ({str(error).splitlines()[0]}): {remedy}") from error
-    found = next((text for text in texts if isinstance(text, str)), None)
-    if found is None:
+        raise ValueError(f"{path} is not a package ({str(error).splitlines()[0]}): {remedy}") from error
+    metadata = next((text for text in texts if isinstance(text, str)), None)
+    if metadata is None:
         raise ValueError(f"{path} is a package of another program: {remedy}")
-    version = _PACKED.validate_json(found).get("format_version")
+    version = _PACKED.validate_json(metadata).get("format_version")
     if version != FORMAT_VERSION:
         raise ValueError(f"{path} has format version {version} and this library reads {FORMAT_VERSION}: export the run again")
     try:
-        return ModelMetadata.from_json(found)
+        return ModelMetadata.from_json(metadata)
     except ValidationError as error:
         raise ValueError(f"{path} has metadata that can't be read ({error.errors()[0]['loc'][0]}): export the run again") from error
 
 
 class ServingModel:
-    """A package, loaded. Calls may come from several threads at once.
+    """A loaded package, which several threads may call at once.
 
-    Loading runs code from the file: open files of people you trust.
+    Loading runs code from the file, so only open files from people you trust.
 
     Args:
-        path: of MODEL.pt2.
-        threads: that torch may use in this process; None leaves it as it is.
+        path: path of MODEL.pt2.
+        threads: number of threads that torch may use in this process; None leaves it unchanged.
 
     Raises:
         ValueError: as `read_metadata`; if the file can't be loaded, or this library lacks the operator that it calls.
@@ -123,7 +123,7 @@ class ServingModel:
         features = len(self.metadata.categorical)
         try:
             self._run = aoti_load_package(str(path))
-            # The first call makes things ready, and shows whether the operators are those that it was compiled for.
+            # The first call initializes the model and fails if operators have changed since it was compiled.
             self._run(torch.zeros(1, len(self.metadata.dense)), torch.zeros(max(2, features)).long(), torch.ones(features).long())
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
@@ -134,16 +134,16 @@ class ServingModel:
 
     @classmethod
     def load(cls, path: str | Path, *, threads: int | None = None) -> ServingModel:
-        """The model of a package; arguments and errors as for the class."""
+        """Load a package; arguments and errors as for the class."""
         return cls(path, threads=threads)
 
     def __call__(self, dense: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
-        """Probabilities of a click, [B] float32.
+        """Return the probabilities of a click, [B] float32.
 
         Args:
             dense: [B, I] float32, as the data set stores integer columns.
             values: [V] int64, ids column by column.
-            lengths: [F * B] int32 or int64, how many of the values each row has in each column: column by column.
+            lengths: [F * B] int32 or int64, number of values of each row, column by column.
 
         Raises:
             ValueError: naming what is wrong with the inputs.
@@ -151,9 +151,9 @@ class ServingModel:
         self._require_shapes(dense, values, lengths)
         if not len(dense):
             return dense.new_empty(0)
-        given = values if len(values) >= 2 else torch.cat([values, values.new_zeros(2 - len(values))])
+        padded = values if len(values) >= 2 else torch.cat([values, values.new_zeros(2 - len(values))])
         try:
-            scores: Tensor = self._run(dense.contiguous(), given.contiguous(), lengths.long().contiguous())
+            scores: Tensor = self._run(dense.contiguous(), padded.contiguous(), lengths.long().contiguous())
         except RuntimeError:
             self._require_numbers(dense, values, lengths)
             raise
@@ -163,21 +163,23 @@ class ServingModel:
         return scores
 
     def _require_shapes(self, dense: Tensor, values: Tensor, lengths: Tensor) -> None:
-        """What compiled code takes for granted."""
+        """Raise ValueError unless shapes and types are those that compiled code relies on."""
         columns, features = len(self.metadata.dense), len(self.metadata.categorical)
         if dense.dim() != 2 or dense.shape[1] != columns or dense.dtype != torch.float32:
-            raise ValueError(f"dense is {_told(dense)}: give float32 [B, {columns}]")
+            raise ValueError(f"dense is {_describe(dense)}: give float32 [B, {columns}]")
         if values.dim() != 1 or values.dtype != torch.int64:
-            raise ValueError(f"values is {_told(values)}: give int64 [V]")
+            raise ValueError(f"values is {_describe(values)}: give int64 [V]")
         batch = dense.shape[0]
         if lengths.shape != (features * batch,) or lengths.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"lengths is {_told(lengths)}: give int64 [{features * batch}], {features} columns of {batch} rows")
+            raise ValueError(
+                f"lengths is {_describe(lengths)}: give int64 [{features * batch}], {features} columns of {batch} rows"
+            )
         total = int(lengths.sum())
         if total != len(values):
             raise ValueError(f"lengths add up to {total} for {len(values)} values: give as many")
 
     def _require_numbers(self, dense: Tensor, values: Tensor, lengths: Tensor) -> None:
-        """Name what made scores that are no numbers, if a request did."""
+        """Raise ValueError for the lengths, number or id that made scores invalid, if there is one."""
         names = list(self.metadata.categorical)
         if bool((lengths < 0).any()):
             raise ValueError(f"lengths hold {int(lengths.min())}: give numbers of values, from 0 on")
@@ -188,14 +190,14 @@ class ServingModel:
             )
         counts = lengths.view(len(names), -1).sum(1)
         limits = self._limits.repeat_interleave(counts)
-        wrong = ((values < 0) | (values >= limits)).nonzero().flatten().tolist()
-        if wrong:
-            column = int(torch.searchsorted(counts.cumsum(0), wrong[0], right=True))
+        invalid = ((values < 0) | (values >= limits)).nonzero().flatten().tolist()
+        if invalid:
+            column = int(torch.searchsorted(counts.cumsum(0), invalid[0], right=True))
             raise ValueError(
-                f"id {int(values[wrong[0]])} is out of range in column {names[column]}: its ids run from 0 to "
+                f"id {int(values[invalid[0]])} is out of range in column {names[column]}: its ids run from 0 to "
                 f"{int(self._limits[column]) - 1}"
             )
 
 
-def _told(tensor: Tensor) -> str:
+def _describe(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -1,7 +1,7 @@
-"""Lookups by torch's operators alone, so that what is exported runs wherever torch does.
+"""Lookups by torch's operators alone, so that an exported model runs wherever torch does.
 
-F features of B bags each, V values, N columns. Every value is looked up in every group of tables, and the rows that are not its own
-are masked out, because an exported program can't cut values by feature.
+F features of B bags each, V values, N columns. Every value is looked up in every group of tables, and rows from groups without its
+table are masked out, because an exported program can't split values by feature.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from comera_rec.ops.served_bags import ServedTable, Slab, least_type, quantize
 
 
 class PortableTables(nn.Module):
-    """What leads each row [B, N], then its bags: values [V] int64, feature by feature, and lengths [F * B] int64 -> [B, 1 + F, N].
+    """Bags of all tables after a leading vector: lead [B, N], values [V] int64, lengths [F * B] int64 -> [B, 1 + F, N].
 
-    An id that its table lacks makes the bag NaN; so do lengths that don't belong to the values, all of them.
+    Values and lengths are feature by feature. A bag with an id out of range is NaN; lengths that don't fit the values make all bags
+    NaN.
     """
 
     limits: Tensor
@@ -47,13 +48,13 @@ class PortableTables(nn.Module):
         ends = lengths.clamp(min=0).cumsum(0)
         bags = torch.searchsorted(ends, torch.arange(values.shape[0]), right=True)  # F * B beyond the last
         feature = (bags // batch).clamp(max=features - 1)
-        is_there = (values >= 0) & (values < self.limits[feature])
-        ids = torch.where(is_there, values, 0)
+        is_valid = (values >= 0) & (values < self.limits[feature])
+        ids = torch.where(is_valid, values, 0)
         rows = self.sources[0](ids, feature)
         for source in self.sources[1:]:
             rows = rows + source(ids, feature)
-        rows = torch.where(is_there[:, None], rows, torch.nan)
-        # Torch takes the last bag to go on to the last value, whatever its offset says; so one more bag takes what is in none.
+        rows = torch.where(is_valid[:, None], rows, torch.nan)
+        # torch extends the last bag to the last value, whatever its offset; an additional bag takes the values that are in no bag.
         offsets = torch.cat([F.pad(ends, (1, 0)), ends.new_full((1,), values.shape[0])]).clamp(max=values.shape[0])
         pooled = F.embedding_bag(torch.arange(values.shape[0]), rows, offsets, mode="sum", include_last_offset=True)
         pooled_FBN = pooled[:-1].view(features, batch, -1)
@@ -66,7 +67,7 @@ class PortableTables(nn.Module):
 
 
 class _Rows(nn.Module):
-    """Rows [n, w] as they are stored, read by number as float32."""
+    """Rows [n, w] in their stored type, read by number as float32."""
 
     numbers: Tensor
     scales: Tensor | None
@@ -84,7 +85,7 @@ class _Rows(nn.Module):
 
 
 class _Formed(nn.Module):
-    """Rows that are formed in advance."""
+    """Rows formed in advance."""
 
     counts: Tensor
     firsts: Tensor
@@ -97,13 +98,13 @@ class _Formed(nn.Module):
         self.rows = _Rows(torch.cat([table.formed for table in tables]), dtype)
 
     def forward(self, ids: Tensor, feature: Tensor) -> Tensor:
-        is_mine = ids < self.counts[feature]
-        rows: Tensor = self.rows(torch.where(is_mine, self.firsts[feature] + ids, 0))
-        return torch.where(is_mine[:, None], rows, 0.0)
+        in_source = ids < self.counts[feature]
+        rows: Tensor = self.rows(torch.where(in_source, self.firsts[feature] + ids, 0))
+        return torch.where(in_source[:, None], rows, 0.0)
 
 
 class _Cores(nn.Module):
-    """Tables of the same column modes; ranks that one lacks are zeros."""
+    """Tables of the same column modes; smaller ranks are padded with zeros."""
 
     is_member: Tensor
     counts: Tensor
@@ -119,11 +120,11 @@ class _Cores(nn.Module):
         self.sizes: list[tuple[int, int, int]] = []
         cores = []
         for k in range(order):
-            mine = [tables[t].cores[k] for t in members]
-            left, right = (max(core.shape[axis] for core in mine) for axis in (1, 2))
-            modes[k, members] = torch.tensor([len(core) for core in mine])
-            firsts[k, members] = torch.tensor([0, *(len(core) for core in mine[:-1])]).cumsum(0)
-            padded = [F.pad(core, (0, 0, 0, right - core.shape[2], 0, left - core.shape[1])) for core in mine]
+            unpadded = [tables[t].cores[k] for t in members]
+            left, right = (max(core.shape[axis] for core in unpadded) for axis in (1, 2))
+            modes[k, members] = torch.tensor([len(core) for core in unpadded])
+            firsts[k, members] = torch.tensor([0, *(len(core) for core in unpadded[:-1])]).cumsum(0)
+            padded = [F.pad(core, (0, 0, 0, right - core.shape[2], 0, left - core.shape[1])) for core in unpadded]
             self.sizes.append((left, right, padded[0].shape[3]))
             cores.append(_Rows(torch.cat(padded).flatten(1), dtype))
         self.register_buffer("modes", modes)
@@ -131,8 +132,8 @@ class _Cores(nn.Module):
         self.cores = nn.ModuleList(cores)
 
     def forward(self, ids: Tensor, feature: Tensor) -> Tensor:
-        is_mine = self.is_member[feature] & (ids >= self.counts[feature])
-        digits, rest = [], torch.where(is_mine, ids, 0)
+        in_source = self.is_member[feature] & (ids >= self.counts[feature])
+        digits, rest = [], torch.where(in_source, ids, 0)
         for k in reversed(range(len(self.cores))):
             mode = self.modes[k][feature]
             digits.append(rest % mode + self.firsts[k][feature])
@@ -142,11 +143,11 @@ class _Cores(nn.Module):
             products = torch.bmm(rows, core(digit).view(-1, left, right * columns))
             rows = products.unflatten(2, (right, columns)).transpose(2, 3).flatten(1, 2)
         rows = rows.flatten(1)[:, : self.columns]
-        return torch.where(is_mine[:, None], rows, 0.0)
+        return torch.where(in_source[:, None], rows, 0.0)
 
 
 class _Hot(nn.Module):
-    """Slabs of about one width, at most one a table; widths that one lacks are zeros."""
+    """Slabs of similar widths, at most one for each table; narrower ones are padded with zeros."""
 
     columns: Tensor
     firsts: Tensor
@@ -172,15 +173,15 @@ class _Hot(nn.Module):
             self.register_buffer(name, tensor)
 
     def forward(self, ids: Tensor, feature: Tensor) -> Tensor:
-        is_mine = (ids >= self.firsts[feature]) & (ids < self.beyond[feature])
-        rows = self.rows(torch.where(is_mine, self.offsets[feature] + ids, 0))
+        in_source = (ids >= self.firsts[feature]) & (ids < self.beyond[feature])
+        rows = self.rows(torch.where(in_source, self.offsets[feature] + ids, 0))
         index = self.numbers[feature][:, None] + torch.arange(rows.shape[1])
-        # Sums of columns by weight are bags of them: products would take a copy of the columns for each value.
-        return F.embedding_bag(index, self.columns, mode="sum", per_sample_weights=torch.where(is_mine[:, None], rows, 0.0))
+        # Weighted sums of columns as weighted bags, because a matrix product would copy the columns for each value.
+        return F.embedding_bag(index, self.columns, mode="sum", per_sample_weights=torch.where(in_source[:, None], rows, 0.0))
 
 
 def _by_width(tables: Sequence[ServedTable]) -> Iterator[dict[int, tuple[int, Slab]]]:
-    """Groups of slabs, table -> (id of the first row, slab), of widths up to the same power of two."""
+    """Yield groups of slabs whose widths round up to the same power of two: table -> (id of the first row, slab)."""
     groups: dict[tuple[int, int], dict[int, tuple[int, Slab]]] = {}
     for t, table in enumerate(tables):
         first = 0

@@ -1,4 +1,4 @@
-"""Tensors of the Open Inference Protocol (KServe's v2, its JSON form) to a model's inputs, and scores to its answer.
+"""The Open Inference Protocol (KServe's v2, in JSON): reads a model's inputs from requests and writes scores as answers.
 
 B rows, I integer columns, F categorical columns, V values.
 """
@@ -20,7 +20,7 @@ _KINDS = {"FP32": ("iuf", np.float32), "INT64": ("iu", np.int64), "INT32": ("iu"
 
 
 def describe_model(name: str, version: str, metadata: ModelMetadata) -> dict[str, Any]:
-    """The answer to a question about a model."""
+    """Return the protocol's description of a model."""
     features = len(metadata.categorical)
     return {
         "name": name,
@@ -37,16 +37,16 @@ def describe_model(name: str, version: str, metadata: ModelMetadata) -> dict[str
 
 
 def read_inputs(body: Any, metadata: ModelMetadata) -> Flat:
-    """dense [B, I], values [V] and lengths [F * B] of a request.
+    """Read dense [B, I], values [V] and lengths [F * B] of a request.
 
     Raises:
-        ValueError: one is missing, of another type or shape than is due, or they don't fit each other.
+        ValueError: if a tensor is missing, has a wrong type or shape, or doesn't fit the others.
     """
     if not isinstance(body, Mapping) or not isinstance(body.get("inputs"), list):
-        raise ValueError('the body is no object with a list of tensors: give {"inputs": [{"name": "dense", ...}, ...]}')
+        raise ValueError('the body is not an object with a list of tensors: give {"inputs": [{"name": "dense", ...}, ...]}')
     for output in body.get("outputs") or ():
         if not isinstance(output, Mapping) or output.get("name") != OUTPUT:
-            raise ValueError(f"outputs names what the model doesn't give: leave it out, or name {OUTPUT}")
+            raise ValueError(f"outputs names an unknown tensor: leave it out, or name {OUTPUT}")
     tensors = {tensor.get("name"): tensor for tensor in body["inputs"] if isinstance(tensor, Mapping)}
     dense = _read(tensors, "dense", "FP32")
     values = _read(tensors, "values", "INT64")
@@ -62,7 +62,7 @@ def read_inputs(body: Any, metadata: ModelMetadata) -> Flat:
         raise ValueError(f"lengths add up to {lengths.sum()} for values of shape {list(values.shape)}: give as many, none below 0")
     if not np.isfinite(dense).all():
         row, column = np.argwhere(~np.isfinite(dense))[0]
-        raise ValueError(f"dense column {metadata.dense[column]} of row {row} is no finite number: give one")
+        raise ValueError(f"dense column {metadata.dense[column]} of row {row} is not a finite number: give one")
     return Flat(dense, values, lengths.astype(np.int32))
 
 
@@ -83,15 +83,15 @@ def _read(tensors: Mapping[Any, Mapping[str, Any]], name: str, *datatypes: str) 
     except ValueError as error:
         raise ValueError(f"{name} has lists of several lengths as data: give one list, row by row") from error
     if data.size and data.dtype.kind not in kinds:
-        raise ValueError(f"{name} holds something else than {'integers' if kinds == 'iu' else 'numbers'}: give {datatype} data")
+        raise ValueError(f"{name} has data other than {'integers' if kinds == 'iu' else 'numbers'}: give {datatype} data")
     if data.size != math.prod(shape):
-        raise ValueError(f"{name} has {data.size} numbers for shape {shape}: give as many as it says")
-    with np.errstate(over="ignore"):  # infinite is refused with the other numbers that aren't finite
+        raise ValueError(f"{name} has {data.size} numbers for shape {shape}: give as many as the shape has")
+    with np.errstate(over="ignore"):  # numbers too large become infinite, which is refused later
         return data.astype(dtype).reshape(shape)
 
 
 def write_outputs(name: str, version: str, scores: np.ndarray, request_id: Any) -> dict[str, Any]:
-    """The answer to an inference request."""
+    """Return the answer to an inference request."""
     answer = {
         "model_name": name,
         "model_version": version,

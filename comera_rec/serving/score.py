@@ -1,7 +1,7 @@
-"""Scores of a log, or of a split of a data set, as one Parquet file: in parts, so that memory is bounded and a killed run resumes.
+"""Scores of a log, or of a split of a data set, in one Parquet file; made in parts, to bound memory and to let a killed run resume.
 
 Columns of the file: `line` of the log from 1, or `row` of the split from 0; `score`, the probability of a click, float32; `label`
-where there are labels. Parts are those of `data_pipeline.parts` in a log, and the row groups of a split.
+if there are labels. Parts of a log are those of `data_pipeline.parts`; parts of a split are its row groups.
 """
 
 from __future__ import annotations
@@ -38,18 +38,19 @@ from data_pipeline.triplets import Rows
 from data_pipeline.verify import ids_of
 from data_pipeline.work import Tell, WorkFolder, work_folder
 
-BATCH_ROWS = 512  # of a call: few enough for the caches, enough that calls cost little
+BATCH_ROWS = 512  # rows of a call: few enough for the caches, enough to make calls cheap
 PART_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreOptions(PassOptions):
-    """What to score.
+    """Options of scoring.
 
     Args:
         model: MODEL.pt2.
         data: folder of the data set whose vocabularies encode a log; None takes the one that the model was trained on.
-        split: of an input that is a data set.
+        split: split to score if the input is a data set.
+        part_bytes: bytes of a part of a log.
     """
 
     model: Path
@@ -59,14 +60,14 @@ class ScoreOptions(PassOptions):
 
     @property
     def folder(self) -> Path | None:
-        """The data set that is scored; None where a log is."""
+        """Folder of the data set to score; None if the input is a log."""
         first = self.inputs[0]
         return first if isinstance(first, Path) and first.is_dir() else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredPart:
-    """A part whose scores are on disk; members as in `PartRecord`, and the seconds that it took a worker."""
+    """Record of a part whose scores are on disk: members as in `PartRecord`, and the seconds of the worker."""
 
     lines: int
     rows: int
@@ -78,22 +79,22 @@ class ScoredPart:
 
 @dataclass(frozen=True, kw_only=True)
 class Scored:
-    """What was written, and rows a second of all workers together once they had loaded the model."""
+    """Rows written, and rows per second of all workers together, without the time to load the model."""
 
     rows: int
     rows_per_second: float
 
 
 def score(options: ScoreOptions, tell: Tell = lambda line: None) -> Scored:
-    """Write the scores. Interrupted, it resumes when it is called again.
+    """Write the scores of a log or a split; after an interruption, the same call resumes.
 
     Args:
-        options: what to do.
-        tell: takes lines for people.
+        options: what to score, and where to.
+        tell: called with each line for people.
 
     Raises:
-        ValueError: the model or the input is not what it should be, or they don't fit each other.
-        OSError: the output cannot be written.
+        ValueError: if the model or the input is invalid, or they don't fit each other.
+        OSError: if the output can't be written.
     """
     return _score_data_set(options, tell) if options.folder else _score_log(options, tell)
 
@@ -197,12 +198,12 @@ def _score_group(work: WorkFolder, manifest: Manifest, model: Path, number: int,
 
 @contextmanager
 def _executor(workers: int) -> Iterator[Executor]:
-    """Workers with a model each: processes, because the compiled model holds Python's lock; a thread where one is enough."""
+    """Start workers: processes, because the compiled model holds Python's lock, or a thread where one worker is enough."""
     if workers <= 1:
         executor: Executor = ThreadPoolExecutor(1)
     else:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])  # imports take seconds, and the same for all
+        context.set_forkserver_preload([__name__])  # imports take seconds; workers inherit them
         executor = ProcessPoolExecutor(workers, context)
     with executor:
         yield executor
@@ -220,13 +221,13 @@ def _scores(model: Path, batches: Iterable[Flat]) -> np.ndarray:
 
 
 def flat_rows(rows: pa.Table, manifest: Manifest) -> Flat:
-    """Rows of a shard as a model takes them."""
+    """Convert rows of a shard to a model's inputs."""
     dense = np.stack([rows.column(column.name).to_numpy() for column in manifest.integer_columns], axis=1)
     columns = manifest.categorical_columns
     lengths = np.ones((len(columns), len(rows)), np.int32)
-    for of_column, column in zip(lengths, columns, strict=True):
+    for column_lengths, column in zip(lengths, columns, strict=True):
         if column.is_list:
-            of_column[:] = np.diff(rows.column(column.name).combine_chunks().offsets.to_numpy())
+            column_lengths[:] = np.diff(rows.column(column.name).combine_chunks().offsets.to_numpy())
     values = [ids_of(rows, column.name, is_list=column.is_list) for column in columns]
     return Flat(dense, np.concatenate(values, dtype=np.int64), lengths.ravel())
 
@@ -242,7 +243,7 @@ def _save(work: WorkFolder, name: str, columns: Mapping[str, np.ndarray], record
 
 
 def _join(work: WorkFolder, records: Mapping[int, ScoredPart], output: Path, counter: str, first: int) -> None:
-    """All parts as one file, their lines or rows counted on from `first`."""
+    """Join all parts in one file, and number their lines or rows from `first` on."""
 
     def tables() -> Iterator[pa.Table]:
         before = first

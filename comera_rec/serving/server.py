@@ -42,18 +42,21 @@ _ROWS = (1, 4, 16, 64, 256, 1024, 4096)
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """How a model is served.
+    """Options of the server.
 
     Args:
         model: MODEL.pt2; its stem is the model's name.
         data: folder of the vocabularies for /score; None takes the one that the model names.
-        host, port: to listen on; port 0 takes a free one.
-        threads: that the model may use.
-        max_batch: rows of a call that joins requests.
-        max_wait_ms: that a request waits for others.
-        max_rows: of a request.
-        max_body: bytes of a request.
-        reload_seconds: between looks at the file.
+        host, port: address to listen on; port 0 takes a free one.
+        threads: number of threads that the model may use.
+        max_batch: the most rows of a call that joins requests.
+        max_wait_ms: milliseconds that a request waits for others.
+        max_rows: the most rows of a request.
+        max_body: the most bytes of a request.
+        reload_seconds: seconds between checks of the file.
+
+    Raises:
+        ValueError: for values out of range.
     """
 
     model: Path
@@ -83,7 +86,7 @@ class ServeOptions:
 
 
 class Server:
-    """The routes over one model."""
+    """The routes of the server, for one model."""
 
     def __init__(self, options: ServeOptions) -> None:
         self.options = options
@@ -121,14 +124,14 @@ class Server:
             task.cancel()
 
     def _answered(self, route: str, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
-        """A handler whose mistakes become an answer, and whose requests are counted."""
+        """Wrap a handler: its errors become answers, and its requests are counted."""
         seconds = self._seconds.labels(route)
 
-        async def answer(request: Request) -> Response:
+        async def handle(request: Request) -> Response:
             start = time.perf_counter()
             try:
-                found = await handler(request)
-                response = found if isinstance(found, Response) else _json(found)
+                answer = await handler(request)
+                response = answer if isinstance(answer, Response) else _json(answer)
             except ValueError as error:
                 response = _error(400, error)
             except HTTPException as error:
@@ -142,7 +145,7 @@ class Server:
             seconds.observe(time.perf_counter() - start)
             return response
 
-        return answer
+        return handle
 
     async def _server(self, request: Request) -> dict[str, Any]:
         return {"name": "comera-rec", "version": version_of("comera-rec"), "extensions": []}
@@ -179,13 +182,13 @@ class Server:
             raise HTTPException(404, f"/score is down, there are no vocabularies: {version.reason}")
         rows = body.get("rows") if isinstance(body, dict) else None
         if not isinstance(rows, list):
-            raise ValueError('the body is no object with a list of rows: give {"rows": [{"I1": 3, ...}, ...]}')
+            raise ValueError('the body is not an object with a list of rows: give {"rows": [{"I1": 3, ...}, ...]}')
         self._check_rows(len(rows))
         flat: Flat = version.encoder(rows)
         return {"scores": await self.batcher.score(version.model, flat), "model_version": version.number}
 
     async def _body(self, request: Request) -> Any:
-        """The body as JSON, refused as soon as it is too long."""
+        """Read the body as JSON; refuse it as soon as it is too long."""
         most = self.options.max_body
         if "inference-header-content-length" in request.headers:
             raise ValueError("binary tensors are not supported: give data as JSON")
@@ -198,7 +201,7 @@ class Server:
         try:
             return orjson.loads(content)
         except orjson.JSONDecodeError as error:
-            raise ValueError(f"the body is no JSON: {error}") from error
+            raise ValueError(f"the body is not JSON: {error}") from error
 
     def _check_name(self, request: Request) -> None:
         name = request.path_params["name"]
@@ -221,15 +224,15 @@ def _error(status: int, error: object) -> Response:
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException), "the one kind it is registered for"
+    assert isinstance(error, HTTPException), "the only kind that this is registered for"
     return _error(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens.
+    """Open a listening socket.
 
     Raises:
-        ValueError: the port is taken or the host is none of this machine's.
+        ValueError: if the port is taken, or the host is not an address of this machine.
     """
     family, kind, _, _, address = _resolve(host, port)
     sock = socket.socket(family, kind)
@@ -255,10 +258,10 @@ def serve(options: ServeOptions, tell: Callable[[str], None] = lambda line: None
 
     Args:
         options: what to serve.
-        tell: takes a line when requests are answered.
+        tell: called with each line for people, such as the address.
 
     Raises:
-        ValueError: the model can't be loaded, the vocabularies don't fit it, or the port is taken.
+        ValueError: if the model can't be loaded, the vocabularies don't fit it, or the port is taken.
     """
     sock = listen(options.host, options.port)
     with sock:

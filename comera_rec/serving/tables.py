@@ -1,4 +1,4 @@
-"""Tables of a trained collection in the form that serves.
+"""Conversion of a trained collection's tables to the form used for serving.
 
 M rows, N columns of a table, h rows that are formed in advance.
 """
@@ -18,11 +18,11 @@ from comera_rec.ops.served_bags import ServedTable, Slab
 from comera_rec.recsys import TTEmbeddingBagCollection
 from comera_rec.tt import first_rows
 
-_WIDE = 0.75  # of a row: slabs from this width on are formed, since adding them would read about as much
+_WIDE = 0.75  # share of a row: wider slabs are formed in advance, because adding them would read about as much
 
 
 def served_tables(collection: TTEmbeddingBagCollection | EmbeddingBagCollection) -> list[ServedTable]:
-    """The tables of a collection, one for each feature in the order of its configs; features of one table share its tensors."""
+    """Convert the tables of a collection, one for each feature in the order of its configs; features of a table share tensors."""
     tables = [_table(collection, config) for config in collection.embedding_bag_configs()]
     features = [config.feature_names for config in collection.embedding_bag_configs()]
     return [replace(table, name=name) for table, names in zip(tables, features, strict=True) for name in names]
@@ -49,10 +49,10 @@ def _table(collection: TTEmbeddingBagCollection | EmbeddingBagCollection, config
 
 
 def _folded(table: TTTable) -> tuple[tuple[Tensor, ...], tuple[Slab, ...]]:
-    """Cores and slabs with the diagonals multiplied in.
+    """Return cores and slabs with the diagonals multiplied in.
 
-    Rank by rank a diagonal and the norms of its neighbours are spread evenly over the two, so that the numbers of a slice are of
-    about one size: few bits can hold them.
+    For each rank, the scale is spread evenly over the two cores beside it, so the numbers of a slice have similar sizes and fit few
+    bits.
     """
     cores: list[Tensor] = [core.detach().float() for core in table.cores()]
     for k, diagonal in enumerate(table.rank_parameters(), start=1):
@@ -69,7 +69,7 @@ def _folded(table: TTTable) -> tuple[tuple[Tensor, ...], tuple[Slab, ...]]:
 
 
 def with_formed(table: ServedTable, count: int) -> ServedTable:
-    """The table with its first `count` rows formed in advance; slabs that they replace hold no numbers any more."""
+    """Return the table with its first `count` rows formed in advance; slabs covered by them become empty."""
     count = min(count, table.rows)
     if count <= len(table.formed):
         return table
@@ -88,7 +88,7 @@ def with_formed(table: ServedTable, count: int) -> ServedTable:
 
 
 def work_of(table: ServedTable) -> int:
-    """Multiply-adds that forming a row takes."""
+    """Count the multiply-adds of forming a row."""
     work, columns = 0, 1
     for core in table.cores:
         work += columns * core[0].numel()
@@ -97,17 +97,17 @@ def work_of(table: ServedTable) -> int:
 
 
 def expand(tables: Sequence[ServedTable], counts: Sequence[Tensor], budget: int, row_bytes: int) -> list[ServedTable]:
-    """Form rows of the most frequent ids in advance: those that save the most multiply-adds.
+    """Form rows of frequent ids in advance, those that save the most multiply-adds first.
 
     Args:
-        tables: of equal columns.
-        counts: per table how often its ids 0, 1, ... occur, [any number]; falling from id 1 on.
-        budget: bytes for these rows together, beyond those that are formed already.
-        row_bytes: of one.
+        tables: tables with the same number of columns.
+        counts: how often ids 0, 1, ... of each table occur, for any number of ids; falling from id 1 on.
+        budget: bytes for all these rows, in addition to those formed already.
+        row_bytes: bytes of a row.
     """
     saved = [
-        known[len(table.formed) : table.rows].double().cummin(0).values * work_of(table) if table.cores else known[:0].double()
-        for table, known in zip(tables, counts, strict=True)
+        count[len(table.formed) : table.rows].double().cummin(0).values * work_of(table) if table.cores else count[:0].double()
+        for table, count in zip(tables, counts, strict=True)
     ]
     ends = torch.tensor([len(each) for each in saved]).cumsum(0)
     chosen = torch.cat(saved).topk(min(budget // row_bytes, int(ends[-1]))).indices

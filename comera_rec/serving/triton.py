@@ -23,19 +23,19 @@ instance_group [ {{ kind: KIND_CPU }} ]
 
 
 def export_repository(options: ExportOptions, repository: Path) -> tuple[Path, ModelMetadata]:
-    """Add a run to a repository, as a model of the run's name; as its next version, if it is there already.
+    """Add a run to a model repository, under the run's name and as its next version.
 
-    The server needs release 26.05 or later. Of the form "fast" it must start with LD_PRELOAD naming the libcomera_rec.so beside the
-    model.
+    The server must be of release 26.05 or later. For the form "fast", start it with LD_PRELOAD naming the libcomera_rec.so beside
+    the model.
 
     Returns:
-        Folder of the version, and what the package says about itself.
+        The folder of the version, and the metadata of the package.
 
     Raises:
         ValueError: as `export_run`.
     """
     folder = repository / options.run.absolute().name
-    with work_folder(repository) as work:  # not inside it, where a server may be looking
+    with work_folder(repository) as work:  # outside the repository, which a server may be scanning
         version = work / "version"
         version.mkdir()
         metadata = build_package(options, version)

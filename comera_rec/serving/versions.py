@@ -1,4 +1,4 @@
-"""The model that is served, and its replacement by what is put in its file's place."""
+"""The served model, which is replaced when its file is."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ log = logging.getLogger("comera_rec.serving")
 
 @dataclass(frozen=True, kw_only=True)
 class Version:
-    """A loaded model and the vocabularies that fit it; requests keep the one they began with.
+    """A loaded model and its vocabularies; a request keeps the version that it started with.
 
     Args:
         number: the first digits of the file's SHA-256.
         model: the model.
-        encoder: of raw rows; None where the vocabularies are not at hand, for `reason`.
-        reason: why not.
+        encoder: encoder of raw rows; None if the vocabularies are missing.
+        reason: why there is no encoder.
     """
 
     number: str
@@ -38,16 +38,16 @@ class Version:
 
 
 class ModelFile:
-    """A package on disk, the version that was loaded from it, and the watch for the next.
+    """A package on disk and the version loaded from it, which `watch` keeps up to date.
 
     Args:
-        path: of MODEL.pt2; put new versions there by renaming.
-        data: folder of the vocabularies; None takes the one that the model names, if it is there.
-        threads: that torch may use.
+        path: path of MODEL.pt2; put new versions there by renaming.
+        data: folder of the vocabularies; None takes the one that the model names, if it exists.
+        threads: number of threads that torch may use.
         observe: called with "loaded" or "refused" for every version.
 
     Raises:
-        ValueError: the file can't be loaded, or `data` doesn't fit it.
+        ValueError: if the file can't be loaded, or `data` doesn't fit it.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ModelFile:
         return status.st_ino, status.st_size, status.st_mtime_ns
 
     async def watch(self, seconds: float) -> None:
-        """Look for another file every so many seconds until cancelled, load it beside the present version and put it in its place.
+        """Check the file at an interval of seconds until cancelled; load a new one, then switch to it.
 
         A file that can't be loaded is reported once, and the present version stays.
         """
@@ -93,6 +93,6 @@ class ModelFile:
                 self._observe("refused")
                 continue
             self.current = version
-            del version  # or the one after the next would find it here
+            del version  # or it would be kept until the next file
             log.warning("%s is at version %s", self.name, self.current.number)
             self._observe("loaded")

@@ -1,4 +1,4 @@
-"""The vocabularies that turn raw values into a model's ids, and the proof that they are the ones it was trained with."""
+"""The vocabularies that encode raw values as a model's ids, and the check that the model was trained with them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from data_pipeline.manifest import Manifest
 
 
 def open_vocabularies(metadata: ModelMetadata, data: Path | None = None) -> RequestEncoder:
-    """The encoder of raw rows for a model.
+    """Return the encoder of raw rows for a model.
 
     Args:
-        metadata: of the model.
-        data: folder of a data set; None takes the one that the model was trained on, as it recorded.
+        metadata: the metadata of the model.
+        data: folder of a data set; None takes the one that the metadata names.
 
     Raises:
-        ValueError: there is no data set, or it has other columns or vocabularies than the model.
+        ValueError: if there is no data set, or its columns or vocabularies differ from the model's.
     """
     folder = data or Path(metadata.data)
     try:
@@ -30,12 +30,12 @@ def open_vocabularies(metadata: ModelMetadata, data: Path | None = None) -> Requ
 
 
 def offsets_of(manifest: Manifest) -> tuple[int | None, ...]:
-    """What a data set adds to each integer column before its logarithm; None where values came transformed."""
+    """Return the number added to each integer column before its logarithm; None where values were transformed already."""
     return tuple(column.offset if column.transform == "log" else None for column in manifest.integer_columns)
 
 
 def check_vocabularies(metadata: ModelMetadata, manifest: Manifest, folder: Path) -> None:
-    """Check that a data set's ids mean what the model's do.
+    """Raise ValueError unless a data set's ids mean what the model's do.
 
     Raises:
         ValueError: naming the columns that differ.
@@ -45,13 +45,13 @@ def check_vocabularies(metadata: ModelMetadata, manifest: Manifest, folder: Path
         raise ValueError(
             f"{folder} has integer columns {', '.join(dense)}, the model {', '.join(metadata.dense)}: give its data set"
         )
-    found = {
+    actual = {
         column.name: (column.num_embeddings, column.vocabulary.sha256 if column.vocabulary else None)
         for column in manifest.categorical_columns
     }
-    wanted = {name: (rows, metadata.checksums[name]) for name, rows in metadata.categorical.items()}
-    if list(found) != list(wanted) or found != wanted:
-        differing = [name for name in {**wanted, **found} if found.get(name) != wanted.get(name)]
+    expected = {name: (rows, metadata.checksums[name]) for name, rows in metadata.categorical.items()}
+    if list(actual) != list(expected) or actual != expected:
+        differing = [name for name in {**expected, **actual} if actual.get(name) != expected.get(name)]
         raise ValueError(
             f"{folder} has other vocabularies than the model was trained with (in {', '.join(differing) or 'other order'}): "
             "give the model's data set, or one that `comera transform` made with it"

@@ -11,7 +11,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from comera_rec.distributed import Processes
 from comera_rec.nn import named_tt_modules
-from comera_rec.rank.trains import gather_trains, total_params
+from comera_rec.rank.tt_modules import gather_tt_modules, total_params
 from data_pipeline.atomic import replacing
 
 
@@ -61,9 +61,9 @@ class NoLog:
 
 def log_ranks(log: MetricsLog | NoLog, module: nn.Module, processes: Processes) -> None:
     """Write down the ranks of a model whose ranks stay as they are; each process calls this."""
-    trains = gather_trains(dict(named_tt_modules(module)), processes=processes)
-    if ranks := {name: list(train.shape.ranks) for name, train in trains.items()}:
-        log.write("ranks", 0, stage="fixed", objective=None, params=total_params(trains), target_params=None, ranks=ranks)
+    summaries = gather_tt_modules(dict(named_tt_modules(module)), processes=processes)
+    if ranks := {name: list(summary.shape.ranks) for name, summary in summaries.items()}:
+        log.write("ranks", 0, stage="fixed", objective=None, params=total_params(summaries), target_params=None, ranks=ranks)
 
 
 def _is_before(line: str, step: int, evaluated: bool) -> bool:

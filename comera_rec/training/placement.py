@@ -20,7 +20,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from comera_rec.distributed import Processes, launcher_number
 from comera_rec.nn import named_tt_modules
-from comera_rec.rank.trains import gather_trains
+from comera_rec.rank.tt_modules import gather_tt_modules
 from comera_rec.recsys.sharding import TTEmbeddingBagCollectionSharder, TTShardingPlanner
 from comera_rec.training.config import RunConfig
 from comera_rec.training.model import Schema, build_model, fuse_dense_tables_, materialize_
@@ -76,9 +76,9 @@ def whole_model(config: RunConfig, schema: Schema, module: nn.Module, processes:
     if not processes.several:
         return module
     whole = build_model(config, schema, device="meta")
-    trains = gather_trains(dict(named_tt_modules(module)), processes=processes)
+    summaries = gather_tt_modules(dict(named_tt_modules(module)), processes=processes)
     for name, part in named_tt_modules(whole):
-        part.resize_ranks_(trains[name].shape.ranks)
+        part.resize_ranks_(summaries[name].shape.ranks)
     return whole
 
 

@@ -27,7 +27,7 @@ from comera_rec.data import Batch, BatchLoader, ParquetBatches
 from comera_rec.distributed import WORLD, Processes, join_launched
 from comera_rec.nn import TTTable, update_in_backward_, use_float8_
 from comera_rec.rank import RankScheduler
-from comera_rec.rank.trains import bytes_outside_trains
+from comera_rec.rank.tt_modules import bytes_outside_tt_modules
 from comera_rec.recsys import TTEmbeddingBagCollection
 from comera_rec.training.checkpoint import checkpoint_at, latest_checkpoint, open_checkpoint
 from comera_rec.training.config import RunConfig
@@ -110,8 +110,8 @@ class Trainer:
             self.loader.prepare = self._plan_ahead
         self.scheduler = None
         if config.ranks:
-            others = bytes_outside_trains(whole_model(config, self.schema, self.module, processes))
-            self.scheduler = RankScheduler(self.module, self.optimizer, config.ranks, other_bytes=others, processes=processes)
+            other_bytes = bytes_outside_tt_modules(whole_model(config, self.schema, self.module, processes))
+            self.scheduler = RankScheduler(self.module, self.optimizer, config.ranks, other_bytes=other_bytes, processes=processes)
         self.state = TrainingState(self.module, self.optimizer, placed.table_optimizers)
         self.step = Steps(
             config, placed, self.optimizer, self.scheduler, processes=processes, device=self.device, total_steps=self.total_steps

@@ -1,11 +1,11 @@
-"""Mathematics on shapes and cores; no modules, no state."""
+"""Mathematics of TT shapes and cores, without modules or state."""
 
 from comera_rec.tt.contraction import (
     best_contractions,
     candidate_contractions,
     contraction_for,
     dense_milliseconds,
-    train_milliseconds,
+    tt_milliseconds,
 )
 from comera_rec.tt.cores import contract, first_rows, init_cores_, tt_to_dense
 from comera_rec.tt.cost import LookupCost, Work
@@ -45,7 +45,7 @@ __all__ = [
     "span",
     "staircases",
     "table_candidates",
-    "train_milliseconds",
+    "tt_milliseconds",
     "tt_svd",
     "tt_svd_spectra",
     "tt_to_dense",

@@ -1,4 +1,4 @@
-"""In which order an input is contracted with the train of a linear layer: the cheapest for the batch at hand."""
+"""The order in which a TT linear layer contracts its input with its cores: the cheapest for each batch size."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from comera_rec.tt.linear_cost import Contraction, Tree, contraction_work, dense
 from comera_rec.tt.shape import TTShape
 
 Contractions = tuple[tuple[float, Contraction], ...]
-"""(largest batch it serves, contraction), by rising batch; the last serves any."""
+"""(largest batch, contraction) pairs by rising batch; the last serves any batch."""
 
 _WORTH = 0.9
-"""Of the time of a contraction that another must stay below to replace it: each one makes torch.compile compile once more."""
+"""Another contraction is taken only below this share of the time: each one makes torch.compile compile once more."""
 
 
 @lru_cache(maxsize=4096)
 def best_contractions(shape: TTShape) -> Contractions:
-    """The cheapest contraction, within a tenth, for every batch size.
+    """Return the cheapest contraction, within a tenth, for every batch size.
 
-    For large batches that is forming L (I x r) and R (r x O) once (CoMERA, section 4.2, arXiv 2405.14377), or all of W where r is
-    large; for small ones the input meets the cores one by one. All candidates are tried.
+    For large batches it forms L (I x r) and R (r x O) once (CoMERA, section 4.2, arXiv 2405.14377), or all of W where r is
+    large; for small ones it multiplies the input by one core after another. All candidates are tried.
 
     Args:
-        shape: of a linear layer, input modes first.
+        shape: the shape of a linear layer, input modes first.
     """
     lines = {each: _line(shape, each) for each in candidate_contractions(shape)}
 
@@ -34,38 +34,41 @@ def best_contractions(shape: TTShape) -> Contractions:
         return fixed + per_row * batch
 
     best = min(lines, key=lambda each: lines[each][::-1])
-    found: Contractions = ((math.inf, best),)
+    contractions: Contractions = ((math.inf, best),)
     for batch in (2**exponent for exponent in range(20, -1, -1)):
         best = min(lines, key=lambda each: cost(each, batch))
-        if cost(best, batch) < _WORTH * cost(found[0][1], batch):
-            found = ((batch, best), *found)
-    return found
+        if cost(best, batch) < _WORTH * cost(contractions[0][1], batch):
+            contractions = ((batch, best), *contractions)
+    return contractions
 
 
 def contraction_for(contractions: Contractions, batch: int) -> Contraction:
-    """The one that serves that batch."""
+    """Return the contraction that serves a batch of that many rows."""
     return next(contraction for limit, contraction in contractions if batch <= limit)
 
 
-def train_milliseconds(shape: TTShape, batch: int) -> float:
-    """Predicted time of a training step, forward and backward, of `TTLinear`."""
+def tt_milliseconds(shape: TTShape, batch: int) -> float:
+    """Predict the time of a training step of `TTLinear`, forward and backward, in milliseconds."""
     contraction = contraction_for(best_contractions(shape), batch)
     return nanoseconds(contraction_work(shape, contraction, batch)) / 1e6
 
 
 def dense_milliseconds(in_features: int, out_features: int, batch: int) -> float:
-    """Predicted time of a training step, forward and backward, of `torch.nn.Linear`."""
+    """Predict the time of a training step of `torch.nn.Linear`, forward and backward, in milliseconds."""
     return nanoseconds(dense_work(in_features, out_features, batch)) / 1e6
 
 
 def _line(shape: TTShape, contraction: Contraction) -> tuple[float, float]:
-    """(nanoseconds whatever the batch, nanoseconds a row)."""
+    """Return the nanoseconds of a step at batch 0, and those of each further row."""
     empty, one = (nanoseconds(contraction_work(shape, contraction, batch)) for batch in (0, 1))
     return empty, one - empty
 
 
 def candidate_contractions(shape: TTShape) -> Iterator[Contraction]:
-    """Every way to cut the train into parts, each formed by the cheapest products; D between parts goes with cores or with rows."""
+    """Yield every way to cut the cores into parts, each formed by its cheapest products.
+
+    The rank parameters D between parts scale either cores or rows.
+    """
     inner = range(1, shape.order)
     for count in range(shape.order):
         for cuts in itertools.combinations(inner, count):
@@ -75,7 +78,7 @@ def candidate_contractions(shape: TTShape) -> Iterator[Contraction]:
 
 @lru_cache(maxsize=65536)
 def _cheapest_tree(shape: TTShape, first: int, last: int) -> Tree:
-    """How to join neighbouring cores, as in a product of a chain of matrices."""
+    """Return the cheapest order in which to join neighbouring cores, as for a product of a chain of matrices."""
     if last - first == 1:
         return first
     trees = [(_cheapest_tree(shape, first, cut), _cheapest_tree(shape, cut, last)) for cut in range(first + 1, last)]

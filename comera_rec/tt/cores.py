@@ -15,7 +15,7 @@ from comera_rec.tt.shape import TTShape
 
 
 def init_cores_(cores: Sequence[Tensor], shape: TTShape, std: float, generator: torch.Generator | None = None) -> None:
-    """Fill cores with Gaussians such that the entries of the dense matrix have mean 0 and standard deviation `std`.
+    """Fill cores with Gaussian numbers so that the entries of the dense matrix have mean 0 and standard deviation `std`.
 
     An entry is a sum of r_1...r_{d-1} products of d independent Gaussians, so its variance is s^{2d} r_1...r_{d-1} for cores of
     standard deviation s and rank parameters of 1.
@@ -23,7 +23,7 @@ def init_cores_(cores: Sequence[Tensor], shape: TTShape, std: float, generator: 
     Args:
         cores: tensors of `shape.core_shapes`, overwritten.
         shape: modes and ranks.
-        std: standard deviation wanted of the dense entries.
+        std: standard deviation of the dense entries.
         generator: source of randomness; default the global one.
     """
     paths = math.prod(shape.ranks)
@@ -36,12 +36,17 @@ def init_cores_(cores: Sequence[Tensor], shape: TTShape, std: float, generator: 
 
 
 def contract(cores: Sequence[Tensor], matmul: Callable[[Tensor, Tensor], Tensor] = torch.matmul) -> Tensor:
-    """Contract neighbouring cores into one of shape (r_first, m_1...m_d, n_1...n_d, r_last), by that product of two matrices."""
+    """Contract neighbouring cores into one of shape (r_first, m_1...m_d, n_1...n_d, r_last).
+
+    Args:
+        cores: core k is (r_{k-1}, m_k, n_k, r_k), with any rank parameters already multiplied in.
+        matmul: the product of two matrices to use.
+    """
     result = cores[0]
     for core in cores[1:]:
         r0, m, n, r1 = result.shape
         _, m2, n2, r2 = core.shape
-        # A plain matrix product: autocast knows it, tensordot it does not.
+        # A plain matrix product, because autocast knows matmul but not tensordot.
         joined = matmul(result.reshape(r0 * m * n, r1), core.reshape(r1, m2 * n2 * r2))
         if n > 1 and m2 > 1:
             joined = joined.reshape(r0, m, n, m2, n2, r2).transpose(2, 3)
@@ -50,12 +55,12 @@ def contract(cores: Sequence[Tensor], matmul: Callable[[Tensor, Tensor], Tensor]
 
 
 def first_rows(cores: Sequence[Tensor], row_shape: Sequence[int], count: int, num_cols: int) -> Tensor:
-    """The first `count` rows of the matrix that a train stands for, [count, num_cols]: by its first slices alone.
+    """Return the first rows of the matrix that cores stand for, [count, num_cols], contracting only the slices they need.
 
     Args:
         cores: of row modes `row_shape`, with any rank parameters already multiplied in.
         row_shape: (m_1..m_d).
-        count, num_cols: no more than the matrix has.
+        count, num_cols: rows and columns to return, at most those of the matrix.
     """
     first, *others = cores
     digits = -(-count // math.prod(row_shape[1:]))
@@ -64,7 +69,7 @@ def first_rows(cores: Sequence[Tensor], row_shape: Sequence[int], count: int, nu
 
 
 def tt_to_dense(cores: Sequence[Tensor], shape: TTShape) -> Tensor:
-    """Contract a train to the matrix it stands for.
+    """Contract cores to the dense matrix that they stand for.
 
     E[i, j] = G_1[0, i_1, j_1, :] G_2[:, i_2, j_2, :] ... G_d[:, i_d, j_d, 0]
 
@@ -73,12 +78,12 @@ def tt_to_dense(cores: Sequence[Tensor], shape: TTShape) -> Tensor:
         shape: modes and ranks.
 
     Returns:
-        [num_rows, num_cols]; the caller drops the rows and columns that only pad the table.
+        [num_rows, num_cols]; the caller drops the rows and columns that are padding.
 
     Raises:
-        ValueError: if the cores do not have the shapes that `shape` states.
+        ValueError: if the cores don't have the shapes of `shape.core_shapes`.
     """
-    found = [tuple(core.shape) for core in cores]
-    if found != list(shape.core_shapes):
-        raise ValueError(f"cores have shapes {found} but the TTShape states {list(shape.core_shapes)}")
+    core_shapes = [tuple(core.shape) for core in cores]
+    if core_shapes != list(shape.core_shapes):
+        raise ValueError(f"cores have shapes {core_shapes} but the TTShape states {list(shape.core_shapes)}: give cores of these")
     return contract(cores).reshape(shape.num_rows, shape.num_cols)

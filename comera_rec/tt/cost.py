@@ -1,7 +1,7 @@
-"""What a training step costs at a shape: work counted, times prices measured.
+"""Predicted cost of a training step over a TT table: counted work times measured prices.
 
-The counts follow how `comera_rec.ops` computes on CPU: the unique rows of a batch are products of slices n1 x r and r x n2; at
-orders 3 and 4 one or both of these are products themselves, of the unique leading or trailing digits.
+The counts follow how `comera_rec.ops` computes on CPU: the unique rows of a batch are products of slices n1 x r and r x n2. With
+3 or 4 cores, one or both of these are products themselves, of the unique leading or trailing digits.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ import numpy as np
 
 _VECTOR = 16  # floats; fixed, so that a shape does not depend on the machine that chose it
 _LINE = 16  # floats
-_CACHE_BYTES = 1_000_000  # of a CPU core's own
+_CACHE_BYTES = 1_000_000  # private to a CPU core
 
 
 class Work(NamedTuple):
-    """Amounts of each kind of work; or the price of one."""
+    """Amounts of each kind of work, or the price of one unit of each."""
 
     multiplies: float
-    """Multiply-adds of whole vectors, of which the last in a row may be partly empty."""
+    """Multiply-adds, counted in whole vectors: the last of a row may be partly empty."""
     tile_steps: float
-    """Rows of operands read into tiles of up to 8 rows: what products cost whose tiles are small."""
+    """Rows of operands read into tiles of up to 8 rows; they dominate where tiles are small."""
     missed_bytes: float
-    """Gathered from right slices that the cache can't hold."""
+    """Bytes gathered from right slices that the cache can't hold."""
     slice_numbers: float
-    """In both operands of products, met by the batch or not: transposed copies, gradients."""
+    """Numbers in both operands of products, whether the batch uses them or not: transposed copies, gradients."""
     lines: float
-    """Cache lines that stacking touches one by one, because slices of all cores but the first don't lie together."""
+    """Cache lines that stacking touches one by one, because only the first core's slices are contiguous."""
     params: float
-    """Stacked, given a gradient and updated."""
+    """Parameters that are stacked, given a gradient and updated."""
     row_numbers: float
-    """In unique rows."""
+    """Numbers in unique rows."""
     calls: float
     """Levels of products."""
     steps: float
-    """1: what a step costs whatever the shape."""
+    """1: the part of a step's time that doesn't depend on the shape."""
 
 
 NANOSECONDS = Work(
@@ -54,17 +54,17 @@ NANOSECONDS = Work(
     steps=798_000,
 )
 """Fitted by `python -m benchmarks.calibrate` on two cores of an AMD EPYC with AVX-512 and 1 MiB of L2 cache each. Only their
-proportions choose a shape."""
+proportions matter to the choice of a shape."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LookupCost:
-    """Predicts the time of a training step over one table: forward, backward and a dense Adagrad.
+    """Prediction of the time of a training step over one table: forward, backward and a dense Adagrad update.
 
     Args:
-        prices: nanoseconds for each kind of work.
+        prices: nanoseconds for a unit of each kind of work.
         lookups: ids in a batch.
-        exponent: of the Zipf's law that they follow, 0 being the most frequent; not 1.
+        exponent: exponent of the Zipf's law that ids follow, id 0 being the most frequent; not 1.
     """
 
     prices: Work = NANOSECONDS
@@ -72,12 +72,12 @@ class LookupCost:
     exponent: float = 1.05
 
     def milliseconds(self, row_shape: Sequence[int], col_shape: Sequence[int], ranks: Sequence[int]) -> float:
-        """The time of a step."""
+        """Predict the milliseconds of a step; shapes as `TTShape` has them."""
         work = self.work(row_shape, col_shape, ranks)
         return sum(price * amount for price, amount in zip(self.prices, work, strict=True)) / 1e6
 
     def work(self, row_shape: Sequence[int], col_shape: Sequence[int], ranks: Sequence[int]) -> Work:
-        """What a step does, for 2 to 4 cores."""
+        """Count the work of a step over a table of 2 to 4 cores."""
         bonds = (1, *ranks, 1)
         cores = list(zip(bonds[:-1], row_shape, col_shape, bonds[1:], strict=True))
         rows = _leading_parts(math.prod(row_shape), 1, self.lookups, self.exponent)
@@ -96,7 +96,7 @@ class LookupCost:
         )
 
     def _products(self, m: Sequence[int], n: Sequence[int], bonds: Sequence[int], rows: float) -> Iterator[_Product]:
-        """One for each level, as `comera_rec.ops.plan` cuts trains."""
+        """Yield the products of each level, with cores cut as `comera_rec.ops.plan` does."""
         cut, size = (len(m) + 1) // 2, math.prod(m)
         trailing = math.prod(m[cut:])
         lefts, rights = float(m[0]), float(m[-1])
@@ -110,7 +110,7 @@ class LookupCost:
 
 
 class _Product(NamedTuple):
-    """That many products n1 x r times r x n2, of slices on the left and right."""
+    """A number of products n1 x r times r x n2, and how many different left and right slices they use."""
 
     products: float
     lefts: float
@@ -120,19 +120,19 @@ class _Product(NamedTuple):
     n2: int
 
     def sums(self) -> Iterator[tuple[float, int, int, int]]:
-        """(terms, height, depth, width) of the products, and of the gradients of their left and right slices."""
+        """Yield (terms, height, depth, width) of the products, then of the gradients of their left and right slices."""
         yield self.products, self.n1, self.r, self.n2
         yield self.products, self.n1, self.n2, self.r
         yield self.products, self.r, self.n1, self.n2
 
     def missed_bytes(self) -> float:
-        """Neighbours share their left slices. Right ones are gathered, forward and backward, once for every 8 rows of the left."""
+        """Count bytes of right slices that the cache misses: they are gathered twice, for every 8 rows of the left slice."""
         gathered = 2 * self.products * 4 * self.r * self.n2 * -(-self.n1 // 8)
         return gathered * max(0.0, 1 - _CACHE_BYTES / (4 * self.rights * self.r * self.n2))
 
 
 def _tiles(height: int, width: int) -> int:
-    """Tiles of a result: up to 8 rows of one or two vectors, or 4 rows of four."""
+    """Count the tiles of a result: up to 8 rows of one or two vectors, or 4 rows of four."""
     vectors = -(-width // _VECTOR)
     rows, together = (8, min(vectors, 2)) if vectors < 4 else (4, 4)
     return -(-height // rows) * -(-vectors // together)
@@ -140,27 +140,27 @@ def _tiles(height: int, width: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _leading_parts(rows: int, block: int, lookups: int, exponent: float) -> float:
-    """How many blocks of neighbouring rows a batch meets, on average."""
+    """Expect how many blocks of neighbouring rows a batch asks for."""
     edges = _edges(-(-rows // block))
     return _met(edges, np.diff(_share(np.minimum(edges * block, rows), rows, exponent)), lookups)
 
 
 @lru_cache(maxsize=4096)
 def _trailing_parts(rows: int, period: int, lookups: int, exponent: float) -> float:
-    """How many remainders modulo `period` a batch meets, on average; rows beyond the first period are spread evenly over them."""
+    """Expect how many remainders modulo `period` a batch asks for; rows beyond the first period are spread evenly over them."""
     edges = _edges(period)
     first = _share(edges, rows, exponent)
     return _met(edges, np.diff(first) + (1 - first[-1]) * np.diff(edges) / period, lookups)
 
 
 def _edges(count: int) -> np.ndarray:
-    """0..count in intervals that widen by about a tenth."""
+    """Cut 0..count into intervals that widen by about a tenth."""
     widening = np.exp(np.arange(0, math.log(count + 1), 0.1)).astype(np.int64) - 1
     return np.append(widening[np.diff(widening, prepend=-1) > 0], count)
 
 
 def _share(before: np.ndarray, rows: int, exponent: float) -> np.ndarray:
-    """Part of the lookups whose id is less, by Zipf's law: the integral of (id + 1/2)^-exponent."""
+    """Return the share of lookups whose id is below `before`, by Zipf's law: the integral of (id + 1/2)^-exponent."""
     integral = (before + 0.5) ** (1 - exponent) - 0.5 ** (1 - exponent)
     return integral / ((rows + 0.5) ** (1 - exponent) - 0.5 ** (1 - exponent))
 

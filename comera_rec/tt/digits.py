@@ -1,4 +1,4 @@
-"""Mixed-radix digits: which slice of each core a row of the table meets. Pure index arithmetic, no tables."""
+"""Mixed-radix digits: which slice of each core a row of the table uses. Pure index arithmetic."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def row_digits(rows: Tensor, row_shape: Sequence[int]) -> tuple[Tensor, ...]:
-    """Digits (i_1..i_d) of row ids in the mixed radix (m_1..m_d), most significant first.
+    """Return the digits (i_1..i_d) of row ids in the mixed radix (m_1..m_d), most significant first.
 
     Args:
         rows: integer ids of any shape, each in [0, m_1...m_d).
@@ -26,7 +26,12 @@ def row_digits(rows: Tensor, row_shape: Sequence[int]) -> tuple[Tensor, ...]:
 
 
 def rows_from_digits(digits: Sequence[Tensor], row_shape: Sequence[int]) -> Tensor:
-    """The inverse of `row_digits`."""
+    """Return the row ids of these digits: the inverse of `row_digits`.
+
+    Args:
+        digits: d integer tensors of one shape, the k-th in [0, m_k).
+        row_shape: the radices (m_1..m_d).
+    """
     rows = digits[0]
     for digit, radix in zip(digits[1:], row_shape[1:], strict=True):
         rows = rows * radix + digit

@@ -1,8 +1,8 @@
-"""Cores of tables lie in memory slice after slice, so that a lookup reads what it needs in one piece.
+"""Memory layout of a TT table's cores: slice after slice, so that a lookup reads each slice from consecutive addresses.
 
 The k-th core (r_{k-1}, m, n, r_k) of a table is stored as (m, r_{k-1}, r_k, n) in the leading half of its cores and as
-(m, r_k, r_{k-1}, n) in the trailing half: rank by rank within a slice, the rank at the table's end outermost. Shapes don't change,
-only strides.
+(m, r_k, r_{k-1}, n) in the trailing half: within a slice, the bond nearer to the end of the table is outermost. Only strides
+change, never shapes.
 """
 
 from __future__ import annotations
@@ -13,10 +13,16 @@ _LEADING, _TRAILING = (1, 0, 3, 2), (1, 3, 0, 2)
 
 
 def slice_major(core: Tensor, k: int, order: int) -> Tensor:
-    """The k-th of `order` cores, slice after slice: itself, if it lies like that already."""
+    """Return the k-th of `order` cores laid out slice after slice: the same tensor if it already is.
+
+    Args:
+        core: (r_{k-1}, m, n, r_k), of any strides.
+        k: its number, from 0.
+        order: the number of cores.
+    """
     r0, _, n, r1 = core.shape
     is_leading = k < (order + 1) // 2
-    # What is so mostly, and seen quickest; where sizes are 1, other strides are as good.
+    # The usual case, checked first because it is cheap; where a size is 1, its stride doesn't matter.
     if core.stride() == ((n * r1, r0 * n * r1, 1, n) if is_leading else (n, r0 * n * r1, 1, r0 * n)):
         return core
     if is_slice_major(core, k, order):
@@ -26,7 +32,7 @@ def slice_major(core: Tensor, k: int, order: int) -> Tensor:
 
 
 def is_slice_major(core: Tensor, k: int, order: int) -> bool:
-    """Whether the k-th of `order` cores lies slice after slice."""
+    """Return whether the k-th of `order` cores is laid out slice after slice."""
     shape, strides, step = core.shape, core.stride(), 1
     for axis in reversed(_axes(k, order)):
         if shape[axis] != 1 and strides[axis] != step:

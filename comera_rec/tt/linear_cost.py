@@ -1,4 +1,4 @@
-"""What a training step of a linear layer costs, dense or as a tensor train: work counted, times prices measured.
+"""Predicted cost of a training step of a linear layer, dense or TT: counted work times measured prices.
 
 Shapes: B rows of the batch, I in_features, O out_features; a core is (r, m, n, s).
 """
@@ -12,64 +12,64 @@ from typing import NamedTuple
 from comera_rec.tt.shape import TTShape
 
 Tree = int | tuple["Tree", "Tree"]
-"""A core by its number, or the product of two neighbouring trees."""
+"""The number of a core, or the product of two neighbouring trees."""
 
 _VECTOR = 8  # floats; fixed, so that a decision does not depend on the machine that made it
 
 
 class Contraction(NamedTuple):
-    """An order of products of an input x with a train: parts are formed from the cores, then x meets one part after the other."""
+    """An order of products of an input x with cores: parts are formed from the cores, then x is multiplied by each part in turn."""
 
     parts: tuple[Tree, ...]
-    """Which together hold every core once, in order: ((0, 1), (2, 3)) forms L and R first, (0, 1, 2, 3) never joins two cores."""
+    """Trees that together contain every core once, in order: ((0, 1), (2, 3)) forms L and R first, (0, 1, 2, 3) joins no cores."""
     scale_rows: bool
-    """Whether D_k between two parts multiplies the rows on their way from one to the other, instead of a core."""
+    """Whether the rank parameters D_k between two parts scale the rows that pass between them, instead of a core."""
 
 
 class LinearWork(NamedTuple):
-    """Amounts of each kind of work of a forward pass; or the price of one for the whole step.
+    """Amounts of each kind of work of a forward pass, or the price of one unit of each for the whole step.
 
-    A step is three forward passes: the gradient of either factor of a product runs over the same indices as the product. So
-    the contraction that is cheapest forward is cheapest with all its gradients, taken backwards along it as autograd does.
+    A step is as much work as three forward passes, because the gradient of either factor of a product runs over the same indices
+    as the product. So the contraction that is cheapest forward is also cheapest with its gradients, as autograd computes them.
     """
 
     multiplies: float
-    """Multiply-adds of whole vectors, of which the last in a row may be partly empty."""
+    """Multiply-adds, counted in whole vectors: the last of a row may be partly empty."""
     numbers: float
-    """Read or written."""
+    """Numbers read or written."""
     calls: float
     """Products, copies and scalings, each with its gradients."""
-    trains: float
-    """1 for a train: flattening the input, cropping, choosing."""
+    tt_layers: float
+    """1 for a TT layer: flattening the input, cropping, choosing the contraction."""
 
 
-NANOSECONDS = LinearWork(multiplies=0.0374, numbers=0.413, calls=20_500, trains=45_400)
+NANOSECONDS = LinearWork(multiplies=0.0374, numbers=0.413, calls=20_500, tt_layers=45_400)
 """Fitted by `python -m benchmarks.calibrate_linear` on two cores of an AMD EPYC, where MKL multiplies in vectors of 8 floats.
-Only their proportions decide."""
+Only their proportions matter to the choice."""
 
 
 def nanoseconds(work: LinearWork, prices: LinearWork = NANOSECONDS) -> float:
-    """The time of a step of that work."""
+    """Return the time of a step of that work."""
     return sum(price * amount for price, amount in zip(prices, work, strict=True))
 
 
 def dense_work(in_features: int, out_features: int, batch: int) -> LinearWork:
-    """A forward pass of `torch.nn.Linear`."""
+    """Count the work of a forward pass of `torch.nn.Linear`."""
     return _total([_product(batch, in_features, out_features)])
 
 
 def contraction_work(shape: TTShape, contraction: Contraction, batch: int) -> LinearWork:
-    """A forward pass of a train; affine in the batch."""
+    """Count the work of a forward pass of `TTLinear`; affine in the batch."""
     return _total([LinearWork(0, 0, 0, 1), *_forming(shape, contraction), *_passing(shape, contraction, batch)])
 
 
 def span(tree: Tree) -> tuple[int, int]:
-    """(first, last + 1) of the cores of a tree."""
+    """Return (first, last + 1) of the cores of a tree."""
     return (tree, tree + 1) if isinstance(tree, int) else (span(tree[0])[0], span(tree[1])[1])
 
 
 def forming_work(shape: TTShape, tree: Tree) -> LinearWork:
-    """The products that join the cores of a tree."""
+    """Count the work of the products that join the cores of a tree."""
     return _total(_joining(shape, tree))
 
 

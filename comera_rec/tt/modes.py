@@ -1,4 +1,4 @@
-"""How sizes split into modes, one a core."""
+"""Splitting of sizes into modes, one for each core."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from functools import lru_cache
 
 MAX_ORDER = 8
 _SKEW = 4
-"""Largest over smallest m_k n_k of a table. Skew lowers the rank that a budget buys, of two cores by a fifth. Ever
-more skew would be ever faster, down to rank 1."""
+"""Largest ratio of a table's sizes m_k n_k. Skew lowers the rank that a budget buys, by a fifth for two cores; without this
+limit the fastest shape would have rank 1."""
 
 
 def factorize(n: int, order: int) -> tuple[int, ...]:
     """Split a size into `order` balanced factors, largest first, whose product is at least `n`.
 
-    Exact wherever the size has divisors nearly as balanced as the best covering factors (within 25 % of their sum); otherwise
-    the factors minimize (sum of factors) * (product / n).
+    The product is exactly `n` where exact factors sum to at most 1.25 times what the best covering factors do; otherwise the
+    factors minimize (sum of factors) * (product / n).
 
     Args:
         n: the size, at least 1.
@@ -39,7 +39,7 @@ def _factorize(n: int, order: int) -> tuple[int, ...]:
     if order == 1 or n == 1:
         return (n,) + (1,) * (order - 1)
     root = math.ceil(n ** (1 / order))
-    window = 32 // (order - 1)  # near-balanced products already waste little; wider windows only cost time
+    window = 32 // (order - 1)  # nearly balanced factors already waste little; a wider window only costs time
     candidates = set(range(max(1, root - window), root + window + 1))
     if n <= 1_000_000:
         candidates |= {a for a in range(1, min(n, 4 * root) + 1) if n % a == 0}
@@ -50,11 +50,11 @@ def _factorize(n: int, order: int) -> tuple[int, ...]:
 
 
 def table_modes(num_embeddings: int, embedding_dim: int, order: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Row and column modes that a table could take.
+    """List the (row modes, column modes) that a table could take.
 
-    Column modes are ordered factorizations of the dim: all of two modes, those of three within a factor of 8 of each other, those
-    of four within 4; where there are none, balanced ones that pad. Row modes make the sizes m_k n_k equal, or some of them four
-    times the others.
+    Column modes are the ordered factorizations of the dim: into two factors, all of them; into three or four, those whose factors
+    are within 8 or 4 times each other; where there are none, balanced factors that pad. Row modes make the sizes m_k n_k equal,
+    or a few of them four times the others.
 
     Args:
         num_embeddings: rows M.
@@ -82,7 +82,7 @@ def _ordered_factors(n: int, order: int) -> list[tuple[int, ...]]:
 
 
 def _row_modes(num_embeddings: int, col_shape: tuple[int, ...], skew: tuple[int, ...]) -> tuple[int, ...]:
-    """Row modes that cover the table, with sizes m_k n_k in the proportions of `skew`."""
+    """Return row modes that cover the table, with sizes m_k n_k in the proportions of `skew`."""
     shares = [times / n for times, n in zip(skew, col_shape, strict=True)]
     left, modes = num_embeddings, []
     for k, share in enumerate(shares[:-1]):
@@ -93,13 +93,13 @@ def _row_modes(num_embeddings: int, col_shape: tuple[int, ...], skew: tuple[int,
 
 
 def require_positive(**sizes: int) -> None:
-    """Raise a ValueError that names the first of the given sizes that is not a positive integer."""
+    """Raise ValueError for the first of the sizes, named as the keywords are, that is not a positive integer."""
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} is {value!r}: give a positive integer")
 
 
 def require_order(order: int) -> None:
-    """Raise a ValueError unless a train can have that many cores."""
+    """Raise ValueError unless a TT matrix can have that many cores."""
     if isinstance(order, bool) or not isinstance(order, int) or not 1 <= order <= MAX_ORDER:
         raise ValueError(f"order is {order!r}: give an integer from 1 to {MAX_ORDER}")

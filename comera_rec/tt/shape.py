@@ -1,7 +1,7 @@
-"""Sizes of a tensor-train matrix: how rows and columns split into modes, and what that costs.
+"""Sizes of a tensor-train matrix: how its rows and columns split into modes, and how many parameters that takes.
 
-M rows, N columns; d cores; m_k, n_k the row and column mode of core k; r_k the rank of the bond between cores k and k+1, r_0 =
-r_d = 1.
+M rows, N columns; d cores; m_k, n_k the row and column mode of core k; r_k the rank of the bond between cores k and k+1;
+r_0 = r_d = 1.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Modes = tuple[tuple[int, ...], tuple[int, ...]]
 """Row modes and column modes."""
 
 _USED = 0.8
-"""Part of the largest one's parameters that shapes of one size have at least, unless they could hold any table."""
+"""Least share of the largest candidate's parameters that a candidate must use, unless its modes can't use more."""
 _COST = LookupCost()
 
 
@@ -26,15 +26,15 @@ _COST = LookupCost()
 class TTShape:
     """Modes and ranks of a tensor-train matrix (TTM).
 
-    A matrix of M <= m_1...m_d rows and N <= n_1...n_d columns is held as cores G_k of shape (r_{k-1}, m_k, n_k, r_k) with r_0
-    = r_d = 1 and rank parameters D_k of shape (r_k) between neighbours. A TT linear layer is the same object with n_k = 1 on
-    its input modes and m_k = 1 on its output modes. CoMERA, section 3.1 (arXiv 2405.14377).
+    A matrix of M <= m_1...m_d rows and N <= n_1...n_d columns is stored as cores G_k of shape (r_{k-1}, m_k, n_k, r_k), with
+    r_0 = r_d = 1, and rank parameters D_k of shape (r_k) between neighbours. A TT linear layer is the same object with n_k = 1
+    at its input modes and m_k = 1 at its output modes. CoMERA, section 3.1 (arXiv 2405.14377).
 
     Args:
         row_shape: (m_1..m_d), most significant first.
         col_shape: (n_1..n_d).
         ranks: (r_1..r_{d-1}), or one integer, the largest rank: each bond then takes the smaller of it and what its modes allow.
-            A rank of zero says that the bond was truncated away, and with it the whole train.
+            A rank of zero means that the bond was truncated away, which makes the whole matrix zero.
 
     Raises:
         ValueError: for sizes below 1, negative ranks, or lengths that do not match.
@@ -79,12 +79,12 @@ class TTShape:
 
     @property
     def num_rows(self) -> int:
-        """Rows the train can address: m_1...m_d, at least the table's M."""
+        """Rows that the modes can address: m_1...m_d, at least the table's M."""
         return math.prod(self.row_shape)
 
     @property
     def num_cols(self) -> int:
-        """Columns the train spans: n_1...n_d, at least the table's N."""
+        """Columns that the modes span: n_1...n_d, at least the table's N."""
         return math.prod(self.col_shape)
 
     @property
@@ -100,9 +100,9 @@ class TTShape:
 
     @property
     def num_params(self) -> int:
-        """Numbers stored: S = sum_k r_{k-1} m_k n_k r_k for the cores, plus sum_k r_k for the rank parameters.
+        """Numbers stored: sum_k r_{k-1} m_k n_k r_k in the cores and sum_k r_k rank parameters.
 
-        Both modes of every core are counted, so S times the item size is the size on disk.
+        Times the item size, this is the size on disk.
         """
         return sum(math.prod(core) for core in self.core_shapes) + sum(self.ranks)
 
@@ -112,12 +112,12 @@ class TTShape:
         return self.num_rows * self.num_cols / self.num_params if self.num_params else math.inf
 
     def require_covers(self, num_rows: int, num_cols: int) -> None:
-        """Raise a ValueError unless a matrix of this size fits into the modes."""
+        """Raise ValueError unless a matrix of num_rows x num_cols fits into the modes."""
         if num_rows > self.num_rows or num_cols > self.num_cols:
             raise ValueError(f"shape spans {self.num_rows} x {self.num_cols}, less than {num_rows} x {num_cols}: enlarge its modes")
 
     def with_ranks(self, ranks: int | Sequence[int]) -> TTShape:
-        """The same modes at other ranks."""
+        """Return the same modes at other ranks."""
         return TTShape(self.row_shape, self.col_shape, ranks)
 
     @classmethod
@@ -135,13 +135,14 @@ class TTShape:
         Args:
             num_embeddings: rows M.
             embedding_dim: columns N.
-            tt_ranks: the ranks, one for all bonds or one each. Default 16 where no budget is given.
-            order: number of cores, 2 to 4. Default: 2, or as many as `tt_ranks` ask for, or as are fastest within the budget.
-            budget_params: the most parameters the table may take. Of `table_candidates` it is the one whose training step is
-                predicted to be fastest (`LookupCost`).
+            tt_ranks: one rank for all bonds, or one for each. Default 16 where no budget is given.
+            order: number of cores, 2 to 4. Default: the fastest within the budget; else one more than `tt_ranks` has entries;
+                else 2.
+            budget_params: the most parameters the table may take. Among `table_candidates`, the shape is chosen whose training
+                step is predicted to be fastest (`LookupCost`).
 
         Raises:
-            ValueError: for sizes below 1, both ranks and a budget, or a budget that not even rank 1 fits.
+            ValueError: for sizes below 1, for both ranks and a budget, or for a budget too small for rank 1.
 
         Example:
             >>> TTShape.for_table(1_000_000, 64, budget_params=640_000)
@@ -174,10 +175,15 @@ class TTShape:
         """Choose modes, and ranks where only a budget is given, for a linear layer: input modes first, then output modes.
 
         Args:
-            in_features: input size (rows of the train).
-            out_features: output size (columns of the train).
-            tt_ranks, budget_params: as in `for_table`.
+            in_features: rows of the transposed weight.
+            out_features: columns of the transposed weight.
+            tt_ranks: as in `for_table`.
+            budget_params: the most parameters the layer may take, biases aside. The shape is the one of lowest order that reaches
+                rank 8, or else the one of the largest rank.
             order: number of cores, even, 2 to 8: half of them hold input modes, half output modes. Default 4.
+
+        Raises:
+            ValueError: as `for_table`.
         """
         require_positive(in_features=in_features, out_features=out_features)
         if order is not None and order not in (2, 4, 6, 8):
@@ -198,9 +204,9 @@ class TTShape:
 def table_candidates(
     num_embeddings: int, embedding_dim: int, budget_params: int, orders: Sequence[int] = (2, 3, 4)
 ) -> list[TTShape]:
-    """Shapes of one size for an embedding table: many modes, each at the largest rank that fits the budget.
+    """List shapes of nearly one size for an embedding table: various modes, each at the largest rank that fits the budget.
 
-    Those that leave unused what others can use are left out; they would be faster only by being smaller.
+    Shapes that leave much of the budget unused are left out: they would be faster only by being smaller.
 
     Args:
         num_embeddings: rows M.
@@ -209,7 +215,7 @@ def table_candidates(
         orders: numbers of cores, 2 to 4.
 
     Raises:
-        ValueError: for a budget that not even rank 1 fits.
+        ValueError: for a budget too small for rank 1.
     """
     modes = [each for order in orders for each in table_modes(num_embeddings, embedding_dim, order)]
     shapes = _within_budget(modes, budget_params, f"a {num_embeddings} x {embedding_dim} table")
@@ -218,7 +224,7 @@ def table_candidates(
 
 
 def max_ranks(row_shape: Sequence[int], col_shape: Sequence[int]) -> tuple[int, ...]:
-    """Largest useful rank of each bond: the smaller of the products of modes on its two sides."""
+    """Return the largest useful rank of each bond: the product of the sizes m_k n_k on its left or on its right, if smaller."""
     sizes = [m * n for m, n in zip(row_shape, col_shape, strict=True)]
     return tuple(min(math.prod(sizes[:k]), math.prod(sizes[k:])) for k in range(1, len(sizes)))
 
@@ -237,7 +243,7 @@ def _at_ranks(
     default_order: int,
     orders: tuple[int, ...],
 ) -> TTShape:
-    """The shape at the given ranks; `modes` gives row and column modes for an order."""
+    """Return the shape at the given ranks; `modes` gives row and column modes for an order."""
     tt_ranks = 16 if tt_ranks is None else tt_ranks
     if isinstance(tt_ranks, int):
         require_positive(tt_ranks=tt_ranks)
@@ -251,7 +257,7 @@ def _at_ranks(
 
 
 def _within_budget(modes: Sequence[Modes], budget_params: int, what: str) -> list[TTShape]:
-    """Shapes of these modes at the largest rank that fits, where one does."""
+    """Shapes of these modes, each at the largest rank that fits; modes that fit at no rank are left out."""
     ranks = [_largest_rank(*each, budget_params) for each in modes]
     fitting = [TTShape(*each, rank) for each, rank in zip(modes, ranks, strict=True) if rank]
     if not fitting:
@@ -261,7 +267,7 @@ def _within_budget(modes: Sequence[Modes], budget_params: int, what: str) -> lis
 
 
 def _largest_rank(row_shape: tuple[int, ...], col_shape: tuple[int, ...], budget_params: int) -> int:
-    """The largest rank of all bonds alike, or as large as modes allow, within the budget; 0 if there is none."""
+    """Largest rank within the budget, shared by all bonds whose modes allow it; 0 if there is none."""
     sizes = [m * n for m, n in zip(row_shape, col_shape, strict=True)]
     limits = max_ranks(row_shape, col_shape)
 
@@ -273,6 +279,6 @@ def _largest_rank(row_shape: tuple[int, ...], col_shape: tuple[int, ...], budget
 
 
 def _of_lowest_order(shapes: Sequence[TTShape]) -> TTShape:
-    """Of shapes of rising order the first that reaches rank 8, or else the one of the largest rank."""
+    """Return the first of shapes of rising order that reaches rank 8, or else the one of the largest rank."""
     enough = (s for s in shapes if max(s.ranks) >= min(8, max(max_ranks(s.row_shape, s.col_shape))))
     return next(enough, max(shapes, key=lambda shape: max(shape.ranks)))

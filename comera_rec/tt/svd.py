@@ -1,4 +1,4 @@
-"""Dense matrix to tensor train by sequential singular value decompositions (TT-SVD).
+"""Decomposition of a dense matrix into TT cores by successive singular value decompositions (TT-SVD).
 
 M rows, N columns; m_k, n_k modes; r_k ranks; the first unfolding A is (m_1 n_1) x (m_2..m_d n_2..n_d).
 """
@@ -15,19 +15,20 @@ from torch import Tensor
 from comera_rec.tt.shape import TTShape
 
 _EXACT_LIMIT = 1024  # an unfolding whose short side is longer than this is decomposed by randomized SVD
-_WHOLE_LIMIT = 1 << 24  # a matrix of more entries is read in blocks, never copied
+_WHOLE_LIMIT = 1 << 24  # a matrix of more entries than this is read in blocks, never copied
 _BLOCK = 1 << 22  # entries of a block
 _OVERSAMPLING = 16
 _POWER_ITERATIONS = 2
 
 
 def tt_svd(weight: Tensor, shape: TTShape, *, rtol: float = 0.0) -> list[Tensor]:
-    """Approximate a matrix by a tensor train of at most the given ranks.
+    """Approximate a matrix by cores of at most the given ranks.
 
-    Unfold, keep the leading singular vectors as a core, go on with the rest; the error in the Frobenius norm is at most sqrt(d-1)
-    times that of the best train of the same ranks. Oseledets, Tensor-Train Decomposition (SIAM J. Sci. Comput. 2011), algorithm 1;
-    large unfoldings by randomized subspace iteration, Halko, Martinsson and Tropp (SIAM Review 2011), algorithm 4.4. A large
-    matrix is read in blocks of rows: beside it and the cores, memory holds a few times r_1 rows of the first unfolding.
+    Each step unfolds the matrix, keeps the leading singular vectors as a core and decomposes the remainder; the error in the
+    Frobenius norm is at most sqrt(d-1) times that of the best cores of the same ranks. Oseledets, Tensor-Train Decomposition (SIAM
+    J. Sci. Comput. 2011), algorithm 1. Large unfoldings use randomized subspace iteration: Halko, Martinsson and Tropp (SIAM Review
+    2011), algorithm 4.4. A large matrix is read in blocks of rows: beyond it and the cores, memory holds a small multiple of r_1
+    rows of the first unfolding.
 
     Args:
         weight: [M, N] with M <= shape.num_rows and N <= shape.num_cols; padded with zeros.
@@ -47,19 +48,21 @@ def tt_svd(weight: Tensor, shape: TTShape, *, rtol: float = 0.0) -> list[Tensor]
 def tt_svd_spectra(
     weight: Tensor, shape: TTShape, *, rtol: float = 0.0, importance: Tensor | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """`tt_svd` and, for every bond, the singular values [r_k] kept there, descending.
+    """Return the cores of `tt_svd` and, for every bond, the singular values [r_k] kept there, descending.
 
-    Cutting bonds to fewer ranks, leading ones first, adds at most the sum of the squares cut to the squared error.
+    Cutting bonds to their leading ranks adds at most the sum of the squares of the singular values cut to the squared error.
 
     Args:
         weight, shape, rtol: as for `tt_svd`.
-        importance: [M], what squared errors of each row count, non-negative; default all alike. Only its means over rows of one
-            leading digit matter, since scaling these is scaling the first core: diag(scale) A is decomposed, and the first core
-            divided by the scale.
+        importance: [M] non-negative weights of the rows' squared errors; default equal. Only its means over the rows of a leading
+            digit matter: with S their roots, S A is decomposed and the first core is divided by S.
+
+    Raises:
+        ValueError: as `tt_svd`.
     """
     if weight.dim() != 2 or weight.shape[0] > shape.num_rows or weight.shape[1] > shape.num_cols:
         raise ValueError(
-            f"weight of shape {tuple(weight.shape)} does not fit a train of {shape.num_rows} x {shape.num_cols}: enlarge the modes"
+            f"weight of shape {tuple(weight.shape)} does not fit modes of {shape.num_rows} x {shape.num_cols}: enlarge them"
         )
     if not rtol >= 0:
         raise ValueError(f"rtol is {rtol}: give a non-negative number")
@@ -78,9 +81,9 @@ def tt_svd_spectra(
             left, singular, work = _leading_svd(work.reshape(rank * shape.row_shape[k] * shape.col_shape[k], -1), cap)
         kept = min(cap, left.shape[1])
         if rtol > 0:
-            tail = singular.flip(0).square().cumsum(0).sqrt().flip(0)  # tail[j]: norm of what is lost by keeping j
+            tail = singular.flip(0).square().cumsum(0).sqrt().flip(0)  # tail[j]: norm of the error of keeping j
             kept = max(1, min(kept, int((tail > tolerance).sum())))
-        # Zero columns keep the asked rank where the unfolding has fewer singular vectors.
+        # Where the unfolding has fewer singular vectors than the rank asks for, zero columns make up for them.
         missing = 0 if rtol > 0 else cap - kept
         left = F.pad(left[:, :kept], (0, missing))
         work = F.pad(work[:kept], (0, 0, 0, missing))
@@ -95,7 +98,7 @@ def tt_svd_spectra(
 
 
 def _scale_of_digits(importance: Tensor, shape: TTShape) -> Tensor:
-    """[m_1], the root of the mean importance of the rows of a leading digit; a thousandth of the mean of all at the least."""
+    """Return [m_1] roots of the mean importance of each leading digit's rows, which counts as at least 1e-3 of the mean of all."""
     tall = shape.num_rows // shape.row_shape[0]
     sums = torch.stack([part.double().sum() for part in importance.split(tall)])
     means = F.pad(sums, (0, shape.row_shape[0] - len(sums))) / tall
@@ -114,12 +117,12 @@ class _Unfolding:
         self.columns = shape.num_rows * shape.num_cols // self.rows
 
     def is_large(self, rank: int) -> bool:
-        """Whether it is too large to copy, or to decompose exactly."""
+        """Return whether A is too large to copy or to decompose exactly."""
         short_side = min(self.rows, self.columns)
         return self.weight.numel() > _WHOLE_LIMIT or (short_side > _EXACT_LIMIT and rank + _OVERSAMPLING < short_side)
 
     def norm(self) -> Tensor:
-        """Frobenius norm."""
+        """Return the Frobenius norm of A."""
         blocks = self.weight.split(max(1, _BLOCK // max(1, self.weight.shape[1])))
         squares = torch.cat([block.double().square().sum(dim=1) for block in blocks])
         if self.scale is not None:
@@ -127,11 +130,11 @@ class _Unfolding:
         return squares.sum().sqrt()
 
     def whole(self) -> Tensor:
-        """A, copied."""
+        """Return a copy of A."""
         return torch.cat([block for _, block in self._blocks(self.shape.row_shape[0])])
 
     def _blocks(self, digits: int | None = None) -> Iterator[tuple[slice, Tensor]]:
-        """(rows, those rows of A) for a few leading digits at a time."""
+        """Yield (rows, those rows of A) for a few leading digits at a time."""
         (m1, *m_rest), (n1, *n_rest) = self.shape.row_shape, self.shape.col_shape
         tall, d = math.prod(m_rest), self.shape.order
         step = digits or max(1, _BLOCK // (tall * self.shape.num_cols))
@@ -147,44 +150,44 @@ class _Unfolding:
             yield slice(first * n1, last * n1), block.reshape((last - first) * n1, -1)
 
     def leading_svd(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-        """As `_leading_svd`, reading A in blocks."""
-        # Squares of singular values, and what is left when they are taken from the squared norm, need float64 throughout.
+        """Compute what `_leading_svd` does, reading A in blocks."""
+        # Squares of singular values, and the squared norm less their sum, need float64 throughout.
         if self.rows <= _EXACT_LIMIT:
             singular, left = _singular_values(self._gram())
             left = left[:, :rank].to(self.dtype)
             return left, singular.to(self.dtype), self._transposed_times(left).mT
         basis = self._random_basis(min(rank + _OVERSAMPLING, self.rows, self.columns))
-        projected = self._transposed_times(basis).mT  # A is basis @ projected but for what the basis misses
+        projected = self._transposed_times(basis).mT  # basis @ projected is A without the part that the basis misses
         singular, turn = _singular_values(projected @ projected.mT)
         rest = (self.norm().square() - singular.square().sum()).clamp_min(0).sqrt()
         turn = turn[:, :rank]
         return (basis @ turn).to(self.dtype), torch.cat([singular, rest[None]]).to(self.dtype), (turn.mT @ projected).to(self.dtype)
 
     def _gram(self) -> Tensor:
-        """A A^T, float64."""
+        """Return A A^T in float64."""
         gram = self.weight.new_zeros(self.rows, self.rows, dtype=torch.float64)
-        # Columns in blocks this time: all of A's rows meet in A A^T, so the other digits are split.
+        # Blocks of columns, because every row of A enters every entry of A A^T.
         for block in self._column_blocks():
             columns = block.double()
             gram.addmm_(columns, columns.mT)
         return gram
 
     def _column_blocks(self) -> Iterator[Tensor]:
-        """All rows of A, some of its columns at a time (in an order of their own)."""
+        """Yield all rows of A for a few of its columns at a time, in an order that suits A A^T alone."""
         (m1, *m_rest), n1 = self.shape.row_shape, self.shape.col_shape[0]
-        tall, padded = math.prod(m_rest), F.pad
+        tall = math.prod(m_rest)
         step = max(1, _BLOCK // (m1 * self.shape.num_cols))
         starts = torch.arange(m1, device=self.weight.device) * tall
         for first in range(0, tall, step):
             ids = starts[:, None] + torch.arange(first, min(first + step, tall), device=self.weight.device)
             rows = self.weight[ids.clamp_max(len(self.weight) - 1)].to(self.dtype) * (ids < len(self.weight))[..., None]
-            block = padded(rows, (0, self.shape.num_cols - rows.shape[2])).reshape(m1, ids.shape[1], n1, -1)
+            block = F.pad(rows, (0, self.shape.num_cols - rows.shape[2])).reshape(m1, ids.shape[1], n1, -1)
             if self.scale is not None:
                 block = block * self.scale.to(self.dtype).view(-1, 1, 1, 1)
             yield block.transpose(1, 2).reshape(self.rows, -1)
 
     def _random_basis(self, size: int) -> Tensor:
-        """Orthonormal columns, float64, that nearly span the leading left singular vectors."""
+        """Return float64 orthonormal columns that nearly span the leading left singular vectors."""
         generator = torch.Generator().manual_seed(0)
         basis = torch.randn(self.columns, size, generator=generator).to(self.weight.device, torch.float64)
         for iteration in range(_POWER_ITERATIONS + 1):
@@ -194,7 +197,7 @@ class _Unfolding:
         return basis
 
     def _transposed_times(self, basis: Tensor) -> Tensor:
-        """A^T basis, in the basis's dtype."""
+        """Return A^T basis in the basis's dtype."""
         result = basis.new_zeros(self.columns, basis.shape[1])
         for rows, block in self._blocks():
             result.addmm_(block.to(basis.dtype).mT, basis[rows])
@@ -202,7 +205,7 @@ class _Unfolding:
 
 
 def _leading_svd(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """At least the leading `rank` of (U, S, S V^T), S followed by the norm of the rest where that was not computed."""
+    """Return at least the leading `rank` of (U, S, S V^T); a last entry of S is the norm of all that was not computed."""
     short_side = min(matrix.shape)
     if short_side <= _EXACT_LIMIT or rank + _OVERSAMPLING >= short_side:
         left, singular, right = torch.linalg.svd(matrix, full_matrices=False)
@@ -214,6 +217,6 @@ def _leading_svd(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _singular_values(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """Singular values of A, descending, and its left singular vectors as columns, from A A^T."""
+    """Return the singular values of A, descending, and its left singular vectors as columns, from A A^T."""
     squares, vectors = torch.linalg.eigh(gram)
     return squares.flip(0).clamp_min(0).sqrt(), vectors.flip(1)

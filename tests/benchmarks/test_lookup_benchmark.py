@@ -14,9 +14,9 @@ from torch import nn
 from benchmarks import lookup, scaling, training_memory
 from benchmarks.agreement import Disagreement, require_agreement
 from benchmarks.batch import Batch
-from benchmarks.ids import draw_ids
 from benchmarks.dense import RowWiseAdagrad, shared_storage
 from benchmarks.environment import describe
+from benchmarks.ids import draw_ids
 from benchmarks.lookup import DENSE, FBGEMM, NO_DEDUP, OURS, ROW_DEDUP, UPDATED, LookupCase, LookupWorkload
 from benchmarks.measure import Settings, measure_case, prepare_calls
 from benchmarks.memory import memory_is_measurable, peak_extra_memory

@@ -429,7 +429,7 @@ def test_from_dense_takes_a_table_of_zeros() -> None:
 
 @pytest.mark.parametrize("argument", [{"padding_idx": 0}, {"max_norm": 1.0}, {"scale_grad_by_freq": True}])
 def test_from_dense_refuses_what_a_train_cannot_honour(argument: dict) -> None:
-    with pytest.raises(ValueError, match="padding_idx, max_norm and scale_grad_by_freq have no tensor-train equivalent"):
+    with pytest.raises(ValueError, match="padding_idx, max_norm and scale_grad_by_freq have no equivalent in a TT table"):
         TTEmbeddingBag.from_dense(nn.EmbeddingBag(10, 4, **argument), tt_ranks=2)
 
 

@@ -194,7 +194,7 @@ def test_staircases_fill_their_budget_and_narrow_with_frequency(budget: int) -> 
 @pytest.mark.parametrize(
     ("blocks", "message"),
     [
-        (((50, 2), (51, 1)), "are more rows than the 100 of the table: give fewer"),
+        (((50, 2), (51, 1)), "have more rows than the table's 100: give fewer"),
         (((0, 2),), "rows_of_a_hot_block is 0"),
         (((5, 0),), "width_of_a_hot_block is 0"),
     ],

@@ -84,5 +84,5 @@ def test_what_cannot_be_updated_is_refused(case: str) -> None:
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if case == "others":
         optimizer = torch.optim.Adagrad(two_tables(SHAPES[0]).parameters())
-    with pytest.raises(ValueError, match=r"no TT table's cores are updated by this \w+: give the optimizer that holds them"):
+    with pytest.raises(ValueError, match=r"no TT table's cores are updated by this \w+: give the optimizer of the cores"):
         cr.update_in_backward_(nn.ModuleList() if case == "no tables" else model, optimizer)

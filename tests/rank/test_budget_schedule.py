@@ -38,7 +38,7 @@ class Recommender(nn.Module):
 IDS = torch.arange(ROWS)[:, None]
 
 
-def wanted(seed: int) -> Tensor:
+def expected(seed: int) -> Tensor:
     return torch.randn(ROWS, generator=torch.Generator().manual_seed(seed))
 
 
@@ -47,7 +47,7 @@ class Run:
 
     def __init__(self, config: RankConfig, seed: int = 0, optimizer: Any = None, accumulate: int = 1) -> None:
         torch.manual_seed(seed)
-        self.model, self.target, self.accumulate = Recommender(), wanted(seed), accumulate
+        self.model, self.target, self.accumulate = Recommender(), expected(seed), accumulate
         self.optimizer: Optimizer = (optimizer or (lambda p: AdamW(p, lr=0.01)))(self.model.parameters())
         self.scheduler = RankScheduler(self.model, self.optimizer, config)
 
@@ -207,7 +207,7 @@ def test_configs_name_what_is_wrong(arguments: dict, message: str) -> None:
 
 def test_a_compression_beyond_what_the_dense_layers_allow_is_refused_at_once() -> None:
     with pytest.raises(
-        ValueError, match=r"target_compression is 500.0 but layers outside the trains take 260 of .* dense bytes: give"
+        ValueError, match=r"target_compression is 500.0 but layers outside TT modules take 260 of .* dense bytes: give"
     ):
         Run(config(objective="budget", target_compression=500.0))
 

@@ -121,7 +121,7 @@ def test_gradients_being_accumulated_are_kept() -> None:
 @pytest.mark.parametrize(
     ("ranks", "message"),
     [
-        ({"tabel": (6, 5)}, "ranks names 'tabel', which is no tensor-train module: choose of table, layer"),
+        ({"tabel": (6, 5)}, "ranks names 'tabel', which is not a TT module: choose from table, layer"),
         ({"table": (2, 5)}, r"ranks of 'table' are \(2, 5\): it has \(3, 2\) and can use .*; give ranks between"),
         ({"table": (6,)}, r"ranks of 'table' are \(6,\)"),
         ({"table": (6, 10**6)}, r"ranks of 'table' are"),

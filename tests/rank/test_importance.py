@@ -33,14 +33,14 @@ def module(request: pytest.FixtureRequest) -> TTModule:
 
 def terms(module: TTModule, bond: int) -> list[Tensor]:
     """The matrix that each rank of a bond adds."""
-    rank, found = module.rank_parameters()[bond], []
+    rank, terms = module.rank_parameters()[bond], []
     for j in range(len(rank)):
         kept = rank.detach().clone()
         with torch.no_grad():
             rank.mul_(torch.arange(len(rank)) == j)
-            found.append(contract(module.scaled_cores()).reshape(module.shape.num_rows, module.shape.num_cols))
+            terms.append(contract(module.scaled_cores()).reshape(module.shape.num_rows, module.shape.num_cols))
             rank.copy_(kept)
-    return found
+    return terms
 
 
 def observed(module: TTModule, scale: float = 1.0) -> list[Tensor]:
@@ -65,7 +65,7 @@ def rescale_(module: TTModule) -> None:
 
 
 def test_norms_count_what_is_left_of_their_matrix(module: TTModule) -> None:
-    """Whatever the matrix's own scale, which says nothing of what a layer is worth; the last rank of a bond is worth most."""
+    """Whatever the scale of the matrix, which tells nothing about the layer's value; the last rank of a bond scores highest."""
     for factor in (1.0, 100.0):
         with torch.no_grad():
             module.core_0.mul_(factor)
@@ -84,8 +84,8 @@ def test_taylor_scores_are_squared_first_order_changes(module: TTModule) -> None
         for bond in range(module.shape.order - 1)
     ]
     total = torch.cat(expected).sum()
-    for found, wanted in zip(observed(module), expected, strict=True):
-        torch.testing.assert_close(found, wanted / total)
+    for actual, wanted in zip(observed(module), expected, strict=True):
+        torch.testing.assert_close(actual, wanted / total)
 
 
 def test_the_gauge_does_not_matter_but_to_the_magnitude(module: TTModule) -> None:

@@ -20,7 +20,7 @@ IDS = torch.arange(72)[:, None]
 
 
 def make(kind: type, settings: dict, parameters: str = "core") -> nn.Sequential:
-    """A table and a TT layer, their cores or all of their parameters with optimizers of their own."""
+    """A table and a TT layer whose cores, or all of whose parameters, have separate optimizers."""
     model = nn.Sequential(cr.TTEmbeddingBag(72, 16, shape=SHAPE), cr.TTLinear(16, 12, tt_ranks=4))
     chosen = [p for name, p in model.named_parameters() if parameters in name]
     _apply_optimizer_in_backward(kind, chosen, settings)
@@ -178,11 +178,11 @@ def test_a_schedule_shrinks_tables_that_are_updated_in_backward() -> None:
     optimizer = torch.optim.Adam(rest, lr=0.01)
     config = cr.RankConfig(early_steps=5, late_steps=20, truncate_every=5, target_size=0.5, objective="budget")
     scheduler = cr.RankScheduler(model, optimizer, config)
-    wanted = torch.randn(72, 12)
+    expected = torch.randn(72, 12)
     losses = []
     for _ in range(40):
         optimizer.zero_grad()
-        task_loss = (model(IDS) - wanted).square().mean()
+        task_loss = (model(IDS) - expected).square().mean()
         scheduler.loss(task_loss).backward()
         optimizer.step()
         scheduler.step()

@@ -130,7 +130,7 @@ def test_achievement_is_the_published_formula(task: float, objective: str) -> No
     regression.run(1)
     scheduler, table = regression.scheduler, regression.model["table"]
     with torch.no_grad():
-        table.rank_1.fill_(0.75)  # the surrogate is S, whatever is held: S = 0.75
+        table.rank_1.fill_(0.75)  # the surrogate is S, whatever the number of ranks: S = 0.75
     task_loss = torch.tensor(task, requires_grad=True)
     loss = scheduler.loss(task_loss)
     norm = sum(float(core.detach().square().mean()) for core in table.cores()) / 2
@@ -331,7 +331,7 @@ def test_a_schedule_that_needs_no_gradients_takes_any_optimizer() -> None:
 
 def test_a_model_without_trains_is_refused() -> None:
     model = nn.Linear(3, 3)
-    with pytest.raises(ValueError, match="the model holds no tensor-train module: swap tables or linear layers before"):
+    with pytest.raises(ValueError, match="the model has no TT module: swap tables or linear layers before"):
         RankScheduler(model, Adam(model.parameters()), RankConfig(early_steps=10))
 
 

@@ -53,8 +53,8 @@ def test_within_one_per_cent_where_ranks_cost_about_that(fraction: float, seed: 
     trains = [TTShape((40 + 7 * i, 30 + 3 * i), (4, 4), 20) for i in range(6)] + [TTShape((20, 12, 10), (4, 2, 2), (9, 7))]
     full = sum(shape.num_params for shape in trains)
     budget = int(fraction * full)
-    found = size(trains, within_budget(trains, random_scores(trains, seed), budget), [1] * len(trains))
-    assert 0.99 * budget <= found <= budget
+    actual = size(trains, within_budget(trains, random_scores(trains, seed), budget), [1] * len(trains))
+    assert 0.99 * budget <= actual <= budget
 
 
 def test_value_is_weighed_against_cost() -> None:
@@ -81,5 +81,5 @@ def test_close_to_the_best_of_all_choices(seed: int) -> None:
         if sum(shape.with_ranks([r]).num_params for shape, r in zip(trains, ranks, strict=True)) <= budget
     ]
     masks = within_budget(trains, scores, budget)
-    found = value(tuple(int(mask.sum()) for each in masks for mask in each))
-    assert found >= 0.9 * max(map(value, fitting))
+    actual = value(tuple(int(mask.sum()) for each in masks for mask in each))
+    assert actual >= 0.9 * max(map(value, fitting))

@@ -64,8 +64,8 @@ def test_outputs_stay_and_sizes_shrink() -> None:
     silence(model, DOOMED)
     before, expected = dict(model.named_parameters()), model(IDS)
     size = count_tt_params(model)
-    found = truncate_ranks_(model, threshold=0.01)
-    assert found == {"table": (3, 3), "layer": (4, 4, 4)}  # outer bonds: what their modes allow
+    ranks = truncate_ranks_(model, threshold=0.01)
+    assert ranks == {"table": (3, 3), "layer": (4, 4, 4)}  # outer bonds: what their modes allow
     torch.testing.assert_close(model(IDS), expected)
     after = dict(model.named_parameters())
     assert after.keys() == before.keys()
@@ -74,7 +74,7 @@ def test_outputs_stay_and_sizes_shrink() -> None:
     assert sum(p.numel() for p in trains) == count_tt_params(model) < size
     assert sum(p.untyped_storage().nbytes() for p in trains) == 8 * count_tt_params(model), "the memory is given back"
     assert model.table.core_1.shape[::3] == (3, 3)
-    assert truncate_ranks_(model, threshold=0.01) == found, "nothing is left to remove"
+    assert truncate_ranks_(model, threshold=0.01) == ranks, "nothing is left to remove"
 
 
 def test_the_threshold_is_about_magnitude_and_strict() -> None:
@@ -104,8 +104,8 @@ def test_training_goes_on_as_if_the_model_had_always_been_small(name: str) -> No
     def cut(key: str, tensor: Tensor) -> Tensor:
         if tensor.dim() == 0:
             return tensor.clone()
-        module, _, own = key.partition(".")
-        kind, _, number = own.partition("_")
+        module, _, name = key.partition(".")
+        kind, _, number = name.partition("_")
         bonds = {"rank": {0: number}, "core": {0: number, 3: str(int(number) + 1)} if kind == "core" else {}}.get(kind, {})
         for dim, bond in bonds.items():
             indices = kept.get(f"{module}.rank_{bond}")
@@ -199,7 +199,7 @@ def test_whole_layers_may_vanish_and_training_goes_on(optimizer_name: str) -> No
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
     train(model, optimizer, 2)
     with torch.no_grad():
-        model.layer.rank_2.zero_()  # one bond is enough: the train is a chain
+        model.layer.rank_2.zero_()  # one bond is enough: the cores form a chain
     ranks = truncate_ranks_(model, optimizer, threshold=0.01)
     assert ranks["layer"] == (0, 0, 0)
     assert model.layer.shape.num_params == 0

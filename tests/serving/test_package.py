@@ -141,13 +141,13 @@ def rewritten(package: Path, folder: Path, change: Callable[[dict], object]) -> 
 
 def test_files_that_are_no_packages_of_ours(package: Callable, tmp_path: Path) -> None:
     good = package("portable")
-    with pytest.raises(ValueError, match=r"nowhere\.pt2 is not there: give a MODEL\.pt2 that `comera export` wrote"):
+    with pytest.raises(ValueError, match=r"nowhere\.pt2 doesn't exist: give a MODEL\.pt2 that `comera export` wrote"):
         ServingModel.load(tmp_path / "nowhere.pt2")
     (tmp_path / "text.pt2").write_text("not a zip")
-    with pytest.raises(ValueError, match=r"text\.pt2 is no package"):
+    with pytest.raises(ValueError, match=r"text\.pt2 is not a package"):
         ServingModel.load(tmp_path / "text.pt2")
     (tmp_path / "half.pt2").write_bytes(good.read_bytes()[:10_000])
-    with pytest.raises(ValueError, match=r"half\.pt2 is no package"):
+    with pytest.raises(ValueError, match=r"half\.pt2 is not a package"):
         ServingModel.load(tmp_path / "half.pt2")
     with pytest.raises(ValueError, match="is a package of another program"):
         ServingModel.load(rewritten(good, tmp_path, lambda record: record.pop(METADATA_KEY)))

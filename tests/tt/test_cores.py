@@ -12,7 +12,7 @@ from comera_rec.tt import TTShape, init_cores_, tt_to_dense
 
 
 def mean_square(cores: list[Tensor]) -> float:
-    """Mean square of all dense entries, by contracting the train with itself: no matrix of a billion entries is formed."""
+    """Mean square of all dense entries, by contracting the cores with themselves: no matrix of a billion entries is formed."""
     gram = torch.ones(1, 1)
     for core in cores:
         gram = torch.einsum("ab,amnc,bmnd->cd", gram, core, core) / (core.shape[1] * core.shape[2])

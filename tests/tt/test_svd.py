@@ -12,7 +12,7 @@ from comera_rec.tt import TTShape, init_cores_, max_ranks, svd, tt_svd, tt_to_de
 
 
 def rebuilt(weight: Tensor, shape: TTShape, rtol: float = 0.0) -> Tensor:
-    """The matrix that the cores found stand for, cut to the size of the weight."""
+    """The matrix that the cores stand for, cut to the size of the weight."""
     cores = tt_svd(weight, shape, rtol=rtol)
     dense = tt_to_dense(cores, shape.with_ranks([core.shape[-1] for core in cores[:-1]]))
     return dense[: weight.shape[0], : weight.shape[1]]
@@ -74,9 +74,9 @@ def test_rtol_trades_error_for_ranks(rtol: float) -> None:
     decay = torch.logspace(0, -3, 12, dtype=torch.float64)
     weight = torch.randn(120, 12, dtype=torch.float64) @ torch.diag(decay)
     cores = tt_svd(weight, shape, rtol=rtol)
-    found = [core.shape[-1] for core in cores[:-1]]
+    ranks = [core.shape[-1] for core in cores[:-1]]
     assert (rebuilt(weight, shape, rtol) - weight).norm() <= rtol * weight.norm()
-    assert sum(found) < sum(max_ranks(shape.row_shape, shape.col_shape))
+    assert sum(ranks) < sum(max_ranks(shape.row_shape, shape.col_shape))
 
 
 def test_rtol_counts_what_the_ranks_already_lost() -> None:
@@ -93,8 +93,8 @@ def test_a_matrix_of_low_rank_is_found_at_that_rank() -> None:
     shape = TTShape((6, 5, 4), (2, 2, 2), (3, 2))
     cores = [torch.randn(size, dtype=torch.float64) for size in shape.core_shapes]
     weight = tt_to_dense(cores, shape)
-    found = tt_svd(weight, shape.with_ranks(8), rtol=1e-9)
-    assert tuple(core.shape[-1] for core in found[:-1]) == (3, 2)
+    cores = tt_svd(weight, shape.with_ranks(8), rtol=1e-9)
+    assert tuple(core.shape[-1] for core in cores[:-1]) == (3, 2)
     torch.testing.assert_close(rebuilt(weight, shape), weight)
 
 
@@ -181,14 +181,14 @@ def test_a_small_tolerance_finds_the_ranks_that_suffice(
     cores = tt_svd(weight, shape, rtol=rtol)
     assert {core.dtype for core in cores} == {dtype}
     assert max(core.shape[-1] for core in cores) <= suffice
-    found = tt_to_dense(cores, shape.with_ranks([core.shape[-1] for core in cores[:-1]]))
-    assert float((found - weight).norm()) <= 1.001 * rtol * float(weight.norm())
+    dense = tt_to_dense(cores, shape.with_ranks([core.shape[-1] for core in cores[:-1]]))
+    assert float((dense - weight).norm()) <= 1.001 * rtol * float(weight.norm())
 
 
 @pytest.mark.parametrize(
     ("weight", "rtol", "message"),
     [
-        (torch.zeros(13, 4), 0.0, r"weight of shape \(13, 4\) does not fit a train of 12 x 4: enlarge the modes"),
+        (torch.zeros(13, 4), 0.0, r"weight of shape \(13, 4\) does not fit modes of 12 x 4: enlarge them"),
         (torch.zeros(12, 5), 0.0, r"weight of shape \(12, 5\) does not fit"),
         (torch.zeros(12), 0.0, r"weight of shape \(12,\) does not fit"),
         (torch.zeros(12, 4), -0.1, r"rtol is -0.1: give a non-negative number"),

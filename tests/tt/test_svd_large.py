@@ -24,12 +24,12 @@ def test_blocks_give_what_the_whole_gives(order: int, size: tuple[int, int], mon
     monkeypatch.setattr(svd, "_BLOCK", 777)
     for limit in (1, 1024):  # the randomized basis, and that of the Gram matrix
         monkeypatch.setattr(svd, "_EXACT_LIMIT", limit)
-        found, found_spectra = tt_svd_spectra(weight, shape)
-        assert [core.shape for core in found] == [core.shape for core in exact]
-        torch.testing.assert_close(found_spectra[0], spectra[0], rtol=0.02, atol=1e-3)
-        errors = [(tt_to_dense(cores, shape)[:rows, :columns] - weight).norm() for cores in (found, exact)]
+        actual, actual_spectra = tt_svd_spectra(weight, shape)
+        assert [core.shape for core in actual] == [core.shape for core in exact]
+        torch.testing.assert_close(actual_spectra[0], spectra[0], rtol=0.02, atol=1e-3)
+        errors = [(tt_to_dense(cores, shape)[:rows, :columns] - weight).norm() for cores in (actual, exact)]
         assert errors[0] <= 1.02 * errors[1] + 1e-3 * weight.norm()
-        first = found[0].flatten(0, 2)
+        first = actual[0].flatten(0, 2)
         torch.testing.assert_close(first.mT @ first, torch.eye(first.shape[1]), rtol=0, atol=1e-4)
 
 

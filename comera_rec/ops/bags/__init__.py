@@ -1,7 +1,7 @@
-"""Bags of rows of tensor-train tables, without forming the tables.
+"""Bags of rows of TT tables, without forming the tables.
 
-L ids in bags, U unique rows of N columns, F features of B bags each. T tables that differ in row modes and ranks only: one call
-serves them all.
+L ids in bags, U unique rows of N columns, F features of B bags each. T tables, which may differ in row modes, ranks and hot blocks,
+are looked up in one call.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ def tt_bags(
     impl: str = "auto",
     update_in_backward: bool = True,
 ) -> Tensor:
-    """Pool rows of the tables that cores stand for, as `torch.nn.functional.embedding_bag` would pool those of dense ones.
+    """Pool rows of TT tables, as `torch.nn.functional.embedding_bag` pools those of dense tables.
 
-    A row is a product of the slices that its digits select. Each unique row, and each unique leading and trailing half of one, is
-    made once: CoMERA, section 4.1 (arXiv 2405.14377). Gradients are sums in the order of rows, so results don't depend on the
-    number of threads.
+    A row is a product of the slices that its digits select. Each unique row, and each unique leading and trailing half, is formed
+    once: CoMERA, section 4.1 (arXiv 2405.14377). Gradients are summed in the order of rows, so the number of threads doesn't change
+    results.
 
     Args:
-        tables: alike but for row modes, ranks and hot blocks; `Table`s, or pairs of cores and diagonals.
+        tables: `Table`s, or pairs of cores and diagonals, that differ only in row modes, ranks and hot blocks.
         plan: from `plan_lookup`, for the row modes of these tables.
-        offsets: [F*B + 1] starts of the bags, feature after feature, and the end of the last.
-        num_cols: columns of a row, at most n_1...n_d; what lies beyond is left out.
+        offsets: [F*B + 1] starts of the bags, feature by feature, and the end of the last one.
+        num_cols: columns of a row, at most n_1...n_d; further columns are padding.
         mode: "sum", "mean" or "max".
         per_sample_weights: [L]; mode "sum" only.
         features: F.
@@ -58,9 +58,9 @@ def tt_bags(
         [B, F * num_cols]: a sample's bags side by side, of the cores' dtype.
 
     Raises:
-        ValueError: for offsets that don't ascend from 0 to at most L, or a plan for other tables (checked on CPU); for weights that
-            aren't one for each id; for an implementation that does not exist or can't run there.
-        NotImplementedError: for weights in another mode than "sum", as in torch.
+        ValueError: for offsets that don't ascend from 0 to at most L, or a plan for other tables (checked on CPU); for more or
+            fewer weights than ids; for an implementation that is unknown or can't run there.
+        NotImplementedError: for weights in a mode other than "sum", as in torch.
     """
     if mode not in MODES:
         raise ValueError(f"mode is {mode!r}: choose one of {', '.join(map(repr, MODES))}")
@@ -70,14 +70,14 @@ def tt_bags(
         raise ValueError(
             f"there are {per_sample_weights.shape[0]} per_sample_weights for {plan.inverse.shape[0]} ids: give one for each"
         )
-    of_tables = [Table(*table) for table in tables]
-    first, order = of_tables[0].cores[0], len(of_tables[0].cores)
+    unpacked = [Table(*table) for table in tables]
+    first, order = unpacked[0].cores[0], len(unpacked[0].cores)
     impl = resolve_bags_impl(impl, first.device, first.dtype, order)
     offsets = offsets.long().contiguous()
     if impl != "cpu":
         _require_ascending(offsets, plan)
         return reference.pool(
-            of_tables,
+            unpacked,
             plan,
             offsets,
             per_sample_weights,
@@ -86,18 +86,18 @@ def tt_bags(
             num_cols=num_cols,
             impl=impl,
         )
-    cores = [slice_major(core, k, order) for table in of_tables for k, core in enumerate(table.cores)]
-    diagonals = [diagonal.contiguous() for table in of_tables for diagonal in table.diagonals]
-    blocks = [block for table in of_tables for block in table.hot]
+    cores = [slice_major(core, k, order) for table in unpacked for k, core in enumerate(table.cores)]
+    diagonals = [diagonal.contiguous() for table in unpacked for diagonal in table.diagonals]
+    blocks = [block for table in unpacked for block in table.hot]
     if blocks and not diagonals:
-        diagonals = [core.new_ones(core.shape[3]) for table in of_tables for core in table.cores[:-1]]
+        diagonals = [core.new_ones(core.shape[3]) for table in unpacked for core in table.cores[:-1]]
     for block in blocks:
-        # Contiguous ones lie slice after slice, as their other sizes are 1; a step should not pay for more than that question.
+        # A contiguous core of a block is slice-major, because its other sizes are 1; this check is the cheapest.
         cores += [core if core.is_contiguous() else slice_major(core, k, 2) for k, core in enumerate(block[:2])]
         diagonals.append(block.diagonal.contiguous())
-    hot = [number for table in of_tables for number in (len(table.hot), table.first)] if blocks else []
+    hot = [number for table in unpacked for number in (len(table.hot), table.first)] if blocks else []
     updates = _updates(cores, diagonals) if update_in_backward else None
-    if mode == "max":  # every id's own row, of which the largest are found
+    if mode == "max":  # gather the row of every id, then take maxima over bags
         ends = torch.arange(plan.inverse.shape[0] + 1, device=first.device)
         rows = cpu.pool(cores, diagonals, plan, ends, None, mean=False, features=1, num_cols=num_cols, hot=hot, updates=updates)
         _require_ascending(offsets, plan)
@@ -119,10 +119,10 @@ def tt_bags(
 
 
 def resolve_bags_impl(impl: str, device: torch.device, dtype: torch.dtype, order: int) -> str:
-    """The implementation that `impl` stands for there; "auto" is the fastest one that exists for the device and type.
+    """Return the implementation to use; "auto" is the fastest one for the device and type.
 
     Raises:
-        ValueError: for an implementation that does not exist or can't run there.
+        ValueError: for an implementation that is unknown or can't run there.
     """
     require_bags_impl(impl)
     on_cpu = device.type in ("cpu", "meta")
@@ -140,7 +140,7 @@ def resolve_bags_impl(impl: str, device: torch.device, dtype: torch.dtype, order
 
 
 def require_bags_impl(impl: str) -> None:
-    """Raise a ValueError unless `impl` is "auto" or names an implementation."""
+    """Raise ValueError unless `impl` is "auto" or names an implementation."""
     if impl not in ("auto", *IMPLEMENTATIONS):
         raise ValueError(f"impl is {impl!r}: choose 'auto' or one of {', '.join(map(repr, IMPLEMENTATIONS))}")
 
@@ -165,7 +165,7 @@ def check_ids(ids: Tensor, num_rows: int | Tensor, table: str) -> None:
 
 
 def _updates(cores: Sequence[Tensor], diagonals: Sequence[Tensor]) -> Updates | None:
-    # Cores that had to be laid out anew are copies, which no optimizer is for.
+    # Cores that had to be copied into another layout have no optimizer.
     return None if torch.compiler.is_compiling() or not torch.is_grad_enabled() else find_updates(cores, diagonals)
 
 

@@ -1,4 +1,4 @@
-"""Bags of rows on CPU, by the operators of `csrc`: rows go from registers to their bags, gradients from bags to slices.
+"""Bags of rows on CPU, by the operators of `csrc`, which add rows to bags and gradients to slices straight from registers.
 
 T tables of d cores, L ids, F features of B bags each, N columns.
 """
@@ -33,15 +33,15 @@ def pool(
     hot: Sequence[int] = (),
     updates: Updates | None = None,
 ) -> Tensor:
-    """[B, F * num_cols] float32: sums or means, differentiable in cores, diagonals and weights.
+    """Pool by sum or mean: [B, F * num_cols] float32, differentiable in cores, diagonals and weights.
 
     Args:
-        cores: T * d, table by table, slice after slice (`slice_major`); then A and P of each hot block.
-        diagonals: T * (d - 1), or none of these for ones; then D of each hot block.
+        cores: T * d `slice_major` cores, table by table; then A and P of each hot block.
+        diagonals: T * (d - 1) rank parameters, or none if they are ones; then D of each hot block.
         plan, offsets, features, num_cols: as for `tt_bags`.
         weights: [L] float32, for sums.
-        hot: per table how many hot blocks it has, and which of its rows id 0 is; empty where none has any.
-        updates: changes the cores in backward, in place of returning their gradients.
+        hot: for each table its number of hot blocks and the row that id 0 refers to; empty if no table has hot blocks.
+        updates: updates of the cores in backward, instead of gradients.
     """
     settings = (mean, features, num_cols, list(hot))
     if updates is not None:
@@ -57,7 +57,7 @@ def pool(
 
 
 def _handle() -> Tensor:
-    """What makes autograd call a backward that has no tensor to differentiate by."""
+    """Return a tensor that needs a gradient, so that autograd calls a backward that has no other."""
     return torch.empty(0, device="cpu", dtype=torch.float32, requires_grad=True)
 
 
@@ -69,9 +69,9 @@ def _setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     num_cores, num_diagonals = ctx.counts
-    of_cores, of_diagonals, (of_weights,) = _split(_gradients(ctx, grad), num_cores, num_diagonals)
-    of_hot: list[None] | None = None if ctx.settings[-1] else []  # torch takes an empty list for one of tensors
-    return of_cores, of_diagonals, [None] * _PLAN, None, of_weights, None, None, None, of_hot
+    cores, diagonals, (weights,) = _split(_gradients(ctx, grad), num_cores, num_diagonals)
+    hot: list[None] | None = None if ctx.settings[-1] else []  # torch takes an empty list of numbers for one of tensors
+    return cores, diagonals, [None] * _PLAN, None, weights, None, None, None, hot
 
 
 @torch.autograd.function.once_differentiable
@@ -82,13 +82,13 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 def _gradients_of(
     settings: Any, num_cores: int, num_diagonals: int, grad: Tensor, offsets: Tensor, weights: Tensor | None, *tensors: Tensor
 ) -> tuple[Any, ...]:
-    """Of cores, diagonals and weights, end to end."""
+    """Return the gradients of cores, then of diagonals, then of weights."""
     cores, diagonals, plan = _split(tensors, num_cores, num_diagonals)
-    of_cores, of_diagonals, of_weights = ops.pool_backward(
+    core_gradients, diagonal_gradients, weight_gradients = ops.pool_backward(
         grad.float().contiguous(), cores, diagonals, plan, offsets, weights, *settings
     )
-    of_diagonals = [gradient.to(diagonal.dtype) for gradient, diagonal in zip(of_diagonals, diagonals, strict=False)]
-    return *of_cores, *of_diagonals, None if weights is None else of_weights
+    diagonal_gradients = [gradient.to(diagonal.dtype) for gradient, diagonal in zip(diagonal_gradients, diagonals, strict=False)]
+    return *core_gradients, *diagonal_gradients, None if weights is None else weight_gradients
 
 
 torch.library.register_autograd("comera_rec::pool", _differentiate, setup_context=_setup_context)
@@ -102,7 +102,7 @@ def _pool_in_transforms(
 
 
 class _Pool(torch.autograd.Function):
-    """The same for torch.func, which doesn't know the gradients that torch.library registers."""
+    """`pool` for torch.func, which ignores the gradients registered with torch.library."""
 
     @staticmethod
     def forward(
@@ -119,12 +119,12 @@ class _Pool(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        *gradients, of_weights = _Gradients.apply(ctx.settings, *ctx.counts, grad, *ctx.saved_tensors)
-        return None, None, None, None, of_weights, *gradients, *[None] * _PLAN
+        *gradients, weight_gradients = _Gradients.apply(ctx.settings, *ctx.counts, grad, *ctx.saved_tensors)
+        return None, None, None, None, weight_gradients, *gradients, *[None] * _PLAN
 
 
 class _Gradients(torch.autograd.Function):
-    """Gradients under torch.func, where `once_differentiable` has no effect: a second derivative would silently be zero."""
+    """Gradients under torch.func, which ignores `once_differentiable`: without this, second derivatives would silently be zero."""
 
     @staticmethod
     def forward(*inputs: Any) -> tuple[Any, ...]:
@@ -136,11 +136,11 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
-        raise RuntimeError("bags of tensor-train tables have no second derivative; use impl='reference' to differentiate twice")
+        raise RuntimeError("bags of TT tables have no second derivative; use impl='reference' to differentiate twice")
 
 
 class _UpdatingPool(torch.autograd.Function):
-    """Backward applies the optimizers of cores to the slices that the batch met."""
+    """Bags whose backward applies the optimizers of cores to the slices that the batch used."""
 
     @staticmethod
     def forward(
@@ -164,15 +164,17 @@ class _UpdatingPool(torch.autograd.Function):
         offsets, weights, *tensors = ctx.saved_tensors
         diagonals, plan = list(tensors[: ctx.count]), list(tensors[ctx.count :])
         updates: Updates = ctx.updates
-        of_diagonals, of_weights = ops.pool_backward_update(
+        diagonal_gradients, weight_gradients = ops.pool_backward_update(
             grad.float().contiguous(), updates.cores, diagonals, plan, offsets, weights, *ctx.settings, *updates.begin_step()
         )
-        of_weights = None if weights is None else of_weights
+        weight_gradients = None if weights is None else weight_gradients
         if updates.diagonals is not None:
-            of_diagonals = [None] * len(diagonals)
+            diagonal_gradients = [None] * len(diagonals)
         else:
-            of_diagonals = [gradient.to(diagonal.dtype) for gradient, diagonal in zip(of_diagonals, diagonals, strict=False)]
-        return None, None, None, None, of_weights, None, *of_diagonals, *[None] * len(plan)
+            diagonal_gradients = [
+                gradient.to(diagonal.dtype) for gradient, diagonal in zip(diagonal_gradients, diagonals, strict=False)
+            ]
+        return None, None, None, None, weight_gradients, None, *diagonal_gradients, *[None] * len(plan)
 
 
 def _split(tensors: Sequence[Tensor], num_cores: int, num_diagonals: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:

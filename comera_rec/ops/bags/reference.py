@@ -1,7 +1,7 @@
-"""The definition of bags of rows in plain torch: the oracle that every faster version is compared with.
+"""The definition of bags of rows in plain torch, which tests compare every faster version with.
 
-With other products of slices (`impl`) it is also what a GPU computes. L ids, U unique rows, T tables; n1, n2 columns of the halves
-of a row, r the rank between them.
+With another implementation of the products (`impl`), GPUs compute this too. L ids, U unique rows, T tables; n1, n2 columns of the
+halves of a row, r the rank between them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def pool(
     num_cols: int,
     impl: str = "reference",
 ) -> Tensor:
-    """[B, F * num_cols]; arguments as for `tt_bags`."""
+    """Pool rows to [B, F * num_cols]; arguments as for `tt_bags`."""
     rows = make_rows([table.cores for table in tables], [table.diagonals for table in tables], plan, impl)
     if any(table.hot for table in tables):
         rows = rows[:, :num_cols] + hot_rows(tables, plan, num_cols)[: rows.shape[0]]
@@ -45,7 +45,7 @@ def pool(
 def make_rows(
     cores: Sequence[Sequence[Tensor]], diagonals: Sequence[Sequence[Tensor]], plan: LookupPlan, impl: str = "reference"
 ) -> Tensor:
-    """Unique rows of a plan, [U, N]: E[i] = G_1[i_1] diag(D_1) G_2[i_2] ... G_d[i_d], each slice product made once."""
+    """Form the unique rows of a plan, [U, N]: E[i] = G_1[i_1] diag(D_1) G_2[i_2] ... G_d[i_d]; each product of slices once."""
     stacked = (stack if impl == "triton" else stack_tables)(cores, diagonals)
     p, q = _real(plan.rows, plan, 0)
     if len(stacked) == 1:
@@ -64,24 +64,24 @@ def make_rows(
 
 
 def hot_rows(tables: Sequence[Table], plan: LookupPlan, num_cols: int) -> Tensor:
-    """What hot blocks add to the unique rows of a plan, [U, N]: to those of a block A[i] diag(D) P, to others nothing."""
+    """Return what hot blocks add to the unique rows of a plan, [U, N]: A[i] diag(D) P to rows of a block, 0 to others."""
     ids = row_ids(plan)
     numbers, added = torch.arange(ids.shape[0], device=ids.device), tables[0].cores[0].new_zeros(ids.shape[0], num_cols)
     for t, table in enumerate(tables):
-        is_mine = (numbers >= plan.bounds[0, t]) & (numbers < plan.bounds[0, t + 1])
+        in_table = (numbers >= plan.bounds[0, t]) & (numbers < plan.bounds[0, t + 1])
         first = -table.first
         for block in table.hot:
-            beyond = first + block.rows.shape[1]
-            is_there = is_mine & (ids >= first) & (ids < beyond)
+            end = first + block.rows.shape[1]
+            in_block = in_table & (ids >= first) & (ids < end)
             chosen = block.rows[0, :, 0].index_select(0, (ids - first).clamp(0, block.rows.shape[1] - 1))
-            of_block = (torch.where(is_there[:, None], chosen, 0.0) * block.diagonal) @ block.projection[:, 0, :, 0]
-            added = torch.where(is_there[:, None], of_block, added)
-            first = beyond
+            block_rows = (torch.where(in_block[:, None], chosen, 0.0) * block.diagonal) @ block.projection[:, 0, :, 0]
+            added = torch.where(in_block[:, None], block_rows, added)
+            first = end
     return added
 
 
 def row_ids(plan: LookupPlan) -> Tensor:
-    """The id of each unique row within its table, [L] int64; below 0 beyond the last."""
+    """Return the id of each unique row within its table, [L] int64; negative beyond the last row."""
     slices = plan.bounds[3:].long()
     order = slices.shape[0]
     cut = (order + 1) // 2
@@ -99,15 +99,15 @@ def row_ids(plan: LookupPlan) -> Tensor:
 
 
 def _real(numbers: Tensor, plan: LookupPlan, level: int) -> Tensor:
-    """Without their padding, where looking does no harm."""
+    """Cut off padding where its length can be read without waiting for a device or breaking a trace."""
     can_look = numbers.device.type == "cpu" and not torch.compiler.is_compiling() and type(numbers) is Tensor
     return numbers[:, : int(plan.bounds[level, -1])] if can_look else numbers
 
 
 def stack_tables(cores: Sequence[Sequence[Tensor]], diagonals: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """d tensors (M_k, r_{k-1}, n_k, r_k): slices of all tables, with the diagonal on their left multiplied in.
+    """Stack the slices of all tables in d tensors (M_k, r_{k-1}, n_k, r_k), with the diagonal on their left multiplied in.
 
-    Ranks that a table lacks are zeros, which change no product.
+    Tables of smaller ranks are padded with zeros, which change no product.
     """
     stacked = []
     for k, tables in enumerate(zip(*cores, strict=True)):
@@ -122,8 +122,8 @@ def stack_tables(cores: Sequence[Sequence[Tensor]], diagonals: Sequence[Sequence
 def pool_rows(
     rows: Tensor, inverse: Tensor, offsets: Tensor, weights: Tensor | None = None, *, mode: str, features: int = 1
 ) -> Tensor:
-    """The pooling alone: rows [U, N], and which of them each id is -> [B, F * N]."""
-    # Torch takes the last bag to go on to the last id, whatever its offset says; so one more bag takes what is in none.
+    """Pool rows [U, N] by the number `inverse` [L] of each id's row: [B, F * N]."""
+    # torch extends the last bag to the last id, whatever its offset; an additional bag takes the ids that are in no bag.
     ends = torch.cat([offsets, offsets.new_full((1,), inverse.shape[0])])
     bags = F.embedding_bag(inverse.long(), rows, ends, mode=mode, per_sample_weights=weights, include_last_offset=True)
     return bags[:-1].unflatten(0, (features, -1)).transpose(0, 1).flatten(1)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class HotBlock(NamedTuple):
-    """Rows of neighbouring ids that are added to those of the cores: A diag(D) P."""
+    """A block of hot rows, A diag(D) P, which is added to the rows of the cores."""
 
     rows: Tensor
     """A, (1, rows, 1, k)."""
@@ -20,13 +20,13 @@ class HotBlock(NamedTuple):
 
 
 class Table(NamedTuple):
-    """The parameters of a table."""
+    """The parameters of a TT table."""
 
     cores: Sequence[Tensor]
-    """(r_{k-1}, m_k, n_k, r_k)."""
+    """Cores (r_{k-1}, m_k, n_k, r_k)."""
     diagonals: Sequence[Tensor] = ()
-    """Between neighbours D_k, (r_k); without any they are ones. Hot blocks have theirs in any case."""
+    """Rank parameters D_k, (r_k), between neighbouring cores; empty if all are ones. Those of hot blocks are always given."""
     hot: Sequence[HotBlock] = ()
-    """Blocks one after the other, from the table's first row on."""
+    """Consecutive blocks of hot rows, from the table's first row on."""
     first: int = 0
-    """Which of the table's rows id 0 is, where ids are those of a shard."""
+    """Row of the table that id 0 refers to; above 0 in shards only."""

@@ -1,10 +1,10 @@
 """Optimizers that are applied to cores in backward, slice by slice.
 
-There are two ways to ask for it. `apply_optimizer_in_backward`, of torch.distributed.optim or torchrec, gives a parameter an
-optimizer of its own, which steps as soon as the parameter's gradient is there. `comera_rec.update_in_backward_` leaves cores with
-the optimizer that they have. Where the optimizer is one of those below, the CPU's lookup makes no gradient of cores at all: it
-updates the slices that the batch met, with the optimizer's settings and in the optimizer's state. Sums and moments of slices that
-it did not meet stay as they are, as those of rows in FBGEMM's tables; with SGD and Adagrad it makes no difference.
+There are two ways to request this. `apply_optimizer_in_backward`, of torch.distributed.optim or torchrec, gives a parameter a
+separate optimizer, which steps as soon as the parameter's gradient is ready. `comera_rec.update_in_backward_` leaves cores with
+their present optimizer. If the optimizer is one of those below, the lookup on CPU forms no gradients of cores at all: it updates
+the slices that the batch used, with the optimizer's settings and state. Sums and moments of other slices stay unchanged, as do
+those of rows in FBGEMM's tables; for SGD and Adagrad this makes no difference.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 
 
 class _Kind(NamedTuple):
-    number: int  # as the operator counts them
-    plain: dict[str, Any]  # settings, and the only values of them that are understood
+    number: int  # of the kind in the operator
+    plain: dict[str, Any]  # settings that must have these values
     states: tuple[str, ...] = ()
 
 
@@ -32,11 +32,11 @@ _KINDS = {
                   ("exp_avg", "exp_avg_sq")),
 }  # fmt: skip
 ROW_WISE = "RowWiseAdagrad"
-_UPDATING = "_comera_updating"  # on a parameter that an optimizer updates in backward
+_UPDATING = "_comera_updating"  # attribute of a parameter that an optimizer updates in backward
 
 
 class _Updating:
-    """Which optimizer, and the number of the parameter's group. It stays behind where a parameter is pickled."""
+    """The optimizer that updates a parameter, and the number of the parameter's group; pickled as None."""
 
     def __init__(self, optimizer: Optimizer, number: int) -> None:
         self.pair = optimizer, number
@@ -46,7 +46,7 @@ class _Updating:
 
 
 def register_update(core: nn.Parameter, optimizer: Optimizer) -> bool:
-    """Let an optimizer that holds a core update it in the backward of its lookups; whether the optimizer is of a kind that can."""
+    """Let an optimizer update a core in the backward of its lookups; returns whether it has the core and is of a known kind."""
     for number, group in enumerate(optimizer.param_groups):
         if any(parameter is core for parameter in group["params"]) and kind_of(optimizer, number) is not None:
             setattr(core, _UPDATING, _Updating(optimizer, number))
@@ -55,11 +55,11 @@ def register_update(core: nn.Parameter, optimizer: Optimizer) -> bool:
 
 
 class Updates:
-    """What changes the cores of a lookup in its backward, and the diagonals between them where they are updated alike.
+    """Updates of a lookup's cores in backward, and of the diagonals if their optimizers are of the same kind.
 
     Attributes:
-        cores: in the lookup's order.
-        diagonals: likewise; None if their gradients are asked for.
+        cores: detached cores, in the lookup's order.
+        diagonals: detached diagonals, in the lookup's order; None if they get gradients instead.
     """
 
     def __init__(
@@ -74,45 +74,49 @@ class Updates:
         self._parameters, self._optimizers, self._kind = [*cores, *(diagonals or ())], optimizers, kind
 
     def begin_step(self) -> tuple[list[Tensor], list[Tensor], int, list[float]]:
-        """Count a step; first and second states, the optimizers' kind and settings, of cores and then of diagonals."""
+        """Count a step; returns first states, second states, the kind, and settings, each of cores and then of diagonals."""
         settings: list[float] = []
         states: tuple[list[Tensor], list[Tensor]] = ([], [])
-        of_parameters = [
+        by_parameter = [
             optimizer.state[parameter] for parameter, (optimizer, _) in zip(self._parameters, self._optimizers, strict=True)
         ]
-        steps = [0] * len(of_parameters)
+        steps = [0] * len(by_parameter)
         if self._kind.states:
-            counts = _count(of_parameters)
+            counts = _count(by_parameter)
             if any(_needs_step(optimizer.param_groups[number]) for optimizer, number in set(self._optimizers)):
                 steps = [int(count) for count in counts.tolist()]
-        known: dict[tuple[Optimizer, int, int], list[float]] = {}  # mostly one for all
-        for parameter, state, of_parameter, step in zip(self._parameters, of_parameters, self._optimizers, steps, strict=True):
-            key = (*of_parameter, step)
-            if key not in known:
-                known[key] = _settings(of_parameter[0].param_groups[of_parameter[1]], step)
-            settings += known[key]
-            for found, name in zip(states, self._kind.states, strict=False):
-                found.append(self._state(parameter, state, name, of_parameter))
+        by_group: dict[tuple[Optimizer, int, int], list[float]] = {}  # usually one entry
+        for parameter, state, (optimizer, number), step in zip(
+            self._parameters, by_parameter, self._optimizers, steps, strict=True
+        ):
+            group = optimizer.param_groups[number]
+            key = (optimizer, number, step)
+            if key not in by_group:
+                by_group[key] = _settings(group, step)
+            settings += by_group[key]
+            for tensors, name in zip(states, self._kind.states, strict=False):
+                tensors.append(self._state(parameter, state, name, group.get("initial_accumulator_value", 0.0)))
         return *states, self._kind.number, settings
 
-    def _state(self, parameter: Tensor, state: dict[str, Any], name: str, of_parameter: tuple[Optimizer, int]) -> Tensor:
+    def _state(self, parameter: Tensor, state: dict[str, Any], name: str, initial: float) -> Tensor:
+        """Return the state tensor of a name, made or laid out as the operator needs it."""
         kept: Tensor | None = state.get(name)
         if self._kind is _KINDS[ROW_WISE]:
-            # Its sums are laid out for matrices when it is made; of a core there is one a slice.
+            # The optimizer makes sums for the rows of a matrix; a core has one for each slice.
             slices = (parameter.shape[1],) if parameter.dim() == 4 else (1,)
             if kept is not None and kept.shape == slices:
                 return kept
-            state[name] = torch.full(slices, _initial(of_parameter), dtype=torch.float32, device=parameter.device)
+            state[name] = torch.full(slices, initial, dtype=torch.float32, device=parameter.device)
         elif kept is None:
-            state[name] = torch.full_like(parameter, _initial(of_parameter), memory_format=torch.preserve_format)
-        elif kept.stride() != parameter.stride():  # as from a checkpoint that doesn't keep them
+            state[name] = torch.full_like(parameter, initial, memory_format=torch.preserve_format)
+        elif kept.stride() != parameter.stride():  # loaded from a checkpoint, which has no strides
             state[name] = torch.empty_like(parameter, memory_format=torch.preserve_format).copy_(kept)
-        found: Tensor = state[name]
-        return found
+        made: Tensor = state[name]
+        return made
 
 
 def _count(states: Sequence[dict[str, Any]]) -> Tensor:
-    """Count a step of each parameter; their counts, [parameters], of which the states hold views: one addition does for all."""
+    """Count a step of each parameter; returns the counts, [parameters]. States keep views of them, so one addition is enough."""
     counts: list[Tensor | None] = [state.get("step") for state in states]
     base = None if counts[0] is None else counts[0]._base
     if base is None or len(base) != len(counts) or any(count is None or count._base is not base for count in counts):
@@ -128,7 +132,7 @@ def _needs_step(group: dict[str, Any]) -> bool:
 
 
 def _settings(group: dict[str, Any], step: int) -> list[float]:
-    """Of a parameter, as the operator takes them."""
+    """Return the settings of a parameter as the operator takes them."""
     lr, betas, corrections = float(group["lr"]), (0.0, 0.0), [1.0, 1.0]
     if "betas" in group:
         betas = group["betas"]
@@ -138,30 +142,24 @@ def _settings(group: dict[str, Any], step: int) -> list[float]:
     return [lr, group.get("eps", 0.0), group["weight_decay"], *betas, *corrections]
 
 
-def _initial(of_parameter: tuple[Optimizer, int]) -> float:
-    optimizer, number = of_parameter
-    initial: float = optimizer.param_groups[number].get("initial_accumulator_value", 0.0)
-    return initial
-
-
 def find_updates(cores: Sequence[Tensor], diagonals: Sequence[Tensor]) -> Updates | None:
-    """What changes cores in backward; None where their gradients are asked for, or their optimizers are of another kind.
+    """Return the updates of cores in backward; None if the cores get gradients instead.
 
     Args:
-        cores: of all tables of a lookup, as they lie.
-        diagonals: between them.
+        cores: cores of all tables of a lookup.
+        diagonals: the rank parameters between them.
 
     Raises:
-        ValueError: where some of them have an optimizer that only this way of updating can apply, and others none.
+        ValueError: if only a part of the cores has row-wise Adagrad in backward, which needs this way of updating.
     """
-    found = [_optimizer_of(core) for core in cores]
-    kinds = {optimizer and kind_of(*optimizer) for optimizer in set(found)}
+    core_optimizers = [_optimizer_of(core) for core in cores]
+    kinds = {optimizer and kind_of(*optimizer) for optimizer in set(core_optimizers)}
     if len(kinds) == 1 and (kind := kinds.pop()) is not None:
-        of_diagonals = [_optimizer_of(diagonal) for diagonal in diagonals]
-        if any(optimizer is None or kind_of(*optimizer) != kind for optimizer in set(of_diagonals)):
-            of_diagonals = []
-        stepping = [optimizer for optimizer in (*found, *of_diagonals) if optimizer is not None]
-        return Updates(cores, diagonals if of_diagonals else None, stepping, _KINDS[kind])
+        diagonal_optimizers = [_optimizer_of(diagonal) for diagonal in diagonals]
+        if any(optimizer is None or kind_of(*optimizer) != kind for optimizer in set(diagonal_optimizers)):
+            diagonal_optimizers = []
+        optimizers = [optimizer for optimizer in (*core_optimizers, *diagonal_optimizers) if optimizer is not None]
+        return Updates(cores, diagonals if diagonal_optimizers else None, optimizers, _KINDS[kind])
     if ROW_WISE in kinds:
         raise ValueError(
             "RowWiseAdagrad in backward must be given to all cores of the tables that are looked up together, or to none"
@@ -170,13 +168,13 @@ def find_updates(cores: Sequence[Tensor], diagonals: Sequence[Tensor]) -> Update
 
 
 def update_kind(core: Tensor) -> str | None:
-    """Of which kind the optimizer is that updates a core in backward, slice by slice; None if there is none."""
-    found = _optimizer_of(core)
-    return kind_of(*found) if found else None
+    """Return the kind of the optimizer that updates a core in backward, slice by slice; None if there is none."""
+    optimizer = _optimizer_of(core)
+    return kind_of(*optimizer) if optimizer else None
 
 
 def kind_of(optimizer: Optimizer, number: int) -> str | None:
-    """Which of the kinds that are applied slice by slice an optimizer is to one of its groups; None if it is none of them."""
+    """Return the kind of an optimizer with the settings of one of its groups; None if it can't be applied slice by slice."""
     name, group = type(optimizer).__name__, optimizer.param_groups[number]
     if name not in _KINDS:
         return None
@@ -184,21 +182,21 @@ def kind_of(optimizer: Optimizer, number: int) -> str | None:
 
 
 def _optimizer_of(core: Tensor) -> tuple[Optimizer, int] | None:
-    """The only optimizer that is to step in backward, and the number of the core's group.
+    """Return the only optimizer that steps in backward, and the number of the core's group; None if there is none.
 
-    DistributedDataParallel takes the hooks away, to step when gradients are averaged: then it needs gradients.
+    DistributedDataParallel removes the hooks and steps after averaging gradients, which it therefore needs: None again.
     """
-    # Attributes of its own are only on a tensor that somebody gave an optimizer: asking for others takes a while.
-    own = core.__dict__
-    if not own or not core.requires_grad:
+    # Reading __dict__ is faster than looking up attributes, and it is empty unless an optimizer was registered.
+    attributes = core.__dict__
+    if not attributes or not core.requires_grad:
         return None
-    optimizers = own.get("_in_backward_optimizers", ())
+    optimizers = attributes.get("_in_backward_optimizers", ())
     if not optimizers:
-        updating: _Updating | None = own.get(_UPDATING)
+        updating: _Updating | None = attributes.get(_UPDATING)
         return None if updating is None else updating.pair
     if len(optimizers) != 1:
         return None
-    # Whoever applied an optimizer has imported the module; importing it here would cost everyone a second.
+    # Imported already, since an optimizer was applied; importing it at the top of this file would take a second.
     in_backward = sys.modules["torch.distributed.optim.apply_optimizer_in_backward"]
     handles = in_backward.param_to_optim_hook_handle_map.get(core, ())
     return (optimizers[0], 0) if any(handle.id in (handle.hooks_dict_ref() or ()) for handle in handles) else None

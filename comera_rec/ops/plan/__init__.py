@@ -1,7 +1,7 @@
-"""The plan of a lookup: which rows a batch needs, and which products of slices make them.
+"""The plan of a lookup: which rows a batch needs, and which products of slices form them.
 
 L ids, U unique rows, T tables of d cores each, M_k slices of all tables' k-th cores together. A table's cores are cut into a
-leading half, of its first (d + 1) // 2 cores, and a trailing one; a row is a product of the two.
+leading half, its first (d + 1) // 2 cores, and a trailing half; a row is a product of one slice of each half.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from comera_rec.ops.plan import reference
 
 @dataclass(frozen=True)
 class LookupPlan:
-    """What to compute for a batch.
+    """The rows and products of slices that a batch needs.
 
-    It depends on the ids and the row modes alone, not on the cores' values or ranks, so it can be made ahead of time. Sizes follow
-    from the number of ids; what is beyond the rows or products that there are is -1. Numbers of slices count over all tables.
+    It depends only on the ids and row modes, not on the cores' values or ranks, so it can be made ahead of time. Sizes follow from
+    the number of ids; entries beyond the actual rows or products are -1. Slices are numbered through all tables.
     """
 
     inverse: Tensor
-    """[L]: which unique row each id is."""
+    """[L]: number of each id's unique row."""
     order: Tensor
-    """[L]: ids sorted by the row they are; those of row u are order[starts[u]:starts[u + 1]]."""
+    """[L]: positions of ids sorted by row; those of row u are order[starts[u]:starts[u + 1]]."""
     starts: Tensor
-    """[L + 1]; L beyond the last row."""
+    """[L + 1]: start of each row in `order`; L beyond the last row."""
     rows: Tensor
-    """[2, L]: per unique row, ordered by table and id, its p and q: a slice of the first core or, of d >= 3, a product of `left`;
-    and a slice of the last core or, of d = 4, a product of `right`. For d = 1 its slice, and 0."""
+    """[2, L]: for each unique row, by table and id, the numbers p and q of its two factors. p is a slice of the first core or, if
+    d >= 3, a product of `left`; q is a slice of the last core or, if d = 4, a product of `right`. If d = 1, its slice and 0."""
     left: Tensor
-    """[2, L] of d >= 3, else [2, 0]: per unique leading half its slices of the first and of the second core."""
+    """[2, L] if d >= 3, else [2, 0]: for each unique leading half, its slices of the first and the second core."""
     right: Tensor
-    """[2, L] of d = 4, else [2, 0]: per unique trailing half its slices of the fourth and of the third core."""
+    """[2, L] if d = 4, else [2, 0]: for each unique trailing half, its slices of the fourth and the third core."""
     bounds: Tensor
-    """[3 + d, T + 1]: per table its first row, its first product of `left`, of `right`, and its first slice of each core; and the
-    numbers of all."""
+    """[3 + d, T + 1]: for each table, the number of its first row, of its first products of `left` and of `right`, and of its first
+    slice of each core; in the last column, the total counts."""
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The fields, in order, as operators take them."""
+        """The fields in order, as operators take them."""
         return [getattr(self, field.name) for field in fields(self)]
 
 
@@ -56,21 +56,21 @@ def plan_lookup(
     impl: str = "auto",
     parallel: bool = True,
 ) -> LookupPlan:
-    """Find the unique rows of a batch over several tables, and the unique leading and trailing digits among them.
+    """Find the unique rows of a batch over several tables, and their unique leading and trailing halves.
 
     Args:
-        ids: per table its row ids, int32 or int64, of any shape.
-        row_shapes: per table the modes (m_1..m_d), d from 1 to 4 and alike for all.
-        num_embeddings: per table how many rows it has; default m_1...m_d.
-        impl: "cpu", which checks ids, or "reference", which does not; "auto" is the former for tables of two to four cores on CPU.
-        parallel: on torch's threads (on CPU). Give False in a thread beside one that trains: two teams of threads on the same cores
-            wait for each other, for ten times as long as the work takes.
+        ids: row ids of each table, int32 or int64, of any shape.
+        row_shapes: row modes (m_1..m_d) of each table; d is from 1 to 4 and the same for all.
+        num_embeddings: rows of each table; default m_1...m_d.
+        impl: "cpu", which checks ids, or "reference", which doesn't; "auto" is "cpu" for tables of two to four cores on CPU.
+        parallel: whether to use torch's threads (on CPU). Give False in a thread that runs beside the training thread: two teams of
+            threads on the same cores wait for each other ten times as long as the work takes.
 
     Returns:
-        The plan. Its ids are those of all tables, flattened and laid end to end.
+        The plan for the ids of all tables, flattened and concatenated.
 
     Raises:
-        ValueError: for ids of another type, or out of range (on CPU).
+        ValueError: for ids of another type; on CPU, also for ids out of range.
     """
     order = len(row_shapes[0])
     num_embeddings = [math.prod(shape) for shape in row_shapes] if num_embeddings is None else list(num_embeddings)

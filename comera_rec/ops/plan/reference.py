@@ -1,6 +1,6 @@
 """The definition of a plan in plain torch, on any device: sizes follow from shapes alone, and nothing waits for the device.
 
-L ids, K keys, T tables. A key counts the keys of the tables before its own; -1 pads at the end.
+L ids, K keys, T tables. Keys are numbered through all tables, and -1 is padding at the end.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def plan_lookup(ids: Sequence[Tensor], row_shapes: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
-    """The fields of a `LookupPlan`, int64: per table its ids, 1-D, in range; and its row modes."""
+    """Return the fields of a `LookupPlan` as int64, from 1-D ids in range and the row modes of each table."""
     cut = (len(row_shapes[0]) + 1) // 2
     leading, trailing = [shape[:cut] for shape in row_shapes], [shape[cut:] for shape in row_shapes]
     keys, inverse, order, starts = unique_rows(ids, _sizes(row_shapes))
@@ -40,11 +40,11 @@ def plan_lookup(ids: Sequence[Tensor], row_shapes: Sequence[Sequence[int]]) -> t
 
 
 def unique_rows(ids: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Unique keys of all tables' ids in ascending order.
+    """Find the unique keys of all tables' ids, in ascending order.
 
     Args:
-        ids: per table its ids, 1-D.
-        sizes: per table its rows; an id's key counts the rows of the tables before its own, so that one sort keeps each together.
+        ids: 1-D ids of each table.
+        sizes: rows of each table; an id's key is the id plus the rows of all earlier tables, so one sort keeps tables apart.
 
     Returns:
         keys [L], padded; inverse [L]; order [L]; starts [L + 1]; see `LookupPlan`.
@@ -59,19 +59,19 @@ def unique_rows(ids: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, Te
     ordered = ordered.long()
     is_first = torch.ones_like(ordered)
     is_first[1:] = ordered[1:] != ordered[:-1]
-    place = is_first.cumsum(0) - 1
-    unique = torch.full_like(ordered, -1).scatter(0, place, ordered)
-    inverse = torch.empty_like(order).scatter(0, order, place)
-    starts = torch.searchsorted(place, torch.arange(keys.shape[0] + 1, device=keys.device))
+    number = is_first.cumsum(0) - 1
+    unique = torch.full_like(ordered, -1).scatter(0, number, ordered)
+    inverse = torch.empty_like(order).scatter(0, order, number)
+    starts = torch.searchsorted(number, torch.arange(keys.shape[0] + 1, device=keys.device))
     return unique, inverse, order, starts
 
 
 def split_keys(keys: Tensor, left_sizes: Sequence[int], right_sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Keys [K] over some cores -> keys over the leading ones and keys over the trailing ones of them; both may be padded.
+    """Split keys [K] over neighbouring cores into keys over the leading ones and keys over the trailing ones; padding stays.
 
     Args:
         keys: a key of table t is first + left * right_sizes[t] + right.
-        left_sizes, right_sizes: per table how many leading and trailing keys there are.
+        left_sizes, right_sizes: number of leading and trailing keys of each table.
     """
     first = first_keys([left * right for left, right in zip(left_sizes, right_sizes, strict=True)])
     bounds, *constants = on_device(
@@ -85,11 +85,10 @@ def split_keys(keys: Tensor, left_sizes: Sequence[int], right_sizes: Sequence[in
 
 
 def compact_keys(keys: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The unique ones among keys [K] in [0, size), [min(K, size)], padded; and which of them each key is, [K]."""
-    is_there = torch.zeros(size + 1, dtype=torch.int64, device=keys.device).scatter(0, keys.remainder(size + 1), 1)
-    is_there = is_there[:size]  # without where padding went
-    place = is_there.cumsum(0) - 1
-    inverse = torch.where(keys < 0, keys, place[keys.clamp(min=0)])
+    """Return the unique keys among keys [K] in [0, size), [min(K, size)] padded; and the number of each key among them, [K]."""
+    is_present = torch.zeros(size + 1, dtype=torch.int64, device=keys.device).scatter(0, keys.remainder(size + 1), 1)
+    number = is_present[:size].cumsum(0) - 1  # the last entry is that of padding
+    inverse = torch.where(keys < 0, keys, number[keys.clamp(min=0)])
     count = min(keys.shape[0], size)
     slots = torch.where(inverse < 0, count, inverse)
     unique = torch.full((count + 1,), -1, dtype=torch.int64, device=keys.device).scatter(0, slots, keys)
@@ -97,18 +96,18 @@ def compact_keys(keys: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _slices(keys: Tensor, modes: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Keys over two cores -> slices of each."""
+    """Split keys over two cores into slices of each."""
     return split_keys(keys, [first for first, _ in modes], [second for _, second in modes])
 
 
 def _padded(halves: tuple[Tensor, Tensor], keys: Tensor) -> Tensor:
-    """[2, K], or [2, 0] of none."""
+    """Stack and pad two halves to [2, K], or to [2, 0] if they are empty."""
     length = keys.shape[0] if halves[0].shape[0] else 0
     return torch.stack([torch.cat([half, half.new_full((length - half.shape[0],), -1)]) for half in halves])
 
 
 def _bounds(keys: Tensor, sizes: Sequence[int]) -> Tensor:
-    """[T + 1]: how many keys, ascending but for their padding, come before each table's first, and how many there are."""
+    """Count the keys before each table's first, and all keys: [T + 1]. Keys ascend but for their padding."""
     (firsts,) = on_device([first_keys(sizes)], keys.device)
     return torch.searchsorted(torch.where(keys < 0, first_keys(sizes)[-1], keys), firsts)
 
@@ -129,5 +128,5 @@ def _kept(constants: tuple[tuple[int, ...], ...], device: torch.device) -> Tenso
 
 
 def first_keys(sizes: Sequence[int]) -> list[int]:
-    """The first key of every table, and one beyond the last."""
+    """Return the first key of every table, and the number of all keys."""
     return list(accumulate(sizes, initial=0))

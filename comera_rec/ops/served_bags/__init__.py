@@ -11,15 +11,15 @@ from comera_rec.ops.served_bags.table import ServedTable, Slab
 
 
 def served_bags(packed: Packed, lead: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
-    """What leads each row, then its bags of F features: [B, 1 + F, N].
+    """Return the bags of F features of each sample, after a leading vector: [B, 1 + F, N].
 
-    Every id is multiplied as it comes, in registers: requests are too small for a plan to pay. It has no gradient.
+    Every id's row is formed by itself, in registers, because requests are too small for a plan to pay off. There is no gradient.
 
     Args:
         packed: from `pack`.
-        lead: [B, N] float32.
+        lead: [B, N] float32, the leading vectors, e.g. of the dense features.
         values: [V] int64, ids feature by feature; those beyond the last bag are ignored.
-        lengths: [F * B] int64, feature by feature.
+        lengths: [F * B] int64, ids of each bag, feature by feature.
 
     Raises:
         ValueError: naming the feature, the id and the limit, if an id is out of range; for lengths below 0 or too large.

@@ -1,4 +1,4 @@
-"""The definition of bags for requests in plain torch: the oracle that the fast operator is compared with."""
+"""The definition of bags for requests in plain torch, which tests compare the fast operator with."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from comera_rec.tt import row_digits
 
 
 def served_bags(storage: Tensor, layout: Tensor, slabs: Tensor, lead: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
-    """[B, 1 + F, N]; arguments as for `comera_rec.ops.served_bags.served_bags`."""
+    """Return [B, 1 + F, N]; arguments as for `comera_rec.ops.served_bags.served_bags`."""
     batch, columns = lead.shape
     tables = unpack(storage, layout, slabs, columns)
     features, first = [lead], 0
-    for f, (table, of_bags) in enumerate(zip(tables, lengths.view(len(tables), batch), strict=True)):
-        ids = values[first : first + int(of_bags.sum())]
+    for f, (table, bag_lengths) in enumerate(zip(tables, lengths.view(len(tables), batch), strict=True)):
+        ids = values[first : first + int(bag_lengths.sum())]
         first += len(ids)
-        wrong = ids[(ids < 0) | (ids >= table.rows)]
-        if len(wrong):
-            raise ValueError(f"id {int(wrong[0])} is out of range for feature {f}: its ids run from 0 to {table.rows - 1}")
-        bags = torch.repeat_interleave(torch.arange(batch), of_bags)
+        invalid = ids[(ids < 0) | (ids >= table.rows)]
+        if len(invalid):
+            raise ValueError(f"id {int(invalid[0])} is out of range for feature {f}: its ids run from 0 to {table.rows - 1}")
+        bags = torch.repeat_interleave(torch.arange(batch), bag_lengths)
         pooled = torch.zeros(batch, columns).index_add(0, bags, rows_of(table, ids))
-        features.append(pooled / of_bags.clamp(min=1)[:, None] if table.mean else pooled)
+        features.append(pooled / bag_lengths.clamp(min=1)[:, None] if table.mean else pooled)
     return torch.stack(features, dim=1)
 
 
 def rows_of(table: ServedTable, ids: Tensor) -> Tensor:
-    """Rows [L, N] of ids: those formed in advance, others G_1[i_1] ... G_d[i_d] + A[i] P."""
+    """Return the rows [L, N] of ids: formed in advance, or G_1[i_1] ... G_d[i_d] + A[i] P."""
     is_formed = ids < len(table.formed)
     rows = torch.empty(len(ids), table.columns)
     rows[is_formed] = table.formed[ids[is_formed]]
@@ -46,7 +46,7 @@ def _multiplied(table: ServedTable, ids: Tensor) -> Tensor:
     rows = rows.reshape(len(ids), math.prod(table.col_modes))[:, : table.columns].clone()
     first = 0
     for slab in table.slabs:
-        is_there = (ids >= first) & (ids < first + len(slab.rows))
-        rows[is_there] += slab.rows[ids[is_there] - first] @ slab.columns
+        in_slab = (ids >= first) & (ids < first + len(slab.rows))
+        rows[in_slab] += slab.rows[ids[in_slab] - first] @ slab.columns
         first += len(slab.rows)
     return rows

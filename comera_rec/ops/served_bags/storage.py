@@ -1,7 +1,7 @@
-"""Tables as one block of bytes, which loads as it lies in the file, and the numbers that say what is where.
+"""Storage of served tables: one block of bytes, which can be mapped from a file, and numbers that describe its layout.
 
-Rows lie one after the other. A row of int8 begins with its scale, a float32, and is filled up to a multiple of 4 bytes: one or two
-cache lines hold all that a lookup reads.
+Rows are stored one after the other. A row of int8 begins with its scale, a float32, and is padded to a multiple of 4 bytes, so a
+lookup reads it from one or two cache lines.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ MOST_CORES = 4
 _CODES = list(DTYPES.values())
 _FEATURE = 6 + 5 * MOST_CORES  # M, mean, type, h, offset of formed rows, d; per core m, left rank, right rank, n, offset
 _SLAB = 6  # feature, type, h, w, offset of rows, offset of columns
-_ALIGNMENT = 64  # bytes; also what is behind the last row, since whole vectors are read
+_ALIGNMENT = 64  # bytes; also the padding after the last row, because whole vectors are read
 
 
 class Packed(NamedTuple):
-    """T tables, as `served_bags` takes them."""
+    """T tables in the form that `served_bags` takes."""
 
     storage: Tensor
     """[bytes] uint8."""
@@ -35,7 +35,7 @@ class Packed(NamedTuple):
 
 
 def quantize(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Rows [n, w] as numbers of a type, and for int8 the scale of each row [n]: row = scale * numbers, from -127 to 127."""
+    """Convert rows [n, w] to a type; for int8 also return the scale of each row [n], where row = scale * number in -127..127."""
     if dtype != torch.int8:
         return rows.to(dtype), None
     scales = (rows.abs().amax(1) if rows.shape[1] else rows.new_zeros(len(rows))).clamp_min(torch.finfo(torch.float32).tiny) / 127
@@ -43,9 +43,9 @@ def quantize(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
 
 
 def pack(tables: Sequence[ServedTable], dtype: torch.dtype) -> Packed:
-    """Lay tables out, their numbers of a type; narrow slabs of int8 are bfloat16, and the columns of slabs float32.
+    """Pack tables with numbers of a type; for int8, narrow slabs are bfloat16, and columns of slabs are always float32.
 
-    Tensors that tables share are stored once.
+    Tensors shared by tables are stored once.
     """
     parts: list[Tensor] = []
     offsets: dict[tuple[int, torch.dtype], int] = {}
@@ -78,7 +78,7 @@ def pack(tables: Sequence[ServedTable], dtype: torch.dtype) -> Packed:
 
 
 def unpack(storage: Tensor, layout: Tensor, slabs: Tensor, columns: int) -> list[ServedTable]:
-    """The tables that were packed, as float32."""
+    """Return the packed tables in float32."""
     tables = []
     for t, (rows, mean, code, formed, offset, order, *cores) in enumerate(layout.tolist()):
         dtype = _CODES[code]
@@ -99,8 +99,8 @@ def unpack(storage: Tensor, layout: Tensor, slabs: Tensor, columns: int) -> list
                         rows=_from_bytes(storage[at:], count, width, _CODES[slab_code]),
                         columns=_from_bytes(storage[at_columns:], width, columns, torch.float32),
                     )
-                    for owner, slab_code, count, width, at, at_columns in slabs.tolist()
-                    if owner == t
+                    for slab_table, slab_code, count, width, at, at_columns in slabs.tolist()
+                    if slab_table == t
                 ),
             )
         )
@@ -108,12 +108,12 @@ def unpack(storage: Tensor, layout: Tensor, slabs: Tensor, columns: int) -> list
 
 
 def row_bytes(size: int, dtype: torch.dtype) -> int:
-    """Bytes of a row of so many numbers."""
+    """Return the bytes of a row of `size` numbers."""
     return (4 + size + 3) // 4 * 4 if dtype == torch.int8 else size * dtype.itemsize
 
 
 def least_type(size: int, dtype: torch.dtype) -> torch.dtype:
-    """What to store rows of so many numbers as: a scale would make the narrowest ones longer than bfloat16 does."""
+    """Return the type to store rows of `size` numbers in: with its scale, a narrow row of int8 is longer than one of bfloat16."""
     return min(dtype, torch.bfloat16, key=lambda each: row_bytes(size, each)) if dtype == torch.int8 else dtype
 
 

@@ -1,4 +1,4 @@
-"""A table in the form that serves: nothing left to multiply that does not depend on the request.
+"""A table in the form used for serving: all products that don't depend on the request are formed in advance.
 
 M rows, N columns, d cores of m_k slices, r_k the ranks between them, h rows, w the width of a slab.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Slab:
-    """What is added to the cores' rows of neighbouring ids: rows [h, w] times columns [w, N]."""
+    """A block of hot rows, rows [h, w] times columns [w, N], which is added to the rows of the cores."""
 
     rows: Tensor
     columns: Tensor
@@ -24,10 +24,11 @@ class ServedTable:
 
     Attributes:
         rows, columns: M and N.
-        mean: whether bags are averaged; else summed.
-        formed: [h, N], read for ids below h. A dense table has all of its rows here, and no cores.
-        cores: core k is [m_k, r_{k-1}, r_k, n_k], the diagonals multiplied in.
-        slabs: one after the other from row 0 on.
+        name: the feature's name.
+        mean: whether bags are averaged rather than summed.
+        formed: [h, N] rows of the ids below h. A dense table has all of its rows here, and no cores.
+        cores: core k is [m_k, r_{k-1}, r_k, n_k], with the diagonals multiplied in.
+        slabs: consecutive hot rows from row 0 on.
     """
 
     name: str
@@ -50,5 +51,5 @@ class ServedTable:
 
     @property
     def hot_rows(self) -> int:
-        """Rows that slabs add to."""
+        """Number of rows that slabs add to."""
         return sum(len(slab.rows) for slab in self.slabs)

@@ -1,7 +1,6 @@
-"""`tt_linear`: rows times a tensor train, in an order of products chosen for their number.
+"""`tt_linear`: rows times a TT matrix, in an order of products that suits the number of rows.
 
-Shapes: B rows of the input, I in_features, O out_features; P = B times the output modes that are done, q the input modes still to
-come; a part of the train is (r, m, n, s), like a core.
+Shapes: B rows of the input, I in_features, O out_features; a part, formed from neighbouring cores, is (r, m, n, s) like a core.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ def tt_linear(
     contraction: Contraction,
     float8: bool = False,
 ) -> Tensor:
-    """y = x W + b with W = G_1 diag(D_1) G_2 ... G_d, contracted as told; CoMERA, section 4.2 (arXiv 2405.14377).
+    """Return y = x W + b with W = G_1 diag(D_1) G_2 ... G_d, in the given order; CoMERA, section 4.2 (arXiv 2405.14377).
 
-    Plain matrix products, so autograd, autocast, torch.compile and torch.export know what to do. Autograd goes back along the
-    same contraction, which is as cheap as an order of its own (`LinearWork`), and keeps x, the formed parts and the rows
-    between parts: with L and R nothing of size B x O but the output.
+    Consists of plain matrix products, which autograd, autocast, torch.compile and torch.export support. Autograd follows the same
+    contraction backwards, which is as cheap as any order (`LinearWork`), and keeps x, the formed parts and the rows between
+    parts: with L and R, only the output has size B x O.
 
     Args:
         x: [..., I], I at most m_1...m_d.
@@ -38,8 +37,8 @@ def tt_linear(
         diagonals: (r) each, between neighbouring cores.
         out_features: O, at most n_1...n_d.
         bias: [O], or None.
-        contraction: from `best_contractions`; any gives the same numbers.
-        float8: whether every product of two matrices is a `float8_matmul`; y is bfloat16 then.
+        contraction: the order of products, from `best_contractions`; the result is the same for any.
+        float8: whether every product of two matrices is a `float8_matmul`, which makes y bfloat16.
 
     Returns:
         [..., O].
@@ -49,7 +48,7 @@ def tt_linear(
     parts, between = _formed(cores, diagonals, contraction, matmul)
     height, rest, width = batch, math.prod([part.shape[1] for part in parts]), 1
     rows = x if x.dim() == 2 else x.reshape(batch, in_features)
-    # Padding is left out of the train where one part holds all of it, and added to the rows or cut from them elsewhere.
+    # Where one part contains all padding, it is cut from that part; otherwise rows are padded before and cut after.
     if parts[0].shape[1] == rest:
         parts[0], rest = parts[0][:, :in_features], in_features
     elif rest > in_features:
@@ -64,7 +63,7 @@ def tt_linear(
         rest //= m
         if rest > 1 or (m > 1 and r > 1):
             rows = rows.reshape(height, m, rest, r).permute(0, 2, 3, 1)
-        if rows.shape != (height * rest, r * m):  # even a view of the same shape costs a node of the graph
+        if rows.shape != (height * rest, r * m):  # because even a view of the same shape adds a node to the graph
             rows = rows.reshape(height * rest, r * m)
         matrix = part_rmns.reshape(r * m, n * s)
         is_last = part_rmns is parts[-1]
@@ -83,7 +82,7 @@ def _matmul(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 def _formed(
     cores: Sequence[Tensor], diagonals: Sequence[Tensor], contraction: Contraction, matmul: Callable[[Tensor, Tensor], Tensor]
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The parts, and before each the D_k that multiplies the rows; every other D_k is in the smaller of the cores beside it."""
+    """Return the parts, and for each the D_k that scales the rows before it; other D_k are in the smaller core beside."""
     scaled, between = list(cores), []
     starts = {span(part)[0] for part in contraction.parts} if contraction.scale_rows else set()
     for k, diagonal in enumerate(diagonals, start=1):

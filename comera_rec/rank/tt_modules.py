@@ -1,0 +1,74 @@
+"""Summaries of all TT modules of a model, which may be spread over several processes.
+
+Under `DistributedModelParallel` a process has whole tables, shards of tables and replicas. Decisions about ranks need all of them,
+and the same view on every process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from comera_rec.distributed import WORLD, Processes
+from comera_rec.nn import TTModule, named_tt_modules
+from comera_rec.tt import TTShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleSummary:
+    """What a decision about the ranks of a TT module needs.
+
+    Attributes:
+        shape: modes and ranks of the whole module, also where it is sharded.
+        dense_params: parameters of the dense module that it replaces.
+        unit: bytes of a parameter.
+        scores: the score of each rank, [r_k] per bond; empty where no scores are needed.
+    """
+
+    shape: TTShape
+    dense_params: int
+    unit: int
+    scores: tuple[Tensor, ...] = ()
+
+
+def gather_tt_modules(
+    modules: Mapping[str, TTModule],
+    scores: Mapping[str, Sequence[Tensor]] | None = None,
+    processes: Processes = WORLD,
+) -> dict[str, ModuleSummary]:
+    """Summarize every TT module of a model, by name; every process must call this, and all get the same.
+
+    Args:
+        modules: the TT modules of this process, by name.
+        scores: the score of each rank, per module of this process and bond.
+        processes: the processes that share the model.
+    """
+    return processes.merge(
+        {
+            name: ModuleSummary(
+                shape=module.whole_shape,
+                dense_params=module.dense_params,
+                unit=module.core_0.element_size(),
+                scores=tuple(score.cpu() for score in scores[name]) if scores else (),
+            )
+            for name, module in modules.items()
+        }
+    )
+
+
+def bytes_outside_tt_modules(model: nn.Module) -> int:
+    """Count the bytes of a model's parameters outside its TT modules."""
+    in_tt_modules = {id(p) for _, module in named_tt_modules(model) for p in (*module.cores(), *module.rank_parameters())}
+    return sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in in_tt_modules)
+
+
+def total_params(summaries: Mapping[str, ModuleSummary]) -> int:
+    """Count the parameters of all TT modules."""
+    return sum(summary.shape.num_params for summary in summaries.values())
+
+
+def total_bytes(summaries: Mapping[str, ModuleSummary]) -> int:
+    """Count the bytes of all TT modules."""
+    return sum(summary.unit * summary.shape.num_params for summary in summaries.values())
