@@ -236,13 +236,8 @@ class Trainer:
         if self.steps and self._evaluation_is_due():  # it was interrupted
             self._validate()
             self.save()
-        bar = tqdm(
-            total=self.total_steps,
-            initial=self.steps,
-            unit="step",
-            desc=self.folder.name,
-            disable=not self.processes.is_first or None,
-        )
+        hidden = not self.processes.is_first or None
+        bar = tqdm(total=self.total_steps, initial=self.steps, unit="step", desc=self.folder.name, disable=hidden)
         interval_start = time.perf_counter()
         with bar:
             for loss in self._losses():
