@@ -75,7 +75,7 @@ def measure(rank: int, case: LoopCase, data: str, seed: int, rounds: int) -> dic
     for name in PROVIDERS:
         trainer = _trainer(case, data, seed, pipeline=name == PROVIDERS[0])
         steps[name] = _by_hand(trainer) if name == TORCHREC else _of_trainer(trainer)
-    losses = {name: {"losses": torch.stack([step() for _ in range(_AGREED)])} for name, step in steps.items()}
+    losses = {name: {"output": torch.stack([step() for _ in range(_AGREED)])} for name, step in steps.items()}
     require_agreement(losses.pop(TORCHREC), losses)
     plan = Plan(warmup=2, min_rounds=rounds, max_rounds=rounds)
     return alternate({name: partial(_timed, step) for name, step in steps.items()}, plan, synchronize=dist.barrier)

@@ -120,12 +120,11 @@ class Trainer:
             self.checkpoints, keep=config.training.keep_checkpoints, processes=processes,
             asynchronous=config.checkpoints.asynchronous,
         )  # fmt: skip
-        self.steps = 0
+        self.steps = self.history_written = 0
         self.evaluated = 0  # the step of the last evaluation on the validation split
         self.best = BestSoFar()
         self.log: MetricsLog | NoLog = NoLog()
         self.signals = StopSignals(processes)
-        self.history_written = 0
         self.step_ms: list[float] = []
         self.first_step_ms = float("nan")
 
@@ -237,7 +236,7 @@ class Trainer:
         if self.steps and self._evaluation_is_due():  # it was interrupted
             self._validate()
             self.save()
-        hidden = None if self.processes.is_first else True
+        hidden = not self.processes.is_first or None
         bar = tqdm(total=self.total_steps, initial=self.steps, unit="step", desc=self.folder.name, disable=hidden)
         interval_start = time.perf_counter()
         with bar:
