@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -100,3 +102,11 @@ def test_a_kernels_time_is_its_slowest_limit() -> None:
 
 def test_the_goals_sizes_are_compressed_enough() -> None:
     assert all(StaticCase(gpu="H100", batch=16_384, dim=dim).compression >= 99 for dim in (64, 128))
+
+
+def test_what_needs_no_torchrec_runs_without_it() -> None:
+    modules = ("gpu", "gpu_lookup", "linear", "float8", "transformer")
+    code = "import sys\nsys.modules['torchrec'] = sys.modules['fbgemm_gpu'] = None\n"
+    code += "".join(f"import benchmarks.{module}\n" for module in modules) + "import tests.conftest\n"
+    run = subprocess.run([sys.executable, "-c", code], cwd=gpu.FOLDER.parent, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
