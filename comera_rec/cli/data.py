@@ -31,14 +31,14 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 @click.command(short_help="Write Criteo-format logs with a planted signal of known best AUC.")
 @click.option("--rows", type=int, required=True, help="Lines to write.")
 @click.option("--output", type=_PATH, required=True, metavar="RAW", help="The log; a name ending in .gz compresses it.")
-@click.option("--seed", default=0, show_default=True, help="Of the planted model and of the draws.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the planted model and of its rows.")
 @click.option("--scale", default=1.0, show_default=True, help="Factor on the cardinalities of the Kaggle log.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing log.")
 def synth(rows: int, output: Path, seed: int, scale: float, overwrite: bool) -> None:
     """Write logs in Criteo's format from a planted model, and the best reachable scores beside them.
 
-    Values are distributed like those of the Kaggle log. Labels follow main effects and pairs of hidden vectors, so what the true
-    probabilities reach on them bounds every model; that goes to RAW's stem with .truth.json.
+    Values are distributed like those of the Kaggle log. Labels are drawn from main effects and pairs of hidden vectors. The scores
+    of the true probabilities, which no model can beat, are written to RAW's stem with .truth.json.
 
     \b
     Example:
@@ -91,16 +91,16 @@ def _pass_options(command: _Command) -> _Command:
             type=_Bytes(),
             default="64MiB",
             show_default=True,
-            help="Text worked on, and kept, at once.",
+            help="Bytes of text in a part, the unit of work.",
         ),
         click.option(
-            "--memory-limit", type=_Bytes(), default="2GiB", show_default=True, help="Bounds how many parts are worked on at once."
+            "--memory-limit", type=_Bytes(), default="2GiB", show_default=True, help="Limits the number of parts in work at once."
         ),
-        click.option("--workers", type=int, metavar="N", help="Threads; default one a core, as far as memory goes."),
+        click.option("--workers", type=int, metavar="N", help="Threads; default one for each core, if memory allows."),
         click.option(
             "--scheduler", metavar="ADDRESS|local", help="Work on a Dask cluster: tcp://host:8786, or processes on this machine."
         ),
-        click.option("--overwrite", is_flag=True, help="Replace what is finished."),
+        click.option("--overwrite", is_flag=True, help="Replace finished output."),
     )
     for option in reversed(options):
         command = option(command)
@@ -108,7 +108,7 @@ def _pass_options(command: _Command) -> _Command:
 
 
 def _inputs(first: tuple[str, ...], more: tuple[str, ...]) -> tuple[Source, ...]:
-    """The logs that --input names, in order."""
+    """Return the logs that --input names, in order."""
     if len(first) > 1 and more:
         raise ValueError("--input is given several times, once with several files; name all files after one --input")
     given = expand(first + more)
@@ -127,7 +127,7 @@ def _inputs(first: tuple[str, ...], more: tuple[str, ...]) -> tuple[Source, ...]
     "min_counts",
     multiple=True,
     metavar="N|COLUMN=N",
-    help="Training rows a category value needs for an id of its own; others are 0. Repeatable.  [default: 2]",
+    help="Training rows that a category value needs to get an id; others are 0. Repeatable.  [default: 2]",
 )
 @click.option("--hash-buckets", type=int, metavar="N", help="Ids 1..N-1 by hash instead of vocabularies.")
 @click.option(
@@ -135,16 +135,16 @@ def _inputs(first: tuple[str, ...], more: tuple[str, ...]) -> tuple[Source, ...]
     type=click.Choice(get_args(SplitKind)),
     default="chronological",
     show_default=True,
-    help="By order; by file, the last one's halves to validate and test; or each row by chance.",
+    help="By order; by file, with the halves of the last one for validation and test; or at random.",
 )
 @click.option("--val-fraction", default=0.1, show_default=True, help="Share of the rows, before the test rows, for validation.")
 @click.option("--test-fraction", default=0.1, show_default=True, help="Share of the rows, the last ones, for the test.")
-@click.option("--seed", default=0, show_default=True, help="Of a random split.")
+@click.option("--seed", default=0, show_default=True, help="Seed of a random split.")
 def preprocess(first_inputs: tuple[str, ...], more_inputs: tuple[str, ...], schema: Path | None, **chosen: Any) -> None:
     """Turn logs (plain or .gz; Criteo's, with or without label, or others by --schema) into Parquet shards and manifest.json.
 
-    Ids are ordered by frequency in the training split, 0 standing for missing and rare values; counts become log(x + offset), 0.0
-    standing for missing. A run that was interrupted goes on when the same command is given again.
+    Ids are ordered by frequency in the training split, with 0 for missing and rare values; counts become log(x + offset), with 0.0
+    for missing ones. An interrupted run resumes when the same command is given again.
 
     \b
     Example:
@@ -163,23 +163,23 @@ def preprocess(first_inputs: tuple[str, ...], more_inputs: tuple[str, ...], sche
 
 @click.command(short_help="Encode new logs with a data set's vocabularies.")
 @_pass_options
-@click.option("--data", type=_PATH, required=True, help="The data set whose vocabularies are used.")
+@click.option("--data", type=_PATH, required=True, help="The data set whose vocabularies to use.")
 @click.option("--output", type=_PATH, required=True, metavar="NEWDATA", help="Folder of the new data set, new or empty.")
 @click.option(
-    "--schema", type=_PATH, metavar="FILE", help="TOML file with the new logs' columns, where labels or ignored ones differ."
+    "--schema", type=_PATH, metavar="FILE", help="TOML file with the new logs' columns, if labels or ignored columns differ."
 )
 @click.option(
     "--split",
     type=click.Choice(("source", *SPLITS)),
     default="source",
     show_default=True,
-    help="All new rows to one split, or divided as the data set's own logs were.",
+    help="Put all new rows in one split, or divide them as the data set's logs were.",
 )
 def transform(first_inputs: tuple[str, ...], more_inputs: tuple[str, ...], schema: Path | None, **chosen: Any) -> None:
     """Encode new logs with the vocabularies of a data set, for models that were trained on it.
 
-    Values that the data set has no id for become 0. By default new rows are divided as those of the data set were, ready to train
-    on; `--split test` takes them all, to see what yesterday's model makes of today.
+    Values without an id in the data set become 0. By default new rows are divided like those of the data set, ready for training;
+    `--split test` puts all of them in the test split, to evaluate yesterday's model on today's rows.
 
     \b
     Example:
@@ -194,35 +194,35 @@ def transform(first_inputs: tuple[str, ...], more_inputs: tuple[str, ...], schem
 
 
 def _min_counts(texts: tuple[str, ...]) -> dict[str, Any]:
-    """min_count and min_counts from N and COLUMN=N."""
-    found: dict[str, Any] = {"min_counts": {}}
+    """Return min_count and min_counts from texts N and COLUMN=N."""
+    counts: dict[str, Any] = {"min_counts": {}}
     for text in texts:
         column, equals, count = text.rpartition("=")
         if not count.removeprefix("-").isdecimal() or (equals and not column):
             raise ValueError(f"--min-count is {text!r}; write a number, or a column and its number like C3=10")
         if equals:
-            found["min_counts"][column] = int(count)
+            counts["min_counts"][column] = int(count)
         else:
-            found["min_count"] = int(count)
-    return found
+            counts["min_count"] = int(count)
+    return counts
 
 
 @click.command(short_help="Check a data set against its manifest.")
 @click.option("--data", type=_PATH, required=True, help="The data set's folder.")
 def verify(data: Path) -> None:
-    """Read a data set whole: checksums, rows, ranges of ids and labels, and that no row is in two splits.
+    """Read a whole data set and check checksums, rows, ranges of ids and labels, and that no row is in two splits.
 
     \b
     Example:
       comera verify --data data/
     """
-    found = verify_data_set(read_manifest(data), data)
-    click.echo(f"{data} is as its manifest says: {found.rows:,} rows, {found.files:,} files, {format_bytes(found.bytes)}")
+    verified = verify_data_set(read_manifest(data), data)
+    click.echo(f"{data} is as its manifest says: {verified.rows:,} rows, {verified.files:,} files, {format_bytes(verified.bytes)}")
 
 
 @click.command(short_help="Show what is in a data set.")
 @click.option("--data", type=_PATH, required=True, help="The data set's folder.")
-@click.option("--html", type=_PATH, metavar="FILE", help="Also write a page with histograms there.")
+@click.option("--html", type=_PATH, metavar="FILE", help="Also write a page with histograms to this file.")
 def describe(data: Path, html: Path | None) -> None:
     """Show rows and label rates of the splits, and each column's missing values, distinct values, coverage and skew.
 

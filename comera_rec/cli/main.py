@@ -33,7 +33,7 @@ _OURS = tuple(Path(__file__).parents[2] / package for package in ("comera_rec", 
 
 
 class LazyGroup(click.Group):
-    """A click group that knows its commands by name and imports one only when it is asked for."""
+    """A click group that imports a command's module only when the command is run."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -63,10 +63,10 @@ def cli() -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line and exit: 0 on success, 2 on a user's mistake, told in one line on standard error.
+    """Run the command line and exit: 0 on success, 2 on a user's mistake, which is printed in one line on standard error.
 
-    A mistake is a ValueError that a `raise` of this project made, or an OSError. Any other error is a fault of the program, which
-    shows its traceback; so do mistakes with COMERA_TRACEBACK=1.
+    A mistake is an OSError, or a ValueError from a `raise` of this project. Any other error is a fault of the program, whose
+    traceback is shown; COMERA_TRACEBACK=1 shows that of mistakes, too.
     """
     try:
         status = cli.main(args=arguments, prog_name="comera", standalone_mode=False)
@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _raised_here(error: BaseException) -> bool:
-    """Whether a `raise` of this project made the error, rather than a function that it called."""
+    """Return whether a `raise` of this project made the error, rather than a function that it called."""
     last = error.__traceback__
     assert last is not None
     while last.tb_next is not None:

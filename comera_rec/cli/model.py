@@ -30,7 +30,7 @@ from data_pipeline.manifest import read_manifest
 
 # TorchRec asks on every start whether it is being traced, and torch answers with a warning about the question.
 logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
-# What torch and TorchRec say to each other about their own use of what they deprecate.
+# Warnings of torch and TorchRec about deprecated features that they use themselves.
 logging.getLogger("torchrec.distributed.planner.types").setLevel(logging.ERROR)
 for _message in ("Please use DTensor", "`broadcast_buffers` is deprecated"):
     warnings.filterwarnings("ignore", _message, FutureWarning)
@@ -43,9 +43,9 @@ for _message in ("Please use DTensor", "`broadcast_buffers` is deprecated"):
 def train(context: click.Context, config_path: str, overrides: tuple[str, ...]) -> None:
     """Train a DLRM, dense or compressed.
 
-    Everything goes to the config's `output` folder, a report.html at the end. Running the command again goes on from the last
+    Everything goes to the config's `output` folder, a report.html at the end. Running the command again resumes from the last
     checkpoint. SIGTERM and Ctrl-C stop after the step at hand, with a checkpoint. Under torchrun tables are sharded over the
-    processes, which share each batch; `--max-restarts` goes on from the last checkpoint.
+    processes, which share each batch; `--max-restarts` resumes from the last checkpoint.
 
     \b
     Example:
@@ -82,7 +82,7 @@ def train(context: click.Context, config_path: str, overrides: tuple[str, ...]) 
 @click.option("--data", required=True, type=click.Path(), metavar="DATA", help="Folder of a preprocessed data set.")
 @click.option("--split", default="test", show_default=True, help="train, val or test.")
 @click.option("--batch-size", default=2048, show_default=True, help="Rows in a batch.")
-@click.option("--last", is_flag=True, help="The last checkpoint, of a run that keeps its best one too.")
+@click.option("--last", is_flag=True, help="Take the last checkpoint even if the run keeps its best one.")
 def evaluate(run: str, data: str, split: str, batch_size: int, last: bool) -> None:
     """Print AUC, NE and logloss of a run's last checkpoint, or the best one where training.keep_best kept it, as one JSON line.
 
@@ -104,18 +104,20 @@ def evaluate(run: str, data: str, split: str, batch_size: int, last: bool) -> No
 @click.option("--checkpoint", "run", type=click.Path(), metavar="DENSE", help="Folder of a trained dense run.")
 @click.option("--config", "config_path", type=click.Path(exists=True, dir_okay=False), help="The compressed run's TOML.")
 @click.option(
-    "--state", type=click.Path(path_type=Path), help="Instead of a run any TorchRec model's state dict: a file or a folder."
+    "--state", type=click.Path(path_type=Path), help="A TorchRec model's state dict instead of a run: a file or a folder."
 )
-@click.option("--optimizer", type=click.Path(path_type=Path), help="With --state: its optimizer's, for what rows are worth.")
+@click.option(
+    "--optimizer", type=click.Path(path_type=Path), help="With --state: the optimizer's state dict, for the importance of rows."
+)
 @click.option("--output", required=True, metavar="RUN", help="Folder of the compressed run; with --state a file.")
 @click.argument("overrides", nargs=-1, metavar="[section.key=value ...]")
 def compress(
     run: str | None, config_path: str | None, state: Path | None, optimizer: Path | None, output: str, overrides: tuple[str, ...]
 ) -> None:
-    """Compress what is trained, by TT-SVD.
+    """Compress a trained model by TT-SVD.
 
-    Large tables together take what tables.compression allows, ranks and hot rows spread over them by what they save of the error,
-    which counts for each row what its squared gradients add up to.
+    Large tables share the size that tables.compression allows: ranks and hot rows go where they reduce the error most. A row's
+    error is weighted by the sum of its squared gradients.
 
     --checkpoint starts a compressed run from a dense one; `comera train` with the same config and output then fine-tunes.
     --state takes any TorchRec model's state dict, from torch.save or torch.distributed.checkpoint, and writes that of the model
@@ -143,12 +145,12 @@ def _compress_state(state: Path, optimizer: Path | None, output: Path, overrides
     if output.exists():
         raise ValueError(f"{output} exists: give a new file")
     if not output.absolute().parent.is_dir():
-        raise ValueError(f"{output.parent} is no folder: make it, or give another output")
+        raise ValueError(f"{output.parent} is not a folder: make it, or give another output")
     config = parse_overrides(TTEmbeddingConfig, "tables", overrides)
     dense = read_state(state)
     importance = row_importance(read_state(optimizer)) if optimizer else None
     if importance == {}:
-        raise ValueError(f"{optimizer} holds no sums of row-wise Adagrad (TABLE.momentum1): leave --optimizer out")
+        raise ValueError(f"{optimizer} has no sums of row-wise Adagrad (TABLE.momentum1): leave --optimizer out")
     compressed = compress_state(dense, config, importance=importance)
     partial = output.with_name(output.name + ".partial")
     torch.save(compressed, partial)
@@ -171,7 +173,7 @@ def _compress_state(state: Path, optimizer: Path | None, output: Path, overrides
 @click.option(
     "--truth",
     type=click.Path(path_type=Path),
-    help="What `comera synth` wrote beside its log: the best AUC on the last tenth, which is the default test split, is shown.",
+    help="The file that `comera synth` wrote beside its log; adds the best AUC on its last tenth, the default test split.",
 )
 def report(runs: tuple[Path, ...], output: Path | None, truth: Path | None) -> None:
     """Compare runs on one self-contained HTML page, and print the comparison.
@@ -204,12 +206,16 @@ def _best_auc(truth: Path) -> float:
 @click.option("--output", type=click.Path(path_type=Path), metavar="MODEL.pt2|DIR/", help="The file to write; a folder: dense.")
 @click.option("--data", type=click.Path(path_type=Path), help="Folder of the data set; default the one the run was trained on.")
 @click.option(
-    "--form", type=click.Choice(list(FORMS)), default="portable", show_default=True, help="fast: libcomera_rec.so is put beside."
+    "--form",
+    type=click.Choice(list(FORMS)),
+    default="portable",
+    show_default=True,
+    help="fast: also copies libcomera_rec.so beside it.",
 )
 @click.option("--dtype", type=click.Choice(list(DTYPES)), default="float32", show_default=True, help="How tables are stored.")
-@click.option("--expand", default=0, metavar="BYTES", help="For rows of the most frequent ids, formed in advance.")
-@click.option("--last", is_flag=True, help="The last checkpoint, of a run that keeps its best one too.")
-@click.option("--triton", type=click.Path(path_type=Path), metavar="DIR", help="Instead of --output a Triton model repository.")
+@click.option("--expand", default=0, metavar="BYTES", help="Bytes to spend on rows of the most frequent ids, formed in advance.")
+@click.option("--last", is_flag=True, help="Take the last checkpoint even if the run keeps its best one.")
+@click.option("--triton", type=click.Path(path_type=Path), metavar="DIR", help="A Triton model repository, instead of --output.")
 def export(run: Path, output: Path | None, triton: Path | None, **options: Any) -> None:
     """Write a run's model as one file that answers requests, or without TT modules.
 

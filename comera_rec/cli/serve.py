@@ -26,12 +26,12 @@ _PATH = click.Path(path_type=Path)
 @click.option("--max-wait-ms", default=0.0, show_default=True, help="Milliseconds a request waits for others to join.")
 @click.option("--max-rows", default=4096, show_default=True, help="Rows of a request.")
 @click.option("--max-body", default=8 << 20, show_default=True, metavar="BYTES", help="Bytes of a request.")
-@click.option("--reload-seconds", default=1.0, show_default=True, help="Between looks for a new version of the file.")
+@click.option("--reload-seconds", default=1.0, show_default=True, help="Seconds between checks for a new version of the file.")
 def serve(**chosen: Any) -> None:
     """Answer requests over HTTP: encoded rows by the Open Inference Protocol, raw ones as plain JSON.
 
-    A new version renamed into MODEL.pt2's place is loaded and takes over between two requests; one that can't be loaded is
-    reported, and the old one stays. /metrics is for Prometheus.
+    A new version that is renamed to MODEL.pt2 is loaded and takes over between two requests; if it can't be loaded, this is
+    reported and the old one stays. /metrics is for Prometheus.
 
     \b
     Example:

@@ -19,17 +19,17 @@ _PATH = click.Path(path_type=Path)
 @click.option("--input", "scored", required=True, metavar="LOG|DATA", help="A raw log, gzipped or not, or a data set's folder.")
 @click.option("--output", type=_PATH, required=True, metavar="SCORES", help="The Parquet file to write.")
 @click.option("--data", type=_PATH, help="Data set whose vocabularies encode a log; default the one that the model was trained on.")
-@click.option("--split", default="test", show_default=True, help="Of a data set: train, val or test.")
-@click.option("--max-bad-rows", default=0, show_default=True, help="Malformed lines that may be left out before the run stops.")
-@click.option("--workers", type=int, metavar="N", help="Processes; default one a core.")
+@click.option("--split", default="test", show_default=True, help="Split of a data set: train, val or test.")
+@click.option("--max-bad-rows", default=0, show_default=True, help="Malformed lines that may be dropped before the run stops.")
+@click.option("--workers", type=int, metavar="N", help="Processes; default one for each core.")
 @click.option("--overwrite", is_flag=True, help="Replace a finished file.")
 def score(
     model: Path, scored: str, output: Path, data: Path | None, split: str, max_bad_rows: int, workers: int | None, overwrite: bool
 ) -> None:
     """Write the probability of a click for every line of a log, or every row of a data set's split, in order.
 
-    The file has columns line (from 1) or row (from 0), score, and label where there are labels. A run that was interrupted resumes
-    when the same command is given again.
+    The file has columns line (from 1) or row (from 0), score, and label where there are labels. An interrupted run resumes when
+    the same command is given again.
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""Dense models to tensor trains and back, and what either weighs."""
+"""Conversion of dense models to TT modules and back, and reports of their sizes."""
 
 from comera_rec.convert.budget import fit_tables_
 from comera_rec.convert.compression import CompressionReport, LayerSize, compression_report

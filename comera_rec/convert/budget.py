@@ -28,7 +28,7 @@ def fit_tables_(
     importance. Cores and blocks are fitted in turns, each to the residual of the others, while the size shrinks to the budget.
 
     Args:
-        tables: the tables to set; the ranks and widths tried are up to four times theirs, and at least 32 for ranks.
+        tables: the tables to set; four times their ranks and widths are tried, and at least 32 ranks.
         weights: [M, N] each.
         budget_params: the most parameters that all tables together may take.
         importance: [M] each, weights of the rows' squared errors: how often a row is read, or the sum of squared gradients that

@@ -25,7 +25,7 @@ class Objective(Protocol):
         """Bound of |D| below which ranks are truncated; 0 for none."""
 
     def loss(self, task_loss: Tensor, modules: Sequence[TTModule]) -> tuple[Tensor, str | Tensor]:
-        """Return the scalar to minimize, and which part dominates it: "loss" or "size", or a tensor of 0 or 1 (no GPU wait)."""
+        """Return the scalar to minimize, and which part dominates it: "loss" or "size", or a tensor of 0 or 1."""
 
     def ceiling(self, progress: float) -> float | None:
         """Return the largest size allowed at a progress of 0 to 1, relative to the start of the stage; None for any size."""

@@ -27,13 +27,13 @@ def configs() -> list[EmbeddingBagConfig]:
 def model(seed: int = 0) -> nn.Module:
     """Tables of falling spectra, of which the first rows stand out, and a layer."""
     torch.manual_seed(seed)
-    found = nn.ModuleDict({"sparse": EmbeddingBagCollection(configs()), "over": nn.Linear(3, 2)})
+    actual = nn.ModuleDict({"sparse": EmbeddingBagCollection(configs()), "over": nn.Linear(3, 2)})
     with torch.no_grad():
         for table in ("user", "item"):
-            weight = found["sparse"].embedding_bags[table].weight  # type: ignore[union-attr, index]
+            weight = actual["sparse"].embedding_bags[table].weight  # type: ignore[union-attr, index]
             weight.copy_(torch.randn(len(weight), 3) @ torch.randn(3, 8))
             weight[:50] += 3 * torch.randn(50, 8)
-    return found
+    return actual
 
 
 def weighted_error(
@@ -77,9 +77,9 @@ def fused_optimizer() -> dict[str, Any]:
 
 
 def test_sums_of_fused_tables_are_found() -> None:
-    found = cr.row_importance(fused_optimizer())
-    assert {table: rows.shape for table, rows in found.items()} == {table: (rows,) for table, rows in SIZES.items()}
-    assert all(rows.unique().numel() == 1 for rows in found.values())
+    actual = cr.row_importance(fused_optimizer())
+    assert {table: rows.shape for table, rows in actual.items()} == {table: (rows,) for table, rows in SIZES.items()}
+    assert all(rows.unique().numel() == 1 for rows in actual.values())
     flat = {"optim.state.sparse.embedding_bags.user.weight.user.momentum1": torch.ones(5), "optim.lr": torch.tensor(0.1)}
     assert cr.row_importance(flat).keys() == {"user"}
 
@@ -117,7 +117,7 @@ def test_compress_takes_files_and_distributed_checkpoints(kind: str, tmp_path: P
             "holds a Tensor: give a state dict",
         ),
         (["compress", "--output", str(tmp_path / "new.pt")], "give --checkpoint and --config, or --state"),
-        ([*arguments, str(tmp_path / "no" / "new.pt"), *tables], "is no folder: make it"),
+        ([*arguments, str(tmp_path / "no" / "new.pt"), *tables], "is not a folder: make it"),
     ):
         with pytest.raises(SystemExit) as stop:
             main(again)
@@ -148,13 +148,13 @@ def test_what_a_swap_leaves_alone_keeps_its_name() -> None:
     """A collection without a large table, and tables that share their weight."""
 
     def build() -> nn.Module:
-        found = model()
-        found["small"] = EmbeddingBagCollection(  # type: ignore[operator]
+        actual = model()
+        actual["small"] = EmbeddingBagCollection(  # type: ignore[operator]
             [EmbeddingBagConfig(name="day", num_embeddings=7, embedding_dim=8, feature_names=["d"])]
         )
-        found["tied"] = nn.Embedding(2000, 8)  # type: ignore[operator]
-        found["tied"].weight = found["sparse"].embedding_bags["user"].weight  # type: ignore[index, union-attr, assignment]
-        return found
+        actual["tied"] = nn.Embedding(2000, 8)  # type: ignore[operator]
+        actual["tied"].weight = actual["sparse"].embedding_bags["user"].weight  # type: ignore[index, union-attr, assignment]
+        return actual
 
     config = cr.TTEmbeddingConfig(tt_ranks=2, min_rows=100)
     state = cr.compress_state(build().state_dict(), config)

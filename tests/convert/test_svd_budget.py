@@ -15,14 +15,14 @@ SHAPES = [TTShape((12, 10), (4, 4), 6), TTShape((15, 8), (4, 4), 6), TTShape((10
 
 def matrices() -> list[Tensor]:
     """Spectra that fall slowly, fast, and at a tenth of the scale."""
-    found = []
+    actual = []
     for shape, decay, scale in zip(SHAPES, (-0.5, -2.0, -0.5), (1.0, 1.0, 0.1), strict=True):
         sides = [m * n for m, n in zip(shape.row_shape, shape.col_shape, strict=True)]
         bases = [torch.linalg.qr(torch.randn(side, 30, dtype=torch.float64)).Q for side in sides]
         unfolded = scale * (bases[0] * torch.arange(1.0, 31) ** decay) @ bases[1].mT
         modes = unfolded.reshape(shape.row_shape[0], 4, shape.row_shape[1], 4).transpose(1, 2)
-        found.append(modes.reshape(shape.num_rows, shape.num_cols))
-    return found
+        actual.append(modes.reshape(shape.num_rows, shape.num_cols))
+    return actual
 
 
 def fit(
@@ -46,10 +46,10 @@ def squared_error(weight: Tensor, shape: TTShape, cores: list[Tensor]) -> float:
 def test_no_other_ranks_are_better_by_more_than_the_last_rank() -> None:
     weights, budget = matrices(), 1400
     tables = fit(weights, SHAPES, budget)
-    found = [table.shape.ranks[0] for table in tables]
-    size = sum(shape.with_ranks([rank]).num_params for shape, rank in zip(SHAPES, found, strict=True))
+    actual = [table.shape.ranks[0] for table in tables]
+    size = sum(shape.with_ranks([rank]).num_params for shape, rank in zip(SHAPES, actual, strict=True))
     assert 0.9 * budget <= size <= budget
-    assert found[0] > found[1] > found[2]
+    assert actual[0] > actual[1] > actual[2]
     error = sum(float((table.dense_matrix() - weight).square().sum()) for table, weight in zip(tables, weights, strict=True))
     table = [
         [squared_error(w, s, tt_svd(w, s.with_ranks([r]))) if r else float(w.square().sum()) for r in range(17)]

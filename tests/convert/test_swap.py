@@ -134,9 +134,9 @@ def test_tt_svd_at_full_rank_gives_the_same_outputs(order: int, random_jagged: C
     expected = model(features)
     config = TTEmbeddingConfig(tt_ranks=10**6, order=order, min_rows=100)
     swapped = swap_embedding_bag_collections_(model, config, init="tt_svd")
-    found = swapped(features)
-    assert found.keys() == expected.keys()
-    torch.testing.assert_close(found.values(), expected.values())
+    actual = swapped(features)
+    assert actual.keys() == expected.keys()
+    torch.testing.assert_close(actual.values(), expected.values())
 
 
 def test_random_init_is_spread_like_the_tables_it_replaces() -> None:

@@ -143,10 +143,10 @@ def test_bert_of_transformers_is_compressed_throughout() -> None:
     ids = torch.randint(100, (3, 7))
     mask = torch.tensor([[1] * 7, [1] * 5 + [0] * 2, [1] + [0] * 6])
     for evaluate in (True, False):
-        expected, found = (each.train(not evaluate)(ids, attention_mask=mask) for each in (dense, model))
+        expected, actual = (each.train(not evaluate)(ids, attention_mask=mask) for each in (dense, model))
         for name in ("last_hidden_state", "pooler_output"):
-            torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-4)
-    found.pooler_output.sum().backward()
+            torch.testing.assert_close(actual[name], expected[name], rtol=1e-4, atol=1e-4)
+    actual.pooler_output.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 

@@ -41,10 +41,10 @@ def jagged(num_embeddings: int) -> tuple[Tensor, Tensor]:
     return torch.tensor([0, last, 0, last, 7, 7, 7, 3]), torch.tensor([0, 3, 3, 4, 8])
 
 
-def assert_same(found: Tensor, expected: Tensor, parameters: list[Tensor]) -> None:
-    torch.testing.assert_close(found, expected)
+def assert_same(actual: Tensor, expected: Tensor, parameters: list[Tensor]) -> None:
+    torch.testing.assert_close(actual, expected)
     weights = torch.randn_like(expected)
-    found_grads = torch.autograd.grad((found * weights).sum(), parameters)
+    found_grads = torch.autograd.grad((actual * weights).sum(), parameters)
     expected_grads = torch.autograd.grad((expected * weights).sum(), parameters)
     torch.testing.assert_close(found_grads, expected_grads)
 
@@ -56,10 +56,10 @@ def assert_same(found: Tensor, expected: Tensor, parameters: list[Tensor]) -> No
 def test_jagged_bags(size: tuple[int, int, TTShape], mode: str, dtype: torch.dtype, index: torch.dtype) -> None:
     bag = build(size, dtype, mode=mode)
     ids, offsets = jagged(size[0])
-    found = bag(ids.to(index), offsets.to(index))
-    assert_same(found, F.embedding_bag(ids, bag.dense_matrix(), offsets, mode=mode), list(bag.parameters()))
-    assert torch.equal(found[1], torch.zeros_like(found[1])), "an empty bag is zero"
-    torch.testing.assert_close(found, bag.to_dense()(ids, offsets))
+    actual = bag(ids.to(index), offsets.to(index))
+    assert_same(actual, F.embedding_bag(ids, bag.dense_matrix(), offsets, mode=mode), list(bag.parameters()))
+    assert torch.equal(actual[1], torch.zeros_like(actual[1])), "an empty bag is zero"
+    torch.testing.assert_close(actual, bag.to_dense()(ids, offsets))
 
 
 @every_dtype
@@ -123,9 +123,9 @@ def test_offsets_that_include_the_end(mode: str, dtype: torch.dtype) -> None:
 @every_size
 def test_a_batch_without_ids(size: tuple[int, int, TTShape], mode: str, dtype: torch.dtype) -> None:
     bag = build(size, dtype, mode=mode)
-    found = bag(torch.tensor([], dtype=torch.int64), torch.tensor([0, 0, 0]))
-    assert torch.equal(found, torch.zeros(3, size[1], dtype=dtype))
-    found.sum().backward()
+    actual = bag(torch.tensor([], dtype=torch.int64), torch.tensor([0, 0, 0]))
+    assert torch.equal(actual, torch.zeros(3, size[1], dtype=dtype))
+    actual.sum().backward()
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in bag.parameters() if p.grad is not None)
     assert bag(torch.zeros(0, 4, dtype=torch.int64)).shape == (0, size[1])
 
@@ -134,14 +134,14 @@ def test_ids_beyond_32_bits() -> None:
     num_embeddings = 3_000_000_000
     bag = TTEmbeddingBag(num_embeddings, 8, tt_ranks=2, dtype=torch.float64)
     ids = torch.tensor([num_embeddings - 1, 0, 2**31, 2**31 + 1, 2**32 - 2**31 - 1, num_embeddings - 1])
-    found = bag(ids, torch.arange(len(ids)))
+    actual = bag(ids, torch.arange(len(ids)))
     # Two rows apart by 2^31 or 2^32 must not meet the same slices: spell each row out from its digits.
     first, second = (core.detach() for core in bag.cores())
     radix = bag.shape.row_shape[1]
-    for row, value in zip(ids.tolist(), found, strict=True):
+    for row, value in zip(ids.tolist(), actual, strict=True):
         expected = torch.einsum("nr,r,rk->nk", first[0, row // radix], bag.rank_1.detach(), second[:, row % radix, :, 0])
         torch.testing.assert_close(value, expected.flatten())
-    found.sum().backward()
+    actual.sum().backward()
     assert bag.core_0.grad is not None
     assert int((bag.core_0.grad.abs().sum((0, 2, 3)) > 0).sum()) == len({row // radix for row in ids.tolist()})
     small = torch.tensor([5, 2**31 - 1], dtype=torch.int32)
@@ -178,10 +178,10 @@ def test_bfloat16_is_close() -> None:
     bag = build(SHAPES[2], torch.float32)
     ids, offsets = jagged(101)
     expected = bag(ids, offsets)
-    found = copy.deepcopy(bag).bfloat16()(ids, offsets)
-    assert found.dtype == torch.bfloat16
+    actual = copy.deepcopy(bag).bfloat16()(ids, offsets)
+    assert actual.dtype == torch.bfloat16
     # Rounding three cores, their products and the sum: a few units of 2^-8 of the largest entry.
-    torch.testing.assert_close(found.float(), expected, rtol=0, atol=8 * 2**-8 * float(expected.detach().abs().max()))
+    torch.testing.assert_close(actual.float(), expected, rtol=0, atol=8 * 2**-8 * float(expected.detach().abs().max()))
 
 
 @pytest.mark.parametrize("order", [2, 3])
@@ -191,8 +191,8 @@ def test_autocast_leaves_a_lookup_alone_as_in_torch(order: int) -> None:
     weights = torch.rand(len(ids))
     expected = bag(ids, offsets, weights)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = bag(ids, offsets, weights)
-    assert_same(found, expected, list(bag.parameters()))
+        actual = bag(ids, offsets, weights)
+    assert_same(actual, expected, list(bag.parameters()))
 
 
 @pytest.fixture
@@ -374,8 +374,8 @@ def test_a_state_dict_without_the_bag_is_an_error_only_if_strict() -> None:
     before, head = values(model["user"]), {"head.weight": torch.ones(1, 11), "head.bias": torch.ones(1)}
     with pytest.raises(RuntimeError, match="Missing key"):
         model.load_state_dict(head)
-    found = model.load_state_dict(head, strict=False)
-    assert [*found.missing_keys] == [f"user.{name}" for name in before]
+    actual = model.load_state_dict(head, strict=False)
+    assert [*actual.missing_keys] == [f"user.{name}" for name in before]
     torch.testing.assert_close(values(model["user"]), before, rtol=0, atol=0)
 
 

@@ -180,15 +180,15 @@ def test_sizes_are_counted_once() -> None:
 
 @pytest.mark.parametrize("budget", [0, 100, 5_000, 80_000, 10**7])
 def test_staircases_fill_their_budget_and_narrow_with_frequency(budget: int) -> None:
-    found = staircases([100_000, 3000, 50], 16, budget)
-    assert sum(blocks_params(blocks, 16) for blocks in found) <= budget
+    actual = staircases([100_000, 3000, 50], 16, budget)
+    assert sum(blocks_params(blocks, 16) for blocks in actual) <= budget
     assert staircases([], 16, budget) == []
-    for rows, blocks in zip([100_000, 3000, 50], found, strict=True):
+    for rows, blocks in zip([100_000, 3000, 50], actual, strict=True):
         assert sum(count for count, _ in blocks) <= rows
         widths = [width for _, width in blocks]
         assert widths == sorted(widths, reverse=True)
     if budget >= 5_000:
-        assert sum(blocks_params(blocks, 16) for blocks in found) > 0.8 * min(budget, 1.6e6)
+        assert sum(blocks_params(blocks, 16) for blocks in actual) > 0.8 * min(budget, 1.6e6)
 
 
 @pytest.mark.parametrize(

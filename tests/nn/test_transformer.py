@@ -81,10 +81,10 @@ def test_a_dense_block_is_torchs(norm_first: bool, causal: bool, padding: str) -
     twin_BLD = x_BLD.detach().clone().requires_grad_()
     later = nn.Transformer.generate_square_subsequent_mask(7).isinf() if causal else None
     expected = theirs(twin_BLD, src_mask=later, src_key_padding_mask=mask)
-    found = block(x_BLD, key_padding_mask=mask, causal=causal)
-    torch.testing.assert_close(found, expected)
-    upstream = torch.randn_like(found)
-    found.backward(upstream)
+    actual = block(x_BLD, key_padding_mask=mask, causal=causal)
+    torch.testing.assert_close(actual, expected)
+    upstream = torch.randn_like(actual)
+    actual.backward(upstream)
     expected.backward(upstream)
     torch.testing.assert_close(x_BLD.grad, twin_BLD.grad)
     torch.testing.assert_close(dense_gradients(block), [p.grad for p in theirs.parameters()])
@@ -108,10 +108,10 @@ def test_padding_changes_nothing_elsewhere_and_sequences_of_padding_alone_are_fi
     attention = MultiheadAttention(16, 4, linear=tt_linear)
     x_BLD = torch.randn(3, 7, 16, requires_grad=True)
     mask = torch.arange(7) >= torch.tensor([[7], [4], [0]])
-    found = attention(x_BLD, key_padding_mask=mask)
-    torch.testing.assert_close(found[1, :4], attention(x_BLD[1:2, :4])[0])
-    torch.testing.assert_close(found[2], attention.output.bias.expand(7, 16))
-    found.sum().backward()
+    actual = attention(x_BLD, key_padding_mask=mask)
+    torch.testing.assert_close(actual[1, :4], attention(x_BLD[1:2, :4])[0])
+    torch.testing.assert_close(actual[2], attention.output.bias.expand(7, 16))
+    actual.sum().backward()
     assert x_BLD.grad is not None
     assert x_BLD.grad.isfinite().all()
 
@@ -131,12 +131,12 @@ def test_torch_compile_sees_the_whole_block(padding: str) -> None:
     block = EncoderBlock(16, 4, 24, linear=tt_linear)
     x_BLD, mask = torch.randn(3, 7, 16), masks()[padding]
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
-    found, expected = compiled(x_BLD, key_padding_mask=mask), block(x_BLD, key_padding_mask=mask)
-    torch.testing.assert_close(found, expected)
-    upstream = torch.randn_like(found)
+    actual, expected = compiled(x_BLD, key_padding_mask=mask), block(x_BLD, key_padding_mask=mask)
+    torch.testing.assert_close(actual, expected)
+    upstream = torch.randn_like(actual)
     parameters = list(block.parameters())
     torch.testing.assert_close(
-        torch.autograd.grad(found, parameters, upstream), torch.autograd.grad(expected, parameters, upstream)
+        torch.autograd.grad(actual, parameters, upstream), torch.autograd.grad(expected, parameters, upstream)
     )
 
 
@@ -145,17 +145,17 @@ def test_a_block_under_autocast_keeps_float_gradients() -> None:
     x_BLD = torch.randn(3, 7, 16)
     expected = block(x_BLD)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = block(x_BLD)
-    torch.testing.assert_close(found.float(), expected, rtol=0, atol=0.1)  # of entries of standard deviation 1
-    found.sum().backward()
+        actual = block(x_BLD)
+    torch.testing.assert_close(actual.float(), expected, rtol=0, atol=0.1)  # of entries of standard deviation 1
+    actual.sum().backward()
     assert {parameter.grad.dtype for parameter in block.parameters()} == {torch.float32}
 
 
 def test_a_batch_without_sequences() -> None:
     block = EncoderBlock(16, 4, 24, linear=tt_linear)
-    found = block(torch.zeros(0, 7, 16), key_padding_mask=torch.zeros(0, 7, dtype=torch.bool))
-    assert found.shape == (0, 7, 16)
-    found.sum().backward()
+    actual = block(torch.zeros(0, 7, 16), key_padding_mask=torch.zeros(0, 7, dtype=torch.bool))
+    assert actual.shape == (0, 7, 16)
+    actual.sum().backward()
     assert all(torch.equal(parameter.grad, torch.zeros_like(parameter)) for parameter in block.parameters())
 
 

@@ -33,10 +33,10 @@ def build(size: tuple[int, int, TTShape], dtype: torch.dtype = torch.float64) ->
     return embedding
 
 
-def assert_same(found: Tensor, expected: Tensor, inputs: list[Tensor]) -> None:
-    torch.testing.assert_close(found, expected)
+def assert_same(actual: Tensor, expected: Tensor, inputs: list[Tensor]) -> None:
+    torch.testing.assert_close(actual, expected)
     upstream = torch.randn_like(expected)
-    torch.testing.assert_close(torch.autograd.grad(found, inputs, upstream), torch.autograd.grad(expected, inputs, upstream))
+    torch.testing.assert_close(torch.autograd.grad(actual, inputs, upstream), torch.autograd.grad(expected, inputs, upstream))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -28,14 +28,14 @@ def build(size: tuple[int, int, int], rank: int = 3, dtype: torch.dtype = torch.
 def assert_same_as_dense(layer: TTLinear, x: Tensor) -> None:
     x = x.requires_grad_()
     expected = F.linear(x, layer.dense_matrix().mT, layer.bias)
-    found = layer(x)
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(found, layer.to_dense()(x))
-    torch.testing.assert_close(found, F.linear(x, layer.weight, layer.bias))
+    actual = layer(x)
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(actual, layer.to_dense()(x))
+    torch.testing.assert_close(actual, F.linear(x, layer.weight, layer.bias))
     weights = torch.randn_like(expected)
     wanted = [*layer.parameters(), x]
     torch.testing.assert_close(
-        torch.autograd.grad((found * weights).sum(), wanted), torch.autograd.grad((expected * weights).sum(), wanted)
+        torch.autograd.grad((actual * weights).sum(), wanted), torch.autograd.grad((expected * weights).sum(), wanted)
     )
 
 
@@ -94,10 +94,10 @@ def test_compiled_layers_take_any_batch_in_one_graph() -> None:
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for leading in ((1,), (2, 3), (300,), (301,), (0,), (2,)):
         x = torch.randn(*leading, 1000, requires_grad=True)
-        found, expected = compiled(x), layer(x)
-        torch.testing.assert_close(found, expected)
+        actual, expected = compiled(x), layer(x)
+        torch.testing.assert_close(actual, expected)
         wanted = [x, *layer.parameters()]
-        torch.testing.assert_close(torch.autograd.grad(found.sum(), wanted), torch.autograd.grad(expected.sum(), wanted))
+        torch.testing.assert_close(torch.autograd.grad(actual.sum(), wanted), torch.autograd.grad(expected.sum(), wanted))
 
 
 def test_a_compiled_layer_sees_truncated_ranks() -> None:
@@ -124,9 +124,9 @@ def test_a_vanished_layer_is_its_bias() -> None:
     for bias in (True, False):
         layer = build((15, 21, 4), bias=bias)
         layer.resize_ranks_((0, 0, 0))
-        found = layer(torch.randn(4, 15, dtype=torch.float64))
-        assert torch.equal(found, (layer.bias if layer.bias is not None else torch.zeros(21, dtype=torch.float64)).expand(4, 21))
-        assert torch.equal(found, layer.to_dense()(torch.randn(4, 15, dtype=torch.float64)))
+        actual = layer(torch.randn(4, 15, dtype=torch.float64))
+        assert torch.equal(actual, (layer.bias if layer.bias is not None else torch.zeros(21, dtype=torch.float64)).expand(4, 21))
+        assert torch.equal(actual, layer.to_dense()(torch.randn(4, 15, dtype=torch.float64)))
 
 
 @pytest.mark.parametrize("size", [(6, 4, 2), (5, 7, 4), (8, 7, 6), (16, 9, 8)], ids=lambda size: "{}x{}-order{}".format(*size))
@@ -146,10 +146,10 @@ def test_autocast_computes_in_bfloat16_and_keeps_float_gradients() -> None:
     x = torch.randn(16, 64)
     expected = layer(x)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = layer(x)
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found.float(), expected, rtol=0, atol=8 * 2**-8 * float(expected.detach().abs().max()))
-    found.float().sum().backward()
+        actual = layer(x)
+    assert actual.dtype == torch.bfloat16
+    torch.testing.assert_close(actual.float(), expected, rtol=0, atol=8 * 2**-8 * float(expected.detach().abs().max()))
+    actual.float().sum().backward()
     assert {parameter.grad.dtype for parameter in layer.parameters() if parameter.grad is not None} == {torch.float32}
 
 

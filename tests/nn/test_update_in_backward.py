@@ -43,10 +43,10 @@ def test_it_learns_what_the_optimizer_would_have_learned(kind: type, settings: d
     for table in updated:
         assert all(core.grad is None for core in table.cores())
         assert all(rank.grad is not None for rank in table.rank_parameters())
-    for expected, found in zip(plain.parameters(), updated.parameters(), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    for expected, actual in zip(plain.parameters(), updated.parameters(), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
         for key, value in optimizers[0].state[expected].items():
-            torch.testing.assert_close(optimizers[1].state[found][key], value, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(optimizers[1].state[actual][key], value, rtol=1e-4, atol=1e-6)
 
 
 def test_settings_and_state_are_the_optimizers_own_through_a_state_dict() -> None:

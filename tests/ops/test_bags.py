@@ -106,11 +106,11 @@ def differentiate(
     return [out.detach(), *torch.autograd.grad(out, inputs, grad.to(of_tables).to(dtype))]
 
 
-def assert_near(found: Sequence[Tensor], expected: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> None:
+def assert_near(actual: Sequence[Tensor], expected: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> None:
     """Up to a part of the largest value of each tensor; of diagonals, whose long sums may cancel out, the largest of them all."""
     largest = [exact.abs().max().item() if exact.numel() else 0.0 for exact in expected]
     of_vectors = max((value for value, exact in zip(largest, expected, strict=True) if exact.dim() == 1), default=0.0)
-    for k, (tensor, exact) in enumerate(zip(found, expected, strict=True)):
+    for k, (tensor, exact) in enumerate(zip(actual, expected, strict=True)):
         assert tensor.dtype == dtype
         atol = TOLERANCE[dtype] * (of_vectors if exact.dim() == 1 else largest[k])
         torch.testing.assert_close(tensor.double(), exact, rtol=0, atol=atol, msg=lambda text, k=k: f"tensor {k}: {text}")
@@ -120,9 +120,9 @@ def check(
     tables: list[TTEmbeddingBag], *batch: object, impl: str = "auto", oracle: Callable[..., Tensor] = pool_dense, **arguments: Any
 ) -> None:
     """Compare with float64."""
-    found = differentiate(pool, tables, *batch, impl=impl, **arguments)
+    actual = differentiate(pool, tables, *batch, impl=impl, **arguments)
     expected = differentiate(oracle, tables, *batch, dtype=torch.float64, **arguments)
-    assert_near(found, expected, tables[0].core_0.dtype)
+    assert_near(actual, expected, tables[0].core_0.dtype)
 
 
 def numbers(lowest: int, highest: int, count: int) -> st.SearchStrategy[list[int]]:
@@ -245,8 +245,8 @@ def test_cores_in_any_layout(order: int) -> None:
         laid_out = Table(of_train, between, [HotBlock(*hot)])
         out = tt_bags([laid_out], plan_of([table], [ids]), offsets, num_cols=table.embedding_dim)
         inputs = [*of_train, *between, *hot]
-        found = torch.autograd.grad(out, inputs, torch.linspace(-1, 2, out.numel()).view_as(out))
-        torch.testing.assert_close([out.detach(), *found], expected, rtol=0, atol=0)
+        actual = torch.autograd.grad(out, inputs, torch.linspace(-1, 2, out.numel()).view_as(out))
+        torch.testing.assert_close([out.detach(), *actual], expected, rtol=0, atol=0)
 
 
 @every_impl

@@ -41,8 +41,8 @@ class Layer:
 def assert_all_agree(layer: Layer, contractions: list[Contraction]) -> None:
     expected = layer.outcome(None)
     for contraction in contractions:
-        for found, wanted in zip(layer.outcome(contraction), expected, strict=True):
-            torch.testing.assert_close(found, wanted, msg=lambda text, c=contraction: f"{c}: {text}")
+        for actual, wanted in zip(layer.outcome(contraction), expected, strict=True):
+            torch.testing.assert_close(actual, wanted, msg=lambda text, c=contraction: f"{c}: {text}")
 
 
 @pytest.mark.parametrize("order", [2, 3, 4, 5, 6, 7, 8])

@@ -38,9 +38,9 @@ every_order = pytest.mark.parametrize("order", [2, 3, 4])
 CPU = torch.device("cpu")
 
 
-def assert_near(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+def assert_near(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     """Up to what float32 makes of sums, as a part of the largest value."""
-    for tensor, exact in zip(found, expected, strict=True):
+    for tensor, exact in zip(actual, expected, strict=True):
         atol = 1e-5 * exact.detach().abs().max().item() if exact.numel() else 0.0
         torch.testing.assert_close(tensor.to(exact.dtype), exact, rtol=0, atol=atol)
 
@@ -72,9 +72,9 @@ def test_rows_and_gradients_match_the_dense_matrix(shape: TTShape, dtype: torch.
                 impl="auto" if plan_impl == "auto" else "reference",
             )
             rows = reference.make_rows(cores[:count], [[]] * count, plan)[plan.inverse.long()]
-            for found in (bags, rows):
-                assert_near([found], [expected])
-                assert_near(torch.autograd.grad((found * weights).sum(), inputs), gradients)
+            for actual in (bags, rows):
+                assert_near([actual], [expected])
+                assert_near(torch.autograd.grad((actual * weights).sum(), inputs), gradients)
 
 
 @pytest.mark.parametrize(("ids", "bad"), [([3, 10], 10), ([-1, 3], -1), ([-7, 99], -7), ([2**40], 2**40)])
@@ -172,8 +172,8 @@ def test_fake_and_meta_tensors_get_the_right_shapes(order: int) -> None:
 def test_functional_calls_have_the_gradients_of_the_parameters(order: int) -> None:
     bag = bag_of(order)
     parameters = {name: parameter.detach().clone().requires_grad_() for name, parameter in bag.named_parameters()}
-    found = torch.autograd.grad(torch.func.functional_call(bag, parameters, BATCH).square().sum(), list(parameters.values()))
-    assert all(map(torch.equal, found, torch.autograd.grad(bag(*BATCH).square().sum(), list(bag.parameters()))))
+    actual = torch.autograd.grad(torch.func.functional_call(bag, parameters, BATCH).square().sum(), list(parameters.values()))
+    assert all(map(torch.equal, actual, torch.autograd.grad(bag(*BATCH).square().sum(), list(bag.parameters()))))
 
 
 @every_order
@@ -189,9 +189,9 @@ def test_torch_func_grad(mode: str, order: int) -> None:
         parameters = {name: value for name, value in values.items() if name != "weights"}
         return torch.func.functional_call(bag, parameters, (*BATCH, values.get("weights"))).square().sum()
 
-    found = torch.func.grad(loss)({name: value.detach() for name, value in inputs.items()})
+    actual = torch.func.grad(loss)({name: value.detach() for name, value in inputs.items()})
     expected = torch.autograd.grad(bag(*BATCH, weights).square().sum(), list(inputs.values()))
-    assert all(map(torch.equal, found.values(), expected))
+    assert all(map(torch.equal, actual.values(), expected))
 
 
 def test_torch_func_refuses_a_second_derivative() -> None:
@@ -299,11 +299,11 @@ def run_in_processes_of_their_own(folder: Path) -> None:
         if os.fork() == 0:
             try:
                 change()
-                found = {"found": [*look_up(), *look_up_by_module()], "cpu": torch.ops.comera_rec.cpu()}
+                actual = {"found": [*look_up(), *look_up_by_module()], "cpu": torch.ops.comera_rec.cpu()}
             except Exception as error:
-                found = {"error": repr(error)}
+                actual = {"error": repr(error)}
             torch.set_default_device(CPU)
-            torch.save(found, folder / f"{name}.pt")
+            torch.save(actual, folder / f"{name}.pt")
             os._exit(0)
         os.wait()
 
@@ -334,10 +334,10 @@ def test_every_processors_kernels(name: str, processes: Callable[[str], dict[str
         assert f"COMERA_CPU is '{name}', which this machine doesn't run: choose portable, avx2 or avx512" in outcome["error"]
         pytest.skip(f"this machine runs {here} at best")
     assert outcome["cpu"] == name
-    found = [tensor for tensor in outcome["found"] if tensor.is_floating_point()]
+    actual = [tensor for tensor in outcome["found"] if tensor.is_floating_point()]
     expected = look_up("reference", torch.float64)
-    assert len(found) == len(expected) + len(look_up_by_module())
-    assert_near(found[: len(expected)], expected)
+    assert len(actual) == len(expected) + len(look_up_by_module())
+    assert_near(actual[: len(expected)], expected)
 
 
 def test_an_unknown_processor_is_refused(processes: Callable[[str], dict[str, Any]]) -> None:

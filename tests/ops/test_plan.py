@@ -64,10 +64,10 @@ def check(ids: Sequence[Tensor], row_shapes: Shapes, impls: Sequence[str] = ("au
     for impl in impls:
         plan = asdict(plan_lookup(ids, row_shapes, impl=impl))
         assert all(tensor.dtype == (DTYPES[impl] if len(row_shapes[0]) > 1 else torch.int64) for tensor in plan.values())
-        found = {name: tensor.tolist() for name, tensor in plan.items()}
+        actual = {name: tensor.tolist() for name, tensor in plan.items()}
         if len(row_shapes[0]) == 1:
-            found["rows"][1] = expected["rows"][1]  # there is no trailing half
-        assert found == expected
+            actual["rows"][1] = expected["rows"][1]  # there is no trailing half
+        assert actual == expected
 
 
 def assert_equal(one: LookupPlan, other: LookupPlan) -> None:

@@ -164,14 +164,14 @@ def chosen(tables: nn.ModuleList, kind: type, which: str = "all") -> list[nn.Par
     return [parameter for parameter in tables.parameters() if with_diagonals or parameter.dim() == 4]
 
 
-def as_stored(state: Tensor, found: Tensor) -> Tensor:
+def as_stored(state: Tensor, actual: Tensor) -> Tensor:
     """Row-wise sums are one a slice."""
-    return state[0, :, 0, 0] if found.dim() == 1 and state.dim() == 4 else state
+    return state[0, :, 0, 0] if actual.dim() == 1 and state.dim() == 4 else state
 
 
-def assert_near(found: Tensor, expected: Tensor, tolerance: float = 1e-4) -> None:
+def assert_near(actual: Tensor, expected: Tensor, tolerance: float = 1e-4) -> None:
     """Up to a part of the largest value."""
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance * float(expected.abs().max()))
+    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=tolerance * float(expected.abs().max()))
 
 
 @every_case
@@ -204,10 +204,10 @@ def test_parameters_and_states_follow_the_formulas(order: int, kind: type, setti
             assert not torch.equal(parameter, value) or not gradient.any()
             step_by_formula(kind, now, exact.data, gradient, is_met, state)
             assert_near(parameter.detach(), exact.detach())
-            found = dict(optimizer_of(parameter).state[parameter])
-            assert int(found.pop("step", step + 1)) == state["step"] == step + 1
-            assert found.keys() == state.keys() - {"step"}
-            for name, tensor in found.items():
+            actual = dict(optimizer_of(parameter).state[parameter])
+            assert int(actual.pop("step", step + 1)) == state["step"] == step + 1
+            assert actual.keys() == state.keys() - {"step"}
+            for name, tensor in actual.items():
                 assert_near(tensor, as_stored(state[name], tensor))
 
 
@@ -252,8 +252,8 @@ def test_cores_of_16_bits(kind: type, settings: dict[str, Any], dtype: torch.dty
         torch.testing.assert_close(parameter.detach().double(), exact.detach(), rtol=rounding, atol=1e-6)
         assert torch.equal(parameter[~is_met], value[~is_met])
         for name in state.keys() - {"step"}:
-            found = optimizer_of(parameter).state[parameter][name]
-            torch.testing.assert_close(found.double(), as_stored(state[name], found), rtol=2 * rounding, atol=1e-6)
+            actual = optimizer_of(parameter).state[parameter][name]
+            torch.testing.assert_close(actual.double(), as_stored(state[name], actual), rtol=2 * rounding, atol=1e-6)
 
 
 @pytest.mark.parametrize("case", ["SGD", "Adagrad, weight decay", "Adam, weight decay", "row-wise Adagrad, all settings"])
@@ -422,8 +422,8 @@ def test_other_tensors_in_a_tables_place_have_gradients() -> None:
     values = {name: parameter.detach().clone().requires_grad_() for name, parameter in table.named_parameters()}
     expected = torch.autograd.grad(table(*bags).square().sum(), list(table.parameters()))
     apply(SGD, table.parameters(), {"lr": 0.1})
-    found = torch.autograd.grad(torch.func.functional_call(table, values, bags).square().sum(), list(values.values()))
-    assert all(map(torch.equal, found, expected))
+    actual = torch.autograd.grad(torch.func.functional_call(table, values, bags).square().sum(), list(values.values()))
+    assert all(map(torch.equal, actual, expected))
     assert all(map(torch.equal, table.parameters(), values.values()))
 
 

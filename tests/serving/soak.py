@@ -56,9 +56,9 @@ def served(model: Path, *options: object) -> Iterator[tuple[int, int]]:
     assert process.stdout is not None
     try:
         for line in process.stdout:
-            found = re.search(r"serving .* on http://.*:(\d+)", line)
-            if found:
-                yield int(found[1]), process.pid
+            actual = re.search(r"serving .* on http://.*:(\d+)", line)
+            if actual:
+                yield int(actual[1]), process.pid
                 break
         else:
             raise RuntimeError(process.communicate()[1])
@@ -208,6 +208,6 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--swaps", type=int, default=10)
     arguments = parser.parse_args()
-    found = soak(*arguments.models, arguments.data, seconds=arguments.seconds, swaps=arguments.swaps)
-    print(found)
-    sys.exit(bool(found.wrong))
+    actual = soak(*arguments.models, arguments.data, seconds=arguments.seconds, swaps=arguments.swaps)
+    print(actual)
+    sys.exit(bool(actual.wrong))

@@ -48,8 +48,8 @@ def expected(model: Path, data: Path, split: str) -> np.ndarray:
     manifest = read_manifest(data)
     table = pa.concat_tables([pq.read_table(data / shard.path) for shard in manifest.splits[split].shards])
     with torch.inference_mode():
-        found: np.ndarray = ServingModel.load(model)(*map(torch.from_numpy, flat_rows(table, manifest))).numpy()
-    return found
+        actual: np.ndarray = ServingModel.load(model)(*map(torch.from_numpy, flat_rows(table, manifest))).numpy()
+    return actual
 
 
 def test_a_split(model: Path, data: Path, tmp_path: Path) -> None:
