@@ -1,6 +1,6 @@
-"""Collectives: all that processes say to each other outside of TorchRec's own exchange of ids and bags.
+"""Collectives: everything processes exchange except the ids and bags that TorchRec exchanges itself.
 
-processes = Processes()                 # of the world, or this one alone where no process group exists
+processes = Processes()                 # all of the world, or this one alone where no process group exists
 loss = processes.mean(loss)
 path = processes.on_first(lambda: latest_checkpoint(folder))
 """
@@ -31,12 +31,12 @@ class Processes:
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Number of processes."""
         return dist.get_world_size(self.group) if dist.is_available() and dist.is_initialized() else 1
 
     @property
     def rank(self) -> int:
-        """Which one this is, from 0."""
+        """Rank of this process, from 0."""
         return dist.get_rank(self.group) if self.several else 0
 
     @property
@@ -46,11 +46,11 @@ class Processes:
 
     @property
     def is_first(self) -> bool:
-        """Whether this one writes and prints for all."""
+        """Whether this process writes and prints for all."""
         return self.rank == 0
 
     def on_first(self, act: Callable[[], Value]) -> Value:
-        """Let the first process act for all: what it returns or raises, every process returns or raises."""
+        """Call `act` on the first process; every process returns or raises what it returns or raises."""
         if not self.several:
             return act()
         outcome = [_outcome(act) if self.is_first else None]
@@ -60,13 +60,13 @@ class Processes:
         return value
 
     def on_each(self, act: Callable[[], Value]) -> list[Value]:
-        """Let every process act: all return what each returned, by rank, or raise what the first that failed raised."""
+        """Call `act` on every process; all return the results by rank, or raise the error of the lowest rank that failed."""
         if not self.several:
             return [act()]
         return [_value(outcome) for outcome in self.gather(_outcome(act))]
 
     def gather(self, value: Value) -> list[Value]:
-        """Every process's value, by rank."""
+        """Gather every process's value, by rank."""
         if not self.several:
             return [value]
         values: list[Any] = [None] * self.size
@@ -74,16 +74,16 @@ class Processes:
         return values
 
     def merge(self, entries: dict[str, Value]) -> dict[str, Value]:
-        """The entries of all processes; of those that several have, the first one's."""
+        """Merge the entries of all processes; where several have the same name, the lowest rank's entry stays."""
         return {name: value for of_one in reversed(self.gather(entries)) for name, value in of_one.items()}
 
     def count(self, entries: Mapping[str, object]) -> dict[str, int]:
-        """How many processes have an entry of each name that this one has."""
+        """Count the processes that have an entry of each name of this one."""
         everyone = self.gather(list(entries))
         return {name: sum(name in names for names in everyone) for name in entries}
 
     def concatenate(self, values: Tensor) -> Tensor:
-        """The values [n] of all processes, one after the other; n may differ."""
+        """Concatenate the values [n] of all processes by rank; n may differ."""
         if not self.several:
             return values
         sizes = self.gather(len(values))
@@ -92,22 +92,22 @@ class Processes:
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum of every process's values, entry by entry, without gradient."""
+        """Sum every process's values, entry by entry, without gradient."""
         total = values.detach().clone()
         if self.several:
             dist.all_reduce(total, group=self.group)
         return total
 
     def mean(self, values: Tensor) -> Tensor:
-        """Mean of every process's values, entry by entry, without gradient."""
+        """Average every process's values, entry by entry, without gradient."""
         return self.sum(values) / self.size if self.several else values.detach().clone()
 
     def max(self, value: float) -> float:
-        """The largest of every process's values."""
+        """Return the largest of the processes' values."""
         return float(self.start_max(torch.tensor(value, dtype=torch.float64))())
 
     def start_max(self, values: Tensor) -> Callable[[], Tensor]:
-        """Ask for the largest of every process's values, entry by entry; call what is returned to wait for the answer."""
+        """Start the maximum of the processes' values, entry by entry; the returned function waits for the result."""
         if not self.several:
             return lambda: values
         work = dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group, async_op=True)
@@ -120,22 +120,22 @@ class Processes:
         return answer
 
     def any(self, flag: bool) -> bool:
-        """Whether any process says so."""
+        """Return whether the flag is set on any process."""
         return bool(self.max(float(flag)))
 
     def barrier(self) -> None:
-        """Wait for the others."""
+        """Wait until every process calls this."""
         if self.several:
             dist.barrier(group=self.group)
 
     def require_group(self) -> dist.ProcessGroup:
-        """The group itself."""
+        """Return the process group, which must exist."""
         group = self.group or dist.group.WORLD
         assert group is not None, "there is no process group"
         return group
 
     def apart(self) -> Processes:
-        """The same processes in a group of their own, whose collectives may run beside those of this one, on the CPU."""
+        """Return the same processes as a separate group, whose collectives, on the CPU, may run beside those of this group."""
         if not self.several:
             return self
         ranks = dist.get_process_group_ranks(self.require_group())
@@ -165,13 +165,13 @@ def _value(outcome: _Outcome) -> Any:
 
 
 def join_launched(device: torch.device) -> None:
-    """Make the world's process group where a launcher such as torchrun started several processes, unless there is one.
+    """Create the world's process group where a launcher such as torchrun started several processes, unless it exists.
 
     Args:
-        device: of this process; on a GPU collectives run by NCCL, and those of the CPU by gloo.
+        device: the device of this process; collectives use NCCL for tensors on a GPU and gloo for those on the CPU.
 
     Raises:
-        ValueError: if the launcher's variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) are not all there, or no numbers.
+        ValueError: if the launcher's variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) are missing or are not numbers.
     """
     if launcher_number("WORLD_SIZE", 1) == 1 or dist.is_initialized():
         return
@@ -189,14 +189,14 @@ def join_launched(device: torch.device) -> None:
 
 
 def leave() -> None:
-    """Wait for the other processes and part from them: one that just exits may be aborted by its threads of communication."""
+    """Wait for the other processes, then destroy the group: otherwise communication threads may abort a process that exits."""
     if WORLD.several:
         WORLD.barrier()
         dist.destroy_process_group()
 
 
 def launcher_number(variable: str, default: int) -> int:
-    """A number that a launcher gives by an environment variable; ValueError if it is none."""
+    """Return the number that a launcher set in an environment variable; ValueError if it is not a number."""
     text = os.environ.get(variable, str(default))
     if not text.isdigit():
         raise ValueError(f"the environment variable {variable} is {text!r}: launch with torchrun, or unset it")

@@ -87,7 +87,7 @@ def save_checkpoint(
         folder: where the checkpoints lie; made if need be. One run writes to it.
         step: optimizer steps taken.
         record: numbers, strings, and dictionaries and lists of them.
-        tensors: by name; parts of tensors that are spread over processes are DTensors or ShardedTensors.
+        tensors: by name; tensors sharded over processes are DTensors or ShardedTensors.
         keep: how many checkpoints stay.
         kept_step: whose checkpoint stays beside them.
         processes: that call this.

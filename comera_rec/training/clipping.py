@@ -15,13 +15,12 @@ from comera_rec.distributed import WORLD, Processes
 class GradientClipping:
     """Scales all gradients of a model down by one factor, so that their norm is at most `max_norm`.
 
-    Where there are several processes, each calls it. A gradient that several hold alike counts once, one that is divided among them
-    as a whole.
+    With several processes, each calls it. A replicated gradient counts once; a sharded one counts as a whole.
 
     Args:
         model: without wrappers, so that names are those of an unsharded model.
         max_norm: above 0.
-        processes: over which the model is spread.
+        processes: the processes that share the model.
     """
 
     def __init__(self, model: nn.Module, max_norm: float, processes: Processes = WORLD) -> None:
@@ -38,7 +37,7 @@ class GradientClipping:
             torch._foreach_mul_(gradients, factor)
 
     def norm(self) -> Tensor:
-        """The norm of all gradients, those of all processes."""
+        """Return the norm of the gradients of all processes."""
         gradients = {name: p.grad for name, p in self._model.named_parameters() if p.grad is not None}
         device = next(self._model.parameters()).device
         norms = torch.stack([torch.zeros((), device=device), *torch._foreach_norm(list(gradients.values()))])

@@ -47,11 +47,11 @@ def evaluate(
     between: Callable[[], object] | None = None,
     processes: Processes = WORLD,
 ) -> dict[str, Any]:
-    """AUC, NE, logloss and rows of a model over all batches of a split; where there are several processes, over those of all.
+    """AUC, NE, logloss and rows of a model over all batches of a split; with several processes, over the batches of all.
 
     Args:
         model: called as `model(dense, sparse)`; in evaluation mode meanwhile.
-        batches: those of this process.
+        batches: the batches of this process.
         device: the model's.
         between: called between two batches; what it raises ends the evaluation.
         processes: that evaluate together.

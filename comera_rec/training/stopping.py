@@ -27,7 +27,7 @@ class Interrupted(Exception):
 class StopSignals:
     """Notes SIGTERM and SIGINT while it is entered; the next SIGINT then ends the process at once, wherever it is.
 
-    Where there are several processes, each calls the same of its methods at the same step.
+    With several processes, each calls the same methods at the same step.
 
     Args:
         processes: of the run.
