@@ -35,9 +35,12 @@ class CrossNetwork(LowRankCrossNet):
     @one_call_in_fx
     def forward(self, input: Tensor) -> Tensor:
         """[B, F * N] -> [B, F * N]; autocast's type is that of products, and of what is kept of them."""
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            crossed: Tensor = super().forward(input)
+            return crossed
         device = input.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
-        crossed: Tensor = _Crossing.apply(input, dtype, *self.V_kernels, *self.W_kernels, *self.bias)
+        crossed = _Crossing.apply(input, dtype, *self.V_kernels, *self.W_kernels, *self.bias)
         return crossed
 
 

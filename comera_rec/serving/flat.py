@@ -15,6 +15,7 @@ from torchrec.models.deepfm import FMInteractionArch, SimpleDeepFMNN
 from torchrec.models.dlrm import DLRM, InteractionArch, InteractionDCNArch
 
 from comera_rec.nn import TTLinear
+from comera_rec.recsys import WideDeep
 from comera_rec.tt import contract
 
 
@@ -28,6 +29,8 @@ class FlatModel(nn.Module):
 
     def __init__(self, model: DLRM | SimpleDeepFMNN, tables: nn.Module) -> None:
         super().__init__()
+        if isinstance(model, WideDeep):
+            raise ValueError("a Wide & Deep model has no package yet: export it dense, to a folder (--output DIR/)")
         self.tables = tables
         self.dense_arch, self.over_arch = (_served(part) for part in (model.dense_arch, model.over_arch))
         kind = next(kind for kind in _INTERACTIONS if isinstance(model.inter_arch, kind))

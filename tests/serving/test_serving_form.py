@@ -141,3 +141,9 @@ def test_every_architecture_is_served(
         if not dense:  # what is most unlike the runs that other tests compile
             exported = torch.export.export(flat, inputs, strict=True).module()
             torch.testing.assert_close(exported(*inputs), flat(*inputs))
+
+
+def test_a_model_without_a_package_is_told_in_one_line(collection: cr.TTEmbeddingBagCollection) -> None:
+    model = cr.build_wide_deep(collection.embedding_bag_configs(), dense_in_features=3, deep_layer_sizes=[8])
+    with pytest.raises(ValueError, match="a Wide & Deep model has no package yet: export it dense, to a folder"):
+        FlatModel(model, FORMS["portable"](served_tables(model.sparse_arch.embedding_bag_collection), torch.float32))

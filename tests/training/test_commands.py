@@ -136,7 +136,11 @@ def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -
     assert f"comera {command} --" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("settings", [["dcn", "model.cross_rank=4"], ["deepfm", "model.over_arch=[40]"]], ids=lambda s: s[0])
+@pytest.mark.parametrize(
+    "settings",
+    [["dcn", "model.cross_rank=4"], ["deepfm", "model.over_arch=[40]"], ["wide_deep", "model.wide_buckets=50"]],
+    ids=lambda s: s[0],
+)
 def test_other_architectures_are_trained(
     settings: list[str], tmp_path: Path, config_file: Path, data_set: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,6 +36,7 @@ def test_what_is_written_reads_back(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"data": {"path": "d", "batchsize": 4}}, r"unknown key data\.batchsize; did you mean data\.batch_size\?"),
+        ({"model": {"wide_buckets": 9}}, r"model\.wide_buckets is 9: give a number above 0 with architecture wide_deep, else 0"),
         ({"optimiser": {}}, r"unknown key optimiser; did you mean optimizer\?"),
         ({"ranks": {"early_stps": 3}}, r"unknown key ranks\.early_stps; did you mean ranks\.early_steps\?"),
         ({"zzz": 1}, r"unknown key zzz; known keys: output, data"),

@@ -37,13 +37,15 @@ from comera_rec.tt import TTShape
 _FLOPS = {"cpu": 5e7, "cuda": 1e10}  # a ms, of products as small as these; an order of magnitude is enough to rank plans
 _ITEM = 4  # bytes of a float32: of bags and of what a lookup keeps, whatever the table's type
 ADAM_STATES = 2
+_BUCKETS = 2  # copies of replicas' gradients that DistributedDataParallel holds while it arranges them anew after its first step
 
 
 class TTShardingPlanner(EmbeddingShardingPlanner):
     """`EmbeddingShardingPlanner` that also places the tensor trains of `TTEmbeddingBagCollection`s, dense tables beside them.
 
-    A TT table takes the storage of its cores, their gradients, the optimizer's states, and the workspace of its lookup. Its time
-    counts the lookup's bytes and multiply-adds, ids and bags sent table-wise and row-wise, and gradients of replicated cores.
+    A TT table takes the storage of its cores, their gradients, the optimizer's states, and the workspace of its lookup; replicas
+    take that of their gradients' buckets, too. Its time counts the lookup's bytes and multiply-adds, ids and bags sent table-wise
+    and row-wise, and gradients of replicated cores.
 
     Args:
         topology, batch_size, constraints, and others: as in TorchRec; a constraint's `sharding_types` and `pooling_factors` hold
@@ -282,12 +284,13 @@ def count_bytes(
     cut = (shape.order + 1) // 2
     left, right = _product(shape.col_shape[:cut]), _product(shape.col_shape[cut:])
     rank = shape.bonds[cut] if shape.order > 1 else 1
-    workspace = lookups * embedding_dim * _ITEM
+    made = batch * features * (world_size if kind == ShardingType.ROW_WISE.value else 1)  # bags, of which each process has a part
+    workspace = max(lookups, made) * embedding_dim * _ITEM
     return {
         **sent,
         "memory": workspace + held * item,
         "flops": 2.0 * lookups * left * rank * right,
-        "storage": held * item * (2 + optimizer_states) + 2 * workspace,
+        "storage": held * item * (2 + optimizer_states) + replicated * item * _BUCKETS + 2 * workspace,
     }
 
 
