@@ -193,7 +193,7 @@ def _saved(path: Path) -> tuple[dict[str, Any], int]:
 
 def _remove_older(path: Path, keep: int, kept_step: int | None) -> None:
     older = [checkpoint for checkpoint in _checkpoints(path.parent) if checkpoint != path]
-    for checkpoint in older[: len(older) - keep + 1]:
+    for checkpoint in older[: max(0, len(older) - keep + 1)]:
         if checkpoint.stem != _name(kept_step):
             _remove(checkpoint)
 
