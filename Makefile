@@ -14,7 +14,7 @@ TRAIN = $(COMERA) train --config examples/demo.toml data.path=$(DEMO)/data
 install: .venv/installed
 
 # The operators of comera_rec/csrc are compiled against the torch of .venv, hence no build isolation.
-.venv/installed: pyproject.toml hatch_build.py $(wildcard comera_rec/csrc/*)
+.venv/installed: pyproject.toml hatch_build.py $(wildcard comera_rec/csrc/* data_pipeline/csrc/*)
 	test -x $(BIN)/python || python3 -m venv .venv
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -r pyproject.toml --extra cpu --extra dev
@@ -35,14 +35,19 @@ demo: install
 test: install
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadscope
 
-# Address and undefined-behaviour sanitizers over the tests of the operators, with a library of their own; -s, or pytest hides reports.
-SANITIZED := build/sanitized/libcomera_rec.so
+# Address and undefined-behaviour sanitizers over the tests of the compiled code, with libraries of its own; -s, or pytest hides reports,
+# and without Python's own allocator, which hides what lies beside an array.
+SANITIZED := build/sanitized
 test-sanitized: install
-	COMERA_SANITIZE=1 $(BIN)/python -c "from pathlib import Path; from hatch_build import build; build(Path('.'), Path('$(SANITIZED)'))"
+	COMERA_SANITIZE=1 $(BIN)/python -c "from pathlib import Path; from hatch_build import build, build_pipeline; \
+		build(Path('.'), Path('$(SANITIZED)/libcomera_rec.so')); \
+		build_pipeline(Path('.'), Path('$(SANITIZED)/libdata_pipeline.so'))"
 	LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so)" \
-		ASAN_OPTIONS=detect_leaks=0 COMERA_LIBRARY=$(SANITIZED) \
+		ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc \
+		COMERA_LIBRARY=$(SANITIZED)/libcomera_rec.so DATA_PIPELINE_LIBRARY=$(SANITIZED)/libdata_pipeline.so \
 		$(BIN)/python -m pytest -s tests/ops/test_plan.py tests/ops/test_bags.py tests/ops/test_updates.py tests/ops/test_lookup.py \
-		tests/ops/test_served_bags.py
+		tests/ops/test_served_bags.py tests/data_pipeline/test_parse.py tests/data_pipeline/test_hashing.py \
+		tests/data_pipeline/test_runs.py::test_counts_equal_a_dictionary
 
 lint: install
 	$(BIN)/ruff check .

@@ -1,8 +1,9 @@
-"""Builds the operators of `comera_rec/csrc` into one shared library, for wheels and for editable installs alike.
+"""Builds the operators of `comera_rec/csrc` and the loops of `data_pipeline/csrc` into a shared library each, for wheels and for
+editable installs alike.
 
-They use LibTorch's stable ABI, so one library serves every Python and torch 2.11 and later, and wheels are `py3-none-<platform>`.
-The compiler is $CXX, or c++; torch must be installed where the build runs (`--no-build-isolation`). $COMERA_SANITIZE=1 builds a
-library that checks addresses and undefined behaviour, for `make test-sanitized`.
+The operators use LibTorch's stable ABI and the loops no library, so they serve every Python, and torch 2.11 and later; wheels are
+`py3-none-<platform>`. The compiler is $CXX, or c++; torch must be installed where the build runs (`--no-build-isolation`).
+$COMERA_SANITIZE=1 builds libraries that check addresses and undefined behaviour, for `make test-sanitized`.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ if platform.machine() in ("x86_64", "AMD64"):
     KERNELS["avx2"] = ["-mavx2", "-mfma", "-mf16c"]
     KERNELS["avx512"] = [*KERNELS["avx2"], "-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq"]
 LIBRARY = Path("comera_rec/lib/libcomera_rec.so")
+PIPELINE_SOURCES = ("parse", "counts", "encode")
+PIPELINE_LIBRARY = Path("data_pipeline/lib/libdata_pipeline.so")
+COMMON_FLAGS = ["-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
 FLAGS = [
-    "-std=c++20", "-fPIC", "-fvisibility=hidden",
-    "-Wall", "-Wextra", "-Wno-psabi", "-Wno-maybe-uninitialized",
+    *COMMON_FLAGS, "-Wno-psabi", "-Wno-maybe-uninitialized",
     "-Wno-unused-parameter", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
     "-DTORCH_TARGET_VERSION=0x020b000000000000",  # the oldest torch that the library runs with
 ]  # fmt: skip
+Unit = tuple[Path, str, list[str]]  # a source, the name of its object, and flags of its own
 SANITIZE = ["-g", "-O1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 
 
@@ -44,33 +48,45 @@ class CompileOperators(BuildHookInterface):
             return
         root = Path(self.root)
         build(root, root / LIBRARY)
+        build_pipeline(root, root / PIPELINE_LIBRARY)
         tag = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["tag"] = f"py3-none-{tag}"
         build_data["pure_python"] = False
-        build_data["artifacts"].append(f"/{LIBRARY}")
+        build_data["artifacts"] += [f"/{LIBRARY}", f"/{PIPELINE_LIBRARY}"]
 
 
 def build(root: Path, library: Path) -> None:
-    """Compile the sources under a folder and link them."""
+    """Compile the operators under a folder and link them."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         raise RuntimeError("building comera-rec takes torch's headers: install torch, then build with --no-build-isolation")
     torch, source = Path(spec.origin).parent, root / "comera_rec/csrc"
+    flags = [*FLAGS, "-isystem", str(torch / "include")]
+    # The largest first.
+    units = [(source / "kernels.cpp", name, [f"-DCOMERA_KERNELS={name}", *extra]) for name, extra in reversed(KERNELS.items())]
+    units += [(source / f"{name}.cpp", name, []) for name in SOURCES]
+    _build(units, flags, library, [f"-L{torch / 'lib'}", "-ltorch_cpu", "-ltorch", "-lc10"])
+
+
+def build_pipeline(root: Path, library: Path) -> None:
+    """Compile the data pipeline's loops under a folder and link them; they need nothing but the compiler."""
+    units: list[Unit] = [(root / f"data_pipeline/csrc/{name}.cpp", name, []) for name in PIPELINE_SOURCES]
+    _build(units, COMMON_FLAGS, library, [])
+
+
+def _build(units: list[Unit], flags: list[str], library: Path, libraries: list[str]) -> None:
     compiler = shlex.split(os.environ.get("CXX", "c++"))
     is_checked = os.environ.get("COMERA_SANITIZE") == "1"
-    flags = [*FLAGS, *(SANITIZE if is_checked else ["-O3"]), "-isystem", str(torch / "include")]
-    units = [(source / f"{name}.cpp", name, []) for name in SOURCES]
-    units += [(source / "kernels.cpp", name, [f"-DCOMERA_KERNELS={name}", *extra]) for name, extra in reversed(KERNELS.items())]
+    flags = [*flags, *(SANITIZE if is_checked else ["-O3"])]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = [str(Path(folder) / f"{name}.o") for _, name, _ in units]
         commands = [
             [*compiler, *flags, *extra, "-c", str(path), "-o", target]
             for (path, _, extra), target in zip(units, objects, strict=True)
         ]
-        list(pool.map(_run, sorted(commands, key=lambda command: "kernels.cpp" not in command[-3])))
+        list(pool.map(_run, commands))
         library.parent.mkdir(parents=True, exist_ok=True)
         linked = Path(folder) / library.name
-        libraries = [f"-L{torch / 'lib'}", "-ltorch_cpu", "-ltorch", "-lc10"]
         _run([*compiler, "-shared", *(SANITIZE if is_checked else []), *objects, "-o", str(linked), *libraries])
         beside = library.with_name(library.name + ".partial")
         beside.write_bytes(linked.read_bytes())
@@ -85,4 +101,4 @@ def _run(command: list[str]) -> None:
             f"building comera-rec takes a C++20 compiler, and there is no {command[0]!r}: install g++ 11 or later, or set CXX"
         ) from None
     if done.returncode:
-        raise RuntimeError(f"compiling the operators failed:\n{shlex.join(command)}\n{done.stderr}")
+        raise RuntimeError(f"compiling failed:\n{shlex.join(command)}\n{done.stderr}")

@@ -296,6 +296,20 @@ def scale_model() -> str:
     )
 
 
+def mlperf() -> str:
+    """A step of MLPerf's DLRM-DCNv2 at its own sizes, part by part, and its peak memory."""
+    rows = _rows(XEON, "mlperf")
+    types = list(dict.fromkeys(row.shapes["products"] for row in rows))
+    parts = list(dict.fromkeys(row.provider for row in rows if row.unit == "ms"))
+    lines = [[part, *(f"{_one(rows, provider=part, products=name).p50:,.0f} ms" for name in types)] for part in parts]
+    whole = [_one(rows, provider="whole step", products=name) for name in types]
+    lines.append(["samples a second", *(f"{1000 * row.shapes['batch'] / row.p50:,.0f}" for row in whole)])
+    lines.append(["tables, dense", *(f"{row.counted['dense_gb']:.1f} GB" for row in whole)])
+    lines.append(["tables, TT", *(f"{row.counted['table_mib']:.1f} MiB" for row in whole)])
+    lines.append(["peak memory of the process", *(f"{row.counted['peak_mib'] / 1000 * 1.048576:.2f} GB" for row in whole)])
+    return _markdown(["", *(f"products in {name}" for name in types)], lines) + _source(XEON, "mlperf")
+
+
 def lookup_memory() -> str:
     """Peak extra memory of training a table of 100 million rows."""
     rows = _rows(XEON, "lookup-memory")
@@ -319,6 +333,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "quality-ne": partial(quality, "ne"),
     "quality-auc": partial(quality, "auc"),
     "lookup": lookup,
+    "mlperf": mlperf,
     "lookup-memory": lookup_memory,
     "hot-rows": hot_rows,
     "linear": linear,

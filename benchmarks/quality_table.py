@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from benchmarks.cli import run_command
-from benchmarks.quality import VARIANTS, chosen
+from benchmarks.quality import SEEDS, VARIANTS, chosen
 from benchmarks.rows import Row, read_rows
 
 METRICS: dict[str, Callable[[Row], float]] = {"ne": lambda row: row.p50, "auc": lambda row: row.counted["auc"]}
@@ -64,7 +64,7 @@ def short_table(rows: Sequence[Row], metric: str) -> str:
         for method in dict.fromkeys(["dense", *NAMES, *(row.provider for row in rows)]):
             mine = [row for row in rows if (row.shapes["data"], row.provider) == (data, method)]
             by_size = {size: [METRICS[metric](r) for r in mine if r.shapes["compression"] == size] for size in sizes}
-            means[method] = {size: mean(values) for size, values in by_size.items() if values}
+            means[method] = {size: mean(values) for size, values in by_size.items() if len(values) == SEEDS}
         dense = means.pop("dense").values()
         lines.append([f"{DATA_SETS.get(data, data)}{''.join(f'; dense {value:.4f}' for value in dense)}", *[""] * len(sizes)])
         cells = {method: {size: f"{value:.4f}" for size, value in of_size.items()} for method, of_size in means.items() if of_size}

@@ -33,6 +33,7 @@ BENCHMARKS = {
     "scale-model": ("benchmarks.scale_model", "a model of steps on 8 to 512 GPUs, from counted bytes and multiply-adds"),
     "sharding-grid": ("benchmarks.sharding_grid", "the planner's estimates and choice: where copies of cores beat moving bags"),
     "preprocess": ("benchmarks.preprocess", "raw logs to a data set: comera preprocess, pandas, torchrec"),
+    "preprocess-memory": ("benchmarks.preprocess_memory", "peak memory of comera preprocess beside its limit, by kinds of logs"),
     "loader": ("benchmarks.loader", "a data set to training batches"),
     "ordering": ("benchmarks.ordering", "ids by frequency, by communities, at random: what batches meet, and their lookup"),
     "linear": ("benchmarks.linear", "linear layers: nn.Linear and TTLinear"),

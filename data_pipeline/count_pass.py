@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from tqdm import tqdm
 
 from data_pipeline.counts import GroupCounts, PartCounts, count_part
-from data_pipeline.hashing import map_array
 from data_pipeline.job import Job, part_name
-from data_pipeline.manifest import InputFile, RejectedLine
+from data_pipeline.manifest import SPLITS, InputFile, RejectedLine
+from data_pipeline.parse import Parsed
 from data_pipeline.parts import Part
 from data_pipeline.pool import Schedule, Work
+from data_pipeline.runs import Counted, Run, merge, merge_in_levels
 from data_pipeline.splits import Rows
-from data_pipeline.vocabulary import Run
 
 _REJECTED_LINES_KEPT = 100
 _NONE, _ALL = slice(0, 0), slice(None)
@@ -123,23 +123,20 @@ def _count(job: Job, part: Part, detail: None) -> tuple[int, int, PartCounts]:
     counts = job.work.load(name, PartCounts)
     if counts:  # by a worker that died before it could say so
         return part.log, part.number, counts
-    parsed = job.parse(part)
-    train: Rows = _ALL
-    rest: Rows = _NONE
-    split_rows = None
-    if job.splitting.kind == "random":
+    drawn = np.zeros(len(SPLITS), np.int64)
+
+    def rows_of(parsed: Parsed, first: int) -> tuple[Rows, Rows]:
+        if not job.splitting.by_row:
+            return _ALL, _NONE
         rows = job.rows_by_draw(part, parsed)
-        train, rest = rows["train"], np.sort(np.concatenate([rows["val"], rows["test"]]))
-        split_rows = tuple(len(of_split) for of_split in rows.values())
+        drawn[:] += [len(of_split) for of_split in rows.values()]
+        return rows["train"], np.sort(np.concatenate([rows["val"], rows["test"]]))
+
     counts = count_part(
-        parsed,
-        job.work.path / f"{name}.runs",
-        train=train,
-        rest=rest,
-        split_rows=split_rows,
-        last=part.last,
-        values=job.counts_values,
+        job.blocks(part), job.schema, job.work.path / name, rows_of=rows_of, last=part.last, values=job.counts_values
     )
+    if job.splitting.by_row:
+        counts = replace(counts, split_rows=tuple(drawn.tolist()))
     job.work.save(name, counts)
     return part.log, part.number, counts
 
@@ -158,8 +155,10 @@ class _Rejects:
         while counts := records.get(self._checked[log]):
             before, self._count = self._count, self._count + counts.rejected
             if self._count > most:
-                line, reason = counts.reasons[min(most - before, len(counts.reasons) - 1)]
-                number = first_line(self._job) + self._lines[log] + line
+                nth = most - before
+                known = nth < len(counts.reasons)
+                line, reason = counts.reasons[nth] if known else self._job.malformed(log, self._checked[log], nth)
+                number = self._job.first_line(log) + self._lines[log] + line
                 others = f"after {most} other malformed lines; " if most else ""
                 raise ValueError(
                     f"{self._job.options.inputs[log]}:{number}: {reason}; {others}"
@@ -169,22 +168,16 @@ class _Rejects:
             self._lines[log] += counts.lines
 
 
-def first_line(job: Job) -> int:
-    """The number of the first line that is no line of names."""
-    return 2 if job.schema.header else 1
-
-
 def describe_inputs(job: Job, parts: Sequence[CountedPart]) -> tuple[tuple[InputFile, ...], tuple[RejectedLine, ...]]:
     """The logs as read, and the first of their malformed lines."""
     inputs: list[InputFile] = []
     rejected: list[RejectedLine] = []
     for log, identity in enumerate(job.logs):
-        lines = 0
-        malformed = 0
+        lines, malformed, first_line = 0, 0, job.first_line(log)
         for part in parts:
             if part.log == log:
                 rejected += [
-                    RejectedLine(file=identity.name, line=first_line(job) + lines + line, reason=reason)
+                    RejectedLine(file=identity.name, line=first_line + lines + line, reason=reason)
                     for line, reason in part.counts.reasons[: _REJECTED_LINES_KEPT - len(rejected)]
                 ]
                 lines += part.counts.lines
@@ -197,39 +190,27 @@ def describe_inputs(job: Job, parts: Sequence[CountedPart]) -> tuple[tuple[Input
 class Group:
     """Rows of a part that all train, or all don't, as counted."""
 
-    part: CountedPart
     counts: GroupCounts
-    in_file: int
     trains: bool
 
-    def run(self, job: Job, column: int) -> Run:
-        """The sorted values of a categorical column in these rows."""
-        dtype = job.schema.key_dtype
-        lengths = [*self.part.counts.train.run_lengths, *self.part.counts.rest.run_lengths]
-        run = self.in_file * len(self.counts.run_lengths) + column
-        start, stop = sum(lengths[:run]), sum(lengths[: run + 1])
-        mapped = map_array(job.work.path / "counts" / f"{self.part.name}.runs", np.dtype(np.uint8))
-        keys = mapped[: sum(lengths) * dtype.itemsize].view(dtype)
-        counts = mapped[sum(lengths) * dtype.itemsize :].view(np.uint32)
-        return Run(keys=keys[start:stop], counts=counts[start:stop] if self.trains else None)
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """Of their values."""
+        return tuple(replace(run, trains=self.trains) for run in self.counts.runs)
 
 
 def train_and_rest(job: Job, parts: Sequence[CountedPart], train_rows: int) -> list[Group]:
     """Groups of all parts. Where splits go by place, the one part that both trains and doesn't is counted again in two groups."""
     groups = []
     for part in parts:
-        if job.splitting.kind == "random" or part.end_row <= train_rows:
+        if job.splitting.by_row or part.end_row <= train_rows:
             flags = (True, False)
         elif part.first_row >= train_rows:
             flags = (False, False)
         else:
             part, flags = _count_apart(job, part, train_rows - part.first_row), (True, False)
         both = (part.counts.train, part.counts.rest)
-        groups += [
-            Group(part=part, counts=counts, in_file=number, trains=trains)
-            for number, (counts, trains) in enumerate(zip(both, flags, strict=True))
-            if counts.rows
-        ]
+        groups += [Group(counts=counts, trains=trains) for counts, trains in zip(both, flags, strict=True) if counts.rows]
     return groups
 
 
@@ -239,16 +220,31 @@ def _count_apart(job: Job, part: CountedPart, train_rows: int) -> CountedPart:
     if counts is None:
         again = next(job.reader(part.log, lambda number: number != part.number)())
         counts = count_part(
-            job.parse(again),
-            job.work.path / "counts" / f"{name}.runs",
-            train=slice(0, train_rows),
-            rest=slice(train_rows, None),
-            split_rows=None,
+            job.blocks(again),
+            job.schema,
+            job.work.path / "counts" / name,
+            rows_of=lambda parsed, first: (slice(0, max(train_rows - first, 0)), slice(max(train_rows - first, 0), None)),
             last=part.counts.last,
             values=job.counts_values,
         )
         job.work.save(f"counts/{name}", counts)
     return replace(part, name=name, counts=counts)
+
+
+def merged_values(job: Job, groups: Sequence[Group]) -> Callable[[int], Iterator[Counted]]:
+    """Merge the groups' runs in levels, and return what gives a categorical column's values and their counts in training rows."""
+    folder = job.work.path / "counts"
+    merging: dict[str, Any] = {"key_dtype": job.schema.key_dtype, "entries": job.options.merged_entries}
+    all_runs = [run for group in groups for run in group.runs]
+    runs = merge_in_levels(all_runs, job.work, folder, columns=len(job.schema.categories), workers=job.options.threads, **merging)
+    return lambda column: merge(runs, folder, column, **merging)
+
+
+def remove_runs(job: Job) -> None:
+    """Remove the runs, once all vocabularies are recorded."""
+    for pattern in ("*.keys", "*.counts"):
+        for file in (job.work.path / "counts").glob(pattern):
+            file.unlink()
 
 
 def no_training_rows(parts: Sequence[CountedPart]) -> ValueError:

@@ -49,8 +49,8 @@ class IntegerDescription:
 
     name: str
     missing: float
-    min: int | None
-    max: int | None
+    min: float | None
+    max: float | None
     bins: tuple[int, ...]
     edges: tuple[float, float]
 
@@ -175,8 +175,8 @@ def to_text(description: Description) -> str:
     return "\n".join(lines + (["", *_aligned(rows)] if description.categories else []))
 
 
-def _number(value: int | None) -> str:
-    return f"{value:,}" if value is not None else ""
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
 
 
 def _aligned(rows: list[list[str]]) -> list[str]:

@@ -14,18 +14,21 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from data_pipeline.hashing import HashedIds, TableIds
-from data_pipeline.manifest import REMEDY, CategoricalColumn, Manifest, check_file, read_manifest
+from data_pipeline.hashing import HashedIds, open_tables
+from data_pipeline.lists import truncate_lists
+from data_pipeline.manifest import REMEDY, Manifest, check_file, read_manifest
+from data_pipeline.names import names_of
 from data_pipeline.parse import Parsed
 from data_pipeline.parts import detect_schema
 from data_pipeline.reference import hash_text
-from data_pipeline.schema import Column, LogSchema, criteo_schema
-from data_pipeline.shards import Encoder, IdsOf, encode_integers
+from data_pipeline.schema import OF_NO_FEATURE, Column, LogSchema, criteo_schema
+from data_pipeline.shards import Encoder
 from data_pipeline.sources import Source
 from data_pipeline.splits import Rows
 
@@ -53,20 +56,23 @@ def recorded_log(manifest: Manifest, folder: str | Path) -> LogSchema:
 
 
 def new_logs_schema(known: LogSchema, log: Source) -> LogSchema:
-    """The columns of new logs beside those of a data set: Criteo's, and .npy files, say themselves whether they have labels."""
-    criteo = known.transformed or known in (criteo_schema(labelled=True), criteo_schema(labelled=False))
-    return detect_schema(log) if criteo else known
+    """The columns of new logs beside those of a data set; Criteo's, .npy files and names say whether there are labels."""
+    if known.transformed or known in (criteo_schema(labelled=True), criteo_schema(labelled=False)):
+        return detect_schema(log)
+    names = names_of(log, known)
+    kept = [column for column in known.columns if names is None or column.kind not in OF_NO_FEATURE or column.source in names]
+    return replace(known, columns=tuple(kept))
 
 
 def check_columns(schema: LogSchema, known: LogSchema, *, log: Source, data: str | Path) -> None:
-    """Check that a new log has the columns of a data set's logs, but for labels and columns that are ignored.
+    """Check that a new log has the columns of a data set's logs, but for labels, times, users and columns that are ignored.
 
     Raises:
-        ValueError: a column is missing, of another kind or in another order.
+        ValueError: a column is missing, of another kind or setting, or in another order.
     """
 
     def columns(of: LogSchema) -> list[str]:
-        return [f"{column.name} ({column.kind})" for column in of.columns if column.kind not in ("label", "ignore")]
+        return [f"{column.name} ({_settings(column)})" for column in of.columns if column.kind not in OF_NO_FEATURE]
 
     given, wanted = [*columns(schema), "none"], [*columns(known), "none"]
     if given != wanted or schema.transformed != known.transformed:
@@ -78,39 +84,45 @@ def check_columns(schema: LogSchema, known: LogSchema, *, log: Source, data: str
         )
 
 
-def open_encoder(manifest: Manifest, folder: Path, schema: LogSchema) -> Encoder:
+def _settings(column: Column) -> str:
+    """What a column's values follow from, beside the data set's vocabularies."""
+    settings = {name: getattr(column, name) for name in ("transform", "hash_buckets", "max_length")}
+    defaults = Column(name=column.name, kind=column.kind)
+    return ", ".join([column.kind, *(f"{name} {value}" for name, value in settings.items() if value != getattr(defaults, name))])
+
+
+def open_encoder(manifest: Manifest, folder: Path, schema: LogSchema, *, room: int | None = None) -> Encoder:
     """A data set's encoder of logs, its tables mapped into memory.
+
+    Args:
+        manifest, folder: of the data set.
+        schema: of the logs.
+        room: bytes of the tables that may be held in memory; None for all.
 
     Raises:
         ValueError: a table is missing or of another size than the manifest states.
     """
-
-    def ids_of(column: CategoricalColumn) -> IdsOf:
-        if column.table is None:
-            return HashedIds(column.num_embeddings)
-        return TableIds(check_file(column.table, folder), schema.key_dtype)
-
+    columns = manifest.categorical_columns
+    paths = [check_file(column.table, folder) for column in columns if column.table]
+    tables = iter(open_tables(paths, schema.key_dtype, room=room))
     return Encoder(
         schema=schema,
         integers=manifest.integer_columns,
-        ids_of=tuple(ids_of(column) for column in manifest.categorical_columns),
-        num_embeddings=tuple(column.num_embeddings for column in manifest.categorical_columns),
+        ids_of=tuple(next(tables) if column.table else HashedIds(column.num_embeddings) for column in columns),
+        num_embeddings=tuple(column.num_embeddings for column in columns),
     )
 
 
 def flatten(encoder: Encoder, parsed: Parsed, rows: Rows = slice(None)) -> Flat:
     """Encode rows of a parsed text."""
     size = len(parsed.starts[rows])
-    dense = np.empty((size, len(encoder.integers)), np.float32)
-    for number, column in enumerate(encoder.integers):
-        dense[:, number] = encode_integers(parsed.integers[number][rows], parsed.integer_missing[number][rows], column)
-    values, lengths = [], np.ones((len(encoder.ids_of), size), np.int32)
-    for number in range(len(encoder.ids_of)):
-        ids, of_lists, _ = encoder.ids(parsed, number, rows)
-        values.append(ids)
-        if of_lists is not None:
-            lengths[number] = of_lists
-    return Flat(dense, np.concatenate(values, dtype=np.int64) if values else np.empty(0, np.int64), lengths.ravel())
+    dense = np.ascontiguousarray(encoder.numbers(parsed, rows).T)
+    ids, _ = encoder.singles(parsed, rows)
+    values, lengths = [ids.ravel()], np.ones((len(encoder.ids_of), size), np.int32)
+    for number in range(len(parsed.list_ends)):
+        elements, lengths[len(ids) + number], _ = encoder.list(parsed, number, rows)
+        values.append(elements)
+    return Flat(dense, np.concatenate(values, dtype=np.int64), lengths.ravel())
 
 
 class RequestEncoder:
@@ -131,7 +143,6 @@ class RequestEncoder:
         self._encoder = open_encoder(self.manifest, Path(data), recorded_log(self.manifest, data))
         schema = self._encoder.schema
         self._columns = {column.name: column for column in schema.columns}
-        self._integer = _finite if schema.transformed else _integer
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Flat:
         """Encode rows.
@@ -143,10 +154,11 @@ class RequestEncoder:
         for number, row in enumerate(rows):
             if not isinstance(row, Mapping):
                 raise ValueError(f"row {number} is {_show(row)}, which is no object of values by column")
-        numbers = [self._cells(rows, name, self._integer) for name in schema.integers]
+        of_kind = _NUMBER_OF if not schema.transformed else dict.fromkeys(_NUMBER_OF, _finite)
+        numbers = [self._cells(rows, name, of_kind[self._columns[name].kind]) for name in schema.integers]
         keys = [self._cells(rows, name, _KEY_OF[self._columns[name].kind]) for name in schema.singles]
         lists = [self._cells(rows, name, _list) for name in schema.lists]
-        integers, integer_missing = _columns(numbers, len(rows), np.dtype(np.float32 if schema.transformed else np.int32))
+        integers, integer_missing = _columns(numbers, len(rows), schema.number_dtype)
         singles, key_missing = _columns(keys, len(rows), schema.key_dtype)
         if schema.transformed:  # where the integer 0 is a missing value
             key_missing |= singles == 0
@@ -169,7 +181,7 @@ class RequestEncoder:
             rejected=0,
             reasons=(),
         )
-        return flatten(self._encoder, parsed)
+        return flatten(self._encoder, truncate_lists(parsed, schema))
 
     def _cells(self, rows: Sequence[Mapping[str, Any]], name: str, read: Callable[[Any], Any]) -> list[Any]:
         """A column's values; None where missing."""
@@ -194,6 +206,18 @@ def _columns(columns: list[list[Any]], rows: int, dtype: np.dtype) -> tuple[np.n
 
 def _integer(cell: Any) -> int | None:
     if cell is None or (type(cell) is int and -(1 << 31) <= cell < 1 << 31):
+        return cell
+    raise ValueError
+
+
+def _int64(cell: Any) -> int | None:
+    if cell is None or (type(cell) is int and -(1 << 63) <= cell < 1 << 63):
+        return cell
+    raise ValueError
+
+
+def _float(cell: Any) -> float | None:
+    if cell is None or (type(cell) in (int, float) and math.isfinite(cell)):
         return cell
     raise ValueError
 
@@ -229,12 +253,15 @@ def _list(cell: Any) -> list[int]:
     return [key for key in keys if key is not None]
 
 
+_NUMBER_OF: dict[str, Callable[[Any], float | None]] = {"integer": _integer, "int64": _int64, "float": _float}
 _KEY_OF: dict[str, Callable[[Any], int | None]] = {"hex": _hex, "category": _text}
 
 
 def _due(column: Column) -> str:
     return {
         "integer": "a 32-bit integer or null (float32 where columns came transformed)",
+        "int64": "a 64-bit integer or null",
+        "float": "a finite number or null",
         "hex": "a string of 1 to 8 hex digits or null",
         "category": "a string or null",
         "list": "a list of non-empty strings or null",

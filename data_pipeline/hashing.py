@@ -7,11 +7,16 @@ workers share one copy, and one larger than memory is still looked up, from the 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-import numba
 import numpy as np
+
+from data_pipeline import native
+from data_pipeline.native import Array, IdsOf, Matrix
+
+_BYTES_PER_FAULT = 64 << 10  # of a file that the system maps at a touch
+_RANGE_BYTES = 128 << 20  # of a table that is written at a time; the order of insertion, hence the file, follows from it
 
 
 def allocate(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
@@ -35,84 +40,76 @@ def capacity_for(keys: int) -> int:
     return keys * 3 // 2 + 1
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
-def _slot(key, slots):  # type: ignore[no-untyped-def]
-    """0..slots - 1 by the upper half of a product: Fibonacci hashing (Knuth, TAOCP 3, section 6.4), cheap and good enough to probe.
+def release(array: np.ndarray) -> None:
+    """Let go of the pages of a mapped file, which count as this process's memory; the file keeps what was written."""
+    native.release_pages(Array(array.reshape(-1).view(np.uint8), np.uint8))
 
-    A slot is a range of hashes, so any number of slots will do.
+
+def write_table(path: Path, blocks: Callable[[], Iterable[np.ndarray]], keys: int, dtype: np.dtype) -> None:
+    """Write a table of keys with ids 1, 2, ..., in memory that a large one doesn't fill.
+
+    Args:
+        path: of the file.
+        blocks: gives the keys in the order of their ids, as often as it is called.
+        keys: how many there are.
+        dtype: of them.
     """
-    x = np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)
-    return np.uint64(((x >> np.uint64(32)) * np.uint64(slots)) >> np.uint64(32))
-
-
-@numba.njit(nogil=True, cache=True)
-def insert(table, keys, ids):  # type: ignore[no-untyped-def]
-    """Put keys, none of them in the table yet, with ids from 1 into free slots."""
-    slots = np.uint64(len(table))
-    for i in range(len(keys)):
-        slot = _slot(keys[i], slots)
-        while table[slot, 1] != 0:
-            slot += np.uint64(1)
-            if slot == slots:
-                slot = np.uint64(0)
-        table[slot, 0] = keys[i]
-        table[slot, 1] = ids[i]
-
-
-@numba.njit(nogil=True, cache=True)
-def look_up(table, keys, missing, ids):  # type: ignore[no-untyped-def]
-    """Fill ids, 0 where a key is missing or not in the table, and return how many are 0."""
-    slots, zeros = np.uint64(len(table)), 0
-    for i in range(len(keys)):
-        key = keys[i]
-        slot = _slot(key, slots)
-        while True:
-            found = table[slot, 1]
-            if table[slot, 0] == key or found == 0:
-                break
-            slot += np.uint64(1)
-            if slot == slots:
-                slot = np.uint64(0)
-        ids[i] = 0 if missing[i] else found
-        zeros += ids[i] == 0
-    return zeros
-
-
-@numba.njit(nogil=True, cache=True)
-def hash_keys(buckets, keys, missing, ids):  # type: ignore[no-untyped-def]
-    """Fill ids 1..buckets - 1 by splitmix64's finalizer alone, 0 where a key is missing, and return how many are 0."""
-    zeros = 0
-    for i in range(len(keys)):
-        x = np.uint64(keys[i]) + np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        x = ((x >> np.uint64(32)) * np.uint64(buckets - 1)) >> np.uint64(32)
-        ids[i] = 0 if missing[i] else 1 + np.int32(x)
-        zeros += ids[i] == 0
-    return zeros
+    pairs = allocate(path, dtype, (capacity_for(keys), 2))
+    step = _RANGE_BYTES // (2 * dtype.itemsize)
+    for first_slot in range(0, len(pairs), step):
+        first_id = 1
+        for block in blocks():
+            native.insert[dtype](Array(pairs.reshape(-1), dtype), Array(block, dtype), first_id, first_slot, first_slot + step)
+            first_id += len(block)
+        release(pairs)
 
 
 class TableIds:
-    """Ids by a table in a file, 0 for keys that are not in it. Pickled, it is the name of the file."""
+    """Ids by a table in a file, 0 for keys that are not in it. Pickled, it is the name of the file.
 
-    def __init__(self, path: Path, dtype: np.dtype) -> None:
-        self._arguments = (path, dtype)
-        self._table = np.asarray(map_array(path, dtype, (-1, 2)))  # no subclass, of which compiled loops ask more
+    Args:
+        path: of the file.
+        dtype: of its keys.
+        room: bytes of it that a thread may hold in memory; None for all of it.
+    """
 
-    def __call__(self, keys: np.ndarray, missing: np.ndarray, ids: np.ndarray) -> int:
-        """Fill ids, and return how many are 0."""
-        return int(look_up(self._table, keys, missing, ids))
+    def __init__(self, path: Path, dtype: np.dtype, room: int | None = None) -> None:
+        self._arguments = (path, dtype, room)
+        self._pairs = map_array(path, dtype)
+        lookups = max(1, room // _BYTES_PER_FAULT) if room is not None and room < self._pairs.nbytes else 0
+        self.native = IdsOf(Array(self._pairs, dtype), lookups)
 
-    def __reduce__(self) -> tuple[type, tuple[Path, np.dtype]]:
+    def __reduce__(self) -> tuple[type, tuple[Path, np.dtype, int | None]]:
         return TableIds, self._arguments
 
 
-@dataclass(frozen=True)
+def open_tables(paths: Sequence[Path], dtype: np.dtype, *, room: int | None = None) -> tuple[TableIds, ...]:
+    """The tables of several columns, which share the room; the smallest ones are held whole."""
+    if room is None:
+        return tuple(TableIds(path, dtype) for path in paths)
+    tables, sizes = {}, {path: path.stat().st_size for path in paths}
+    for waiting, path in zip(range(len(paths), 0, -1), sorted(paths, key=sizes.__getitem__), strict=True):
+        share = min(sizes[path], room // waiting)
+        tables[path] = TableIds(path, dtype, share)
+        room -= share
+    return tuple(tables[path] for path in paths)
+
+
 class HashedIds:
     """Ids 1..buckets - 1 by hash alone."""
 
-    buckets: int
+    def __init__(self, buckets: int) -> None:
+        self._arguments = (buckets,)
+        self.native = IdsOf(buckets=buckets)
 
-    def __call__(self, keys: np.ndarray, missing: np.ndarray, ids: np.ndarray) -> int:
-        """Fill ids, 0 where a key is missing, and return how many are 0."""
-        return int(hash_keys(self.buckets, keys, missing, ids))
+    def __reduce__(self) -> tuple[type, tuple[int]]:
+        return HashedIds, self._arguments
+
+
+def encode_keys(ids_of: Sequence[TableIds | HashedIds], keys: np.ndarray, missing: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Ids of categorical columns, int32 [C, n] for keys [C, n], 0 where missing or unknown; and how many are 0, int64 [C]."""
+    ids, zeros, dtype = np.empty(keys.shape, np.int32), np.empty(len(keys), np.int64), keys.dtype
+    columns = IdsOf.array([of_column.native for of_column in ids_of])
+    arrays = (Matrix(keys, dtype), Matrix(missing, np.bool_), Matrix(ids, np.int32), Array(zeros, np.int64))
+    native.encode_keys[dtype](columns, *arrays)
+    return ids, zeros

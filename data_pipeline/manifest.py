@@ -12,20 +12,23 @@ from __future__ import annotations
 
 import hashlib
 import platform
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import pyarrow.parquet as pq
 from pydantic import Field, TypeAdapter, ValidationError
 
-from data_pipeline.schema import LogSchema
+from data_pipeline.atomic import replacing
+from data_pipeline.schema import LogSchema, Transform
 
 FORMAT = "comera-rec-dataset"
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 SPLITS = ("train", "val", "test")
+FILES = (MANIFEST_NAME, *(f"{split}/*.parquet" for split in SPLITS), "vocabulary/*")  # of a data set, as patterns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,18 +92,21 @@ class Label:
 
 @dataclass(frozen=True, kw_only=True)
 class IntegerColumn:
-    """A count column, stored as log(max(x, min) + offset) > 0 with offset = 2 - min, and exactly 0.0 where missing.
+    """A column of numbers, stored as log(max(x, min) + offset) > 0 with offset = 2 - min, and exactly 0.0 where missing.
 
-    min and max are those of the training split, None where it holds no value; missing counts the whole input's cells. Columns
-    that came transformed (transform "none") are stored as they came, and have no offset, min or max.
+    min and max are those of the training split, None where it holds no value; missing counts the whole input's cells. Where
+    transform is "standardize", (x - mean) / scale is stored instead, with the training split's mean and standard deviation; where
+    it is "none", x itself. Columns that came transformed have no min or max.
     """
 
     name: str
     missing: int
-    offset: int
-    min: int | None
-    max: int | None
-    transform: Literal["log", "none"] = "log"
+    offset: int | float
+    min: int | float | None
+    max: int | float | None
+    transform: Transform = "log"
+    mean: float | None = None
+    scale: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +117,8 @@ class CategoricalColumn:
     rows_at_zero is, per split, how many ids are 0. vocabulary lists value and count of ids 1, 2, ... in order. Where ids are hashes
     into buckets, 0 = missing, no values were counted and distinct and vocabulary are None. is_list: rows hold lists of ids, empty
     where missing. Values are the numbers that hex digits spell, or the 64-bit hashes (`data_pipeline.reference.hash_text`) of text.
-    table is the vocabulary as a hash table (`data_pipeline.hashing`), which encodes new rows.
+    table is the vocabulary as a hash table (`data_pipeline.hashing`), which encodes new rows. grown: num_embeddings of the data
+    sets that this one's vocabulary extended, oldest first; ids below are theirs, and falling counts begin anew from there.
     """
 
     name: str
@@ -123,6 +130,7 @@ class CategoricalColumn:
     vocabulary: Shard | None
     is_list: bool = False
     table: Shard | None = None
+    grown: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +173,8 @@ REMEDY = "run `comera preprocess` again"
 def write_manifest(manifest: Manifest, folder: str | Path) -> None:
     """Write manifest.json into the folder."""
     text = _MANIFEST.dump_json(manifest, by_alias=True, indent=2)
-    (Path(folder) / MANIFEST_NAME).write_bytes(text + b"\n")
+    with replacing(Path(folder) / MANIFEST_NAME) as beside:
+        beside.write_bytes(text + b"\n")
 
 
 def read_manifest(folder: str | Path) -> Manifest:
@@ -191,10 +200,19 @@ def read_manifest(folder: str | Path) -> Manifest:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"]) or "the file"
         raise ValueError(f"{path}: {key}: {first['msg']}; {REMEDY}") from error
+    for file in files_of(manifest):
+        if Path(file.path).is_absolute() or ".." in Path(file.path).parts:
+            raise ValueError(f"{path}: {file.path} is outside of {folder}; {REMEDY}")
     missing = [name for name in SPLITS if name not in manifest.splits]
     if missing:
         raise ValueError(f"{path}: splits.{missing[0]}: Field required; {REMEDY}")
     return manifest
+
+
+def files_of(manifest: Manifest) -> Iterator[Shard]:
+    """Shards, vocabularies and tables of a data set."""
+    yield from (shard for split in manifest.splits.values() for shard in split.shards)
+    yield from (file for column in manifest.categorical_columns for file in (column.vocabulary, column.table) if file)
 
 
 def check_shards(manifest: Manifest, folder: str | Path, *, contents: bool = False) -> None:

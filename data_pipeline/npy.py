@@ -12,10 +12,12 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from data_pipeline.atomic import finished_folder
+from data_pipeline.atomic import finished_folder, refuse_overlap
 from data_pipeline.columns import LABEL
 from data_pipeline.manifest import MANIFEST_NAME, Manifest, write_manifest
 from data_pipeline.verify import read_row_groups
+
+FILES = (MANIFEST_NAME, "*_dense.npy", "*_sparse.npy", "*_labels.npy")
 
 
 def export_npy(manifest: Manifest, folder: Path, output: Path, *, overwrite: bool = False) -> None:
@@ -24,6 +26,7 @@ def export_npy(manifest: Manifest, folder: Path, output: Path, *, overwrite: boo
     Raises:
         ValueError: there are no labels or there are lists, which the layout has no place for; or output may not be written.
     """
+    refuse_overlap(output, "data", [folder], within=True)
     lists = [column.name for column in manifest.categorical_columns if column.is_list]
     if lists or not manifest.label:
         raise ValueError(
@@ -35,7 +38,7 @@ def export_npy(manifest: Manifest, folder: Path, output: Path, *, overwrite: boo
         "labels": ([LABEL], np.int32),
     }
     with (
-        finished_folder(output, marker=MANIFEST_NAME, overwrite=overwrite) as work,
+        finished_folder(output, files=FILES, overwrite=overwrite) as work,
         tqdm(desc="exporting", total=3 * manifest.rows.written, unit="row", unit_scale=True, disable=None) as bar,
     ):
         for name, split in manifest.splits.items():

@@ -9,17 +9,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
-from data_pipeline.schema import LogSchema
-from data_pipeline.sources import Source
+from data_pipeline.atomic import refuse_overlap
+from data_pipeline.schema import Column, LogSchema
+from data_pipeline.sources import Source, refuse_twice
 from data_pipeline.splits import SplitKind, Splitting
 
 _MIB = 1 << 20
 _UNITS = {"": 1, "K": 1 << 10, "M": _MIB, "G": 1 << 30, "T": 1 << 40}
 # What a run takes before it holds any part: Python, NumPy, Arrow and compiled kernels.
 _BASE_BYTES = 256 * _MIB
-# Of a part's size, what a worker takes: its text, the next one's, the columns parsed from it, and the row group being written.
-_PARTS_PER_WORKER = 4
-_BYTES_PER_MERGED_ENTRY = 48
+# What a worker takes beside its part's text and the next one's: a parsed block, and what is counted of it or a row group.
+_WORKER_BYTES = 128 * _MIB
+_LEAST_TABLE_BYTES = 96 * _MIB
+_BYTES_PER_MERGED_ENTRY = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +34,8 @@ class PassOptions:
         max_bad_rows: malformed lines that may be dropped before the run stops.
         overwrite: replace a finished output.
         part_bytes: text of one unit of work; a shard holds a part's rows, about 270,000 of Criteo's in 64 MiB.
-        memory_limit: bytes of memory to stay below; decides how many parts are worked on at once.
+        memory_limit: bytes of memory to stay below; decides how many parts are worked on at once, and how much of the vocabularies
+            stays in memory.
         workers: threads, at most; None for one a core.
         scheduler: address of a Dask scheduler whose workers work on the parts instead of threads, or "local" for processes here.
 
@@ -52,11 +55,13 @@ class PassOptions:
     def __post_init__(self) -> None:
         if not self.inputs:
             raise ValueError("--input names no file; give at least one")
+        refuse_overlap(self.output, "input", [log for log in self.inputs if isinstance(log, Path)])
+        refuse_twice(self.inputs)
         self._check_at_least(max_bad_rows=0, part_bytes=1)
         if self.workers is not None:
             self._check_at_least(workers=1)
-        if self.memory_limit < _BASE_BYTES + _PARTS_PER_WORKER * self.part_bytes:
-            needed = _BASE_BYTES + _PARTS_PER_WORKER * self.part_bytes
+        needed = _BASE_BYTES + self._worker_bytes
+        if self.memory_limit < needed:
             raise ValueError(
                 f"--memory-limit {format_bytes(self.memory_limit)} is too little for parts of {format_bytes(self.part_bytes)}, "
                 f"which take {format_bytes(needed)}; raise it, or lower --part-size"
@@ -71,7 +76,21 @@ class PassOptions:
     def threads(self) -> int:
         """Parts worked on at once: as many as cores, and as memory allows."""
         cores = self.workers or len(os.sched_getaffinity(0))
-        return min(cores, (self.memory_limit - _BASE_BYTES) // (_PARTS_PER_WORKER * self.part_bytes))
+        return min(cores, (self.memory_limit - _BASE_BYTES) // self._worker_bytes)
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of all vocabularies that a thread may hold in memory while it encodes, beside what it works on."""
+        return max((self.memory_limit - _BASE_BYTES) // self.threads - self._worker_bytes, _LEAST_TABLE_BYTES)
+
+    @property
+    def _worker_bytes(self) -> int:
+        return 2 * self.part_bytes + _WORKER_BYTES
+
+    @property
+    def merged_entries(self) -> int:
+        """Entries of sorted runs that a thread may hold while it merges."""
+        return (self.memory_limit - _BASE_BYTES) // self.threads // _BYTES_PER_MERGED_ENTRY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +107,8 @@ class PreprocessOptions(PassOptions):
         split: how rows are split, see `Splitting`.
         val_fraction: share of the rows for validation.
         test_fraction: share of the rows for the test.
-        seed: of a random split.
+        seed: of a random split, or one by users.
+        val_from, test_from: times at which validation and test begin, in a split by time; fractions tell where None.
 
     Raises:
         ValueError: an option is out of range.
@@ -102,10 +122,14 @@ class PreprocessOptions(PassOptions):
     val_fraction: float = 0.1
     test_fraction: float = 0.1
     seed: int = 0
+    val_from: float | None = None
+    test_from: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_at_least(min_count=1, seed=0)
+        if self.seed >= 1 << 64:
+            raise ValueError(f"--seed is {self.seed}; it must be below 2**64")
         if self.hash_buckets is not None:
             self._check_at_least(hash_buckets=2)
         for name, count in self.min_counts.items():
@@ -117,6 +141,10 @@ class PreprocessOptions(PassOptions):
             raise ValueError(f"--split is {self.split!r}; choose one of {', '.join(get_args(SplitKind))}")
         if self.split == "day" and len(self.inputs) < 2:
             raise ValueError("--split day has one --input; it validates and tests on the last of several logs")
+        times = (self.val_from, self.test_from)
+        in_order = self.val_from is not None and self.test_from is not None and self.val_from <= self.test_from
+        if times != (None, None) and not (self.split == "time" and in_order):
+            raise ValueError("--val-from and --test-from go with --split time; give both, --val-from not after --test-from")
         for name in ("val_fraction", "test_fraction"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{_flag(name)} is {getattr(self, name)}; it must be at least 0 and below 1")
@@ -127,13 +155,19 @@ class PreprocessOptions(PassOptions):
             )
 
     @property
-    def merged_entries(self) -> int:
-        """Entries of sorted runs that a thread may hold while it merges."""
-        return (self.memory_limit - _BASE_BYTES) // self.threads // _BYTES_PER_MERGED_ENTRY
-
-    @property
     def splitting(self) -> Splitting:
-        return Splitting(kind=self.split, val=self.val_fraction, test=self.test_fraction, seed=self.seed)
+        return Splitting(
+            kind=self.split,
+            val=self.val_fraction,
+            test=self.test_fraction,
+            seed=self.seed,
+            val_from=self.val_from,
+            test_from=self.test_from,
+        )
+
+    def buckets_of(self, column: Column) -> int | None:
+        """Of a categorical column whose ids are hashes; None where it has a vocabulary."""
+        return self.hash_buckets if column.hash_buckets is None and column.max_ids is None else column.hash_buckets
 
     def min_count_of(self, column: str) -> int:
         return self.min_counts.get(column, self.min_count)
@@ -141,8 +175,9 @@ class PreprocessOptions(PassOptions):
     def recorded(self) -> dict[str, Any]:
         """What the manifest records, with the defaults that had a part in it."""
         names = ["split"]
-        names += ["val_fraction", "test_fraction"] if self.split != "day" else []
-        names += ["seed"] if self.split == "random" else []
+        names += ["val_fraction", "test_fraction"] if self.split != "day" and self.val_from is None else []
+        names += ["val_from", "test_from"] if self.val_from is not None else []
+        names += ["seed"] if self.split in ("random", "user") else []
         names += ["min_count"] if self.hash_buckets is None else ["hash_buckets"]
         return {name: getattr(self, name) for name in (*names, "part_bytes", "max_bad_rows")}
 

@@ -1,26 +1,24 @@
-"""Text to columns, at two nanoseconds a byte: the fast form of `data_pipeline.reference`.
+"""Text to columns by `csrc/parse.cpp`, at two nanoseconds a byte: the fast form of `data_pipeline.reference`.
 
 Letters: n well-formed lines of a text, I integer columns, C categorical columns of one value, M list columns.
 """
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numba
 import numpy as np
 
+from data_pipeline import native
+from data_pipeline.native import Array, Block, Columns
 from data_pipeline.reference import Malformed, parse_line
 from data_pipeline.schema import KINDS, LogSchema
 
-_IGNORE, _LABEL, _INTEGER, _HEX, _CATEGORY, _LIST = range(len(KINDS))
-_NEWLINE, _RETURN, _MINUS, _ZERO = 10, 13, 45, 48
-_NO_DIGIT = 255
-_HEX_DIGITS = np.full(256, _NO_DIGIT, np.uint8)
-for _digit, _character in enumerate(b"0123456789abcdef"):
-    _HEX_DIGITS[[_character, ord(chr(_character).upper())]] = _digit
-
 REASONS_KEPT = 100
+# Of arrays that hold a block of lines: few enough that memory follows them and not the text, so many that calls cost little.
+BLOCK_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +26,13 @@ class Parsed:
     """The well-formed lines of a text as columns, in the schema's order within each kind.
 
     label: int8 [n], empty without a label column.
-    integers: int32 [I, n], 0 where integer_missing, bool [I, n]; float32 where the schema says that they are transformed.
+    integers: int32 [I, n], 0 where integer_missing, bool [I, n]; float32 where the schema says that they are transformed, float64
+        where one of them is no 32-bit integer.
     keys: uint32 or uint64 [C, n], 0 where key_missing, bool [C, n].
     list_keys: uint64 [M, ...], the lists of column m end to end; row i's ends at list_ends[m, i], int64 [M, n].
     starts: int64 [n], where each line begins in the text.
     lines: of the text, n + rejected.
+    split_keys: times in seconds, float64 [n], or users' hashes, uint64 [n], where the schema has a column of such a kind.
     rejected: how many lines are malformed; reasons holds the first of them as (line of the text from 0, reason).
     """
 
@@ -47,169 +47,94 @@ class Parsed:
     lines: int
     rejected: int
     reasons: tuple[tuple[int, str], ...]
+    split_keys: np.ndarray | None = None
 
     @property
     def rows(self) -> int:
         return len(self.starts)
 
 
-def parse(text: bytes, schema: LogSchema) -> Parsed:
+def parse(text: bytes | memoryview, schema: LogSchema) -> Parsed:
     """Parse whole lines, each ended by a newline (\\n or \\r\\n)."""
-    assert not text or text[-1] == _NEWLINE, "a text ends with a newline"
-    lines = text.count(b"\n")
+    whole = np.frombuffer(text, np.uint8)
+    return _parse(whole, schema, measure(whole, schema, 1 << 62))
+
+
+def parse_blocks(text: bytes | memoryview, schema: LogSchema, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Parsed]:
+    """Parse whole lines, block after block, each as many lines as the arrays of `block_bytes` hold, but at least one.
+
+    `starts` and the lines of `reasons` count from the text's beginning.
+    """
+    rest = np.frombuffer(text, np.uint8)
+    begin = lines = 0
+    while len(rest):
+        block = measure(rest, schema, block_bytes)
+        yield _parse(rest[: block.bytes], schema, block, begin=begin, first_line=lines)
+        rest, begin, lines = rest[block.bytes :], begin + block.bytes, lines + block.lines
+
+
+def longest_line(text: bytes) -> int:
+    """Bytes of the longest of whole lines, without its newline."""
+    longest: int = native.longest_line(Array(np.frombuffer(text, np.uint8), np.uint8))
+    return longest
+
+
+def measure(text: np.ndarray, schema: LogSchema, room: int, *, element_ends: str = "") -> Block:
+    """The lines at the text's beginning whose arrays take at most `room` bytes, but at least one.
+
+    Args:
+        text: whole lines, uint8.
+        schema: of the log.
+        room: in bytes.
+        element_ends: characters that end elements of lists beside the columns' separators.
+    """
+    numbers = schema.number_dtype.itemsize + (4 if schema.number_dtype != np.int32 else 0)  # int32 first, then what they are to be
+    cells = (1, numbers + 1, schema.key_dtype.itemsize + 1, 8, 8)  # of the arrays below, per line
+    counts = (int(schema.labelled), len(schema.integers), len(schema.singles), len(schema.lists), 1)
+    line_bytes = sum(size * count for size, count in zip(cells, counts, strict=True))
+    separators = {ord(byte) for column in schema.columns if column.kind == "list" for byte in column.separator + element_ends}
+    block = Block()
+    inner = Array(np.array(sorted(separators), np.uint8), np.uint8)
+    native.measure_block(Array(text, np.uint8), inner, line_bytes, 8 * len(schema.lists), room, ctypes.byref(block))
+    return block
+
+
+def _parse(text: np.ndarray, schema: LogSchema, block: Block, *, begin: int = 0, first_line: int = 0) -> Parsed:
+    integers, singles, lists, lines = len(schema.integers), len(schema.singles), len(schema.lists), block.lines
+    arrays = {
+        "label": np.empty(lines if schema.labelled else 0, np.int8),
+        "integers": np.empty((integers, lines), np.int32),
+        "integer_missing": np.empty((integers, lines), np.bool_),
+        "keys": np.empty((singles, lines), schema.key_dtype),
+        "key_missing": np.empty((singles, lines), np.bool_),
+        "list_keys": np.empty((lists, block.elements), np.uint64),
+        "list_ends": np.empty((lists, lines), np.int64),
+        "starts": np.empty(lines, np.int64),
+    }
+    bad = {name: np.empty(REASONS_KEPT, np.int64) for name in ("bad_lines", "bad_starts", "bad_ends")}
+    columns = Columns(**{name: Array(array, array.dtype) for name, array in (arrays | bad).items()})
     kinds = np.array([KINDS.index(column.kind) for column in schema.columns], np.uint8)
     separators = np.frombuffer("".join(column.separator for column in schema.columns).encode(), np.uint8)
-    integers, singles, lists = len(schema.integers), len(schema.singles), len(schema.lists)
-    # Every element of a list but a line's last is followed by its separator.
-    longest = lines + sum(text.count(byte.encode()) for byte in {c.separator for c in schema.columns if c.kind == "list"})
-    columns = (
-        np.empty(lines if schema.labelled else 0, np.int8),
-        np.empty((integers, lines), np.int32),
-        np.empty((integers, lines), np.bool_),
-        np.empty((singles, lines), schema.key_dtype),
-        np.empty((singles, lines), np.bool_),
-        np.empty((lists, longest if lists else 0), np.uint64),
-        np.empty((lists, lines), np.int64),
-        np.empty(lines, np.int64),
-    )
-    bad_lines, bad_starts = np.empty((2, REASONS_KEPT), np.int64)
-    rows = _parse(
-        np.frombuffer(text, np.uint8),
-        kinds,
-        np.uint8(ord(schema.separator)),
-        separators,
-        _HEX_DIGITS,
-        *columns,
-        bad_lines,
-        bad_starts,
-    )
-    label, numbers, number_missing, keys, key_missing, list_keys, list_ends, starts = columns
+    line = native.Schema(Array(kinds, np.uint8), Array(separators, np.uint8), ord(schema.separator))
+    rows = native.parse[schema.key_dtype](Array(text, np.uint8), ctypes.byref(line), ctypes.byref(columns))
     rejected = lines - rows
-    known = min(rejected, REASONS_KEPT)
+    first = [array[:rejected].tolist() for array in bad.values()]
+    cut = {name: array if name == "list_keys" else array[..., :rows] for name, array in arrays.items()}
+    cut["starts"] += begin
+    cut["integers"] = cut["integers"].astype(schema.number_dtype, copy=False)
     return Parsed(
-        label=label[:rows],
-        integers=numbers[:, :rows],
-        integer_missing=number_missing[:, :rows],
-        keys=keys[:, :rows],
-        key_missing=key_missing[:, :rows],
-        list_keys=list_keys,
-        list_ends=list_ends[:, :rows],
-        starts=starts[:rows],
+        **cut,
         lines=lines,
         rejected=rejected,
         reasons=tuple(
-            (int(line), _reason(text, int(start), schema))
-            for line, start in zip(bad_lines[:known], bad_starts[:known], strict=True)
+            (first_line + number, _reason(bytes(text[start:end]), schema)) for number, start, end in zip(*first, strict=True)
         ),
     )
 
 
-def _reason(text: bytes, start: int, schema: LogSchema) -> str:
+def _reason(line: bytes, schema: LogSchema) -> str:
     try:
-        parse_line(text[start : text.index(b"\n", start)], schema)
+        parse_line(line, schema)
     except Malformed as error:
         return str(error)
-    raise AssertionError(f"the line at byte {start} is well-formed by the reference, and was rejected")
-
-
-@numba.njit(nogil=True, cache=True)
-def _parse(  # type: ignore[no-untyped-def]
-    text, kinds, separator, list_separators, hex_digits, label, integers, integer_missing, keys, key_missing, list_keys, list_ends,
-    starts, bad_lines, bad_starts,
-):  # fmt: skip
-    """Fill the columns row by row and return how many rows there are; a malformed line's row is overwritten by the next one."""
-    position, row, line = 0, 0, 0
-    while position < len(text):
-        start = position
-        starts[row] = start
-        integer, single, many = 0, 0, 0
-        # A line holding nothing is malformed, whatever a single column would take.
-        good = text[position] != _NEWLINE and not (text[position] == _RETURN and text[position + 1] == _NEWLINE)
-        for column in range(len(kinds)):
-            if not good:
-                break
-            begin, kind = position, kinds[column]
-            if kind == _HEX:
-                value = np.uint64(0)
-                digit = hex_digits[text[position]]
-                while digit != _NO_DIGIT:
-                    value = (value << np.uint64(4)) | np.uint64(digit)
-                    position += 1
-                    digit = hex_digits[text[position]]
-                good = position - begin <= 8
-                keys[single, row] = value
-                key_missing[single, row] = position == begin
-                single += 1
-            elif _LABEL <= kind <= _INTEGER:
-                number, negative = np.int64(0), text[position] == _MINUS
-                position += negative
-                begin += negative
-                digit = text[position] - np.uint8(_ZERO)
-                while digit <= 9:
-                    if number <= 1 << 32:  # beyond, it is too large whatever follows
-                        number = number * 10 + digit
-                    position += 1
-                    digit = text[position] - np.uint8(_ZERO)
-                number = -number if negative else number
-                empty = position == begin
-                if kind == _LABEL:
-                    good = not empty and (number == 0 or number == 1)
-                    label[row] = number
-                else:
-                    good = -(1 << 31) <= number < 1 << 31 and not (empty and negative)
-                    integers[integer, row] = number
-                    integer_missing[integer, row] = empty
-                    integer += 1
-            else:
-                inner = list_separators[column]
-                end = np.int64(0)
-                if kind == _LIST and row:
-                    end = list_ends[many, row - 1]
-                value, element = np.uint64(0xCBF29CE484222325), begin
-                while True:
-                    byte = text[position]
-                    ended = byte == _NEWLINE or (byte == _RETURN and text[position + 1] == _NEWLINE)
-                    ended |= byte == separator
-                    if kind == _LIST and (ended or byte == inner) and not (ended and position == begin):
-                        good = good and position > element
-                        list_keys[many, end] = _finalize(value)
-                        end += 1
-                        value, element = np.uint64(0xCBF29CE484222325), position + 1
-                    elif not ended:
-                        value = (value ^ np.uint64(byte)) * np.uint64(0x100000001B3)
-                    if ended:
-                        break
-                    position += 1
-                if kind == _LIST:
-                    list_ends[many, row] = end
-                    many += 1
-                elif kind == _CATEGORY:
-                    keys[single, row] = np.uint64(0) if position == begin else _finalize(value)
-                    key_missing[single, row] = position == begin
-                    single += 1
-            if column + 1 < len(kinds):
-                good = good and text[position] == separator
-                position += 1
-        if good:
-            position += text[position] == _RETURN
-            good = text[position] == _NEWLINE
-            position += 1
-        if good:
-            row += 1
-        else:
-            if line - row < len(bad_lines):
-                bad_lines[line - row] = line
-                bad_starts[line - row] = start
-            position = start
-            while text[position] != _NEWLINE:
-                position += 1
-            position += 1
-        line += 1
-    return row
-
-
-@numba.njit(nogil=True, cache=True, inline="always")
-def _finalize(x):  # type: ignore[no-untyped-def]
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    raise AssertionError(f"the line {line!r} is well-formed by the reference, and was rejected")

@@ -1,24 +1,34 @@
 """Logs cut into parts at line boundaries: the units of work, of resuming and of memory.
 
 Part k of a log holds the lines whose first byte is in [k P, (k + 1) P) of its text, for parts of P bytes. So where a log is cut
-depends on its text alone, gzipped or not. A plain part is read by itself; a gzipped log is decompressed from its beginning, once a
-pass, and the parts that are done already are dropped on the way. Of torchrec's .npy files a part is a range of rows.
+depends on its text alone, compressed or not. A plain part is read by itself; a compressed log (gzip, zstd) is decompressed from its
+beginning, once a pass, and the parts that are done already are dropped on the way. Of Parquet and of torchrec's .npy files a part
+is a range of rows.
 """
 
 from __future__ import annotations
 
 import gzip
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
-from data_pipeline.schema import LogSchema, detect_criteo_schema
+import pyarrow as pa
+
+from data_pipeline import row_groups
+from data_pipeline.columns import LABEL
+from data_pipeline.parse import longest_line
+from data_pipeline.schema import LogSchema, criteo_schema, detect_criteo_schema
 from data_pipeline.sources import LogIdentity, Source, empty, identify_log, open_log, unreadable
 from data_pipeline.triplets import MAGIC, Rows, identify_triplet, open_triplet
 
-LONGEST_LINE = 1 << 16
+LONGEST_LINE = 1 << 20  # bytes without the newline; lists of a hundred thousand values fit
+_DETECTED_BYTES = 1 << 16
 _GZIP_MAGIC = b"\x1f\x8b"
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+_COMPRESSED = (_GZIP_MAGIC, _ZSTD_MAGIC)
 _BLOCK = 1 << 20
 Skip = Callable[[int], bool]
 
@@ -28,14 +38,14 @@ class Part:
     """A piece of a log: which, where it begins in that of the log, and its content.
 
     start: where its text begins in that of the log, or its first row.
-    content: whole lines ended by newlines, or rows of .npy files.
+    content: whole lines ended by newlines, or rows of .npy files or Parquet.
     last: the log ends with it.
     """
 
     log: int
     number: int
     start: int
-    content: bytes | Rows
+    content: bytes | Rows | pa.Table
     last: bool
 
 
@@ -56,7 +66,13 @@ def detect_schema(log: Source) -> LogSchema:
     """
     if _magic(log) == MAGIC:
         return open_triplet(log).schema()
-    first = next(read_parts(0, log, part_bytes=LONGEST_LINE, skip=lambda _: False)).content
+    names = parquet_names(log)
+    if names is not None:
+        schema = criteo_schema(labelled=LABEL in names)
+        if missing := [column.name for column in schema.columns if column.name not in names]:
+            raise ValueError(f"{log} has no column {missing[0]}, as Criteo's logs have; describe other logs with --schema")
+        return schema
+    first = next(read_parts(0, log, part_bytes=_DETECTED_BYTES, skip=lambda _: False)).content
     assert isinstance(first, bytes), "only .npy files give rows"
     try:
         return detect_criteo_schema(first.replace(b"\r\n", b"\n"))
@@ -69,23 +85,71 @@ def count_parts(log: Source, part_bytes: int) -> int | None:
     magic = _magic(log)
     if magic == MAGIC:
         return open_triplet(log).count_parts(part_bytes)
-    return None if magic.startswith(_GZIP_MAGIC) else _count_plain(identify_log(log).bytes, part_bytes)
+    if magic.startswith(row_groups.MAGIC):
+        with _errors_of_reading(log):
+            return max(1, len(row_groups.plan(row_groups.read_metadata(log), part_bytes)))
+    return None if magic.startswith(_COMPRESSED) else _count_plain(identify_log(log).bytes, part_bytes)
 
 
-def read_parts(log: int, source: Source, *, part_bytes: int, skip: Skip) -> Iterator[Part]:
-    """The parts of a log in order, without those of which `skip(number)` says so.
+def parquet_names(log: Source) -> tuple[str, ...] | None:
+    """The columns of a Parquet log; None for any other."""
+    if not _magic(log).startswith(row_groups.MAGIC):
+        return None
+    with _errors_of_reading(log):
+        return tuple(row_groups.read_metadata(log).schema.to_arrow_schema().names)
+
+
+def read_first_line(log: Source) -> bytes:
+    """The first line of a text."""
+    part = next(read_parts(0, log, part_bytes=1, skip=lambda _: False))
+    assert isinstance(part.content, bytes), "only texts have lines"
+    return part.content
+
+
+def read_parts(log: int, source: Source, *, part_bytes: int, skip: Skip, columns: Collection[str] | None = None) -> Iterator[Part]:
+    """The parts of a log in order, without those of which `skip(number)` says so; of Parquet some columns, or all.
 
     Raises:
         ValueError: the log can't be read, is damaged or holds no text, or has a line that is longer than any of a log.
     """
     magic = _magic(source)
-    cut = _triplet_parts if magic == MAGIC else _gzipped_parts if magic.startswith(_GZIP_MAGIC) else _plain_parts
+    cut = _triplet_parts if magic == MAGIC else _streamed_parts if magic.startswith(_COMPRESSED) else _plain_parts
+    with _errors_of_reading(source):
+        if magic.startswith(row_groups.MAGIC):
+            yield from _parquet_parts(log, source, part_bytes, skip, columns)
+            return
+        for part in cut(log, source, part_bytes, skip):
+            if isinstance(part.content, bytes) and longest_line(part.content) > LONGEST_LINE:
+                raise _too_long(source)
+            yield part
+
+
+@contextmanager
+def _errors_of_reading(source: Source) -> Iterator[None]:
     try:
-        yield from cut(log, source, part_bytes, skip)
+        yield
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{source}: damaged gzip ({error}); fetch or compress it again") from error
+    except pa.ArrowException as error:
+        raise ValueError(f"{source}: damaged Parquet ({error}); fetch or write it again") from error
     except OSError as error:
+        if "ZSTD" in str(error) or "compressed stream" in str(error):
+            raise ValueError(f"{source}: damaged zstd ({error}); fetch or compress it again") from error
         raise unreadable(source, error) from error
+
+
+def _parquet_parts(log: int, source: Source, part_bytes: int, skip: Skip, columns: Collection[str] | None) -> Iterator[Part]:
+    count = count_parts(source, part_bytes)
+    for number, rows, table in row_groups.read_slices(source, part_bytes=part_bytes, skip=skip, columns=columns):
+        yield Part(log=log, number=number, start=rows.start, content=table, last=number + 1 == count)
+
+
+def _decompressed(file: BinaryIO) -> BinaryIO:
+    magic = file.read(len(_ZSTD_MAGIC))
+    file.seek(0)
+    if magic != _ZSTD_MAGIC:
+        return cast(BinaryIO, gzip.open(file))
+    return cast(BinaryIO, pa.CompressedInputStream(pa.PythonFile(file, mode="r"), "zstd"))
 
 
 def _magic(log: Source) -> bytes:
@@ -116,8 +180,8 @@ def _plain_parts(log: int, source: Source, part_bytes: int, skip: Skip) -> Itera
             yield Part(log=log, number=number, start=start, content=text, last=number + 1 == count)
 
 
-def _gzipped_parts(log: int, source: Source, part_bytes: int, skip: Skip) -> Iterator[Part]:
-    with open_log(source, streamed=True) as file, gzip.open(file) as stream:
+def _streamed_parts(log: int, source: Source, part_bytes: int, skip: Skip) -> Iterator[Part]:
+    with open_log(source, streamed=True) as file, _decompressed(file) as stream:
         number, start, held, ended = 0, 0, bytearray(), False
         while not (ended and number and not held):
             wanted = (number + 1) * part_bytes - 1 - start  # the part ends with the first newline from here on
@@ -156,9 +220,9 @@ def _triplet_parts(log: int, source: Source, part_bytes: int, skip: Skip) -> Ite
 def _line_end(file: BinaryIO, at: int, source: Source) -> int:
     """Where the line that holds byte `at` ends: behind its newline, or with the log."""
     file.seek(at)
-    window = file.read(LONGEST_LINE)
+    window = file.read(LONGEST_LINE + 1)
     end = window.find(b"\n")
-    if end < 0 and len(window) == LONGEST_LINE:
+    if end < 0 and len(window) > LONGEST_LINE:
         raise _too_long(source)
     return at + (end + 1 if end >= 0 else len(window))
 

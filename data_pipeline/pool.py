@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from data_pipeline.job import Job
-from data_pipeline.parts import Part, Skip, count_parts, read_parts
+from data_pipeline.parts import Part, Skip, count_parts
 
 Result = TypeVar("Result")
 Work = Callable[[Job, Part, Any], Result]
@@ -132,5 +132,4 @@ def call(task: Callable[[], list[Result]]) -> list[Result]:
 
 
 def _work_on(job: Job, work: Work[Result], log: int, skip: Skip, details: Mapping[int, Any]) -> list[Result]:
-    parts = read_parts(log, job.options.inputs[log], part_bytes=job.options.part_bytes, skip=skip)
-    return [work(job, part, details.get(part.number)) for part in parts]
+    return [work(job, part, details.get(part.number)) for part in job.reader(log, skip)()]

@@ -12,22 +12,32 @@ of resuming, too (`work`). The result depends on inputs and options alone, not o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from tqdm import tqdm
 
 from data_pipeline.cluster import dask_schedule
-from data_pipeline.count_pass import Group, count_logs, describe_inputs, no_training_rows, train_and_rest
-from data_pipeline.hashing import HashedIds, TableIds
+from data_pipeline.count_pass import (
+    Group,
+    count_logs,
+    describe_inputs,
+    merged_values,
+    no_training_rows,
+    remove_runs,
+    train_and_rest,
+)
+from data_pipeline.counts import IntegerCounts
+from data_pipeline.hashing import HashedIds, open_tables
 from data_pipeline.job import Job
 from data_pipeline.manifest import (
+    FILES,
     FORMAT,
     FORMAT_VERSION,
-    MANIFEST_NAME,
     SPLITS,
     CategoricalColumn,
     IntegerColumn,
@@ -36,12 +46,14 @@ from data_pipeline.manifest import (
     versions,
     write_manifest,
 )
+from data_pipeline.names import check_names
 from data_pipeline.options import PreprocessOptions
 from data_pipeline.parts import detect_schema, identify, inputs_changed
 from data_pipeline.pool import Schedule, on_threads
 from data_pipeline.schema import LogSchema
 from data_pipeline.shards import Encoder, WrittenShard
 from data_pipeline.sources import LogIdentity
+from data_pipeline.time_pass import find_times
 from data_pipeline.vocabulary import Vocabulary, build_vocabulary
 from data_pipeline.work import Tell, work_folder
 from data_pipeline.write_pass import describe_label, describe_splits, write_logs
@@ -63,14 +75,24 @@ def preprocess(options: PreprocessOptions, tell: Tell = lambda line: None) -> Ma
     unknown = sorted(set(options.min_counts) - set(schema.categories))
     if unknown:
         raise ValueError(f"--min-count {unknown[0]}=...: no such category; they are {', '.join(schema.categories)}")
+    names = tuple(check_names(log, schema) for log in options.inputs)
+    options.splitting.check_column(schema)
     identity = _identity(options, schema, logs)
     scheduled = dask_schedule(options.scheduler, workers=options.threads) if options.scheduler else nullcontext(on_threads)
     with (
         scheduled as schedule,
-        work_folder(options.output, identity=identity, marker=MANIFEST_NAME, overwrite=options.overwrite, tell=tell) as work,
+        work_folder(options.output, identity=identity, files=FILES, overwrite=options.overwrite, tell=tell) as work,
     ):
-        counts_values = options.hash_buckets is None
-        job = Job(options=options, schema=schema, logs=logs, work=work, splitting=options.splitting, counts_values=counts_values)
+        counts_values = any(options.buckets_of(schema.column_of(name)) is None for name in schema.categories)
+        job = Job(
+            options=options,
+            schema=schema,
+            logs=logs,
+            work=work,
+            splitting=options.splitting,
+            names=names,
+            counts_values=counts_values,
+        )
         manifest = _run(job, options, schedule)
         work.remove_unfinished()
         if identify(options.inputs) != logs:
@@ -82,6 +104,8 @@ def preprocess(options: PreprocessOptions, tell: Tell = lambda line: None) -> Ma
 def _run(job: Job, options: PreprocessOptions, schedule: Schedule) -> Manifest:
     for folder in (*SPLITS, "vocabulary"):
         (job.work.data / folder).mkdir(exist_ok=True)
+    if job.splitting.kind == "time" and job.splitting.val_from is None:
+        job = replace(job, splitting=find_times(job, schedule))
     parts = count_logs(job, schedule)
     rows_of_logs = [sum(part.counts.rows for part in parts if part.log == log) for log in range(len(job.logs))]
     bounds = job.splitting.bounds(rows_of_logs)
@@ -89,21 +113,22 @@ def _run(job: Job, options: PreprocessOptions, schedule: Schedule) -> Manifest:
     if not any(group.trains for group in groups):
         raise no_training_rows(parts)
     integers = tuple(_integer_column(job, column, groups) for column in range(len(job.schema.integers)))
-    vocabularies = _vocabularies(job, options, groups) if job.counts_values else {}
-    written = write_logs(job, schedule, parts, bounds, _encoder(job, options, integers, vocabularies))
+    vocabularies = _vocabularies(job, options, groups)
+    encoder = _encoder(job, options, integers, vocabularies)
+    written = write_logs(job, schedule, parts, bounds, encoder)
     inputs, rejected_lines = describe_inputs(job, parts)
     rejected = sum(log.rows_rejected for log in inputs)
     return Manifest(
         format=FORMAT,
         format_version=FORMAT_VERSION,
         versions=versions(),
-        options=options.recorded(),
+        options=options.recorded() | job.splitting.times(),
         inputs=inputs,
         rows=RowCounts(read=sum(rows_of_logs) + rejected, written=sum(rows_of_logs), rejected=rejected),
         rejected_lines=rejected_lines,
         label=describe_label(written) if job.schema.labelled else None,
         integer_columns=integers,
-        categorical_columns=_categorical_columns(job, options, groups, vocabularies, written),
+        categorical_columns=_categorical_columns(job, options, groups, vocabularies, encoder, written),
         splits=describe_splits(written),
         log=job.schema,
     )
@@ -118,56 +143,77 @@ def _identity(options: PreprocessOptions, schema: LogSchema, logs: tuple[LogIden
 
 def _integer_column(job: Job, column: int, groups: Sequence[Group]) -> IntegerColumn:
     name = job.schema.integers[column]
-    counts = [(group.counts.integers[column], group.trains) for group in groups]
-    missing = sum(found.missing for found, _ in counts)
+    kind, transform = job.schema.column_of(name).kind, job.schema.column_of(name).transform
+    missing = sum(group.counts.integers[column].missing for group in groups)
     if job.schema.transformed:
         return IntegerColumn(name=name, missing=missing, offset=0, min=None, max=None, transform="none")
-    low = min((found.min for found, trains in counts if trains and found.min is not None), default=None)
-    high = max((found.max for found, trains in counts if trains and found.max is not None), default=None)
+    train = [(group.counts.rows, group.counts.integers[column]) for group in groups if group.trains]
+    train = [(rows - counts.missing, counts) for rows, counts in train if counts.min is not None]
+    low = min((counts.min for _, counts in train if counts.min is not None), default=None)
+    high = max((counts.max for _, counts in train if counts.max is not None), default=None)
+    if kind != "float":  # integers, whatever they were parsed to
+        low, high = (int(bound) if bound is not None else None for bound in (low, high))
+    mean, scale = _moments(train) if transform == "standardize" else (None, None)
     # 2 - min makes the smallest value log(2) > 0. Where training holds no value, later ones are taken to be counts from 0.
-    return IntegerColumn(name=name, missing=missing, offset=2 - (low or 0), min=low, max=high)
+    offset = 2 - (low or 0) if transform == "log" else 0
+    return IntegerColumn(name=name, missing=missing, offset=offset, min=low, max=high, transform=transform, mean=mean, scale=scale)
+
+
+def _moments(counted: Sequence[tuple[int, IntegerCounts]]) -> tuple[float, float]:
+    """Mean and standard deviation, 0 and 1 of nothing, of groups of so many values (Chan, Golub, LeVeque, 1979)."""
+    values = sum(count for count, _ in counted)
+    mean = sum(counts.sum for _, counts in counted) / max(values, 1)
+    deviations = sum(counts.deviations + count * (counts.sum / count - mean) ** 2 for count, counts in counted)
+    return mean, math.sqrt(deviations / max(values, 1)) or 1.0
 
 
 def _vocabularies(job: Job, options: PreprocessOptions, groups: Sequence[Group]) -> dict[str, Vocabulary]:
-    def build(column: int) -> Vocabulary:
-        name = job.schema.categories[column]
-        record = f"tables/{column:03d}"
-        vocabulary = job.work.load(record, Vocabulary)
-        if vocabulary is None:
-            vocabulary = build_vocabulary(
+    """Of the columns whose ids aren't hashes."""
+    columns = {
+        name: column for column, name in enumerate(job.schema.categories) if options.buckets_of(job.schema.column_of(name)) is None
+    }
+    found = {name: job.work.load(_record(column), Vocabulary) for name, column in columns.items()}
+    vocabularies = {name: vocabulary for name, vocabulary in found.items() if vocabulary}
+    if len(vocabularies) < len(columns):
+        values_of = merged_values(job, groups)
+
+    def build(name: str) -> Vocabulary:
+        if name not in vocabularies:
+            vocabularies[name] = build_vocabulary(
                 name,
-                [group.run(job, column) for group in groups],
+                values_of(columns[name]),
                 key_dtype=job.schema.key_dtype,
                 min_count=options.min_count_of(name),
-                entries=options.merged_entries,
+                max_ids=job.schema.column_of(name).max_ids,
                 data=job.work.data,
                 work=job.work.path / "tables",
             )
-            job.work.save(record, vocabulary)
-        return vocabulary
+            job.work.save(_record(columns[name]), vocabularies[name])
+        return vocabularies[name]
 
-    names = job.schema.categories
     with ThreadPoolExecutor(options.threads) as pool:
-        built = tqdm(pool.map(build, range(len(names))), total=len(names), desc="merging", unit="column", disable=None)
-        vocabularies = dict(zip(names, built, strict=True))
-    for runs in (job.work.path / "counts").glob("*.runs"):
-        runs.unlink()
+        built = tqdm(pool.map(build, columns), total=len(columns), desc="merging", unit="column", disable=None)
+        vocabularies = dict(zip(columns, built, strict=True))
+    remove_runs(job)
     return vocabularies
+
+
+def _record(column: int) -> str:
+    return f"tables/{column:03d}"
 
 
 def _encoder(
     job: Job, options: PreprocessOptions, integers: tuple[IntegerColumn, ...], vocabularies: Mapping[str, Vocabulary]
 ) -> Encoder:
-    schema, buckets = job.schema, options.hash_buckets
-    if buckets is not None:
-        count = len(schema.categories)
-        return Encoder(schema=schema, integers=integers, ids_of=(HashedIds(buckets),) * count, num_embeddings=(buckets,) * count)
-    tables = [TableIds(job.work.data / vocabularies[name].table.path, schema.key_dtype) for name in schema.categories]
+    schema, columns = job.schema, [job.schema.column_of(name) for name in job.schema.categories]
+    buckets = {column.name: options.buckets_of(column) for column in columns}
+    paths = [job.work.data / vocabulary.table.path for vocabulary in vocabularies.values()]
+    tables = dict(zip(vocabularies, open_tables(paths, schema.key_dtype, room=options.table_bytes), strict=True))
     return Encoder(
         schema=schema,
         integers=integers,
-        ids_of=tuple(tables),
-        num_embeddings=tuple(vocabularies[name].num_embeddings for name in schema.categories),
+        ids_of=tuple(tables[name] if count is None else HashedIds(count) for name, count in buckets.items()),
+        num_embeddings=tuple(vocabularies[name].num_embeddings if count is None else count for name, count in buckets.items()),
     )
 
 
@@ -176,6 +222,7 @@ def _categorical_columns(
     options: PreprocessOptions,
     groups: Sequence[Group],
     vocabularies: Mapping[str, Vocabulary],
+    encoder: Encoder,
     written: Mapping[str, Sequence[WrittenShard]],
 ) -> tuple[CategoricalColumn, ...]:
     columns = []
@@ -184,7 +231,7 @@ def _categorical_columns(
         columns.append(
             CategoricalColumn(
                 name=name,
-                num_embeddings=vocabulary.num_embeddings if vocabulary else int(options.hash_buckets or 0),
+                num_embeddings=encoder.num_embeddings[column],
                 distinct=vocabulary.distinct if vocabulary else None,
                 missing=sum(group.counts.missing[column] for group in groups),
                 min_count=options.min_count_of(name) if vocabulary else 0,

@@ -1,4 +1,4 @@
-"""One line of a log read the obvious way: what `parse` must give, and the words for what is wrong with a malformed line.
+"""What the loops of `csrc` compute, in Python: one line of a log, and the words for what is wrong with it; ids by hash; logarithms.
 
 A well-formed line has one cell for each column: a label of 0 or 1, integers of 32 bits or empty, categories of 1 to 8 hex digits
 (upper or lower case) or empty, any text or none for hashed categories, lists of non-empty elements or nothing.
@@ -6,6 +6,7 @@ A well-formed line has one cell for each column: a label of 0 or 1, integers of 
 
 from __future__ import annotations
 
+import math
 import re
 
 from data_pipeline.schema import Column, LogSchema
@@ -54,6 +55,8 @@ def _parse_cell(cell: bytes, column: Column) -> Cell:
             return [hash_text(element) for element in elements]
         case "ignore":
             return None
+        case _:
+            raise AssertionError(f"columns of kind {column.kind} are not read by lines")
 
 
 def _integer(cell: bytes, low: int, high: int, column: Column, expected: str) -> int:
@@ -71,6 +74,20 @@ def hash_text(text: bytes) -> int:
     x = 0xCBF29CE484222325
     for byte in text:
         x = (x ^ byte) * 0x100000001B3 % 2**64
+    return _mix(x)
+
+
+def hashed_id(key: int, buckets: int) -> int:
+    """1..buckets - 1 by splitmix64's next output for the state `key` (Steele, Lea, Flood, OOPSLA 2014)."""
+    return 1 + ((_mix((key + 0x9E3779B97F4A7C15) % 2**64) >> 32) * (buckets - 1) >> 32)
+
+
+def logarithm(value: int, low: int) -> float:
+    """What an integer is encoded as, where `low` is the least of training."""
+    return math.log(max(value, low) - low + 2)
+
+
+def _mix(x: int) -> int:
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
     return x ^ (x >> 31)

@@ -1,19 +1,23 @@
-"""What a line of a log holds: its columns in order, each of one kind, and the byte between them.
+"""What a log holds: its columns, each of one kind, and how they are written.
 
+    format = "csv"                 # "text": nothing is quoted; "jsonl": an object a line. Parquet says itself what it is
     separator = ","
-    header = true
-    [columns]                      # in the order of a line
-    id = "ignore"
+    header = true                  # each log opens with a line of names, by which its columns are known; else by their order
+    [columns]
     click = "label"                # 0 or 1; written as `label`
-    hour = "category"              # any text, kept as a 64-bit hash
-    price_cents = "integer"        # 32 bits
-    tags = { kind = "list", separator = "|" }
+    shop = "category"              # any text or integers, kept as a 64-bit hash
+    price_cents = "integer"        # 32 bits; "int64" and "float" are others
+    tags = { kind = "list", separator = " ", max_length = 20 }
+    user = { kind = "category", column = "user_id", hash_buckets = 100_000 }
+    rating = { kind = "float", transform = "standardize" }
+    at = "time"                    # not written; `--split time` goes by it, `--split user` by a column of kind "user"
 
 Criteo's own columns are built in: label, counts I1..I13, categories C1..C26 of 1 to 8 hex digits ("hex").
 """
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections import Counter
 from collections.abc import Mapping
@@ -25,23 +29,50 @@ import numpy as np
 
 from data_pipeline.columns import CATEGORIES, INTEGERS, LABEL
 
-Kind = Literal["ignore", "label", "integer", "hex", "category", "list"]
-KINDS: tuple[str, ...] = get_args(Kind)
+Kind = Literal["ignore", "label", "integer", "hex", "category", "list", "int64", "float", "time", "user"]
+KINDS = ("ignore", "label", "integer", "hex", "category", "list")  # that `parse` reads
+Transform = Literal["log", "standardize", "none"]
+Format = Literal["text", "csv", "jsonl"]
+OF_NO_FEATURE: tuple[Kind, ...] = ("ignore", "label", "time", "user")
+_NUMBERS: tuple[Kind, ...] = ("integer", "int64", "float")
+_CATEGORIES: tuple[Kind, ...] = ("hex", "category", "list")
+_LONGEST_NAME = 150  # in bytes; file systems take 255, and what is not finished has longer names
 _UNLABELLED = len(INTEGERS) + len(CATEGORIES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """A column of a log; `separator` stands between the elements of a list."""
+    """A column of a log.
+
+    Args:
+        name: of the column in the data set.
+        kind: what a cell holds.
+        separator: stands between the elements of a list.
+        column: its name in logs that name their columns; "" for the same name.
+        transform: of a number: log(x + offset), (x - mean) / standard deviation, or as it is.
+        hash_buckets: a category's ids are 1..hash_buckets - 1 by hash; None for a vocabulary.
+        max_ids: a category's vocabulary keeps this many values at most, the most frequent.
+        max_length: a list keeps this many elements at most, the first.
+    """
 
     name: str
     kind: Kind
     separator: str = "|"
+    column: str = ""
+    transform: Transform = "log"
+    hash_buckets: int | None = None
+    max_ids: int | None = None
+    max_length: int | None = None
+
+    @property
+    def source(self) -> str:
+        """The name in logs that name their columns."""
+        return self.column or self.name
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogSchema:
-    """The columns of a line in order, the byte between them, and whether each file opens with a line of names.
+    """The columns in the order of a line, the byte between them, and whether each file opens with a line of names.
 
     transformed: the integer columns are float32 to be kept as they are, as in the .npy files of torchrec's scripts.
     """
@@ -50,6 +81,7 @@ class LogSchema:
     separator: str = "\t"
     header: bool = False
     transformed: bool = False
+    format: Format = "text"
 
     def of_kind(self, *kinds: Kind) -> tuple[str, ...]:
         """Names of the columns of these kinds, in the order of a line."""
@@ -61,7 +93,24 @@ class LogSchema:
 
     @property
     def integers(self) -> tuple[str, ...]:
-        return self.of_kind("integer")
+        """Columns of numbers of all kinds."""
+        return self.of_kind(*_NUMBERS)
+
+    @property
+    def number_dtype(self) -> np.dtype:
+        """Of numbers as they are parsed."""
+        if self.transformed:
+            return np.dtype(np.float32)
+        wide = any(column.kind in ("int64", "float") or column.transform == "standardize" for column in self.columns)
+        return np.dtype(np.float64 if wide else np.int32)
+
+    @property
+    def of_text(self) -> bool:
+        """Whether `parse` reads columns of these kinds."""
+        return self.format != "jsonl" and all(column.kind in KINDS for column in self.columns)
+
+    def column_of(self, name: str) -> Column:
+        return next(column for column in self.columns if column.name == name)
 
     @property
     def singles(self) -> tuple[str, ...]:
@@ -124,35 +173,73 @@ def read_schema(path: Path) -> LogSchema:
 
 
 def _schema(content: Mapping[str, Any]) -> LogSchema:
-    _refuse_unknown(content, {"separator", "header", "columns"})
+    _refuse_unknown(content, {"format", "separator", "header", "columns"})
     columns = content.get("columns")
     if not isinstance(columns, dict) or not columns:
         raise ValueError('it has no table [columns] of lines such as price = "integer"')
+    separator = _byte(content.get("separator", "\t"))
     schema = LogSchema(
         columns=tuple(_column(name, entry) for name, entry in columns.items()),
-        separator=_byte(content.get("separator", "\t")),
-        header=bool(content.get("header", False)),
+        separator=separator,
+        format=_one_of("format", content.get("format", "csv" if separator == "," else "text"), Format),
+        header=_flag(content.get("header", False)),
     )
-    if len(schema.of_kind("label")) > 1:
-        raise ValueError(f"columns {', '.join(schema.of_kind('label'))} are all labels; there can be one")
+    kinds: tuple[tuple[Kind, str], ...] = (("label", "labels"), ("time", "times"), ("user", "users"))
+    for kind, plural in kinds:
+        if len(schema.of_kind(kind)) > 1:
+            raise ValueError(f"columns {', '.join(schema.of_kind(kind))} are all {plural}; there can be one")
+    if schema.of_kind("time") and schema.of_kind("user"):
+        raise ValueError("one column is of kind time and one of kind user; rows are split by one of them, so ignore the other")
     if not schema.integers + schema.categories:
-        raise ValueError("no column is an integer, hex, category or list; there is nothing to learn from")
+        raise ValueError("no column is a number or category; there is nothing to learn from")
     for column in schema.columns:
-        if column.kind not in ("label", "ignore") and column.name == LABEL:
+        if column.kind not in OF_NO_FEATURE and column.name == LABEL:
             raise ValueError(f"column {LABEL} is of kind {column.kind}; the name is kept for the label")
+        if len(file_name(column.name).encode()) > _LONGEST_NAME:
+            raise ValueError(f"column {column.name[:40]}... has too long a name for its files; rename it")
         if column.kind == "list" and column.separator == schema.separator:
             raise ValueError(f"{column.name}: {column.separator!r} cannot separate both columns and elements")
     return schema
 
 
+def file_name(column: str) -> str:
+    """A column's name as that of a file: as it is, but for characters that have a meaning in paths."""
+    return re.sub(r"[%/\\\0]|^\.", lambda match: f"%{ord(match[0]):02X}", column)
+
+
 def _column(name: str, entry: object) -> Column:
     settings = {"kind": entry} if isinstance(entry, str) else entry
     if not isinstance(settings, dict):
-        raise ValueError(f"{name}: write its kind, one of {', '.join(KINDS)}")
-    _refuse_unknown(settings, {"kind", "separator"})
-    if settings.get("kind") not in KINDS:
-        raise ValueError(f"{name}: kind {settings.get('kind')!r} is unknown; choose one of {', '.join(KINDS)}")
-    return Column(name=name, kind=settings["kind"], separator=_byte(settings.get("separator", "|")))
+        raise ValueError(f"{name}: write its kind, one of {', '.join(get_args(Kind))}")
+    kind = settings.get("kind")
+    if kind not in get_args(Kind):
+        raise ValueError(f"{name}: kind {kind!r} is unknown; choose one of {', '.join(get_args(Kind))}")
+    allowed = {"kind", "column"} | ({"transform"} if kind in _NUMBERS else set())
+    allowed |= {"hash_buckets", "max_ids"} if kind in _CATEGORIES else set()
+    _refuse_unknown(settings, allowed | ({"separator", "max_length"} if kind == "list" else set()))
+    for setting, least in (("hash_buckets", 2), ("max_ids", 1), ("max_length", 1)):
+        number = settings.get(setting, least)
+        if type(number) is not int or not least <= number <= 1 << 31:
+            raise ValueError(f"{name}: {setting} is {number!r}; it must be an integer from {least} to 2**31")
+    if not isinstance(settings.get("column", ""), str):
+        raise ValueError(f"{name}: column is {settings['column']!r}; write the name that the log gives it")
+    if "hash_buckets" in settings and "max_ids" in settings:
+        raise ValueError(f"{name}: hash_buckets leave no vocabulary for max_ids to bound; give one of them")
+    transform = _one_of(f"{name}: transform", settings.get("transform", "log"), Transform)
+    others = {setting: value for setting, value in settings.items() if setting not in ("separator", "transform")}
+    return Column(name=name, separator=_byte(settings.get("separator", "|")), transform=transform, **others)
+
+
+def _one_of(setting: str, value: object, choices: Any) -> Any:
+    if value not in get_args(choices):
+        raise ValueError(f"{setting} {value!r} is unknown; choose one of {', '.join(get_args(choices))}")
+    return value
+
+
+def _flag(header: object) -> bool:
+    if not isinstance(header, bool):
+        raise ValueError(f"header is {header!r}; write true or false, without quotes")
+    return header
 
 
 def _byte(separator: object) -> str:
@@ -160,10 +247,10 @@ def _byte(separator: object) -> str:
         not isinstance(separator, str)
         or len(separator) != 1
         or not separator.isascii()
-        or separator in "\r\n-"
+        or separator in '\r\n-"'
         or separator.isalnum()
     ):
-        raise ValueError(f"separator {separator!r} must be one ASCII character other than letters, digits, '-' and line ends")
+        raise ValueError(f"separator {separator!r} must be one ASCII character, but no letter, digit, '-', quote or line end")
     return separator
 
 

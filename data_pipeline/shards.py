@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from data_pipeline import native
+from data_pipeline.arrow import to_arrow, to_lists
 from data_pipeline.atomic import replacing
 from data_pipeline.columns import LABEL
 from data_pipeline.counts import list_elements
+from data_pipeline.hashing import HashedIds, TableIds, encode_keys
 from data_pipeline.manifest import IntegerColumn, Shard, describe_file
+from data_pipeline.native import Array, Matrix
 from data_pipeline.parse import Parsed
 from data_pipeline.parts import inputs_changed
 from data_pipeline.schema import LogSchema
@@ -23,11 +28,11 @@ from data_pipeline.splits import Rows
 
 # Small enough that a loader can shuffle over row groups, large enough that reading one is no overhead.
 ROW_GROUP_ROWS = 1 << 16
+_ROW_GROUP_BYTES = 32 << 20  # of ids and numbers: groups of long lists, or of a thousand columns, have fewer rows
 # Dictionaries shrink columns of few values; where there are many, Parquet builds them in vain, at half of the time of writing.
 _DICTIONARY_IDS = 1 << 14
-_LOGARITHMS = np.log(np.arange(1, 1 << 16)).astype(np.float32)
-
-IdsOf = Callable[[np.ndarray, np.ndarray, np.ndarray], int]
+_LOGARITHMS = Array(np.log(np.arange(1, 1 << 16)).astype(np.float32), np.float32)
+_ROWS_KEY = "comera_rec.rows"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +59,13 @@ class Encoder:
     Args:
         schema: the log's.
         integers: its integer columns.
-        ids_of: for each categorical column, what fills ids for (keys, missing, ids) and returns how many are 0.
+        ids_of: where the ids of each categorical column come from.
         num_embeddings: of each categorical column.
     """
 
     schema: LogSchema
     integers: tuple[IntegerColumn, ...]
-    ids_of: tuple[IdsOf, ...]
+    ids_of: tuple[TableIds | HashedIds, ...]
     num_embeddings: tuple[int, ...]
 
     @property
@@ -73,30 +78,40 @@ class Encoder:
 
     def encode(self, parsed: Parsed, rows: Rows) -> tuple[pa.Table, np.ndarray]:
         """Encode rows, in their order, and tell how many ids of each categorical column are 0."""
-        arrays = [pa.array(parsed.label[rows])] if self.schema.labelled else []
-        for values, missing, column in zip(parsed.integers, parsed.integer_missing, self.integers, strict=True):
-            arrays.append(pa.array(encode_integers(values[rows], missing[rows], column)))
-        zeros = []
-        for number in range(len(self.ids_of)):
-            ids, lengths, at_zero = self.ids(parsed, number, rows)
-            zeros.append(at_zero)
-            if lengths is None:
-                arrays.append(pa.array(ids))
-            else:
-                arrays.append(pa.ListArray.from_arrays(np.append(0, np.cumsum(lengths)).astype(np.int32), ids))
-        return pa.table(arrays, schema=self.columns), np.array(zeros, np.int64)
+        arrays = [to_arrow(parsed.label[rows])] if self.schema.labelled else []
+        arrays += [to_arrow(column) for column in self.numbers(parsed, rows)]
+        ids, zeros = self.singles(parsed, rows)
+        arrays += [to_arrow(column) for column in ids]
+        for number in range(len(parsed.list_ends)):
+            elements, lengths, at_zero = self.list(parsed, number, rows)
+            zeros = np.append(zeros, at_zero)
+            arrays.append(to_lists(elements, lengths))
+        return pa.Table.from_arrays(arrays, schema=self.columns), zeros
 
-    def ids(self, parsed: Parsed, number: int, rows: Rows) -> tuple[np.ndarray, np.ndarray | None, int]:
-        """The int32 ids of a categorical column in rows, in a list column the lengths of lists, and how many ids are 0."""
-        lengths = None
-        if number < len(parsed.keys):
-            keys, missing = parsed.keys[number][rows], parsed.key_missing[number][rows]
-        else:
-            keys, lengths = list_elements(parsed, number - len(parsed.keys), rows)
-            missing = np.zeros(len(keys), np.bool_)
-        ids = np.empty(len(keys), np.int32)
-        zeros = self.ids_of[number](keys, missing, ids)
-        return ids, lengths, zeros
+    def numbers(self, parsed: Parsed, rows: Rows) -> np.ndarray:
+        """The columns of numbers in rows, transformed: float32 [I, n], and 0.0 where a value is missing.
+
+        Those that came transformed are kept as they are.
+        """
+        if self.schema.transformed:
+            return _select(parsed.integers, rows)
+        values, missing = _select(parsed.integers, rows), _select(parsed.integer_missing, rows)
+        encoded = np.empty(values.shape, np.float32)
+        for number, column in enumerate(self.integers):
+            encoded[number] = _encode_numbers(values[number : number + 1], missing[number : number + 1], column)
+        return encoded
+
+    def singles(self, parsed: Parsed, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of the categorical columns of one value a row, int32 [C, n], and how many of each are 0."""
+        keys = _select(parsed.keys, rows)
+        return encode_keys(self.ids_of[: len(keys)], keys, _select(parsed.key_missing, rows))
+
+    def list(self, parsed: Parsed, number: int, rows: Rows) -> tuple[np.ndarray, np.ndarray, int]:
+        """Of a list column in rows: the int32 ids end to end, the lengths of the lists, and how many ids are 0."""
+        keys, lengths = list_elements(parsed, number, rows)
+        of_column = self.ids_of[len(parsed.keys) + number]
+        ids, zeros = encode_keys((of_column,), keys[np.newaxis], np.zeros((1, len(keys)), np.bool_))
+        return ids[0], lengths, int(zeros[0])
 
     def writer(self, path: Path) -> pq.ParquetWriter:
         """A writer of shards. Statistics of row groups would be of use to nobody: ids are read, not searched."""
@@ -106,53 +121,106 @@ class Encoder:
         return pq.ParquetWriter(path, self.columns, compression="lz4", **options)
 
 
-def encode_integers(values: np.ndarray, missing: np.ndarray, column: IntegerColumn) -> np.ndarray:
-    """float32 log(max(x, min) + offset), and 0.0 where x is missing; the values themselves if they are transformed already."""
+def _select(columns: np.ndarray, rows: Rows) -> np.ndarray:
+    """Rows of columns [columns, n], each column end to end."""
+    return columns[:, rows] if isinstance(rows, slice) else columns.take(rows, axis=1)
+
+
+def _encode_numbers(values: np.ndarray, missing: np.ndarray, column: IntegerColumn) -> np.ndarray:
+    """float32 [1, n] log(max(x, min) + offset), (x - mean) / scale or x of [1, n], and 0.0 where x is missing."""
     if column.transform == "none":
-        return values
-    encoded = np.empty(len(values), np.float32)
-    _encode_integers(values, missing, 2 - column.offset, _LOGARITHMS, encoded)
+        return values.astype(np.float32)
+    if column.mean is not None and column.scale is not None:
+        return np.where(missing, 0, (values - column.mean) / column.scale).astype(np.float32)
+    low = 2 - column.offset
+    if values.dtype == np.float64:
+        return np.where(missing, 0, np.log(np.maximum(values, low) + column.offset)).astype(np.float32)
+    encoded, lows = np.empty(values.shape, np.float32), Array(np.array([low], np.int64), np.int64)
+    native.encode_integers(Matrix(values, np.int32), Matrix(missing, np.bool_), lows, _LOGARITHMS, Matrix(encoded, np.float32))
     return encoded
 
 
-@numba.njit(nogil=True, cache=True)
-def _encode_integers(values, missing, low, logarithms, encoded):  # type: ignore[no-untyped-def]
-    for i in range(len(values)):
-        above = max(np.int64(values[i]) - low, 0) + 1
-        if missing[i]:
-            encoded[i] = 0
-        elif above < len(logarithms):
-            encoded[i] = logarithms[above]
-        else:
-            encoded[i] = np.log(np.float64(above + 1))
+RowsOf = Callable[[Parsed, int], Mapping[str, Rows]]
 
 
 def write_part(
-    parsed: Parsed, encoder: Encoder, data: Path, *, rows: Mapping[str, Rows], shards: Mapping[str, Shard]
+    blocks: Iterable[Parsed], encoder: Encoder, data: Path, *, rows_of: RowsOf, shards: Mapping[str, Shard]
 ) -> PartShards:
     """Encode a part.
 
     Args:
-        parsed: the part.
+        blocks: its rows.
         encoder: of its columns.
         data: the data set's folder.
-        rows: of each split.
+        rows_of: the rows of each split in a block, whose first row's number in the part comes with it.
         shards: of each split that has rows in the part, what is known of its shard before it is written.
     """
+    with ExitStack() as stack:
+        beside = {split: stack.enter_context(replacing(data / shard.path)) for split, shard in shards.items()}
+        writers = {
+            split: stack.enter_context(_ShardWriter(encoder, path, f"{split} {shards[split].from_rows}"))
+            for split, path in beside.items()
+        }
+        first = 0
+        for parsed in blocks:
+            for split, rows in rows_of(parsed, first).items():
+                if split in writers:
+                    writers[split].add(parsed, rows)
+            first += parsed.rows
+        if first != sum(writer.rows for writer in writers.values()) or any(
+            writers[split].rows != shard.rows for split, shard in shards.items()
+        ):
+            raise inputs_changed()
     written = []
     for split, shard in shards.items():
-        chosen = np.arange(parsed.rows)[rows[split]]
-        if len(chosen) != shard.rows:
-            raise inputs_changed()
-        zeros = np.zeros(len(encoder.ids_of), np.int64)
-        contiguous = isinstance(rows[split], slice)
-        with replacing(data / shard.path) as beside, encoder.writer(beside) as writer:
-            for start in range(0, len(chosen), ROW_GROUP_ROWS):
-                group = chosen[start : start + ROW_GROUP_ROWS]
-                table, at_zero = encoder.encode(parsed, slice(int(group[0]), int(group[-1]) + 1) if contiguous else group)
-                writer.write_table(table)
-                zeros += at_zero
-        positives = int(parsed.label[rows[split]].sum()) if encoder.schema.labelled else 0
         described = replace(describe_file(shard.path, data, rows=shard.rows), from_rows=shard.from_rows)
-        written.append(WrittenShard(split=split, shard=described, positives=positives, zeros=tuple(map(int, zeros))))
+        positives, zeros = writers[split].positives, writers[split].zeros
+        written.append(WrittenShard(split=split, shard=described, positives=positives, zeros=tuple(zeros.tolist())))
     return PartShards(written=tuple(written))
+
+
+class _ShardWriter:
+    """Gathers a split's rows of several blocks to row groups.
+
+    Args:
+        encoder: of the columns.
+        path: of the file.
+        rows: what `recorded_rows` reads: the split, and the range of its rows in the input.
+    """
+
+    def __init__(self, encoder: Encoder, path: Path, rows: str) -> None:
+        self._encoder, self._writer = encoder, encoder.writer(path)
+        self._writer.add_key_value_metadata({_ROWS_KEY: rows})
+        self._waiting = encoder.columns.empty_table()
+        self.rows = self.positives = 0
+        self.zeros = np.zeros(len(encoder.ids_of), np.int64)
+
+    def __enter__(self) -> _ShardWriter:
+        return self
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        if kind is None and len(self._waiting):
+            self._write(self._waiting)
+        self._writer.close()
+
+    def add(self, parsed: Parsed, rows: Rows) -> None:
+        """Encode rows of a block, and write the row groups that are full."""
+        table, zeros = self._encoder.encode(parsed, rows)
+        self.zeros += zeros
+        if self._encoder.schema.labelled:
+            self.positives += int(parsed.label[rows].sum())
+        self.rows += len(table)
+        waiting = pa.concat_tables([self._waiting, table])
+        while len(waiting) >= ROW_GROUP_ROWS or waiting.nbytes >= _ROW_GROUP_BYTES:
+            self._write(waiting[:ROW_GROUP_ROWS])
+            waiting = waiting[ROW_GROUP_ROWS:]
+        self._waiting = waiting
+
+    def _write(self, group: pa.Table) -> None:
+        self._writer.write_table(group.combine_chunks())  # pages end where chunks do
+
+
+def recorded_rows(path: Path) -> tuple[str, tuple[int, int]] | None:
+    """The split of a shard and the range of its rows in the input, as `write_part` recorded them in it."""
+    match = re.fullmatch(rb"(\w+) \((\d+), (\d+)\)", (pq.read_metadata(path).metadata or {}).get(_ROWS_KEY.encode(), b""))
+    return (match[1].decode(), (int(match[2]), int(match[3]))) if match else None

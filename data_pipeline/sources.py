@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -14,6 +16,12 @@ Source = Path | str  # a URL is a str: Path would take one of its slashes
 # What file systems call the thing that changes when a file does.
 _VERSIONS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "Last-Modified", "updated", "created")
 _STREAM_BLOCK = 8 << 20
+_HTTP = re.compile(r"(\w+::)*https?://")
+# What signs a URL, at Amazon, Google, CloudFront and Azure.
+_SIGNATURE = re.compile(
+    r"(?<=[?&])(X-Amz-[^=&]*|X-Goog-[^=&]*|AWSAccessKeyId|GoogleAccessId|Key-Pair-Id|Policy|Signature|Expires|sig|s[eprtv]|spr|sk[a-z]+)"
+    r"=[^&]*&?"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +44,28 @@ def sibling(log: Source, name: str) -> Source:
 
 
 def name_of(log: Source) -> str:
-    """The log's name without its folder."""
-    return log.name if isinstance(log, Path) else log.rpartition("/")[2]
+    """The log's name without its folder, and without a URL's query, which may sign it."""
+    if isinstance(log, Path):
+        return log.name
+    return (log.partition("?")[0] if _HTTP.match(log) else log).rpartition("/")[2]
+
+
+def refuse_twice(logs: tuple[Source, ...]) -> None:
+    """Refuse a log that is given twice, under whatever names: its rows would be in several splits.
+
+    Raises:
+        ValueError: naming both.
+    """
+    seen: dict[object, Source] = {}
+    for log in logs:
+        if isinstance(log, Path):
+            status = log.stat() if log.exists() else None
+            key: object = (status.st_dev, status.st_ino) if status else log
+        else:
+            key = _SIGNATURE.sub("", log)
+        if key in seen:
+            raise ValueError(f"--input {log} and {seen[key]} are the same file; give each log once")
+        seen[key] = log
 
 
 def identify_log(log: Source) -> LogIdentity:
@@ -51,9 +79,10 @@ def identify_log(log: Source) -> LogIdentity:
             status = log.stat()
             folder, size, version = log.is_dir(), status.st_size, str(status.st_mtime_ns)
         else:
-            files, path = _file_system(log)
-            files.invalidate_cache()  # or a change is seen by other processes only
-            found = files.info(path)
+            with _errors_of(log):
+                files, path = _file_system(log)
+                files.invalidate_cache()  # or a change is seen by other processes only
+                found = files.info(path)
             folder, size = found["type"] == "directory", found["size"]
             version = next((str(found[key]) for key in _VERSIONS if found.get(key)), "")
     except FileNotFoundError as error:
@@ -73,9 +102,42 @@ def open_log(log: Source, *, streamed: bool = False) -> BinaryIO:
     """Open a log for reading: from its beginning to its end if streamed, else piece by piece, each in one request."""
     if isinstance(log, Path):
         return log.open("rb")
-    files, path = _file_system(log)
     options = {"cache_type": "readahead", "block_size": _STREAM_BLOCK} if streamed else {"cache_type": "none"}
-    return cast(BinaryIO, files.open(path, "rb", **options))
+    with _errors_of(log):
+        files, path = _file_system(log)
+        return cast(BinaryIO, _Remote(log, files.open(path, "rb", **options)))
+
+
+class _Remote:
+    """A file behind a URL, whose methods raise OSError for whatever its library raises."""
+
+    def __init__(self, log: Source, file: Any) -> None:
+        self._log, self._file = log, file
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._file, name)
+        return partial(self._call, attribute) if callable(attribute) else attribute
+
+    def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        with _errors_of(self._log):
+            return method(*arguments)
+
+    def __enter__(self) -> _Remote:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+@contextmanager
+def _errors_of(log: Source) -> Iterator[None]:
+    """Errors of a URL's library, such as botocore's, as OSErrors."""
+    try:
+        yield
+    except (OSError, ValueError):
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 def expand(texts: Iterable[str]) -> tuple[Source, ...]:
@@ -90,8 +152,12 @@ def expand(texts: Iterable[str]) -> tuple[Source, ...]:
         if isinstance(log, Path) or not re.search(r"[*?]", log):
             logs.append(log)
             continue
-        files, pattern = _file_system(log)
-        found = [str(files.unstrip_protocol(path)) for path in files.glob(pattern)]
+        try:
+            with _errors_of(log):
+                files, pattern = _file_system(log)
+                found = [str(files.unstrip_protocol(path)) for path in files.glob(pattern)]
+        except OSError as error:
+            raise unreadable(log, error) from error
         if not found:
             raise ValueError(f"--input {log} matches no file; check its name")
         logs += sorted(found)

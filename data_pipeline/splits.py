@@ -1,17 +1,19 @@
-"""Which split a row belongs to: by its place in the logs, by its log, or by chance."""
+"""Which split a row belongs to: by its place in the logs, by its log, by chance, by its time or by its user."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
 from data_pipeline.manifest import SPLITS
+from data_pipeline.schema import Kind, LogSchema
 
-SplitKind = Literal["chronological", "day", "random"]
+SplitKind = Literal["chronological", "day", "random", "time", "user"]
+_NAMES = {"val_fraction": "val", "test_fraction": "test", "seed": "seed", "val_from": "val_from", "test_from": "test_from"}
 Rows = slice | np.ndarray  # of indices, ascending
 
 
@@ -24,12 +26,17 @@ class Splitting:
         for Criteo's terabyte.
     random: each row is drawn on its own by a hash of the seed, its log and where it begins in the log's text, so that shares hold
         on average, and neither workers nor the size of parts play a role. With the default fractions, 8 : 1 : 1 as in BARS.
+    time: rows from the time `test_from` on are the test split, those from `val_from` on are for validation. Without these times,
+        they are those that leave `val` and `test` of the rows (`data_pipeline.time_pass`). Rows of one time are in one split.
+    user: each user is drawn as rows are in a random split, by a hash of the seed and the user, and takes all rows along.
     """
 
     kind: SplitKind = "chronological"
     val: float = 0.1
     test: float = 0.1
     seed: int = 0
+    val_from: float | None = None
+    test_from: float | None = None
 
     @classmethod
     def recorded(cls, options: Mapping[str, Any]) -> Splitting:
@@ -37,13 +44,48 @@ class Splitting:
         kind = options["split"]
         if kind in SPLITS:
             return cls(val=float(kind == "val"), test=float(kind == "test"))
-        names = {"val_fraction": "val", "test_fraction": "test", "seed": "seed"}
-        return cls(kind=kind, **{argument: options[name] for name, argument in names.items() if name in options})
+        return cls(kind=kind, **{argument: options[name] for name, argument in _NAMES.items() if name in options})
 
-    def drawn(self, log: int, starts: np.ndarray) -> np.ndarray:
-        """Random splits of rows, as numbers in SPLITS: int8 [n] for where they begin in their log, int64 [n]."""
+    @property
+    def by_row(self) -> bool:
+        """Whether a row's split follows from the row, not from its place among all."""
+        return self.kind in ("random", "time", "user")
+
+    def times(self) -> dict[str, float]:
+        """What a manifest records of a split by time beside fractions."""
+        named = {"val_from": self.val_from, "test_from": self.test_from}
+        return {name: time for name, time in named.items() if time is not None}
+
+    def check_column(self, schema: LogSchema) -> None:
+        """Make sure that logs have the column that rows are split by.
+
+        Raises:
+            ValueError: they don't.
+        """
+        if self.kind in ("time", "user") and not schema.of_kind(cast(Kind, self.kind)):
+            raise ValueError(f"--split {self.kind} goes by a column of kind {self.kind}; name one in --schema")
+
+    def of_rows(self, log: int, starts: np.ndarray, split_keys: np.ndarray | None) -> np.ndarray:
+        """Splits of rows as numbers in SPLITS, int8 [n].
+
+        Args:
+            log: of the rows.
+            starts: where they begin in it, int64 [n].
+            split_keys: their times or users, as in `Parsed`.
+        """
+        if self.kind == "random":
+            return self.drawn(log, starts)
+        assert split_keys is not None, "`check_column` has been called"
+        if self.kind == "user":
+            return self.drawn(0, split_keys)
+        assert self.val_from is not None, "times are known before rows are split by them"
+        assert self.test_from is not None, "times are known before rows are split by them"
+        return np.searchsorted([self.val_from, self.test_from], split_keys, side="right").astype(np.int8)
+
+    def drawn(self, log: int, keys: np.ndarray) -> np.ndarray:
+        """Random splits as numbers in SPLITS, int8 [n], for keys [n] such as where rows begin in their log."""
         key = _mix64(np.array([self.seed], np.uint64) ^ _mix64(np.array([log], np.uint64)))
-        uniform = (_mix64(starts.astype(np.uint64) ^ key) >> np.uint64(11)).astype(np.float64) / (1 << 53)
+        uniform = (_mix64(keys.astype(np.uint64) ^ key) >> np.uint64(11)).astype(np.float64) / (1 << 53)
         return np.searchsorted([1 - self.val - self.test, 1 - self.test], uniform, side="right").astype(np.int8)
 
     def bounds(self, rows_of_logs: Sequence[int]) -> tuple[int, int]:

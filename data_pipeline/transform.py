@@ -1,5 +1,7 @@
 """New logs with the vocabularies of a data set: pass 2 of `data_pipeline.preprocess`, after a pass 1 that counts no values.
 
+On request, values of the new training rows that DATA has no id for get ids behind the known ones (`data_pipeline.extend`).
+
 NEWDATA holds its own vocabularies (links to DATA's files where the file system has links), so DATA may go. Its ids mean what DATA's
 do, so a model trained on one reads the other. Values that DATA has no id for become 0.
 """
@@ -9,17 +11,28 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from data_pipeline.atomic import replacing
+from data_pipeline.atomic import refuse_overlap, replacing
 from data_pipeline.cluster import dask_schedule
-from data_pipeline.count_pass import CountedPart, count_logs, describe_inputs
+from data_pipeline.count_pass import (
+    CountedPart,
+    Group,
+    count_logs,
+    describe_inputs,
+    merged_values,
+    remove_runs,
+    train_and_rest,
+)
 from data_pipeline.encoder import check_columns, new_logs_schema, open_encoder, recorded_log
+from data_pipeline.extend import extend_vocabulary
 from data_pipeline.job import Job
 from data_pipeline.manifest import (
+    FILES,
     MANIFEST_NAME,
     SPLITS,
     CategoricalColumn,
@@ -33,6 +46,7 @@ from data_pipeline.manifest import (
     versions,
     write_manifest,
 )
+from data_pipeline.names import check_names
 from data_pipeline.options import PassOptions
 from data_pipeline.parts import identify, inputs_changed
 from data_pipeline.pool import Schedule, on_threads
@@ -42,7 +56,7 @@ from data_pipeline.splits import Splitting
 from data_pipeline.work import Tell, work_folder
 from data_pipeline.write_pass import describe_label, describe_splits, write_logs
 
-_SPLIT_OPTIONS = ("split", "val_fraction", "test_fraction", "seed")
+_SPLIT_OPTIONS = ("split", "val_fraction", "test_fraction", "seed", "val_from", "test_from")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,16 +67,17 @@ class TransformOptions(PassOptions):
         data: the data set whose vocabularies and offsets are used.
         schema: the new logs' columns; None for those of `data`'s logs, of Criteo's with or without label as the first log has it.
         split: which split takes the new rows, or "source" to divide them as `data`'s logs were.
+        extend: give ids to values of the new training rows that `data` has none for, behind those that it has.
     """
 
     data: Path
     schema: LogSchema | None = None
     split: Literal["source", "train", "val", "test"] = "source"
+    extend: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.output.absolute() == self.data.absolute():
-            raise ValueError(f"--output {self.output} is --data; choose a folder for the new data set")
+        refuse_overlap(self.output, "data", [self.data], within=True)
         if self.split not in ("source", *SPLITS):
             raise ValueError(f"--split is {self.split!r}; choose one of source, {', '.join(SPLITS)}")
 
@@ -83,9 +98,11 @@ def transform(options: TransformOptions, tell: Tell = lambda line: None) -> Mani
     logs = identify(options.inputs)
     schema = options.schema or new_logs_schema(known, options.inputs[0])
     check_columns(schema, known, log=options.inputs[0], data=options.data)
+    names = tuple(check_names(log, schema) for log in options.inputs)
     split: dict[str, Any] = {"split": options.split}
     if options.split == "source":
         split = {name: source.options[name] for name in _SPLIT_OPTIONS if name in source.options}
+    Splitting.recorded(split).check_column(schema)
     origin = Transformed(data=str(options.data), manifest_sha256=file_sha256(options.data / MANIFEST_NAME))
     identity = {
         "inputs": [asdict(log) for log in logs],
@@ -93,13 +110,22 @@ def transform(options: TransformOptions, tell: Tell = lambda line: None) -> Mani
         "vocabularies": origin.manifest_sha256,
         "versions": versions(),
         "part_bytes": options.part_bytes,
+        "extend": options.extend,
     } | split
     scheduled = dask_schedule(options.scheduler, workers=options.threads) if options.scheduler else nullcontext(on_threads)
     with (
         scheduled as schedule,
-        work_folder(options.output, identity=identity, marker=MANIFEST_NAME, overwrite=options.overwrite, tell=tell) as work,
+        work_folder(options.output, identity=identity, files=FILES, overwrite=options.overwrite, tell=tell) as work,
     ):
-        job = Job(options=options, schema=schema, logs=logs, work=work, splitting=Splitting.recorded(split))
+        job = Job(
+            options=options,
+            schema=schema,
+            logs=logs,
+            work=work,
+            splitting=Splitting.recorded(split),
+            names=names,
+            counts_values=options.extend,
+        )
         manifest = replace(_run(job, source, options.data, schedule), transformed=origin)
         manifest = replace(manifest, options={**split, "part_bytes": options.part_bytes, "max_bad_rows": options.max_bad_rows})
         work.remove_unfinished()
@@ -112,17 +138,20 @@ def transform(options: TransformOptions, tell: Tell = lambda line: None) -> Mani
 def _run(job: Job, source: Manifest, data: Path, schedule: Schedule) -> Manifest:
     for folder in (*SPLITS, "vocabulary"):
         (job.work.data / folder).mkdir(exist_ok=True)
-    for column in source.categorical_columns:
-        for file in (column.vocabulary, column.table):
-            if file:
-                _link(file, data, job.work.data)
     parts = count_logs(job, schedule)
     rows_of_logs = [sum(part.counts.rows for part in parts if part.log == log) for log in range(len(job.logs))]
     rows = sum(rows_of_logs)
     if not rows:
         raise ValueError("--input holds no well-formed line; give more")
-    encoder = open_encoder(source, job.work.data, job.schema)
-    written = write_logs(job, schedule, parts, job.splitting.bounds(rows_of_logs), encoder)
+    bounds = job.splitting.bounds(rows_of_logs)
+    if job.counts_values:
+        source = replace(source, categorical_columns=_extended(job, source, data, train_and_rest(job, parts, bounds[0])))
+    for column in source.categorical_columns:
+        for file in (column.vocabulary, column.table):
+            if file and not (job.work.data / file.path).exists():
+                _link(file, data, job.work.data)
+    encoder = open_encoder(source, job.work.data, job.schema, room=job.options.table_bytes)
+    written = write_logs(job, schedule, parts, bounds, encoder)
     inputs, rejected_lines = describe_inputs(job, parts)
     rejected = sum(log.rows_rejected for log in inputs)
     groups = [group for part in parts for group in (part.counts.train, part.counts.rest)]
@@ -141,6 +170,36 @@ def _run(job: Job, source: Manifest, data: Path, schedule: Schedule) -> Manifest
         splits=describe_splits(written),
         log=job.schema,
     )
+
+
+def _extended(job: Job, source: Manifest, data: Path, groups: Sequence[Group]) -> tuple[CategoricalColumn, ...]:
+    """The data set's categorical columns, those with a vocabulary extended."""
+    records = {number: f"tables/{number:03d}" for number, column in enumerate(source.categorical_columns) if column.vocabulary}
+    found = {number: job.work.load(record, CategoricalColumn) for number, record in records.items()}
+    extended = {number: column for number, column in found.items() if column}
+    if len(extended) < len(records):
+        values_of = merged_values(job, groups)
+
+    def extend(number: int) -> CategoricalColumn:
+        if number not in extended:
+            column = source.categorical_columns[number]
+            extended[number] = extend_vocabulary(
+                column,
+                values_of(number),
+                key_dtype=job.schema.key_dtype,
+                max_ids=job.schema.column_of(column.name).max_ids,
+                room=job.options.table_bytes,
+                known=data,
+                data=job.work.data,
+                work=job.work.path / "tables",
+            )
+            job.work.save(records[number], extended[number])
+        return extended[number]
+
+    with ThreadPoolExecutor(job.options.threads) as pool:
+        columns = dict(zip(records, pool.map(extend, records), strict=True))
+    remove_runs(job)
+    return tuple(columns.get(number, column) for number, column in enumerate(source.categorical_columns))
 
 
 def _link(file: Shard, data: Path, new: Path) -> None:

@@ -10,13 +10,14 @@ A part is a range of rows instead of bytes. Letters: n rows, I integer columns, 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from data_pipeline.columns import LABEL
-from data_pipeline.parse import REASONS_KEPT, Parsed
+from data_pipeline.parse import BLOCK_BYTES, REASONS_KEPT, Parsed
 from data_pipeline.schema import Column, LogSchema
 from data_pipeline.sources import LogIdentity, Source, identify_log, name_of, open_log, sibling
 
@@ -129,8 +130,17 @@ def _open(log: Source, kinds: str) -> _File:
     return _File(log=log, rows=shape[0], columns=shape[1] if len(shape) == 2 else 1, dtype=dtype, offset=offset)
 
 
-def parse_rows(rows: Rows) -> Parsed:
-    """Rows as columns; malformed are labels other than 0 and 1, dense values that aren't finite, and ids beyond 32 bits."""
+def parse_rows(rows: Rows) -> Iterator[Parsed]:
+    """Rows as columns, block by block; malformed: labels other than 0 and 1, dense values that aren't finite, ids beyond 32 bits.
+
+    `starts` and the lines of `reasons` count from the first row.
+    """
+    step = max(1, BLOCK_BYTES // (9 + 5 * (rows.dense.shape[1] + rows.sparse.shape[1])))
+    for begin in range(0, len(rows.labels), step):
+        yield _parse_block(Rows(*(array[begin : begin + step] for array in rows)), begin)
+
+
+def _parse_block(rows: Rows, begin: int) -> Parsed:
     labels, sparse = rows.labels[:, 0], rows.sparse
     dense = np.ascontiguousarray(rows.dense.T, np.float32)
     checks = {
@@ -140,7 +150,8 @@ def parse_rows(rows: Rows) -> Parsed:
     }
     bad = np.any(list(checks.values()), axis=0)
     reasons = [
-        (int(row), next(reason for reason, found in checks.items() if found[row])) for row in np.flatnonzero(bad)[:REASONS_KEPT]
+        (begin + int(row), next(reason for reason, found in checks.items() if found[row]))
+        for row in np.flatnonzero(bad)[:REASONS_KEPT]
     ]
     good = np.flatnonzero(~bad)
     # Scripts that store 32-bit numbers as int32 wrap them; as uint32 they are what they were.
@@ -153,7 +164,7 @@ def parse_rows(rows: Rows) -> Parsed:
         key_missing=keys == 0,
         list_keys=np.empty((0, 0), np.uint64),
         list_ends=np.empty((0, len(good)), np.int64),
-        starts=good,
+        starts=begin + good,
         lines=len(labels),
         rejected=len(labels) - len(good),
         reasons=tuple(reasons),

@@ -1,9 +1,13 @@
-"""Does a data set hold what its manifest says? Files, checksums, ids, labels, and that no row is in two splits."""
+"""Does a data set hold what its manifest says? Files, checksums, vocabularies, ids, labels, and that no row is in two splits.
+
+Which rows of the input a shard holds is written into the shard itself, so that one which was copied over another is noticed. Rows
+of the same content may be several rows of the input: how many of validation and test equal a training row is counted, not refused.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,18 +18,32 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from data_pipeline.columns import LABEL
-from data_pipeline.manifest import REMEDY, Manifest, check_file, check_shards
+from data_pipeline.hashing import TableIds, encode_keys, map_array
+from data_pipeline.manifest import REMEDY, CategoricalColumn, Manifest, Shard, check_file, check_shards, files_of
+from data_pipeline.shards import recorded_rows
 
 _THREADS = 4
+_HASHES_KEPT = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """What was checked."""
+    """What was checked, and the share of distinct validation and test rows that equal a training row in all columns."""
 
     rows: int
     files: int
     bytes: int
+    repeated: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Contents:
+    """Of a shard: how many ids each column holds and how many of them are 0, the sum of labels, and hashes of sampled rows."""
+
+    ids: Counter[str]
+    zeros: Counter[str]
+    positives: int
+    hashes: np.ndarray
 
 
 def verify(manifest: Manifest, folder: Path) -> Verified:
@@ -39,27 +57,33 @@ def verify(manifest: Manifest, folder: Path) -> Verified:
     """
     check_shards(manifest, folder, contents=True)
     _check_disjoint(manifest, folder)
-    zeros: dict[str, Counter[str]] = {name: Counter() for name in manifest.splits}
-    positives = Counter[str]()
     work = [(name, shard) for name, split in manifest.splits.items() for shard in split.shards]
+    by_split: dict[str, list[_Contents]] = {name: [] for name in manifest.splits}
     with ThreadPoolExecutor(_THREADS) as pool:
-        checked = pool.map(lambda item: _check_contents(manifest, folder / item[1].path), work)
-        for (name, _), (at_zero, ones) in zip(
+        checked = pool.map(lambda item: _check_contents(manifest, folder, *item), work)
+        for (name, _), contents in zip(
             work, tqdm(checked, total=len(work), desc="verifying", unit="file", disable=None), strict=True
         ):
-            zeros[name] += at_zero
-            positives[name] += ones
-    _check_sums(manifest, folder, zeros, positives)
-    of_vocabularies = [file for column in manifest.categorical_columns for file in (column.vocabulary, column.table) if file]
-    for file in of_vocabularies:
-        check_file(file, folder, contents=True)
+            by_split[name].append(contents)
+    _check_sums(manifest, folder, by_split)
     for column in manifest.categorical_columns:
-        if column.vocabulary and column.vocabulary.rows + 1 != column.num_embeddings:
-            raise _differs(
-                folder, f"{column.name} has {column.num_embeddings} embeddings, its vocabulary {column.vocabulary.rows} values"
-            )
-    shards = [shard for _, shard in work] + of_vocabularies
-    return Verified(rows=manifest.rows.written, files=len(shards), bytes=sum(shard.bytes for shard in shards))
+        train_ids = sum(contents.ids[column.name] - contents.zeros[column.name] for contents in by_split["train"])
+        check_vocabulary(column, folder, train_ids=None if manifest.transformed else train_ids)
+    files = list(files_of(manifest))
+    return Verified(
+        rows=manifest.rows.written,
+        files=len(files),
+        bytes=sum(file.bytes for file in files),
+        repeated=_repeated({name: [contents.hashes for contents in of_split] for name, of_split in by_split.items()}),
+    )
+
+
+def _repeated(hashes: dict[str, list[np.ndarray]]) -> float:
+    """The share of distinct rows beyond training that training holds, too."""
+    empty = np.empty(0, np.uint64)
+    train = np.concatenate([empty, *hashes["train"]])
+    others = np.unique(np.concatenate([empty, *(one for name, of_split in hashes.items() if name != "train" for one in of_split)]))
+    return float(np.isin(others, train).mean()) if len(others) else 0.0
 
 
 def _check_disjoint(manifest: Manifest, folder: Path) -> None:
@@ -83,26 +107,51 @@ def _check_disjoint(manifest: Manifest, folder: Path) -> None:
         raise _differs(folder, f"the splits hold {position} of {manifest.rows.written} rows")
 
 
-def _check_contents(manifest: Manifest, path: Path) -> tuple[Counter[str], int]:
-    """How many ids of each column are 0, and the sum of labels."""
-    zeros, ones = Counter[str](), 0
+def _check_contents(manifest: Manifest, folder: Path, split: str, shard: Shard) -> _Contents:
+    path = folder / shard.path
+    ids_in, zeros, ones, hashes = Counter[str](), Counter[str](), 0, []
+    if recorded_rows(path) != (split, shard.from_rows):
+        raise _differs(folder, f"{shard.path} doesn't hold the rows that the manifest states, but those of another shard")
+    sampled = np.uint64((1 << max(0, (manifest.rows.written // _HASHES_KEPT).bit_length())) - 1)
     for first_row, group in read_row_groups(path):
         where = f"{path}, rows {first_row} to {first_row + len(group)}"
+        row_hashes = np.zeros(len(group), np.uint64)
         if manifest.label:
             label = group.column(LABEL).to_numpy()
             ones += int(label.sum())
             if not np.isin(label, (0, 1)).all():
                 raise ValueError(f"{where}: {LABEL} holds other values than 0 and 1; {REMEDY}")
+            row_hashes += label.astype(np.uint64)
         for integer in manifest.integer_columns:
             values = group.column(integer.name).to_numpy()
             if not np.isfinite(values).all() or (integer.transform == "log" and (values < 0).any()):
                 raise ValueError(f"{where}: {integer.name} holds values that are no logarithms of at least 1; {REMEDY}")
+            row_hashes = _mix(row_hashes, values.view(np.uint32))
         for column in manifest.categorical_columns:
-            ids = ids_of(group, column.name, is_list=column.is_list)
+            ids, lengths = ids_of(group, column.name, is_list=column.is_list), None
+            if column.is_list:
+                lengths = np.diff(group.column(column.name).combine_chunks().offsets.to_numpy())
+            ids_in[column.name] += len(ids)
             zeros[column.name] += int(np.count_nonzero(ids == 0))
             if len(ids) and not 0 <= ids.min() <= ids.max() < column.num_embeddings:
                 raise ValueError(f"{where}: {column.name} holds ids that are not in 0..{column.num_embeddings - 1}; {REMEDY}")
-    return zeros, ones
+            row_hashes = _mix(row_hashes, ids if lengths is None else _sums(ids, lengths))
+        hashes.append(np.unique(row_hashes[row_hashes & sampled == 0]))
+    return _Contents(ids=ids_in, zeros=zeros, positives=ones, hashes=np.concatenate([np.empty(0, np.uint64), *hashes]))
+
+
+def _mix(hashes: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Hashes of rows that have these values, too."""
+    mixed: np.ndarray = (hashes ^ values.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+    return mixed ^ (mixed >> np.uint64(29))
+
+
+def _sums(ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """A number for each list that depends on its ids and their order."""
+    ends = np.cumsum(lengths)
+    places = np.arange(len(ids)) - np.repeat(ends - lengths, lengths)
+    total = np.append(np.uint64(0), np.cumsum(_mix(places.astype(np.uint64), ids + 1)))
+    return total[ends] - total[ends - lengths]
 
 
 def read_row_groups(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[int, pa.Table]]:
@@ -129,15 +178,72 @@ def ids_of(group: pa.Table, name: str, *, is_list: bool) -> np.ndarray:
     return ids
 
 
-def _check_sums(manifest: Manifest, folder: Path, zeros: dict[str, Counter[str]], positives: Counter[str]) -> None:
+def _check_sums(manifest: Manifest, folder: Path, by_split: Mapping[str, Sequence[_Contents]]) -> None:
     for column in manifest.categorical_columns:
         for name, stated in column.rows_at_zero.items():
-            if zeros[name][column.name] != stated:
-                raise _differs(folder, f"{name} holds id 0 of {column.name} {zeros[name][column.name]} times, not {stated}")
+            zeros = sum(contents.zeros[column.name] for contents in by_split[name])
+            if zeros != stated:
+                raise _differs(folder, f"{name} holds id 0 of {column.name} {zeros} times, not {stated}")
     for name, split in manifest.splits.items():
+        positives = sum(contents.positives for contents in by_split[name])
         stated_mean = manifest.label.split_means[name] if manifest.label else None
-        if stated_mean is not None and round(stated_mean * split.rows) != positives[name]:
-            raise _differs(folder, f"{name} holds {positives[name]} labels of 1, where the mean is stated as {stated_mean}")
+        if stated_mean is not None and round(stated_mean * split.rows) != positives:
+            raise _differs(folder, f"{name} holds {positives} labels of 1, where the mean is stated as {stated_mean}")
+
+
+def check_vocabulary(column: CategoricalColumn, folder: Path, *, train_ids: int | None) -> None:
+    """Check that a column's vocabulary lists its ids' values by falling count, and that its table gives these ids.
+
+    Args:
+        column: of the manifest; nothing is checked where its ids are hashes.
+        folder: of the data set.
+        train_ids: how many ids but 0 training rows hold; None where the vocabulary is another data set's.
+
+    Raises:
+        ValueError: the first difference.
+    """
+    if not column.min_count:
+        return
+    if column.vocabulary is None:
+        raise _differs(folder, f"the manifest names no vocabulary of {column.name}")
+    path = check_file(column.vocabulary, folder, contents=True)
+    rows, total, table = 0, 0, None
+    last = (np.iinfo(np.int64).max, -1)  # the count and value of the id before
+    for rows, group in read_row_groups(path):
+        if group.schema.names != ["value", "count"] or not pa.types.is_unsigned_integer(group.schema.types[0]):
+            raise _differs(folder, f"{path.name} is no vocabulary of values and counts")
+        values, counts = (group.column(name).to_numpy() for name in ("value", "count"))
+        if not len(values):
+            break
+        if table is None and column.table:
+            table = _open_table(column, folder, values.dtype)
+        begins_anew = np.isin(np.arange(rows, rows + len(values)), np.array(column.grown) - 1)
+        falling = (counts[1:] < counts[:-1]) | ((counts[1:] == counts[:-1]) & (values[1:] > values[:-1]))
+        falling |= begins_anew[1:]
+        starts_well = begins_anew[0] or counts[0] < last[0] or (counts[0] == last[0] and values[0] > last[1])
+        if not (falling.all() and starts_well) or counts.min() < column.min_count:
+            raise _differs(folder, f"{path.name}, from id {rows + 1} on, doesn't list values by falling counts")
+        last = (int(counts[-1]), int(values[-1]))
+        total += int(counts.sum())
+        if table is not None:
+            (ids,), _ = encode_keys([table], values[np.newaxis], np.zeros((1, len(values)), np.bool_))
+            if (ids != np.arange(rows + 1, rows + 1 + len(values))).any():
+                raise _differs(folder, f"the table of {column.name} gives its values other ids than {path.name}")
+        rows += len(values)
+    if rows + 1 != column.num_embeddings:
+        raise _differs(folder, f"{column.name} has {column.num_embeddings} embeddings, its vocabulary {rows} values")
+    if train_ids not in (None, total):
+        raise _differs(folder, f"training rows hold {train_ids} ids of {column.name}, of which its vocabulary counts {total}")
+
+
+def _open_table(column: CategoricalColumn, folder: Path, dtype: np.dtype) -> TableIds:
+    assert column.table
+    path = check_file(column.table, folder, contents=True)
+    slots, odd = divmod(path.stat().st_size, 2 * dtype.itemsize)
+    ids = np.count_nonzero(map_array(path, dtype, (-1, 2))[:, 1]) if not odd else 0
+    if odd or ids + 1 != column.num_embeddings or ids >= slots:
+        raise _differs(folder, f"{path.name} is no table of {column.num_embeddings - 1} values")
+    return TableIds(path, dtype)
 
 
 def _differs(folder: Path, what: str) -> ValueError:

@@ -3,15 +3,15 @@
 Id 0 = missing, rare or unseen; 1, 2, ... from the most frequent value on, equal counts by value. Neighbouring ids are then alike in
 frequency, so hot rows share the leading digits of a tensor-train table.
 
-1. The runs of all parts are merged by ranges of values, each of as many entries as memory allows: a range is cut out of every
-   sorted run, sorted as a whole, and counts of equal values are added.
+1. The runs of all parts are merged (`data_pipeline.runs`), in levels where they are many.
 2. Values that are frequent enough go to disk with their counts. A histogram of the counts then tells where each count's ids begin,
    and one more pass over the values gives the ids, as a counting sort does: equal counts stay in the order of the values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,23 +19,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from data_pipeline.arrow import to_arrow
 from data_pipeline.atomic import remove, replacing
-from data_pipeline.hashing import allocate, capacity_for, insert, map_array
+from data_pipeline.hashing import allocate, release, write_table
 from data_pipeline.manifest import Shard, describe_file
+from data_pipeline.runs import Counted
+from data_pipeline.schema import file_name
 
 _BLOCK = 1 << 20
 MOST_IDS = 2**31 - 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """Sorted distinct values of a column in some rows, and how often each occurs; None for rows that don't train."""
-
-    keys: np.ndarray
-    counts: np.ndarray | None
-
-    def __getitem__(self, piece: slice) -> Run:
-        return Run(keys=self.keys[piece], counts=None if self.counts is None else self.counts[piece])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,122 +40,148 @@ class Vocabulary:
     table: Shard
 
 
-def merge_runs(runs: Sequence[Run], *, key_dtype: np.dtype, entries: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """All distinct values in ascending order with their training counts, int64, block by block.
-
-    Args:
-        runs: of one column.
-        key_dtype: of their values.
-        entries: of all runs together that may be in memory at a time.
-    """
-    yield from _merge([run for run in runs if len(run.keys)], 0, 1 << 8 * key_dtype.itemsize, entries)
-
-
-def _merge(runs: Sequence[Run], low: int, high: int, entries: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    if not runs:
-        return
-    if sum(len(run.keys) for run in runs) <= entries or high - low == 1:
-        yield _add(runs)
-        return
-    middle = (low + high) // 2
-    cuts = [int(np.searchsorted(run.keys, run.keys.dtype.type(middle))) for run in runs]
-    yield from _merge([run[:cut] for run, cut in zip(runs, cuts, strict=True) if cut], low, middle, entries)
-    yield from _merge([run[cut:] for run, cut in zip(runs, cuts, strict=True) if cut < len(run.keys)], middle, high, entries)
-
-
-def _add(runs: Sequence[Run]) -> tuple[np.ndarray, np.ndarray]:
-    keys = np.concatenate([run.keys for run in runs])
-    counts = np.concatenate([np.zeros(len(run.keys), np.uint32) if run.counts is None else run.counts for run in runs])
-    if keys.dtype == np.uint32:  # key and count in one word sort in a fraction of an argsort's time
-        packed = keys.astype(np.uint64) << np.uint64(32) | counts
-        packed.sort()
-        keys, counts = (packed >> np.uint64(32)).astype(np.uint32), packed.astype(np.uint32)
-    else:
-        order = np.argsort(keys)
-        keys, counts = keys[order], counts[order]
-    starts = np.concatenate([np.zeros(1, np.int64), np.flatnonzero(keys[1:] != keys[:-1]) + 1])
-    return keys[starts], np.add.reduceat(counts, starts, dtype=np.int64)
-
-
 def build_vocabulary(
-    name: str, runs: Sequence[Run], *, key_dtype: np.dtype, min_count: int, entries: int, data: Path, work: Path
+    name: str,
+    values: Iterable[Counted],
+    *,
+    key_dtype: np.dtype,
+    min_count: int,
+    max_ids: int | None,
+    data: Path,
+    work: Path,
 ) -> Vocabulary:
-    """Merge a column's runs; write `data`/vocabulary/<name>.parquet (value and count in id order from 1) and .table, to look up.
+    """Write `data`/vocabulary/<name>.parquet (value and count in id order from 1) and .table, to look up.
 
     Args:
         name: of the column.
-        runs, key_dtype, entries: as for `merge_runs`.
+        values: distinct, ascending, block by block.
+        key_dtype: of them.
         min_count: values seen fewer times in training get no id.
+        max_ids: values that get an id, at most; None for all that are frequent enough.
         data: the data set's folder.
         work: a folder for what is removed in the end.
 
     Raises:
         ValueError: there are more ids than an int32 holds.
     """
-    files = [work / f"{name}.{part}" for part in ("keys", "counts", "keys-by-id", "counts-by-id")]
+    with ranked(name, values, key_dtype=key_dtype, min_count=min_count, most=max_ids, work=work) as frequent:
+        file, table = write_vocabulary(name, frequent.blocks, frequent.rows, key_dtype=key_dtype, data=data)
+        return Vocabulary(distinct=frequent.distinct, num_embeddings=frequent.rows + 1, file=file, table=table)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranked:
+    """Values from the most frequent on, equal counts by value.
+
+    distinct: before the rare ones were left out.
+    rows: that are left.
+    """
+
+    distinct: int
+    keys: _File
+    counts: _File
+
+    @property
+    def rows(self) -> int:
+        return len(self.keys)
+
+    def blocks(self) -> Iterator[Counted]:
+        """Keys and counts, block by block."""
+        return zip(self.keys.blocks(), self.counts.blocks(), strict=True)
+
+
+@contextmanager
+def ranked(
+    name: str, values: Iterable[Counted], *, key_dtype: np.dtype, min_count: int, most: int | None, work: Path
+) -> Iterator[Ranked]:
+    """Give a column's frequent values, on disk until the block ends.
+
+    Args:
+        name, values, key_dtype, min_count, work: as for `build_vocabulary`.
+        most: how many, at most; None for all.
+
+    Raises:
+        ValueError: there are more than ids of an int32.
+    """
+    keys, counts, keys_by_id, counts_by_id = files = [
+        _File(work / f"{file_name(name)}.{part}", key_dtype if part.startswith("keys") else np.dtype(np.int64))
+        for part in ("keys", "counts", "keys-by-id", "counts-by-id")
+    ]
     distinct = 0
-    with files[0].open("wb") as keys_file, files[1].open("wb") as counts_file:
-        for keys, counts in merge_runs(runs, key_dtype=key_dtype, entries=entries):
-            distinct += len(keys)
-            keys_file.write(keys[counts >= min_count].data)  # ndarray.tofile says nothing when the disk is full
-            counts_file.write(counts[counts >= min_count].data)
-    keys, counts = map_array(files[0], key_dtype), map_array(files[1], np.dtype(np.int64))
-    if len(keys) >= MOST_IDS:
-        raise ValueError(f"{name} has {len(keys)} values of {min_count} and more rows; raise --min-count {name}={min_count + 1}")
-
-    keys_by_id = allocate(files[2], key_dtype, (len(keys),))
-    counts_by_id = allocate(files[3], counts.dtype, (len(keys),))
-    path, table = f"vocabulary/{name}.parquet", f"vocabulary/{name}.table"
-    with replacing(data / table) as beside:
-        pairs = allocate(beside, key_dtype, (capacity_for(len(keys)), 2))
-        for start, ids in _ids_by_count(counts):
-            block = keys[start : start + len(ids)]
-            keys_by_id[ids - 1] = block
-            counts_by_id[ids - 1] = counts[start : start + len(ids)]
-            insert(pairs, block, ids)
-        del pairs
-    with replacing(data / path) as beside:
-        _write_vocabulary(beside, keys_by_id, counts_by_id)
-    found = Vocabulary(
-        distinct=distinct,
-        num_embeddings=len(keys) + 1,
-        file=describe_file(path, data, rows=len(keys)),
-        table=describe_file(table, data, rows=len(keys)),
-    )
-    del keys, counts, keys_by_id, counts_by_id
+    with keys.path.open("wb") as keys_file, counts.path.open("wb") as counts_file:
+        for block, of_block in values:
+            distinct += len(block)
+            keys_file.write(block[of_block >= min_count].data)  # ndarray.tofile says nothing when the disk is full
+            counts_file.write(of_block[of_block >= min_count].data)
+    kept = len(keys) if most is None else min(len(keys), most)
+    if kept >= MOST_IDS:
+        raise ValueError(f"{name} has {kept} values of {min_count} and more rows; raise --min-count {name}={min_count + 1}")
+    _order_by_id(keys, counts, keys_by_id, counts_by_id, kept)
+    yield Ranked(distinct=distinct, keys=keys_by_id, counts=counts_by_id)
     for file in files:
-        remove(file)
-    return found
+        remove(file.path)
 
 
-def _ids_by_count(counts: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """For blocks of counts in the order of their values: where the block begins, and its ids from 1, higher counts first."""
-    classes = _ascending_classes(counts)
+def write_vocabulary(
+    name: str, blocks: Callable[[], Iterable[Counted]], rows: int, *, key_dtype: np.dtype, data: Path
+) -> tuple[Shard, Shard]:
+    """Write `data`/vocabulary/<name>.parquet and .table.
+
+    Args:
+        name: of the column.
+        blocks: gives values and counts in id order from 1, as often as it is called.
+        rows: how many values there are.
+        key_dtype: of them.
+        data: the data set's folder.
+    """
+    path, table = (f"vocabulary/{file_name(name)}.{suffix}" for suffix in ("parquet", "table"))
+    with replacing(data / table) as beside:
+        write_table(beside, lambda: (keys for keys, _ in blocks()), rows, key_dtype)
+    schema = pa.schema([("value", pa.from_numpy_dtype(key_dtype)), ("count", pa.int64())])
+    with replacing(data / path) as beside, pq.ParquetWriter(beside, schema) as writer:
+        for columns in blocks():
+            writer.write_table(pa.Table.from_arrays([to_arrow(column) for column in columns], schema=schema))
+    return describe_file(path, data, rows=rows), describe_file(table, data, rows=rows)
+
+
+@dataclass(frozen=True)
+class _File:
+    """An array in a file, read block by block."""
+
+    path: Path
+    dtype: np.dtype
+
+    def __len__(self) -> int:
+        return self.path.stat().st_size // self.dtype.itemsize
+
+    def blocks(self) -> Iterator[np.ndarray]:
+        """One at least."""
+        for start in range(0, max(len(self), 1), _BLOCK):
+            yield np.fromfile(self.path, self.dtype, _BLOCK, offset=start * self.dtype.itemsize)
+
+
+def _order_by_id(keys: _File, counts: _File, keys_by_id: _File, counts_by_id: _File, kept: int) -> None:
+    ordered = [allocate(file.path, file.dtype, (kept,)) for file in (keys_by_id, counts_by_id)]
+    for ids, block, of_block in zip(_ids_by_count(counts), keys.blocks(), counts.blocks(), strict=True):
+        for array, values in zip(ordered, (block, of_block), strict=True):
+            array[ids[ids <= kept] - 1] = values[ids <= kept]
+            release(array)
+
+
+def _ids_by_count(counts: _File) -> Iterator[np.ndarray]:
+    """For blocks of counts in the order of their values, their ids from 1, higher counts first."""
+    classes = np.empty(0, np.int64)  # n rows have at most sqrt(2 n) distinct counts
+    for block in counts.blocks():
+        classes = np.union1d(classes, block)
     sizes = np.zeros(len(classes), np.int64)
-    for start in range(0, len(counts), _BLOCK):
-        sizes += np.bincount(np.searchsorted(classes, counts[start : start + _BLOCK]), minlength=len(classes))
+    for block in counts.blocks():
+        sizes += np.bincount(np.searchsorted(classes, block), minlength=len(classes))
     next_id = 1 + np.cumsum(sizes[::-1])[::-1] - sizes  # ids of higher counts come before
-    for start in range(0, len(counts), _BLOCK):
-        found = np.searchsorted(classes, counts[start : start + _BLOCK])
+    for block in counts.blocks():
+        found = np.searchsorted(classes, block)
         order = np.argsort(found, kind="stable")
         ordered = found[order]
         ids = np.empty(len(found), np.int64)
         ids[order] = next_id[ordered] + np.arange(len(found)) - np.searchsorted(ordered, ordered)
         next_id += np.bincount(found, minlength=len(classes))
-        yield start, ids
-
-
-def _ascending_classes(counts: np.ndarray) -> np.ndarray:
-    """The distinct counts; n rows have at most sqrt(2 n) of them."""
-    classes = np.empty(0, np.int64)
-    for start in range(0, len(counts), _BLOCK):
-        classes = np.union1d(classes, counts[start : start + _BLOCK])
-    return classes
-
-
-def _write_vocabulary(path: Path, keys: np.ndarray, counts: np.ndarray) -> None:
-    schema = pa.schema([("value", pa.from_numpy_dtype(keys.dtype)), ("count", pa.int64())])
-    with pq.ParquetWriter(path, schema) as writer:
-        for start in range(0, max(len(keys), 1), _BLOCK):
-            block = slice(start, start + _BLOCK)
-            writer.write_table(pa.table([pa.array(keys[block]), pa.array(counts[block])], schema=schema))
+        yield ids

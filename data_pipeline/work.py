@@ -1,8 +1,9 @@
 """The hidden work folder of a run: what is done of it is there under its final name, so a run that was killed goes on from it.
 
     .data.partial/identity.json     inputs and options; a run with others starts over
-    .data.partial/counts/           pass 1, a file of values and one of statistics for each part
-    .data.partial/tables/           vocabularies as hash tables
+    .data.partial/times/            before pass 1, where splits go by time
+    .data.partial/counts/           pass 1, for each part runs of values and a file of statistics; runs merged from them
+    .data.partial/tables/           what is known of merged runs and of vocabularies
     .data.partial/shards/           pass 2, what was written for each part
     .data.partial/data/             the data set itself, renamed to its place at the end
 
@@ -11,9 +12,7 @@ Every file is written beside its place, synced and renamed. The statistics of a 
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,11 +20,22 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
-from data_pipeline.atomic import check_output_file, check_output_folder, hidden, put_in_place, reason_of, remove, replacing
+from data_pipeline.atomic import (
+    check_output_file,
+    check_output_folder,
+    hidden,
+    locked,
+    make_parent,
+    put_in_place,
+    reason_of,
+    remove,
+    replacing,
+    resolved,
+)
 
 Record = TypeVar("Record")
 Tell = Callable[[str], None]
-FOLDERS = ("counts", "tables", "shards", "data")
+FOLDERS = ("times", "counts", "tables", "shards", "data")
 
 
 class WorkFolder:
@@ -56,15 +66,17 @@ class WorkFolder:
 
 
 @contextmanager
-def work_folder(output: Path, *, identity: dict[str, Any], marker: str | None, overwrite: bool, tell: Tell) -> Iterator[WorkFolder]:
+def work_folder(
+    output: Path, *, identity: dict[str, Any], files: tuple[str, ...] | None, overwrite: bool, tell: Tell
+) -> Iterator[WorkFolder]:
     """Give the output's work folder as an earlier run of this identity left it; its data become `output` when the block ends.
 
-    Without a marker the output is a file, which the block leaves among the data under the output's name.
+    If `files` is None the output is a file, which the block leaves among the data under the output's name.
 
     When the block raises, the folder stays if any part is done, for the same command to go on.
 
     Args:
-        output, marker, overwrite: as for `check_output_folder`.
+        output, files, overwrite: as for `check_output_folder`.
         identity: everything the results follow from, as JSON values; the names are for messages.
         tell: takes a line for people.
 
@@ -72,23 +84,25 @@ def work_folder(output: Path, *, identity: dict[str, Any], marker: str | None, o
         ValueError: output may not be written, or another process is at it.
         OSError: it cannot be written; the message says what to do.
     """
+    given, output = output, resolved(output)
     work = WorkFolder(hidden(output, "partial"))
     try:
-        work.path.mkdir(parents=True, exist_ok=True)
-        with _locked(work.path, output):
+        make_parent(output)
+        with locked(output, tell):
             try:
-                if (output / (marker or "")).exists() and not work.data.exists():
+                work.path.mkdir(exist_ok=True)
+                if (output / (files[0] if files else "")).exists() and not work.data.exists():
                     _empty(work.path)  # an earlier run was killed between putting its data in place and cleaning up
-                if marker:
-                    check_output_folder(output, marker=marker, overwrite=overwrite)
+                if files:
+                    check_output_folder(output, files=files, overwrite=overwrite)
                 else:
                     check_output_file(output, overwrite=overwrite)
                 _open(work, identity, output, tell)
                 yield work
-                put_in_place(work.data if marker else work.data / output.name, output)
+                put_in_place(work.data if files else work.data / given.name, output)
                 _discard(work.path)
             finally:
-                if not any(any((work.path / folder).glob("*.json")) for folder in ("counts", "shards")):
+                if not any(any((work.path / folder).glob("*.json")) for folder in ("times", "counts", "shards")):
                     _discard(work.path)
     except OSError as error:
         remedy = "choose a writable place with enough space"
@@ -125,16 +139,3 @@ def _discard(folder: Path) -> None:
     if folder.exists():
         _empty(folder)
         remove(folder)
-
-
-@contextmanager
-def _locked(folder: Path, output: Path) -> Iterator[None]:
-    """Hold the folder against other processes; a process that dies lets go of it."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError as error:
-        raise ValueError(f"--output {output} is being written by another process; wait for it or choose another folder") from error
-    finally:
-        os.close(descriptor)

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from data_pipeline.count_pass import CountedPart
 from data_pipeline.job import Job, part_name
 from data_pipeline.manifest import SPLITS, Label, Shard, Split
+from data_pipeline.parse import Parsed
 from data_pipeline.parts import Part
 from data_pipeline.pool import Schedule
 from data_pipeline.shards import Encoder, PartShards, WrittenShard, write_part
@@ -21,10 +22,11 @@ from data_pipeline.splits import Rows, rows_by_place
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedPart:
-    """The shard of each split that has rows in a part, and the rows by place where splits go by place."""
+    """The shard of each split that has rows in a part; where splits go by place, where they and the part begin among all rows."""
 
     shards: Mapping[str, Shard]
-    rows: Mapping[str, slice] | None
+    first_row: int
+    bounds: tuple[int, int] | None
 
 
 def write_logs(
@@ -79,9 +81,13 @@ def _write(encoder: Encoder, job: Job, part: Part, planned: PlannedPart) -> tupl
     key = part.log, part.number
     shards = _written_before(job, key)
     if not shards:
-        parsed = job.parse(part)
-        rows: Mapping[str, Rows] = planned.rows or job.rows_by_draw(part, parsed)
-        shards = write_part(parsed, encoder, job.work.data, rows=rows, shards=planned.shards)
+
+        def rows_of(parsed: Parsed, first: int) -> Mapping[str, Rows]:
+            if planned.bounds is None:
+                return job.rows_by_draw(part, parsed)
+            return rows_by_place(planned.first_row + first, parsed.rows, planned.bounds)
+
+        shards = write_part(job.blocks(part), encoder, job.work.data, rows_of=rows_of, shards=planned.shards)
         job.work.save(f"shards/{part_name(*key)}", shards)
     return key, shards
 
@@ -96,10 +102,10 @@ def _plan(job: Job, parts: Sequence[CountedPart], bounds: tuple[int, int]) -> di
     planned: dict[tuple[int, int], PlannedPart] = {}
     numbers = Counter[str]()
     for part in parts:
-        by_place = rows_by_place(part.first_row, part.counts.rows, bounds) if job.splitting.kind != "random" else None
-        if by_place is None:
+        if job.splitting.by_row:
             sizes = dict(zip(SPLITS, part.counts.split_rows or (), strict=True))
         else:
+            by_place = rows_by_place(part.first_row, part.counts.rows, bounds)
             sizes = {split: rows.stop - rows.start for split, rows in by_place.items()}
         shards = {}
         for split, rows in sizes.items():
@@ -108,7 +114,9 @@ def _plan(job: Job, parts: Sequence[CountedPart], bounds: tuple[int, int]) -> di
                 shards[split] = Shard(path=path, rows=rows, from_rows=(part.first_row, part.end_row))
                 numbers[split] += 1
         if shards:
-            planned[part.log, part.number] = PlannedPart(shards=shards, rows=by_place)
+            planned[part.log, part.number] = PlannedPart(
+                shards=shards, first_row=part.first_row, bounds=None if job.splitting.by_row else bounds
+            )
     return planned
 
 

@@ -21,7 +21,7 @@ LAYERS = ["distributed", "tt", "ops", "nn", "rank", "recsys", "convert", "data",
 READS_MANIFEST = {"data_pipeline", "data", "training", "serving", "cli", "train"}
 BELOW_TORCHREC = {"distributed", "tt", "ops", "nn", "rank"}
 # Packages that a function may import, because they are optional: accelerators and clusters.
-OPTIONAL = {"triton", "numba", "distributed"}
+OPTIONAL = {"triton", "distributed"}
 
 FILES = sorted([*Path(comera_rec.__file__).parent.rglob("*.py"), *Path(data_pipeline.__file__).parent.rglob("*.py")])
 

@@ -20,6 +20,8 @@ FORMAT_VERSION = 1
 METADATA_KEY = "comera_rec"
 OPERATOR = "served_bags"  # of the form "fast"
 
+Offset = int | float | tuple[float, float] | None
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelMetadata:
@@ -28,7 +30,8 @@ class ModelMetadata:
     Attributes:
         format_version: version of this record and of the inputs.
         dense: names of the integer columns, in the order of requests.
-        offsets: number added to each integer column before its logarithm; None where values arrive transformed.
+        offsets: number added to each integer column before its logarithm, or its mean and standard deviation; None where values
+            stay as they are.
         categorical: rows of the table of each categorical column, in the order of requests.
         checksums: SHA-256 of each column's vocabulary, as in the data set's manifest; None where ids are hashes.
         library_version, torch_version: versions that wrote the package.
@@ -41,7 +44,7 @@ class ModelMetadata:
 
     format_version: int
     dense: tuple[str, ...]
-    offsets: tuple[int | None, ...]
+    offsets: tuple[Offset, ...]
     categorical: dict[str, int]
     checksums: dict[str, str | None]
     library_version: str

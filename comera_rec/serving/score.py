@@ -23,18 +23,19 @@ from tqdm import tqdm
 
 from comera_rec.serving.package import ServingModel, read_metadata
 from comera_rec.serving.vocabularies import check_vocabularies, open_vocabularies
-from data_pipeline.atomic import replacing
+from data_pipeline.atomic import refuse_overlap, replacing
 from data_pipeline.columns import LABEL
-from data_pipeline.count_pass import first_line, pass_over
+from data_pipeline.count_pass import pass_over
 from data_pipeline.encoder import Flat, check_columns, flatten, new_logs_schema, open_encoder, recorded_log
 from data_pipeline.job import Job, part_name
 from data_pipeline.manifest import Manifest, check_shards, file_sha256, read_manifest
+from data_pipeline.names import check_names
 from data_pipeline.options import PassOptions
+from data_pipeline.parse import REASONS_KEPT
 from data_pipeline.parts import Part, count_parts, identify, inputs_changed
 from data_pipeline.pool import on_executor
 from data_pipeline.shards import Encoder
 from data_pipeline.splits import Splitting
-from data_pipeline.triplets import Rows
 from data_pipeline.verify import ids_of
 from data_pipeline.work import Tell, WorkFolder, work_folder
 
@@ -57,6 +58,11 @@ class ScoreOptions(PassOptions):
     data: Path | None = None
     split: str = "test"
     part_bytes: int = PART_BYTES
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse_overlap(self.output, "model", [self.model])
+        refuse_overlap(self.output, "data", [self.data] if self.data else [])
 
     @property
     def folder(self) -> Path | None:
@@ -107,19 +113,20 @@ def _score_log(options: ScoreOptions, tell: Tell) -> Scored:
     known = recorded_log(encoder.manifest, data)
     schema = new_logs_schema(known, options.inputs[0])
     check_columns(schema, known, log=options.inputs[0], data=data)
+    names = tuple(check_names(log, schema) for log in options.inputs)
     work_on = partial(_score_part, open_encoder(encoder.manifest, data, schema), options.model)
     identity = _identity(options) | {"input": [asdict(log) for log in logs], "data": str(data), "part_bytes": options.part_bytes}
     units = count_parts(options.inputs[0], options.part_bytes) or 1
     with (
-        work_folder(options.output, identity=identity, marker=None, overwrite=options.overwrite, tell=tell) as work,
+        work_folder(options.output, identity=identity, files=None, overwrite=options.overwrite, tell=tell) as work,
         _executor(min(options.threads, units)) as executor,
     ):
-        job = Job(options=options, schema=schema, logs=logs, work=work, splitting=Splitting())
+        job = Job(options=options, schema=schema, logs=logs, work=work, splitting=Splitting(), names=names)
         schedule = partial(on_executor, executor)
         (records,) = pass_over(job, schedule, work_on, ScoredPart, folder="shards", description="scoring")
         if identify(options.inputs) != logs:
             raise inputs_changed()
-        _join(work, records, options.output, "line", first_line(job))
+        _join(work, records, options.output, "line", job.first_line(0))
     return _scored(records, min(options.threads, units))
 
 
@@ -130,17 +137,27 @@ def _score_part(encoder: Encoder, model: Path, job: Job, part: Part, detail: Non
         return part.log, part.number, record
     _load(model)
     start = time.perf_counter()
-    parsed = job.parse(part)
-    scores = _scores(model, (flatten(encoder, parsed, slice(at, at + BATCH_ROWS)) for at in range(0, parsed.rows, BATCH_ROWS)))
-    lines = parsed.starts - part.start
-    if not isinstance(part.content, Rows):
+    starts, labels, reasons = [np.empty(0, np.int64)], [np.empty(0, np.int8)], list[tuple[int, str]]()
+    lines = 0
+
+    def batches() -> Iterator[Flat]:
+        nonlocal lines
+        for parsed in job.blocks(part):
+            starts.append(parsed.starts)
+            labels.append(parsed.label)
+            reasons.extend(parsed.reasons[: REASONS_KEPT - len(reasons)])
+            lines += parsed.lines
+            yield from (flatten(encoder, parsed, slice(at, at + BATCH_ROWS)) for at in range(0, parsed.rows, BATCH_ROWS))
+
+    scores = _scores(model, batches())
+    line = np.concatenate(starts) - part.start
+    if isinstance(part.content, bytes):
         newlines = np.flatnonzero(np.frombuffer(part.content, np.uint8) == ord("\n"))
-        lines = np.searchsorted(newlines, lines) - (1 if job.schema.header and not part.start else 0)
-    columns = {"line": lines, "score": scores} | ({LABEL: parsed.label} if job.schema.labelled else {})
+        line = np.searchsorted(newlines, line) - (1 if job.schema.header and not part.start else 0)
+    columns = {"line": line, "score": scores} | ({LABEL: np.concatenate(labels)} if job.schema.labelled else {})
     seconds = time.perf_counter() - start
-    record = ScoredPart(
-        lines=parsed.lines, rows=parsed.rows, rejected=parsed.rejected, reasons=parsed.reasons, last=part.last, seconds=seconds
-    )
+    rejected = lines - len(line)
+    record = ScoredPart(lines=lines, rows=len(line), rejected=rejected, reasons=tuple(reasons), last=part.last, seconds=seconds)
     _save(job.work, name, columns, record)
     return part.log, part.number, record
 
@@ -160,7 +177,7 @@ def _score_data_set(options: ScoreOptions, tell: Tell) -> Scored:
     groups = [(path, group) for path in paths for group in range(pq.read_metadata(path).num_row_groups)]
     identity = _identity(options) | {"input": [shard.sha256 for shard in shards], "split": options.split}
     with (
-        work_folder(options.output, identity=identity, marker=None, overwrite=options.overwrite, tell=tell) as work,
+        work_folder(options.output, identity=identity, files=None, overwrite=options.overwrite, tell=tell) as work,
         _executor(min(options.threads, len(groups))) as executor,
         tqdm(desc="scoring", total=manifest.splits[options.split].rows, unit="row", unit_scale=True, disable=None) as bar,
     ):

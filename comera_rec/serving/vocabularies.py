@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from comera_rec.serving.package import ModelMetadata
+from comera_rec.serving.package import ModelMetadata, Offset
 from data_pipeline.encoder import RequestEncoder
 from data_pipeline.manifest import Manifest
 
@@ -29,9 +29,16 @@ def open_vocabularies(metadata: ModelMetadata, data: Path | None = None) -> Requ
     return encoder
 
 
-def offsets_of(manifest: Manifest) -> tuple[int | None, ...]:
-    """Return the number added to each integer column before its logarithm; None where values were transformed already."""
-    return tuple(column.offset if column.transform == "log" else None for column in manifest.integer_columns)
+def offsets_of(manifest: Manifest) -> tuple[Offset, ...]:
+    """Return what each integer column's values are shifted by before their logarithm, or mean and scale; None where they stay."""
+    return tuple(
+        column.offset
+        if column.transform == "log"
+        else (column.mean, column.scale)
+        if column.mean is not None and column.scale is not None
+        else None
+        for column in manifest.integer_columns
+    )
 
 
 def check_vocabularies(metadata: ModelMetadata, manifest: Manifest, folder: Path) -> None:

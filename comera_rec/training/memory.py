@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ class PeakMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._highest = 0.0
+        self._take()  # the peak before this was made, which is not training's
         self._resident_mib = self._take() if device.type != "cuda" else 0.0
 
     def take(self) -> float:
@@ -42,7 +44,8 @@ class PeakMemory:
             return peak
         try:
             line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
-            _CLEAR_REFS.write_text("5")  # the peak becomes what is resident now
-            return int(line.split()[1]) / 2**10
-        except (OSError, StopIteration):  # not Linux, or a container that hides it
+        except (OSError, StopIteration):  # not Linux, where alone this peak includes that of the process that started this one
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+        with suppress(OSError):  # a container may forbid it
+            _CLEAR_REFS.write_text("5")  # the peak becomes what is resident now
+        return int(line.split()[1]) / 2**10

@@ -143,4 +143,4 @@ def test_transform(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert run("describe", "--data", tmp_path / name) == 0
     capsys.readouterr()
     assert run(*new, tmp_path / "data") == 2
-    assert "data is --data; choose a folder for the new data set" in capsys.readouterr().err
+    assert "data overlap; choose another --output" in capsys.readouterr().err

@@ -46,7 +46,7 @@ def run(log: Path, output: Path, **options: object) -> None:
         (with_cell(0, "2"), "log.tsv:17: label '2' is not 0 or 1"),
         (with_cell(0, ""), "log.tsv:17: label '' is not 0 or 1"),
         (b"a,b,c\n1,2,3\n", "log.tsv:1: 1 columns; Criteo logs have 40"),
-        (b"x" * (1 << 17), "log.tsv: a line of more than 65536 bytes"),
+        (b"x" * (1 << 21), "log.tsv: a line of more than 1048576 bytes"),
         (b"", "log.tsv is empty"),
         (gzip.compress(b"", mtime=0), "log.tsv is empty"),
         (GZIPPED[:-10], "log.tsv: damaged gzip .*fetch or compress it again"),
@@ -95,6 +95,16 @@ def test_list_of_rejected_lines_is_capped(tmp_path: Path, write_log: WriteLog) -
     assert (manifest.rows.rejected, len(manifest.rejected_lines)) == (500, 100)
 
 
+def test_one_too_many_after_those_whose_reasons_are_kept(tmp_path: Path, write_log: WriteLog) -> None:
+    """The line that stops the run is the one that is named, however many came before it in its part."""
+    text = to_text(ROWS) + b"bad\n" * 130 + to_text(ROWS) + b"\nbad\n" + to_text(ROWS)
+    for name in ("log.tsv", "log.gz"):
+        with pytest.raises(ValueError, match=rf"{name}:191: blank line; after 130 other malformed lines"):
+            run(write_log(text, name), tmp_path / "data", max_bad_rows=130)
+        with pytest.raises(ValueError, match=rf"{name}:192: 1 columns where 40 are expected; after 131 other malformed lines"):
+            run(tmp_path / name, tmp_path / "data", max_bad_rows=131)
+
+
 def test_nothing_but_malformed_lines(tmp_path: Path, write_log: WriteLog) -> None:
     with pytest.raises(ValueError, match="--input holds 0 well-formed lines, which leaves no row for training"):
         run(write_log(to_text([["x"] * 40] * 3)), tmp_path / "data", max_bad_rows=9)
@@ -108,7 +118,8 @@ def test_nothing_but_malformed_lines(tmp_path: Path, write_log: WriteLog) -> Non
         ({"workers": 0}, "--workers is 0; it must be at least 1"),
         ({"hash_buckets": 1}, "--hash-buckets is 1; it must be at least 2"),
         ({"min_counts": {"C3": 0}}, "--min-count C3=0: it must be at least 1"),
-        ({"split": "weekly"}, "--split is 'weekly'; choose one of chronological, day, random"),
+        ({"split": "weekly"}, "--split is 'weekly'; choose one of chronological, day, random, time, user"),
+        ({"seed": 1 << 64}, r"--seed is 18446744073709551616; it must be below 2\*\*64"),
         ({"split": "day"}, "--split day has one --input"),
         (
             {"memory_limit": 300 << 20},
@@ -165,8 +176,10 @@ def test_unwritable_output(tmp_path: Path, write_log: WriteLog) -> None:
 
 def test_written_by_another_process(tmp_path: Path, write_log: WriteLog) -> None:
     log = write_log(ROWS)
-    with work_folder(tmp_path / "data", identity={}, marker="manifest.json", overwrite=False, tell=print) as work:
-        with pytest.raises(ValueError, match="data is being written by another process; wait for it"):
+    with work_folder(tmp_path / "data", identity={}, files=("manifest.json",), overwrite=False, tell=print) as work:
+        with pytest.raises(
+            ValueError, match=r"data is being written by another process \(\d+ on .*\); wait for it or choose another"
+        ):
             run(log, tmp_path / "data")
         assert work.data.exists()
 

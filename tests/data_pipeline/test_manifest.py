@@ -95,3 +95,14 @@ def test_stated_rows(data: Path) -> None:
     edit(data, lambda m: m["splits"]["train"].update(rows=39))
     with pytest.raises(ValueError, match="has 40 rows, the manifest states 39"):
         check_shards(read_manifest(data), data, contents=True)
+
+
+@pytest.mark.parametrize("path", ["../other/part-00000.parquet", "train/../../x", "/etc/passwd"])
+def test_paths_stay_in_the_folder(data: Path, path: str) -> None:
+    edit(data, lambda m: m["splits"]["train"]["shards"][0].update(path=path))
+    with pytest.raises(ValueError, match=rf"manifest.json: {path} is outside of .*data; run `comera preprocess` again"):
+        read_manifest(data)
+    edit(data, lambda m: m["splits"]["train"]["shards"][0].update(path="train/part-00000.parquet"))
+    edit(data, lambda m: m["categorical_columns"][0]["vocabulary"].update(path=path))
+    with pytest.raises(ValueError, match=rf"manifest.json: {path} is outside of .*data"):
+        read_manifest(data)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.parse import REASONS_KEPT, Parsed, parse
+from data_pipeline.parse import REASONS_KEPT, Parsed, parse, parse_blocks
 from data_pipeline.reference import Cell, Malformed, parse_line
 from data_pipeline.schema import Column, LogSchema, criteo_schema, detect_criteo_schema
 
@@ -51,8 +52,12 @@ def cells_of(parsed: Parsed, schema: LogSchema, row: int) -> list[Cell]:
     return cells
 
 
+def on_the_heap(text: bytes) -> memoryview:
+    """A copy without the zero that ends bytes, so that a sanitizer sees who reads on."""
+    return memoryview(np.frombuffer(text, np.uint8).copy())
+
+
 def assert_equals_reference(text: bytes, schema: LogSchema) -> None:
-    parsed = parse(text, schema)
     expected, starts, rejected, start = [], [], [], 0
     for number, line in enumerate(text.split(b"\n")[:-1]):
         try:
@@ -61,9 +66,16 @@ def assert_equals_reference(text: bytes, schema: LogSchema) -> None:
         except Malformed as error:
             rejected.append((number, str(error)))
         start += len(line) + 1
+    lines = text.count(b"\n")
+    parsed = parse(on_the_heap(text), schema)
     assert [cells_of(parsed, schema, row) for row in range(parsed.rows)] == expected
     assert parsed.starts.tolist() == starts
-    assert (parsed.lines, parsed.rejected, parsed.reasons) == (text.count(b"\n"), len(rejected), tuple(rejected[:REASONS_KEPT]))
+    assert (parsed.lines, parsed.rejected, parsed.reasons) == (lines, len(rejected), tuple(rejected[:REASONS_KEPT]))
+    blocks = list(parse_blocks(on_the_heap(text), schema, block_bytes=500))
+    assert [cells_of(block, schema, row) for block in blocks for row in range(block.rows)] == expected
+    assert [start for block in blocks for start in block.starts.tolist()] == starts
+    assert (sum(block.lines for block in blocks), sum(block.rejected for block in blocks)) == (lines, len(rejected))
+    assert [reason for block in blocks for reason in block.reasons] == rejected or len(rejected) > REASONS_KEPT
 
 
 NUMBERS = st.one_of(
@@ -112,6 +124,25 @@ def test_any_bytes(text: bytes) -> None:
 def test_short_lines(text: bytes) -> None:
     for schema in (CRITEO, OTHER, ONE_COLUMN):
         assert_equals_reference(text, schema)
+
+
+@pytest.mark.parametrize("text", [GOOD + b"\n", b"x," * 6 + b"a b c d\n", b"|".join([b"a"] * 40) + b"\n"])
+@pytest.mark.parametrize("schema", [CRITEO, OTHER, ONE_COLUMN])
+def test_blocks_take_what_they_may(text: bytes, schema: LogSchema) -> None:
+    """Their arrays fit, unless one line alone is larger; and no block is smaller than it need be."""
+    room = 2000
+    blocks = list(parse_blocks(text * 50, schema, block_bytes=room))
+    sizes = [sum(value.nbytes for value in vars(block).values() if isinstance(value, np.ndarray)) for block in blocks]
+    of_line = parse(text, schema)
+    most = sum(value.nbytes for value in vars(of_line).values() if isinstance(value, np.ndarray)) // max(of_line.rows, 1)
+    assert sum(block.lines for block in blocks) == 50
+    assert max(sizes) <= max(room, most)
+    assert len({block.lines for block in blocks[:-1]}) <= 1
+
+
+def test_text_without_an_end_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="the sizes of the arrays don't fit each other"):
+        parse(GOOD, CRITEO)
 
 
 def test_schema_by_majority() -> None:

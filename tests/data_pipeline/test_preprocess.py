@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import math
 import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_logs import Rows, random_rows, to_text
 
-from data_pipeline import shards
+from data_pipeline import counts, job, parts, shards
 from data_pipeline.manifest import Manifest, check_shards, read_manifest
+from data_pipeline.parse import parse_blocks
 from data_pipeline.parts import read_parts
 from data_pipeline.preprocess import PreprocessOptions, preprocess
+from data_pipeline.schema import Column, Kind, LogSchema
+from data_pipeline.splits import SplitKind
 
 INTEGERS = [f"I{i}" for i in range(1, 14)]
 CATEGORIES = [f"C{i}" for i in range(1, 27)]
@@ -148,13 +153,29 @@ def test_cut_at_every_byte(write_log: WriteLog, name: str, ended: bool) -> None:
     text = to_text(rows[:2], "\r\n") + to_text(rows[2:])
     log = write_log(text if ended else text[:-1], name)
     for part_bytes in range(1, len(text) + 2):
-        parts = list(read_parts(0, log, part_bytes=part_bytes, skip=lambda number: False))
-        assert b"".join(part.content for part in parts) == text
-        assert [part.number for part in parts if part.last] == [len(parts) - 1]
-        for part in parts:
+        cut = list(read_parts(0, log, part_bytes=part_bytes, skip=lambda number: False))
+        assert b"".join(part.content for part in cut) == text
+        assert [part.number for part in cut if part.last] == [len(cut) - 1]
+        for part in cut:
             assert text[part.start :].startswith(part.content)
             assert not part.content or part.number * part_bytes <= part.start < (part.number + 1) * part_bytes
-        assert list(read_parts(0, log, part_bytes=part_bytes, skip=lambda number: number % 2 == 0)) == parts[1::2]
+        assert list(read_parts(0, log, part_bytes=part_bytes, skip=lambda number: number % 2 == 0)) == cut[1::2]
+
+
+@pytest.mark.parametrize("part_bytes", [1, 100, 499, 500, 501, 1000, 5000])
+@pytest.mark.parametrize("name", ["log.tsv", "log.gz"])
+def test_longest_line_whatever_the_parts(write_log: WriteLog, monkeypatch: pytest.MonkeyPatch, name: str, part_bytes: int) -> None:
+    monkeypatch.setattr(parts, "LONGEST_LINE", 500)
+    for before in range(3):
+        for length, newline in itertools.product((500, 501), (b"\n", b"")):
+            text = b"a\n" * before * 150 + b"x" * length + newline
+            log = write_log(text, name)
+            if length == 500:
+                cut = list(read_parts(0, log, part_bytes=part_bytes, skip=lambda number: False))
+                assert b"".join(part.content for part in cut) == text.removesuffix(b"\n") + b"\n"
+            else:
+                with pytest.raises(ValueError, match=f"{name}: a line of more than 500 bytes; this is no log of clicks"):
+                    list(read_parts(0, log, part_bytes=part_bytes, skip=lambda number: False))
 
 
 def test_row_groups_do_not_change_rows(tmp_path: Path, write_log: WriteLog, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,6 +233,30 @@ def test_column_without_any_value(tmp_path: Path, write_log: WriteLog) -> None:
     assert_equals_reference(tmp_path / "data", rows)
     assert {column.num_embeddings for column in manifest.categorical_columns} == {1}
     assert {(column.offset, column.min) for column in manifest.integer_columns} == {(2, None)}
+
+
+@pytest.mark.parametrize("split", ["chronological", "random"])
+def test_blocks_and_room_do_not_change_the_data_set(
+    tmp_path: Path, write_log: WriteLog, monkeypatch: pytest.MonkeyPatch, split: SplitKind
+) -> None:
+    """Many blocks a part, runs written before a part ends, and vocabularies that are let go of while they are read."""
+    rows = random_rows(300)
+    options = {"inputs": (write_log(to_text(rows[:200]) + b"bad\n" + to_text(rows[200:])),), "split": split, "max_bad_rows": 1}
+    expected = preprocess(PreprocessOptions(output=tmp_path / "at once", part_bytes=20_000, **options))
+    monkeypatch.setattr(job, "parse_blocks", partial(parse_blocks, block_bytes=3000))
+    monkeypatch.setattr(counts, "_COUNTER_BYTES", 2000)
+    monkeypatch.setattr(PreprocessOptions, "table_bytes", 4000)
+    assert preprocess(PreprocessOptions(output=tmp_path / "data", part_bytes=20_000, **options)) == expected
+
+
+@pytest.mark.parametrize("kind", ["integer", "hex", "category", "list"])
+def test_log_of_one_kind(tmp_path: Path, write_log: WriteLog, kind: Kind) -> None:
+    schema = LogSchema(columns=(Column(name="a", kind=kind), Column(name="b", kind=kind)), separator=",")
+    options = PreprocessOptions(inputs=(write_log(b"1,\n,2\n1,2\n" * 10),), output=tmp_path / "data", schema=schema)
+    frame = read_split(tmp_path / "data", preprocess(options), "train")
+    first = [math.log(2), 0, math.log(2)] if kind == "integer" else [[1], [], [1]] if kind == "list" else [1, 0, 1]
+    for actual, expected in zip(frame["a"][:3], first, strict=True):
+        assert np.allclose(actual, expected)
 
 
 def test_one_row_is_a_training_row(tmp_path: Path, write_log: WriteLog) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import gzip
+import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import known_implementations
 from random_logs import random_rows, to_text
 
 from data_pipeline.preprocess import PreprocessOptions, preprocess
-from data_pipeline.sources import by_number, expand
+from data_pipeline.sources import by_number, expand, name_of
 
 ROWS = random_rows(400)
 
@@ -88,3 +90,51 @@ def test_only_the_order_of_letters_is_mended() -> None:
 
     assert by_number(logs(0, 1, 10, 11, 2, 23, 3)) == logs(0, 1, 2, 3, 10, 11, 23)
     assert by_number(logs(3, 1, 2)) == logs(3, 1, 2)
+
+
+class Denied(MemoryFileSystem):
+    """A file system that refuses with an error of its library, as botocore does, which is no OSError."""
+
+    protocol = "denied"
+
+    class NoCredentials(Exception):
+        pass
+
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        if "secret" in path:
+            raise self.NoCredentials("unable to locate credentials")
+        return {"name": path, "size": 10, "type": "file"}
+
+    def glob(self, path: str, **_: Any) -> list[str]:
+        raise self.NoCredentials("unable to locate credentials")
+
+    def _open(self, path: str, *_: Any, **__: Any) -> Any:
+        if "closed" in path:
+            raise self.NoCredentials("token expired")
+        return self.Broken()
+
+    class Broken(io.BytesIO):
+        def read(self, *_: Any) -> bytes:
+            raise Denied.NoCredentials("connection lost")
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("denied://secret", "cannot read --input denied://secret: NoCredentials: unable to locate credentials; check the file"),
+        ("denied://closed", "cannot read --input denied://closed: NoCredentials: token expired; check the file"),
+        ("denied://log", "cannot read --input denied://log: NoCredentials: connection lost; check the file"),
+    ],
+)
+def test_errors_of_libraries(tmp_path: Path, url: str, message: str) -> None:
+    fsspec.register_implementation("denied", Denied, clobber=True)
+    with pytest.raises(ValueError, match=message):
+        preprocess(PreprocessOptions(inputs=(url,), output=tmp_path / "data"))
+    with pytest.raises(ValueError, match=r"cannot read --input denied://logs/\*: NoCredentials: unable to locate"):
+        expand(["denied://logs/*"])
+
+
+def test_names_without_queries() -> None:
+    assert name_of("https://host/logs/day_0.gz?X-Amz-Signature=secret&versionId=3") == "day_0.gz"
+    assert name_of("simplecache::https://host/logs/day_0.gz?sig=secret") == "day_0.gz"
+    assert name_of("s3://bucket/what?.tsv") == "what?.tsv"

@@ -129,7 +129,7 @@ def test_disk_full(
     told: list[str] = []
     messages = []
     while not options.output.exists():
-        failing_writes(11)
+        failing_writes(25)
         try:
             preprocess(options, told.append)
         except OSError as error:
@@ -166,7 +166,7 @@ def test_files_may_not_grow(options: PreprocessOptions, unbroken: dict[str, byte
 
 
 def test_other_options_start_over(options: PreprocessOptions, failing_writes: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing_writes(12)
+    failing_writes(24)
     with pytest.raises(OSError, match="No space left"):
         preprocess(options)
     monkeypatch.undo()

@@ -6,7 +6,10 @@ import gzip
 import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -17,7 +20,8 @@ from data_pipeline.manifest import Manifest, read_manifest
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.reference import hash_text
 from data_pipeline.schema import read_schema
-from data_pipeline.splits import Splitting
+from data_pipeline.splits import SplitKind, Splitting
+from data_pipeline.transform import TransformOptions, transform
 from data_pipeline.verify import verify
 
 WriteLog = Callable[..., Path]
@@ -171,11 +175,32 @@ def test_hash_buckets(tmp_path: Path, write_log: WriteLog) -> None:
     [
         ("[columns", "Expected"),
         ("[columns]\n", "it has no table [columns]"),
-        ("colums = 1", "colums is unknown; known are columns, header, separator"),
+        ("colums = 1", "colums is unknown; known are columns, format, header, separator"),
         ('[columns]\na = "number"', "a: kind 'number' is unknown; choose one of ignore, label, integer, hex, category, list"),
-        ('[columns]\na = { kind = "list", sep = "|" }', "sep is unknown; known are kind, separator"),
+        (
+            '[columns]\na = { kind = "list", sep = "|" }',
+            "sep is unknown; known are column, hash_buckets, kind, max_ids, max_length",
+        ),
         ("[columns]\na = 3", "a: write its kind, one of ignore"),
         ('[columns]\na = "label"\nb = "label"', "columns a, b are all labels; there can be one"),
+        ('header = "false"\n[columns]\na = "integer"', "header is 'false'; write true or false, without quotes"),
+        (f'[columns]\n{"a" * 200} = "integer"', "aaaaa... has too long a name for its files; rename it"),
+        ('format = "xml"\n[columns]\na = "integer"', "format 'xml' is unknown; choose one of text, csv, jsonl"),
+        (
+            '[columns]\na = { kind = "float", transform = "sqrt" }',
+            "a: transform 'sqrt' is unknown; choose one of log, stan",
+        ),
+        (
+            '[columns]\na = { kind = "hex", transform = "log" }',
+            "transform is unknown; known are column, hash_buckets",
+        ),
+        ('[columns]\na = { kind = "hex", hash_buckets = 1 }', "a: hash_buckets is 1; it must be an integer from 2 to 2**31"),
+        ('[columns]\na = { kind = "list", max_length = true }', "a: max_length is True; it must be an integer from 1"),
+        (
+            '[columns]\na = { kind = "hex", hash_buckets = 9, max_ids = 3 }',
+            "a: hash_buckets leave no vocabulary for max_ids",
+        ),
+        ('[columns]\na = "time"\nb = "user"\nc = "hex"', "rows are split by one of them, so ignore the other"),
         ('[columns]\na = "label"', "there is nothing to learn from"),
         ('[columns]\nlabel = "integer"', "column label is of kind integer; the name is kept for the label"),
         ('separator = "ab"\n[columns]\na = "integer"', "separator 'ab' must be one ASCII character"),
@@ -186,3 +211,104 @@ def test_bad_schema(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "schema.toml").write_text(text)
     with pytest.raises(ValueError, match=r"^--schema .*schema.toml: .*" + re.escape(message)):
         read_schema(tmp_path / "schema.toml")
+
+
+VISITS = """
+separator = ","
+header = true
+[columns]
+click = "label"
+when = "{time}"
+who = "{user}"
+page = "category"
+"""
+
+
+@pytest.fixture
+def visits(tmp_path: Path) -> Callable[..., PreprocessOptions]:
+    """1000 visits of 40 users in no order of time, ten a day from 2026-01-01 on."""
+    draw = np.random.default_rng(1)
+    days = draw.permutation(np.repeat(np.datetime64("2026-01-01") + np.arange(100), 10))
+    rows = [f"{draw.integers(2)},{day},u{draw.integers(40)},{number}" for number, day in enumerate(days)]
+    (tmp_path / "visits.csv").write_text("\n".join(["click,when,who,page", *rows]) + "\n")
+
+    def options(split: SplitKind, **others: Any) -> PreprocessOptions:
+        kinds = {"time": "ignore", "user": "ignore"} | {split: split}
+        (tmp_path / "visits.toml").write_text(VISITS.format(**kinds))
+        return PreprocessOptions(
+            inputs=(tmp_path / "visits.csv",),
+            output=tmp_path / f"by {split}",
+            schema=read_schema(tmp_path / "visits.toml"),
+            split=split,
+            part_bytes=3000,
+            min_count=1,
+            **others,
+        )
+
+    return options
+
+
+@pytest.mark.parametrize(
+    ("others", "days"),
+    [
+        ({}, (80, 90)),
+        ({"val_fraction": 0.25, "test_fraction": 0.25}, (50, 75)),
+        ({"val_fraction": 0.0, "test_fraction": 0.0}, (100, 100)),
+        ({"val_fraction": 0.0, "test_fraction": 0.31}, (69, 69)),
+        (
+            {"val_from": datetime(2026, 1, 31, tzinfo=UTC).timestamp(), "test_from": datetime(2026, 2, 10, tzinfo=UTC).timestamp()},
+            (30, 40),
+        ),
+    ],
+)
+def test_by_time(visits: Callable[..., PreprocessOptions], others: dict[str, float], days: tuple[int, int]) -> None:
+    """Days are in one split each, those before in training; the rows stay in the log's order."""
+    options = visits("time", **others)
+    manifest = preprocess(options)
+    verify(manifest, options.output)
+    frame = pd.read_csv(str(options.inputs[0]), parse_dates=["when"])
+    day = (frame["when"] - pd.Timestamp("2026-01-01")).dt.days
+    for split, chosen in {"train": day < days[0], "val": (day >= days[0]) & (day < days[1]), "test": day >= days[1]}.items():
+        assert manifest.splits[split].rows == chosen.sum()
+        if chosen.any():
+            assert read_split(options.output, manifest, split)["label"].tolist() == frame["click"][chosen].tolist()
+    start = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
+    if days[0] < 100:
+        assert (manifest.options["val_from"], manifest.options["test_from"]) == tuple(start + 86400 * day for day in days)
+
+
+def test_by_user(visits: Callable[..., PreprocessOptions]) -> None:
+    options = visits("user", val_fraction=0.2, test_fraction=0.2, seed=4)
+    manifest = preprocess(options)
+    verify(manifest, options.output)
+    frame = pd.read_csv(str(options.inputs[0]))
+    users = np.array([hash_text(user.encode()) for user in frame["who"]], np.uint64)
+    drawn = options.splitting.drawn(0, users)
+    for number, split in enumerate(("train", "val", "test")):
+        assert manifest.splits[split].rows == (drawn == number).sum() > 0
+        assert read_split(options.output, manifest, split)["label"].tolist() == frame["click"][drawn == number].tolist()
+    assert pd.Series(drawn).groupby(frame["who"]).nunique().eq(1).all()
+
+
+def test_new_rows_are_divided_by_the_same_times(visits: Callable[..., PreprocessOptions], tmp_path: Path) -> None:
+    options = visits("time")
+    preprocess(options)
+    (tmp_path / "today.csv").write_text("when,who,page\n2026-01-05,u,1\n2026-03-25T10:00,u,1\n2027-01-01T00:00:00.5Z,u,1\n")
+    new = transform(TransformOptions(inputs=(tmp_path / "today.csv",), data=options.output, output=tmp_path / "new"))
+    assert [split.rows for split in new.splits.values()] == [1, 1, 1]
+    (tmp_path / "today.csv").write_text("who,page\nu,1\n")
+    with pytest.raises(ValueError, match="--split time goes by a column of kind time; name one in --schema"):
+        transform(TransformOptions(inputs=(tmp_path / "today.csv",), data=options.output, output=tmp_path / "other"))
+    with pytest.raises(ValueError, match="--split user goes by a column of kind user; name one in --schema"):
+        preprocess(replace(options, split="user", output=tmp_path / "other"))
+    (tmp_path / "visits.csv").write_text("click,when,who,page\n1,,u,1\n")
+    with pytest.raises(ValueError, match=r"visits.csv:2: when '' is not a time"):
+        preprocess(replace(options, output=tmp_path / "other"))
+
+
+@pytest.mark.parametrize("times", [(1.0, None), (None, 1.0), (2.0, 1.0)])
+def test_times_that_are_refused(visits: Callable[..., PreprocessOptions], times: tuple[float | None, float | None]) -> None:
+    with pytest.raises(ValueError, match="--val-from and --test-from go with --split time; give both, --val-from not after --test"):
+        visits("time", val_from=times[0], test_from=times[1])
+    with pytest.raises(ValueError, match="--val-from and --test-from go with --split time"):
+        visits("user", val_from=1.0, test_from=2.0)

@@ -150,7 +150,7 @@ def test_resumed(data: Path, write_log: WriteLog) -> None:
 
 def test_refused(data: Path, tmp_path: Path, write_log: WriteLog) -> None:
     log = write_log(ROWS[:3], "new.tsv")
-    with pytest.raises(ValueError, match=r"--output .*data is --data; choose a folder for the new data set"):
+    with pytest.raises(ValueError, match=r"--output .*data and --data .*data overlap; choose another --output"):
         TransformOptions(inputs=(log,), data=data, output=data)
     with pytest.raises(ValueError, match="--split is 'all'; choose one of source, train, val, test"):
         to_options(data, log, split="all")
@@ -174,3 +174,54 @@ def test_refused(data: Path, tmp_path: Path, write_log: WriteLog) -> None:
     with pytest.raises(ValueError, match=r"C7\.table does not exist, but the manifest lists it"):
         transform(to_options(data, log))
     assert not (data.parent / "new").exists()
+
+
+def test_extended(data: Path, write_log: WriteLog) -> None:
+    """Known values keep their ids; new ones follow by count, rare ones and those of other splits don't; and so on, day by day."""
+    source = read_manifest(data)
+    first = source.categorical_columns[0]
+    new = [["1", *["3"] * 13, code, *["0"] * 25] for code in ["aaaa0001"] * 2 + ["aaaa0002"] * 5 + ["aaaa0003"] + ["aaaa0000"] * 2]
+    log = write_log([*ROWS[:240], *new], "new.tsv")
+    options = to_options(data, log, split="train", extend=True, part_bytes=20_000)
+    manifest = checked(options)
+    column = manifest.categorical_columns[0]
+    assert (column.num_embeddings, column.grown) == (first.num_embeddings + 3, (first.num_embeddings,))
+    assert manifest.transformed is not None
+    assert manifest.transformed.manifest_sha256 == file_sha256(data / "manifest.json")
+    rows = read(options.output, "train")
+    pd.testing.assert_frame_equal(rows.loc[:239, "C2":], read(data, "train").loc[:, "C2":])  # type: ignore[misc]
+    known = read(data, "train")["C1"]
+    assert (rows["C1"][:240][known > 0] == known[known > 0]).all()
+    ends = [first.num_embeddings + place for place in (0, 1, 2)]  # by count, then by value
+    assert rows["C1"][240:].tolist() == [ends[2]] * 2 + [ends[0]] * 5 + [0] + [ends[1]] * 2
+    words, before = (pd.read_parquet(folder / "vocabulary" / "C1.parquet") for folder in (options.output, data))
+    pd.testing.assert_frame_equal(words[: len(before)], before)
+    assert words["count"][len(before) :].tolist() == [5, 2, 2]
+    unchanged = manifest.categorical_columns[1]
+    assert (unchanged.vocabulary, unchanged.table, unchanged.grown) == (
+        source.categorical_columns[1].vocabulary,
+        source.categorical_columns[1].table,
+        (),
+    )
+    more = write_log([["1", *["3"] * 13, "bbbb0001", *["0"] * 25]] * 3, "more.tsv")
+    tomorrow = replace(options, data=options.output, output=data.parent / "tomorrow", inputs=(more,))
+    again = checked(tomorrow).categorical_columns[0]
+    assert (again.num_embeddings, again.grown) == (column.num_embeddings + 1, (first.num_embeddings, column.num_embeddings))
+    plain = checked(replace(options, extend=False, output=data.parent / "plain"))
+    assert plain.categorical_columns[0].num_embeddings == first.num_embeddings
+    tested = checked(replace(options, split="test", output=data.parent / "tested"))
+    assert tested.categorical_columns[0].grown == ()
+
+
+def test_extended_run_resumes(data: Path, write_log: WriteLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    new = random_rows(200, seed=9)
+    options = to_options(data, write_log(new * 2, "new.tsv"), extend=True, part_bytes=9_000)
+    monkeypatch.setattr("data_pipeline.transform.write_logs", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        transform(options)
+    monkeypatch.undo()
+    checked(options)
+    whole = replace(options, output=data.parent / "whole")
+    checked(whole)
+    for path in sorted(whole.output.rglob("*.*")):
+        assert path.read_bytes() == (options.output / path.relative_to(whole.output)).read_bytes(), path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from random_logs import random_rows
 from torchrec.datasets.criteo import BinaryCriteoUtils
 
 from data_pipeline.describe import describe, to_text, write_html
-from data_pipeline.manifest import Manifest, describe_file
+from data_pipeline.manifest import CategoricalColumn, Manifest, describe_file
 from data_pipeline.npy import export_npy
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.verify import verify
@@ -33,10 +34,11 @@ def with_first_shard(manifest: Manifest, folder: Path, change: Callable[[pd.Data
     """The manifest after train's first shard was changed, with the checksum of what it is now."""
     train = manifest.splits["train"]
     path = folder / train.shards[0].path
-    schema = pq.read_schema(path)
+    schema, metadata = pq.read_schema(path), pq.read_metadata(path).metadata
     frame = pd.read_parquet(path)
     change(frame)
-    pq.write_table(pa.Table.from_pandas(frame, schema, preserve_index=False), path)
+    table = pa.Table.from_pandas(frame, schema, preserve_index=False)
+    pq.write_table(table.replace_schema_metadata({b"comera_rec.rows": metadata[b"comera_rec.rows"]}), path)
     first = replace(describe_file(train.shards[0].path, folder, rows=len(frame)), from_rows=train.shards[0].from_rows)
     return replace(manifest, splits=manifest.splits | {"train": replace(train, shards=(first, *train.shards[1:]))})
 
@@ -88,6 +90,93 @@ def test_rows_in_two_splits(data: tuple[Manifest, Path]) -> None:
     left_out = replace(manifest, splits=manifest.splits | {"test": replace(test, rows=0, shards=())})
     with pytest.raises(ValueError, match=r"of the input give|the splits hold"):
         verify(left_out, folder)
+
+
+def test_shard_copied_over_another(tmp_path: Path, write_log: Callable[..., Path]) -> None:
+    """Counts and checksums are right, and yet rows are in two splits."""
+    options = PreprocessOptions(inputs=(write_log(ROWS),), output=tmp_path / "data")
+    manifest, folder = preprocess(options), options.output
+    (val,), (test,) = manifest.splits["val"].shards, manifest.splits["test"].shards
+    shutil.copy(folder / val.path, folder / test.path)
+    copied = replace(test, bytes=val.bytes, sha256=val.sha256)
+    tampered = replace(manifest, splits=manifest.splits | {"test": replace(manifest.splits["test"], shards=(copied,))})
+    with pytest.raises(
+        ValueError, match=r"test/part-00000.parquet doesn't hold the rows that the manifest states, but those of anoth"
+    ):
+        verify(tampered, folder)
+
+
+def test_rows_of_equal_content_are_counted(tmp_path: Path, write_log: Callable[..., Path]) -> None:
+    """A copy of a log under another name can't be known by its name; its rows are."""
+    for logs, repeated in (
+        ((ROWS[:200], ROWS[200:]), 0.0),
+        ((ROWS[:200], ROWS[:200]), 1.0),
+        ((ROWS[:200], ROWS[:100] + ROWS[200:300]), 0.5),
+    ):
+        inputs = tuple(write_log(rows, f"day_{number}") for number, rows in enumerate(logs))
+        options = PreprocessOptions(inputs=inputs, output=tmp_path / "data", split="day", overwrite=True, min_count=1)
+        assert verify(preprocess(options), options.output).repeated == pytest.approx(repeated, abs=0.05)
+
+
+def with_vocabulary(manifest: Manifest, folder: Path, change: Callable[[Path, Path], None]) -> Manifest:
+    """The manifest after C3's vocabulary and table were changed, with the checksums of what they are now."""
+    column = manifest.categorical_columns[2]
+    assert column.vocabulary
+    assert column.table
+    change(folder / column.vocabulary.path, folder / column.table.path)
+    vocabulary, table = (describe_file(file.path, folder, rows=file.rows) for file in (column.vocabulary, column.table))
+    return with_column(manifest, replace(column, vocabulary=vocabulary, table=table))
+
+
+def with_column(manifest: Manifest, column: CategoricalColumn) -> Manifest:
+    columns = manifest.categorical_columns
+    return replace(manifest, categorical_columns=(*columns[:2], column, *columns[3:]))
+
+
+def rewritten(vocabulary: Path, change: Callable[[pd.DataFrame], pd.DataFrame]) -> None:
+    schema = pq.read_schema(vocabulary)
+    pq.write_table(pa.Table.from_pandas(change(pd.read_parquet(vocabulary)), schema, preserve_index=False), vocabulary)
+
+
+def swap_values(frame: pd.DataFrame) -> pd.DataFrame:
+    values = frame["value"].tolist()
+    return frame.assign(value=[values[1], values[0], *values[2:]])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda words, table: words.write_bytes(b"junk"), "C3.parquet, from row 0 on, cannot be read"),
+        (lambda words, table: pq.write_table(pa.table({"value": [1]}), words), "C3.parquet is no vocabulary of values and counts"),
+        (
+            lambda words, table: rewritten(words, swap_values),
+            "C3.parquet, from id 1 on, doesn't list|the table of C3 gives its values",
+        ),
+        (
+            lambda words, table: rewritten(words, lambda frame: frame[::-1]),
+            "C3.parquet, from id 1 on, doesn't list values by falling",
+        ),
+        (lambda words, table: rewritten(words, lambda frame: frame[:-1]), r"C3 has \d+ embeddings, its vocabulary \d+ values"),
+        (lambda words, table: rewritten(words, lambda frame: frame[:0]), r"C3 has \d+ embeddings, its vocabulary 0 values"),
+        (
+            lambda words, table: rewritten(words, lambda frame: frame.assign(count=frame["count"] + 10)),
+            r"training rows hold \d+ ids of C3, of which its vocabulary counts \d+",
+        ),
+        (lambda words, table: table.write_bytes(b"junk"), r"C3.table is no table of \d+ values"),
+        (lambda words, table: table.write_bytes(bytes(table.stat().st_size)), "C3.table is no table of"),
+        (lambda words, table: table.write_bytes(b"\1" * table.stat().st_size), "C3.table is no table of"),
+    ],
+)
+def test_junk_as_vocabulary(data: tuple[Manifest, Path], change: Callable[[Path, Path], None], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        verify(with_vocabulary(*data, change), data[1])
+
+
+def test_missing_vocabulary(data: tuple[Manifest, Path]) -> None:
+    manifest, folder = data
+    without = with_column(manifest, replace(manifest.categorical_columns[2], vocabulary=None, table=None))
+    with pytest.raises(ValueError, match="the manifest names no vocabulary of C3"):
+        verify(without, folder)
 
 
 def test_description(data: tuple[Manifest, Path], tmp_path: Path) -> None:

@@ -22,11 +22,11 @@ def changed_lines() -> list[str]:
     return [line for line in diff if line[1:].strip() and not line.startswith("@@")]
 
 
-def test_two_lines_differ_and_readme_shows_them() -> None:
+def test_two_lines_differ_and_the_guide_shows_them() -> None:
     changed = changed_lines()
     assert changed[0] == "+import comera_rec as cr"
     assert [line[0] for line in changed[1:]] == ["-", "+", "-", "+"]
-    (shown,) = re.findall(r"^```diff\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    (shown,) = re.findall(r"^```diff\n(.*?)^```", (ROOT / "docs" / "guides" / "processes.md").read_text(), re.MULTILINE | re.DOTALL)
     assert [line[0] + line[1:].strip() for line in shown.splitlines() if line[0] in "+-"] == [
         line[0] + line[1:].strip() for line in changed
     ]

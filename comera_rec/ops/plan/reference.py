@@ -50,7 +50,7 @@ def unique_rows(ids: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, Te
         keys [L], padded; inverse [L]; order [L]; starts [L + 1]; see `LookupPlan`.
     """
     *firsts, size = first_keys(sizes)
-    if len({table.shape[0] for table in ids}) == 1:
+    if all(table.shape[0] == ids[0].shape[0] for table in ids[1:]):
         keys = (torch.stack(list(ids)) + on_device([firsts], ids[0].device).view(-1, 1)).flatten()
     else:
         keys = torch.cat([table.long() + first for table, first in zip(ids, firsts, strict=True)])

@@ -1,0 +1,267 @@
+"""Arrow's columns to those of `data_pipeline.parse`: the same numbers and hashes whether a cell came as text or as a number.
+
+Integers, hex digits and labels are read from text as `data_pipeline.reference` reads them. An integer that is a category hashes as
+its decimal digits, so 7 in Parquet, 7 and "7" in JSON and 7 in CSV are one value.
+
+Letters: n rows of a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from data_pipeline.parse import REASONS_KEPT, Parsed
+from data_pipeline.schema import Column, LogSchema
+
+_NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
+_DIGITS = r"^-?0*[0-9]{1,%d}$"
+_HEX = r"^[0-9a-fA-F]{1,8}$"
+_EXACT = 2.0**53  # beyond, float64 holds not every integer
+_EXPECTED = {
+    "label": "0 or 1",
+    "integer": "a 32-bit integer",
+    "int64": "a 64-bit integer",
+    "float": "a finite number",
+    "hex": "1 to 8 hex digits",
+    "category": "text or an integer",
+    "list": "a list of non-empty elements",
+    "time": "a time",
+    "user": "a user, which is text or an integer",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Cells:
+    """A column: float64 numbers or uint64 keys [n], which are missing or malformed; of a list column all keys, and lengths [n]."""
+
+    values: np.ndarray
+    missing: np.ndarray
+    bad: np.ndarray
+    lengths: np.ndarray | None = None
+
+
+def to_parsed(columns: Mapping[str, pa.Array], schema: LogSchema, *, rows: int) -> tuple[Parsed, np.ndarray]:
+    """Read cells, and tell which rows are well-formed.
+
+    Args:
+        columns: by name, those of the schema but ignored ones, of any type that holds what their kinds say.
+        schema: of the log.
+        rows: of every column; their numbers are the starts and lines of what is returned.
+
+    Returns:
+        The well-formed rows, and a mask of them, bool [rows].
+
+    Raises:
+        ValueError: a column is of a type that can't be read as its kind.
+    """
+    cells = {column.name: _read(columns[column.name], column) for column in schema.columns if column.kind != "ignore"}
+    good = ~np.any([np.zeros(rows, np.bool_), *(column.bad for column in cells.values())], axis=0)
+    reasons = []
+    for row in np.flatnonzero(~good)[:REASONS_KEPT].tolist():
+        column = next(column for column in schema.columns if column.name in cells and cells[column.name].bad[row])
+        shown = _show(columns[column.name][row].as_py())
+        reasons.append((row, f"{column.name} '{shown}' is not {_EXPECTED[column.kind]}"))
+    kept = {name: _take(column, good) for name, column in cells.items()}
+    count = int(good.sum())
+    lists = [kept[name] for name in schema.lists]
+    list_keys = np.zeros((len(lists), max((len(column.values) for column in lists), default=0)), np.uint64)
+    for padded, column_of_lists in zip(list_keys, lists, strict=True):
+        padded[: len(column_of_lists.values)] = column_of_lists.values
+    ends = [np.cumsum(column.lengths) for column in lists if column.lengths is not None]
+    label, split_on = schema.of_kind("label"), schema.of_kind("time", "user")
+    parsed = Parsed(
+        label=kept[label[0]].values.astype(np.int8) if label else np.empty(0, np.int8),
+        integers=_stack([kept[name].values for name in schema.integers], count, schema.number_dtype),
+        integer_missing=_stack([kept[name].missing for name in schema.integers], count, np.dtype(np.bool_)),
+        keys=_stack([kept[name].values for name in schema.singles], count, schema.key_dtype),
+        key_missing=_stack([kept[name].missing for name in schema.singles], count, np.dtype(np.bool_)),
+        list_keys=list_keys,
+        list_ends=_stack(ends, count, np.dtype(np.int64)),
+        starts=np.flatnonzero(good),
+        lines=rows,
+        rejected=rows - count,
+        reasons=tuple(reasons),
+        split_keys=kept[split_on[0]].values if split_on else None,
+    )
+    return parsed, good
+
+
+def _stack(columns: list[np.ndarray], rows: int, dtype: np.dtype) -> np.ndarray:
+    stacked = np.empty((len(columns), rows), dtype)
+    for to, column in zip(stacked, columns, strict=True):
+        to[:] = column
+    return stacked
+
+
+def _take(cells: _Cells, good: np.ndarray) -> _Cells:
+    if good.all():
+        return cells
+    if cells.lengths is not None:
+        values, lengths = cells.values[np.repeat(good, cells.lengths)], cells.lengths[good]
+        return _Cells(values=values, missing=cells.missing[good], bad=cells.bad[good], lengths=lengths)
+    return _Cells(values=cells.values[good], missing=cells.missing[good], bad=cells.bad[good])
+
+
+def _read(array: pa.Array, column: Column) -> _Cells:
+    if pa.types.is_dictionary(array.type) and column.kind not in ("category", "user", "hex"):
+        array = array.dictionary_decode()
+    try:
+        match column.kind:
+            case "label" | "integer" | "int64" | "float" | "time":
+                return _read_numbers(array, column)
+            case "hex":
+                return _read_hex(array)
+            case "list":
+                return _read_lists(array, column)
+            case _:
+                keys = _read_texts(array)
+                return _Cells(values=keys.values, missing=keys.missing, bad=keys.bad | (keys.missing & (column.kind == "user")))
+    except pa.ArrowException as error:
+        raise ValueError(f"{column.name} is of type {array.type}, which is not {_EXPECTED[column.kind]} in each row") from error
+
+
+def _read_numbers(array: pa.Array, column: Column) -> _Cells:
+    kind = column.kind
+    if kind == "time" and _is_text(array.type):
+        array = _times(array)
+    if pa.types.is_temporal(array.type):
+        array = pc.divide(array.cast(pa.timestamp("us")).cast(pa.int64()).cast(pa.float64()), 1e6)
+    if _is_text(array.type):
+        codes, text = _distinct(array)
+        pattern = {"label": _DIGITS % 10, "integer": _DIGITS % 10, "int64": _DIGITS % 19}.get(kind, _NUMBER)
+        numeric = pc.match_substring_regex(text, pattern).fill_null(False)
+        of_text = _numpy(pc.if_else(numeric, text, None).cast(pa.large_string()).cast(pa.float64()), np.nan)
+        values = np.append(of_text, np.nan)[codes]
+        missing = np.append(_numpy(pc.equal(pc.binary_length(text), 0)), True)[codes]
+        bad = ~missing & ~np.append(_numpy(numeric), True)[codes]
+    else:
+        values = _numpy(
+            array.cast(pa.int8() if pa.types.is_boolean(array.type) else array.type).cast(pa.float64(), safe=False), np.nan
+        )
+        missing, bad = np.isnan(values), np.zeros(len(array), np.bool_)
+    values = np.where(missing | bad, 0, values)
+    bad |= ~np.isfinite(values)
+    if kind in ("label", "integer", "int64"):
+        low, high = {"label": (0, 2), "integer": (-(2.0**31), 2.0**31), "int64": (-(2.0**63), 2.0**63)}[kind]
+        bad |= (values != np.floor(values)) | (values < low) | (values >= high)
+    if kind in ("label", "time"):
+        bad |= missing
+    return _Cells(values=np.where(bad, 0, values), missing=missing & ~bad, bad=bad)
+
+
+def _times(array: pa.Array) -> pa.Array:
+    """Texts of numbers as they are, and of dates and times of ISO 8601 as seconds since 1970 in UTC."""
+    text = array.cast(pa.large_string())
+    iso = r"^[0-9]{4}-[01][0-9]-[0-3][0-9]([ T][0-2][0-9]:[0-5][0-9](:[0-5][0-9](\.[0-9]{1,6})?)?)?Z?$"
+    dated = pc.match_substring_regex(text, iso).fill_null(False)
+    if not pc.any(dated).as_py():
+        return text
+    stamps = pc.if_else(dated, pc.replace_substring_regex(text, "Z$", ""), None).cast(pa.timestamp("us"))
+    seconds = pc.divide(stamps.cast(pa.int64()).cast(pa.float64()), 1e6)
+    return pc.if_else(dated, seconds.cast(pa.large_string()), text)
+
+
+def _read_hex(array: pa.Array) -> _Cells:
+    if pa.types.is_integer(array.type) or pa.types.is_floating(array.type):
+        numbers = _read_numbers(array, Column(name="", kind="int64"))
+        bad = numbers.bad | (numbers.values < 0) | (numbers.values >= 2.0**32)
+        return _Cells(values=np.where(bad, 0, numbers.values).astype(np.uint64), missing=numbers.missing, bad=bad)
+    codes, distinct = _distinct(array)
+    well_formed = _numpy(pc.match_substring_regex(distinct, _HEX).fill_null(False))
+    values = np.array(
+        [int(text, 16) if good else 0 for text, good in zip(distinct.to_pylist(), well_formed, strict=True)], np.uint64
+    )
+    empty = _numpy(pc.equal(pc.binary_length(distinct), 0))
+    return _of_distinct(codes, values, empty, ~well_formed & ~empty)
+
+
+def _read_texts(array: pa.Array) -> _Cells:
+    bad = np.zeros(len(array), np.bool_)
+    if pa.types.is_floating(array.type):  # as pandas makes of integers among which some are missing
+        values = _numpy(array.cast(pa.float64()), np.nan)
+        missing = np.isnan(values)
+        bad = ~missing & ~((values == np.floor(values)) & (np.abs(values) < _EXACT))
+        array = pa.array(np.where(missing | bad, 0, values).astype(np.int64), mask=missing | bad)
+    codes, distinct = _distinct(array)
+    cells = _of_distinct(
+        codes, hash_texts(distinct), _numpy(pc.equal(pc.binary_length(distinct), 0)), np.zeros(len(distinct), np.bool_)
+    )
+    return _Cells(values=cells.values, missing=cells.missing & ~bad, bad=bad)
+
+
+def _read_lists(array: pa.Array, column: Column) -> _Cells:
+    if not is_list(array.type):
+        text = (array if _is_text(array.type) else array.cast(pa.large_string())).cast(pa.large_binary())
+        array = pc.if_else(pc.equal(pc.binary_length(text), 0), None, pc.split_pattern(text, column.separator))
+    array = array.cast(pa.large_list(array.type.value_type))
+    lengths = _numpy(pc.list_value_length(array).fill_null(0)).astype(np.int64)
+    elements = _read_texts(array.flatten())
+    empty = elements.missing | elements.bad
+    bad = np.zeros(len(array), np.bool_)
+    bad[np.repeat(np.arange(len(array)), lengths)[empty]] = True
+    return _Cells(values=elements.values, missing=lengths == 0, bad=bad, lengths=lengths)
+
+
+def _distinct(array: pa.Array) -> tuple[np.ndarray, pa.Array]:
+    """Cells as numbers of distinct texts, -1 for null, and these texts."""
+    if pa.types.is_dictionary(array.type) and len(array.dictionary) > len(array):  # as of a block of a longer column
+        array = array.dictionary_decode()
+    if not pa.types.is_dictionary(array.type):
+        array = (array if _is_text(array.type) else array.cast(pa.large_string())).cast(pa.large_binary()).dictionary_encode()
+    codes = _numpy(array.indices.cast(pa.int64()).fill_null(-1))
+    distinct = array.dictionary
+    return codes, (distinct if _is_text(distinct.type) else distinct.cast(pa.large_string())).cast(pa.large_binary())
+
+
+def _of_distinct(codes: np.ndarray, values: np.ndarray, empty: np.ndarray, bad: np.ndarray) -> _Cells:
+    missing = np.append(empty, True)[codes]
+    return _Cells(
+        values=np.where(missing, np.uint64(0), np.append(values, np.uint64(0))[codes]),
+        missing=missing,
+        bad=np.append(bad, False)[codes],
+    )
+
+
+def hash_texts(texts: pa.LargeBinaryArray) -> np.ndarray:
+    """`data_pipeline.reference.hash_text` of each, uint64; byte by byte for all at once, the longest last."""
+    offsets = np.zeros(1, np.int64)
+    if len(texts):
+        offsets = np.frombuffer(texts.buffers()[1], np.int64)[texts.offset : texts.offset + len(texts) + 1]
+    data = np.frombuffer(texts.buffers()[2] or b"", np.uint8)
+    lengths = np.diff(offsets)
+    order = np.argsort(lengths, kind="stable")
+    starts, hashes = offsets[:-1][order], np.full(len(texts), 0xCBF29CE484222325, np.uint64)
+    longer = np.searchsorted(lengths[order], np.arange(lengths.max(initial=0)), side="right")  # the first text that has a byte here
+    for place, first in enumerate(longer.tolist()):
+        hashes[first:] = (hashes[first:] ^ data[starts[first:] + place]) * np.uint64(0x100000001B3)
+    hashes = (hashes ^ (hashes >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    hashes = (hashes ^ (hashes >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    found = np.empty_like(hashes)
+    found[order] = hashes ^ (hashes >> np.uint64(31))
+    return found
+
+
+def _is_text(of_type: pa.DataType) -> bool:
+    types = pa.types
+    return any(is_it(of_type) for is_it in (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary))
+
+
+def is_list(of_type: pa.DataType) -> bool:
+    """Whether an array of this type holds lists."""
+    return any(is_it(of_type) for is_it in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list))
+
+
+def _numpy(array: pa.Array | pa.ChunkedArray, null: object = None) -> np.ndarray:
+    filled = array if null is None else array.fill_null(null)
+    values: np.ndarray = filled.to_numpy(zero_copy_only=False)
+    return values
+
+
+def _show(cell: object) -> str:
+    text = cell if isinstance(cell, bytes) else ("" if cell is None else str(cell)).encode()
+    return text[:40].decode("ascii", "backslashreplace")

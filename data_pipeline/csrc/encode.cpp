@@ -1,0 +1,166 @@
+// Keys to ids by the hash tables of `data_pipeline/hashing.py` or by hash alone, and integers to their logarithms.
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cmath>
+#include <type_traits>
+
+#include "array.h"
+
+namespace data_pipeline {
+namespace {
+
+constexpr int64_t kAhead = 8;  // lookups whose slots are fetched while others are read
+
+template <class Key>
+struct Slot {
+  Key key;
+  Key id;  // 0 where the slot is free
+};
+
+// The table [slots, 2] of a file: a foreign one may be full or empty, so probes are counted.
+template <class Key>
+class Table {
+ public:
+  explicit Table(Array<Key> pairs) : slots_{reinterpret_cast<Slot<Key>*>(pairs.data), pairs.size / 2} {}
+
+  // The slot of a key, or the free one for it; null if there is neither.
+  Slot<Key>* find(Key key) const {
+    int64_t slot = home(key);
+    for (int64_t probes = 0; probes < slots_.size; ++probes) {
+      Slot<Key>* at = slots_.data + slot;
+      if (at->key == key || at->id == 0) return at;
+      slot = slot + 1 == slots_.size ? 0 : slot + 1;
+    }
+    return nullptr;
+  }
+
+  void fetch(Key key) const { __builtin_prefetch(slots_.data + home(key)); }
+
+  // By the upper half of a product: Fibonacci hashing (Knuth, TAOCP 3, section 6.4), cheap and good enough to probe. A slot is a
+  // range of hashes, so any number of slots below 2^32 will do.
+  int64_t home(Key key) const { return (key * 0x9E3779B97F4A7C15 >> 32) * static_cast<uint64_t>(slots_.size) >> 32; }
+
+ private:
+  const Array<Slot<Key>> slots_;
+};
+
+template <class Key>
+int64_t insert(Array<Key> pairs, Array<const Key> keys, int64_t first_id, int64_t first_slot, int64_t end_slot) {
+  const Table<Key> table(pairs);
+  for (int64_t i = 0; i < keys.size; ++i) {
+    const int64_t home = table.home(keys[i]);
+    if (home < first_slot || home >= end_slot) continue;
+    Slot<Key>* slot = table.find(keys[i]);
+    if (!slot) return kWrongSizes;
+    *slot = {keys[i], static_cast<Key>(first_id + i)};
+  }
+  return 0;
+}
+
+// Lets go of a mapped file's pages: what was written stays in the file, and they are mapped again when they are touched.
+template <class T>
+void release(Array<T> file) {
+  if (file.size) madvise(const_cast<std::remove_const_t<T>*>(file.data), file.size * sizeof(T), MADV_DONTNEED);
+}
+
+// Where a column's ids come from: a table's pairs, or `buckets`, where it isn't 0. The pages of a table that is too large to stay in
+// memory are let go after `lookups`, where they aren't 0.
+template <class Key>
+struct IdsOf {
+  Array<Key> pairs;
+  int64_t lookups;
+  int64_t buckets;
+};
+
+// Fills ids, 0 where a key is missing or not in the table, and returns how many are 0.
+template <class Key>
+int64_t look_up(const IdsOf<Key>& column, Array<const Key> keys, Array<const bool> missing, Array<int32_t> ids) {
+  const Table<Key> table(column.pairs);
+  int64_t zeros = 0;
+  for (int64_t i = 0; i < keys.size; ++i) {
+    if (column.lookups && i % column.lookups == 0) release(column.pairs);
+    table.fetch(keys[std::min(i + kAhead, keys.size - 1)]);
+    const Slot<Key>* slot = missing[i] ? nullptr : table.find(keys[i]);
+    ids[i] = slot ? static_cast<int32_t>(slot->id) : 0;
+    zeros += ids[i] == 0;
+  }
+  return zeros;
+}
+
+// Fills ids 1..buckets - 1 by the keys' hashes, 0 where a key is missing, and returns how many are 0.
+template <class Key>
+int64_t hash(int64_t buckets, Array<const Key> keys, Array<const bool> missing, Array<int32_t> ids) {
+  int64_t zeros = 0;
+  for (int64_t i = 0; i < keys.size; ++i) {
+    const uint64_t bucket = (mix(keys[i] + 0x9E3779B97F4A7C15) >> 32) * static_cast<uint64_t>(buckets - 1) >> 32;
+    ids[i] = missing[i] ? 0 : static_cast<int32_t>(bucket + 1);
+    zeros += ids[i] == 0;
+  }
+  return zeros;
+}
+
+template <class Key>
+int64_t encode_keys(
+    Array<const IdsOf<Key>> ids_of, Matrix<const Key> keys, Matrix<const bool> missing, Matrix<int32_t> ids, Array<int64_t> zeros) {
+  if (!keys.is_like(missing) || !keys.is_like(ids) || ids_of.size != keys.columns || zeros.size != keys.columns) return kWrongSizes;
+  for (int64_t c = 0; c < keys.columns; ++c) {
+    zeros[c] = ids_of[c].buckets ? hash(ids_of[c].buckets, keys[c], missing[c], ids[c])
+                                 : look_up(ids_of[c], keys[c], missing[c], ids[c]);
+  }
+  return 0;
+}
+
+}  // namespace
+
+// Put keys, none of them in the table yet, into free slots, with ids from the first one on; but only keys whose own slot, should it be
+// free, is in a range: those of a table larger than memory come range by range.
+EXPORTED int64_t insert_u32(
+    Array<uint32_t> pairs, Array<const uint32_t> keys, int64_t first_id, int64_t first_slot, int64_t end_slot) {
+  return insert(pairs, keys, first_id, first_slot, end_slot);
+}
+EXPORTED int64_t insert_u64(
+    Array<uint64_t> pairs, Array<const uint64_t> keys, int64_t first_id, int64_t first_slot, int64_t end_slot) {
+  return insert(pairs, keys, first_id, first_slot, end_slot);
+}
+
+// Let go of the pages of a mapped file.
+EXPORTED int64_t release_pages(Array<const uint8_t> file) {
+  release(file);
+  return 0;
+}
+
+// Fill each column's ids, 0 where a key is missing or not in the table, and how many are 0.
+EXPORTED int64_t encode_keys_u32(
+    Array<const IdsOf<uint32_t>> ids_of, Matrix<const uint32_t> keys, Matrix<const bool> missing, Matrix<int32_t> ids,
+    Array<int64_t> zeros) {
+  return encode_keys(ids_of, keys, missing, ids, zeros);
+}
+EXPORTED int64_t encode_keys_u64(
+    Array<const IdsOf<uint64_t>> ids_of, Matrix<const uint64_t> keys, Matrix<const bool> missing, Matrix<int32_t> ids,
+    Array<int64_t> zeros) {
+  return encode_keys(ids_of, keys, missing, ids, zeros);
+}
+
+// Fill with log(max(value, low) - low + 2), 0 where a value is missing; low by column, and logarithms[i] is log(i + 1).
+EXPORTED int64_t encode_integers(
+    Matrix<const int32_t> values, Matrix<const bool> missing, Array<const int64_t> low, Array<const float> logarithms,
+    Matrix<float> encoded) {
+  if (!values.is_like(missing) || !values.is_like(encoded) || low.size != values.columns) return kWrongSizes;
+  for (int64_t c = 0; c < values.columns; ++c) {
+    for (int64_t i = 0; i < values.rows; ++i) {
+      const int64_t above = std::max<int64_t>(values[c][i] - low[c], 0) + 1;
+      if (missing[c][i]) {
+        encoded[c][i] = 0;
+      } else if (above < logarithms.size) {
+        encoded[c][i] = logarithms[above];
+      } else {
+        encoded[c][i] = static_cast<float>(std::log(static_cast<double>(above + 1)));
+      }
+    }
+  }
+  return 0;
+}
+
+}  // namespace data_pipeline

@@ -1,0 +1,74 @@
+"""A data set's vocabularies with new values at their ends: ids of known values stay, so that a model's rows keep their meaning.
+
+New values follow by falling count in the new training rows, equal counts by value. The counts of known values stay those of the
+logs that made them known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from data_pipeline.hashing import TableIds, encode_keys
+from data_pipeline.manifest import CategoricalColumn, check_file
+from data_pipeline.runs import Counted
+from data_pipeline.verify import read_row_groups
+from data_pipeline.vocabulary import MOST_IDS, ranked, write_vocabulary
+
+
+def extend_vocabulary(
+    column: CategoricalColumn,
+    values: Iterable[Counted],
+    *,
+    key_dtype: np.dtype,
+    max_ids: int | None,
+    room: int,
+    known: Path,
+    data: Path,
+    work: Path,
+) -> CategoricalColumn:
+    """Write a column's vocabulary and table with the values of new logs that are frequent enough.
+
+    Args:
+        column: as the known data set has it, with a vocabulary.
+        values, key_dtype, work: as for `data_pipeline.vocabulary.build_vocabulary`, of the new logs.
+        max_ids: values that get an id, known ones included.
+        room: bytes of the known table that may be held in memory.
+        known: folder of the known data set.
+        data: folder of the new one.
+
+    Returns:
+        The column with its new files; the column itself if there is no new value.
+
+    Raises:
+        ValueError: there are more ids than an int32 holds.
+    """
+    assert column.vocabulary, "a column without a vocabulary has none to extend"
+    assert column.table, "`recorded_log` refuses data sets without tables"
+    before, vocabulary = column.vocabulary.rows, check_file(column.vocabulary, known)
+    ids_of = TableIds(check_file(column.table, known), key_dtype, room)
+    most = None if max_ids is None else max(0, max_ids - before)
+    new_values = _without_id(values, ids_of)
+    with ranked(column.name, new_values, key_dtype=key_dtype, min_count=column.min_count, most=most, work=work) as new:
+        if not new.rows:
+            return column
+        rows = before + new.rows
+        if rows >= MOST_IDS:
+            raise ValueError(f"{column.name} would have {rows} values, more than ids of 32 bits; preprocess anew")
+
+        def blocks() -> Iterator[Counted]:
+            for _, group in read_row_groups(vocabulary):
+                yield group.column("value").to_numpy(), group.column("count").to_numpy()
+            yield from new.blocks()
+
+        file, table = write_vocabulary(column.name, blocks, rows, key_dtype=key_dtype, data=data)
+    return replace(column, num_embeddings=rows + 1, vocabulary=file, table=table, grown=(*column.grown, column.num_embeddings))
+
+
+def _without_id(values: Iterable[Counted], ids_of: TableIds) -> Iterator[Counted]:
+    for keys, counts in values:
+        ids, _ = encode_keys([ids_of], keys[np.newaxis], np.zeros((1, len(keys)), np.bool_))
+        yield keys[ids[0] == 0], counts[ids[0] == 0]

@@ -1,0 +1,87 @@
+"""Parquet logs cut into parts: several row groups that fill one together, or some rows of a larger group.
+
+Where a log is cut depends on its metadata alone. A group's rows are decoded once by who reads its parts one after the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from data_pipeline.sources import Source, open_log
+
+MAGIC = b"PAR1"
+_BATCH_ROWS = 1 << 16
+_LEAST_CELL_BYTES = 8  # of a decoded cell, where its encoded form is smaller
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """Rows of a part: `rows` of the groups, after the first `skipped` of them; `start` is the first one's number in the log."""
+
+    groups: range
+    skipped: int
+    rows: int
+    start: int
+
+
+def plan(metadata: pq.FileMetaData, part_bytes: int) -> list[Slice]:
+    """The parts of a log."""
+    slices: list[Slice] = []
+    filled, start = 0, 0
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        rows = group.num_rows
+        size = max(group.total_byte_size, rows * group.num_columns * _LEAST_CELL_BYTES)
+        pieces = -(-size // part_bytes)
+        if not rows:
+            continue
+        if pieces > 1:
+            step = max(1, -(-rows // pieces))
+            slices += [
+                Slice(groups=range(number, number + 1), skipped=first, rows=min(step, rows - first), start=start + first)
+                for first in range(0, rows, step)
+            ]
+            filled = part_bytes
+        elif slices and filled + size <= part_bytes:
+            last = slices[-1]
+            slices[-1] = Slice(groups=range(last.groups.start, number + 1), skipped=0, rows=last.rows + rows, start=last.start)
+            filled += size
+        else:
+            slices.append(Slice(groups=range(number, number + 1), skipped=0, rows=rows, start=start))
+            filled = size
+        start += rows
+    return slices
+
+
+def read_metadata(log: Source) -> pq.FileMetaData:
+    """A log's metadata."""
+    with open_log(log) as file:
+        return pq.read_metadata(pa.PythonFile(file, mode="r"))
+
+
+def read_slices(
+    log: Source, *, part_bytes: int, skip: Callable[[int], bool], columns: Collection[str] | None
+) -> Iterator[tuple[int, Slice, pa.Table]]:
+    """Number, rows and content of each part that `skip` doesn't leave out; of some columns, or of all."""
+    with open_log(log) as opened, pq.ParquetFile(pa.PythonFile(opened, mode="r")) as file:
+        slices = plan(file.metadata, part_bytes)
+        names = None if columns is None else [name for name in file.schema_arrow.names if name in columns]
+        for groups, numbered in itertools.groupby(enumerate(slices), key=lambda item: item[1].groups):
+            wanted = [(number, part) for number, part in numbered if not skip(number)]
+            if not wanted:
+                continue
+            batches = file.iter_batches(_BATCH_ROWS, row_groups=list(groups), columns=names, use_threads=False)
+            held, position = pa.table({}), 0  # rows from `position` of the groups on
+            for number, part in wanted:
+                while position + len(held) < part.skipped + part.rows:
+                    if position + len(held) <= part.skipped:
+                        held, position = pa.table({}), position + len(held)
+                    more = pa.Table.from_batches([next(batches)])
+                    held = pa.concat_tables([held, more]) if len(held) else more
+                yield number, part, held.slice(part.skipped - position, part.rows)
+                held, position = held.slice(part.skipped + part.rows - position), part.skipped + part.rows

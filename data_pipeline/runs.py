@@ -1,0 +1,217 @@
+"""How often values occur, as sorted runs on disk that are merged later: counted and merged in memory that doesn't grow with them.
+
+A run is two files, `<name>.keys` and `<name>.counts`: for column after column its distinct keys, ascending, and their counts. A
+file is open only while a block of it is read, whatever the number of runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from data_pipeline import native
+from data_pipeline.atomic import remove, replacing
+from data_pipeline.native import Array
+from data_pipeline.work import WorkFolder
+
+_COUNT = np.dtype(np.uint64)
+# Runs merged at once; more are merged in levels. Each is read through a buffer, which should hold more than a disk's seek costs.
+FAN_IN = 64
+
+Counted = tuple[np.ndarray, np.ndarray]  # ascending keys and their uint64 counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run on disk; without `trains` its values count 0 times.
+
+    name: of its files, but for their suffix.
+    lengths: entries of each column.
+    count_bytes: of a count, which most often needs 4.
+    """
+
+    name: str
+    lengths: tuple[int, ...]
+    count_bytes: int = _COUNT.itemsize
+    trains: bool = True
+
+    def read(self, folder: Path, column: int, start: int, stop: int, key_dtype: np.dtype) -> Counted:
+        """Entries of a column."""
+        first = sum(self.lengths[:column]) + start
+        keys = np.fromfile(folder / f"{self.name}.keys", key_dtype, stop - start, offset=first * key_dtype.itemsize)
+        if not self.trains:
+            return keys, np.zeros(len(keys), _COUNT)
+        counts = np.fromfile(folder / f"{self.name}.counts", f"u{self.count_bytes}", stop - start, offset=first * self.count_bytes)
+        return keys, counts.astype(_COUNT)
+
+    def remove(self, folder: Path) -> None:
+        """Remove its files."""
+        for suffix in ("keys", "counts"):
+            remove(folder / f"{self.name}.{suffix}")
+
+
+def write_run(path: Path, columns: Iterable[Iterable[Counted]], *, count_bytes: int = _COUNT.itemsize) -> Run:
+    """Write a run, of each column blocks whose keys ascend."""
+    with ExitStack() as stack:
+        paths = [stack.enter_context(replacing(Path(f"{path}.{suffix}"))) for suffix in ("keys", "counts")]
+        keys_file, counts_file = [stack.enter_context(path.open("wb")) for path in paths]
+        lengths = []
+        for blocks in columns:
+            lengths.append(0)
+            for keys, counts in blocks:
+                lengths[-1] += len(keys)
+                keys_file.write(keys.data)  # ndarray.tofile says nothing when the disk is full
+                counts_file.write(counts.astype(f"u{count_bytes}").data)
+    return Run(name=path.name, lengths=tuple(lengths), count_bytes=count_bytes)
+
+
+class Counter:
+    """Counts the values of columns, and writes a run whenever they fill the room.
+
+    What is held is measured: keys as they came, and once there are many, the distinct ones with their counts.
+
+    Args:
+        path: of the runs, which add their numbers.
+        columns: how many.
+        key_dtype: of their values.
+        room: in bytes.
+    """
+
+    def __init__(self, path: Path, *, columns: int, key_dtype: np.dtype, room: int) -> None:
+        self._path, self._room = path, room
+        self._nothing = np.empty(0, key_dtype), np.empty(0, _COUNT)
+        self._came: list[list[np.ndarray]] = [[] for _ in range(columns)]
+        self._counted: list[Counted] = [self._nothing] * columns
+        self._runs: list[Run] = []
+
+    def add(self, column: int, keys: np.ndarray) -> None:
+        """Count keys of a column, now or later."""
+        self._came[column].append(keys)
+        if sum(array.nbytes for array in self._came[column]) > self._room // 4:  # counting takes several times as much
+            self._count(column)
+        if self._bytes() > self._room:
+            self._count_all()
+            if self._bytes() > self._room // 2:  # rather than counting them again and again
+                self._write()
+
+    def finish(self) -> tuple[Run, ...]:
+        """Write what is left, and return all runs."""
+        self._count_all()
+        if self._bytes():
+            self._write()
+        return tuple(self._runs)
+
+    def _bytes(self) -> int:
+        came = sum(array.nbytes for column in self._came for array in column)
+        return came + sum(array.nbytes for counted in self._counted for array in counted)
+
+    def _count_all(self) -> None:
+        for column in range(len(self._came)):
+            self._count(column)
+
+    def _count(self, column: int) -> None:
+        if self._came[column]:
+            keys = np.concatenate(self._came[column])
+            self._came[column].clear()
+            self._counted[column] = merge_two(self._counted[column], count(keys))
+
+    def _write(self) -> None:
+        most = max((int(counts.max()) for _, counts in self._counted if len(counts)), default=0)
+        path = self._path.with_name(f"{self._path.name}.{len(self._runs)}")
+        run = write_run(path, [[counted] for counted in self._counted], count_bytes=4 if most < 1 << 32 else 8)
+        self._runs.append(run)
+        self._counted = [self._nothing] * len(self._counted)
+
+
+def count(keys: np.ndarray) -> Counted:
+    """The distinct keys of an array, which is sorted for it, and their counts."""
+    keys.sort()
+    counts = np.empty(len(keys), _COUNT)
+    distinct = native.count_sorted[keys.dtype](Array(keys, keys.dtype), Array(counts, _COUNT))
+    return keys[:distinct].copy(), counts[:distinct].copy()
+
+
+def merge_two(left: Counted, right: Counted) -> Counted:
+    """One run of two; counts of equal keys are added."""
+    if not len(left[0]) or not len(right[0]):
+        return right if len(right[0]) else left
+    dtype, size = left[0].dtype, len(left[0]) + len(right[0])
+    keys, counts = np.empty(size, dtype), np.empty(size, _COUNT)
+    arrays = [Array(array, array.dtype) for array in (*left, *right, keys, counts)]
+    entries = native.merge_runs[dtype](*arrays)
+    return keys[:entries], counts[:entries]
+
+
+def merge(runs: Sequence[Run], folder: Path, column: int, *, key_dtype: np.dtype, entries: int) -> Iterator[Counted]:
+    """The values of a column in all runs, ascending, block by block.
+
+    Args:
+        runs: at most `FAN_IN`, or buffers are small.
+        folder: of their files.
+        column: of the runs.
+        key_dtype: of their keys.
+        entries: of all buffers together, at most.
+    """
+    lengths = [run.lengths[column] for run in runs]
+    buffer = max(1, entries // max(len(runs), 1))
+    buffers: list[Counted] = [(np.empty(0, key_dtype), np.empty(0, _COUNT))] * len(runs)
+    read = [0] * len(runs)
+    while True:
+        for number, run in enumerate(runs):
+            if not len(buffers[number][0]) and read[number] < lengths[number]:
+                stop = min(read[number] + buffer, lengths[number])
+                buffers[number] = run.read(folder, column, read[number], stop, key_dtype)
+                read[number] = stop
+        # No file still holds a key up to the least of the last ones that were read.
+        bounds = [keys[-1] for (keys, _), done, length in zip(buffers, read, lengths, strict=True) if done < length]
+        below = []
+        for number, (keys, counts) in enumerate(buffers):
+            cut = int(np.searchsorted(keys, min(bounds), side="right")) if bounds else len(keys)
+            below.append((keys[:cut], counts[:cut]))
+            buffers[number] = keys[cut:], counts[cut:]
+        while len(below) > 1:
+            below = [merge_two(*below[i : i + 2]) if i + 1 < len(below) else below[i] for i in range(0, len(below), 2)]
+        yield from below
+        if not bounds:
+            return
+
+
+def merge_in_levels(
+    runs: Sequence[Run], work: WorkFolder, folder: Path, *, columns: int, key_dtype: np.dtype, entries: int, workers: int
+) -> list[Run]:
+    """Merge runs until at most `FAN_IN` are left.
+
+    A merged run is recorded before those that it replaces are removed, so that interrupted merging resumes.
+
+    Args:
+        runs: in an order that does not change.
+        work: takes the records.
+        folder: of the runs' files, which takes those of merged ones.
+        columns: of every run.
+        key_dtype: of their keys.
+        entries: that a worker may hold.
+        workers: threads.
+    """
+    left, level = list(runs), 0
+    while len(left) > FAN_IN:
+        groups = [left[i : i + FAN_IN] for i in range(0, len(left), FAN_IN)]
+
+        def merged(number: int, groups: list[list[Run]] = groups, level: int = level) -> Run:
+            name = f"merged-{level}-{number:05d}"
+            run = work.load(f"tables/{name}", Run)
+            if run is None:
+                of_columns = (merge(groups[number], folder, c, key_dtype=key_dtype, entries=entries) for c in range(columns))
+                run = write_run(folder / name, of_columns)
+                work.save(f"tables/{name}", run)
+            for replaced in groups[number]:
+                replaced.remove(folder)
+            return run
+
+        with ThreadPoolExecutor(workers) as pool:
+            left, level = list(pool.map(merged, range(len(groups)))), level + 1
+    return left

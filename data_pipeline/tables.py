@@ -1,0 +1,247 @@
+"""Texts that take more than `data_pipeline.parse`: quoted CSV, columns by name in any order, JSON lines; read with Arrow.
+
+A line is a row in all of them. What doesn't end on its line, such as a quoted value with a line end in it, is malformed.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv as pa_csv
+
+from data_pipeline.cells import is_list, to_parsed
+from data_pipeline.parse import BLOCK_BYTES, REASONS_KEPT, Parsed, measure
+from data_pipeline.schema import LogSchema
+
+_ARRAYS_PER_TEXT = 8  # bytes for each of a block's text: Arrow and the search for quotes hold several arrays beside it
+_COPIES = 4  # of a cell's bytes, from Parquet's array to hashes
+_NUMBER_BYTES = 8 + 1  # of a number or key, and whether it is missing
+_KEY_BYTES = 8  # of a list's element
+_BOM = b"\xef\xbb\xbf"
+_BROKEN_QUOTE = "a quoted value doesn't end on its line"
+_RETURN = "a carriage return within the line"
+
+
+def read_names(line: bytes, schema: LogSchema) -> tuple[str, ...]:
+    """The columns that a log's first line names."""
+    text = line.removeprefix(_BOM).decode("utf-8", "replace").rstrip("\r\n")
+    if schema.format == "text":
+        return tuple(text.split(schema.separator))
+    return tuple(next(csv.reader([text], delimiter=schema.separator), []))
+
+
+def text_blocks(text: memoryview, schema: LogSchema, names: Sequence[str], *, block_bytes: int = BLOCK_BYTES) -> Iterator[Parsed]:
+    """Parse whole lines, block after block, each as many lines as arrays of `block_bytes` hold, but at least one.
+
+    `starts` and the lines of `reasons` count from the text's beginning.
+
+    Args:
+        text: whole lines.
+        schema: of the log.
+        names: of the columns in the order of a line, where it isn't JSON.
+    """
+    is_json = schema.format == "jsonl"
+    begin = lines = 0
+    while begin < len(text):
+        window = bytes(text[begin : begin + block_bytes // _ARRAYS_PER_TEXT])
+        end = window.rfind(b"\n") + 1
+        if not end:  # one long line
+            window = bytes(text[begin:])
+            end = window.find(b"\n") + 1
+        arrays = measure(np.frombuffer(window, np.uint8)[:end], schema, block_bytes, element_ends="," if is_json else "")
+        block = window[: arrays.bytes]
+        parsed = parse_json_lines(block, schema) if is_json else parse_delimited(block, schema, names)
+        yield _moved(parsed, begin, lines)
+        begin, lines = begin + len(block), lines + parsed.lines
+
+
+def table_blocks(table: pa.Table, schema: LogSchema, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Parsed]:
+    """Parse rows of Parquet, block after block, as `text_blocks` does lines."""
+    begin = 0
+    for block in _cut(table, len(schema.lists), block_bytes):
+        yield _moved(parse_table(block, schema), begin, begin)
+        begin += len(block)
+
+
+def _moved(parsed: Parsed, begin: int, first_line: int) -> Parsed:
+    """A block of the whole: `starts` and the lines of `reasons` count from its beginning."""
+    return replace(
+        parsed, starts=parsed.starts + begin, reasons=tuple((first_line + line, reason) for line, reason in parsed.reasons)
+    )
+
+
+def _cut(table: pa.Table, lists: int, block_bytes: int) -> Iterator[pa.Table]:
+    """A table's rows in halves of halves, until what is made of each fits a block."""
+    chunks = [chunk for column in table.columns for chunk in column.chunks]
+    cells = sum(chunk.nbytes - chunk[:0].nbytes for chunk in chunks)  # dictionaries aren't sliced
+    elements = max((len(chunk.flatten()) if is_list(chunk.type) else chunk.nbytes for chunk in chunks), default=0)
+    arrays = _COPIES * cells + _NUMBER_BYTES * len(table) * table.num_columns + _KEY_BYTES * lists * elements
+    if len(table) <= 1 or arrays <= block_bytes:
+        yield table
+        return
+    middle = len(table) // 2
+    yield from _cut(table[:middle], lists, block_bytes)
+    yield from _cut(table[middle:], lists, block_bytes)
+
+
+def parse_delimited(text: bytes, schema: LogSchema, names: Sequence[str]) -> Parsed:
+    """Parse lines of separated values.
+
+    Args:
+        text: whole lines.
+        schema: of the log; in the format "csv" values may be quoted.
+        names: of the columns in the order of a line.
+    """
+    starts, ends, reasons = _lines(text)
+    for line, reason in _misshapen(text, starts, ends, schema, len(names)):
+        reasons.setdefault(line, reason)
+    given = np.setdiff1d(np.arange(len(starts)), np.fromiter(reasons, np.int64, len(reasons)))
+    kept = text if not reasons else b"".join(text[starts[line] : ends[line]] for line in given.tolist())
+    wanted = [column for column in schema.columns if column.kind != "ignore"]
+    numbers = [str(number) for number in range(len(names))]  # ignored columns may share a name
+    number_of = dict(zip(names, numbers, strict=True))
+    uneven: dict[int, str] = {}
+
+    def skip(row: pa_csv.InvalidRow) -> str:
+        uneven[row.number - 1] = f"{row.actual_columns} columns where {row.expected_columns} are expected"
+        return "skip"
+
+    columns: dict[str, Any] = {column.name: pa.array([], pa.binary()) for column in wanted}
+    if kept:
+        table = pa_csv.read_csv(
+            io.BytesIO(kept),
+            pa_csv.ReadOptions(column_names=numbers, use_threads=False, block_size=len(kept) + 1),
+            pa_csv.ParseOptions(
+                delimiter=schema.separator,
+                quote_char='"' if schema.format == "csv" else False,
+                newlines_in_values=False,
+                ignore_empty_lines=False,
+                invalid_row_handler=skip,
+            ),
+            pa_csv.ConvertOptions(
+                column_types={number_of[column.source]: pa.binary() for column in wanted},
+                include_columns=sorted({number_of[column.source] for column in wanted}),
+                strings_can_be_null=False,
+                null_values=[],
+            ),
+        )
+        columns = {column.name: table.column(number_of[column.source]).combine_chunks() for column in wanted}
+    reasons |= {int(given[row]): reason for row, reason in uneven.items()}
+    given = np.delete(given, np.fromiter(uneven, np.int64, len(uneven)))
+    return _of_lines(columns, schema, starts, given, reasons)
+
+
+def parse_json_lines(text: bytes, schema: LogSchema) -> Parsed:
+    """Parse lines that are each a JSON object; a name that one lacks is a missing value, other names are ignored.
+
+    By the standard library, not by Arrow, which guesses a column's type from all of a block: whether 7 or "2026-01-01" is text
+    would depend on the lines around it. Numbers keep their digits.
+    """
+    starts, ends, reasons = _lines(text)
+    wanted = [column for column in schema.columns if column.kind != "ignore"]
+    rows: list[list[Any]] = []
+    given = []
+    for line, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+        if line in reasons:
+            continue
+        try:
+            row = json.loads(text[start:end], parse_int=str, parse_float=str, parse_constant=str)
+            rows.append([_json_cell(row.get(column.source), column.kind == "list") for column in wanted])
+            given.append(line)
+        except (ValueError, RecursionError, AttributeError) as error:
+            reasons[line] = f"it is no JSON object ({str(error).partition(':')[0]})"
+        except TypeError as error:
+            reasons[line] = str(error)
+    columns = {}
+    for number, column in enumerate(wanted):
+        cells = [row[number] for row in rows]
+        listed = any(isinstance(cell, list) for cell in cells)
+        if listed:
+            cells = [cell.split(column.separator.encode()) if isinstance(cell, bytes) and cell else cell or [] for cell in cells]
+        columns[column.name] = pa.array(cells, pa.large_list(pa.large_binary()) if listed else pa.large_binary())
+    return _of_lines(columns, schema, starts, np.array(given, np.int64), reasons)
+
+
+def _json_cell(value: Any, in_list: bool) -> bytes | list[bytes | None] | None:
+    match value:
+        case None:
+            return None
+        case str():
+            return value.encode("utf-8", "surrogatepass")
+        case bool():
+            return b"1" if value else b"0"
+        case list() if in_list:
+            return [_json_cell(element, False) for element in value]  # type: ignore[misc]
+    raise TypeError("a value is an object or a list, where text or a number is due")
+
+
+def parse_table(table: pa.Table, schema: LogSchema) -> Parsed:
+    """Parse rows of Parquet; lines are their numbers."""
+    columns = {}
+    for column in schema.columns:
+        if column.kind != "ignore":
+            array = table.column(column.source).combine_chunks()
+            columns[column.name] = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
+    return to_parsed(columns, schema, rows=len(table))[0]
+
+
+def _of_lines(columns: dict[str, Any], schema: LogSchema, starts: np.ndarray, given: np.ndarray, reasons: dict[int, str]) -> Parsed:
+    """What cells of the lines `given` are, when other lines were malformed for `reasons` before their cells were read."""
+    parsed, good = to_parsed(columns, schema, rows=len(given))
+    reasons = reasons | {int(given[row]): reason for row, reason in parsed.reasons}
+    return replace(
+        parsed,
+        starts=starts[given[good]],
+        lines=len(starts),
+        rejected=len(starts) - parsed.rows,
+        reasons=tuple(sorted(reasons.items()))[:REASONS_KEPT],
+    )
+
+
+def _lines(text: bytes) -> tuple[np.ndarray, np.ndarray, dict[int, str]]:
+    """Where lines begin and end, and those that hold nothing."""
+    newlines = _places(text, "\n")
+    starts = np.append(0, newlines + 1)[:-1]
+    short = np.flatnonzero(newlines - starts <= 1)
+    return starts, newlines + 1, {int(line): "blank line" for line in short if text[starts[line] : newlines[line]] in (b"", b"\r")}
+
+
+def _misshapen(text: bytes, starts: np.ndarray, ends: np.ndarray, schema: LogSchema, columns: int) -> Iterator[tuple[int, str]]:
+    """Lines that Arrow would take for more than one, or that have other columns."""
+    if text.count(b"\r") != text.count(b"\r\n"):
+        returns = _places(text, "\r")
+        lone = returns[np.frombuffer(text, np.uint8)[returns + 1] != ord("\n")]
+        yield from ((line, _RETURN) for line in np.unique(np.searchsorted(starts, lone, side="right") - 1).tolist())
+    quotes = _places(text, '"') if schema.format == "csv" else np.empty(0, np.int64)
+    of_line = np.searchsorted(quotes, ends) - np.searchsorted(quotes, starts)
+    yield from ((line, _BROKEN_QUOTE) for line in np.flatnonzero(of_line % 2).tolist())
+    separators = _places(text, schema.separator)
+    if len(quotes):
+        closed = quotes[np.repeat(of_line % 2 == 0, of_line)]
+        separators = separators[np.searchsorted(closed, separators) % 2 == 0]
+    found = 1 + np.searchsorted(separators, ends) - np.searchsorted(separators, starts)
+    for line in np.flatnonzero(found != columns).tolist():
+        yield line, f"{found[line]} columns where {columns} are expected"
+    # Of lines with other columns yet, by odd quotes, Arrow tells only where they are UTF-8.
+    for line in np.flatnonzero(of_line).tolist() if not _is_utf8(text) else ():
+        if not _is_utf8(text[starts[line] : ends[line]]):
+            yield line, "quoted text is not UTF-8"
+
+
+def _places(text: bytes, character: str) -> np.ndarray:
+    return np.flatnonzero(np.frombuffer(text, np.uint8) == ord(character))
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -1,0 +1,137 @@
+"""Formats that Arrow reads are parsed in blocks: together they hold what the whole does, and none more than its size."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from data_pipeline.counts import count_part
+from data_pipeline.parse import Parsed
+from data_pipeline.preprocess import PreprocessOptions, preprocess
+from data_pipeline.schema import Column, LogSchema
+from data_pipeline.tables import parse_delimited, parse_json_lines, parse_table, table_blocks, text_blocks
+
+SCHEMA = LogSchema(
+    columns=(
+        Column(name="price", kind="float"),
+        Column(name="count", kind="int64"),
+        Column(name="shop", kind="category"),
+        Column(name="tags", kind="list"),
+    ),
+    separator=",",
+    format="csv",
+)
+NAMES = [column.name for column in SCHEMA.columns]
+_DRAW = np.random.default_rng(0)
+ROWS = [
+    (float(price), int(count), f"shop {count % 7}", [f"t{tag}" for tag in range(count % 5)])
+    for price, count in zip(1e6 + _DRAW.normal(size=300), _DRAW.integers(1 << 40, size=300), strict=True)
+]
+LONG = {7: "x" * 900, 8: "", 200: "y" * 500}  # shops of rows, far larger than others
+TABLE = pa.table(
+    {
+        "price": [row[0] for row in ROWS],
+        "count": [row[1] if number % 11 else None for number, row in enumerate(ROWS)],
+        "shop": pa.array([LONG.get(number, row[2]) for number, row in enumerate(ROWS)]),
+        "tags": [row[3] for row in ROWS],
+    }
+)
+# The same rows; of every 10 lines of text one is malformed.
+LINES = [
+    ["oops", "1", "a", ""] if number % 10 == 5 else [price, count, f'"{shop}"', "|".join(tags or [])]
+    for number, (price, count, shop, tags) in enumerate(zip(*TABLE.to_pydict().values(), strict=True))
+]
+CSV = "".join(",".join("" if cell is None else str(cell) for cell in line) + "\n" for line in LINES).encode()
+JSON = b"".join(
+    json.dumps(dict(zip(NAMES, row, strict=True))).encode() + b"\n" for row in zip(*TABLE.to_pydict().values(), strict=True)
+)
+
+
+def json_blocks(block_bytes: int) -> Iterator[Parsed]:
+    return text_blocks(memoryview(JSON), replace(SCHEMA, format="jsonl"), NAMES, block_bytes=block_bytes)
+
+
+FORMATS: dict[str, tuple[Callable[[int], Iterator[Parsed]], Parsed]] = {
+    "csv": (
+        lambda size: text_blocks(memoryview(CSV), SCHEMA, NAMES, block_bytes=size),
+        parse_delimited(CSV, SCHEMA, NAMES),
+    ),
+    "jsonl": (json_blocks, parse_json_lines(JSON, replace(SCHEMA, format="jsonl"))),
+    "parquet": (lambda size: table_blocks(TABLE, SCHEMA, block_bytes=size), parse_table(TABLE, SCHEMA)),
+    "dictionaries": (
+        lambda size: table_blocks(TABLE.set_column(2, "shop", TABLE["shop"].dictionary_encode()), SCHEMA, block_bytes=size),
+        parse_table(TABLE, SCHEMA),
+    ),
+}
+
+
+def nbytes(parsed: Parsed) -> int:
+    return sum(value.nbytes for value in vars(parsed).values() if isinstance(value, np.ndarray))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("block_bytes", [2000, 30_000])
+def test_blocks_hold_what_the_whole_does(form: str, block_bytes: int) -> None:
+    make, whole = FORMATS[form]
+    blocks = list(make(block_bytes))
+    assert len(blocks) > 1
+    assert sum(block.lines for block in blocks) == whole.lines
+    for block in blocks:
+        assert block.lines == 1 or nbytes(block) <= block_bytes
+    for field in fields(Parsed):
+        values = [getattr(block, field.name) for block in blocks]
+        if field.name in ("label", "integers", "integer_missing", "keys", "key_missing", "starts"):
+            np.testing.assert_array_equal(np.concatenate(values, axis=-1), getattr(whole, field.name), err_msg=field.name)
+    lists = [block.list_keys[0, : block.list_ends[0, -1]] for block in blocks if block.rows]
+    np.testing.assert_array_equal(np.concatenate(lists), whole.list_keys[0, : whole.list_ends[0, -1]])
+    lengths = [np.diff(block.list_ends, prepend=0) for block in blocks]
+    np.testing.assert_array_equal(np.concatenate(lengths, axis=1), np.diff(whole.list_ends, prepend=0))
+    assert tuple(reason for block in blocks for reason in block.reasons) == whole.reasons
+
+
+def test_dictionaries_do_not_count_for_each_block() -> None:
+    """They aren't sliced, so halving would end at single rows."""
+    values = pa.DictionaryArray.from_arrays(
+        pa.array(np.arange(400) % 300, pa.int32()), pa.array(["z" * 100 + str(i) for i in range(300)])
+    )
+    schema = LogSchema(columns=(Column(name="a", kind="category"),))
+    assert len(list(table_blocks(pa.table({"a": values}), schema, block_bytes=8000))) < 5
+
+
+def test_moments_of_several_blocks_are_those_of_one(tmp_path: Path) -> None:
+    def counts(blocks: Iterator[Parsed], name: str) -> list[tuple[float, ...]]:
+        rows_of = lambda parsed, first: (slice(None), slice(0, 0))  # noqa: E731
+        counted = count_part(blocks, SCHEMA, tmp_path / name, rows_of=rows_of, last=True, values=True)
+        assert counted.rows == 300
+        return [(of.missing, of.min or 0, of.max or 0, of.sum, of.deviations) for of in counted.train.integers]
+
+    apart = counts(table_blocks(TABLE, SCHEMA, block_bytes=2000), "blocks")
+    prices, numbers = TABLE["price"].to_numpy(), TABLE["count"].drop_null().to_numpy().astype(np.float64)
+    assert [of[0] for of in apart] == [0, 28]
+    for of, values in zip(apart, (prices, numbers), strict=True):
+        np.testing.assert_array_equal(of[1:3], (values.min(), values.max()))
+        np.testing.assert_allclose(of[3:], (values.sum(), values.var() * len(values)), rtol=1e-9)
+
+
+def test_malformed_lines_of_several_blocks(tmp_path: Path) -> None:
+    """Lines are numbered in the log, and the one too many is named where its block keeps no more reasons."""
+    columns = (Column(name="note", kind="ignore"), Column(name="shop", kind="category"), Column(name="count", kind="integer"))
+    long = b'"' + b"n" * 900_000 + b'",a,1\n'
+    log = tmp_path / "log.csv"
+    log.write_bytes((long + b"\n" * 120) * 5)
+
+    def run(max_bad_rows: int) -> None:
+        schema = LogSchema(columns=columns, separator=",", format="csv")
+        preprocess(PreprocessOptions(inputs=(log,), output=tmp_path / "data", schema=schema, max_bad_rows=max_bad_rows))
+
+    for most in (0, 119, 130, 450, 599):
+        line = most // 120 * 121 + most % 120 + 2
+        with pytest.raises(ValueError, match=rf"log\.csv:{line}: blank line; .*fix the log"):
+            run(most)
+    run(600)

@@ -1,0 +1,363 @@
+"""One log in every format gives one data set; and what each format can get wrong is one line."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_logs import random_rows, to_text
+
+from data_pipeline.cells import hash_texts
+from data_pipeline.encoder import RequestEncoder
+from data_pipeline.manifest import read_manifest
+from data_pipeline.parse import parse
+from data_pipeline.preprocess import PreprocessOptions, preprocess
+from data_pipeline.reference import hash_text
+from data_pipeline.row_groups import plan
+from data_pipeline.schema import Column, LogSchema, criteo_schema, read_schema
+from data_pipeline.tables import parse_delimited, parse_json_lines
+from data_pipeline.transform import TransformOptions, transform
+from data_pipeline.verify import verify
+
+COLUMNS = """
+[columns]
+bought = "label"
+shop = "category"
+cents = "integer"
+code = "hex"
+tags = { kind = "list", separator = " " }
+"""
+NAMES = ("bought", "shop", "cents", "code", "tags")
+
+
+def orders(count: int) -> list[dict[str, Any]]:
+    """Rows as JSON would hold them; None is missing."""
+    draw = np.random.default_rng(0)
+    shops = ["north", 'the "inn", town', "größe", "", "7"]
+    return [
+        {
+            "bought": int(draw.integers(2)),
+            "shop": shops[draw.integers(5)] or None,
+            "cents": int(draw.integers(-5, 10_000)) if draw.integers(4) else None,
+            "code": f"{draw.integers(9):x}",
+            "tags": [str(tag) for tag in draw.choice(["red", "blue", "x"], draw.integers(0, 4))],
+        }
+        for _ in range(count)
+    ]
+
+
+ROWS = orders(400)
+
+
+def texts(row: dict[str, Any]) -> list[str]:
+    return [" ".join(cell) if isinstance(cell, list) else "" if cell is None else str(cell) for cell in row.values()]
+
+
+def as_csv(rows: list[dict[str, Any]], order: tuple[int, ...] = (0, 1, 2, 3, 4), *, header: bool = True) -> bytes:
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    for cells in ([NAMES] if header else []) + [texts(row) for row in rows]:
+        writer.writerow([*(cells[i] for i in order), "more"])
+    return file.getvalue().encode()
+
+
+def as_table(rows: list[dict[str, Any]]) -> pa.Table:
+    frame = pd.DataFrame(rows).assign(other=[{"nested": 1}] * len(rows))  # cents become float64 with NaN
+    return pa.Table.from_pandas(frame, preserve_index=False)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.*") if path.name != "manifest.json"}
+
+
+def read(folder: Path, split: str) -> pd.DataFrame:
+    return pd.concat([pd.read_parquet(path) for path in sorted((folder / split).iterdir())], ignore_index=True)
+
+
+@pytest.fixture
+def schema(tmp_path: Path) -> Callable[..., LogSchema]:
+    def read(head: str, columns: str = COLUMNS) -> LogSchema:
+        (tmp_path / "schema.toml").write_text(head + columns)
+        return read_schema(tmp_path / "schema.toml")
+
+    return read
+
+
+def test_one_log_in_all_formats(tmp_path: Path, schema: Callable[..., LogSchema]) -> None:
+    zstd = pa.compress(as_csv(ROWS), codec="zstd", asbytes=True)
+    lines = "\n".join(json.dumps({"other": {"a": 1}} | row, ensure_ascii=False) for row in ROWS).encode()
+    by_name, by_line = schema('separator = ","\nheader = true'), schema('format = "jsonl"')
+    logs = {
+        "quoted.csv": (as_csv(ROWS), by_name),
+        "other order.csv": (as_csv(ROWS, (4, 2, 0, 3, 1)), by_name),
+        "quoted.csv.gz": (gzip.compress(as_csv(ROWS)), by_name),
+        "quoted.csv.zst": (zstd, by_name),
+        "tabs.tsv": (
+            "\n".join("\t".join(cells) for cells in [NAMES, *map(texts, ROWS)]).encode(),
+            schema('separator = "\\t"\nheader = true'),
+        ),
+        "lines.jsonl": (lines, by_line),
+        "lines.jsonl.gz": (gzip.compress(lines), by_line),
+    }
+    for name, (content, _) in logs.items():
+        (tmp_path / name).write_bytes(content)
+    for number, (codec, group_rows) in enumerate((("zstd", 1000), ("snappy", 30), ("none", 150))):
+        pq.write_table(as_table(ROWS), tmp_path / f"{number}.parquet", compression=codec, row_group_size=group_rows)
+        logs[f"{number}.parquet"] = (b"", by_name)
+    found = {}
+    for number, (name, (_, of_log)) in enumerate(logs.items()):
+        options = PreprocessOptions(inputs=(tmp_path / name,), output=tmp_path / f"data{number}", schema=of_log)
+        preprocess(options)
+        if number in (1, 3, 5, 8):
+            parts = replace(options, output=tmp_path / f"parts{number}", part_bytes=3000, workers=2)
+            preprocess(parts)
+            for split in ("train", "val", "test"):
+                pd.testing.assert_frame_equal(read(parts.output, split), read(options.output, split))
+        found[name] = files_of(options.output)
+    verify(read_manifest(tmp_path / "data1"), tmp_path / "data1")
+    assert all(files == found["quoted.csv"] for files in found.values())
+    assert read_manifest(tmp_path / "data0").categorical_columns[0].distinct == 4
+
+
+def test_names_are_checked_before_anything_is_read(tmp_path: Path, schema: Callable[..., LogSchema]) -> None:
+    by_name = schema('separator = ","\nheader = true')
+    (tmp_path / "good.csv").write_bytes(as_csv(ROWS))
+    (tmp_path / "bad.csv").write_bytes(as_csv(ROWS).replace(b"cents", b"euros", 1))
+    (tmp_path / "twice.csv").write_bytes(as_csv(ROWS).replace(b"cents", b"shop", 1))
+    pq.write_table(as_table(ROWS).drop_columns(["code"]), tmp_path / "bad.parquet")
+    for name, message in {
+        "bad.csv": r"bad.csv has no column 'cents'; its columns are bought, shop, euros, code, tags, more",
+        "twice.csv": r"twice.csv has two columns 'shop'; its columns are bought, shop, shop",
+        "bad.parquet": r"bad.parquet has no column 'code'; its columns are bought, shop, cents, tags, other",
+    }.items():
+        inputs = (tmp_path / "good.csv", tmp_path / name)
+        with pytest.raises(ValueError, match=message):
+            preprocess(PreprocessOptions(inputs=inputs, output=tmp_path / "data", schema=by_name))
+    pq.write_table(as_table(ROWS), tmp_path / "log.parquet")
+    with pytest.raises(ValueError, match=r"log.parquet has no column label, as Criteo's logs have|no column I1, as Criteo"):
+        preprocess(PreprocessOptions(inputs=(tmp_path / "log.parquet",), output=tmp_path / "data"))
+    assert not (tmp_path / "data").exists()
+
+
+def test_criteo_in_parquet(tmp_path: Path, write_log: Callable[..., Path]) -> None:
+    rows = random_rows(200)
+    names = [column.name for column in criteo_schema(labelled=True).columns]
+    frame = pd.DataFrame([[cell or None for cell in row] for row in rows], columns=names)
+    frame = frame.astype(dict.fromkeys(names[:14], "Int64"))
+    frame["C1"] = [int(cell, 16) if cell else None for cell in (row[14] for row in rows)]  # as numbers, float64 with NaN
+    frame["C2"] = frame["C2"].astype("category")
+    frame.to_parquet(tmp_path / "day_0.parquet")
+    for name, log in (("text", write_log(rows)), ("parquet", tmp_path / "day_0.parquet")):
+        preprocess(PreprocessOptions(inputs=(log,), output=tmp_path / name))
+    assert files_of(tmp_path / "parquet") == files_of(tmp_path / "text")
+
+
+BAD_CSV = b"""bought,shop,cents,code,tags
+1,"a, b",5,f,x
+2,a,5,f,x
+1,"a
+b",5,f,x
+1,a,5,f
+1,a,1.5,f,x
+
+0,"a",5,xyz,x
+0,"a",5,f,x  y
+0,a\rb,5,f,x
+0,"""
+BAD_JSON = b"""{"bought": 1, "shop": "a, b", "cents": 5, "code": "f", "tags": ["x"]}
+{"bought": 2}
+{"bought": 1
+[1]
+{"bought": 1, "shop": {"a": 1}}
+{"bought": 1, "cents": 1.5}
+{"bought": 1, "tags": ["x", ""]}
+
+{"bought": true, "shop": 7, "cents": null}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "head", "reasons"),
+    [
+        (
+            "log.csv",
+            BAD_CSV,
+            'separator = ","\nheader = true',
+            {
+                3: "bought '2' is not 0 or 1",
+                4: "a quoted value doesn't end on its line",
+                5: "a quoted value doesn't end on its line",
+                6: "4 columns where 5 are expected",
+                7: "cents '1.5' is not a 32-bit integer",
+                8: "blank line",
+                9: "code 'xyz' is not 1 to 8 hex digits",
+                10: "tags 'x  y' is not a list of non-empty elements",
+                11: "a carriage return within the line",
+                12: "2 columns where 5 are expected",
+            },
+        ),
+        (
+            "log.jsonl",
+            BAD_JSON,
+            'format = "jsonl"',
+            {
+                2: "bought '2' is not 0 or 1",
+                3: "it is no JSON object (Expecting ',' delimiter)",
+                4: "it is no JSON object ('list' object has no attribute 'get')",
+                5: "a value is an object or a list, where text or a number is due",
+                6: "cents '1.5' is not a 32-bit integer",
+                7: "tags '[b'x', b'']' is not a list of non-empty elements",
+                8: "blank line",
+            },
+        ),
+    ],
+)
+def test_malformed_lines(
+    tmp_path: Path, schema: Callable[..., LogSchema], name: str, content: bytes, head: str, reasons: dict[int, str]
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    options = PreprocessOptions(
+        inputs=(tmp_path / name,), output=tmp_path / "data", schema=schema(head), max_bad_rows=20, val_fraction=0, test_fraction=0
+    )
+    manifest = preprocess(options)
+    assert {line.line: line.reason for line in manifest.rejected_lines} == reasons
+    assert manifest.rows.written == manifest.rows.read - len(reasons)
+    first, reason = next(iter(reasons.items()))
+    with pytest.raises(ValueError, match=rf"{name}:{first}: {reason}; fix the log"):
+        preprocess(replace(options, max_bad_rows=0, overwrite=True))
+
+
+def test_malformed_rows_of_parquet(tmp_path: Path, schema: Callable[..., LogSchema]) -> None:
+    by_name = schema("")
+    rows = [dict(row) for row in ROWS[:300]]
+    rows[250] |= {"bought": 3}
+    for row in rows[100:220]:
+        row["code"] = "none"
+    pq.write_table(as_table(rows), tmp_path / "log.parquet", row_group_size=70)
+    options = PreprocessOptions(inputs=(tmp_path / "log.parquet",), output=tmp_path / "data", schema=by_name, part_bytes=20_000)
+    with pytest.raises(ValueError, match=r"log.parquet:101: code 'none' is not 1 to 8 hex digits; fix the log"):
+        preprocess(options)
+    for limit, line in ((119, 220), (120, 251)):
+        with pytest.raises(ValueError, match=rf"log.parquet:{line}: .*; after {limit} other malformed lines"):
+            preprocess(replace(options, max_bad_rows=limit, part_bytes=1 << 20))
+    pq.write_table(as_table(ROWS).set_column(2, "cents", pa.array([{"a": 1}] * len(ROWS))), tmp_path / "log.parquet")
+    with pytest.raises(ValueError, match=r"cents is of type struct<a: int64>, which is not a 32-bit integer in each row"):
+        preprocess(options)
+    content = (tmp_path / "log.parquet").read_bytes()
+    (tmp_path / "log.parquet").write_bytes(content[:-20])
+    with pytest.raises(ValueError, match=r"log.parquet: damaged Parquet \(.*; fetch or write it again"):
+        preprocess(options)
+
+
+def test_damaged_zstd(tmp_path: Path, schema: Callable[..., LogSchema]) -> None:
+    whole = pa.compress(as_csv(ROWS), codec="zstd", asbytes=True)
+    for content in (whole[:-9], whole + b"junk", whole[:30] + b"\0\0\0\0" + whole[34:]):
+        (tmp_path / "log.zst").write_bytes(content)
+        with pytest.raises(ValueError, match=r"log.zst: damaged zstd \(.*; fetch or compress it again"):
+            preprocess(
+                PreprocessOptions(
+                    inputs=(tmp_path / "log.zst",), output=tmp_path / "data", schema=schema('separator = ","\nheader = true')
+                )
+            )
+    assert not (tmp_path / "data").exists()
+
+
+def test_new_logs_in_another_format(tmp_path: Path, schema: Callable[..., LogSchema]) -> None:
+    """A model's requests, and new logs without labels, get the ids that CSV got."""
+    (tmp_path / "log.csv").write_bytes(as_csv(ROWS))
+    options = PreprocessOptions(
+        inputs=(tmp_path / "log.csv",), output=tmp_path / "data", schema=schema('separator = ","\nheader = true')
+    )
+    preprocess(options)
+    pq.write_table(as_table(ROWS).drop_columns(["bought"]), tmp_path / "new.parquet")
+    new = TransformOptions(inputs=(tmp_path / "new.parquet",), data=options.output, output=tmp_path / "new", split="test")
+    assert transform(new).label is None
+    whole = pd.concat([read(options.output, split) for split in ("train", "val", "test")], ignore_index=True)
+    pd.testing.assert_frame_equal(read(new.output, "test"), whole.drop(columns="label"))
+    flat = RequestEncoder(options.output)(ROWS)
+    np.testing.assert_array_equal(flat.dense[:, 0], whole["cents"])
+    np.testing.assert_array_equal(flat.values[:400], whole["shop"])
+    np.testing.assert_array_equal(flat.values[800:], np.concatenate(whole["tags"].tolist()))
+
+
+OTHER = LogSchema(
+    columns=(
+        Column(name="id", kind="ignore"),
+        Column(name="site", kind="category"),
+        Column(name="click", kind="label"),
+        Column(name="tags", kind="list"),
+        Column(name="price", kind="integer"),
+        Column(name="device", kind="hex"),
+    ),
+    separator=",",
+)
+CELLS = st.one_of(
+    st.text("0123456789abfABF-", max_size=12),
+    st.text("01xX -+.|\té\0", max_size=4),
+    st.sampled_from(["2147483647", "2147483648", "-2147483648", "-2147483649", "-0000000000002", "a|b", "|", "a||b", "0", "1", ""]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(lines=st.lists(st.lists(CELLS, min_size=5, max_size=7), max_size=6), newline=st.sampled_from(["\n", "\r\n"]), data=st.data())
+def test_arrow_reads_what_the_parser_reads(lines: list[list[str]], newline: str, data: st.DataObject) -> None:
+    good = [["7", data.draw(st.sampled_from(["", "x"])), "1", "a|b", "-5", "fF"], ["", "", "0", "", "", ""]]
+    text = "".join(",".join(row) + newline for line in lines for row in (line, *good)).encode()
+    names = [column.name for column in OTHER.columns]
+    for schema in (OTHER, replace(OTHER, format="csv")):
+        for found, expected in zip(
+            vars(parse_delimited(text, schema, names)).items(), vars(parse(text, OTHER)).items(), strict=True
+        ):
+            if expected[0] == "list_keys":
+                width = found[1].shape[1]
+                expected = (expected[0], expected[1][:, :width])
+            np.testing.assert_array_equal(found[1], expected[1], err_msg=expected[0])
+
+
+@settings(max_examples=60, deadline=None)
+@given(lines=st.lists(st.binary(max_size=40), max_size=6))
+def test_any_bytes(lines: list[bytes]) -> None:
+    text = b"".join(line.replace(b"\n", b"") + b"\n" for line in lines)
+    for schema, parsed in (
+        (OTHER, parse_delimited(text, replace(OTHER, format="csv"), [column.name for column in OTHER.columns])),
+        (OTHER, parse_json_lines(text, replace(OTHER, format="jsonl"))),
+    ):
+        assert parsed.lines == len(lines) == parsed.rows + parsed.rejected
+        assert len(parsed.reasons) == parsed.rejected, schema
+
+
+@given(st.lists(st.binary(max_size=20), max_size=8))
+def test_hashes_of_texts(values: list[bytes]) -> None:
+    array = pa.array([b"before", *values], pa.large_binary())[1:]
+    assert hash_texts(array).tolist() == [hash_text(text) for text in values]
+
+
+def test_parts_of_parquet(tmp_path: Path) -> None:
+    """Small groups share a part, large ones are divided; every row is in one part."""
+    table = pa.table({"a": np.arange(1000), "b": np.arange(1000) % 7})
+    for group_rows in (1, 10, 99, 400, 1000):
+        pq.write_table(table, tmp_path / "log.parquet", row_group_size=group_rows)
+        for part_bytes in (1, 100, 3000, 1 << 20):
+            parts = plan(pq.read_metadata(tmp_path / "log.parquet"), part_bytes)
+            assert [part.start for part in parts] == np.cumsum([0, *(part.rows for part in parts)])[:-1].tolist()
+            assert sum(part.rows for part in parts) == 1000
+            assert part_bytes < 1 << 20 or len(parts) == 1
+
+
+def test_text_that_is_no_criteo(tmp_path: Path) -> None:
+    (tmp_path / "log.tsv").write_bytes(to_text(random_rows(3)).replace(b"\t", b","))
+    with pytest.raises(ValueError, match=r"log.tsv:1: 1 columns; Criteo logs have 40"):
+        preprocess(PreprocessOptions(inputs=(tmp_path / "log.tsv",), output=tmp_path / "data"))

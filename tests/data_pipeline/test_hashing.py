@@ -1,0 +1,105 @@
+"""Ids and logarithms by compiled loops against the obvious ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_pipeline import hashing
+from data_pipeline.hashing import HashedIds, TableIds, encode_keys, open_tables, write_table
+from data_pipeline.manifest import IntegerColumn
+from data_pipeline.native import Array, Matrix
+from data_pipeline.parse import parse
+from data_pipeline.reference import hashed_id, logarithm
+from data_pipeline.schema import Column, LogSchema
+from data_pipeline.shards import Encoder
+
+DTYPES = [np.dtype(np.uint32), np.dtype(np.uint64)]
+
+
+@settings(max_examples=100)
+@given(data=st.data(), dtype=st.sampled_from(DTYPES), buckets=st.integers(2, 1 << 31), room=st.sampled_from([None, 0, 1 << 20]))
+def test_ids_equal_the_reference(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, dtype: np.dtype, buckets: int, room: int | None
+) -> None:
+    """By table, in memory or not, and by hash; of rows in the middle of their array."""
+    key = st.one_of(st.integers(0, 9), st.integers(0, 2 ** (8 * dtype.itemsize) - 1))
+    values = data.draw(st.lists(key, unique=True, max_size=20))
+    path = tmp_path_factory.mktemp("table") / "C1.table"
+    write_table(path, lambda: [np.array(values[:5], dtype), np.array(values[5:], dtype)], len(values), dtype)
+    ids = {value: number for number, value in enumerate(values, start=1)}
+    asked = data.draw(st.lists(st.tuples(key, st.booleans()), max_size=30))
+    keys = np.array([[value for value, _ in asked] + [7]] * 2, dtype)[:, :-1]
+    missing = np.array([[gone for _, gone in asked] + [True]] * 2, np.bool_)[:, :-1]
+    (table,) = open_tables([path], dtype, room=room)
+    got, zeros = encode_keys([table, HashedIds(buckets)], keys, missing)
+    by_table = [0 if gone else ids.get(value, 0) for value, gone in asked]
+    by_hash = [0 if gone else hashed_id(value, buckets) for value, gone in asked]
+    assert got.tolist() == [by_table, by_hash]
+    assert zeros.tolist() == [by_table.count(0), by_hash.count(0)]
+
+
+def test_large_tables_are_written_range_by_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hashing, "_RANGE_BYTES", 1 << 14)
+    keys = np.random.default_rng(0).choice(1 << 32, 20_000, replace=False).astype(np.uint32)
+    write_table(tmp_path / "C1.table", lambda: np.split(keys, 4), len(keys), keys.dtype)
+    ids, _ = encode_keys([TableIds(tmp_path / "C1.table", keys.dtype, 1 << 16)], keys[None], np.zeros((1, len(keys)), np.bool_))
+    assert ids[0].tolist() == list(range(1, len(keys) + 1))
+
+
+@pytest.mark.parametrize("pairs", [[], [[1, 7], [2, 8]]])
+def test_a_table_of_no_free_slot_is_searched_once(tmp_path: Path, pairs: list[list[int]]) -> None:
+    """Files may be anyone's."""
+    np.array(pairs, np.uint32).tofile(tmp_path / "C1.table")
+    keys = np.array([[1, 2, 3]], np.uint32)
+    ids, _ = encode_keys([TableIds(tmp_path / "C1.table", keys.dtype)], keys, np.zeros((1, 3), np.bool_))
+    assert ids.tolist() == ([[7, 8, 0]] if pairs else [[0, 0, 0]])
+
+
+def test_small_tables_are_held_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rooms = []
+    monkeypatch.setattr(hashing, "TableIds", lambda path, dtype, room: rooms.append((path.name, room)))
+    for name, size in {"a": 100, "b": 5000, "c": 300, "d": 9000}.items():
+        (tmp_path / name).write_bytes(bytes(size))
+    open_tables([tmp_path / name for name in "abcd"], DTYPES[0], room=2400)
+    assert rooms == [("a", 100), ("c", 300), ("b", 1000), ("d", 1000)]
+
+
+@settings(max_examples=50)
+@given(
+    values=st.lists(st.one_of(st.none(), st.integers(-9, 9), st.integers(-(1 << 31), (1 << 31) - 1)), min_size=1),
+    low=st.sampled_from([-(1 << 31), -3, 0, (1 << 31) - 1]),
+)
+def test_logarithms_equal_the_reference(values: list[int | None], low: int) -> None:
+    schema = LogSchema(columns=(Column(name="price", kind="integer"), Column(name="x", kind="ignore")), separator=",")
+    column = IntegerColumn(name="price", missing=0, offset=2 - low, min=low, max=None)
+    encoder = Encoder(schema=schema, integers=(column,), ids_of=(), num_embeddings=())
+    parsed = parse("".join(f"{'' if value is None else value},\n" for value in values).encode(), schema)
+    expected = [0.0 if value is None else logarithm(value, low) for value in values]
+    np.testing.assert_allclose(encoder.numbers(parsed, slice(None))[0], np.array(expected, np.float32), rtol=1.2e-7)
+
+
+@pytest.mark.parametrize(
+    ("keys", "missing"),
+    [
+        (np.zeros((1, 4), np.uint32), np.zeros((1, 3), np.bool_)),
+        (np.zeros((1, 4), np.uint32), np.zeros((2, 4), np.bool_)),
+        (np.zeros((2, 4), np.uint32), np.zeros((2, 4), np.bool_)),
+    ],
+)
+def test_arrays_of_other_sizes_are_refused(keys: np.ndarray, missing: np.ndarray) -> None:
+    with pytest.raises(RuntimeError, match="encode_keys_u32: the sizes of the arrays don't fit each other"):
+        encode_keys([HashedIds(5)], keys, missing)
+
+
+def test_arrays_of_other_kinds_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"an array of int64 .* where uint32 end to end is due"):
+        Array(np.zeros(3, np.int64), np.uint32)
+    with pytest.raises(TypeError, match="with strides"):
+        Array(np.zeros((3, 2), np.uint32)[:, 0], np.uint32)
+    with pytest.raises(TypeError, match="with strides"):
+        Matrix(np.zeros((3, 2), np.uint32).T, np.uint32)

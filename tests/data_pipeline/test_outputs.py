@@ -1,0 +1,180 @@
+"""What may be written where: inputs are never destroyed, links are followed, two runs don't meet, and names stay what they are."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from random_logs import random_rows, to_text
+
+from comera_rec.cli.data import preprocess as preprocess_command
+from data_pipeline import atomic
+from data_pipeline.manifest import MANIFEST_NAME, read_manifest
+from data_pipeline.npy import export_npy
+from data_pipeline.preprocess import PreprocessOptions, preprocess
+from data_pipeline.schema import read_schema
+from data_pipeline.transform import TransformOptions
+from data_pipeline.verify import verify
+from data_pipeline.work import work_folder
+
+WriteLog = Callable[..., Path]
+ROWS = random_rows(30)
+
+
+@pytest.fixture
+def options(tmp_path: Path, write_log: WriteLog) -> PreprocessOptions:
+    return PreprocessOptions(inputs=(write_log(ROWS),), output=tmp_path / "data")
+
+
+def test_inputs_in_the_output_stay(options: PreprocessOptions, tmp_path: Path) -> None:
+    preprocess(options)
+    inside = options.output / "today.tsv"
+    inside.write_bytes(to_text(ROWS))
+    (tmp_path / "link").symlink_to(options.output)
+    for output, log in ((options.output, inside), (tmp_path / "link", inside), (options.output, tmp_path / "link" / "today.tsv")):
+        with pytest.raises(ValueError, match=r"--output .* and --input .*today.tsv overlap; choose another --output"):
+            preprocess(replace(options, inputs=(log,), output=output, overwrite=True))
+    assert inside.read_bytes() == to_text(ROWS)
+
+
+@pytest.mark.parametrize("name", ["run/checkpoint.pt", "train/model.ckpt", "notes"])
+def test_other_files_in_the_output_stay(options: PreprocessOptions, name: str) -> None:
+    preprocess(options)
+    precious = options.output / name
+    precious.parent.mkdir(exist_ok=True)
+    precious.write_text("precious")
+    with pytest.raises(ValueError, match=rf"--output .*data also holds {name}, which is no part of it; move that first"):
+        preprocess(replace(options, overwrite=True))
+    assert precious.read_text() == "precious"
+    precious.unlink()
+    (options.output / "link").symlink_to(options.inputs[0])
+    with pytest.raises(ValueError, match=r"--output .*data also holds link, which is no part"):
+        preprocess(replace(options, overwrite=True))
+
+
+def test_npy_never_over_its_data(options: PreprocessOptions, tmp_path: Path) -> None:
+    manifest = preprocess(options)
+    (tmp_path / "link").symlink_to(options.output)
+    for data, output in (
+        (options.output, options.output),
+        (tmp_path / "link", options.output),
+        (options.output, tmp_path / "link"),
+        (options.output, options.output / "npy"),
+        (options.output, tmp_path),
+    ):
+        with pytest.raises(ValueError, match=r"--output .* and --data .* overlap; choose another --output"):
+            export_npy(manifest, data, output, overwrite=True)
+    verify(manifest, options.output)
+    export_npy(manifest, options.output, tmp_path / "npy")
+    export_npy(manifest, options.output, tmp_path / "npy", overwrite=True)
+    assert len(list((tmp_path / "npy").iterdir())) == 10
+    with pytest.raises(ValueError, match=r"--output .*link and --data .*data overlap"):
+        TransformOptions(inputs=options.inputs, data=options.output, output=tmp_path / "link")
+
+
+def test_output_behind_a_link(options: PreprocessOptions, tmp_path: Path) -> None:
+    """The link stays, and the data set is at its end, on its file system."""
+    (tmp_path / "disk").mkdir()
+    options.output.symlink_to(tmp_path / "disk" / "data")
+    for overwrite in (False, True):
+        preprocess(replace(options, overwrite=overwrite))
+        assert options.output.is_symlink()
+        assert read_manifest(tmp_path / "disk" / "data").rows.written == 30
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["data"]
+
+
+def test_urls_and_mounts_are_no_output(options: PreprocessOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"--output s3:/bucket/data is a URL; write to a folder of this machine, and copy it"):
+        preprocess(replace(options, output=Path("s3://bucket/data")))
+    result = CliRunner().invoke(preprocess_command, ["--input", str(options.inputs[0]), "--output", "gs://bucket/data"])
+    assert "--output gs:/bucket/data is a URL" in str(result.exception)
+    mounted = Path("/proc")
+    with pytest.raises(ValueError, match=r"--output /proc is where a file system is mounted; name a folder in it, such as /proc/d"):
+        preprocess(replace(options, output=mounted))
+    assert [path.name for path in tmp_path.iterdir()] == ["log.tsv"]
+
+
+def test_one_log_under_two_names(options: PreprocessOptions, tmp_path: Path) -> None:
+    log = options.inputs[0]
+    assert isinstance(log, Path)
+    (tmp_path / "soft").symlink_to(log)
+    (tmp_path / "hard").hardlink_to(log)
+    for other in (log, tmp_path / "soft", tmp_path / "hard"):
+        with pytest.raises(ValueError, match=rf"--input .*{other.name} and .*log.tsv are the same file; give each log once"):
+            replace(options, inputs=(log, other))
+    signed = ("https://a.b/day_0?X-Amz-Date=1&X-Amz-Signature=2", "https://a.b/day_0?X-Amz-Date=3&X-Amz-Signature=4")
+    with pytest.raises(ValueError, match="are the same file"):
+        replace(options, inputs=signed)
+    replace(options, inputs=("https://a.b/get?day=0", "https://a.b/get?day=1"))
+
+
+def _hold(output: Path, ready: object) -> None:
+    with work_folder(output, identity={}, files=(MANIFEST_NAME,), overwrite=False, tell=print):
+        ready.set()  # type: ignore[attr-defined]
+        signal.pause()
+
+
+def test_lock_of_a_process(options: PreprocessOptions) -> None:
+    """While it runs, it is respected; killed, it is taken over with a line."""
+    context = multiprocessing.get_context("forkserver")
+    ready = context.Event()
+    process = context.Process(target=_hold, args=(options.output, ready))
+    process.start()
+    assert ready.wait(60)
+    with pytest.raises(ValueError, match=rf"is being written by another process \({process.pid} on {socket.gethostname()}\)"):
+        preprocess(options)
+    process.kill()
+    process.join()
+    told: list[str] = []
+    preprocess(options, told.append)
+    assert told[0] == f"--output {options.output}: taking over from process {process.pid}, which is gone"
+    assert not [path.name for path in options.output.parent.iterdir() if path.name.startswith(".")]
+
+
+def test_lock_of_another_machine(options: PreprocessOptions, tmp_path: Path) -> None:
+    """Whether its process runs can't be known here: the message says what to remove."""
+    lock = tmp_path / ".data.lock"
+    lock.write_text("1\nelsewhere\n")
+    with pytest.raises(
+        ValueError, match=r"another process \(1 on elsewhere\); .* or remove .*\.data\.lock if that process is gone"
+    ):
+        preprocess(options)
+    lock.unlink()
+    preprocess(options)
+
+
+def test_everything_is_synced_before_it_is_in_place(options: PreprocessOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: set[str] = set()
+    sync = os.fsync
+
+    def note(descriptor: int) -> None:
+        synced.add(re.sub(r"\.([^/]*)\.[0-9a-f]{32}\.tmp$", r"\1", os.readlink(f"/proc/self/fd/{descriptor}")))
+        sync(descriptor)
+
+    monkeypatch.setattr(atomic.os, "fsync", note)
+    preprocess(options)
+    work = options.output.with_name(".data.partial") / "data"
+    written = [work / path.relative_to(options.output) for path in (options.output, *options.output.rglob("*"))]
+    assert {str(path) for path in written} - synced == set()
+    assert str(options.output.parent) in synced
+
+
+def test_names_of_columns_as_names_of_files(tmp_path: Path, write_log: WriteLog) -> None:
+    names = ("shop/town", ".hidden", "100%", "größe", "..")
+    (tmp_path / "shop.toml").write_text('separator = ","\n[columns]\n' + "".join(f'"{name}" = "category"\n' for name in names))
+    log = write_log(b"a,b,c,d,e\n" * 20)
+    options = PreprocessOptions(inputs=(log,), output=tmp_path / "data", schema=read_schema(tmp_path / "shop.toml"))
+    manifest = preprocess(options)
+    verify(manifest, options.output)
+    assert [column.name for column in manifest.categorical_columns] == list(names)
+    found = sorted(path.name for path in (options.output / "vocabulary").glob("*.parquet"))
+    assert found == sorted(["shop%2Ftown.parquet", "%2Ehidden.parquet", "100%25.parquet", "größe.parquet", "%2E..parquet"])

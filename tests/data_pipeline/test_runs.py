@@ -1,0 +1,132 @@
+"""Runs of values: counted and merged as by a dictionary, whatever the room, and with few files open."""
+
+from __future__ import annotations
+
+import os
+import resource
+import tempfile
+from collections import Counter as Counts
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_logs import random_rows, to_text
+
+from data_pipeline import runs as runs_module
+from data_pipeline.options import PreprocessOptions
+from data_pipeline.preprocess import preprocess
+from data_pipeline.runs import Counter, Run, merge, merge_in_levels, write_run
+from data_pipeline.work import WorkFolder
+
+DTYPES = [np.dtype(np.uint32), np.dtype(np.uint64)]
+COLUMNS = 2
+
+
+def merged(runs: Sequence[Run], folder: Path, column: int, dtype: np.dtype, entries: int) -> dict[int, int]:
+    found: list[tuple[int, int]] = []
+    for keys, counts in merge(runs, folder, column, key_dtype=dtype, entries=entries):
+        found += zip(keys.tolist(), counts.tolist(), strict=True)
+    assert [key for key, _ in found] == sorted({key for key, _ in found}), "distinct and ascending"
+    return dict(found)
+
+
+@settings(max_examples=100)
+@given(
+    parts=st.lists(
+        st.lists(st.lists(st.one_of(st.integers(0, 5), st.integers(0, 2**32 - 1)), max_size=12), max_size=4), max_size=4
+    ),
+    dtype=st.sampled_from(DTYPES),
+    room=st.integers(1, 400),
+    entries=st.integers(1, 40),
+    trains=st.lists(st.booleans(), min_size=4, max_size=4),
+)
+def test_counts_equal_a_dictionary(
+    parts: list[list[list[int]]], dtype: np.dtype, room: int, entries: int, trains: list[bool]
+) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder, runs, expected = Path(name), list[Run](), Counts[int]()
+        for number, (blocks, counts) in enumerate(zip(parts, trains, strict=False)):
+            counter = Counter(folder / str(number), columns=COLUMNS, key_dtype=dtype, room=room)
+            for block in blocks:
+                counter.add(0, np.array(block, dtype))
+                counter.add(1, np.array(block[:1], dtype))
+                expected.update({key: counts * times for key, times in Counts(block).items()})
+            runs += [Run(**{**vars(run), "trains": counts}) for run in counter.finish()]
+        first = {key for blocks, _ in zip(parts, trains, strict=False) for block in blocks for key in block[:1]}
+        assert merged(runs, folder, 0, dtype, entries) == dict(expected)
+        assert merged(runs, folder, 1, dtype, entries).keys() == first
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_counts_beyond_32_bits(tmp_path: Path, dtype: np.dtype) -> None:
+    block = np.array([1, 5], dtype), np.array([1 << 32, 3], np.uint64)
+    runs = [write_run(tmp_path / name, [[block]]) for name in "abc"]
+    assert merged(runs, tmp_path, 0, dtype, 10) == {1: 3 << 32, 5: 9}
+
+
+def test_merging_in_levels_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped at any record: what is left merges to the same values."""
+    monkeypatch.setattr(runs_module, "FAN_IN", 3)
+    draw, dtype = np.random.default_rng(0), DTYPES[0]
+    for stop in range(9):
+        work = WorkFolder(tmp_path / str(stop))
+        for folder in ("counts", "tables"):
+            (work.path / folder).mkdir(parents=True)
+        folder, expected = work.path / "counts", Counts[int]()
+        runs = []
+        for number in range(19):
+            keys = draw.integers(0, 50, 30).astype(dtype)
+            counter = Counter(folder / str(number), columns=1, key_dtype=dtype, room=1 << 20)
+            expected.update(keys.tolist())
+            counter.add(0, keys)
+            runs += counter.finish()
+        records = 0
+        save = WorkFolder.save
+
+        def fail(self: WorkFolder, name: str, record: object, stop: int = stop, save: object = save) -> None:
+            nonlocal records
+            records += 1
+            if records == stop:
+                raise OSError("disk full")
+            save(self, name, record)  # type: ignore[operator]
+
+        arguments = {"columns": 1, "key_dtype": dtype, "entries": 20, "workers": 1}
+        with monkeypatch.context() as patched:
+            patched.setattr(WorkFolder, "save", fail)
+            if stop:
+                with pytest.raises(OSError, match="disk full"):
+                    merge_in_levels(runs, work, folder, **arguments)
+        left = merge_in_levels(runs, work, folder, **arguments)
+        assert len(left) == 3
+        assert merged(left, folder, 0, dtype, 20) == dict(expected)
+        assert sorted(path.name for path in folder.iterdir()) == sorted(
+            f"{run.name}.{suffix}" for run in left for suffix in ("keys", "counts")
+        )
+
+
+@contextmanager
+def few_files(more: int) -> Iterator[None]:
+    """No more than `more` files beside those that are open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + more, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_many_parts_with_few_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of parts, merged in levels, are the same data set as those merged at once."""
+    log = tmp_path / "log"
+    log.write_bytes(to_text(random_rows(300)))
+    options = {"inputs": (log,), "part_bytes": 600, "workers": 2}
+    at_once = preprocess(PreprocessOptions(output=tmp_path / "at once", **options))
+    monkeypatch.setattr(runs_module, "FAN_IN", 8)
+    with few_files(40):
+        manifest = preprocess(PreprocessOptions(output=tmp_path / "data", **options))
+    assert sum(len(split.shards) for split in manifest.splits.values()) >= 80
+    assert manifest == at_once
