@@ -14,6 +14,7 @@ import pickle
 import shutil
 import tempfile
 import warnings
+import zipfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,12 +27,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from comera_rec.convert.folders import TensorReader
 from comera_rec.distributed import WORLD, Processes
+from comera_rec.training.migration import FORMAT, migrated
 
-FORMAT = 2
-"""Written into every checkpoint. Format 1 had files (`step_*.pt`) of one process and folders of several, and other batches."""
 _TEMPORARY = ".partial"
 _REPLACED = ".replaced"  # of a checkpoint whose successor of the same step is taking its name
 _RECORD = "record.json"
+_FILE = ".pt"  # of format 1
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # torch's remark on a process by itself
 
@@ -154,41 +155,52 @@ def checkpoint_at(folder: str | Path, step: int | None) -> Path | None:
 def open_checkpoint(path: str | Path, processes: Processes = WORLD) -> Checkpoint:
     """Check a checkpoint for damage and open it; where there are several processes, each calls this.
 
+    A file of format 1 becomes a folder of the present format.
+
     Raises:
-        ValueError: on every process, if the checkpoint is missing, damaged, of another format or not one of ours; names an earlier
+        ValueError: on every process, if the checkpoint is missing, damaged, of a later format or not one of ours; names an earlier
             one to use instead, if there is one.
     """
     path = Path(path)
     try:
-        saved, written = _saved(path)
-        checksums = sorted(saved["checksums"].items()) if written == FORMAT else []
+        if path.suffix == _FILE:
+            path = _rewrite(path, processes)
+        saved = json.loads((path / _RECORD).read_text())
+        if not isinstance(saved, dict):
+            raise TypeError(f"its {_RECORD} holds something else")
+        record = migrated(saved["record"], saved.get("format", 1))
+        checksums = sorted(saved["checksums"].items())[processes.rank :: processes.size]
 
         def check() -> None:
-            for name, checksum in checksums[processes.rank :: processes.size]:
+            for name, checksum in checksums:
                 if _checksum(path / name) != checksum:
                     raise OSError(f"{name} fails its checksum")
 
         processes.on_each(check)
-        if written == FORMAT:
-            return Checkpoint(path, saved["record"], processes)
-    except (OSError, EOFError, RuntimeError, TypeError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        return Checkpoint(path, record, processes)
+    except (
+        OSError, EOFError, RuntimeError, TypeError, ValueError, KeyError, pickle.UnpicklingError, zipfile.BadZipFile
+    ) as error:  # fmt: skip
         earlier = max((c for c in _checkpoints(path.parent) if _step(c) < _step(path)), default=None, key=_step)
         remedy = f"use {earlier}" if earlier else "start the run anew"
         raise ValueError(f"checkpoint {path} cannot be loaded ({str(error).splitlines()[0]}); {remedy}") from error
-    raise ValueError(
-        f"checkpoint {path} is of format {written}, and this comera-rec reads format {FORMAT}: "
-        "export or finish the run with the version that wrote it, or train anew with another output"
-    )
 
 
-def _saved(path: Path) -> tuple[dict[str, Any], int]:
-    """record.json, and the format."""
-    if path.is_file():
-        return {}, 1
-    saved = json.loads((path / _RECORD).read_text())
-    if not isinstance(saved, dict):
-        raise TypeError(f"its {_RECORD} holds something else")
-    return saved, saved.get("format", 1)
+def _rewrite(path: Path, processes: Processes) -> Path:
+    """Replace a file of format 1 by a folder; loading runs no code from it."""
+
+    def check() -> None:
+        with zipfile.ZipFile(path) as archive:  # torch reads damaged numbers without noticing
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise zipfile.BadZipFile(f"{damaged} fails its checksum")
+
+    processes.on_first(check)
+    state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    folder = path.with_suffix("")
+    _write(folder, migrated(state["record"], 1), state["tensors"], processes)
+    processes.on_first(path.unlink)
+    return folder
 
 
 def _remove_older(path: Path, keep: int, kept_step: int | None) -> None:
@@ -219,7 +231,7 @@ def _remove(path: Path) -> None:
 def _checkpoints(folder: Path) -> list[Path]:
     digits = "step_" + "[0-9]" * 8
     aside = [path for path in folder.glob(digits + _REPLACED) if not path.with_suffix("").exists()]
-    return sorted([*aside, *folder.glob(f"{digits}.pt"), *folder.glob(digits)], key=_step)
+    return sorted([*aside, *folder.glob(digits + _FILE), *folder.glob(digits)], key=_step)
 
 
 def _step(path: Path) -> str:

@@ -31,7 +31,7 @@ def require_same_run(config: RunConfig, schema: Schema, manifest: Manifest, reco
             "choose another output, or remove the folder to start anew"
         )
     columns = Schema.from_dict(record["schema"]).differences(schema)
-    if columns or record["data"] != fingerprint(manifest):
+    if columns or record["data"] not in (None, fingerprint(manifest)):
         raise ValueError(
             f"{config.output} was trained on other data than {config.data.path} holds"
             + (f" (they differ in {', '.join(columns)})" if columns else "")

@@ -1,9 +1,9 @@
 """Kill a run again and again at random moments, and compare what comes of it with one that was never stopped.
 
-    python -m tests.training.kills --kills 20 --signal KILL --processes 2
+    python -m tests.training.kills --kills 20 --signal KILL --processes 2 --asynchronous
 
-Moments are drawn over start, steps, evaluations and checkpoints, which a thread writes beside the steps. A killed run is started
-anew until it ends. Losses, evaluations, ranks, weights and optimizer state must equal the unbroken run's bit by bit.
+Moments are drawn over start, steps, evaluations and checkpoints. A killed run is started anew until it ends. Losses, evaluations,
+ranks, weights and optimizer state must equal the unbroken run's bit by bit, and SIGTERM must cost no step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.synth import SynthOptions, synth
 
 OFTEN = [
-    "training.eval_every=5", "training.checkpoint_every=3", "training.log_every=1", "checkpoints.asynchronous=true",
+    "training.eval_every=5", "training.checkpoint_every=3", "training.log_every=1",
     "ranks.early_steps=10", "ranks.late_steps=20", "ranks.target_size=0.5", "ranks.truncate_every=5", "ranks.objective=budget",
     "tables.hot_rows=0.5",
 ]  # fmt: skip
@@ -112,11 +112,14 @@ class Attempt:
 
     def kill(self, number: signal.Signals) -> None:
         """Send a signal to all of its processes, and wait for their end."""
+        phase = self.phase
         for process in self._processes:
             if process.is_alive() and process.pid is not None:
                 os.kill(process.pid, number)
         assert self.wait(300), f"a process has outlived {number.name}"
         expected = {0, -number, 128 + number}
+        if number == signal.SIGKILL or phase == "starting":  # a process may see that another is gone
+            expected.add(1)
         codes = [process.exitcode for process in self._processes]
         assert set(codes) <= expected, f"exit statuses {codes} after {number.name}"
 
@@ -149,12 +152,22 @@ def kill_until_done(
         attempt = Attempt(processes, config_file, [*overrides, f"output={broken}"])
         if moments.random() < 0.9:  # else in its start
             attempt.wait_for_training()
-        if not attempt.wait(moments.uniform(0, 2 * seconds / kills)):
+        if not attempt.wait(moments.uniform(0, seconds / kills)):
             killed_at[attempt.phase] += 1
             attempt.kill(number)
+            if number == signal.SIGTERM:
+                require_last_step(broken)
     Attempt(processes, config_file, [*overrides, f"output={broken}"]).finish()
     compare(unbroken, broken)
     return killed_at
+
+
+def require_last_step(folder: Path) -> None:
+    """Raise AssertionError if the last checkpoint is of an earlier step than the last line of metrics.jsonl."""
+    if (folder / "metrics.jsonl").exists() and (logged := lines(folder, "train")):
+        path = latest_checkpoint(folder / "checkpoints")
+        assert path is not None, f"step {logged[-1]['step']} is lost: there is no checkpoint"
+        assert int(path.stem.removeprefix("step_")) >= logged[-1]["step"], f"step {logged[-1]['step']} is lost, {path} is the last"
 
 
 def compare(unbroken: Path, broken: Path) -> None:
@@ -191,6 +204,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--signal", choices=("KILL", "TERM"), default="KILL")
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--asynchronous", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=200)
     options = parser.parse_args()
@@ -206,10 +220,11 @@ def main() -> None:
         }  # fmt: skip
         config_file = Path(folder, "run.json")
         config_file.write_text(json.dumps(config))
+        asynchronous = f"checkpoints.asynchronous={str(options.asynchronous).lower()}"
+        number = signal.Signals[f"SIG{options.signal}"]
         killed_at = kill_until_done(
-            config_file, OFTEN, processes=options.processes, number=signal.Signals[f"SIG{options.signal}"], kills=options.kills,
-            seed=options.seed,
-        )  # fmt: skip
+            config_file, [*OFTEN, asynchronous], processes=options.processes, number=number, kills=options.kills, seed=options.seed
+        )
     counts = ", ".join(f"{count} {phase}" for phase, count in killed_at.most_common())
     print(f"{killed_at.total()} SIG{options.signal} on {options.processes} process(es) ({counts}): equal bit by bit, nothing lost")
 

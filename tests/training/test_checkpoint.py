@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from comera_rec.training import checkpoint
-from comera_rec.training.checkpoint import FORMAT, latest_checkpoint, open_checkpoint, save_checkpoint
+from comera_rec.training.checkpoint import latest_checkpoint, open_checkpoint, save_checkpoint
+from comera_rec.training.migration import FORMAT
 
 RECORD: dict[str, Any] = {"step": 7, "stage": "late", "history": [{"size": None}]}
 
@@ -128,20 +129,26 @@ def test_not_a_checkpoint(tmp_path: Path) -> None:
             open_checkpoint(tmp_path / "step_00000010")
 
 
-def test_another_format_is_refused_in_one_line_and_foreign_code_is_not_run(tmp_path: Path) -> None:
-    (tmp_path / "step_00000010.pt").write_bytes(b"a file of one process")
-    assert latest_checkpoint(tmp_path) == tmp_path / "step_00000010.pt"
-    path = save_checkpoint(tmp_path / "newer", 10, *state())
+def test_a_later_format_is_refused_in_one_line(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, 10, *state())
     saved = json.loads((path / "record.json").read_text())
     (path / "record.json").write_text(json.dumps(saved | {"format": FORMAT + 1}))
-    for other, number in ((tmp_path / "step_00000010.pt", 1), (path, FORMAT + 1)):
-        with pytest.raises(ValueError, match=rf"is of format {number}, and this comera-rec reads format {FORMAT}: export or"):
-            open_checkpoint(other)
+    message = rf"is of format {FORMAT + 1}, and this comera-rec reads formats up to {FORMAT}: install a later version"
+    with pytest.raises(ValueError, match=message):
+        open_checkpoint(path)
+
+
+def test_foreign_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, 10, *state())
+    saved = json.loads((path / "record.json").read_text())
     (path / ".metadata").write_bytes(pickle.dumps(os.system))
     checksum = zlib.crc32((path / ".metadata").read_bytes())
     (path / "record.json").write_text(json.dumps(saved | {"checksums": saved["checksums"] | {".metadata": checksum}}))
     with pytest.raises(ValueError, match=r"its \.metadata names posix\.system, which describes no tensor"):
         open_checkpoint(path)
+    torch.save({"record": os.system, "tensors": {}}, tmp_path / "step_00000020.pt")
+    with pytest.raises(ValueError, match=r"step_00000020\.pt cannot be loaded \(.*; use .*step_00000010"):
+        open_checkpoint(tmp_path / "step_00000020.pt")
 
 
 def test_arguments(tmp_path: Path) -> None:
