@@ -316,7 +316,7 @@ class TestRows:
 
     @pytest.mark.parametrize("drop_last", [True, False])
     def test_ranks_that_divide_the_readers_read_what_one_does_and_resume_each_other(self, tmp_path: Path, drop_last: bool) -> None:
-        data = write_dataset(tmp_path / "data", row_group=7, shard=60, train=250)
+        data = write_dataset(tmp_path / "data", row_group=7, shard=60, train=256)
 
         def make(rank: int, world_size: int, readers: int | None = 8) -> ParquetBatches:
             return ParquetBatches(
