@@ -18,7 +18,8 @@ Across ranks and torch's workers, of which each has R readers of its own, no row
 batches an epoch: rows / R, rounded up to whole batches where the last ones are shorter, or down with `drop_last`, which leaves out
 fewer rows than a batch of all ranks has, and one a reader. The state of one rank is that of all.
 
-Letters: B rows in a batch of one rank, n rows of any other set, I integer columns, C categorical columns.
+Letters: B rows in a batch of one rank, n rows of any other set, L labels, W columns of weights (0 or 1), I integer columns,
+C categorical columns.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
@@ -55,7 +57,7 @@ class ParquetBatches(IterableDataset[Batch]):
         batch_size: rows in a batch of this rank.
         shuffle: permute row groups and rows anew in every epoch; False keeps the order of the files.
         shuffle_rows: rows that are permuted at once, in the buffers of all ranks together; of a reader at least a row group. They
-            cost 4 B x (I + C + 1) each, those of one reader up to three times at once.
+            cost 4 B x (I + C + L + W) each, those of one reader up to three times at once.
         seed: decides the permutations together with the epoch.
         epochs: passes over the split in one iteration; None = endless.
         rank, world_size: which share of the rows this process takes.
@@ -65,7 +67,8 @@ class ParquetBatches(IterableDataset[Batch]):
 
     Raises:
         ValueError: an argument out of range; an unlabelled data set; an empty split; fewer rows than one batch needs; a shard that
-            does not match the manifest. While iterating: an id outside its table, a label other than 0 or 1, an empty cell.
+            does not match the manifest. While iterating: an id outside its table, a label other than 0 or 1,
+            a weight below 0 or not finite, an empty cell.
     """
 
     def __init__(
@@ -102,6 +105,8 @@ class ParquetBatches(IterableDataset[Batch]):
         self.batch_size, self.shuffle, self.shuffle_rows, self.seed, self.epochs = batch_size, shuffle, shuffle_rows, seed, epochs
         self.rank, self.world_size, self.readers, self.drop_last = rank, world_size, readers, drop_last
         self._dense_names = [column.name for column in self.manifest.integer_columns]
+        self._label_names = [label.name for label in self.manifest.labels]
+        self._weight_names = [self.manifest.weight.name] if self.manifest.weight else []
         columns = self.manifest.categorical_columns
         self._single_names = [column.name for column in columns if not column.is_list]
         self._list_names = [column.name for column in columns if column.is_list]
@@ -238,7 +243,7 @@ class ParquetBatches(IterableDataset[Batch]):
     def _read(self, piece: Piece) -> Rows:
         try:
             with pq.ParquetFile(piece.path, memory_map=True) as file:
-                columns = ["label", *self._dense_names, *self._single_names, *self._list_names]
+                columns = [*self._label_names, *self._weight_names, *self._dense_names, *self._single_names, *self._list_names]
                 # Decoding runs outside Python's lock, so a training thread beside this one is not held up.
                 table = file.read_row_group(piece.row_group, columns=columns).slice(piece.start, piece.stop - piece.start)
         except (OSError, pa.ArrowInvalid) as error:
@@ -247,14 +252,14 @@ class ParquetBatches(IterableDataset[Batch]):
             column = table.column(name)
             if column.null_count or (name in self._list_names and any(chunk.flatten().null_count for chunk in column.chunks)):
                 raise ValueError(f"{piece.path}: column {name} has an empty cell in row group {piece.row_group}; {REMEDY}")
-        dense = np.empty((len(self._dense_names), len(table)), np.float32)
-        ids = np.empty((len(self._single_names), len(table)), np.int32)
-        for array, names in ((dense, self._dense_names), (ids, self._single_names)):
-            for row, name in zip(array, names, strict=True):
-                row[:] = table.column(name).to_numpy()
-        labels = table.column("label").to_numpy().astype(np.float32)
+        dense, labels, weights = (
+            _stacked(table, names, np.float32) for names in (self._dense_names, self._label_names, self._weight_names)
+        )
+        ids = _stacked(table, self._single_names, np.int32)
         if not np.isin(labels, (0, 1)).all():
             raise ValueError(f"{piece.path}: labels in row group {piece.row_group} are not all 0 or 1; {REMEDY}")
+        if not (np.isfinite(weights) & (weights >= 0)).all():
+            raise ValueError(f"{piece.path}: weights in row group {piece.row_group} are not all finite and at least 0; {REMEDY}")
         lists = []
         for name in self._list_names:
             column = table.column(name).combine_chunks()
@@ -265,7 +270,7 @@ class ParquetBatches(IterableDataset[Batch]):
             if of_column.size and not 0 <= of_column.min() <= of_column.max() < limit:
                 wrong = of_column[~((of_column >= 0) & (of_column < limit))][0]
                 raise ValueError(f"{piece.path}: table {name}: id {wrong} is not in 0..{limit - 1}; {REMEDY}")
-        return Rows(dense, ids, labels, tuple(lists))
+        return Rows(dense, ids, labels, weights, tuple(lists))
 
     def _batch(self, rows: Rows) -> Batch:
         size, singles = rows.size, len(self._single_names)
@@ -288,7 +293,32 @@ class ParquetBatches(IterableDataset[Batch]):
         )
         # The copies let go of the buffer that the rows are a view of.
         dense = torch.from_numpy(np.ascontiguousarray(rows.dense.T))
-        return Batch(dense=dense, sparse=sparse, labels=torch.from_numpy(rows.labels.copy()))
+        labels = rows.labels[0].copy() if len(rows.labels) == 1 else np.ascontiguousarray(rows.labels.T)
+        weights = torch.from_numpy(rows.weights[0].copy()) if len(rows.weights) else None
+        return Batch(dense=dense, sparse=sparse, labels=torch.from_numpy(labels), weights=weights)
+
+
+def require_one_label(batches: ParquetBatches) -> ParquetBatches:
+    """Return batches after making sure that a loss over one label passes over nothing that they hold.
+
+    Raises:
+        ValueError: the data set has several labels, or weights.
+    """
+    labels, weight = batches.manifest.labels, batches.manifest.weight
+    if len(labels) > 1 or weight:
+        held = (
+            f"the labels {', '.join(label.name for label in labels)}" if len(labels) > 1 else f"weights ({weight and weight.name})"
+        )
+        raise ValueError(f"the data set has {held}, which are not used yet; preprocess with one label and without weights")
+    return batches
+
+
+def _stacked(table: pa.Table, names: Sequence[str], dtype: npt.DTypeLike) -> np.ndarray:
+    """Columns of numbers as [columns, n]."""
+    stacked = np.empty((len(names), len(table)), dtype)
+    for row, name in zip(stacked, names, strict=True):
+        row[:] = table.column(name).to_numpy()
+    return stacked
 
 
 @functools.lru_cache(maxsize=4)

@@ -35,7 +35,8 @@ def row_groups(manifest: Manifest, data: Path, split: str) -> list[Piece]:
     if manifest.splits[split].rows == 0:
         raise ValueError(f"split {split} of {data} is empty; preprocess more rows or give {split} a larger fraction of them")
     check_shards(manifest, data)
-    types = {"label": pa.types.is_integer}
+    types = {label.name: pa.types.is_integer for label in manifest.labels}
+    types |= {manifest.weight.name: pa.types.is_float32} if manifest.weight else {}
     types |= {column.name: pa.types.is_float32 for column in manifest.integer_columns}
     types |= {column.name: _is_lists if column.is_list else pa.types.is_int32 for column in manifest.categorical_columns}
     pieces = []

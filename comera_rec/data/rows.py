@@ -1,6 +1,6 @@
 """Rows on their way from Parquet to a batch, column by column.
 
-n rows, I integer columns, S categorical columns with one id a row.
+n rows, L labels, W columns of weights (0 or 1), I integer columns, S categorical columns with one id a row.
 """
 
 from __future__ import annotations
@@ -42,30 +42,31 @@ class Rows(NamedTuple):
 
     dense: np.ndarray  # [I, n] float32
     ids: np.ndarray  # [S, n] int32
-    labels: np.ndarray  # [n] float32
+    labels: np.ndarray  # [L, n] float32
+    weights: np.ndarray  # [W, n] float32
     lists: tuple[Lists, ...]
 
     @property
     def size(self) -> int:
-        return len(self.labels)
+        return self.labels.shape[1]
 
     def slice(self, start: int, stop: int) -> Rows:
         stop = min(stop, self.size)
-        dense, ids, labels = (part[..., start:stop] for part in self[:3])
-        return Rows(dense, ids, labels, tuple(column.slice(start, stop) for column in self.lists))
+        dense, ids, labels, weights = (part[:, start:stop] for part in self[:4])
+        return Rows(dense, ids, labels, weights, tuple(column.slice(start, stop) for column in self.lists))
 
     def take(self, order: np.ndarray) -> Rows:
-        dense, ids, labels = (part.take(order, axis=-1) for part in self[:3])
-        return Rows(dense, ids, labels, tuple(column.take(order) for column in self.lists))
+        dense, ids, labels, weights = (part.take(order, axis=1) for part in self[:4])
+        return Rows(dense, ids, labels, weights, tuple(column.take(order) for column in self.lists))
 
 
 def concatenate(parts: list[Rows]) -> Rows:
     if len(parts) == 1:
         return parts[0]
-    dense, ids, labels = (np.concatenate(of_parts, axis=-1) for of_parts in zip(*(part[:3] for part in parts), strict=True))
+    dense, ids, labels, weights = (np.concatenate(cells, axis=1) for cells in zip(*(part[:4] for part in parts), strict=True))
     columns = zip(*(part.lists for part in parts), strict=True)
     lists = (
         Lists.of(np.concatenate([piece.lengths for piece in column]), np.concatenate([piece.flat for piece in column]))
         for column in columns
     )
-    return Rows(dense, ids, labels, tuple(lists))
+    return Rows(dense, ids, labels, weights, tuple(lists))

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from comera_rec.convert import compression_report
-from comera_rec.data import Batch, BatchLoader, ParquetBatches
+from comera_rec.data import Batch, BatchLoader, ParquetBatches, require_one_label
 from comera_rec.distributed import WORLD, Processes, join_launched
 from comera_rec.nn import TTTable, update_in_backward_, use_float8_
 from comera_rec.rank import RankScheduler
@@ -144,11 +144,13 @@ class Trainer:
         data, rank, world_size = self.config.data, self.processes.rank, self.processes.size
         if shuffle:
             readers = math.lcm(world_size, math.gcd(_READERS, self.part_size * world_size))
-            return ParquetBatches(
+            batches = ParquetBatches(
                 data.path, split, batch_size=self.part_size, shuffle=True, shuffle_rows=data.shuffle_rows, seed=self.config.seed,
                 epochs=None, drop_last=True, rank=rank, world_size=world_size, readers=readers,
             )  # fmt: skip
-        return ParquetBatches(data.path, split, batch_size=data.eval_batch_size, rank=rank, world_size=world_size)
+        else:
+            batches = ParquetBatches(data.path, split, batch_size=data.eval_batch_size, rank=rank, world_size=world_size)
+        return require_one_label(batches)
 
     # -- state ---------------------------------------------------------------------------------------------------------------
 

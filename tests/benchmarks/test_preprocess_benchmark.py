@@ -7,9 +7,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from benchmarks.agreement import Disagreement
-from benchmarks.preprocess import _require_equal_data
-from benchmarks.rivals import preprocess_with_pandas
+from benchmarks.data.preprocess import _require_equal_data
+from benchmarks.data.rivals import preprocess_with_pandas
+from benchmarks.harness.agreement import Disagreement
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.synth import SynthOptions, synth
 

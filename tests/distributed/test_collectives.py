@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.processes import run as run_processes
+from benchmarks.harness.processes import run as run_processes
 from comera_rec.distributed import Processes, join_launched, launcher_number
 
 pytestmark = pytest.mark.distributed

@@ -21,7 +21,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingEnv
 
 import comera_rec as cr
-from benchmarks.processes import run
+from benchmarks.harness.processes import run
 from comera_rec.nn import named_tt_modules
 from comera_rec.recsys import TTEmbeddingBagCollection
 from comera_rec.recsys import TTEmbeddingBagConfig as Table

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.processes import run as run_processes
+from benchmarks.harness.processes import run as run_processes
 from comera_rec.distributed import Processes
 from comera_rec.training import writer
 from comera_rec.training.checkpoint import checkpoint_at, open_checkpoint
