@@ -31,6 +31,7 @@ BENCHMARKS = {
     "hot-rows": ("benchmarks.lookup.hot_rows", "TT tables of equal bytes, with rows of the most frequent ids and without"),
     "shapes": ("benchmarks.lookup.shapes", "shapes of one size: the one that TTShape.for_table chooses and the fastest"),
     "distributed": ("benchmarks.sharding.distributed", "a sharded table: what each way of sharding sends, and its step"),
+    "trainer-loop": ("benchmarks.training.loop", "steps of the trainer on two processes, and of TorchRec's pipeline by hand"),
     "planned": ("benchmarks.sharding.planned", "the planner's estimates beside measured memory and steps of 1, 2 and 4 processes"),
     "scale-model": ("benchmarks.sharding.scale_model", "a model of steps on 8 to 512 GPUs, from counted bytes and multiply-adds"),
     "sharding-grid": ("benchmarks.sharding.grid", "the planner's estimates and choice: where copies of cores beat moving bags"),

@@ -18,7 +18,7 @@ from benchmarks.harness.environment import describe
 from benchmarks.harness.measure import Settings, case_rows, chosen
 from benchmarks.harness.rows import Row
 from benchmarks.harness.timing import Plan, alternate, percentiles
-from comera_rec.training.batches import ParquetBatches
+from comera_rec.data import ParquetBatches
 from data_pipeline.npy import export_npy
 from data_pipeline.options import PreprocessOptions
 from data_pipeline.preprocess import preprocess

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 # The server imports once what every process needs; they fork from it in milliseconds.
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch._dynamo", "torchrec.distributed.model_parallel", "comera_rec.recsys.sharding"])
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch._dynamo", "comera_rec.training.trainer"])
 
 
 def run(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -28,9 +28,9 @@ def run(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         RuntimeError: with the traceback of the first process that failed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        queue = _CONTEXT.SimpleQueue()
+        queue = CONTEXT.SimpleQueue()
         processes = [
-            _CONTEXT.Process(target=_work, args=(rank, world_size, folder, queue, function, args), daemon=True)
+            CONTEXT.Process(target=_work, args=(rank, world_size, folder, queue, function, args), daemon=True)
             for rank in range(world_size)
         ]
         for process in processes:

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from comera_rec.training.batches import ParquetBatches
+from comera_rec.data import ParquetBatches
 from data_pipeline.manifest import read_manifest
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.synth import SynthOptions, synth

@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 
 from comera_rec.convert import TTEmbeddingConfig, compress_state, compression_report, export_dense, read_state, row_importance
+from comera_rec.data import ParquetBatches, require_one_label
+from comera_rec.distributed import leave
 from comera_rec.ops.served_bags import DTYPES
 from comera_rec.serving.export import FORMS, PACKAGE, ExportOptions, export_run
 from comera_rec.serving.triton import export_repository
-from comera_rec.training.batches import ParquetBatches, require_one_label
 from comera_rec.training.compress import compress_run
 from comera_rec.training.config import load_config, parse_overrides
 from comera_rec.training.evaluation import evaluate as evaluate_model
@@ -55,9 +56,9 @@ def train(context: click.Context, config_path: str, overrides: tuple[str, ...]) 
     trainer = Trainer(config)
     try:
         result = trainer.train()
-        trainer.processes.leave()
+        leave()
     except (Interrupted, Diverged) as stop:
-        trainer.processes.leave()
+        leave()
         if trainer.processes.is_first:
             click.echo(f"comera: {stop}", err=True)
         context.exit(stop.exit_status)

@@ -118,14 +118,6 @@ def test_two_processes_go_on_from_what_one_compressed(config_file: Path, tmp_pat
     assert result["steps"] == 12
 
 
-def test_another_number_of_processes_is_refused_in_the_middle(config_file: Path) -> None:
-    folder = Path(load_config(config_file).output)
-    Trainer(load_config(config_file, ["training.steps=6"])).train()
-    (folder / "result.json").unlink()
-    with pytest.raises(RuntimeError, match="was trained on 1 process, and which batches are left depends on it: launch as many"):
-        run_processes(2, train, config_file, [])
-
-
 def test_a_batch_that_cannot_be_shared(config_file: Path) -> None:
     with pytest.raises(RuntimeError, match=r"data\.batch_size is 127, which 2 processes can't share equally: give a multiple"):
         run_processes(2, train, config_file, ["data.batch_size=127"])

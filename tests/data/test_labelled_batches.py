@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from comera_rec.training.batches import ParquetBatches, require_one_label
+from comera_rec.data import ParquetBatches, require_one_label
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.schema import read_schema
 

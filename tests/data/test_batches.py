@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from comera_rec.training.batches import Batch, BatchLoader, ParquetBatches
+from comera_rec.data import Batch, BatchLoader, ParquetBatches
 from data_pipeline.manifest import (
     FORMAT,
     FORMAT_VERSION,
@@ -313,6 +313,37 @@ class TestRows:
         assert len(rest) == len(whole) - stop
         for left, right in zip(rest, whole[stop:], strict=True):
             assert_equal(left, right)
+
+    @pytest.mark.parametrize("drop_last", [True, False])
+    def test_ranks_that_divide_the_readers_read_what_one_does_and_resume_each_other(self, tmp_path: Path, drop_last: bool) -> None:
+        data = write_dataset(tmp_path / "data", row_group=7, shard=60, train=256)
+
+        def make(rank: int, world_size: int, readers: int | None = 8) -> ParquetBatches:
+            return ParquetBatches(
+                data, "train", batch_size=16 // world_size, shuffle=True, shuffle_rows=64, seed=5, epochs=2, rank=rank,
+                world_size=world_size, readers=readers, drop_last=drop_last,
+            )  # fmt: skip
+
+        def of_all(ranks: list[ParquetBatches]) -> list[list[int]]:
+            return [[number for batch in step for number in numbers([batch])] for step in zip(*ranks, strict=True)]
+
+        one = of_all([make(0, 1)])
+        assert len({number for step in one[:15] for number in step}) == 240
+        assert one[0] != sorted(one[0])
+        for world_size in (2, 4, 8):
+            assert of_all([make(rank, world_size) for rank in range(world_size)]) == one
+        state = make(0, 1).state_after(20)
+        resumed = [make(rank, 4, readers=4) for rank in range(4)]
+        for batches in resumed:
+            batches.load_state_dict(state)
+        assert of_all(resumed) == one[20:]
+        with pytest.raises(ValueError, match=r"8 readers dealt them, which 16 processes can't share: launch .* that divides 8"):
+            make(0, 16, readers=16).load_state_dict(state)
+
+    def test_readers_share_batches_equally(self, data: Path) -> None:
+        for readers in (0, 3, 8):
+            with pytest.raises(ValueError, match=rf"multiple of world_size \(2\) that divides the 20 rows .*, got {readers}"):
+                ParquetBatches(data, "train", batch_size=10, world_size=2, readers=readers)
 
     def test_resuming_reads_only_what_is_left(self, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         dataset = ParquetBatches(data, "train", batch_size=10, shuffle=True, shuffle_rows=8)
