@@ -298,21 +298,6 @@ class ParquetBatches(IterableDataset[Batch]):
         return Batch(dense=dense, sparse=sparse, labels=torch.from_numpy(labels), weights=weights)
 
 
-def require_one_label(batches: ParquetBatches) -> ParquetBatches:
-    """Return batches after making sure that a loss over one label passes over nothing that they hold.
-
-    Raises:
-        ValueError: the data set has several labels, or weights.
-    """
-    labels, weight = batches.manifest.labels, batches.manifest.weight
-    if len(labels) > 1 or weight:
-        held = (
-            f"the labels {', '.join(label.name for label in labels)}" if len(labels) > 1 else f"weights ({weight and weight.name})"
-        )
-        raise ValueError(f"the data set has {held}, which are not used yet; preprocess with one label and without weights")
-    return batches
-
-
 def _stacked(table: pa.Table, names: Sequence[str], dtype: npt.DTypeLike) -> np.ndarray:
     """Columns of numbers as [columns, n]."""
     stacked = np.empty((len(names), len(table)), dtype)

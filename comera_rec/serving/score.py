@@ -1,7 +1,8 @@
 """Scores of a log, or of a split of a data set, in one Parquet file; made in parts, to bound memory and to let a killed run resume.
 
-Columns of the file: `line` of the log from 1, or `row` of the split from 0; `score`, the probability of a click, float32; `label`
-if there are labels. Parts of a log are those of `data_pipeline.parts`; parts of a split are its row groups.
+Columns of the file: `line` of the log from 1, or `row` of the split from 0; `score`, the probability of label 1, float32, or
+`score_LABEL` for each of several labels; the labels themselves if there are some. Parts of a log are those of
+`data_pipeline.parts`; parts of a split are its row groups.
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ def _score_part(encoder: Encoder, model: Path, job: Job, part: Part, detail: Non
     if isinstance(part.content, bytes):
         newlines = np.flatnonzero(np.frombuffer(part.content, np.uint8) == ord("\n"))
         line = np.searchsorted(newlines, line) - (1 if job.schema.header and not part.start else 0)
-    columns = {"line": line, "score": scores} | dict(zip(job.schema.labels, np.concatenate(labels, axis=1), strict=True))
+    columns = {"line": line} | scores | dict(zip(job.schema.labels, np.concatenate(labels, axis=1), strict=True))
     seconds = time.perf_counter() - start
     rejected = lines - len(line)
     record = ScoredPart(lines=lines, rows=len(line), rejected=rejected, reasons=tuple(reasons), last=part.last, seconds=seconds)
@@ -206,7 +207,7 @@ def _score_group(work: WorkFolder, manifest: Manifest, model: Path, number: int,
         table = file.read_row_group(group, use_threads=False)
     rows = len(table)
     scores = _scores(model, (flat_rows(table.slice(start, BATCH_ROWS), manifest) for start in range(0, rows, BATCH_ROWS)))
-    columns = {"row": np.arange(rows), "score": scores}
+    columns = {"row": np.arange(rows)} | scores
     record = ScoredPart(lines=rows, rows=rows, rejected=0, reasons=(), last=False, seconds=time.perf_counter() - start)
     _save(work, name, columns | {label.name: table.column(label.name).to_numpy() for label in manifest.labels}, record)
     return record
@@ -230,10 +231,15 @@ def _load(model: Path) -> ServingModel:
     return ServingModel.load(model, threads=1)
 
 
-def _scores(model: Path, batches: Iterable[Flat]) -> np.ndarray:
+def _scores(path: Path, batches: Iterable[Flat]) -> dict[str, np.ndarray]:
+    """Columns of scores: `score`, or `score_LABEL` for each of several labels."""
+    model = _load(path)
     with torch.inference_mode():
-        scores = [_load(model)(*map(torch.from_numpy, batch)).numpy() for batch in batches]
-    return np.concatenate([np.empty(0, np.float32), *scores])
+        scores = [model(*map(torch.from_numpy, batch)).numpy() for batch in batches]
+    whole = np.concatenate([np.empty((0, *model.metadata.score_shape), np.float32), *scores])
+    if whole.ndim == 1:
+        return {"score": whole}
+    return {f"score_{label}": column for label, column in zip(model.metadata.labels, whole.T, strict=True)}
 
 
 def flat_rows(rows: pa.Table, manifest: Manifest) -> Flat:
