@@ -19,6 +19,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from data_pipeline.cluster import dask_schedule
@@ -83,7 +84,7 @@ def preprocess(options: PreprocessOptions, tell: Tell = lambda line: None) -> Ma
         scheduled as schedule,
         work_folder(options.output, identity=identity, files=FILES, overwrite=options.overwrite, tell=tell) as work,
     ):
-        counts_values = any(options.buckets_of(schema.column_of(name)) is None for name in schema.categories)
+        counted = [options.buckets_of(schema.column_of(name)) is None for name in schema.categories]
         job = Job(
             options=options,
             schema=schema,
@@ -91,7 +92,7 @@ def preprocess(options: PreprocessOptions, tell: Tell = lambda line: None) -> Ma
             work=work,
             splitting=options.splitting,
             names=names,
-            counts_values=counts_values,
+            counted=frozenset(np.flatnonzero(counted).tolist()),
         )
         manifest = _run(job, options, schedule)
         work.remove_unfinished()

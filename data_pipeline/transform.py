@@ -124,7 +124,7 @@ def transform(options: TransformOptions, tell: Tell = lambda line: None) -> Mani
             work=work,
             splitting=Splitting.recorded(split),
             names=names,
-            counts_values=options.extend,
+            counted=frozenset(_with_vocabulary(source) if options.extend else ()),
         )
         manifest = replace(_run(job, source, options.data, schedule), transformed=origin)
         manifest = replace(manifest, options={**split, "part_bytes": options.part_bytes, "max_bad_rows": options.max_bad_rows})
@@ -144,7 +144,7 @@ def _run(job: Job, source: Manifest, data: Path, schedule: Schedule) -> Manifest
     if not rows:
         raise ValueError("--input holds no well-formed line; give more")
     bounds = job.splitting.bounds(rows_of_logs)
-    if job.counts_values:
+    if job.counted:
         source = replace(source, categorical_columns=_extended(job, source, data, train_and_rest(job, parts, bounds[0])))
     for column in source.categorical_columns:
         for file in (column.vocabulary, column.table):
@@ -174,7 +174,7 @@ def _run(job: Job, source: Manifest, data: Path, schedule: Schedule) -> Manifest
 
 def _extended(job: Job, source: Manifest, data: Path, groups: Sequence[Group]) -> tuple[CategoricalColumn, ...]:
     """The data set's categorical columns, those with a vocabulary extended."""
-    records = {number: f"tables/{number:03d}" for number, column in enumerate(source.categorical_columns) if column.vocabulary}
+    records = {number: f"tables/{number:03d}" for number in _with_vocabulary(source)}
     found = {number: job.work.load(record, CategoricalColumn) for number, record in records.items()}
     extended = {number: column for number, column in found.items() if column}
     if len(extended) < len(records):
@@ -200,6 +200,11 @@ def _extended(job: Job, source: Manifest, data: Path, groups: Sequence[Group]) -
         columns = dict(zip(records, pool.map(extend, records), strict=True))
     remove_runs(job)
     return tuple(columns.get(number, column) for number, column in enumerate(source.categorical_columns))
+
+
+def _with_vocabulary(source: Manifest) -> list[int]:
+    """Numbers of the categorical columns whose ids are not hashes."""
+    return [number for number, column in enumerate(source.categorical_columns) if column.vocabulary]
 
 
 def _link(file: Shard, data: Path, new: Path) -> None:
