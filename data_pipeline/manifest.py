@@ -130,6 +130,7 @@ class CategoricalColumn:
     where missing. Values are the numbers that hex digits spell, or the 64-bit hashes (`data_pipeline.reference.hash_text`) of text.
     table is the vocabulary as a hash table (`data_pipeline.hashing`), which encodes new rows. grown: num_embeddings of the data
     sets that this one's vocabulary extended, oldest first; ids below are theirs, and falling counts begin anew from there.
+    boundaries: of a bucketized number, whose ids are 1 + how many of them are at most the number; None for other columns.
     """
 
     name: str
@@ -141,6 +142,7 @@ class CategoricalColumn:
     vocabulary: Shard | None
     is_list: bool = False
     table: Shard | None = None
+    boundaries: tuple[float, ...] | None = None
     grown: tuple[int, ...] = ()
 
 

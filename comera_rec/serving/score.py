@@ -113,7 +113,11 @@ def _score_log(options: ScoreOptions, tell: Tell) -> Scored:
     schema = new_logs_schema(known, options.inputs[0])
     check_columns(schema, known, log=options.inputs[0], data=data)
     names = tuple(check_names(log, schema) for log in options.inputs)
-    work_on = partial(_score_part, open_encoder(encoder.manifest, data, schema), options.model)
+    work_on = partial(
+        _score_part,
+        open_encoder(encoder.manifest.integer_columns, encoder.manifest.categorical_columns, data, schema),
+        options.model,
+    )
     identity = _identity(options) | {"input": [asdict(log) for log in logs], "data": str(data), "part_bytes": options.part_bytes}
     units = count_parts(options.inputs[0], options.part_bytes) or 1
     with (
