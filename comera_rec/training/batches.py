@@ -41,6 +41,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchrec import KeyedJaggedTensor
 
 from data_pipeline.manifest import Manifest, check_shards, read_manifest
+from data_pipeline.sources import Source
+from data_pipeline.storage import join, open_ranges
 
 _REMEDY = "run `comera preprocess` again"
 
@@ -164,7 +166,7 @@ def _concatenate(parts: list[_Rows]) -> _Rows:
 class _Piece(NamedTuple):
     """Rows start:stop of one row group."""
 
-    path: Path
+    path: Source
     row_group: int
     start: int
     stop: int
@@ -177,7 +179,7 @@ class ParquetBatches(IterableDataset[Batch]):
     equally many batches, so that collective operations of the model stay in step. Without drop_last the last batches are smaller.
 
     Args:
-        data: the data set's folder.
+        data: the data set's folder, or a URL such as s3://bucket/data.
         split: "train", "val" or "test".
         batch_size: rows in a batch of this rank.
         shuffle: permute row groups and rows anew in every epoch; False keeps the order of the files.
@@ -226,7 +228,7 @@ class ParquetBatches(IterableDataset[Batch]):
         self._single_names = [column.name for column in columns if not column.is_list]
         self._list_names = [column.name for column in columns if column.is_list]
         self._num_embeddings = {column.name: column.num_embeddings for column in columns}
-        self._row_groups = _row_groups(self.manifest, Path(data), split)
+        self._row_groups = _row_groups(self.manifest, data, split)
         self.rows = sum(piece.stop for piece in self._row_groups)
         self.batches_per_epoch()  # there must be at least one
         self._next = (0, 0)  # epoch, batch within it
@@ -332,7 +334,8 @@ class ParquetBatches(IterableDataset[Batch]):
 
     def _read(self, piece: _Piece) -> _Rows:
         try:
-            with pq.ParquetFile(piece.path, memory_map=True) as file:
+            is_local = isinstance(piece.path, Path)
+            with pq.ParquetFile(open_ranges(piece.path), memory_map=is_local, pre_buffer=not is_local) as file:
                 columns = [*self._label_names, *self._weight_names, *self._dense_names, *self._single_names, *self._list_names]
                 # Decoding runs outside Python's lock, so a training thread beside this one is not held up.
                 table = file.read_row_group(piece.row_group, columns=columns).slice(piece.start, piece.stop - piece.start)
@@ -406,7 +409,7 @@ def _is_lists(kind: pa.DataType) -> bool:
     return pa.types.is_list(kind) and pa.types.is_int32(kind.value_type)
 
 
-def _row_groups(manifest: Manifest, data: Path, split: str) -> list[_Piece]:
+def _row_groups(manifest: Manifest, data: str | Path, split: str) -> list[_Piece]:
     """The split's row groups in the order of its files, after comparing every file's size, rows and columns with the manifest."""
     if split not in manifest.splits:
         raise ValueError(f"split {split!r} is not in {data}; it has {', '.join(manifest.splits)}")
@@ -421,9 +424,9 @@ def _row_groups(manifest: Manifest, data: Path, split: str) -> list[_Piece]:
     types |= {column.name: _is_lists if column.is_list else pa.types.is_int32 for column in manifest.categorical_columns}
     pieces = []
     for shard in manifest.splits[split].shards:
-        path = data / shard.path
+        path = join(data, shard.path)
         try:
-            footer = pq.read_metadata(path)
+            footer = pq.read_metadata(open_ranges(path))
         except (OSError, pa.ArrowInvalid) as error:
             raise ValueError(f"{path} is not a readable Parquet file ({error}); {_REMEDY}") from error
         if footer.num_rows != shard.rows:
