@@ -114,7 +114,11 @@ def _score_log(options: ScoreOptions, tell: Tell) -> Scored:
     schema = new_logs_schema(known, options.inputs[0])
     check_columns(schema, known, log=options.inputs[0], data=data)
     names = tuple(check_names(log, schema) for log in options.inputs)
-    work_on = partial(_score_part, open_encoder(encoder.manifest, data, schema), options.model)
+    work_on = partial(
+        _score_part,
+        open_encoder(encoder.manifest.integer_columns, encoder.manifest.categorical_columns, data, schema),
+        options.model,
+    )
     identity = _identity(options) | {"input": [asdict(log) for log in logs], "data": str(data), "part_bytes": options.part_bytes}
     units = count_parts(options.inputs[0], options.part_bytes) or 1
     with (
@@ -126,7 +130,7 @@ def _score_log(options: ScoreOptions, tell: Tell) -> Scored:
         (records,) = pass_over(job, schedule, work_on, ScoredPart, folder="shards", description="scoring")
         if identify(options.inputs) != logs:
             raise inputs_changed()
-        _join(work, records, options.output, "line", job.first_line(0))
+        _join(work, records, Path(options.output), "line", job.first_line(0))
     return _scored(records, min(options.threads, units))
 
 
@@ -185,7 +189,7 @@ def _score_data_set(options: ScoreOptions, tell: Tell) -> Scored:
         for record in executor.map(partial(_score_group, work, manifest, options.model), *zip(*enumerate(groups), strict=True)):
             records[len(records)] = record
             bar.update(record.rows)
-        _join(work, records, options.output, "row", 0)
+        _join(work, records, Path(options.output), "row", 0)
     return _scored(records, min(options.threads, len(groups)))
 
 
