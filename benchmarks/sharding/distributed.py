@@ -26,7 +26,6 @@ from benchmarks.harness.agreement import require_agreement
 from benchmarks.harness.environment import available_cores, describe
 from benchmarks.harness.ids import draw_ids
 from benchmarks.harness.measure import Settings, case_rows, chosen
-from benchmarks.harness.processes import run as run_processes
 from benchmarks.harness.rows import Row
 from benchmarks.harness.text import aligned, case_title
 from benchmarks.harness.timing import Plan, alternate
@@ -36,6 +35,7 @@ from benchmarks.sharding.collectives import Counting, mean_sent
 from comera_rec.recsys.sharding import ShardedTTEmbeddingBagCollection
 from comera_rec.recsys.sharding.parts import RowShard
 from comera_rec.recsys.sharding.planner import count_bytes
+from comera_rec.testing import run as run_processes
 
 # provider -> (sharding type, tensor train or dense)
 PROVIDERS = {
