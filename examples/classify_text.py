@@ -1,4 +1,4 @@
-"""Train a transformer on sentence classification, dense or in tensor-train form.
+"""Train a transformer on sentence classification, dense or of TT modules.
 
     python -m examples.classify_text data.train=train.tsv data.dev=dev.tsv [tokens.format=dense linears.format=dense]
 
@@ -66,7 +66,7 @@ class Classifier(nn.Module):
 @click.option("--config", type=click.Path(exists=True, dir_okay=False), default=CONFIG, help=f"TOML file; default {CONFIG.name}.")
 @click.argument("overrides", nargs=-1, metavar="section.key=value ...")
 def classify(config: str, overrides: tuple[str, ...]) -> None:
-    """Train a transformer on sentence classification, dense or in tensor-train form.
+    """Train a transformer on sentence classification, dense or of TT modules.
 
     \b
     Example:
