@@ -8,7 +8,7 @@ DEMO ?= demo
 COMERA := $(BIN)/comera
 TRAIN = $(COMERA) train --config examples/demo.toml data.path=$(DEMO)/data
 
-.PHONY: install demo test test-sanitized lint docs bench gpu clean
+.PHONY: install demo test test-sanitized mutate lint docs dist bench gpu clean
 .DEFAULT_GOAL := install
 
 install: .venv/installed
@@ -49,6 +49,19 @@ test-sanitized: install
 		tests/ops/test_served_bags.py tests/data_pipeline/test_parse.py tests/data_pipeline/test_hashing.py \
 		tests/data_pipeline/test_runs.py::test_counts_equal_a_dictionary
 
+# Mutants of a package of comera_rec, judged by its tests: always the same sample, those whose number ends in SAMPLE.
+MUTATE ?= rank
+SAMPLE ?= 7
+MUTATED := build/mutate
+mutate: install
+	$(BIN)/uv pip install --quiet --python $(BIN)/python "mutmut>=3.8"
+	rm -rf $(MUTATED) && mkdir -p $(MUTATED)
+	git ls-files -z -- ':!benchmarks/results' | xargs -0 cp --parents --target-directory=$(MUTATED)
+	cp -r comera_rec/lib $(MUTATED)/comera_rec && cp -r data_pipeline/lib $(MUTATED)/data_pipeline
+	printf '%s\n' '[tool.mutmut]' 'source_paths = ["comera_rec", "data_pipeline"]' 'only_mutate = ["comera_rec/$(MUTATE)/*"]' \
+		'pytest_add_cli_args_test_selection = ["tests/$(MUTATE)"]' >> $(MUTATED)/pyproject.toml
+	cd $(MUTATED) && $(CURDIR)/$(BIN)/python -m mutmut run --max-children 2 'comera_rec.$(MUTATE).*__mutmut_*$(SAMPLE)'
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -57,6 +70,20 @@ lint: install
 # Warnings, dead links between pages among them, are errors.
 docs: install
 	$(BIN)/python -m sphinx -b html -W --keep-going -q docs build/docs
+
+# A wheel and an sdist, checked; the wheel in a clean environment looks a bag up with its compiled operators.
+DIST_PYTHON ?= 3.11
+DIST_WITH ?= torch==2.13.* torchrec==1.8.* fbgemm-gpu-cpu==1.8.*
+dist: install
+	rm -rf dist build/clean && mkdir -p build
+	$(BIN)/uv pip install --quiet --python $(BIN)/python build twine
+	$(BIN)/python -m build --no-isolation --sdist --wheel --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/uv venv --quiet --python $(DIST_PYTHON) build/clean
+	echo "fbgemm-gpu ; python_version < '3'" > build/overrides.txt
+	$(BIN)/uv pip install --quiet --python build/clean/bin/python --overrides build/overrides.txt $(DIST_WITH) dist/*.whl
+	cd build/clean && bin/python -c "import torch, comera_rec as cr; \
+		print(cr.__file__, cr.TTEmbeddingBag(1000, 16, tt_ranks=4)(torch.tensor([[1, 999]])).shape)"
 
 bench: install
 	$(BIN)/python -m benchmarks.run all --quick

@@ -150,7 +150,10 @@ def test_autocast_computes_in_bfloat16_and_keeps_float_gradients() -> None:
     assert actual.dtype == torch.bfloat16
     torch.testing.assert_close(actual.float(), expected, rtol=0, atol=8 * 2**-8 * float(expected.detach().abs().max()))
     actual.float().sum().backward()
-    assert {parameter.grad.dtype for parameter in layer.parameters() if parameter.grad is not None} == {torch.float32}
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.dtype == torch.float32, name
+        assert parameter.grad.any(), name
 
 
 @pytest.mark.parametrize("batch", [1, 300])

@@ -45,6 +45,26 @@ def train(model: nn.Module, optimizer: Optimizer, steps: int) -> list[float]:
     return losses
 
 
+def test_new_entries_are_drawn_as_widely_as_the_old_ones() -> None:
+    table = TTEmbeddingBag(40_000, 64, tt_ranks=8, dtype=torch.float64)
+    old = table.core_0.detach().std()
+    grow_ranks_(table, {"": (24,)})
+    new = table.core_0.detach()[..., 8:]
+    assert float(new.std() / old) == pytest.approx(1, abs=0.1)
+    assert float(new.mean().abs() / old) < 0.1
+    assert not table.core_1[8:].any(), "no path through a new rank reaches the output yet"
+
+
+def test_a_table_that_was_truncated_away_grows_from_its_initial_scale() -> None:
+    fresh = TTEmbeddingBag(40_000, 64, tt_ranks=24, dtype=torch.float64)
+    table = TTEmbeddingBag(40_000, 64, tt_ranks=24, dtype=torch.float64)
+    with torch.no_grad():
+        table.rank_1.zero_()
+    assert truncate_ranks_(table, threshold=0.5) == {"": (0,)}
+    grow_ranks_(table, {"": (24,)})
+    assert float(table.core_0.detach().std() / fresh.core_0.detach().std()) == pytest.approx(1, abs=0.1)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_same_output_and_training_goes_on(name: str) -> None:
     model = Net()

@@ -24,11 +24,11 @@ MODULES = {
 
 @pytest.fixture(params=MODULES)
 def module(request: pytest.FixtureRequest) -> TTModule:
-    train: TTModule = MODULES[request.param]()
+    module: TTModule = MODULES[request.param]()
     with torch.no_grad():
-        for rank in train.rank_parameters():
+        for rank in module.rank_parameters():
             rank.normal_()
-    return train
+    return module
 
 
 def terms(module: TTModule, bond: int) -> list[Tensor]:
@@ -99,6 +99,16 @@ def test_the_gauge_does_not_matter_but_to_the_magnitude(module: TTModule) -> Non
 
 def test_the_scale_of_the_loss_does_not_matter(module: TTModule) -> None:
     torch.testing.assert_close(observed(module, 65536.0), observed(module))
+
+
+def test_scores_are_a_running_mean_of_shares() -> None:
+    module, scores = MODULES["order 2"](), TaylorScores()
+    shares = torch.eye(5, dtype=torch.float64)[:3]  # each step's whole loss hangs on one rank
+    for share in shares:
+        module.rank_1.grad = share / module.rank_1.detach()
+        scores.observe([module])
+    expected = 0.98**2 * shares[0] + 0.98 * 0.02 * shares[1] + 0.02 * shares[2]
+    torch.testing.assert_close(scores.scores([module])[0][0], expected)
 
 
 def test_steps_that_are_not_finite_leave_finite_scores() -> None:

@@ -119,7 +119,10 @@ def test_tables_fit_their_shape_and_ranks_are_capped(rows: int, dim: int, rank: 
     assert shape.order == order
     assert shape.num_rows >= rows
     assert shape.num_cols >= dim
-    assert shape.ranks == tuple(min(rank, limit) for limit in max_ranks(shape.row_shape, shape.col_shape))
+    modes = [m * n for m, n in zip(shape.row_shape, shape.col_shape, strict=True)]
+    for k, capped in enumerate(shape.ranks, start=1):
+        unfolding = min(math.prod(modes[:k]), math.prod(modes[k:]))  # rows and columns of the bond's unfolding bound its rank
+        assert capped == min(rank, unfolding)
 
 
 @given(rows=st.integers(100, 10**8), dim=st.sampled_from([1, 7, 16, 64, 128]), saving=st.floats(2, 500), data=st.data())
