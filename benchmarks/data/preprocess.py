@@ -1,4 +1,4 @@
-"""Raw Criteo logs to a data set: `comera preprocess`, a pandas script and torchrec's functions, each in its own process.
+"""Raw Criteo logs to a data set: `comera preprocess`, scripts for pandas, Polars and DuckDB, torchrec's functions, each a process.
 
 A run that was stopped goes on with the cases that are left; `--data` keeps the logs for the next one.
 """
@@ -27,7 +27,7 @@ from data_pipeline.manifest import SPLITS, read_manifest
 from data_pipeline.synth import SynthOptions, synth
 from data_pipeline.verify import verify
 
-OURS, PANDAS, TORCHREC = "comera-rec", "pandas", "torchrec"
+OURS, PANDAS, TORCHREC, POLARS, DUCKDB = "comera-rec", "pandas", "torchrec", "polars", "duckdb"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class LogCase:
     """
 
     rows: int
-    providers: tuple[str, ...] = (OURS, PANDAS, TORCHREC)
+    providers: tuple[str, ...] = (OURS, PANDAS, POLARS, DUCKDB, TORCHREC)
     rounds: int = 3
     dtype: str = "text"
 
@@ -50,9 +50,11 @@ def cases(quick: bool) -> list[LogCase]:
     if quick:
         return [LogCase(rows=20_000, rounds=1)]
     return [
+        LogCase(rows=10_000, rounds=5),
         LogCase(rows=1_000_000),
-        LogCase(rows=5_000_000, providers=(OURS, PANDAS), rounds=1),
-        LogCase(rows=20_000_000, providers=(OURS,), rounds=1),
+        LogCase(rows=5_000_000, providers=(OURS, PANDAS, POLARS, DUCKDB), rounds=1),
+        LogCase(rows=20_000_000, providers=(OURS, DUCKDB), rounds=1),
+        LogCase(rows=100_000_000, providers=(OURS,), rounds=1),
     ]
 
 
@@ -81,7 +83,16 @@ def run(settings: Settings) -> Iterator[list[Row]]:
             }
             for name, found in samples.items()
         }
-        tell = partial(case_rows, "preprocess", case, settings, environment, "run", counted=counted, baselines=(PANDAS, TORCHREC))
+        tell = partial(
+            case_rows,
+            "preprocess",
+            case,
+            settings,
+            environment,
+            "run",
+            counted=counted,
+            baselines=(PANDAS, POLARS, DUCKDB, TORCHREC),
+        )
         times = {name: [1000 * seconds for seconds, _, _ in found] for name, found in samples.items()}
         yield tell("ms", times) + tell("MiB", {name: [mib for _, _, mib in found] for name, found in samples.items()})
 
@@ -95,20 +106,21 @@ def _in_a_process(provider: str, output: Path, log: Path) -> tuple[float, float,
 
 
 def _require_right_data(case: LogCase, folder: Path) -> None:
-    """Equal to what pandas wrote; by itself where pandas can't, as its manifest says."""
-    if PANDAS in case.providers:
-        _require_equal_data(folder / OURS, folder / PANDAS)
-    else:
+    """Equal to what the scripts wrote; by itself where none can, as its manifest says."""
+    scripts = [name for name in case.providers if name in (PANDAS, POLARS, DUCKDB)]
+    for name in scripts:
+        _require_equal_data(folder / OURS, folder / name)
+    if not scripts:
         verify(read_manifest(folder / OURS), folder / OURS)
 
 
-def _require_equal_data(ours: Path, pandas: Path) -> None:
+def _require_equal_data(ours: Path, rival: Path) -> None:
     """Cell by cell; torchrec numbers ids otherwise, so it can't be compared."""
     manifest = read_manifest(ours)
     for split in SPLITS:
         shards = [pd.read_parquet(ours / shard.path) for shard in manifest.splits[split].shards]
-        expected = pd.read_parquet(pandas / f"{split}.parquet")
+        expected = pd.read_parquet(rival / f"{split}.parquet")
         try:
             pd.testing.assert_frame_equal(pd.concat(shards, ignore_index=True), expected, check_dtype=False, rtol=1e-6)
         except AssertionError as error:
-            raise Disagreement(f"preprocess: {split} of comera-rec and pandas differ: {error}") from None
+            raise Disagreement(f"preprocess: {split} of comera-rec and {rival.name} differ: {error}") from None
