@@ -15,7 +15,7 @@ from torchrec.models.dlrm import DLRM
 
 from comera_rec.cli import model as model_commands
 from comera_rec.cli.main import main
-from comera_rec.training.report import count
+from comera_rec.report.page import count
 from comera_rec.training.runs import load_run
 from comera_rec.tt import factorize
 from data_pipeline.manifest import read_manifest
