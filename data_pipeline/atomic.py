@@ -15,7 +15,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath, PurePosixPath
 
 from filelock import SoftFileLock, Timeout
 
@@ -29,13 +29,15 @@ def resolved(output: Path) -> Path:
         ValueError: it is a URL, or a file system is mounted there, so that nothing can be renamed to it.
     """
     if _URL.match(str(output)):
-        raise ValueError(f"--output {output} is a URL; write to a folder of this machine, and copy it there when it is finished")
+        raise ValueError(
+            f"--output {output} is a URL, which this command doesn't write to; write to this machine, and copy it there"
+        )
     if os.path.ismount(output):
         raise ValueError(f"--output {output} is where a file system is mounted; name a folder in it, such as {output / 'data'}")
     return output.resolve()
 
 
-def refuse_overlap(output: Path, option: str, paths: Iterable[Path], *, within: bool = False) -> None:
+def refuse_overlap(output: Path | str, option: str, paths: Iterable[Path | str], *, within: bool = False) -> None:
     """Refuse an output that holds what it is made of, also through symbolic links.
 
     Args:
@@ -47,9 +49,9 @@ def refuse_overlap(output: Path, option: str, paths: Iterable[Path], *, within: 
     Raises:
         ValueError: naming both.
     """
-    target = resolved(output)
+    target: PurePath = PurePosixPath(output) if isinstance(output, str) else resolved(output)
     for path in paths:
-        origin = path.resolve()
+        origin: PurePath = PurePosixPath(path) if isinstance(path, str) else path.resolve()
         if origin.is_relative_to(target) or (within and target.is_relative_to(origin)):
             raise ValueError(f"--output {output} and --{option} {path} overlap; choose another --output")
 

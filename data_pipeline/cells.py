@@ -9,12 +9,13 @@ Letters: n rows of a part.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from data_pipeline.buckets import keys_of_numbers
 from data_pipeline.parse import REASONS_KEPT, Parsed
 from data_pipeline.schema import Column, LogSchema
 
@@ -115,7 +116,10 @@ def _read(array: pa.Array, column: Column) -> _Cells:
     try:
         match column.kind:
             case "label" | "integer" | "int64" | "float" | "weight" | "time":
-                return _read_numbers(array, column)
+                cells = _read_numbers(array, column)
+                if not column.bucketized:
+                    return cells
+                return replace(cells, values=np.where(cells.missing | cells.bad, np.uint64(0), keys_of_numbers(cells.values)))
             case "hex":
                 return _read_hex(array)
             case "list":

@@ -132,9 +132,7 @@ def _count(job: Job, part: Part, detail: None) -> tuple[int, int, PartCounts]:
         drawn[:] += [len(of_split) for of_split in rows.values()]
         return rows["train"], np.sort(np.concatenate([rows["val"], rows["test"]]))
 
-    counts = count_part(
-        job.blocks(part), job.schema, job.work.path / name, rows_of=rows_of, last=part.last, values=job.counts_values
-    )
+    counts = count_part(job.blocks(part), job.schema, job.work.path / name, rows_of=rows_of, last=part.last, counted=job.counted)
     if job.splitting.by_row:
         counts = replace(counts, split_rows=tuple(drawn.tolist()))
     job.work.save(name, counts)
@@ -225,7 +223,7 @@ def _count_apart(job: Job, part: CountedPart, train_rows: int) -> CountedPart:
             job.work.path / "counts" / name,
             rows_of=lambda parsed, first: (slice(0, max(train_rows - first, 0)), slice(max(train_rows - first, 0), None)),
             last=part.counts.last,
-            values=job.counts_values,
+            counted=job.counted,
         )
         job.work.save(f"counts/{name}", counts)
     return replace(part, name=name, counts=counts)

@@ -7,7 +7,7 @@ vectorized in NumPy (0.11 microseconds a row of 26 columns, where pandas' hash t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -63,7 +63,9 @@ class PartCounts:
 RowsOf = Callable[[Parsed, int], tuple[Rows, Rows]]
 
 
-def count_part(blocks: Iterable[Parsed], schema: LogSchema, path: Path, *, rows_of: RowsOf, last: bool, values: bool) -> PartCounts:
+def count_part(
+    blocks: Iterable[Parsed], schema: LogSchema, path: Path, *, rows_of: RowsOf, last: bool, counted: Collection[int]
+) -> PartCounts:
     """Count a part.
 
     Args:
@@ -72,9 +74,9 @@ def count_part(blocks: Iterable[Parsed], schema: LogSchema, path: Path, *, rows_
         path: of the runs to write, which add to its name.
         rows_of: training rows and others of a block, whose first row's number in the part comes with it.
         last: for the record.
-        values: whether to count categories at all.
+        counted: numbers of the categorical columns whose values to count.
     """
-    groups = [_Group(path.with_name(f"{path.name}-{name}"), schema, values=values) for name in ("train", "rest")]
+    groups = [_Group(path.with_name(f"{path.name}-{name}"), schema, counted) for name in ("train", "rest")]
     lines = rows = rejected = 0
     reasons: list[tuple[int, str]] = []
     for parsed in blocks:
@@ -91,12 +93,12 @@ def count_part(blocks: Iterable[Parsed], schema: LogSchema, path: Path, *, rows_
 class _Group:
     """Adds up what is counted in some rows of every block."""
 
-    def __init__(self, path: Path, schema: LogSchema, *, values: bool) -> None:
+    def __init__(self, path: Path, schema: LogSchema, counted: Collection[int]) -> None:
         self._rows = 0
         self._integers = [IntegerCounts(missing=0, min=None, max=None)] * len(schema.integers)
         self._missing = np.zeros(len(schema.categories), np.int64)
-        columns = len(schema.categories) if values else 0
-        self._values = Counter(path, columns=columns, key_dtype=schema.key_dtype, room=_COUNTER_BYTES) if values else None
+        self._counted = counted
+        self._values = Counter(path, columns=len(schema.categories), key_dtype=schema.key_dtype, room=_COUNTER_BYTES)
 
     def add(self, parsed: Parsed, rows: Rows) -> None:
         for column, (values, missing) in enumerate(zip(parsed.integers, parsed.integer_missing, strict=True)):
@@ -105,13 +107,13 @@ class _Group:
         for column, (keys, missing) in enumerate(zip(parsed.keys, parsed.key_missing, strict=True)):
             is_missing = missing[rows]
             self._missing[column] += np.count_nonzero(is_missing)
-            if self._values:
+            if column in self._counted:
                 self._values.add(column, keys[rows][~is_missing])
         for number in range(len(parsed.list_ends)):
             keys, lengths = list_elements(parsed, number, rows)
             column = len(parsed.keys) + number
             self._missing[column] += np.count_nonzero(lengths == 0)
-            if self._values:
+            if column in self._counted:
                 self._values.add(column, keys)
 
     def counts(self) -> GroupCounts:
@@ -119,7 +121,7 @@ class _Group:
             rows=self._rows,
             integers=tuple(self._integers),
             missing=tuple(self._missing.tolist()),
-            runs=self._values.finish() if self._values else (),
+            runs=self._values.finish(),
         )
 
 

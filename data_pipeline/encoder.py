@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data_pipeline.hashing import HashedIds, open_tables
+from data_pipeline.buckets import keys_of_numbers
+from data_pipeline.hashing import BucketIds, HashedIds, IdSource, open_tables
 from data_pipeline.lists import truncate_lists
-from data_pipeline.manifest import REMEDY, Manifest, check_file, read_manifest
+from data_pipeline.manifest import REMEDY, CategoricalColumn, IntegerColumn, Manifest, check_file, read_manifest
 from data_pipeline.names import names_of
 from data_pipeline.parse import Parsed
 from data_pipeline.parts import detect_schema
@@ -91,31 +92,42 @@ def check_columns(schema: LogSchema, known: LogSchema, *, log: Source, data: str
 
 def _settings(column: Column) -> str:
     """What a column's values follow from, beside the data set's vocabularies."""
-    settings = {name: getattr(column, name) for name in ("transform", "hash_buckets", "max_length")}
+    settings = {name: getattr(column, name) for name in ("transform", "boundaries", "buckets", "hash_buckets", "max_length")}
     defaults = Column(name=column.name, kind=column.kind)
     return ", ".join([column.kind, *(f"{name} {value}" for name, value in settings.items() if value != getattr(defaults, name))])
 
 
-def open_encoder(manifest: Manifest, folder: Path, schema: LogSchema, *, room: int | None = None) -> Encoder:
+def open_encoder(
+    integers: tuple[IntegerColumn, ...],
+    columns: tuple[CategoricalColumn, ...],
+    folder: Path,
+    schema: LogSchema,
+    *,
+    room: int | None = None,
+) -> Encoder:
     """A data set's encoder of logs, its tables mapped into memory.
 
     Args:
-        manifest, folder: of the data set.
+        integers, columns, folder: of the data set.
         schema: of the logs.
         room: bytes of the tables that may be held in memory; None for all.
 
     Raises:
         ValueError: a table is missing or of another size than the manifest states.
     """
-    columns = manifest.categorical_columns
     paths = [check_file(column.table, folder) for column in columns if column.table]
     tables = iter(open_tables(paths, schema.key_dtype, room=room))
     return Encoder(
         schema=schema,
-        integers=manifest.integer_columns,
-        ids_of=tuple(next(tables) if column.table else HashedIds(column.num_embeddings) for column in columns),
+        integers=integers,
+        ids_of=tuple(next(tables) if column.table else computed_ids(column) for column in columns),
         num_embeddings=tuple(column.num_embeddings for column in columns),
     )
+
+
+def computed_ids(column: CategoricalColumn) -> IdSource:
+    """The ids of a column without a table: ranges or hashes."""
+    return HashedIds(column.num_embeddings) if column.boundaries is None else BucketIds(column.boundaries)
 
 
 def flatten(encoder: Encoder, parsed: Parsed, rows: Rows = slice(None)) -> Flat:
@@ -145,7 +157,8 @@ class RequestEncoder:
 
     def __init__(self, data: str | Path) -> None:
         self.manifest = read_manifest(data)
-        self._encoder = open_encoder(self.manifest, Path(data), recorded_log(self.manifest, data))
+        log = recorded_log(self.manifest, data)
+        self._encoder = open_encoder(self.manifest.integer_columns, self.manifest.categorical_columns, Path(data), log)
         schema = self._encoder.schema
         self._columns = {column.name: column for column in schema.columns}
 
@@ -161,7 +174,7 @@ class RequestEncoder:
                 raise ValueError(f"row {number} is {_show(row)}, which is no object of values by column")
         of_kind = _NUMBER_OF if not schema.transformed else dict.fromkeys(_NUMBER_OF, _finite)
         numbers = [self._cells(rows, name, of_kind[self._columns[name].kind]) for name in schema.integers]
-        keys = [self._cells(rows, name, _KEY_OF[self._columns[name].kind]) for name in schema.singles]
+        keys = [self._cells(rows, name, _key_of(self._columns[name])) for name in schema.singles]
         lists = [self._cells(rows, name, _list) for name in schema.lists]
         integers, integer_missing = _columns(numbers, len(rows), schema.number_dtype)
         singles, key_missing = _columns(keys, len(rows), schema.key_dtype)
@@ -260,6 +273,17 @@ def _list(cell: Any) -> list[int]:
 
 _NUMBER_OF: dict[str, Callable[[Any], float | None]] = {"integer": _integer, "int64": _int64, "float": _float}
 _KEY_OF: dict[str, Callable[[Any], int | None]] = {"hex": _hex, "category": _text}
+
+
+def _key_of(column: Column) -> Callable[[Any], int | None]:
+    if not column.bucketized:
+        return _KEY_OF[column.kind]
+
+    def read(cell: Any) -> int | None:
+        number = _NUMBER_OF[column.kind](cell)
+        return None if number is None else int(keys_of_numbers(np.array([number], np.float64))[0])
+
+    return read
 
 
 def _due(column: Column) -> str:

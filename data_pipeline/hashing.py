@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline import native
+from data_pipeline.buckets import keys_of_numbers
 from data_pipeline.native import Array, IdsOf, Matrix
 
 _BYTES_PER_FAULT = 64 << 10  # of a file that the system maps at a touch
@@ -77,7 +78,7 @@ class TableIds:
         self._arguments = (path, dtype, room)
         self._pairs = map_array(path, dtype)
         lookups = max(1, room // _BYTES_PER_FAULT) if room is not None and room < self._pairs.nbytes else 0
-        self.native = IdsOf(Array(self._pairs, dtype), lookups)
+        self.native = IdsOf(pairs=Array(self._pairs, dtype), lookups=lookups)
 
     def __reduce__(self) -> tuple[type, tuple[Path, np.dtype, int | None]]:
         return TableIds, self._arguments
@@ -106,7 +107,22 @@ class HashedIds:
         return HashedIds, self._arguments
 
 
-def encode_keys(ids_of: Sequence[TableIds | HashedIds], keys: np.ndarray, missing: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+class BucketIds:
+    """Ids of ranges of numbers: 1 + how many boundaries are at most the number."""
+
+    def __init__(self, boundaries: Sequence[float]) -> None:
+        self._arguments = (tuple(boundaries),)
+        self._keys = keys_of_numbers(np.array(boundaries or [np.inf], np.float64))  # beyond all numbers
+        self.native = IdsOf(bounds=Array(self._keys, np.uint64))
+
+    def __reduce__(self) -> tuple[type, tuple[tuple[float, ...]]]:
+        return BucketIds, self._arguments
+
+
+IdSource = TableIds | HashedIds | BucketIds
+
+
+def encode_keys(ids_of: Sequence[IdSource], keys: np.ndarray, missing: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Ids of categorical columns, int32 [C, n] for keys [C, n], 0 where missing or unknown; and how many are 0, int64 [C]."""
     ids, zeros, dtype = np.empty(keys.shape, np.int32), np.empty(len(keys), np.int64), keys.dtype
     columns = IdsOf.array([of_column.native for of_column in ids_of])

@@ -26,7 +26,7 @@ class Job:
     """A run over logs.
 
     names: of each log's columns, in its order; None where they are known by their order.
-    counts_values: whether pass 1 counts category values, for vocabularies.
+    counted: numbers of the categorical columns whose values pass 1 counts, for vocabularies.
     """
 
     options: PassOptions
@@ -35,7 +35,7 @@ class Job:
     work: WorkFolder
     splitting: Splitting
     names: tuple[tuple[str, ...] | None, ...]
-    counts_values: bool = False
+    counted: frozenset[int] = frozenset()
 
     def reader(self, log: int, skip: Skip) -> Callable[[], Iterator[Part]]:
         """What reads a log's parts, as `read_parts`."""

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 
-from data_pipeline.encoder import recorded_log
-from data_pipeline.hashing import HashedIds, TableIds, encode_keys
+from data_pipeline.encoder import computed_ids, recorded_log
+from data_pipeline.hashing import IdSource, TableIds, encode_keys
 from data_pipeline.manifest import CategoricalColumn, Manifest, check_file
-from data_pipeline.reference import hash_text
+from data_pipeline.reference import bucket, hash_text
 from data_pipeline.schema import Kind, LogSchema
 
 _HEX = re.compile(r"[0-9a-fA-F]{1,8}")
@@ -26,7 +26,8 @@ _HEX = re.compile(r"[0-9a-fA-F]{1,8}")
 class Entry:
     """An id of a column, its text, and how many training rows (or elements of their lists) hold it.
 
-    text and count are None for id 0, which missing, rare and new values share; count also where ids are hashes.
+    text and count are None for id 0, which missing, rare and new values share; count also where no values are counted. The
+    text of an id of ranges names the range.
     """
 
     column: str
@@ -44,7 +45,10 @@ def find_id(manifest: Manifest, folder: Path, column: str, number: int) -> Entry
     kind, described, _ = _column(manifest, folder, column)
     if not 0 <= number < described.num_embeddings:
         raise ValueError(f"--id is {number}; ids of {column} are 0 to {described.num_embeddings - 1}")
-    if not described.vocabulary:
+    if described.boundaries is not None and number:
+        ends = ["...", *map("{:g}".format, described.boundaries), "..."]
+        return Entry(column=column, id=number, text=f"from {ends[number - 1]} to below {ends[number]}", count=None)
+    if not described.vocabulary and number:
         raise ValueError(f"ids of {column} are hashes, each shared by many texts; ask for the id of a text with --text")
     if number == 0:
         return Entry(column=column, id=0, text=None, count=None)
@@ -61,15 +65,20 @@ def find_text(manifest: Manifest, folder: Path, column: str, text: str) -> Entry
         ValueError: there is no such column, or the text is none of it.
     """
     kind, described, schema = _column(manifest, folder, column)
+    if described.boundaries is not None and text:
+        try:
+            return Entry(column=column, id=bucket(float(text), described.boundaries), text=text, count=None)
+        except ValueError as error:
+            raise ValueError(f"--text is {text!r}; values of {column} are numbers") from error
     if kind == "hex" and text and not _HEX.fullmatch(text):
         raise ValueError(f"--text is {text!r}; values of {column} are 1 to 8 hex digits")
     if not text:
         return Entry(column=column, id=0, text=None, count=None)
     keys = np.array([[int(text, 16) if kind == "hex" else hash_text(text.encode("utf-8", "surrogateescape"))]], schema.key_dtype)
     if described.table:
-        ids_of: TableIds | HashedIds = TableIds(check_file(described.table, folder), schema.key_dtype)
+        ids_of: IdSource = TableIds(check_file(described.table, folder), schema.key_dtype)
     else:
-        ids_of = HashedIds(described.num_embeddings)
+        ids_of = computed_ids(described)
     ids, _ = encode_keys([ids_of], keys, np.zeros((1, 1), np.bool_))
     number = int(ids[0, 0])
     count = _entry(described, folder, number)[1] if described.vocabulary and number else None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -24,6 +25,8 @@ from pydantic import Field, TypeAdapter, ValidationError
 from data_pipeline.atomic import replacing
 from data_pipeline.columns import LABEL
 from data_pipeline.schema import LogSchema, Transform
+from data_pipeline.sources import Source
+from data_pipeline.storage import join, open_ranges, read, size_of
 
 FORMAT = "comera-rec-dataset"
 FORMAT_VERSION = 1
@@ -130,6 +133,7 @@ class CategoricalColumn:
     where missing. Values are the numbers that hex digits spell, or the 64-bit hashes (`data_pipeline.reference.hash_text`) of text.
     table is the vocabulary as a hash table (`data_pipeline.hashing`), which encodes new rows. grown: num_embeddings of the data
     sets that this one's vocabulary extended, oldest first; ids below are theirs, and falling counts begin anew from there.
+    boundaries: of a bucketized number, whose ids are 1 + how many of them are at most the number; None for other columns.
     """
 
     name: str
@@ -141,6 +145,7 @@ class CategoricalColumn:
     vocabulary: Shard | None
     is_list: bool = False
     table: Shard | None = None
+    boundaries: tuple[float, ...] | None = None
     grown: tuple[int, ...] = ()
 
 
@@ -200,15 +205,18 @@ def read_manifest(folder: str | Path) -> Manifest:
     """Read and validate a data set's manifest.json.
 
     Args:
-        folder: the data set, the folder that `comera preprocess` wrote.
+        folder: the data set, the folder or URL that `comera preprocess` wrote.
 
     Raises:
         ValueError: no manifest there, not JSON, another format or version, or a key missing or of the wrong type.
     """
-    path = Path(folder) / MANIFEST_NAME
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist: {folder} is not a preprocessed data set; make one with `comera preprocess`")
-    text = path.read_bytes()
+    path = join(folder, MANIFEST_NAME)
+    if size_of(path) is None:
+        reason = "is not a preprocessed data set; make one with `comera preprocess`"
+        if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/]", str(folder)):
+            reason = "is a URL, which only training and evaluation read; copy the data set to this machine"
+        raise ValueError(f"{path} does not exist: {folder} {reason}")
+    text = read(path)
     try:
         header = _HEADER.validate_json(text)
         found = (header.get("format"), header.get("format_version"))
@@ -250,13 +258,10 @@ def check_shards(manifest: Manifest, folder: str | Path, *, contents: bool = Fal
         if total != split.rows:
             raise ValueError(f"{folder}: split {name} states {split.rows} rows, its shards {total}; {REMEDY}")
         for shard in split.shards:
-            _check_shard(shard, Path(folder), contents=contents)
-
-
-def _check_shard(shard: Shard, folder: Path, *, contents: bool) -> None:
-    path = check_file(shard, folder, contents=contents)
-    if contents and (rows := pq.read_metadata(path).num_rows) != shard.rows:
-        raise ValueError(f"{path} has {rows} rows, the manifest states {shard.rows}; {REMEDY}")
+            place = join(folder, shard.path)
+            _check_file(shard, place, contents=contents)
+            if contents and (rows := pq.read_metadata(open_ranges(place)).num_rows) != shard.rows:
+                raise ValueError(f"{place} has {rows} rows, the manifest states {shard.rows}; {REMEDY}")
 
 
 def check_file(file: Shard, folder: Path, *, contents: bool = False) -> Path:
@@ -265,14 +270,18 @@ def check_file(file: Shard, folder: Path, *, contents: bool = False) -> Path:
     Raises:
         ValueError: it is missing or differs.
     """
-    path = folder / file.path
-    if not path.is_file():
+    _check_file(file, folder / file.path, contents=contents)
+    return folder / file.path
+
+
+def _check_file(file: Shard, path: Source, *, contents: bool) -> None:
+    size = size_of(path)
+    if size is None:
         raise ValueError(f"{path} does not exist, but the manifest lists it; {REMEDY}")
-    if path.stat().st_size != file.bytes:
-        raise ValueError(f"{path} has {path.stat().st_size} bytes, the manifest states {file.bytes}; {REMEDY}")
-    if contents and file_sha256(path) != file.sha256:
+    if size != file.bytes:
+        raise ValueError(f"{path} has {size} bytes, the manifest states {file.bytes}; {REMEDY}")
+    if contents and file_sha256(Path(path)) != file.sha256:
         raise ValueError(f"{path} differs from the SHA-256 in the manifest; {REMEDY}")
-    return path
 
 
 def describe_file(path: str, folder: Path, *, rows: int) -> Shard:

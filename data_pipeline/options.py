@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, get_args
 
 from data_pipeline.atomic import refuse_overlap
@@ -30,7 +29,7 @@ class PassOptions:
 
     Args:
         inputs: logs in chronological order, as paths or URLs.
-        output: what is written, new or empty.
+        output: what is written, new or empty; a data set also to a URL.
         max_bad_rows: malformed lines that may be dropped before the run stops.
         overwrite: replace a finished output.
         part_bytes: text of one unit of work; a shard holds a part's rows, about 270,000 of Criteo's in 64 MiB.
@@ -44,7 +43,7 @@ class PassOptions:
     """
 
     inputs: tuple[Source, ...]
-    output: Path
+    output: Source
     max_bad_rows: int = 0
     overwrite: bool = False
     part_bytes: int = 64 * _MIB
@@ -55,7 +54,7 @@ class PassOptions:
     def __post_init__(self) -> None:
         if not self.inputs:
             raise ValueError("--input names no file; give at least one")
-        refuse_overlap(self.output, "input", [log for log in self.inputs if isinstance(log, Path)])
+        refuse_overlap(self.output, "input", self.inputs)
         refuse_twice(self.inputs)
         self._check_at_least(max_bad_rows=0, part_bytes=1)
         if self.workers is not None:

@@ -2,7 +2,7 @@
 
 1. Every log is cut into parts at line boundaries, and each part is parsed and counted on its own (`count_pass`).
 2. Now that the number of rows is known, so are the splits. Training counts are merged to vocabularies, column by column
-   (`vocabulary`).
+   (`fit`).
 3. Every part is read and parsed again, encoded and written (`write_pass`).
 
 Memory follows the size of a part and the number of threads, not that of the input or of its vocabularies. The text is parsed twice,
@@ -13,33 +13,30 @@ of resuming, too (`work`). The result depends on inputs and options alone, not o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
-from tqdm import tqdm
+import numpy as np
 
 from data_pipeline.cluster import dask_schedule
 from data_pipeline.count_pass import (
     Group,
     count_logs,
     describe_inputs,
-    merged_values,
     no_training_rows,
-    remove_runs,
     train_and_rest,
 )
 from data_pipeline.counts import IntegerCounts
-from data_pipeline.hashing import HashedIds, open_tables
+from data_pipeline.encoder import open_encoder
+from data_pipeline.fit import fit_categories, is_counted
 from data_pipeline.job import Job
 from data_pipeline.manifest import (
     FILES,
     FORMAT,
     FORMAT_VERSION,
     SPLITS,
-    CategoricalColumn,
     IntegerColumn,
     Manifest,
     RowCounts,
@@ -51,12 +48,10 @@ from data_pipeline.options import PreprocessOptions
 from data_pipeline.parts import detect_schema, identify, inputs_changed
 from data_pipeline.pool import Schedule, on_threads
 from data_pipeline.schema import LogSchema
-from data_pipeline.shards import Encoder, WrittenShard
 from data_pipeline.sources import LogIdentity
 from data_pipeline.time_pass import find_times
-from data_pipeline.vocabulary import Vocabulary, build_vocabulary
 from data_pipeline.work import Tell, work_folder
-from data_pipeline.write_pass import describe_splits, describe_targets, write_logs
+from data_pipeline.write_pass import count_zeros, describe_splits, describe_targets, write_logs
 
 
 def preprocess(options: PreprocessOptions, tell: Tell = lambda line: None) -> Manifest:
@@ -83,7 +78,7 @@ def preprocess(options: PreprocessOptions, tell: Tell = lambda line: None) -> Ma
         scheduled as schedule,
         work_folder(options.output, identity=identity, files=FILES, overwrite=options.overwrite, tell=tell) as work,
     ):
-        counts_values = any(options.buckets_of(schema.column_of(name)) is None for name in schema.categories)
+        counted = [is_counted(options, schema.column_of(name)) for name in schema.categories]
         job = Job(
             options=options,
             schema=schema,
@@ -91,7 +86,7 @@ def preprocess(options: PreprocessOptions, tell: Tell = lambda line: None) -> Ma
             work=work,
             splitting=options.splitting,
             names=names,
-            counts_values=counts_values,
+            counted=frozenset(np.flatnonzero(counted).tolist()),
         )
         manifest = _run(job, options, schedule)
         work.remove_unfinished()
@@ -113,8 +108,8 @@ def _run(job: Job, options: PreprocessOptions, schedule: Schedule) -> Manifest:
     if not any(group.trains for group in groups):
         raise no_training_rows(parts)
     integers = tuple(_integer_column(job, column, groups) for column in range(len(job.schema.integers)))
-    vocabularies = _vocabularies(job, options, groups)
-    encoder = _encoder(job, options, integers, vocabularies)
+    categories = fit_categories(job, options, groups)
+    encoder = open_encoder(integers, categories, job.work.data, job.schema, room=options.table_bytes)
     written = write_logs(job, schedule, parts, bounds, encoder)
     inputs, rejected_lines = describe_inputs(job, parts)
     rejected = sum(log.rows_rejected for log in inputs)
@@ -128,7 +123,7 @@ def _run(job: Job, options: PreprocessOptions, schedule: Schedule) -> Manifest:
         rejected_lines=rejected_lines,
         **describe_targets(written, job.schema),
         integer_columns=integers,
-        categorical_columns=_categorical_columns(job, options, groups, vocabularies, encoder, written),
+        categorical_columns=count_zeros(categories, written),
         splits=describe_splits(written),
         log=job.schema,
     )
@@ -165,80 +160,3 @@ def _moments(counted: Sequence[tuple[int, IntegerCounts]]) -> tuple[float, float
     mean = sum(counts.sum for _, counts in counted) / max(values, 1)
     deviations = sum(counts.deviations + count * (counts.sum / count - mean) ** 2 for count, counts in counted)
     return mean, math.sqrt(deviations / max(values, 1)) or 1.0
-
-
-def _vocabularies(job: Job, options: PreprocessOptions, groups: Sequence[Group]) -> dict[str, Vocabulary]:
-    """Of the columns whose ids aren't hashes."""
-    columns = {
-        name: column for column, name in enumerate(job.schema.categories) if options.buckets_of(job.schema.column_of(name)) is None
-    }
-    found = {name: job.work.load(_record(column), Vocabulary) for name, column in columns.items()}
-    vocabularies = {name: vocabulary for name, vocabulary in found.items() if vocabulary}
-    if len(vocabularies) < len(columns):
-        values_of = merged_values(job, groups)
-
-    def build(name: str) -> Vocabulary:
-        if name not in vocabularies:
-            vocabularies[name] = build_vocabulary(
-                name,
-                values_of(columns[name]),
-                key_dtype=job.schema.key_dtype,
-                min_count=options.min_count_of(name),
-                max_ids=job.schema.column_of(name).max_ids,
-                data=job.work.data,
-                work=job.work.path / "tables",
-            )
-            job.work.save(_record(columns[name]), vocabularies[name])
-        return vocabularies[name]
-
-    with ThreadPoolExecutor(options.threads) as pool:
-        built = tqdm(pool.map(build, columns), total=len(columns), desc="merging", unit="column", disable=None)
-        vocabularies = dict(zip(columns, built, strict=True))
-    remove_runs(job)
-    return vocabularies
-
-
-def _record(column: int) -> str:
-    return f"tables/{column:03d}"
-
-
-def _encoder(
-    job: Job, options: PreprocessOptions, integers: tuple[IntegerColumn, ...], vocabularies: Mapping[str, Vocabulary]
-) -> Encoder:
-    schema, columns = job.schema, [job.schema.column_of(name) for name in job.schema.categories]
-    buckets = {column.name: options.buckets_of(column) for column in columns}
-    paths = [job.work.data / vocabulary.table.path for vocabulary in vocabularies.values()]
-    tables = dict(zip(vocabularies, open_tables(paths, schema.key_dtype, room=options.table_bytes), strict=True))
-    return Encoder(
-        schema=schema,
-        integers=integers,
-        ids_of=tuple(tables[name] if count is None else HashedIds(count) for name, count in buckets.items()),
-        num_embeddings=tuple(vocabularies[name].num_embeddings if count is None else count for name, count in buckets.items()),
-    )
-
-
-def _categorical_columns(
-    job: Job,
-    options: PreprocessOptions,
-    groups: Sequence[Group],
-    vocabularies: Mapping[str, Vocabulary],
-    encoder: Encoder,
-    written: Mapping[str, Sequence[WrittenShard]],
-) -> tuple[CategoricalColumn, ...]:
-    columns = []
-    for column, name in enumerate(job.schema.categories):
-        vocabulary = vocabularies.get(name)
-        columns.append(
-            CategoricalColumn(
-                name=name,
-                num_embeddings=encoder.num_embeddings[column],
-                distinct=vocabulary.distinct if vocabulary else None,
-                missing=sum(group.counts.missing[column] for group in groups),
-                min_count=options.min_count_of(name) if vocabulary else 0,
-                rows_at_zero={split: sum(shard.zeros[column] for shard in written[split]) for split in SPLITS},
-                vocabulary=vocabulary.file if vocabulary else None,
-                is_list=name in job.schema.lists,
-                table=vocabulary.table if vocabulary else None,
-            )
-        )
-    return tuple(columns)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 
 from data_pipeline.schema import Column, LogSchema
 
@@ -80,6 +81,11 @@ def hash_text(text: bytes) -> int:
 def hashed_id(key: int, buckets: int) -> int:
     """1..buckets - 1 by splitmix64's next output for the state `key` (Steele, Lea, Flood, OOPSLA 2014)."""
     return 1 + ((_mix((key + 0x9E3779B97F4A7C15) % 2**64) >> 32) * (buckets - 1) >> 32)
+
+
+def bucket(value: float, boundaries: Sequence[float]) -> int:
+    """The id of the range that a number is in: 1 + how many boundaries are at most the number."""
+    return 1 + sum(boundary <= value for boundary in boundaries)
 
 
 def logarithm(value: int, low: int) -> float:

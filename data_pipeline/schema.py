@@ -10,6 +10,7 @@
     tags = { kind = "list", separator = " ", max_length = 20 }
     user = { kind = "category", column = "user_id", hash_buckets = 100_000 }
     rating = { kind = "float", transform = "standardize" }
+    age = { kind = "integer", transform = "bucketize", boundaries = [18, 30, 60] }   # ids of ranges; buckets = 8 for quantiles
     importance = "weight"          # of the row in a loss
     at = "time"                    # not written; `--split time` goes by it, `--split user` by a column of kind "user"
 
@@ -18,6 +19,8 @@ Criteo's own columns are built in: label, counts I1..I13, categories C1..C26 of 
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 import tomllib
 from collections import Counter
@@ -32,7 +35,7 @@ from data_pipeline.columns import CATEGORIES, INTEGERS, LABEL
 
 Kind = Literal["ignore", "label", "integer", "hex", "category", "list", "int64", "float", "weight", "time", "user"]
 KINDS = ("ignore", "label", "integer", "hex", "category", "list")  # that `parse` reads
-Transform = Literal["log", "standardize", "none"]
+Transform = Literal["log", "standardize", "bucketize", "none"]
 Format = Literal["text", "csv", "jsonl"]
 OF_NO_FEATURE: tuple[Kind, ...] = ("ignore", "label", "weight", "time", "user")
 _NUMBERS: tuple[Kind, ...] = ("integer", "int64", "float")
@@ -50,7 +53,10 @@ class Column:
         kind: what a cell holds.
         separator: stands between the elements of a list.
         column: its name in logs that name their columns; "" for the same name.
-        transform: of a number: log(x + offset), (x - mean) / standard deviation, or as it is.
+        transform: of a number: log(x + offset), (x - mean) / standard deviation, x itself, or "bucketize": a category of ranges,
+            with ids 1 + how many boundaries are at most x.
+        boundaries: of the ranges, ascending; or
+        buckets: how many ranges of about equally many training values.
         hash_buckets: a category's ids are 1..hash_buckets - 1 by hash; None for a vocabulary.
         max_ids: a category's vocabulary keeps this many values at most, the most frequent.
         max_length: a list keeps this many elements at most, the first.
@@ -64,6 +70,13 @@ class Column:
     hash_buckets: int | None = None
     max_ids: int | None = None
     max_length: int | None = None
+    boundaries: tuple[float, ...] = ()
+    buckets: int | None = None
+
+    @property
+    def bucketized(self) -> bool:
+        """Whether it is a number whose range is its category."""
+        return self.kind in _NUMBERS and self.transform == "bucketize"
 
     @property
     def source(self) -> str:
@@ -105,21 +118,22 @@ class LogSchema:
 
     @property
     def integers(self) -> tuple[str, ...]:
-        """Columns of numbers of all kinds."""
-        return self.of_kind(*_NUMBERS)
+        """Columns of numbers of all kinds, but for those whose ranges are categories."""
+        return tuple(column.name for column in self.columns if column.kind in _NUMBERS and not column.bucketized)
 
     @property
     def number_dtype(self) -> np.dtype:
         """Of numbers as they are parsed."""
         if self.transformed:
             return np.dtype(np.float32)
-        wide = any(column.kind in ("int64", "float") or column.transform == "standardize" for column in self.columns)
+        columns = [self.column_of(name) for name in self.integers]
+        wide = any(column.kind in ("int64", "float") or column.transform == "standardize" for column in columns)
         return np.dtype(np.float64 if wide else np.int32)
 
     @property
     def of_text(self) -> bool:
         """Whether `parse` reads columns of these kinds."""
-        return self.format != "jsonl" and all(column.kind in KINDS for column in self.columns)
+        return self.format != "jsonl" and all(column.kind in KINDS and not column.bucketized for column in self.columns)
 
     def column_of(self, name: str) -> Column:
         return next(column for column in self.columns if column.name == name)
@@ -127,7 +141,7 @@ class LogSchema:
     @property
     def singles(self) -> tuple[str, ...]:
         """Categorical columns of one value a line."""
-        return self.of_kind("hex", "category")
+        return tuple(column.name for column in self.columns if column.kind in ("hex", "category") or column.bucketized)
 
     @property
     def lists(self) -> tuple[str, ...]:
@@ -141,8 +155,9 @@ class LogSchema:
 
     @property
     def key_dtype(self) -> np.dtype:
-        """Of category values: hex digits are 32-bit numbers, everything else is hashed to 64 bits."""
-        return np.dtype(np.uint64 if self.of_kind("category", "list") else np.uint32)
+        """Of category values: hex digits are 32-bit numbers, everything else takes 64 bits, most of it hashed."""
+        wide = self.of_kind("category", "list") or any(column.bucketized for column in self.columns)
+        return np.dtype(np.uint64 if wide else np.uint32)
 
 
 def criteo_schema(*, labelled: bool) -> LogSchema:
@@ -226,10 +241,10 @@ def _column(name: str, entry: object) -> Column:
     kind = settings.get("kind")
     if kind not in get_args(Kind):
         raise ValueError(f"{name}: kind {kind!r} is unknown; choose one of {', '.join(get_args(Kind))}")
-    allowed = {"kind", "column"} | ({"transform"} if kind in _NUMBERS else set())
+    allowed = {"kind", "column"} | ({"transform", "boundaries", "buckets"} if kind in _NUMBERS else set())
     allowed |= {"hash_buckets", "max_ids"} if kind in _CATEGORIES else set()
     _refuse_unknown(settings, allowed | ({"separator", "max_length"} if kind == "list" else set()))
-    for setting, least in (("hash_buckets", 2), ("max_ids", 1), ("max_length", 1)):
+    for setting, least in (("hash_buckets", 2), ("max_ids", 1), ("max_length", 1), ("buckets", 2)):
         number = settings.get(setting, least)
         if type(number) is not int or not least <= number <= 1 << 31:
             raise ValueError(f"{name}: {setting} is {number!r}; it must be an integer from {least} to 2**31")
@@ -238,8 +253,19 @@ def _column(name: str, entry: object) -> Column:
     if "hash_buckets" in settings and "max_ids" in settings:
         raise ValueError(f"{name}: hash_buckets leave no vocabulary for max_ids to bound; give one of them")
     transform = _one_of(f"{name}: transform", settings.get("transform", "log"), Transform)
-    others = {setting: value for setting, value in settings.items() if setting not in ("separator", "transform")}
-    return Column(name=name, separator=_byte(settings.get("separator", "|")), transform=transform, **others)
+    if len({"boundaries", "buckets"} & settings.keys()) != (transform == "bucketize"):
+        raise ValueError(f'{name}: transform = "bucketize" takes either boundaries or a number of buckets; others take neither')
+    boundaries = _boundaries(name, settings["boundaries"]) if "boundaries" in settings else ()
+    others = {name: value for name, value in settings.items() if name not in ("separator", "transform", "boundaries")}
+    separator = _byte(settings.get("separator", "|"))
+    return Column(name=name, separator=separator, transform=transform, boundaries=boundaries, **others)
+
+
+def _boundaries(name: str, given: object) -> tuple[float, ...]:
+    numbers = [float(number) for number in given if type(number) in (int, float)] if isinstance(given, list) else []
+    if not numbers or given != numbers or not all(low < high for low, high in itertools.pairwise([-math.inf, *numbers, math.inf])):
+        raise ValueError(f"{name}: boundaries are {given!r}; they must be finite numbers, each above the one before")
+    return tuple(numbers)
 
 
 def _one_of(setting: str, value: object, choices: Any) -> Any:

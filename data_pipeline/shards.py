@@ -17,7 +17,7 @@ from data_pipeline import native
 from data_pipeline.arrow import to_arrow, to_lists
 from data_pipeline.atomic import replacing
 from data_pipeline.counts import list_elements
-from data_pipeline.hashing import HashedIds, TableIds, encode_keys
+from data_pipeline.hashing import IdSource, encode_keys
 from data_pipeline.manifest import IntegerColumn, Shard, describe_file
 from data_pipeline.native import Array, Matrix
 from data_pipeline.parse import Parsed
@@ -65,7 +65,7 @@ class Encoder:
 
     schema: LogSchema
     integers: tuple[IntegerColumn, ...]
-    ids_of: tuple[TableIds | HashedIds, ...]
+    ids_of: tuple[IdSource, ...]
     num_embeddings: tuple[int, ...]
 
     @property

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeGuard, cast
 
 import fsspec.core
 
@@ -33,9 +33,14 @@ class LogIdentity:
     version: str
 
 
+def is_url(text: object) -> TypeGuard[str]:
+    """Whether it is a text that names a protocol."""
+    return isinstance(text, str) and "://" in text
+
+
 def source(text: str) -> Source:
     """A path, or a URL as it is."""
-    return text if "://" in text else Path(text)
+    return text if is_url(text) else Path(text)
 
 
 def sibling(log: Source, name: str) -> Source:
@@ -79,8 +84,8 @@ def identify_log(log: Source) -> LogIdentity:
             status = log.stat()
             folder, size, version = log.is_dir(), status.st_size, str(status.st_mtime_ns)
         else:
-            with _errors_of(log):
-                files, path = _file_system(log)
+            with errors_of(log):
+                files, path = file_system(log)
                 files.invalidate_cache()  # or a change is seen by other processes only
                 found = files.info(path)
             folder, size = found["type"] == "directory", found["size"]
@@ -103,8 +108,8 @@ def open_log(log: Source, *, streamed: bool = False) -> BinaryIO:
     if isinstance(log, Path):
         return log.open("rb")
     options = {"cache_type": "readahead", "block_size": _STREAM_BLOCK} if streamed else {"cache_type": "none"}
-    with _errors_of(log):
-        files, path = _file_system(log)
+    with errors_of(log):
+        files, path = file_system(log)
         return cast(BinaryIO, _Remote(log, files.open(path, "rb", **options)))
 
 
@@ -119,7 +124,7 @@ class _Remote:
         return partial(self._call, attribute) if callable(attribute) else attribute
 
     def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        with _errors_of(self._log):
+        with errors_of(self._log):
             return method(*arguments)
 
     def __enter__(self) -> _Remote:
@@ -130,8 +135,8 @@ class _Remote:
 
 
 @contextmanager
-def _errors_of(log: Source) -> Iterator[None]:
-    """Errors of a URL's library, such as botocore's, as OSErrors."""
+def errors_of(log: Source) -> Iterator[None]:
+    """Raise the errors of a URL's library, such as botocore's, as OSErrors."""
     try:
         yield
     except (OSError, ValueError):
@@ -153,8 +158,8 @@ def expand(texts: Iterable[str]) -> tuple[Source, ...]:
             logs.append(log)
             continue
         try:
-            with _errors_of(log):
-                files, pattern = _file_system(log)
+            with errors_of(log):
+                files, pattern = file_system(log)
                 found = [str(files.unstrip_protocol(path)) for path in files.glob(pattern)]
         except OSError as error:
             raise unreadable(log, error) from error
@@ -185,11 +190,16 @@ def empty(log: Source) -> ValueError:
     return ValueError(f"--input {log} is empty; leave it out or fetch it again")
 
 
-def _file_system(url: str) -> tuple[Any, str]:
+def file_system(url: str, *, option: str = "input") -> tuple[Any, str]:
+    """The file system of a URL, and the path in it.
+
+    Raises:
+        ValueError: it is unknown, or needs a package that isn't installed; naming the option that gives the URL.
+    """
     try:
         files, path = fsspec.core.url_to_fs(url)
     except ImportError as error:
-        raise ValueError(f"--input {url}: {error}; comera-rec[remote] installs what s3:// and gs:// need") from error
+        raise ValueError(f"--{option} {url}: {error}; comera-rec[remote] installs what s3:// and gs:// need") from error
     except ValueError as error:
-        raise ValueError(f"--input {url}: {error}") from error
+        raise ValueError(f"--{option} {url}: {error}") from error
     return files, path

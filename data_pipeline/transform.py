@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -20,7 +20,6 @@ from typing import Any, Literal
 from data_pipeline.atomic import refuse_overlap, replacing
 from data_pipeline.cluster import dask_schedule
 from data_pipeline.count_pass import (
-    CountedPart,
     Group,
     count_logs,
     describe_inputs,
@@ -51,10 +50,9 @@ from data_pipeline.options import PassOptions
 from data_pipeline.parts import identify, inputs_changed
 from data_pipeline.pool import Schedule, on_threads
 from data_pipeline.schema import LogSchema
-from data_pipeline.shards import WrittenShard
 from data_pipeline.splits import Splitting
 from data_pipeline.work import Tell, work_folder
-from data_pipeline.write_pass import describe_splits, describe_targets, write_logs
+from data_pipeline.write_pass import count_zeros, describe_splits, describe_targets, write_logs
 
 _SPLIT_OPTIONS = ("split", "val_fraction", "test_fraction", "seed", "val_from", "test_from")
 
@@ -124,7 +122,7 @@ def transform(options: TransformOptions, tell: Tell = lambda line: None) -> Mani
             work=work,
             splitting=Splitting.recorded(split),
             names=names,
-            counts_values=options.extend,
+            counted=frozenset(_with_vocabulary(source) if options.extend else ()),
         )
         manifest = replace(_run(job, source, options.data, schedule), transformed=origin)
         manifest = replace(manifest, options={**split, "part_bytes": options.part_bytes, "max_bad_rows": options.max_bad_rows})
@@ -144,13 +142,15 @@ def _run(job: Job, source: Manifest, data: Path, schedule: Schedule) -> Manifest
     if not rows:
         raise ValueError("--input holds no well-formed line; give more")
     bounds = job.splitting.bounds(rows_of_logs)
-    if job.counts_values:
+    if job.counted:
         source = replace(source, categorical_columns=_extended(job, source, data, train_and_rest(job, parts, bounds[0])))
     for column in source.categorical_columns:
         for file in (column.vocabulary, column.table):
             if file and not (job.work.data / file.path).exists():
                 _link(file, data, job.work.data)
-    encoder = open_encoder(source, job.work.data, job.schema, room=job.options.table_bytes)
+    encoder = open_encoder(
+        source.integer_columns, source.categorical_columns, job.work.data, job.schema, room=job.options.table_bytes
+    )
     written = write_logs(job, schedule, parts, bounds, encoder)
     inputs, rejected_lines = describe_inputs(job, parts)
     rejected = sum(log.rows_rejected for log in inputs)
@@ -166,7 +166,10 @@ def _run(job: Job, source: Manifest, data: Path, schedule: Schedule) -> Manifest
             replace(column, missing=sum(group.integers[number].missing for group in groups))
             for number, column in enumerate(source.integer_columns)
         ),
-        categorical_columns=_categorical_columns(source, parts, written),
+        categorical_columns=tuple(
+            replace(column, distinct=None, missing=sum(group.missing[number] for group in groups))
+            for number, column in enumerate(count_zeros(source.categorical_columns, written))
+        ),
         splits=describe_splits(written),
         log=job.schema,
     )
@@ -174,7 +177,7 @@ def _run(job: Job, source: Manifest, data: Path, schedule: Schedule) -> Manifest
 
 def _extended(job: Job, source: Manifest, data: Path, groups: Sequence[Group]) -> tuple[CategoricalColumn, ...]:
     """The data set's categorical columns, those with a vocabulary extended."""
-    records = {number: f"tables/{number:03d}" for number, column in enumerate(source.categorical_columns) if column.vocabulary}
+    records = {number: f"tables/{number:03d}" for number in _with_vocabulary(source)}
     found = {number: job.work.load(record, CategoricalColumn) for number, record in records.items()}
     extended = {number: column for number, column in found.items() if column}
     if len(extended) < len(records):
@@ -202,6 +205,11 @@ def _extended(job: Job, source: Manifest, data: Path, groups: Sequence[Group]) -
     return tuple(columns.get(number, column) for number, column in enumerate(source.categorical_columns))
 
 
+def _with_vocabulary(source: Manifest) -> list[int]:
+    """Numbers of the categorical columns whose ids are not hashes."""
+    return [number for number, column in enumerate(source.categorical_columns) if column.vocabulary]
+
+
 def _link(file: Shard, data: Path, new: Path) -> None:
     """Put a vocabulary's file into the new data set; files of a data set are never written to, so that a link will do."""
     origin, path = check_file(file, data), new / file.path
@@ -212,17 +220,3 @@ def _link(file: Shard, data: Path, new: Path) -> None:
             os.link(origin, beside)
         except OSError:  # another file system, or one without links
             shutil.copyfile(origin, beside)
-
-
-def _categorical_columns(
-    source: Manifest, parts: Sequence[CountedPart], written: Mapping[str, Sequence[WrittenShard]]
-) -> tuple[CategoricalColumn, ...]:
-    return tuple(
-        replace(
-            column,
-            distinct=None,
-            missing=sum(part.counts.train.missing[number] + part.counts.rest.missing[number] for part in parts),
-            rows_at_zero={split: sum(shard.zeros[number] for shard in written[split]) for split in SPLITS},
-        )
-        for number, column in enumerate(source.categorical_columns)
-    )

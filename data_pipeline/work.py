@@ -5,7 +5,7 @@
     .data.partial/counts/           pass 1, for each part runs of values and a file of statistics; runs merged from them
     .data.partial/tables/           what is known of merged runs and of vocabularies
     .data.partial/shards/           pass 2, what was written for each part
-    .data.partial/data/             the data set itself, renamed to its place at the end
+    .data.partial/data/             the data set itself, renamed to its place, or put to its URL, at the end
 
 Every file is written beside its place, synced and renamed. The statistics of a part come last and say that it is done.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,6 +32,8 @@ from data_pipeline.atomic import (
     replacing,
     resolved,
 )
+from data_pipeline.sources import Source, is_url
+from data_pipeline.storage import Destination
 
 Record = TypeVar("Record")
 Tell = Callable[[str], None]
@@ -67,7 +69,7 @@ class WorkFolder:
 
 @contextmanager
 def work_folder(
-    output: Path, *, identity: dict[str, Any], files: tuple[str, ...] | None, overwrite: bool, tell: Tell
+    output: Source, *, identity: dict[str, Any], files: tuple[str, ...] | None, overwrite: bool, tell: Tell
 ) -> Iterator[WorkFolder]:
     """Give the output's work folder as an earlier run of this identity left it; its data become `output` when the block ends.
 
@@ -84,34 +86,38 @@ def work_folder(
         ValueError: output may not be written, or another process is at it.
         OSError: it cannot be written; the message says what to do.
     """
-    given, output = output, resolved(output)
+    destination = Destination(output, files) if is_url(output) and files else None
+    given, output = output, destination.staging if destination else resolved(Path(output))
     work = WorkFolder(hidden(output, "partial"))
     try:
         make_parent(output)
-        with locked(output, tell):
+        with locked(output, tell), destination.held(overwrite=overwrite) if destination else nullcontext():
             try:
                 work.path.mkdir(exist_ok=True)
                 if (output / (files[0] if files else "")).exists() and not work.data.exists():
                     _empty(work.path)  # an earlier run was killed between putting its data in place and cleaning up
-                if files:
+                if files and not destination:
                     check_output_folder(output, files=files, overwrite=overwrite)
-                else:
+                elif not files:
                     check_output_file(output, overwrite=overwrite)
-                _open(work, identity, output, tell)
+                _open(work, identity, given, tell)
                 yield work
-                put_in_place(work.data if files else work.data / given.name, output)
+                if destination:
+                    destination.put(work.data, tell)
+                else:
+                    put_in_place(work.data if files else work.data / Path(given).name, output)
                 _discard(work.path)
             finally:
                 if not any(any((work.path / folder).glob("*.json")) for folder in ("times", "counts", "shards")):
                     _discard(work.path)
     except OSError as error:
-        remedy = "choose a writable place with enough space"
+        remedy = "choose a writable place with enough space" if not destination else "check its name and your credentials"
         if work.path.exists():
             remedy = "what is done is kept: make room, or let it be written, and run the same command again"
-        raise OSError(f"cannot write --output {output}: {reason_of(error)}; {remedy}") from error
+        raise OSError(f"cannot write --output {given if destination else output}: {reason_of(error)}; {remedy}") from error
 
 
-def _open(work: WorkFolder, identity: dict[str, Any], output: Path, tell: Tell) -> None:
+def _open(work: WorkFolder, identity: dict[str, Any], output: Source, tell: Tell) -> None:
     path = work.path / "identity.json"
     if path.exists() and work.data.exists():  # without data, they were put in place, and have been removed since
         before = json.loads(path.read_bytes())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from data_pipeline.count_pass import CountedPart
 from data_pipeline.job import Job, part_name
-from data_pipeline.manifest import SPLITS, Label, Shard, Split, Weight
+from data_pipeline.manifest import SPLITS, CategoricalColumn, Label, Shard, Split, Weight
 from data_pipeline.parse import Parsed
 from data_pipeline.parts import Part
 from data_pipeline.pool import Schedule
@@ -86,6 +86,17 @@ def describe_targets(written: Mapping[str, Sequence[WrittenShard]], schema: LogS
     labels = [Label(name=name, **means(ones(number))) for number, name in enumerate(schema.labels)]
     weight = Weight(name=schema.weight, **means(lambda shard: shard.weight)) if schema.weight else None
     return {"label": labels[0] if labels else None, "other_labels": tuple(labels[1:]), "weight": weight}
+
+
+def count_zeros(
+    columns: tuple[CategoricalColumn, ...], written: Mapping[str, Sequence[WrittenShard]]
+) -> tuple[CategoricalColumn, ...]:
+    """Categorical columns with how many ids of each split are 0."""
+
+    def zeros(number: int) -> dict[str, int]:
+        return {split: sum(shard.zeros[number] for shard in written[split]) for split in SPLITS}
+
+    return tuple(replace(column, rows_at_zero=zeros(number)) for number, column in enumerate(columns))
 
 
 def _write(encoder: Encoder, job: Job, part: Part, planned: PlannedPart) -> tuple[tuple[int, int], PartShards]:

@@ -20,7 +20,7 @@ from data_pipeline.npy import export_npy
 from data_pipeline.options import PreprocessOptions, format_bytes, parse_bytes
 from data_pipeline.preprocess import preprocess as write_data_set
 from data_pipeline.schema import read_schema
-from data_pipeline.sources import Source, by_number, expand
+from data_pipeline.sources import Source, by_number, expand, source
 from data_pipeline.splits import SplitKind
 from data_pipeline.synth import SynthOptions, truth_path
 from data_pipeline.synth import synth as write_log
@@ -72,6 +72,15 @@ class _Bytes(click.ParamType):
             return parse_bytes(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
+
+
+class _Place(click.ParamType):
+    """A path, or a URL as it is."""
+
+    name = "PATH"
+
+    def convert(self, value: str | Path, param: click.Parameter | None, ctx: click.Context | None) -> Source:
+        return source(value) if isinstance(value, str) else value
 
 
 class _Time(click.ParamType):
@@ -139,7 +148,7 @@ def _inputs(first: tuple[str, ...], more: tuple[str, ...]) -> tuple[Source, ...]
 
 @click.command(short_help="Turn Criteo or other logs into Parquet shards and a manifest.")
 @_pass_options
-@click.option("--output", type=_PATH, required=True, metavar="DATA", help="Folder of the data set, new or empty.")
+@click.option("--output", type=_Place(), required=True, metavar="DATA", help="Folder or URL of the data set, new or empty.")
 @click.option("--schema", type=_PATH, metavar="FILE", help="TOML file that names the columns of logs other than Criteo's.")
 @click.option(
     "--min-count",
@@ -185,7 +194,7 @@ def preprocess(first_inputs: tuple[str, ...], more_inputs: tuple[str, ...], sche
 @click.command(short_help="Encode new logs with a data set's vocabularies.")
 @_pass_options
 @click.option("--data", type=_PATH, required=True, help="The data set whose vocabularies to use.")
-@click.option("--output", type=_PATH, required=True, metavar="NEWDATA", help="Folder of the new data set, new or empty.")
+@click.option("--output", type=_Place(), required=True, metavar="NEWDATA", help="Folder or URL of the new data set.")
 @click.option(
     "--schema", type=_PATH, metavar="FILE", help="TOML file with the new logs' columns, if labels or ignored columns differ."
 )
@@ -299,7 +308,7 @@ def to_npy(data: Path, output: Path, overwrite: bool) -> None:
     click.echo(f"wrote {output}")
 
 
-def _summary(manifest: Manifest, output: Path, seconds: float) -> str:
+def _summary(manifest: Manifest, output: Source, seconds: float) -> str:
     rows = manifest.rows
     lines = [
         f"rows: {rows.read:,} read, {rows.written:,} written, {rows.rejected:,} rejected",

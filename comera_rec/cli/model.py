@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from comera_rec.convert import TTEmbeddingConfig, compress_state, compression_report, export_dense, read_state, row_importance
-from comera_rec.data import ParquetBatches, require_one_label
+from comera_rec.data import ParquetBatches
 from comera_rec.distributed import leave
 from comera_rec.ops.served_bags import DTYPES
 from comera_rec.report import summary_table, write_report, write_summary
@@ -90,7 +90,7 @@ def evaluate(run: str, data: str, split: str, batch_size: int, last: bool) -> No
     Example:
       comera evaluate --checkpoint runs/compressed --data data/ --split test
     """
-    batches = require_one_label(ParquetBatches(data, split, batch_size=batch_size))
+    batches = ParquetBatches(data, split, batch_size=batch_size)
     model, _, schema = load_run(run, last=last)
     if differing := schema.differences(Schema.of(read_manifest(data))):
         raise ValueError(

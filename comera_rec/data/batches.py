@@ -43,6 +43,7 @@ from comera_rec.data.batch import Batch
 from comera_rec.data.row_groups import REMEDY, Piece, row_groups
 from comera_rec.data.rows import Lists, Rows, concatenate
 from data_pipeline.manifest import read_manifest
+from data_pipeline.storage import open_ranges
 
 
 class ParquetBatches(IterableDataset[Batch]):
@@ -52,7 +53,7 @@ class ParquetBatches(IterableDataset[Batch]):
     equally many batches, so that collective operations of the model stay in step. Without drop_last the last batches are smaller.
 
     Args:
-        data: the data set's folder.
+        data: the data set's folder, or a URL such as s3://bucket/data.
         split: "train", "val" or "test".
         batch_size: rows in a batch of this rank.
         shuffle: permute row groups and rows anew in every epoch; False keeps the order of the files.
@@ -111,7 +112,7 @@ class ParquetBatches(IterableDataset[Batch]):
         self._single_names = [column.name for column in columns if not column.is_list]
         self._list_names = [column.name for column in columns if column.is_list]
         self._num_embeddings = {column.name: column.num_embeddings for column in columns}
-        self._row_groups = row_groups(self.manifest, Path(data), split)
+        self._row_groups = row_groups(self.manifest, data, split)
         self.rows = sum(piece.stop for piece in self._row_groups)
         self.batches_per_epoch()  # there must be at least one
         self._next = (0, 0)  # epoch, batch within it
@@ -242,7 +243,8 @@ class ParquetBatches(IterableDataset[Batch]):
 
     def _read(self, piece: Piece) -> Rows:
         try:
-            with pq.ParquetFile(piece.path, memory_map=True) as file:
+            is_local = isinstance(piece.path, Path)
+            with pq.ParquetFile(open_ranges(piece.path), memory_map=is_local, pre_buffer=not is_local) as file:
                 columns = [*self._label_names, *self._weight_names, *self._dense_names, *self._single_names, *self._list_names]
                 # Decoding runs outside Python's lock, so a training thread beside this one is not held up.
                 table = file.read_row_group(piece.row_group, columns=columns).slice(piece.start, piece.stop - piece.start)
@@ -296,21 +298,6 @@ class ParquetBatches(IterableDataset[Batch]):
         labels = rows.labels[0].copy() if len(rows.labels) == 1 else np.ascontiguousarray(rows.labels.T)
         weights = torch.from_numpy(rows.weights[0].copy()) if len(rows.weights) else None
         return Batch(dense=dense, sparse=sparse, labels=torch.from_numpy(labels), weights=weights)
-
-
-def require_one_label(batches: ParquetBatches) -> ParquetBatches:
-    """Return batches after making sure that a loss over one label passes over nothing that they hold.
-
-    Raises:
-        ValueError: the data set has several labels, or weights.
-    """
-    labels, weight = batches.manifest.labels, batches.manifest.weight
-    if len(labels) > 1 or weight:
-        held = (
-            f"the labels {', '.join(label.name for label in labels)}" if len(labels) > 1 else f"weights ({weight and weight.name})"
-        )
-        raise ValueError(f"the data set has {held}, which are not used yet; preprocess with one label and without weights")
-    return batches
 
 
 def _stacked(table: pa.Table, names: Sequence[str], dtype: npt.DTypeLike) -> np.ndarray:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_pipeline.manifest import Manifest, check_shards
+from data_pipeline.sources import Source
+from data_pipeline.storage import join, open_ranges
 
 REMEDY = "run `comera preprocess` again"
 
@@ -16,7 +17,7 @@ REMEDY = "run `comera preprocess` again"
 class Piece(NamedTuple):
     """Rows start:stop of one row group."""
 
-    path: Path
+    path: Source
     row_group: int
     start: int
     stop: int
@@ -26,7 +27,7 @@ def _is_lists(kind: pa.DataType) -> bool:
     return pa.types.is_list(kind) and pa.types.is_int32(kind.value_type)
 
 
-def row_groups(manifest: Manifest, data: Path, split: str) -> list[Piece]:
+def row_groups(manifest: Manifest, data: Source, split: str) -> list[Piece]:
     """The split's row groups in the order of its files, after comparing every file's size, rows and columns with the manifest."""
     if split not in manifest.splits:
         raise ValueError(f"split {split!r} is not in {data}; it has {', '.join(manifest.splits)}")
@@ -41,9 +42,9 @@ def row_groups(manifest: Manifest, data: Path, split: str) -> list[Piece]:
     types |= {column.name: _is_lists if column.is_list else pa.types.is_int32 for column in manifest.categorical_columns}
     pieces = []
     for shard in manifest.splits[split].shards:
-        path = data / shard.path
+        path = join(data, shard.path)
         try:
-            footer = pq.read_metadata(path)
+            footer = pq.read_metadata(open_ranges(path))
         except (OSError, pa.ArrowInvalid) as error:
             raise ValueError(f"{path} is not a readable Parquet file ({error}); {REMEDY}") from error
         if footer.num_rows != shard.rows:

@@ -52,7 +52,7 @@ def build_dlrm(
         tables: one config a table; those with `tt_ranks` or `shape` become tensor trains, the others stay dense.
         dense_in_features: number of dense features; with 0 one learned vector takes the place of the bottom MLP.
         dense_arch_layer_sizes: outputs of the bottom MLP's layers; the last is the embedding dimension.
-        over_arch_layer_sizes: outputs of the top MLP's layers; the last is 1.
+        over_arch_layer_sizes: outputs of the top MLP's layers; the last is 1, or the number of labels L.
         linears: which MLP layers become tensor trains (see `TTLinearConfig`); None keeps all dense. Small layers stay dense.
         cross_layers: layers of a low-rank cross network in place of products of pairs, DLRM-DCNv2 (Wang et al., DCN V2,
             arXiv 2008.13535, section 3.3); 0 for DLRM.
@@ -64,7 +64,7 @@ def build_dlrm(
             dimensions, or a last bottom layer of another size than theirs.
 
     Returns:
-        A model called as `model(dense_features, sparse_features) -> logits [B, 1]`.
+        A model called as `model(dense_features, sparse_features) -> logits [B, L]`.
     """
     require_inputs(tables, dense_in_features)
     for name, sizes in (("dense_arch_layer_sizes", dense_arch_layer_sizes), ("over_arch_layer_sizes", over_arch_layer_sizes)):
@@ -102,6 +102,7 @@ def build_deepfm(
     dense_in_features: int,
     hidden_layer_size: int,
     deep_fm_dimension: int,
+    outputs: int = 1,
     linears: TTLinearConfig | None = TTLinearConfig(tt_ranks=32),  # noqa: B008  frozen
     device: torch.device | str | None = None,
 ) -> SimpleDeepFMNN:
@@ -111,21 +112,23 @@ def build_deepfm(
         tables, dense_in_features, linears, device: as for `build_dlrm`; tables of one dimension.
         hidden_layer_size: of the MLP over dense features.
         deep_fm_dimension: outputs of the deep part over all features.
+        outputs: L, one logit for each label.
 
     Raises:
         ValueError: for sizes below 1, a negative number of dense features, no tables, or tables of several dimensions.
 
     Returns:
-        A model called as `model(dense_features, sparse_features) -> logits [B, 1]`, without the sigmoid that TorchRec's ends with.
+        A model called as `model(dense_features, sparse_features) -> logits [B, L]`, without the sigmoid that TorchRec's ends with.
     """
     require_inputs(tables, dense_in_features)
-    require_positive(hidden_layer_size=hidden_layer_size, deep_fm_dimension=deep_fm_dimension)
+    require_positive(hidden_layer_size=hidden_layer_size, deep_fm_dimension=deep_fm_dimension, outputs=outputs)
     dims = sorted({config.embedding_dim for config in tables})
     if len(dims) > 1:
         raise ValueError(f"tables have dimensions {dims}: DeepFM needs one for all")
     collection = TTEmbeddingBagCollection(tables, device=device)
     model = SimpleDeepFMNN(max(1, dense_in_features), collection, hidden_layer_size, deep_fm_dimension)
-    model.over_arch.model = model.over_arch.model[0]
+    head = model.over_arch.model[0]  # without TorchRec's sigmoid
+    model.over_arch.model = head if outputs == 1 else nn.Linear(head.in_features, outputs)
     if not dense_in_features:
         model.dense_arch = LearnedVector(dims[0])
     return compress_large_linears_(model.to(device or "cpu"), linears)

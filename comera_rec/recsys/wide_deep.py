@@ -30,21 +30,25 @@ class WideDeep(nn.Module):
     Args:
         deep: makes embeddings of the categorical features.
         wide: makes weights of them, sums of a row's few numbers.
-        mlp: over dense features and embeddings, with one output.
+        mlp: over dense features and embeddings, with L outputs.
         dense_in_features: I.
         buckets: what the wide part takes ids modulo of; 0 where it has a weight for each.
+        outputs: L.
     """
 
-    def __init__(self, deep: SparseArch, wide: SparseArch, mlp: nn.Module, dense_in_features: int, buckets: int) -> None:
+    def __init__(
+        self, deep: SparseArch, wide: SparseArch, mlp: nn.Module, dense_in_features: int, buckets: int, outputs: int = 1
+    ) -> None:
         super().__init__()
         self.sparse_arch, self.wide_arch, self.deep_arch = deep, wide, mlp
-        self.dense_weights = nn.Linear(dense_in_features, 1, bias=False) if dense_in_features else None
-        self.buckets = buckets
+        self.dense_weights = nn.Linear(dense_in_features, outputs, bias=False) if dense_in_features else None
+        self.buckets, self.outputs = buckets, outputs
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """[B, I] and F features -> [B, 1] logits."""
+        """[B, I] and F features -> [B, L] logits."""
         logits: Tensor = self.deep_arch(torch.cat([dense_features, self.sparse_arch(sparse_features).values()], dim=1))
-        logits = logits + self.wide_arch(self._hashed(sparse_features)).values().sum(dim=1, keepdim=True)
+        weights_BFLC = self.wide_arch(self._hashed(sparse_features)).values().unflatten(1, (-1, self.outputs, _COLUMNS))
+        logits = logits + weights_BFLC.sum(dim=(1, 3))
         return logits if self.dense_weights is None else logits + self.dense_weights(dense_features)
 
     def _hashed(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -55,24 +59,26 @@ class WideDeep(nn.Module):
         )
 
 
-def wide_tables(tables: Sequence[EmbeddingBagConfig], buckets: int = 0) -> list[EmbeddingBagConfig]:
+def wide_tables(tables: Sequence[EmbeddingBagConfig], buckets: int = 0, *, outputs: int = 1) -> list[EmbeddingBagConfig]:
     """Tables of a weight an id for the features of others, "wide_" before their names.
 
     Args:
         tables: of the embeddings.
         buckets: the most rows of a table, whose ids are taken modulo of it: where ids are ordered by frequency, the most frequent
             ones have weights that they share with rarer ones only. 0 for as many rows as the others.
+        outputs: weights an id has.
 
     Raises:
-        ValueError: for a negative number of buckets.
+        ValueError: for a negative number of buckets, or no outputs.
     """
     if buckets < 0:
         raise ValueError(f"buckets is {buckets}: give how many weights a table may have, or 0 for one an id")
+    require_positive(outputs=outputs)
     return [
         EmbeddingBagConfig(
             name=f"wide_{table.name}",
             num_embeddings=min(table.num_embeddings, buckets or table.num_embeddings),
-            embedding_dim=_COLUMNS,
+            embedding_dim=_COLUMNS * outputs,
             feature_names=list(table.feature_names),
             pooling=PoolingType.SUM,
             weight_init_min=-_LARGEST,
@@ -89,6 +95,7 @@ def build_wide_deep(
     deep_layer_sizes: Sequence[int],
     wide: Sequence[EmbeddingBagConfig] | None = None,
     buckets: int = 0,
+    outputs: int = 1,
     linears: TTLinearConfig | None = TTLinearConfig(tt_ranks=32),  # noqa: B008  frozen
     device: torch.device | str | None = None,
 ) -> WideDeep:
@@ -101,20 +108,21 @@ def build_wide_deep(
         wide: tables for the same features, dense or TT, a row's sum being the id's weight; default `wide_tables(tables, buckets)`,
             which are dense.
         buckets: what ids of the wide part are taken modulo of; 0 for ids as they are.
+        outputs: L, one logit for each label.
         linears, device: as for `build_dlrm`.
 
     Raises:
         ValueError: for sizes below 1, a negative number of dense features or of buckets, or no tables.
 
     Returns:
-        A model called as `model(dense_features, sparse_features) -> logits [B, 1]`.
+        A model called as `model(dense_features, sparse_features) -> logits [B, L]`.
     """
     require_inputs(tables, dense_in_features)
-    require_positive(**{f"deep_layer_sizes[{i}]": size for i, size in enumerate(deep_layer_sizes)})
-    wide = wide_tables(tables, buckets) if wide is None else wide
+    require_positive(outputs=outputs, **{f"deep_layer_sizes[{i}]": size for i, size in enumerate(deep_layer_sizes)})
+    wide = wide_tables(tables, buckets, outputs=outputs) if wide is None else wide
     collection = TTEmbeddingBagCollection(tables, device=device)
     width = dense_in_features + sum(collection.output_lengths())
-    mlp = nn.Sequential(MLP(width, list(deep_layer_sizes)), nn.Linear(deep_layer_sizes[-1] if deep_layer_sizes else width, 1))
+    mlp = nn.Sequential(MLP(width, list(deep_layer_sizes)), nn.Linear(deep_layer_sizes[-1] if deep_layer_sizes else width, outputs))
     weights = SparseArch(TTEmbeddingBagCollection(wide, device=device))
-    model = WideDeep(SparseArch(collection), weights, mlp, dense_in_features, buckets).to(device or "cpu")
+    model = WideDeep(SparseArch(collection), weights, mlp, dense_in_features, buckets, outputs).to(device or "cpu")
     return compress_large_linears_(model, linears)

@@ -140,7 +140,7 @@ class _Logits(nn.Module):
     def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
         by_column = sparse.to_dict()
         values, lengths = ([getattr(by_column[name], part)() for name in self.columns] for part in ("values", "lengths"))
-        return self.flat.logits(dense, torch.cat(values), torch.cat(lengths).long()).unsqueeze(1)
+        return self.flat.logits(dense, torch.cat(values), torch.cat(lengths).long()).view(len(dense), -1)
 
 
 def compile_package(flat: nn.Module, path: Path, metadata: ModelMetadata) -> None:
@@ -188,6 +188,7 @@ def _metadata(
         form=options.form,
         dtype=options.dtype,
         formed_rows=sum(len(table.formed) for table in tables if table.cores),
+        labels=schema.labels,
         auc=served["auc"],
         ne=served["ne"],
         trained_auc=trained["auc"],

@@ -1,6 +1,6 @@
 """The form of the whole model that is exported: its inputs are plain tensors.
 
-B rows, I integer columns, F categorical columns, V values, N embedding dimension.
+B rows, I integer columns, F categorical columns, V values, N embedding dimension, L labels.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class FlatModel(nn.Module):
         self.interaction = _INTERACTIONS[kind](model.inter_arch)
 
     def forward(self, dense: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
-        """Return probabilities [B].
+        """Return probabilities [B]; [B, L] of a model of several labels.
 
         Args:
             dense: [B, I] float32.
@@ -47,7 +47,7 @@ class FlatModel(nn.Module):
         return self.logits(dense, values, lengths).sigmoid()
 
     def logits(self, dense: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
-        """Return the logits [B], whose sigmoid `forward` returns."""
+        """Return the logits, whose sigmoid `forward` returns."""
         integers = self.dense_arch(dense)
         features = self.tables(integers, values, lengths)
         logits: Tensor = self.over_arch(self.interaction(features)).squeeze(1)

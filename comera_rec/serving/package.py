@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._inductor import aoti_load_package
 
 from comera_rec.ops.native import LIBRARY
+from data_pipeline.columns import LABEL
 
 FORMAT_VERSION = 1
 METADATA_KEY = "comera_rec"
@@ -38,8 +39,9 @@ class ModelMetadata:
         form: "portable", with torch's operators alone, or "fast", with those of comera_rec beside it.
         dtype: type that tables are stored in: "float32", "bfloat16" or "int8".
         formed_rows: number of rows formed in advance.
-        auc, ne: metrics of the package on the test split; trained_auc, trained_ne: those of the run.
+        auc, ne: metrics of the package on the test split; trained_auc, trained_ne: those of the run. Means over labels.
         data: folder of the data set that the model was trained on.
+        labels: names of what is predicted, in the order of scores.
     """
 
     format_version: int
@@ -57,6 +59,12 @@ class ModelMetadata:
     trained_auc: float | None
     trained_ne: float | None
     data: str
+    labels: tuple[str, ...] = (LABEL,)
+
+    @property
+    def score_shape(self) -> tuple[int, ...]:
+        """Shape of a row's scores: (), or (L,) for several labels."""
+        return () if len(self.labels) == 1 else (len(self.labels),)
 
     def to_json(self) -> str:
         """Return the JSON text that `from_json` reads."""
@@ -141,7 +149,7 @@ class ServingModel:
         return cls(path, threads=threads)
 
     def __call__(self, dense: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
-        """Return the probabilities of a click, [B] float32.
+        """Return the probabilities of label 1, [B] float32; [B, L] for a model of several labels.
 
         Args:
             dense: [B, I] float32, as the data set stores integer columns.
@@ -153,7 +161,7 @@ class ServingModel:
         """
         self._require_shapes(dense, values, lengths)
         if not len(dense):
-            return dense.new_empty(0)
+            return dense.new_empty(0, *self.metadata.score_shape)
         padded = values if len(values) >= 2 else torch.cat([values, values.new_zeros(2 - len(values))])
         try:
             scores: Tensor = self._run(dense.contiguous(), padded.contiguous(), lengths.long().contiguous())

@@ -31,8 +31,13 @@ def describe_model(name: str, version: str, metadata: ModelMetadata) -> dict[str
             {"name": "values", "datatype": "INT64", "shape": [-1]},
             {"name": "lengths", "datatype": "INT32", "shape": [-1]},
         ],
-        "outputs": [{"name": OUTPUT, "datatype": "FP32", "shape": [-1]}],
-        "parameters": {"dense": list(metadata.dense), "categorical": metadata.categorical, "lengths_per_row": features},
+        "outputs": [{"name": OUTPUT, "datatype": "FP32", "shape": [-1, *metadata.score_shape]}],
+        "parameters": {
+            "dense": list(metadata.dense),
+            "categorical": metadata.categorical,
+            "lengths_per_row": features,
+            "labels": list(metadata.labels),
+        },
     }
 
 
@@ -95,6 +100,6 @@ def write_outputs(name: str, version: str, scores: np.ndarray, request_id: Any) 
     answer = {
         "model_name": name,
         "model_version": version,
-        "outputs": [{"name": OUTPUT, "datatype": "FP32", "shape": [len(scores)], "data": scores}],
+        "outputs": [{"name": OUTPUT, "datatype": "FP32", "shape": list(scores.shape), "data": scores.ravel()}],
     }
     return answer if request_id is None else answer | {"id": request_id}

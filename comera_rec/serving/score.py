@@ -1,7 +1,8 @@
 """Scores of a log, or of a split of a data set, in one Parquet file; made in parts, to bound memory and to let a killed run resume.
 
-Columns of the file: `line` of the log from 1, or `row` of the split from 0; `score`, the probability of a click, float32; `label`
-if there are labels. Parts of a log are those of `data_pipeline.parts`; parts of a split are its row groups.
+Columns of the file: `line` of the log from 1, or `row` of the split from 0; `score`, the probability of label 1, float32, or
+`score_LABEL` for each of several labels; the labels themselves if there are some. Parts of a log are those of
+`data_pipeline.parts`; parts of a split are its row groups.
 """
 
 from __future__ import annotations
@@ -113,7 +114,11 @@ def _score_log(options: ScoreOptions, tell: Tell) -> Scored:
     schema = new_logs_schema(known, options.inputs[0])
     check_columns(schema, known, log=options.inputs[0], data=data)
     names = tuple(check_names(log, schema) for log in options.inputs)
-    work_on = partial(_score_part, open_encoder(encoder.manifest, data, schema), options.model)
+    work_on = partial(
+        _score_part,
+        open_encoder(encoder.manifest.integer_columns, encoder.manifest.categorical_columns, data, schema),
+        options.model,
+    )
     identity = _identity(options) | {"input": [asdict(log) for log in logs], "data": str(data), "part_bytes": options.part_bytes}
     units = count_parts(options.inputs[0], options.part_bytes) or 1
     with (
@@ -125,7 +130,7 @@ def _score_log(options: ScoreOptions, tell: Tell) -> Scored:
         (records,) = pass_over(job, schedule, work_on, ScoredPart, folder="shards", description="scoring")
         if identify(options.inputs) != logs:
             raise inputs_changed()
-        _join(work, records, options.output, "line", job.first_line(0))
+        _join(work, records, Path(options.output), "line", job.first_line(0))
     return _scored(records, min(options.threads, units))
 
 
@@ -153,7 +158,7 @@ def _score_part(encoder: Encoder, model: Path, job: Job, part: Part, detail: Non
     if isinstance(part.content, bytes):
         newlines = np.flatnonzero(np.frombuffer(part.content, np.uint8) == ord("\n"))
         line = np.searchsorted(newlines, line) - (1 if job.schema.header and not part.start else 0)
-    columns = {"line": line, "score": scores} | dict(zip(job.schema.labels, np.concatenate(labels, axis=1), strict=True))
+    columns = {"line": line} | scores | dict(zip(job.schema.labels, np.concatenate(labels, axis=1), strict=True))
     seconds = time.perf_counter() - start
     rejected = lines - len(line)
     record = ScoredPart(lines=lines, rows=len(line), rejected=rejected, reasons=tuple(reasons), last=part.last, seconds=seconds)
@@ -184,7 +189,7 @@ def _score_data_set(options: ScoreOptions, tell: Tell) -> Scored:
         for record in executor.map(partial(_score_group, work, manifest, options.model), *zip(*enumerate(groups), strict=True)):
             records[len(records)] = record
             bar.update(record.rows)
-        _join(work, records, options.output, "row", 0)
+        _join(work, records, Path(options.output), "row", 0)
     return _scored(records, min(options.threads, len(groups)))
 
 
@@ -206,7 +211,7 @@ def _score_group(work: WorkFolder, manifest: Manifest, model: Path, number: int,
         table = file.read_row_group(group, use_threads=False)
     rows = len(table)
     scores = _scores(model, (flat_rows(table.slice(start, BATCH_ROWS), manifest) for start in range(0, rows, BATCH_ROWS)))
-    columns = {"row": np.arange(rows), "score": scores}
+    columns = {"row": np.arange(rows)} | scores
     record = ScoredPart(lines=rows, rows=rows, rejected=0, reasons=(), last=False, seconds=time.perf_counter() - start)
     _save(work, name, columns | {label.name: table.column(label.name).to_numpy() for label in manifest.labels}, record)
     return record
@@ -230,10 +235,15 @@ def _load(model: Path) -> ServingModel:
     return ServingModel.load(model, threads=1)
 
 
-def _scores(model: Path, batches: Iterable[Flat]) -> np.ndarray:
+def _scores(path: Path, batches: Iterable[Flat]) -> dict[str, np.ndarray]:
+    """Columns of scores: `score`, or `score_LABEL` for each of several labels."""
+    model = _load(path)
     with torch.inference_mode():
-        scores = [_load(model)(*map(torch.from_numpy, batch)).numpy() for batch in batches]
-    return np.concatenate([np.empty(0, np.float32), *scores])
+        scores = [model(*map(torch.from_numpy, batch)).numpy() for batch in batches]
+    whole = np.concatenate([np.empty((0, *model.metadata.score_shape), np.float32), *scores])
+    if whole.ndim == 1:
+        return {"score": whole}
+    return {f"score_{label}": column for label, column in zip(model.metadata.labels, whole.T, strict=True)}
 
 
 def flat_rows(rows: pa.Table, manifest: Manifest) -> Flat:

@@ -17,7 +17,7 @@ input [
   {{ name: "INPUT__1" data_type: TYPE_INT64 dims: [ -1 ] }},  # values, ids column by column, two or more
   {{ name: "INPUT__2" data_type: TYPE_INT64 dims: [ -1 ] }}  # lengths, {features} columns x rows
 ]
-output [ {{ name: "OUTPUT__0" data_type: TYPE_FP32 dims: [ -1 ] }} ]  # probabilities
+output [ {{ name: "OUTPUT__0" data_type: TYPE_FP32 dims: [ {scores} ] }} ]  # probabilities
 instance_group [ {{ kind: KIND_CPU }} ]
 """
 
@@ -41,7 +41,9 @@ def export_repository(options: ExportOptions, repository: Path) -> tuple[Path, M
         metadata = build_package(options, version)
         folder.mkdir(parents=True, exist_ok=True)
         config = work / "config.pbtxt"
-        config.write_text(_CONFIG.format(name=folder.name, integers=len(metadata.dense), features=len(metadata.categorical)))
+        scores = ", ".join(map(str, (-1, *metadata.score_shape)))
+        sizes = {"integers": len(metadata.dense), "features": len(metadata.categorical)}
+        config.write_text(_CONFIG.format(name=folder.name, scores=scores, **sizes))
         config.replace(folder / config.name)
         number = max((int(each.name) for each in folder.iterdir() if each.name.isdigit()), default=0) + 1
         return version.rename(folder / str(number)), metadata

@@ -169,6 +169,7 @@ class TrainingConfig:
         capture: on a GPU whether steps are captured in a CUDA graph once their shapes have settled.
         pipeline: on several processes whether ids of the next batch travel while one is trained (TorchRec's
             TrainPipelineSparseDist), where tables are sharded and `accumulation` is 1.
+        task_weights: of each label's loss in the mean of all, in the order of the data set's labels; empty for equal ones.
     """
 
     steps: int | None = None
@@ -185,8 +186,11 @@ class TrainingConfig:
     precision: Literal["float32", "bfloat16", "float8"] = "float32"
     capture: bool = False
     pipeline: bool = True
+    task_weights: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        if not all(0 < weight < math.inf for weight in self.task_weights):
+            raise ValueError(f"training.task_weights is {list(self.task_weights)}: give a number above 0 for each label")
         _positive("training", self, "steps", "epochs", "log_every", "keep_checkpoints", "clip_grad_norm", "accumulation")
         for name, unit in (("eval_every", "steps"), ("checkpoint_every", "steps"), ("patience", "evaluations")):
             if getattr(self, name) < 0:

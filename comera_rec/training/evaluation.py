@@ -11,7 +11,7 @@ from torch import nn
 
 from comera_rec.data import BatchLoader, ParquetBatches
 from comera_rec.distributed import WORLD, Processes
-from comera_rec.training.metrics import BinaryMetrics, BinnedMetrics
+from comera_rec.training.metrics import BinaryMetrics, BinnedMetrics, mean_of_tasks
 
 EXACT_ROWS = 5_000_000  # above it AUC is binned: the exact one sorts all rows, at about 50 bytes each
 
@@ -49,6 +49,9 @@ def evaluate(
 ) -> dict[str, Any]:
     """AUC, NE, logloss and rows of a model over all batches of a split; with several processes, over the batches of all.
 
+    Rows count by their weights where they have some. A model of several labels has the means of theirs, and each one's own as
+    `auc_LABEL`, `ne_LABEL`, `logloss_LABEL`.
+
     Args:
         model: called as `model(dense, sparse)`; in evaluation mode meanwhile.
         batches: the batches of this process.
@@ -56,7 +59,8 @@ def evaluate(
         between: called between two batches; what it raises ends the evaluation.
         processes: that evaluate together.
     """
-    metrics = BinaryMetrics(processes) if batches.rows <= EXACT_ROWS else BinnedMetrics(processes)
+    kind = BinaryMetrics if batches.rows <= EXACT_ROWS else BinnedMetrics
+    metrics = {label.name: kind(processes) for label in batches.manifest.labels}
     training = model.training
     model.eval()
     try:
@@ -68,7 +72,10 @@ def evaluate(
                 rows = len(batch)
                 if processes.several:  # shares differ by a row, and processes exchange bags of equal batches
                     batch = batch.padded(int(processes.max(rows)))
-                metrics.update(model(batch.dense, batch.sparse).squeeze(1)[:rows], batch.labels[:rows])
+                logits, labels = model(batch.dense, batch.sparse)[:rows], batch.labels[:rows].view(rows, -1)
+                weights = None if batch.weights is None else batch.weights[:rows]
+                for task, of_label in enumerate(metrics.values()):
+                    of_label.update(logits[:, task], labels[:, task], weights)
     finally:
         model.train(training)
-    return metrics.compute()
+    return mean_of_tasks({name: of_label.compute() for name, of_label in metrics.items()})

@@ -21,7 +21,7 @@ from comera_rec.distributed import WORLD, Processes
 class BinaryMetrics:
     """Collects logits and labels, then computes exact metrics over all of them, and over all processes.
 
-    It keeps 8 bytes per row on the device of the logits: AUC is the rank statistic itself, not one of binned scores.
+    It keeps 12 bytes per row on the device of the logits: AUC is the rank statistic itself, not one of binned scores.
 
     Args:
         processes: each with rows of its own.
@@ -29,14 +29,22 @@ class BinaryMetrics:
 
     def __init__(self, processes: Processes = WORLD) -> None:
         self._processes = processes
-        self._logits: list[Tensor] = []
-        self._labels: list[Tensor] = []
+        self._rows: list[Tensor] = []
 
-    def update(self, logits: Tensor, labels: Tensor) -> None:
-        """Add a batch: logits (any shape, before the sigmoid) and as many labels of 0 or 1; ValueError if the counts differ."""
+    def update(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
+        """Add a batch.
+
+        Args:
+            logits: before the sigmoid, of any shape.
+            labels: as many, 0 or 1.
+            weights: as many, at least 0: how many rows each counts as; None for 1.
+
+        Raises:
+            ValueError: if the counts differ.
+        """
         _check_counts(logits, labels)
-        self._logits.append(logits.detach().flatten().float())
-        self._labels.append(labels.detach().flatten().float())
+        weights = torch.ones_like(logits) if weights is None else weights
+        self._rows.append(torch.stack([each.detach().flatten().float() for each in (logits, labels, weights)]))
 
     def compute(self) -> dict[str, float | int]:
         """The metrics `auc`, `ne`, `logloss` and the number of `rows` they are of; every process must call it, and gets the same.
@@ -44,15 +52,16 @@ class BinaryMetrics:
         Raises:
             ValueError: no rows; logits that are not finite; only one class among the labels, where AUC and NE are undefined.
         """
-        logits = torch.cat(self._logits) if self._logits else torch.empty(0)
-        labels = torch.cat(self._labels) if self._labels else torch.empty(0)
-        logits, labels = self._processes.concatenate(logits), self._processes.concatenate(labels)
+        rows = torch.cat(self._rows, dim=1) if self._rows else torch.empty(3, 0)
         # float64: a mean of 10^8 float32 losses would cost digits that runs are compared by.
-        logits, labels = logits.double(), labels.double()
-        positives, bad = int(labels.sum()), int((~logits.isfinite()).sum())
-        _check(labels.numel(), positives, bad)
-        loss = binary_cross_entropy_with_logits(logits, labels, reduction="sum")
-        return {"auc": area_under_curve(logits, labels), **_of_losses(float(loss), labels.numel(), positives)}
+        logits, labels, weights = (self._processes.concatenate(each).double() for each in rows)
+        _check_finite(int((~logits.isfinite()).sum()), logits.numel())
+        loss = binary_cross_entropy_with_logits(logits, labels, weights, reduction="sum")
+        _, score_of_row = logits.unique(return_inverse=True)
+        by_score = logits.new_zeros(2, int(score_of_row.max()) + 1 if len(logits) else 0)
+        for which, of_class in enumerate((weights * (1 - labels), weights * labels)):
+            by_score[which].scatter_add_(0, score_of_row, of_class)
+        return _metrics(by_score, float(loss), logits.numel())
 
 
 class BinnedMetrics:
@@ -66,31 +75,37 @@ class BinnedMetrics:
 
     def __init__(self, processes: Processes = WORLD) -> None:
         self._processes = processes
-        self._counts = torch.zeros(2, self.BINS, dtype=torch.int64)  # rows by label and bin
-        self._sums = torch.zeros(2, dtype=torch.float64)  # of losses, and of logits that are not finite
+        self._by_bin = torch.zeros(2, self.BINS, dtype=torch.float64)  # weights of rows by label and bin
+        self._sums = torch.zeros(3, dtype=torch.float64)  # of losses, of logits that are not finite, and of rows
 
-    def update(self, logits: Tensor, labels: Tensor) -> None:
+    def update(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
         """As `BinaryMetrics.update`."""
         _check_counts(logits, labels)
-        logits, labels = logits.detach().flatten().double().cpu(), labels.detach().flatten().double().cpu()
+        weights = torch.ones_like(logits) if weights is None else weights
+        logits, labels, weights = (each.detach().flatten().double().cpu() for each in (logits, labels, weights))
         bins = ((logits + self.LIMIT) * (self.BINS / (2 * self.LIMIT))).nan_to_num().clamp(0, self.BINS - 1).long()
-        self._counts.view(-1).scatter_add_(0, bins + labels.long() * self.BINS, torch.ones_like(bins))
-        self._sums[0] += binary_cross_entropy_with_logits(logits, labels, reduction="sum")
+        self._by_bin.view(-1).scatter_add_(0, bins + labels.long() * self.BINS, weights)
+        self._sums[0] += binary_cross_entropy_with_logits(logits, labels, weights, reduction="sum")
         self._sums[1] += (~logits.isfinite()).sum()
+        self._sums[2] += len(logits)
 
     def compute(self) -> dict[str, float | int]:
         """As `BinaryMetrics.compute`, and `auc_error`."""
-        counts, sums = self._processes.sum(self._counts), self._processes.sum(self._sums)
-        negatives, positives = (int(count) for count in counts.sum(1))
-        _check(negatives + positives, positives, int(sums[1]))
-        of_negatives, of_positives = counts.double()
-        pairs = float(negatives) * positives
-        below = of_negatives.cumsum(0) - of_negatives / 2
-        return {
-            "auc": float(of_positives @ below) / pairs,
-            "auc_error": float(of_positives @ of_negatives) / 2 / pairs,
-            **_of_losses(float(sums[0]), negatives + positives, positives),
-        }
+        by_bin, (loss, bad, rows) = self._processes.sum(self._by_bin), self._processes.sum(self._sums).tolist()
+        _check_finite(int(bad), int(rows))
+        negatives, positives = by_bin
+        metrics = _metrics(by_bin, loss, int(rows))
+        return metrics | {"auc_error": float(positives @ negatives) / 2 / float(negatives.sum() * positives.sum())}
+
+
+def mean_of_tasks(by_label: dict[str, dict[str, float | int]]) -> dict[str, float | int]:
+    """Metrics of a model of one label as they are; of several their means, and each label's own as `auc_LABEL` and so on."""
+    (first, *others) = by_label.values()
+    if not others:
+        return first
+    means = {name: sum(metrics[name] for metrics in by_label.values()) / len(by_label) for name in first if name != "rows"}
+    each = {f"{name}_{label}": metrics[name] for label, metrics in by_label.items() for name in means}
+    return means | {"rows": first["rows"]} | each
 
 
 def _check_counts(logits: Tensor, labels: Tensor) -> None:
@@ -98,33 +113,26 @@ def _check_counts(logits: Tensor, labels: Tensor) -> None:
         raise ValueError(f"logits and labels must be equally many, got {tuple(logits.shape)} and {tuple(labels.shape)}")
 
 
-def _check(rows: int, positives: int, bad: int) -> None:
-    if rows == 0:
-        raise ValueError("no rows to evaluate; use a split that is not empty")
+def _check_finite(bad: int, rows: int) -> None:
     if bad:
         raise ValueError(f"{bad} of {rows} logits are not finite: the model has diverged; lower its rates")
-    if positives in (0, rows):
-        raise ValueError(f"all {rows} labels are {int(positives > 0)}, so AUC and NE are undefined; evaluate on more rows")
 
 
-def _of_losses(loss: float, rows: int, positives: int) -> dict[str, float | int]:
-    """From the sum of the rows' losses."""
-    base_rate = positives / rows
-    entropy = -(base_rate * math.log(base_rate) + (1 - base_rate) * math.log(1 - base_rate))
-    return {"ne": loss / rows / entropy, "logloss": loss / rows, "rows": rows}
+def _metrics(by_score: Tensor, loss: float, rows: int) -> dict[str, float | int]:
+    """From weights of negative and positive rows by ascending score [2, scores], and the weighted sum of their losses.
 
-
-def area_under_curve(scores: Tensor, labels: Tensor) -> float:
-    """The probability that a row of label 1 scores above one of label 0, where equal scores count half: Mann-Whitney's U.
-
+    AUC is the probability that a row of label 1 scores above one of label 0, where equal scores count half: Mann-Whitney's U.
     Hanley and McNeil, "The Meaning and Use of the Area under a Receiver Operating Characteristic (ROC) Curve", Radiology 1982.
-
-    Args:
-        scores: [n] in any order.
-        labels: [n], 0 or 1, both of them present.
     """
-    _, score_of_row, rows = scores.unique(return_inverse=True, return_counts=True)
-    mean_rank = rows.cumsum(0) - (rows - 1) / 2.0  # of equal scores, from 1
-    positives = labels.sum(dtype=torch.float64)
-    above = (mean_rank.double()[score_of_row] * labels).sum() - positives * (positives + 1) / 2
-    return float(above / (positives * (len(labels) - positives)))
+    negatives, positives = by_score
+    weights = [float(negatives.sum()), float(positives.sum())]
+    if rows == 0:
+        raise ValueError("no rows to evaluate; use a split that is not empty")
+    if not all(weights):
+        which = f"labels are {int(weights[1] > 0)}" if any(weights) else "weights are 0"
+        raise ValueError(f"all {rows} {which}, so AUC and NE are undefined; evaluate on more rows")
+    base_rate = weights[1] / sum(weights)
+    entropy = -(base_rate * math.log(base_rate) + (1 - base_rate) * math.log(1 - base_rate))
+    below = negatives.cumsum(0) - negatives / 2
+    auc, logloss = float(below @ positives) / math.prod(weights), loss / sum(weights)
+    return {"auc": auc, "ne": logloss / entropy, "logloss": logloss, "rows": rows}

@@ -1,6 +1,6 @@
 """From a config and a data set's columns to a model and its optimizers.
 
-B batch size, I integer columns.
+B batch size, I integer columns, L labels.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from comera_rec.nn import replace_modules_
 from comera_rec.rank import rank_param_groups
 from comera_rec.recsys import build_deepfm, build_dlrm, build_wide_deep, wide_tables
 from comera_rec.training.config import OptimizerConfig, RunConfig
+from data_pipeline.columns import LABEL
 from data_pipeline.manifest import Manifest
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schema:
-    """What a model must know of its data: the integer columns, and the categorical ones with their table sizes.
+    """What a model must know of its data: labels, the integer columns, and the categorical ones with their table sizes.
 
     `vocabularies` has the SHA-256 of the files that say which id a value has, for columns that have one.
     """
@@ -35,6 +36,7 @@ class Schema:
     dense: tuple[str, ...]
     sparse: dict[str, int]
     vocabularies: dict[str, str] = field(default_factory=dict)
+    labels: tuple[str, ...] = (LABEL,)
 
     @classmethod
     def of(cls, manifest: Manifest) -> Schema:
@@ -45,35 +47,43 @@ class Schema:
             vocabularies={
                 c.name: c.vocabulary.sha256 for c in manifest.categorical_columns if c.vocabulary and c.vocabulary.sha256
             },
+            labels=tuple(label.name for label in manifest.labels),
         )
 
     def differences(self, other: Schema) -> list[str]:
-        """What is not alike: columns by name, or "the integers". Vocabularies count where both are known."""
+        """What is not alike: columns by name, "the labels" or "the integers". Vocabularies count where both are known."""
         sizes = {name for name in {*self.sparse, *other.sparse} if self.sparse.get(name) != other.sparse.get(name)}
         known = self.vocabularies.keys() & other.vocabularies.keys()
         ids = {name for name in known if self.vocabularies[name] != other.vocabularies[name]}
-        return ["the integers"] * (self.dense != other.dense) + sorted(sizes | ids)
+        labels, integers = self.labels != other.labels, self.dense != other.dense
+        return ["the labels"] * labels + ["the integers"] * integers + sorted(sizes | ids)
 
     def to_dict(self) -> dict[str, Any]:
         """The schema as plain lists and numbers."""
-        return {"dense": list(self.dense), "sparse": dict(self.sparse), "vocabularies": dict(self.vocabularies)}
+        plain = {"dense": list(self.dense), "sparse": dict(self.sparse), "vocabularies": dict(self.vocabularies)}
+        return plain | {"labels": list(self.labels)}
 
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> Schema:
-        """The inverse of `to_dict`, also of one of before vocabularies were recorded."""
-        return cls(dense=tuple(plain["dense"]), sparse=dict(plain["sparse"]), vocabularies=dict(plain.get("vocabularies", {})))
+        """The inverse of `to_dict`, also of one of before vocabularies or labels were recorded."""
+        return cls(
+            dense=tuple(plain["dense"]),
+            sparse=dict(plain["sparse"]),
+            vocabularies=dict(plain.get("vocabularies", {})),
+            labels=tuple(plain.get("labels", (LABEL,))),
+        )
 
 
 class IntegersOnly(nn.Module):
     """DLRM without its tables: one MLP over the integer columns, the baseline that shows what the categories add."""
 
-    def __init__(self, in_features: int, layer_sizes: Sequence[int]) -> None:
+    def __init__(self, in_features: int, layer_sizes: Sequence[int], outputs: int = 1) -> None:
         super().__init__()
         self.hidden = MLP(in_features, list(layer_sizes))
-        self.head = nn.Linear(layer_sizes[-1] if layer_sizes else in_features, 1)
+        self.head = nn.Linear(layer_sizes[-1] if layer_sizes else in_features, outputs)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """[B, I] and features that are left out -> [B, 1] logits."""
+        """[B, I] and features that are left out -> [B, L] logits."""
         logits: Tensor = self.head(self.hidden(dense_features))
         return logits
 
@@ -81,10 +91,11 @@ class IntegersOnly(nn.Module):
 def build_model(config: RunConfig, schema: Schema, device: str = "cpu") -> nn.Module:
     """The model a config asks for on data of a schema.
 
-    It is called as `model(dense_features, sparse_features)` and returns [B, 1] logits.
+    It is called as `model(dense_features, sparse_features)` and returns [B, L] logits, one for each label.
     """
+    outputs = len(schema.labels)
     if config.tables.format == "off":
-        return IntegersOnly(len(schema.dense), (*config.model.dense_arch, *config.model.over_arch))
+        return IntegersOnly(len(schema.dense), (*config.model.dense_arch, *config.model.over_arch), outputs)
     dim, (tables, wide) = config.model.embedding_dim, table_configs(config, schema)
     linears = config.linears if config.linears.format == "tt" else None
     if config.model.architecture == "deepfm":
@@ -92,19 +103,19 @@ def build_model(config: RunConfig, schema: Schema, device: str = "cpu") -> nn.Mo
         return build_deepfm(
             tables,
             dense_in_features=len(schema.dense), hidden_layer_size=hidden, deep_fm_dimension=deep,
-            linears=linears, device=device,
+            outputs=outputs, linears=linears, device=device,
         )  # fmt: skip
     if config.model.architecture == "wide_deep":
         return build_wide_deep(
             tables,
             dense_in_features=len(schema.dense), deep_layer_sizes=config.model.over_arch,
-            wide=wide, buckets=config.model.wide_buckets, linears=linears, device=device,
+            wide=wide, buckets=config.model.wide_buckets, outputs=outputs, linears=linears, device=device,
         )  # fmt: skip
     return build_dlrm(
         tables,
         dense_in_features=len(schema.dense),
         dense_arch_layer_sizes=[*config.model.dense_arch, dim],
-        over_arch_layer_sizes=[*config.model.over_arch, 1],
+        over_arch_layer_sizes=[*config.model.over_arch, outputs],
         linears=linears,
         cross_layers=config.model.cross_layers if config.model.architecture == "dcn" else 0,
         cross_rank=config.model.cross_rank,
@@ -119,7 +130,9 @@ def table_configs(config: RunConfig, schema: Schema) -> tuple[list[EmbeddingBagC
         EmbeddingBagConfig(name=name, num_embeddings=num_embeddings, embedding_dim=dim, feature_names=[name])
         for name, num_embeddings in schema.sparse.items()
     ]
-    wide = wide_tables(tables, config.model.wide_buckets) if config.model.architecture == "wide_deep" else []
+    wide = []
+    if config.model.architecture == "wide_deep":
+        wide = wide_tables(tables, config.model.wide_buckets, outputs=len(schema.labels))
     if config.tables.format != "tt":
         return tables, wide
     if wide and not config.model.wide_buckets:

@@ -59,6 +59,10 @@ class Steps:
             optimizer, placed.table_optimizers, total_steps=total_steps, warmup_steps=config.optimizer.warmup_steps,
             decay=config.optimizer.decay, as_tensors=training.capture and device.type == "cuda",
         )  # fmt: skip
+        self._task_weights = None  # with mean 1, so that the price of ranks weighs the same whatever they add up to
+        if training.task_weights:
+            task_weights = torch.tensor(training.task_weights, device=device)
+            self._task_weights = task_weights / task_weights.mean()
         limit = training.clip_grad_norm
         clip = None if limit is None else GradientClipping(placed.module, limit, processes)
         self._captured_step = CapturedStep(
@@ -77,7 +81,7 @@ class Steps:
             loss = self._pipelined_step(batches)
         else:
             parts = [next(batches).to(self._device, non_blocking=True) for _ in range(self._training.accumulation)]
-            loss = self._captured_step(*(each for part in parts for each in (part.dense, part.sparse, part.labels)))
+            loss = self._captured_step(*(each for part in parts for each in _inputs(part)))
         if self._scheduler and len(self._scheduler.history) > changes:
             self.replicate_anew()
         return loss
@@ -94,10 +98,20 @@ class Steps:
             rewrap_data_parallel_(self._model)
 
     def _loss_of(self, batch: Batch) -> Tensor:
-        return self._loss(batch.dense, batch.sparse, batch.labels)
+        return self._loss(*_inputs(batch))
 
-    def _loss(self, dense: Tensor, sparse: KeyedJaggedTensor, labels: Tensor) -> Tensor:
-        """Mean cross-entropy of a batch: dense [B, I], labels [B]."""
+    def _loss(self, dense: Tensor, sparse: KeyedJaggedTensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Mean cross-entropy of a batch: dense [B, I], labels [B] or [B, L], weights of rows [B]."""
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._training.precision != "float32"):
-            logits = self._model(dense, sparse).squeeze(1)
-        return F.binary_cross_entropy_with_logits(logits.float(), labels)
+            logits = self._model(dense, sparse)
+        losses_BL = F.binary_cross_entropy_with_logits(logits.float(), labels.view_as(logits), reduction="none")
+        if self._task_weights is not None:
+            losses_BL = losses_BL * self._task_weights
+        if weights is not None:
+            losses_BL = losses_BL * weights.unsqueeze(1)
+        return losses_BL.mean()
+
+
+def _inputs(batch: Batch) -> list[Tensor | KeyedJaggedTensor]:
+    inputs = [batch.dense, batch.sparse, batch.labels]
+    return inputs if batch.weights is None else [*inputs, batch.weights]

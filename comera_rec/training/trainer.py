@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from comera_rec.convert import compression_report
-from comera_rec.data import Batch, BatchLoader, ParquetBatches, require_one_label
+from comera_rec.data import Batch, BatchLoader, ParquetBatches
 from comera_rec.distributed import WORLD, Processes, join_launched
 from comera_rec.nn import TTTable, update_in_backward_, use_float8_
 from comera_rec.rank import RankScheduler
@@ -83,6 +83,11 @@ class Trainer:
             raise ValueError(
                 f"training.eval_every is {config.training.eval_every} but {config.data.path} has no validation rows: "
                 "preprocess with a larger --val-fraction, or set training.eval_every=0"
+            )
+        if config.training.task_weights and len(config.training.task_weights) != len(self.schema.labels):
+            raise ValueError(
+                f"training.task_weights has {len(config.training.task_weights)} numbers and {config.data.path} the labels "
+                f"{', '.join(self.schema.labels)}: give one for each"
             )
         parts = processes.size * config.training.accumulation
         if config.data.batch_size % parts:
@@ -144,13 +149,11 @@ class Trainer:
         data, rank, world_size = self.config.data, self.processes.rank, self.processes.size
         if shuffle:
             readers = math.lcm(world_size, math.gcd(_READERS, self.part_size * world_size))
-            batches = ParquetBatches(
+            return ParquetBatches(
                 data.path, split, batch_size=self.part_size, shuffle=True, shuffle_rows=data.shuffle_rows, seed=self.config.seed,
                 epochs=None, drop_last=True, rank=rank, world_size=world_size, readers=readers,
             )  # fmt: skip
-        else:
-            batches = ParquetBatches(data.path, split, batch_size=data.eval_batch_size, rank=rank, world_size=world_size)
-        return require_one_label(batches)
+        return ParquetBatches(data.path, split, batch_size=data.eval_batch_size, rank=rank, world_size=world_size)
 
     # -- state ---------------------------------------------------------------------------------------------------------------
 

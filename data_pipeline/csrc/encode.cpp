@@ -65,11 +65,12 @@ void release(Array<T> file) {
   if (file.size) madvise(const_cast<std::remove_const_t<T>*>(file.data), file.size * sizeof(T), MADV_DONTNEED);
 }
 
-// Where a column's ids come from: a table's pairs, or `buckets`, where it isn't 0. The pages of a table that is too large to stay in
-// memory are let go after `lookups`, where they aren't 0.
+// Where a column's ids come from: ranges between ascending `bounds`, where there are any, hashes into `buckets`, where it isn't 0, or a
+// table's pairs. The pages of a table that is too large to stay in memory are let go after `lookups`, where they aren't 0.
 template <class Key>
 struct IdsOf {
   Array<Key> pairs;
+  Array<const Key> bounds;
   int64_t lookups;
   int64_t buckets;
 };
@@ -101,13 +102,27 @@ int64_t hash(int64_t buckets, Array<const Key> keys, Array<const bool> missing, 
   return zeros;
 }
 
+// Fills ids 1 + how many bounds are at most the key, 0 where a key is missing, and returns how many are 0.
+template <class Key>
+int64_t bucketize(Array<const Key> bounds, Array<const Key> keys, Array<const bool> missing, Array<int32_t> ids) {
+  const Key* const end = bounds.data + bounds.size;
+  int64_t zeros = 0;
+  for (int64_t i = 0; i < keys.size; ++i) {
+    ids[i] = missing[i] ? 0 : static_cast<int32_t>(std::upper_bound(bounds.data, end, keys[i]) - bounds.data + 1);
+    zeros += ids[i] == 0;
+  }
+  return zeros;
+}
+
 template <class Key>
 int64_t encode_keys(
     Array<const IdsOf<Key>> ids_of, Matrix<const Key> keys, Matrix<const bool> missing, Matrix<int32_t> ids, Array<int64_t> zeros) {
   if (!keys.is_like(missing) || !keys.is_like(ids) || ids_of.size != keys.columns || zeros.size != keys.columns) return kWrongSizes;
   for (int64_t c = 0; c < keys.columns; ++c) {
-    zeros[c] = ids_of[c].buckets ? hash(ids_of[c].buckets, keys[c], missing[c], ids[c])
-                                 : look_up(ids_of[c], keys[c], missing[c], ids[c]);
+    const IdsOf<Key>& column = ids_of[c];
+    zeros[c] = column.bounds.size ? bucketize(column.bounds, keys[c], missing[c], ids[c])
+               : column.buckets   ? hash(column.buckets, keys[c], missing[c], ids[c])
+                                  : look_up(column, keys[c], missing[c], ids[c]);
   }
   return 0;
 }

@@ -1,4 +1,4 @@
-"""Batches of several labels and of weights, and what training says of them."""
+"""Batches of several labels and of weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from comera_rec.data import ParquetBatches, require_one_label
+from comera_rec.data import ParquetBatches
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.schema import read_schema
 
@@ -50,10 +50,3 @@ def test_padded_rows_weigh_nothing(data: Path) -> None:
     assert torch.equal(padded.weights[:20], batch.weights if batch.weights is not None else torch.empty(0))
     assert torch.equal(padded.labels[:20], batch.labels)
     assert not padded.labels[20:].any()
-
-
-def test_training_refuses_what_it_would_pass_over(data: Path) -> None:
-    with pytest.raises(
-        ValueError, match="the data set has the labels click, buy, which are not used yet; preprocess with one label"
-    ):
-        require_one_label(ParquetBatches(data, "train", batch_size=10))

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from data_pipeline.counts import count_part
-from data_pipeline.parse import Parsed
+from data_pipeline.parse import Parsed, parse
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.schema import Column, LogSchema
 from data_pipeline.tables import parse_delimited, parse_json_lines, parse_table, table_blocks, text_blocks
@@ -86,7 +86,7 @@ def test_blocks_hold_what_the_whole_does(form: str, block_bytes: int) -> None:
         assert block.lines == 1 or nbytes(block) <= block_bytes
     for field in fields(Parsed):
         values = [getattr(block, field.name) for block in blocks]
-        if field.name in ("label", "integers", "integer_missing", "keys", "key_missing", "starts"):
+        if field.name in ("labels", "integers", "integer_missing", "keys", "key_missing", "starts"):
             np.testing.assert_array_equal(np.concatenate(values, axis=-1), getattr(whole, field.name), err_msg=field.name)
     lists = [block.list_keys[0, : block.list_ends[0, -1]] for block in blocks if block.rows]
     np.testing.assert_array_equal(np.concatenate(lists), whole.list_keys[0, : whole.list_ends[0, -1]])
@@ -107,7 +107,7 @@ def test_dictionaries_do_not_count_for_each_block() -> None:
 def test_moments_of_several_blocks_are_those_of_one(tmp_path: Path) -> None:
     def counts(blocks: Iterator[Parsed], name: str) -> list[tuple[float, ...]]:
         rows_of = lambda parsed, first: (slice(None), slice(0, 0))  # noqa: E731
-        counted = count_part(blocks, SCHEMA, tmp_path / name, rows_of=rows_of, last=True, values=True)
+        counted = count_part(blocks, SCHEMA, tmp_path / name, rows_of=rows_of, last=True, counted=())
         assert counted.rows == 300
         return [(of.missing, of.min or 0, of.max or 0, of.sum, of.deviations) for of in counted.train.integers]
 
@@ -117,6 +117,14 @@ def test_moments_of_several_blocks_are_those_of_one(tmp_path: Path) -> None:
     for of, values in zip(apart, (prices, numbers), strict=True):
         np.testing.assert_array_equal(of[1:3], (values.min(), values.max()))
         np.testing.assert_allclose(of[3:], (values.sum(), values.var() * len(values)), rtol=1e-9)
+
+
+def test_only_columns_with_a_vocabulary_are_counted(tmp_path: Path) -> None:
+    schema = LogSchema(columns=tuple(Column(name=name, kind="category") for name in "abc"), separator=",")
+    rows_of = lambda parsed, first: (slice(None), slice(0, 0))  # noqa: E731
+    part = count_part([parse(b"x,y,z\nx,w,\n", schema)], schema, tmp_path / "run", rows_of=rows_of, last=True, counted={1})
+    assert [run.lengths for run in part.train.runs] == [(0, 2, 0)]
+    assert part.train.missing == (0, 0, 1)
 
 
 def test_malformed_lines_of_several_blocks(tmp_path: Path) -> None:

@@ -93,10 +93,11 @@ def test_output_behind_a_link(options: PreprocessOptions, tmp_path: Path) -> Non
 
 def test_urls_and_mounts_are_no_output(options: PreprocessOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"--output s3:/bucket/data is a URL; write to a folder of this machine, and copy it"):
+    with pytest.raises(ValueError, match=r"--output s3:/bucket/data is a URL, which this command doesn't write to; write to this"):
         preprocess(replace(options, output=Path("s3://bucket/data")))
     result = CliRunner().invoke(preprocess_command, ["--input", str(options.inputs[0]), "--output", "gs://bucket/data"])
-    assert "--output gs:/bucket/data is a URL" in str(result.exception)
+    assert "--output gs://bucket/data: " in str(result.exception)
+    assert "comera-rec[remote] installs what s3:// and gs:// need" in str(result.exception)
     mounted = Path("/proc")
     with pytest.raises(ValueError, match=r"--output /proc is where a file system is mounted; name a folder in it, such as /proc/d"):
         preprocess(replace(options, output=mounted))

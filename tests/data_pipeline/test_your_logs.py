@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "guides" / "your-logs.md"
 
 def test_commands_run(tmp_path: Path) -> None:
     blocks = re.findall(r"^```sh\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     script = "set -e\n" + "".join(blocks)
     done = subprocess.run(["sh", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)

@@ -1,0 +1,165 @@
+"""Data sets behind URLs of object stores: put there whole, and read in ranges.
+
+A store renames nothing, so the manifest is put last and removed first: files without it are no data set. Nor does fsspec lock: an
+object `.lock` that names the process keeps out runs of other machines that begin later, but not one that begins at the same moment.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from data_pipeline.sources import Source, errors_of, file_system, is_url, open_log
+
+_LOCK = ".lock"
+_THREADS = 4
+_WITHOUT_FOLDERS = {"s3", "s3a", "gs", "gcs", "abfs", "az", "memory"}
+
+
+def join(folder: Source, name: str) -> Source:
+    """A file of a folder."""
+    return folder / name if isinstance(folder, Path) else f"{folder.rstrip('/')}/{name}" if is_url(folder) else Path(folder) / name
+
+
+def size_of(file: Source) -> int | None:
+    """Bytes of a file, None if it isn't there.
+
+    Raises:
+        ValueError: its store can't be reached.
+    """
+    if isinstance(file, Path):
+        return file.stat().st_size if file.is_file() else None
+    with _reached(file):
+        files, path = file_system(file)
+        files.invalidate_cache()
+        try:
+            found = files.info(path)
+        except FileNotFoundError:
+            return None
+        return int(found["size"]) if found["type"] == "file" else None
+
+
+def read(file: Source) -> bytes:
+    """All of a file."""
+    if isinstance(file, Path):
+        return file.read_bytes()
+    with _reached(file), open_log(file, streamed=True) as opened:
+        return opened.read()
+
+
+def open_ranges(file: Source) -> Path | pa.PythonFile:
+    """A file for Arrow to read parts of: its path to be mapped, or a file behind a URL."""
+    return file if isinstance(file, Path) else pa.PythonFile(open_log(file), mode="r")
+
+
+@contextmanager
+def _reached(url: str) -> Iterator[None]:
+    try:
+        with errors_of(url):
+            yield
+    except OSError as error:
+        raise ValueError(f"cannot read {url}: {error.strerror or error}; check its name and your credentials") from error
+
+
+class Destination:
+    """A URL that a data set is put to.
+
+    Args:
+        url: of the folder.
+        files: what a data set holds, as patterns of paths; the first says that it is whole.
+
+    Raises:
+        ValueError: its file system is unknown, or needs a package.
+    """
+
+    def __init__(self, url: str, files: tuple[str, ...]) -> None:
+        self.url, self._patterns = url.rstrip("/"), files
+        self._files, path = file_system(self.url, option="output")
+        self._root = path.rstrip("/")
+
+    @property
+    def staging(self) -> Path:
+        """Where the data set is made on this machine, below $TMPDIR; the same for every run to this URL."""
+        name = hashlib.sha256(self.url.encode()).hexdigest()[:16]
+        return Path(tempfile.gettempdir()) / f"comera-rec-{os.getuid()}" / name
+
+    @contextmanager
+    def held(self, *, overwrite: bool) -> Iterator[None]:
+        """Hold the URL against runs of other machines; those of this one are kept out by the staging folder's lock.
+
+        Raises:
+            ValueError: it holds a data set and `overwrite` is false, or something else, or another machine's run.
+            OSError: the store refuses what is asked of it.
+        """
+        with errors_of(self.url):
+            present = self._present()
+            if _LOCK in present:
+                holder = self._files.cat_file(self._path(_LOCK)).decode(errors="replace")
+                if not holder.startswith(platform.node() + " "):
+                    raise ValueError(
+                        f"--output {self.url} is being written by another process ({holder}); "
+                        f"wait for it or choose another folder, or remove {self.url}/{_LOCK} if that process is gone"
+                    )
+            if self._patterns[0] in present and not overwrite:
+                raise ValueError(f"--output {self.url} already holds a finished result; add --overwrite to replace it")
+            for name in sorted(present):
+                if name != _LOCK and not any(fnmatch.fnmatchcase(name, pattern) for pattern in self._patterns):
+                    raise ValueError(f"--output {self.url} also holds {name}, which is no part of it; move that first")
+            self._make_parents([_LOCK])
+            self._files.pipe_file(self._path(_LOCK), f"{platform.node()} process {os.getpid()}".encode())
+        try:
+            yield
+        finally:
+            with errors_of(self.url):
+                self._files.rm_file(self._path(_LOCK))
+
+    def put(self, folder: Path, tell: Callable[[str], None]) -> None:
+        """Put a finished data set there, in the place of the one before, the manifest last.
+
+        Raises:
+            OSError: the store refuses a file, or has other bytes of it.
+        """
+        first, names = self._patterns[0], sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+        tell(f"putting {len(names)} files to {self.url}")
+        with errors_of(self.url):
+            stale = self._present() - {_LOCK}
+            if first in stale:
+                self._files.rm_file(self._path(first))
+            self._make_parents(names)
+            with ThreadPoolExecutor(_THREADS) as pool:
+                list(pool.map(lambda name: self._put(folder, name), [name for name in names if name != first]))
+            for name in stale - {first, *names}:
+                self._files.rm_file(self._path(name))
+            self._put(folder, first)
+
+    def _put(self, folder: Path, name: str) -> None:
+        self._files.put_file(str(folder / name), self._path(name))
+        if (size := self._files.size(self._path(name))) != (folder / name).stat().st_size:
+            raise OSError(f"{name} has {size} bytes there, not {(folder / name).stat().st_size}")
+
+    def _present(self) -> set[str]:
+        self._files.invalidate_cache()
+        try:
+            return {path.removeprefix(self._root).lstrip("/") for path in self._files.find(self._root)}
+        except FileNotFoundError:
+            return set()
+
+    def _make_parents(self, names: list[str]) -> None:
+        """Make folders where the file system has them; a store would take the first part of a path for a bucket to make."""
+        protocols: Any = self._files.protocol
+        if not _WITHOUT_FOLDERS & {*([protocols] if isinstance(protocols, str) else protocols)}:
+            for folder in {self._path(name).rpartition("/")[0] for name in names}:
+                self._files.makedirs(folder, exist_ok=True)
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"

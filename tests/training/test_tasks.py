@@ -1,0 +1,167 @@
+"""Several labels, a loss each, and weights of rows: in the loss, in metrics, in every architecture, and in scores."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from comera_rec.cli.main import main
+from comera_rec.data import ParquetBatches
+from comera_rec.serving.package import ServingModel
+from comera_rec.training.config import load_config
+from comera_rec.training.metrics import BinaryMetrics, BinnedMetrics, mean_of_tasks
+from comera_rec.training.trainer import Trainer
+from data_pipeline.preprocess import PreprocessOptions, preprocess
+from data_pipeline.schema import read_schema
+
+ROWS = 3000
+SCHEMA = """
+separator = ","
+[columns]
+click = "label"
+buy = "label"
+importance = "weight"
+price = "integer"
+item = "category"
+user = "category"
+"""
+RUN = """
+output = "{folder}/run"
+[data]
+path = "{folder}/data"
+batch_size = 128
+[model]
+embedding_dim = 8
+dense_arch = [16]
+over_arch = [16]
+[tables]
+tt_ranks = 4
+min_rows = 100
+[linears]
+format = "dense"
+[training]
+steps = 15
+"""
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`log.csv`, `data`, and `run.toml` of a run of fifteen steps."""
+    folder = tmp_path_factory.mktemp("tasks")
+    draw = np.random.default_rng(0)
+    item, user = draw.zipf(1.3, ROWS) % 400, draw.zipf(1.2, ROWS) % 900
+    click, buy = (draw.random(ROWS) < 0.1 + 0.8 * (item % 3 == 0)), (draw.random(ROWS) < 0.1 + 0.8 * (user % 2))
+    weight, price = draw.integers(0, 5, ROWS) / 4, draw.integers(0, 90, ROWS)
+    columns = zip(click.astype(int), buy.astype(int), weight, price, item, user, strict=True)
+    (folder / "log.csv").write_text("".join(",".join(map(str, row)) + "\n" for row in columns))
+    (folder / "schema.toml").write_text(SCHEMA)
+    schema = read_schema(folder / "schema.toml")
+    preprocess(PreprocessOptions(inputs=(folder / "log.csv",), output=folder / "data", schema=schema, min_count=1))
+    (folder / "run.toml").write_text(RUN.format(folder=folder))
+    return folder
+
+
+def trainer(folder: Path, output: Path, *overrides: str) -> Trainer:
+    return Trainer(load_config(folder / "run.toml", (f"output={output}", *overrides)))
+
+
+def test_a_loss_is_the_weighted_mean_of_its_tasks_and_rows(folder: Path, tmp_path: Path) -> None:
+    run = trainer(folder, tmp_path / "run", "training.task_weights=[3, 1]")
+    batch = next(iter(run.loader))
+    assert batch.weights is not None
+    with torch.no_grad():
+        logits = run.model(batch.dense, batch.sparse)
+        loss = run.step._loss_of(batch)
+    click, buy = F.binary_cross_entropy_with_logits(logits, batch.labels, reduction="none").unbind(1)
+    torch.testing.assert_close(loss, (batch.weights * (1.5 * click + 0.5 * buy)).mean() / 2)
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        ["tables.format=off"],
+        ["model.architecture=dlrm"],
+        ["model.architecture=dcn", "training.accumulation=2"],
+        ["model.architecture=deepfm"],
+        ["model.architecture=wide_deep"],
+    ],
+    ids=lambda overrides: overrides[0],
+)
+def test_every_architecture_learns_both_labels(folder: Path, tmp_path: Path, architecture: list[str]) -> None:
+    rates = ["optimizer.lr_dense=0.02", "optimizer.lr_cores=0.02", "optimizer.lr_tables=0.1", "training.steps=40"]
+    result = trainer(folder, tmp_path / "run", *rates, *architecture).train()
+    for name in ("auc", "ne", "logloss"):
+        assert result[name] == pytest.approx((result[f"{name}_click"] + result[f"{name}_buy"]) / 2)
+    assert result["rows"] == ROWS // 10
+    if "tables.format=off" not in architecture:
+        assert min(result["auc_click"], result["auc_buy"]) > 0.65
+
+
+def test_scores_have_a_column_for_each_label(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = trainer(folder, tmp_path / "run")
+    run.train()
+    written = (tmp_path / name for name in ("run", "model.pt2", "scores.parquet"))
+    data, checkpoint, model, output = map(str, (folder / "data", *written))
+    for command in (
+        ["export", "--checkpoint", checkpoint, "--output", model],
+        ["score", "--model", model, "--input", data, "--output", output],
+        ["evaluate", "--checkpoint", checkpoint, "--data", data],
+    ):
+        with pytest.raises(SystemExit, match="0"):
+            main(command)
+    evaluated = json.loads(capsys.readouterr().out.splitlines()[-1])
+    scores = pq.read_table(tmp_path / "scores.parquet")
+    assert scores.column_names == ["row", "score_click", "score_buy", "click", "buy"]
+    metadata = ServingModel.load(tmp_path / "model.pt2").metadata
+    assert metadata.labels == ("click", "buy")
+    assert metadata.ne == pytest.approx(evaluated["ne"], rel=1e-6)
+    batch = next(iter(ParquetBatches(folder / "data", "test", batch_size=ROWS)))
+    with torch.no_grad():
+        expected = run.model.eval()(batch.dense, batch.sparse).sigmoid()
+    found = np.stack([scores["score_click"].to_numpy(), scores["score_buy"].to_numpy()], axis=1)
+    np.testing.assert_allclose(found, expected.numpy(), atol=1e-5)
+
+
+def test_a_weight_for_each_label_or_none(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"task_weights has 3 numbers and .* the labels click, buy: give one for each"):
+        trainer(folder, tmp_path / "run", "training.task_weights=[1, 2, 3]")
+    with pytest.raises(ValueError, match=r"training.task_weights is \[1.0, 0.0\]: give a number above 0 for each label"):
+        load_config(folder / "run.toml", ("training.task_weights=[1.0, 0.0]",))
+
+
+@settings(deadline=None, max_examples=12)
+@given(st.lists(st.tuples(st.integers(-16, 16), st.integers(0, 1), st.integers(0, 3)), min_size=1, max_size=30))
+def test_a_row_of_weight_n_counts_as_n_rows(rows: list[tuple[int, int, int]]) -> None:
+    rows += [(1, 0, 2), (0, 1, 1)]  # both classes
+    logits, labels, weights = (torch.tensor(column, dtype=torch.float32) for column in zip(*rows, strict=True))
+    for kind in (BinaryMetrics, BinnedMetrics):
+        weighted, repeated = kind(), kind()
+        weighted.update(logits / 4, labels, weights)
+        repeated.update((logits / 4).repeat_interleave(weights.long()), labels.repeat_interleave(weights.long()))
+        expected = repeated.compute() | {"rows": len(rows)}
+        assert weighted.compute() == pytest.approx(expected, rel=1e-12)
+
+
+def test_rows_of_no_weight_are_told_from_rows_of_one_label() -> None:
+    metrics = BinaryMetrics()
+    metrics.update(torch.zeros(4), torch.tensor([0, 1, 0, 1]), torch.zeros(4))
+    with pytest.raises(ValueError, match="all 4 weights are 0, so AUC and NE are undefined"):
+        metrics.compute()
+
+
+def test_metrics_of_one_label_stay_as_they_are() -> None:
+    assert mean_of_tasks({"label": {"auc": 0.7, "rows": 9}}) == {"auc": 0.7, "rows": 9}
+    assert mean_of_tasks({"a": {"auc": 0.7, "rows": 9}, "b": {"auc": 0.5, "rows": 9}}) == {
+        "auc": 0.6,
+        "rows": 9,
+        "auc_a": 0.7,
+        "auc_b": 0.5,
+    }
