@@ -142,8 +142,8 @@ def test_controls_on_two_processes_equal_those_on_one(config_file: Path, tmp_pat
 
 def train_in_groups(rank: int, config_file: Path, outputs: list[Path], overrides: list[str]) -> None:
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
-    own = [*overrides, f"output={outputs[rank // 2]}", f"seed={rank // 2}"]
-    Trainer(load_config(config_file, own), processes=Processes(groups[rank // 2])).train()
+    settings = [*overrides, f"output={outputs[rank // 2]}", f"seed={rank // 2}"]
+    Trainer(load_config(config_file, settings), processes=Processes(groups[rank // 2])).train()
 
 
 def test_two_groups_of_processes_train_a_run_each(config_file: Path, tmp_path: Path) -> None:
