@@ -45,7 +45,7 @@ test-sanitized: install
 	LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so)" \
 		ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc \
 		COMERA_LIBRARY=$(SANITIZED)/libcomera_rec.so DATA_PIPELINE_LIBRARY=$(SANITIZED)/libdata_pipeline.so \
-		$(BIN)/python -m pytest -s tests/ops/test_plan.py tests/ops/test_bags.py tests/ops/test_updates.py tests/ops/test_lookup.py \
+		$(BIN)/python -m pytest -s tests/ops/test_plan.py tests/ops/test_bags.py tests/ops/test_bags_refused.py tests/ops/test_updates.py tests/ops/test_lookup.py \
 		tests/ops/test_served_bags.py tests/data_pipeline/test_parse.py tests/data_pipeline/test_hashing.py \
 		tests/data_pipeline/test_runs.py::test_counts_equal_a_dictionary
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCES = ("ops", "serve", "plan", "pool", "memory", "cpu")
+SOURCES = ("ops", "serve", "plan", "pool", "gradients", "memory", "cpu")
 # The loops over rows are compiled once for each instruction set, and chosen between when they first run.
 KERNELS = {"portable": []}
 if platform.machine() in ("x86_64", "AMD64"):

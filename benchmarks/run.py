@@ -42,7 +42,7 @@ BENCHMARKS = {
     "linear": ("benchmarks.linear.layers", "linear layers: nn.Linear and TTLinear"),
     "transformer": (
         "benchmarks.linear.transformer",
-        "training a six-encoder transformer: dense, GaLore, low rank, tensor train",
+        "training a six-encoder transformer: dense, GaLore, low rank, TT",
     ),
     "conversion": ("benchmarks.lookup.conversion", "peak memory of TT-SVD of a table of 10 million rows, beside the table"),
     "dlrm": ("benchmarks.training.dlrm", "a whole DLRM: dense, and 99 times smaller; resumes"),

@@ -1,4 +1,4 @@
-"""Train a transformer on sentence classification, dense or in tensor-train form.
+"""Train a transformer on sentence classification, dense or of TT modules.
 
     python -m examples.classify_text data.train=train.tsv data.dev=dev.tsv [tokens.format=dense linears.format=dense]
 
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import comera_rec as cr
-from benchmarks.harness.cli import run_command
+from comera_rec.cli.errors import run_command
 from comera_rec.training.config import LinearsConfig, load_settings
 from examples.loop import EmbeddingSettings, TrainingSettings, build_encoder, fit, linear_layers, new_folder, save, sizes
 from examples.text import TextBatch, batches_of, endless, word_pieces
@@ -66,7 +66,7 @@ class Classifier(nn.Module):
 @click.option("--config", type=click.Path(exists=True, dir_okay=False), default=CONFIG, help=f"TOML file; default {CONFIG.name}.")
 @click.argument("overrides", nargs=-1, metavar="section.key=value ...")
 def classify(config: str, overrides: tuple[str, ...]) -> None:
-    """Train a transformer on sentence classification, dense or in tensor-train form.
+    """Train a transformer on sentence classification, dense or of TT modules.
 
     \b
     Example:
@@ -118,4 +118,4 @@ def read_tsv(path: str) -> tuple[list[tuple[str, ...]], list[str]]:
 
 
 if __name__ == "__main__":
-    run_command(classify, NAME)
+    run_command(classify, f"python -m {NAME}", folder=Path(__file__).parent)

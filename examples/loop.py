@@ -49,7 +49,7 @@ class TrainingSettings:
         steps: optimizer steps.
         batch_size: sequences in a batch.
         lr_dense: peak learning rate of dense weights, biases and norms.
-        lr_cores: of tensor-train cores.
+        lr_cores: of TT cores.
         lr_ranks: of the rank parameters, which start at 1.
         weight_decay: of AdamW.
         warmup: part of the steps in which the learning rates rise.
@@ -72,7 +72,7 @@ class TrainingSettings:
 
 
 def build_encoder(config: cr.TransformerConfig, tokens: EmbeddingSettings, linears: LinearsConfig) -> cr.TransformerEncoder:
-    """An encoder in the form that the settings ask for, dense or tensor-train."""
+    """An encoder in the form that the settings ask for, dense or TT."""
     return cr.TransformerEncoder(config, linear=linear_layers(linears), embedding=_embeddings(tokens))
 
 

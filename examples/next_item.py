@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torchrec import EmbeddingConfig
 
 import comera_rec as cr
-from benchmarks.harness.cli import run_command
+from comera_rec.cli.errors import run_command
 from comera_rec.nn import EMBEDDING_STD, dense_embedding
 from comera_rec.training.config import load_settings
 from examples.loop import TrainingSettings, fit, new_folder, save, sizes
@@ -208,4 +208,4 @@ def recommend(config: str, overrides: tuple[str, ...]) -> None:
 
 
 if __name__ == "__main__":
-    run_command(recommend, NAME)
+    run_command(recommend, f"python -m {NAME}", folder=Path(__file__).parent)

@@ -13,7 +13,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 try:
     from torchrec import KeyedJaggedTensor
-except ImportError:  # tests of kernels run without it, see benchmarks/gpu.py
+except ImportError:  # tests of kernels run without it, see benchmarks/gpu
     KeyedJaggedTensor = None  # type: ignore[assignment, misc]
 
 TOGETHER = "tests/serving/"  # tests that share models which take long to compile

@@ -17,7 +17,7 @@ import data_pipeline
 
 ROOT = Path(comera_rec.__file__).parents[1]
 # Lowest first; a layer imports those before it. train.py, the script for torchrun, is one more way into the command line.
-LAYERS = ["distributed", "tt", "ops", "nn", "rank", "recsys", "convert", "data", "report", "training", "serving", "cli", "train"]
+LAYERS = "distributed tt ops nn rank recsys convert data report training serving cli train testing".split()
 READS_MANIFEST = {"data_pipeline", "data", "training", "serving", "cli", "train"}
 BELOW_TORCHREC = {"distributed", "tt", "ops", "nn", "rank"}
 # Packages that a function may import, because they are optional: accelerators and clusters.
@@ -72,6 +72,17 @@ def test_imports_point_down(file: Path) -> None:
         return
     assert layer_of(file) in {*LAYERS, "data_pipeline", "__init__", "__main__"}, "a folder that DESIGN's layers do not name"
     assert violations(file, ast.parse(file.read_text())) == []
+
+
+OUTSIDE = [file for folder in ("tests", "examples") for file in sorted((ROOT / folder).rglob("*.py"))]
+
+
+@pytest.mark.parametrize("file", OUTSIDE, ids=lambda file: str(file.relative_to(ROOT)))
+def test_only_their_tests_import_benchmarks_and_examples(file: Path) -> None:
+    parts = file.relative_to(ROOT).parts
+    imported = {module.partition(".")[0] for _, module in imports(ast.parse(file.read_text()))}
+    allowed = {"tests": {parts[1]}, "examples": {"examples"}}[parts[0]]
+    assert imported & {"benchmarks", "examples"} <= allowed
 
 
 @pytest.mark.parametrize(

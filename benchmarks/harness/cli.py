@@ -8,20 +8,14 @@ from typing import NoReturn
 import click
 
 from benchmarks.harness.agreement import Disagreement
+from benchmarks.harness.environment import FOLDER
+from comera_rec.cli.errors import run_command as run
 
 
 def run_command(command: click.Command, name: str, arguments: list[str] | None = None) -> NoReturn:
     """Run a command and exit: 0 on success, 1 where providers disagree, 2 on a user's mistake."""
     try:
-        status = command.main(args=arguments, prog_name=f"python -m {name}", standalone_mode=False)
-        sys.exit(status if isinstance(status, int) else 0)
-    except click.exceptions.Abort:
-        message, status = "interrupted", 130
-    except click.ClickException as error:
-        message, status = error.format_message(), 2
-    except (ValueError, OSError) as error:
-        message, status = str(error), 2
+        run(command, f"python -m {name}", arguments, folder=FOLDER)
     except Disagreement as error:
-        message, status = f"nothing timed, providers disagree: {error}", 1
-    click.echo(f"{name}: {' '.join(message.split())}", err=True)
-    sys.exit(status)
+        click.echo(f"{name}: nothing timed, providers disagree: {' '.join(str(error).split())}", err=True)
+        sys.exit(1)

@@ -57,13 +57,13 @@ def _hardware() -> dict[str, str]:
     cpuinfo, caches = Path("/proc/cpuinfo"), Path("/sys/devices/system/cpu/cpu0/cache")
     flags = re.search(r"^flags\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
     vectors = [flag for flag in (flags[1].split() if flags else ()) if re.match(r"avx|fma|f16c|amx", flag)]
-    found = {"cpu": _cpu_model(), "flags": " ".join(vectors), "kernels": ops.cpu()}
+    hardware = {"cpu": _cpu_model(), "flags": " ".join(vectors), "kernels": ops.cpu()}
     for cache in sorted(caches.glob("index*")):
         level, kind, size = ((cache / name).read_text().strip() for name in ("level", "type", "size"))
-        found[f"L{level} {kind.lower()}"] = size
+        hardware[f"L{level} {kind.lower()}"] = size
     huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    found["huge pages"] = re.sub(r".*\[(.*)\].*", r"\1", huge.read_text().strip()) if huge.exists() else "unknown"
-    return found
+    hardware["huge pages"] = re.sub(r".*\[(.*)\].*", r"\1", huge.read_text().strip()) if huge.exists() else "unknown"
+    return hardware
 
 
 def _slug(text: str) -> str:

@@ -109,7 +109,7 @@ def measure_case(op: str, case: Case, build: Build, settings: Settings, environm
     Args:
         op, case, build, settings: as for `measure_cases`.
         environment: fields that are the same for all rows.
-        peaks: memory measured before, to be told in rows as well.
+        peaks: memory measured before, which rows report as well.
 
     Raises:
         Disagreement: if any provider's numbers are wrong; nothing was timed then.

@@ -82,8 +82,8 @@ def _steps(layer: cr.TTLinear, batch: int) -> Iterator[tuple[LinearWork, Callabl
     of_dense = dense_work(layer.in_features, layer.out_features, batch)
     yield of_dense, step(dense, dense)
     candidates = list(candidate_contractions(layer.shape))
-    some = [layer.contraction(batch), *random.sample(candidates, min(len(candidates), 6))]
-    for contraction in dict.fromkeys(some):
+    contractions = [layer.contraction(batch), *random.sample(candidates, min(len(candidates), 6))]
+    for contraction in dict.fromkeys(contractions):
         work = contraction_work(layer.shape, contraction, batch)
         if work.multiplies <= 4 * of_dense.multiplies:
             yield work, step(partial(_contracted, layer, contraction), layer)

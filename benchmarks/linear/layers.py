@@ -1,4 +1,4 @@
-"""Linear layers: nn.Linear against the tensor train with the same weights.
+"""Linear layers: nn.Linear against TTLinear with the same weights.
 
 Shapes: B batch, I in_features, O out_features.
 """
@@ -141,7 +141,7 @@ class LinearWorkload:
 
 
 def tt_matrix(stored: Mapping[str, Tensor], shape: cr.TTShape) -> Tensor:
-    """The matrix of a train by definition: G_1 diag(D_1) G_2 ... G_d, from `core_k` and `rank_k`; differentiable."""
+    """The matrix of a TT layer by definition: G_1 diag(D_1) G_2 ... G_d, from `core_k` and `rank_k`; differentiable."""
     matrix_mnr = stored["core_0"][0]
     for k in range(1, shape.order):
         product = torch.einsum("mnr,r,rabs->manbs", matrix_mnr, stored[f"rank_{k}"], stored[f"core_{k}"])

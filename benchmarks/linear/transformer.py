@@ -1,8 +1,8 @@
-"""A training step of CoMERA's six-encoder transformer: dense, with GaLore's optimizer, low-rank, and tensor-train.
+"""A training step of CoMERA's six-encoder transformer: dense, with GaLore's optimizer, low-rank, and TT.
 
-All providers start from the same function: the tensor trains are drawn, the dense weights are what they stand for, and the low-rank
-factors are the two halves of each train. Time of a step is that of forward, backward and update; GaLore's singular value
-decompositions, one in 200 steps of its own defaults, fall outside the clock.
+All providers start from the same function: the TT modules are drawn, the dense weights are what they stand for, and the low-rank
+factors are the two halves of each TT module. Time of a step is that of forward, backward and update; GaLore's singular value
+decompositions, one in 200 steps of its parameters defaults, fall outside the clock.
 
 Shapes: B batch, L length, I in_features, O out_features, r rank.
 """
@@ -103,7 +103,7 @@ class TransformerWorkload:
 
     @cached_property
     def _dense(self) -> nn.Module:
-        """Shared by two providers, because memory is short; what one trains the other goes on from."""
+        """Shared by two providers, because memory is short; each continues from the weights of the other."""
         return dense(self.tensor_train)
 
     @property
@@ -116,10 +116,10 @@ class TransformerWorkload:
         stored = {name: p.detach().double().requires_grad_() for name, p in self.tensor_train.named_parameters()}
         weights: dict[str, Tensor] = dict(stored)
         for name, module in named_tt_modules(self.tensor_train):
-            own = {key: stored[f"{name}.{key}"] for key, _ in module.named_parameters()}
-            matrix = tt_matrix(own, module.shape)[: module.num_rows, : module.num_cols]
+            parameters = {key: stored[f"{name}.{key}"] for key, _ in module.named_parameters()}
+            matrix = tt_matrix(parameters, module.shape)[: module.num_rows, : module.num_cols]
             weights[f"{name}.weight"] = matrix.mT if isinstance(module, cr.TTLinear) else matrix
-            for key in own.keys() - {"bias"}:
+            for key in parameters.keys() - {"bias"}:
                 del weights[f"{name}.{key}"]
         ids, labels = self.gate
         # Only its structure is used: every weight is replaced.
@@ -225,7 +225,7 @@ class LowRankLinear(nn.Module):
 
 
 def build(case: TransformerCase) -> nn.Module:
-    """The classifier in tensor-train form."""
+    """The classifier of TT modules."""
     linear = cr.linear_factory(case.linears)
     embedding = partial(cr.TTEmbedding, shape=case.table, std=EMBEDDING_STD)
     encoder = cr.TransformerEncoder(case.model, linear=linear, embedding=embedding)

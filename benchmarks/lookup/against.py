@@ -2,7 +2,7 @@
 
 `python -m benchmarks.lookup.against FOLDER` starts a process for each of the two, which import comera_rec from their own
 folder and take
-steps when they are told to. So a machine whose speed changes changes it for both. Tables, ids and Adagrad are those of
+steps in turns. A machine whose speed changes affects both alike. Tables, ids and Adagrad are those of
 `python -m benchmarks.run lookup`.
 """
 
@@ -38,7 +38,7 @@ class Engine:
         )
         ready = self._answer()
         if Path(ready["package"]).parents[1] != folder.resolve():
-            raise click.ClickException(f"{folder} has no comera_rec of its own: {ready['package']} was imported")
+            raise click.ClickException(f"{folder} has no comera_rec: {ready['package']} was imported")
 
     def step(self) -> float:
         """The milliseconds of the next step."""

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from benchmarks.harness.cli import run_command
 from benchmarks.harness.timing import Plan
-from benchmarks.lookup.shapes import ShapesCase, Trains, correlation
+from benchmarks.lookup.shapes import ShapedTables, ShapesCase, correlation
 from comera_rec.tt import LookupCost, Work, table_candidates
 
 # None of these is among the cases of `shapes.py`.
@@ -48,7 +48,7 @@ def calibrate(shapes: int, seconds: float, seed: int) -> None:
     for case in tqdm(TABLES, desc="calibrate", unit="table", disable=None):
         by_order = [table_candidates(case.rows, case.dim, case.budget, (order,)) for order in (2, 3, 4)]
         picked = [shape for of_order in by_order for shape in random.sample(of_order, min(shapes, len(of_order)))]
-        times = Trains(case, "cpu", seed).time(picked, Plan(warmup=0, min_rounds=3, seconds=seconds))
+        times = ShapedTables(case, "cpu", seed).time(picked, Plan(warmup=0, min_rounds=3, seconds=seconds))
         cost = LookupCost(lookups=case.batch, exponent=case.zipf)
         work += [cost.work(shape.row_shape, shape.col_shape, shape.ranks) for shape in times]
         milliseconds += times.values()

@@ -1,4 +1,4 @@
-"""Tensor-train tables looked up row by row: every row gathers its slice of every core, and bmm multiplies the chain.
+"""TT tables looked up row by row: every row gathers its slice of every core, and bmm multiplies the chain.
 
 What CoMERA (section 4.1, arXiv 2405.14377) and others compare with as the unoptimized TTM embedding: no slice or product is shared
 between rows. Time and memory follow rows times slices; the rows are all lookups, or the unique ones with row dedup.
@@ -19,7 +19,7 @@ from benchmarks.lookup.batch import Batch
 
 
 def chain_rows(cores: Sequence[Tensor], ids: Tensor) -> Tensor:
-    """Rows [L, N] of a train for ids [L], slice by slice; cores are (m, r, n, s), a slice for each value of the row digit."""
+    """Rows [L, N] of a TT table for ids [L], slice by slice; cores are (m, r, n, s), a slice for each value of the row digit."""
     radices = [len(core) for core in cores]
     slices = [core_mrns.index_select(0, ids // math.prod(radices[k + 1 :]) % radices[k]) for k, core_mrns in enumerate(cores)]
     rows_Lns = slices[0].flatten(1, 2)  # r is 1
@@ -29,7 +29,7 @@ def chain_rows(cores: Sequence[Tensor], ids: Tensor) -> Tensor:
 
 
 class ChainedTables(nn.Module):
-    """Sum-pooled bags of one length over tensor-train tables, one chain a table.
+    """Sum-pooled bags of one length over TT tables, one chain a table.
 
     Args:
         tables: name -> cores (m, r, n, s); copied.

@@ -1,4 +1,4 @@
-"""Embedding bags over a collection of tables: dense, FBGEMM's fused, and tensor trains with and without deduplication.
+"""Embedding bags over a collection of tables: dense, FBGEMM's fused, and TT tables with and without deduplication.
 
 All providers of a case hold the same tables, at least in the rows that its batches meet. Every pass takes the next of several
 batches, the same one for all, so that no provider profits from rows that the last call left in the caches.
@@ -49,7 +49,7 @@ DENSE, FBGEMM, NO_DEDUP, ROW_DEDUP, OURS, UPDATED = (
 
 @dataclass(frozen=True, kw_only=True)
 class LookupCase:
-    """Tables of one dim, their trains, and batches of `batch` bags of `bag` ids by Zipf's law; exponent 0 is uniform."""
+    """Tables of one dim, their TT forms, and batches of `batch` bags of `bag` ids by Zipf's law; exponent 0 is uniform."""
 
     rows: tuple[int, ...] = CRITEO_KAGGLE
     dim: int = 64
@@ -68,7 +68,7 @@ class LookupCase:
 
     @property
     def compression(self) -> float:
-        """Dense parameters over the trains', all tables together."""
+        """Dense parameters over the TT tables', all tables together."""
         return sum(self.rows) * self.dim / sum(shape.num_params for shape in self.tt_shapes)
 
     @property
@@ -98,8 +98,8 @@ class LookupCase:
 def criteo_rows(dim: int) -> tuple[int, ...]:
     """The rows of Criteo's large tables that fit into 4 GiB each.
 
-    FBGEMM's update on CPU multiplies row numbers in 32 bits (as of 1.8) and trains wrong rows of a larger table. At dim 64 all rows
-    fit; at dim 128 the largest table loses a sixth.
+    FBGEMM's update on CPU multiplies row numbers in 32 bits (as of 1.8) and updates wrong rows of a larger table. At dim 64 all
+    rows fit; at dim 128 the largest table loses a sixth.
     """
     return tuple(min(count, (4 << 30) // (4 * dim)) for count in CRITEO_KAGGLE)
 
@@ -112,10 +112,10 @@ def cases(quick: bool) -> list[LookupCase]:
     sized = {dim: partial(LookupCase, rows=criteo_rows(dim), dim=dim) for dim in (64, 128)}
     sizes = [(dim, batch, zipf) for dim in (64, 128) for batch in (10_000, 20_000, 40_000) for zipf in (ZIPF, 0)]
     ranks = ((2, 8), (2, 16), (2, 32), (3, 16), (3, 32), (4, 16))
-    trains = [(order, rank, batch) for order, rank in ranks for batch in (16_384, 20_000)]
+    settings = [(order, rank, batch) for order, rank in ranks for batch in (16_384, 20_000)]
     grid = [
         *(sized[dim](batch=batch, zipf=zipf) for dim, batch, zipf in sizes),
-        *(LookupCase(order=order, rank=rank, batch=batch) for order, rank, batch in trains),
+        *(LookupCase(order=order, rank=rank, batch=batch) for order, rank, batch in settings),
         *(LookupCase(batch=4096, bag=10, zipf=zipf) for zipf in (ZIPF, 0)),
     ]
     return sorted(dict.fromkeys(grid), key=lambda case: case.dim)
@@ -194,7 +194,7 @@ class LookupWorkload:
         }
 
     def counted(self, provider: Provider, pass_: str) -> dict[str, float]:
-        """Parameters, compression of the trains over the dense tables, and unique ids of a batch, mean over the batches."""
+        """Parameters, compression of the TT tables over the dense tables, and unique ids of a batch, mean over the batches."""
         params = parameter_count(provider.module) if isinstance(provider, TorchProvider) else sum(self.case.rows) * self.case.dim
         unique = sum(len(met) for batch in self.batches for met in batch.met) / len(self.batches)
         is_dense = not isinstance(provider, TorchProvider) or isinstance(provider.module, EmbeddingBags)
@@ -239,7 +239,7 @@ class LookupWorkload:
         }
 
     def _tables(self) -> list[Tensor]:
-        """The dense tables [M, N], the rows that the batches meet written from the trains."""
+        """The dense tables [M, N], the rows that the batches meet written from the TT tables."""
         tables = split_storage(self._storage(), self.case.rows, self.case.dim)
         for t, (table_MN, cores) in enumerate(zip(tables, self._cores.values(), strict=True)):
             cores = [core.double() for core in cores]

@@ -58,12 +58,12 @@ def run(settings: Settings) -> Iterator[list[Row]]:
         batches = [Batch.draw(case.rows, case.batch, 1, ZIPF, settings.device) for _ in range(NUM_BATCHES)]
         upstream = torch.randn(case.batch, len(case.rows) * case.dim, device=settings.device)
         tables = {name: Tables(case, share, settings.device) for name, share in SHARES.items()}
-        for name, held in tables.items():
-            require_agreement(held.reference(batches[0], upstream), {name: held.shown(batches[0], upstream)})
+        for name, table in tables.items():
+            require_agreement(table.reference(batches[0], upstream), {name: table.shown(batches[0], upstream)})
         tell = partial(case_rows, "hot-rows", case, settings, environment, baselines=tuple(SHARES))
-        counted = {name: {"params": float(held.params)} for name, held in tables.items()}
+        counted = {name: {"params": float(table.params)} for name, table in tables.items()}
         for pass_ in ("forward", "step"):
-            calls = {name: partial(held.call, pass_, batches, upstream) for name, held in tables.items()}
+            calls = {name: partial(table.call, pass_, batches, upstream) for name, table in tables.items()}
             yield tell(pass_, "ms", alternate(calls, settings.plan), counted)
 
 

@@ -1,4 +1,4 @@
-"""Peak memory of training one huge table as a tensor train: cores, gradients and optimizer state included."""
+"""Peak memory of training one huge table as a TT table: cores, gradients and optimizer state included."""
 
 from __future__ import annotations
 

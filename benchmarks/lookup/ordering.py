@@ -1,7 +1,7 @@
 """The order of ids: by frequency, as `comera preprocess` gives them, by communities of ids that occur together, and at random.
 
 EL-Rec (Wang et al., SC 2022, its index reordering) keeps the most frequent ids in front and numbers the others by communities of
-their co-occurrence, so that a batch meets fewer leading digits of a tensor train. Here the communities are those that the log was
+their co-occurrence, so that a batch meets fewer leading digits of a TT table. Here the communities are those that the log was
 drawn from, which is the best that any detection of communities can find.
 
 Why frequency alone is hard to beat: if B ids of a batch are drawn independently, it meets the sum over leading digits p of 1 - (1

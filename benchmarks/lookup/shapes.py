@@ -1,7 +1,7 @@
 """Shapes of one size for a table: is the one that `TTShape.for_table` chooses the fastest?
 
 First every candidate takes a few turns, then the fastest ones take many. All of them are views of one storage, because hundreds of
-trains would not fit into memory beside each other; they train it in turns, which does no harm to time.
+tables would not fit into memory beside each other; they train it in turns, which does no harm to time.
 
 Shapes: M rows, N embedding_dim, L ids of a batch.
 """
@@ -80,13 +80,13 @@ def run(settings: Settings) -> Iterator[list[Row]]:
     environment = describe(settings.device)
     sweep = replace(settings.plan, warmup=0, min_rounds=2)
     for case in tqdm(chosen(QUICK if settings.quick else FULL, settings.only), desc="shapes", unit="case", disable=None):
-        trains = Trains(case, settings.device, settings.seed)
+        tables = ShapedTables(case, settings.device, settings.seed)
         choice = cr.TTShape.for_table(case.rows, case.dim, budget_params=case.budget)
-        measured = trains.time(case.candidates, sweep)
+        measured = tables.time(case.candidates, sweep)
         finalists = [*dict.fromkeys([choice, *sorted(measured, key=measured.__getitem__)[:FINALISTS]])]
         for shape in finalists:
-            trains.require_right(shape, gradients=True)
-        samples = trains.samples(finalists, settings.plan)
+            tables.require_right(shape, gradients=True)
+        samples = tables.samples(finalists, settings.plan)
         fastest = min(samples, key=lambda name: float(np.median(samples[name])))
         agreement = correlation([predicted(shape, case) for shape in measured], list(measured.values()))
         counted = {
@@ -125,8 +125,8 @@ def correlation(predictions: ArrayLike, times: ArrayLike) -> float:
     return float(np.corrcoef(np.log(predictions), np.log(times))[0, 1])
 
 
-class Trains:
-    """Trains of one table, their batches and the upstream gradient; made when asked for, upon one storage."""
+class ShapedTables:
+    """TT tables of one size, their batches and the upstream gradient; made when asked for, upon one storage."""
 
     def __init__(self, case: ShapesCase, device: str, seed: int) -> None:
         torch.manual_seed(seed)

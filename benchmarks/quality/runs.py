@@ -235,23 +235,23 @@ def evaluate(model: Model, rows: Rows) -> dict[str, float]:
     for index in torch.arange(len(rows.labels)).split(16_384):
         part = rows.take(index)
         metrics.update(model(part), part.labels)
-    found = metrics.compute()
-    return {name: float(found[name]) for name in ("ne", "auc", "logloss")}
+    computed = metrics.compute()
+    return {name: float(computed[name]) for name in ("ne", "auc", "logloss")}
 
 
 def tasks(settings: Settings) -> list[Task]:
     """The data sets: synthetic always, implicit feedback where its folder is given."""
-    found, wanted = [], settings.only.get("data")
+    selected, wanted = [], settings.only.get("data")
     if wanted in (None, Synth.name):
         if settings.quick:
-            found = [Task(data=Synth(20_000, 0.02), dim=8, batch=128, steps=20, rates=RATES[:1])]
+            selected = [Task(data=Synth(20_000, 0.02), dim=8, batch=128, steps=20, rates=RATES[:1])]
         else:
             # The first rate was the worst of all for every method at 10x and 50x.
-            found = [Task(data=Synth(1_000_000, 1.0), dim=16, batch=2048, steps=390, rates=RATES[1:])]
+            selected = [Task(data=Synth(1_000_000, 1.0), dim=16, batch=2048, steps=390, rates=RATES[1:])]
     if settings.data and wanted != Synth.name:
         feedback = ImplicitFeedback.read(settings.data)
         epoch = 2 * int(feedback.counts[0].sum()) // 2048
-        found.append(
+        selected.append(
             Task(
                 data=feedback,
                 dim=32,
@@ -260,7 +260,7 @@ def tasks(settings: Settings) -> list[Task]:
                 rates=RATES[:1] if settings.quick else RATES,
             )
         )
-    return [task for task in found if wanted in (None, task.data.name)]
+    return [task for task in selected if wanted in (None, task.data.name)]
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
@@ -297,7 +297,7 @@ def _plan(task: Task, settings: Settings) -> list[tuple[str, float, int, float |
     if "method" in settings.only:  # too many to run unasked
         scores += [(method, compression, task.steps) for compression in BUDGETS for method in SPLITS]
     twice = [(method, TWICE[0], 2 * task.steps) for method in TWICE[1]]
-    cases, scores, twice = ([case for case in some if _wanted(case, settings.only)] for some in (cases, scores, twice))
+    cases, scores, twice = ([case for case in group if _wanted(case, settings.only)] for group in (cases, scores, twice))
     if settings.quick:
         cases, scores, twice = [case for case in cases if case[1] == BUDGETS[0]], [], []
     first = settings.seed

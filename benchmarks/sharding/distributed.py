@@ -26,7 +26,6 @@ from benchmarks.harness.agreement import require_agreement
 from benchmarks.harness.environment import available_cores, describe
 from benchmarks.harness.ids import draw_ids
 from benchmarks.harness.measure import Settings, case_rows, chosen
-from benchmarks.harness.processes import run as run_processes
 from benchmarks.harness.rows import Row
 from benchmarks.harness.text import aligned, case_title
 from benchmarks.harness.timing import Plan, alternate
@@ -36,8 +35,9 @@ from benchmarks.sharding.collectives import Counting, mean_sent
 from comera_rec.recsys.sharding import ShardedTTEmbeddingBagCollection
 from comera_rec.recsys.sharding.parts import RowShard
 from comera_rec.recsys.sharding.planner import count_bytes
+from comera_rec.testing import run as run_processes
 
-# provider -> (sharding type, tensor train or dense)
+# provider -> (sharding type, TT or dense)
 PROVIDERS = {
     "dense table-wise": ("table_wise", False),
     "TT data-parallel": ("data_parallel", True),
@@ -184,7 +184,7 @@ class Inputs:
         self._of_all = torch.cat([ids for ids, _ in batches]), torch.cat([upstream for _, upstream in batches])
 
     def collection(self) -> cr.TTEmbeddingBagCollection:
-        """The train, with the same values in all processes."""
+        """The TT table, with the same values in all processes."""
         torch.manual_seed(self._seed)
         return cr.TTEmbeddingBagCollection([cr.TTEmbeddingBagConfig.from_dense(self._case.table(), self._case.tt_shape)])
 
@@ -224,7 +224,7 @@ class Provider:
     def __init__(self, case: ShardedCase, name: str, inputs: Inputs) -> None:
         self._name, self._inputs = name, inputs
         kind, self._is_tt = PROVIDERS[name]
-        train = inputs.collection()
+        collection = inputs.collection()
         sharders: list[Any] = [
             cr.TTEmbeddingBagCollectionSharder(),
             EmbeddingBagCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LR}),
@@ -235,15 +235,15 @@ class Provider:
             constraints={"t": ParameterConstraints(sharding_types=[kind])},
             stats=[],
         )
-        model = Values(train if self._is_tt else EmbeddingBagCollection([case.table()], device=torch.device("meta")))
+        model = Values(collection if self._is_tt else EmbeddingBagCollection([case.table()], device=torch.device("meta")))
         plan = planner.collective_plan(model, sharders, dist.group.WORLD)
         self._model = DistributedModelParallel(model, plan=plan, sharders=sharders)
         self.counting = Counting(self._model)
         if not self._is_tt:  # TorchRec initializes sharded dense tables anew
             for shard in self._model.state_dict()["collection.embedding_bags.t.weight"].local_shards():
-                shard.tensor.copy_(train.tt_bag("t").to_dense().weight)
+                shard.tensor.copy_(collection.tt_bag("t").to_dense().weight)
         parameters = list(self._model.parameters())
-        # TorchRec fuses the update of a dense table; and a process may hold nothing of a train.
+        # TorchRec fuses the update of a dense table; and a process may hold nothing of a TT table.
         self._optimizer = torch.optim.Adagrad(parameters, fused=True) if self._is_tt and parameters else None
 
     def verify(self, reference: dict[str, Tensor]) -> None:
@@ -258,8 +258,8 @@ class Provider:
                     grad = torch.full_like(parameter, torch.nan) if parameter.grad is None else parameter.grad
                     if isinstance(bag, RowShard) and name == "core_0":
                         first = dist.get_rank() * grad.shape[1]
-                        reference = {**reference, quantity: reference[quantity][:, first : first + bag.held]}
-                        grad = grad[:, : bag.held]
+                        reference = {**reference, quantity: reference[quantity][:, first : first + bag.num_digits]}
+                        grad = grad[:, : bag.num_digits]
                     shown[quantity] = grad.clone()
                     parameter.grad = None
         else:

@@ -29,13 +29,13 @@ from benchmarks.harness.ids import draw_power_law
 from benchmarks.harness.limits import ceilings
 from benchmarks.harness.measure import Settings, case_rows, chosen
 from benchmarks.harness.memory import memory_is_measurable, resident_peak, return_freed_memory_at_once
-from benchmarks.harness.processes import run as run_processes
 from benchmarks.harness.rows import Row
 from benchmarks.harness.text import aligned, case_title
 from benchmarks.lookup.criteo_tables import ZIPF
 from benchmarks.sharding.distributed import Values
 from comera_rec.recsys.sharding.planner import TTEnumerator
 from comera_rec.recsys.sharding.sharder import SHARDING_TYPES
+from comera_rec.testing import run as run_processes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,7 +107,7 @@ def step(case: ScaleCase, provider: str) -> dict[str, float]:
             moved += counts["ids"] + 2 * counts["bags"] / world
             lookup += 5 * batch * DIM * _ITEM / HBM  # rows read, bags written; gradients read, rows read and written
             held += (table.num_embeddings * (DIM + 1) * _ITEM) / world  # row-wise Adagrad
-        elif not table.is_tt:  # small tables are replicated beside replicated trains
+        elif not table.is_tt:  # small tables are replicated beside replicated TT tables
             size = table.num_embeddings * DIM * _ITEM
             reduced += ring_bytes(size, world)
             lookup += (5 * batch * DIM * _ITEM + 5 * size) / HBM

@@ -17,9 +17,9 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from benchmarks.harness.agreement import require_agreement
 from benchmarks.harness.environment import available_cores, describe
 from benchmarks.harness.measure import Settings, case_rows, chosen
-from benchmarks.harness.processes import run as run_processes
 from benchmarks.harness.rows import Row
 from benchmarks.harness.timing import Plan, alternate
+from comera_rec.testing import run as run_processes
 from comera_rec.training.config import parse_config
 from comera_rec.training.trainer import Trainer
 from data_pipeline.options import PreprocessOptions

@@ -1,17 +1,16 @@
-"""The `comera` command: a table of subcommands and the one place where errors become a line and an exit status.
+"""The `comera` command: a table of subcommands.
 
 A subcommand's module is imported when the subcommand runs: preprocessing needs no torch, and importing torchrec takes seconds.
 """
 
 from __future__ import annotations
 
-import dis
 import importlib
-import os
-import sys
-from pathlib import Path
+from typing import NoReturn
 
 import click
+
+from comera_rec.cli.errors import run_command
 
 COMMANDS = {
     "synth": ("comera_rec.cli.data", "Write Criteo-format logs with a planted signal of known best AUC."),
@@ -29,8 +28,6 @@ COMMANDS = {
     "report": ("comera_rec.cli.model", "Compare runs on one self-contained HTML page."),
     "export": ("comera_rec.cli.model", "Write a trained run as one file that answers requests, or without TT modules."),
 }
-
-_OURS = tuple(Path(__file__).parents[2] / package for package in ("comera_rec", "data_pipeline"))
 
 
 class LazyGroup(click.Group):
@@ -63,39 +60,9 @@ def cli() -> None:
     """
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run the command line and exit: 0 on success, 2 on a user's mistake, which is printed in one line on standard error.
-
-    A mistake is an OSError, or a ValueError from a `raise` of this project. Any other error is a fault of the program, whose
-    traceback is shown; COMERA_TRACEBACK=1 shows that of mistakes, too.
-    """
-    try:
-        status = cli.main(args=arguments, prog_name="comera", standalone_mode=False)
-        sys.exit(status if isinstance(status, int) else 0)
-    except click.exceptions.Abort:
-        click.echo("comera: interrupted", err=True)
-        sys.exit(130)
-    except click.exceptions.NoArgsIsHelpError as error:
-        click.echo(error.format_message(), err=True)
-        sys.exit(2)
-    except click.ClickException as error:
-        message, status = error.format_message(), 2
-    except (ValueError, OSError) as error:
-        if os.environ.get("COMERA_TRACEBACK") or not (isinstance(error, OSError) or _raised_here(error)):
-            raise
-        message, status = str(error), 2
-    click.echo("comera: " + " ".join(message.split()), err=True)
-    sys.exit(status)
-
-
-def _raised_here(error: BaseException) -> bool:
-    """Return whether a `raise` of this project made the error, rather than a function that it called."""
-    last = error.__traceback__
-    assert last is not None
-    while last.tb_next is not None:
-        last = last.tb_next
-    code = last.tb_frame.f_code
-    return any(map(Path(code.co_filename).is_relative_to, _OURS)) and code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Run the command line and exit: 0 on success, 2 on a user's mistake."""
+    run_command(cli, "comera", arguments)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A collection of embedding bags, large tables as tensor trains and small ones dense.
+"""A collection of embedding bags, large tables as TT tables and small ones dense.
 
 B batch size, F features (keys), N_f embedding_dim of feature f's table.
 """
@@ -32,7 +32,7 @@ from comera_rec.recsys.config import DTYPES, TTEmbeddingBagConfig
 
 
 class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
-    """`torchrec.EmbeddingBagCollection` whose large tables are tensor-train matrices.
+    """`torchrec.EmbeddingBagCollection` whose large tables are TT tables.
 
     Takes a KeyedJaggedTensor, returns a KeyedTensor with the keys, order and values of an EmbeddingBagCollection that holds
     the densified tables: shared features, weights, empty bags and variable batch sizes included. Tables without ranks sit in a
@@ -245,7 +245,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         return pooled.split([len(feature.lengths()) for feature in features]) if per_feature else [pooled]
 
     def tt_configs(self) -> list[TTEmbeddingBagConfig]:
-        """The configs of the tensor trains, in order."""
+        """The configs of the TT tables, in order."""
         return list(self._tt_configs)
 
     def output_keys(self) -> list[str]:
@@ -271,7 +271,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         return {config.name: self.tt_bag(config.name) if config.is_tt else dense[config.name] for config in self._configs}
 
     def tt_bag(self, table: str) -> TTEmbeddingBag:
-        """The tensor train of a table."""
+        """The TT module of a table."""
         bag = self.tt_bags[table]
         assert isinstance(bag, TTEmbeddingBag)
         return bag
@@ -325,7 +325,7 @@ def _check(configs: Sequence[TTEmbeddingBagConfig]) -> None:
         if config.pooling not in (PoolingType.SUM, PoolingType.MEAN):
             raise ValueError(f"table {config.name!r} has pooling {config.pooling}: choose SUM or MEAN")
         if config.is_tt and config.data_type not in DTYPES:
-            raise ValueError(f"table {config.name!r} has data type {config.data_type}: a tensor train takes FP32, FP16 or BF16")
+            raise ValueError(f"table {config.name!r} has data type {config.data_type}: a TT table takes FP32, FP16 or BF16")
         if not config.feature_names:
             config.feature_names = [config.name]
 

@@ -38,11 +38,11 @@ class _TTFields(BaseEmbeddingConfig):
 
     @property
     def is_tt(self) -> bool:
-        """Whether the table is held as a tensor train."""
+        """Whether the table is a TT table."""
         return self.tt_ranks is not None or self.shape is not None
 
     def tt_shape(self) -> TTShape:
-        """Modes and ranks of the train."""
+        """Modes and TT ranks of the table."""
         return table_shape(self.num_embeddings, self.embedding_dim, self.shape, self.tt_ranks)
 
     @property

@@ -49,11 +49,11 @@ def build_dlrm(
     """Build TorchRec's own DLRM (Naumov et al., arXiv 1906.00091) with large tables and large MLP layers in tensor-train form.
 
     Args:
-        tables: one config a table; those with `tt_ranks` or `shape` become tensor trains, the others stay dense.
+        tables: one config a table; those with `tt_ranks` or `shape` become TT tables, the others stay dense.
         dense_in_features: number of dense features; with 0 one learned vector takes the place of the bottom MLP.
         dense_arch_layer_sizes: outputs of the bottom MLP's layers; the last is the embedding dimension.
         over_arch_layer_sizes: outputs of the top MLP's layers; the last is 1, or the number of labels L.
-        linears: which MLP layers become tensor trains (see `TTLinearConfig`); None keeps all dense. Small layers stay dense.
+        linears: which MLP layers become TT layers (see `TTLinearConfig`); None keeps all dense. Small layers stay dense.
         cross_layers: layers of a low-rank cross network in place of products of pairs, DLRM-DCNv2 (Wang et al., DCN V2,
             arXiv 2008.13535, section 3.3); 0 for DLRM.
         cross_rank: their rank.

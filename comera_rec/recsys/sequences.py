@@ -20,7 +20,7 @@ from comera_rec.recsys.config import TTEmbeddingCollectionConfig
 
 
 class TTEmbeddingCollection(EmbeddingCollectionInterface):
-    """`torchrec.EmbeddingCollection` whose large tables are tensor-train matrices.
+    """`torchrec.EmbeddingCollection` whose large tables are TT tables.
 
     Takes a KeyedJaggedTensor, returns a JaggedTensor a feature with the keys, order and values of an EmbeddingCollection that holds
     the densified tables. A row is the bag of one id: the tables are those of a `TTEmbeddingBagCollection`, the child `tables`,

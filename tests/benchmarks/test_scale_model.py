@@ -49,9 +49,9 @@ def test_tables_take_what_their_compression_says() -> None:
     rows = 187_767_399  # MLPerf's
     dense = step(replace(SMALL, gpus=8), "dense table-wise")["tables MiB"]
     assert dense == pytest.approx(rows * 129 * 4 / 8 / 2**20)
-    trains = step(SMALL, "TT data-parallel")["tables MiB"]  # weights, gradients and optimizer state
-    assert trains <= 3 * rows * 128 * 4 / SMALL.compression / 2**20
-    assert trains > 0.9 * 3 * rows * 128 * 4 / SMALL.compression / 2**20
+    tables = step(SMALL, "TT data-parallel")["tables MiB"]  # weights, gradients and optimizer state
+    assert tables <= 3 * rows * 128 * 4 / SMALL.compression / 2**20
+    assert tables > 0.9 * 3 * rows * 128 * 4 / SMALL.compression / 2**20
 
 
 def test_rows_tell_the_sum_of_their_parts_and_are_plotted(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from benchmarks.harness.agreement import Disagreement
 from benchmarks.harness.measure import Settings
 from benchmarks.harness.timing import Plan
 from benchmarks.lookup.calibrate import TABLES, nonnegative_least_squares
-from benchmarks.lookup.shapes import FULL, QUICK, Trains, label, run
+from benchmarks.lookup.shapes import FULL, QUICK, ShapedTables, label, run
 from comera_rec import TTEmbeddingBag, TTShape
 
 FEW = Plan(warmup=0, min_rounds=1, max_rounds=1)
@@ -31,7 +31,7 @@ def test_a_wrong_shape_is_never_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TTEmbeddingBag, "forward", lambda *args: forward(*args) * 1.01)
     (case,) = QUICK
     with pytest.raises(Disagreement, match=r"shapes, .*'compression': 50.*output is off"):
-        Trains(case, "cpu", 0).time(case.candidates, FEW)
+        ShapedTables(case, "cpu", 0).time(case.candidates, FEW)
 
 
 def test_it_is_not_judged_on_what_it_was_fitted_to() -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness.processes import run as run_processes
 from comera_rec.distributed import Processes, join_launched, launcher_number
+from comera_rec.testing import run as run_processes
 
 pytestmark = pytest.mark.distributed
 

@@ -21,11 +21,11 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingEnv
 
 import comera_rec as cr
-from benchmarks.harness.processes import run
 from comera_rec.nn import named_tt_modules
 from comera_rec.recsys import TTEmbeddingBagCollection
 from comera_rec.recsys import TTEmbeddingBagConfig as Table
 from comera_rec.recsys.sharding import ShardedTTEmbeddingBagCollection
+from comera_rec.testing import run
 
 pytestmark = pytest.mark.distributed
 

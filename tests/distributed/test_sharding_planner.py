@@ -1,4 +1,4 @@
-"""Plans of tensor trains beside dense tables."""
+"""Plans of TT tables beside dense tables."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import DataType
 
 import comera_rec as cr
-from benchmarks.harness.processes import run
 from comera_rec.recsys import TTEmbeddingBagCollection
 from comera_rec.recsys import TTEmbeddingBagConfig as Table
 from comera_rec.recsys.sharding.planner import TTEnumerator, count_bytes
+from comera_rec.testing import run
 
 KINDS = ("data_parallel", "table_wise", "row_wise")
 
@@ -55,7 +55,7 @@ def test_constraints_hold(kind: str) -> None:
 
 
 def test_a_sharding_type_that_divides_columns_is_refused() -> None:
-    with pytest.raises(PlannerError, match=r"table 'users': none of the sharding types \['column_wise'\] suits a tensor train"):
+    with pytest.raises(PlannerError, match=r"table 'users': none of the sharding types \['column_wise'\] suits a TT table"):
         plan(model(table("users", 1_000_000, 8)), users="column_wise")
 
 
@@ -64,7 +64,7 @@ def stock_model(*tables: Table) -> nn.Module:
 
 
 def at_ranks(tables: list[Table], names: set[str], rank: int) -> list[Table]:
-    """Those tables as trains of at most that rank."""
+    """Those tables as TT tables of at most that rank."""
     changed = []
     for each in tables:
         if each.name in names:
@@ -102,15 +102,13 @@ def test_the_error_names_the_smallest_change_with_which_all_fits(
 
 
 def test_the_error_names_a_few_of_many_tables() -> None:
-    with pytest.raises(
-        PlannerError, match=r"make 't0', 't1', 't2' and the 3 next largest tensor trains of ranks of at most"
-    ) as error:
+    with pytest.raises(PlannerError, match=r"make 't0', 't1', 't2' and the 3 next largest TT tables of ranks of at most") as error:
         plan(model(*(table(f"t{k}", 4_000_000) for k in range(6))), world_size=1, ddr_cap=1 << 29)
     assert "(TTEmbeddingBagConfig with tt_ranks), or plan for more devices than 1\n" in str(error.value)
 
 
 def test_a_batch_too_large_for_any_rank_is_told_apart() -> None:
-    with pytest.raises(PlannerError, match=r"not even trains of rank 1 fit, .*: take a smaller batch than 4000000"):
+    with pytest.raises(PlannerError, match=r"not even TT tables of rank 1 fit, .*: take a smaller batch than 4000000"):
         plan(model(table("users", 1_000_000, 8)), batch=4_000_000, ddr_cap=1 << 28)
 
 
@@ -139,7 +137,7 @@ def train_on_one_device(rank: int) -> tuple[list[float], int]:
 
 
 def test_what_two_devices_cannot_hold_dense_trains_on_one_of_them() -> None:
-    with pytest.raises(PlannerError, match="make 'clicked', 'bought', 'searched' tensor trains"):
+    with pytest.raises(PlannerError, match="make 'clicked', 'bought', 'searched' TT tables"):
         plan(stock_model(*LARGE), world_size=2, batch=256, ddr_cap=DEVICE)
     [(losses, size)] = run(1, train_on_one_device)
     assert losses[-1] < 0.5 * losses[0]

@@ -11,7 +11,7 @@ import click
 import pytest
 import torch
 
-from benchmarks.harness.cli import run_command
+from comera_rec.cli.errors import run_command
 from comera_rec.training.config import load_settings
 from examples import classify_text, next_item, pretrain_code
 from examples.text import CLS, MASK, PAD, SEP, SPECIAL, TextBatch, batches_of, byte_pairs, word_pieces
@@ -31,7 +31,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
     def call(command: click.Command, *arguments: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as stopped:
-            run_command(command, "example", list(arguments))
+            run_command(command, "example", list(arguments), folder=Path(classify_text.__file__).parent)
         said = capsys.readouterr()
         assert isinstance(stopped.value.code, int)
         return stopped.value.code, said.out, said.err

@@ -28,12 +28,12 @@ def table(name: str, features: list[str], *, rows: int = 101, dim: int = 16, **a
 
 
 def limits(tables: list[EmbeddingBagConfig]) -> dict[str, int]:
-    """Per feature the ids that every table it goes to can take."""
-    found: dict[str, int] = {}
+    """Smallest table of each feature, by which its ids are bounded."""
+    least: dict[str, int] = {}
     for config in tables:
         for feature in config.feature_names:
-            found[feature] = min(config.num_embeddings, found.get(feature, config.num_embeddings))
-    return found
+            least[feature] = min(config.num_embeddings, least.get(feature, config.num_embeddings))
+    return least
 
 
 def gradients_of_rows(collection: TTEmbeddingBagCollection, dense: EmbeddingBagCollection) -> None:
@@ -57,16 +57,16 @@ def assert_same_as_dense(tables: list[EmbeddingBagConfig], features: KeyedJagged
         [config.dense() if isinstance(config, TTEmbeddingBagConfig) else config for config in tables]
     )
     assert dense.state_dict().keys() == reference.state_dict().keys()
-    found, expected = collection(features), dense(features)
-    assert found.keys() == expected.keys()
-    assert found.length_per_key() == expected.length_per_key()
-    torch.testing.assert_close(found.values(), expected.values())
-    assert {key: value.shape for key, value in found.to_dict().items()} == {k: v.shape for k, v in expected.to_dict().items()}
+    actual, expected = collection(features), dense(features)
+    assert actual.keys() == expected.keys()
+    assert actual.length_per_key() == expected.length_per_key()
+    torch.testing.assert_close(actual.values(), expected.values())
+    assert {key: value.shape for key, value in actual.to_dict().items()} == {k: v.shape for k, v in expected.to_dict().items()}
     upstream = torch.randn_like(expected.values())
-    found.values().backward(upstream)
+    actual.values().backward(upstream)
     expected.values().backward(upstream)
     gradients_of_rows(collection, dense)
-    return found.values()
+    return actual.values()
 
 
 MIXES: dict[str, list[EmbeddingBagConfig]] = {
@@ -170,10 +170,10 @@ def test_ids_beyond_32_bits_in_a_shared_lookup() -> None:
     collection = TTEmbeddingBagCollection([table(name, [name], rows=rows - i, dim=8, tt_ranks=2) for i, name in enumerate("ab")])
     ids = torch.tensor([0, 2**31, rows - 2])
     features = KeyedJaggedTensor(keys=["a", "b"], values=ids.repeat(2), lengths=torch.ones(6, dtype=torch.int64))
-    found = collection(features).values()
+    actual = collection(features).values()
     expected = [collection.tt_bag(name)(ids, torch.arange(4)) for name in "ab"]  # offsets include the end
-    torch.testing.assert_close(found, torch.cat(expected, dim=1))
-    assert len(found.detach().unique(dim=0)) == 3
+    torch.testing.assert_close(actual, torch.cat(expected, dim=1))
+    assert len(actual.detach().unique(dim=0)) == 3
 
 
 def test_features_the_collection_does_not_know_are_ignored(random_jagged: MakeJagged) -> None:
@@ -279,11 +279,11 @@ def test_half_precision_tables_pool_to_float(data_type: DataType, random_jagged:
     config = table("a", ["f"], tt_ranks=4, data_type=data_type)
     collection = TTEmbeddingBagCollection([config])
     features = random_jagged({"f": 101}, 5)
-    found = collection(features).values()
-    assert found.dtype == torch.float32
+    actual = collection(features).values()
+    assert actual.dtype == torch.float32
     assert collection.tt_bag("a").core_0.dtype in (torch.float16, torch.bfloat16)
     expected = export_dense(collection)(features).values()
-    torch.testing.assert_close(found, expected, rtol=0, atol=16 * 2**-8 * float(expected.detach().abs().max()))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=16 * 2**-8 * float(expected.detach().abs().max()))
 
 
 def test_initial_rows_are_spread_like_torchrecs() -> None:
@@ -334,7 +334,7 @@ def test_names_in_the_state_dict() -> None:
         ([table("items", ["f"], tt_ranks=4)], "table name 'items' can't name a submodule of an nn.ModuleDict: choose another"),
         ([table("user.id", ["f"])], "table name 'user.id' can't name a submodule"),
         ([table("a", ["f"], tt_ranks=4, pooling=PoolingType.NONE)], "table 'a' has pooling .*: choose SUM or MEAN"),
-        ([table("a", ["f"], tt_ranks=4, data_type=DataType.INT8)], "table 'a' has data type .*: a tensor train takes FP32"),
+        ([table("a", ["f"], tt_ranks=4, data_type=DataType.INT8)], "table 'a' has data type .*: a TT table takes FP32"),
     ],
 )
 def test_collections_that_cannot_be_are_refused(tables: list[EmbeddingBagConfig], message: str) -> None:

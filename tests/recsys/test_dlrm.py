@@ -1,4 +1,4 @@
-"""build_dlrm: torchrec's own model, large parts as tensor trains, and it learns."""
+"""build_dlrm: torchrec's own model, large parts as TT modules, and it learns."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def test_large_layers_are_trains_and_small_ones_dense(random_jagged: Callable[..
     assert type(model) is DLRM
     assert isinstance(model.sparse_arch.embedding_bag_collection, TTEmbeddingBagCollection)
     assert list(model.sparse_arch.embedding_bag_collection.tt_bags) == ["t1"]
-    trains = sorted((m.in_features, m.out_features) for m in model.modules() if isinstance(m, TTLinear))
+    tt_layers = sorted((m.in_features, m.out_features) for m in model.modules() if isinstance(m, TTLinear))
     dense = sorted((m.in_features, m.out_features) for m in model.modules() if type(m) is nn.Linear)
-    assert trains == [(128, 128), (256, 128)]
+    assert tt_layers == [(128, 128), (256, 128)]
     assert dense == [(5, 128), (19, 256), (128, 1), (128, 16)]
     logits = model(torch.randn(7, 5), random_jagged({"f1": 5000, "f2": 30}, 7))
     assert logits.shape == (7, 1)

@@ -38,11 +38,11 @@ def dense_configs() -> list[EmbeddingConfig]:
     return [config.dense() if isinstance(config, TTEmbeddingCollectionConfig) else config for config in configs()]
 
 
-def assert_same(found: dict[str, JaggedTensor], expected: dict[str, JaggedTensor]) -> None:
-    assert list(found) == list(expected)
+def assert_same(actual: dict[str, JaggedTensor], expected: dict[str, JaggedTensor]) -> None:
+    assert list(actual) == list(expected)
     for key, rows in expected.items():
-        torch.testing.assert_close(found[key].values(), rows.values())
-        assert torch.equal(found[key].lengths(), rows.lengths())
+        torch.testing.assert_close(actual[key].values(), rows.values())
+        assert torch.equal(actual[key].lengths(), rows.lengths())
 
 
 @pytest.mark.parametrize("of_large", [{"tt_ranks": 4}, {"tt_ranks": 3, "hot_rows": ((20, 4), (100, 1))}], ids=str)
@@ -56,18 +56,18 @@ def test_rows_and_gradients_are_those_of_the_dense_tables(
     dense = cr.export_dense(collection)
     assert type(dense) is EmbeddingCollection
     features = random_jagged(ROWS, samples)
-    found, expected = collection(features), dense(features)
-    assert list(found) == ["seen@products", "bought", "site", "seen@seen twice"]
-    assert_same(found, expected)
-    for rows in (found, expected):
+    actual, expected = collection(features), dense(features)
+    assert list(actual) == ["seen@products", "bought", "site", "seen@seen twice"]
+    assert_same(actual, expected)
+    for rows in (actual, expected):
         sum((k + 1) * each.values().square().sum() for k, each in enumerate(rows.values())).backward()
     bag = collection.tables.tt_bag("products")
     upstream = dense.embeddings["products"].weight.grad
     gradients = torch.autograd.grad(bag.dense_matrix(), list(bag.parameters()), upstream)
     torch.testing.assert_close([parameter.grad for parameter in bag.parameters()], list(gradients))
     for name in ("sites", "seen twice"):
-        held = collection.tables.embedding_bags[name].weight
-        torch.testing.assert_close(held.grad, dense.embeddings[name].weight.grad)
+        stored = collection.tables.embedding_bags[name].weight
+        torch.testing.assert_close(stored.grad, dense.embeddings[name].weight.grad)
 
 
 def test_a_batch_without_ids() -> None:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness.processes import CONTEXT
+from comera_rec.testing import CONTEXT
 from comera_rec.training import writer
 from comera_rec.training.checkpoint import latest_checkpoint, open_checkpoint
 from comera_rec.training.config import load_config

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness.processes import run as run_processes
+from comera_rec.testing import run as run_processes
 from comera_rec.training.checkpoint import latest_checkpoint, open_checkpoint, save_checkpoint
 
 pytestmark = pytest.mark.distributed

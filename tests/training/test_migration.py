@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.harness.processes import run as run_processes
+from comera_rec.testing import run as run_processes
 from comera_rec.training import trainer as trainer_module
 from comera_rec.training.checkpoint import latest_checkpoint, open_checkpoint
 from comera_rec.training.config import load_config

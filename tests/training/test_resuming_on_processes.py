@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness.processes import run as run_processes
 from comera_rec.distributed import Processes
+from comera_rec.testing import run as run_processes
 from comera_rec.training import evaluation, writer
 from comera_rec.training.checkpoint import checkpoint_at, open_checkpoint
 from comera_rec.training.config import load_config

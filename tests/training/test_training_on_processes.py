@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness.processes import run as run_processes
 from comera_rec.cli.main import main
+from comera_rec.testing import run as run_processes
 from comera_rec.training.checkpoint import latest_checkpoint, open_checkpoint
 from comera_rec.training.config import load_config
 from comera_rec.training.evaluation import evaluate

@@ -1,4 +1,4 @@
-"""Tensor-train tables on TorchRec's engine: sharded for DistributedModelParallel, and their true cost in its planner."""
+"""TT tables on TorchRec's engine: sharded for DistributedModelParallel, and their true cost in its planner."""
 
 from comera_rec.recsys.sharding.collection import ShardedTTEmbeddingBagCollection, divided_like, padded_to
 from comera_rec.recsys.sharding.data_parallel import rewrap_data_parallel_

@@ -53,11 +53,11 @@ class ShardedContext(Multistreamable):
 class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], KeyedTensor, ShardedContext]):
     """What `TTEmbeddingBagCollectionSharder` makes of a `TTEmbeddingBagCollection`.
 
-    Parameters have the names of the unsharded collection. Tensor trains are sharded data-parallel, table-wise or row-wise, each
+    Parameters have the names of the unsharded collection. TT tables are sharded data-parallel, table-wise or row-wise, each
     table as the plan says; dense tables by TorchRec. In a state dict a leading core that is divided row-wise is a DTensor.
 
     Args:
-        module: the collection; the trains' values are taken, unless they are on the meta device.
+        module: the collection; the TT tables' values are taken, unless they are on the meta device.
         plan: parameter sharding of every table, by name.
         env: the processes.
         dense_sharder: shards the dense tables.
@@ -65,7 +65,7 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
         module_fqn: the collection's name in the model, for traces.
 
     Raises:
-        ValueError: for a sharding type that tensor trains can't take, or too few slices to divide.
+        ValueError: for a sharding type that TT tables do not support, or too few slices to divide.
     """
 
     def __init__(
@@ -87,12 +87,12 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
             kind: [config for config in tables if plan[config.name].sharding_type == kind]
             for kind in (ShardingType.DATA_PARALLEL.value, ShardingType.TABLE_WISE.value, ShardingType.ROW_WISE.value)
         }
-        known = {config.name for some in by_type.values() for config in some}
+        known = {config.name for configs in by_type.values() for config in configs}
         for config in tables:
             if config.name not in known:
                 raise ValueError(
                     f"table {config.name!r}: sharding type {plan[config.name].sharding_type!r} divides columns or hosts, which a "
-                    f"tensor train can't: choose one of {', '.join(by_type)}"
+                    f"TT table can't: choose one of {', '.join(by_type)}"
                 )
         replicated, whole, divided = by_type.values()
         owner = {config.name: plan[config.name].ranks[0] for config in whole}
@@ -112,8 +112,8 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
             [key for name in dict.fromkeys(config.name for config in part.tables) for key in module.keys_of(name)]
             for part in self._parts
         ]
-        held = {name: bag for part in self._parts for name, bag in part.bags.items()}
-        self.tt_bags = nn.ModuleDict({config.name: held[config.name] for config in tables if config.name in held})
+        sharded = {name: bag for part in self._parts for name, bag in part.bags.items()}
+        self.tt_bags = nn.ModuleDict({config.name: sharded[config.name] for config in tables if config.name in sharded})
         # Registered for pipelines, which look for the dists among the submodules.
         self.dists = nn.ModuleList(dist for part in self._parts for dist in (part.input_dist, part.output_dist))
         self.dense_bags: ShardedEmbeddingBagCollection | None = None
@@ -121,7 +121,7 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
             dense_plan = EmbeddingModuleShardingPlan({t.name: plan[t.name] for t in module.dense_bags.embedding_bag_configs()})
             fqn = f"{module_fqn}.dense_bags" if module_fqn else "dense_bags"
             self.dense_bags = dense_sharder.shard(module.dense_bags, dense_plan, env, device, fqn)
-            # TorchRec gives bags in an order of its own, and knows no features that are shared with trains.
+            # TorchRec gives bags in an order of its own, and knows no features that are shared with TT tables.
             names = get_embedding_names_by_table(module.dense_bags.embedding_bag_configs())
             self._dense_keys = dict(zip((name for of_table in names for name in of_table), module.dense_keys(), strict=True))
         self._mesh = DeviceMesh.from_group(group, device.type) if divided else None
@@ -140,18 +140,20 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
             ValueError: naming table and id, for an id out of range (checked on CPU); for batch sizes that vary by feature.
         """
         if features.variable_stride_per_key():
-            raise ValueError(
-                "sharded tensor-train tables take one batch size for all features: give inputs without inverse indices"
-            )
+            raise ValueError("sharded TT tables take one batch size for all features: give inputs without inverse indices")
         keys = features.keys()
         awaitables: list[Any] = []
         with torch.no_grad():
             for part in self._parts:
-                mine = features if keys == part.features else features.permute([keys.index(name) for name in part.features])
-                _check_ids(part, mine)
-                ctx.divisors.append(part.divisor(mine))
-                ctx.sharding_contexts.append(EmbeddingShardingContext(batch_size_per_feature_pre_a2a=mine.stride_per_key()))
-                awaitables.append(part.input_dist(mine))
+                part_features = (
+                    features if keys == part.features else features.permute([keys.index(name) for name in part.features])
+                )
+                _check_ids(part, part_features)
+                ctx.divisors.append(part.divisor(part_features))
+                ctx.sharding_contexts.append(
+                    EmbeddingShardingContext(batch_size_per_feature_pre_a2a=part_features.stride_per_key())
+                )
+                awaitables.append(part.input_dist(part_features))
             if self.dense_bags is not None:
                 ctx.dense = self.dense_bags.create_context()
                 request = self.dense_bags.input_dist(ctx.dense, features)
@@ -167,7 +169,7 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
 
     def compute_and_output_dist(self, ctx: ShardedContext, input: KJTList) -> LazyAwaitable[KeyedTensor]:
         dense = None
-        if self.dense_bags is not None:  # first, so that its bags travel while the trains are multiplied
+        if self.dense_bags is not None:  # first, so that its bags travel while the TT tables' cores are multiplied
             dense = self.dense_bags.compute_and_output_dist(ctx.dense, KJTList(input.features[len(self._parts) :]))
         return _Bags(self, ctx, self._send_back(ctx, self.compute(ctx, input)), dense)
 
@@ -239,7 +241,7 @@ def _to_dtensors(module: ShardedTTEmbeddingBagCollection, state: dict[str, Any],
     for key, bag in _row_shards(module, prefix):
         whole = torch.Size(bag.whole_shape.core_shapes[0])
         stride = torch.empty(whole, device="meta").stride()
-        local = state[key][:, : bag.held].contiguous()
+        local = state[key][:, : bag.num_digits].contiguous()
         state[key] = DTensor.from_local(local, module._mesh, [Shard(1)], run_check=False, shape=whole, stride=stride)
 
 

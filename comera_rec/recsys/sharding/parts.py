@@ -35,7 +35,7 @@ class Part(nn.Module):
     Attributes:
         features: of all the tables, in the order of `input_dist`; two tables may share one.
         tables: config of each feature's table, in the same order.
-        bags: the tensor trains this process holds, whole or a shard of each, by table.
+        bags: the TT tables this process holds, whole or a shard of each, by table.
         input_dist: KeyedJaggedTensor of the features -> awaitable of an awaitable of what this process looks up.
         output_dist: (bags, sharding context) -> awaitable of [B, sum of N], for the samples of this process.
     """
@@ -94,8 +94,8 @@ class DataParallel(Part):
     def __init__(
         self, configs: Sequence[TTEmbeddingBagConfig], bags: Mapping[str, TTEmbeddingBag], is_weighted: bool, device: torch.device
     ) -> None:
-        held = {config.name: bags[config.name] for config in configs}
-        super().__init__(configs, held, is_weighted, device, DpSparseFeaturesDist(), DpPooledEmbeddingDist())
+        owned = {config.name: bags[config.name] for config in configs}
+        super().__init__(configs, owned, is_weighted, device, DpSparseFeaturesDist(), DpPooledEmbeddingDist())
 
 
 class TableWise(Part):
@@ -115,9 +115,11 @@ class TableWise(Part):
         group: dist.ProcessGroup,
         owners: Sequence[int],
     ) -> None:
-        of = [[config for config, owner in zip(configs, owners, strict=True) if owner == rank] for rank in range(group.size())]
-        dims = [[config.embedding_dim for config in mine for _ in config.feature_names] for mine in of]
-        local = of[group.rank()]
+        by_process = [
+            [config for config, owner in zip(configs, owners, strict=True) if owner == rank] for rank in range(group.size())
+        ]
+        dims = [[config.embedding_dim for config in owned for _ in config.feature_names] for owned in by_process]
+        local = by_process[group.rank()]
         super().__init__(
             configs,
             {config.name: bags[config.name] for config in local},
@@ -193,10 +195,10 @@ class RowWiseOutputDist(RwPooledEmbeddingDist):
         if len(set(sizes)) < 2 or dist.get_backend(self._pg) != dist.Backend.GLOO:
             bags: Awaitable[Tensor] = super().forward(local_embs, sharding_ctx)
             return bags
-        largest, mine = max(sizes), sizes[dist.get_rank(self._pg)]
+        largest, size = max(sizes), sizes[dist.get_rank(self._pg)]
         padded = torch.cat([F.pad(part, (0, 0, 0, largest - len(part))) for part in local_embs.split(sizes)])
         bags = super().forward(padded)
-        bags.callbacks.append(lambda whole: whole[:mine])
+        bags.callbacks.append(lambda whole: whole[:size])
         return bags
 
 
@@ -229,16 +231,16 @@ class RowShard(TTEmbeddingBag):
         self.std = bag.std
         self.group = group
         self._whole, self._whole_rows = bag.shape, bag.num_embeddings
-        self.held = max(0, min(digits, first - rank * digits))
+        self.num_digits = max(0, min(digits, first - rank * digits))
         self._first_row = rank * digits * math.prod(others)
         self.hot_rows = copy.deepcopy(bag.hot_rows)  # replicas, like all cores but the first
         if bag.core_0.is_meta:
             return
         with torch.no_grad():
-            mine, theirs = [*self.cores(), *self.rank_parameters()], [*bag.cores(), *bag.rank_parameters()]
-            for parameter, value in zip(mine[1:], theirs[1:], strict=True):
+            local, whole = [*self.cores(), *self.rank_parameters()], [*bag.cores(), *bag.rank_parameters()]
+            for parameter, value in zip(local[1:], whole[1:], strict=True):
                 parameter.copy_(value)
-            self.core_0.zero_()[:, : self.held] = bag.core_0[:, rank * digits : rank * digits + self.held]
+            self.core_0.zero_()[:, : self.num_digits] = bag.core_0[:, rank * digits : rank * digits + self.num_digits]
         self.to(device)
 
     @property

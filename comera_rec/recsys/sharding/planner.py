@@ -1,4 +1,4 @@
-"""TorchRec's planner with tensor trains at their true cost.
+"""TorchRec's planner with TT tables at their true cost.
 
 B samples a process, W processes, L ids a process, N embedding_dim; sizes in bytes, times in ms, as everywhere in that planner.
 """
@@ -41,7 +41,7 @@ _BUCKETS = 2  # copies of replicas' gradients that DistributedDataParallel holds
 
 
 class TTShardingPlanner(EmbeddingShardingPlanner):
-    """`EmbeddingShardingPlanner` that also places the tensor trains of `TTEmbeddingBagCollection`s, dense tables beside them.
+    """`EmbeddingShardingPlanner` that also places the TT tables of `TTEmbeddingBagCollection`s, dense tables beside them.
 
     A TT table takes the storage of its cores, their gradients, the optimizer's states, and the workspace of its lookup; replicas
     take that of their gradients' buckets, too. Its time counts the lookup's bytes and multiply-adds, ids and bags sent table-wise
@@ -125,7 +125,7 @@ class TTShardingPlanner(EmbeddingShardingPlanner):
 
 
 class TTEnumerator(EmbeddingEnumerator):
-    """TorchRec's enumerator, with options for tensor trains."""
+    """TorchRec's enumerator, with options for TT tables."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class TTEnumerator(EmbeddingEnumerator):
         self._topology, self._optimizer_states = topology, optimizer_states
 
     def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:
-        """Options of all tables, dense and tensor trains."""
+        """Options of all tables, dense and TT."""
         # To TorchRec a collection is a module like any other, in which it finds the child that holds the dense tables.
         stock = [sharder for sharder in sharders if not isinstance(sharder, TTEmbeddingBagCollectionSharder)]
         ours = [sharder for sharder in sharders if isinstance(sharder, TTEmbeddingBagCollectionSharder)]
@@ -204,7 +204,7 @@ class TTEnumerator(EmbeddingEnumerator):
             )
         if not options:
             raise PlannerError(
-                f"table {config.name!r}: none of the sharding types {list(wanted)} suits a tensor train on {world} processes: "
+                f"table {config.name!r}: none of the sharding types {list(wanted)} suits a TT table on {world} processes: "
                 f"allow one of {', '.join(SHARDING_TYPES)}"
             )
         return options
@@ -245,11 +245,11 @@ def count_bytes(
     item: int = _ITEM,
     optimizer_states: int = ADAM_STATES,
 ) -> Mapping[str, float]:
-    """What a step of a process counts for a tensor train.
+    """What a step of a process counts for a TT table.
 
     Args:
         kind: sharding type.
-        shape: of the whole table's train.
+        shape: of the whole TT table.
         embedding_dim: N.
         features: that share the table.
         batch: B.
@@ -269,7 +269,7 @@ def count_bytes(
     leading = float(shape.core_shapes[0][1] * shape.core_shapes[0][2] * shape.core_shapes[0][3])
     bags = float(batch * features * embedding_dim * _ITEM)
     sent = {"ids": (ids + batch * features) * 8 * others, "bags": bags * others, "gradients": 0.0}
-    lookups, held, replicated = ids, params, 0.0
+    lookups, per_process, replicated = ids, params, 0.0
     if kind == ShardingType.DATA_PARALLEL.value:
         sent |= {"ids": 0.0, "bags": 0.0}
         replicated = params
@@ -279,7 +279,7 @@ def count_bytes(
     else:
         # Every process sends its part of all samples' bags, with lengths for every process, and looks up its share of all ids.
         sent |= {"bags": bags * (world_size - 1), "ids": (ids * others + batch * features * (world_size - 1)) * 8}
-        held, replicated = params - leading * others, params - leading
+        per_process, replicated = params - leading * others, params - leading
     sent["gradients"] = 2 * others * replicated * item  # a ring's all-reduce
     cut = (shape.order + 1) // 2
     left, right = _product(shape.col_shape[:cut]), _product(shape.col_shape[cut:])
@@ -288,9 +288,9 @@ def count_bytes(
     workspace = max(lookups, made) * embedding_dim * _ITEM
     return {
         **sent,
-        "memory": workspace + held * item,
+        "memory": workspace + per_process * item,
         "flops": 2.0 * lookups * left * rank * right,
-        "storage": held * item * (2 + optimizer_states) + replicated * item * _BUCKETS + 2 * workspace,
+        "storage": per_process * item * (2 + optimizer_states) + replicated * item * _BUCKETS + 2 * workspace,
     }
 
 

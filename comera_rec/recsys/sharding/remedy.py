@@ -25,7 +25,7 @@ class _Table:
     """Bytes of a device that its least shard takes."""
 
     def at_rank(self, rank: int) -> TTEmbeddingBagConfig:
-        """Every bond at most `rank`, without hot rows; a dense table becomes a train."""
+        """Every bond at most `rank`, without hot rows; a dense table becomes a TT table."""
         if self.config.is_tt:
             shape = self.config.tt_shape()
             shape = shape.with_ranks([min(rank, r) for r in shape.ranks])
@@ -58,27 +58,27 @@ def find_remedy(module: nn.Module, options: Sequence[ShardingOption], room: Topo
     def fits_at(count: int, rank: int) -> bool:
         return fits(_with_tables(module, [(table.path, table.at_rank(rank)) for table in tables[:count]]))
 
-    told = (
+    problem = (
         f"the tables don't fit: {largest.config.name!r} takes {_gib(largest.size)} of a device even where it is divided best, and "
         f"a device has {_gib(free)} for all tables"
     )
     count = 1 + bisect_left(range(1, len(tables) + 1), True, key=lambda count: fits_at(count, 1))
     if count > len(tables):
         return (
-            f"{told}: not even trains of rank 1 fit, because of what their lookup takes: take a smaller batch than "
+            f"{problem}: not even TT tables of rank 1 fit, because of what their lookup takes: take a smaller batch than "
             f"{options[0].batch_size}, or larger devices"
         )
     changed = tables[:count]
     rank = bisect_right(range(1, 1 + max(table.limit for table in changed)), False, key=lambda rank: not fits_at(count, rank))
-    trains = [table.config.name for table in changed if table.config.is_tt]
+    compressed = [table.config.name for table in changed if table.config.is_tt]
     dense = [table.config.name for table in changed if not table.config.is_tt]
     remedies = []
-    if trains:
+    if compressed:
         has_hot_rows = any(table.config.hot_rows for table in changed)
-        remedies.append(f"give {_listed(trains)} ranks of at most {rank}{' and no hot rows' * has_hot_rows}")
+        remedies.append(f"give {_listed(compressed)} ranks of at most {rank}{' and no hot rows' * has_hot_rows}")
     if dense:
-        remedies.append(f"make {_listed(dense)} tensor trains of ranks of at most {rank} (TTEmbeddingBagConfig with tt_ranks)")
-    return f"{told}: {' and '.join(remedies)}, or plan for more devices than {room.world_size}"
+        remedies.append(f"make {_listed(dense)} TT tables of ranks of at most {rank} (TTEmbeddingBagConfig with tt_ranks)")
+    return f"{problem}: {' and '.join(remedies)}, or plan for more devices than {room.world_size}"
 
 
 def _listed(names: Sequence[str], most: int = 3) -> str:
@@ -88,19 +88,19 @@ def _listed(names: Sequence[str], most: int = 3) -> str:
 
 
 def _tables(module: nn.Module, options: Sequence[ShardingOption], kind: str) -> list[_Table]:
-    """Those of collections of bags, which can be tensor trains; each at the size of its smallest option."""
-    found: dict[tuple[str, str], _Table] = {}
+    """Tables of collections of bags, which can be TT tables; each at the size of its smallest option."""
+    smallest: dict[tuple[str, str], _Table] = {}
     modules = dict(module.named_modules())
     for option in options:
         path = option.module[0]
         collection = modules[path]
         if isinstance(collection, TTEmbeddingBagCollection | EmbeddingBagCollection):
             size = max(getattr(shard.storage, kind) for shard in option.shards)
-            known = found.get((path, option.name))
+            known = smallest.get((path, option.name))
             if known is None or size < known.size:
                 config = next(config for config in _configs(collection) if config.name == option.name)
-                found[path, option.name] = _Table(path=path, config=config, size=size)
-    return list(found.values())
+                smallest[path, option.name] = _Table(path=path, config=config, size=size)
+    return list(smallest.values())
 
 
 def _configs(collection: TTEmbeddingBagCollection | EmbeddingBagCollection) -> list[TTEmbeddingBagConfig]:

@@ -16,9 +16,9 @@ SHARDING_TYPES = (ShardingType.DATA_PARALLEL.value, ShardingType.TABLE_WISE.valu
 
 
 class TTEmbeddingBagCollectionSharder(ModuleSharder[TTEmbeddingBagCollection]):
-    """Shards `TTEmbeddingBagCollection` under `DistributedModelParallel`: each train data-parallel, table-wise or row-wise.
+    """Shards `TTEmbeddingBagCollection` under `DistributedModelParallel`: each TT table data-parallel, table-wise or row-wise.
 
-    Data-parallel replicates a train and averages its gradients: nothing of the table's bags is sent. Table-wise gives it to one
+    Data-parallel replicates a TT table and averages its gradients: nothing of the table's bags is sent. Table-wise gives it to one
     process. Row-wise divides the leading core's slices and replicates the other cores. Dense tables of the same collection go to
     TorchRec's own sharder. Plan with `TTShardingPlanner`.
 
@@ -51,7 +51,7 @@ class TTEmbeddingBagCollectionSharder(ModuleSharder[TTEmbeddingBagCollection]):
         return ShardedTTEmbeddingBagCollection(module, params, env, self.dense_sharder, device, module_fqn)
 
     def shardable_parameters(self, module: TTEmbeddingBagCollection) -> dict[str, nn.Parameter]:
-        """By table a tensor [num_embeddings, embedding_dim]: of a train on the meta device, because it is nowhere formed."""
+        """By table a tensor [num_embeddings, embedding_dim]: of a TT table on the meta device, because it is nowhere formed."""
         tables = {
             config.name: nn.Parameter(torch.empty(config.num_embeddings, config.embedding_dim, device="meta"))
             for config in module.tt_configs()

@@ -1,4 +1,4 @@
-"""Functions run on several gloo processes at once."""
+"""Run functions on several gloo processes of this machine, for tests and benchmarks of distributed models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# The server imports once what every process needs; they fork from it in milliseconds.
+# The fork server imports once what every process needs; they fork from it in milliseconds.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch._dynamo", "comera_rec.training.trainer"])
 

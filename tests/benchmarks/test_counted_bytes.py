@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness.measure import Settings
-from benchmarks.harness.processes import run
 from benchmarks.plot import plot_rows
 from benchmarks.sharding.collectives import mean_sent
 from benchmarks.sharding.distributed import DENSE, PROVIDERS, Inputs, Provider, ShardedCase, expected, format_case, measure
 from benchmarks.sharding.distributed import cases as benchmark_cases
 from benchmarks.sharding.distributed import run as run_benchmark
+from comera_rec.testing import run
 
 pytestmark = pytest.mark.distributed
 

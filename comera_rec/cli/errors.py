@@ -1,0 +1,51 @@
+"""The one place where errors of a command become a line and an exit status; examples and benchmarks use it, too."""
+
+from __future__ import annotations
+
+import dis
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import click
+
+_PACKAGES = tuple(Path(__file__).parents[2] / package for package in ("comera_rec", "data_pipeline"))
+
+
+def run_command(
+    command: click.Command, program: str, arguments: list[str] | None = None, *, folder: Path | None = None
+) -> NoReturn:
+    """Run a command and exit: 0 on success, 2 on a user's mistake, which is printed in one line on standard error.
+
+    A mistake is an OSError, or a ValueError from a `raise` of this project or of a file in `folder`. Any other error is a fault of
+    the program, whose traceback is shown; COMERA_TRACEBACK=1 shows that of mistakes, too.
+    """
+    name = program.split()[-1]
+    try:
+        status = command.main(args=arguments, prog_name=program, standalone_mode=False)
+        sys.exit(status if isinstance(status, int) else 0)
+    except click.exceptions.Abort:
+        message, status = "interrupted", 130
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        sys.exit(2)
+    except click.ClickException as error:
+        message, status = error.format_message(), 2
+    except (ValueError, OSError) as error:
+        folders = (*_PACKAGES, *filter(None, (folder,)))
+        if os.environ.get("COMERA_TRACEBACK") or not (isinstance(error, OSError) or _raised_in(folders, error)):
+            raise
+        message, status = str(error), 2
+    click.echo(f"{name}: {' '.join(message.split())}", err=True)
+    sys.exit(status)
+
+
+def _raised_in(folders: tuple[Path, ...], error: BaseException) -> bool:
+    """Return whether a `raise` in one of the folders made the error, rather than a function that was called there."""
+    last = error.__traceback__
+    assert last is not None
+    while last.tb_next is not None:
+        last = last.tb_next
+    code = last.tb_frame.f_code
+    return any(map(Path(code.co_filename).is_relative_to, folders)) and code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]

@@ -1,0 +1,93 @@
+// Slices of cores as floats, and scratch memory. Included by kernels.cpp: compiled once for each instruction set.
+#pragma once
+
+#include "kernels.h"
+#include "products.h"
+
+namespace comera {
+namespace {
+
+float from_bfloat16(uint16_t bits) {
+  const uint32_t wide = uint32_t(bits) << 16;
+  float value;
+  std::memcpy(&value, &wide, 4);
+  return value;
+}
+
+uint16_t to_bfloat16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  if ((bits & 0x7fffffff) > 0x7f800000) return uint16_t(bits >> 16 | 0x40);  // NaN stays NaN
+  return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);                   // to the nearest, ties to even
+}
+
+float from_float16(uint16_t bits) {
+  _Float16 half;
+  std::memcpy(&half, &bits, 2);
+  return float(half);
+}
+
+uint16_t to_float16(float value) {
+  const _Float16 half = _Float16(value);
+  uint16_t bits;
+  std::memcpy(&bits, &half, 2);
+  return bits;
+}
+
+COMERA_INLINE int64_t bytes_of(Number number) { return number == Number::float32 ? 4 : 2; }
+
+COMERA_INLINE void* offset(void* data, Number number, int64_t count) {
+  return static_cast<char*>(data) + bytes_of(number) * count;
+}
+
+void widen(const void* from, Number number, int64_t count, float* to) {
+  const uint16_t* bits = static_cast<const uint16_t*>(from);
+  if (number == Number::float32) {
+    std::memcpy(to, from, 4 * count);
+  } else if (number == Number::bfloat16) {
+    for (int64_t n = 0; n < count; ++n) to[n] = from_bfloat16(bits[n]);
+  } else {
+    for (int64_t n = 0; n < count; ++n) to[n] = from_float16(bits[n]);
+  }
+}
+
+void narrow(const float* from, Number number, int64_t count, void* to) {
+  uint16_t* bits = static_cast<uint16_t*>(to);
+  if (number == Number::float32) {
+    std::memcpy(to, from, 4 * count);
+  } else if (number == Number::bfloat16) {
+    for (int64_t n = 0; n < count; ++n) bits[n] = to_bfloat16(from[n]);
+  } else {
+    for (int64_t n = 0; n < count; ++n) bits[n] = to_float16(from[n]);
+  }
+}
+
+// A slice by its number, as floats: in place, or converted in scratch.
+COMERA_INLINE const float* slice_of(const Core& core, int64_t number, float* scratch) {
+  const void* data = offset(core.data, core.number, (number - core.first) * core.size);
+  if (core.number == Number::float32) return static_cast<const float*>(data);
+  widen(data, core.number, core.size, scratch);
+  return scratch;
+}
+
+COMERA_INLINE void prefetch_slice(const Core& core, int64_t number) {
+  prefetch(offset(core.data, core.number, (number - core.first) * core.size), core.size * bytes_of(core.number));
+}
+
+int64_t rounded(int64_t floats) { return (floats + 15) / 16 * 16; }
+
+class Scratch {
+ public:
+  explicit Scratch(float* memory) : memory_(memory) {}
+  float* take(int64_t floats) {
+    float* taken = memory_;
+    memory_ += rounded(floats);
+    return taken;
+  }
+
+ private:
+  float* memory_;
+};
+
+}  // namespace
+}  // namespace comera

@@ -1,0 +1,250 @@
+// A batch's tables as kernels take them, its rows in ranges of about equal work, and where each lookup goes.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+#include <vector>
+
+#include "memory.h"
+#include "parallel.h"
+#include "pool.h"
+
+namespace comera {
+
+constexpr int64_t kTaskWork = 2048;        // rows and lookups of a task: few enough to balance threads, enough to be cheap
+constexpr int64_t kMostTasks = 256;
+
+inline int64_t rounded(int64_t floats) { return (floats + 15) / 16 * 16; }
+
+inline std::vector<Table> tables_of(const Batch& batch) {
+  const int64_t d = batch.order, cut = (d + 1) / 2, T = batch.num_tables;
+  std::vector<Table> tables(T);
+  for (int64_t t = 0; t < T; ++t) {
+    Table& table = tables[t];
+    const Core* cores = &batch.cores[t * d];
+    const int* columns = &batch.columns[t * d];
+    const int* ranks = batch.ranks.data() + t * (d - 1);
+    const float* const* diagonals = batch.diagonals.data() + t * (d - 1);
+    const auto half = [&](int64_t outer, int64_t inner, int64_t bond, const int32_t* outer_of, const int32_t* inner_of) {
+      Half made;
+      made.outer = cores[outer];
+      made.outer_n = columns[outer];
+      made.bond = ranks[bond];
+      made.is_pair = outer != inner;
+      if (made.is_pair) {
+        made.inner = cores[inner];
+        made.inner_n = columns[inner];
+        made.diagonal = diagonals[bond];
+        made.outer_is_slow = outer < inner;
+        made.outer_of = outer_of;
+        made.inner_of = inner_of;
+      }
+      return made;
+    };
+    table.left = half(0, cut - 1, 0, batch.plan.left_outer, batch.plan.left_inner);
+    table.right = half(d - 1, cut, d - 2, batch.plan.right_outer, batch.plan.right_inner);
+    table.rank = ranks[cut - 1];
+    table.diagonal = diagonals[cut - 1];
+    table.n1 = table.left.outer_n * table.left.inner_n;
+    table.n2 = table.right.outer_n * table.right.inner_n;
+    table.row_begin = batch.plan.bounds[t];
+    table.row_end = batch.plan.bounds[t + 1];
+    table.first_right_product = batch.plan.bounds[2 * (T + 1) + t];
+  }
+  return tables;
+}
+
+// Bounds of at most `count` ranges of [begin, end) with about equal work.
+template <class Work>
+std::vector<int64_t> cut_evenly(int64_t begin, int64_t end, int64_t count, const Work& work_before) {
+  std::vector<int64_t> bounds{begin};
+  const int64_t before = work_before(begin), work = work_before(end) - before;
+  for (int64_t k = 1; k <= count; ++k) {
+    int64_t low = bounds.back(), high = end;  // binary search for the first with so much work before it
+    while (low < high) {
+      const int64_t middle = (low + high) / 2;
+      work_before(middle) < before + work * k / count ? low = middle + 1 : high = middle;
+    }
+    if (low > bounds.back()) bounds.push_back(low);
+  }
+  if (bounds.back() < end || bounds.size() == 1) bounds.push_back(end);
+  return bounds;
+}
+
+// Hot blocks as kernels take them, and the rows of the batch that they contain.
+class HotTables {
+ public:
+  HotTables(const Batch& batch, std::vector<Table>& tables) {
+    if (batch.hot.empty()) return;
+    int64_t floats = 0, blocks = 0, rows = 0;
+    for (const HotBlocks& hot : batch.hot) {
+      blocks += int64_t(hot.rows.size());
+      for (const Core& projection : hot.projections) floats += rounded(projection.size);
+    }
+    blocks_.reserve(blocks);
+    projections_ = Buffer<float>(floats);
+    float* projection = projections_.get();
+    for (int64_t t = 0; t < batch.num_tables; ++t) {
+      const HotBlocks& hot = batch.hot[t];
+      Table& table = tables[t];
+      table.hot = blocks_.data() + blocks_.size();
+      int64_t beyond = -hot.first;
+      for (size_t b = 0; b < hot.rows.size(); ++b) {
+        const Core& core = hot.projections[b];
+        blocks_.push_back({hot.rows[b], projection, hot.rows[b].size, beyond});
+        kernels().scaled_rows(core, hot.diagonals[b], hot.rows[b].size, projection);
+        projection += rounded(core.size);
+        beyond += hot.rows[b].slices;
+        table.hot_width = std::max(table.hot_width, hot.rows[b].size);
+      }
+      int64_t low = table.row_begin, high = table.row_end;  // binary search for the first row beyond all blocks
+      while (low < high) {
+        const int64_t middle = (low + high) / 2;
+        id_of(batch, t, middle) < beyond ? low = middle + 1 : high = middle;
+      }
+      table.hot_end = low;
+      rows += low - table.row_begin;
+    }
+    ids_ = Buffer<int32_t>(rows);
+    int32_t* ids = ids_.get();
+    for (int64_t t = 0; t < batch.num_tables; ++t) {
+      tables[t].hot_ids = ids;
+      for (int64_t u = tables[t].row_begin; u < tables[t].hot_end; ++u) *ids++ = int32_t(id_of(batch, t, u));
+    }
+  }
+
+ private:
+  static int64_t id_of(const Batch& batch, int64_t t, int64_t u) {
+    const int64_t d = batch.order, p = batch.plan.p[u], q = batch.plan.q[u];
+    const Core* cores = &batch.cores[t * d];
+    int64_t id = 0;
+    const auto append = [&](int64_t k, int64_t slice) { id = id * cores[k].slices + slice - cores[k].first; };
+    append(0, d > 2 ? batch.plan.left_outer[p] : p);
+    if (d > 2) append(1, batch.plan.left_inner[p]);
+    if (d > 3) append(2, batch.plan.right_inner[q]);
+    append(d - 1, d > 3 ? batch.plan.right_outer[q] : q);
+    return id;
+  }
+
+  std::vector<HotBlock> blocks_;
+  Buffer<float> projections_;
+  Buffer<int32_t> ids_;
+};
+
+struct Range {
+  int64_t table, first, beyond;
+};
+
+// Rows of all tables in ranges of about equal work; the work of a row is its number of lookups plus one.
+inline std::vector<Range> cut_rows(const std::vector<Table>& tables, const int32_t* starts) {
+  const auto work_before = [&](int64_t u) { return starts[u] + u; };
+  const int64_t share = std::max(kTaskWork, work_before(tables.back().row_end) / kMostTasks + 1);
+  std::vector<Range> ranges;
+  for (int64_t t = 0; t < int64_t(tables.size()); ++t) {
+    const int64_t begin = tables[t].row_begin, end = tables[t].row_end;
+    if (begin == end) continue;
+    const auto bounds = cut_evenly(begin, end, std::max<int64_t>(1, (work_before(end) - work_before(begin)) / share), work_before);
+    for (size_t k = 1; k < bounds.size(); ++k) ranges.push_back({t, bounds[k - 1], bounds[k]});
+  }
+  return ranges;
+}
+
+class ScratchMemory {
+ public:
+  ScratchMemory(const std::vector<Table>& tables, const Kernels& kernels) {
+    for (const Table& table : tables) floats_ = std::max(floats_, rounded(kernels.scratch_floats(table)));
+    memory_ = Buffer<float>(floats_ * torch::stable::get_num_threads());
+  }
+  float* of(int64_t thread) const { return memory_.get() + thread * floats_; }
+
+ private:
+  int64_t floats_ = 0;
+  Buffer<float> memory_;
+};
+
+// The bag of each lookup in the output and the factor of its row, both by sorted lookup.
+class LookupBags {
+ public:
+  explicit LookupBags(const Batch& batch) : bag_of_(batch.num_lookups) {
+    const int64_t L = batch.num_lookups, bags = batch.bags, features = batch.features, samples = bags / features;
+    const int32_t* order = batch.plan.order;
+    is_one_each_ = bags == L;
+    for (int64_t bag = 0; bag <= bags && is_one_each_; ++bag) is_one_each_ = batch.offsets[bag] == bag;
+    const int64_t tasks = (L + kTaskWork * 4 - 1) / (kTaskWork * 4);
+    const auto in_tasks = [&](int64_t count, const auto& run) {
+      run_tasks(tasks, [&](int64_t task, int64_t) { run(count * task / tasks, count * (task + 1) / tasks); });
+    };
+    const bool all_in_bags = batch.offsets[bags] == L;
+    if (is_one_each_ && batch.weights == nullptr) {
+      in_tasks(L, [&](int64_t first, int64_t beyond) {
+        for (int64_t t = first; t < beyond; ++t) {
+          const uint32_t bag = uint32_t(order[t]), feature = bag / uint32_t(samples);
+          bag_of_[t] = int32_t((bag - feature * samples) * features + feature);
+        }
+      });
+      return;
+    }
+    Buffer<int32_t> by_lookup(L);
+    if (!all_in_bags) std::fill_n(by_lookup.get(), L, -1);
+    in_tasks(bags, [&](int64_t first, int64_t beyond) {
+      for (int64_t bag = first; bag < beyond; ++bag)
+        std::fill(
+            by_lookup.get() + batch.offsets[bag], by_lookup.get() + batch.offsets[bag + 1],
+            int32_t(bag % samples * features + bag / samples));
+    });
+    in_tasks(L, [&](int64_t first, int64_t beyond) {
+      for (int64_t t = first; t < beyond; ++t) bag_of_[t] = by_lookup[order[t]];
+    });
+    if (all_in_bags && batch.weights == nullptr && !batch.mean) return;
+    Buffer<float> scale_by_lookup(L);
+    scales_ = Buffer<float>(L);
+    std::fill_n(scale_by_lookup.get(), L, 0.0f);
+    for (int64_t bag = 0; bag < bags; ++bag) {
+      const int64_t start = batch.offsets[bag], end = batch.offsets[bag + 1];
+      for (int64_t i = start; i < end; ++i)
+        scale_by_lookup[i] = batch.weights != nullptr ? batch.weights[i] : batch.mean ? 1.0f / float(end - start) : 1.0f;
+    }
+    in_tasks(L, [&](int64_t first, int64_t beyond) {
+      for (int64_t t = first; t < beyond; ++t) (*scales_)[t] = scale_by_lookup[order[t]];
+    });
+  }
+
+  // Whether every bag is the row of one lookup.
+  bool are_rows() const { return is_one_each_ && !scales_; }
+
+  Lookups lookups(const Plan& plan) const {
+    return {plan.p, plan.q, plan.starts, plan.order, bag_of_.get(), scales_ ? scales_->get() : nullptr};
+  }
+
+ private:
+  Buffer<int32_t> bag_of_;
+  std::optional<Buffer<float>> scales_;
+  bool is_one_each_ = false;
+};
+
+// Products of all tables' right halves that are pairs.
+inline Buffer<float> make_right_products(
+    const Batch& batch, std::vector<Table>& tables, const Kernels& kernels, const ScratchMemory& scratch) {
+  const int64_t T = batch.num_tables;
+  const int32_t* bounds = batch.plan.bounds + 2 * (T + 1);
+  if (batch.order < 4) return Buffer<float>();
+  std::vector<int64_t> at(T + 1, 0);
+  for (int64_t t = 0; t < T; ++t) at[t + 1] = at[t] + rounded(int64_t(bounds[t + 1] - bounds[t]) * tables[t].rank * tables[t].n2);
+  Buffer<float> made(at[T]);
+  std::vector<Range> ranges;
+  for (int64_t t = 0; t < T; ++t) {
+    tables[t].right_products = made.get() + at[t];
+    for (int64_t first = bounds[t]; first < bounds[t + 1]; first += 256)
+      ranges.push_back({t, first, std::min<int64_t>(first + 256, bounds[t + 1])});
+  }
+  run_tasks(int64_t(ranges.size()), [&](int64_t task, int64_t thread) {
+    const auto [t, first, beyond] = ranges[task];
+    const int64_t size = int64_t(tables[t].rank) * tables[t].n2;
+    kernels.make_products(
+        tables[t].right, tables[t].rank, first, beyond, made.get() + at[t] + (first - bounds[t]) * size, scratch.of(thread));
+  });
+  return made;
+}
+
+}  // namespace comera

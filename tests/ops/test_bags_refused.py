@@ -1,0 +1,339 @@
+"""Arguments of bags that do not fit, and implementations that cannot run, are refused by name."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from bag_tables import TOLERANCE, every_impl, make_tables, plan_of, pool
+from torch import Tensor
+
+from comera_rec.ops import plan_lookup
+from comera_rec.ops.bags import resolve_bags_impl
+from comera_rec.tt import slice_major
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("offsets", [[], [1, 3], [0, 2, 1, 3], [0, 4], [-1, 3]])
+@every_impl
+def test_offsets_that_do_not_ascend_are_refused(impl: str, offsets: list[int], mode: str) -> None:
+    tables = make_tables([(5, 4)], (2, 3), (2,))
+    with pytest.raises(ValueError, match="offsets must ascend from 0 to at most 3, the number of ids"):
+        pool(tables, [torch.tensor([3, 4, 3])], torch.tensor(offsets, dtype=torch.int64), mode=mode, impl=impl)
+
+
+@every_impl
+def test_weights_that_are_not_one_for_each_id_are_refused(impl: str) -> None:
+    tables, ids = make_tables([(5, 4)], (2, 3), (2,)), [torch.tensor([3, 4, 3])]
+    with pytest.raises(ValueError, match="there are 2 per_sample_weights for 3 ids: give one for each"):
+        pool(tables, ids, torch.tensor([0, 3]), per_sample_weights=torch.ones(2), impl=impl)
+    for mode in ("mean", "max"):
+        with pytest.raises(NotImplementedError, match=f"per_sample_weights only go with mode 'sum', not '{mode}': drop them"):
+            pool(tables, ids, torch.tensor([0, 3]), per_sample_weights=torch.ones(3), mode=mode, impl=impl)
+
+
+@every_impl
+def test_unknown_modes_are_refused(impl: str) -> None:
+    with pytest.raises(ValueError, match="mode"):
+        pool(make_tables([(5, 4)], (2, 3), (2,)), [torch.tensor([3, 4, 3])], torch.tensor([0, 3]), mode="median", impl=impl)
+
+
+@pytest.mark.parametrize(
+    "row_shapes",
+    [
+        [(99, 4)],  # larger
+        [(5, 99)],
+        [(2, 2)],  # smaller
+        [(4, 5)],  # of as many rows
+        [(5, 4), (5, 4)],  # one more
+        [(5, 4, 1)],
+    ],
+)
+@pytest.mark.parametrize("mode", ["sum", "max"])
+def test_a_plan_for_other_tables_is_refused(mode: str, row_shapes: list[tuple[int, ...]]) -> None:
+    tables = make_tables([(5, 4)], (2, 3), (2,))
+    plan = plan_lookup([torch.tensor([2, 3]) for _ in row_shapes], row_shapes)
+    with pytest.raises(ValueError, match=r"cores.* and the plan is for"):
+        pool(tables, [], torch.arange(2), plan=plan, mode=mode)
+
+
+def test_plans_whose_tables_share_their_slices_otherwise_are_refused() -> None:
+    """As many slices in all as the tables have."""
+    tables = make_tables([(5, 2), (2, 5)], (2, 3), (2,))
+    plan = plan_lookup([torch.tensor([24]), torch.tensor([3])], [(5, 5), (2, 2)])
+    with pytest.raises(
+        ValueError, match=r"cores\[1\] has shape \(2, 2, 3, 1\), and the plan is for 5 slices: make the plan for these tables"
+    ):
+        pool(tables, [], torch.arange(3), plan=plan, features=2)
+
+
+class Arguments(dict[str, Any]):
+    """Those of the operators for two small tables of three cores, the second with a hot block, and five ids in two bags."""
+
+    def __init__(self) -> None:
+        tables = make_tables([(3, 2, 4), (2, 2, 2)], (2, 1, 3), [(2, 3), (4, 1)], hot_rows=[(), ((4, 2),)])
+        modules = [*tables, *tables[1].hot_blocks()]
+        ids = [torch.tensor([1, 5, 23]), torch.tensor([7, 0])]
+        super().__init__(
+            cores=[core.detach() for module in modules for core in module.cores()],
+            diagonals=[rank.detach() for module in modules for rank in module.rank_parameters()],
+            plan=plan_of(tables, ids).tensors,
+            offsets=torch.tensor([0, 2, 5]),
+            weights=None,
+            mean=False,
+            features=2,
+            num_cols=6,
+            hot=[0, 0, 1, 0],
+        )
+
+
+def put(sequence: list[Tensor], k: int, tensor: Tensor) -> list[Tensor]:
+    return [*sequence[:k], tensor, *sequence[k + 1 :]]
+
+
+def core_of(*sizes: int, k: int = 0) -> Tensor:
+    return slice_major(torch.randn(sizes), k, 3)
+
+
+REFUSED: list[tuple[str, Callable[[Any], Any], str]] = [
+    ("cores", lambda cores: cores[:5], "cores holds 5 tensors, and the plan is for 2 tables of 3"),
+    ("cores", lambda cores: [], "cores holds 0 tensors, and the plan is for 2 tables of 3"),
+    ("cores", lambda cores: put(cores, 0, core_of(2, 3, 2, 2)), r"cores\[0\] has shape \(2, 3, 2, 2\): give \(1, m, n, r\)"),
+    (
+        "cores",
+        lambda cores: put(cores, 1, core_of(3, 2, 1, 3, k=1)),
+        r"cores\[1\] has shape \(3, 2, 1, 3\): give \(2, m, n, r\), the ranks",
+    ),
+    (
+        "cores",
+        lambda cores: put(cores, 3, core_of(1, 2, 2, 5)),
+        r"cores\[4\] has shape \(4, 2, 1, 1\): give \(5, m, n, r\), the ranks of",
+    ),
+    ("cores", lambda cores: put(cores, 2, core_of(3, 4, 3, 2, k=2)), r"cores\[2\] has last rank 2: the last core ends in rank 1"),
+    (
+        "cores",
+        lambda cores: put(cores, 1, core_of(2, 3, 1, 3, k=1)),
+        r"cores\[1\] has shape \(2, 3, 1, 3\), and the plan is for 2 slices",
+    ),
+    (
+        "cores",
+        lambda cores: put(cores, 3, core_of(1, 2, 4, 4)),
+        r"cores\[3\] has 4 columns, and that of table 0 2: look up tables of",
+    ),
+    ("cores", lambda cores: put(cores, 0, cores[0][..., 0]), r"cores\[0\] has shape \(1, 3, 2\): give \(1, m, n, r\)"),
+    ("cores", lambda cores: put(cores, 0, cores[0].contiguous()), r"cores\[0\] is not on CPU, slice after slice: see slice_major"),
+    (
+        "cores",
+        lambda cores: put(cores, 1, core_of(2, 2, 1, 3, k=2)),
+        r"cores\[1\] is not on CPU, slice after slice: see slice_major",
+    ),
+    (
+        "cores",
+        lambda cores: put(cores, 5, torch.randn(1, 2, 3, 2)[..., :1]),
+        r"cores\[5\] is not on CPU, slice after slice: see slice_major",
+    ),
+    ("cores", lambda cores: put(cores, 4, cores[4].bfloat16()), r"cores\[4\] has another type than cores\[0\]: convert it"),
+    (
+        "cores",
+        lambda cores: [core.double() for core in cores],
+        "cores holds neither float32 nor bfloat16 nor float16: convert the cores",
+    ),
+    ("diagonals", lambda diagonals: diagonals[:3], "diagonals holds 3 tensors for 2 tables of 3 cores and 1 hot"),
+    (
+        "diagonals",
+        lambda diagonals: put(diagonals, 1, torch.ones(2)),
+        r"diagonals\[1\] has shape \(2\): give a contiguous one of 3 numbers",
+    ),
+    (
+        "diagonals",
+        lambda diagonals: put(diagonals, 2, torch.ones(4, 1)),
+        r"diagonals\[2\] has shape \(4, 1\): give a contiguous one of 4",
+    ),
+    (
+        "diagonals",
+        lambda diagonals: put(diagonals, 2, torch.ones(8)[::2]),
+        r"diagonals\[2\] has shape \(4\): give a contiguous one of 4",
+    ),
+    (
+        "diagonals",
+        lambda diagonals: put(diagonals, 0, torch.ones(2).double()),
+        "diagonals holds neither float32 nor bfloat16 nor float16",
+    ),
+    ("plan", lambda plan: plan[:6], "plan holds 6 tensors: take the 7 of plan_lookup"),
+    ("plan", lambda plan: [tensor.long() for tensor in plan], "plan is of another type than int32: convert it"),
+    ("plan", lambda plan: put(plan, 3, plan[3].mT.contiguous().mT), "plan is not a contiguous tensor on CPU: move it, or copy it"),
+    (
+        "plan",
+        lambda plan: put(plan, 1, plan[1][:4]),
+        "plan has tensors of sizes that don't belong together: take them from one call",
+    ),
+    (
+        "plan",
+        lambda plan: put(plan, 2, plan[2][:5]),
+        "plan has tensors of sizes that don't belong together: take them from one call",
+    ),
+    ("plan", lambda plan: put(plan, 3, plan[3][:, :4].contiguous()), "plan has tensors of sizes that don't belong together"),
+    (
+        "plan",
+        lambda plan: put(plan, 4, plan[4][:, :0]),
+        "plan has tensors of sizes that don't belong together: take them from one call",
+    ),
+    ("plan", lambda plan: put(plan, 5, plan[4]), "plan has tensors of sizes that don't belong together: take them from one call"),
+    ("plan", lambda plan: put(plan, 6, plan[6].flatten()), "plan has tensors of sizes that don't belong together"),
+    (
+        "plan",
+        lambda plan: put(plan, 6, plan[6][:2]),
+        "plan has tensors of sizes that don't belong together: take them from one call",
+    ),
+    ("offsets", lambda offsets: offsets.int(), "offsets is of another type than int64: convert it"),
+    (
+        "offsets",
+        lambda offsets: torch.zeros(6, dtype=torch.int64)[::2],
+        "offsets is not a contiguous tensor on CPU: move it, or copy it",
+    ),
+    ("offsets", lambda offsets: torch.tensor([0, 2, 6]), "offsets must ascend from 0 to at most 5, the number of ids"),
+    ("offsets", lambda offsets: torch.tensor([0, 2, 3, 5]), "offsets holds 3 bags, which 2 features can't share evenly"),
+    ("weights", lambda weights: torch.ones(4), "per_sample_weights holds 4 numbers for 5 ids: give one for each, and mode 'sum'"),
+    ("weights", lambda weights: torch.ones(5).double(), "per_sample_weights is of another type than float32: convert it"),
+    ("weights", lambda weights: torch.ones(10)[::2], "per_sample_weights is not a contiguous tensor on CPU: move it, or copy it"),
+    ("features", lambda features: 0, "offsets holds 2 bags, which 0 features can't share evenly"),
+    ("num_cols", lambda num_cols: 7, "num_cols is 7, and the cores make 6 columns"),
+    ("num_cols", lambda num_cols: 0, "num_cols is 0, and the cores make 6 columns"),
+    ("num_cols", lambda num_cols: 5, r"cores\[7\] has shape \(2, 1, 6, 1\): give \(2, 1, 5, 1\), the projection of a hot block"),
+    ("hot", lambda hot: [], "cores holds 8 tensors, and the plan is for 2 tables of 3, with 0 hot blocks of 2 each"),
+    ("hot", lambda hot: [1], "hot holds 1 numbers for 2 tables: give the number of blocks and the first row of each"),
+    ("hot", lambda hot: [0, 0, -1, 0], "hot holds -1: give numbers of blocks and of first rows, from 0 on"),
+    ("cores", lambda cores: put(cores, 6, core_of(1, 4, 2, 1)), r"cores\[6\] has shape \(1, 4, 2, 1\): give \(1, rows, 1, k\)"),
+    ("cores", lambda cores: put(cores, 6, core_of(1, 0, 1, 2)), r"cores\[6\] has shape \(1, 0, 1, 2\): give \(1, rows, 1, k\)"),
+    ("cores", lambda cores: put(cores, 7, core_of(3, 1, 6, 1, k=2)), r"cores\[7\] has shape \(3, 1, 6, 1\): give \(2, 1, 6, 1\)"),
+    ("cores", lambda cores: put(cores, 6, torch.randn(1, 2, 1, 4).mT), r"cores\[6\] has shape"),
+    ("cores", lambda cores: put(cores, 7, cores[7].bfloat16()), r"cores\[7\] has another type than cores\[0\]: convert it"),
+    (
+        "diagonals",
+        lambda diagonals: put(diagonals, 4, torch.ones(3)),
+        r"diagonals\[4\] has shape \(3\): give a contiguous one of 2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), REFUSED)
+def test_the_operators_refuse_what_does_not_fit(name: str, change: Callable[[Any], Any], message: str) -> None:
+    arguments = Arguments()
+    arguments[name] = change(arguments[name])
+    gradient, ops = torch.ones(1, 12), torch.ops.comera_rec
+    with pytest.raises(ValueError, match=message):
+        ops.pool(*arguments.values())
+    with pytest.raises(ValueError, match=message):
+        ops.pool_backward(gradient, *arguments.values())
+    with pytest.raises(ValueError, match=message):
+        ops.pool_backward_update(gradient, *arguments.values(), [], [], 0, [0.1, 0, 0, 0, 0, 1, 1] * 8)
+
+
+@pytest.mark.parametrize(
+    ("gradient", "message"),
+    [
+        (torch.ones(1, 11), r"gradient has shape \(1, 11\), and the bags 1 x 12"),
+        (torch.ones(0), r"gradient has shape \(0\), and the bags 1 x 12"),
+        (torch.ones(1, 12, dtype=torch.bfloat16), "gradient is of another type than float32: convert it"),
+        (torch.ones(1).expand(1, 12), "gradient is not a contiguous tensor on CPU: move it, or copy it"),
+    ],
+)
+def test_gradients_of_other_sizes_and_types_are_refused(gradient: Tensor, message: str) -> None:
+    arguments, ops = Arguments(), torch.ops.comera_rec
+    with pytest.raises(ValueError, match=message):
+        ops.pool_backward(gradient, *arguments.values())
+    with pytest.raises(ValueError, match=message):
+        ops.pool_backward_update(gradient, *arguments.values(), [], [], 0, [0.1, 0, 0, 0, 0, 1, 1] * 8)
+
+
+SGD, ADAGRAD, ROW_WISE, ADAM = range(4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        (4, {}, "kind is 4: choose 0 to 3"),
+        (-1, {}, "kind is -1: choose 0 to 3"),
+        (SGD, {"settings": [0.1] * 41}, "settings holds 41 numbers: give 7 for each core, or for each core and diagonal"),
+        (SGD, {"settings": [0.1] * 49}, "settings holds 49 numbers: give 7 for each core, or for each core and diagonal"),
+        (SGD, {"first": lambda cores: cores}, "first and second hold 8 and 0 states for 8 parameters"),
+        (ADAGRAD, {"first": lambda cores: cores[:5]}, "first and second hold 5 and 0 states for 8 parameters"),
+        (ADAM, {"second": lambda cores: []}, "first and second hold 8 and 0 states for 8 parameters"),
+        (
+            ADAGRAD,
+            {"first": lambda cores: put(cores, 2, core_of(3, 4, 3, 2, k=2))},
+            r"first\[2\] has shape \(3, 4, 3, 2\) or strides unlike those of its core, \(3, 4, 3, 1\)",
+        ),
+        (
+            ADAGRAD,
+            {"first": lambda cores: put(cores, 1, cores[1].contiguous())},
+            r"first\[1\] has shape \(2, 2, 1, 3\) or strides unlike",
+        ),
+        (
+            ADAGRAD,
+            {"first": lambda cores: put(cores, 1, cores[1].double())},
+            r"first\[1\] has shape \(2, 2, 1, 3\) or strides unlike",
+        ),
+        (
+            ADAM,
+            {"second": lambda cores: put(cores, 0, torch.zeros(3))},
+            r"second\[0\] has shape \(3\) or strides unlike those of its core",
+        ),
+        (
+            ROW_WISE,
+            {"first": lambda cores: cores},
+            r"first\[0\] has shape \(1, 3, 2, 2\): give a float32 number for each of 3 slices",
+        ),
+    ],
+)
+def test_states_and_settings_that_do_not_fit_are_refused(kind: int, change: dict[str, Any], message: str) -> None:
+    arguments = Arguments()
+    cores = [core.clone() for core in arguments["cores"]]
+    states = {"first": [] if kind <= SGD else cores, "second": cores if kind == ADAM else []}
+    states |= {name: state(cores) for name, state in change.items() if name != "settings"}
+    settings = change.get("settings", [0.1, 0, 0, 0, 0, 1, 1] * 8)
+    before = copy.deepcopy(arguments["cores"])
+    with pytest.raises(ValueError, match=message):
+        torch.ops.comera_rec.pool_backward_update(
+            torch.ones(1, 12), *arguments.values(), states["first"], states["second"], kind, settings
+        )
+    assert all(map(torch.equal, arguments["cores"], before))
+
+
+@pytest.mark.parametrize(
+    ("impl", "device", "dtype", "order", "message"),
+    [
+        ("numpy", "cpu", torch.float32, 2, "impl is 'numpy': choose 'auto' or one of 'reference', 'cpu', 'triton'"),
+        (
+            "cpu",
+            "cpu",
+            torch.float64,
+            2,
+            "impl is 'cpu', which takes two to four cores of float32, bfloat16 or float16, not torch.float64",
+        ),
+        ("cpu", "cpu", torch.float32, 1, "impl is 'cpu', which takes two to four cores"),
+        ("cpu", "cuda", torch.float32, 2, "impl is 'cpu', but the tensors are on cuda: choose 'auto' or 'triton'"),
+        ("triton", "cpu", torch.float32, 2, "impl is 'triton'"),
+    ],
+)
+def test_implementations_that_cannot_run_are_refused(
+    impl: str, device: str, dtype: torch.dtype, order: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match=message):
+        resolve_bags_impl(impl, torch.device(device), dtype, order)
+
+
+def test_what_auto_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    for device in map(torch.device, ("cpu", "meta")):
+        for dtype in TOLERANCE:
+            assert resolve_bags_impl("auto", device, dtype, 2) == resolve_bags_impl("cpu", device, dtype, 4) == "cpu"
+            assert resolve_bags_impl("auto", device, dtype, 1) == "reference"
+        assert resolve_bags_impl("auto", device, torch.float64, 2) == "reference"
+    assert resolve_bags_impl("auto", torch.device("cuda"), torch.float32, 2) == "triton"
+    assert resolve_bags_impl("auto", torch.device("cuda"), torch.float64, 2) == "reference"
