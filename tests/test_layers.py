@@ -18,7 +18,8 @@ import data_pipeline
 ROOT = Path(comera_rec.__file__).parents[1]
 # Lowest first; a layer imports those before it. train.py, the script for torchrun, is one more way into the command line.
 LAYERS = [
-    "distributed", "tt", "ops", "nn", "rank", "recsys", "convert", "data", "report", "training", "serving", "cli", "train", "testing",
+    "distributed", "tt", "ops", "nn", "rank", "recsys", "convert", "data", "report", "training", "serving", "cli", "train",
+    "testing",
 ]  # fmt: skip
 READS_MANIFEST = {"data_pipeline", "data", "training", "serving", "cli", "train"}
 BELOW_TORCHREC = {"distributed", "tt", "ops", "nn", "rank"}
