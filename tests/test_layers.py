@@ -17,7 +17,10 @@ import data_pipeline
 
 ROOT = Path(comera_rec.__file__).parents[1]
 # Lowest first; a layer imports those before it. train.py, the script for torchrun, is one more way into the command line.
-LAYERS = ["distributed", "tt", "ops", "nn", "rank", "recsys", "convert", "data", "training", "serving", "cli", "train", "testing"]
+LAYERS = [
+    "distributed", "tt", "ops", "nn", "rank", "recsys", "convert", "data", "report", "training", "serving", "cli", "train",
+    "testing",
+]  # fmt: skip
 READS_MANIFEST = {"data_pipeline", "data", "training", "serving", "cli", "train"}
 BELOW_TORCHREC = {"distributed", "tt", "ops", "nn", "rank"}
 # Packages that a function may import, because they are optional: accelerators and clusters.
@@ -95,6 +98,7 @@ def test_only_their_tests_import_benchmarks_and_examples(file: Path) -> None:
         ("comera_rec/rank/x.py", "from torchrec import EmbeddingBagCollection"),
         ("comera_rec/tt/x.py", "def f():\n    import numpy"),
         ("comera_rec/training/x.py", "from comera_rec.cli import main"),
+        ("comera_rec/report/x.py", "from comera_rec.training.runs import load_run"),
         ("data_pipeline/x.py", "from comera_rec.tt import TTShape"),
         ("comera_rec/convert/x.py", "from data_pipeline.manifest import Manifest"),
     ],

@@ -16,13 +16,13 @@ from comera_rec.convert import TTEmbeddingConfig, compress_state, compression_re
 from comera_rec.data import ParquetBatches
 from comera_rec.distributed import leave
 from comera_rec.ops.served_bags import DTYPES
+from comera_rec.report import summary_table, write_report, write_summary
 from comera_rec.serving.export import FORMS, PACKAGE, ExportOptions, export_run
 from comera_rec.serving.triton import export_repository
 from comera_rec.training.compress import compress_run
 from comera_rec.training.config import load_config, parse_overrides
 from comera_rec.training.evaluation import evaluate as evaluate_model
 from comera_rec.training.model import Schema
-from comera_rec.training.report import summary_table, write_report, write_summary
 from comera_rec.training.runs import load_run
 from comera_rec.training.stopping import Interrupted
 from comera_rec.training.trainer import Diverged, Trainer

@@ -40,7 +40,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchrec import KeyedJaggedTensor
 
 from comera_rec.data.batch import Batch
-from comera_rec.data.row_groups import REMEDY, Piece, row_groups
+from comera_rec.data.row_groups import REMEDY, RowRange, row_groups
 from comera_rec.data.rows import Lists, Rows, concatenate
 from data_pipeline.manifest import read_manifest
 from data_pipeline.storage import open_ranges
@@ -113,7 +113,7 @@ class ParquetBatches(IterableDataset[Batch]):
         self._list_names = [column.name for column in columns if column.is_list]
         self._num_embeddings = {column.name: column.num_embeddings for column in columns}
         self._row_groups = row_groups(self.manifest, data, split)
-        self.rows = sum(piece.stop for piece in self._row_groups)
+        self.rows = sum(span.stop for span in self._row_groups)
         self.batches_per_epoch()  # there must be at least one
         self._next = (0, 0)  # epoch, batch within it
         self._resume_at = (0, 0)
@@ -217,51 +217,51 @@ class ParquetBatches(IterableDataset[Batch]):
         if self.shuffle:
             np.random.default_rng((self.seed, epoch)).shuffle(order)
         for start, buffer in self._buffers(order, share):
-            size = sum(piece.stop - piece.start for piece in buffer)
+            size = sum(span.stop - span.start for span in buffer)
             if start - share[0] + size <= skip:
                 continue
-            rows = concatenate([self._read(piece) for piece in buffer])
+            rows = concatenate([self._read(span) for span in buffer])
             if self.shuffle:
                 # The buffer's first row, counted over all readers, tells it from every other buffer of the epoch.
                 rows = rows.take(np.random.default_rng((self.seed, epoch, start)).permutation(size))
             yield rows.slice(max(0, skip - (start - share[0])), size)
 
-    def _buffers(self, order: np.ndarray, share: tuple[int, int]) -> Iterator[tuple[int, list[Piece]]]:
-        """The pieces of the share, in groups of a reader's part of shuffle_rows (the last has less), and the first row of each."""
+    def _buffers(self, order: np.ndarray, share: tuple[int, int]) -> Iterator[tuple[int, list[RowRange]]]:
+        """The share's row ranges in groups of a reader's part of shuffle_rows (the last has fewer), and each group's first row."""
         wanted = self.shuffle_rows / self.readers if self.shuffle else 1
-        begin, buffer, held, position = share[0], [], 0, 0
+        begin, buffer, buffered, position = share[0], [], 0, 0
         for group in (self._row_groups[index] for index in order):
             start, stop = max(share[0] - position, 0), min(share[1] - position, group.stop)
             position += group.stop
             if start >= stop:
                 continue
             buffer.append(group._replace(start=start, stop=stop))
-            held += stop - start
-            if held >= wanted or position >= share[1]:
+            buffered += stop - start
+            if buffered >= wanted or position >= share[1]:
                 yield begin, buffer
-                begin, buffer, held = begin + held, [], 0
+                begin, buffer, buffered = begin + buffered, [], 0
 
-    def _read(self, piece: Piece) -> Rows:
+    def _read(self, span: RowRange) -> Rows:
         try:
-            is_local = isinstance(piece.path, Path)
-            with pq.ParquetFile(open_ranges(piece.path), memory_map=is_local, pre_buffer=not is_local) as file:
+            is_local = isinstance(span.path, Path)
+            with pq.ParquetFile(open_ranges(span.path), memory_map=is_local, pre_buffer=not is_local) as file:
                 columns = [*self._label_names, *self._weight_names, *self._dense_names, *self._single_names, *self._list_names]
-                # Decoding runs outside Python's lock, so a training thread beside this one is not held up.
-                table = file.read_row_group(piece.row_group, columns=columns).slice(piece.start, piece.stop - piece.start)
+                # Decoding runs outside Python's lock, so a training thread beside this one is not delayed.
+                table = file.read_row_group(span.row_group, columns=columns).slice(span.start, span.stop - span.start)
         except (OSError, pa.ArrowInvalid) as error:
-            raise ValueError(f"{piece.path}, row group {piece.row_group}, cannot be read ({error}); {REMEDY}") from error
+            raise ValueError(f"{span.path}, row group {span.row_group}, cannot be read ({error}); {REMEDY}") from error
         for name in columns:
             column = table.column(name)
             if column.null_count or (name in self._list_names and any(chunk.flatten().null_count for chunk in column.chunks)):
-                raise ValueError(f"{piece.path}: column {name} has an empty cell in row group {piece.row_group}; {REMEDY}")
+                raise ValueError(f"{span.path}: column {name} has an empty cell in row group {span.row_group}; {REMEDY}")
         dense, labels, weights = (
             _stacked(table, names, np.float32) for names in (self._dense_names, self._label_names, self._weight_names)
         )
         ids = _stacked(table, self._single_names, np.int32)
         if not np.isin(labels, (0, 1)).all():
-            raise ValueError(f"{piece.path}: labels in row group {piece.row_group} are not all 0 or 1; {REMEDY}")
+            raise ValueError(f"{span.path}: labels in row group {span.row_group} are not all 0 or 1; {REMEDY}")
         if not (np.isfinite(weights) & (weights >= 0)).all():
-            raise ValueError(f"{piece.path}: weights in row group {piece.row_group} are not all finite and at least 0; {REMEDY}")
+            raise ValueError(f"{span.path}: weights in row group {span.row_group} are not all finite and at least 0; {REMEDY}")
         lists = []
         for name in self._list_names:
             column = table.column(name).combine_chunks()
@@ -271,7 +271,7 @@ class ParquetBatches(IterableDataset[Batch]):
             limit = self._num_embeddings[name]
             if of_column.size and not 0 <= of_column.min() <= of_column.max() < limit:
                 wrong = of_column[~((of_column >= 0) & (of_column < limit))][0]
-                raise ValueError(f"{piece.path}: table {name}: id {wrong} is not in 0..{limit - 1}; {REMEDY}")
+                raise ValueError(f"{span.path}: table {name}: id {wrong} is not in 0..{limit - 1}; {REMEDY}")
         return Rows(dense, ids, labels, weights, tuple(lists))
 
     def _batch(self, rows: Rows) -> Batch:

@@ -18,9 +18,9 @@ class BatchLoader:
 
     Args:
         batches: what to read; one loader at a time may iterate it.
-        prefetch: batches held ready.
+        prefetch: batches read ahead and kept.
         pin_memory: put them in page-locked memory, for asynchronous copies to a GPU.
-        prepare: called with every batch by the thread, before it is held ready; to plan its lookups, say.
+        prepare: called with every batch by the thread, before the consumer gets it; to plan its lookups, say.
 
     Raises:
         ValueError: prefetch below 1. Iterating raises what reading raises.

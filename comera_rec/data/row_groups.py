@@ -14,7 +14,7 @@ from data_pipeline.storage import join, open_ranges
 REMEDY = "run `comera preprocess` again"
 
 
-class Piece(NamedTuple):
+class RowRange(NamedTuple):
     """Rows start:stop of one row group."""
 
     path: Source
@@ -27,7 +27,7 @@ def _is_lists(kind: pa.DataType) -> bool:
     return pa.types.is_list(kind) and pa.types.is_int32(kind.value_type)
 
 
-def row_groups(manifest: Manifest, data: Source, split: str) -> list[Piece]:
+def row_groups(manifest: Manifest, data: Source, split: str) -> list[RowRange]:
     """The split's row groups in the order of its files, after comparing every file's size, rows and columns with the manifest."""
     if split not in manifest.splits:
         raise ValueError(f"split {split!r} is not in {data}; it has {', '.join(manifest.splits)}")
@@ -40,7 +40,7 @@ def row_groups(manifest: Manifest, data: Source, split: str) -> list[Piece]:
     types |= {manifest.weight.name: pa.types.is_float32} if manifest.weight else {}
     types |= {column.name: pa.types.is_float32 for column in manifest.integer_columns}
     types |= {column.name: _is_lists if column.is_list else pa.types.is_int32 for column in manifest.categorical_columns}
-    pieces = []
+    ranges = []
     for shard in manifest.splits[split].shards:
         path = join(data, shard.path)
         try:
@@ -57,5 +57,5 @@ def row_groups(manifest: Manifest, data: Source, split: str) -> list[Piece]:
                 raise ValueError(
                     f"{path}: column {name} is of type {schema.field(name).type}, which training does not read; {REMEDY}"
                 )
-        pieces += [Piece(path, group, 0, footer.row_group(group).num_rows) for group in range(footer.num_row_groups)]
-    return [piece for piece in pieces if piece.stop]
+        ranges += [RowRange(path, group, 0, footer.row_group(group).num_rows) for group in range(footer.num_row_groups)]
+    return [rows for rows in ranges if rows.stop]

@@ -66,7 +66,7 @@ def concatenate(parts: list[Rows]) -> Rows:
     dense, ids, labels, weights = (np.concatenate(cells, axis=1) for cells in zip(*(part[:4] for part in parts), strict=True))
     columns = zip(*(part.lists for part in parts), strict=True)
     lists = (
-        Lists.of(np.concatenate([piece.lengths for piece in column]), np.concatenate([piece.flat for piece in column]))
+        Lists.of(np.concatenate([part.lengths for part in column]), np.concatenate([part.flat for part in column]))
         for column in columns
     )
     return Rows(dense, ids, labels, weights, tuple(lists))

@@ -19,7 +19,7 @@ from comera_rec.training.trainer import Trainer
 
 
 def compress_run(dense: str | Path, config: RunConfig) -> Trainer:
-    """Write a run's first checkpoint from the weights of a trained dense one; `comera train` goes on from there.
+    """Write a run's first checkpoint from the weights of a trained dense one; `comera train` resumes from it.
 
     Tables together take what `tables.compression` (or the ranks given) allows, ranks spread over them by their singular values.
     Errors of a row are weighed by its squared gradients, which the dense tables' Adagrad has summed up. The dense model is
@@ -64,33 +64,33 @@ def _named(checkpoint: Checkpoint, prefix: str, suffix: str) -> dict[str, Tensor
 
 
 def copy_weights_(model: nn.Module, dense: dict[str, Tensor], table_budget: int, importance: dict[str, Tensor]) -> None:
-    """Give a model the weights of its dense twin: trains by TT-SVD, all tables within one budget, the rest copied.
+    """Give a model the weights of its dense twin: TT modules by TT-SVD, all tables within one budget, the rest copied.
 
     `importance` has what squared errors of a table's rows count, by the table's name.
     """
-    trains = dict(named_tt_modules(model))
-    tables = {name: module for name, module in trains.items() if isinstance(module, TTEmbeddingBag)}
+    tt_modules = dict(named_tt_modules(model))
+    tables = {name: module for name, module in tt_modules.items() if isinstance(module, TTEmbeddingBag)}
     of_tables = {module for table in tables.values() for module in (table, *table.hot_blocks())}
     weights = [_dense_weight(name, module, dense) for name, module in tables.items()]
     rows = [importance.get(name.rpartition(".")[2]) for name in tables]
     fit_tables_(list(tables.values()), weights, table_budget, rows)
-    for name, module in trains.items():
+    for name, module in tt_modules.items():
         if module not in of_tables:
             module.set_dense_matrix_(_dense_weight(name, module, dense).mT)
-    own = {f"{name}.{key}" for name, module in trains.items() for key in _train_keys(module)}
+    tt_keys = {f"{name}.{key}" for name, module in tt_modules.items() for key in _tt_keys(module)}
     with torch.no_grad():
         for key, value in model.state_dict().items():
-            if key not in own:
+            if key not in tt_keys:
                 value.copy_(dense[key])
 
 
-def _train_keys(module: TTModule) -> list[str]:
+def _tt_keys(module: TTModule) -> list[str]:
     d = module.shape.order
     return [*(f"core_{k}" for k in range(d)), *(f"rank_{k}" for k in range(1, d))]
 
 
 def _dense_weight(name: str, module: TTModule, dense: dict[str, Tensor]) -> Tensor:
-    """The weight that a train replaces, by the names of `TTEmbeddingBagCollection` and `TTLinear`."""
+    """The weight that a TT module replaces, by the names of `TTEmbeddingBagCollection` and `TTLinear`."""
     key = f"{name}.weight"
     if isinstance(module, TTEmbeddingBag):
         collection, _, table = name.rpartition(".tt_bags.")

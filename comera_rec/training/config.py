@@ -86,10 +86,10 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TablesConfig(TTEmbeddingConfig):
-    """How tables are held: the fields of `TTEmbeddingConfig`, and whether to use them.
+    """The form of tables: the fields of `TTEmbeddingConfig`, and whether to use them.
 
     Attributes:
-        format: "tt" for large tables as tensor trains, "dense" for all dense, "off" to leave the categorical columns out.
+        format: "tt" for large tables as TT tables, "dense" for all dense, "off" to leave the categorical columns out.
         hot_rows: as in `TTEmbeddingConfig`; "auto" here, because the ids of a preprocessed data set are ordered by frequency.
     """
 
@@ -99,7 +99,7 @@ class TablesConfig(TTEmbeddingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LinearsConfig(TTLinearConfig):
-    """How MLP layers are held: the fields of `TTLinearConfig`, and whether to use them.
+    """The form of MLP layers: the fields of `TTLinearConfig`, and whether to use them.
 
     Attributes:
         format: "tt" or "dense".
@@ -165,7 +165,7 @@ class TrainingConfig:
             backward; dense tables are updated there with every part.
         device: "cpu", "cuda", or "auto" for a GPU where there is one.
         precision: "float32", or "bfloat16" for matrix products in training; parameters, lookups and the loss stay float32. "float8"
-            is bfloat16 with 8-bit operands in the layers held as tensor trains.
+            is bfloat16 with 8-bit operands in the TT layers.
         capture: on a GPU whether steps are captured in a CUDA graph once their shapes have settled.
         pipeline: on several processes whether ids of the next batch travel while one is trained (TorchRec's
             TrainPipelineSparseDist), where tables are sharded and `accumulation` is 1.

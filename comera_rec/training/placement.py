@@ -44,7 +44,7 @@ class Placed:
 def place(
     config: RunConfig, schema: Schema, model: nn.Module | None, processes: Processes, device: torch.device, batch_size: int
 ) -> Placed:
-    """Build a model, or take one that is given, and place it.
+    """Build a model, or take the given one, and move or shard it to where it trains.
 
     Args:
         config: whose model it is.

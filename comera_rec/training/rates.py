@@ -13,7 +13,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 class LearningRates:
     """Multiplies all rates by one factor: up in a straight line over the warmup, 1, and down in a straight line to the last step.
 
-    The factor follows from the number of the step alone, so a run that goes on has the rates of one that never stopped.
+    The factor follows from the number of the step alone, so a resumed run has the rates of one that never stopped.
 
     Args:
         optimizer: of the model's parameters.

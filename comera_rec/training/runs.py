@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from comera_rec.distributed import Processes
 from comera_rec.training.checkpoint import Checkpoint, checkpoint_at, latest_checkpoint, open_checkpoint
 from comera_rec.training.config import RunConfig, parse_config
 from comera_rec.training.model import Schema, build_model
@@ -19,6 +20,34 @@ CHECKPOINTS = "checkpoints"
 # What may differ between a run and its continuation: all of [training], [checkpoints] and `output`, and of [data] this.
 _FREE_SECTIONS = ("training", "checkpoints", "output")
 _FREE_DATA = ("path", "prefetch", "eval_batch_size")
+
+
+def require_fit(config: RunConfig, schema: Schema, manifest: Manifest, processes: Processes) -> int:
+    """Return the number of equal parts that a batch is divided into, by processes and accumulation.
+
+    Raises:
+        ValueError: for data without validation rows that are asked for, weights that are not one a label, or a batch that can't be
+            divided.
+    """
+    training, data = config.training, config.data
+    if training.eval_every and not manifest.splits["val"].rows:
+        raise ValueError(
+            f"training.eval_every is {training.eval_every} but {data.path} has no validation rows: "
+            "preprocess with a larger --val-fraction, or set training.eval_every=0"
+        )
+    if training.task_weights and len(training.task_weights) != len(schema.labels):
+        raise ValueError(
+            f"training.task_weights has {len(training.task_weights)} numbers and {data.path} the labels "
+            f"{', '.join(schema.labels)}: give one for each"
+        )
+    parts = processes.size * training.accumulation
+    if data.batch_size % parts:
+        in_parts = f" in {training.accumulation} parts each" if training.accumulation > 1 else ""
+        raise ValueError(
+            f"data.batch_size is {data.batch_size}, which {processes.size} processes can't share "
+            f"equally{in_parts}: give a multiple of {parts}"
+        )
+    return parts
 
 
 def require_same_run(config: RunConfig, schema: Schema, manifest: Manifest, record: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ class Interrupted(Exception):
 
     def __init__(self, signal_number: int, step: int) -> None:
         super().__init__(
-            f"stopped by {signal.Signals(signal_number).name} at step {step} with a checkpoint; run the same command to go on"
+            f"stopped by {signal.Signals(signal_number).name} at step {step} with a checkpoint; run the same command to resume"
         )
         self.exit_status = 128 + signal_number
 

@@ -36,7 +36,7 @@ from comera_rec.training.log import MetricsLog, NoLog, log_ranks
 from comera_rec.training.memory import PeakMemory
 from comera_rec.training.model import Schema, build_optimizer
 from comera_rec.training.placement import available_cores, device_of, name_of, place, whole_model
-from comera_rec.training.runs import CHECKPOINTS, fingerprint, require_same_run
+from comera_rec.training.runs import CHECKPOINTS, fingerprint, require_fit, require_same_run
 from comera_rec.training.state import TrainingState
 from comera_rec.training.steps import Steps
 from comera_rec.training.stopping import Interrupted, StopSignals
@@ -79,23 +79,7 @@ class Trainer:
         self.memory = PeakMemory(self.device)
         self.manifest = read_manifest(config.data.path)
         self.schema = Schema.of(self.manifest)
-        if config.training.eval_every and not self._rows("val"):
-            raise ValueError(
-                f"training.eval_every is {config.training.eval_every} but {config.data.path} has no validation rows: "
-                "preprocess with a larger --val-fraction, or set training.eval_every=0"
-            )
-        if config.training.task_weights and len(config.training.task_weights) != len(self.schema.labels):
-            raise ValueError(
-                f"training.task_weights has {len(config.training.task_weights)} numbers and {config.data.path} the labels "
-                f"{', '.join(self.schema.labels)}: give one for each"
-            )
-        parts = processes.size * config.training.accumulation
-        if config.data.batch_size % parts:
-            of_each = f" in {config.training.accumulation} parts each" if config.training.accumulation > 1 else ""
-            raise ValueError(
-                f"data.batch_size is {config.data.batch_size}, which {processes.size} processes can't share "
-                f"equally{of_each}: give a multiple of {parts}"
-            )
+        parts = require_fit(config, self.schema, self.manifest, processes)
         self.part_size = config.data.batch_size // parts  # rows of a forward pass of this process
         self.loader = BatchLoader(
             self._batches("train", shuffle=True), prefetch=config.data.prefetch, pin_memory=self.device.type == "cuda"
@@ -362,7 +346,7 @@ class Trainer:
         if self.scheduler and self.scheduler.stage != "done" and self.processes.is_first:
             tqdm.write(
                 f"the run ended in the {self.scheduler.stage} stage of its ranks, off the target size: "
-                "raise training.steps and go on, or lower ranks.early_steps and ranks.late_steps",
+                "raise training.steps and resume, or lower ranks.early_steps and ranks.late_steps",
                 file=sys.stderr,
             )
         best = self.best.step if self.config.training.keep_best else None

@@ -350,9 +350,9 @@ class TestRows:
         read: list[int] = []
         original = ParquetBatches._read
 
-        def counted(self: ParquetBatches, piece: Any) -> Any:
-            read.append(piece.stop - piece.start)
-            return original(self, piece)
+        def counted(self: ParquetBatches, span: Any) -> Any:
+            read.append(span.stop - span.start)
+            return original(self, span)
 
         monkeypatch.setattr(ParquetBatches, "_read", counted)
         dataset.load_state_dict({**dataset.state_dict(), "batch": 9})

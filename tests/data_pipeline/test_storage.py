@@ -17,7 +17,7 @@ from random_logs import random_rows, to_text
 from test_formats import files_of
 
 from comera_rec.cli.data import preprocess as preprocess_command
-from comera_rec.training.batches import ParquetBatches
+from comera_rec.data import ParquetBatches
 from data_pipeline.manifest import check_shards, read_manifest
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.storage import Destination

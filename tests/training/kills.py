@@ -78,7 +78,7 @@ def noting(function: Any, phase: Any, number: int) -> Any:
 
 
 class Attempt:
-    """A run that goes on from its last checkpoint, on several processes."""
+    """A run that resumes from its last checkpoint, on several processes."""
 
     def __init__(self, processes: int, config_file: Path, overrides: Sequence[str]) -> None:
         self._folder = tempfile.TemporaryDirectory()
@@ -100,8 +100,8 @@ class Attempt:
     def finish(self) -> None:
         """Wait for its end, which must be that of the run."""
         assert self.wait(), "it does not end"
-        said = "".join(path.read_text() for path in Path(self._folder.name).glob("store.*"))
-        assert {process.exitcode for process in self._processes} == {0}, said
+        printed = "".join(path.read_text() for path in Path(self._folder.name).glob("store.*"))
+        assert {process.exitcode for process in self._processes} == {0}, printed
 
     def wait(self, seconds: float | None = None) -> bool:
         """Whether all of it ends within the time."""

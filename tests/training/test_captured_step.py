@@ -117,9 +117,9 @@ def test_captured_steps_give_the_numbers_of_eager_ones_while_ranks_shrink(device
     assert captured.scheduler is not None
     assert eager.scheduler is not None
     assert captured.scheduler.stage == "done"
-    for found, expected in zip(captured.scheduler.history, eager.scheduler.history, strict=True):
-        assert found.pop("loss") == pytest.approx(expected.pop("loss"))
-        assert found == expected
+    for actual, expected in zip(captured.scheduler.history, eager.scheduler.history, strict=True):
+        assert actual.pop("loss") == pytest.approx(expected.pop("loss"))
+        assert actual == expected
     # Every truncation and change of stage leads through eager steps to another graph.
     recorded = len(eager.scheduler.history) - 1
     assert captured.calls.count("capture") > recorded / 2
@@ -164,11 +164,11 @@ def test_learning_rates_that_change(device: str) -> None:
         return torch.cat([first, training.run([batch(seed) for seed in range(5)])]), training.calls
 
     expected, _ = losses(False, 0.01)
-    found, calls = losses(True, 0.01)
-    torch.testing.assert_close(found, expected)
+    actual, calls = losses(True, 0.01)
+    torch.testing.assert_close(actual, expected)
     assert calls.count("capture") == 2, "a number is part of the graph"
-    found, calls = losses(True, torch.tensor(0.01, device=device))
-    torch.testing.assert_close(found, expected)
+    actual, calls = losses(True, torch.tensor(0.01, device=device))
+    torch.testing.assert_close(actual, expected)
     assert calls.count("capture") == 1, "a tensor is read anew"
 
 
@@ -209,8 +209,8 @@ def test_a_run_trains_through_graphs(config_file: Path, tmp_path: Path) -> None:
     recorder = StandIn(lambda: tuple(p.data_ptr() for p in graphed.model.parameters()))
     graphed.step._captured_step._recorder = recorder  # type: ignore[assignment]
     names = ("loss", "auc", "ne", "params")
-    found, expected = graphed.train(), eager.train()
-    assert [found[name] for name in names if name in found] == [expected[name] for name in names if name in expected]
+    actual, expected = graphed.train(), eager.train()
+    assert [actual[name] for name in names if name in actual] == [expected[name] for name in names if name in expected]
 
 
 DEMO = [

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, the newest kept, damage told."""
+"""Checkpoints: complete or absent, the newest kept, damage named."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from torchrec.models.dlrm import DLRM
 
 from comera_rec.cli import model as model_commands
 from comera_rec.cli.main import main
-from comera_rec.training.report import count
+from comera_rec.report.page import count
 from comera_rec.training.runs import load_run
 from comera_rec.tt import factorize
 from data_pipeline.manifest import read_manifest
@@ -40,6 +41,14 @@ def test_train_evaluate_report_export(
     assert set(metrics) == {"auc", "ne", "logloss", "rows"}
     assert all(math.isfinite(value) for value in metrics.values())
     assert metrics["rows"] == 400
+
+    other = shutil.copytree(data_set, tmp_path / "other")
+    manifest = json.loads((other / "manifest.json").read_text())
+    manifest["categorical_columns"][1]["vocabulary"]["sha256"] = "0" * 64  # of as many values
+    (other / "manifest.json").write_text(json.dumps(manifest))
+    assert call("evaluate", "--checkpoint", str(run), "--data", str(other)) == 2
+    assert "other columns or vocabularies than" in (error := capsys.readouterr().err)
+    assert "(they differ in C2)" in error
 
     assert call("report", "--run", str(run)) == 0
     assert "run" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Configs: defaults, overrides, and a mistake told in one line."""
+"""Configs: defaults, overrides, and a line for each mistake."""
 
 from __future__ import annotations
 

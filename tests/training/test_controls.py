@@ -1,4 +1,4 @@
-"""What a run can be told: clipping, accumulation, weight decay, the best checkpoint, and when to stop waiting for it."""
+"""Controls of a run: clipping, accumulation, weight decay, the best checkpoint, early stopping."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def run(config_file: Path, *overrides: str) -> tuple[Trainer, dict[str, Any]]:
 
 
 def lines(trainer: Trainer, kind: str) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (trainer.folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in found if line["kind"] == kind]
+    entries = [json.loads(line) for line in (trainer.folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in entries if line["kind"] == kind]
 
 
 def validation(trainer: Trainer) -> dict[int, float]:

@@ -53,27 +53,27 @@ def use_controls(rank: int, config_file: Path, folder: Path) -> dict[str, Any]:
     def trainer(*overrides: str) -> Trainer:
         return Trainer(load_config(config_file, overrides))
 
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     quiet = ["training.log_every=100", "training.checkpoint_every=0", f"output={folder / 'stopped'}"]
-    found["in a step"] = terminated(trainer(*quiet), Trainer, "_step", 4)
+    results["in a step"] = terminated(trainer(*quiet), Trainer, "_step", 4)
     evaluating = [*quiet, "training.eval_every=8", "data.eval_batch_size=50"]
-    found["in an evaluation"] = terminated(trainer(*evaluating), BinaryMetrics, "update", 8)
+    results["in an evaluation"] = terminated(trainer(*evaluating), BinaryMetrics, "update", 8)
     resumed = trainer(*evaluating)
-    found["resumed"] = resumed.train()["steps"]
+    results["resumed"] = resumed.train()["steps"]
     best = trainer(*OVERSHOOTING, f"output={folder / 'best'}")
     result = best.train()
-    found["best"] = [result["best_step"], result["steps"], best.best]
+    results["best"] = [result["best_step"], result["steps"], best.best]
 
     clipping = trainer(f"output={folder / 'clipped'}", "training.accumulation=2", *GRADIENTS)
     clipping._resume()
     parts = torch.load(folder / "parts.pt", weights_only=False)
     clipping._step(iter(parts[2 * rank : 2 * rank + 2]))
     norm = GradientClipping(clipping.module, 0.01)
-    found["norm"] = float(norm.norm())
+    results["norm"] = float(norm.norm())
     norm()
-    found["clipped"] = float(norm.norm())
+    results["clipped"] = float(norm.norm())
     dist.barrier()
-    return found
+    return results
 
 
 def test_two_processes_act_as_one(config_file: Path, tmp_path: Path) -> None:

@@ -97,11 +97,11 @@ def test_binned_metrics_err_by_no_more_than_they_say(center: float, spread: floa
     binned = BinnedMetrics()
     for part, of_part in zip(logits.split(3000), labels.split(3000), strict=True):
         binned.update(part, of_part)
-    found, exact = binned.compute(), metrics_of(logits, labels)
-    error = found.pop("auc_error")
-    assert abs(found.pop("auc") - exact.pop("auc")) <= error + 1e-12
+    approximate, exact = binned.compute(), metrics_of(logits, labels)
+    error = approximate.pop("auc_error")
+    assert abs(approximate.pop("auc") - exact.pop("auc")) <= error + 1e-12
     assert error < (1e-4 if spread < 30 else 0.05)
-    assert found == pytest.approx(exact, rel=1e-12)
+    assert approximate == pytest.approx(exact, rel=1e-12)
 
 
 def test_binned_metrics_know_ties_and_what_is_undefined() -> None:

@@ -19,11 +19,11 @@ from comera_rec.training.trainer import Trainer
 def rates(warmup_steps: int = 0, decay: float = 0.0, *, total_steps: int = 10, as_tensors: bool = False) -> list[float]:
     optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.ones(1))], "lr": 0.5}])
     schedule = LearningRates(optimizer, [], total_steps=total_steps, warmup_steps=warmup_steps, decay=decay, as_tensors=as_tensors)
-    found = []
+    rates = []
     for step in range(1, total_steps + 1):
         schedule.set(step)
-        found.append(float(optimizer.param_groups[0]["lr"]) / 0.5)
-    return found
+        rates.append(float(optimizer.param_groups[0]["lr"]) / 0.5)
+    return rates
 
 
 def test_rates_rise_stay_and_fall() -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from comera_rec.distributed import Processes
 from comera_rec.testing import run as run_processes
-from comera_rec.training import writer
+from comera_rec.training import evaluation, writer
 from comera_rec.training.checkpoint import checkpoint_at, open_checkpoint
 from comera_rec.training.config import load_config
 from comera_rec.training.trainer import Trainer
@@ -101,10 +101,49 @@ def test_a_pipelined_run_equals_the_plain_loop(config_file: Path, tmp_path: Path
         assert_close(tensors(with_pipeline), tensors(without), 1e-5)
 
 
+BINNED = 100  # rows of a split above which AUC is binned
+CONTROLS = {
+    "clipping and weight decay": [
+        "training.clip_grad_norm=0.1", "optimizer.weight_decay_dense=0.1", "optimizer.weight_decay_cores=0.1",
+        "training.eval_every=4",
+    ],
+    "accumulation": ["training.accumulation=2", "ranks.early_steps=99", "ranks.gamma=0.5", "training.eval_every=4"],
+    "early stopping": [
+        "training.eval_every=2", "training.keep_best=true", "training.patience=2", "optimizer.lr_dense=0.3", "training.steps=24",
+    ],
+}  # fmt: skip
+
+
+def train_with_binned_metrics(rank: int, config_file: Path, *runs: list[str]) -> list[dict[str, Any]]:
+    evaluation.EXACT_ROWS = BINNED
+    return [Trainer(load_config(config_file, overrides)).train() for overrides in runs]
+
+
+def test_controls_on_two_processes_equal_those_on_one(config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def runs(processes: str) -> list[list[str]]:
+        return [[*SAME, *overrides, f"output={tmp_path / name / processes}"] for name, overrides in CONTROLS.items()]
+
+    monkeypatch.setattr(evaluation, "EXACT_ROWS", BINNED)
+    on_one = train_with_binned_metrics(0, config_file, *runs("one"))
+    for overrides in runs("two"):
+        Trainer(load_config(config_file, overrides)).save()  # dense tables made by TorchRec would begin with other values
+    on_two, _ = run_processes(2, train_with_binned_metrics, config_file, *runs("two"))
+    for name, one, two in zip(CONTROLS, on_one, on_two, strict=True):
+        folders = [tmp_path / name / processes for processes in ("one", "two")]
+        assert losses(folders[1]) == pytest.approx(losses(folders[0]), rel=1e-5), name
+        for key, tolerance in (("ne", 1e-5), ("auc", 1e-4)):  # AUC counts pairs of rows, of which one may change places
+            measured = [[line[key] for line in lines(folder, "eval")] for folder in folders]
+            assert measured[1] == pytest.approx(measured[0], rel=tolerance), (name, key)
+        assert "auc_error" in one, "metrics were binned"
+        assert [two[key] for key in ("steps", "best_step", "rows")] == [one[key] for key in ("steps", "best_step", "rows")], name
+        assert_close(tensors(folders[1], one["steps"]), tensors(folders[0], one["steps"]), 1e-5)
+    assert on_one[-1]["best_step"] < on_one[-1]["steps"] < 24
+
+
 def train_in_groups(rank: int, config_file: Path, outputs: list[Path], overrides: list[str]) -> None:
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
-    own = [*overrides, f"output={outputs[rank // 2]}", f"seed={rank // 2}"]
-    Trainer(load_config(config_file, own), processes=Processes(groups[rank // 2])).train()
+    settings = [*overrides, f"output={outputs[rank // 2]}", f"seed={rank // 2}"]
+    Trainer(load_config(config_file, settings), processes=Processes(groups[rank // 2])).train()
 
 
 def test_two_groups_of_processes_train_a_run_each(config_file: Path, tmp_path: Path) -> None:

@@ -126,8 +126,8 @@ def test_scores_have_a_column_for_each_label(folder: Path, tmp_path: Path, capsy
     batch = next(iter(ParquetBatches(folder / "data", "test", batch_size=ROWS)))
     with torch.no_grad():
         expected = run.model.eval()(batch.dense, batch.sparse).sigmoid()
-    found = np.stack([scores["score_click"].to_numpy(), scores["score_buy"].to_numpy()], axis=1)
-    np.testing.assert_allclose(found, expected.numpy(), atol=1e-5)
+    actual = np.stack([scores["score_click"].to_numpy(), scores["score_buy"].to_numpy()], axis=1)
+    np.testing.assert_allclose(actual, expected.numpy(), atol=1e-5)
 
 
 def test_a_weight_for_each_label_or_none(folder: Path, tmp_path: Path) -> None:

@@ -52,8 +52,8 @@ def train_in_one_go_and_in_two(rank: int, config_file: Path, overrides: list[str
 
 
 def lines(folder: Path, kind: str) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in ("step_ms", "memory_mib")} for line in found if line["kind"] == kind]
+    actual = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in ("step_ms", "memory_mib")} for line in actual if line["kind"] == kind]
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -76,10 +76,10 @@ def test_a_resumed_run_equals_an_unbroken_one_and_one_process_loads_it(
     assert {name: resumed[name] for name in ("auc", "ne", "params", "bytes")} == {
         name: result[name] for name in ("auc", "ne", "params", "bytes")
     }
-    expected, found = tensors(whole), tensors(part)
-    assert expected.keys() == found.keys()
+    expected, actual = tensors(whole), tensors(part)
+    assert expected.keys() == actual.keys()
     assert any(name.startswith("optimizer/") for name in expected)
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
 
     model, config, _ = load_run(whole)
     assert sum(parameter.numel() for parameter in model.parameters()) == result["params"]
@@ -161,6 +161,6 @@ def test_killed_at_any_moment_it_goes_on_as_if_nothing_had_happened(config_file:
     assert third.returncode == 0, output
     for kind in ("train", "ranks", "eval"):
         assert lines(broken, kind) == lines(unbroken, kind), kind
-    expected, found = tensors(unbroken), tensors(broken)
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    expected, actual = tensors(unbroken), tensors(broken)
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
     assert not any(path.suffix == ".partial" for path in (broken / "checkpoints").iterdir())

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from comera_rec.training.charts import size_against_ne
-from comera_rec.training.report import read_run, short_name, summary_table, write_report, write_summary
+from comera_rec.report.charts import size_against_ne
+from comera_rec.report.page import read_run, short_name, summary_table, write_report, write_summary
 
 VOID = {"meta", "br", "path", "use"}
 

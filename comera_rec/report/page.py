@@ -18,7 +18,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from comera_rec.training import charts
+from comera_rec.report import charts
 
 BASELINE = "dense"
 _SUMMARY_KEYS = (

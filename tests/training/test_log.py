@@ -1,0 +1,43 @@
+"""metrics.jsonl of a run that resumes: lines after its step go, and the file is whole at every moment."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from comera_rec.training.log import MetricsLog
+
+LINES = "".join(
+    json.dumps({"kind": kind, "step": step, "loss": 0.5}) + "\n" for step in range(1, 501) for kind in ("train", "eval")
+)
+
+
+def steps(folder: Path, kind: str) -> list[int]:
+    entries = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [entry["step"] for entry in entries if entry["kind"] == kind]
+
+
+def test_lines_after_the_step_are_dropped(tmp_path: Path) -> None:
+    for evaluated in (True, False):
+        (tmp_path / "metrics.jsonl").write_text(LINES + '{"kind": "tra')  # the last one is cut off
+        log = MetricsLog(tmp_path, 7, evaluated=evaluated)
+        log.write("train", 8, loss=0.25)
+        log.close()
+        assert steps(tmp_path, "train") == list(range(1, 9))
+        assert steps(tmp_path, "eval") == list(range(1, 8 if evaluated else 7))
+
+
+def test_a_run_killed_while_lines_are_dropped_keeps_them_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_half(path: Path, text: str) -> int:
+        with path.open("w") as file:
+            file.write(text[: len(text) // 2])
+        raise KeyboardInterrupt
+
+    (tmp_path / "metrics.jsonl").write_text(LINES)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", write_half)
+        with pytest.raises(KeyboardInterrupt):
+            MetricsLog(tmp_path, 499)
+    assert (tmp_path / "metrics.jsonl").read_text() == LINES
