@@ -101,6 +101,7 @@ class Attempt:
         """Wait for its end, which must be that of the run."""
         assert self.wait(), "it does not end"
         printed = "".join(path.read_text() for path in Path(self._folder.name).glob("store.*"))
+        self._folder.cleanup()
         assert {process.exitcode for process in self._processes} == {0}, printed
 
     def wait(self, seconds: float | None = None) -> bool:
@@ -117,6 +118,7 @@ class Attempt:
             if process.is_alive() and process.pid is not None:
                 os.kill(process.pid, number)
         assert self.wait(300), f"a process has outlived {number.name}"
+        self._folder.cleanup()
         expected = {0, -number, 128 + number}
         if number == signal.SIGKILL or phase == "starting":  # a process may see that another is gone
             expected.add(1)
@@ -157,6 +159,8 @@ def kill_until_done(
             attempt.kill(number)
             if number == signal.SIGTERM:
                 require_last_step(broken)
+        else:
+            attempt.finish()
     Attempt(processes, config_file, [*overrides, f"output={broken}"]).finish()
     compare(unbroken, broken)
     return killed_at
