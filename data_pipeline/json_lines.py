@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import mmap
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -39,7 +40,8 @@ def read_cells(
     Returns:
         The cells, the numbers of the lines that they are of, and why other lines are malformed, by number.
     """
-    columns = [column for column in schema.columns if column.kind != "ignore"]
+    first = {column.source: number for number, column in reversed([*enumerate(schema.columns)])}
+    columns = sorted((column for column in schema.columns if column.kind != "ignore"), key=lambda column: first[column.source])
     cells, is_parsed = _read_most(text, len(starts), columns)
     left = [line for line in np.flatnonzero(~is_parsed).tolist() if line not in leave_out]
     if not left:
@@ -103,7 +105,7 @@ def _read_most(text: bytes, lines: int, columns: Sequence[Column]) -> tuple[Cell
         np.array([column.kind == "list" for column in columns], np.bool_),
         np.array([ord(column.separator) for column in columns], np.uint8),
     )
-    data = np.empty((len(columns), len(text)), np.uint8)
+    data = _sparsely_filled(len(columns) * len(text)).reshape(len(columns), len(text))
     ends = np.empty((len(columns), lines), np.int64)
     missing = np.empty((len(columns), lines), np.bool_)
     element_ends = np.empty((len(columns), elements), np.int64)
@@ -120,6 +122,14 @@ def _read_most(text: bytes, lines: int, columns: Sequence[Column]) -> tuple[Cell
         else:
             arrays[column.name] = _texts(*of_column, ~missing[number, :rows])
     return arrays, is_parsed
+
+
+def _sparsely_filled(size: int) -> np.ndarray:
+    """Bytes of which few are written, in small pages: NumPy's own would be huge ones, each zeroed whole at its first byte."""
+    pages = mmap.mmap(-1, max(size, 1))
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(pages, np.uint8)[:size]
 
 
 def _texts(data: np.ndarray, ends: np.ndarray, present: np.ndarray | None = None) -> pa.Array:

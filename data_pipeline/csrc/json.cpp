@@ -15,7 +15,7 @@ using Byte = uint8_t;
 
 constexpr int kDeepest = 32;
 
-// Columns, each with its name; lists also with what separates elements in a text.
+// Columns, each with its name, those of equal names together; lists also with what separates elements in a text.
 struct JsonSchema {
   Array<const Byte> names;  // end to end
   Array<const int64_t> name_ends;
@@ -74,20 +74,28 @@ class JsonParser {
   }
 
  private:
-  // The value of every column of the key's name, or of none.
+  // The value of every column of the key's name, or of none. Columns of one name follow each other, and most keys their columns' order.
   bool parse_member(const Byte*& at, int64_t row) {
-    const Byte* const begin = at;
-    bool is_wanted = false;
-    for (int64_t column = 0; column < columns_; ++column) {
-      const int64_t start = column ? schema_.name_ends[column - 1] : 0;
-      const size_t length = schema_.name_ends[column] - start;
-      if (length != key_.size() || std::memcmp(key_.data(), schema_.names.data + start, length) != 0) continue;
-      at = begin;
-      clear(column, row);  // of equal keys the last one counts
-      if (!parse_cell(at, column, row)) return false;
-      is_wanted = true;
+    int64_t tried = 0;
+    while (tried < columns_ && !is_named(next_)) {
+      next_ = next_ + 1 < columns_ ? next_ + 1 : 0;
+      ++tried;
     }
-    return is_wanted || skip_value(at, 0);
+    if (tried == columns_) return skip_value(at, 0);
+    while (next_ && is_named(next_ - 1)) --next_;
+    for (const Byte* const begin = at; next_ < columns_ && is_named(next_); ++next_) {
+      at = begin;
+      clear(next_, row);  // of equal keys the last one counts
+      if (!parse_cell(at, next_, row)) return false;
+    }
+    if (next_ == columns_) next_ = 0;
+    return true;
+  }
+
+  bool is_named(int64_t column) const {
+    const int64_t start = column ? schema_.name_ends[column - 1] : 0;
+    const size_t length = schema_.name_ends[column] - start;
+    return length == key_.size() && std::memcmp(key_.data(), schema_.names.data + start, length) == 0;
   }
 
   void clear(int64_t column, int64_t row) {
@@ -268,6 +276,7 @@ class JsonParser {
   const JsonCells cells_;
   const int64_t columns_, lines_, capacity_, elements_;
   const bool is_utf8_;
+  int64_t next_ = 0;  // the column that the next key most likely names
   std::vector<Byte> key_;
 };
 
