@@ -21,7 +21,8 @@ from data_pipeline.schema import Column, LogSchema
 
 _NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 _DIGITS = r"^-?0*[0-9]{1,%d}$"
-_HEX = r"^[0-9a-fA-F]{1,8}$"
+_HEX_DIGITS = np.full(256, 16, np.uint64)
+_HEX_DIGITS[[*b"0123456789abcdefABCDEF"]] = [*range(16), *range(10, 16)]
 _EXACT = 2.0**53  # beyond, float64 holds not every integer
 _EXPECTED = {
     "label": "0 or 1",
@@ -179,13 +180,32 @@ def _read_hex(array: pa.Array) -> _Cells:
         numbers = _read_numbers(array, Column(name="", kind="int64"))
         bad = numbers.bad | (numbers.values < 0) | (numbers.values >= 2.0**32)
         return _Cells(values=np.where(bad, 0, numbers.values).astype(np.uint64), missing=numbers.missing, bad=bad)
-    codes, distinct = _distinct(array)
-    well_formed = _numpy(pc.match_substring_regex(distinct, _HEX).fill_null(False))
-    values = np.array(
-        [int(text, 16) if good else 0 for text, good in zip(distinct.to_pylist(), well_formed, strict=True)], np.uint64
-    )
-    empty = _numpy(pc.equal(pc.binary_length(distinct), 0))
-    return _of_distinct(codes, values, empty, ~well_formed & ~empty)
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    values, bad = _hex_values(array.fill_null("").cast(pa.large_binary()))
+    missing = _numpy(pc.equal(pc.binary_length(array), 0), True)
+    return _Cells(values=values, missing=missing, bad=bad & ~missing)
+
+
+def _hex_values(texts: pa.LargeBinaryArray) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers that 1 to 8 hex digits spell, uint64, 0 for other texts, and which these are."""
+    data, offsets = _bytes_of(texts)
+    starts, lengths = offsets[:-1], np.diff(offsets)
+    values, bad = np.zeros(len(texts), np.uint64), (lengths < 1) | (lengths > 8)
+    for position in range(8):
+        rows = np.flatnonzero(lengths > position)
+        digits = _HEX_DIGITS[data[starts[rows] + position]]
+        bad[rows] |= digits > 15
+        values[rows] = values[rows] << np.uint64(4) | digits
+    return np.where(bad, np.uint64(0), values), bad
+
+
+def _bytes_of(texts: pa.LargeBinaryArray) -> tuple[np.ndarray, np.ndarray]:
+    """The bytes of texts, and where they begin, and the last one ends, in them."""
+    offsets = np.zeros(1, np.int64)
+    if len(texts):
+        offsets = np.frombuffer(texts.buffers()[1], np.int64)[texts.offset : texts.offset + len(texts) + 1]
+    return np.frombuffer(texts.buffers()[2] or b"", np.uint8), offsets
 
 
 def _read_texts(array: pa.Array) -> _Cells:
@@ -237,10 +257,7 @@ def _of_distinct(codes: np.ndarray, values: np.ndarray, empty: np.ndarray, bad: 
 
 def hash_texts(texts: pa.LargeBinaryArray) -> np.ndarray:
     """`data_pipeline.reference.hash_text` of each, uint64; byte by byte for all at once, the longest last."""
-    offsets = np.zeros(1, np.int64)
-    if len(texts):
-        offsets = np.frombuffer(texts.buffers()[1], np.int64)[texts.offset : texts.offset + len(texts) + 1]
-    data = np.frombuffer(texts.buffers()[2] or b"", np.uint8)
+    data, offsets = _bytes_of(texts)
     lengths = np.diff(offsets)
     order = np.argsort(lengths, kind="stable")
     starts, hashes = offsets[:-1][order], np.full(len(texts), 0xCBF29CE484222325, np.uint64)

@@ -97,6 +97,18 @@ class Block(ctypes.Structure):
     _fields_ = (("bytes", _int), ("lines", _int), ("elements", _int))
 
 
+class JsonSchema(ctypes.Structure):
+    """`JsonSchema` of json.cpp."""
+
+    _fields_ = (("names", Array), ("name_ends", Array), ("is_list", Array), ("separators", Array))
+
+
+class JsonCells(ctypes.Structure):
+    """`JsonCells` of json.cpp."""
+
+    _fields_ = tuple((name, Array) for name in ("bytes", "ends", "missing", "element_ends", "is_parsed"))
+
+
 def _function(name: str, *arguments: Any) -> Any:
     function = _library[name]
     function.argtypes, function.restype, function.errcheck = arguments, _int, _refuse_wrong_sizes
@@ -118,6 +130,7 @@ def _of_keys(name: str, *arguments: Any) -> dict[np.dtype, Any]:
 
 parse = _of_keys("parse", Array, _pointer(Schema), _pointer(Columns))
 measure_block = _function("measure_block", Array, Array, _int, _int, _int, _pointer(Block))
+parse_json = _function("parse_json", Array, _pointer(JsonSchema), _pointer(JsonCells), _int)
 longest_line = _function("longest_line", Array)
 count_sorted = _of_keys("count_sorted", Array, Array)
 merge_runs = _of_keys("merge_runs", *[Array] * 6)

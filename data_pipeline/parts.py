@@ -131,7 +131,7 @@ def _errors_of_reading(source: Source) -> Iterator[None]:
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{source}: damaged gzip ({error}); fetch or compress it again") from error
     except pa.ArrowException as error:
-        raise ValueError(f"{source}: damaged Parquet ({error}); fetch or write it again") from error
+        raise ValueError(f"{source}: damaged Parquet ({str(error).splitlines()[0]}); fetch or write it again") from error
     except OSError as error:
         if "ZSTD" in str(error) or "compressed stream" in str(error):
             raise ValueError(f"{source}: damaged zstd ({error}); fetch or compress it again") from error

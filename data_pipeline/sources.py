@@ -182,7 +182,8 @@ def by_number(logs: tuple[Source, ...]) -> tuple[Source, ...]:
 
 def unreadable(log: Source, error: OSError) -> ValueError:
     """For a log that the system refuses to give."""
-    return ValueError(f"cannot read --input {log}: {error.strerror or error}; check the file and its permissions")
+    reason = error.strerror or (str(error).splitlines() or ["unknown error"])[0]  # Arrow's have several lines
+    return ValueError(f"cannot read --input {log}: {reason}; check the file and its permissions")
 
 
 def empty(log: Source) -> ValueError:

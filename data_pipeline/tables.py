@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,6 +16,7 @@ import pyarrow as pa
 import pyarrow.csv as pa_csv
 
 from data_pipeline.cells import is_list, to_parsed
+from data_pipeline.json_lines import is_utf8, read_cells
 from data_pipeline.parse import BLOCK_BYTES, REASONS_KEPT, Parsed, measure
 from data_pipeline.schema import LogSchema
 
@@ -139,47 +139,10 @@ def parse_delimited(text: bytes, schema: LogSchema, names: Sequence[str]) -> Par
 
 
 def parse_json_lines(text: bytes, schema: LogSchema) -> Parsed:
-    """Parse lines that are each a JSON object; a name that one lacks is a missing value, other names are ignored.
-
-    By the standard library, not by Arrow, which guesses a column's type from all of a block: whether 7 or "2026-01-01" is text
-    would depend on the lines around it. Numbers keep their digits.
-    """
+    """Parse lines that are each a JSON object; a name that one lacks is a missing value, other names are ignored."""
     starts, ends, reasons = _lines(text)
-    wanted = [column for column in schema.columns if column.kind != "ignore"]
-    rows: list[list[Any]] = []
-    given = []
-    for line, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
-        if line in reasons:
-            continue
-        try:
-            row = json.loads(text[start:end], parse_int=str, parse_float=str, parse_constant=str)
-            rows.append([_json_cell(row.get(column.source), column.kind == "list") for column in wanted])
-            given.append(line)
-        except (ValueError, RecursionError, AttributeError) as error:
-            reasons[line] = f"it is no JSON object ({str(error).partition(':')[0]})"
-        except TypeError as error:
-            reasons[line] = str(error)
-    columns = {}
-    for number, column in enumerate(wanted):
-        cells = [row[number] for row in rows]
-        listed = any(isinstance(cell, list) for cell in cells)
-        if listed:
-            cells = [cell.split(column.separator.encode()) if isinstance(cell, bytes) and cell else cell or [] for cell in cells]
-        columns[column.name] = pa.array(cells, pa.large_list(pa.large_binary()) if listed else pa.large_binary())
-    return _of_lines(columns, schema, starts, np.array(given, np.int64), reasons)
-
-
-def _json_cell(value: Any, in_list: bool) -> bytes | list[bytes | None] | None:
-    match value:
-        case None:
-            return None
-        case str():
-            return value.encode("utf-8", "surrogatepass")
-        case bool():
-            return b"1" if value else b"0"
-        case list() if in_list:
-            return [_json_cell(element, False) for element in value]  # type: ignore[misc]
-    raise TypeError("a value is an object or a list, where text or a number is due")
+    columns, given, malformed = read_cells(text, starts, ends, schema, leave_out=reasons.keys())
+    return _of_lines(columns, schema, starts, given, reasons | malformed)
 
 
 def parse_table(table: pa.Table, schema: LogSchema) -> Parsed:
@@ -230,18 +193,10 @@ def _misshapen(text: bytes, starts: np.ndarray, ends: np.ndarray, schema: LogSch
     for line in np.flatnonzero(found != columns).tolist():
         yield line, f"{found[line]} columns where {columns} are expected"
     # Of lines with other columns yet, by odd quotes, Arrow tells only where they are UTF-8.
-    for line in np.flatnonzero(of_line).tolist() if not _is_utf8(text) else ():
-        if not _is_utf8(text[starts[line] : ends[line]]):
+    for line in np.flatnonzero(of_line).tolist() if not is_utf8(text) else ():
+        if not is_utf8(text[starts[line] : ends[line]]):
             yield line, "quoted text is not UTF-8"
 
 
 def _places(text: bytes, character: str) -> np.ndarray:
     return np.flatnonzero(np.frombuffer(text, np.uint8) == ord(character))
-
-
-def _is_utf8(text: bytes) -> bool:
-    try:
-        text.decode()
-    except UnicodeDecodeError:
-        return False
-    return True

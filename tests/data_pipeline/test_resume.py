@@ -1,4 +1,4 @@
-"""A run that was stopped anywhere, killed or out of disk, goes on and ends as one that was not."""
+"""A run that stopped, out of disk or while cleaning up, resumes and ends as one that did not; `test_kills` kills it anywhere."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import errno
 import itertools
 import multiprocessing
 import os
-import random
 import resource
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -41,41 +39,6 @@ def unbroken(options: PreprocessOptions) -> dict[str, bytes]:
     """The files of a run without interruption."""
     preprocess(replace(options, output=options.output.with_name("unbroken")))
     return files_of(options.output.with_name("unbroken"))
-
-
-def kill_after(options: PreprocessOptions, seconds: float) -> None:
-    process = PROCESSES.Process(target=preprocess, args=(options,))
-    process.start()
-    process.join(seconds)
-    process.kill()
-    process.join()
-
-
-def assert_survives_kills(options: PreprocessOptions, unbroken: dict[str, bytes], kills: int) -> None:
-    draw = random.Random(kills)
-    start = time.perf_counter()
-    kill_after(options, 600)
-    whole = time.perf_counter() - start
-    killed = 0
-    while killed < kills:
-        if (options.output / "manifest.json").exists():
-            assert files_of(options.output) == unbroken
-            atomic.remove(options.output)
-        kill_after(options, draw.uniform(0, whole))
-        killed += not (options.output / "manifest.json").exists()
-    if not options.output.exists():
-        preprocess(options)
-    assert files_of(options.output) == unbroken
-    assert not any(path.name.startswith(".") for path in options.output.parent.iterdir())
-
-
-def test_killed(options: PreprocessOptions, unbroken: dict[str, bytes]) -> None:
-    assert_survives_kills(options, unbroken, 3)
-
-
-@pytest.mark.slow
-def test_killed_often(options: PreprocessOptions, unbroken: dict[str, bytes]) -> None:
-    assert_survives_kills(options, unbroken, 50)
 
 
 @pytest.mark.parametrize("removed", [0, 1, 2, 3])
