@@ -151,7 +151,7 @@ def compile_for_amd(launch: Launch, tensors: Mapping[str, str], architecture: st
 
 def _compile(launch: Launch, tensors: Mapping[str, str], target: GPUTarget):  # type: ignore[no-untyped-def]
     names = launch.kernel.arg_names
-    types = {**tensors, **dict.fromkeys(launch.numbers, "i32")}
+    types = {**tensors, **{name: "fp32" if isinstance(number, float) else "i32" for name, number in launch.numbers.items()}}
     source = ASTSource(
         fn=launch.kernel,
         signature={name: types.get(name, "constexpr") for name in names},

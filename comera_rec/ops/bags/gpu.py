@@ -71,7 +71,7 @@ def _halves(cores: Sequence[Sequence[Tensor]], diagonals: Sequence[Sequence[Tens
     stacked = stack_tables(cores, diagonals)  # (M_k, r_{k-1}, n_k, r_k)
     left, right = stacked[0], stacked[-1]
     if len(stacked) == 1:
-        return left.transpose(0, 1), left.new_ones(1, 1, 1, 1)
+        return left.transpose(0, 1), left.new_ones(1, len(cores), 1, 1)  # each table's only trailing slice
     if len(stacked) > 2:
         products = gathered_matmul(left.flatten(1, 2), stacked[1].flatten(2), *plan.left, "triton", p_ascends=True)
         left = products.view(products.shape[0], 1, left.shape[2] * stacked[1].shape[2], stacked[1].shape[3])
