@@ -35,22 +35,23 @@ class Call:
         return self.size in (MOST_USED, (64,)) or (len(self.size) == 2 and set(self.size) <= set(MOST_USED))
 
     def __str__(self) -> str:
-        return f"{self.what} {'x'.join(map(str, self.size))}"
+        return " ".join([self.what, *filter(None, ["x".join(map(str, self.size))])])
 
 
 def step_calls(n1: int, rank: int, n2: int) -> list[Call]:
     """The Triton launches of a step that updates cores in backward by Adagrad: seven tables, batches of 16,384, one id a bag."""
     ids, tables = 114_688, 7
     dim, size = n1 * n2, (n1, rank, n2)
-    sizes = bags.Sizes(num_ids=ids, counts=(13_645, 13_287), n1=n1, rank=rank, n2=n2, num_cols=dim, scaled=True, align=4)
+    sizes = bags.Sizes(num_ids=ids, counts=(13_645, 13_287), n1=n1, rank=rank, n2=n2, num_cols=dim, scaled=True, aligned=True)
     how, mode = {"num_bags": ids, "features": tables}, {"mode": "sum", "weighted": False}
     no_settings = {"lr": 0.1, "eps": 1e-8, "weight_decay": 0.0}
     operands = {"a_ptr": _FLOAT, "b_ptr": _FLOAT, "d_ptr": _FLOAT, "tables_ptr": _LONG, "pairs_ptr": _INT}
     pooled = {"offsets_ptr": _LONG, "weights_ptr": _FLOAT, "bags_ptr": _INT, "chosen_ptr": _INT}
-    sorted_ = {"tables_ptr": _LONG, "pairs_ptr": _INT, "slices_ptr": "*i16", "order_ptr": _LONG}
-    summed = {**sorted_, **pooled, "grad_ptr": _FLOAT, "other_ptr": _FLOAT, "parts_ptr": _FLOAT}
-    ends = {"d_ptr": _FLOAT, "result_ptr": _FLOAT, "products_ptr": _FLOAT, "lr_ptr": _FLOAT}
-    finished = {**sorted_, **ends, "parts_ptr": _FLOAT, "core_ptr": _FLOAT}
+    parts = {"parts_ptr": _FLOAT, "slices_ptr": "*i16"}
+    met = {"tables_ptr": _LONG, "owners_ptr": _INT}
+    summed = {**parts, **met, **pooled, "pairs_ptr": _INT, "order_ptr": _LONG, "grad_ptr": _FLOAT, "other_ptr": _FLOAT}
+    ends = {**met, "d_ptr": _FLOAT, "result_ptr": _FLOAT, "products_ptr": _FLOAT, "lr_ptr": _FLOAT}
+    finished = {**ends, "pairs_ptr": _INT, "parts_ptr": _FLOAT, "core_ptr": _FLOAT}
     split = {"ids_ptr": _LONG, "tables_ptr": _LONG, "pairs_ptr": _INT, "keys_ptr": "*i16", "in_range_ptr": _INT}
     launches = [
         ("plan", plans.split_launch(ids, ids // tables, sizes.counts[0], tables), split, (tables,)),
@@ -60,10 +61,11 @@ def step_calls(n1: int, rank: int, n2: int) -> list[Call]:
     ]  # fmt: skip
     for side, name in enumerate(("leading", "trailing")):
         launches.append((f"gradient of {name} slices", bags.slices_launch(sizes, side, **how, **mode), summed, size))
+        launches.append((f"parts of {name} slices", updates.parts_launch(sizes, side), parts, ()))
         launch = updates.finish_launch(sizes, side, updates.ADAGRAD, no_settings, of_diagonal=bool(side))
         launches.append((f"update of {name} slices", launch, finished, (n2 if side else n1,)))
     launch = updates.diagonals_launch(sizes, tables, updates.ADAGRAD, no_settings)
-    launches.append(("update of diagonals", launch, {**ends, "tables_ptr": _LONG}, ()))
+    launches.append(("update of diagonals", launch, ends, ()))
     return [Call(launch=launch, tensors=tensors, size=size, what=what) for what, launch, tensors, size in launches]
 
 

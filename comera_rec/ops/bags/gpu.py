@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -174,11 +175,14 @@ class _Call:
         self.num_bags, self.num_ids = offsets.shape[0] - 1, self._pairs.shape[1]
         self._how = {"num_bags": self.num_bags, "features": features}
         self._mode = {"mode": mode, "weighted": weights is not None}
-        whole = all(_address(core) % 16 == 0 for core in cores)
+        aligned = all(
+            _address(core) % 16 == 0 and core.shape[0] * core.shape[2] * core.shape[3] * core.element_size() % 16 == 0
+            for core in cores
+        )
         self.sizes = self._kernels.Sizes(
             num_ids=self.num_ids, counts=tuple(counts), n1=cores[0].shape[2], rank=rank_bucket(max(self.ranks)),
             n2=cores[-1].shape[2], num_cols=num_cols, scaled=bool(diagonals),
-            align=16 // self.first.element_size() if whole else 1,
+            aligned=aligned,
         )  # fmt: skip
         places = zip(self.ranks, *map(_places, self._sides), self._diagonal_places(), strict=True)
         self._tables = on_device(list(places), self.first.device)
@@ -207,47 +211,54 @@ class _Call:
             )  # fmt: skip
         return out, bags, chosen
 
-    def sum_slices(self, side: int, grad: Tensor, bags: Tensor, chosen: Tensor) -> Tensor:
-        """Parts of the gradients of one side's slices."""
+    def sum_slices(self, side: int, grad: Tensor, bags: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums over the ids of each slice of a side; and an id of each slice, -1 of slices that the batch did not meet."""
         sizes, size_x = self.sizes, self._sides[side][0].shape[2]
         rows = sizes.counts[side] + -(-self.num_ids // self._kernels.CHUNK)
-        parts = torch.empty(rows, sizes.rank * size_x, dtype=torch.float32, device=grad.device)
+        sums = torch.empty(rows, sizes.rank * size_x, dtype=torch.float32, device=grad.device)
+        owners = torch.full((sizes.counts[side],), -1, dtype=torch.int32, device=grad.device)
         self._kernels.slices_launch(sizes, side, **self._how, **self._mode)(
             grad_ptr=grad, other_ptr=self._sides[1 - side][0], tables_ptr=self._tables, pairs_ptr=self._pairs,
             slices_ptr=self._slices, order_ptr=self._order, bags_ptr=bags, offsets_ptr=self._offsets,
-            weights_ptr=self.first if self._weights is None else self._weights, chosen_ptr=chosen, parts_ptr=parts,
+            weights_ptr=self.first if self._weights is None else self._weights, chosen_ptr=chosen, parts_ptr=sums, owners_ptr=owners,
         )  # fmt: skip
-        return parts
+        self._updates.parts_launch(sizes, side)(parts_ptr=sums, slices_ptr=self._slices)
+        return sums, owners
 
     def finish(
-        self, side: int, parts: Tensor, results: Sequence[Tensor], products: Tensor | None, kind: str, settings: dict[str, Any]
-    ) -> None:
+        self, side: int, sums: tuple[Tensor, Tensor], results: Sequence[Tensor], products: Tensor | None, kind: str,
+        settings: dict[str, Any],
+    ) -> None:  # fmt: skip
         """Write gradients to `results`, or update cores, of which they are the states."""
         lr, numbers = _numbers(settings)
         places = zip(self.ranks, _places(self._sides[side]), self._diagonal_places(), _places(results), strict=True)
+        sizes = replace(self.sizes, aligned=self.sizes.aligned and all(_address(result) % 16 == 0 for result in results))
         launch = self._updates.finish_launch(
-            self.sizes, side, kind, numbers, of_diagonal=products is not None, lr_in_tensor=lr is not None
+            sizes, side, kind, numbers, of_diagonal=products is not None, lr_in_tensor=lr is not None
         )
+        parts, owners = sums
         launch(
-            parts_ptr=parts, tables_ptr=on_device(list(places), parts.device), pairs_ptr=self._pairs, slices_ptr=self._slices,
-            order_ptr=self._order, core_ptr=self._sides[side][0], d_ptr=self._operands["d_ptr"], result_ptr=results[0],
+            parts_ptr=parts, tables_ptr=on_device(list(places), parts.device), pairs_ptr=self._pairs, owners_ptr=owners,
+            core_ptr=self._sides[side][0], d_ptr=self._operands["d_ptr"], result_ptr=results[0],
             products_ptr=parts if products is None else products, lr_ptr=parts if lr is None else lr,
         )  # fmt: skip
 
-    def finish_diagonals(self, products: Tensor, results: Sequence[Tensor], kind: str, settings: dict[str, Any]) -> None:
+    def finish_diagonals(
+        self, products: Tensor, owners: Tensor, results: Sequence[Tensor], kind: str, settings: dict[str, Any]
+    ) -> None:
         """As `finish`."""
         lr, numbers = _numbers(settings)
         counts = [core.shape[1] for core in self._sides[1]]
         zero = [0] * len(counts)
         places = zip(self.ranks, zero, self._diagonal_places(), _places(results), first_keys(counts), counts, strict=False)
         self._updates.diagonals_launch(self.sizes, len(counts), kind, numbers, lr_in_tensor=lr is not None)(
-            products_ptr=products, tables_ptr=on_device(list(places), products.device), d_ptr=self._diagonals[0],
-            result_ptr=results[0], lr_ptr=products if lr is None else lr,
+            products_ptr=products, owners_ptr=owners, tables_ptr=on_device(list(places), products.device),
+            d_ptr=self._diagonals[0], result_ptr=results[0], lr_ptr=products if lr is None else lr,
         )  # fmt: skip
 
     def products(self) -> Tensor | None:
         """Room for what each trailing slice gives to the diagonal's gradient."""
-        return self.first.new_zeros(self.sizes.counts[1], self.sizes.rank, dtype=torch.float32) if self._diagonals else None
+        return torch.empty(self.sizes.counts[1], self.sizes.rank, device=self.first.device) if self._diagonals else None
 
     def gradients_of_weights(self, grad: Tensor, bags: Tensor) -> Tensor:
         """[L]."""
@@ -308,10 +319,10 @@ def gradients(
     half, products = len(cores) // 2, call.products()
     results = of_cores.split([core.numel() for core in cores])
     for side in (0, 1):
-        parts = call.sum_slices(side, grad, bags, chosen)
-        call.finish(side, parts, results[side * half : (side + 1) * half], products if side else None, "gradient", _NO_SETTINGS)
+        sums = call.sum_slices(side, grad, bags, chosen)
+        call.finish(side, sums, results[side * half : (side + 1) * half], products if side else None, "gradient", _NO_SETTINGS)
     if products is not None:
-        call.finish_diagonals(products, of_diagonals.split([len(each) for each in diagonals]), "gradient", _NO_SETTINGS)
+        call.finish_diagonals(products, sums[1], of_diagonals.split([len(each) for each in diagonals]), "gradient", _NO_SETTINGS)
     return of_cores, of_diagonals, call.gradients_of_weights(grad, bags) if weights is not None else grad.new_empty(0)
 
 
@@ -375,17 +386,18 @@ class _UpdatingPool(torch.autograd.Function):
         kind, states, of_cores, of_diagonals = updates.begin_gpu_step()
         half, products = len(updates.cores) // 2, call.products()
         of_weights, diagonal_gradients = None, [None] * len(diagonals)
-        if grad.numel() and call.num_ids:
-            parts = [call.sum_slices(side, grad, bags, chosen) for side in (0, 1)]
-            if weights is not None:
-                of_weights = call.gradients_of_weights(grad, bags)
-            for side in (0, 1):
-                results = states[side * half : (side + 1) * half] or updates.cores[side * half : (side + 1) * half]
-                call.finish(side, parts[side], results, products if side else None, kind, of_cores)
+        if not (grad.numel() and call.num_ids):
+            return *(None,) * 7, None if weights is None else torch.zeros_like(weights), *map(torch.zeros_like, diagonals)
+        sums = [call.sum_slices(side, grad, bags, chosen) for side in (0, 1)]
+        if weights is not None:
+            of_weights = call.gradients_of_weights(grad, bags)
+        for side in (0, 1):
+            of_side = slice(side * half, (side + 1) * half)
+            call.finish(side, sums[side], states[of_side] or updates.cores[of_side], products if side else None, kind, of_cores)
         if products is not None and updates.diagonals is not None:
-            call.finish_diagonals(products, states[2 * half :] or diagonals, kind, of_diagonals)
+            call.finish_diagonals(products, sums[1][1], states[2 * half :] or diagonals, kind, of_diagonals)
         elif products is not None:
             flat = products.new_zeros(sum(map(len, diagonals)), dtype=diagonals[0].dtype)
             diagonal_gradients = list(flat.split([len(each) for each in diagonals]))
-            call.finish_diagonals(products, diagonal_gradients, "gradient", _NO_SETTINGS)
+            call.finish_diagonals(products, sums[1][1], diagonal_gradients, "gradient", _NO_SETTINGS)
         return *(None,) * 7, of_weights, *diagonal_gradients

@@ -44,14 +44,14 @@ class Sizes:
     """N, at most n1 n2."""
     scaled: bool
     """Whether there are diagonals."""
-    align: int
-    """Elements; where tables start is a multiple of it."""
+    aligned: bool
+    """Whether every slice starts at a multiple of 16 bytes."""
 
     @property
     def constants(self) -> dict[str, Any]:
         """Of kernels that form rows."""
         return {
-            "N1": self.n1, "R": self.rank, "N2": self.n2, "N": self.num_cols, "SCALED": self.scaled, "ALIGN": self.align,
+            "N1": self.n1, "R": self.rank, "N2": self.n2, "N": self.num_cols, "SCALED": self.scaled, "ALIGNED": self.aligned,
         }  # fmt: skip
 
     def first_slice(self, side: int) -> int:
@@ -61,50 +61,53 @@ class Sizes:
 
 @triton.jit
 def _bag_at(bag, num_bags, bags_of_feature, N: tl.constexpr):
-    """Where the numbers of a bag start in [B, F * N]."""
+    """Where the numbers of a bag start in [B, F * N]. Bags are of 32 bits, because divisions of 64 take a hundred instructions."""
     features = num_bags // bags_of_feature
-    return (bag % bags_of_feature * features + bag // bags_of_feature) * N
+    feature = bag // bags_of_feature
+    return ((bag - feature * bags_of_feature).to(tl.int64) * features + feature) * N
 
 
 @triton.jit
-def _aligned(at, ALIGN: tl.constexpr):
-    if ALIGN > 1:
-        at = tl.multiple_of(at, ALIGN)
-    return at
-
-
-@triton.jit
-def _multiply(
+def _form_rows(
     a_ptr, b_ptr, d_ptr, tables_ptr, pairs_ptr, id_, real, num_ids, i, j,
-    N1: tl.constexpr, R: tl.constexpr, N2: tl.constexpr, SCALED: tl.constexpr, ALIGN: tl.constexpr,
+    N1: tl.constexpr, R: tl.constexpr, N2: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK_U: tl.constexpr, BLOCK_1: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_2: tl.constexpr,
 ):  # fmt: skip
-    """Rows of ids [U], a tile of n1 x n2 each: zero where an id isn't real."""
-    p = tl.load(pairs_ptr + id_, mask=real, other=0)
+    """Rows of ids [U], a tile of n1 x n2 each: zero where an id isn't real, or left out.
+
+    Nearly always one table has them all, so what is known of a table is read once.
+    """
+    p = tl.load(pairs_ptr + id_, mask=real, other=-1)
     q = tl.load(pairs_ptr + num_ids + id_, mask=real, other=0)
-    of_table = tables_ptr + tl.load(pairs_ptr + 2 * num_ids + id_, mask=real, other=0) * TABLE
-    rank = tl.load(of_table + RANK).to(tl.int32)
-    a_at = a_ptr + (_aligned(tl.load(of_table + LEADING), ALIGN) + p.to(tl.int64) * (rank * N1))[:, None, None]
-    b_at = b_ptr + (_aligned(tl.load(of_table + TRAILING), ALIGN) + q.to(tl.int64) * (rank * N2))[:, None, None]
-    d_at = d_ptr + tl.load(of_table + DIAGONAL)[:, None, None]
-    rank = tl.where(real, rank, 0)[:, None, None]
+    table_of = tl.load(pairs_ptr + 2 * num_ids + id_, mask=real, other=0)
+    met = p >= 0
     row = tl.zeros([BLOCK_U, BLOCK_1, BLOCK_2], dtype=tl.float32)
-    if R < BLOCK_R:  # shorter than any dot
-        for k in tl.static_range(R):
-            a = tl.load(a_at + (k * N1 + i), mask=(k < rank) & (i < N1), other=0.0).to(tl.float32)
-            b = tl.load(b_at + (k * N2 + j), mask=(k < rank) & (j < N2), other=0.0).to(tl.float32)
-            if SCALED:
-                a *= tl.load(d_at + k, mask=k < rank, other=0.0).to(tl.float32)
-            row += a * b
-    else:
-        for start in tl.static_range(0, R, BLOCK_R):
-            k = start + tl.arange(0, BLOCK_R)
-            k_a, k_b = k[None, None, :], k[None, :, None]
-            a = tl.load(a_at + (k_a * N1 + i), mask=(k_a < rank) & (i < N1), other=0.0).to(tl.float32)
-            b = tl.load(b_at + (k_b * N2 + j), mask=(k_b < rank) & (j < N2), other=0.0).to(tl.float32)
-            if SCALED:
-                a *= tl.load(d_at + k_a, mask=k_a < rank, other=0.0).to(tl.float32)
-            row = tl.dot(a, b, row, input_precision="ieee", out_dtype=tl.float32)
+    for table in range(tl.min(tl.where(met, table_of, 0x7FFFFFFF)), tl.max(tl.where(met, table_of, -1)) + 1):
+        of_table = tables_ptr + table * TABLE
+        rank = tl.load(of_table + RANK).to(tl.int32)
+        mine = (met & (table_of == table))[:, None, None]
+        a_at = a_ptr + tl.load(of_table + LEADING) + tl.where(met, p, 0).to(tl.int64)[:, None, None] * (rank * N1)
+        b_at = b_ptr + tl.load(of_table + TRAILING) + q.to(tl.int64)[:, None, None] * (rank * N2)
+        d_at = d_ptr + tl.load(of_table + DIAGONAL)
+        if ALIGNED:
+            a_at, b_at = tl.multiple_of(a_at, (16, 16, 16)), tl.multiple_of(b_at, (16, 16, 16))
+        if R < BLOCK_R:  # shorter than any dot
+            rank_of = tl.where(mine, rank, 0)
+            for k in tl.static_range(R):
+                a = tl.load(a_at + (k * N1 + i), mask=(k < rank_of) & (i < N1), other=0.0).to(tl.float32)
+                b = tl.load(b_at + (k * N2 + j), mask=(k < rank_of) & (j < N2), other=0.0).to(tl.float32)
+                if SCALED:
+                    b *= tl.load(d_at + k, mask=k < rank, other=0.0).to(tl.float32)
+                row += a * b
+        else:
+            for start in tl.static_range(0, R, BLOCK_R):
+                k = start + tl.arange(0, BLOCK_R)
+                k_a, k_b = k[None, None, :], k[None, :, None]
+                a = tl.load(a_at + (k_a * N1 + i), mask=mine & (k_a < rank) & (i < N1), other=0.0).to(tl.float32)
+                b = tl.load(b_at + (k_b * N2 + j), mask=mine & (k_b < rank) & (j < N2), other=0.0).to(tl.float32)
+                if SCALED:
+                    b *= tl.load(d_at + k_b, mask=k_b < rank, other=0.0).to(tl.float32)
+                row = tl.dot(a, b, row, input_precision="ieee", out_dtype=tl.float32)
     return row
 
 
@@ -112,17 +115,17 @@ def _multiply(
 def _pool(
     a_ptr, b_ptr, d_ptr, tables_ptr, pairs_ptr, offsets_ptr, weights_ptr, out_ptr, bags_ptr, chosen_ptr,
     num_ids, num_bags, bags_of_feature,
-    N1: tl.constexpr, R: tl.constexpr, N2: tl.constexpr, N: tl.constexpr, SCALED: tl.constexpr, ALIGN: tl.constexpr,
+    N1: tl.constexpr, R: tl.constexpr, N2: tl.constexpr, N: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr,
     MODE: tl.constexpr, WEIGHTED: tl.constexpr,
     BLOCK_U: tl.constexpr, BLOCK_1: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_2: tl.constexpr,
 ):  # fmt: skip
     """out[b, f, :] = the pooled rows of bag f * B + b; bags[l] = the bag of id l; of "max" chosen[bag, :] = each number's id."""
-    bag = tl.program_id(0).to(tl.int64) * BLOCK_U + tl.arange(0, BLOCK_U)
+    bag = tl.program_id(0) * BLOCK_U + tl.arange(0, BLOCK_U)
     i = (tl.program_id(1) * BLOCK_1 + tl.arange(0, BLOCK_1))[None, :, None]
     j = (tl.program_id(2) * BLOCK_2 + tl.arange(0, BLOCK_2))[None, None, :]
     there = bag < num_bags
-    start = tl.load(offsets_ptr + bag, mask=there, other=0)
-    end = tl.load(offsets_ptr + bag + 1, mask=there, other=0)
+    start = tl.load(offsets_ptr + bag, mask=there, other=0).to(tl.int32)
+    end = tl.load(offsets_ptr + bag + 1, mask=there, other=0).to(tl.int32)
     total = tl.zeros([BLOCK_U, BLOCK_1, BLOCK_2], dtype=tl.float32)
     if MODE == "max":
         chosen = tl.full([BLOCK_U, BLOCK_1, BLOCK_2], -1, dtype=tl.int32)
@@ -130,18 +133,17 @@ def _pool(
         id_ = start + step
         real = id_ < end
         if (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
-            tl.store(bags_ptr + id_, bag.to(tl.int32), mask=real)
-        met = real & (tl.load(pairs_ptr + id_, mask=real, other=-1) >= 0)
-        row = _multiply(
-            a_ptr, b_ptr, d_ptr, tables_ptr, pairs_ptr, id_, met, num_ids, i, j,
-            N1, R, N2, SCALED, ALIGN, BLOCK_U, BLOCK_1, BLOCK_R, BLOCK_2,
+            tl.store(bags_ptr + id_, bag, mask=real)
+        row = _form_rows(
+            a_ptr, b_ptr, d_ptr, tables_ptr, pairs_ptr, id_, real, num_ids, i, j,
+            N1, R, N2, SCALED, ALIGNED, BLOCK_U, BLOCK_1, BLOCK_R, BLOCK_2,
         )  # fmt: skip
         if WEIGHTED:
             row *= tl.load(weights_ptr + id_, mask=real, other=0.0).to(tl.float32)[:, None, None]
         if MODE == "max":
             larger = real[:, None, None] & ((row > total) | (chosen < 0))
             total = tl.where(larger, row, total)
-            chosen = tl.where(larger, id_[:, None, None].to(tl.int32), chosen)
+            chosen = tl.where(larger, id_[:, None, None], chosen)
         else:
             total += row
     if MODE == "mean":
@@ -149,7 +151,7 @@ def _pool(
     column = i * N2 + j
     inside = there[:, None, None] & (i < N1) & (j < N2) & (column < N)
     if MODE == "max":
-        tl.store(chosen_ptr + bag[:, None, None] * N + column, chosen, mask=inside)
+        tl.store(chosen_ptr + bag.to(tl.int64)[:, None, None] * N + column, chosen, mask=inside)
     at = _bag_at(bag, num_bags, bags_of_feature, N)[:, None, None] + column
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -157,15 +159,15 @@ def _pool(
 @triton.jit(do_not_specialize=["num_ids", "num_bags", "bags_of_feature", "first_slice", "num_slices"])
 def _sum_slices(
     grad_ptr, other_ptr, tables_ptr, pairs_ptr, slices_ptr, order_ptr, bags_ptr, offsets_ptr, weights_ptr, chosen_ptr, parts_ptr,
-    num_ids, num_bags, bags_of_feature, first_slice, num_slices,
-    SIDE: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, R: tl.constexpr, N: tl.constexpr, ALIGN: tl.constexpr,
+    owners_ptr, num_ids, num_bags, bags_of_feature, first_slice, num_slices,
+    SIDE: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, R: tl.constexpr, N: tl.constexpr, ALIGNED: tl.constexpr,
     MODE: tl.constexpr, WEIGHTED: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_U: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Y: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """parts[s] = sum over the ids of slice s of the other slice [r, Y] times what the id's bag hands back [Y, X].
 
     That is the gradient of the slice but for the diagonal: of leading slices, if SIDE is 0, and of trailing ones, if it is 1. A
-    segment that goes on in later chunks leaves the sum of each of them in parts[num_slices + chunk].
+    segment that goes on in later chunks leaves the sum of each of them in parts[num_slices + chunk]. owners[s] = an id of slice s.
     """
     BLOCK: tl.constexpr = BLOCK_U * BLOCK_Y
     X_STEP: tl.constexpr = Y if SIDE == 0 else 1
@@ -190,7 +192,7 @@ def _sum_slices(
         id_ = tl.load(order_ptr + first) - SIDE * num_ids
         of_table = tables_ptr + tl.load(pairs_ptr + 2 * num_ids + id_).to(tl.int64) * TABLE
         rank = tl.load(of_table + RANK).to(tl.int32)
-        others = other_ptr + _aligned(tl.load(of_table + (TRAILING if SIDE == 0 else LEADING)), ALIGN)
+        others = other_ptr + tl.load(of_table + (TRAILING if SIDE == 0 else LEADING))
         total = tl.zeros([BLOCK_R, BLOCK_X], dtype=tl.float32)
         for position in range(first, last, BLOCK_U):
             n = position + step // BLOCK_Y
@@ -198,7 +200,7 @@ def _sum_slices(
             u = tl.load(order_ptr + n, mask=real, other=SIDE * num_ids) - SIDE * num_ids
             other = tl.load(pairs_ptr + (1 - SIDE) * num_ids + u, mask=real, other=0).to(tl.int64)
             real = real & (u < end_of_bags)
-            bag = tl.load(bags_ptr + u, mask=real, other=0).to(tl.int64)
+            bag = tl.load(bags_ptr + u, mask=real, other=0)
             bag_at = _bag_at(bag, num_bags, bags_of_feature, N)
             if MODE == "mean":
                 length = tl.load(offsets_ptr + bag + 1) - tl.load(offsets_ptr + bag)
@@ -211,14 +213,19 @@ def _sum_slices(
                 inside = (real & (y < Y))[:, None] & (x < X) & (column < N)
                 grad = tl.load(grad_ptr + bag_at[:, None] + column, mask=inside, other=0.0).to(tl.float32)
                 if MODE == "max":
-                    chosen = tl.load(chosen_ptr + (bag * N)[:, None] + column, mask=inside, other=-1)
+                    chosen = tl.load(chosen_ptr + (bag.to(tl.int64) * N)[:, None] + column, mask=inside, other=-1)
                     grad = tl.where(chosen == u[:, None].to(tl.int32), grad, 0.0)
                 if MODE == "mean" or WEIGHTED:
                     grad *= factor[:, None]
-                at = (other * (rank * Y) + y)[None, :] + k * Y
-                o = tl.load(others + at, mask=(real & (y < Y))[None, :] & (k < rank), other=0.0).to(tl.float32)
+                slice_ = others + (other * (rank * Y))[None, :]
+                if ALIGNED:
+                    slice_ = tl.multiple_of(slice_, (16, 16))
+                o = tl.load(slice_ + (k * Y + y[None, :]), mask=(real & (y < Y))[None, :] & (k < rank), other=0.0).to(tl.float32)
                 total = tl.dot(o, grad, total, input_precision="ieee", out_dtype=tl.float32)
-        slot = tl.where((first == start) & (before == segment), num_slices + chunk, segment.to(tl.int64))
+        is_later = (first == start) & (before == segment)
+        if (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
+            tl.store(owners_ptr + segment, id_.to(tl.int32), mask=~is_later)
+        slot = tl.where(is_later, num_slices + chunk, segment.to(tl.int64))
         tl.store(parts_ptr + slot * (R * X) + (k * X + x), total, mask=(k < R) & (x < X))
         first = last
 
@@ -226,26 +233,25 @@ def _sum_slices(
 @triton.jit(do_not_specialize=["num_ids", "num_bags", "bags_of_feature"])
 def _weight_gradients(
     grad_ptr, a_ptr, b_ptr, d_ptr, tables_ptr, pairs_ptr, bags_ptr, offsets_ptr, out_ptr, num_ids, num_bags, bags_of_feature,
-    N1: tl.constexpr, R: tl.constexpr, N2: tl.constexpr, N: tl.constexpr, SCALED: tl.constexpr, ALIGN: tl.constexpr,
+    N1: tl.constexpr, R: tl.constexpr, N2: tl.constexpr, N: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK_U: tl.constexpr, BLOCK_1: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_2: tl.constexpr,
 ):  # fmt: skip
     """out[l] = the gradient of id l's bag times its row; 0 of ids in no bag."""
-    id_ = tl.program_id(0).to(tl.int64) * BLOCK_U + tl.arange(0, BLOCK_U)
+    id_ = tl.program_id(0) * BLOCK_U + tl.arange(0, BLOCK_U)
     real = id_ < num_ids
     pooled = real & (id_ < tl.load(offsets_ptr + num_bags))
-    met = pooled & (tl.load(pairs_ptr + id_, mask=real, other=-1) >= 0)
-    at = _bag_at(tl.load(bags_ptr + id_, mask=pooled, other=0).to(tl.int64), num_bags, bags_of_feature, N)
+    at = _bag_at(tl.load(bags_ptr + id_, mask=pooled, other=0), num_bags, bags_of_feature, N)
     total = tl.zeros([BLOCK_U], dtype=tl.float32)
     for start_i in tl.static_range(0, N1, BLOCK_1):
         for start_j in tl.static_range(0, N2, BLOCK_2):
             i = (start_i + tl.arange(0, BLOCK_1))[None, :, None]
             j = (start_j + tl.arange(0, BLOCK_2))[None, None, :]
-            row = _multiply(
-                a_ptr, b_ptr, d_ptr, tables_ptr, pairs_ptr, id_, met, num_ids, i, j,
-                N1, R, N2, SCALED, ALIGN, BLOCK_U, BLOCK_1, BLOCK_R, BLOCK_2,
+            row = _form_rows(
+                a_ptr, b_ptr, d_ptr, tables_ptr, pairs_ptr, id_, pooled, num_ids, i, j,
+                N1, R, N2, SCALED, ALIGNED, BLOCK_U, BLOCK_1, BLOCK_R, BLOCK_2,
             )  # fmt: skip
             column = i * N2 + j
-            inside = met[:, None, None] & (i < N1) & (j < N2) & (column < N)
+            inside = pooled[:, None, None] & (i < N1) & (j < N2) & (column < N)
             grad = tl.load(grad_ptr + at[:, None, None] + column, mask=inside, other=0.0).to(tl.float32)
             total += tl.sum(tl.sum(grad * row, 2), 1)
     tl.store(out_ptr + id_, total, mask=real)
@@ -288,7 +294,7 @@ def slices_launch(sizes: Sizes, side: int, *, num_bags: int, features: int, mode
             "first_slice": sizes.first_slice(side), "num_slices": sizes.counts[side],
         },
         constants={
-            "SIDE": side, "X": x, "Y": y, "R": sizes.rank, "N": sizes.num_cols, "ALIGN": sizes.align,
+            "SIDE": side, "X": x, "Y": y, "R": sizes.rank, "N": sizes.num_cols, "ALIGNED": sizes.aligned,
             "MODE": mode, "WEIGHTED": weighted,
             "CHUNK": CHUNK, "BLOCK_U": 32 // block_y, "BLOCK_X": block_x, "BLOCK_Y": block_y, "BLOCK_R": block_r,
         },
@@ -298,7 +304,7 @@ def slices_launch(sizes: Sizes, side: int, *, num_bags: int, features: int, mode
 
 def _row_blocks(sizes: Sizes) -> dict[str, int]:
     block_1, block_2 = block(sizes.n1, 32), block(sizes.n2, 64)
-    rows = max(1, min(16, 1024 // (block_1 * block_2)))
+    rows = max(1, min(16, 256 // (block_1 * block_2)))
     return {"BLOCK_U": rows, "BLOCK_1": block_1, "BLOCK_R": _LEAST_DOT, "BLOCK_2": block_2}
 
 
