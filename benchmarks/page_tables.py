@@ -8,9 +8,9 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from benchmarks.quality import VARIANTS, chosen
-from benchmarks.quality_table import BEST, DATA_SETS, METRICS, NAMES, NOT_EQUAL, short_table
-from benchmarks.rows import Row, read_rows
+from benchmarks.harness.rows import Row, read_rows
+from benchmarks.quality.runs import VARIANTS, chosen
+from benchmarks.quality.summary import BEST, DATA_SETS, METRICS, NAMES, NOT_EQUAL, short_table
 
 RESULTS = Path(__file__).parent / "results"
 XEON, EPYC = "cpu-2-intel-xeon-processor-avx512", "cpu-2-amd-epyc"
@@ -332,6 +332,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "equal-bytes": equal_bytes,
     "quality-ne": partial(quality, "ne"),
     "quality-auc": partial(quality, "auc"),
+    "quality-val-ne": partial(quality, "val_ne", "video"),
     "lookup": lookup,
     "mlperf": mlperf,
     "lookup-memory": lookup_memory,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import click
 
-from benchmarks.cli import run_command
+from benchmarks.harness.cli import run_command
 from benchmarks.page_tables import RESULTS, TABLES
 
 ROOT = RESULTS.parents[1]

@@ -12,13 +12,13 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-from benchmarks.cli import run_command
-from benchmarks.quality_plot import quality_figure
-from benchmarks.rows import UNITS, Row, read_rows
-from benchmarks.sharding_plots import distributed_figure, grid_figure, scale_figure
-from benchmarks.sweep import sweep_figure
-from benchmarks.table import case_title, format_size
-from benchmarks.workload import PASSES
+from benchmarks.harness.cli import run_command
+from benchmarks.harness.rows import UNITS, Row, read_rows
+from benchmarks.harness.text import case_title, format_size
+from benchmarks.harness.workload import PASSES
+from benchmarks.lookup.figure import sweep_figure
+from benchmarks.quality.figure import quality_figure
+from benchmarks.sharding.figures import distributed_figure, grid_figure, scale_figure
 
 LABELS = {"ms": "time, ms (p20, p50, p80)", "MiB": "peak extra memory, MiB (p20, p50, p80)"}
 

@@ -12,50 +12,54 @@ import click
 import torch
 from tqdm import tqdm
 
-from benchmarks.cli import run_command
-from benchmarks.environment import results_path
-from benchmarks.measure import Settings
-from benchmarks.rows import RowWriter, read_rows
-from benchmarks.table import format_case
-from benchmarks.timing import Plan
+from benchmarks.harness.cli import run_command
+from benchmarks.harness.environment import results_path
+from benchmarks.harness.measure import Settings
+from benchmarks.harness.rows import RowWriter, read_rows
+from benchmarks.harness.text import format_case
+from benchmarks.harness.timing import Plan
 
 # name -> (module, what it compares); the module's `run(settings)` yields the rows of one case after the other.
 BENCHMARKS = {
-    "lookup": ("benchmarks.lookup", "tables of a collection: dense, FBGEMM's fused, tensor trains with and without dedup"),
-    "lookup-scaling": ("benchmarks.scaling", "the same against batch size and skew of the ids"),
-    "lookup-breakdown": ("benchmarks.breakdown", "where the time of a training step goes"),
-    "lookup-memory": ("benchmarks.training_memory", "peak memory of training a table of 100 million rows"),
-    "hot-rows": ("benchmarks.hot_rows", "TT tables of equal bytes, with rows of the most frequent ids and without"),
-    "shapes": ("benchmarks.shapes", "shapes of one size: the one that TTShape.for_table chooses and the fastest"),
-    "distributed": ("benchmarks.distributed", "a sharded table: what each way of sharding sends, and its step"),
-    "planned": ("benchmarks.planned", "the planner's estimates beside measured memory and steps of 1, 2 and 4 processes"),
-    "scale-model": ("benchmarks.scale_model", "a model of steps on 8 to 512 GPUs, from counted bytes and multiply-adds"),
-    "sharding-grid": ("benchmarks.sharding_grid", "the planner's estimates and choice: where copies of cores beat moving bags"),
-    "preprocess": ("benchmarks.preprocess", "raw logs to a data set: comera preprocess, pandas, torchrec"),
-    "preprocess-memory": ("benchmarks.preprocess_memory", "peak memory of comera preprocess beside its limit, by kinds of logs"),
-    "loader": ("benchmarks.loader", "a data set to training batches"),
-    "ordering": ("benchmarks.ordering", "ids by frequency, by communities, at random: what batches meet, and their lookup"),
-    "linear": ("benchmarks.linear", "linear layers: nn.Linear and TTLinear"),
+    "lookup": (
+        "benchmarks.lookup.criteo_tables",
+        "tables of a collection: dense, FBGEMM's fused, TT with and without dedup",
+    ),
+    "lookup-scaling": ("benchmarks.lookup.scaling", "the same against batch size and skew of the ids"),
+    "lookup-breakdown": ("benchmarks.lookup.breakdown", "where the time of a training step goes"),
+    "lookup-memory": ("benchmarks.lookup.memory", "peak memory of training a table of 100 million rows"),
+    "hot-rows": ("benchmarks.lookup.hot_rows", "TT tables of equal bytes, with rows of the most frequent ids and without"),
+    "shapes": ("benchmarks.lookup.shapes", "shapes of one size: the one that TTShape.for_table chooses and the fastest"),
+    "distributed": ("benchmarks.sharding.distributed", "a sharded table: what each way of sharding sends, and its step"),
+    "trainer-loop": ("benchmarks.training.loop", "steps of the trainer on two processes, and of TorchRec's pipeline by hand"),
+    "planned": ("benchmarks.sharding.planned", "the planner's estimates beside measured memory and steps of 1, 2 and 4 processes"),
+    "scale-model": ("benchmarks.sharding.scale_model", "a model of steps on 8 to 512 GPUs, from counted bytes and multiply-adds"),
+    "sharding-grid": ("benchmarks.sharding.grid", "the planner's estimates and choice: where copies of cores beat moving bags"),
+    "preprocess": ("benchmarks.data.preprocess", "raw logs to a data set: comera preprocess, pandas, torchrec"),
+    "preprocess-memory": ("benchmarks.data.memory", "peak memory of comera preprocess beside its limit, by kinds of logs"),
+    "loader": ("benchmarks.data.loader", "a data set to training batches"),
+    "ordering": ("benchmarks.lookup.ordering", "ids by frequency, by communities, at random: what batches meet, and their lookup"),
+    "linear": ("benchmarks.linear.layers", "linear layers: nn.Linear and TTLinear"),
     "transformer": (
-        "benchmarks.transformer",
+        "benchmarks.linear.transformer",
         "training a six-encoder transformer: dense, GaLore, low rank, tensor train",
     ),
-    "conversion": ("benchmarks.conversion", "peak memory of TT-SVD of a table of 10 million rows, beside the table"),
-    "dlrm": ("benchmarks.dlrm", "a whole DLRM: dense, and 99 times smaller; goes on where it stopped"),
+    "conversion": ("benchmarks.lookup.conversion", "peak memory of TT-SVD of a table of 10 million rows, beside the table"),
+    "dlrm": ("benchmarks.training.dlrm", "a whole DLRM: dense, and 99 times smaller; resumes"),
     "mlperf": (
-        "benchmarks.mlperf",
+        "benchmarks.training.mlperf",
         "MLPerf's DLRM-DCNv2 at its own sizes, tables 1,000 times smaller: a step part by part, peak memory",
     ),
-    "serve": ("benchmarks.serve", "requests: packages of a TT model and TorchRec's quantized dense one"),
-    "serve-http": ("benchmarks.serve_http", "requests to comera serve over HTTP from wrk, and their p99"),
-    "gpu-lookup": ("benchmarks.gpu_lookup", "the lookup on a GPU: dense, FBGEMM, TT tables with and without a CUDA graph"),
-    "float8": ("benchmarks.float8", "products of matrices: float32, bfloat16, float8"),
+    "serve": ("benchmarks.serving.packages", "requests: packages of a TT model and TorchRec's quantized dense one"),
+    "serve-http": ("benchmarks.serving.http", "requests to comera serve over HTTP from wrk, and their p99"),
+    "gpu-lookup": ("benchmarks.gpu.lookup", "the lookup on a GPU: dense, FBGEMM, TT tables with and without a CUDA graph"),
+    "float8": ("benchmarks.linear.float8", "products of matrices: float32, bfloat16, float8"),
     "gpu-dlrm": (
-        "benchmarks.gpu_dlrm",
+        "benchmarks.gpu.dlrm",
         "steps of a whole DLRM: dense, TT, TT in a CUDA graph; `--device cpu` leaves the graph out",
     ),
-    "gpu-static": ("benchmarks.gpu_static", "a model of the lookup's step on GPUs from compiled kernels; nothing is measured"),
-    "quality": ("benchmarks.quality", "predictions of models whose tables take equal bytes; goes on where it stopped"),
+    "gpu-static": ("benchmarks.gpu.static", "a model of the lookup's step on GPUs from compiled kernels; nothing is measured"),
+    "quality": ("benchmarks.quality.runs", "predictions of models whose tables take equal bytes; resumes"),
 }
 RESUMABLE = ("quality", "dlrm", "preprocess")
 _FILE = click.Path(path_type=Path)
@@ -78,7 +82,7 @@ _FILE = click.Path(path_type=Path)
     "--data",
     type=_FILE,
     metavar="FOLDER",
-    help="quality: implicit feedback, see benchmarks/quality_data.py; preprocess: where to keep logs.",
+    help="quality: implicit feedback, see benchmarks/quality/data_sets.py; preprocess: where to keep logs.",
 )
 @click.option("--no-memory", is_flag=True, help="Leave out peak extra memory, which takes a process for each provider and pass.")
 def run(

@@ -30,6 +30,7 @@ _EXPECTED = {
     "hex": "1 to 8 hex digits",
     "category": "text or an integer",
     "list": "a list of non-empty elements",
+    "weight": "a finite number of at least 0",
     "time": "a time",
     "user": "a user, which is text or an integer",
 }
@@ -73,9 +74,9 @@ def to_parsed(columns: Mapping[str, pa.Array], schema: LogSchema, *, rows: int) 
     for padded, column_of_lists in zip(list_keys, lists, strict=True):
         padded[: len(column_of_lists.values)] = column_of_lists.values
     ends = [np.cumsum(column.lengths) for column in lists if column.lengths is not None]
-    label, split_on = schema.of_kind("label"), schema.of_kind("time", "user")
+    labels, split_on = schema.of_kind("label"), schema.of_kind("time", "user")
     parsed = Parsed(
-        label=kept[label[0]].values.astype(np.int8) if label else np.empty(0, np.int8),
+        labels=_stack([kept[name].values for name in labels], count, np.dtype(np.int8)),
         integers=_stack([kept[name].values for name in schema.integers], count, schema.number_dtype),
         integer_missing=_stack([kept[name].missing for name in schema.integers], count, np.dtype(np.bool_)),
         keys=_stack([kept[name].values for name in schema.singles], count, schema.key_dtype),
@@ -87,6 +88,7 @@ def to_parsed(columns: Mapping[str, pa.Array], schema: LogSchema, *, rows: int) 
         rejected=rows - count,
         reasons=tuple(reasons),
         split_keys=kept[split_on[0]].values if split_on else None,
+        weights=kept[schema.weight].values.astype(np.float32) if schema.weight else None,
     )
     return parsed, good
 
@@ -112,7 +114,7 @@ def _read(array: pa.Array, column: Column) -> _Cells:
         array = array.dictionary_decode()
     try:
         match column.kind:
-            case "label" | "integer" | "int64" | "float" | "time":
+            case "label" | "integer" | "int64" | "float" | "weight" | "time":
                 return _read_numbers(array, column)
             case "hex":
                 return _read_hex(array)
@@ -149,7 +151,9 @@ def _read_numbers(array: pa.Array, column: Column) -> _Cells:
     if kind in ("label", "integer", "int64"):
         low, high = {"label": (0, 2), "integer": (-(2.0**31), 2.0**31), "int64": (-(2.0**63), 2.0**63)}[kind]
         bad |= (values != np.floor(values)) | (values < low) | (values >= high)
-    if kind in ("label", "time"):
+    if kind == "weight":
+        bad |= (values < 0) | (values > np.finfo(np.float32).max)
+    if kind in ("label", "weight", "time"):
         bad |= missing
     return _Cells(values=np.where(bad, 0, values), missing=missing & ~bad, bad=bad)
 

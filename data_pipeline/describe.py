@@ -161,8 +161,8 @@ def to_text(description: Description) -> str:
     manifest = description.manifest
     lines = []
     for name, split in manifest.splits.items():
-        rate = manifest.label.split_means[name] if manifest.label else None
-        lines.append(f"{name:<6} {split.rows:>14,} rows" + (f"  label rate {rate:.4f}" if rate is not None else ""))
+        rates = [f"  {label.name} rate {label.split_means[name]:.4f}" for label in manifest.labels if split.rows]
+        lines.append(f"{name:<6} {split.rows:>14,} rows" + "".join(rates))
     rows = [["integer", "missing", "min", "max"]]
     rows += [[i.name, f"{i.missing:.1%}", _number(i.min), _number(i.max)] for i in description.integers]
     lines += ["", *_aligned(rows)] if description.integers else []

@@ -65,16 +65,21 @@ def new_logs_schema(known: LogSchema, log: Source) -> LogSchema:
 
 
 def check_columns(schema: LogSchema, known: LogSchema, *, log: Source, data: str | Path) -> None:
-    """Check that a new log has the columns of a data set's logs, but for labels, times, users and columns that are ignored.
+    """Check that a new log has the columns of a data set's logs, but for labels (all or none), weights, times and users.
 
     Raises:
-        ValueError: a column is missing, of another kind or setting, or in another order.
+        ValueError: a column is missing, of another kind or setting, or in another order; or labels differ.
     """
 
     def columns(of: LogSchema) -> list[str]:
         return [f"{column.name} ({_settings(column)})" for column in of.columns if column.kind not in OF_NO_FEATURE]
 
     given, wanted = [*columns(schema), "none"], [*columns(known), "none"]
+    if schema.labels and known.labels and schema.labels != known.labels:
+        raise ValueError(
+            f"--input {log} holds the labels {', '.join(schema.labels)} where {data} has {', '.join(known.labels)}; "
+            "give logs of all these labels or of none, or name the columns with --schema"
+        )
     if given != wanted or schema.transformed != known.transformed:
         pairs = zip(given, wanted, strict=False)
         found, due = next((pair for pair in pairs if pair[0] != pair[1]), ("raw values", "columns that came transformed"))
@@ -167,7 +172,7 @@ class RequestEncoder:
         for padded, column_keys in zip(list_keys, flat, strict=True):
             padded[: len(column_keys)] = column_keys
         parsed = Parsed(
-            label=np.empty(0, np.int8),
+            labels=np.empty((0, len(rows)), np.int8),
             integers=integers,
             integer_missing=integer_missing,
             keys=singles,

@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 from pydantic import Field, TypeAdapter, ValidationError
 
 from data_pipeline.atomic import replacing
+from data_pipeline.columns import LABEL
 from data_pipeline.schema import LogSchema, Transform
 
 FORMAT = "comera-rec-dataset"
@@ -84,10 +85,20 @@ class RejectedLine:
 
 @dataclass(frozen=True, kw_only=True)
 class Label:
-    """Share of ones, over everything and per split (None for an empty split)."""
+    """A label: its share of ones, over everything and per split (None for an empty split), and its column in shards."""
 
     mean: float
     split_means: dict[str, float | None]
+    name: str = LABEL
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """The weights of rows in a loss: their mean, over everything and per split (None for an empty split), and their column."""
+
+    mean: float
+    split_means: dict[str, float | None]
+    name: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,8 +154,9 @@ class Transformed:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Everything that training needs to know of a data set. label is None for logs without labels.
+    """Everything that training needs to know of a data set. label is None for logs without labels, weight where rows have none.
 
+    other_labels: those after the first, where there are several.
     log: the columns of the logs; None where an earlier version wrote the data set.
     transformed: None where the vocabularies are those of the data set's training rows. Otherwise integer columns' min and max, and
         vocabularies with their counts, are those of the data set that it names, and distinct values were not counted.
@@ -163,6 +175,13 @@ class Manifest:
     splits: dict[str, Split]
     log: LogSchema | None = None
     transformed: Transformed | None = None
+    other_labels: tuple[Label, ...] = ()
+    weight: Weight | None = None
+
+    @property
+    def labels(self) -> tuple[Label, ...]:
+        """All labels, in the order of their columns."""
+        return (*((self.label,) if self.label else ()), *self.other_labels)
 
 
 _MANIFEST = TypeAdapter(Manifest)

@@ -76,7 +76,7 @@ class Columns(ctypes.Structure):
     _fields_ = tuple(
         (name, Array)
         for name in (
-            "label",
+            "labels",
             "integers",
             "integer_missing",
             "keys",

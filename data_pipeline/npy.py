@@ -1,7 +1,7 @@
 """A data set as NumPy files in the layout of torchrec's BinaryCriteoUtils, for `InMemoryBinaryCriteoIterDataPipe` and its like.
 
 OUTPUT/<split>_dense.npy float32 [n, I], <split>_sparse.npy int32 [n, C], <split>_labels.npy int32 [n, 1] for n rows, I integer
-columns and C categorical ones.
+columns and C categorical ones; and <split>_weights.npy float32 [n, 1] where rows have weights.
 """
 
 from __future__ import annotations
@@ -17,29 +17,31 @@ from data_pipeline.columns import LABEL
 from data_pipeline.manifest import MANIFEST_NAME, Manifest, write_manifest
 from data_pipeline.verify import read_row_groups
 
-FILES = (MANIFEST_NAME, "*_dense.npy", "*_sparse.npy", "*_labels.npy")
+FILES = (MANIFEST_NAME, "*_dense.npy", "*_sparse.npy", "*_labels.npy", "*_weights.npy")
 
 
 def export_npy(manifest: Manifest, folder: Path, output: Path, *, overwrite: bool = False) -> None:
     """Write the files, row group by row group, and the manifest beside them.
 
     Raises:
-        ValueError: there are no labels or there are lists, which the layout has no place for; or output may not be written.
+        ValueError: the layout holds no such data set (no label or several, lists of ids); or output may not be written.
     """
     refuse_overlap(output, "data", [folder], within=True)
     lists = [column.name for column in manifest.categorical_columns if column.is_list]
-    if lists or not manifest.label:
-        raise ValueError(
-            f"{folder} has {'lists of ids in ' + lists[0] if lists else 'no labels'}, which torchrec's files don't hold"
-        )
+    if lists or len(manifest.labels) != 1:
+        names = ", ".join(label.name for label in manifest.labels)
+        held = f"lists of ids in {lists[0]}" if lists else f"the labels {names}" if names else "no labels"
+        raise ValueError(f"{folder} has {held}, which torchrec's files don't hold: they have one label and one id a cell")
     parts: dict[str, tuple[list[str], npt.DTypeLike]] = {
         "dense": ([column.name for column in manifest.integer_columns], np.float32),
         "sparse": ([column.name for column in manifest.categorical_columns], np.int32),
         "labels": ([LABEL], np.int32),
     }
+    if manifest.weight:
+        parts["weights"] = ([manifest.weight.name], np.float32)
     with (
         finished_folder(output, files=FILES, overwrite=overwrite) as work,
-        tqdm(desc="exporting", total=3 * manifest.rows.written, unit="row", unit_scale=True, disable=None) as bar,
+        tqdm(desc="exporting", total=len(parts) * manifest.rows.written, unit="row", unit_scale=True, disable=None) as bar,
     ):
         for name, split in manifest.splits.items():
             for part, (columns, dtype) in parts.items():

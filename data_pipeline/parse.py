@@ -1,6 +1,6 @@
 """Text to columns by `csrc/parse.cpp`, at two nanoseconds a byte: the fast form of `data_pipeline.reference`.
 
-Letters: n well-formed lines of a text, I integer columns, C categorical columns of one value, M list columns.
+Letters: n well-formed lines of a text, L labels, I integer columns, C categorical columns of one value, M list columns.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BLOCK_BYTES = 16 << 20
 class Parsed:
     """The well-formed lines of a text as columns, in the schema's order within each kind.
 
-    label: int8 [n], empty without a label column.
+    labels: int8 [L, n].
     integers: int32 [I, n], 0 where integer_missing, bool [I, n]; float32 where the schema says that they are transformed, float64
         where one of them is no 32-bit integer.
     keys: uint32 or uint64 [C, n], 0 where key_missing, bool [C, n].
@@ -33,10 +33,11 @@ class Parsed:
     starts: int64 [n], where each line begins in the text.
     lines: of the text, n + rejected.
     split_keys: times in seconds, float64 [n], or users' hashes, uint64 [n], where the schema has a column of such a kind.
+    weights: of rows, float32 [n], where the schema has such a column.
     rejected: how many lines are malformed; reasons holds the first of them as (line of the text from 0, reason).
     """
 
-    label: np.ndarray
+    labels: np.ndarray
     integers: np.ndarray
     integer_missing: np.ndarray
     keys: np.ndarray
@@ -48,6 +49,7 @@ class Parsed:
     rejected: int
     reasons: tuple[tuple[int, str], ...]
     split_keys: np.ndarray | None = None
+    weights: np.ndarray | None = None
 
     @property
     def rows(self) -> int:
@@ -90,7 +92,7 @@ def measure(text: np.ndarray, schema: LogSchema, room: int, *, element_ends: str
     """
     numbers = schema.number_dtype.itemsize + (4 if schema.number_dtype != np.int32 else 0)  # int32 first, then what they are to be
     cells = (1, numbers + 1, schema.key_dtype.itemsize + 1, 8, 8)  # of the arrays below, per line
-    counts = (int(schema.labelled), len(schema.integers), len(schema.singles), len(schema.lists), 1)
+    counts = (len(schema.labels), len(schema.integers), len(schema.singles), len(schema.lists), 1)
     line_bytes = sum(size * count for size, count in zip(cells, counts, strict=True))
     separators = {ord(byte) for column in schema.columns if column.kind == "list" for byte in column.separator + element_ends}
     block = Block()
@@ -102,7 +104,7 @@ def measure(text: np.ndarray, schema: LogSchema, room: int, *, element_ends: str
 def _parse(text: np.ndarray, schema: LogSchema, block: Block, *, begin: int = 0, first_line: int = 0) -> Parsed:
     integers, singles, lists, lines = len(schema.integers), len(schema.singles), len(schema.lists), block.lines
     arrays = {
-        "label": np.empty(lines if schema.labelled else 0, np.int8),
+        "labels": np.empty((len(schema.labels), lines), np.int8),
         "integers": np.empty((integers, lines), np.int32),
         "integer_missing": np.empty((integers, lines), np.bool_),
         "keys": np.empty((singles, lines), schema.key_dtype),

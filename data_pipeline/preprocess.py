@@ -56,7 +56,7 @@ from data_pipeline.sources import LogIdentity
 from data_pipeline.time_pass import find_times
 from data_pipeline.vocabulary import Vocabulary, build_vocabulary
 from data_pipeline.work import Tell, work_folder
-from data_pipeline.write_pass import describe_label, describe_splits, write_logs
+from data_pipeline.write_pass import describe_splits, describe_targets, write_logs
 
 
 def preprocess(options: PreprocessOptions, tell: Tell = lambda line: None) -> Manifest:
@@ -126,7 +126,7 @@ def _run(job: Job, options: PreprocessOptions, schedule: Schedule) -> Manifest:
         inputs=inputs,
         rows=RowCounts(read=sum(rows_of_logs) + rejected, written=sum(rows_of_logs), rejected=rejected),
         rejected_lines=rejected_lines,
-        label=describe_label(written) if job.schema.labelled else None,
+        **describe_targets(written, job.schema),
         integer_columns=integers,
         categorical_columns=_categorical_columns(job, options, groups, vocabularies, encoder, written),
         splits=describe_splits(written),

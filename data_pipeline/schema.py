@@ -4,12 +4,13 @@
     separator = ","
     header = true                  # each log opens with a line of names, by which its columns are known; else by their order
     [columns]
-    click = "label"                # 0 or 1; written as `label`
+    click = "label"                # 0 or 1; written as `label`, or by their names where there are several
     shop = "category"              # any text or integers, kept as a 64-bit hash
     price_cents = "integer"        # 32 bits; "int64" and "float" are others
     tags = { kind = "list", separator = " ", max_length = 20 }
     user = { kind = "category", column = "user_id", hash_buckets = 100_000 }
     rating = { kind = "float", transform = "standardize" }
+    importance = "weight"          # of the row in a loss
     at = "time"                    # not written; `--split time` goes by it, `--split user` by a column of kind "user"
 
 Criteo's own columns are built in: label, counts I1..I13, categories C1..C26 of 1 to 8 hex digits ("hex").
@@ -29,11 +30,11 @@ import numpy as np
 
 from data_pipeline.columns import CATEGORIES, INTEGERS, LABEL
 
-Kind = Literal["ignore", "label", "integer", "hex", "category", "list", "int64", "float", "time", "user"]
+Kind = Literal["ignore", "label", "integer", "hex", "category", "list", "int64", "float", "weight", "time", "user"]
 KINDS = ("ignore", "label", "integer", "hex", "category", "list")  # that `parse` reads
 Transform = Literal["log", "standardize", "none"]
 Format = Literal["text", "csv", "jsonl"]
-OF_NO_FEATURE: tuple[Kind, ...] = ("ignore", "label", "time", "user")
+OF_NO_FEATURE: tuple[Kind, ...] = ("ignore", "label", "weight", "time", "user")
 _NUMBERS: tuple[Kind, ...] = ("integer", "int64", "float")
 _CATEGORIES: tuple[Kind, ...] = ("hex", "category", "list")
 _LONGEST_NAME = 150  # in bytes; file systems take 255, and what is not finished has longer names
@@ -90,6 +91,17 @@ class LogSchema:
     @property
     def labelled(self) -> bool:
         return bool(self.of_kind("label"))
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of the labels in the data set: `label` where there is one, else their own."""
+        names = self.of_kind("label")
+        return (LABEL,) if len(names) == 1 else names
+
+    @property
+    def weight(self) -> str | None:
+        """The column of the rows' weights."""
+        return next(iter(self.of_kind("weight")), None)
 
     @property
     def integers(self) -> tuple[str, ...]:
@@ -184,7 +196,7 @@ def _schema(content: Mapping[str, Any]) -> LogSchema:
         format=_one_of("format", content.get("format", "csv" if separator == "," else "text"), Format),
         header=_flag(content.get("header", False)),
     )
-    kinds: tuple[tuple[Kind, str], ...] = (("label", "labels"), ("time", "times"), ("user", "users"))
+    kinds: tuple[tuple[Kind, str], ...] = (("weight", "weights"), ("time", "times"), ("user", "users"))
     for kind, plural in kinds:
         if len(schema.of_kind(kind)) > 1:
             raise ValueError(f"columns {', '.join(schema.of_kind(kind))} are all {plural}; there can be one")
@@ -193,8 +205,8 @@ def _schema(content: Mapping[str, Any]) -> LogSchema:
     if not schema.integers + schema.categories:
         raise ValueError("no column is a number or category; there is nothing to learn from")
     for column in schema.columns:
-        if column.kind not in OF_NO_FEATURE and column.name == LABEL:
-            raise ValueError(f"column {LABEL} is of kind {column.kind}; the name is kept for the label")
+        if column.name == LABEL and column.kind not in ("ignore", "label", "time", "user"):
+            raise ValueError(f"column {LABEL} is of kind {column.kind}; the name is kept for the label, so give it another one")
         if len(file_name(column.name).encode()) > _LONGEST_NAME:
             raise ValueError(f"column {column.name[:40]}... has too long a name for its files; rename it")
         if column.kind == "list" and column.separator == schema.separator:

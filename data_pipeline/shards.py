@@ -16,7 +16,6 @@ import pyarrow.parquet as pq
 from data_pipeline import native
 from data_pipeline.arrow import to_arrow, to_lists
 from data_pipeline.atomic import replacing
-from data_pipeline.columns import LABEL
 from data_pipeline.counts import list_elements
 from data_pipeline.hashing import HashedIds, TableIds, encode_keys
 from data_pipeline.manifest import IntegerColumn, Shard, describe_file
@@ -37,12 +36,13 @@ _ROWS_KEY = "comera_rec.rows"
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenShard:
-    """A shard of a split, the sum of its labels, and how often each categorical column holds id 0."""
+    """A shard of a split, the sums of each label and of the weights, and how often each categorical column holds id 0."""
 
     split: str
     shard: Shard
-    positives: int
+    positives: tuple[int, ...]
     zeros: tuple[int, ...]
+    weight: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class PartShards:
 
 @dataclass(frozen=True, kw_only=True)
 class Encoder:
-    """Raw columns to those of a shard: label int8 (where there is one), float32, then int32 ids, or lists of them.
+    """Raw columns to those of a shard: labels int8, weights float32 (if any), numbers float32, then int32 ids, or lists of them.
 
     Args:
         schema: the log's.
@@ -71,14 +71,16 @@ class Encoder:
     @property
     def columns(self) -> pa.Schema:
         """The columns of a shard."""
-        label = [(LABEL, pa.int8())] if self.schema.labelled else []
+        labels = [(name, pa.int8()) for name in self.schema.labels]
+        weight = [(self.schema.weight, pa.float32())] if self.schema.weight else []
         integers = [(name, pa.float32()) for name in self.schema.integers]
         singles = [(name, pa.int32()) for name in self.schema.singles]
-        return pa.schema(label + integers + singles + [(name, pa.list_(pa.int32())) for name in self.schema.lists])
+        return pa.schema(labels + weight + integers + singles + [(name, pa.list_(pa.int32())) for name in self.schema.lists])
 
     def encode(self, parsed: Parsed, rows: Rows) -> tuple[pa.Table, np.ndarray]:
         """Encode rows, in their order, and tell how many ids of each categorical column are 0."""
-        arrays = [to_arrow(parsed.label[rows])] if self.schema.labelled else []
+        arrays = [to_arrow(label[rows]) for label in parsed.labels]
+        arrays += [to_arrow(parsed.weights[rows])] if parsed.weights is not None else []
         arrays += [to_arrow(column) for column in self.numbers(parsed, rows)]
         ids, zeros = self.singles(parsed, rows)
         arrays += [to_arrow(column) for column in ids]
@@ -174,8 +176,8 @@ def write_part(
     written = []
     for split, shard in shards.items():
         described = replace(describe_file(shard.path, data, rows=shard.rows), from_rows=shard.from_rows)
-        positives, zeros = writers[split].positives, writers[split].zeros
-        written.append(WrittenShard(split=split, shard=described, positives=positives, zeros=tuple(zeros.tolist())))
+        positives, zeros = (tuple(sums.tolist()) for sums in (writers[split].positives, writers[split].zeros))
+        written.append(WrittenShard(split=split, shard=described, positives=positives, zeros=zeros, weight=writers[split].weight))
     return PartShards(written=tuple(written))
 
 
@@ -192,7 +194,8 @@ class _ShardWriter:
         self._encoder, self._writer = encoder, encoder.writer(path)
         self._writer.add_key_value_metadata({_ROWS_KEY: rows})
         self._waiting = encoder.columns.empty_table()
-        self.rows = self.positives = 0
+        self.rows, self.weight = 0, 0.0
+        self.positives = np.zeros(len(encoder.schema.labels), np.int64)
         self.zeros = np.zeros(len(encoder.ids_of), np.int64)
 
     def __enter__(self) -> _ShardWriter:
@@ -207,8 +210,9 @@ class _ShardWriter:
         """Encode rows of a block, and write the row groups that are full."""
         table, zeros = self._encoder.encode(parsed, rows)
         self.zeros += zeros
-        if self._encoder.schema.labelled:
-            self.positives += int(parsed.label[rows].sum())
+        self.positives += parsed.labels[:, rows].sum(axis=1, dtype=np.int64)
+        if parsed.weights is not None:
+            self.weight += float(parsed.weights[rows].sum(dtype=np.float64))
         self.rows += len(table)
         waiting = pa.concat_tables([self._waiting, table])
         while len(waiting) >= ROW_GROUP_ROWS or waiting.nbytes >= _ROW_GROUP_BYTES:

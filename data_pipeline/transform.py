@@ -54,7 +54,7 @@ from data_pipeline.schema import LogSchema
 from data_pipeline.shards import WrittenShard
 from data_pipeline.splits import Splitting
 from data_pipeline.work import Tell, work_folder
-from data_pipeline.write_pass import describe_label, describe_splits, write_logs
+from data_pipeline.write_pass import describe_splits, describe_targets, write_logs
 
 _SPLIT_OPTIONS = ("split", "val_fraction", "test_fraction", "seed", "val_from", "test_from")
 
@@ -161,7 +161,7 @@ def _run(job: Job, source: Manifest, data: Path, schedule: Schedule) -> Manifest
         inputs=inputs,
         rows=RowCounts(read=rows + rejected, written=rows, rejected=rejected),
         rejected_lines=rejected_lines,
-        label=describe_label(written) if job.schema.labelled else None,
+        **describe_targets(written, job.schema),
         integer_columns=tuple(
             replace(column, missing=sum(group.integers[number].missing for group in groups))
             for number, column in enumerate(source.integer_columns)

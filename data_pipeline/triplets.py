@@ -157,7 +157,7 @@ def _parse_block(rows: Rows, begin: int) -> Parsed:
     # Scripts that store 32-bit numbers as int32 wrap them; as uint32 they are what they were.
     keys = np.ascontiguousarray(sparse[good].T.astype(np.uint32))
     return Parsed(
-        label=labels[good].astype(np.int8),
+        labels=labels[good].astype(np.int8)[np.newaxis],
         integers=dense[:, good],
         integer_missing=np.zeros((dense.shape[0], len(good)), np.bool_),
         keys=keys,

@@ -6,6 +6,7 @@ of the same content may be several rows of the input: how many of validation and
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from data_pipeline.columns import LABEL
 from data_pipeline.hashing import TableIds, encode_keys, map_array
 from data_pipeline.manifest import REMEDY, CategoricalColumn, Manifest, Shard, check_file, check_shards, files_of
 from data_pipeline.shards import recorded_rows
@@ -38,11 +38,12 @@ class Verified:
 
 @dataclass(frozen=True, kw_only=True)
 class _Contents:
-    """Of a shard: how many ids each column holds and how many of them are 0, the sum of labels, and hashes of sampled rows."""
+    """Of a shard: how many ids each column holds, how many are 0, the sums of labels and weights, hashes of sampled rows."""
 
     ids: Counter[str]
     zeros: Counter[str]
-    positives: int
+    positives: Counter[str]
+    weight: float
     hashes: np.ndarray
 
 
@@ -109,19 +110,27 @@ def _check_disjoint(manifest: Manifest, folder: Path) -> None:
 
 def _check_contents(manifest: Manifest, folder: Path, split: str, shard: Shard) -> _Contents:
     path = folder / shard.path
-    ids_in, zeros, ones, hashes = Counter[str](), Counter[str](), 0, []
+    ids_in, zeros, ones, weight, hashes = Counter[str](), Counter[str](), Counter[str](), 0.0, []
     if recorded_rows(path) != (split, shard.from_rows):
         raise _differs(folder, f"{shard.path} doesn't hold the rows that the manifest states, but those of another shard")
     sampled = np.uint64((1 << max(0, (manifest.rows.written // _HASHES_KEPT).bit_length())) - 1)
     for first_row, group in read_row_groups(path):
         where = f"{path}, rows {first_row} to {first_row + len(group)}"
         row_hashes = np.zeros(len(group), np.uint64)
-        if manifest.label:
-            label = group.column(LABEL).to_numpy()
-            ones += int(label.sum())
-            if not np.isin(label, (0, 1)).all():
-                raise ValueError(f"{where}: {LABEL} holds other values than 0 and 1; {REMEDY}")
-            row_hashes += label.astype(np.uint64)
+        for label in manifest.labels:
+            values = group.column(label.name).to_numpy()
+            ones[label.name] += int(values.sum())
+            if not np.isin(values, (0, 1)).all():
+                raise ValueError(f"{where}: {label.name} holds other values than 0 and 1; {REMEDY}")
+            row_hashes = (row_hashes << np.uint64(1)) + values.astype(np.uint64)
+        if manifest.weight:
+            values = group.column(manifest.weight.name).to_numpy()
+            weight += float(values.sum(dtype=np.float64))
+            if not (np.isfinite(values) & (values >= 0)).all():
+                raise ValueError(
+                    f"{where}: {manifest.weight.name} holds weights that are not finite numbers of at least 0; {REMEDY}"
+                )
+            row_hashes = _mix(row_hashes, values.view(np.uint32))
         for integer in manifest.integer_columns:
             values = group.column(integer.name).to_numpy()
             if not np.isfinite(values).all() or (integer.transform == "log" and (values < 0).any()):
@@ -137,7 +146,9 @@ def _check_contents(manifest: Manifest, folder: Path, split: str, shard: Shard) 
                 raise ValueError(f"{where}: {column.name} holds ids that are not in 0..{column.num_embeddings - 1}; {REMEDY}")
             row_hashes = _mix(row_hashes, ids if lengths is None else _sums(ids, lengths))
         hashes.append(np.unique(row_hashes[row_hashes & sampled == 0]))
-    return _Contents(ids=ids_in, zeros=zeros, positives=ones, hashes=np.concatenate([np.empty(0, np.uint64), *hashes]))
+    return _Contents(
+        ids=ids_in, zeros=zeros, positives=ones, weight=weight, hashes=np.concatenate([np.empty(0, np.uint64), *hashes])
+    )
 
 
 def _mix(hashes: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -185,10 +196,14 @@ def _check_sums(manifest: Manifest, folder: Path, by_split: Mapping[str, Sequenc
             if zeros != stated:
                 raise _differs(folder, f"{name} holds id 0 of {column.name} {zeros} times, not {stated}")
     for name, split in manifest.splits.items():
-        positives = sum(contents.positives for contents in by_split[name])
-        stated_mean = manifest.label.split_means[name] if manifest.label else None
-        if stated_mean is not None and round(stated_mean * split.rows) != positives:
-            raise _differs(folder, f"{name} holds {positives} labels of 1, where the mean is stated as {stated_mean}")
+        for label in manifest.labels:
+            positives, mean = sum(contents.positives[label.name] for contents in by_split[name]), label.split_means[name]
+            if mean is not None and round(mean * split.rows) != positives:
+                raise _differs(folder, f"{name} holds {positives} labels of 1, where the mean of {label.name} is stated as {mean}")
+        total = sum(contents.weight for contents in by_split[name])
+        mean = manifest.weight.split_means[name] if manifest.weight else None
+        if mean is not None and not math.isclose(mean * split.rows, total, rel_tol=1e-9):
+            raise _differs(folder, f"{name} holds weights of {total} in all, where the mean is stated as {mean}")
 
 
 def check_vocabulary(column: CategoricalColumn, folder: Path, *, train_ids: int | None) -> None:

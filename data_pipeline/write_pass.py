@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from tqdm import tqdm
 
 from data_pipeline.count_pass import CountedPart
 from data_pipeline.job import Job, part_name
-from data_pipeline.manifest import SPLITS, Label, Shard, Split
+from data_pipeline.manifest import SPLITS, Label, Shard, Split, Weight
 from data_pipeline.parse import Parsed
 from data_pipeline.parts import Part
 from data_pipeline.pool import Schedule
+from data_pipeline.schema import LogSchema
 from data_pipeline.shards import Encoder, PartShards, WrittenShard, write_part
 from data_pipeline.splits import Rows, rows_by_place
 
@@ -69,12 +71,21 @@ def describe_splits(written: Mapping[str, Sequence[WrittenShard]]) -> dict[str, 
     return {name: Split(rows=sum(shard.rows for shard in of_split), shards=of_split) for name, of_split in shards.items()}
 
 
-def describe_label(written: Mapping[str, Sequence[WrittenShard]]) -> Label:
-    """The shares of ones that were written."""
+def describe_targets(written: Mapping[str, Sequence[WrittenShard]], schema: LogSchema) -> dict[str, Any]:
+    """The manifest's records of labels and weights that were written."""
     rows = {split: sum(shard.shard.rows for shard in written[split]) for split in SPLITS}
-    ones = {split: sum(shard.positives for shard in written[split]) for split in SPLITS}
-    means = {split: ones[split] / rows[split] if rows[split] else None for split in SPLITS}
-    return Label(mean=sum(ones.values()) / sum(rows.values()), split_means=means)
+
+    def means(sum_of: Callable[[WrittenShard], float]) -> dict[str, Any]:
+        sums = {split: sum(map(sum_of, written[split])) for split in SPLITS}
+        split_means = {split: sums[split] / rows[split] if rows[split] else None for split in SPLITS}
+        return {"mean": sum(sums.values()) / sum(rows.values()), "split_means": split_means}
+
+    def ones(number: int) -> Callable[[WrittenShard], float]:
+        return lambda shard: shard.positives[number]
+
+    labels = [Label(name=name, **means(ones(number))) for number, name in enumerate(schema.labels)]
+    weight = Weight(name=schema.weight, **means(lambda shard: shard.weight)) if schema.weight else None
+    return {"label": labels[0] if labels else None, "other_labels": tuple(labels[1:]), "weight": weight}
 
 
 def _write(encoder: Encoder, job: Job, part: Part, planned: PlannedPart) -> tuple[tuple[int, int], PartShards]:

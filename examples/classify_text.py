@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import comera_rec as cr
-from benchmarks.cli import run_command
+from benchmarks.harness.cli import run_command
 from comera_rec.training.config import LinearsConfig, load_settings
 from examples.loop import EmbeddingSettings, TrainingSettings, build_encoder, fit, linear_layers, new_folder, save, sizes
 from examples.text import TextBatch, batches_of, endless, word_pieces

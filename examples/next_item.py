@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torchrec import EmbeddingConfig
 
 import comera_rec as cr
-from benchmarks.cli import run_command
+from benchmarks.harness.cli import run_command
 from comera_rec.nn import EMBEDDING_STD, dense_embedding
 from comera_rec.training.config import load_settings
 from examples.loop import TrainingSettings, fit, new_folder, save, sizes

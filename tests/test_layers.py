@@ -17,9 +17,9 @@ import data_pipeline
 
 ROOT = Path(comera_rec.__file__).parents[1]
 # Lowest first; a layer imports those before it. train.py, the script for torchrun, is one more way into the command line.
-LAYERS = ["tt", "ops", "nn", "rank", "recsys", "convert", "training", "serving", "cli", "train"]
-READS_MANIFEST = {"data_pipeline", "training", "serving", "cli", "train"}
-BELOW_TORCHREC = {"tt", "ops", "nn", "rank"}
+LAYERS = ["distributed", "tt", "ops", "nn", "rank", "recsys", "convert", "data", "training", "serving", "cli", "train"]
+READS_MANIFEST = {"data_pipeline", "data", "training", "serving", "cli", "train"}
+BELOW_TORCHREC = {"distributed", "tt", "ops", "nn", "rank"}
 # Packages that a function may import, because they are optional: accelerators and clusters.
 OPTIONAL = {"triton", "distributed"}
 

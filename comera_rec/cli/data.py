@@ -1,9 +1,11 @@
-"""Commands on logs and data sets: `synth`, `preprocess`, `transform`, `verify`, `describe`, `to-npy`. None needs torch."""
+"""Commands on logs and data sets: `synth`, `preprocess`, `transform`, `verify`, `describe`, `lookup`, `to-npy`; without torch."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -12,6 +14,7 @@ import click
 
 from data_pipeline.describe import describe as describe_data_set
 from data_pipeline.describe import to_text, write_html
+from data_pipeline.lookup import find_id, find_text
 from data_pipeline.manifest import SPLITS, Manifest, read_manifest
 from data_pipeline.npy import export_npy
 from data_pipeline.options import PreprocessOptions, format_bytes, parse_bytes
@@ -258,6 +261,29 @@ def describe(data: Path, html: Path | None) -> None:
         click.echo(f"\nwrote {html}")
 
 
+@click.command(short_help="Show a category's text beside its id.")
+@click.option("--data", type=_PATH, required=True, help="The data set's folder.")
+@click.option("--column", required=True, metavar="NAME", help="A categorical column.")
+@click.option("--id", "number", type=int, metavar="N", help="Show this id's text, where the column holds hex digits.")
+@click.option("--text", help="Show this text's id; 0 if it is rare or new.")
+def lookup(data: Path, column: str, number: int | None, text: str | None) -> None:
+    """Print an id, its text and how many training rows hold it as one JSON line.
+
+    \b
+    Example:
+      comera lookup --data data/ --column C3 --id 7
+      comera lookup --data data/ --column C3 --text 2dbcbc4c
+    """
+    manifest = read_manifest(data)
+    if number is not None and text is None:
+        entry = find_id(manifest, data, column, number)
+    elif text is not None and number is None:
+        entry = find_text(manifest, data, column, text)
+    else:
+        raise ValueError("give one of --id and --text")
+    click.echo(json.dumps(asdict(entry), ensure_ascii=False))
+
+
 @click.command("to-npy", short_help="Write a data set as torchrec's .npy files.")
 @click.option("--data", type=_PATH, required=True, help="The data set's folder.")
 @click.option("--output", type=_PATH, required=True, metavar="DIR", help="Folder of the files, new or empty.")
@@ -278,7 +304,7 @@ def _summary(manifest: Manifest, output: Path, seconds: float) -> str:
     lines = [
         f"rows: {rows.read:,} read, {rows.written:,} written, {rows.rejected:,} rejected",
         "splits: " + ", ".join(f"{name} {split.rows:,}" for name, split in manifest.splits.items()),
-        "label mean: " + (f"{manifest.label.mean:.4f}" if manifest.label else "no label"),
+        *([f"{label.name} mean: {label.mean:.4f}" for label in manifest.labels] or ["label mean: no label"]),
         f"embedding rows: {sum(column.num_embeddings for column in manifest.categorical_columns):,}",
         f"wrote {output} in {seconds:.1f} s ({rows.read / seconds:,.0f} rows/s)",
     ]

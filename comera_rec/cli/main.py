@@ -19,6 +19,7 @@ COMMANDS = {
     "transform": ("comera_rec.cli.data", "Encode new logs with a data set's vocabularies."),
     "verify": ("comera_rec.cli.data", "Check a data set against its manifest."),
     "describe": ("comera_rec.cli.data", "Show what is in a data set."),
+    "lookup": ("comera_rec.cli.data", "Show a category's text beside its id."),
     "to-npy": ("comera_rec.cli.data", "Write a data set as torchrec's .npy files."),
     "train": ("comera_rec.cli.model", "Train a DLRM, dense or compressed, from a TOML config."),
     "evaluate": ("comera_rec.cli.model", "Print AUC, NE and logloss of a trained run as one JSON line."),

@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 
 from comera_rec.convert import TTEmbeddingConfig, compress_state, compression_report, export_dense, read_state, row_importance
+from comera_rec.data import ParquetBatches, require_one_label
+from comera_rec.distributed import leave
 from comera_rec.ops.served_bags import DTYPES
 from comera_rec.serving.export import FORMS, PACKAGE, ExportOptions, export_run
 from comera_rec.serving.triton import export_repository
-from comera_rec.training.batches import ParquetBatches
 from comera_rec.training.compress import compress_run
 from comera_rec.training.config import load_config, parse_overrides
 from comera_rec.training.evaluation import evaluate as evaluate_model
@@ -55,9 +56,9 @@ def train(context: click.Context, config_path: str, overrides: tuple[str, ...]) 
     trainer = Trainer(config)
     try:
         result = trainer.train()
-        trainer.processes.leave()
+        leave()
     except (Interrupted, Diverged) as stop:
-        trainer.processes.leave()
+        leave()
         if trainer.processes.is_first:
             click.echo(f"comera: {stop}", err=True)
         context.exit(stop.exit_status)
@@ -89,7 +90,7 @@ def evaluate(run: str, data: str, split: str, batch_size: int, last: bool) -> No
     Example:
       comera evaluate --checkpoint runs/compressed --data data/ --split test
     """
-    batches = ParquetBatches(data, split, batch_size=batch_size)
+    batches = require_one_label(ParquetBatches(data, split, batch_size=batch_size))
     model, _, schema = load_run(run, last=last)
     if differing := schema.differences(Schema.of(read_manifest(data))):
         raise ValueError(

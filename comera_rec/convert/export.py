@@ -1,4 +1,4 @@
-"""Conversion of TT modules, and of what stands in this library for modules of TorchRec, back to dense and TorchRec's modules."""
+"""Conversion of TT modules, and of this library's stand-ins for TorchRec modules, back to dense modules and TorchRec's."""
 
 from __future__ import annotations
 

@@ -9,10 +9,10 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from comera_rec.distributed import WORLD, Processes
 from comera_rec.nn import named_tt_modules
 from comera_rec.ops.bags.updates import update_kind
 from comera_rec.rank.config import RankConfig
@@ -21,17 +21,7 @@ from comera_rec.rank.objectives import Achievement, Budget, Objective, Price
 from comera_rec.rank.penalty import size_surrogate
 from comera_rec.rank.selection import Masks, above_threshold, within_budget
 from comera_rec.rank.truncation import keep_ranks_, magnitudes_of
-from comera_rec.rank.tt_modules import (
-    ModuleSummary,
-    bytes_outside_tt_modules,
-    count_processes,
-    gather,
-    gather_tt_modules,
-    mean_over_processes,
-    on_several_processes,
-    total_bytes,
-    total_params,
-)
+from comera_rec.rank.tt_modules import ModuleSummary, bytes_outside_tt_modules, gather_tt_modules, total_bytes, total_params
 from comera_rec.tt import TTShape
 
 
@@ -48,6 +38,7 @@ class RankScheduler:
         optimizer: the optimizer of the model's parameters; its state is sliced with them.
         config: the schedule.
         other_bytes: bytes of the layers outside TT modules, where processes have parts of these; default those of `model`.
+        processes: the processes that share the model.
 
     Raises:
         ValueError: if the model has no TT module; if the layers outside TT modules alone exceed `target_compression`; if parameters
@@ -60,10 +51,19 @@ class RankScheduler:
         ...     optimizer.zero_grad(); loss.backward(); optimizer.step(); scheduler.step()
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, config: RankConfig, *, other_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        config: RankConfig,
+        *,
+        other_bytes: int | None = None,
+        processes: Processes = WORLD,
+    ) -> None:
+        self._processes = processes
         # Kept, because walking the model at each step takes long; TT modules keep their identity when ranks change.
         self._modules = dict(named_tt_modules(model))
-        summaries = gather_tt_modules(self._modules)
+        summaries = self._summaries()
         if not summaries:
             raise ValueError("the model has no TT module: swap tables or linear layers before building a RankScheduler")
         _require_gradients(model, config)
@@ -84,11 +84,9 @@ class RankScheduler:
         self._mean_loss = torch.tensor(math.nan, dtype=torch.float32, device=next(model.parameters()).device)
         self._other_bytes = bytes_outside_tt_modules(model) if other_bytes is None else other_bytes
         # A replica on each of several processes counts once in all.
-        self._part_of_one = {name: 1 / count for name, count in count_processes(self._modules).items()}
+        self._part_of_one = {name: 1 / count for name, count in self._processes.count(self._modules).items()}
         if config.target_compression is not None:
-            self._compressed_bytes(
-                config.target_compression, summaries
-            )  # checks the target now rather than after hours of training
+            self._compressed_bytes(config.target_compression, summaries)  # checks the target before hours of training
         self._record(summaries)
 
     # -- what is minimized -----------------------------------------------------------------------------------------------------
@@ -102,8 +100,8 @@ class RankScheduler:
             task_loss: a scalar, the mean over a batch or, with accumulated gradients, over a micro-batch.
             accumulation: micro-batches in a step. The result is divided by it, so the price of size is charged once.
         """
-        if on_several_processes() and self.stage != "done":
-            task_loss = task_loss + (mean_over_processes(task_loss) - task_loss.detach())  # value of all, gradient of this one
+        if self._processes.several and self.stage != "done":
+            task_loss = task_loss + (self._processes.mean(task_loss) - task_loss.detach())  # value of all, gradient of this one
         self._observe(task_loss.detach(), 0.01 / accumulation)
         if self.stage == "done":
             self.objective = "loss"
@@ -140,12 +138,12 @@ class RankScheduler:
 
     def _surrogate_elsewhere(self) -> Tensor | float:
         """Return the size surrogate of the TT modules that are on other processes only."""
-        if not on_several_processes():
+        if not self._processes.several:
             return 0.0
         sizes = {name: size_surrogate([module]).detach() for name, module in self._modules.items() if module.shape.num_params}
         mine = torch.stack([self._mean_loss.new_zeros(()), *sizes.values()]).sum()
         shared = torch.stack([self._mean_loss.new_zeros(()), *(self._part_of_one[name] * size for name, size in sizes.items())])
-        return mean_over_processes(shared.sum()) * dist.get_world_size() - mine
+        return self._processes.sum(shared.sum()) - mine
 
     def _observe(self, loss: Tensor, weight: float) -> None:
         # About the last hundred steps: long enough to smooth batches, short enough to follow training. In place, for CUDA graphs.
@@ -178,12 +176,12 @@ class RankScheduler:
             self._end_early()
         elif late_ends:
             self.stage = "done"
-        self._record(gather_tt_modules(self._modules))
+        self._record(self._summaries())
 
     def _truncate(self, *, last: bool) -> None:
         objective = self._stage_objective()
         if objective.threshold:
-            summaries = gather_tt_modules(self._modules, {name: magnitudes_of(module) for name, module in self._modules.items()})
+            summaries = self._summaries({name: magnitudes_of(module) for name, module in self._modules.items()})
             self._keep(summaries, above_threshold(*_shapes_and_scores(summaries), objective.threshold))
         progress = 1.0 if last else (self.steps - self.late_start) / max(1, self.config.late_steps)
         if self.stage != "late" or (allowed := objective.ceiling(progress)) is None:
@@ -192,8 +190,12 @@ class RankScheduler:
         # Until the last truncation the size stays a tenth above the target, which leaves ranks to choose from to meet it exactly.
         assert self.target is not None
         if self._size() > ceiling and (last or ceiling > 1.1 * self.target):
-            summaries = gather_tt_modules(self._modules, self._scores())
+            summaries = self._summaries(self._scores())
             self._keep(summaries, within_budget(*_shapes_and_scores(summaries), ceiling, self._units(summaries), exact=last))
+
+    def _summaries(self, scores: dict[str, list[Tensor]] | None = None) -> dict[str, ModuleSummary]:
+        """Summarize the TT modules of all processes, by name."""
+        return gather_tt_modules(self._modules, scores, self._processes)
 
     def _keep(self, summaries: dict[str, ModuleSummary], masks: Masks) -> None:
         """Slice this process's modules to the ranks that the masks of all modules keep."""
@@ -210,11 +212,11 @@ class RankScheduler:
 
     def _total_of_shares(self, shares: Tensor) -> Tensor:
         """Sum shares [ranks of this process's modules] over the modules of all processes."""
-        if not on_several_processes():
+        if not self._processes.several:
             return shares.sum()
         modules = self._modules
         weights = [self._part_of_one[name] for name, module in modules.items() for _ in range(sum(module.shape.ranks))]
-        return mean_over_processes(shares @ shares.new_tensor(weights)) * dist.get_world_size()
+        return self._processes.sum(shares @ shares.new_tensor(weights))
 
     def _end_early(self) -> None:
         if self.config.late_steps == 0:
@@ -222,7 +224,7 @@ class RankScheduler:
             return
         self.stage = "late"
         self.late_start = self.steps
-        summaries = gather_tt_modules(self._modules)
+        summaries = self._summaries()
         self.reference_params = max(1, total_params(summaries))
         self.reference_size = max(1, self._size())
         self.target = min(self._target(summaries), self.reference_size)
@@ -241,7 +243,7 @@ class RankScheduler:
         return [summary.unit if self._in_bytes else 1 for summary in summaries.values()]
 
     def _size(self) -> int:
-        summaries = gather_tt_modules(self._modules)
+        summaries = self._summaries()
         return total_bytes(summaries) if self._in_bytes else total_params(summaries)
 
     def _target(self, summaries: dict[str, ModuleSummary]) -> int:
@@ -297,7 +299,7 @@ class RankScheduler:
             **state,
             "history": list(self.history),
             "mean_loss": self._mean(),
-            "taylor": gather(self._taylor.by_name(self._modules)),
+            "taylor": self._processes.merge(self._taylor.by_name(self._modules)),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

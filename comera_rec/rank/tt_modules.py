@@ -8,16 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from comera_rec.distributed import WORLD, Processes
 from comera_rec.nn import TTModule, named_tt_modules
 from comera_rec.tt import TTShape
-
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,15 +34,18 @@ class ModuleSummary:
 
 
 def gather_tt_modules(
-    modules: Mapping[str, TTModule], scores: Mapping[str, Sequence[Tensor]] | None = None
+    modules: Mapping[str, TTModule],
+    scores: Mapping[str, Sequence[Tensor]] | None = None,
+    processes: Processes = WORLD,
 ) -> dict[str, ModuleSummary]:
     """Summarize every TT module of a model, by name; every process must call this, and all get the same.
 
     Args:
         modules: the TT modules of this process, by name.
         scores: the score of each rank, per module of this process and bond.
+        processes: the processes that share the model.
     """
-    return gather(
+    return processes.merge(
         {
             name: ModuleSummary(
                 shape=module.whole_shape,
@@ -63,47 +62,6 @@ def bytes_outside_tt_modules(model: nn.Module) -> int:
     """Count the bytes of a model's parameters outside its TT modules."""
     in_tt_modules = {id(p) for _, module in named_tt_modules(model) for p in (*module.cores(), *module.rank_parameters())}
     return sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in in_tt_modules)
-
-
-def gather(mine: dict[str, Value]) -> dict[str, Value]:
-    """The entries of all processes; of those that several have, the first process's."""
-    if not on_several_processes():
-        return mine
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return {name: value for entries in reversed(everyone) for name, value in entries.items()}
-
-
-def count_processes(mine: Mapping[str, object]) -> dict[str, int]:
-    """How many processes have an entry of each name that this one has."""
-    if not on_several_processes():
-        return dict.fromkeys(mine, 1)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, list(mine))
-    return {name: sum(name in names for names in everyone) for name in mine}
-
-
-def mean_over_processes(value: Tensor) -> Tensor:
-    """The mean of every process's value, without gradient."""
-    mean = value.detach().clone()
-    if on_several_processes():
-        dist.all_reduce(mean)
-        mean /= dist.get_world_size()
-    return mean
-
-
-def max_over_processes(value: float) -> float:
-    """The largest of every process's values."""
-    if not on_several_processes():
-        return value
-    largest = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return float(largest)
-
-
-def on_several_processes() -> bool:
-    """Whether a process group of more than one exists."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def total_params(summaries: Mapping[str, ModuleSummary]) -> int:

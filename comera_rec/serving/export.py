@@ -22,6 +22,7 @@ from torchrec import KeyedJaggedTensor
 from torchrec.models.deepfm import SimpleDeepFMNN
 from torchrec.models.dlrm import DLRM
 
+from comera_rec.data import ParquetBatches
 from comera_rec.ops.native import LIBRARY
 from comera_rec.ops.served_bags import DTYPES, ServedTable, row_bytes
 from comera_rec.serving.fast import FastTables
@@ -30,7 +31,6 @@ from comera_rec.serving.package import FORMAT_VERSION, METADATA_KEY, ModelMetada
 from comera_rec.serving.portable import PortableTables
 from comera_rec.serving.tables import expand, served_tables
 from comera_rec.serving.vocabularies import offsets_of
-from comera_rec.training.batches import ParquetBatches
 from comera_rec.training.evaluation import evaluate
 from comera_rec.training.model import Schema
 from comera_rec.training.runs import load_run

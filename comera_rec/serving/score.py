@@ -24,7 +24,6 @@ from tqdm import tqdm
 from comera_rec.serving.package import ServingModel, read_metadata
 from comera_rec.serving.vocabularies import check_vocabularies, open_vocabularies
 from data_pipeline.atomic import refuse_overlap, replacing
-from data_pipeline.columns import LABEL
 from data_pipeline.count_pass import pass_over
 from data_pipeline.encoder import Flat, check_columns, flatten, new_logs_schema, open_encoder, recorded_log
 from data_pipeline.job import Job, part_name
@@ -137,14 +136,14 @@ def _score_part(encoder: Encoder, model: Path, job: Job, part: Part, detail: Non
         return part.log, part.number, record
     _load(model)
     start = time.perf_counter()
-    starts, labels, reasons = [np.empty(0, np.int64)], [np.empty(0, np.int8)], list[tuple[int, str]]()
+    starts, labels, reasons = [np.empty(0, np.int64)], [np.empty((len(job.schema.labels), 0), np.int8)], list[tuple[int, str]]()
     lines = 0
 
     def batches() -> Iterator[Flat]:
         nonlocal lines
         for parsed in job.blocks(part):
             starts.append(parsed.starts)
-            labels.append(parsed.label)
+            labels.append(parsed.labels)
             reasons.extend(parsed.reasons[: REASONS_KEPT - len(reasons)])
             lines += parsed.lines
             yield from (flatten(encoder, parsed, slice(at, at + BATCH_ROWS)) for at in range(0, parsed.rows, BATCH_ROWS))
@@ -154,7 +153,7 @@ def _score_part(encoder: Encoder, model: Path, job: Job, part: Part, detail: Non
     if isinstance(part.content, bytes):
         newlines = np.flatnonzero(np.frombuffer(part.content, np.uint8) == ord("\n"))
         line = np.searchsorted(newlines, line) - (1 if job.schema.header and not part.start else 0)
-    columns = {"line": line, "score": scores} | ({LABEL: np.concatenate(labels)} if job.schema.labelled else {})
+    columns = {"line": line, "score": scores} | dict(zip(job.schema.labels, np.concatenate(labels, axis=1), strict=True))
     seconds = time.perf_counter() - start
     rejected = lines - len(line)
     record = ScoredPart(lines=lines, rows=len(line), rejected=rejected, reasons=tuple(reasons), last=part.last, seconds=seconds)
@@ -209,7 +208,7 @@ def _score_group(work: WorkFolder, manifest: Manifest, model: Path, number: int,
     scores = _scores(model, (flat_rows(table.slice(start, BATCH_ROWS), manifest) for start in range(0, rows, BATCH_ROWS)))
     columns = {"row": np.arange(rows), "score": scores}
     record = ScoredPart(lines=rows, rows=rows, rejected=0, reasons=(), last=False, seconds=time.perf_counter() - start)
-    _save(work, name, columns | ({LABEL: table.column(LABEL).to_numpy()} if manifest.label else {}), record)
+    _save(work, name, columns | {label.name: table.column(label.name).to_numpy() for label in manifest.labels}, record)
     return record
 
 

@@ -15,11 +15,11 @@ from contextlib import contextmanager
 from typing import TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from torchrec import KeyedJaggedTensor
 
+from comera_rec.distributed import WORLD
 from comera_rec.rank import RankScheduler
 
 Input: TypeAlias = Tensor | KeyedJaggedTensor
@@ -194,7 +194,7 @@ def _constant(rate: float | Tensor) -> Hashable:
 
 
 def _require_capturable(optimizer: Optimizer) -> None:
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if WORLD.several:
         raise ValueError("capture is on and several processes train together: set training.capture=false")
     for group in optimizer.param_groups:
         if "capturable" not in group or not (group["capturable"] or group.get("fused")):

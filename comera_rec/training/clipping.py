@@ -6,28 +6,27 @@ Pascanu et al., "On the difficulty of training recurrent neural networks", ICML 
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from comera_rec.rank.tt_modules import count_processes, on_several_processes
+from comera_rec.distributed import WORLD, Processes
 
 
 class GradientClipping:
     """Scales all gradients of a model down by one factor, so that their norm is at most `max_norm`.
 
-    Where there are several processes, each calls it. A gradient that several hold alike counts once, one that is divided among them
-    as a whole.
+    With several processes, each calls it. A replicated gradient counts once; a sharded one counts as a whole.
 
     Args:
         model: without wrappers, so that names are those of an unsharded model.
         max_norm: above 0.
+        processes: the processes that share the model.
     """
 
-    def __init__(self, model: nn.Module, max_norm: float) -> None:
-        self._model, self._max_norm = model, max_norm
+    def __init__(self, model: nn.Module, max_norm: float, processes: Processes = WORLD) -> None:
+        self._model, self._max_norm, self._processes = model, max_norm, processes
         divided = {name for name, value in model.state_dict().items() if isinstance(value, DTensor)}
-        counts = count_processes(dict(model.named_parameters()))
+        counts = processes.count(dict(model.named_parameters()))
         self._shares = {name: 1.0 if name in divided else 1.0 / count for name, count in counts.items()}
 
     def __call__(self) -> None:
@@ -38,11 +37,9 @@ class GradientClipping:
             torch._foreach_mul_(gradients, factor)
 
     def norm(self) -> Tensor:
-        """The norm of all gradients, those of all processes."""
+        """Return the norm of the gradients of all processes."""
         gradients = {name: p.grad for name, p in self._model.named_parameters() if p.grad is not None}
         device = next(self._model.parameters()).device
         norms = torch.stack([torch.zeros((), device=device), *torch._foreach_norm(list(gradients.values()))])
         total = norms.square() @ norms.new_tensor([0.0, *(self._shares[name] for name in gradients)])
-        if on_several_processes():
-            dist.all_reduce(total)
-        return total.sqrt()
+        return self._processes.sum(total).sqrt()

@@ -12,7 +12,7 @@ from comera_rec.convert import fit_tables_
 from comera_rec.nn import TTEmbeddingBag, TTModule, named_tt_modules
 from comera_rec.recsys import TTEmbeddingBagConfig
 from comera_rec.training.checkpoint import Checkpoint, latest_checkpoint
-from comera_rec.training.config import RunConfig, parse_config, recorded_config
+from comera_rec.training.config import RunConfig, parse_config
 from comera_rec.training.model import Schema, build_model, table_configs
 from comera_rec.training.runs import CHECKPOINTS, open_run
 from comera_rec.training.trainer import Trainer
@@ -22,8 +22,8 @@ def compress_run(dense: str | Path, config: RunConfig) -> Trainer:
     """Write a run's first checkpoint from the weights of a trained dense one; `comera train` goes on from there.
 
     Tables together take what `tables.compression` (or the ranks given) allows, ranks spread over them by their singular values.
-    Errors of a row are weighed by its squared gradients, which the dense tables' Adagrad has summed up. A dense checkpoint of one
-    process is mapped, not read: beside it, memory holds one table's blocks and the compressed model.
+    Errors of a row are weighed by its squared gradients, which the dense tables' Adagrad has summed up. The dense model is
+    mapped from a temporary file: beside it, memory holds one table's blocks and the compressed model.
 
     Args:
         dense: folder of a run with dense tables on the same data.
@@ -41,7 +41,7 @@ def compress_run(dense: str | Path, config: RunConfig) -> Trainer:
         raise ValueError(f"{config.output} holds checkpoints already: give a new output")
     checkpoint = open_run(dense)
     schema = Schema.from_dict(checkpoint.record["schema"])
-    if config.model != parse_config(recorded_config(checkpoint.record)).model:
+    if config.model != parse_config(checkpoint.record["config"]).model:
         raise ValueError(f"{dense} was trained with other sizes of [model]: give the same embedding_dim, dense_arch and over_arch")
     model = build_model(config, schema)
     weights = _named(checkpoint, "model/", "")
@@ -53,6 +53,7 @@ def compress_run(dense: str | Path, config: RunConfig) -> Trainer:
             "give the data set it was trained on"
         )
     trainer.save()
+    trainer.writer.wait()
     return trainer
 
 

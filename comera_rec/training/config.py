@@ -33,7 +33,7 @@ class DataConfig:
         path: folder written by `comera preprocess`.
         batch_size: rows in a training batch.
         eval_batch_size: rows in an evaluation batch.
-        shuffle_rows: rows of the buffer that is permuted at once.
+        shuffle_rows: rows that are permuted at once, in the buffers of all processes together.
         prefetch: batches read ahead.
     """
 
@@ -167,6 +167,8 @@ class TrainingConfig:
         precision: "float32", or "bfloat16" for matrix products in training; parameters, lookups and the loss stay float32. "float8"
             is bfloat16 with 8-bit operands in the layers held as tensor trains.
         capture: on a GPU whether steps are captured in a CUDA graph once their shapes have settled.
+        pipeline: on several processes whether ids of the next batch travel while one is trained (TorchRec's
+            TrainPipelineSparseDist), where tables are sharded and `accumulation` is 1.
     """
 
     steps: int | None = None
@@ -182,6 +184,7 @@ class TrainingConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["float32", "bfloat16", "float8"] = "float32"
     capture: bool = False
+    pipeline: bool = True
 
     def __post_init__(self) -> None:
         _positive("training", self, "steps", "epochs", "log_every", "keep_checkpoints", "clip_grad_norm", "accumulation")
@@ -191,6 +194,18 @@ class TrainingConfig:
         for name in ("keep_best", "patience"):
             if getattr(self, name) and not self.eval_every:
                 raise ValueError(f"training.{name} is {getattr(self, name)} but nothing is evaluated: set training.eval_every")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointsConfig:
+    """How checkpoints are written.
+
+    Attributes:
+        asynchronous: by a thread beside the next steps, which wait only for a copy (of the weights and optimizer state, in memory)
+            and for the checkpoint before it to be written.
+    """
+
+    asynchronous: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,6 +227,7 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     ranks: RankConfig | None = None
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    checkpoints: CheckpointsConfig = field(default_factory=CheckpointsConfig)
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**63:
@@ -263,12 +279,6 @@ def parse_overrides(schema: type[Settings], section: str, overrides: Sequence[st
         raise ValueError(f"override of {', '.join(sorted(others))}: only {section}.key=value goes here")
     _reject_unknown(raw[section], schema, f"{section}.")
     return _parse(schema, raw[section])
-
-
-def recorded_config(record: dict[str, Any]) -> dict[str, Any]:
-    """The config that a checkpoint recorded, as plain values; one of before hot rows had none."""
-    raw: dict[str, Any] = record["config"]
-    return {**raw, "tables": {"hot_rows": 0, **raw["tables"]}}
 
 
 def parse_config(raw: dict[str, Any]) -> RunConfig:

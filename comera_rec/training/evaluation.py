@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from comera_rec.rank.tt_modules import max_over_processes, on_several_processes
-from comera_rec.training.batches import BatchLoader, ParquetBatches
+from comera_rec.data import BatchLoader, ParquetBatches
+from comera_rec.distributed import WORLD, Processes
 from comera_rec.training.metrics import BinaryMetrics, BinnedMetrics
 
 EXACT_ROWS = 5_000_000  # above it AUC is binned: the exact one sorts all rows, at about 50 bytes each
@@ -40,17 +40,23 @@ class BestSoFar:
 
 
 def evaluate(
-    model: nn.Module, batches: ParquetBatches, device: torch.device, *, between: Callable[[], object] | None = None
+    model: nn.Module,
+    batches: ParquetBatches,
+    device: torch.device,
+    *,
+    between: Callable[[], object] | None = None,
+    processes: Processes = WORLD,
 ) -> dict[str, Any]:
-    """AUC, NE, logloss and rows of a model over all batches of a split; where there are several processes, over those of all.
+    """AUC, NE, logloss and rows of a model over all batches of a split; with several processes, over the batches of all.
 
     Args:
         model: called as `model(dense, sparse)`; in evaluation mode meanwhile.
-        batches: those of this process.
+        batches: the batches of this process.
         device: the model's.
         between: called between two batches; what it raises ends the evaluation.
+        processes: that evaluate together.
     """
-    metrics = BinaryMetrics() if batches.rows <= EXACT_ROWS else BinnedMetrics()
+    metrics = BinaryMetrics(processes) if batches.rows <= EXACT_ROWS else BinnedMetrics(processes)
     training = model.training
     model.eval()
     try:
@@ -60,8 +66,8 @@ def evaluate(
                     between()
                 batch = batch.to(device)
                 rows = len(batch)
-                if on_several_processes():  # shares differ by a row, and processes exchange bags of equal batches
-                    batch = batch.padded(int(max_over_processes(rows)))
+                if processes.several:  # shares differ by a row, and processes exchange bags of equal batches
+                    batch = batch.padded(int(processes.max(rows)))
                 metrics.update(model(batch.dense, batch.sparse).squeeze(1)[:rows], batch.labels[:rows])
     finally:
         model.train(training)

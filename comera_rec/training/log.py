@@ -6,8 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
+from comera_rec.distributed import Processes
+from comera_rec.nn import named_tt_modules
+from comera_rec.rank.tt_modules import gather_tt_modules, total_params
 from data_pipeline.atomic import replacing
 
 
@@ -53,6 +57,13 @@ class NoLog:
 
     def close(self) -> None:
         """Nothing."""
+
+
+def log_ranks(log: MetricsLog | NoLog, module: nn.Module, processes: Processes) -> None:
+    """Write down the ranks of a model whose ranks stay as they are; each process calls this."""
+    summaries = gather_tt_modules(dict(named_tt_modules(module)), processes=processes)
+    if ranks := {name: list(summary.shape.ranks) for name, summary in summaries.items()}:
+        log.write("ranks", 0, stage="fixed", objective=None, params=total_params(summaries), target_params=None, ranks=ranks)
 
 
 def _is_before(line: str, step: int, evaluated: bool) -> bool:

@@ -12,18 +12,23 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from comera_rec.distributed import WORLD, Processes
+
 
 class BinaryMetrics:
-    """Collects logits and labels, then computes exact metrics over all of them, and over all ranks under torch.distributed.
+    """Collects logits and labels, then computes exact metrics over all of them, and over all processes.
 
     It keeps 8 bytes per row on the device of the logits: AUC is the rank statistic itself, not one of binned scores.
+
+    Args:
+        processes: each with rows of its own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, processes: Processes = WORLD) -> None:
+        self._processes = processes
         self._logits: list[Tensor] = []
         self._labels: list[Tensor] = []
 
@@ -34,15 +39,14 @@ class BinaryMetrics:
         self._labels.append(labels.detach().flatten().float())
 
     def compute(self) -> dict[str, float | int]:
-        """The metrics `auc`, `ne`, `logloss` and the number of `rows` they are of; every rank must call it, and gets the same.
+        """The metrics `auc`, `ne`, `logloss` and the number of `rows` they are of; every process must call it, and gets the same.
 
         Raises:
             ValueError: no rows; logits that are not finite; only one class among the labels, where AUC and NE are undefined.
         """
         logits = torch.cat(self._logits) if self._logits else torch.empty(0)
         labels = torch.cat(self._labels) if self._labels else torch.empty(0)
-        if dist.is_available() and dist.is_initialized():
-            logits, labels = _gather(logits), _gather(labels)
+        logits, labels = self._processes.concatenate(logits), self._processes.concatenate(labels)
         # float64: a mean of 10^8 float32 losses would cost digits that runs are compared by.
         logits, labels = logits.double(), labels.double()
         positives, bad = int(labels.sum()), int((~logits.isfinite()).sum())
@@ -60,7 +64,8 @@ class BinnedMetrics:
 
     LIMIT, BINS = 32, 1 << 20
 
-    def __init__(self) -> None:
+    def __init__(self, processes: Processes = WORLD) -> None:
+        self._processes = processes
         self._counts = torch.zeros(2, self.BINS, dtype=torch.int64)  # rows by label and bin
         self._sums = torch.zeros(2, dtype=torch.float64)  # of losses, and of logits that are not finite
 
@@ -75,10 +80,7 @@ class BinnedMetrics:
 
     def compute(self) -> dict[str, float | int]:
         """As `BinaryMetrics.compute`, and `auc_error`."""
-        counts, sums = self._counts.clone(), self._sums.clone()
-        if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(counts)
-            dist.all_reduce(sums)
+        counts, sums = self._processes.sum(self._counts), self._processes.sum(self._sums)
         negatives, positives = (int(count) for count in counts.sum(1))
         _check(negatives + positives, positives, int(sums[1]))
         of_negatives, of_positives = counts.double()
@@ -126,14 +128,3 @@ def area_under_curve(scores: Tensor, labels: Tensor) -> float:
     positives = labels.sum(dtype=torch.float64)
     above = (mean_rank.double()[score_of_row] * labels).sum() - positives * (positives + 1) / 2
     return float(above / (positives * (len(labels) - positives)))
-
-
-def _gather(values: Tensor) -> Tensor:
-    """The values [n] of all ranks, one after the other; n may differ, and all_gather wants equal sizes."""
-    count = torch.tensor([len(values)], device=values.device)
-    counts = [torch.zeros_like(count) for _ in range(dist.get_world_size())]
-    dist.all_gather(counts, count)
-    largest = int(torch.cat(counts).max())
-    parts = [values.new_empty(largest) for _ in counts]
-    dist.all_gather(parts, torch.cat([values, values.new_zeros(largest - len(values))]))
-    return torch.cat([part[: int(n)] for part, n in zip(parts, counts, strict=True)])

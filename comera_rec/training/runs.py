@@ -10,20 +10,20 @@ from typing import Any
 from torch import nn
 
 from comera_rec.training.checkpoint import Checkpoint, checkpoint_at, latest_checkpoint, open_checkpoint
-from comera_rec.training.config import RunConfig, parse_config, recorded_config
+from comera_rec.training.config import RunConfig, parse_config
 from comera_rec.training.model import Schema, build_model
 from comera_rec.training.state import load_model_
 from data_pipeline.manifest import Manifest
 
 CHECKPOINTS = "checkpoints"
-# What may differ between a run and its continuation: all of [training] and `output`, and of [data] this.
-_FREE_SECTIONS = ("training", "output")
+# What may differ between a run and its continuation: all of [training], [checkpoints] and `output`, and of [data] this.
+_FREE_SECTIONS = ("training", "checkpoints", "output")
 _FREE_DATA = ("path", "prefetch", "eval_batch_size")
 
 
 def require_same_run(config: RunConfig, schema: Schema, manifest: Manifest, record: dict[str, Any]) -> None:
     """Raise ValueError if a run of this config on this data set can't continue the one that a checkpoint recorded."""
-    mine, theirs = (_decisive(each.to_dict()) for each in (config, parse_config(recorded_config(record))))
+    mine, theirs = (_decisive(each.to_dict()) for each in (config, parse_config(record["config"])))
     differing = [key for key in mine if mine[key] != theirs[key]]
     if differing:
         raise ValueError(
@@ -31,9 +31,7 @@ def require_same_run(config: RunConfig, schema: Schema, manifest: Manifest, reco
             "choose another output, or remove the folder to start anew"
         )
     columns = Schema.from_dict(record["schema"]).differences(schema)
-    # Checkpoints of before data sets were compared know only the path.
-    same = record["data"] == fingerprint(manifest) if "data" in record else record["config"]["data"]["path"] == config.data.path
-    if columns or not same:
+    if columns or record["data"] not in (None, fingerprint(manifest)):
         raise ValueError(
             f"{config.output} was trained on other data than {config.data.path} holds"
             + (f" (they differ in {', '.join(columns)})" if columns else "")
@@ -52,8 +50,8 @@ def open_run(folder: str | Path, *, last: bool = False) -> Checkpoint:
     if path is None:
         raise ValueError(f"{folder} holds no checkpoint: give a run's folder, as written by `comera train`")
     checkpoint = open_checkpoint(path)
-    step = checkpoint.record.get("best", {}).get("step")
-    if last or step in (None, checkpoint.record["step"]) or not checkpoint.record["config"]["training"].get("keep_best"):
+    step = checkpoint.record["best"]["step"]
+    if last or step in (None, checkpoint.record["step"]) or not checkpoint.record["config"]["training"]["keep_best"]:
         return checkpoint
     best = checkpoint_at(checkpoints, step)
     if best is None:
@@ -64,7 +62,7 @@ def open_run(folder: str | Path, *, last: bool = False) -> Checkpoint:
 def load_run(folder: str | Path, *, last: bool = False) -> tuple[nn.Module, RunConfig, Schema]:
     """The model of the checkpoint that `open_run` gives, its config and the schema of its data; errors as there."""
     opened = open_run(folder, last=last)
-    config = parse_config(recorded_config(opened.record))
+    config = parse_config(opened.record["config"])
     schema = Schema.from_dict(opened.record["schema"])
     return load_model_(build_model(config, schema), opened).eval(), config, schema
 
@@ -76,6 +74,6 @@ def fingerprint(manifest: Manifest) -> str:
 
 
 def _decisive(config: dict[str, Any]) -> dict[str, Any]:
-    """What the result of a run depends on, [training] apart, which may change on the way."""
+    """What the result of a run depends on, [training] and [checkpoints] apart, which may change on the way."""
     kept = {key: value for key, value in config.items() if key not in _FREE_SECTIONS}
     return kept | {"data": {key: value for key, value in kept["data"].items() if key not in _FREE_DATA}}

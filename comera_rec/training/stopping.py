@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import signal
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from comera_rec.rank.tt_modules import max_over_processes, on_several_processes
+from comera_rec.distributed import WORLD, Processes
 
 
 class Interrupted(Exception):
@@ -27,12 +27,16 @@ class Interrupted(Exception):
 class StopSignals:
     """Notes SIGTERM and SIGINT while it is entered; the next SIGINT then ends the process at once, wherever it is.
 
-    Where there are several processes, each calls the same of its methods at the same step.
+    With several processes, each calls the same methods at the same step.
+
+    Args:
+        processes: of the run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, processes: Processes = WORLD) -> None:
+        self._processes = processes
         self._received = 0
-        self._asked: tuple[dist.Work, Tensor] | None = None
+        self._answer: Callable[[], Tensor] | None = None
 
     def __enter__(self) -> StopSignals:
         self._before: dict[int, Any] = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -41,28 +45,25 @@ class StopSignals:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        if self._asked is not None:
+        if self._answer is not None:
             with contextlib.suppress(RuntimeError):  # another process is gone
-                self._asked[0].wait()
-            self._asked = None
+                self._answer()
+            self._answer = None
 
-    def after_step(self) -> int:
-        """The signal to stop for, or 0; one that any process has received is seen by all, at most a step later."""
-        if not on_several_processes():
-            return self._received
-        before, signals = self._asked, torch.tensor([self._received])
-        # The answer is waited for a step later, so that it costs no step its time.
-        work = dist.all_reduce(signals, dist.ReduceOp.MAX, async_op=True)
-        assert work is not None
-        self._asked = work, signals
-        if before is None:
-            return 0
-        before[0].wait()
-        return int(before[1])
+    def after_step(self, failed: bool = False) -> tuple[int, bool]:
+        """The signal to stop for, or 0, and whether something has failed: of any process, seen by all at the same step.
+
+        Where there are several, a step later, so that no step waits for the answer.
+        """
+        if not self._processes.several:
+            return self._received, failed
+        before, self._answer = self._answer, self._processes.start_max(torch.tensor([self._received, failed]))
+        signal_number, failures = before().tolist() if before is not None else (0, 0)
+        return signal_number, bool(failures)
 
     def now(self) -> int:
-        """The same, waiting for the other processes."""
-        return int(max_over_processes(self._received))
+        """The signal to stop for, waiting for the other processes."""
+        return int(self._processes.max(self._received))
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._received = self._received or number

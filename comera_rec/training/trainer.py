@@ -1,10 +1,11 @@
 """The training loop: batches in, a run's folder out, resumable at any step.
 
-RUN/config.json, metrics.jsonl, tensorboard/, checkpoints/step_*.pt, and at the end result.json.
+RUN/config.json, metrics.jsonl, tensorboard/, checkpoints/step_*/, and at the end result.json.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import platform
@@ -18,34 +19,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torchrec import KeyedJaggedTensor
-from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.optim.keyed import KeyedOptimizer
 from tqdm import tqdm
 
 from comera_rec.convert import compression_report
-from comera_rec.nn import TTTable, named_tt_modules, update_in_backward_, use_float8_
+from comera_rec.data import Batch, BatchLoader, ParquetBatches, require_one_label
+from comera_rec.distributed import WORLD, Processes, join_launched
+from comera_rec.nn import TTTable, update_in_backward_, use_float8_
 from comera_rec.rank import RankScheduler
-from comera_rec.rank.tt_modules import bytes_outside_tt_modules, gather_tt_modules, total_params
+from comera_rec.rank.tt_modules import bytes_outside_tt_modules
 from comera_rec.recsys import TTEmbeddingBagCollection
-from comera_rec.recsys.sharding import rewrap_data_parallel_
-from comera_rec.training.batches import Batch, BatchLoader, ParquetBatches
-from comera_rec.training.captured_step import CapturedStep
-from comera_rec.training.checkpoint import checkpoint_at, latest_checkpoint, open_checkpoint, save_checkpoint
-from comera_rec.training.clipping import GradientClipping
+from comera_rec.training.checkpoint import checkpoint_at, latest_checkpoint, open_checkpoint
 from comera_rec.training.config import RunConfig
 from comera_rec.training.evaluation import BestSoFar, evaluate
-from comera_rec.training.log import MetricsLog, NoLog
+from comera_rec.training.log import MetricsLog, NoLog, log_ranks
 from comera_rec.training.memory import PeakMemory
-from comera_rec.training.model import Schema, build_model, build_optimizer, fuse_dense_tables_, materialize_
-from comera_rec.training.processes import Processes, available_cores, on_first
-from comera_rec.training.rates import LearningRates
+from comera_rec.training.model import Schema, build_optimizer
+from comera_rec.training.placement import available_cores, device_of, name_of, place, whole_model
 from comera_rec.training.runs import CHECKPOINTS, fingerprint, require_same_run
 from comera_rec.training.state import TrainingState
+from comera_rec.training.steps import Steps
 from comera_rec.training.stopping import Interrupted, StopSignals
+from comera_rec.training.writer import CheckpointWriter
+from data_pipeline.atomic import replacing
 from data_pipeline.manifest import read_manifest
+
+_READERS = 8  # of a run's batches, so that 1, 2, 4 and 8 processes share them alike
 
 
 class Diverged(Exception):
@@ -63,18 +62,20 @@ class Trainer:
     Args:
         config: the run; a folder that already holds a part of it is continued from its last checkpoint.
         model: trained from here instead of from a new model; of the config's sizes, ranks apart. For one process.
+        processes: of the run.
 
     Raises:
         ValueError: for data that does not fit, a batch that can't be shared equally, a folder that holds another run, or float8
             where there are no layers or no products for it (`use_float8_`).
     """
 
-    def __init__(self, config: RunConfig, model: nn.Module | None = None) -> None:
+    def __init__(self, config: RunConfig, model: nn.Module | None = None, *, processes: Processes = WORLD) -> None:
         self.config = config
         self.folder = Path(config.output)
         self.checkpoints = self.folder / CHECKPOINTS
-        self.processes = Processes(config.training.device)
-        self.device = self.processes.device
+        self.device = device_of(config.training.device)
+        join_launched(self.device)
+        self.processes = processes
         self.memory = PeakMemory(self.device)
         self.manifest = read_manifest(config.data.path)
         self.schema = Schema.of(self.manifest)
@@ -83,11 +84,11 @@ class Trainer:
                 f"training.eval_every is {config.training.eval_every} but {config.data.path} has no validation rows: "
                 "preprocess with a larger --val-fraction, or set training.eval_every=0"
             )
-        parts = self.processes.world_size * config.training.accumulation
+        parts = processes.size * config.training.accumulation
         if config.data.batch_size % parts:
             of_each = f" in {config.training.accumulation} parts each" if config.training.accumulation > 1 else ""
             raise ValueError(
-                f"data.batch_size is {config.data.batch_size}, which {self.processes.world_size} processes can't share "
+                f"data.batch_size is {config.data.batch_size}, which {processes.size} processes can't share "
                 f"equally{of_each}: give a multiple of {parts}"
             )
         self.part_size = config.data.batch_size // parts  # rows of a forward pass of this process
@@ -97,35 +98,33 @@ class Trainer:
         per_epoch = self.loader.batches.batches_per_epoch() / config.training.accumulation
         self.total_steps = config.training.steps or max(1, round(config.training.epochs * per_epoch))
         torch.manual_seed(config.seed)
-        self.model, self.module, table_optimizers = self._place(model)
+        placed = place(config, self.schema, model, processes, self.device, self.part_size)
+        self.model, self.module = placed.model, placed.module
         if config.training.precision == "float8":
             use_float8_(self.module)
         self.optimizer = build_optimizer(self.module, config.optimizer)
         if self._updates_in_backward():
             update_in_backward_(self.module, self.optimizer)
         # Where torch's threads take all cores, another one that works beside them costs more than it saves.
-        if self.device.type == "cpu" and not self.processes.several and torch.get_num_threads() < available_cores():
+        if self.device.type == "cpu" and not processes.several and torch.get_num_threads() < available_cores():
             self.loader.prepare = self._plan_ahead
         self.scheduler = None
         if config.ranks:
-            other_bytes = bytes_outside_tt_modules(self._whole_model()) if self.processes.several else None
-            self.scheduler = RankScheduler(self.module, self.optimizer, config.ranks, other_bytes=other_bytes)
-        self.state = TrainingState(self.module, self.optimizer, table_optimizers)
-        self.rates = LearningRates(
-            self.optimizer, table_optimizers, total_steps=self.total_steps, warmup_steps=config.optimizer.warmup_steps,
-            decay=config.optimizer.decay, as_tensors=config.training.capture and self.device.type == "cuda",
+            other_bytes = bytes_outside_tt_modules(whole_model(config, self.schema, self.module, processes))
+            self.scheduler = RankScheduler(self.module, self.optimizer, config.ranks, other_bytes=other_bytes, processes=processes)
+        self.state = TrainingState(self.module, self.optimizer, placed.table_optimizers)
+        self.step = Steps(
+            config, placed, self.optimizer, self.scheduler, processes=processes, device=self.device, total_steps=self.total_steps
+        )
+        self.writer = CheckpointWriter(
+            self.checkpoints, keep=config.training.keep_checkpoints, processes=processes,
+            asynchronous=config.checkpoints.asynchronous,
         )  # fmt: skip
-        clip = None if config.training.clip_grad_norm is None else GradientClipping(self.module, config.training.clip_grad_norm)
-        self.captured_step = CapturedStep(
-            self._loss, self.optimizer, self.scheduler, capture=config.training.capture, clip=clip,
-            accumulation=config.training.accumulation,
-        )  # fmt: skip
-        self.steps = 0
+        self.steps = self.history_written = 0
         self.evaluated = 0  # the step of the last evaluation on the validation split
         self.best = BestSoFar()
         self.log: MetricsLog | NoLog = NoLog()
-        self.signals = StopSignals()
-        self.history_written = 0
+        self.signals = StopSignals(processes)
         self.step_ms: list[float] = []
         self.first_step_ms = float("nan")
 
@@ -141,35 +140,17 @@ class Trainer:
             if isinstance(module, TTEmbeddingBagCollection):
                 module.plan_ahead(batch.sparse)
 
-    def _place(self, model: nn.Module | None) -> tuple[nn.Module, nn.Module, list[KeyedOptimizer]]:
-        """The model to call, the same without wrappers, and the optimizers of its dense tables."""
-        config, lr = self.config, self.config.optimizer.lr_tables
-        if not self.processes.several:
-            model = (build_model(config, self.schema) if model is None else model).to(self.device)
-            tables = fuse_dense_tables_(model, lr, self.device)
-            return model, model, tables
-        if model is not None:
-            raise ValueError("a model that is given is trained on one process: save it, and continue from its folder on several")
-        # Dense tables that no process could hold are made where they will be.
-        whole = materialize_(build_model(config, self.schema, device="meta"), self.device)
-        sharded = self.processes.shard(whole, self.part_size, lr)
-        return sharded, sharded.module, [sharded.fused_optimizer]
-
-    def _whole_model(self) -> nn.Module:
-        """The model as one process would hold it, at the present ranks, on the meta device."""
-        whole, trains = build_model(self.config, self.schema, device="meta"), gather_tt_modules(dict(named_tt_modules(self.module)))
-        for name, module in named_tt_modules(whole):
-            module.resize_ranks_(trains[name].shape.ranks)
-        return whole
-
     def _batches(self, split: str, *, shuffle: bool) -> ParquetBatches:
-        data, rank, world_size = self.config.data, self.processes.rank, self.processes.world_size
+        data, rank, world_size = self.config.data, self.processes.rank, self.processes.size
         if shuffle:
-            return ParquetBatches(
-                data.path, split, batch_size=self.part_size, shuffle=True, shuffle_rows=data.shuffle_rows,
-                seed=self.config.seed, epochs=None, drop_last=True, rank=rank, world_size=world_size,
+            readers = math.lcm(world_size, math.gcd(_READERS, self.part_size * world_size))
+            batches = ParquetBatches(
+                data.path, split, batch_size=self.part_size, shuffle=True, shuffle_rows=data.shuffle_rows, seed=self.config.seed,
+                epochs=None, drop_last=True, rank=rank, world_size=world_size, readers=readers,
             )  # fmt: skip
-        return ParquetBatches(data.path, split, batch_size=data.eval_batch_size, rank=rank, world_size=world_size)
+        else:
+            batches = ParquetBatches(data.path, split, batch_size=data.eval_batch_size, rank=rank, world_size=world_size)
+        return require_one_label(batches)
 
     # -- state ---------------------------------------------------------------------------------------------------------------
 
@@ -178,57 +159,40 @@ class Trainer:
         self._write_config()
         record = {
             "step": self.steps,
-            "processes": self.processes.world_size,
+            "processes": self.processes.size,
             "config": self.config.to_dict(),
             "schema": self.schema.to_dict(),
             "data": fingerprint(self.manifest),
             "evaluated": self.evaluated,
             "best": asdict(self.best),
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
-            "batches": self.loader.state_dict(),
+            "batches": self.loader.batches.state_after(self.steps * self.config.training.accumulation),
         }
-        training = self.config.training
-        kept_step = self.best.step if training.keep_best else None
-        tensors = self.state.tensors()
-        save_checkpoint(self.checkpoints, self.steps, record, tensors, keep=training.keep_checkpoints, kept_step=kept_step)
+        kept_step = self.best.step if self.config.training.keep_best else None
+        self.writer.save(self.steps, record, self.state.tensors(), kept_step=kept_step)
 
     def _write_config(self) -> None:
-        def write() -> None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            _write_json(self.folder / "config.json", self.config.to_dict())
-
-        on_first(write)
+        self.processes.on_first(lambda: _write_json(self.folder / "config.json", self.config.to_dict()))
 
     def _resume(self) -> None:
-        path = on_first(lambda: latest_checkpoint(self.checkpoints))
+        path = self.processes.on_first(lambda: latest_checkpoint(self.checkpoints))
         if path is None:
             return
-        checkpoint = open_checkpoint(path)
+        checkpoint = open_checkpoint(path, self.processes)
         record = checkpoint.record
         require_same_run(self.config, self.schema, self.manifest, record)
-        before = record["processes"]
-        if record["step"] and before != self.processes.world_size:
-            raise ValueError(
-                f"{self.folder} was trained on {before} process{'es' if before > 1 else ''}, and which batches are left depends on "
-                "it: launch as many, or choose another output"
-            )
-        if record["step"]:  # the first checkpoint of a compressed dense run has seen no batch, nor any number of processes
+        if record["step"]:  # the first checkpoint of a compressed dense run has seen no batch
             self.loader.load_state_dict(record["batches"])
         self.state.load(checkpoint)
-        self._replicate_anew()
+        self.step.replicate_anew()
         if self.scheduler:
             self.scheduler.load_state_dict(record["scheduler"])
             self.history_written = len(self.scheduler.history)
         self.steps = record["step"]
-        self.evaluated = record.get("evaluated", self.steps)
-        best = BestSoFar(**record.get("best", {}))
+        self.evaluated = record["evaluated"]
+        best = BestSoFar(**record["best"])
         if best.step is not None and (not self.config.training.keep_best or checkpoint_at(self.checkpoints, best.step)):
             self.best = best
-
-    def _replicate_anew(self) -> None:
-        """After ranks have changed."""
-        if isinstance(self.model, DistributedModelParallel):
-            rewrap_data_parallel_(self.model)
 
     # -- the loop ------------------------------------------------------------------------------------------------------------
 
@@ -246,15 +210,16 @@ class Trainer:
         self._resume()
         if self.processes.any(self._unfinished() or not result_path.exists()):
             self._write_config()
-            on_first(self._open_log)
+            self.processes.on_first(self._open_log)
             try:
-                with self.signals:
+                with self.signals, self.writer:
                     self._run()
+                    self.writer.wait()
                     result = self._result()
-                on_first(lambda: _write_json(result_path, result))
+                self.processes.on_first(lambda: _write_json(result_path, result))
             finally:
                 self.log.close()
-        return on_first(lambda: dict(json.loads(result_path.read_text())))
+        return self.processes.on_first(lambda: dict(json.loads(result_path.read_text())))
 
     def _open_log(self) -> None:
         (self.folder / "result.json").unlink(missing_ok=True)  # of fewer steps
@@ -273,17 +238,20 @@ class Trainer:
         if self.steps and self._evaluation_is_due():  # it was interrupted
             self._validate()
             self.save()
-        hidden = None if self.processes.is_first else True
+        hidden = not self.processes.is_first or None
         bar = tqdm(total=self.total_steps, initial=self.steps, unit="step", desc=self.folder.name, disable=hidden)
         interval_start = time.perf_counter()
         with bar:
-            for parts in self._parts_of_steps():
-                losses.append(self._step(*(part.to(self.device, non_blocking=True) for part in parts)))
+            for loss in self._losses():
+                losses.append(loss)
                 if math.isnan(self.first_step_ms):
                     losses[0].cpu()  # waits for the device
                     self.first_step_ms = 1e3 * (time.perf_counter() - interval_start)
                 bar.update()
-                last, stopping = self.steps >= self.total_steps, self.signals.after_step()
+                stopping, failed = self.signals.after_step(self.writer.failed)
+                if failed:
+                    self.writer.wait()  # which raises, on every process
+                last = self.steps >= self.total_steps
                 saving = bool(last or stopping or _due(self.steps, training.checkpoint_every))
                 evaluating = not stopping and self._evaluation_is_due()
                 if _due(self.steps, training.log_every) or saving or evaluating:
@@ -301,33 +269,26 @@ class Trainer:
                 if saving and (evaluating or not last):
                     self.save()
                 if stopping:
+                    self.writer.wait()
                     raise Interrupted(stopping, self.steps)
                 if not losses:
                     interval_start = time.perf_counter()
                 if last:
                     break
 
-    def _parts_of_steps(self) -> Iterator[tuple[Batch, ...]]:
-        """The batches whose gradients add up to a step, for each step that is left."""
+    def _losses(self) -> Iterator[Tensor]:
+        """Task losses of the steps that are left, which stay on the device."""
         if not self._unfinished():
-            return iter(())
-        return zip(*[iter(self.loader)] * self.config.training.accumulation, strict=False)
+            return
+        with contextlib.closing(iter(self.loader)) as batches:
+            while True:
+                yield self._step(batches)
 
-    def _step(self, *parts: Batch) -> Tensor:
-        """One optimizer step; returns the task loss, which stays on the device."""
-        changes = len(self.scheduler.history) if self.scheduler else 0
-        self.rates.set(self.steps + 1)
-        loss = self.captured_step(*(each for part in parts for each in (part.dense, part.sparse, part.labels)))
-        if self.scheduler and len(self.scheduler.history) > changes:
-            self._replicate_anew()
+    def _step(self, batches: Iterator[Batch]) -> Tensor:
+        """One optimizer step; returns the task loss."""
+        loss = self.step.take(self.steps + 1, batches)
         self.steps += 1
         return loss
-
-    def _loss(self, dense: Tensor, sparse: KeyedJaggedTensor, labels: Tensor) -> Tensor:
-        """Mean cross-entropy of a batch: dense [B, I], labels [B]."""
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.training.precision != "float32"):
-            logits = self.model(dense, sparse).squeeze(1)
-        return F.binary_cross_entropy_with_logits(logits.float(), labels)
 
     def _checked_mean(self, losses: list[Tensor]) -> float:
         stacked = self.processes.mean(torch.stack(losses)).cpu()
@@ -342,6 +303,8 @@ class Trainer:
             raise self._diverged(f"weights or their optimizer's state are not finite at step {self.steps}")
 
     def _diverged(self, what: str) -> Diverged:
+        with contextlib.suppress(OSError):
+            self.writer.wait()
         kept = latest_checkpoint(self.checkpoints)
         last = f"the last good checkpoint is {kept}" if kept else "there is no checkpoint yet"
         return Diverged(f"{what}: lower the learning rates; {last}")
@@ -360,11 +323,7 @@ class Trainer:
                 self.log.write("ranks", **{k: v for k, v in entry.items() if k != "loss"})
             self.history_written = len(self.scheduler.history)
         elif self.steps == 0:
-            trains = gather_tt_modules(dict(named_tt_modules(self.module)))
-            ranks = {name: list(train.shape.ranks) for name, train in trains.items()}
-            if ranks:
-                params = total_params(trains)
-                self.log.write("ranks", 0, stage="fixed", objective=None, params=params, target_params=None, ranks=ranks)
+            log_ranks(self.log, self.module, self.processes)
 
     def _rows(self, split: str) -> int:
         return self.manifest.splits[split].rows
@@ -379,12 +338,15 @@ class Trainer:
             metrics = self._evaluate("val")
         except Interrupted:
             self.save()
+            self.writer.wait()
             raise
         self.evaluated = self.steps
         return (self.scheduler is None or self.scheduler.stage == "done") and self.best.observe(self.steps, metrics["ne"])
 
     def _evaluate(self, split: str) -> dict[str, Any]:
-        metrics = evaluate(self.model, self._batches(split, shuffle=False), self.device, between=self._stop_if_asked)
+        self.step.pause()
+        batches = self._batches(split, shuffle=False)
+        metrics = evaluate(self.model, batches, self.device, between=self._stop_if_asked, processes=self.processes)
         self.log.write("eval", self.steps, split=split, **metrics)
         return metrics
 
@@ -402,12 +364,13 @@ class Trainer:
             )
         best = self.best.step if self.config.training.keep_best else None
         if best not in (None, self.steps):
-            kept = on_first(lambda: checkpoint_at(self.checkpoints, best))
+            kept = self.processes.on_first(lambda: checkpoint_at(self.checkpoints, best))
             assert kept is not None
-            self.state.load(open_checkpoint(kept))
-            self._replicate_anew()
+            self.state.load(open_checkpoint(kept, self.processes))
+            self.step.replicate_anew()
         split = next(name for name in ("test", "val", "train") if self._rows(name))
         metrics = self._evaluate(split)
+        whole = whole_model(self.config, self.schema, self.module, self.processes)
         step_ms = statistics.median(self.step_ms or [float("nan")])
         return {
             "name": self.folder.name,
@@ -419,10 +382,10 @@ class Trainer:
             "first_step_ms": self.first_step_ms,
             "rows_per_s": 1e3 * self.config.data.batch_size / step_ms,
             "peak_mib": peak,
-            **compression_report(self._whole_model() if self.processes.several else self.model).to_dict(),
-            "processes": self.processes.world_size,
+            **compression_report(whole).to_dict(),
+            "processes": self.processes.size,
             "seed": self.config.seed,
-            "device": _device_name(self.device),
+            "device": name_of(self.device),
             "versions": {name: version(name) for name in ("comera-rec", "torch", "torchrec")}
             | {"python": platform.python_version()},
             "data_rows": self.manifest.rows.written,
@@ -434,14 +397,6 @@ def _due(step: int, every: int) -> bool:
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(value, indent=2) + "\n")
-    partial.replace(path)
-
-
-def _device_name(device: torch.device) -> str:
-    return (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as beside:
+        beside.write_text(json.dumps(value, indent=2) + "\n")

@@ -28,7 +28,7 @@ struct Schema {
 // `parse.Parsed` with room for R rows, as many as `starts` holds: [R], or [columns of the kind, R].
 template <class Key>
 struct Columns {
-  Array<int8_t> label;
+  Array<int8_t> labels;
   Array<int32_t> integers;
   Array<bool> integer_missing;
   Array<Key> keys;
@@ -78,7 +78,7 @@ class Parser {
 
   bool fits() const {
     const int64_t integers = schema_.count(kInteger), singles = schema_.count(kHex) + schema_.count(kCategory);
-    return schema_.separators.size == schema_.kinds.size && columns_.label.size == schema_.count(kLabel) * rows_ &&
+    return schema_.separators.size == schema_.kinds.size && columns_.labels.size == schema_.count(kLabel) * rows_ &&
            columns_.integers.size == integers * rows_ && columns_.integer_missing.size == integers * rows_ &&
            columns_.keys.size == singles * rows_ && columns_.key_missing.size == singles * rows_ &&
            columns_.list_ends.size == lists_ * rows_ && columns_.list_keys.size == elements_ * lists_ &&
@@ -88,7 +88,7 @@ class Parser {
   // Parses the line [at, end), whose end holds \n or \r; false if it is malformed.
   bool parse_line(const Byte* at, const Byte* end, int64_t row) {
     if (at == end) return false;  // whatever a single column would take
-    int64_t integer = 0, single = 0, list = 0;
+    int64_t label = 0, integer = 0, single = 0, list = 0;
     const int64_t last = schema_.kinds.size - 1;
     for (int64_t column = 0; column <= last; ++column) {
       const Byte* begin = at;
@@ -97,7 +97,7 @@ class Parser {
         case kLabel: {
           const int64_t number = parse_number(at);
           is_good = at != begin && at[-1] != '-' && (number == 0 || number == 1);
-          columns_.label[row] = static_cast<int8_t>(number);
+          columns_.labels[label++ * rows_ + row] = static_cast<int8_t>(number);
           break;
         }
         case kInteger: {

@@ -6,18 +6,21 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import dlrm
-from benchmarks.measure import Settings
+from benchmarks.harness.measure import Settings
+from benchmarks.training import dlrm
 
 
 def test_a_run_has_the_size_it_claims(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dlrm, "FORMS", {"TT adaptive": dlrm.FORMS["TT adaptive"]})
+    for name, form in (("FORMS", "TT adaptive"), ("OF_ARCHITECTURES", "DCN, TT + rows")):
+        monkeypatch.setattr(dlrm, name, {form: getattr(dlrm, name)[form]})
     settings = Settings(quick=True)
     rows = [row for (row,) in dlrm.run(settings)]
     assert [row.shapes["data"] for row in rows] == [size.data for size in dlrm.QUICK]
+    assert 3 < rows[2].counted["dense_bytes"] / rows[2].counted["bytes"] < 20  # its cross network stays dense
     for row in rows:
-        assert row.counted["bytes"] <= row.counted["dense_bytes"] / 20
         assert row.counted["best_ne"] < row.p50
+    for row in rows[:2]:
+        assert row.counted["bytes"] <= row.counted["dense_bytes"] / 20
     assert rows[0].counted["bytes"] > 0.99 * rows[0].counted["dense_bytes"] / 20
     assert rows[0].counted["kept_ids"] < rows[1].counted["kept_ids"]
     assert not list(dlrm.run(replace(settings, finished=rows)))

@@ -13,11 +13,11 @@ from click.testing import CliRunner
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton (Linux)")
 
-from benchmarks import gpu
-from benchmarks.gpu_static import GPUS, Kernel, StaticCase, run
-from benchmarks.gpu_verdict import GOALS, verdict
-from benchmarks.measure import Settings
-from benchmarks.rows import Row
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu.static import GPUS, Kernel, StaticCase, run
+from benchmarks.gpu.verdict import GOALS, verdict
+from benchmarks.harness.measure import Settings
+from benchmarks.harness.rows import Row
 
 
 def invoke(*arguments: str) -> tuple[int, str]:
@@ -105,7 +105,7 @@ def test_the_goals_sizes_are_compressed_enough() -> None:
 
 
 def test_what_needs_no_torchrec_runs_without_it() -> None:
-    modules = ("gpu", "gpu_lookup", "linear", "float8", "transformer")
+    modules = ("gpu.__main__", "gpu.lookup", "linear.layers", "linear.float8", "linear.transformer")
     code = "import sys\nsys.modules['torchrec'] = sys.modules['fbgemm_gpu'] = None\n"
     code += "".join(f"import benchmarks.{module}\n" for module in modules) + "import tests.conftest\n"
     run = subprocess.run([sys.executable, "-c", code], cwd=gpu.FOLDER.parent, capture_output=True, text=True)

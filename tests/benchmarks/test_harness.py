@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.agreement import Disagreement, require_agreement
-from benchmarks.cli import run_command
-from benchmarks.environment import describe, machine_kind
-from benchmarks.linear import LinearCase, LinearWorkload
-from benchmarks.measure import Settings, chosen, measure_case
-from benchmarks.memory import Prepared, memory_is_measurable, peak_extra_memory
+from benchmarks.harness.agreement import Disagreement, require_agreement
+from benchmarks.harness.cli import run_command
+from benchmarks.harness.environment import describe, machine_kind
+from benchmarks.harness.measure import Settings, chosen, measure_case
+from benchmarks.harness.memory import Prepared, memory_is_measurable, peak_extra_memory
+from benchmarks.harness.rows import Row, RowWriter, read_rows
+from benchmarks.harness.text import format_case
+from benchmarks.harness.timing import Plan, alternate, percentiles
+from benchmarks.harness.workload import TorchProvider
+from benchmarks.linear.layers import LinearCase, LinearWorkload
 from benchmarks.plot import plot_rows
-from benchmarks.rows import Row, RowWriter, read_rows
 from benchmarks.run import BENCHMARKS, run
-from benchmarks.table import format_case
-from benchmarks.timing import Plan, alternate, percentiles
-from benchmarks.workload import TorchProvider
 
 ROOT = Path(__file__).parents[2]
 FEW = Plan(warmup=1, min_rounds=2, max_rounds=2)

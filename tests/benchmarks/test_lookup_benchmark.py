@@ -11,18 +11,20 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import lookup, scaling, training_memory
-from benchmarks.agreement import Disagreement, require_agreement
-from benchmarks.batch import Batch
-from benchmarks.dense import RowWiseAdagrad, shared_storage
-from benchmarks.environment import describe
-from benchmarks.ids import draw_ids
-from benchmarks.lookup import DENSE, FBGEMM, NO_DEDUP, OURS, ROW_DEDUP, UPDATED, LookupCase, LookupWorkload
-from benchmarks.measure import Settings, measure_case, prepare_calls
-from benchmarks.memory import memory_is_measurable, peak_extra_memory
+from benchmarks.harness.agreement import Disagreement, require_agreement
+from benchmarks.harness.environment import describe
+from benchmarks.harness.ids import draw_ids
+from benchmarks.harness.measure import Settings, measure_case, prepare_calls
+from benchmarks.harness.memory import memory_is_measurable, peak_extra_memory
+from benchmarks.harness.rows import Row
+from benchmarks.harness.timing import Plan
+from benchmarks.lookup import criteo_tables as lookup
+from benchmarks.lookup import memory as training_memory
+from benchmarks.lookup import scaling
+from benchmarks.lookup.batch import Batch
+from benchmarks.lookup.criteo_tables import DENSE, FBGEMM, NO_DEDUP, OURS, ROW_DEDUP, UPDATED, LookupCase, LookupWorkload
+from benchmarks.lookup.dense import RowWiseAdagrad, shared_storage
 from benchmarks.plot import plot_rows
-from benchmarks.rows import Row
-from benchmarks.timing import Plan
 
 FEW = Settings(plan=Plan(warmup=1, min_rounds=2, max_rounds=2), memory=False)
 SMALL = LookupCase(rows=(1009, 53), dim=8, order=3, rank=4, batch=16, bag=3)

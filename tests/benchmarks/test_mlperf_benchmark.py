@@ -6,9 +6,9 @@ import pytest
 import torch
 from torchrec.distributed.planner.types import PlannerError
 
-from benchmarks.ids import draw_ids, draw_power_law
-from benchmarks.measure import Settings
-from benchmarks.mlperf import BAGS, PARTS, ROWS, STEP, cases, format_case, gpus_needed, run
+from benchmarks.harness.ids import draw_ids, draw_power_law
+from benchmarks.harness.measure import Settings
+from benchmarks.training.mlperf import BAGS, PARTS, ROWS, STEP, cases, format_case, gpus_needed, run
 
 
 def test_the_sizes_are_mlperfs() -> None:

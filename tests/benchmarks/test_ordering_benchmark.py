@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 import comera_rec as cr
-from benchmarks.ordering import HOT, OrderCase, by_community, count, draw_log
+from benchmarks.lookup.ordering import HOT, OrderCase, by_community, count, draw_log
 
 
 def test_communities_are_together_behind_the_hot_ids() -> None:

@@ -1,23 +1,37 @@
-"""The benchmark's pandas script and `preprocess` write the same cells, and a difference stops the benchmark."""
+"""The benchmark's scripts and `preprocess` write the same cells, and a difference stops the benchmark."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
-from benchmarks.agreement import Disagreement
-from benchmarks.preprocess import _require_equal_data
-from benchmarks.rivals import preprocess_with_pandas
+from benchmarks.data.preprocess import _require_equal_data
+from benchmarks.data.rivals import preprocess_with_duckdb, preprocess_with_pandas, preprocess_with_polars
+from benchmarks.harness.agreement import Disagreement
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.synth import SynthOptions, synth
 
 
-def test_equals_pandas(tmp_path: Path) -> None:
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """A log; its data set lies beside it in `ours`."""
     synth(SynthOptions(rows=5000, output=tmp_path / "log.txt", scale=0.01))
     preprocess(PreprocessOptions(inputs=(tmp_path / "log.txt",), output=tmp_path / "ours", part_bytes=300_000))
-    preprocess_with_pandas(tmp_path / "log.txt", tmp_path / "pandas")
+    return tmp_path / "log.txt"
+
+
+@pytest.mark.parametrize(("package", "script"), [("polars", preprocess_with_polars), ("duckdb", preprocess_with_duckdb)])
+def test_equals_scripts(log: Path, tmp_path: Path, package: str, script: Callable[[Path, Path], None]) -> None:
+    pytest.importorskip(package)
+    script(log, tmp_path / package)
+    _require_equal_data(tmp_path / "ours", tmp_path / package)
+
+
+def test_equals_pandas(log: Path, tmp_path: Path) -> None:
+    preprocess_with_pandas(log, tmp_path / "pandas")
     _require_equal_data(tmp_path / "ours", tmp_path / "pandas")
     changed = pd.read_parquet(tmp_path / "pandas" / "val.parquet")
     changed.loc[3, "C1"] += 1

@@ -11,16 +11,16 @@ import torch
 from click.testing import CliRunner
 from torch import Tensor, nn
 
-from benchmarks import quality
-from benchmarks.measure import Settings
+from benchmarks.harness.measure import Settings
+from benchmarks.harness.rows import RowWriter, read_rows
 from benchmarks.plot import plot_rows
-from benchmarks.quality_codes import Clustered, MultiGranular, k_means
-from benchmarks.quality_data import DataSet, ImplicitFeedback, Rows
-from benchmarks.quality_embeddings import MIN_ROWS, PER_TABLE, SPLITS, Embeddings, shares
-from benchmarks.quality_pruning import Thresholded, ThresholdSearch
-from benchmarks.quality_table import quality_table, short_table, table
-from benchmarks.quality_tables import Digits, DoesNotFit
-from benchmarks.rows import RowWriter, read_rows
+from benchmarks.quality import runs as quality
+from benchmarks.quality.codes import Clustered, MultiGranular, k_means
+from benchmarks.quality.data_sets import DataSet, ImplicitFeedback, Rows
+from benchmarks.quality.embeddings import MIN_ROWS, PER_TABLE, SPLITS, Embeddings, shares
+from benchmarks.quality.pruning import Thresholded, ThresholdSearch
+from benchmarks.quality.summary import quality_table, short_table, table
+from benchmarks.quality.tables import Digits, DoesNotFit
 
 COUNTS = torch.arange(1500, 0, -1)
 
@@ -185,7 +185,7 @@ def test_it_goes_on_where_it_stopped(task: quality.Task, monkeypatch: pytest.Mon
     monkeypatch.setattr(quality, "SCORES", {})
     monkeypatch.setattr(quality, "TWICE", (20, ("hashing",)))
     monkeypatch.setattr(quality, "SEEDS", 2)
-    monkeypatch.setattr("benchmarks.quality_table.SEEDS", 2)
+    monkeypatch.setattr("benchmarks.quality.summary.SEEDS", 2)
     whole = [case[0] for case in quality.run(Settings())]
     assert [(row.provider, row.shapes["steps"], row.seed) for row in whole] == [
         *(("dense", 20, 0), ("dense", 20, 0), ("hashing", 20, 0), ("hashing", 20, 0), ("hashing", 40, 0), ("hashing", 40, 0)),

@@ -7,9 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.measure import Settings
+from benchmarks.harness.measure import Settings
 from benchmarks.plot import plot_rows
-from benchmarks.scale_model import ATTAINED, NETWORK, NVLINK, PROVIDERS, ScaleCase, all_reduce_seconds, exchange_seconds, run, step
+from benchmarks.sharding.scale_model import (
+    ATTAINED,
+    NETWORK,
+    NVLINK,
+    PROVIDERS,
+    ScaleCase,
+    all_reduce_seconds,
+    exchange_seconds,
+    run,
+    step,
+)
 
 SMALL = ScaleCase(gpus=64, batch=1024)
 BAGS, TRAINS = "ids and bags ms", "gradients of trains and small tables ms"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.quantized import CompiledLookup, quantized_collection
-from benchmarks.serve import ServeCase, build, draw_request, reference
+from benchmarks.serving.packages import ServeCase, build, draw_request, reference
+from benchmarks.serving.quantized import CompiledLookup, quantized_collection
 from comera_rec.ops.served_bags.reference import rows_of
 from comera_rec.serving.tables import served_tables
 

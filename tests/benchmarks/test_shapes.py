@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.agreement import Disagreement
-from benchmarks.calibrate import TABLES, nonnegative_least_squares
-from benchmarks.measure import Settings
-from benchmarks.shapes import FULL, QUICK, Trains, label, run
-from benchmarks.timing import Plan
+from benchmarks.harness.agreement import Disagreement
+from benchmarks.harness.measure import Settings
+from benchmarks.harness.timing import Plan
+from benchmarks.lookup.calibrate import TABLES, nonnegative_least_squares
+from benchmarks.lookup.shapes import FULL, QUICK, Trains, label, run
 from comera_rec import TTEmbeddingBag, TTShape
 
 FEW = Plan(warmup=0, min_rounds=1, max_rounds=1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.agreement import Disagreement, require_agreement
-from benchmarks.transformer import DENSE, FULL, LOW_RANK, OURS, QUICK, StepProvider, TransformerWorkload, build
+from benchmarks.harness.agreement import Disagreement, require_agreement
+from benchmarks.linear.transformer import DENSE, FULL, LOW_RANK, OURS, QUICK, StepProvider, TransformerWorkload, build
 
 CASE = QUICK[0]
 

@@ -20,6 +20,7 @@ OTHER = LogSchema(
         Column(name="tags", kind="list"),
         Column(name="price", kind="integer"),
         Column(name="device", kind="hex"),
+        Column(name="bought", kind="label"),
         Column(name="words", kind="list", separator=" "),
     ),
     separator=",",
@@ -30,14 +31,14 @@ GOOD = b"\t".join([b"1"] + [b""] * 39)
 
 def cells_of(parsed: Parsed, schema: LogSchema, row: int) -> list[Cell]:
     """A parsed row in the form of `parse_line`."""
-    integers, singles, lists = iter(range(99)), iter(range(99)), iter(range(99))
+    labels, integers, singles, lists = (iter(range(99)) for _ in range(4))
     cells: list[Cell] = []
     for column in schema.columns:
         match column.kind:
             case "ignore":
                 cells.append(None)
             case "label":
-                cells.append(int(parsed.label[row]))
+                cells.append(int(parsed.labels[next(labels), row]))
             case "integer":
                 i = next(integers)
                 cells.append(None if parsed.integer_missing[i, row] else int(parsed.integers[i, row]))

@@ -182,7 +182,7 @@ def test_hash_buckets(tmp_path: Path, write_log: WriteLog) -> None:
             "sep is unknown; known are column, hash_buckets, kind, max_ids, max_length",
         ),
         ("[columns]\na = 3", "a: write its kind, one of ignore"),
-        ('[columns]\na = "label"\nb = "label"', "columns a, b are all labels; there can be one"),
+        ('[columns]\na = "weight"\nb = "weight"', "columns a, b are all weights; there can be one"),
         ('header = "false"\n[columns]\na = "integer"', "header is 'false'; write true or false, without quotes"),
         (f'[columns]\n{"a" * 200} = "integer"', "aaaaa... has too long a name for its files; rename it"),
         ('format = "xml"\n[columns]\na = "integer"', "format 'xml' is unknown; choose one of text, csv, jsonl"),

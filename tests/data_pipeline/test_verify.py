@@ -56,7 +56,7 @@ def test_whole(data: tuple[Manifest, Path]) -> None:
         ("C3", -1, "C3 holds ids that are not in"),
         ("C3", 0, r"train holds id 0 of C3 \d+ times, not \d+"),
         ("label", 2, "label holds other values than 0 and 1"),
-        ("label", 1, r"train holds \d+ labels of 1, where the mean is stated as"),
+        ("label", 1, r"train holds \d+ labels of 1, where the mean of label is stated as"),
         ("I4", float("nan"), "I4 holds values that are no logarithms of at least 1"),
     ],
 )

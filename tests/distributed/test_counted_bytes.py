@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.collectives import mean_sent
-from benchmarks.distributed import DENSE, PROVIDERS, Inputs, Provider, ShardedCase, expected, format_case, measure
-from benchmarks.distributed import cases as benchmark_cases
-from benchmarks.distributed import run as run_benchmark
-from benchmarks.measure import Settings
+from benchmarks.harness.measure import Settings
+from benchmarks.harness.processes import run
 from benchmarks.plot import plot_rows
-from benchmarks.processes import run
+from benchmarks.sharding.collectives import mean_sent
+from benchmarks.sharding.distributed import DENSE, PROVIDERS, Inputs, Provider, ShardedCase, expected, format_case, measure
+from benchmarks.sharding.distributed import cases as benchmark_cases
+from benchmarks.sharding.distributed import run as run_benchmark
 
 pytestmark = pytest.mark.distributed
 

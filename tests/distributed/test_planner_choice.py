@@ -12,9 +12,9 @@ from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import ShardingOption
 
 import comera_rec as cr
-from benchmarks.measure import Settings
+from benchmarks.harness.measure import Settings
 from benchmarks.plot import plot_rows
-from benchmarks.sharding_grid import PICKED, GridCase, estimate, format_case, run, topology
+from benchmarks.sharding.grid import PICKED, GridCase, estimate, format_case, run, topology
 from comera_rec.recsys import TTEmbeddingBagCollection
 from comera_rec.recsys import TTEmbeddingBagConfig as Table
 from comera_rec.recsys.sharding.planner import TTEnumerator

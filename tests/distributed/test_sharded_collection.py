@@ -21,7 +21,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingEnv
 
 import comera_rec as cr
-from benchmarks.processes import run
+from benchmarks.harness.processes import run
 from comera_rec.nn import named_tt_modules
 from comera_rec.recsys import TTEmbeddingBagCollection
 from comera_rec.recsys import TTEmbeddingBagConfig as Table
@@ -288,7 +288,6 @@ def load(rank: int, case: Case, folder: str) -> Tensor:
     return model(joined(global_batch(0, 4, False)))[1].detach()
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_checkpoint_of_four_processes_loads_on_two_on_one_and_dense(tmp_path: Path) -> None:
     case = Case(("row_wise", "table_wise", "data_parallel"))
     expected = run(4, save, case, str(tmp_path))[0]

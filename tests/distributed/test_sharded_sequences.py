@@ -16,7 +16,7 @@ from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import ParameterConstraints
 
 import comera_rec as cr
-from benchmarks.processes import run
+from benchmarks.harness.processes import run
 
 pytestmark = pytest.mark.distributed
 

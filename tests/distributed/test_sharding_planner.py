@@ -17,7 +17,7 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import DataType
 
 import comera_rec as cr
-from benchmarks.processes import run
+from benchmarks.harness.processes import run
 from comera_rec.recsys import TTEmbeddingBagCollection
 from comera_rec.recsys import TTEmbeddingBagConfig as Table
 from comera_rec.recsys.sharding.planner import TTEnumerator, count_bytes

@@ -11,7 +11,7 @@ import click
 import pytest
 import torch
 
-from benchmarks.cli import run_command
+from benchmarks.harness.cli import run_command
 from comera_rec.training.config import load_settings
 from examples import classify_text, next_item, pretrain_code
 from examples.text import CLS, MASK, PAD, SEP, SPECIAL, TextBatch, batches_of, byte_pairs, word_pieces

@@ -11,8 +11,8 @@ pytest.importorskip("triton", reason="triton is not installed: pip install trito
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from benchmarks.compiled import compile_for_amd, compile_launch
-from benchmarks.kernels import Call, calls
+from benchmarks.gpu.compiled import compile_for_amd, compile_launch
+from benchmarks.gpu.kernels import Call, calls
 
 CALLS = calls()
 

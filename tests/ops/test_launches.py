@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton (Linux)")
 
-from benchmarks.gpu_counts import Step, count_step
+from benchmarks.gpu.counts import Step, count_step
 from comera_rec.ops.launch import rank_bucket
 from comera_rec.ops.plan.reference import _kept as keep
 from comera_rec.tt import TTShape

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from comera_rec.cli.main import main
-from comera_rec.training.batches import ParquetBatches
+from comera_rec.data import ParquetBatches
 from comera_rec.training.config import load_config
 from comera_rec.training.trainer import Trainer
 from data_pipeline.preprocess import PreprocessOptions, preprocess

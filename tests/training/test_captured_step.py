@@ -206,7 +206,8 @@ def test_a_run_trains_through_graphs(config_file: Path, tmp_path: Path) -> None:
     ranks = ["ranks.early_steps=6", "ranks.late_steps=6", "ranks.target_size=0.5", "ranks.truncate_every=5", "training.steps=24"]
     eager = Trainer(load_config(config_file, [*ranks, f"output={tmp_path / 'eager'}"]))
     graphed = Trainer(load_config(config_file, [*ranks, f"output={tmp_path / 'graphed'}", "training.capture=true"]))
-    graphed.captured_step._recorder = StandIn(lambda: tuple(p.data_ptr() for p in graphed.model.parameters()))  # type: ignore[assignment]
+    recorder = StandIn(lambda: tuple(p.data_ptr() for p in graphed.model.parameters()))
+    graphed.step._captured_step._recorder = recorder  # type: ignore[assignment]
     names = ("loss", "auc", "ne", "params")
     found, expected = graphed.train(), eager.train()
     assert [found[name] for name in names if name in found] == [expected[name] for name in names if name in expected]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
 import resource
+import shutil
 import signal
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +16,9 @@ from typing import Any
 import pytest
 import torch
 
+from comera_rec.training import checkpoint
 from comera_rec.training.checkpoint import latest_checkpoint, open_checkpoint, save_checkpoint
+from comera_rec.training.migration import FORMAT
 
 RECORD: dict[str, Any] = {"step": 7, "stage": "late", "history": [{"size": None}]}
 
@@ -38,55 +44,54 @@ def full_disk() -> Iterator[None]:
 
 def test_gives_back_what_was_saved(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path / "run" / "checkpoints", 1000, *state())
-    assert path == tmp_path / "run" / "checkpoints" / "step_00001000.pt"
-    checkpoint = open_checkpoint(path)
-    assert checkpoint.record == RECORD
-    assert checkpoint.sizes == {"model/weight": torch.Size([100, 100])}
-    assert torch.equal(checkpoint.read(["model/weight"])["model/weight"], torch.ones(100, 100))
+    assert path == tmp_path / "run" / "checkpoints" / "step_00001000"
+    saved = open_checkpoint(path)
+    assert saved.record == RECORD
+    assert saved.sizes == {"model/weight": torch.Size([100, 100])}
+    assert torch.equal(saved.read(["model/weight"])["model/weight"], torch.ones(100, 100))
     weight = torch.zeros(100, 100)
-    checkpoint.read_into({"model/weight": weight})
+    saved.read_into({"model/weight": weight})
     assert torch.equal(weight, torch.ones(100, 100))
 
 
 def test_keeps_the_newest_and_always_the_one_just_written(tmp_path: Path) -> None:
     for step in (5, 10, 1000, 900):
         save_checkpoint(tmp_path, step, *state(), keep=2)
-    assert names(tmp_path) == ["step_00000900.pt", "step_00001000.pt"]
+    assert names(tmp_path) == ["step_00000900", "step_00001000"]
     save_checkpoint(tmp_path, 20, *state(), keep=1)
-    assert names(tmp_path) == ["step_00000020.pt"]
+    assert names(tmp_path) == ["step_00000020"]
 
 
 def test_latest(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path / "absent") is None
-    (tmp_path / "step_00000009.partial").touch()
-    (tmp_path / "step_best.pt").touch()
+    (tmp_path / "step_00000009.partial").mkdir()
+    (tmp_path / "step_best").touch()
     assert latest_checkpoint(tmp_path) is None
     save_checkpoint(tmp_path, 10, *state())
     save_checkpoint(tmp_path, 20, *state())
-    assert latest_checkpoint(tmp_path) == tmp_path / "step_00000020.pt"
+    assert latest_checkpoint(tmp_path) == tmp_path / "step_00000020"
 
 
 def test_what_a_killed_process_left_half_written_is_cleaned_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Path, "unlink", lambda path, missing_ok=False: None)  # a killed process cleans nothing up
-    monkeypatch.setattr(Path, "replace", lambda path, target: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(checkpoint, "_checksum", lambda path: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         save_checkpoint(tmp_path, 10, *state())
     monkeypatch.undo()
     assert names(tmp_path) == ["step_00000010.partial"]
     assert latest_checkpoint(tmp_path) is None
     save_checkpoint(tmp_path, 20, *state())
-    assert names(tmp_path) == ["step_00000020.pt"]
+    assert names(tmp_path) == ["step_00000020"]
 
 
 @pytest.mark.usefixtures("full_disk")
 def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, 10, {"small": 1}, {}, keep=1)
-    with pytest.raises(OSError, match=r"^cannot write checkpoint .*step_00000020.pt \(File too large\); free some space or"):
+    with pytest.raises(OSError, match=r"^cannot write checkpoint .*step_00000020 \(File too large\); free some space or"):
         save_checkpoint(tmp_path, 20, *state(), keep=1)
-    assert names(tmp_path) == ["step_00000010.pt"]
+    assert names(tmp_path) == ["step_00000010"]
     with pytest.raises(OSError, match="File too large"):
         save_checkpoint(tmp_path, 10, *state(), keep=1)
-    assert open_checkpoint(tmp_path / "step_00000010.pt").record == {"small": 1}
+    assert open_checkpoint(tmp_path / "step_00000010").record == {"small": 1}
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
@@ -100,27 +105,50 @@ def flip_a_bit(content: bytes) -> bytes:
     return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
 
 
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata"])
 @pytest.mark.parametrize("damage", [flip_a_bit, lambda content: content[:-100], lambda content: b"", lambda content: b"text"])
-def test_a_damaged_file_is_named_with_the_one_to_use(tmp_path: Path, damage: Any) -> None:
+def test_a_damaged_one_is_named_with_the_one_to_use(tmp_path: Path, damage: Any, file: str) -> None:
     earlier = save_checkpoint(tmp_path, 10, *state())
     latest = save_checkpoint(tmp_path, 20, *state())
-    latest.write_bytes(damage(latest.read_bytes()))
+    path = latest / file
+    path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ValueError, match=rf"^checkpoint {latest} cannot be loaded \(.*\); use {earlier}$"):
         open_checkpoint(latest)
-    earlier.unlink()
+    shutil.rmtree(earlier)
     with pytest.raises(ValueError, match=r"; start the run anew$"):
         open_checkpoint(latest)
 
 
 def test_not_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot be loaded \(.*No such file"):
-        open_checkpoint(tmp_path / "step_00000010.pt")
-    torch.save([1, 2], tmp_path / "list.pt")
-    with pytest.raises(ValueError, match=r"cannot be loaded \(it holds something else\)"):
-        open_checkpoint(tmp_path / "list.pt")
-    torch.save({"code": os.system}, tmp_path / "code.pt")
-    with pytest.raises(ValueError, match="cannot be loaded"):
-        open_checkpoint(tmp_path / "code.pt")
+        open_checkpoint(tmp_path / "step_00000010")
+    for text in ("[]", "no JSON", json.dumps({"format": FORMAT})):
+        (tmp_path / "step_00000010").mkdir(exist_ok=True)
+        (tmp_path / "step_00000010" / "record.json").write_text(text)
+        with pytest.raises(ValueError, match=r"cannot be loaded \("):
+            open_checkpoint(tmp_path / "step_00000010")
+
+
+def test_a_later_format_is_refused_in_one_line(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, 10, *state())
+    saved = json.loads((path / "record.json").read_text())
+    (path / "record.json").write_text(json.dumps(saved | {"format": FORMAT + 1}))
+    message = rf"is of format {FORMAT + 1}, and this comera-rec reads formats up to {FORMAT}: install a later version"
+    with pytest.raises(ValueError, match=message):
+        open_checkpoint(path)
+
+
+def test_foreign_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, 10, *state())
+    saved = json.loads((path / "record.json").read_text())
+    (path / ".metadata").write_bytes(pickle.dumps(os.system))
+    checksum = zlib.crc32((path / ".metadata").read_bytes())
+    (path / "record.json").write_text(json.dumps(saved | {"checksums": saved["checksums"] | {".metadata": checksum}}))
+    with pytest.raises(ValueError, match=r"its \.metadata names posix\.system, which describes no tensor"):
+        open_checkpoint(path)
+    torch.save({"record": os.system, "tensors": {}}, tmp_path / "step_00000020.pt")
+    with pytest.raises(ValueError, match=r"step_00000020\.pt cannot be loaded \(.*; use .*step_00000010"):
+        open_checkpoint(tmp_path / "step_00000020.pt")
 
 
 def test_arguments(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.processes import run as run_processes
+from benchmarks.harness.processes import run as run_processes
 from comera_rec.training.checkpoint import latest_checkpoint, open_checkpoint, save_checkpoint
 
 pytestmark = pytest.mark.distributed
@@ -65,9 +65,9 @@ def test_a_checkpoint_that_was_being_replaced_when_all_were_killed_is_the_latest
     (tmp_path / "step_00000008.partial").mkdir()
     assert latest_checkpoint(tmp_path) == tmp_path / "step_00000008.replaced"
     save_checkpoint(tmp_path, 9, {}, {}, keep=3)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000004", "step_00000008", "step_00000009.pt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000004", "step_00000008", "step_00000009"]
     (tmp_path / "step_00000008.replaced").mkdir()
     save_checkpoint(tmp_path, 9, {}, {}, keep=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000008", "step_00000009.pt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000008", "step_00000009"]
     save_checkpoint(tmp_path, 10, {}, {}, keep=1, kept_step=8)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000008", "step_00000010.pt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000008", "step_00000010"]

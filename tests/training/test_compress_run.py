@@ -74,7 +74,7 @@ def test_what_was_trained_most_is_kept_best(
     dense: Path, config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Errors weighted by Adagrad's sums of squared gradients are smaller than where all rows count alike."""
-    checkpoint = open_checkpoint(dense / "checkpoints" / "step_00000012.pt")
+    checkpoint = open_checkpoint(dense / "checkpoints" / "step_00000012")
     errors = []
     for weighted in (True, False):
         if not weighted:

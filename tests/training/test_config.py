@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from comera_rec.training.config import load_config, parse_config, recorded_config
+from comera_rec.training.config import load_config, parse_config
 
 MINIMAL = {"output": "runs/x", "data": {"path": "data"}}
 
@@ -74,10 +74,3 @@ def test_bad_override_and_bad_file(tmp_path: Path) -> None:
     path.write_text("output = ")
     with pytest.raises(ValueError, match=r"run\.toml can't be parsed"):
         load_config(path)
-
-
-def test_a_run_of_before_hot_rows_has_none() -> None:
-    config = {"output": "run", "tables": {"tt_ranks": 4}}
-    assert recorded_config({"config": config})["tables"] == {"tt_ranks": 4, "hot_rows": 0}
-    config["tables"] = {"hot_rows": 0.5}
-    assert recorded_config({"config": config}) == config

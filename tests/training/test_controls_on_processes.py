@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.processes import run as run_processes
-from comera_rec.training.batches import Batch
+from benchmarks.harness.processes import run as run_processes
+from comera_rec.data import Batch
 from comera_rec.training.checkpoint import latest_checkpoint
 from comera_rec.training.clipping import GradientClipping
 from comera_rec.training.config import load_config
@@ -67,7 +67,7 @@ def use_controls(rank: int, config_file: Path, folder: Path) -> dict[str, Any]:
     clipping = trainer(f"output={folder / 'clipped'}", "training.accumulation=2", *GRADIENTS)
     clipping._resume()
     parts = torch.load(folder / "parts.pt", weights_only=False)
-    clipping._step(*parts[2 * rank : 2 * rank + 2])
+    clipping._step(iter(parts[2 * rank : 2 * rank + 2]))
     norm = GradientClipping(clipping.module, 0.01)
     found["norm"] = float(norm.norm())
     norm()
@@ -82,7 +82,7 @@ def test_two_processes_act_as_one(config_file: Path, tmp_path: Path) -> None:
     one.save()
     parts: list[Batch] = [batch for batch, _ in zip(one.loader, range(4), strict=False)]
     torch.save(parts, tmp_path / "parts.pt")
-    one._step(*parts)
+    one._step(iter(parts))
     norm = float(GradientClipping(one.module, 1.0).norm())
 
     first, second = run_processes(2, use_controls, config_file, tmp_path)

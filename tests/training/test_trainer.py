@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import shutil
@@ -111,7 +110,8 @@ def test_plans_are_made_ahead_where_a_core_is_spare(
         "_plan_group",
         lambda *args, **settings: made.append((threading.current_thread().name, settings)) or original(*args, **settings),
     )
-    losses = [trainer._step(batch) for batch in itertools.islice(trainer.loader, 3)]
+    batches = iter(trainer.loader)
+    losses = [trainer._step(batches) for _ in range(3)]
     assert all(loss.isfinite() for loss in losses)
     assert set(map(str, made)) == {str(("BatchLoader", {"parallel": False}) if ahead else ("MainThread", {}))}
 
@@ -165,10 +165,10 @@ def test_diverging_run_stops_and_keeps_the_last_good_checkpoint(config_file: Pat
         return loss * float("nan") if self.steps == 8 else loss
 
     monkeypatch.setattr(Trainer, "_step", poison_at_eight)
-    with pytest.raises(Diverged, match=r"the loss is nan at step 8: .*step_00000006\.pt"):
+    with pytest.raises(Diverged, match=r"the loss is nan at step 8: .*step_00000006"):
         run(config_file)
     folder = Path(load_config(config_file).output)
-    assert latest_checkpoint(folder / "checkpoints") == folder / "checkpoints" / "step_00000006.pt"
+    assert latest_checkpoint(folder / "checkpoints") == folder / "checkpoints" / "step_00000006"
     assert not (folder / "result.json").exists()
 
 
@@ -182,9 +182,7 @@ def test_weights_that_are_not_finite_are_not_saved(config_file: Path, monkeypatc
         return loss
 
     monkeypatch.setattr(Trainer, "_step", poison_at_twelve)
-    with pytest.raises(
-        Diverged, match=r"^weights .* are not finite at step 12: .* the last good checkpoint is .*step_00000006\.pt"
-    ):
+    with pytest.raises(Diverged, match=r"^weights .* are not finite at step 12: .* the last good checkpoint is .*step_00000006"):
         run(config_file)
     folder = Path(load_config(config_file).output)
     assert all(weight.isfinite().all() for weight in weights(folder).values())
@@ -207,7 +205,7 @@ def test_sigterm_in_an_evaluation_stops_it_and_the_next_run_evaluates_anew(
             with pytest.raises(Interrupted, match=f"stopped by SIGTERM at step {due} with a checkpoint"):
                 run(config_file, *evaluating)
         folder = Path(load_config(config_file).output)
-        assert latest_checkpoint(folder / "checkpoints") == folder / "checkpoints" / f"step_{due:08d}.pt"
+        assert latest_checkpoint(folder / "checkpoints") == folder / "checkpoints" / f"step_{due:08d}"
         if due == 4:
             run(config_file, *evaluating)
             assert metrics(folder, "eval") == metrics(whole, "eval")
@@ -224,7 +222,7 @@ def test_a_second_ctrl_c_ends_the_process_at_once(second: signal.Signals) -> Non
     if not child:
         with StopSignals() as signals:
             os.kill(os.getpid(), signal.SIGINT)
-            noted = signals.after_step() == signal.SIGINT
+            noted = signals.after_step() == (signal.SIGINT, False)
             os.kill(os.getpid(), second)
         os._exit(17 if noted else 1)
     status = os.waitpid(child, 0)[1]
@@ -260,25 +258,6 @@ def test_a_run_goes_on_where_its_data_have_moved_but_not_on_other_data(config_fi
     (moved / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(ValueError, match=r"was trained on other data than .*moved holds \(they differ in C2\)"):
         run(config_file, *elsewhere)
-
-
-def test_checkpoints_of_before_data_sets_were_compared_are_read(config_file: Path, data_set: Path, tmp_path: Path) -> None:
-    folder, _ = run(config_file)
-    path = latest_checkpoint(folder / "checkpoints")
-    assert path is not None
-    saved = torch.load(path)
-    record = saved["record"]
-    for section, keys in ((record, ("data", "best", "evaluated")), (record["schema"], ("vocabularies",)),
-                          (record["config"]["optimizer"], ("weight_decay_dense", "weight_decay_cores"))):  # fmt: skip
-        for key in keys:
-            del section[key]
-    torch.save(saved, path)
-    (folder / "result.json").unlink()
-    assert load_run(folder)[2].vocabularies == {}
-    shutil.copytree(data_set, tmp_path / "moved")
-    with pytest.raises(ValueError, match="was trained on other data"):
-        run(config_file, f"data.path={tmp_path / 'moved'}")
-    assert run(config_file)[1]["steps"] == 12
 
 
 def test_data_without_validation_rows(config_file: Path, tmp_path: Path) -> None:

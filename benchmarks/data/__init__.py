@@ -1,0 +1,1 @@
+"""From raw logs to a data set, and from that to batches."""

@@ -1,0 +1,155 @@
+"""Ways from logs to a data set, one a process: `python -m benchmarks.data.rivals NAME OUTPUT LOG...` prints what the run took.
+
+comera-rec, a plain pandas script, which is the tests' oracle, too, the same for Polars and DuckDB, and torchrec's own functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import re
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from data_pipeline.preprocess import PreprocessOptions, preprocess
+
+INTEGERS = [f"I{i}" for i in range(1, 14)]
+CATEGORIES = [f"C{i}" for i in range(1, 27)]
+_ROWS_AT_A_TIME = 250_000
+MEMORY_LIMIT = 1 << 30
+
+
+def preprocess_with_pandas(log: Path, output: Path, *, min_count: int = 2, val: float = 0.1, test: float = 0.1) -> None:
+    """Parquet files of the last tenths and the rest of a labelled log, as `comera preprocess` encodes them.
+
+    What one writes in an afternoon who knows pandas: it holds the whole log in memory, hex texts as numbers.
+    """
+    frame = pd.concat(_read(log), ignore_index=True)
+    rows_val, rows_test = int(len(frame) * val), int(len(frame) * test)
+    train = frame[: len(frame) - rows_val - rows_test]
+    for name in INTEGERS:
+        low = train[name].min() if train[name].notna().any() else 0
+        logarithms = np.log(frame[name].clip(lower=low).to_numpy() + 2 - low)
+        frame[name] = np.nan_to_num(logarithms).astype(np.float32)
+    for name in CATEGORIES:
+        counts = train.loc[train[name] >= 0, name].value_counts().rename_axis("value").reset_index(name="count")
+        frequent = counts[counts["count"] >= min_count].sort_values(["count", "value"], ascending=[False, True])
+        index = pd.Index(frequent["value"].to_numpy())
+        frame[name] = (index.get_indexer(pd.Index(frame[name].to_numpy())) + 1).astype(np.int32)
+    edges = {"train": (0, len(train)), "val": (len(train), len(train) + rows_val), "test": (len(train) + rows_val, len(frame))}
+    output.mkdir(parents=True)
+    for split, (start, stop) in edges.items():
+        frame[start:stop].to_parquet(output / f"{split}.parquet", index=False)
+
+
+def _read(log: Path) -> Iterator[pd.DataFrame]:
+    """The log in pieces: label int8, integers float64 with NaN where missing, categories int64 with -1."""
+    types: dict[str, str] = {"label": "int8"} | dict.fromkeys(INTEGERS, "float64") | dict.fromkeys(CATEGORIES, "str")
+    names = list(types)
+    for piece in pd.read_csv(log, sep="\t", names=names, dtype=types, chunksize=_ROWS_AT_A_TIME):
+        for name in CATEGORIES:
+            codes, texts = pd.factorize(piece[name])
+            values = np.array([int(text, 16) for text in texts] + [-1], np.int64)
+            piece[name] = values[codes]
+        yield piece
+
+
+def preprocess_with_polars(log: Path, output: Path, *, min_count: int = 2, val: float = 0.1, test: float = 0.1) -> None:
+    """The same files: the log in memory, texts as they are, vocabularies joined column by column."""
+    polars = importlib.import_module("polars")
+    types = {"label": polars.Int8} | dict.fromkeys(INTEGERS, polars.Int32) | dict.fromkeys(CATEGORIES, polars.String)
+    frame = polars.read_csv(log, separator="\t", has_header=False, schema=types)
+    rows_val, rows_test = int(len(frame) * val), int(len(frame) * test)
+    train = frame[: len(frame) - rows_val - rows_test]
+    for name in INTEGERS:
+        low = train[name].min() or 0
+        frame = frame.with_columns((polars.col(name).clip(lower_bound=low) + 2 - low).log().fill_null(0).cast(polars.Float32))
+    for name in CATEGORIES:
+        counts = train.drop_nulls(name).group_by(name).len().filter(polars.col("len") >= min_count)
+        vocabulary = counts.sort("len", name, descending=[True, False]).with_row_index("id", offset=1).drop("len")
+        ids = frame.select(name).join(vocabulary, on=name, how="left", maintain_order="left")["id"]
+        frame = frame.with_columns(ids.fill_null(0).cast(polars.Int32).alias(name))
+    output.mkdir(parents=True)
+    for split, start, rows in (
+        ("train", 0, len(train)), ("val", len(train), rows_val), ("test", len(train) + rows_val, rows_test)
+    ):  # fmt: skip
+        frame.slice(start, rows).write_parquet(output / f"{split}.parquet")
+
+
+def preprocess_with_duckdb(log: Path, output: Path, *, min_count: int = 2, val: float = 0.1, test: float = 0.1) -> None:
+    """The same files: the log in a database on disk, a table for each vocabulary, and one query with all joins."""
+    output.mkdir(parents=True)
+    types = {"label": "TINYINT"} | dict.fromkeys(INTEGERS, "INTEGER") | dict.fromkeys(CATEGORIES, "VARCHAR")
+    with importlib.import_module("duckdb").connect(str(output / "log.duckdb")) as database:
+        database.execute(f"SET memory_limit = '{MEMORY_LIMIT >> 20} MiB'")
+        database.execute(f"CREATE TABLE log AS FROM read_csv('{log}', delim = '\t', header = false, columns = {types})")
+        ((rows,),) = database.execute("SELECT count(*) FROM log").fetchall()
+        rows_val, rows_test = int(rows * val), int(rows * test)
+        train = rows - rows_val - rows_test
+        minima = ", ".join(f"min({name})" for name in INTEGERS)
+        (lows,) = database.execute(f"SELECT {minima} FROM log WHERE rowid < {train}").fetchall()
+        for name in CATEGORIES:
+            database.execute(
+                f"CREATE TABLE ids_{name} AS SELECT {name}, row_number() OVER (ORDER BY count(*) DESC, {name}) AS id FROM log "
+                f"WHERE rowid < {train} AND {name} IS NOT NULL GROUP BY {name} HAVING count(*) >= {min_count}"
+            )
+        cells = ["label"]
+        for name, low in zip(INTEGERS, (low or 0 for low in lows), strict=True):
+            logarithm = f"ln(greatest(log.{name}, {low}) + {2 - low})"
+            cells.append(f"CASE WHEN log.{name} IS NULL THEN 0 ELSE {logarithm} END::FLOAT AS {name}")
+        cells += [f"coalesce(ids_{name}.id, 0)::INTEGER AS {name}" for name in CATEGORIES]
+        joins = " ".join(f"LEFT JOIN ids_{name} ON log.{name} = ids_{name}.{name}" for name in CATEGORIES)
+        for split, start, stop in (("train", 0, train), ("val", train, train + rows_val), ("test", train + rows_val, rows)):
+            database.execute(
+                f"COPY (SELECT {', '.join(cells)} FROM log {joins} WHERE log.rowid >= {start} AND log.rowid < {stop} "
+                f"ORDER BY log.rowid) TO '{output / split}.parquet' (FORMAT parquet)"
+            )
+    (output / "log.duckdb").unlink()
+
+
+def preprocess_with_torchrec(logs: list[Path], output: Path, *, min_count: int = 2) -> None:
+    """torchrec's .npy files of day logs, ids made contiguous; ids by first occurrence over all rows, 1 for rare ones."""
+    output.mkdir(parents=True)
+    torchrec = importlib.import_module("torchrec.datasets.criteo").BinaryCriteoUtils
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
+        for day, log in enumerate(logs):
+            files = [str(output / f"day_{day}_{part}.npy") for part in ("dense", "sparse", "labels")]
+            torchrec.tsv_to_npys(str(log), *files)
+        sparse = [str(output / f"day_{day}_sparse.npy") for day in range(len(logs))]
+        torchrec.sparse_to_contiguous(sparse, str(output), frequency_threshold=min_count)
+
+
+def main(name: str, output: str, *logs: str) -> None:
+    """Run one provider and print its seconds, CPU seconds and peak MiB; none starts processes, so that is the whole tree."""
+    paths = [Path(log) for log in logs]
+    if name == "torchrec":  # before the clock starts, and not for the others, whose memory is theirs alone
+        importlib.import_module("torchrec.datasets.criteo")
+    start, cpu = time.perf_counter(), time.process_time()
+    match name:
+        case "comera-rec":
+            preprocess(PreprocessOptions(inputs=tuple(paths), output=Path(output), memory_limit=MEMORY_LIMIT))
+        case "pandas":
+            preprocess_with_pandas(paths[0], Path(output))
+        case "polars":
+            preprocess_with_polars(paths[0], Path(output))
+        case "duckdb":
+            preprocess_with_duckdb(paths[0], Path(output))
+        case "torchrec":
+            preprocess_with_torchrec(paths, Path(output))
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    # Not getrusage's ru_maxrss: a child begins with its parent's peak there.
+    peak = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    assert peak, "Linux tells the peak"
+    print(json.dumps([seconds, cpu, int(peak[1]) / 1024]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,254 @@
+"""A model of the lookup's training step on GPUs that aren't here, and of FBGEMM's by the same rules: nothing is measured.
+
+Our kernels are compiled for the GPU's architecture and disassembled, the whole step is counted on fake tensors (`gpu_counts`). A
+kernel's time is the slower of its bytes at the memory's bandwidth and its instructions at the rate that schedulers issue them, and
+never less than `KERNEL`; kernels follow one another, as in a CUDA graph. Left out: caches, waiting for loads, uneven work.
+
+U unique rows of L ids, N columns; a table is of order 2, its halves n1 x r and r x n2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.compiled import Compiled, compile_launch
+from benchmarks.gpu.counts import Step, count_step
+from benchmarks.harness.environment import describe
+from benchmarks.harness.ids import draw_ids
+from benchmarks.harness.measure import Settings, case_rows, chosen
+from benchmarks.harness.rows import Row
+from benchmarks.harness.text import aligned, case_title
+from comera_rec.ops.launch import Launch
+from comera_rec.tt import TTShape
+
+ROWS = (10131227, 2202608, 8351593, 5461306, 7046547, 286181, 142572)  # Criteo Kaggle's tables above 100,000 rows
+ZIPF = 1.05
+SCHEDULERS = 4  # of a multiprocessor, an instruction each a cycle (CUDA C++ Programming Guide, "Compute Capability 8.x" to "10.x")
+KERNEL = 2e-6  # seconds from a kernel's start to the next one's in a graph, however little it does: an assumption
+ATTAINED = 0.85  # part of the memory's bandwidth that a kernel reaches: an assumption; large copies reach 0.9
+_OURS, _FBGEMM = "TT", "FBGEMM"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """Of a data sheet."""
+
+    architecture: int
+    multiprocessors: int
+    hertz: float
+    """Boost clock."""
+    bytes_per_s: float
+
+
+# NVIDIA's data sheets and architecture white papers: A100 80GB SXM, H100 SXM, H200 SXM, B200 SXM.
+GPUS = {
+    "A100": Gpu(architecture=80, multiprocessors=108, hertz=1.41e9, bytes_per_s=2.039e12),
+    "H100": Gpu(architecture=90, multiprocessors=132, hertz=1.98e9, bytes_per_s=3.35e12),
+    "H200": Gpu(architecture=90, multiprocessors=132, hertz=1.98e9, bytes_per_s=4.8e12),
+    "B200": Gpu(architecture=100, multiprocessors=148, hertz=1.965e9, bytes_per_s=8e12),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StaticCase:
+    """Tables of Criteo's sizes on a GPU, ids by Zipf's law, one each bag."""
+
+    gpu: str
+    batch: int
+    dim: int = 64
+    rank: int = 16
+    dtype: str = "float32"
+
+    @property
+    def tt_shapes(self) -> list[TTShape]:
+        """Order 2."""
+        return [TTShape.for_table(rows, self.dim, tt_ranks=self.rank, order=2) for rows in ROWS]
+
+    @property
+    def compression(self) -> float:
+        """Dense parameters over the tables', all together."""
+        return sum(ROWS) * self.dim / sum(shape.num_params for shape in self.tt_shapes)
+
+    def shapes(self) -> dict[str, Any]:
+        return {"gpu": self.gpu, "batch": self.batch, "dim": self.dim, "rank": self.rank}
+
+
+def cases(quick: bool) -> list[StaticCase]:
+    """Batches and dims of the goal, on every GPU; other ranks on one."""
+    if quick:
+        return [StaticCase(gpu="H100", batch=2048)]
+    grid = [StaticCase(gpu=gpu, batch=batch, dim=dim) for gpu in GPUS for dim in (64, 128) for batch in (16_384, 65_536)]
+    return [*grid, *(StaticCase(gpu="H100", batch=16_384, rank=rank) for rank in (8, 32))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """A kernel's part in a step."""
+
+    name: str
+    kernels: int
+    bytes: float
+    issued: float = 0.0
+    """Instructions of all its warps."""
+
+    def seconds(self, gpu: Gpu) -> float:
+        """By the model."""
+        issue = self.issued / (gpu.multiprocessors * SCHEDULERS * gpu.hertz)
+        return max(self.bytes / (gpu.bytes_per_s * ATTAINED), issue, self.kernels * KERNEL)
+
+
+def run(settings: Settings) -> Iterator[list[Row]]:
+    """A row for each provider's step, one for each of our kernels."""
+    environment = describe(settings.device) | {"threads": 0}
+    for case in chosen(cases(settings.quick), settings.only):
+        torch.manual_seed(settings.seed)
+        model, gpu = Model(case), GPUS[case.gpu]
+        steps = {_OURS: model.ours(), _FBGEMM: model.fbgemm()}
+        times = {name: [1e3 * sum(kernel.seconds(gpu) for kernel in kernels)] for name, kernels in steps.items()}
+        counted = {name: totals(kernels, gpu) | {"compression": case.compression} for name, kernels in steps.items()}
+        where = environment | {"machine": f"a model of an {case.gpu} by its data sheet, nothing measured"}
+        rows = case_rows("gpu-static", case, settings, where, "estimate", "ms", times, counted, (_FBGEMM,))
+        parts = {f"{kernel.name} (kernel)": kernel for kernel in steps[_OURS] if kernel.issued}
+        times = {name: [1e3 * kernel.seconds(gpu)] for name, kernel in parts.items()}
+        counted = {name: model.describe(name.removesuffix(" (kernel)")) for name in parts}
+        yield rows + case_rows("gpu-static", case, settings, where, "estimate", "ms", times, counted)
+
+
+def totals(kernels: Sequence[Kernel], gpu: Gpu) -> dict[str, float]:
+    """Kernels, MiB, and what the step would take by each limit alone."""
+    moved = sum(kernel.bytes for kernel in kernels)
+    count = sum(kernel.kernels for kernel in kernels)
+    return {
+        "kernels": count,
+        "mib": moved / 2**20,
+        "memory ms": 1e3 * moved / (gpu.bytes_per_s * ATTAINED),
+        "issue ms": 1e3 * sum(kernel.issued for kernel in kernels) / (gpu.multiprocessors * SCHEDULERS * gpu.hertz),
+        "kernels ms": 1e3 * count * KERNEL,
+    }
+
+
+class Model:
+    """One case: its step counted, its kernels compiled, its unique rows drawn."""
+
+    def __init__(self, case: StaticCase) -> None:
+        self._case = case
+        self._gpu = GPUS[case.gpu]
+        self._step = _counted(case.batch, case.dim, case.rank)
+        self._ids = len(ROWS) * case.batch
+        self._unique = _unique(case.batch)
+
+    def ours(self) -> list[Kernel]:
+        """Torch's operators, and our kernels."""
+        kernels = [Kernel(name=work.name, kernels=work.kernels, bytes=work.bytes) for work in self._step.torch]
+        for name, (launch, tensors, compiled) in self._launches.items():
+            warps = math.prod(launch.grid) * launch.num_warps * self._share(launch)
+            code = compiled.entry if launch.kernel.__name__ == "_sum_parts" else sum(compiled.instructions.values())
+            issued = warps * code * self._rounds(launch)
+            kernels.append(Kernel(name=name, kernels=1, bytes=self._bytes(launch, tensors), issued=issued))
+        return kernels
+
+    def fbgemm(self) -> list[Kernel]:
+        """Its fused forward and exact row-wise Adagrad, unweighted, as of 1.8.
+
+        Kernels are those of `embedding_forward_split_template.cu`, `transpose_embedding_input.cu` and
+        `embedding_backward_split_template.cu`; the sort is CUB's over the bits that number all rows.
+        """
+        dim, ids, unique = self._case.dim, self._ids, self._unique
+        rows, bags = 4.0 * unique * dim, 4.0 * ids * dim
+        passes = math.ceil(math.log2(sum(ROWS)) / 8)
+        return [
+            Kernel(name="forward", kernels=1, bytes=rows + bags + 16.0 * ids),
+            Kernel(name="linearize", kernels=1, bytes=20.0 * ids),
+            Kernel(name="sort", kernels=2 + passes, bytes=8.0 * ids + passes * 24.0 * ids),
+            Kernel(name="runs and their ends", kernels=4, bytes=8.0 * ids + 24.0 * unique),
+            Kernel(name="long segments and memory set to zero", kernels=4, bytes=8.0 * unique),
+            Kernel(name="gradients and update", kernels=2, bytes=bags + 2 * rows + 8.0 * unique + 8.0 * ids),
+        ]
+
+    def describe(self, name: str) -> dict[str, float]:
+        """What a kernel was compiled to."""
+        launch, tensors, compiled = self._launches[name]
+        products, inner = compiled.inner if compiled.kinds["multiply-add"] else (0, 1)
+        return {
+            "registers": compiled.registers, "spilled bytes": compiled.spilled, "shared bytes": compiled.shared,
+            "occupancy": compiled.occupancy, "inner multiply-adds": products / inner,
+            "bytes per row": self._bytes(launch, tensors) / self._unique, **compiled.kinds,
+        }  # fmt: skip
+
+    @cached_property
+    def _launches(self) -> dict[str, tuple[Launch, dict[str, Tensor], Compiled]]:
+        found = {}
+        for launch, tensors in self._step.launches:
+            name = launch.kernel.__name__.strip("_").replace("_", " ")
+            name = next(key for key in (name, *(f"{name} {k}" for k in range(2, 9))) if key not in found)
+            found[name] = launch, tensors, _compiled(launch, tensors, self._gpu.architecture)
+        return found
+
+    def _share(self, launch: Launch) -> float:
+        """Of programs that have rows: kernels are launched for as many as there are ids."""
+        return 1.0 if launch.kernel.__name__ in ("_pool", "_sum_ids", "_sum_parts") else self._unique / self._ids
+
+    def _rounds(self, launch: Launch) -> float:
+        """How often a program runs through its code: once for each segment of its chunk, and each block of a segment's rows."""
+        # Few chunks have a sum that goes on beyond them; for the others `_sum_parts` ends at once.
+        if launch.kernel.__name__ != "_sum_segments":
+            return 1.0
+        chunk, block = launch.constants["CHUNK"], launch.constants["BLOCK_U"]
+        of_segment = max(1.0, self._unique / launch.numbers["num_sums"])
+        return (chunk / of_segment + 1 if of_segment < chunk else 1) * math.ceil(min(of_segment, chunk) / block)
+
+    def _bytes(self, launch: Launch, tensors: dict[str, Tensor]) -> float:
+        """Of its tensors, each once; of those over unique rows, what is there."""
+        padded = {"_multiply": {"out_ptr", "p_ptr", "q_ptr"}, "_pool": {"rows_ptr"}, "_sum_ids": {"sums_ptr"}}
+        padded["_sum_segments"] = {"x_ptr", "ids_ptr", "order_ptr", "other_ptr"}
+        unused = {"weights_ptr", "offsets_ptr"} if launch.kernel.__name__ == "_sum_ids" else {"weights_ptr"}
+        if launch.kernel.__name__ == "_sum_parts":  # a few ids a chunk; parts are few where rows are many
+            unused |= {"sums_ptr", "parts_ptr"}
+        share = dict.fromkeys(padded.get(launch.kernel.__name__, ()), self._unique / self._ids)
+        return sum(
+            tensor.numel() * tensor.element_size() * share.get(name, 1.0) for name, tensor in tensors.items() if name not in unused
+        )
+
+
+@cache
+def _counted(batch: int, dim: int, rank: int) -> Step:
+    return count_step([TTShape.for_table(rows, dim, tt_ranks=rank, order=2) for rows in ROWS], batch)
+
+
+@cache
+def _unique(batch: int) -> float:
+    return float(sum(len(draw_ids(rows, batch, ZIPF).unique()) for rows in ROWS))
+
+
+_TYPES = {torch.float32: "*fp32", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64"}
+
+
+def _compiled(launch: Launch, tensors: dict[str, Tensor], architecture: int) -> Compiled:
+    types = tuple(sorted((name, _TYPES[tensor.dtype]) for name, tensor in tensors.items()))
+    key = (launch.variant, types, architecture)
+    if key not in _compilations:
+        _compilations[key] = compile_launch(launch, dict(types), architecture)
+    return _compilations[key]
+
+
+_compilations: dict[tuple[Any, ...], Compiled] = {}
+
+
+def format_case(rows: Sequence[Row]) -> str:
+    """A line for each step and each kernel."""
+    steps, kernels = ([row for row in rows if row.provider.endswith("(kernel)") is kernel] for kernel in (False, True))
+    lines = [f"{case_title(rows[0])}: a model, not a measurement"]
+    for some in filter(None, (steps, kernels)):
+        names = list(some[0].counted)
+        cells = [["", "ms", *names]]
+        cells += [[row.provider, f"{row.p50:.4f}", *(f"{row.counted[name]:,.3g}" for name in names)] for row in some]
+        lines += aligned(cells, left=(0,))
+    ours = next(row for row in steps if row.provider == _OURS)
+    return "\n".join([*lines, f"  {ours.ratios[_FBGEMM]:.2f}x FBGEMM's step: above 1 is less time"])

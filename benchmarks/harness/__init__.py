@@ -1,0 +1,1 @@
+"""What all benchmarks share: cases and providers, agreement before timing, clocks, memory, rows."""

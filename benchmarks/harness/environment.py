@@ -1,0 +1,95 @@
+"""Where and with what a benchmark ran."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from comera_rec.ops.native import ops
+
+FOLDER = Path(__file__).parents[1]
+PACKAGES = {
+    "torch": ("torch",),
+    "torchrec": ("torchrec",),
+    "fbgemm": ("fbgemm-gpu-cpu", "fbgemm-gpu"),
+    "comera-rec": ("comera-rec",),
+}
+
+
+def machine_kind(device: str) -> str:
+    """A folder name for machines whose times may be compared, such as "nvidia-h200" or "cpu-2-amd-epyc-avx2"."""
+    if device.startswith("cuda"):
+        return _slug(torch.cuda.get_device_name(device))
+    return _slug(f"cpu {available_cores()} {_cpu_model()} {ops.cpu()}")
+
+
+def available_cores() -> int:
+    """CPU cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def results_path(name: str, device: str) -> Path:
+    """The committed results file of a benchmark on this kind of machine."""
+    return FOLDER / "results" / machine_kind(device) / f"{name}.jsonl"
+
+
+def describe(device: str) -> dict[str, Any]:
+    """The fields of a row that are the same for a whole run, except seed and date."""
+    return {
+        "device": torch.device(device).type,
+        "machine": machine_kind(device),
+        "hardware": _hardware(),
+        "versions": {"python": platform.python_version(), **{name: _version(names) for name, names in PACKAGES.items()}},
+        "threads": torch.get_num_threads(),
+        "commit": _commit(),
+    }
+
+
+def _hardware() -> dict[str, str]:
+    """What the CPU model alone doesn't tell: vector instructions, caches, memory, and how pages are made."""
+    cpuinfo, caches = Path("/proc/cpuinfo"), Path("/sys/devices/system/cpu/cpu0/cache")
+    flags = re.search(r"^flags\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
+    vectors = [flag for flag in (flags[1].split() if flags else ()) if re.match(r"avx|fma|f16c|amx", flag)]
+    found = {"cpu": _cpu_model(), "flags": " ".join(vectors), "kernels": ops.cpu()}
+    for cache in sorted(caches.glob("index*")):
+        level, kind, size = ((cache / name).read_text().strip() for name in ("level", "type", "size"))
+        found[f"L{level} {kind.lower()}"] = size
+    huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    found["huge pages"] = re.sub(r".*\[(.*)\].*", r"\1", huge.read_text().strip()) if huge.exists() else "unknown"
+    return found
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)|@.*", "", text.lower())).strip("-")
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def _version(names: tuple[str, ...]) -> str:
+    for name in names:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return "none"
+
+
+def _commit() -> str:
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=FOLDER, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

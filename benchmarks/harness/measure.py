@@ -1,0 +1,176 @@
+"""From cases to rows: measure memory while this process is small, then case by case agree and time in turns."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from tqdm import tqdm
+
+from benchmarks.harness.agreement import Disagreement, require_agreement
+from benchmarks.harness.environment import describe
+from benchmarks.harness.memory import Call, Prepared, memory_is_measurable, peak_extra_memory
+from benchmarks.harness.rows import Row
+from benchmarks.harness.timing import Plan, alternate, percentiles
+from benchmarks.harness.workload import PASSES, Case, Workload
+
+Build = Callable[[Any, str, int], Workload]
+Peaks = Mapping[str, Mapping[str, list[float]]]
+AnyCase = TypeVar("AnyCase", bound=Case)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the command line chooses for every benchmark."""
+
+    quick: bool = False
+    device: str = "cpu"
+    seed: int = 0
+    memory: bool = True
+    only: Mapping[str, str] = field(default_factory=dict)
+    """Sizes that a case must have to be measured, as `Case.shapes` tells them."""
+    plan: Plan = field(default_factory=Plan)
+    data: Path | None = None
+    """A folder of data that is no part of the repository."""
+    finished: Sequence[Row] = ()
+    """Rows of an earlier run, which a benchmark that can go on leaves out."""
+
+
+def chosen(cases: Iterable[AnyCase], only: Mapping[str, str]) -> list[AnyCase]:
+    """The cases of the sizes in `only`.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    cases = list(cases)
+    found = [case for case in cases if all(str(case.shapes().get(name)) == size for name, size in only.items())]
+    if not found:
+        sizes = {name: sorted({str(case.shapes()[name]) for case in cases}) for name in cases[0].shapes()}
+        raise ValueError(f"no case has {dict(only)}: sizes are {sizes}")
+    return found
+
+
+def measure_cases(
+    op: str, cases: Iterable[AnyCase], build: Build, settings: Settings, build_for_memory: Build | None = None
+) -> Iterator[list[Row]]:
+    """Measure cases one after the other, with a progress bar on a terminal.
+
+    Args:
+        op: the operation's name.
+        cases: what to measure.
+        build: (case, device, seed) -> workload.
+        settings: from the command line.
+        build_for_memory: the same where memory is measured; default `build`. Importable by name, because child processes call it.
+
+    Yields:
+        The rows of a case.
+    """
+    cases = chosen(cases, settings.only)
+    environment = describe(settings.device)
+    peaks: list[Peaks] = [{} for _ in cases]
+    if settings.memory and memory_is_measurable(settings.device):
+        # All cases before the first is timed, because from then on this process may hold gigabytes.
+        progress = tqdm(cases, desc=f"{op}, memory", unit="case", disable=None)
+        peaks = [measure_memory(case, build_for_memory or build, settings) for case in progress]
+    for case, peak in zip(tqdm(cases, desc=op, unit="case", disable=None), peaks, strict=True):
+        yield measure_case(op, case, build, settings, environment, peak)
+
+
+def measure_memory(case: Case, build: Build, settings: Settings) -> Peaks:
+    """Provider -> pass -> MiB of some calls; one child process a provider, one at a time."""
+    return {
+        name: peak_extra_memory(prepare_calls, build, case, settings.device, settings.seed, name, device=settings.device)
+        for name in build(case, settings.device, settings.seed).providers
+    }
+
+
+def prepare_calls(build: Build, case: Case, device: str, seed: int, provider: str) -> Prepared:
+    """One provider's passes, warmed up, on the first input always, and what drops its gradients; for `peak_extra_memory`."""
+    instance = build(case, device, seed).providers[provider]()
+    calls = {pass_: partial(_on_first_input, call) for pass_, call in instance.passes.items()}
+    for call in calls.values():
+        call(0)  # optimizer state and compiled kernels are no part of a call's extra memory
+    return calls, instance.release
+
+
+def _on_first_input(call: Call, turn: int) -> object:
+    return call(0)
+
+
+def measure_case(op: str, case: Case, build: Build, settings: Settings, environment: Mapping[str, Any], peaks: Peaks) -> list[Row]:
+    """All rows of one case.
+
+    Args:
+        op, case, build, settings: as for `measure_cases`.
+        environment: fields that are the same for all rows.
+        peaks: memory measured before, to be told in rows as well.
+
+    Raises:
+        Disagreement: if any provider's numbers are wrong; nothing was timed then.
+    """
+    workload = build(case, settings.device, settings.seed)
+    for name, reason in workload.left_out.items():
+        tqdm.write(f"{op}, {case.shapes()}: without {name}: {reason}")
+    providers = {}
+    reference = workload.reference()
+    try:
+        for name, make in workload.providers.items():
+            providers[name] = make()
+            require_agreement(reference, {name: providers[name].verify()})
+    except Disagreement as error:
+        raise Disagreement(f"{op}, {case.shapes()}: {error}") from None
+    del reference
+    gc.collect()
+
+    tell = partial(case_rows, op, case, settings, environment, baselines=workload.baselines)
+    synchronize = (lambda: torch.cuda.synchronize(settings.device)) if settings.device.startswith("cuda") else lambda: None
+    found = []
+    for pass_ in PASSES:
+        able = {name: provider for name, provider in providers.items() if pass_ in provider.passes}
+        calls = {name: provider.passes[pass_] for name, provider in able.items()}
+        counted = {name: workload.counted(provider, pass_) for name, provider in able.items()}
+        if calls:
+            found += tell(pass_, "ms", alternate(calls, settings.plan, synchronize=synchronize), counted)
+        found += tell(pass_, "MiB", {name: of[pass_] for name, of in peaks.items() if pass_ in of}, counted)
+    return found
+
+
+def case_rows(
+    op: str,
+    case: Case,
+    settings: Settings,
+    environment: Mapping[str, Any],
+    pass_: str,
+    unit: str,
+    samples: Mapping[str, list[float]],
+    counted: Mapping[str, dict[str, float]],
+    baselines: Iterable[str] = (),
+) -> list[Row]:
+    """A row for each provider that has samples of a pass; ratios to those baselines that have some, too."""
+    spreads = {name: percentiles(values) for name, values in samples.items()}
+    return [
+        Row(
+            op=op,
+            provider=name,
+            shapes=case.shapes(),
+            dtype=case.dtype,
+            pass_=pass_,
+            p20=p20,
+            p50=p50,
+            p80=p80,
+            unit=unit,
+            samples=len(samples[name]),
+            ratios={other: spreads[other][1] / p50 for other in baselines if other in spreads and p50 > 0},
+            counted=counted[name],
+            seed=settings.seed,
+            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            **environment,
+        )
+        for name, (p20, p50, p80) in spreads.items()
+    ]

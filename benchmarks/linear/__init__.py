@@ -1,0 +1,1 @@
+"""Linear layers, and the transformer made of them."""

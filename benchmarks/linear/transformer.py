@@ -1,0 +1,277 @@
+"""A training step of CoMERA's six-encoder transformer: dense, with GaLore's optimizer, low-rank, and tensor-train.
+
+All providers start from the same function: the tensor trains are drawn, the dense weights are what they stand for, and the low-rank
+factors are the two halves of each train. Time of a step is that of forward, backward and update; GaLore's singular value
+decompositions, one in 200 steps of its own defaults, fall outside the clock.
+
+Shapes: B batch, L length, I in_features, O out_features, r rank.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import comera_rec as cr
+from benchmarks.harness.measure import Settings, measure_cases
+from benchmarks.harness.rows import Row
+from benchmarks.harness.workload import Provider, parameter_count, parameter_gradients
+from benchmarks.linear.layers import tt_matrix
+from comera_rec.nn import EMBEDDING_STD, named_tt_modules, replace_modules_
+from comera_rec.tt import contract
+
+DENSE, GALORE, LOW_RANK, OURS = "dense", "GaLore", "low rank", "tensor train"
+GALORE_RANK = 128  # for a model of this size: Zhao et al., table 2 (arXiv 2403.03507)
+NUM_CLASSES = 2
+PAPER = cr.TransformerConfig(dropout=0.0)
+PAPER_TABLE = cr.TTShape((16, 20, 10, 10), (4, 4, 8, 6), 32)
+PAPER_LINEARS = cr.TTLinearConfig(tt_ranks=30, order=6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerCase:
+    """A model and its batch of full sequences; the defaults are the paper's sizes (section 5.1, arXiv 2405.14377)."""
+
+    batch: int
+    length: int = 128
+    model: cr.TransformerConfig = PAPER
+    table: cr.TTShape = PAPER_TABLE
+    linears: cr.TTLinearConfig = PAPER_LINEARS
+    dtype: str = "float32"
+
+    def shapes(self) -> dict[str, Any]:
+        return {
+            "batch": self.batch,
+            "length": self.length,
+            "layers": self.model.num_layers,
+            "dim": self.model.embed_dim,
+            "ff": self.model.ff_dim,
+            "vocabulary": self.model.vocab_size,
+            "rank": self.linears.tt_ranks,
+            "table ranks": list(self.table.ranks),
+        }
+
+
+QUICK = (
+    TransformerCase(
+        batch=2,
+        length=8,
+        model=cr.TransformerConfig(vocab_size=500, embed_dim=32, num_layers=2, num_heads=4, ff_dim=64, max_length=8, dropout=0.0),
+        table=cr.TTShape((8, 8, 8), (4, 4, 2), 4),
+        linears=cr.TTLinearConfig(tt_ranks=4, order=4, min_features=32),
+    ),
+)
+FULL = tuple(TransformerCase(batch=batch) for batch in (1, 32, 64, 128))
+
+
+def run(settings: Settings) -> Iterator[list[Row]]:
+    """The rows of every case; five rounds where the clock would allow ten, because a dense step takes seconds."""
+    plan = replace(settings.plan, warmup=1, min_rounds=5)
+    yield from measure_cases("transformer", QUICK if settings.quick else FULL, TransformerWorkload, replace(settings, plan=plan))
+
+
+class TransformerWorkload:
+    """One model in every form, its batch, and a small batch for the gate."""
+
+    baselines = (DENSE, GALORE, LOW_RANK)
+
+    def __init__(self, case: TransformerCase, device: str, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.tensor_train = build(case).to(device, getattr(torch, case.dtype))
+        self.batch, self.gate = (_batch(case, count, device) for count in (case.batch, min(case.batch, 2)))
+        installed = importlib.util.find_spec("galore_torch") is not None
+        self.left_out = {} if installed else {GALORE: "galore-torch is not installed (pip install galore-torch)"}
+
+    @property
+    def providers(self) -> Mapping[str, Callable[[], Provider]]:
+        factories: dict[str, Callable[[], Provider]] = {
+            DENSE: lambda: self._provider(self._dense, torch.optim.Adam(self._dense.parameters(), fused=True)),
+            GALORE: lambda: self._provider(self._dense, galore(self._dense)),
+            LOW_RANK: lambda: self._with_adam(low_rank(self.tensor_train)),
+            OURS: lambda: self._with_adam(copy.deepcopy(self.tensor_train)),
+        }
+        return {name: make for name, make in factories.items() if name not in self.left_out}
+
+    @cached_property
+    def _dense(self) -> nn.Module:
+        """Shared by two providers, because memory is short; what one trains the other goes on from."""
+        return dense(self.tensor_train)
+
+    @property
+    def _compared(self) -> list[str]:
+        """All parameters but the keys' biases, whose gradient is zero: softmax doesn't see what is the same for all keys."""
+        return [name for name, _ in self.tensor_train.named_parameters() if not name.endswith("key.bias")]
+
+    def reference(self) -> dict[str, Tensor]:
+        """Scores and gradients in float64, every weight contracted core by core and given to the dense model."""
+        stored = {name: p.detach().double().requires_grad_() for name, p in self.tensor_train.named_parameters()}
+        weights: dict[str, Tensor] = dict(stored)
+        for name, module in named_tt_modules(self.tensor_train):
+            own = {key: stored[f"{name}.{key}"] for key, _ in module.named_parameters()}
+            matrix = tt_matrix(own, module.shape)[: module.num_rows, : module.num_cols]
+            weights[f"{name}.weight"] = matrix.mT if isinstance(module, cr.TTLinear) else matrix
+            for key in own.keys() - {"bias"}:
+                del weights[f"{name}.{key}"]
+        ids, labels = self.gate
+        # Only its structure is used: every weight is replaced.
+        skeleton = dense(copy.deepcopy(self.tensor_train).to("meta"))
+        output = torch.func.functional_call(skeleton, weights, (ids,), strict=True)
+        F.cross_entropy(output, labels).backward()
+        gradients = {f"gradient of {name}": stored[name].grad for name in self._compared}
+        return {"output": output.detach(), **{name: gradient for name, gradient in gradients.items() if gradient is not None}}
+
+    def counted(self, provider: Provider, pass_: str) -> dict[str, float]:
+        """Parameters, and what training holds between steps: weights, gradients and the optimizer's state, in MiB."""
+        assert isinstance(provider, StepProvider)
+        return {"params": parameter_count(provider.module), **provider.training_state()}
+
+    def _with_adam(self, module: nn.Module) -> Provider:
+        return self._provider(module, torch.optim.Adam(module.parameters(), fused=True))
+
+    def _provider(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Provider:
+        shown = {f"gradient of {name}" for name in self._compared}
+        return StepProvider(module, optimizer, self.batch, self.gate, shown)
+
+
+class StepProvider:
+    """A classifier and its optimizer: a step on the batch, and scores and gradients on the gate's batch.
+
+    Args:
+        module: ids [B, L] -> scores [B, C].
+        optimizer: of its parameters.
+        batch, gate: ids [B, L] and labels [B].
+        shown: the gradients that `verify` shows, of those there are.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        batch: tuple[Tensor, Tensor],
+        gate: tuple[Tensor, Tensor],
+        shown: set[str],
+    ) -> None:
+        self.module = module
+        self._optimizer = optimizer
+        self._batch = batch
+        self._gate = gate
+        self._shown = shown
+
+    @property
+    def passes(self) -> Mapping[str, Callable[[int], object]]:
+        return {"step": self._step}
+
+    def verify(self) -> dict[str, Tensor]:
+        output = self._backward(self._gate)
+        gradients = {name: value for name, value in parameter_gradients(self.module).items() if name in self._shown}
+        self.release()
+        return {"output": output, **gradients}
+
+    def release(self) -> None:
+        self._optimizer.zero_grad()
+
+    def training_state(self) -> dict[str, float]:
+        """MiB of weights, gradients and optimizer state after a step."""
+        self._step(0)
+        parameters = list(self.module.parameters())
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        sizes = {
+            "weights_mib": _mib(parameters),
+            "gradients_mib": _mib(gradients),
+            "optimizer_mib": _mib(_state_tensors(self._optimizer)),
+        }
+        self.release()
+        return {**sizes, "training_state_mib": sum(sizes.values())}
+
+    def _step(self, turn: int) -> Tensor:
+        output = self._backward(self._batch)
+        self._optimizer.step()
+        return output
+
+    def _backward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        self.release()
+        ids, labels = batch
+        output: Tensor = self.module(ids)
+        F.cross_entropy(output, labels).backward()
+        return output.detach()
+
+
+class LowRankLinear(nn.Module):
+    """y = (x A) B + b, as LoRA's update without the frozen weight (Hu et al., arXiv 2106.09685).
+
+    Args:
+        layer: its two halves, contracted, are A [I, r] and B [r, O].
+    """
+
+    def __init__(self, layer: cr.TTLinear) -> None:
+        super().__init__()
+        cut, cores = layer.shape.order // 2, [core.detach() for core in layer.scaled_cores()]
+        self.down_Ir = nn.Parameter(contract(cores[:cut]).reshape(layer.shape.num_rows, -1)[: layer.in_features].clone())
+        self.up_rO = nn.Parameter(contract(cores[cut:]).reshape(-1, layer.shape.num_cols)[:, : layer.out_features].clone())
+        self.bias = layer.bias
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., I] -> [..., O]."""
+        return F.linear(input @ self.down_Ir, self.up_rO.mT, self.bias)
+
+
+def build(case: TransformerCase) -> nn.Module:
+    """The classifier in tensor-train form."""
+    linear = cr.linear_factory(case.linears)
+    embedding = partial(cr.TTEmbedding, shape=case.table, std=EMBEDDING_STD)
+    encoder = cr.TransformerEncoder(case.model, linear=linear, embedding=embedding)
+    return nn.Sequential(encoder, cr.ClassificationHead(case.model.embed_dim, NUM_CLASSES, linear=linear))
+
+
+def dense(tensor_train: nn.Module) -> nn.Module:
+    """A copy whose layers and table are dense; `cr.export_dense` does so too, and needs torchrec."""
+    model = copy.deepcopy(tensor_train)
+    return replace_modules_(model, {module: module.to_dense() for _, module in named_tt_modules(model)})
+
+
+def low_rank(tensor_train: nn.Module) -> nn.Module:
+    """A copy whose linear layers are of low rank, and whose table is dense."""
+    model = copy.deepcopy(tensor_train)
+    layers: dict[nn.Module, nn.Module] = {
+        module: LowRankLinear(module) if isinstance(module, cr.TTLinear) else module.to_dense()
+        for _, module in named_tt_modules(model)
+    }
+    return replace_modules_(model, layers)
+
+
+def galore(module: nn.Module) -> torch.optim.Optimizer:
+    """GaLore's Adam: moments of the linear layers' gradients in a subspace, as its authors apply it, those of the rest in full."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # which it imports, and which tells of kernels it misses
+    galore_torch = importlib.import_module("galore_torch")
+    projected = [layer.weight for layer in module.modules() if isinstance(layer, nn.Linear) and layer.out_features > NUM_CLASSES]
+    others = [p for p in module.parameters() if not any(p is weight for weight in projected)]
+    subspace = {"rank": GALORE_RANK, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
+    groups = [{"params": others}, {"params": projected, **subspace}]
+    optimizer: torch.optim.Optimizer = galore_torch.GaLoreAdamW(groups, lr=1e-3, no_deprecation_warning=True)
+    return optimizer
+
+
+def _batch(case: TransformerCase, count: int, device: str) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(case.model.vocab_size, (count, case.length))
+    return ids.to(device), (torch.arange(count) % NUM_CLASSES).to(device)
+
+
+def _mib(tensors: Any) -> float:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors) / 2**20
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for state in optimizer.state.values():
+        for value in state.values():
+            value = getattr(value, "ortho_matrix", value)  # of GaLore's projector
+            if isinstance(value, Tensor):
+                yield value

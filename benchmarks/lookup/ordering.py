@@ -1,0 +1,129 @@
+"""The order of ids: by frequency, as `comera preprocess` gives them, by communities of ids that occur together, and at random.
+
+EL-Rec (Wang et al., SC 2022, its index reordering) keeps the most frequent ids in front and numbers the others by communities of
+their co-occurrence, so that a batch meets fewer leading digits of a tensor train. Here the communities are those that the log was
+drawn from, which is the best that any detection of communities can find.
+
+Why frequency alone is hard to beat: if B ids of a batch are drawn independently, it meets the sum over leading digits p of 1 - (1
+- P_p)^B of them, for the shares P_p of each digit's ids. That is concave in each P_p, so the most uneven shares give the least,
+and none are more uneven than those of ids sorted by frequency. Communities can only help where batches hold rows that lie close
+together in the log, which shuffling prevents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+import comera_rec as cr
+from benchmarks.harness.agreement import require_agreement
+from benchmarks.harness.environment import describe
+from benchmarks.harness.measure import Settings, case_rows, chosen
+from benchmarks.harness.rows import Row
+from benchmarks.harness.timing import alternate
+from comera_rec.ops import plan_lookup
+
+ZIPF = 1.05
+BATCHES = 128
+HOT = 0.01  # share of the ids that communities leave in front
+ACTIVE = 0.05  # share of the communities that a stretch of the log is about
+ABOUT = 0.8  # share of its rows that are
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrderCase:
+    """A table, and a log in which stretches of one batch are about some of the communities.
+
+    batches: "in order" of the log, or of its rows "shuffled" as training shuffles them.
+    """
+
+    rows: int = 1_000_000
+    dim: int = 64
+    order: int
+    rank: int = 16
+    batch: int = 16_384
+    communities: int = 1_000
+    batches: str
+    dtype: str = "float32"
+
+    def shapes(self) -> dict[str, Any]:
+        names = ("rows", "dim", "order", "rank", "batch", "communities", "batches")
+        return {name: getattr(self, name) for name in names}
+
+
+def cases(quick: bool) -> list[OrderCase]:
+    sized = partial(OrderCase, rows=20_000, batch=1_024, communities=50) if quick else OrderCase
+    return [sized(order=order, batches=batches) for order in (2, 3) for batches in ("shuffled", "in order")]
+
+
+def run(settings: Settings) -> Iterator[list[Row]]:
+    """Forward and backward of one table, and what a batch meets, for the same log under each order of the ids."""
+    environment = describe(settings.device)
+    for case in tqdm(chosen(cases(settings.quick), settings.only), desc="ordering", unit="case", disable=None):
+        draw = np.random.default_rng(settings.seed)
+        ids, community = draw_log(case, draw)
+        orders = {
+            "frequency": np.arange(case.rows),
+            "communities": by_community(community),
+            "random": draw.permutation(case.rows),
+        }
+        shape = cr.TTShape.for_table(case.rows, case.dim, tt_ranks=case.rank, order=case.order)
+        bag = cr.TTEmbeddingBag(case.rows, case.dim, shape=shape)
+        batches = {name: [torch.from_numpy(order[batch]) for batch in ids] for name, order in orders.items()}
+        dense = bag.to_dense().weight.detach()
+        for name, of_order in batches.items():
+            require_agreement({"output": dense[of_order[0]].double()}, {name: {"output": _look_up(bag, of_order, 0).detach()}})
+        del dense
+        samples = alternate({name: partial(_step, bag, of_order) for name, of_order in batches.items()}, settings.plan)
+        counted = {name: count(shape, of_order) for name, of_order in batches.items()}
+        yield case_rows("ordering", case, settings, environment, "forward+backward", "ms", samples, counted, ("frequency",))
+
+
+def draw_log(case: OrderCase, draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Ids [batches, batch] by their frequency in a log without end, and the community of each id.
+
+    Most rows of a stretch are of its active communities.
+    """
+    community = draw.integers(0, case.communities, case.rows)
+    weights = np.arange(1, case.rows + 1) ** -ZIPF
+    ids = np.empty((BATCHES, case.batch), np.int64)
+    for stretch in ids:
+        about = weights * (draw.random(case.communities) < ACTIVE)[community]
+        cumulative = np.cumsum((1 - ABOUT) * weights / weights.sum() + ABOUT * about / max(about.sum(), weights[-1]))
+        stretch[:] = np.searchsorted(cumulative, draw.random(case.batch) * cumulative[-1])
+    if case.batches == "shuffled":
+        ids = draw.permutation(ids.ravel()).reshape(ids.shape)
+    return ids, community
+
+
+def by_community(community: np.ndarray) -> np.ndarray:
+    """New ids of ids by frequency: the hot ones stay, the others are sorted by community, and by frequency within one."""
+    hot = int(HOT * len(community))
+    order = np.concatenate([np.arange(hot), hot + np.argsort(community[hot:], kind="stable")])
+    return np.argsort(order)
+
+
+def count(shape: cr.TTShape, batches: list[Tensor]) -> dict[str, float]:
+    """Means over batches: unique ids, and the unique leading digits among them, which are as many rows of left parts."""
+    plans = [plan_lookup([batch], [shape.row_shape]) for batch in batches]
+    rows = [int(plan.bounds[0, -1]) for plan in plans]
+    lefts = [len(plan.rows[0, :count].unique()) for plan, count in zip(plans, rows, strict=True)]
+    return {"unique_ids": float(np.mean(rows)), "unique_left_ids": float(np.mean(lefts))}
+
+
+def _look_up(bag: cr.TTEmbeddingBag, batches: list[Tensor], turn: int) -> Tensor:
+    ids = batches[turn % len(batches)]
+    pooled: Tensor = bag(ids, torch.arange(len(ids)))
+    return pooled
+
+
+def _step(bag: cr.TTEmbeddingBag, batches: list[Tensor], turn: int) -> None:
+    bag.zero_grad()
+    _look_up(bag, batches, turn).sum().backward()

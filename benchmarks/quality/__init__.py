@@ -1,0 +1,1 @@
+"""How well models predict whose tables take equally many bytes."""

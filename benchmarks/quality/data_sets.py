@@ -1,0 +1,181 @@
+"""The data sets of the quality benchmark, in memory.
+
+R rows, F categorical fields, I integer columns.
+
+    synth   `comera synth` and `comera preprocess`: Criteo's format, a planted signal, chronological splits.
+    ml1m    implicit feedback in a folder with train.txt and test.txt, a line a user: the user's id, then the items'. A tenth of the
+            training pairs, drawn at random, are for validation. Each positive pair gets one negative: the same user with an item
+            drawn uniformly from those that the user never had in any split (as in He et al., Neural Collaborative Filtering,
+            arXiv 1708.05031). Negatives of the training rows are drawn anew for each epoch.
+    others  implicit feedback in a file, a line "user item" an interaction, each user's in the order of time: the last one of a user
+            is for test, the one before for validation, where three or more are known; negatives as above.
+
+Ids are ordered by frequency before the test split, 0 the most frequent, as `comera preprocess` does it in training.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from comera_rec.data import ParquetBatches
+from data_pipeline.manifest import read_manifest
+from data_pipeline.preprocess import PreprocessOptions, preprocess
+from data_pipeline.synth import SynthOptions, synth
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """ids [R, F] int64, dense [R, I], labels [R]."""
+
+    ids: Tensor
+    dense: Tensor
+    labels: Tensor
+
+    def take(self, index: Tensor) -> Rows:
+        """Some rows."""
+        return Rows(ids=self.ids[index], dense=self.dense[index], labels=self.labels[index])
+
+
+class DataSet(ABC):
+    """Rows of three splits, the size and the frequencies of each field.
+
+    Attributes:
+        name: "synth", "ml1m", or a file's name.
+        counts: per field [num_embeddings], how often each id occurs in training.
+        val, test: rows.
+    """
+
+    name: str
+    counts: list[Tensor]
+    val: Rows
+    test: Rows
+
+    @abstractmethod
+    def training_rows(self, generator: torch.Generator) -> Rows:
+        """The rows of one epoch, shuffled."""
+
+    def batches(self, batch: int, steps: int, seed: int) -> Iterator[Rows]:
+        """So many training batches, the same for a seed."""
+        generator = torch.Generator().manual_seed(seed)
+        rows, first = self.training_rows(generator), 0
+        for _ in range(steps):
+            if first + batch > len(rows.labels):
+                rows, first = self.training_rows(generator), 0
+            yield rows.take(torch.arange(first, first + batch))
+            first += batch
+
+
+class Synth(DataSet):
+    """Criteo-format logs with a planted signal."""
+
+    name = "synth"
+
+    def __init__(self, rows: int, scale: float) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            log, data = Path(folder) / "train.txt", Path(folder) / "data"
+            synth(SynthOptions(rows=rows, output=log, seed=1, scale=scale))
+            preprocess(PreprocessOptions(inputs=(log,), output=data))
+            sizes = [column.num_embeddings for column in read_manifest(data).categorical_columns]
+            train, self.val, self.test = (_read_split(data, split) for split in ("train", "val", "test"))
+        self._train = train
+        self.counts = [torch.bincount(train.ids[:, f], minlength=size) for f, size in enumerate(sizes)]
+
+    def training_rows(self, generator: torch.Generator) -> Rows:
+        """See the base class."""
+        return self._train.take(torch.randperm(len(self._train.labels), generator=generator))
+
+
+def _read_split(data: Path, split: str) -> Rows:
+    batches = list(ParquetBatches(str(data), split, batch_size=65_536))
+    ids = [batch.sparse.values().view(len(batch.sparse.keys()), -1).T for batch in batches]
+    return Rows(
+        ids=torch.cat(ids).long(),
+        dense=torch.cat([batch.dense for batch in batches]),
+        labels=torch.cat([batch.labels for batch in batches]),
+    )
+
+
+class ImplicitFeedback(DataSet):
+    """User-item pairs with drawn negatives.
+
+    Args:
+        name: of the data set.
+        train, val, test: [pairs, 2] of (user, item).
+    """
+
+    def __init__(self, name: str, train: np.ndarray, val: np.ndarray, test: np.ndarray) -> None:
+        self.name = name
+        pairs = np.concatenate([train, val, test])
+        sizes = pairs.max(0) + 1
+        for field in (0, 1):  # ids by falling frequency
+            seen = np.concatenate([train[:, field], val[:, field]])
+            order = np.argsort(-np.bincount(seen, minlength=sizes[field]), kind="stable")
+            place = np.empty_like(order)
+            place[order] = np.arange(len(order))
+            for split in (train, val, test):
+                split[:, field] = place[split[:, field]]
+        self._items = int(sizes[1])
+        self._known = torch.from_numpy(np.concatenate([train, val, test]) @ np.array([self._items, 1])).unique()
+        self._train = torch.from_numpy(train)
+        self.counts = [torch.bincount(self._train[:, field], minlength=int(sizes[field])) for field in (0, 1)]
+        generator = torch.Generator().manual_seed(0)
+        self.val = self._with_negatives(torch.from_numpy(val), generator)
+        self.test = self._with_negatives(torch.from_numpy(test), generator)
+
+    @classmethod
+    def read(cls, path: Path) -> ImplicitFeedback:
+        """A folder with train.txt and test.txt, or a file of interactions in the order of time; see the top of this file.
+
+        Raises:
+            ValueError: for a folder that lacks one of them.
+        """
+        if path.is_file():
+            return cls(path.stem, *_split_in_time(np.loadtxt(path, dtype=np.int64, ndmin=2)))
+        for name in ("train.txt", "test.txt"):
+            if not (path / name).is_file():
+                raise ValueError(f"{path} holds no {name}: give a folder with train.txt and test.txt, a line of ids a user")
+        shuffled = np.random.default_rng(0).permutation(_read_pairs(path / "train.txt"))
+        held_out = len(shuffled) // 10
+        return cls("ml1m", shuffled[held_out:], shuffled[:held_out], _read_pairs(path / "test.txt"))
+
+    def training_rows(self, generator: torch.Generator) -> Rows:
+        """See the base class."""
+        rows = self._with_negatives(self._train, generator)
+        return rows.take(torch.randperm(len(rows.labels), generator=generator))
+
+    def _with_negatives(self, pairs: Tensor, generator: torch.Generator) -> Rows:
+        items = torch.randint(self._items, (len(pairs),), generator=generator)
+        while (known := self._is_known(pairs[:, 0], items).nonzero().flatten()).numel():
+            items[known] = torch.randint(self._items, (len(known),), generator=generator)
+        negatives = torch.stack([pairs[:, 0], items], dim=1)
+        labels = torch.cat([torch.ones(len(pairs)), torch.zeros(len(pairs))])
+        return Rows(ids=torch.cat([pairs, negatives]), dense=torch.empty(len(labels), 0), labels=labels)
+
+    def _is_known(self, users: Tensor, items: Tensor) -> Tensor:
+        keys = users * self._items + items
+        place = torch.searchsorted(self._known, keys).clamp_max(len(self._known) - 1)
+        return self._known[place] == keys
+
+
+def _split_in_time(pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Training, validation and test pairs; ids without gaps, each user's interactions in their order."""
+    pairs = np.stack([np.unique(pairs[:, field], return_inverse=True)[1] for field in (0, 1)], axis=1)
+    pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
+    counts = np.bincount(pairs[:, 0])[pairs[:, 0]]
+    from_last = np.cumsum(np.bincount(pairs[:, 0]))[pairs[:, 0]] - 1 - np.arange(len(pairs))
+    is_test, is_val = (counts >= 3) & (from_last == 0), (counts >= 3) & (from_last == 1)
+    return pairs[~is_test & ~is_val], pairs[is_val], pairs[is_test]
+
+
+def _read_pairs(path: Path) -> np.ndarray:
+    """[pairs, 2] of (user, item)."""
+    lines = [np.array(line.split(), dtype=np.int64) for line in path.read_text().splitlines()]
+    return np.concatenate([np.stack([np.full(len(line) - 1, line[0]), line[1:]], axis=1) for line in lines if len(line) > 1])

@@ -1,0 +1,181 @@
+"""The tables of all fields, called as ids [B, F] -> [B, F, N].
+
+B batch, F fields, M rows and N columns of a table.
+
+Every method keeps the tables below `MIN_ROWS` rows dense and shrinks the others together: each takes the same share of its dense
+size, or its smallest form where that is more, and the rest shares what is left (`shares`). Those of `tables.py` and
+`codes.py`, and
+
+    pruning, PEP  entries that vanish while training, see `pruning.py`
+    TT          TT tables of one rank
+    TT + rows   TT tables of one rank on a fifth of the bytes, and on four fifths rows of the most frequent ids, narrower the rarer
+                (`TTEmbeddingConfig(hot_rows="auto")`)
+    TT + s at w  the same with a share s of the bytes in one block of width w a table, the same share of each table's rows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+from benchmarks.quality.codes import Clustered, MultiGranular
+from benchmarks.quality.pruning import Pruned, Thresholded
+from benchmarks.quality.tables import (
+    STD,
+    DeepHash,
+    Dense,
+    Digits,
+    DoesNotFit,
+    Hashed,
+    HotAndHashed,
+    LowRank,
+    MixedDimension,
+    QuotientRemainder,
+    Robe,
+    Table,
+    TwoHashes,
+)  # fmt: skip
+from comera_rec import TTEmbeddingBag, TTEmbeddingBagConfig, TTEmbeddingConfig
+from comera_rec.tt import blocks_params
+
+MIN_ROWS = 1000
+
+
+PER_TABLE: dict[str, type[Table]] = {
+    "hashing": Hashed,
+    "two hashes": TwoHashes,
+    "ROBE": Robe,
+    "DHE": DeepHash,
+    "CAFE": HotAndHashed,
+    "QR in parts": Digits,
+    "QR": QuotientRemainder,
+    "low rank": LowRank,
+    "mixed dim": MixedDimension,
+    "CCE": Clustered,
+    "MGQE": MultiGranular,
+}
+WHOLE: dict[str, type[Dense]] = {"dense": Dense, "pruning": Pruned, "PEP": Thresholded}
+"""Those that have all entries at first."""
+
+
+SPLITS = {f"TT + {share:g} at {width or 'N'}": (share, width) for share in (0.25, 0.5, 0.75, 0.95) for width in (1, 2, 4, 8, None)}
+
+
+def shares(rows: Sequence[int], dim: int, compression: float, method: type[Table]) -> list[int]:
+    """Budgets of tables: the same share of each one's size, or its smallest form where that is more.
+
+    Raises:
+        DoesNotFit: if the smallest forms together are too large.
+    """
+    least = [method.least(m, dim) for m in rows]
+    total, small, factor = sum(rows) * dim / compression, set[int](), 1 / compression
+    while new := {k for k, m in enumerate(rows) if k not in small and int(m * dim * factor) < least[k]}:
+        small |= new
+        left = total - sum(least[k] for k in small)
+        if left < 0 or len(small) == len(rows):
+            raise DoesNotFit
+        factor = left / sum(m * dim for k, m in enumerate(rows) if k not in small)
+    return [least[k] if k in small else int(m * dim * factor) for k, m in enumerate(rows)]
+
+
+class TT(Table):
+    """A TT table, with hot rows or without."""
+
+    def __init__(self, config: TTEmbeddingBagConfig) -> None:
+        super().__init__()
+        self.bag = TTEmbeddingBag(
+            config.num_embeddings, config.embedding_dim, shape=config.tt_shape(), hot_rows=config.hot_rows, std=STD
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        pooled: Tensor = self.bag(ids[:, None])
+        return pooled
+
+
+class Embeddings(nn.Module):
+    """The tables of all fields; `tables` holds the large ones.
+
+    Args:
+        counts: per field [M], how often each id occurs in training.
+        dim: N.
+        method: a key of `PER_TABLE` or `WHOLE`, "TT", or "TT + rows".
+        compression: dense parameters of the large tables over those they take.
+        configs: for "TT" and "TT + rows"; default those that `TTEmbeddingConfig(compression=...)` chooses.
+
+    Raises:
+        DoesNotFit: if the method has no form this small.
+    """
+
+    starts: Tensor
+
+    def __init__(
+        self,
+        counts: Sequence[Tensor],
+        dim: int,
+        method: str,
+        compression: float,
+        configs: Sequence[TTEmbeddingBagConfig] | None = None,
+    ) -> None:
+        super().__init__()
+        self.large = [f for f, count in enumerate(counts) if len(count) >= MIN_ROWS]
+        self.budget = int(sum(len(counts[f]) for f in self.large) * dim / compression)
+        sizes = [len(counts[f]) for f in self.large]
+        if method.startswith("TT") and configs is None:
+            configs = tt_tables(sizes, dim, compression, "auto" if "rows" in method else 0)
+        small = [f for f in range(len(counts)) if f not in self.large]
+        # One table for all small ones: with twenty of them, half of a step would be their bookkeeping.
+        self.small = Dense(sum(len(counts[f]) for f in small), dim) if small else None
+        self.register_buffer("starts", torch.tensor([0, *(len(counts[f]) for f in small)]).cumsum(0)[:-1], persistent=False)
+        self.columns = [*small, *self.large]
+        tables: list[Table]
+        if method in WHOLE:
+            tables = [WHOLE[method](m, dim) for m in sizes]
+        elif configs is not None:
+            tables = [TT(config) for config in configs]
+        else:
+            kind = PER_TABLE[method]
+            budgets = shares(sizes, dim, compression, kind)
+            tables = [kind(counts[f], dim, budget) for f, budget in zip(self.large, budgets, strict=True)]
+        self.tables = nn.ModuleList(tables)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        ids = ids[:, self.columns]  # small tables first: their places in the interaction are the same for all methods
+        few = len(self.columns) - len(self.large)
+        large = [table(ids[:, few + k])[:, None] for k, table in enumerate(self.tables)]
+        return torch.cat([self.small(ids[:, :few] + self.starts), *large] if self.small is not None else large, dim=1)
+
+    def num_bytes(self) -> tuple[float, float]:
+        """Bytes of the values and of the indices of the large tables."""
+        values, indices = zip(*(table.num_bytes() for table in self.tables if isinstance(table, Table)), strict=True)
+        return sum(values), sum(indices)
+
+
+def tt_tables(
+    sizes: Sequence[int], dim: int, compression: float, hot_rows: float | Literal["auto"] = 0, order: int | None = None
+) -> list[TTEmbeddingBagConfig]:
+    """TT tables of one rank within a compression of all tables together."""
+    tables = [EmbeddingBagConfig(name=f"t{i}", num_embeddings=m, embedding_dim=dim) for i, m in enumerate(sizes)]
+    try:
+        return TTEmbeddingConfig(compression=compression, min_rows=1, order=order, hot_rows=hot_rows).table_configs(tables)
+    except ValueError:
+        raise DoesNotFit from None
+
+
+def split_tables(sizes: Sequence[int], dim: int, compression: float, share: float, width: int | None) -> list[TTEmbeddingBagConfig]:
+    """TT tables of one rank and a block of hot rows each, of `width` or else N columns, on a share of the bytes.
+
+    Raises:
+        DoesNotFit: if a block would have no rows, or rank 1 is too large beside them.
+    """
+    total, width = sum(sizes) * dim, width or dim
+    rows = [min(m, int((share * m * dim / compression - width * (dim + 1)) / width)) for m in sizes]
+    left = total / compression - sum(blocks_params(((m, width),), dim) for m in rows)
+    if min(rows) < 1 or left <= 0:
+        raise DoesNotFit
+    tables = tt_tables(sizes, dim, total / left)
+    return [replace(table, hot_rows=((m, width),)) for table, m in zip(tables, rows, strict=True)]

@@ -1,0 +1,56 @@
+"""NE against bytes of the large tables, a panel for each data set, a line for each way of holding them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
+
+from benchmarks.harness.rows import Row
+from benchmarks.quality.runs import METHODS, TT_METHODS, VARIANTS, chosen
+
+MARKERS = "osD^v<>Ph*"
+
+
+def quality_figure(rows: Sequence[Row]) -> Figure:
+    """Medians over seeds, bars from the best to the worst of them, TT tables bold; the dense model as a dashed line."""
+    rows = [row for row in chosen(rows) if row.provider not in VARIANTS]
+    data_sets = list(dict.fromkeys(row.shapes["data"] for row in rows))
+    methods = [method for method in dict.fromkeys([*METHODS, *(row.provider for row in rows)]) if method != "dense"]
+    figure = Figure(figsize=(5.5 * len(data_sets), 6.5), layout="constrained")
+    for panel, data in zip(figure.subplots(1, len(data_sets), squeeze=False)[0], data_sets, strict=True):
+        mine = [row for row in rows if row.shapes["data"] == data]
+        for k, method in enumerate(methods):
+            if runs := [row for row in mine if row.provider == method]:
+                _draw(panel, runs, method, k)
+        if dense := [row.p50 for row in mine if row.provider == "dense"]:
+            panel.axhline(median(dense), color="black", linestyle="--", linewidth=1, label="dense")
+        panel.set_xscale("log")
+        panel.xaxis.set_minor_formatter(NullFormatter())
+        panel.set_title(data)
+        panel.set_xlabel("bytes of the large tables, indices included")
+        panel.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("NE on the test split, lower is better")
+    return figure
+
+
+def _draw(panel: Axes, rows: Sequence[Row], method: str, k: int) -> None:
+    runs = [[row for row in rows if row.shapes["compression"] == size] for size in {row.shapes["compression"] for row in rows}]
+    points = sorted((median(r.counted["bytes"] for r in each), [r.p50 for r in each]) for each in runs)
+    nes = [median(each) for _, each in points]
+    panel.errorbar(
+        [size for size, _ in points],
+        nes,
+        yerr=[[ne - min(each) for ne, (_, each) in zip(nes, points, strict=True)],
+              [max(each) - ne for ne, (_, each) in zip(nes, points, strict=True)]],
+        fmt=f"{MARKERS[k % len(MARKERS)]}-",
+        markersize=4,
+        capsize=2,
+        linewidth=2.5 if method in TT_METHODS else 0.8,
+        color=colormaps["tab20"](k),
+        label=method,
+    )  # fmt: skip

@@ -1,0 +1,349 @@
+"""How well models predict whose tables take equally many bytes.
+
+A small DLRM on synthetic Criteo logs of Kaggle's cardinalities, and a factorization model on implicit feedback (`data_sets.py`),
+with large tables held in every way of `embeddings.py`, at 10 to 500 times fewer bytes, values and index
+buffers counted. Batches, steps, optimizer (Adam, all rates falling to zero over the second half of the steps), and the rest of the
+model are the same for all. Every method tries every learning rate of its tables at every size with seed 0; the one with the best NE
+on the validation split takes the other seeds. One row a run: NE on the test split; that on the validation split, AUC, logloss and
+bytes are in `counted`.
+
+    TT + rows adaptive
+                    starts at one and a half times the budget, shrinks to it likewise: columns of rows and ranks alike
+    TT adaptive     starts at twice the budget, shrinks to it exactly between 10 % and 50 % of the steps, ranks scored by Taylor
+    TT SVD          trained dense for half of the steps, then TT-SVD within the budget, ranks spread over tables, errors weighted by
+                    how often rows are read, then trained on
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from benchmarks.harness.environment import describe
+from benchmarks.harness.measure import Settings
+from benchmarks.harness.rows import Row
+from benchmarks.quality.codes import Clustered
+from benchmarks.quality.data_sets import DataSet, ImplicitFeedback, Rows, Synth
+from benchmarks.quality.embeddings import MIN_ROWS, PER_TABLE, SPLITS, TT, Embeddings, split_tables, tt_tables
+from benchmarks.quality.pruning import Pruning, ThresholdSearch
+from benchmarks.quality.tables import DoesNotFit
+from comera_rec import RankConfig, RankScheduler, fit_tables_, rank_param_groups
+from comera_rec.training.metrics import BinaryMetrics
+
+BUDGETS = (10, 50, 100, 200, 500)
+TT_METHODS = ("TT + rows", "TT + rows adaptive", "TT fixed", "TT adaptive", "TT SVD")
+METHODS = ("dense", *TT_METHODS, *PER_TABLE, "pruning", "PEP")
+SEEDS = 3
+RATES = (0.003, 0.01, 0.03)
+LR_HEAD = 0.002
+DECAY = 0.5  # of the steps
+TWICE = (20, ("TT fixed", "TT SVD"))
+"""At this size these methods also train for twice the steps, where TT SVD is a dense model trained for as many as the others."""
+SCORES = {
+    "TT adaptive": "taylor",
+    "TT adaptive norm": "norm",
+    "TT adaptive magnitude": "magnitude",
+    "TT + rows adaptive": "taylor",
+}
+
+
+VARIANTS = {*SCORES, *SPLITS} - {*METHODS}
+"""Forms of one method that are compared with each other; figures and tables of all methods leave them out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A data set, how long to train on it, and the learning rates to choose from."""
+
+    data: DataSet
+    dim: int
+    batch: int
+    steps: int
+    rates: tuple[float, ...] = RATES
+
+
+class Head(nn.Module):
+    """From [B, F, N] and integers [B, I] to logits [B]: DLRM's interaction and MLPs.
+
+    Without integers a weighted inner product and a linear part, as in a factorization machine.
+    """
+
+    def __init__(self, fields: int, dim: int, integers: int) -> None:
+        super().__init__()
+        self.bottom = nn.Sequential(nn.Linear(integers, 32), nn.ReLU(), nn.Linear(32, dim), nn.ReLU()) if integers else None
+        width = dim + (fields + 1) * fields // 2 if integers else (fields + 1) * dim
+        self.top = nn.Sequential(nn.Linear(width, 32), nn.ReLU(), nn.Linear(32, 1)) if integers else nn.Linear(width, 1)
+
+    def forward(self, rows_BFN: Tensor, dense_BI: Tensor) -> Tensor:  # noqa: N803  shapes
+        if self.bottom is None:
+            logits: Tensor = self.top(torch.cat([rows_BFN.prod(dim=1) * rows_BFN.shape[2], rows_BFN.flatten(1)], dim=1))
+            return logits.squeeze(1)
+        dense_BN = self.bottom(dense_BI)
+        all_BFN = torch.cat([dense_BN[:, None], rows_BFN], dim=1)
+        left, right = torch.tril_indices(all_BFN.shape[1], all_BFN.shape[1], offset=-1)
+        dots = (all_BFN @ all_BFN.mT)[:, left, right]
+        logits = self.top(torch.cat([dense_BN, dots], dim=1))
+        return logits.squeeze(1)
+
+
+class Model(nn.Module):
+    """Tables and head."""
+
+    def __init__(self, task: Task, method: str, compression: float) -> None:
+        super().__init__()
+        counts = task.data.counts
+        kind, configs = method, None
+        if method.startswith("TT"):
+            kind = "dense" if method == "TT SVD" else method
+            sizes = [len(count) for count in counts if len(count) >= MIN_ROWS]
+            hot_rows: Literal["auto", 0] = "auto" if "rows" in method else 0
+            configs = tt_tables(sizes, task.dim, compression, hot_rows)
+            if method in SPLITS:
+                configs = split_tables(sizes, task.dim, compression, *SPLITS[method])
+            elif method in SCORES:  # the same modes as at the budget, at a larger size
+                start = 1.5 if hot_rows else 2
+                configs = tt_tables(sizes, task.dim, compression / start, hot_rows, configs[0].tt_shape().order)
+        self.embeddings = Embeddings(counts, task.dim, kind, compression, configs)
+        self.head = Head(len(counts), task.dim, task.data.test.dense.shape[1])
+
+    def forward(self, rows: Rows) -> Tensor:
+        logits: Tensor = self.head(self.embeddings(rows.ids), rows.dense)
+        return logits
+
+
+def optimizer_for(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """Adam; tables at the rate given, rank parameters at a tenth of it, the head at its own."""
+    assert isinstance(model, Model)
+    groups = [g for g in rank_param_groups(model, lr_cores=lr, lr_ranks=lr / 10, lr_dense=LR_HEAD) if g["name"] != "dense"]
+    special = {id(p) for group in groups for p in group["params"]}
+    tables = [p for p in model.embeddings.parameters() if id(p) not in special]
+    groups += [{"params": tables, "lr": lr}] if tables else []
+    groups += [{"params": list(model.head.parameters()), "lr": LR_HEAD}]
+    return torch.optim.Adam([{**group, "initial_lr": group["lr"]} for group in groups], fused=True)
+
+
+def train(task: Task, method: str, compression: float, lr: float, seed: int, steps: int) -> dict[str, float]:
+    """Train one model: val_ne, and on the test split ne, auc, logloss; bytes, dense_bytes, optimizer_bytes, step_ms.
+
+    Raises:
+        DoesNotFit: if the method has no form this small.
+    """
+    torch.manual_seed(seed)
+    model = Model(task, method, compression)
+    embeddings = model.embeddings
+    if method == "PEP":  # the same initial values, less the entries that a copy's thresholds drop
+        copied = copy.deepcopy(model)
+        search = ThresholdSearch(copied.embeddings.tables, embeddings.budget, steps)
+        _fit_(copied, task, method, compression, lr, seed, steps, search)
+        for table, mask in zip(embeddings.tables, search.masks(), strict=True):
+            table.mask = mask.float()
+    pruning = Pruning(list(embeddings.tables.parameters()), embeddings.budget, steps) if method == "pruning" else None
+    times = _fit_(model, task, method, compression, lr, seed, steps, pruning)
+    params = sum(p.numel() for p in embeddings.tables.parameters())
+    values, indices = embeddings.num_bytes()
+    return {
+        **evaluate(model, task.data.test),
+        "val_ne": evaluate(model, task.data.val)["ne"],
+        "bytes": values + indices,
+        "dense_bytes": 4 * sum(len(task.data.counts[f]) for f in embeddings.large) * task.dim,
+        "index_bytes": indices,
+        "optimizer_bytes": 8 * params,
+        "other_bytes": 4 * (sum(p.numel() for p in model.parameters()) - params),
+        "step_ms": statistics.median(times),
+    }
+
+
+def _fit_(
+    model: Model,
+    task: Task,
+    method: str,
+    compression: float,
+    lr: float,
+    seed: int,
+    steps: int,
+    shrink: Pruning | ThresholdSearch | None,
+) -> list[float]:
+    """Train until the steps are done or `shrink` is; milliseconds of each step."""
+    optimizer = optimizer_for(model, lr)
+    scheduler = _scheduler(model, optimizer, method, steps)
+    times = []
+    for step, rows in enumerate(task.data.batches(task.batch, steps, seed), start=1):
+        start = time.perf_counter()
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * min(1.0, (1 - (step - 1) / steps) / DECAY)
+        loss = F.binary_cross_entropy_with_logits(model(rows), rows.labels)
+        optimizer.zero_grad()
+        (scheduler.loss(loss) if scheduler else loss).backward()
+        optimizer.step()
+        times.append(1e3 * (time.perf_counter() - start))
+        if scheduler:
+            scheduler.step()
+        if shrink and shrink.step():
+            break
+        if method == "TT SVD" and step == steps // 2:
+            _to_tt_(model, task, compression)
+            optimizer = optimizer_for(model, lr)
+        if method == "CCE" and step in (steps // 4, steps // 2):
+            _cluster_(model, optimizer)
+    return times
+
+
+def _scheduler(model: Model, optimizer: torch.optim.Optimizer, method: str, steps: int) -> RankScheduler | None:
+    if method not in SCORES:
+        return None
+    score: Any = SCORES[method]
+    config = RankConfig(
+        early_steps=steps // 10, late_steps=2 * steps // 5, objective="budget", target_params=model.embeddings.budget,
+        gamma=0.0, threshold=0.0, truncate_every=max(1, steps // 40), score=score,
+    )  # fmt: skip
+    return RankScheduler(model, optimizer, config)
+
+
+@torch.no_grad()
+def _to_tt_(model: Model, task: Task, compression: float) -> None:
+    embeddings = model.embeddings
+    weights = [weight.detach() for weight in embeddings.tables.parameters()]
+    tables = [TT(config) for config in tt_tables([len(weight) for weight in weights], task.dim, compression)]
+    fit_tables_([table.bag for table in tables], weights, embeddings.budget, [task.data.counts[f] for f in embeddings.large])
+    embeddings.tables = nn.ModuleList(tables)
+
+
+def _cluster_(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    """Cluster the rows of CCE's tables; what the optimizer knows of their old values goes."""
+    for table in model.embeddings.tables:
+        assert isinstance(table, Clustered)
+        table.cluster_()
+        for parameter in table.parameters():
+            optimizer.state.pop(parameter, None)
+
+
+@torch.no_grad()
+def evaluate(model: Model, rows: Rows) -> dict[str, float]:
+    """ne, auc, logloss."""
+    metrics = BinaryMetrics()
+    for index in torch.arange(len(rows.labels)).split(16_384):
+        part = rows.take(index)
+        metrics.update(model(part), part.labels)
+    found = metrics.compute()
+    return {name: float(found[name]) for name in ("ne", "auc", "logloss")}
+
+
+def tasks(settings: Settings) -> list[Task]:
+    """The data sets: synthetic always, implicit feedback where its folder is given."""
+    found, wanted = [], settings.only.get("data")
+    if wanted in (None, Synth.name):
+        if settings.quick:
+            found = [Task(data=Synth(20_000, 0.02), dim=8, batch=128, steps=20, rates=RATES[:1])]
+        else:
+            # The first rate was the worst of all for every method at 10x and 50x.
+            found = [Task(data=Synth(1_000_000, 1.0), dim=16, batch=2048, steps=390, rates=RATES[1:])]
+    if settings.data and wanted != Synth.name:
+        feedback = ImplicitFeedback.read(settings.data)
+        epoch = 2 * int(feedback.counts[0].sum()) // 2048
+        found.append(
+            Task(
+                data=feedback,
+                dim=32,
+                batch=2048,
+                steps=20 if settings.quick else min(2000, 3 * epoch),  # from then on all methods know the training pairs too well
+                rates=RATES[:1] if settings.quick else RATES,
+            )
+        )
+    return [task for task in found if wanted in (None, task.data.name)]
+
+
+def run(settings: Settings) -> Iterator[list[Row]]:
+    """Runs that are not among `settings.finished`, one row each: all sizes and rates of seed 0, then the other seeds."""
+    environment = describe(settings.device)
+    rows = list(settings.finished)
+    done = {_key(row) for row in rows}
+    for task in tasks(settings):
+        for method, compression, steps, lr, seed in tqdm(_plan(task, settings), desc=task.data.name, unit="run", disable=None):
+            shapes = {"data": task.data.name, "method": method, "compression": compression, "steps": steps}
+            lr = lr or best_rate(rows, shapes)
+            shapes = {**shapes, "lr": lr, "dim": task.dim, "batch": task.batch}
+            if lr is None or (tuple(shapes.values()), seed) in done:
+                continue
+            try:
+                found = train(task, method, compression, lr, seed, steps)
+            except DoesNotFit:
+                continue
+            ne = found.pop("ne")
+            row = Row(
+                op="quality", provider=method, shapes=shapes, dtype="float32",
+                pass_="test", p20=ne, p50=ne, p80=ne, unit="NE", samples=1, ratios={}, counted=found, **environment, seed=seed,
+                date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            )  # fmt: skip
+            rows.append(row)
+            yield [row]
+
+
+def _plan(task: Task, settings: Settings) -> list[tuple[str, float, int, float | None, int]]:
+    """(method, compression, steps, learning rate or None for the best one, seed)."""
+    cases = [(method, compression, task.steps) for compression in BUDGETS for method in METHODS]
+    cases = [case for case in cases if case[0] != "dense" or case[1] == BUDGETS[0]]
+    scores = [(method, 50, task.steps) for method in SCORES if method in VARIANTS]
+    if "method" in settings.only:  # too many to run unasked
+        scores += [(method, compression, task.steps) for compression in BUDGETS for method in SPLITS]
+    twice = [(method, TWICE[0], 2 * task.steps) for method in TWICE[1]]
+    cases, scores, twice = ([case for case in some if _wanted(case, settings.only)] for some in (cases, scores, twice))
+    if settings.quick:
+        cases, scores, twice = [case for case in cases if case[1] == BUDGETS[0]], [], []
+    first = settings.seed
+    plan: list[tuple[str, float, int, float | None, int]]
+    plan = [(*case, lr, first) for case in cases + twice for lr in task.rates] + [(*case, None, first) for case in scores]
+    seeds = range(first + 1, first + (1 if settings.quick else SEEDS))
+    return plan + [(*case, None, seed) for seed in seeds for case in cases + twice + scores]
+
+
+def _wanted(case: tuple[str, float, int], only: Mapping[str, str]) -> bool:
+    """Whether a case is among the methods and compressions that `only` names, `|` between them, `*` for any text."""
+    named = zip(("method", "compression"), case, strict=False)
+    return all(any(fnmatchcase(str(value), pattern) for pattern in only.get(name, "*").split("|")) for name, value in named)
+
+
+def best_rate(rows: Sequence[Row], shapes: dict[str, Any]) -> float | None:
+    """The rate of the smallest validation NE at this size; scores of ranks that are compared share one, and so do fixed splits."""
+    if shapes["method"] in SCORES and shapes["method"] in VARIANTS:
+        shapes = {**shapes, "method": "TT adaptive"}
+    if shapes["method"] in SPLITS:
+        shapes = {**shapes, "method": "TT + rows"}
+    tuned = [row for row in rows if all(row.shapes[name] == value for name, value in shapes.items())]
+    return min(tuned, key=lambda row: row.counted["val_ne"]).shapes["lr"] if tuned else None
+
+
+def _key(row: Row) -> tuple[tuple[Any, ...], int]:
+    return tuple(row.shapes.values()), row.seed
+
+
+def chosen(rows: Sequence[Row]) -> list[Row]:
+    """The runs of usual length with the rate that each method has chosen at each size."""
+    usual = {
+        data: min(row.shapes["steps"] for row in rows if row.shapes["data"] == data) for data in {r.shapes["data"] for r in rows}
+    }
+    rows = [row for row in rows if row.shapes["steps"] == usual[row.shapes["data"]]]
+
+    names = ("data", "method", "compression", "steps")
+    cases = {tuple(row.shapes[name] for name in names) for row in rows}
+    best = {case: best_rate(rows, dict(zip(names, case, strict=True))) for case in cases}
+    return [row for row in rows if row.shapes["lr"] == best[tuple(row.shapes[name] for name in names)]]
+
+
+def format_case(rows: Sequence[Row]) -> str:
+    """One line a run."""
+    return "\n".join(
+        f"{row.shapes['data']} {row.provider} {row.shapes['compression']}x lr {row.shapes['lr']} seed {row.seed}: "
+        f"NE {row.p50:.4f}, AUC {row.counted['auc']:.4f}, {row.counted['bytes']:,.0f} bytes, {row.counted['step_ms']:.1f} ms/step"
+        for row in rows
+    )

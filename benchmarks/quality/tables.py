@@ -1,0 +1,238 @@
+"""Ways to hold an embedding table in fewer bytes, all called as ids [B] -> [B, N]. `embeddings.py` puts tables together.
+
+B batch, M rows and N columns of a table; budget: parameters, or bytes over 4.
+
+    hashing     M' < M rows; the id's hash picks one. Weinberger et al., arXiv 0902.2206
+    two hashes  the sum of two rows of one table, picked by two hashes. Serra and Karatzoglou, arXiv 1706.03993
+    ROBE        one array for a table; each quarter of a row starts at a hashed place of it. Desai et al., arXiv 2108.02191
+    DHE         64 hashes of the id, as numbers, through an MLP with one hidden layer. Kang et al., arXiv 2010.10784
+    CAFE        rows of their own for the most frequent ids, on seven tenths of the bytes, and hashing for the others. Zhang et al.,
+                arXiv 2312.03256; with the frequencies known from the start, where the paper has a sketch of them
+    QR          a row of ceil(M/b) times, element by element, a row of b: id // b and id % b. Shi et al., arXiv 1909.02107
+    QR in parts as few digits of the id, with a table each, as fit, at least three
+    low rank    [M, k] times [k, N]
+    mixed dim   blocks of ids by frequency f, of dims ~ f^0.2 to f^0.5 (what fills the budget best) and a projection each; the
+                rarest may share one vector (dim 0). Ginart et al., arXiv 1909.11810
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isqrt
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+STD = 0.1  # of initial entries, for all methods
+
+
+class DoesNotFit(Exception):
+    """A method has no form this small."""
+
+
+class Table(nn.Module):
+    """Ids [B] to rows [B, N]: `Table(counts [M], N, budget)`."""
+
+    @classmethod
+    def least(cls, rows: int, dim: int) -> int:
+        """The smallest budget that has a form."""
+        return dim
+
+    def num_bytes(self) -> tuple[float, float]:
+        """Bytes of the values and of the indices that predictions need."""
+        return 4 * sum(p.numel() for p in self.parameters()), 0
+
+
+class Dense(Table):
+    """One table, dense."""
+
+    def __init__(self, rows: int, dim: int, std: float = STD) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(std * torch.randn(rows, dim))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight)
+
+
+class Hashed(Dense):
+    """Rows shared by ids of one hash."""
+
+    def __init__(self, counts: Tensor, dim: int, budget: int) -> None:
+        super().__init__(budget // dim, dim)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        # Fibonacci hashing, 31 bits: neighbouring ids are spread.
+        return super().forward((ids * 2_654_435_769 % (1 << 32) >> 1) % len(self.weight))
+
+
+def hashed(ids: Tensor, seed: int) -> Tensor:
+    """31 bits: multiplication, folding and multiplication again (as MurmurHash3 ends)."""
+    keys = (ids + seed * 7_919) * 2_246_822_519 & 0xFFFF_FFFF
+    return ((keys ^ keys >> 15) * 3_266_489_917 & 0xFFFF_FFFF) >> 1
+
+
+class TwoHashes(Hashed):
+    """Sums of two rows."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        first, second = (F.embedding(hashed(ids, seed) % len(self.weight), self.weight) for seed in (1, 2))
+        return first + second
+
+
+class Robe(Table):
+    """Parts of rows in one array."""
+
+    def __init__(self, counts: Tensor, dim: int, budget: int) -> None:
+        super().__init__()
+        self.part = dim // 4
+        self.array = nn.Parameter(STD * torch.randn(budget))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        starts = torch.stack([hashed(ids, part) for part in range(4)], dim=1)[:, :, None]
+        return self.array[(starts + torch.arange(self.part)) % len(self.array)].flatten(1)
+
+
+class DeepHash(Table):
+    """No rows at all: an MLP over hashes."""
+
+    hashes = 64
+    codes: Tensor
+
+    @classmethod
+    def least(cls, rows: int, dim: int) -> int:
+        return cls.hashes + 1 + 2 * dim
+
+    def __init__(self, counts: Tensor, dim: int, budget: int) -> None:
+        super().__init__()
+        hidden = (budget - dim) // (self.hashes + 1 + dim)
+        self.mlp = nn.Sequential(nn.Linear(self.hashes, hidden), nn.Mish(), nn.Linear(hidden, dim))
+        codes = torch.stack([hashed(torch.arange(len(counts)), k) for k in range(self.hashes)], dim=1) / 2**30 - 1
+        self.register_buffer("codes", codes, persistent=False)  # hashed once, to save the benchmark's time
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows: Tensor = self.mlp(F.embedding(ids, self.codes))
+        return rows
+
+
+class HotAndHashed(Table):
+    """Rows for some, a hash for the rest."""
+
+    def __init__(self, counts: Tensor, dim: int, budget: int) -> None:
+        super().__init__()
+        self.rows = min(int(0.7 * budget) // dim, len(counts))
+        self.table = Dense(budget // dim, dim)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        shared = self.rows + hashed(ids, 1) % (len(self.table.weight) - self.rows)
+        rows: Tensor = self.table(torch.where(ids < self.rows, ids, shared))
+        return rows
+
+
+class Digits(Table):
+    """A small table for each digit of the id, multiplied."""
+
+    parts = range(3, 9)
+
+    @classmethod
+    def least(cls, rows: int, dim: int) -> int:
+        return min(k * cls._base(rows, k) for k in cls.parts) * dim
+
+    def __init__(self, counts: Tensor, dim: int, budget: int) -> None:
+        super().__init__()
+        parts = next(k for k in self.parts if k * self._base(len(counts), k) * dim <= budget)
+        self.base = self._base(len(counts), parts)
+        self.tables = nn.ParameterList(nn.Parameter(STD * torch.randn(self.base, dim) + (part > 0)) for part in range(parts))
+
+    @staticmethod
+    def _base(rows: int, parts: int) -> int:
+        return next(base for base in range(2, rows + 2) if base**parts >= rows)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = F.embedding(ids % self.base, self.tables[0])
+        for table in list(self.tables)[1:]:
+            ids = ids // self.base
+            rows = rows * F.embedding(ids % self.base, table)
+        return rows
+
+
+class QuotientRemainder(Table):
+    """Two small tables, multiplied."""
+
+    @classmethod
+    def least(cls, rows: int, dim: int) -> int:
+        return min(b + -(-rows // b) for b in (isqrt(rows), isqrt(rows) + 1)) * dim
+
+    def __init__(self, counts: Tensor, dim: int, budget: int) -> None:
+        super().__init__()
+        rows, most = len(counts), budget // dim
+        self.base = max((b for b in range(1, most) if b + -(-rows // b) <= most), key=lambda b: b + -(-rows // b))
+        self.quotients = nn.Parameter(1 + STD * torch.randn(-(-rows // self.base), dim))
+        self.remainders = nn.Parameter(STD * torch.randn(self.base, dim))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids // self.base, self.quotients) * F.embedding(ids % self.base, self.remainders)
+
+
+class LowRank(Table):
+    """[M, k] times [k, N]."""
+
+    @classmethod
+    def least(cls, rows: int, dim: int) -> int:
+        return rows + dim
+
+    def __init__(self, counts: Tensor, dim: int, budget: int) -> None:
+        super().__init__()
+        rank = budget // (len(counts) + dim)
+        self.left = nn.Parameter((STD / rank**0.5) ** 0.5 * torch.randn(len(counts), rank))
+        self.right = nn.Parameter((STD / rank**0.5) ** 0.5 * torch.randn(rank, dim))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.left) @ self.right
+
+
+class MixedDimension(Table):
+    """Blocks of ids by frequency, narrower the rarer."""
+
+    def __init__(self, counts: Tensor, dim: int, budget: int) -> None:
+        super().__init__()
+        self.dim = dim
+        edges = [0, *(16 * 2**k for k in range(40) if 16 * 2**k < len(counts)), len(counts)]
+        self.starts, self.stops = edges[:-1], edges[1:]
+        frequency = [float(counts[a:b].double().mean()) + 1 for a, b in zip(self.starts, self.stops, strict=True)]
+        dims = max((d for d in self._choices(frequency) if self._params(d) <= budget), key=self._params)
+        if not any(dims):
+            raise DoesNotFit
+        self.rest = nn.Parameter(torch.zeros(dim))
+        self.blocks = nn.ModuleList(self._block(b - a, d) for a, b, d in zip(self.starts, self.stops, dims, strict=True))
+
+    def _choices(self, frequency: Sequence[float]) -> list[list[int]]:
+        scales = torch.logspace(-4, 4, 500).tolist()
+        return [[min(self.dim, round(scale * f**power)) for f in frequency] for power in (0.2, 0.3, 0.4, 0.5) for scale in scales]
+
+    def _params(self, dims: Sequence[int]) -> int:
+        sizes = zip(self.starts, self.stops, dims, strict=True)
+        return self.dim + sum((b - a) * d + (d * self.dim if d < self.dim else 0) for a, b, d in sizes)
+
+    def _block(self, rows: int, width: int) -> nn.Module:
+        if width == 0:
+            return nn.Identity()
+        return Dense(rows, self.dim) if width == self.dim else _Projected(rows, width, self.dim)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out_BN = self.rest.expand(len(ids), -1)
+        for start, stop, block in zip(self.starts, self.stops, self.blocks, strict=True):
+            mine = ((ids >= start) & (ids < stop)).nonzero().flatten()
+            if mine.numel() and not isinstance(block, nn.Identity):
+                out_BN = out_BN.index_add(0, mine, block(ids[mine] - start))
+        return out_BN
+
+
+class _Projected(nn.Module):
+    def __init__(self, rows: int, width: int, dim: int) -> None:
+        super().__init__()
+        self.left = nn.Parameter(STD * torch.randn(rows, width))
+        self.right = nn.Parameter(width**-0.5 * torch.randn(width, dim))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.left) @ self.right

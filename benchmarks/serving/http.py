@@ -1,0 +1,164 @@
+"""Requests to `comera serve` over HTTP from wrk, at several numbers of connections: requests a second, and p99.
+
+The demo's model on synthetic logs, trained for a few steps, in its fast form; server and wrk share the machine. With `--data`
+log, run and package stay there for the next time.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+
+from benchmarks.harness.agreement import Disagreement
+from benchmarks.harness.environment import FOLDER, describe
+from benchmarks.harness.measure import Settings, case_rows, chosen
+from benchmarks.harness.rows import Row
+from comera_rec.serving.export import ExportOptions, export_run
+from comera_rec.serving.package import ServingModel
+from comera_rec.serving.score import flat_rows
+from comera_rec.training.config import load_config
+from comera_rec.training.trainer import Trainer
+from data_pipeline.columns import CATEGORIES, INTEGERS
+from data_pipeline.manifest import read_manifest
+from data_pipeline.preprocess import PreprocessOptions, preprocess
+from data_pipeline.synth import SynthOptions, synth
+
+PROVIDER = "comera serve"
+_LOG_ROWS, _SCALE = 100_000, 0.05
+_WRK = """
+wrk.method, wrk.body = "POST", io.open(os.getenv("BODY")):read("*a")
+function done(summary, latency, requests)
+  local found = {}
+  for p = 1, 99 do found[p] = latency:percentile(p) / 1000 end
+  local e = summary.errors
+  local failed = e.connect + e.read + e.write + e.status + e.timeout
+  io.write(string.format('{"requests": %d, "seconds": %f, "failed": %d, "ms": [%s]}\\n',
+    summary.requests, summary.duration / 1e6, failed, table.concat(found, ",")))
+end
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpCase:
+    """A route, rows of a request, and connections that send one request after the other."""
+
+    route: str
+    batch: int
+    connections: int
+    dtype: str = "float32"
+
+    def shapes(self) -> dict[str, Any]:
+        return {"route": self.route, "batch": self.batch, "connections": self.connections}
+
+
+def cases(quick: bool) -> list[HttpCase]:
+    connections = (2,) if quick else (1, 2, 4, 8, 16, 32)
+    return [
+        HttpCase(route=route, batch=batch, connections=n) for route in ("infer", "score") for batch in (1, 100) for n in connections
+    ]
+
+
+def run(settings: Settings) -> Iterator[list[Row]]:
+    """Milliseconds of requests, case by case, after one answer was compared with the model's."""
+    wrk = shutil.which("wrk")
+    if not wrk:
+        raise ValueError("wrk is not installed: apt-get install wrk")
+    environment = describe(settings.device)
+    with tempfile.TemporaryDirectory() as work:
+        folder = settings.data or Path(work)
+        model, data = prepare(folder)
+        bodies = {
+            (route, batch): _write_body(Path(work), route, batch, folder, data)
+            for route in ("infer", "score")
+            for batch in (1, 100)
+        }
+        Path(work, "wrk.lua").write_text(_WRK)
+        with _served(model, data) as address:
+            for case in chosen(cases(settings.quick), settings.only):
+                body = bodies[case.route, case.batch]
+                url = f"{address}/score" if case.route == "score" else f"{address}/v2/models/model/infer"
+                _require_right_scores(url, body, model, data)
+                seconds = 1 if settings.quick else max(1, round(settings.plan.seconds))
+                command = [wrk, "-t", "1", "-c", case.connections, "-d", f"{seconds}s", "-s", f"{work}/wrk.lua", url]
+                done = subprocess.run(list(map(str, command)), env={"BODY": str(body)}, capture_output=True, text=True, check=True)
+                found = json.loads(done.stdout.splitlines()[-1])
+                if found["failed"]:
+                    raise Disagreement(f"serve-http: {found['failed']} of {found['requests']} requests failed")
+                counted = {PROVIDER: {"requests_per_s": found["requests"] / found["seconds"], "p99_ms": found["ms"][-1]}}
+                rows = case_rows("serve-http", case, settings, environment, "run", "ms", {PROVIDER: found["ms"]}, counted)
+                yield [replace(row, samples=found["requests"]) for row in rows]
+
+
+def prepare(folder: Path) -> tuple[Path, Path]:
+    """A package and its data set in the folder, made where they aren't there."""
+    log, data, package = folder / "log.txt", folder / "data", folder / "model.pt2"
+    if not package.exists():
+        synth(SynthOptions(rows=_LOG_ROWS, output=log, scale=_SCALE, overwrite=True))
+        preprocess(PreprocessOptions(inputs=(log,), output=data, min_count=1, overwrite=True))
+        settings = (f"data.path={data}", f"output={folder}/run", "ranks=none", "training.steps=20", "training.eval_every=0")
+        Trainer(load_config(FOLDER.parent / "examples" / "demo.toml", settings)).train()
+        export_run(ExportOptions(run=folder / "run", form="fast"), package)
+    return package, data
+
+
+def _write_body(work: Path, route: str, batch: int, folder: Path, data: Path) -> Path:
+    """The body of a request for the first rows of the log, which are those of the training split."""
+    body = work / f"{route}-{batch}.json"
+    if route == "score":
+        names = ("label", *INTEGERS, *CATEGORIES)
+        with (folder / "log.txt").open() as log:
+            cells = [dict(zip(names, next(log).rstrip("\n").split("\t"), strict=True)) for _ in range(batch)]
+        rows = [{name: int(cell) if cell and name[0] == "I" else cell or None for name, cell in row.items()} for row in cells]
+        body.write_text(json.dumps({"rows": rows}))
+    else:
+        flat = _first_rows(data, batch)
+        datatypes = {"dense": "FP32", "values": "INT64", "lengths": "INT32"}
+        inputs = [
+            {"name": name, "datatype": datatypes[name], "shape": list(tensor.shape), "data": tensor.ravel().tolist()}
+            for name, tensor in flat._asdict().items()
+        ]
+        body.write_text(json.dumps({"inputs": inputs}))
+    return body
+
+
+def _first_rows(data: Path, rows: int) -> Any:
+    manifest = read_manifest(data)
+    return flat_rows(pq.read_table(data / manifest.splits["train"].shards[0].path).slice(0, rows), manifest)
+
+
+def _require_right_scores(url: str, body: Path, model: Path, data: Path) -> None:
+    with urllib.request.urlopen(url, body.read_bytes()) as response:
+        answer = json.loads(response.read())
+    found = answer["scores"] if "scores" in answer else answer["outputs"][0]["data"]
+    with torch.inference_mode():
+        expected = ServingModel.load(model)(*map(torch.from_numpy, _first_rows(data, len(found)))).numpy()
+    if not np.allclose(found, expected, atol=1e-5):
+        raise Disagreement(f"serve-http: {url} answers other scores than the model")
+
+
+@contextmanager
+def _served(model: Path, data: Path) -> Iterator[str]:
+    """The address of `comera serve`."""
+    command = [sys.executable, "-m", "comera_rec.cli.main", "serve", "--model", str(model), "--data", str(data), "--port", "0"]
+    with subprocess.Popen(command, cwd=FOLDER.parent, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            line = next((line for line in process.stdout if line.startswith("serving ")), "")
+            if not line:
+                raise RuntimeError("comera serve did not start; it said why above")
+            yield line.split()[-1]
+        finally:
+            process.terminate()

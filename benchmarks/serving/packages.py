@@ -1,0 +1,247 @@
+"""Requests answered in one process: packages of a TT model beside TorchRec's quantized dense one, of the same numbers.
+
+An untrained model of Criteo-Kaggle's tables at `compression` times fewer parameters, hot rows included, and MLPs with TT layers.
+The rivals hold every row of it in 8 or 4 bits, and its MLPs' dense weights. Ids are drawn by Zipf's law. A request of 100 rows is
+one user with 100 candidates: the first half of its columns is the same in all rows.
+
+Rows of pass "forward" are times of a call, their 99th percentile in `counted`; of pass "run" the time (ms) to load a package in
+a process that has loaded torch, and what it adds to that process's memory (MiB) once it has answered.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torchrec import KeyedJaggedTensor
+from torchrec.models.dlrm import DLRM
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from tqdm import tqdm
+
+import comera_rec as cr
+from benchmarks.harness.agreement import require_agreement
+from benchmarks.harness.environment import describe
+from benchmarks.harness.ids import draw_ids
+from benchmarks.harness.measure import Settings, case_rows, chosen
+from benchmarks.harness.rows import Row
+from benchmarks.harness.timing import alternate
+from benchmarks.lookup.criteo_tables import ZIPF
+from benchmarks.serving.quantized import CompiledLookup, quantized_collection
+from comera_rec.ops.native import LIBRARY
+from comera_rec.ops.served_bags import DTYPES, ServedTable, row_bytes
+from comera_rec.serving.export import FORMS, compile_package
+from comera_rec.serving.flat import FlatModel
+from comera_rec.serving.package import FORMAT_VERSION, ModelMetadata, ServingModel
+from comera_rec.serving.tables import expand, served_tables
+
+KAGGLE = (
+    *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194),
+    *(27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572),
+)
+INTEGERS, REQUESTS = 13, 64
+OURS = {  # form, dtype, bytes for expanded rows
+    "portable float32": ("portable", "float32", 0),
+    "fast float32": ("fast", "float32", 0),
+    "fast int8": ("fast", "int8", 0),
+    "fast int8 expanded": ("fast", "int8", 20_000_000),
+}
+COMPILED, EAGER_8, EAGER_4 = "dense int8, AOTInductor", "TorchRec int8, eager", "TorchRec int4, eager"
+BATCHES = (1, 100, 1024)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeCase:
+    """Tables of a model and rows of a request."""
+
+    rows: tuple[int, ...] = KAGGLE
+    dim: int = 64
+    compression: int = 200
+    dense_arch: tuple[int, ...] = (512, 256)
+    over_arch: tuple[int, ...] = (512, 512, 256)
+    batch: int
+    dtype: str = "float32"
+
+    def shapes(self) -> dict[str, Any]:
+        sizes = {"tables": len(self.rows), "rows": sum(self.rows)}
+        return sizes | {name: getattr(self, name) for name in ("dim", "compression", "batch")}
+
+
+def cases(quick: bool) -> list[ServeCase]:
+    if quick:
+        return [ServeCase(rows=(30_000, 9_000, 50), dim=16, compression=20, dense_arch=(32,), over_arch=(32,), batch=2)]
+    return [ServeCase(batch=batch) for batch in BATCHES]
+
+
+def run(settings: Settings) -> Iterator[list[Row]]:
+    """All forms of one model, in turns, on requests of each size; then what loading them takes."""
+    sizes = chosen(cases(settings.quick), settings.only)
+    environment = describe(settings.device)
+    torch.manual_seed(settings.seed)
+    model = build(sizes[0])
+    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+        calls, packages = providers(model, sizes[0], Path(folder))
+        for case in tqdm(sizes, desc="serve", unit="case", disable=None):
+            requests = [draw_request(case) for _ in range(REQUESTS)]
+            expected = {"output": reference(model, requests[0])}
+            for name, call in calls.items():
+                output = call(*requests[0])
+                # Scores of few bits are compared as numbers of few bits.
+                require_agreement(expected, {name: {"output": output if "float32" in name else output.bfloat16()}})
+            turns = {name: partial(_on_request, call, requests) for name, call in calls.items()}
+            samples = alternate(turns, settings.plan)
+            counted = {name: {"p99": float(np.percentile(times, 99))} for name, times in samples.items()}
+            yield case_rows("serve", case, settings, environment, "forward", "ms", samples, counted, (COMPILED,))
+        yield loading_rows(packages, sizes[0], settings, environment)
+
+
+def build(case: ServeCase) -> DLRM:
+    """The model, in evaluation mode; hot rows, which start at zero, are drawn at random."""
+    tables = [
+        EmbeddingBagConfig(name=f"t{t}", num_embeddings=rows, embedding_dim=case.dim, feature_names=[f"f{t}"])
+        for t, rows in enumerate(case.rows)
+    ]
+    config = cr.TTEmbeddingConfig(compression=case.compression, min_rows=30, hot_rows="auto")
+    model = cr.build_dlrm(
+        config.table_configs(tables),
+        dense_in_features=INTEGERS,
+        dense_arch_layer_sizes=[*case.dense_arch, case.dim],
+        over_arch_layer_sizes=[*case.over_arch, 1],
+        linears=cr.TTLinearConfig(tt_ranks=24),
+    )
+    collection = model.sparse_arch.embedding_bag_collection
+    for name in collection.tt_bags:
+        for block in collection.tt_bag(name).hot_blocks():
+            nn.init.normal_(block.core_0, std=1e-2)
+    return model.eval()
+
+
+def providers(
+    model: DLRM, case: ServeCase, folder: Path
+) -> tuple[dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]], dict[str, Path]]:
+    """Provider -> what answers a request; and the packages of those that have one."""
+    tables = served_tables(model.sparse_arch.embedding_bag_collection)
+    calls: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
+    packages = {}
+    for name, (form, dtype, budget) in OURS.items():
+        frequent = expand(tables, [_frequencies(table) for table in tables], budget, row_bytes(case.dim, DTYPES[dtype]))
+        packages[name] = folder / f"{name}.pt2"
+        _compile(FlatModel(model, FORMS[form](frequent, DTYPES[dtype])), case, packages[name], form)
+        calls[name] = ServingModel.load(packages[name])
+    dense = cr.export_dense(copy.deepcopy(model.dense_arch)), cr.export_dense(copy.deepcopy(model.over_arch))
+    for name, bits in ((EAGER_4, 4), (EAGER_8, 8)):
+        collection = quantized_collection(tables, bits)
+        calls[name] = EagerModel(model, collection, *dense)
+    packages[COMPILED] = folder / "dense.pt2"
+    rival = FlatModel(model, CompiledLookup(collection))
+    rival.dense_arch, rival.over_arch = dense
+    _compile(rival, case, packages[COMPILED], "portable")
+    calls[COMPILED] = torch._inductor.aoti_load_package(str(packages[COMPILED]))
+    return calls, packages
+
+
+class EagerModel:
+    """TorchRec's DLRM over a quantized collection."""
+
+    def __init__(self, model: DLRM, collection: nn.Module, dense_arch: nn.Module, over_arch: nn.Module) -> None:
+        self.model = copy.copy(model)
+        self.model._modules = dict(model._modules)
+        self.model.sparse_arch = copy.copy(model.sparse_arch)
+        self.model.sparse_arch._modules = {"embedding_bag_collection": collection}
+        self.model.dense_arch, self.model.over_arch = dense_arch, over_arch
+        self.keys = [f"f{t}" for t in range(model.inter_arch.F)]
+
+    def __call__(self, dense: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
+        scores: Tensor = self.model(dense, KeyedJaggedTensor(self.keys, values, lengths=lengths)).squeeze(1).sigmoid()
+        return scores
+
+
+def reference(model: DLRM, request: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """What the model answers, eager, in float32."""
+    dense, values, lengths = request
+    features = KeyedJaggedTensor([f"f{t}" for t in range(model.inter_arch.F)], values, lengths=lengths)
+    scores: Tensor = model(dense, features).squeeze(1).sigmoid().double()
+    return scores
+
+
+def draw_request(case: ServeCase) -> tuple[Tensor, Tensor, Tensor]:
+    """dense, values and lengths of a request."""
+    columns = [draw_ids(rows, case.batch, ZIPF) for rows in case.rows]
+    dense = torch.randn(case.batch, INTEGERS).abs()
+    if case.batch == 100:
+        columns[: len(columns) // 2] = [ids[:1].expand(case.batch) for ids in columns[: len(columns) // 2]]
+        dense[:, : INTEGERS // 2] = dense[:1, : INTEGERS // 2]
+    return dense, torch.cat(columns), torch.ones(len(case.rows) * case.batch, dtype=torch.long)
+
+
+def loading_rows(packages: Mapping[str, Path], case: ServeCase, settings: Settings, environment: Mapping[str, Any]) -> list[Row]:
+    """Milliseconds to load each package and MiB that it adds, each in processes of its own; bytes of the file."""
+    counted = {name: {"bytes": float(path.stat().st_size)} for name, path in packages.items()}
+    times: dict[str, list[float]] = {name: [] for name in packages}
+    memory: dict[str, list[float]] = {name: [] for name in packages}
+    for _ in range(3):
+        for name, path in packages.items():
+            arguments = [sys.executable, "-c", _LOADING, str(path), str(LIBRARY), str(len(case.rows)), str(INTEGERS)]
+            answer = json.loads(subprocess.run(arguments, capture_output=True, text=True, check=True).stdout)
+            times[name].append(answer["ms"])
+            memory[name].append(answer["mib"])
+    tell = partial(case_rows, "serve", case, settings, environment)
+    return tell("run", "ms", times, counted, (COMPILED,)) + tell("run", "MiB", memory, counted, (COMPILED,))
+
+
+_LOADING = """
+import json, sys, time
+import fbgemm_gpu, torch, torch._inductor
+torch.set_num_threads(1)
+path, library, features, integers = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+torch.ops.load_library(library)
+inputs = torch.zeros(2, integers), torch.zeros(2 * features).long(), torch.ones(2 * features).long()
+torch.mm(torch.ones(64, 64), torch.ones(64, 64))
+resident = lambda: int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20
+before, start = resident(), time.perf_counter()
+model = torch._C._aoti.AOTIModelPackageLoader(path, "model", False, 1, -1)
+seconds = time.perf_counter() - start
+model.run(list(inputs))
+print(json.dumps({"ms": 1000 * seconds, "mib": resident() - before}))
+"""
+
+
+def _frequencies(table: ServedTable) -> Tensor:
+    """Of ids by Zipf's law, as the draws have them."""
+    return torch.arange(1, min(table.rows, 1_000_000) + 1, dtype=torch.float64).pow(-ZIPF)
+
+
+def _on_request(call: Callable[..., Tensor], requests: list[tuple[Tensor, Tensor, Tensor]], turn: int) -> Tensor:
+    return call(*requests[turn % len(requests)])
+
+
+def _compile(flat: nn.Module, case: ServeCase, path: Path, form: str) -> None:
+    metadata = ModelMetadata(
+        format_version=FORMAT_VERSION,
+        dense=tuple(f"i{k}" for k in range(INTEGERS)),
+        offsets=(None,) * INTEGERS,
+        categorical={f"f{t}": rows for t, rows in enumerate(case.rows)},
+        checksums={},
+        library_version="",
+        torch_version=torch.__version__,
+        form=form,
+        dtype=case.dtype,
+        formed_rows=0,
+        auc=None,
+        ne=None,
+        trained_auc=None,
+        trained_ne=None,
+        data="",
+    )
+    with torch.inference_mode(False):
+        compile_package(flat.eval(), path, metadata)

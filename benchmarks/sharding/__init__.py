@@ -1,0 +1,1 @@
+"""Tables on several processes: measured, planned and modelled."""

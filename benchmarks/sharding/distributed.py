@@ -1,0 +1,291 @@
+"""A table on several processes: what each way of sharding sends, and its step; all processes share this machine's cores.
+
+Shapes: W processes, B bags of one id a process, N embedding_dim.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import Tensor
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import Topology
+from torchrec.distributed.planner.types import ParameterConstraints
+from tqdm import tqdm
+
+import comera_rec as cr
+from benchmarks.harness.agreement import require_agreement
+from benchmarks.harness.environment import available_cores, describe
+from benchmarks.harness.ids import draw_ids
+from benchmarks.harness.measure import Settings, case_rows, chosen
+from benchmarks.harness.processes import run as run_processes
+from benchmarks.harness.rows import Row
+from benchmarks.harness.text import aligned, case_title
+from benchmarks.harness.timing import Plan, alternate
+from benchmarks.harness.workload import parameter_gradients
+from benchmarks.lookup.criteo_tables import ZIPF
+from benchmarks.sharding.collectives import Counting, mean_sent
+from comera_rec.recsys.sharding import ShardedTTEmbeddingBagCollection
+from comera_rec.recsys.sharding.parts import RowShard
+from comera_rec.recsys.sharding.planner import count_bytes
+
+# provider -> (sharding type, tensor train or dense)
+PROVIDERS = {
+    "dense table-wise": ("table_wise", False),
+    "TT data-parallel": ("data_parallel", True),
+    "TT table-wise": ("table_wise", True),
+    "TT row-wise": ("row_wise", True),
+}
+DENSE = "dense table-wise"
+LR = 0.1  # of dense rows, which TorchRec updates in the backward pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedCase:
+    """One table on several processes, one id a bag by Zipf's law."""
+
+    world_size: int
+    batch: int
+    """Samples of each process."""
+    rows: int = 1_000_000
+    dim: int = 64
+    rank: int = 8
+    dtype: str = "float32"
+
+    @property
+    def tt_shape(self) -> cr.TTShape:
+        """Modes and ranks of the table."""
+        return cr.TTShape.for_table(self.rows, self.dim, tt_ranks=self.rank)
+
+    def table(self) -> EmbeddingBagConfig:
+        """The table, dense."""
+        return EmbeddingBagConfig(name="t", num_embeddings=self.rows, embedding_dim=self.dim, feature_names=["f"])
+
+    def shapes(self) -> dict[str, Any]:
+        return {
+            "processes": self.world_size,
+            "cores": available_cores(),
+            "rows": self.rows,
+            "dim": self.dim,
+            "rank": self.rank,
+            "batch": self.batch,
+            "smaller": round(self.rows * self.dim / self.tt_shape.num_params),
+        }
+
+
+def cases(quick: bool) -> list[ShardedCase]:
+    """One, two and four processes; a small batch, and the one of large trainers at 500 times fewer parameters."""
+    if quick:
+        return [ShardedCase(world_size=2, batch=256, rows=20_000, dim=16)]
+    return [ShardedCase(world_size=world, batch=batch) for world in (1, 2, 4) for batch in (2048, 32_768)]
+
+
+def run(settings: Settings) -> Iterator[list[Row]]:
+    """Rows of each case: the slowest process's step, and the bytes that a process sends in it, counted and by formula."""
+    environment = describe(settings.device) | {"threads": 1}
+    for case in tqdm(chosen(cases(settings.quick), settings.only), desc="distributed", unit="case", disable=None):
+        results = run_processes(case.world_size, measure, case, settings.seed, 3 if settings.quick else 10)
+        samples = {name: [max(turn) for turn in zip(*(ms[name] for ms, _ in results), strict=True)] for name in PROVIDERS}
+        counted = {
+            name: {f"sent, {key}": value for key, value in mean_sent([sent[name] for _, sent in results]).items()}
+            | {f"formula, {key}": value for key, value in expected(case, name).items()}
+            for name in PROVIDERS
+        }
+        yield case_rows("distributed", case, settings, environment, "step", "ms", samples, counted, [DENSE])
+
+
+def expected(case: ShardedCase, provider: str) -> dict[str, float]:
+    """The planner's count of bytes that a process sends by collective, mean over the processes; without those that tell sizes."""
+    kind, _ = PROVIDERS[provider]
+    counts = count_bytes(kind, case.tt_shape, case.dim, 1, case.batch, case.batch, case.world_size)
+    if kind == "data_parallel":
+        return {"all-reduce": counts["gradients"]}
+    if kind == "table_wise":  # the owner alone sends bags, and the others alone send their gradients
+        return {"all-to-all": counts["ids"] + 2 * counts["bags"] / case.world_size}
+    return {
+        "all-to-all": counts["ids"],
+        "reduce-scatter": counts["bags"],
+        "all-gather": counts["bags"],
+        "all-reduce": counts["gradients"],
+    }
+
+
+def format_case(rows: Sequence[Row]) -> str:
+    """A line for each provider: its step, and the KiB that a process sends, counted (by formula)."""
+    lines = [["provider", "p50 ms", "p20..p80", "KiB sent", "formula", "of dense", "by collective"]]
+    dense = next((_total(row, "sent") for row in rows if row.provider == DENSE), 0.0)
+    for row in rows:
+        sent = _total(row, "sent")
+        parts = {key: value for key, value in _of(row, "sent").items() if value}
+        lines.append(
+            [
+                row.provider,
+                f"{row.p50:,.1f}",
+                f"{row.p20:,.1f}..{row.p80:,.1f}",
+                f"{sent / 1024:,.1f}",
+                f"{_total(row, 'formula') / 1024:,.1f}",
+                f"{sent / dense:.3f}" if dense else "",
+                ", ".join(f"{key} {value / 1024:,.1f}" for key, value in parts.items()),
+            ]
+        )
+    row = rows[0]
+    crowded = row.shapes["processes"] > row.shapes["cores"]
+    where = f"{row.machine}, one thread a process{', more processes than cores' * crowded}, commit {row.commit}, seed {row.seed}"
+    return "\n".join([case_title(row), f"  ({where})", *aligned(lines, left=(0, 6))])
+
+
+def _of(row: Row, what: str) -> dict[str, float]:
+    return {key.removeprefix(f"{what}, "): value for key, value in row.counted.items() if key.startswith(f"{what}, ")}
+
+
+def _total(row: Row, what: str) -> float:
+    return sum(_of(row, what).values())
+
+
+def measure(rank: int, case: ShardedCase, seed: int, rounds: int) -> tuple[dict[str, list[float]], dict[str, Counter[str]]]:
+    """In each process: every provider verified, then bytes sent in one step, then ms of the steps, in turns."""
+    inputs = Inputs(case, seed)
+    reference = inputs.reference()
+    providers, sent = {name: Provider(case, name, inputs) for name in PROVIDERS}, {}
+    for provider in providers.values():
+        provider.verify(reference)
+    del reference
+    for name, provider in providers.items():
+        with provider.counting as counter:
+            provider.step(0)
+        sent[name] = Counter(counter)
+    plan = Plan(warmup=1, min_rounds=rounds, max_rounds=rounds)
+    return alternate({name: provider.step for name, provider in providers.items()}, plan, synchronize=dist.barrier), sent
+
+
+class Inputs:
+    """Weights and batches that all providers share.
+
+    Attributes:
+        features, upstream: bags of this process, and the gradient of what is made of them.
+    """
+
+    def __init__(self, case: ShardedCase, seed: int) -> None:
+        self._case, self._seed = case, seed
+        batches = []
+        for rank in range(case.world_size):
+            torch.manual_seed(seed + 1 + rank)
+            batches.append((draw_ids(case.rows, case.batch, ZIPF), torch.randn(case.batch, case.dim)))
+        ids, self.upstream = batches[dist.get_rank()]
+        self.features = KeyedJaggedTensor(["f"], ids, lengths=torch.ones(case.batch, dtype=torch.int64))
+        self._of_all = torch.cat([ids for ids, _ in batches]), torch.cat([upstream for _, upstream in batches])
+
+    def collection(self) -> cr.TTEmbeddingBagCollection:
+        """The train, with the same values in all processes."""
+        torch.manual_seed(self._seed)
+        return cr.TTEmbeddingBagCollection([cr.TTEmbeddingBagConfig.from_dense(self._case.table(), self._case.tt_shape)])
+
+    def reference(self) -> dict[str, Tensor]:
+        """The right values, in float64, from the definition: bags of this process, gradients, bags after a dense table's update.
+
+        As under data parallelism the gradient is that of the mean over the processes.
+        """
+        case, bag = self._case, self.collection().tt_bag("t").double()
+        unique, inverse = self._of_all[0].unique(return_inverse=True)
+        upstream_UN = torch.zeros(len(unique), case.dim, dtype=torch.float64)
+        upstream_UN.index_add_(0, inverse, self._of_all[1].double()).div_(case.world_size)
+        rows_UN = gathered_rows(bag, unique)
+        rows_UN.backward(upstream_UN)
+        rows_UN = rows_UN.detach()
+        mine = inverse[dist.get_rank() * case.batch :][: case.batch]
+        updated_UN = rows_UN - LR * upstream_UN
+        return {"output": rows_UN[mine], "output after an update": updated_UN[mine], **parameter_gradients(bag)}
+
+
+def gathered_rows(bag: cr.TTEmbeddingBag, ids: Tensor) -> Tensor:
+    """[U, N] rows, a factor for each digit of the id, the least significant last."""
+    digits: list[Tensor] = []
+    for modes in reversed(bag.shape.row_shape):
+        digits.insert(0, ids % modes)
+        ids = ids // modes
+    rows_UNr = torch.ones(len(ids), 1, 1, dtype=bag.core_0.dtype)
+    ranks = [torch.ones_like(bag.core_0[:, 0, 0, 0]), *bag.rank_parameters()]
+    for core, rank, digit in zip(bag.cores(), ranks, digits, strict=True):
+        rows_UNr = torch.einsum("unr,r,rums->unms", rows_UNr, rank, core[:, digit]).flatten(1, 2)
+    return rows_UNr[:, : bag.embedding_dim, 0]
+
+
+class Provider:
+    """A table sharded in one way, and its training step."""
+
+    def __init__(self, case: ShardedCase, name: str, inputs: Inputs) -> None:
+        self._name, self._inputs = name, inputs
+        kind, self._is_tt = PROVIDERS[name]
+        train = inputs.collection()
+        sharders: list[Any] = [
+            cr.TTEmbeddingBagCollectionSharder(),
+            EmbeddingBagCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LR}),
+        ]
+        planner = cr.TTShardingPlanner(
+            Topology(world_size=case.world_size, compute_device="cpu"),
+            case.batch,
+            constraints={"t": ParameterConstraints(sharding_types=[kind])},
+            stats=[],
+        )
+        model = Values(train if self._is_tt else EmbeddingBagCollection([case.table()], device=torch.device("meta")))
+        plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+        self._model = DistributedModelParallel(model, plan=plan, sharders=sharders)
+        self.counting = Counting(self._model)
+        if not self._is_tt:  # TorchRec initializes sharded dense tables anew
+            for shard in self._model.state_dict()["collection.embedding_bags.t.weight"].local_shards():
+                shard.tensor.copy_(train.tt_bag("t").to_dense().weight)
+        parameters = list(self._model.parameters())
+        # TorchRec fuses the update of a dense table; and a process may hold nothing of a train.
+        self._optimizer = torch.optim.Adagrad(parameters, fused=True) if self._is_tt and parameters else None
+
+    def verify(self, reference: dict[str, Tensor]) -> None:
+        """Raise a Disagreement unless bags, gradients of what this process holds and bags after an update are the reference's."""
+        shown = {"output": self._forward_backward()}
+        if self._is_tt:
+            sharded = self._model.module.collection
+            assert isinstance(sharded, ShardedTTEmbeddingBagCollection)
+            for bag in sharded.tt_bags.values():
+                for name, parameter in bag.named_parameters():
+                    quantity = f"gradient of {name}"
+                    grad = torch.full_like(parameter, torch.nan) if parameter.grad is None else parameter.grad
+                    if isinstance(bag, RowShard) and name == "core_0":
+                        first = dist.get_rank() * grad.shape[1]
+                        reference = {**reference, quantity: reference[quantity][:, first : first + bag.held]}
+                        grad = grad[:, : bag.held]
+                    shown[quantity] = grad.clone()
+                    parameter.grad = None
+        else:
+            with torch.no_grad():
+                shown["output after an update"] = self._model(self._inputs.features)
+        require_agreement(reference, {self._name: shown})
+
+    def step(self, turn: int) -> None:
+        self._forward_backward()
+        if self._optimizer is not None:
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+
+    def _forward_backward(self) -> Tensor:
+        output: Tensor = self._model(self._inputs.features)
+        output.backward(self._inputs.upstream)
+        return output.detach()
+
+
+class Values(torch.nn.Module):
+    """The values of the KeyedTensor that a collection returns: DDP averages gradients only if a model returns tensors."""
+
+    def __init__(self, collection: torch.nn.Module) -> None:
+        super().__init__()
+        self.collection = collection
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        values: Tensor = self.collection(features).values()
+        return values

@@ -1,0 +1,152 @@
+"""What `TTShardingPlanner` expects of a TT table, and what is measured: memory of a process and time of a step.
+
+Memory is the growth of a process's resident peak while the table is made, sharded and trained by Adam for two steps, of the fullest
+process. Times are the slowest process's; the planner is given this machine's copy bandwidth for memory and network alike, which
+under gloo are one. Processes share the machine's cores, which the planner takes to be each one's own.
+
+Shapes: W processes, B bags of one id a process, N embedding_dim.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchrec import KeyedJaggedTensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import Topology
+from torchrec.distributed.planner.types import ParameterConstraints
+from tqdm import tqdm
+
+import comera_rec as cr
+from benchmarks.harness.environment import available_cores, describe
+from benchmarks.harness.ids import draw_power_law
+from benchmarks.harness.limits import ceilings
+from benchmarks.harness.measure import Settings, case_rows, chosen
+from benchmarks.harness.memory import memory_is_measurable, resident_peak, return_freed_memory_at_once
+from benchmarks.harness.processes import run as run_processes
+from benchmarks.harness.rows import Row
+from benchmarks.harness.text import aligned, case_title
+from benchmarks.lookup.criteo_tables import ZIPF
+from benchmarks.sharding.distributed import Values
+from comera_rec.recsys.sharding.planner import TTEnumerator
+from comera_rec.recsys.sharding.sharder import SHARDING_TYPES
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedCase:
+    """One table on several processes, one id a bag by Zipf's law."""
+
+    world_size: int
+    batch: int = 32_768
+    rows: int = 5_000_000
+    dim: int = 64
+    rank: int = 128
+    dtype: str = "float32"
+
+    def model(self) -> Values:
+        """A collection of the table alone, on the meta device."""
+        table = cr.TTEmbeddingBagConfig(
+            name="t", num_embeddings=self.rows, embedding_dim=self.dim, feature_names=["f"], tt_ranks=self.rank
+        )
+        return Values(cr.TTEmbeddingBagCollection([table], device="meta"))
+
+    def topology(self, bandwidth: float) -> Topology:
+        """`bandwidth` in bytes a second."""
+        rate = bandwidth / 1e3
+        return Topology(self.world_size, "cpu", ddr_cap=1 << 40, ddr_mem_bw=rate, intra_host_bw=rate, inter_host_bw=rate)
+
+    def shapes(self) -> dict[str, Any]:
+        sizes = {"processes": self.world_size, "cores": available_cores(), "rows": self.rows, "dim": self.dim}
+        return {**sizes, "rank": self.rank, "batch": self.batch}
+
+
+def cases(quick: bool) -> list[PlannedCase]:
+    """A table whose state outweighs a batch's rows, and one whose batch outweighs it."""
+    if quick:
+        return [PlannedCase(world_size=2, batch=8192, rows=500_000)]
+    few = [PlannedCase(world_size=world) for world in (1, 2, 4)]
+    return [*few, *(replace(case, batch=131_072, rank=16) for case in few)]
+
+
+def run(settings: Settings) -> Iterator[list[Row]]:
+    """For each way of sharding a row of memory and one of time; `counted` has what the planner expects."""
+    if not memory_is_measurable("cpu"):
+        raise ValueError("peak memory can't be reset under this system: run planned under Linux")
+    environment = describe("cpu") | {"threads": 1}
+    bandwidth = ceilings("cpu").bytes_per_s
+    for case in tqdm(chosen(cases(settings.quick), settings.only), desc="planned", unit="case", disable=None):
+        counted = expected(case, bandwidth)
+        results = run_processes(case.world_size, measure, case, settings.seed, 3 if settings.quick else 10)
+        mib = {kind: [max(of[kind][0] for of in results)] for kind in SHARDING_TYPES}
+        ms = {kind: [max(turn) for turn in zip(*(of[kind][1] for of in results), strict=True)] for kind in SHARDING_TYPES}
+        yield [
+            *case_rows("planned", case, settings, environment, "run", "MiB", mib, counted),
+            *case_rows("planned", case, settings, environment, "step", "ms", ms, counted),
+        ]
+
+
+def expected(case: PlannedCase, bandwidth: float) -> dict[str, dict[str, float]]:
+    """By sharding type the planner's MiB of the fullest process and ms of the slowest."""
+    options = TTEnumerator(case.topology(bandwidth), case.batch).enumerate(case.model(), [cr.TTEmbeddingBagCollectionSharder()])
+    return {
+        option.sharding_type: {
+            "planned_mib": max(shard.storage.ddr for shard in option.shards) / 2**20,
+            "planned_ms": max(shard.perf.total for shard in option.shards),
+        }
+        for option in options
+    }
+
+
+def measure(rank: int, case: PlannedCase, seed: int, rounds: int) -> dict[str, tuple[float, list[float]]]:
+    """In each process: by sharding type MiB, and ms of the steps."""
+    return_freed_memory_at_once()
+    train(replace(case, rows=10_000, batch=64, rank=2), SHARDING_TYPES[0], seed, 1)  # what the first step of all loads
+    outcome = {}
+    for kind in SHARDING_TYPES:
+        mib = resident_peak(partial(_two_steps, case, kind, seed), 0)
+        outcome[kind] = mib, train(case, kind, seed, rounds)
+    return outcome
+
+
+def _two_steps(case: PlannedCase, kind: str, seed: int, turn: int) -> object:
+    return train(case, kind, seed, 1)
+
+
+def train(case: PlannedCase, kind: str, seed: int, rounds: int) -> list[float]:
+    """Milliseconds of each step after a first one, in which optimizers make their state."""
+    torch.manual_seed(seed + dist.get_rank())
+    ids = draw_power_law(case.rows, case.batch, ZIPF)
+    features = KeyedJaggedTensor(["f"], ids, lengths=torch.ones(case.batch, dtype=torch.int64))
+    model, sharders = case.model(), [cr.TTEmbeddingBagCollectionSharder()]
+    constraints = {"t": ParameterConstraints(sharding_types=[kind])}
+    planner = cr.TTShardingPlanner(case.topology(1e10), case.batch, constraints=constraints, stats=[])
+    model = DistributedModelParallel(model, plan=planner.collective_plan(model, list(sharders)), sharders=list(sharders))
+    parameters = list(model.parameters())
+    optimizer = torch.optim.Adam(parameters, fused=True) if parameters else None  # a process may hold nothing
+    times = []
+    for _ in range(rounds + 1):
+        dist.barrier()
+        start = time.perf_counter()
+        model(features).sum().backward()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+        times.append(1e3 * (time.perf_counter() - start))
+    return times[1:]
+
+
+def format_case(rows: Sequence[Row]) -> str:
+    """A line for each way of sharding: measured, planned, and the latter over the former."""
+    cells = [["", "MiB", "planned", "", "ms", "planned", ""]]
+    for kind in SHARDING_TYPES:
+        mib, ms = (next(row for row in rows if row.provider == kind and row.unit == unit) for unit in ("MiB", "ms"))
+        planned = mib.counted["planned_mib"], ms.counted["planned_ms"]
+        cells.append([kind, f"{mib.p50:,.1f}", f"{planned[0]:,.1f}", f"{planned[0] / mib.p50:.2f}x"])
+        cells[-1] += [f"{ms.p50:,.1f}", f"{planned[1]:,.1f}", f"{planned[1] / ms.p50:.2f}x"]
+    return "\n".join([case_title(rows[0]), *aligned(cells, left=(0,))])

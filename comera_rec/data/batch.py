@@ -1,0 +1,73 @@
+"""A batch: the tensors that a model is called with.
+
+B rows, L labels, I integer columns, C categorical columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx._symbolic_trace import PHWithMeta
+from torchrec import KeyedJaggedTensor
+from torchrec.streamable import Pipelineable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch(Pipelineable):
+    """Rows of a data set.
+
+    dense: [B, I] float32, the transformed integer columns in the manifest's order.
+    sparse: int64 ids by categorical column (key), one a row or, in columns of lists, any number; lengths and offsets given.
+    labels: [B] float32, 0 or 1; [B, L] where the data set has several labels, in the order of `Manifest.labels`.
+    weights: [B] float32 of at least 0, what the rows' losses are multiplied with; None where the data set has none.
+    """
+
+    dense: Tensor
+    sparse: KeyedJaggedTensor
+    labels: Tensor
+    weights: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        return Batch(
+            dense=self.dense.to(device, non_blocking=non_blocking),
+            sparse=self.sparse.to(torch.device(device), non_blocking=non_blocking),
+            labels=self.labels.to(device, non_blocking=non_blocking),
+            weights=None if self.weights is None else self.weights.to(device, non_blocking=non_blocking),
+        )
+
+    def padded(self, rows: int) -> Batch:
+        """With rows of zeros, no ids, label 0 and weight 0 behind the others, as many as are missing."""
+        missing = rows - len(self)
+        if not missing:
+            return self
+        lengths = F.pad(self.sparse.lengths().view(len(self.sparse.keys()), len(self)), (0, missing)).flatten()
+        return Batch(
+            dense=F.pad(self.dense, (0, 0, 0, missing)),
+            sparse=KeyedJaggedTensor(self.sparse.keys(), self.sparse.values(), lengths=lengths),
+            labels=F.pad(self.labels, (*[0, 0] * (self.labels.dim() - 1), 0, missing)),
+            weights=None if self.weights is None else F.pad(self.weights, (0, missing)),
+        )
+
+    def pin_memory(self) -> Batch:
+        return Batch(
+            dense=self.dense.pin_memory(),
+            sparse=self.sparse.pin_memory(),
+            labels=self.labels.pin_memory(),
+            weights=None if self.weights is None else self.weights.pin_memory(),
+        )
+
+    def to_proxy_tuple(self, model: nn.Module) -> tuple[PHWithMeta, PHWithMeta]:
+        """Which attributes are the arguments of `model(dense, sparse)`; torchrec's train pipelines ask."""
+        return PHWithMeta(ph_key="dense"), PHWithMeta(ph_key="sparse")
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the memory until the stream is done with it; torchrec's train pipelines call this."""
+        for part in (self.dense, self.sparse, self.labels, self.weights):
+            if part is not None:
+                part.record_stream(stream)

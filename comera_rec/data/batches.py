@@ -1,0 +1,327 @@
+"""A preprocessed data set as training batches: Parquet row groups in, KeyedJaggedTensors out, resumable at any batch.
+
+    dataset = ParquetBatches("data/", "train", batch_size=16_384, shuffle=True, epochs=None, drop_last=True)
+    loader = BatchLoader(dataset)                  # reads ahead in a thread
+    for batch in loader:
+        logits = model(batch.dense, batch.sparse)
+        checkpoint = loader.state_dict()           # resumes with the batch after this one
+
+The batches of an epoch are a function of (seed, epoch) and the batch's number alone. Row groups are permuted and laid end to end;
+each of R readers takes an equal, contiguous share of that sequence of rows, permutes it within buffers of at least
+`shuffle_rows` / R rows, and gives B / r rows to every batch, where r of the readers are one rank's. A position is therefore two
+numbers, and resuming skips to the row groups that hold the next rows.
+
+So many ranks as divide R read the same rows in every step: their batches, one after the other, are the batch of one rank. A run
+resumes on any of these numbers.
+
+Across ranks and torch's workers, of which each has R readers of its own, no row is read twice, and every rank gets equally many
+batches an epoch: rows / R, rounded up to whole batches where the last ones are shorter, or down with `drop_last`, which leaves out
+fewer rows than a batch of all ranks has, and one a reader. The state of one rank is that of all.
+
+Letters: B rows in a batch of one rank, n rows of any other set, L labels, W columns of weights (0 or 1), I integer columns,
+C categorical columns.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+from torchrec import KeyedJaggedTensor
+
+from comera_rec.data.batch import Batch
+from comera_rec.data.row_groups import REMEDY, Piece, row_groups
+from comera_rec.data.rows import Lists, Rows, concatenate
+from data_pipeline.manifest import read_manifest
+
+
+class ParquetBatches(IterableDataset[Batch]):
+    """The batches of one split for one rank; iterate it directly, by BatchLoader, or by torch's DataLoader(batch_size=None).
+
+    Every row of an epoch is in exactly one batch of one rank and worker (with drop_last: in at most one), and all ranks get
+    equally many batches, so that collective operations of the model stay in step. Without drop_last the last batches are smaller.
+
+    Args:
+        data: the data set's folder.
+        split: "train", "val" or "test".
+        batch_size: rows in a batch of this rank.
+        shuffle: permute row groups and rows anew in every epoch; False keeps the order of the files.
+        shuffle_rows: rows that are permuted at once, in the buffers of all ranks together; of a reader at least a row group. They
+            cost 4 B x (I + C + L + W) each, those of one reader up to three times at once.
+        seed: decides the permutations together with the epoch.
+        epochs: passes over the split in one iteration; None = endless.
+        rank, world_size: which share of the rows this process takes.
+        readers: of all ranks together, among which the rows are divided: a multiple of world_size, such that every batch has
+            equally many rows of each of its rank's readers. None for one a rank.
+        drop_last: leave out the rows that do not fill a batch on every rank.
+
+    Raises:
+        ValueError: an argument out of range; an unlabelled data set; an empty split; fewer rows than one batch needs; a shard that
+            does not match the manifest. While iterating: an id outside its table, a label other than 0 or 1,
+            a weight below 0 or not finite, an empty cell.
+    """
+
+    def __init__(
+        self,
+        data: str | Path,
+        split: str,
+        *,
+        batch_size: int,
+        shuffle: bool = False,
+        shuffle_rows: int = 131_072,
+        seed: int = 0,
+        epochs: int | None = 1,
+        rank: int = 0,
+        world_size: int = 1,
+        readers: int | None = None,
+        drop_last: bool = False,
+    ) -> None:
+        for name, value in (("batch_size", batch_size), ("shuffle_rows", shuffle_rows), ("world_size", world_size)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if epochs is not None and epochs < 1:
+            raise ValueError(f"epochs must be at least 1, or None for endless, got {epochs}")
+        if seed < 0:
+            raise ValueError(f"seed must be at least 0, got {seed}")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank must be in 0..{world_size - 1} (world_size {world_size}), got {rank}")
+        readers = world_size if readers is None else readers
+        if not self._can_share(readers, batch_size, world_size):
+            raise ValueError(
+                f"readers must be a multiple of world_size ({world_size}) that divides the {batch_size * world_size} rows of all "
+                f"ranks' batches, got {readers}"
+            )
+        self.manifest = read_manifest(data)
+        self.batch_size, self.shuffle, self.shuffle_rows, self.seed, self.epochs = batch_size, shuffle, shuffle_rows, seed, epochs
+        self.rank, self.world_size, self.readers, self.drop_last = rank, world_size, readers, drop_last
+        self._dense_names = [column.name for column in self.manifest.integer_columns]
+        self._label_names = [label.name for label in self.manifest.labels]
+        self._weight_names = [self.manifest.weight.name] if self.manifest.weight else []
+        columns = self.manifest.categorical_columns
+        self._single_names = [column.name for column in columns if not column.is_list]
+        self._list_names = [column.name for column in columns if column.is_list]
+        self._num_embeddings = {column.name: column.num_embeddings for column in columns}
+        self._row_groups = row_groups(self.manifest, Path(data), split)
+        self.rows = sum(piece.stop for piece in self._row_groups)
+        self.batches_per_epoch()  # there must be at least one
+        self._next = (0, 0)  # epoch, batch within it
+        self._resume_at = (0, 0)
+
+    @staticmethod
+    def _can_share(readers: int, batch_size: int, world_size: int) -> bool:
+        return readers > 0 and readers % world_size == 0 and batch_size * world_size % readers == 0
+
+    def batches_per_epoch(self, workers: int = 1) -> int:
+        """Batches that each worker of each rank yields per epoch; ValueError if there are too few rows for that."""
+        readers, rows = self.readers * workers, self._rows_of_a_reader()
+        batches = self.rows // readers // rows if self.drop_last else math.ceil(math.ceil(self.rows / readers) / rows)
+        if not 0 < batches <= self.rows // readers:
+            raise ValueError(
+                f"batch_size {self.batch_size} on {readers} readers cuts no equal batches from {self.rows} rows; "
+                f"lower batch_size, use fewer ranks or workers, or set drop_last=False (it is {self.drop_last})"
+            )
+        return batches
+
+    def _rows_of_a_reader(self) -> int:
+        """In a full batch."""
+        return self.batch_size * self.world_size // self.readers
+
+    def __iter__(self) -> Iterator[Batch]:
+        (epoch, batch), self._resume_at = self._resume_at, (0, 0)
+        while self.epochs is None or epoch < self.epochs:
+            for number, rows in enumerate(self._epoch(epoch, batch), start=batch + 1):
+                self._next = (epoch, number)
+                yield self._batch(rows)
+            epoch, batch = epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """The position after the last batch that iteration gave, and what it depends on. It is the same on every rank."""
+        return {"epoch": self._next[0], "batch": self._next[1], **self._identity()}
+
+    def state_after(self, batches: int) -> dict[str, int]:
+        """`state_dict()` of an iteration from the beginning that has given so many batches."""
+        epoch, batch = divmod(batches, self.batches_per_epoch())
+        return {"epoch": epoch, "batch": batch, **self._identity()}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Let the next iteration begin where `state` was taken, with as many readers as there.
+
+        Raises:
+            ValueError: the batches there were cut differently (batch size, seed, data), or their readers are not for so many ranks.
+        """
+        readers = state.get("readers", 0)
+        if state.get("batch_size") == self.batch_size * self.world_size:
+            if not self._can_share(readers, self.batch_size, self.world_size):
+                raise ValueError(
+                    f"cannot resume the batches: {readers} readers dealt them, which {self.world_size} processes can't share: "
+                    f"launch a number of processes that divides {readers}, or start anew"
+                )
+            self.readers = readers
+        for name, value in self._identity().items():
+            if state.get(name) != value:
+                raise ValueError(f"cannot resume the batches: {name} was {state.get(name)}, not {value}; set it back or start anew")
+        self._resume_at = self._next = (state["epoch"], state["batch"])
+
+    def _identity(self) -> dict[str, int]:
+        names = ("shuffle", "shuffle_rows", "seed", "readers", "drop_last", "rows")
+        return {"batch_size": self.batch_size * self.world_size} | {name: int(getattr(self, name)) for name in names}
+
+    def _epoch(self, epoch: int, first: int) -> Iterator[Rows]:
+        """The rows of batches first, first + 1, ... of this rank in an epoch."""
+        worker = get_worker_info()
+        workers, worker_id = (worker.num_workers, worker.id) if worker else (1, 0)
+        of_rank, readers = self.readers // self.world_size, self.readers * workers
+        mine = range(self.rank * of_rank * workers + worker_id, (self.rank + 1) * of_rank * workers, workers)
+        shares = [(self.rows * reader // readers, self.rows * (reader + 1) // readers) for reader in mine]
+        count = self.batches_per_epoch(workers)
+        for parts in zip(*(self._parts(epoch, share, first, count) for share in shares), strict=True):
+            yield concatenate(list(parts))
+
+    def _parts(self, epoch: int, share: tuple[int, int], first: int, count: int) -> Iterator[Rows]:
+        """The rows that a reader gives to batches first, first + 1, ... of `count`."""
+        size = self._rows_of_a_reader()
+
+        def end(batch: int) -> int:
+            # Shares differ by a row. Where that would cost a reader its last batch, the batch before gives a row to it.
+            full = (batch + 1) * size
+            return full if self.drop_last else min(full, share[1] - share[0] - (count - 1 - batch))
+
+        position = end(first - 1) if first else 0
+        chunks = self._chunks(epoch, share, position)
+        if first == count:  # resumed at the epoch's end
+            return
+        chunk = next(chunks)
+        for batch in range(first, count):
+            parts, missing, position = [], end(batch) - position, end(batch)
+            while missing:
+                chunk = chunk if chunk.size else next(chunks)
+                parts.append(chunk.slice(0, missing))
+                chunk = chunk.slice(missing, chunk.size)
+                missing -= parts[-1].size
+            yield concatenate(parts)
+
+    def _chunks(self, epoch: int, share: tuple[int, int], skip: int) -> Iterator[Rows]:
+        """A reader's share of an epoch's rows from its row `skip` on, buffer by buffer, permuted within each."""
+        order = np.arange(len(self._row_groups))
+        if self.shuffle:
+            np.random.default_rng((self.seed, epoch)).shuffle(order)
+        for start, buffer in self._buffers(order, share):
+            size = sum(piece.stop - piece.start for piece in buffer)
+            if start - share[0] + size <= skip:
+                continue
+            rows = concatenate([self._read(piece) for piece in buffer])
+            if self.shuffle:
+                # The buffer's first row, counted over all readers, tells it from every other buffer of the epoch.
+                rows = rows.take(np.random.default_rng((self.seed, epoch, start)).permutation(size))
+            yield rows.slice(max(0, skip - (start - share[0])), size)
+
+    def _buffers(self, order: np.ndarray, share: tuple[int, int]) -> Iterator[tuple[int, list[Piece]]]:
+        """The pieces of the share, in groups of a reader's part of shuffle_rows (the last has less), and the first row of each."""
+        wanted = self.shuffle_rows / self.readers if self.shuffle else 1
+        begin, buffer, held, position = share[0], [], 0, 0
+        for group in (self._row_groups[index] for index in order):
+            start, stop = max(share[0] - position, 0), min(share[1] - position, group.stop)
+            position += group.stop
+            if start >= stop:
+                continue
+            buffer.append(group._replace(start=start, stop=stop))
+            held += stop - start
+            if held >= wanted or position >= share[1]:
+                yield begin, buffer
+                begin, buffer, held = begin + held, [], 0
+
+    def _read(self, piece: Piece) -> Rows:
+        try:
+            with pq.ParquetFile(piece.path, memory_map=True) as file:
+                columns = [*self._label_names, *self._weight_names, *self._dense_names, *self._single_names, *self._list_names]
+                # Decoding runs outside Python's lock, so a training thread beside this one is not held up.
+                table = file.read_row_group(piece.row_group, columns=columns).slice(piece.start, piece.stop - piece.start)
+        except (OSError, pa.ArrowInvalid) as error:
+            raise ValueError(f"{piece.path}, row group {piece.row_group}, cannot be read ({error}); {REMEDY}") from error
+        for name in columns:
+            column = table.column(name)
+            if column.null_count or (name in self._list_names and any(chunk.flatten().null_count for chunk in column.chunks)):
+                raise ValueError(f"{piece.path}: column {name} has an empty cell in row group {piece.row_group}; {REMEDY}")
+        dense, labels, weights = (
+            _stacked(table, names, np.float32) for names in (self._dense_names, self._label_names, self._weight_names)
+        )
+        ids = _stacked(table, self._single_names, np.int32)
+        if not np.isin(labels, (0, 1)).all():
+            raise ValueError(f"{piece.path}: labels in row group {piece.row_group} are not all 0 or 1; {REMEDY}")
+        if not (np.isfinite(weights) & (weights >= 0)).all():
+            raise ValueError(f"{piece.path}: weights in row group {piece.row_group} are not all finite and at least 0; {REMEDY}")
+        lists = []
+        for name in self._list_names:
+            column = table.column(name).combine_chunks()
+            lists.append(Lists(column.offsets.to_numpy(), column.values.to_numpy(zero_copy_only=False)))
+        of_columns = [*zip(self._single_names, ids, strict=True), *zip(self._list_names, (of.flat for of in lists), strict=True)]
+        for name, of_column in of_columns:
+            limit = self._num_embeddings[name]
+            if of_column.size and not 0 <= of_column.min() <= of_column.max() < limit:
+                wrong = of_column[~((of_column >= 0) & (of_column < limit))][0]
+                raise ValueError(f"{piece.path}: table {name}: id {wrong} is not in 0..{limit - 1}; {REMEDY}")
+        return Rows(dense, ids, labels, weights, tuple(lists))
+
+    def _batch(self, rows: Rows) -> Batch:
+        size, singles = rows.size, len(self._single_names)
+        lengths, offsets = _one_per_row(singles, size)
+        values = rows.ids.astype(np.int64).ravel()
+        length_per_key = [size] * singles
+        if rows.lists:
+            values = np.concatenate([values, *(column.flat for column in rows.lists)])
+            lengths = torch.cat([lengths, *(torch.from_numpy(column.lengths.astype(np.int64)) for column in rows.lists)])
+            offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+            length_per_key += [len(column.flat) for column in rows.lists]
+        sparse = KeyedJaggedTensor(
+            keys=self._single_names + self._list_names,
+            values=torch.from_numpy(values),
+            lengths=lengths,
+            offsets=offsets,
+            stride=size,
+            length_per_key=length_per_key,
+            offset_per_key=[0, *itertools.accumulate(length_per_key)],
+        )
+        # The copies let go of the buffer that the rows are a view of.
+        dense = torch.from_numpy(np.ascontiguousarray(rows.dense.T))
+        labels = rows.labels[0].copy() if len(rows.labels) == 1 else np.ascontiguousarray(rows.labels.T)
+        weights = torch.from_numpy(rows.weights[0].copy()) if len(rows.weights) else None
+        return Batch(dense=dense, sparse=sparse, labels=torch.from_numpy(labels), weights=weights)
+
+
+def require_one_label(batches: ParquetBatches) -> ParquetBatches:
+    """Return batches after making sure that a loss over one label passes over nothing that they hold.
+
+    Raises:
+        ValueError: the data set has several labels, or weights.
+    """
+    labels, weight = batches.manifest.labels, batches.manifest.weight
+    if len(labels) > 1 or weight:
+        held = (
+            f"the labels {', '.join(label.name for label in labels)}" if len(labels) > 1 else f"weights ({weight and weight.name})"
+        )
+        raise ValueError(f"the data set has {held}, which are not used yet; preprocess with one label and without weights")
+    return batches
+
+
+def _stacked(table: pa.Table, names: Sequence[str], dtype: npt.DTypeLike) -> np.ndarray:
+    """Columns of numbers as [columns, n]."""
+    stacked = np.empty((len(names), len(table)), dtype)
+    for row, name in zip(stacked, names, strict=True):
+        row[:] = table.column(name).to_numpy()
+    return stacked
+
+
+@functools.lru_cache(maxsize=4)
+def _one_per_row(keys: int, size: int) -> tuple[Tensor, Tensor]:
+    """lengths and offsets of a KeyedJaggedTensor with one id everywhere; batches share them, nothing writes to them."""
+    return torch.ones(keys * size, dtype=torch.int64), torch.arange(keys * size + 1, dtype=torch.int64)

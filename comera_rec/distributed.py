@@ -1,0 +1,203 @@
+"""Collectives: everything processes exchange except the ids and bags that TorchRec exchanges itself.
+
+processes = Processes()                 # all of the world, or this one alone where no process group exists
+loss = processes.mean(loss)
+path = processes.on_first(lambda: latest_checkpoint(folder))
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The processes of a group. Each of them calls the same methods in the same order; alone, they return at once.
+
+    Args:
+        group: None for the world, which may come to exist later, or this process alone where it doesn't.
+    """
+
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of processes."""
+        return dist.get_world_size(self.group) if dist.is_available() and dist.is_initialized() else 1
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process, from 0."""
+        return dist.get_rank(self.group) if self.several else 0
+
+    @property
+    def several(self) -> bool:
+        """Whether there is more than one."""
+        return self.size > 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes and prints for all."""
+        return self.rank == 0
+
+    def on_first(self, act: Callable[[], Value]) -> Value:
+        """Call `act` on the first process; every process returns or raises what it returns or raises."""
+        if not self.several:
+            return act()
+        outcome = [_outcome(act) if self.is_first else None]
+        dist.broadcast_object_list(outcome, group=self.group, group_src=0)
+        assert outcome[0] is not None
+        value: Value = _value(outcome[0])
+        return value
+
+    def on_each(self, act: Callable[[], Value]) -> list[Value]:
+        """Call `act` on every process; all return the results by rank, or raise the error of the lowest rank that failed."""
+        if not self.several:
+            return [act()]
+        return [_value(outcome) for outcome in self.gather(_outcome(act))]
+
+    def gather(self, value: Value) -> list[Value]:
+        """Gather every process's value, by rank."""
+        if not self.several:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def merge(self, entries: dict[str, Value]) -> dict[str, Value]:
+        """Merge the entries of all processes; where several have the same name, the lowest rank's entry stays."""
+        return {name: value for of_one in reversed(self.gather(entries)) for name, value in of_one.items()}
+
+    def count(self, entries: Mapping[str, object]) -> dict[str, int]:
+        """Count the processes that have an entry of each name of this one."""
+        everyone = self.gather(list(entries))
+        return {name: sum(name in names for names in everyone) for name in entries}
+
+    def concatenate(self, values: Tensor) -> Tensor:
+        """Concatenate the values [n] of all processes by rank; n may differ."""
+        if not self.several:
+            return values
+        sizes = self.gather(len(values))
+        parts = [values.new_empty(max(sizes)) for _ in sizes]  # all_gather wants equal sizes
+        dist.all_gather(parts, torch.cat([values, values.new_zeros(max(sizes) - len(values))]), group=self.group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum every process's values, entry by entry, without gradient."""
+        total = values.detach().clone()
+        if self.several:
+            dist.all_reduce(total, group=self.group)
+        return total
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Average every process's values, entry by entry, without gradient."""
+        return self.sum(values) / self.size if self.several else values.detach().clone()
+
+    def max(self, value: float) -> float:
+        """Return the largest of the processes' values."""
+        return float(self.start_max(torch.tensor(value, dtype=torch.float64))())
+
+    def start_max(self, values: Tensor) -> Callable[[], Tensor]:
+        """Start the maximum of the processes' values, entry by entry; the returned function waits for the result."""
+        if not self.several:
+            return lambda: values
+        work = dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        assert work is not None
+
+        def answer() -> Tensor:
+            work.wait()
+            return values
+
+        return answer
+
+    def any(self, flag: bool) -> bool:
+        """Return whether the flag is set on any process."""
+        return bool(self.max(float(flag)))
+
+    def barrier(self) -> None:
+        """Wait until every process calls this."""
+        if self.several:
+            dist.barrier(group=self.group)
+
+    def require_group(self) -> dist.ProcessGroup:
+        """Return the process group, which must exist."""
+        group = self.group or dist.group.WORLD
+        assert group is not None, "there is no process group"
+        return group
+
+    def apart(self) -> Processes:
+        """Return the same processes as a separate group, whose collectives, on the CPU, may run beside those of this group."""
+        if not self.several:
+            return self
+        ranks = dist.get_process_group_ranks(self.require_group())
+        return Processes(dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
+
+
+WORLD = Processes()
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    value: Any = None
+    error: Exception | None = None
+
+
+def _outcome(act: Callable[[], Any]) -> _Outcome:
+    try:
+        return _Outcome(act())
+    except Exception as error:  # the others are waiting, whatever it is
+        return _Outcome(error=error)
+
+
+def _value(outcome: _Outcome) -> Any:
+    if outcome.error is not None:
+        raise outcome.error
+    return outcome.value
+
+
+def join_launched(device: torch.device) -> None:
+    """Create the world's process group where a launcher such as torchrun started several processes, unless it exists.
+
+    Args:
+        device: the device of this process; collectives use NCCL for tensors on a GPU and gloo for those on the CPU.
+
+    Raises:
+        ValueError: if the launcher's variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) are missing or are not numbers.
+    """
+    if launcher_number("WORLD_SIZE", 1) == 1 or dist.is_initialized():
+        return
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but {', '.join(missing)} not set: launch with torchrun, or unset it"
+        )
+    launcher_number("RANK", 0)
+    # A launcher that starts all anew keeps its store, and with it the addresses of the processes that are gone.
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.PrefixStore(f"attempt_{attempt}", store), rank=rank, world_size=world_size)
+
+
+def leave() -> None:
+    """Wait for the other processes, then destroy the group: otherwise communication threads may abort a process that exits."""
+    if WORLD.several:
+        WORLD.barrier()
+        dist.destroy_process_group()
+
+
+def launcher_number(variable: str, default: int) -> int:
+    """Return the number that a launcher set in an environment variable; ValueError if it is not a number."""
+    text = os.environ.get(variable, str(default))
+    if not text.isdigit():
+        raise ValueError(f"the environment variable {variable} is {text!r}: launch with torchrun, or unset it")
+    return int(text)

@@ -1,0 +1,147 @@
+"""Where a run's model lies: on one device, or its tables sharded over several processes and the rest replicated."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torchrec import EmbeddingBagCollection
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import Topology
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.types import ShardingEnv
+from torchrec.optim.keyed import KeyedOptimizer
+
+from comera_rec.distributed import Processes, launcher_number
+from comera_rec.nn import named_tt_modules
+from comera_rec.rank.tt_modules import gather_tt_modules
+from comera_rec.recsys.sharding import TTEmbeddingBagCollectionSharder, TTShardingPlanner
+from comera_rec.training.config import RunConfig
+from comera_rec.training.model import Schema, build_model, fuse_dense_tables_, materialize_
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """A model where it is trained.
+
+    Attributes:
+        model: to call.
+        module: the same without wrappers, so that names are those of an unsharded model.
+        table_optimizers: of its dense tables, which are updated in the backward pass.
+    """
+
+    model: nn.Module
+    module: nn.Module
+    table_optimizers: list[KeyedOptimizer]
+
+
+def place(
+    config: RunConfig, schema: Schema, model: nn.Module | None, processes: Processes, device: torch.device, batch_size: int
+) -> Placed:
+    """Build a model, or take one that is given, and place it.
+
+    Args:
+        config: whose model it is.
+        schema: of the data.
+        model: None for a new one; for one process.
+        processes: among which tables are divided.
+        device: of this process.
+        batch_size: rows of a process.
+
+    Raises:
+        ValueError: if a model is given and there are several processes.
+        PlannerError: naming a table and what would make it fit, if the tables don't fit.
+    """
+    lr = config.optimizer.lr_tables
+    if not processes.several:
+        model = (build_model(config, schema) if model is None else model).to(device)
+        tables = fuse_dense_tables_(model, lr, device)
+        return Placed(model=model, module=model, table_optimizers=tables)
+    if model is not None:
+        raise ValueError("a model that is given is trained on one process: save it, and continue from its folder on several")
+    # Dense tables that no process could hold are made where they will be.
+    whole = materialize_(build_model(config, schema, device="meta"), device)
+    sharded = _shard(whole, processes, device, batch_size, lr)
+    return Placed(model=sharded, module=sharded.module, table_optimizers=[sharded.fused_optimizer])
+
+
+def whole_model(config: RunConfig, schema: Schema, module: nn.Module, processes: Processes) -> nn.Module:
+    """The model as one process would hold it, at the present ranks of `module`: on the meta device, or `module` itself."""
+    if not processes.several:
+        return module
+    whole = build_model(config, schema, device="meta")
+    summaries = gather_tt_modules(dict(named_tt_modules(module)), processes=processes)
+    for name, part in named_tt_modules(whole):
+        part.resize_ranks_(summaries[name].shape.ranks)
+    return whole
+
+
+def _shard(
+    model: nn.Module, processes: Processes, device: torch.device, batch_size: int, lr_tables: float
+) -> DistributedModelParallel:
+    """Place the tables of a model, the same on every process, by plan, and replicate the rest.
+
+    TT tables go where `TTShardingPlanner` estimates them cheapest. Dense tables are updated in backward by rowwise Adagrad, each
+    whole or divided by rows; TorchRec gives them new values if they are on the meta device.
+    """
+    fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": lr_tables}
+    dense_sharder = EmbeddingBagCollectionSharder(fused_params=fused)
+    sharders: list[Any] = [TTEmbeddingBagCollectionSharder(dense_sharder), dense_sharder]
+    # A replicated dense table would have a dense gradient, and another optimizer than the others.
+    constraints = {
+        config.name: ParameterConstraints(sharding_types=["table_wise", "row_wise"])
+        for module in model.modules()
+        if isinstance(module, EmbeddingBagCollection)
+        for config in module.embedding_bag_configs()
+    }
+    of_host = min(launcher_number("LOCAL_WORLD_SIZE", processes.size), processes.size)
+    topology = Topology(processes.size, device.type, local_world_size=of_host, **_room(device, of_host))
+    planner = TTShardingPlanner(topology, batch_size, constraints=constraints)
+    plan = processes.on_first(lambda: planner.plan(model, sharders))
+    env = ShardingEnv.from_process_group(processes.require_group())
+    return DistributedModelParallel(model, env=env, device=device, plan=plan, sharders=sharders)
+
+
+def _room(device: torch.device, processes_of_host: int) -> dict[str, int]:
+    """Bytes of memory that a process may fill, by the planner's names."""
+    if device.type == "cuda":
+        return {"hbm_cap": torch.cuda.get_device_properties(device).total_memory}
+    return {"ddr_cap": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // processes_of_host}
+
+
+def device_of(name: str) -> torch.device:
+    """The device of this process: "cpu", "cuda" (a GPU for each process of a host), or "auto" for a GPU where there is one.
+
+    Raises:
+        ValueError: for "cuda" without a GPU, or with fewer GPUs than processes.
+    """
+    local_rank = launcher_number("LOCAL_RANK", 0)
+    count = torch.cuda.device_count() if name != "cpu" and torch.cuda.is_available() else 0
+    if name == "cuda" and not count:
+        raise ValueError("training.device is cuda but torch sees no GPU: use training.device=cpu, or install the CUDA build")
+    if not count:
+        return torch.device("cpu")
+    if local_rank >= count:
+        raise ValueError(f"{local_rank + 1} processes or more share {count} GPUs: launch one process a GPU, or training.device=cpu")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def name_of(device: torch.device) -> str:
+    """What results are measured on."""
+    return (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    )
+
+
+def available_cores() -> int:
+    """CPU cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

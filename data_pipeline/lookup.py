@@ -1,0 +1,95 @@
+"""A category's text beside its id, as far as a data set stores it.
+
+A vocabulary of hex digits holds the numbers that they spell, one of other texts their 64-bit hashes. So every text has an id to be
+asked for, but only hex digits can be told from an id.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from data_pipeline.encoder import recorded_log
+from data_pipeline.hashing import HashedIds, TableIds, encode_keys
+from data_pipeline.manifest import CategoricalColumn, Manifest, check_file
+from data_pipeline.reference import hash_text
+from data_pipeline.schema import Kind, LogSchema
+
+_HEX = re.compile(r"[0-9a-fA-F]{1,8}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """An id of a column, its text, and how many training rows (or elements of their lists) hold it.
+
+    text and count are None for id 0, which missing, rare and new values share; count also where ids are hashes.
+    """
+
+    column: str
+    id: int
+    text: str | None
+    count: int | None
+
+
+def find_id(manifest: Manifest, folder: Path, column: str, number: int) -> Entry:
+    """Find an id's text.
+
+    Raises:
+        ValueError: there is no such column or id, or the data set doesn't store the column's texts.
+    """
+    kind, described, _ = _column(manifest, folder, column)
+    if not 0 <= number < described.num_embeddings:
+        raise ValueError(f"--id is {number}; ids of {column} are 0 to {described.num_embeddings - 1}")
+    if not described.vocabulary:
+        raise ValueError(f"ids of {column} are hashes, each shared by many texts; ask for the id of a text with --text")
+    if number == 0:
+        return Entry(column=column, id=0, text=None, count=None)
+    if kind != "hex":
+        raise ValueError(f"the vocabulary of {column} stores hashes of texts, not texts; ask for the id of a text with --text")
+    value, count = _entry(described, folder, number)
+    return Entry(column=column, id=number, text=f"{value:08x}", count=count)
+
+
+def find_text(manifest: Manifest, folder: Path, column: str, text: str) -> Entry:
+    """Find a text's id, 0 if it has none.
+
+    Raises:
+        ValueError: there is no such column, or the text is none of it.
+    """
+    kind, described, schema = _column(manifest, folder, column)
+    if kind == "hex" and text and not _HEX.fullmatch(text):
+        raise ValueError(f"--text is {text!r}; values of {column} are 1 to 8 hex digits")
+    if not text:
+        return Entry(column=column, id=0, text=None, count=None)
+    keys = np.array([[int(text, 16) if kind == "hex" else hash_text(text.encode("utf-8", "surrogateescape"))]], schema.key_dtype)
+    if described.table:
+        ids_of: TableIds | HashedIds = TableIds(check_file(described.table, folder), schema.key_dtype)
+    else:
+        ids_of = HashedIds(described.num_embeddings)
+    ids, _ = encode_keys([ids_of], keys, np.zeros((1, 1), np.bool_))
+    number = int(ids[0, 0])
+    count = _entry(described, folder, number)[1] if described.vocabulary and number else None
+    return Entry(column=column, id=number, text=text, count=count)
+
+
+def _column(manifest: Manifest, folder: Path, name: str) -> tuple[Kind, CategoricalColumn, LogSchema]:
+    schema = recorded_log(manifest, folder)
+    described = {column.name: column for column in manifest.categorical_columns}
+    if name not in described:
+        raise ValueError(f"--column {name}: {folder} has no such category; its categories are {', '.join(described)[:200]}")
+    return schema.column_of(name).kind, described[name], schema
+
+
+def _entry(column: CategoricalColumn, folder: Path, number: int) -> tuple[int, int]:
+    """Value and count of an id from 1."""
+    assert column.vocabulary, "ids that are hashes have no entries"
+    with pq.ParquetFile(check_file(column.vocabulary, folder), memory_map=True) as file:
+        row, group = number - 1, 0
+        while row >= (rows := file.metadata.row_group(group).num_rows):
+            row, group = row - rows, group + 1
+        entry = file.read_row_group(group).slice(row, 1).to_pylist()[0]
+    return entry["value"], entry["count"]

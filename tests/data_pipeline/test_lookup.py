@@ -1,0 +1,92 @@
+"""`comera lookup`: ids and texts as the log and the data set's own shards pair them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from click.testing import CliRunner
+from random_logs import random_rows
+from test_formats import ROWS, as_csv, read
+
+from comera_rec.cli.data import lookup
+from data_pipeline.lookup import Entry, find_id, find_text
+from data_pipeline.manifest import Manifest
+from data_pipeline.preprocess import PreprocessOptions, preprocess
+from data_pipeline.schema import read_schema
+
+SCHEMA = """
+separator = ","
+header = true
+[columns]
+bought = "label"
+shop = "category"
+code = "hex"
+tags = { kind = "list", separator = " ", hash_buckets = 50 }
+"""
+
+
+@pytest.fixture
+def orders(tmp_path: Path) -> tuple[Manifest, Path]:
+    (tmp_path / "log.csv").write_bytes(as_csv(ROWS))
+    (tmp_path / "schema.toml").write_text(SCHEMA)
+    options = PreprocessOptions(
+        inputs=(tmp_path / "log.csv",), output=tmp_path / "data", schema=read_schema(tmp_path / "schema.toml")
+    )
+    return preprocess(options), options.output
+
+
+def test_hex_digits_both_ways(write_log: Callable[..., Path], tmp_path: Path) -> None:
+    log = random_rows(400)
+    manifest = preprocess(PreprocessOptions(inputs=(write_log(log),), output=tmp_path / "data"))
+    train = read(tmp_path / "data", "train")
+    texts = pd.Series([int(row[16], 16) if row[16] else None for row in log[: len(train)]])
+    assert train["C3"].max() > 3
+    for number in range(1, train["C3"].max() + 1):
+        entry = find_id(manifest, tmp_path / "data", "C3", number)
+        assert entry.text is not None
+        assert texts[train["C3"] == number].eq(int(entry.text, 16)).all()
+        assert entry.count == (train["C3"] == number).sum()
+        assert find_text(manifest, tmp_path / "data", "C3", entry.text) == entry
+        assert find_text(manifest, tmp_path / "data", "C3", entry.text.upper().lstrip("0") or "0").id == number
+
+
+def test_texts_and_hashes(orders: tuple[Manifest, Path]) -> None:
+    train = read(orders[1], "train")
+    rows = pd.DataFrame(ROWS[: len(train)])
+    for shop in ("north", 'the "inn", town', "größe"):
+        entry = find_text(*orders, "shop", shop)
+        assert train["shop"][rows["shop"] == shop].eq(entry.id).all()
+        assert entry == Entry(column="shop", id=entry.id, text=shop, count=(rows["shop"] == shop).sum())
+    for row, ids in zip(rows["tags"], train["tags"], strict=True):
+        assert [find_text(*orders, "tags", tag).id for tag in row[:1]] == ids[:1].tolist()
+    assert find_text(*orders, "shop", "nowhere") == Entry(column="shop", id=0, text="nowhere", count=None)
+    assert find_text(*orders, "shop", "") == find_id(*orders, "shop", 0) == Entry(column="shop", id=0, text=None, count=None)
+
+
+@pytest.mark.parametrize(
+    ("column", "wanted", "message"),
+    [
+        ("shop", 1, "the vocabulary of shop stores hashes of texts, not texts; ask for the id of a text with --text"),
+        ("tags", 7, "ids of tags are hashes, each shared by many texts; ask for the id of a text with --text"),
+        ("code", 99, "--id is 99; ids of code are 0 to 9"),
+        ("code", -1, "--id is -1; ids of code are 0 to 9"),
+        ("code", "xyz", "--text is 'xyz'; values of code are 1 to 8 hex digits"),
+        ("cents", 1, "--column cents: .* has no such category; its categories are shop, code, tags"),
+    ],
+)
+def test_what_has_no_answer(orders: tuple[Manifest, Path], column: str, wanted: int | str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _ = find_id(*orders, column, wanted) if isinstance(wanted, int) else find_text(*orders, column, wanted)
+
+
+def test_command(orders: tuple[Manifest, Path]) -> None:
+    result = CliRunner().invoke(lookup, ["--data", str(orders[1]), "--column", "shop", "--text", "größe"])
+    assert json.loads(result.output) == asdict(find_text(*orders, "shop", "größe"))
+    for arguments in ([], ["--id", "1", "--text", "a"]):
+        result = CliRunner().invoke(lookup, ["--data", str(orders[1]), "--column", "shop", *arguments])
+        assert str(result.exception) == "give one of --id and --text"

@@ -1,0 +1,99 @@
+"""What processes say to each other, in the world, in a group of some of its processes, and alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.harness.processes import run as run_processes
+from comera_rec.distributed import Processes, join_launched, launcher_number
+
+pytestmark = pytest.mark.distributed
+
+
+def fail_if(condition: bool, value: int) -> int:
+    if condition:
+        raise ValueError(f"process {value} can't")
+    return value
+
+
+def message_of(processes: Processes, on: str, failing: bool) -> str:
+    with pytest.raises(ValueError) as caught:
+        getattr(processes, on)(lambda: fail_if(failing, processes.rank))
+    return str(caught.value)
+
+
+def exchange(processes: Processes) -> dict[str, Any]:
+    rank = processes.rank
+    return {
+        "rank": rank,
+        "size": processes.size,
+        "on_first": processes.on_first(lambda: rank),
+        "on_each": processes.on_each(lambda: rank * 10),
+        "merge": processes.merge({"all": rank, f"of {rank}": rank}),
+        "count": processes.count({"all": 0, f"of {rank}": 0}),
+        "concatenate": processes.concatenate(torch.arange(rank + 1)).tolist(),
+        "sum": processes.sum(torch.tensor([1.0, rank])).tolist(),
+        "mean": processes.mean(torch.tensor(float(rank))).item(),
+        "max": processes.max(rank),
+        "any": [processes.any(rank == 1), processes.any(rank == 9)],
+        "apart": processes.apart().sum(torch.tensor(1)).item(),
+        "messages": [message_of(processes, "on_first", rank == 0), message_of(processes, "on_each", rank > 0)],
+    }
+
+
+def exchange_in_groups(rank: int) -> list[dict[str, Any]]:
+    world = exchange(Processes())
+    groups = [dist.new_group(ranks) for ranks in ([0], [1, 2])]
+    return [world, exchange(Processes(groups[rank > 0])) if rank else {}]
+
+
+def expected(rank: int, size: int) -> dict[str, Any]:
+    return {
+        "rank": rank,
+        "size": size,
+        "on_first": 0,
+        "on_each": [10 * each for each in range(size)],
+        "merge": {"all": 0} | {f"of {each}": each for each in range(size)},
+        "count": {"all": size, f"of {rank}": 1},
+        "concatenate": [number for each in range(size) for number in range(each + 1)],
+        "sum": [float(size), sum(range(size))],
+        "mean": sum(range(size)) / size,
+        "max": size - 1,
+        "any": [True, False],
+        "apart": size,
+        "messages": ["process 0 can't", "process 1 can't"],
+    }
+
+
+def test_the_world_and_a_group_agree_each_among_themselves() -> None:
+    for rank, (world, group) in enumerate(run_processes(3, exchange_in_groups)):
+        assert world == expected(rank, 3)
+        if rank:
+            assert group == expected(rank - 1, 2)
+
+
+def test_one_process_agrees_with_itself() -> None:
+    alone = Processes()
+    assert not alone.several
+    assert alone.is_first
+    assert alone.on_each(lambda: 7) == [7]
+    assert alone.merge({"a": 1}) == {"a": 1}
+    assert alone.max(3.0) == 3.0
+    values = torch.tensor([1.0], requires_grad=True)
+    assert not alone.mean(values).requires_grad
+    assert message_of(alone, "on_first", True) == "process 0 can't"
+
+
+def test_the_launchers_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="WORLD_SIZE is 2 but RANK, MASTER_ADDR, MASTER_PORT not set: launch with torchrun"):
+        join_launched(torch.device("cpu"))
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(ValueError, match="the environment variable WORLD_SIZE is 'two': launch with torchrun, or unset it"):
+        launcher_number("WORLD_SIZE", 1)
