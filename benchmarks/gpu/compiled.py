@@ -23,6 +23,7 @@ from comera_rec.ops.launch import Launch
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _WARP = 32
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
+_LABEL, _TARGET = re.compile(r"^(\.L_x_\d+):"), re.compile(r"BRA.*`\((\.L_x_\d+)\)")
 MULTIPLYING = ("FFMA", "FMUL", "HFMA2", "HMMA", "HGMMA")
 KINDS = {
     "multiply-add": ("FFMA", "HMMA", "HGMMA"),
@@ -104,6 +105,22 @@ class Compiled:
         reads = [index for index, name in enumerate(names) if name == "LDS" and index < products[-1]]
         span = names[min(reads + products) : products[-1] + 1]
         return len(products), len(span)
+
+    @property
+    def loop(self) -> int:
+        """Instructions of the innermost loop that multiplies and adds; all of them if there is none."""
+        at, labels, loops = 0, {}, []
+        for line in self.sass.splitlines():
+            if label := _LABEL.match(line):
+                labels[label[1]] = at
+            elif name := _INSTRUCTION.match(line):
+                target = _TARGET.search(line)
+                if target and target[1] in labels:
+                    loops.append((labels[target[1]], at + 1))
+                at += 1
+        names = [name.split(".")[0] for name in self._names]
+        sizes = [end - start for start, end in loops if set(names[start:end]) & set(KINDS["multiply-add"])]
+        return min(sizes, default=len(names))
 
     @property
     def occupancy(self) -> float:

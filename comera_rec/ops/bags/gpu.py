@@ -211,12 +211,18 @@ class _Call:
             )  # fmt: skip
         return out, bags, chosen
 
-    def sum_slices(self, side: int, grad: Tensor, bags: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums over the ids of each slice of a side; and an id of each slice, -1 of slices that the batch did not meet."""
+    def owners(self) -> tuple[Tensor, Tensor]:
+        """Room for an id of each slice, of either side; -1 of slices that the batch did not meet."""
+        left, right = self.sizes.counts
+        aligned = -(-left // 4) * 4
+        both = torch.full((aligned + right,), -1, dtype=torch.int32, device=self.first.device)
+        return both[:left], both[aligned:]
+
+    def sum_slices(self, side: int, owners: Tensor, grad: Tensor, bags: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums over the ids of each slice of a side, and the owners."""
         sizes, size_x = self.sizes, self._sides[side][0].shape[2]
         rows = sizes.counts[side] + -(-self.num_ids // self._kernels.CHUNK)
         sums = torch.empty(rows, sizes.rank * size_x, dtype=torch.float32, device=grad.device)
-        owners = torch.full((sizes.counts[side],), -1, dtype=torch.int32, device=grad.device)
         self._kernels.slices_launch(sizes, side, **self._how, **self._mode)(
             grad_ptr=grad, other_ptr=self._sides[1 - side][0], tables_ptr=self._tables, pairs_ptr=self._pairs,
             slices_ptr=self._slices, order_ptr=self._order, bags_ptr=bags, offsets_ptr=self._offsets,
@@ -318,8 +324,8 @@ def gradients(
         return of_cores, of_diagonals, grad.new_zeros(0 if weights is None else call.num_ids)
     half, products = len(cores) // 2, call.products()
     results = of_cores.split([core.numel() for core in cores])
-    for side in (0, 1):
-        sums = call.sum_slices(side, grad, bags, chosen)
+    for side, owners in enumerate(call.owners()):
+        sums = call.sum_slices(side, owners, grad, bags, chosen)
         call.finish(side, sums, results[side * half : (side + 1) * half], products if side else None, "gradient", _NO_SETTINGS)
     if products is not None:
         call.finish_diagonals(products, sums[1], of_diagonals.split([len(each) for each in diagonals]), "gradient", _NO_SETTINGS)
@@ -388,7 +394,7 @@ class _UpdatingPool(torch.autograd.Function):
         of_weights, diagonal_gradients = None, [None] * len(diagonals)
         if not (grad.numel() and call.num_ids):
             return *(None,) * 7, None if weights is None else torch.zeros_like(weights), *map(torch.zeros_like, diagonals)
-        sums = [call.sum_slices(side, grad, bags, chosen) for side in (0, 1)]
+        sums = [call.sum_slices(side, owners, grad, bags, chosen) for side, owners in enumerate(call.owners())]
         if weights is not None:
             of_weights = call.gradients_of_weights(grad, bags)
         for side in (0, 1):
