@@ -113,7 +113,7 @@ class Compiled:
         for line in self.sass.splitlines():
             if label := _LABEL.match(line):
                 labels[label[1]] = at
-            elif name := _INSTRUCTION.match(line):
+            elif _INSTRUCTION.match(line):
                 target = _TARGET.search(line)
                 if target and target[1] in labels:
                     loops.append((labels[target[1]], at + 1))

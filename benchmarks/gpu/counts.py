@@ -39,8 +39,8 @@ SORT = 4
 SEVERAL = {"cumsum": 2, "constant_pad_nd": 2, "scatter": 2, "scatter_add": 2, "index_select": 1}
 """Operators of torch that launch more than one kernel: a scan and its start, a fill or copy before what they are called for."""
 NONE = {
-    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh", "detach", "detach_", "alias",
-    "device", "_record_function_enter_new", "_record_function_exit",
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh", "detach", "detach_",
+    "alias", "device", "_record_function_enter_new", "_record_function_exit",
 }  # fmt: skip
 """Operators that hand the device nothing."""
 MAKING = {"new_zeros", "new_full", "zeros_like", "ones_like", "full_like"}
@@ -158,17 +158,25 @@ def _optimizer(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimiz
     if name == "Adam":
         return torch.optim.Adam(parameters, lr=torch.tensor(0.01), fused=True)
     made: torch.optim.Optimizer = getattr(torch.optim, name)(parameters, lr=0.01)
-    assert all([register_update(parameter, made) for parameter in parameters])
+    assert all(register_update(parameter, made) for parameter in parameters)
     return made
+
+
+def _flag(device: torch.device) -> Tensor:
+    return torch.empty((), dtype=torch.int32)
+
+
+def _constants(rows: list[Any], device: torch.device) -> Tensor:
+    return torch.empty(len(rows), len(rows[0]), dtype=torch.int64)
 
 
 @contextmanager
 def _triton_on_fake_tensors() -> Iterator[None]:
     """Let the CPU pass for a device on which Triton runs, as it may in its interpreter."""
-    aligned = mock.patch.object(bags, "_address", lambda tensor: 0)  # which fake tensors have not
-    on_device = mock.patch.object(bags, "on_device", lambda rows, device: torch.empty(len(rows), len(rows[0]), dtype=torch.int64))
+    aligned = mock.patch.object(bags, "_address", return_value=0)  # which fake tensors have not
+    constants = [mock.patch.object(module, "on_device", _constants) for module in (bags, pairs)]  # which stay on a GPU
     # On a GPU the flag is made once, and steps are counted on the host.
-    flag = mock.patch.object(pairs, "_in_range", lambda device: torch.empty((), dtype=torch.int32))
-    host = mock.patch.object(updates, "_count", lambda states: None)
-    with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}), aligned, on_device, flag, host, FakeTensorMode():
+    flag = mock.patch.object(pairs, "_in_range", _flag)
+    host = mock.patch.object(updates, "_count", return_value=None)
+    with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}), aligned, constants[0], constants[1], flag, host, FakeTensorMode():
         yield

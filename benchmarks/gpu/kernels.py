@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from comera_rec.ops.bags import triton as bags
 from comera_rec.ops.bags import triton_updates as updates
@@ -32,7 +33,7 @@ class Call:
     @property
     def in_all(self) -> bool:
         """Of the size that is compiled for every architecture; the others are for one."""
-        return self.size in (MOST_USED, (64,)) or (len(self.size) == 2 and set(self.size) <= set(MOST_USED))
+        return len(self.size) < 3 or self.size == MOST_USED
 
     def __str__(self) -> str:
         return " ".join([self.what, *filter(None, ["x".join(map(str, self.size))])])
@@ -43,6 +44,8 @@ def step_calls(n1: int, rank: int, n2: int) -> list[Call]:
     ids, tables = 114_688, 7
     dim, size = n1 * n2, (n1, rank, n2)
     sizes = bags.Sizes(num_ids=ids, counts=(13_645, 13_287), n1=n1, rank=rank, n2=n2, num_cols=dim, scaled=True, aligned=True)
+    how: dict[str, Any]
+    mode: dict[str, Any]
     how, mode = {"num_bags": ids, "features": tables}, {"mode": "sum", "weighted": False}
     no_settings = {"lr": 0.1, "eps": 1e-8, "weight_decay": 0.0}
     operands = {"a_ptr": _FLOAT, "b_ptr": _FLOAT, "d_ptr": _FLOAT, "tables_ptr": _LONG, "pairs_ptr": _INT}

@@ -159,9 +159,7 @@ class Model:
         self._ids = len(ROWS) * case.batch
         shape = case.tt_shapes[0]
         self._cols = shape.col_shape[0], shape.col_shape[1]
-        blocks = tuple(
-            launch.constants["BLOCK_U"] for launch, _ in self._step.launches if launch.kernel.__name__ == "_sum_slices"
-        )
+        blocks = tuple(launch.constants["BLOCK_U"] for launch, _ in self._step.launches if launch.kernel.__name__ == "_sum_slices")
         self._batch = _drawn(case.batch, case.dim, case.rank, blocks)
 
     def ours(self) -> list[Kernel]:
@@ -209,7 +207,7 @@ class Model:
         return found
 
     def _issued(self, launch: Launch, compiled: Compiled) -> float:
-        """Instructions of all warps: the whole code once for each program, or each segment; more rounds of a segment are its loop's."""
+        """Instructions of all warps: the whole code once for each program or segment; a segment's further rounds are the loop."""
         code, name = sum(compiled.instructions.values()), launch.kernel.__name__
         if name == "_sum_slices":
             side = launch.constants["SIDE"]
@@ -250,14 +248,17 @@ def _counted(batch: int, dim: int, rank: int) -> Step:
 
 @cache
 def _drawn(batch: int, dim: int, rank: int, blocks: tuple[int, int]) -> Batch:
-    unique, keys, firsts = 0, ([], []), [0, 0]
+    keys: tuple[list[Tensor], list[Tensor]] = ([], [])
+    unique, firsts = 0, [0, 0]
     for rows in ROWS:
         ids, modes = draw_ids(rows, batch, ZIPF), TTShape.for_table(rows, dim, tt_ranks=rank, order=2).row_shape
         unique += len(ids.unique())
         for side, digits in enumerate((ids // modes[1], ids % modes[1])):
             keys[side].append(digits + firsts[side])
             firsts[side] += modes[side]
-    met, segments, rounds = zip(*(_segments(torch.cat(of_side), block) for of_side, block in zip(keys, blocks, strict=True)), strict=True)
+    met, segments, rounds = zip(
+        *(_segments(torch.cat(of_side), block) for of_side, block in zip(keys, blocks, strict=True)), strict=True
+    )
     return Batch(unique=unique, met=met, segments=segments, rounds=rounds)
 
 

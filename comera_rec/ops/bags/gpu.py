@@ -1,8 +1,8 @@
 """Bags of rows on GPUs, by the kernels of `triton.py` and `triton_updates.py`; `reference.pool` says what they compute.
 
-L ids, T tables, F features of B bags each, N columns. A row is a product of a leading and a trailing slice. Tables of order 2 are read
-where they are, all of them by one kernel, if the plan is a `PairPlan`; of others the halves are formed first, each once. Rows are
-formed where bags need them and written nowhere.
+L ids, T tables, F features of B bags each, N columns. A row is a product of a leading and a trailing slice. If the plan is
+a `PairPlan`, tables of order 2 are read where they are, all of them by one kernel; of others the halves are formed first.
+Rows are formed where bags need them and written nowhere.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _halves(cores: Sequence[Sequence[Tensor]], diagonals: Sequence[Sequence[Tens
     if len(stacked) == 1:
         return left.transpose(0, 1), left.new_ones(1, len(cores), 1, 1)  # each table's only trailing slice
     if len(stacked) > 2:
-        products = gathered_matmul(left.flatten(1, 2), stacked[1].flatten(2), *plan.left, "triton", p_ascends=True)
+        products = gathered_matmul(left.flatten(1, 2), stacked[1].flatten(2), plan.left[0], plan.left[1], "triton", p_ascends=True)
         left = products.view(products.shape[0], 1, left.shape[2] * stacked[1].shape[2], stacked[1].shape[3])
     if len(stacked) > 3:
         fourth, third = plan.right
@@ -226,7 +226,8 @@ class _Call:
         self._kernels.slices_launch(sizes, side, **self._how, **self._mode)(
             grad_ptr=grad, other_ptr=self._sides[1 - side][0], tables_ptr=self._tables, pairs_ptr=self._pairs,
             slices_ptr=self._slices, order_ptr=self._order, bags_ptr=bags, offsets_ptr=self._offsets,
-            weights_ptr=self.first if self._weights is None else self._weights, chosen_ptr=chosen, parts_ptr=sums, owners_ptr=owners,
+            weights_ptr=self.first if self._weights is None else self._weights, chosen_ptr=chosen, parts_ptr=sums,
+            owners_ptr=owners,
         )  # fmt: skip
         self._updates.parts_launch(sizes, side)(parts_ptr=sums, slices_ptr=self._slices)
         return sums, owners
@@ -391,7 +392,8 @@ class _UpdatingPool(torch.autograd.Function):
         grad = grad.contiguous()
         kind, states, of_cores, of_diagonals = updates.begin_gpu_step()
         half, products = len(updates.cores) // 2, call.products()
-        of_weights, diagonal_gradients = None, [None] * len(diagonals)
+        of_weights: Tensor | None = None
+        diagonal_gradients: list[Tensor | None] = [None] * len(diagonals)
         if not (grad.numel() and call.num_ids):
             return *(None,) * 7, None if weights is None else torch.zeros_like(weights), *map(torch.zeros_like, diagonals)
         sums = [call.sum_slices(side, owners, grad, bags, chosen) for side, owners in enumerate(call.owners())]
@@ -404,6 +406,7 @@ class _UpdatingPool(torch.autograd.Function):
             call.finish_diagonals(products, sums[1][1], states[2 * half :] or diagonals, kind, of_diagonals)
         elif products is not None:
             flat = products.new_zeros(sum(map(len, diagonals)), dtype=diagonals[0].dtype)
-            diagonal_gradients = list(flat.split([len(each) for each in diagonals]))
-            call.finish_diagonals(products, sums[1][1], diagonal_gradients, "gradient", _NO_SETTINGS)
+            split = flat.split([len(each) for each in diagonals])
+            call.finish_diagonals(products, sums[1][1], split, "gradient", _NO_SETTINGS)
+            diagonal_gradients = list(split)
         return *(None,) * 7, of_weights, *diagonal_gradients

@@ -1,10 +1,10 @@
-# ruff: noqa: N803, SIM102 - Triton's custom: constants are in capitals, and what depends on them is a statement
+# ruff: noqa: N803 - Triton's custom: constants are in capitals
 # mypy: allow-untyped-defs
 """Kernels of bags of rows on a GPU, in Triton, each of them for all tables of a lookup; `gpu.py` calls them.
 
 L ids, T tables, F features of B bags each; rows of N columns are products of a leading slice (n1 x r) and a trailing one (r x n2).
-Slices lie as their cores do, the bond outermost: r x n1 and r x n2. Tables' ranks may be less than R, for which kernels are compiled:
-what is beyond a table's rank is masked. A segment is the ids of one slice, in the order of the plan.
+Slices lie as their cores do, the bond outermost: r x n1 and r x n2. Ranks may be less than R, for which kernels are compiled: what
+is beyond a table's is masked. A segment is the ids of one slice, in the order of the plan.
 
 `tables_ptr` [T, TABLE] has for each table its rank, and where its leading core, trailing core and diagonal start: in elements,
 counted from the first table's. Every sum has a fixed order, so that results do not change from run to run.

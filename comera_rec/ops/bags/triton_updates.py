@@ -1,10 +1,10 @@
-# ruff: noqa: N803, SIM102, SIM108 - Triton's custom: constants are in capitals, and what depends on them is a statement
+# ruff: noqa: N803, SIM102 - Triton's custom: constants are in capitals, and what depends on them is a statement
 # mypy: allow-untyped-defs
 """Kernels that end the backward of bags on a GPU: they write gradients, or update slices with an optimizer instead.
 
 `tables_ptr` [T, COLUMNS] has for each table its rank, and where its core, its diagonal and its result start: a gradient, or a state
-of the optimizer; in elements, counted from the first table's. An optimizer's step touches slices of the batch alone, which is all that
-SGD and Adagrad change without weight decay; with it, other slices don't shrink.
+of the optimizer; in elements, counted from the first table's. A step updates the slices of the batch alone, which is all that SGD
+and Adagrad change without weight decay; with it, other slices don't shrink.
 """
 
 from __future__ import annotations
@@ -76,7 +76,11 @@ def _finish_slices(
     sums = parts_ptr + (s.to(tl.int64) * (rank_limit * X))[:, None, None]
     result = result_ptr + (result_at + slice_ * numbers)[:, None, None]
     if ALIGNED:
-        core, sums, result = tl.multiple_of(core, (16, 16, 16)), tl.multiple_of(sums, (16, 16, 16)), tl.multiple_of(result, (16, 16, 16))
+        core, sums, result = (
+            tl.multiple_of(core, (16, 16, 16)),
+            tl.multiple_of(sums, (16, 16, 16)),
+            tl.multiple_of(result, (16, 16, 16)),
+        )
     d_at = d_ptr + tl.load(of_table + DIAGONAL)[:, None]
     rank = tl.where(met, rank, 0)
     if LR_IN_TENSOR:

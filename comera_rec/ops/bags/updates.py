@@ -117,7 +117,9 @@ class Updates:
     def begin_gpu_step(self) -> tuple[str, list[Tensor], dict[str, Any], dict[str, Any]]:
         """Count a step; returns the kind, first states of cores and then of diagonals, and the rules of cores and of diagonals."""
         groups = [optimizer.param_groups[number] for optimizer, number in self._optimizers]
-        by_parameter = [optimizer.state[parameter] for parameter, (optimizer, _) in zip(self._parameters, self._optimizers, strict=True)]
+        by_parameter = [
+            optimizer.state[parameter] for parameter, (optimizer, _) in zip(self._parameters, self._optimizers, strict=True)
+        ]
         states: list[Tensor] = []
         if self._kind.states:
             _count(by_parameter)

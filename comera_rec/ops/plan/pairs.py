@@ -23,7 +23,7 @@ class PairPlan:
     """Which slices ids multiply; it depends only on ids and row modes."""
 
     pairs: Tensor
-    """[3, L] int32: of each id its leading and its trailing slice, numbered within its table, and the table; slices of -1 are left out."""
+    """[3, L] int32: of each id its leading and its trailing slice, numbered within its table, and the table; -1 is left out."""
     slices: Tensor
     """[2, L], sorted: leading slices numbered through all tables, P if left out; then trailing ones plus P + 1."""
     order: Tensor
@@ -54,14 +54,18 @@ def plan_pairs(ids: Sequence[Tensor], row_shapes: Sequence[Sequence[int]], num_e
         joined, ids_of_table = torch.cat(list(ids)) if len(ids) > 1 else ids[0].contiguous(), lengths.pop()
     else:
         joined, ids_of_table = torch.cat(_numbered_through(ids, firsts, rows)), 0
-    counts = tuple(map(sum, zip(*row_shapes, strict=True)))
+    leading, trailing = (sum(modes) for modes in zip(*row_shapes, strict=True))
     modes = [number for shape in row_shapes for number in shape]
-    return PairPlan(**dict(zip(("pairs", "slices", "order"), _plan_pairs(joined, modes, rows, ids_of_table), strict=True)), counts=counts)
+    pairs, slices, order = _plan_pairs(joined, modes, rows, ids_of_table)
+    return PairPlan(pairs=pairs, slices=slices, order=order, counts=(leading, trailing))
 
 
 def _numbered_through(ids: Sequence[Tensor], firsts: Sequence[int], rows: Sequence[int]) -> list[Tensor]:
     """Ids plus the rows of earlier tables; one out of range becomes one that no table has."""
-    inside = [torch.where((table >= 0) & (table < count), table.long(), -1 - first) for table, first, count in zip(ids, firsts, rows, strict=False)]
+    inside = [
+        torch.where((table >= 0) & (table < count), table.long(), -1 - first)
+        for table, first, count in zip(ids, firsts, rows, strict=False)
+    ]
     return list(torch._foreach_add(inside, list(firsts[: len(ids)])))
 
 
@@ -122,7 +126,7 @@ def key_type(num_left: int, num_right: int) -> torch.dtype:
 
 
 def _in_range(device: torch.device) -> Tensor:
-    """1, as long as no id was out of range. On a GPU it is one number for ever: once it is 0, an assertion has ended all work there."""
+    """1, as long as no id was out of range. On a GPU it is made once: when it is 0, an assertion has ended all work there."""
     if device.type == "cuda" and not torch.compiler.is_compiling():
         return _flag(device)
     return torch.ones((), dtype=torch.int32, device=device)

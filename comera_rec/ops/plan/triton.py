@@ -11,7 +11,7 @@ from torch import Tensor
 from comera_rec.ops.launch import Launch, block
 
 COLUMNS = 5
-"""Of what a kernel knows of a table: rows, trailing slices, numbers of its first leading and trailing slice, and of its first row."""
+"""Of what a kernel knows of a table: rows, trailing slices, numbers of its first leading and trailing slice, and its first row."""
 
 
 @triton.jit(do_not_specialize=["num_ids", "ids_of_table", "num_left"])
