@@ -23,6 +23,7 @@ from comera_rec.ops.launch import Launch
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _WARP = 32
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
+_LABEL, _TARGET = re.compile(r"^(\.L_x_\d+):"), re.compile(r"BRA.*`\((\.L_x_\d+)\)")
 MULTIPLYING = ("FFMA", "FMUL", "HFMA2", "HMMA", "HGMMA")
 KINDS = {
     "multiply-add": ("FFMA", "HMMA", "HGMMA"),
@@ -106,6 +107,22 @@ class Compiled:
         return len(products), len(span)
 
     @property
+    def loop(self) -> int:
+        """Instructions of the innermost loop that multiplies and adds; all of them if there is none."""
+        at, labels, loops = 0, {}, []
+        for line in self.sass.splitlines():
+            if label := _LABEL.match(line):
+                labels[label[1]] = at
+            elif _INSTRUCTION.match(line):
+                target = _TARGET.search(line)
+                if target and target[1] in labels:
+                    loops.append((labels[target[1]], at + 1))
+                at += 1
+        names = [name.split(".")[0] for name in self._names]
+        sizes = [end - start for start, end in loops if set(names[start:end]) & set(KINDS["multiply-add"])]
+        return min(sizes, default=len(names))
+
+    @property
     def occupancy(self) -> float:
         """Warps that a multiprocessor holds at once over those that it could."""
         processor = MULTIPROCESSORS[self.architecture]
@@ -151,7 +168,7 @@ def compile_for_amd(launch: Launch, tensors: Mapping[str, str], architecture: st
 
 def _compile(launch: Launch, tensors: Mapping[str, str], target: GPUTarget):  # type: ignore[no-untyped-def]
     names = launch.kernel.arg_names
-    types = {**tensors, **dict.fromkeys(launch.numbers, "i32")}
+    types = {**tensors, **{name: "fp32" if isinstance(number, float) else "i32" for name, number in launch.numbers.items()}}
     source = ASTSource(
         fn=launch.kernel,
         signature={name: types.get(name, "constexpr") for name in names},

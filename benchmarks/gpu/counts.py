@@ -16,17 +16,22 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import comera_rec.ops.bags.triton_updates  # kernels must be there before TRITON_INTERPRET is, to be compiled later
+import comera_rec.ops.plan.triton  # noqa: F401
 from comera_rec.nn import TTEmbeddingBag
 from comera_rec.nn.table import plan_tables
 from comera_rec.ops import tt_bags
-from comera_rec.ops.bags import triton as bags
+from comera_rec.ops.bags import gpu as bags
+from comera_rec.ops.bags import updates
+from comera_rec.ops.bags.updates import register_update
 from comera_rec.ops.gathered_matmul import triton as products
 from comera_rec.ops.launch import Launch, recorded_launches
+from comera_rec.ops.plan import pairs
 from comera_rec.tt import TTShape
 
 SORT = 4
@@ -34,8 +39,8 @@ SORT = 4
 SEVERAL = {"cumsum": 2, "constant_pad_nd": 2, "scatter": 2, "scatter_add": 2, "index_select": 1}
 """Operators of torch that launch more than one kernel: a scan and its start, a fill or copy before what they are called for."""
 NONE = {
-    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh", "detach", "alias",
-    "device", "_record_function_enter_new", "_record_function_exit",
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh", "detach", "detach_",
+    "alias", "device", "_record_function_enter_new", "_record_function_exit",
 }  # fmt: skip
 """Operators that hand the device nothing."""
 MAKING = {"new_zeros", "new_full", "zeros_like", "ones_like", "full_like"}
@@ -108,18 +113,20 @@ def _multiply_backward(
 _INSIDE: dict[str, Callable[..., Any]] = {
     "gathered_matmul": _multiply,
     "gathered_matmul_backward": _multiply_backward,
-    "pool_rows": bags.pool_into_bags,
-    "pool_rows_backward": bags.gradients_of_rows,
+    "plan_pairs": pairs.split_and_sort,
+    "pool_pairs": bags.pool_into_bags,
+    "pool_pairs_backward": bags.gradients,
 }
 
 
-def count_step(shapes: list[TTShape], batch: int, *, bag: int = 1) -> Step:
-    """Count a step of tables that share a lookup: plan, bags, gradients, and fused Adam.
+def count_step(shapes: list[TTShape], batch: int, *, bag: int = 1, optimizer: str = "Adagrad") -> Step:
+    """Count a step of tables that share a lookup: plan, bags, and updates.
 
     Args:
         shapes: of the tables, alike but for row modes and ranks.
         batch: bags of each table.
         bag: ids of a bag.
+        optimizer: "Adagrad" or "SGD", which update slices in backward; or "Adam", fused, over whole cores after it.
 
     Raises:
         torch._subclasses.fake_tensor.DataDependentOutputException: where the step would wait for the device.
@@ -130,7 +137,7 @@ def count_step(shapes: list[TTShape], batch: int, *, bag: int = 1) -> Step:
     with _triton_on_fake_tensors(), recorded_launches() as launches:
         tables = [TTEmbeddingBag(math.prod(shape.row_shape), dim, shape=shape, impl="triton") for shape in shapes]
         parameters = [parameter for table in tables for parameter in table.parameters()]
-        optimizer = torch.optim.Adam(parameters, lr=torch.tensor(0.01), fused=True)
+        step = _optimizer(optimizer, parameters)
         ids = [torch.empty(batch * bag, dtype=torch.int64) for _ in tables]
         offsets, upstream = torch.empty(len(tables) * batch + 1, dtype=torch.int64), torch.empty(batch, len(tables) * dim)
         for warm in (True, False):  # the first step makes the optimizer's state
@@ -141,14 +148,35 @@ def count_step(shapes: list[TTShape], batch: int, *, bag: int = 1) -> Step:
             parts = [table.forward_parameters() for table in tables]
             out = tt_bags(parts, plan, offsets, num_cols=dim, features=len(tables), impl="triton")
             out.backward(upstream)
-            optimizer.step()
-            optimizer.zero_grad()
+            step.step()
+            step.zero_grad()
         counter.__exit__(None, None, None)
         return Step(torch=counter.found, launches=[(launch, dict(tensors)) for launch, tensors in launches], slices=slices)
+
+
+def _optimizer(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    if name == "Adam":
+        return torch.optim.Adam(parameters, lr=torch.tensor(0.01), fused=True)
+    made: torch.optim.Optimizer = getattr(torch.optim, name)(parameters, lr=0.01)
+    assert all(register_update(parameter, made) for parameter in parameters)
+    return made
+
+
+def _flag(device: torch.device) -> Tensor:
+    return torch.empty((), dtype=torch.int32)
+
+
+def _constants(rows: list[Any], device: torch.device) -> Tensor:
+    return torch.empty(len(rows), len(rows[0]), dtype=torch.int64)
 
 
 @contextmanager
 def _triton_on_fake_tensors() -> Iterator[None]:
     """Let the CPU pass for a device on which Triton runs, as it may in its interpreter."""
-    with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}), FakeTensorMode():
+    aligned = mock.patch.object(bags, "_address", return_value=0)  # which fake tensors have not
+    constants = [mock.patch.object(module, "on_device", _constants) for module in (bags, pairs)]  # which stay on a GPU
+    # On a GPU the flag is made once, and steps are counted on the host.
+    flag = mock.patch.object(pairs, "_in_range", _flag)
+    host = mock.patch.object(updates, "_count", return_value=None)
+    with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}), aligned, constants[0], constants[1], flag, host, FakeTensorMode():
         yield

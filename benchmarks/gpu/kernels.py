@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from comera_rec.ops.bags import triton as bags
-from comera_rec.ops.gathered_matmul import triton as products
+from comera_rec.ops.bags import triton_updates as updates
 from comera_rec.ops.launch import Launch
+from comera_rec.ops.plan import triton as plans
 
 SIZES = ((8, 8, 8), (8, 16, 8), (8, 32, 8), (4, 16, 16), (8, 16, 16))
 """Dims 64 and 128 at ranks 8 to 32."""
@@ -31,43 +33,42 @@ class Call:
     @property
     def in_all(self) -> bool:
         """Of the size that is compiled for every architecture; the others are for one."""
-        return self.size in (MOST_USED, (64,)) or (len(self.size) == 2 and set(self.size) <= set(MOST_USED))
+        return len(self.size) < 3 or self.size == MOST_USED
 
     def __str__(self) -> str:
-        return f"{self.what} {'x'.join(map(str, self.size))}"
+        return " ".join([self.what, *filter(None, ["x".join(map(str, self.size))])])
 
 
-def step_calls(n1: int, rank: int, n2: int, *, ids: int, rows: int, features: int, slices: tuple[int, int]) -> list[Call]:
-    """The Triton launches of forward and backward.
-
-    Args:
-        n1, rank, n2: as above.
-        ids: L, one each bag.
-        rows: U; kernels are launched over L all the same, because nobody waits for the device to tell.
-        features: F.
-        slices: of all tables' first, and last cores.
-    """
+def step_calls(n1: int, rank: int, n2: int) -> list[Call]:
+    """The Triton launches of a step that updates cores in backward by Adagrad: seven tables, batches of 16,384, one id a bag."""
+    ids, tables = 114_688, 7
     dim, size = n1 * n2, (n1, rank, n2)
-    summed = {"x_ptr": _FLOAT, "y_ptr": _FLOAT, "sums_ptr": _FLOAT, "parts_ptr": _FLOAT, "order_ptr": _LONG, "other_ptr": _LONG}
-    narrow = "*i16" if slices[1] < 1 << 15 else _INT
-    pooled = {"offsets_ptr": _LONG, "inverse_ptr": _LONG, "weights_ptr": _FLOAT, "bags_ptr": _INT, "chosen_ptr": _INT}
-    multiplied = {"a_ptr": _FLOAT, "b_ptr": _FLOAT, "out_ptr": _FLOAT, "p_ptr": _LONG, "q_ptr": _LONG}
-    parts = {"sums_ptr": _FLOAT, "parts_ptr": _FLOAT}
-    first = products.segments_launch(ids, slices[0], n1, n2, rank, flipped=False, ordered=True)
-    last = products.segments_launch(ids, slices[1], n2, n1, rank, flipped=True, ordered=False)
-    backward = bags.sum_ids_launch(ids, ids, features, dim, dim, "sum", weighted=False)
-    of_ids = {**pooled, "grad_ptr": _FLOAT, "order_ptr": _LONG, "sums_ptr": _FLOAT, "parts_ptr": _FLOAT, "sorted_ptr": _INT}
-    forward = bags.pool_launch(ids, features, dim, dim, "sum", weighted=False)
+    sizes = bags.Sizes(num_ids=ids, counts=(13_645, 13_287), n1=n1, rank=rank, n2=n2, num_cols=dim, scaled=True, aligned=True)
+    how: dict[str, Any]
+    mode: dict[str, Any]
+    how, mode = {"num_bags": ids, "features": tables}, {"mode": "sum", "weighted": False}
+    no_settings = {"lr": 0.1, "eps": 1e-8, "weight_decay": 0.0}
+    operands = {"a_ptr": _FLOAT, "b_ptr": _FLOAT, "d_ptr": _FLOAT, "tables_ptr": _LONG, "pairs_ptr": _INT}
+    pooled = {"offsets_ptr": _LONG, "weights_ptr": _FLOAT, "bags_ptr": _INT, "chosen_ptr": _INT}
+    parts = {"parts_ptr": _FLOAT, "slices_ptr": "*i16"}
+    met = {"tables_ptr": _LONG, "owners_ptr": _INT}
+    summed = {**parts, **met, **pooled, "pairs_ptr": _INT, "order_ptr": _LONG, "grad_ptr": _FLOAT, "other_ptr": _FLOAT}
+    ends = {**met, "d_ptr": _FLOAT, "result_ptr": _FLOAT, "products_ptr": _FLOAT, "lr_ptr": _FLOAT}
+    finished = {**ends, "pairs_ptr": _INT, "parts_ptr": _FLOAT, "core_ptr": _FLOAT}
+    split = {"ids_ptr": _LONG, "tables_ptr": _LONG, "pairs_ptr": _INT, "keys_ptr": "*i16", "in_range_ptr": _INT}
     launches = [
-        ("multiply", products.multiply_launch(ids, *size, ascends=True), multiplied, size),
-        ("pool", forward, {**pooled, "rows_ptr": _FLOAT, "out_ptr": _FLOAT}, (dim,)),
-        ("gradient of rows", backward, of_ids, (dim,)),
-        ("parts of rows", products.parts_launch(ids, ids, dim), {**parts, "ids_ptr": _INT}, (dim,)),
-        ("gradient of first core", first, {**summed, "ids_ptr": _LONG}, size),
-        ("parts of first core", products.parts_launch(ids, slices[0], n1 * rank), {**parts, "ids_ptr": _LONG}, (n1, rank)),
-        ("gradient of last core", last, {**summed, "ids_ptr": narrow}, size),
-        ("parts of last core", products.parts_launch(ids, slices[1], n2 * rank), {**parts, "ids_ptr": narrow}, (rank, n2)),
-    ]
+        ("plan", plans.split_launch(ids, ids // tables, sizes.counts[0], tables), split, (tables,)),
+        ("pool", bags.pool_launch(sizes, **how, **mode), {**operands, **pooled, "out_ptr": _FLOAT}, size),
+        ("gradient of weights", bags.weights_launch(sizes, **how),
+         {**operands, "grad_ptr": _FLOAT, "bags_ptr": _INT, "offsets_ptr": _LONG, "out_ptr": _FLOAT}, size),
+    ]  # fmt: skip
+    for side, name in enumerate(("leading", "trailing")):
+        launches.append((f"gradient of {name} slices", bags.slices_launch(sizes, side, **how, **mode), summed, size))
+        launches.append((f"parts of {name} slices", updates.parts_launch(sizes, side), parts, ()))
+        launch = updates.finish_launch(sizes, side, updates.ADAGRAD, no_settings, of_diagonal=bool(side))
+        launches.append((f"update of {name} slices", launch, finished, (n2 if side else n1,)))
+    launch = updates.diagonals_launch(sizes, tables, updates.ADAGRAD, no_settings)
+    launches.append(("update of diagonals", launch, ends, ()))
     return [Call(launch=launch, tensors=tensors, size=size, what=what) for what, launch, tensors, size in launches]
 
 
@@ -75,6 +76,6 @@ def calls() -> list[Call]:
     """Every kernel that the sizes in use compile, once."""
     found: dict[object, Call] = {}
     for n1, rank, n2 in SIZES:
-        for call in step_calls(n1, rank, n2, ids=114_688, rows=49_382, features=7, slices=(9_000, 9_000)):
+        for call in step_calls(n1, rank, n2):
             found.setdefault((call.launch.variant, tuple(sorted(call.tensors.items()))), call)
     return list(found.values())

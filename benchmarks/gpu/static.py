@@ -25,6 +25,7 @@ from benchmarks.harness.ids import draw_ids
 from benchmarks.harness.measure import Settings, case_rows, chosen
 from benchmarks.harness.rows import Row
 from benchmarks.harness.text import aligned, case_title
+from comera_rec.ops.bags.triton import CHUNK
 from comera_rec.ops.launch import Launch
 from comera_rec.tt import TTShape
 
@@ -134,24 +135,38 @@ def totals(kernels: Sequence[Kernel], gpu: Gpu) -> dict[str, float]:
     }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """What a batch's ids are, of all tables."""
+
+    unique: int
+    """Rows."""
+    met: tuple[int, int]
+    """Leading and trailing slices."""
+    segments: tuple[int, int]
+    """Slices of each chunk of the sorted ids, added up over the chunks."""
+    rounds: tuple[int, int]
+    """Blocks of ids that the segments are cut into."""
+
+
 class Model:
-    """One case: its step counted, its kernels compiled, its unique rows drawn."""
+    """One case: its step counted, its kernels compiled, its ids drawn."""
 
     def __init__(self, case: StaticCase) -> None:
         self._case = case
         self._gpu = GPUS[case.gpu]
         self._step = _counted(case.batch, case.dim, case.rank)
         self._ids = len(ROWS) * case.batch
-        self._unique = _unique(case.batch)
+        shape = case.tt_shapes[0]
+        self._cols = shape.col_shape[0], shape.col_shape[1]
+        blocks = tuple(launch.constants["BLOCK_U"] for launch, _ in self._step.launches if launch.kernel.__name__ == "_sum_slices")
+        self._batch = _drawn(case.batch, case.dim, case.rank, blocks)
 
     def ours(self) -> list[Kernel]:
         """Torch's operators, and our kernels."""
         kernels = [Kernel(name=work.name, kernels=work.kernels, bytes=work.bytes) for work in self._step.torch]
-        for name, (launch, tensors, compiled) in self._launches.items():
-            warps = math.prod(launch.grid) * launch.num_warps * self._share(launch)
-            code = compiled.entry if launch.kernel.__name__ == "_sum_parts" else sum(compiled.instructions.values())
-            issued = warps * code * self._rounds(launch)
-            kernels.append(Kernel(name=name, kernels=1, bytes=self._bytes(launch, tensors), issued=issued))
+        for name, (launch, _, compiled) in self._launches.items():
+            kernels.append(Kernel(name=name, kernels=1, bytes=self._bytes(launch), issued=self._issued(launch, compiled)))
         return kernels
 
     def fbgemm(self) -> list[Kernel]:
@@ -160,7 +175,7 @@ class Model:
         Kernels are those of `embedding_forward_split_template.cu`, `transpose_embedding_input.cu` and
         `embedding_backward_split_template.cu`; the sort is CUB's over the bits that number all rows.
         """
-        dim, ids, unique = self._case.dim, self._ids, self._unique
+        dim, ids, unique = self._case.dim, self._ids, self._batch.unique
         rows, bags = 4.0 * unique * dim, 4.0 * ids * dim
         passes = math.ceil(math.log2(sum(ROWS)) / 8)
         return [
@@ -174,12 +189,12 @@ class Model:
 
     def describe(self, name: str) -> dict[str, float]:
         """What a kernel was compiled to."""
-        launch, tensors, compiled = self._launches[name]
+        launch, _, compiled = self._launches[name]
         products, inner = compiled.inner if compiled.kinds["multiply-add"] else (0, 1)
         return {
             "registers": compiled.registers, "spilled bytes": compiled.spilled, "shared bytes": compiled.shared,
             "occupancy": compiled.occupancy, "inner multiply-adds": products / inner,
-            "bytes per row": self._bytes(launch, tensors) / self._unique, **compiled.kinds,
+            "bytes per id": self._bytes(launch) / self._ids, **compiled.kinds,
         }  # fmt: skip
 
     @cached_property
@@ -191,30 +206,39 @@ class Model:
             found[name] = launch, tensors, _compiled(launch, tensors, self._gpu.architecture)
         return found
 
-    def _share(self, launch: Launch) -> float:
-        """Of programs that have rows: kernels are launched for as many as there are ids."""
-        return 1.0 if launch.kernel.__name__ in ("_pool", "_sum_ids", "_sum_parts") else self._unique / self._ids
+    def _issued(self, launch: Launch, compiled: Compiled) -> float:
+        """Instructions of all warps: the whole code once for each program or segment; a segment's further rounds are the loop."""
+        code, name = sum(compiled.instructions.values()), launch.kernel.__name__
+        if name == "_sum_slices":
+            side = launch.constants["SIDE"]
+            tiles = launch.grid[1] * launch.grid[2]
+            segments, rounds = self._batch.segments[side], self._batch.rounds[side]
+            return float(launch.num_warps * tiles * (segments * code + (rounds - segments) * compiled.loop))
+        if name == "_sum_parts":  # few chunks have a sum that goes on beyond them; for the others it ends at once
+            code = compiled.entry
+        return float(math.prod(launch.grid) * launch.num_warps * code)
 
-    def _rounds(self, launch: Launch) -> float:
-        """How often a program runs through its code: once for each segment of its chunk, and each block of a segment's rows."""
-        # Few chunks have a sum that goes on beyond them; for the others `_sum_parts` ends at once.
-        if launch.kernel.__name__ != "_sum_segments":
-            return 1.0
-        chunk, block = launch.constants["CHUNK"], launch.constants["BLOCK_U"]
-        of_segment = max(1.0, self._unique / launch.numbers["num_sums"])
-        return (chunk / of_segment + 1 if of_segment < chunk else 1) * math.ceil(min(of_segment, chunk) / block)
-
-    def _bytes(self, launch: Launch, tensors: dict[str, Tensor]) -> float:
-        """Of its tensors, each once; of those over unique rows, what is there."""
-        padded = {"_multiply": {"out_ptr", "p_ptr", "q_ptr"}, "_pool": {"rows_ptr"}, "_sum_ids": {"sums_ptr"}}
-        padded["_sum_segments"] = {"x_ptr", "ids_ptr", "order_ptr", "other_ptr"}
-        unused = {"weights_ptr", "offsets_ptr"} if launch.kernel.__name__ == "_sum_ids" else {"weights_ptr"}
-        if launch.kernel.__name__ == "_sum_parts":  # a few ids a chunk; parts are few where rows are many
-            unused |= {"sums_ptr", "parts_ptr"}
-        share = dict.fromkeys(padded.get(launch.kernel.__name__, ()), self._unique / self._ids)
-        return sum(
-            tensor.numel() * tensor.element_size() * share.get(name, 1.0) for name, tensor in tensors.items() if name not in unused
-        )
+    def _bytes(self, launch: Launch) -> float:
+        """Of what a kernel reads and writes, each once; of slices, those that the batch meets."""
+        ids, rank, name = self._ids, self._case.rank, launch.kernel.__name__
+        out, key = 4.0 * ids * self._case.dim, 2.0 if sum(self._step.slices) < 1 << 15 else 4.0
+        slices = [4.0 * met * cols * rank for met, cols in zip(self._batch.met, self._cols, strict=True)]
+        if name == "_split_ids":
+            return ids * (8.0 + 12.0 + 2 * key)
+        if name == "_pool":  # offsets, pairs, bags of ids
+            return out + ids * (8.0 + 12.0 + 4.0) + sum(slices)
+        if name == "_finish_diagonals":
+            return 4.0 * self._batch.met[1] * rank + 4.0 * self._step.slices[1]
+        side = launch.constants["SIDE"]
+        met, segments = self._batch.met[side], self._batch.segments[side]
+        if name == "_sum_slices":  # keys, order, the other slice, the table, the bag; sums and owners
+            of_sums = segments * 4.0 * self._cols[side] * rank + 4.0 * met
+            return out + ids * (key + 8.0 + 4.0 + 4.0 + 4.0) + slices[1 - side] + of_sums
+        later = (segments - met) * 4.0 * self._cols[side] * rank
+        if name == "_sum_parts":
+            return later + 4 * key * launch.grid[0]
+        assert name == "_finish_slices"  # sums; the slice and its state, read and written; owners; the diagonal's products
+        return 5 * slices[side] + 4.0 * self._step.slices[side] + 8.0 * met + side * 4.0 * met * rank
 
 
 @cache
@@ -223,8 +247,27 @@ def _counted(batch: int, dim: int, rank: int) -> Step:
 
 
 @cache
-def _unique(batch: int) -> float:
-    return float(sum(len(draw_ids(rows, batch, ZIPF).unique()) for rows in ROWS))
+def _drawn(batch: int, dim: int, rank: int, blocks: tuple[int, int]) -> Batch:
+    keys: tuple[list[Tensor], list[Tensor]] = ([], [])
+    unique, firsts = 0, [0, 0]
+    for rows in ROWS:
+        ids, modes = draw_ids(rows, batch, ZIPF), TTShape.for_table(rows, dim, tt_ranks=rank, order=2).row_shape
+        unique += len(ids.unique())
+        for side, digits in enumerate((ids // modes[1], ids % modes[1])):
+            keys[side].append(digits + firsts[side])
+            firsts[side] += modes[side]
+    met, segments, rounds = zip(
+        *(_segments(torch.cat(of_side), block) for of_side, block in zip(keys, blocks, strict=True)), strict=True
+    )
+    return Batch(unique=unique, met=met, segments=segments, rounds=rounds)
+
+
+def _segments(keys: Tensor, block: int) -> tuple[int, int, int]:
+    """Different keys; keys of each chunk, when they are sorted; blocks that those make."""
+    keys = keys.sort().values
+    of_chunks = (torch.arange(len(keys)) // CHUNK) * (keys.max() + 1) + keys
+    lengths = of_chunks.unique(return_counts=True)[1]
+    return len(keys.unique()), len(lengths), int(((lengths + block - 1) // block).sum())
 
 
 _TYPES = {torch.float32: "*fp32", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64"}

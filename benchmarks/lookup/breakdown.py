@@ -57,7 +57,9 @@ class Parts:
 
     def _make_plan(self, turn: int) -> None:
         ids = self._batches[turn % len(self._batches)].ids
-        self._plan = plan_lookup(ids, [bag.shape.row_shape for bag in self._bags])
+        plan = plan_lookup(ids, [bag.shape.row_shape for bag in self._bags])
+        assert isinstance(plan, LookupPlan)
+        self._plan = plan
 
     def _multiply(self, turn: int) -> None:
         offsets = self._batches[turn % len(self._batches)].features.offsets()

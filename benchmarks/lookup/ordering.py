@@ -28,7 +28,7 @@ from benchmarks.harness.environment import describe
 from benchmarks.harness.measure import Settings, case_rows, chosen
 from benchmarks.harness.rows import Row
 from benchmarks.harness.timing import alternate
-from comera_rec.ops import plan_lookup
+from comera_rec.ops import LookupPlan, plan_lookup
 
 ZIPF = 1.05
 BATCHES = 128
@@ -112,7 +112,7 @@ def by_community(community: np.ndarray) -> np.ndarray:
 
 def count(shape: cr.TTShape, batches: list[Tensor]) -> dict[str, float]:
     """Means over batches: unique ids, and the unique leading digits among them, which are as many rows of left parts."""
-    plans = [plan_lookup([batch], [shape.row_shape]) for batch in batches]
+    plans = [plan for batch in batches if isinstance(plan := plan_lookup([batch], [shape.row_shape]), LookupPlan)]
     rows = [int(plan.bounds[0, -1]) for plan in plans]
     lefts = [len(plan.rows[0, :count].unique()) for plan, count in zip(plans, rows, strict=True)]
     return {"unique_ids": float(np.mean(rows)), "unique_left_ids": float(np.mean(lefts))}

@@ -11,10 +11,9 @@ from torch.optim import Optimizer
 
 from comera_rec.nn.hot_rows import HotRows, require_blocks
 from comera_rec.nn.tt_module import TTModule
-from comera_rec.ops import LookupPlan, check_ids, plan_lookup
+from comera_rec.ops import LookupPlan, PairPlan, check_ids, plan_lookup
 from comera_rec.ops.bags import Table, require_bags_impl, resolve_bags_impl
 from comera_rec.ops.bags.updates import register_update
-from comera_rec.ops.plan.reference import on_device
 from comera_rec.tt import TTShape, first_rows, require_positive, slice_major
 
 
@@ -127,7 +126,7 @@ class TTTable(TTModule):
             with torch.no_grad():
                 core_rows = first_rows(self.scaled_cores(), self.shape.row_shape, *hot.shape)
 
-    def plan(self, ids: Tensor) -> LookupPlan:
+    def plan(self, ids: Tensor) -> LookupPlan | PairPlan:
         """Plan a lookup of ids of any shape.
 
         Raises:
@@ -194,7 +193,7 @@ def plan_tables(
     *,
     impl: str = "auto",
     parallel: bool = True,
-) -> LookupPlan:
+) -> LookupPlan | PairPlan:
     """Plan a lookup over several tables.
 
     Args:
@@ -209,10 +208,8 @@ def plan_tables(
     """
     shapes, rows = [table.shape.row_shape for table in tables], [table.num_embeddings for table in tables]
     joined = [features[0] if len(features) == 1 else torch.cat(list(features)) for features in ids]
-    plan_impl = (
-        "auto" if resolve_bags_impl(impl, tables[0].core_0.device, tables[0].core_0.dtype, len(shapes[0])) == "cpu" else "reference"
-    )
-    if plan_impl == "auto":
+    plan_impl = resolve_bags_impl(impl, tables[0].core_0.device, tables[0].core_0.dtype, len(shapes[0]))
+    if plan_impl == "cpu":
         try:
             return plan_lookup(joined, shapes, rows, parallel=parallel)
         except ValueError:
@@ -220,13 +217,9 @@ def plan_tables(
             raise
     if joined[0].device.type == "cpu" and type(joined[0]) is Tensor:
         _check_ids(ids, tables, names)
-    else:  # which can't say of which table, and asks for all of one length at once
-        by_length: dict[int, list[int]] = {}
-        for t, table in enumerate(joined):
-            by_length.setdefault(table.numel(), []).append(t)
-        for alike in by_length.values():
-            limits = on_device([[rows[t] for t in alike]], joined[0].device)
-            check_ids(torch.stack([joined[t].flatten() for t in alike]), limits.view(-1, 1), "a table")
+    elif not (plan_impl == "triton" and len(shapes[0]) == 2):  # whose plan checks ids
+        for table, count in zip(joined, rows, strict=True):
+            check_ids(table, count, "a table")
     return plan_lookup(joined, shapes, rows, impl=plan_impl)
 
 

@@ -20,7 +20,7 @@ class Launch:
     kernel: Any
     """A function under `triton.jit` that specializes on none of `numbers`."""
     grid: tuple[int, ...]
-    numbers: Mapping[str, int] = field(default_factory=dict)
+    numbers: Mapping[str, float] = field(default_factory=dict)
     """Arguments that may change from call to call without another compilation."""
     constants: Mapping[str, Any]
     """Arguments that the kernel is compiled for."""

@@ -26,7 +26,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from comera_rec.nn import TTEmbeddingBag
 from comera_rec.nn.table import plan_tables
 from comera_rec.nn.tracing import one_call_in_fx
-from comera_rec.ops import LookupPlan, check_ids, tt_bags
+from comera_rec.ops import LookupPlan, PairPlan, check_ids, tt_bags
 from comera_rec.ops.bags.updates import update_kind
 from comera_rec.recsys.config import DTYPES, TTEmbeddingBagConfig
 
@@ -110,7 +110,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         """
         _planned[features.values()] = (weakref.ref(self), self.plan(features, parallel=False))
 
-    def plan(self, features: KeyedJaggedTensor, *, parallel: bool = True) -> dict[tuple[str, ...], LookupPlan]:
+    def plan(self, features: KeyedJaggedTensor, *, parallel: bool = True) -> dict[tuple[str, ...], LookupPlan | PairPlan]:
         """What `forward` will look up, for each group of tables that share a lookup.
 
         It depends on the ids and the row modes alone, so a pipelined trainer can make the next batch's plan while this one trains.
@@ -128,7 +128,9 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         return {_names(configs): self._plan_group(configs, by_feature, parallel=parallel) for configs in self._groups()}
 
     @one_call_in_fx
-    def forward(self, features: KeyedJaggedTensor, plans: Mapping[tuple[str, ...], LookupPlan] | None = None) -> KeyedTensor:
+    def forward(
+        self, features: KeyedJaggedTensor, plans: Mapping[tuple[str, ...], LookupPlan | PairPlan] | None = None
+    ) -> KeyedTensor:
         """Pool every feature's bags.
 
         Args:
@@ -165,7 +167,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             ]
         return KeyedTensor(keys=self._keys, length_per_key=self._lengths, values=self._side_by_side(pieces))
 
-    def _planned(self, features: KeyedJaggedTensor) -> Mapping[tuple[str, ...], LookupPlan]:
+    def _planned(self, features: KeyedJaggedTensor) -> Mapping[tuple[str, ...], LookupPlan | PairPlan]:
         """What `plan_ahead` made of a batch, if it did."""
         if torch.compiler.is_compiling() or not _planned:
             return {}
@@ -207,7 +209,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
 
     def _plan_group(
         self, configs: Sequence[TTEmbeddingBagConfig], by_feature: dict[str, JaggedTensor], *, parallel: bool = True
-    ) -> LookupPlan:
+    ) -> LookupPlan | PairPlan:
         return plan_tables(
             [[by_feature[feature].values() for feature in config.feature_names] for config in configs],
             [self.tt_bag(config.name) for config in configs],
@@ -220,7 +222,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         configs: Sequence[TTEmbeddingBagConfig],
         batch: KeyedJaggedTensor,
         by_feature: dict[str, JaggedTensor],
-        plans: Mapping[tuple[str, ...], LookupPlan],
+        plans: Mapping[tuple[str, ...], LookupPlan | PairPlan],
         *,
         per_feature: bool = False,
     ) -> Sequence[Tensor]:
@@ -301,7 +303,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         return self._device
 
 
-_planned: MutableMapping[Tensor, tuple[Any, dict[tuple[str, ...], LookupPlan]]] = WeakTensorKeyDictionary()
+_planned: MutableMapping[Tensor, tuple[Any, dict[tuple[str, ...], LookupPlan | PairPlan]]] = WeakTensorKeyDictionary()
 _LEAST_RANKS = 8  # ranks 0 to 8 share a lookup on GPUs, 9 to 16, 17 to 32, and so on
 
 

@@ -31,26 +31,34 @@ class Bounds(NamedTuple):
 
 # As Triton 3.9 compiles them for sm_80, sm_90 and sm_100, with room for other versions.
 BOUNDS = {
-    "multiply 8x8x8": Bounds(64, 4096, 0.6, 0.5),
-    "multiply 8x16x8": Bounds(72, 16384, 0.25, 0.7),
-    "multiply 8x32x8": Bounds(104, 16384, 0.25, 0.7),
-    "multiply 4x16x16": Bounds(72, 20480, 0.25, 0.7),
-    "multiply 8x16x16": Bounds(72, 12288, 0.4, 0.7),
-    "pool 64": Bounds(96, 0, 0.3),
-    "pool 128": Bounds(96, 0, 0.3),
-    "gradient of rows 64": Bounds(72, 12288, 0.45, 0.8),
-    "gradient of rows 128": Bounds(72, 12288, 0.45, 0.8),
-    "gradient of first core 8x8x8": Bounds(80, 2048, 0.35, 0.5),
-    "gradient of first core 8x16x8": Bounds(128, 3072, 0.25, 0.5),
-    "gradient of first core 8x32x8": Bounds(200, 5120, 0.15, 0.5),
-    "gradient of first core 4x16x16": Bounds(128, 2560, 0.25, 0.5),
-    "gradient of first core 8x16x16": Bounds(128, 3072, 0.25, 0.5),
-    "gradient of last core 8x8x8": Bounds(80, 2048, 0.35, 0.4),
-    "gradient of last core 8x16x8": Bounds(128, 3072, 0.25, 0.5),
-    "gradient of last core 8x32x8": Bounds(184, 5120, 0.15, 0.5),
-    "gradient of last core 4x16x16": Bounds(80, 4096, 0.35, 0.5),
-    "gradient of last core 8x16x16": Bounds(80, 4096, 0.35, 0.5),
-    "parts": Bounds(64, 1024, 0.45),
+    "plan 7": Bounds(64, 1024, 0.45),
+    "pool 8x8x8": Bounds(80, 1024, 0.35, 0.3),
+    "pool 8x16x8": Bounds(104, 4096, 0.25, 0.5),
+    "pool 8x32x8": Bounds(112, 4096, 0.25, 0.5),
+    "pool 4x16x16": Bounds(80, 5120, 0.35, 0.5),
+    "pool 8x16x16": Bounds(80, 3072, 0.35, 0.5),
+    "gradient of weights 8x8x8": Bounds(80, 1024, 0.35, 0.2),
+    "gradient of weights 8x16x8": Bounds(80, 4096, 0.35, 0.35),
+    "gradient of weights 8x32x8": Bounds(80, 4096, 0.35, 0.35),
+    "gradient of weights 4x16x16": Bounds(80, 5120, 0.35, 0.35),
+    "gradient of weights 8x16x16": Bounds(80, 3072, 0.35, 0.25),
+    "gradient of leading slices 8x8x8": Bounds(80, 2048, 0.35, 0.4),
+    "gradient of leading slices 8x16x8": Bounds(104, 3072, 0.25, 0.5),
+    "gradient of leading slices 8x32x8": Bounds(144, 5120, 0.2, 0.5),
+    "gradient of leading slices 4x16x16": Bounds(80, 2560, 0.35, 0.35),
+    "gradient of leading slices 8x16x16": Bounds(104, 3072, 0.25, 0.5),
+    "gradient of trailing slices 8x8x8": Bounds(80, 2048, 0.35, 0.5),
+    "gradient of trailing slices 8x16x8": Bounds(104, 3072, 0.25, 0.5),
+    "gradient of trailing slices 8x32x8": Bounds(104, 5120, 0.25, 0.5),
+    "gradient of trailing slices 4x16x16": Bounds(80, 4096, 0.35, 0.5),
+    "gradient of trailing slices 8x16x16": Bounds(80, 4096, 0.35, 0.5),
+    "parts of leading slices": Bounds(64, 1024, 0.45),
+    "parts of trailing slices": Bounds(64, 1024, 0.45),
+    "update of leading slices 8": Bounds(80, 1024, 0.35),
+    "update of leading slices 4": Bounds(80, 1024, 0.35),
+    "update of trailing slices 8": Bounds(80, 1024, 0.35),
+    "update of trailing slices 16": Bounds(80, 1024, 0.35),
+    "update of diagonals": Bounds(80, 1024, 0.3),
 }
 
 
@@ -60,7 +68,7 @@ BOUNDS = {
 )
 def test_kernels_stay_within_their_bounds(call: Call, architecture: int) -> None:
     compiled = compile_launch(call.launch, call.tensors, architecture)
-    bounds = BOUNDS["parts" if call.what.startswith("parts") else str(call)]
+    bounds = BOUNDS[str(call)]
     assert compiled.spilled == 0
     assert compiled.registers <= bounds.registers
     assert compiled.shared <= bounds.shared
@@ -68,10 +76,8 @@ def test_kernels_stay_within_their_bounds(call: Call, architecture: int) -> None
     if bounds.inner:
         products, instructions = compiled.inner
         assert products >= bounds.inner * instructions, f"{products} multiply-adds of {instructions} instructions"
-    else:
-        assert compiled.kinds["multiply-add"] == 0
 
 
-@pytest.mark.parametrize("call", [call for call in CALLS if call.what in ("multiply", "pool")][-2:], ids=str)
+@pytest.mark.parametrize("call", [call for call in CALLS if call.what in ("pool", "gradient of leading slices")][-2:], ids=str)
 def test_kernels_compile_for_amd(call: Call) -> None:
     assert ".vgpr_spill_count: 0" in compile_for_amd(call.launch, call.tensors)

@@ -17,9 +17,10 @@ COLS = {2: (4, 4), 3: (4, 2, 2), 4: (2, 2, 2, 2)}
 WAIT = {"_local_scalar_dense", "item", "nonzero", "unique", "_unique2", "masked_select", "lift_fresh_copy"}
 
 
-def step(order: int, *ranks: int, batch: int = 64) -> Step:
-    """Of tables that differ in their ranks."""
-    return count_step([TTShape(ROWS[order], COLS[order], rank) for rank in ranks], batch)
+def step(order: int, *ranks: int, batch: int = 64, optimizer: str = "") -> Step:
+    """Of tables that differ in their ranks; those of order 2 are updated in backward."""
+    optimizer = optimizer or ("Adagrad" if order == 2 else "Adam")
+    return count_step([TTShape(ROWS[order], COLS[order], rank) for rank in ranks], batch, optimizer=optimizer)
 
 
 @pytest.mark.parametrize("order", ROWS)
@@ -34,14 +35,28 @@ def test_asking_for_a_number_would_be_noticed() -> None:
         torch.ones(3).sum().item()
 
 
-@pytest.mark.parametrize(("order", "sorts"), [(2, 2), (3, 3), (4, 4)])
-def test_ids_are_sorted_once_and_so_are_the_later_slices_of_each_product(order: int, sorts: int) -> None:
+@pytest.mark.parametrize(("order", "sorts"), [(2, 1), (3, 3), (4, 4)])
+def test_slices_are_sorted_once_for_tables_of_order_2(order: int, sorts: int) -> None:
     assert sum(work.name == "sort" for work in step(order, 8).torch) == sorts
 
 
-def test_more_tables_launch_hardly_more() -> None:
-    few, many = (step(2, *[8] * tables).kernels for tables in (2, 12))
-    assert many - few <= 3 * 10, "a sum for the gradient of each diagonal, and a copy for each core's"
+@pytest.mark.parametrize("tables", [2, 12])
+def test_a_step_is_18_kernels_however_many_tables_there_are(tables: int) -> None:
+    counted = step(2, *[8] * tables)
+    assert len(counted.launches) == 9
+    assert counted.kernels == 18
+
+
+def test_adam_steps_over_whole_cores() -> None:
+    names = {work.name for work in step(2, 8, 8, optimizer="Adam").torch}
+    assert "_fused_adam_" in names
+
+
+def test_nothing_is_as_large_as_the_rows_of_a_batch() -> None:
+    # Beside the bags and their gradient there are a few numbers for each id.
+    small, large = (step(2, 8, batch=batch).torch for batch in (64, 640))
+    grown = sum(work.bytes for work in large) - sum(work.bytes for work in small)
+    assert grown <= 576 * 200
 
 
 def test_a_truncation_compiles_at_most_three_kernels_anew() -> None:

@@ -1,137 +1,288 @@
-"""Pooling in Triton against its definition: in Triton's interpreter on CPU, and on a GPU where there is one."""
+"""Bags of rows in Triton against their definition: in Triton's interpreter on CPU, and on a GPU where there is one."""
 
 from __future__ import annotations
 
-import math
+import copy
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from comera_rec.ops.bags import reference, tt_bags
-from comera_rec.ops.plan import LookupPlan, plan_lookup
+from comera_rec import TTEmbeddingBag
+from comera_rec.nn.table import plan_tables
+from comera_rec.ops import PairPlan, plan_lookup, tt_bags
+from comera_rec.ops.bags.updates import register_update
+from comera_rec.tt import TTShape, row_digits
 
 kernels = pytest.importorskip("comera_rec.ops.bags.triton", reason="triton is not installed")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+CHUNK = kernels.CHUNK
 MODES = [("sum", False), ("sum", True), ("mean", False), ("max", False)]
 LENGTHS = {
-    "jagged": lambda: torch.randint(0, 5, (24,)),
-    "empty": lambda: torch.zeros(24, dtype=torch.int64),
-    "one id each": lambda: torch.ones(24, dtype=torch.int64),
-    "one long bag": lambda: torch.tensor([0, 90] + [0] * 22),
+    "jagged": [3, 0, 4, 1, 2, 0, 5, 1],
+    "empty": [0] * 8,
+    "one id each": [1] * 8,
+    "one long bag": [0, 37, 0, 0, 0, 0, 0, 0],
+}
+SHAPES = {
+    1: [TTShape((20,), (6,), ())] * 2,
+    2: [TTShape((7, 6), (2, 3), (5,)), TTShape((3, 8), (2, 3), (9,))],
+    3: [TTShape((3, 2, 4), (2, 1, 3), (3, 5)), TTShape((2, 3, 6), (2, 1, 3), (4, 1))],
+    4: [TTShape((2, 3, 2, 3), (1, 2, 1, 3), (2, 5, 3)), TTShape((2, 2, 3, 3), (1, 2, 1, 3), (1, 2, 2))],
 }
 
 
 @pytest.fixture(params=[pytest.param("cpu", id="interpreter"), pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
     if request.param == "cpu" and not INTERPRETED:
-        pytest.skip("test_pooling_in_the_interpreter runs it in a process of its own")
+        pytest.skip("test_bags_in_the_interpreter runs it in a process of its own")
     if request.param == "cuda" and (INTERPRETED or not torch.cuda.is_available()):
         pytest.skip("needs a CUDA device, and TRITON_INTERPRET unset")
     return request.param
 
 
 @pytest.mark.skipif(INTERPRETED, reason="it is this process")
-def test_pooling_in_the_interpreter() -> None:
+def test_bags_in_the_interpreter() -> None:
     arguments = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not gpu", __file__]
     run = subprocess.run(arguments, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
 
 
-def draw(lengths: Tensor, distinct: int, spare: int, device: str) -> tuple[LookupPlan, Tensor]:
-    """A plan of ids over one table, the last `spare` in no bag; and offsets."""
-    ids = torch.randint(0, distinct, (int(lengths.sum()) + spare,)).to(device)
-    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(device)
-    return plan_lookup([ids], [(10, 10)], impl="reference"), offsets
+def make_tables(order: int = 2, *, shapes: list[TTShape] | None = None, hot: bool = False) -> nn.ModuleList:
+    tables = nn.ModuleList()
+    for number, shape in enumerate(shapes or SHAPES[order]):
+        hot_rows = ((4, 3), (2, 2)) if hot and not number else ()
+        tables.append(TTEmbeddingBag(shape.num_rows, shape.num_cols, shape=shape, hot_rows=hot_rows))
+    for name, parameter in tables.named_parameters():
+        nn.init.uniform_(parameter, 0.5, 1.5) if "rank" in name else nn.init.normal_(parameter)
+    return tables
 
 
-def differentiate(pool: Callable[..., Tensor], rows: Tensor, weights: Tensor | None, num_cols: int) -> tuple[Tensor, ...]:
-    """Bags, and gradients of rows and of weights, by a gradient of the bags that is the same for both."""
-    operands = [tensor.detach().requires_grad_() for tensor in (rows, weights) if tensor is not None]
-    out = pool(*operands)
+def look_up(
+    tables: nn.ModuleList, ids: list[Tensor], offsets: Tensor, impl: str, *, num_cols: int = 0, plan_impl: str = "", **how: Any
+) -> Tensor:
+    shapes, device = [table.shape.row_shape for table in tables], tables[0].core_0.device
+    plan = plan_lookup([each.to(device) for each in ids], shapes, impl=plan_impl or impl)
+    parts = [table.forward_parameters() for table in tables]
+    cols = num_cols or tables[0].embedding_dim
+    return tt_bags(parts, plan, offsets.to(device), num_cols=cols, features=len(tables), impl=impl, **how)
+
+
+def differentiate(tables: nn.ModuleList, weights: Tensor | None, *arguments: Any, **how: Any) -> dict[str, Tensor]:
+    """Bags, and all gradients by a gradient of the bags that is the same for every implementation."""
+    weights = None if weights is None else weights.to(tables[0].core_0).requires_grad_()
+    out = look_up(tables, *arguments, per_sample_weights=weights, **how)
+    operands = dict(tables.named_parameters()) | ({} if weights is None else {"weights": weights})
     upstream = torch.arange(out.numel(), device=out.device, dtype=out.dtype).view(out.shape).sin()
-    return out.detach(), *torch.autograd.grad(out, operands, upstream)
+    gradients = torch.autograd.grad(out, list(operands.values()), upstream, allow_unused=True)
+    found = {
+        name: torch.zeros_like(each) if grad is None else grad
+        for (name, each), grad in zip(operands.items(), gradients, strict=True)
+    }
+    return {"bags": out.detach(), **found}
 
 
-def check(plan: LookupPlan, offsets: Tensor, mode: str, weighted: bool, *, num_cols: int, width: int, features: int = 2) -> None:
-    count = len(plan.inverse)
-    rows = torch.randn(count, width).to(plan.inverse.device)
-    weights = torch.rand(count).to(rows) + 0.5 if weighted else None
+def check(
+    tables: nn.ModuleList, ids: list[Tensor], offsets: Tensor, device: str, *, weighted: bool = False, tol: float = 1e-5, **how: Any
+) -> None:
+    weights = torch.rand(sum(map(len, ids))) + 0.5 if weighted else None
+    plan_impl = how.pop("plan_impl", "")
+    expected = differentiate(copy.deepcopy(tables).double(), weights, ids, offsets, "reference", **how)
+    found = differentiate(copy.deepcopy(tables).to(device), weights, ids, offsets, "triton", plan_impl=plan_impl, **how)
+    for name, right in expected.items():
+        largest = right.abs().max().item() if right.numel() else 0.0
+        mine = found[name].double().cpu()
+        torch.testing.assert_close(mine, right, rtol=0, atol=tol * max(largest, 1.0), msg=lambda text, name=name: f"{name}: {text}")
 
-    def fast(rows: Tensor, weights: Tensor | None = None) -> Tensor:
-        return kernels.pool_rows(rows, plan, offsets, weights, mode=mode, features=features, num_cols=num_cols)
 
-    def slow(rows: Tensor, weights: Tensor | None = None) -> Tensor:
-        inverse, ends = plan.inverse.cpu(), offsets.cpu()
-        return reference.pool_rows(rows[:, :num_cols], inverse, ends, weights, mode=mode, features=features)
-
-    found = differentiate(fast, rows, weights, num_cols)
-    expected = differentiate(slow, rows.double().cpu(), None if weights is None else weights.double().cpu(), num_cols)
-    met = plan.rows[0].cpu() >= 0  # rows beyond have no gradient
-    found, expected = ((out, of_rows.cpu()[met], *rest) for out, of_rows, *rest in (found, expected))
-    for name, mine, right in zip(("bags", "gradient of rows", "gradient of weights"), found, expected, strict=False):
-        torch.testing.assert_close(mine.double().cpu(), right, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+def draw(tables: nn.ModuleList, lengths: list[int], spare: int = 0) -> tuple[list[Tensor], Tensor]:
+    """Ids of all tables in bags of these lengths, `spare` more in no bag; and offsets."""
+    bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    cuts = [bounds[len(lengths) * t // len(tables)] for t in range(len(tables))] + [bounds[-1] + spare]
+    ids = [torch.randint(table.num_embeddings, (end - first,)) for table, first, end in zip(tables, cuts, cuts[1:], strict=False)]
+    return ids, torch.tensor(bounds)
 
 
 @pytest.mark.parametrize(("mode", "weighted"), MODES)
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_bags_and_gradients_match_the_definition(lengths: str, mode: str, weighted: bool, device: str) -> None:
-    plan, offsets = draw(LENGTHS[lengths](), 9, 3, device)
-    check(plan, offsets, mode, weighted, num_cols=7, width=9)
+    tables = make_tables()
+    check(tables, *draw(tables, LENGTHS[lengths], 3), device, mode=mode, weighted=weighted, num_cols=5)
 
 
-@pytest.mark.parametrize("count", [1, kernels.CHUNK, kernels.CHUNK + 1, 5 * kernels.CHUNK])
-@pytest.mark.parametrize("distinct", [1, 2, 100])
-def test_rows_of_any_number_of_ids(distinct: int, count: int, device: str) -> None:
-    plan, offsets = draw(torch.full((count,), 1), distinct, 0, device)
-    check(plan, offsets, "sum", False, num_cols=4, width=4, features=1)
+@pytest.mark.parametrize("plan_impl", ["reference", "triton"])
+@pytest.mark.parametrize("order", SHAPES)
+def test_tables_of_any_order_under_either_plan(order: int, plan_impl: str, device: str) -> None:
+    if order != 2 and plan_impl == "triton":
+        plan_impl = "reference"
+    tables = make_tables(order)
+    check(tables, *draw(tables, LENGTHS["jagged"]), device, plan_impl=plan_impl)
 
 
-def test_more_columns_than_a_tile(device: str) -> None:
-    plan, offsets = draw(torch.full((6,), 2), 5, 0, device)
-    check(plan, offsets, "max", False, num_cols=130, width=132)
+@pytest.mark.parametrize(("mode", "weighted"), MODES[1:])
+@pytest.mark.parametrize("plan_impl", ["reference", "triton"])
+def test_hot_rows(mode: str, weighted: bool, plan_impl: str, device: str) -> None:
+    tables = make_tables(hot=True)
+    ids, offsets = draw(tables, LENGTHS["jagged"])
+    ids[0] = ids[0] % 8
+    check(tables, ids, offsets, device, mode=mode, weighted=weighted, plan_impl=plan_impl)
 
 
-def test_ties_of_a_maximum_have_one_winner(device: str) -> None:
-    plan, offsets = draw(torch.tensor([3, 3]), 1, 0, device)
-    rows = torch.ones(6, 4, device=device, requires_grad=True)
-    kernels.pool_rows(rows, plan, offsets, None, mode="max", features=1, num_cols=4).sum().backward()
-    assert rows.grad is not None
-    assert rows.grad[0].tolist() == [2.0] * 4, "one id of each bag, though all are alike"
+@pytest.mark.parametrize(
+    "lengths", [[5 * CHUNK], [CHUNK, CHUNK - 1, 1], [1, 20 * CHUNK, 1], [CHUNK + 1] * 2, [1] * 7], ids=str
+)  # of segments that end with chunks and near it, and of more chunks than are added up at once
+def test_segments_of_any_length(lengths: list[int], device: str) -> None:
+    tables = make_tables(shapes=[TTShape((len(lengths), 1), (1, 2), (2,))])
+    ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    check(tables, [ids[torch.randperm(len(ids))]], torch.arange(0, len(ids) + 1, 2), device)
 
 
-@pytest.mark.parametrize("order", [1, 2, 3, 4])
-def test_tables_of_any_order_have_the_references_gradients(order: int, device: str) -> None:
-    modes, cols = ((30,), (6, 5), (3, 5, 2), (2, 3, 5, 1))[order - 1], ((4,), (2, 2), (2, 2, 1), (2, 1, 2, 1))[order - 1]
-    ranks = [1, *range(3, 2 + order), 1]
-    cores = [torch.randn(r, m, n, s) for r, m, n, s in zip(ranks, modes, cols, ranks[1:], strict=False)]
-    diagonals = [torch.rand(rank) + 0.5 for rank in ranks[1:-1]]
-    ids, offsets = torch.randint(30, (40,)), torch.arange(0, 41, 5)
-    found = []
-    for impl, where in (("triton", device), ("reference", "cpu")):
-        moved = [[tensor.clone().to(where).requires_grad_() for tensor in tensors] for tensors in (cores, diagonals)]
-        plan = plan_lookup([ids.to(where)], [modes], impl="reference")
-        tt_bags([(moved[0], moved[1])], plan, offsets.to(where), num_cols=4, impl=impl).cos().sum().backward()
-        found.append([tensor.grad.cpu() for tensors in moved for tensor in tensors if tensor.grad is not None])
-    assert len(found[0]) == 2 * order - 1
-    for mine, right in zip(*found, strict=True):
-        torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("cols", [(1, 130), (33, 2), (4, 16), (7, 1)], ids=str)
+def test_columns_beyond_a_tile_and_of_odd_sizes(cols: tuple[int, int], device: str) -> None:
+    tables = make_tables(shapes=[TTShape((3, 4), cols, (3,))])
+    check(tables, *draw(tables, [3, 2]), device)
+
+
+@pytest.mark.parametrize("rank", [1, 16, 40])
+def test_ranks_beyond_a_tile(rank: int, device: str) -> None:
+    tables = make_tables(shapes=[TTShape((5, 4), (8, 8), (rank,))])
+    check(tables, *draw(tables, [3, 4]), device)
+
+
+def test_cores_of_16_bits_are_multiplied_and_summed_in_float32(device: str) -> None:
+    tables = make_tables(shapes=[TTShape((1, 1), (1, 1), (1,))])
+    for parameter in tables.parameters():
+        nn.init.ones_(parameter)
+    tables = tables.to(device, torch.bfloat16)
+    out = look_up(tables, [torch.zeros(300, dtype=torch.int64)], torch.arange(0, 301, 2), "triton")
+    out.sum().backward()
+    assert tables[0].core_0.grad is not None
+    assert tables[0].core_0.grad.item() == 300, "in bfloat16, 1 + 1 + ... stops growing at 256"
+    assert tables[0].core_0.grad.dtype == torch.bfloat16
+
+
+def test_results_are_the_same_to_the_bit_every_time(device: str) -> None:
+    tables = make_tables().to(device)
+    ids, offsets = draw(tables, LENGTHS["jagged"])
+    first, second = (differentiate(tables, None, ids, offsets, "triton") for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_gradients_lie_as_their_cores_do(device: str) -> None:
+    tables = make_tables().to(device)
+    look_up(tables, *draw(tables, LENGTHS["jagged"]), "triton").sum().backward()
+    for core in tables[0].cores():
+        assert core.grad is not None
+        assert core.grad.stride() == core.stride(), "so that autograd need not copy them"
+
+
+RULES = {
+    "SGD": (torch.optim.SGD, {"lr": 0.05, "weight_decay": 0.3}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.1, "eps": 1e-2, "initial_accumulator_value": 0.5, "weight_decay": 0.1}),
+}
+
+
+@pytest.mark.parametrize("rule", [*RULES, "RowWiseAdagrad"])
+def test_updates_in_backward_are_those_of_the_cpu(rule: str, device: str) -> None:
+    kind, settings = RULES.get(rule) or (pytest.importorskip("torchrec.optim").RowWiseAdagrad, {"lr": 0.1, "eps": 1e-2})
+    on_cpu, tables = (make_tables(hot=True), make_tables(hot=True))
+    tables.load_state_dict(on_cpu.state_dict())
+    tables.to(device)
+    optimizers = []
+    for each in (on_cpu, tables):
+        parameters = [p for p in each.parameters() if p.dim() == 4 or rule != "RowWiseAdagrad"]
+        optimizers.append(kind(parameters, **settings))
+        assert all(register_update(parameter, optimizers[-1]) for parameter in parameters)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        ids, offsets = draw(on_cpu, LENGTHS["jagged"])
+        for each, impl in ((on_cpu, "cpu"), (tables, "triton")):
+            out = look_up(each, ids, offsets, impl)
+            out.backward(torch.arange(out.numel()).view(out.shape).sin().to(out))
+    for mine, right in zip(tables.parameters(), on_cpu.parameters(), strict=True):
+        torch.testing.assert_close(mine.detach().cpu(), right.detach(), rtol=1e-4, atol=1e-5)
+        if rule != "RowWiseAdagrad":
+            assert mine.grad is None, "it was updated instead"
+    for mine, right in zip(*(optimizers[n].state_dict()["state"].values() for n in (1, 0)), strict=True):
+        assert mine.keys() == right.keys()
+        for name, state in right.items():
+            torch.testing.assert_close(mine[name].cpu(), state, rtol=1e-4, atol=1e-5)
+
+
+def test_a_learning_rate_in_a_tensor(device: str) -> None:
+    # The interpreter's device is the CPU, whose numbers the host reads at once.
+    tables = make_tables().to(device)
+    before = [core.detach().clone() for core in tables[0].cores()]
+    optimizer = torch.optim.SGD(tables.parameters(), lr=torch.tensor(0.0, device=device))
+    for parameter in tables.parameters():
+        register_update(parameter, optimizer)
+    look_up(tables, *draw(tables, LENGTHS["jagged"]), "triton").sum().backward()
+    assert all(torch.equal(core, value) for core, value in zip(tables[0].cores(), before, strict=True))
+
+
+def test_adam_gets_gradients_since_its_moments_decay_everywhere(device: str) -> None:
+    tables = make_tables().to(device)
+    optimizer = torch.optim.Adam(tables.parameters())
+    for parameter in tables.parameters():
+        register_update(parameter, optimizer)
+    look_up(tables, *draw(tables, LENGTHS["jagged"]), "triton").sum().backward()
+    assert all(parameter.grad is not None for parameter in tables.parameters())
+
+
+@pytest.mark.parametrize("counts", [(9, 9), (4, 13)], ids=["alike", "jagged"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_the_plan_has_both_slices_of_every_id_in_order(counts: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+    row_shapes = [shape.row_shape for shape in SHAPES[2]]
+    ids = [torch.randint(shape.num_rows, (count,), dtype=dtype) for shape, count in zip(SHAPES[2], counts, strict=True)]
+    plan = plan_lookup([each.to(device) for each in ids], row_shapes, impl="triton")
+    assert isinstance(plan, PairPlan)
+    digits = torch.cat([torch.stack(row_digits(each.long(), shape)) for each, shape in zip(ids, row_shapes, strict=True)], 1)
+    table = torch.arange(2).repeat_interleave(torch.tensor(counts))
+    assert torch.equal(plan.pairs.cpu(), torch.cat([digits, table[None]]).int())
+    keys = digits + torch.tensor([[0, 7], [10 + 1, 10 + 1 + 6]])[:, table]
+    assert torch.equal(plan.slices.cpu().long(), keys.sort(1).values)
+    assert torch.equal(keys.flatten()[plan.order.cpu()], plan.slices.cpu().long())
+    assert plan.counts == (10, 14)
+
+
+@pytest.mark.parametrize("counts", [(3, 3), (3, 4)], ids=["alike", "jagged"])
+@pytest.mark.parametrize("bad", [-1, 41])
+def test_the_device_finds_ids_out_of_range(bad: int, counts: tuple[int, int], device: str) -> None:
+    if device == "cuda":
+        pytest.skip("the assertion would end the process's work on the GPU")
+    ids = [torch.zeros(count, dtype=torch.int64) for count in counts]
+    ids[0][1] = bad
+    with pytest.raises(RuntimeError, match=r"Expected Tensor with single nonzero value|assert"):
+        plan_lookup(ids, [shape.row_shape for shape in SHAPES[2]], [41, 24], impl="triton")
+
+
+def test_a_plan_of_a_gpu_is_refused_elsewhere(device: str) -> None:
+    tables = make_tables()
+    with pytest.raises(ValueError, match=r"impl is 'reference', and the plan is a GPU's: make it with plan_lookup, impl='auto'"):
+        look_up(tables, *draw(tables, [1, 1]), "reference", plan_impl="triton")
+
+
+def test_float64_is_refused(device: str) -> None:
+    tables = make_tables().double()
+    ids, offsets = draw(tables, [1, 1])
+    with pytest.raises(ValueError, match="which computes in float32: give float64 to 'reference'"):
+        look_up(tables, ids, offsets, "triton")
 
 
 @pytest.mark.gpu
-def test_a_row_of_very_many_ids_on_a_gpu() -> None:
-    plan, offsets = draw(torch.full((40_000,), 1), 1, 0, "cuda")
-    check(plan, offsets, "sum", False, num_cols=64, width=64)
+def test_a_slice_of_very_many_ids_on_a_gpu() -> None:
+    tables = make_tables(shapes=[TTShape((300, 200), (8, 8), (16,))])
+    ids = (60_000 ** torch.rand(200_000)).long() - 1
+    check(tables, [ids], torch.arange(200_001), "cuda", tol=1e-4)
 
 
-def test_nothing_is_sorted_backward(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, offsets = draw(torch.full((6,), 2), 5, 0, device)
-    rows = torch.randn(len(plan.inverse), math.prod((2, 2)), device=device, requires_grad=True)
-    bags = kernels.pool_rows(rows, plan, offsets, None, mode="sum", features=1, num_cols=4)
-    monkeypatch.setattr(torch, "sort", lambda *args, **options: pytest.fail("the plan has the order"))
-    bags.sum().backward()
+def test_modules_plan_for_their_implementation(device: str) -> None:
+    tables = make_tables().to(device)
+    ids = [[torch.tensor([1, 2], device=device)], [torch.tensor([3, 4], device=device)]]
+    plan = plan_tables(ids, list(tables), [["a"], ["b"]], impl="triton")
+    assert isinstance(plan, PairPlan)

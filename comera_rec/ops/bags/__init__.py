@@ -7,15 +7,16 @@ are looked up in one call.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from comera_rec.ops.bags import cpu, reference
+from comera_rec.ops.bags import cpu, gpu, reference
 from comera_rec.ops.bags.table import HotBlock, Table
 from comera_rec.ops.bags.updates import Updates, find_updates
 from comera_rec.ops.gathered_matmul import resolve_impl
-from comera_rec.ops.plan import LookupPlan
+from comera_rec.ops.plan import LookupPlan, PairPlan
 from comera_rec.tt import slice_major
 
 MODES = ("sum", "mean", "max")
@@ -26,7 +27,7 @@ __all__ = ["IMPLEMENTATIONS", "MODES", "HotBlock", "Table", "check_ids", "requir
 
 def tt_bags(
     tables: Sequence[Table | tuple[Sequence[Tensor], Sequence[Tensor]]],
-    plan: LookupPlan,
+    plan: LookupPlan | PairPlan,
     offsets: Tensor,
     *,
     num_cols: int,
@@ -51,7 +52,7 @@ def tt_bags(
         per_sample_weights: [L]; mode "sum" only.
         features: F.
         impl: "auto", or "reference" (any device and type), "cpu" or "triton" (GPU), which compute in float32.
-        update_in_backward: whether cores whose optimizers were applied in backward are updated there, slice by slice (on CPU); see
+        update_in_backward: whether cores whose optimizers were applied in backward are updated there, slice by slice; see
             `comera_rec.ops.bags.updates`.
 
     Returns:
@@ -66,26 +67,23 @@ def tt_bags(
         raise ValueError(f"mode is {mode!r}: choose one of {', '.join(map(repr, MODES))}")
     if per_sample_weights is not None and mode != "sum":
         raise NotImplementedError(f"per_sample_weights only go with mode 'sum', not {mode!r}: drop them or change the mode")
-    if per_sample_weights is not None and per_sample_weights.shape != plan.inverse.shape:
-        raise ValueError(
-            f"there are {per_sample_weights.shape[0]} per_sample_weights for {plan.inverse.shape[0]} ids: give one for each"
-        )
+    if per_sample_weights is not None and per_sample_weights.shape != (plan.num_ids,):
+        raise ValueError(f"there are {per_sample_weights.shape[0]} per_sample_weights for {plan.num_ids} ids: give one for each")
     unpacked = [Table(*table) for table in tables]
     first, order = unpacked[0].cores[0], len(unpacked[0].cores)
     impl = resolve_bags_impl(impl, first.device, first.dtype, order)
     offsets = offsets.long().contiguous()
+    if isinstance(plan, PairPlan) and impl != "triton":
+        raise ValueError(f"impl is {impl!r}, and the plan is a GPU's: make it with plan_lookup, impl='auto'")
     if impl != "cpu":
         _require_ascending(offsets, plan)
-        return reference.pool(
-            unpacked,
-            plan,
-            offsets,
-            per_sample_weights,
-            mode=mode,
-            features=features,
-            num_cols=num_cols,
-            impl=impl,
-        )
+        how: dict[str, Any] = {"mode": mode, "features": features, "num_cols": num_cols}
+        if impl == "reference":
+            assert isinstance(plan, LookupPlan)
+            return reference.pool(unpacked, plan, offsets, per_sample_weights, **how)
+        weights = None if per_sample_weights is None else per_sample_weights.contiguous()
+        return gpu.pool(unpacked, plan, offsets, weights, update=update_in_backward, **how)
+    assert isinstance(plan, LookupPlan)
     cores = [slice_major(core, k, order) for table in unpacked for k, core in enumerate(table.cores)]
     diagonals = [diagonal.contiguous() for table in unpacked for diagonal in table.diagonals]
     blocks = [block for table in unpacked for block in table.hot]
@@ -169,8 +167,8 @@ def _updates(cores: Sequence[Tensor], diagonals: Sequence[Tensor]) -> Updates | 
     return None if torch.compiler.is_compiling() or not torch.is_grad_enabled() else find_updates(cores, diagonals)
 
 
-def _require_ascending(offsets: Tensor, plan: LookupPlan) -> None:
-    count = plan.inverse.shape[0]
+def _require_ascending(offsets: Tensor, plan: LookupPlan | PairPlan) -> None:
+    count = plan.num_ids
     if offsets.device.type != "cpu" or torch.compiler.is_compiling() or type(offsets) is not Tensor:
         return
     if not len(offsets) or int(offsets[0]) or bool((offsets.diff() < 0).any()) or int(offsets[-1]) > count:

@@ -1,19 +1,17 @@
 """The definition of bags of rows in plain torch, which tests compare every faster version with.
 
-With another implementation of the products (`impl`), GPUs compute this too. L ids, U unique rows, T tables; n1, n2 columns of the
+L ids, U unique rows, T tables; n1, n2 columns of the
 halves of a row, r the rank between them.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from comera_rec.ops.bags.stack import stack_tables as stack
 from comera_rec.ops.bags.table import Table
 from comera_rec.ops.gathered_matmul import gathered_matmul
 from comera_rec.ops.plan import LookupPlan
@@ -28,25 +26,18 @@ def pool(
     mode: str,
     features: int,
     num_cols: int,
-    impl: str = "reference",
 ) -> Tensor:
     """Pool rows to [B, F * num_cols]; arguments as for `tt_bags`."""
-    rows = make_rows([table.cores for table in tables], [table.diagonals for table in tables], plan, impl)
+    rows = make_rows([table.cores for table in tables], [table.diagonals for table in tables], plan)
     if any(table.hot for table in tables):
         rows = rows[:, :num_cols] + hot_rows(tables, plan, num_cols)[: rows.shape[0]]
-    if impl == "triton":
-        fast = importlib.import_module("comera_rec.ops.bags.triton")  # needs triton to be installed
-        bags: Tensor = fast.pool_rows(rows, plan, offsets, weights, mode=mode, features=features, num_cols=num_cols)
-        return bags
     rows = rows[:, :num_cols]
     return pool_rows(rows, plan.inverse, offsets, weights, mode=mode, features=features)
 
 
-def make_rows(
-    cores: Sequence[Sequence[Tensor]], diagonals: Sequence[Sequence[Tensor]], plan: LookupPlan, impl: str = "reference"
-) -> Tensor:
+def make_rows(cores: Sequence[Sequence[Tensor]], diagonals: Sequence[Sequence[Tensor]], plan: LookupPlan) -> Tensor:
     """Form the unique rows of a plan, [U, N]: E[i] = G_1[i_1] diag(D_1) G_2[i_2] ... G_d[i_d]; each product of slices once."""
-    stacked = (stack if impl == "triton" else stack_tables)(cores, diagonals)
+    stacked = stack_tables(cores, diagonals)
     p, q = _real(plan.rows, plan, 0)
     if len(stacked) == 1:
         rows = stacked[0][:, 0, :, 0].index_select(0, p.clamp(min=0))
@@ -54,13 +45,13 @@ def make_rows(
     left, right = stacked[0], stacked[-1]  # [., 1, n1, r] and [., r, n2, 1]
     if len(stacked) > 2:
         first, second = _real(plan.left, plan, 1)
-        products = gathered_matmul(left.flatten(1, 2), stacked[1].flatten(2), first, second, impl, p_ascends=True)
+        products = gathered_matmul(left.flatten(1, 2), stacked[1].flatten(2), first, second, "reference", p_ascends=True)
         left = products.view(products.shape[0], 1, left.shape[2] * stacked[1].shape[2], stacked[1].shape[3])
     if len(stacked) > 3:
         fourth, third = _real(plan.right, plan, 2)
-        products = gathered_matmul(stacked[2].flatten(1, 2), right.flatten(2), third, fourth, impl, p_ascends=True)
+        products = gathered_matmul(stacked[2].flatten(1, 2), right.flatten(2), third, fourth, "reference", p_ascends=True)
         right = products.view(products.shape[0], stacked[2].shape[1], stacked[2].shape[2] * right.shape[2], 1)
-    return gathered_matmul(left.flatten(1, 2), right.flatten(2), p, q, impl, p_ascends=True).flatten(1)
+    return gathered_matmul(left.flatten(1, 2), right.flatten(2), p, q, "reference", p_ascends=True).flatten(1)
 
 
 def hot_rows(tables: Sequence[Table], plan: LookupPlan, num_cols: int) -> Tensor:

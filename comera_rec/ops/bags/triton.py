@@ -1,255 +1,313 @@
 # ruff: noqa: N803 - Triton's custom: constants are in capitals
 # mypy: allow-untyped-defs
-"""Pooling unique rows into bags on a GPU, in Triton; `reference.pool_rows` says what it computes.
+"""Kernels of bags of rows on a GPU, in Triton, each of them for all tables of a lookup; `gpu.py` calls them.
 
-L ids, U unique rows of N columns, F features of B bags each; W numbers from one row to the next. The gradient of a row is a sum
-over the ids that are it, in the order of the plan, which sorted them already: sums have a fixed order and nothing is sorted again.
+L ids, T tables, F features of B bags each; rows of N columns are products of a leading slice (n1 x r) and a trailing one (r x n2).
+Slices lie as their cores do, the bond outermost: r x n1 and r x n2. Ranks may be less than R, for which kernels are compiled: what
+is beyond a table's is masked. A segment is the ids of one slice, in the order of the plan.
+
+`tables_ptr` [T, TABLE] has for each table its rank, and where its leading core, trailing core and diagonal start: in elements,
+counted from the first table's. Every sum has a fixed order, so that results do not change from run to run.
 """
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from typing import Any
+
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from comera_rec.ops.gathered_matmul.triton import parts_launch
 from comera_rec.ops.launch import Launch, block
-from comera_rec.ops.plan import LookupPlan
 
 CHUNK = 32
-"""Ids of one program of `_sum_ids`."""
-_NO_BAG = -1
+"""Ids of one program of `_sum_slices`: enough to reuse its accumulator, few enough to keep a GPU busy with 50,000 ids."""
+TABLE = tl.constexpr(4)
+RANK, LEADING, TRAILING, DIAGONAL = (tl.constexpr(column) for column in range(4))
 
 
-@triton.jit(do_not_specialize=["num_bags", "bags_of_feature"])
-def _pool(
-    rows_ptr, inverse_ptr, offsets_ptr, weights_ptr, out_ptr, bags_ptr, chosen_ptr, num_bags, bags_of_feature,
-    N: tl.constexpr, W: tl.constexpr, MODE: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """out[b, f, :] = the pooled rows of bag f * B + b; bags[l] = the bag of id l; of "max" chosen[bag, :] = each number's id."""
-    bag = tl.program_id(0).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
-    j = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    there = bag < num_bags
-    start = tl.load(offsets_ptr + bag, mask=there, other=0)
-    end = tl.load(offsets_ptr + bag + 1, mask=there, other=0)
-    total = tl.zeros([BLOCK_B, BLOCK_N], dtype=tl.float32)
-    chosen = tl.full([BLOCK_B, BLOCK_N], -1, dtype=tl.int32)
-    for step in range(tl.max(end - start)):
-        id_ = start + step
-        real = id_ < end
-        row = tl.load(inverse_ptr + id_, mask=real, other=0).to(tl.int64)
-        value = tl.load(rows_ptr + row[:, None] * W + j, mask=real[:, None] & (j < N), other=0.0).to(tl.float32)
-        if WEIGHTED:
-            value *= tl.load(weights_ptr + id_, mask=real, other=0.0).to(tl.float32)[:, None]
-        if MODE == "max":
-            larger = real[:, None] & ((value > total) | (chosen < 0))
-            total = tl.where(larger, value, total)
-            chosen = tl.where(larger, id_[:, None].to(tl.int32), chosen)
-        else:
-            total += value
-        if tl.program_id(1) == 0:
-            tl.store(bags_ptr + id_, bag.to(tl.int32), mask=real)
-    if MODE == "mean":
-        total = total / tl.maximum(end - start, 1)[:, None].to(tl.float32)
-    inside = there[:, None] & (j < N)
-    if MODE == "max":
-        tl.store(chosen_ptr + bag[:, None] * N + j, chosen, mask=inside)
+_LEAST_DOT = 16  # the shortest sum that `tl.dot` takes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Of a lookup, for its launches."""
+
+    num_ids: int
+    counts: tuple[int, int]
+    """Leading and trailing slices of all tables."""
+    n1: int
+    rank: int
+    """R."""
+    n2: int
+    num_cols: int
+    """N, at most n1 n2."""
+    scaled: bool
+    """Whether there are diagonals."""
+    aligned: bool
+    """Whether every slice starts at a multiple of 16 bytes."""
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Of kernels that form rows."""
+        return {
+            "N1": self.n1, "R": self.rank, "N2": self.n2, "N": self.num_cols, "SCALED": self.scaled, "ALIGNED": self.aligned,
+        }  # fmt: skip
+
+    def first_slice(self, side: int) -> int:
+        """Number of the first leading, or trailing slice in a plan."""
+        return side * (self.counts[0] + 1)
+
+
+@triton.jit
+def _bag_at(bag, num_bags, bags_of_feature, N: tl.constexpr):
+    """Where the numbers of a bag start in [B, F * N]. Bags are of 32 bits, because divisions of 64 take a hundred instructions."""
     features = num_bags // bags_of_feature
-    at = (bag % bags_of_feature * features + bag // bags_of_feature)[:, None] * N + j
-    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
+    feature = bag // bags_of_feature
+    return ((bag - feature * bags_of_feature).to(tl.int64) * features + feature) * N
+
+
+@triton.jit
+def _form_rows(
+    a_ptr, b_ptr, d_ptr, tables_ptr, pairs_ptr, id_, real, num_ids, i, j,
+    N1: tl.constexpr, R: tl.constexpr, N2: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK_U: tl.constexpr, BLOCK_1: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_2: tl.constexpr,
+):  # fmt: skip
+    """Rows of ids [U], a tile of n1 x n2 each: zero where an id isn't real, or left out.
+
+    Nearly always one table has them all, so what is known of a table is read once.
+    """
+    p = tl.load(pairs_ptr + id_, mask=real, other=-1)
+    q = tl.load(pairs_ptr + num_ids + id_, mask=real, other=0)
+    table_of = tl.load(pairs_ptr + 2 * num_ids + id_, mask=real, other=0)
+    met = p >= 0
+    row = tl.zeros([BLOCK_U, BLOCK_1, BLOCK_2], dtype=tl.float32)
+    for table in range(tl.min(tl.where(met, table_of, 0x7FFFFFFF)), tl.max(tl.where(met, table_of, -1)) + 1):
+        of_table = tables_ptr + table * TABLE
+        rank = tl.load(of_table + RANK).to(tl.int32)
+        mine = (met & (table_of == table))[:, None, None]
+        a_at = a_ptr + tl.load(of_table + LEADING) + tl.where(met, p, 0).to(tl.int64)[:, None, None] * (rank * N1)
+        b_at = b_ptr + tl.load(of_table + TRAILING) + q.to(tl.int64)[:, None, None] * (rank * N2)
+        d_at = d_ptr + tl.load(of_table + DIAGONAL)
+        if ALIGNED:
+            a_at, b_at = tl.multiple_of(a_at, (16, 16, 16)), tl.multiple_of(b_at, (16, 16, 16))
+        if R < BLOCK_R:  # shorter than any dot
+            rank_of = tl.where(mine, rank, 0)
+            for k in tl.static_range(R):
+                a = tl.load(a_at + (k * N1 + i), mask=(k < rank_of) & (i < N1), other=0.0).to(tl.float32)
+                b = tl.load(b_at + (k * N2 + j), mask=(k < rank_of) & (j < N2), other=0.0).to(tl.float32)
+                if SCALED:
+                    b *= tl.load(d_at + k, mask=k < rank, other=0.0).to(tl.float32)
+                row += a * b
+        else:
+            for start in tl.static_range(0, R, BLOCK_R):
+                k = start + tl.arange(0, BLOCK_R)
+                k_a, k_b = k[None, None, :], k[None, :, None]
+                a = tl.load(a_at + (k_a * N1 + i), mask=mine & (k_a < rank) & (i < N1), other=0.0).to(tl.float32)
+                b = tl.load(b_at + (k_b * N2 + j), mask=mine & (k_b < rank) & (j < N2), other=0.0).to(tl.float32)
+                if SCALED:
+                    b *= tl.load(d_at + k_b, mask=k_b < rank, other=0.0).to(tl.float32)
+                row = tl.dot(a, b, row, input_precision="ieee", out_dtype=tl.float32)
+    return row
 
 
 @triton.jit(do_not_specialize=["num_ids", "num_bags", "bags_of_feature"])
-def _sum_ids(
-    grad_ptr, order_ptr, inverse_ptr, offsets_ptr, weights_ptr, bags_ptr, chosen_ptr, sums_ptr, parts_ptr, sorted_ptr,
+def _pool(
+    a_ptr, b_ptr, d_ptr, tables_ptr, pairs_ptr, offsets_ptr, weights_ptr, out_ptr, bags_ptr, chosen_ptr,
     num_ids, num_bags, bags_of_feature,
-    N: tl.constexpr, W: tl.constexpr, MODE: tl.constexpr, WEIGHTED: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr,
+    N1: tl.constexpr, R: tl.constexpr, N2: tl.constexpr, N: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr,
+    MODE: tl.constexpr, WEIGHTED: tl.constexpr,
+    BLOCK_U: tl.constexpr, BLOCK_1: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_2: tl.constexpr,
 ):  # fmt: skip
-    """sums[u, :] = what the bags of row u's ids hand back, as far as those ids lie within one chunk of the plan's order.
-
-    Rows of several chunks leave parts, as in `_sum_segments`; sorted[n] = the row of the n-th id in order, for `_sum_parts`.
-    """
-    chunk = tl.program_id(0).to(tl.int64)
-    j = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    start = chunk * CHUNK
-    n = start + tl.arange(0, CHUNK)
-    real = n < num_ids
-    last = tl.minimum(start + CHUNK, num_ids) - 1
-    id_ = tl.load(order_ptr + n, mask=real, other=0).to(tl.int64)
-    row = tl.load(inverse_ptr + id_, mask=real, other=-1).to(tl.int32)
-    if tl.program_id(1) == 0:
-        tl.store(sorted_ptr + n, row, mask=real)
-    first_row = tl.load(inverse_ptr + tl.load(order_ptr + start)).to(tl.int32)
-    last_row = tl.load(inverse_ptr + tl.load(order_ptr + last)).to(tl.int32)
-    earlier = tl.load(order_ptr + start - 1, mask=start > 0, other=0)
-    later = tl.load(order_ptr + last + 1, mask=last + 1 < num_ids, other=0)
-    before = tl.load(inverse_ptr + earlier, mask=start > 0, other=-1).to(tl.int32)
-    after = tl.load(inverse_ptr + later, mask=last + 1 < num_ids, other=-1).to(tl.int32)
-
-    bag = tl.load(bags_ptr + id_, mask=real, other=-1).to(tl.int64)
-    pooled = bag >= 0
-    features = num_bags // bags_of_feature
-    at = (bag % bags_of_feature * features + bag // bags_of_feature)[:, None] * N + j
-    grad = tl.load(grad_ptr + at, mask=pooled[:, None] & (j < N), other=0.0).to(tl.float32)
+    """out[b, f, :] = the pooled rows of bag f * B + b; bags[l] = the bag of id l; of "max" chosen[bag, :] = each number's id."""
+    bag = tl.program_id(0) * BLOCK_U + tl.arange(0, BLOCK_U)
+    i = (tl.program_id(1) * BLOCK_1 + tl.arange(0, BLOCK_1))[None, :, None]
+    j = (tl.program_id(2) * BLOCK_2 + tl.arange(0, BLOCK_2))[None, None, :]
+    there = bag < num_bags
+    start = tl.load(offsets_ptr + bag, mask=there, other=0).to(tl.int32)
+    end = tl.load(offsets_ptr + bag + 1, mask=there, other=0).to(tl.int32)
+    total = tl.zeros([BLOCK_U, BLOCK_1, BLOCK_2], dtype=tl.float32)
     if MODE == "max":
-        chosen = tl.load(chosen_ptr + bag[:, None] * N + j, mask=pooled[:, None] & (j < N), other=-1)
-        grad = tl.where(chosen == id_[:, None].to(tl.int32), grad, 0.0)
+        chosen = tl.full([BLOCK_U, BLOCK_1, BLOCK_2], -1, dtype=tl.int32)
+    for step in range(tl.max(end - start)):
+        id_ = start + step
+        real = id_ < end
+        if (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
+            tl.store(bags_ptr + id_, bag, mask=real)
+        row = _form_rows(
+            a_ptr, b_ptr, d_ptr, tables_ptr, pairs_ptr, id_, real, num_ids, i, j,
+            N1, R, N2, SCALED, ALIGNED, BLOCK_U, BLOCK_1, BLOCK_R, BLOCK_2,
+        )  # fmt: skip
+        if WEIGHTED:
+            row *= tl.load(weights_ptr + id_, mask=real, other=0.0).to(tl.float32)[:, None, None]
+        if MODE == "max":
+            larger = real[:, None, None] & ((row > total) | (chosen < 0))
+            total = tl.where(larger, row, total)
+            chosen = tl.where(larger, id_[:, None, None], chosen)
+        else:
+            total += row
     if MODE == "mean":
-        begin = tl.load(offsets_ptr + bag, mask=pooled, other=0)
-        grad = grad / (tl.load(offsets_ptr + bag + 1, mask=pooled, other=1) - begin)[:, None].to(tl.float32)
-    if WEIGHTED:
-        grad *= tl.load(weights_ptr + id_, mask=real, other=0.0).to(tl.float32)[:, None]
-    # Rows ascend by one along the order, so the chunk's are first_row, first_row + 1, ...
-    r = tl.arange(0, CHUNK)[:, None]
-    is_mine = (row - first_row)[None, :] == r
-    total = tl.dot(is_mine.to(tl.float32), grad, input_precision="ieee", out_dtype=tl.float32)
-    here = first_row + r
-    earlier_part, later_part = tl.where(before == first_row, first_row, -1), tl.where(after == last_row, last_row, -1)
-    is_part = (here == earlier_part) | (here == later_part)
-    is_whole = (here != earlier_part) & (here != later_part)
-    inside = (here <= last_row) & (j < N)
-    tl.store(parts_ptr + (2 * chunk + (r > 0).to(tl.int32)) * W + j, total, mask=inside & is_part)
-    tl.store(sums_ptr + here.to(tl.int64) * W + j, total.to(sums_ptr.dtype.element_ty), mask=inside & is_whole)
+        total = total / tl.maximum(end - start, 1)[:, None, None].to(tl.float32)
+    column = i * N2 + j
+    inside = there[:, None, None] & (i < N1) & (j < N2) & (column < N)
+    if MODE == "max":
+        tl.store(chosen_ptr + bag.to(tl.int64)[:, None, None] * N + column, chosen, mask=inside)
+    at = _bag_at(bag, num_bags, bags_of_feature, N)[:, None, None] + column
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_ids", "num_bags", "bags_of_feature", "first_slice", "num_slices"])
+def _sum_slices(
+    grad_ptr, other_ptr, tables_ptr, pairs_ptr, slices_ptr, order_ptr, bags_ptr, offsets_ptr, weights_ptr, chosen_ptr, parts_ptr,
+    owners_ptr, num_ids, num_bags, bags_of_feature, first_slice, num_slices,
+    SIDE: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, R: tl.constexpr, N: tl.constexpr, ALIGNED: tl.constexpr,
+    MODE: tl.constexpr, WEIGHTED: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_U: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Y: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """parts[s] = sum over the ids of slice s of the other slice [r, Y] times what the id's bag hands back [Y, X].
+
+    That is the gradient of the slice but for the diagonal: of leading slices, if SIDE is 0, and of trailing ones, if it is 1. A
+    segment that goes on in later chunks leaves the sum of each of them in parts[num_slices + chunk]. owners[s] = an id of slice s.
+    """
+    BLOCK: tl.constexpr = BLOCK_U * BLOCK_Y
+    X_STEP: tl.constexpr = Y if SIDE == 0 else 1
+    Y_STEP: tl.constexpr = 1 if SIDE == 0 else X
+    chunk = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
+    x = tl.program_id(2) * BLOCK_X + tl.arange(0, BLOCK_X)[None, :]
+    step = tl.arange(0, BLOCK)  # runs over ids and, within each, over Y
+    slices_ptr += SIDE * num_ids
+    order_ptr += SIDE * num_ids
+    start = chunk * CHUNK
+    positions = start + tl.arange(0, CHUNK)
+    slices = tl.load(slices_ptr + positions, mask=positions < num_ids, other=-1).to(tl.int32) - first_slice
+    # What is left out comes last, and belongs to slice number `num_slices`.
+    end = start + tl.sum(((slices >= 0) & (slices < num_slices)).to(tl.int32))
+    before = tl.load(slices_ptr + start - 1, mask=start > 0, other=-1).to(tl.int32) - first_slice
+    end_of_bags = tl.load(offsets_ptr + num_bags)
+    first = start
+    while first < end:
+        segment = tl.load(slices_ptr + first).to(tl.int32) - first_slice
+        last = first + tl.sum((slices == segment).to(tl.int32))
+        id_ = tl.load(order_ptr + first) - SIDE * num_ids
+        of_table = tables_ptr + tl.load(pairs_ptr + 2 * num_ids + id_).to(tl.int64) * TABLE
+        rank = tl.load(of_table + RANK).to(tl.int32)
+        others = other_ptr + tl.load(of_table + (TRAILING if SIDE == 0 else LEADING))
+        total = tl.zeros([BLOCK_R, BLOCK_X], dtype=tl.float32)
+        for position in range(first, last, BLOCK_U):
+            n = position + step // BLOCK_Y
+            real = n < last
+            u = tl.load(order_ptr + n, mask=real, other=SIDE * num_ids) - SIDE * num_ids
+            other = tl.load(pairs_ptr + (1 - SIDE) * num_ids + u, mask=real, other=0).to(tl.int64)
+            real = real & (u < end_of_bags)
+            bag = tl.load(bags_ptr + u, mask=real, other=0)
+            bag_at = _bag_at(bag, num_bags, bags_of_feature, N)
+            if MODE == "mean":
+                length = tl.load(offsets_ptr + bag + 1) - tl.load(offsets_ptr + bag)
+                factor = 1.0 / tl.maximum(length, 1).to(tl.float32)
+            if WEIGHTED:
+                factor = tl.load(weights_ptr + u, mask=real, other=0.0).to(tl.float32)
+            for start_y in tl.static_range(0, Y, BLOCK_Y):
+                y = start_y + step % BLOCK_Y
+                column = (y * Y_STEP)[:, None] + x * X_STEP
+                inside = (real & (y < Y))[:, None] & (x < X) & (column < N)
+                grad = tl.load(grad_ptr + bag_at[:, None] + column, mask=inside, other=0.0).to(tl.float32)
+                if MODE == "max":
+                    chosen = tl.load(chosen_ptr + (bag.to(tl.int64) * N)[:, None] + column, mask=inside, other=-1)
+                    grad = tl.where(chosen == u[:, None].to(tl.int32), grad, 0.0)
+                if MODE == "mean" or WEIGHTED:
+                    grad *= factor[:, None]
+                slice_ = others + (other * (rank * Y))[None, :]
+                if ALIGNED:
+                    slice_ = tl.multiple_of(slice_, (16, 16))
+                o = tl.load(slice_ + (k * Y + y[None, :]), mask=(real & (y < Y))[None, :] & (k < rank), other=0.0).to(tl.float32)
+                total = tl.dot(o, grad, total, input_precision="ieee", out_dtype=tl.float32)
+        is_later = (first == start) & (before == segment)
+        if (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
+            tl.store(owners_ptr + segment, id_.to(tl.int32), mask=~is_later)
+        slot = tl.where(is_later, num_slices + chunk, segment.to(tl.int64))
+        tl.store(parts_ptr + slot * (R * X) + (k * X + x), total, mask=(k < R) & (x < X))
+        first = last
 
 
 @triton.jit(do_not_specialize=["num_ids", "num_bags", "bags_of_feature"])
 def _weight_gradients(
-    grad_ptr, rows_ptr, inverse_ptr, bags_ptr, out_ptr, num_ids, num_bags, bags_of_feature,
-    N: tl.constexpr, W: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_N: tl.constexpr,
+    grad_ptr, a_ptr, b_ptr, d_ptr, tables_ptr, pairs_ptr, bags_ptr, offsets_ptr, out_ptr, num_ids, num_bags, bags_of_feature,
+    N1: tl.constexpr, R: tl.constexpr, N2: tl.constexpr, N: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK_U: tl.constexpr, BLOCK_1: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_2: tl.constexpr,
 ):  # fmt: skip
     """out[l] = the gradient of id l's bag times its row; 0 of ids in no bag."""
-    id_ = tl.program_id(0).to(tl.int64) * BLOCK_L + tl.arange(0, BLOCK_L)
+    id_ = tl.program_id(0) * BLOCK_U + tl.arange(0, BLOCK_U)
     real = id_ < num_ids
-    bag = tl.load(bags_ptr + id_, mask=real, other=-1).to(tl.int64)
-    row = tl.load(inverse_ptr + id_, mask=real, other=0).to(tl.int64)
-    at = (bag % bags_of_feature * (num_bags // bags_of_feature) + bag // bags_of_feature)[:, None] * N
-    total = tl.zeros([BLOCK_L], dtype=tl.float32)
-    for start in tl.static_range(0, N, BLOCK_N):
-        j = start + tl.arange(0, BLOCK_N)[None, :]
-        mask = (bag >= 0)[:, None] & (j < N)
-        grad = tl.load(grad_ptr + at + j, mask=mask, other=0.0).to(tl.float32)
-        total += tl.sum(grad * tl.load(rows_ptr + row[:, None] * W + j, mask=mask, other=0.0).to(tl.float32), 1)
+    pooled = real & (id_ < tl.load(offsets_ptr + num_bags))
+    at = _bag_at(tl.load(bags_ptr + id_, mask=pooled, other=0), num_bags, bags_of_feature, N)
+    total = tl.zeros([BLOCK_U], dtype=tl.float32)
+    for start_i in tl.static_range(0, N1, BLOCK_1):
+        for start_j in tl.static_range(0, N2, BLOCK_2):
+            i = (start_i + tl.arange(0, BLOCK_1))[None, :, None]
+            j = (start_j + tl.arange(0, BLOCK_2))[None, None, :]
+            row = _form_rows(
+                a_ptr, b_ptr, d_ptr, tables_ptr, pairs_ptr, id_, pooled, num_ids, i, j,
+                N1, R, N2, SCALED, ALIGNED, BLOCK_U, BLOCK_1, BLOCK_R, BLOCK_2,
+            )  # fmt: skip
+            column = i * N2 + j
+            inside = pooled[:, None, None] & (i < N1) & (j < N2) & (column < N)
+            grad = tl.load(grad_ptr + at[:, None, None] + column, mask=inside, other=0.0).to(tl.float32)
+            total += tl.sum(tl.sum(grad * row, 2), 1)
     tl.store(out_ptr + id_, total, mask=real)
 
 
-def pool_launch(num_bags: int, features: int, num_cols: int, width: int, mode: str, *, weighted: bool) -> Launch:
+def pool_launch(sizes: Sizes, *, num_bags: int, features: int, mode: str, weighted: bool) -> Launch:
     """Of `_pool`."""
-    columns = block(num_cols, 128)
-    bags = max(1, 1024 // columns)
+    blocks = _row_blocks(sizes)
+    grid = (num_bags, blocks["BLOCK_U"]), (sizes.n1, blocks["BLOCK_1"]), (sizes.n2, blocks["BLOCK_2"])
     return Launch(
         kernel=_pool,
-        grid=(triton.cdiv(num_bags, bags), triton.cdiv(num_cols, columns)),
-        numbers={"num_bags": num_bags, "bags_of_feature": num_bags // features},
-        constants={"N": num_cols, "W": width, "MODE": mode, "WEIGHTED": weighted, "BLOCK_B": bags, "BLOCK_N": columns},
-        num_warps=2,
+        grid=tuple(triton.cdiv(*size) for size in grid),
+        numbers={"num_ids": sizes.num_ids, "num_bags": num_bags, "bags_of_feature": num_bags // features},
+        constants={**sizes.constants, "MODE": mode, "WEIGHTED": weighted, **blocks},
+        num_warps=_warps(blocks["BLOCK_U"] * blocks["BLOCK_1"] * blocks["BLOCK_2"]),
     )
 
 
-def sum_ids_launch(num_ids: int, num_bags: int, features: int, num_cols: int, width: int, mode: str, *, weighted: bool) -> Launch:
-    """Of `_sum_ids`."""
-    columns = max(16, block(num_cols, 64))
-    return Launch(
-        kernel=_sum_ids,
-        grid=(triton.cdiv(num_ids, CHUNK), triton.cdiv(num_cols, columns)),
-        numbers={"num_ids": num_ids, "num_bags": num_bags, "bags_of_feature": num_bags // features},
-        constants={"N": num_cols, "W": width, "MODE": mode, "WEIGHTED": weighted, "CHUNK": CHUNK, "BLOCK_N": columns},
-        num_warps=4,
-    )
-
-
-def weights_launch(num_ids: int, num_bags: int, features: int, num_cols: int, width: int) -> Launch:
+def weights_launch(sizes: Sizes, *, num_bags: int, features: int) -> Launch:
     """Of `_weight_gradients`."""
-    columns = block(num_cols, 64)
+    blocks = _row_blocks(sizes)
     return Launch(
         kernel=_weight_gradients,
-        grid=(triton.cdiv(num_ids, 16),),
-        numbers={"num_ids": num_ids, "num_bags": num_bags, "bags_of_feature": num_bags // features},
-        constants={"N": num_cols, "W": width, "BLOCK_L": 16, "BLOCK_N": columns},
-        num_warps=2,
+        grid=(triton.cdiv(sizes.num_ids, blocks["BLOCK_U"]),),
+        numbers={"num_ids": sizes.num_ids, "num_bags": num_bags, "bags_of_feature": num_bags // features},
+        constants={**sizes.constants, **blocks},
+        num_warps=_warps(blocks["BLOCK_U"] * blocks["BLOCK_1"] * blocks["BLOCK_2"]),
     )
 
 
-def pool_into_bags(
-    rows: Tensor, weights: Tensor | None, offsets: Tensor, inverse: Tensor, order: Tensor, mode: str, features: int, num_cols: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Bags, the bag of each id [L], and of "max" the id of each of their numbers."""
-    num_bags, num_ids = offsets.shape[0] - 1, inverse.shape[0]
-    out = rows.new_empty(num_bags // features, features * num_cols)
-    bags = torch.full((num_ids,), _NO_BAG, dtype=torch.int32, device=rows.device)
-    chosen = torch.empty(num_bags if mode == "max" else 0, num_cols, dtype=torch.int32, device=rows.device)
-    if out.numel():
-        launch = pool_launch(num_bags, features, num_cols, rows.shape[1], mode, weighted=weights is not None)
-        launch(
-            rows_ptr=rows, inverse_ptr=inverse, offsets_ptr=offsets, weights_ptr=rows if weights is None else weights,
-            out_ptr=out, bags_ptr=bags, chosen_ptr=chosen,
-        )  # fmt: skip
-    return out, bags, chosen
+def slices_launch(sizes: Sizes, side: int, *, num_bags: int, features: int, mode: str, weighted: bool) -> Launch:
+    """Of `_sum_slices`."""
+    x, y = (sizes.n1, sizes.n2) if side == 0 else (sizes.n2, sizes.n1)
+    block_r, block_x, block_y = block(sizes.rank, 32), block(x, 32), block(y, 32)
+    return Launch(
+        kernel=_sum_slices,
+        grid=(triton.cdiv(sizes.num_ids, CHUNK), triton.cdiv(sizes.rank, block_r), triton.cdiv(x, block_x)),
+        numbers={
+            "num_ids": sizes.num_ids, "num_bags": num_bags, "bags_of_feature": num_bags // features,
+            "first_slice": sizes.first_slice(side), "num_slices": sizes.counts[side],
+        },
+        constants={
+            "SIDE": side, "X": x, "Y": y, "R": sizes.rank, "N": sizes.num_cols, "ALIGNED": sizes.aligned,
+            "MODE": mode, "WEIGHTED": weighted,
+            "CHUNK": CHUNK, "BLOCK_U": 32 // block_y, "BLOCK_X": block_x, "BLOCK_Y": block_y, "BLOCK_R": block_r,
+        },
+        num_warps=_warps(block_x * block_r),
+    )  # fmt: skip
 
 
-_pool_rows = torch.library.custom_op("comera_rec::pool_rows", pool_into_bags, mutates_args=())
+def _row_blocks(sizes: Sizes) -> dict[str, int]:
+    block_1, block_2 = block(sizes.n1, 32), block(sizes.n2, 64)
+    rows = max(1, min(16, 256 // (block_1 * block_2)))
+    return {"BLOCK_U": rows, "BLOCK_1": block_1, "BLOCK_R": _LEAST_DOT, "BLOCK_2": block_2}
 
 
-@_pool_rows.register_fake
-def _(rows, weights, offsets, inverse, order, mode, features, num_cols):
-    num_bags = offsets.shape[0] - 1
-    out = rows.new_empty(num_bags // features, features * num_cols)
-    bags = inverse.new_empty(inverse.shape[0], dtype=torch.int32)
-    return out, bags, inverse.new_empty(num_bags if mode == "max" else 0, num_cols, dtype=torch.int32)
-
-
-def gradients_of_rows(
-    grad: Tensor, rows: Tensor, weights: Tensor | None, offsets: Tensor, inverse: Tensor, order: Tensor, bags: Tensor,
-    chosen: Tensor, mode: str, features: int, num_cols: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Of rows, undefined where no id is the row, and of weights; `grad` [B, F * N] is the bags'."""
-    num_bags, num_ids, width = offsets.shape[0] - 1, inverse.shape[0], rows.shape[1]
-    # Products have no gradient where the plan is padded: nobody reads those rows, so they needn't be written.
-    of_rows = torch.zeros_like(rows) if width > num_cols else torch.empty_like(rows)
-    of_weights = rows.new_zeros(0 if weights is None else num_ids)
-    if grad.numel() and num_ids and rows.numel():
-        parts = torch.zeros(2 * triton.cdiv(num_ids, CHUNK), width, dtype=torch.float32, device=rows.device)
-        ordered = torch.empty(num_ids, dtype=torch.int32, device=rows.device)
-        sum_ids_launch(num_ids, num_bags, features, num_cols, width, mode, weighted=weights is not None)(
-            grad_ptr=grad, order_ptr=order, inverse_ptr=inverse, offsets_ptr=offsets,
-            weights_ptr=rows if weights is None else weights, bags_ptr=bags, chosen_ptr=chosen,
-            sums_ptr=of_rows, parts_ptr=parts, sorted_ptr=ordered,
-        )  # fmt: skip
-        parts_launch(num_ids, len(rows), width)(sums_ptr=of_rows, parts_ptr=parts, ids_ptr=ordered)
-        if weights is not None:
-            launch = weights_launch(num_ids, num_bags, features, num_cols, width)
-            launch(grad_ptr=grad, rows_ptr=rows, inverse_ptr=inverse, bags_ptr=bags, out_ptr=of_weights)
-    return of_rows, of_weights
-
-
-_pool_rows_backward = torch.library.custom_op("comera_rec::pool_rows_backward", gradients_of_rows, mutates_args=())
-
-
-@_pool_rows_backward.register_fake
-def _(grad, rows, weights, offsets, inverse, order, bags, chosen, mode, features, num_cols):
-    return torch.empty_like(rows), rows.new_empty(0 if weights is None else inverse.shape[0])
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    rows, weights, offsets, inverse, order, *ctx.sizes = inputs
-    _, bags, chosen = output
-    ctx.mark_non_differentiable(bags, chosen)
-    ctx.save_for_backward(rows, weights, offsets, inverse, order, bags, chosen)
-
-
-def _differentiate(ctx, grad: Tensor, *_: Tensor):
-    of_rows, of_weights = _pool_rows_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.sizes)
-    return of_rows, of_weights if ctx.saved_tensors[1] is not None else None, *(None,) * 6
-
-
-torch.library.register_autograd(_pool_rows, _differentiate, setup_context=_setup_context)
-
-
-def pool_rows(
-    rows: Tensor, plan: LookupPlan, offsets: Tensor, weights: Tensor | None, *, mode: str, features: int, num_cols: int
-) -> Tensor:
-    """Rows [U, W] of a plan -> [B, F * N], the first N = num_cols columns of each; see `tt_bags`."""
-    weights = None if weights is None else weights.contiguous()
-    arguments = (offsets, plan.inverse.contiguous(), plan.order.contiguous(), mode, features, num_cols)
-    out: Tensor = _pool_rows(rows.contiguous(), weights, *arguments)[0]
-    return out
+def _warps(accumulators: int) -> int:
+    """Sixteen accumulators a thread, the 4 x 4 tile at which every operand that is read serves four products."""
+    return max(1, min(4, accumulators // 512))

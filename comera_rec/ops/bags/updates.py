@@ -98,6 +98,42 @@ class Updates:
                 tensors.append(self._state(parameter, state, name, group.get("initial_accumulator_value", 0.0)))
         return *states, self._kind.number, settings
 
+    @property
+    def fit_gpus(self) -> bool:
+        """Whether a GPU's kernels can apply them: rules that don't depend on the step, alike for all cores and for all diagonals.
+
+        Adam's doesn't: the moments of slices that a batch has not met decay all the same, so only a pass over whole cores is exact.
+        """
+        if self._kind not in (_KINDS["SGD"], _KINDS["Adagrad"], _KINDS[ROW_WISE]):
+            return False
+        if self._kind is _KINDS[ROW_WISE] and self.diagonals is not None:
+            return False
+        groups = [optimizer.param_groups[number] for optimizer, number in self._optimizers]
+        if any(group.get("lr_decay") for group in groups):
+            return False
+        of_cores, of_diagonals = self._by_role([_rule(group) for group in groups])
+        return len({tuple(rule.values()) for rule in of_cores}) == 1 and len({tuple(rule.values()) for rule in of_diagonals}) <= 1
+
+    def begin_gpu_step(self) -> tuple[str, list[Tensor], dict[str, Any], dict[str, Any]]:
+        """Count a step; returns the kind, first states of cores and then of diagonals, and the rules of cores and of diagonals."""
+        groups = [optimizer.param_groups[number] for optimizer, number in self._optimizers]
+        by_parameter = [
+            optimizer.state[parameter] for parameter, (optimizer, _) in zip(self._parameters, self._optimizers, strict=True)
+        ]
+        states: list[Tensor] = []
+        if self._kind.states:
+            _count(by_parameter)
+            states = [
+                self._state(parameter, state, self._kind.states[0], group.get("initial_accumulator_value", 0.0))
+                for parameter, state, group in zip(self._parameters, by_parameter, groups, strict=True)
+            ]
+        of_cores, of_diagonals = self._by_role([_rule(group) for group in groups])
+        name = next(name for name, kind in _KINDS.items() if kind is self._kind)
+        return name, states, of_cores[0], of_diagonals[0] if of_diagonals else {}
+
+    def _by_role(self, values: list[Any]) -> tuple[list[Any], list[Any]]:
+        return values[: len(self.cores)], values[len(self.cores) :]
+
     def _state(self, parameter: Tensor, state: dict[str, Any], name: str, initial: float) -> Tensor:
         """Return the state tensor of a name, made or laid out as the operator needs it."""
         kept: Tensor | None = state.get(name)
@@ -125,6 +161,13 @@ def _count(states: Sequence[dict[str, Any]]) -> Tensor:
         for k, state in enumerate(states):
             state["step"] = base[k]
     return base.add_(1)
+
+
+def _rule(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a group as a GPU's kernels take them; a learning rate on the device stays there."""
+    lr = group["lr"]
+    on_device = isinstance(lr, Tensor) and lr.device.type != "cpu"
+    return {"lr": lr if on_device else float(lr), "eps": float(group.get("eps", 0.0)), "weight_decay": float(group["weight_decay"])}
 
 
 def _needs_step(group: dict[str, Any]) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from comera_rec.ops.native import ops
 from comera_rec.ops.plan import reference
+from comera_rec.ops.plan.pairs import PairPlan, plan_pairs
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,11 @@ class LookupPlan:
     slice of each core; in the last column, the total counts."""
 
     @property
+    def num_ids(self) -> int:
+        """L."""
+        return self.inverse.shape[0]
+
+    @property
     def tensors(self) -> list[Tensor]:
         """The fields in order, as operators take them."""
         return [getattr(self, field.name) for field in fields(self)]
@@ -55,14 +61,15 @@ def plan_lookup(
     *,
     impl: str = "auto",
     parallel: bool = True,
-) -> LookupPlan:
+) -> LookupPlan | PairPlan:
     """Find the unique rows of a batch over several tables, and their unique leading and trailing halves.
 
     Args:
         ids: row ids of each table, int32 or int64, of any shape.
         row_shapes: row modes (m_1..m_d) of each table; d is from 1 to 4 and the same for all.
         num_embeddings: rows of each table; default m_1...m_d.
-        impl: "cpu", which checks ids, or "reference", which doesn't; "auto" is "cpu" for tables of two to four cores on CPU.
+        impl: "cpu", which checks ids; "reference", which doesn't; or "triton", a `PairPlan` for tables of two cores on a GPU, which
+            checks them there. "auto" is "cpu" for tables of two to four cores on CPU.
         parallel: whether to use torch's threads (on CPU). Give False in a thread that runs beside the training thread: two teams of
             threads on the same cores wait for each other ten times as long as the work takes.
 
@@ -77,7 +84,9 @@ def plan_lookup(
     for t, table in enumerate(ids):
         if table.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"ids[{t}] has dtype {table.dtype}: give int32 or int64")
-    if order > 1 and impl != "reference" and ids[0].device.type in ("cpu", "meta"):
+    if impl == "triton" and order == 2:
+        return plan_pairs([table.flatten() for table in ids], row_shapes, num_embeddings)
+    if order > 1 and impl in ("auto", "cpu") and ids[0].device.type in ("cpu", "meta"):
         return LookupPlan(
             *ops.plan_lookup([table.contiguous() for table in ids], num_embeddings, [m for s in row_shapes for m in s], parallel)
         )

@@ -1,0 +1,412 @@
+"""Bags of rows on GPUs, by the kernels of `triton.py` and `triton_updates.py`; `reference.pool` says what they compute.
+
+L ids, T tables, F features of B bags each, N columns. A row is a product of a leading and a trailing slice. If the plan is
+a `PairPlan`, tables of order 2 are read where they are, all of them by one kernel; of others the halves are formed first.
+Rows are formed where bags need them and written nowhere.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from comera_rec.ops.bags import reference
+from comera_rec.ops.bags.stack import stack_tables
+from comera_rec.ops.bags.table import Table
+from comera_rec.ops.bags.updates import Updates, find_updates
+from comera_rec.ops.gathered_matmul import gathered_matmul
+from comera_rec.ops.launch import rank_bucket
+from comera_rec.ops.plan import LookupPlan
+from comera_rec.ops.plan.pairs import PairPlan, pair_up
+from comera_rec.ops.plan.reference import first_keys, on_device
+from comera_rec.tt import slice_major
+
+
+def pool(
+    tables: Sequence[Table],
+    plan: LookupPlan | PairPlan,
+    offsets: Tensor,
+    weights: Tensor | None,
+    *,
+    mode: str,
+    features: int,
+    num_cols: int,
+    update: bool = True,
+) -> Tensor:
+    """Pool rows to [B, F * num_cols]; arguments as for `tt_bags`."""
+    settings = (mode, features, num_cols)
+    if not any(table.hot for table in tables):
+        return _pool_cores(tables, plan, offsets, weights, settings, update=update)
+    if mode == "max":  # of whole rows, which are those of bags of one id; then these are slices of a table of order 1
+        ends = torch.arange(plan.num_ids + 1, device=offsets.device)
+        rows_LN = pool(tables, plan, ends, None, mode="sum", features=1, num_cols=num_cols, update=update)
+        number = torch.arange(plan.num_ids, device=offsets.device)
+        pairs = pair_up(number, torch.zeros_like(number), (plan.num_ids, 1))
+        one = rows_LN.new_ones(1, 1, 1, 1)
+        return pool_pairs([rows_LN[None, :, :, None]], [one], [], pairs, offsets, None, settings)
+    bags = _pool_cores(tables, plan, offsets, weights, settings, update=update)
+    return bags + _pool_hot_rows(tables, plan, offsets, weights, settings, update=update)
+
+
+def _pool_cores(
+    tables: Sequence[Table], plan: LookupPlan | PairPlan, offsets: Tensor, weights: Tensor | None, settings: Any, *, update: bool
+) -> Tensor:
+    if isinstance(plan, PairPlan):
+        lefts, rights = zip(*(table.cores for table in tables), strict=True)
+        diagonals = [diagonal for table in tables for diagonal in table.diagonals]
+        return pool_pairs(lefts, rights, diagonals, plan, offsets, weights, settings, update=update)
+    left, right = _halves([table.cores for table in tables], [table.diagonals for table in tables], plan)
+    p, q = plan.rows.long()[:, plan.inverse.long()]
+    pairs = pair_up(p, q, (left.shape[1], right.shape[1]))
+    return pool_pairs([left], [right], [], pairs, offsets, weights, settings)
+
+
+def _halves(cores: Sequence[Sequence[Tensor]], diagonals: Sequence[Sequence[Tensor]], plan: LookupPlan) -> tuple[Tensor, Tensor]:
+    """Return the leading halves of the rows of a plan as a core (1, P, n1, r), and the trailing ones as a core (r, Q, n2, 1)."""
+    stacked = stack_tables(cores, diagonals)  # (M_k, r_{k-1}, n_k, r_k)
+    left, right = stacked[0], stacked[-1]
+    if len(stacked) == 1:
+        return left.transpose(0, 1), left.new_ones(1, len(cores), 1, 1)  # each table's only trailing slice
+    if len(stacked) > 2:
+        products = gathered_matmul(left.flatten(1, 2), stacked[1].flatten(2), plan.left[0], plan.left[1], "triton", p_ascends=True)
+        left = products.view(products.shape[0], 1, left.shape[2] * stacked[1].shape[2], stacked[1].shape[3])
+    if len(stacked) > 3:
+        fourth, third = plan.right
+        products = gathered_matmul(stacked[2].flatten(1, 2), right.flatten(2), third, fourth, "triton", p_ascends=True)
+        right = products.view(products.shape[0], stacked[2].shape[1], stacked[2].shape[2] * right.shape[2], 1)
+    return left.transpose(0, 1), right.transpose(0, 1)
+
+
+def _pool_hot_rows(
+    tables: Sequence[Table], plan: LookupPlan | PairPlan, offsets: Tensor, weights: Tensor | None, settings: Any, *, update: bool
+) -> Tensor:
+    """Bags of what hot blocks add: products of a row of A, as a leading slice, and of P, as the block's only trailing one."""
+    ids, table_of = _row_ids(plan, tables)
+    blocks = [block for table in tables for block in table.hot]
+    counts = [block.rows.shape[1] for block in blocks]
+    p, number = torch.full_like(ids, -1), torch.zeros_like(ids)
+    numbers = iter(range(len(blocks)))
+    for t, table in enumerate(tables):
+        for first, end in pairwise(accumulate((block.rows.shape[1] for block in table.hot), initial=-table.first)):
+            in_block = (table_of == t) & (ids >= first) & (ids < end)
+            p = torch.where(in_block, ids - first, p)
+            number = torch.where(in_block, next(numbers), number)
+    firsts = on_device([first_keys(counts)[:-1], range(len(blocks))], ids.device)
+    pairs = pair_up(p, p.clamp(max=0), (sum(counts), len(blocks)), number, firsts)
+    rows, projections, diagonals = zip(*blocks, strict=True)
+    return pool_pairs(rows, projections, diagonals, pairs, offsets, weights, settings, update=update)
+
+
+def _row_ids(plan: LookupPlan | PairPlan, tables: Sequence[Table]) -> tuple[Tensor, Tensor]:
+    """Return the id within its table, and the table, of each id [L]."""
+    if isinstance(plan, PairPlan):
+        p, q, table_of = plan.pairs.long()
+        (trailing,) = on_device([[table.cores[-1].shape[1] for table in tables]], p.device)
+        return p * trailing[table_of] + q, table_of
+    inverse = plan.inverse.long()
+    return reference.row_ids(plan)[inverse], torch.searchsorted(plan.bounds[0, 1:-1].long().contiguous(), inverse, right=True)
+
+
+def pool_pairs(
+    lefts: Sequence[Tensor],
+    rights: Sequence[Tensor],
+    diagonals: Sequence[Tensor],
+    plan: PairPlan,
+    offsets: Tensor,
+    weights: Tensor | None,
+    settings: tuple[str, int, int],
+    *,
+    update: bool = False,
+) -> Tensor:
+    """Pool products of pairs of slices: [B, F * N], differentiable in cores, diagonals and weights.
+
+    Args:
+        lefts, rights: T cores (1, m, n1, r) and as many (r, m, n2, 1).
+        diagonals: T diagonals (r), or none.
+        settings: mode, F and N.
+        update: whether cores whose optimizers were applied in backward are updated there, where that is possible.
+
+    Raises:
+        ValueError: for cores of another dtype than float32, bfloat16 or float16.
+    """
+    if lefts[0].dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"the cores are {lefts[0].dtype}: the GPU kernels compute in float32; give float64 to impl='reference'")
+    cores, updates = _laid_out([*lefts, *rights]), None
+    if update and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        updates = find_updates(cores, diagonals)
+    if updates is not None and updates.fit_gpus:
+        handle = torch.empty(0, dtype=torch.float32, device=cores[0].device, requires_grad=True)
+        passed = list(diagonals) if updates.diagonals is None else updates.diagonals
+        tensors = (plan.pairs, plan.slices, plan.order, offsets, weights, *passed)
+        bags: Tensor = _UpdatingPool.apply((settings, plan.counts), updates, handle, *tensors)
+    else:
+        arguments = ([plan.pairs, plan.slices, plan.order], list(plan.counts), offsets, weights, *settings)
+        bags = _pool(cores, [diagonal.contiguous() for diagonal in diagonals], *arguments)[0]
+    return bags
+
+
+def _laid_out(cores: Sequence[Tensor]) -> list[Tensor]:
+    half = len(cores) // 2
+    return [slice_major(core, int(t >= half), 2) for t, core in enumerate(cores)]
+
+
+class _Call:
+    """A lookup's tensors and sizes; runs its kernels."""
+
+    def __init__(
+        self, cores: Sequence[Tensor], diagonals: Sequence[Tensor], plan: Sequence[Tensor], counts: Sequence[int], offsets: Tensor,
+        weights: Tensor | None, mode: str, features: int, num_cols: int,
+    ) -> None:  # fmt: skip
+        self._kernels = importlib.import_module("comera_rec.ops.bags.triton")  # needs triton to be installed
+        self._updates = importlib.import_module("comera_rec.ops.bags.triton_updates")
+        half = len(cores) // 2
+        self._sides = list(cores[:half]), list(cores[half:])
+        self._diagonals = list(diagonals)
+        self._pairs, self._slices, self._order = plan
+        self._offsets, self._weights = offsets, weights
+        self.first = cores[0]
+        self.ranks = [core.shape[3] for core in self._sides[0]]
+        self.num_bags, self.num_ids = offsets.shape[0] - 1, self._pairs.shape[1]
+        self._how = {"num_bags": self.num_bags, "features": features}
+        self._mode = {"mode": mode, "weighted": weights is not None}
+        aligned = all(
+            _address(core) % 16 == 0 and core.shape[0] * core.shape[2] * core.shape[3] * core.element_size() % 16 == 0
+            for core in cores
+        )
+        self.sizes = self._kernels.Sizes(
+            num_ids=self.num_ids, counts=tuple(counts), n1=cores[0].shape[2], rank=rank_bucket(max(self.ranks)),
+            n2=cores[-1].shape[2], num_cols=num_cols, scaled=bool(diagonals),
+            aligned=aligned,
+        )  # fmt: skip
+        places = zip(self.ranks, *map(_places, self._sides), self._diagonal_places(), strict=True)
+        self._tables = on_device(list(places), self.first.device)
+
+    def _diagonal_places(self) -> list[int]:
+        return _places(self._diagonals) if self._diagonals else [0] * len(self.ranks)
+
+    @property
+    def _operands(self) -> dict[str, Tensor]:
+        """Of kernels that form rows."""
+        diagonal = self._diagonals[0] if self._diagonals else self.first
+        left, right = self._sides[0][0], self._sides[1][0]
+        return {"a_ptr": left, "b_ptr": right, "d_ptr": diagonal, "tables_ptr": self._tables, "pairs_ptr": self._pairs}
+
+    def forward(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Bags, the bag of each id [L], and of "max" the id of each of their numbers."""
+        features, num_cols = self._how["features"], self.sizes.num_cols
+        out = self.first.new_empty(self.num_bags // features, features * num_cols)
+        bags = torch.empty(self.num_ids, dtype=torch.int32, device=out.device)
+        rows = self.num_bags if self._mode["mode"] == "max" else 0
+        chosen = torch.empty(rows, num_cols, dtype=torch.int32, device=out.device)
+        if out.numel():
+            self._kernels.pool_launch(self.sizes, **self._how, **self._mode)(
+                **self._operands, offsets_ptr=self._offsets, weights_ptr=self.first if self._weights is None else self._weights,
+                out_ptr=out, bags_ptr=bags, chosen_ptr=chosen,
+            )  # fmt: skip
+        return out, bags, chosen
+
+    def owners(self) -> tuple[Tensor, Tensor]:
+        """Room for an id of each slice, of either side; -1 of slices that the batch did not meet."""
+        left, right = self.sizes.counts
+        aligned = -(-left // 4) * 4
+        both = torch.full((aligned + right,), -1, dtype=torch.int32, device=self.first.device)
+        return both[:left], both[aligned:]
+
+    def sum_slices(self, side: int, owners: Tensor, grad: Tensor, bags: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums over the ids of each slice of a side, and the owners."""
+        sizes, size_x = self.sizes, self._sides[side][0].shape[2]
+        rows = sizes.counts[side] + -(-self.num_ids // self._kernels.CHUNK)
+        sums = torch.empty(rows, sizes.rank * size_x, dtype=torch.float32, device=grad.device)
+        self._kernels.slices_launch(sizes, side, **self._how, **self._mode)(
+            grad_ptr=grad, other_ptr=self._sides[1 - side][0], tables_ptr=self._tables, pairs_ptr=self._pairs,
+            slices_ptr=self._slices, order_ptr=self._order, bags_ptr=bags, offsets_ptr=self._offsets,
+            weights_ptr=self.first if self._weights is None else self._weights, chosen_ptr=chosen, parts_ptr=sums,
+            owners_ptr=owners,
+        )  # fmt: skip
+        self._updates.parts_launch(sizes, side)(parts_ptr=sums, slices_ptr=self._slices)
+        return sums, owners
+
+    def finish(
+        self, side: int, sums: tuple[Tensor, Tensor], results: Sequence[Tensor], products: Tensor | None, kind: str,
+        settings: dict[str, Any],
+    ) -> None:  # fmt: skip
+        """Write gradients to `results`, or update cores, of which they are the states."""
+        lr, numbers = _numbers(settings)
+        places = zip(self.ranks, _places(self._sides[side]), self._diagonal_places(), _places(results), strict=True)
+        sizes = replace(self.sizes, aligned=self.sizes.aligned and all(_address(result) % 16 == 0 for result in results))
+        launch = self._updates.finish_launch(
+            sizes, side, kind, numbers, of_diagonal=products is not None, lr_in_tensor=lr is not None
+        )
+        parts, owners = sums
+        launch(
+            parts_ptr=parts, tables_ptr=on_device(list(places), parts.device), pairs_ptr=self._pairs, owners_ptr=owners,
+            core_ptr=self._sides[side][0], d_ptr=self._operands["d_ptr"], result_ptr=results[0],
+            products_ptr=parts if products is None else products, lr_ptr=parts if lr is None else lr,
+        )  # fmt: skip
+
+    def finish_diagonals(
+        self, products: Tensor, owners: Tensor, results: Sequence[Tensor], kind: str, settings: dict[str, Any]
+    ) -> None:
+        """As `finish`."""
+        lr, numbers = _numbers(settings)
+        counts = [core.shape[1] for core in self._sides[1]]
+        zero = [0] * len(counts)
+        places = zip(self.ranks, zero, self._diagonal_places(), _places(results), first_keys(counts), counts, strict=False)
+        self._updates.diagonals_launch(self.sizes, len(counts), kind, numbers, lr_in_tensor=lr is not None)(
+            products_ptr=products, owners_ptr=owners, tables_ptr=on_device(list(places), products.device),
+            d_ptr=self._diagonals[0], result_ptr=results[0], lr_ptr=products if lr is None else lr,
+        )  # fmt: skip
+
+    def products(self) -> Tensor | None:
+        """Room for what each trailing slice gives to the diagonal's gradient."""
+        return torch.empty(self.sizes.counts[1], self.sizes.rank, device=self.first.device) if self._diagonals else None
+
+    def gradients_of_weights(self, grad: Tensor, bags: Tensor) -> Tensor:
+        """[L]."""
+        out = grad.new_empty(self.num_ids)
+        launch = self._kernels.weights_launch(self.sizes, **self._how)
+        launch(grad_ptr=grad, **self._operands, bags_ptr=bags, offsets_ptr=self._offsets, out_ptr=out)
+        return out
+
+
+def _numbers(settings: dict[str, Any]) -> tuple[Tensor | None, dict[str, float]]:
+    """Return a learning rate that the device reads itself, if it is one, and the other settings."""
+    lr = settings["lr"]
+    return (lr, {**settings, "lr": 0.0}) if isinstance(lr, Tensor) else (None, settings)
+
+
+def _places(tensors: Sequence[Tensor]) -> list[int]:
+    """Where each tensor starts, in elements from the first one's start."""
+    first = _address(tensors[0])
+    return [(_address(tensor) - first) // tensor.element_size() for tensor in tensors]
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.data_ptr()
+
+
+def pool_into_bags(
+    cores: Sequence[Tensor], diagonals: Sequence[Tensor], plan: Sequence[Tensor], counts: Sequence[int], offsets: Tensor,
+    weights: Tensor | None, mode: str, features: int, num_cols: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Bags, the bag of each id [L], and of "max" the id of each of their numbers. Cores are slice-major."""
+    return _Call(cores, diagonals, plan, counts, offsets, weights, mode, features, num_cols).forward()
+
+
+_pool = torch.library.custom_op("comera_rec::pool_pairs", pool_into_bags, mutates_args=(), schema=(
+    "(Tensor[] cores, Tensor[] diagonals, Tensor[] plan, int[] counts, Tensor offsets, Tensor? weights, str mode, int features, "
+    "int num_cols) -> (Tensor, Tensor, Tensor)"
+))  # fmt: skip
+
+
+@_pool.register_fake
+def _(cores, diagonals, plan, counts, offsets, weights, mode, features, num_cols):  # type: ignore[no-untyped-def]
+    num_bags = offsets.shape[0] - 1
+    out = cores[0].new_empty(num_bags // features, features * num_cols)
+    bags = out.new_empty(plan[0].shape[1], dtype=torch.int32)
+    return out, bags, out.new_empty(num_bags if mode == "max" else 0, num_cols, dtype=torch.int32)
+
+
+def gradients(
+    grad: Tensor, bags: Tensor, chosen: Tensor, cores: Sequence[Tensor], diagonals: Sequence[Tensor], plan: Sequence[Tensor],
+    counts: Sequence[int], offsets: Tensor, weights: Tensor | None, mode: str, features: int, num_cols: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of cores, slice-major and end to end, of diagonals, end to end, and of weights."""
+    call = _Call(cores, diagonals, plan, counts, offsets, weights, mode, features, num_cols)
+    of_cores = cores[0].new_zeros(sum(core.numel() for core in cores))
+    of_diagonals = cores[0].new_zeros(sum(len(diagonal) for diagonal in diagonals))
+    if not (grad.numel() and call.num_ids):
+        return of_cores, of_diagonals, grad.new_zeros(0 if weights is None else call.num_ids)
+    half, products = len(cores) // 2, call.products()
+    results = of_cores.split([core.numel() for core in cores])
+    for side, owners in enumerate(call.owners()):
+        sums = call.sum_slices(side, owners, grad, bags, chosen)
+        call.finish(side, sums, results[side * half : (side + 1) * half], products if side else None, "gradient", _NO_SETTINGS)
+    if products is not None:
+        call.finish_diagonals(products, sums[1], of_diagonals.split([len(each) for each in diagonals]), "gradient", _NO_SETTINGS)
+    return of_cores, of_diagonals, call.gradients_of_weights(grad, bags) if weights is not None else grad.new_empty(0)
+
+
+_NO_SETTINGS = {"lr": 0.0, "eps": 0.0, "weight_decay": 0.0}
+_gradients = torch.library.custom_op("comera_rec::pool_pairs_backward", gradients, mutates_args=(), schema=(
+    "(Tensor grad, Tensor bags, Tensor chosen, Tensor[] cores, Tensor[] diagonals, Tensor[] plan, int[] counts, Tensor offsets, "
+    "Tensor? weights, str mode, int features, int num_cols) -> (Tensor, Tensor, Tensor)"
+))  # fmt: skip
+
+
+@_gradients.register_fake
+def _(grad, bags, chosen, cores, diagonals, plan, counts, offsets, weights, mode, features, num_cols):  # type: ignore[no-untyped-def]
+    sizes = (sum(each.numel() for each in tensors) for tensors in (cores, diagonals))
+    return *(cores[0].new_empty(size) for size in sizes), grad.new_empty(0 if weights is None else weights.shape[0])
+
+
+def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    cores, diagonals, plan, ctx.counts, offsets, weights, *ctx.settings = inputs
+    _, bags, chosen = output
+    ctx.mark_non_differentiable(bags, chosen)
+    ctx.lengths = len(cores), len(diagonals)
+    ctx.save_for_backward(offsets, weights, bags, chosen, *plan, *cores, *diagonals)
+
+
+def _differentiate(ctx, grad: Tensor, *_: Tensor):  # type: ignore[no-untyped-def]
+    offsets, weights, bags, chosen, *tensors = ctx.saved_tensors
+    plan, num_cores = tensors[:3], ctx.lengths[0]
+    cores, diagonals = tensors[3 : 3 + num_cores], tensors[3 + num_cores :]
+    arguments = (cores, diagonals, plan, ctx.counts, offsets, weights, *ctx.settings)
+    of_cores, of_diagonals, of_weights = _gradients(grad.contiguous(), bags, chosen, *arguments)
+    split = of_cores.split([core.numel() for core in cores])
+    shaped = [part.as_strided(core.shape, core.stride(), part.storage_offset()) for part, core in zip(split, cores, strict=True)]
+    split_diagonals = list(of_diagonals.split([len(each) for each in diagonals])) if diagonals else []
+    return shaped, split_diagonals, [None] * 3, None, None, None if weights is None else of_weights, None, None, None
+
+
+torch.library.register_autograd(_pool, _differentiate, setup_context=_setup_context)
+
+
+class _UpdatingPool(torch.autograd.Function):
+    """Bags whose backward applies the optimizers of cores to the slices that the batch used."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, settings: Any, updates: Updates, handle: Tensor, pairs: Tensor, slices: Tensor, order: Tensor, offsets: Tensor,
+        weights: Tensor | None, *diagonals: Tensor,
+    ) -> Tensor:  # fmt: skip
+        (how, counts), plan = settings, (pairs, slices, order)
+        out, bags, chosen = pool_into_bags(updates.cores, diagonals, plan, counts, offsets, weights, *how)
+        ctx.settings, ctx.updates = settings, updates
+        ctx.save_for_backward(*plan, offsets, weights, bags, chosen, *diagonals)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *plan, offsets, weights, bags, chosen = ctx.saved_tensors[:7]
+        diagonals, updates, (how, counts) = list(ctx.saved_tensors[7:]), ctx.updates, ctx.settings
+        call = _Call(updates.cores, diagonals, plan, counts, offsets, weights, *how)
+        grad = grad.contiguous()
+        kind, states, of_cores, of_diagonals = updates.begin_gpu_step()
+        half, products = len(updates.cores) // 2, call.products()
+        of_weights: Tensor | None = None
+        diagonal_gradients: list[Tensor | None] = [None] * len(diagonals)
+        if not (grad.numel() and call.num_ids):
+            return *(None,) * 7, None if weights is None else torch.zeros_like(weights), *map(torch.zeros_like, diagonals)
+        sums = [call.sum_slices(side, owners, grad, bags, chosen) for side, owners in enumerate(call.owners())]
+        if weights is not None:
+            of_weights = call.gradients_of_weights(grad, bags)
+        for side in (0, 1):
+            of_side = slice(side * half, (side + 1) * half)
+            call.finish(side, sums[side], states[of_side] or updates.cores[of_side], products if side else None, kind, of_cores)
+        if products is not None and updates.diagonals is not None:
+            call.finish_diagonals(products, sums[1][1], states[2 * half :] or diagonals, kind, of_diagonals)
+        elif products is not None:
+            flat = products.new_zeros(sum(map(len, diagonals)), dtype=diagonals[0].dtype)
+            split = flat.split([len(each) for each in diagonals])
+            call.finish_diagonals(products, sums[1][1], split, "gradient", _NO_SETTINGS)
+            diagonal_gradients = list(split)
+        return *(None,) * 7, of_weights, *diagonal_gradients

@@ -1,0 +1,213 @@
+# ruff: noqa: N803, SIM102 - Triton's custom: constants are in capitals, and what depends on them is a statement
+# mypy: allow-untyped-defs
+"""Kernels that end the backward of bags on a GPU: they write gradients, or update slices with an optimizer instead.
+
+`tables_ptr` [T, COLUMNS] has for each table its rank, and where its core, its diagonal and its result start: a gradient, or a state
+of the optimizer; in elements, counted from the first table's. A step updates the slices of the batch alone, which is all that SGD
+and Adagrad change without weight decay; with it, other slices don't shrink.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from comera_rec.ops.bags.triton import CHUNK, Sizes
+from comera_rec.ops.launch import Launch, block
+
+COLUMNS = tl.constexpr(4)
+RANK, CORE, DIAGONAL, RESULT = (tl.constexpr(column) for column in range(4))
+SLICES = tl.constexpr(6)
+FIRST_SLICE, NUM_SLICES = (tl.constexpr(column) for column in (4, 5))
+GRADIENT, SGD, ADAGRAD, ROW_WISE = "gradient", "SGD", "Adagrad", "RowWiseAdagrad"
+_SLICES_AT_ONCE = 8
+_CHUNKS = 16  # whose parts are added up at once
+
+
+@triton.jit(do_not_specialize=["num_ids", "first_slice", "num_slices", "size"])
+def _sum_parts(
+    parts_ptr, slices_ptr, num_ids, first_slice, num_slices, size,
+    SIDE: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add the parts of later chunks to that of the segment, if there is one, that starts in this chunk and goes beyond it."""
+    chunk = tl.program_id(0)
+    slices_ptr += SIDE * num_ids
+    start, after = chunk * CHUNK, (chunk + 1) * CHUNK
+    if after >= num_ids:
+        return
+    # Triton's `&` evaluates both sides: every load has a mask of its own.
+    segment = tl.load(slices_ptr + after).to(tl.int32)
+    ending = tl.load(slices_ptr + after - 1).to(tl.int32)
+    before = tl.load(slices_ptr + start - 1, mask=start > 0, other=-1).to(tl.int32)
+    if (ending == segment) & (before != segment) & (segment < first_slice + num_slices):
+        element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        at = parts_ptr + (segment - first_slice).to(tl.int64) * size + element
+        total = tl.load(at, mask=element < size, other=0.0)
+        later = chunk + 1
+        while tl.load(slices_ptr + later * CHUNK, mask=later * CHUNK < num_ids, other=-1).to(tl.int32) == segment:
+            chunks = later + tl.arange(0, CHUNKS)
+            keys = tl.load(slices_ptr + chunks * CHUNK, mask=chunks * CHUNK < num_ids, other=-1).to(tl.int32)
+            slots = (num_slices + chunks).to(tl.int64)[:, None] * size + element[None, :]
+            total += tl.sum(tl.load(parts_ptr + slots, mask=(keys == segment)[:, None] & (element < size)[None, :], other=0.0), 0)
+            later += CHUNKS
+        tl.store(at, total, mask=element < size)
+
+
+@triton.jit(do_not_specialize=["num_ids", "num_slices", "rank_limit", "lr", "eps", "weight_decay"])
+def _finish_slices(
+    parts_ptr, tables_ptr, pairs_ptr, owners_ptr, core_ptr, d_ptr, result_ptr, products_ptr, lr_ptr,
+    num_ids, num_slices, rank_limit, lr, eps, weight_decay,
+    SIDE: tl.constexpr, X: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr, OF_DIAGONAL: tl.constexpr, KIND: tl.constexpr,
+    LR_IN_TENSOR: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_X: tl.constexpr,
+):  # fmt: skip
+    """The gradient of each slice that the batch met, or its update: its sum times the diagonal. `rank_limit` is R.
+
+    If OF_DIAGONAL, products[s, k] = the sum times the slice, which is what it gives to the diagonal's gradient.
+    """
+    s = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
+    owner = tl.load(owners_ptr + s, mask=s < num_slices, other=-1)
+    met = owner >= 0
+    of_table = tables_ptr + tl.load(pairs_ptr + 2 * num_ids + owner, mask=met, other=0).to(tl.int64) * COLUMNS
+    slice_ = tl.load(pairs_ptr + SIDE * num_ids + owner, mask=met, other=0).to(tl.int64)
+    rank = tl.load(of_table + RANK).to(tl.int32)
+    numbers = rank * X
+    core = core_ptr + (tl.load(of_table + CORE) + slice_ * numbers)[:, None, None]
+    result_at = tl.load(of_table + RESULT)
+    sums = parts_ptr + (s.to(tl.int64) * (rank_limit * X))[:, None, None]
+    result = result_ptr + (result_at + slice_ * numbers)[:, None, None]
+    if ALIGNED:
+        core, sums, result = (
+            tl.multiple_of(core, (16, 16, 16)),
+            tl.multiple_of(sums, (16, 16, 16)),
+            tl.multiple_of(result, (16, 16, 16)),
+        )
+    d_at = d_ptr + tl.load(of_table + DIAGONAL)[:, None]
+    rank = tl.where(met, rank, 0)
+    if LR_IN_TENSOR:
+        lr = tl.load(lr_ptr).to(tl.float32)
+    rate = tl.zeros([BLOCK_S], dtype=tl.float32) + lr
+    # Row-wise Adagrad needs the whole slice's gradient before it updates any of it: one more pass.
+    for turn in tl.static_range(2 if KIND == "RowWiseAdagrad" else 1):
+        squares = tl.zeros([BLOCK_S], dtype=tl.float32)
+        for start_k in range(0, rank_limit, BLOCK_K):
+            k = start_k + tl.arange(0, BLOCK_K)
+            of_rank = k[None, :] < rank[:, None]
+            product = tl.zeros([BLOCK_S, BLOCK_K], dtype=tl.float32)
+            for start_x in tl.static_range(0, X, BLOCK_X):
+                x = (start_x + tl.arange(0, BLOCK_X))[None, None, :]
+                at = (k * X)[None, :, None] + x
+                mask = of_rank[:, :, None] & (x < X)
+                g = tl.load(sums + at, mask=mask, other=0.0)
+                if KIND != "gradient" or OF_DIAGONAL:
+                    value = tl.load(core + at, mask=mask, other=0.0).to(tl.float32)
+                if OF_DIAGONAL:
+                    product += tl.sum(g * value, 2)
+                if SCALED:
+                    g *= tl.load(d_at + k[None, :], mask=of_rank, other=0.0).to(tl.float32)[:, :, None]
+                if KIND == "gradient":
+                    tl.store(result + at, g.to(result_ptr.dtype.element_ty), mask=mask)
+                else:
+                    g = tl.where(mask, g + weight_decay * value, 0.0)
+                    if KIND == "RowWiseAdagrad":
+                        if turn == 0:
+                            squares += tl.sum(tl.sum(g * g, 2), 1)
+                        else:
+                            value -= rate[:, None, None] * g
+                    elif KIND == "Adagrad":
+                        state = tl.load(result + at, mask=mask, other=1.0).to(tl.float32) + g * g
+                        tl.store(result + at, state.to(result_ptr.dtype.element_ty), mask=mask)
+                        value -= lr * g / (tl.sqrt(state) + eps)
+                    else:
+                        value -= lr * g
+                    if KIND != "RowWiseAdagrad" or turn == 1:
+                        tl.store(core + at, value.to(core_ptr.dtype.element_ty), mask=mask)
+            if OF_DIAGONAL:
+                if turn == 0:
+                    tl.store(products_ptr + s.to(tl.int64)[:, None] * rank_limit + k[None, :], product, mask=of_rank)
+        if KIND == "RowWiseAdagrad":
+            if turn == 0:
+                state_at = result_ptr + result_at + slice_
+                state = tl.load(state_at, mask=met, other=0.0) + squares / tl.maximum(numbers, 1).to(tl.float32)
+                tl.store(state_at, state, mask=met)
+                rate = lr / (tl.sqrt(state) + eps)
+
+
+@triton.jit(do_not_specialize=["rank_limit", "lr", "eps", "weight_decay"])
+def _finish_diagonals(
+    products_ptr, owners_ptr, tables_ptr, d_ptr, result_ptr, lr_ptr, rank_limit, lr, eps, weight_decay,
+    KIND: tl.constexpr, LR_IN_TENSOR: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The gradient of each diagonal, or its update: the sum of products [s, k] over its table's trailing slices that were met."""
+    of_table = tables_ptr + tl.program_id(0) * COLUMNS
+    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    first = tl.load(of_table + FIRST_SLICE)
+    count = tl.load(of_table + NUM_SLICES)
+    mask = k < tl.load(of_table + RANK)
+    g = tl.zeros([BLOCK_K], dtype=tl.float32)
+    for start in range(0, count, BLOCK_S):
+        s = start + tl.arange(0, BLOCK_S)
+        met = tl.load(owners_ptr + first + s, mask=s < count, other=-1) >= 0
+        at = (first + s)[:, None] * rank_limit + k[None, :]
+        g += tl.sum(tl.load(products_ptr + at, mask=met[:, None] & mask[None, :], other=0.0), 0)
+    result = result_ptr + tl.load(of_table + RESULT) + k
+    if KIND == "gradient":
+        tl.store(result, g.to(result_ptr.dtype.element_ty), mask=mask)
+    else:
+        if LR_IN_TENSOR:
+            lr = tl.load(lr_ptr).to(tl.float32)
+        at = d_ptr + tl.load(of_table + DIAGONAL) + k
+        value = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        g += weight_decay * value
+        if KIND == "Adagrad":
+            sums = tl.load(result, mask=mask, other=1.0).to(tl.float32) + g * g
+            tl.store(result, sums.to(result_ptr.dtype.element_ty), mask=mask)
+            value -= lr * g / (tl.sqrt(sums) + eps)
+        else:
+            value -= lr * g
+        tl.store(at, value.to(d_ptr.dtype.element_ty), mask=mask)
+
+
+def parts_launch(sizes: Sizes, side: int) -> Launch:
+    """Of `_sum_parts`, which is compiled once for all ranks."""
+    size = sizes.rank * (sizes.n1, sizes.n2)[side]
+    columns = 128
+    return Launch(
+        kernel=_sum_parts,
+        grid=(triton.cdiv(sizes.num_ids, CHUNK), triton.cdiv(size, columns)),
+        numbers={
+            "num_ids": sizes.num_ids, "first_slice": sizes.first_slice(side), "num_slices": sizes.counts[side], "size": size,
+        },
+        constants={"SIDE": side, "CHUNK": CHUNK, "CHUNKS": _CHUNKS, "BLOCK": columns},
+        num_warps=4,
+    )  # fmt: skip
+
+
+def finish_launch(
+    sizes: Sizes, side: int, kind: str, settings: dict[str, float], *, of_diagonal: bool, lr_in_tensor: bool = False
+) -> Launch:
+    """Of `_finish_slices`, which is compiled once for all ranks."""
+    x = (sizes.n1, sizes.n2)[side]
+    block_x = block(x, 64)
+    return Launch(
+        kernel=_finish_slices,
+        grid=(triton.cdiv(sizes.counts[side], _SLICES_AT_ONCE),),
+        numbers={"num_ids": sizes.num_ids, "num_slices": sizes.counts[side], "rank_limit": sizes.rank, **settings},
+        constants={
+            "SIDE": side, "X": x, "SCALED": sizes.scaled, "ALIGNED": sizes.aligned, "OF_DIAGONAL": of_diagonal, "KIND": kind,
+            "LR_IN_TENSOR": lr_in_tensor, "COLUMNS": COLUMNS.value,
+            "BLOCK_S": _SLICES_AT_ONCE, "BLOCK_K": max(1, 128 // block_x), "BLOCK_X": block_x,
+        },
+        num_warps=4,
+    )  # fmt: skip
+
+
+def diagonals_launch(sizes: Sizes, num_tables: int, kind: str, settings: dict[str, float], *, lr_in_tensor: bool = False) -> Launch:
+    """Of `_finish_diagonals`, which is compiled once for all ranks."""
+    columns = 16
+    return Launch(
+        kernel=_finish_diagonals,
+        grid=(num_tables, triton.cdiv(sizes.rank, columns)),
+        numbers={"rank_limit": sizes.rank, **settings},
+        constants={"KIND": kind, "LR_IN_TENSOR": lr_in_tensor, "COLUMNS": SLICES.value, "BLOCK_S": 512, "BLOCK_K": columns},
+        num_warps=8,
+    )

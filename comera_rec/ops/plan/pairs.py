@@ -1,0 +1,137 @@
+"""The plan of a lookup on GPUs: the two slices that each id multiplies, and the ids in the order of either.
+
+L ids, T tables, P leading and Q trailing slices of all tables. A GPU multiplies faster than it finds unique rows, so here rows are
+formed for each id anew. Sizes follow from shapes, and nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from comera_rec.ops.plan.reference import first_keys, on_device
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairPlan:
+    """Which slices ids multiply; it depends only on ids and row modes."""
+
+    pairs: Tensor
+    """[3, L] int32: of each id its leading and its trailing slice, numbered within its table, and the table; -1 is left out."""
+    slices: Tensor
+    """[2, L], sorted: leading slices numbered through all tables, P if left out; then trailing ones plus P + 1."""
+    order: Tensor
+    """[2, L]: position of each of `slices` before they were sorted, of the trailing ones plus L."""
+    counts: tuple[int, int]
+    """P and Q."""
+
+    @property
+    def num_ids(self) -> int:
+        """L."""
+        return self.pairs.shape[1]
+
+
+def plan_pairs(ids: Sequence[Tensor], row_shapes: Sequence[Sequence[int]], num_embeddings: Sequence[int] | None = None) -> PairPlan:
+    """Plan a lookup over tables of order 2 with one kernel for all of them, and one sort.
+
+    The device checks ids: if one is out of range, the next call that waits for it fails.
+
+    Args:
+        ids: 1-D row ids of each table.
+        row_shapes: row modes (m_1, m_2) of each table.
+        num_embeddings: rows of each table; default m_1 m_2.
+    """
+    rows = [math.prod(shape) for shape in row_shapes] if num_embeddings is None else list(num_embeddings)
+    firsts = first_keys(rows)
+    lengths = {table.shape[0] for table in ids}
+    if len(lengths) == 1:
+        joined, ids_of_table = torch.cat(list(ids)) if len(ids) > 1 else ids[0].contiguous(), lengths.pop()
+    else:
+        joined, ids_of_table = torch.cat(_numbered_through(ids, firsts, rows)), 0
+    leading, trailing = (sum(modes) for modes in zip(*row_shapes, strict=True))
+    modes = [number for shape in row_shapes for number in shape]
+    pairs, slices, order = _plan_pairs(joined, modes, rows, ids_of_table)
+    return PairPlan(pairs=pairs, slices=slices, order=order, counts=(leading, trailing))
+
+
+def _numbered_through(ids: Sequence[Tensor], firsts: Sequence[int], rows: Sequence[int]) -> list[Tensor]:
+    """Ids plus the rows of earlier tables; one out of range becomes one that no table has."""
+    inside = [
+        torch.where((table >= 0) & (table < count), table.long(), -1 - first)
+        for table, first, count in zip(ids, firsts, rows, strict=False)
+    ]
+    return list(torch._foreach_add(inside, list(firsts[: len(ids)])))
+
+
+@torch.library.custom_op("comera_rec::plan_pairs", mutates_args=())
+def _plan_pairs(ids: Tensor, modes: list[int], rows: list[int], ids_of_table: int) -> tuple[Tensor, Tensor, Tensor]:
+    return split_and_sort(ids, modes, rows, ids_of_table)
+
+
+def split_and_sort(ids: Tensor, modes: Sequence[int], rows: Sequence[int], ids_of_table: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return pairs, slices and order of ids [L] of all tables, modes [2 T] and rows [T]."""
+    leading, trailing = modes[::2], modes[1::2]
+    first_left, first_right = first_keys(leading), first_keys(trailing)
+    columns = zip(rows, trailing, first_left, first_right, first_keys(rows), strict=False)
+    pairs, in_range = ids.new_empty(3, len(ids), dtype=torch.int32), _in_range(ids.device)
+    keys = ids.new_empty(2, len(ids), dtype=key_type(first_left[-1], first_right[-1]))
+    if len(ids):
+        kernels = importlib.import_module("comera_rec.ops.plan.triton")  # needs triton to be installed
+        kernels.split_ids(ids, on_device(list(columns), ids.device), pairs, keys, in_range, ids_of_table, first_left[-1])
+        torch._assert_async(in_range)
+    return pairs, *sort_keys(keys)
+
+
+@_plan_pairs.register_fake
+def _(ids: Tensor, modes: list[int], rows: list[int], ids_of_table: int) -> tuple[Tensor, Tensor, Tensor]:
+    keys = ids.new_empty(2, len(ids), dtype=key_type(sum(modes[::2]), sum(modes[1::2])))
+    return ids.new_empty(3, len(ids), dtype=torch.int32), keys, torch.empty_like(keys, dtype=torch.int64)
+
+
+def pair_up(p: Tensor, q: Tensor, counts: tuple[int, int], table: Tensor | None = None, firsts: Tensor | None = None) -> PairPlan:
+    """Return the plan of given pairs of slices.
+
+    Args:
+        p, q: [L] slices of each id within its table; -1, in both, for what is left out.
+        counts: P and Q.
+        table: [L]; default 0.
+        firsts: [2, T] numbers of each table's first slices; given with `table`.
+    """
+    left_out, tables = p < 0, torch.zeros_like(p) if table is None else table
+    keys = torch.stack([p, q])
+    if firsts is not None:
+        keys = keys + firsts[:, tables]
+    ends = on_device([[counts[0]], [counts[1]]], p.device)
+    keys = torch.where(left_out, ends, keys)
+    keys = keys + on_device([[0], [counts[0] + 1]], p.device)
+    slices, order = sort_keys(keys.to(key_type(*counts)))
+    return PairPlan(pairs=torch.stack([p, q, tables]).int(), slices=slices, order=order, counts=counts)
+
+
+def sort_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Sort keys [2, L] all together, which sorts either half: the second one's are larger."""
+    slices, order = torch.sort(keys.flatten(), stable=True)
+    return slices.view(keys.shape), order.view(keys.shape)
+
+
+def key_type(num_left: int, num_right: int) -> torch.dtype:
+    """The smallest type of keys, because a radix sort takes as many passes as they have bytes."""
+    return next(dtype for dtype in (torch.int16, torch.int32, torch.int64) if num_left + num_right + 1 <= torch.iinfo(dtype).max)
+
+
+def _in_range(device: torch.device) -> Tensor:
+    """1, as long as no id was out of range. On a GPU it is made once: when it is 0, an assertion has ended all work there."""
+    if device.type == "cuda" and not torch.compiler.is_compiling():
+        return _flag(device)
+    return torch.ones((), dtype=torch.int32, device=device)
+
+
+@cache
+def _flag(device: torch.device) -> Tensor:
+    return torch.ones((), dtype=torch.int32, device=device)
