@@ -46,7 +46,7 @@ def test_metadata_that_names_code_runs_nothing(tmp_path: Path) -> None:
     folder, made = write(tmp_path / "step_00000001", {"weight": torch.ones(2)}), tmp_path / "made"
     metadata = pickle.dumps(Touch(made))
     (folder / ".metadata").write_bytes(metadata)
-    (folder / "record.json").write_text(json.dumps({"record": {}, "checksums": {".metadata": zlib.crc32(metadata)}}))
+    (folder / "record.json").write_text(json.dumps({"format": 2, "record": {}, "checksums": {".metadata": zlib.crc32(metadata)}}))
     with pytest.raises(ValueError, match=r"can't be read as a distributed checkpoint: its \.metadata names pathlib\.Path\.touch"):
         read_state(folder)
     with pytest.raises(ValueError, match=r"cannot be loaded \(its \.metadata names .*, which describes no tensor\)"):
