@@ -92,7 +92,7 @@ def _trainer(case: LoopCase, data: str, seed: int, *, pipeline: bool) -> Trainer
         "training": {"steps": 10_000, "device": "cpu", "pipeline": pipeline},
     }  # fmt: skip
     if case.format == "tt":
-        plain["tables"]["compression"] = 50
+        plain["tables"] |= {"tt_ranks": 8, "min_rows": 200}
     return Trainer(parse_config(plain))
 
 
