@@ -239,8 +239,14 @@ def serve() -> str:
 
 def preprocess() -> str:
     """Whole runs of preprocessing, ours and the rivals'."""
-    rows = _rows(EPYC, "preprocess")
-    titles = {"comera-rec": "`comera preprocess`", "pandas": "pandas script", "torchrec": "torchrec's functions"}
+    rows = _rows(XEON, "preprocess")
+    titles = {
+        "comera-rec": "`comera preprocess`",
+        "duckdb": "SQL for DuckDB",
+        "polars": "Polars script",
+        "pandas": "pandas script",
+        "torchrec": "torchrec's functions",
+    }
     lines = []
     for size in sorted({row.shapes["rows"] for row in rows}):
         cells = [f"{size:,}"]
@@ -248,7 +254,19 @@ def preprocess() -> str:
             ms, mib = (_select(rows, provider=provider, unit=unit, rows=size) for unit in ("ms", "MiB"))
             cells.append(f"{ms[0].p50 / 1000:.1f} s, {mib[0].p50:,.0f} MiB" if ms else "")
         lines.append(cells)
-    return _markdown(["rows", *titles.values()], lines, left=0) + _source(EPYC, "preprocess")
+    return _markdown(["rows", *titles.values()], lines, left=0) + _source(XEON, "preprocess")
+
+
+def trainer_loop() -> str:
+    """Steps of the trainer on two processes, and of a loop by hand."""
+    rows = _rows(XEON, "trainer-loop")
+    providers = list(dict.fromkeys(row.provider for row in rows))
+    forms = {"dense": "dense tables", "tt": "TT tables"}
+    lines = [
+        [title, *(f"{_select(rows, provider=provider, format=form)[0].p50:.0f} ms" for provider in providers)]
+        for form, title in forms.items()
+    ]
+    return _markdown(["a step of 4,096 rows", *providers], lines) + _source(XEON, "trainer-loop")
 
 
 def hot_rows() -> str:
@@ -341,6 +359,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "transformer": transformer,
     "serve": serve,
     "preprocess": preprocess,
+    "trainer-loop": trainer_loop,
     "distributed": distributed,
     "scale-model": scale_model,
 }
