@@ -257,6 +257,20 @@ def preprocess() -> str:
     return _markdown(["rows", *titles.values()], lines, left=0) + _source(XEON, "preprocess")
 
 
+def gpu_static() -> str:
+    """The modelled step on GPUs, ours and FBGEMM's."""
+    rows = _rows(XEON, "gpu-static")
+    lines = []
+    for ours in _select(rows, provider="TT", unit="ms", rank=16):
+        (fbgemm,) = _select(rows, provider="FBGEMM", unit="ms", **ours.shapes)
+        gpu, batch, dim, _ = ours.shapes.values()
+        times = [f"{row.p50:.2f}" for row in (ours, fbgemm)]
+        memory = [f"{row.counted['mib']:.0f}" for row in (ours, fbgemm)]
+        lines.append([gpu, f"{batch:,}", f"{dim}", *times, f"{fbgemm.p50 / ours.p50:.2f}x", *memory])
+    titles = ["GPU", "batch", "dim", "TT ms", "FBGEMM ms", "FBGEMM's over TT's", "TT MiB", "FBGEMM MiB"]
+    return _markdown(titles, lines) + _source(XEON, "gpu-static")
+
+
 def trainer_loop() -> str:
     """Steps of the trainer on two processes, and of a loop by hand."""
     rows = _rows(XEON, "trainer-loop")
@@ -360,6 +374,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "serve": serve,
     "preprocess": preprocess,
     "trainer-loop": trainer_loop,
+    "gpu-static": gpu_static,
     "distributed": distributed,
     "scale-model": scale_model,
 }

@@ -43,10 +43,10 @@ def size_of(file: Source) -> int | None:
         files, path = file_system(file)
         files.invalidate_cache()
         try:
-            found = files.info(path)
+            info = files.info(path)
         except FileNotFoundError:
             return None
-        return int(found["size"]) if found["type"] == "file" else None
+        return int(info["size"]) if info["type"] == "file" else None
 
 
 def read(file: Source) -> bytes:
@@ -94,7 +94,7 @@ class Destination:
         return Path(tempfile.gettempdir()) / f"comera-rec-{os.getuid()}" / name
 
     @contextmanager
-    def held(self, *, overwrite: bool) -> Iterator[None]:
+    def locked(self, *, overwrite: bool) -> Iterator[None]:
         """Hold the URL against runs of other machines; those of this one are kept out by the staging folder's lock.
 
         Raises:

@@ -91,7 +91,7 @@ def work_folder(
     work = WorkFolder(hidden(output, "partial"))
     try:
         make_parent(output)
-        with locked(output, tell), destination.held(overwrite=overwrite) if destination else nullcontext():
+        with locked(output, tell), destination.locked(overwrite=overwrite) if destination else nullcontext():
             try:
                 work.path.mkdir(exist_ok=True)
                 if (output / (files[0] if files else "")).exists() and not work.data.exists():

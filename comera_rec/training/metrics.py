@@ -57,8 +57,8 @@ class BinaryMetrics:
         logits, labels, weights = (self._processes.concatenate(each).double() for each in rows)
         _check_finite(int((~logits.isfinite()).sum()), logits.numel())
         loss = binary_cross_entropy_with_logits(logits, labels, weights, reduction="sum")
-        _, score_of_row = logits.unique(return_inverse=True)
-        by_score = logits.new_zeros(2, int(score_of_row.max()) + 1 if len(logits) else 0)
+        scores, score_of_row = logits.unique(return_inverse=True)
+        by_score = logits.new_zeros(2, len(scores))
         for which, of_class in enumerate((weights * (1 - labels), weights * labels)):
             by_score[which].scatter_add_(0, score_of_row, of_class)
         return _metrics(by_score, float(loss), logits.numel())
