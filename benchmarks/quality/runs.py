@@ -5,7 +5,8 @@ with large tables held in every way of `embeddings.py`, at 10 to 500 times fewer
 buffers counted. Batches, steps, optimizer (Adam, all rates falling to zero over the second half of the steps), and the rest of the
 model are the same for all. Every method tries every learning rate of its tables at every size with seed 0; the one with the best NE
 on the validation split takes the other seeds. One row a run: NE on the test split; that on the validation split, AUC, logloss and
-bytes are in `counted`.
+bytes are in `counted`. `--only dtype=int8` or `dtype=bfloat16` has tables of such numbers, four or two of which take the bytes of a
+float32 one (`storage.py`).
 
     TT + rows adaptive
                     starts at one and a half times the budget, shrinks to it likewise: columns of rows and ranks alike
@@ -37,6 +38,8 @@ from benchmarks.quality.codes import Clustered
 from benchmarks.quality.data_sets import DataSet, ImplicitFeedback, Rows, Synth
 from benchmarks.quality.embeddings import MIN_ROWS, PER_TABLE, SPLITS, TT, Embeddings, split_tables, tt_tables
 from benchmarks.quality.pruning import Pruning, ThresholdSearch
+from benchmarks.quality.storage import DTYPES, round_, round_stochastically_, stored_bytes
+from benchmarks.quality.storage import METHODS as STORED_METHODS
 from benchmarks.quality.tables import DoesNotFit
 from comera_rec import RankConfig, RankScheduler, fit_tables_, rank_param_groups
 from comera_rec.training.metrics import BinaryMetrics
@@ -133,13 +136,16 @@ def optimizer_for(model: nn.Module, lr: float) -> torch.optim.Optimizer:
     return torch.optim.Adam([{**group, "initial_lr": group["lr"]} for group in groups], fused=True)
 
 
-def train(task: Task, method: str, compression: float, lr: float, seed: int, steps: int) -> dict[str, float]:
+def train(
+    task: Task, method: str, compression: float, lr: float, seed: int, steps: int, dtype: str = "float32"
+) -> dict[str, float]:
     """Train one model: val_ne, and on the test split ne, auc, logloss; bytes, dense_bytes, optimizer_bytes, step_ms.
 
     Raises:
         DoesNotFit: if the method has no form this small.
     """
     torch.manual_seed(seed)
+    compression = _compression_of_numbers(task, method, compression, DTYPES[dtype])
     model = Model(task, method, compression)
     embeddings = model.embeddings
     if method == "PEP":  # the same initial values, less the entries that a copy's thresholds drop
@@ -149,9 +155,13 @@ def train(task: Task, method: str, compression: float, lr: float, seed: int, ste
         for table, mask in zip(embeddings.tables, search.masks(), strict=True):
             table.mask = mask.float()
     pruning = Pruning(list(embeddings.tables.parameters()), embeddings.budget, steps) if method == "pruning" else None
-    times = _fit_(model, task, method, compression, lr, seed, steps, pruning)
+    times = _fit_(model, task, method, compression, lr, seed, steps, pruning, is_bfloat16=dtype == "bfloat16")
+    if dtype == "int8":
+        round_(embeddings.tables, torch.int8)
     params = sum(p.numel() for p in embeddings.tables.parameters())
     values, indices = embeddings.num_bytes()
+    if dtype != "float32":
+        values = stored_bytes(embeddings.tables, DTYPES[dtype])
     return {
         **evaluate(model, task.data.test),
         "val_ne": evaluate(model, task.data.val)["ne"],
@@ -164,6 +174,18 @@ def train(task: Task, method: str, compression: float, lr: float, seed: int, ste
     }
 
 
+def _compression_of_numbers(task: Task, method: str, compression: float, dtype: torch.dtype) -> float:
+    """How many times fewer numbers than a dense table's fill the budget of bytes."""
+    budget = 4 * Model(task, method, compression).embeddings.budget
+    fewer = compression * dtype.itemsize / 4
+    while dtype != torch.float32:
+        taken = stored_bytes(Model(task, method, fewer).embeddings.tables, dtype)
+        if taken <= budget:
+            break
+        fewer *= max(taken / budget, 1.002)
+    return fewer
+
+
 def _fit_(
     model: Model,
     task: Task,
@@ -173,6 +195,8 @@ def _fit_(
     seed: int,
     steps: int,
     shrink: Pruning | ThresholdSearch | None,
+    *,
+    is_bfloat16: bool = False,
 ) -> list[float]:
     """Train until the steps are done or `shrink` is; milliseconds of each step."""
     optimizer = optimizer_for(model, lr)
@@ -186,6 +210,8 @@ def _fit_(
         optimizer.zero_grad()
         (scheduler.loss(loss) if scheduler else loss).backward()
         optimizer.step()
+        if is_bfloat16:
+            round_stochastically_(model.embeddings.tables)
         times.append(1e3 * (time.perf_counter() - start))
         if scheduler:
             scheduler.step()
@@ -266,7 +292,10 @@ def tasks(settings: Settings) -> list[Task]:
 def run(settings: Settings) -> Iterator[list[Row]]:
     """Runs that are not among `settings.finished`, one row each: all sizes and rates of seed 0, then the other seeds."""
     environment = describe(settings.device)
-    rows = list(settings.finished)
+    dtype = settings.only.get("dtype", "float32")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype}: choose one of {', '.join(DTYPES)}")
+    rows = [row for row in settings.finished if row.dtype == dtype]
     done = {_key(row) for row in rows}
     for task in tasks(settings):
         for method, compression, steps, lr, seed in tqdm(_plan(task, settings), desc=task.data.name, unit="run", disable=None):
@@ -276,12 +305,12 @@ def run(settings: Settings) -> Iterator[list[Row]]:
             if lr is None or (tuple(shapes.values()), seed) in done:
                 continue
             try:
-                found = train(task, method, compression, lr, seed, steps)
+                found = train(task, method, compression, lr, seed, steps, dtype)
             except DoesNotFit:
                 continue
             ne = found.pop("ne")
             row = Row(
-                op="quality", provider=method, shapes=shapes, dtype="float32",
+                op="quality", provider=method, shapes=shapes, dtype=dtype,
                 pass_="test", p20=ne, p50=ne, p80=ne, unit="NE", samples=1, ratios={}, counted=found, **environment, seed=seed,
                 date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             )  # fmt: skip
@@ -293,6 +322,8 @@ def _plan(task: Task, settings: Settings) -> list[tuple[str, float, int, float |
     """(method, compression, steps, learning rate or None for the best one, seed)."""
     cases = [(method, compression, task.steps) for compression in BUDGETS for method in METHODS]
     cases = [case for case in cases if case[0] != "dense" or case[1] == BUDGETS[0]]
+    if settings.only.get("dtype", "float32") != "float32":
+        cases = [case for case in cases if case[0] in STORED_METHODS]
     scores = [(method, 50, task.steps) for method in SCORES if method in VARIANTS]
     if "method" in settings.only:  # too many to run unasked
         scores += [(method, compression, task.steps) for compression in BUDGETS for method in SPLITS]
@@ -327,8 +358,9 @@ def _key(row: Row) -> tuple[tuple[Any, ...], int]:
     return tuple(row.shapes.values()), row.seed
 
 
-def chosen(rows: Sequence[Row]) -> list[Row]:
-    """The runs of usual length with the rate that each method has chosen at each size."""
+def chosen(rows: Sequence[Row], dtype: str = "float32") -> list[Row]:
+    """The runs of usual length, tables of a type, with the rate that each method has chosen at each size."""
+    rows = [row for row in rows if row.dtype == dtype]
     usual = {
         data: min(row.shapes["steps"] for row in rows if row.shapes["data"] == data) for data in {r.shapes["data"] for r in rows}
     }
@@ -343,7 +375,7 @@ def chosen(rows: Sequence[Row]) -> list[Row]:
 def format_case(rows: Sequence[Row]) -> str:
     """One line a run."""
     return "\n".join(
-        f"{row.shapes['data']} {row.provider} {row.shapes['compression']}x lr {row.shapes['lr']} seed {row.seed}: "
+        f"{row.shapes['data']} {row.provider} {row.shapes['compression']}x {row.dtype} lr {row.shapes['lr']} seed {row.seed}: "
         f"NE {row.p50:.4f}, AUC {row.counted['auc']:.4f}, {row.counted['bytes']:,.0f} bytes, {row.counted['step_ms']:.1f} ms/step"
         for row in rows
     )

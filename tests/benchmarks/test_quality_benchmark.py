@@ -19,6 +19,8 @@ from benchmarks.quality.codes import Clustered, MultiGranular, k_means
 from benchmarks.quality.data_sets import DataSet, ImplicitFeedback, Rows
 from benchmarks.quality.embeddings import MIN_ROWS, PER_TABLE, SPLITS, Embeddings, shares
 from benchmarks.quality.pruning import Thresholded, ThresholdSearch
+from benchmarks.quality.storage import METHODS as STORED_METHODS
+from benchmarks.quality.storage import round_, round_stochastically_
 from benchmarks.quality.summary import quality_table, short_table, table
 from benchmarks.quality.tables import Digits, DoesNotFit
 
@@ -72,6 +74,33 @@ def test_methods_that_shrink_while_training_end_within_the_budget(method: str, t
     budget = found["dense_bytes"] / 10
     assert 0.9 * budget <= found["bytes"] <= budget
     assert found["index_bytes"] == (found["bytes"] / 2 if method in ("pruning", "PEP") else 0)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("method", STORED_METHODS)
+def test_tables_of_narrow_numbers_fill_the_bytes_of_float32_ones(method: str, dtype: str, task: quality.Task) -> None:
+    narrow, wide = (quality.train(task, method, 4, 0.01, 0, 3, each) for each in (dtype, "float32"))
+    assert narrow["bytes"] <= narrow["dense_bytes"] / 4
+    assert narrow["optimizer_bytes"] > wide["optimizer_bytes"] or method == "QR in parts", "more numbers, unless they have one size"
+
+
+def test_numbers_are_rounded_without_bias() -> None:
+    table = nn.Linear(1, 20_000, bias=False)
+    nn.init.constant_(table.weight, 1 + 2**-9)  # a quarter of the way between neighbours in bfloat16
+    round_stochastically_(table)
+    assert set(table.weight.unique().tolist()) == {1.0, 1 + 2**-7}
+    assert table.weight.mean().item() == pytest.approx(1 + 2**-9, abs=2e-4)
+
+
+def test_numbers_of_one_byte_are_rounded_by_row() -> None:
+    table = nn.Linear(16, 2, bias=False)
+    with torch.no_grad():
+        table.weight[1] *= 1000
+    before = table.weight.detach().clone()
+    round_(table, torch.int8)
+    steps = before.abs().amax(1, keepdim=True) / 127
+    assert (table.weight - before).abs().le(0.501 * steps).all()
+    assert not torch.equal(table.weight, before)
 
 
 def test_tables_share_a_budget_by_size_unless_the_smallest_form_is_larger() -> None:

@@ -1,0 +1,56 @@
+"""Tables of two bytes or one a number, as models are served: training ends in bfloat16 or int8 numbers, of which more fit a budget.
+
+bfloat16 tables are rounded after every step of training, up or down at random in proportion to the distance, so that small steps
+are not lost (stochastic rounding). int8 tables are rounded once, after training, with a scale for each row that a lookup reads:
+rows of matrices, slices of TT cores. Both leave alone what has no rows: ranks, and cores of one slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from comera_rec.ops.served_bags.storage import least_type, quantize, row_bytes
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
+METHODS = ("TT + rows", "TT fixed", "hashing", "two hashes", "CAFE", "QR", "QR in parts", "low rank", "mixed dim")
+"""Those that predict from the parameters that they train, all of which have rows."""
+
+
+def stored_bytes(tables: nn.Module, dtype: torch.dtype) -> int:
+    """What tables take."""
+    rows = sum(len(rows) * row_bytes(rows.shape[1], least_type(rows.shape[1], dtype)) for rows, _ in _rows(tables))
+    others = sum(p.numel() for p in tables.parameters()) - sum(rows.numel() for rows, _ in _rows(tables))
+    return rows + 4 * others
+
+
+@torch.no_grad()
+def round_(tables: nn.Module, dtype: torch.dtype) -> None:
+    """Round to int8 with scales, as tables are stored."""
+    for rows, parameter in _rows(tables):
+        numbers, scales = quantize(rows, least_type(rows.shape[1], dtype))
+        rounded = numbers.float() if scales is None else numbers.float() * scales[:, None]
+        _by_row(parameter).copy_(rounded.view_as(_by_row(parameter)))
+
+
+@torch.no_grad()
+def round_stochastically_(tables: nn.Module) -> None:
+    """Round to one of the two bfloat16 numbers beside each, such that the mean over draws is the number itself."""
+    for _, parameter in _rows(tables):
+        bits = parameter.view(torch.int32)
+        bits += torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32)
+        bits &= -(1 << 16)
+
+
+def _rows(tables: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows [n, w] of parameters that have them, and the parameters."""
+    for parameter in tables.parameters():
+        if parameter.ndim > 1 and len(_by_row(parameter)) > 1:
+            yield _by_row(parameter.detach()).flatten(1), parameter
+
+
+def _by_row(parameter: Tensor) -> Tensor:
+    """A matrix, or a core [left, m, n, right] as [m, left, n, right]."""
+    return parameter.movedim(1, 0) if parameter.ndim == 4 else parameter
