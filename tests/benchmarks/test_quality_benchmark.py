@@ -81,7 +81,7 @@ def test_methods_that_shrink_while_training_end_within_the_budget(method: str, t
 def test_tables_of_narrow_numbers_fill_the_bytes_of_float32_ones(method: str, dtype: str, task: quality.Task) -> None:
     narrow, wide = (quality.train(task, method, 4, 0.01, 0, 3, each) for each in (dtype, "float32"))
     assert narrow["bytes"] <= narrow["dense_bytes"] / 4
-    assert narrow["optimizer_bytes"] > wide["optimizer_bytes"] or method == "QR in parts", "more numbers, unless they have one size"
+    assert narrow["optimizer_bytes"] >= wide["optimizer_bytes"], "as many numbers at least"
 
 
 def test_numbers_are_rounded_without_bias() -> None:
