@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torchrec import JaggedTensor, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollectionInterface, get_embedding_names_by_table
@@ -110,6 +111,11 @@ class TTEmbeddingCollection(EmbeddingCollectionInterface):
     def embedding_names_by_table(self) -> list[list[str]]:
         """Keys of what `forward` returns, by table."""
         return [list(names) for names in self._names]
+
+    @property
+    def embeddings(self) -> dict[str, nn.Module]:
+        """The tables by name, in order, as an `EmbeddingCollection` has them; a TT table is a `TTEmbeddingBag`."""
+        return self.tables.embedding_bags
 
     @property
     def device(self) -> torch.device:

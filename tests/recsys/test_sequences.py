@@ -59,6 +59,7 @@ def test_rows_and_gradients_are_those_of_the_dense_tables(
     actual, expected = collection(features), dense(features)
     assert list(actual) == ["seen@products", "bought", "site", "seen@seen twice"]
     assert_same(actual, expected)
+    assert list(collection.embeddings) == list(dense.embeddings)
     for rows in (actual, expected):
         sum((k + 1) * each.values().square().sum() for k, each in enumerate(rows.values())).backward()
     bag = collection.tables.tt_bag("products")
@@ -66,7 +67,7 @@ def test_rows_and_gradients_are_those_of_the_dense_tables(
     gradients = torch.autograd.grad(bag.dense_matrix(), list(bag.parameters()), upstream)
     torch.testing.assert_close([parameter.grad for parameter in bag.parameters()], list(gradients))
     for name in ("sites", "seen twice"):
-        stored = collection.tables.embedding_bags[name].weight
+        stored = collection.embeddings[name].weight
         torch.testing.assert_close(stored.grad, dense.embeddings[name].weight.grad)
 
 
