@@ -6,7 +6,7 @@ n1 x r times r x n2: the two cores of a table of order 2 with n1 n2 columns. U u
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from comera_rec.ops.bags import triton as bags
@@ -32,8 +32,8 @@ class Call:
 
     @property
     def in_all(self) -> bool:
-        """Of the size that is compiled for every architecture; the others are for one."""
-        return len(self.size) < 3 or self.size == MOST_USED
+        """Of float32 and the size that is compiled for every architecture; the others are for one."""
+        return "bfloat16" not in self.what and (len(self.size) < 3 or self.size == MOST_USED)
 
     def __str__(self) -> str:
         return " ".join([self.what, *filter(None, ["x".join(map(str, self.size))])])
@@ -53,7 +53,7 @@ def step_calls(n1: int, rank: int, n2: int) -> list[Call]:
     parts = {"parts_ptr": _FLOAT, "slices_ptr": "*i16"}
     met = {"tables_ptr": _LONG, "owners_ptr": _INT}
     summed = {**parts, **met, **pooled, "pairs_ptr": _INT, "order_ptr": _LONG, "grad_ptr": _FLOAT, "other_ptr": _FLOAT}
-    ends = {**met, "d_ptr": _FLOAT, "result_ptr": _FLOAT, "products_ptr": _FLOAT, "lr_ptr": _FLOAT}
+    ends = {**met, "d_ptr": _FLOAT, "result_ptr": _FLOAT, "products_ptr": _FLOAT, "lr_ptr": _FLOAT, "seed_ptr": _LONG}
     finished = {**ends, "pairs_ptr": _INT, "parts_ptr": _FLOAT, "core_ptr": _FLOAT}
     split = {"ids_ptr": _LONG, "tables_ptr": _LONG, "pairs_ptr": _INT, "keys_ptr": "*i16", "in_range_ptr": _INT}
     launches = [
@@ -72,10 +72,19 @@ def step_calls(n1: int, rank: int, n2: int) -> list[Call]:
     return [Call(launch=launch, tensors=tensors, size=size, what=what) for what, launch, tensors, size in launches]
 
 
+def _of_bfloat16(tensors: Mapping[str, str]) -> dict[str, str]:
+    """With parameters and states of bfloat16."""
+    return {name: "*bf16" if name in ("core_ptr", "d_ptr", "result_ptr") else kind for name, kind in tensors.items()}
+
+
 def calls() -> list[Call]:
     """Every kernel that the sizes in use compile, once."""
     found: dict[object, Call] = {}
     for n1, rank, n2 in SIZES:
         for call in step_calls(n1, rank, n2):
             found.setdefault((call.launch.variant, tuple(sorted(call.tensors.items()))), call)
-    return list(found.values())
+    updates_of_float32 = [call for call in step_calls(*MOST_USED) if call.what.startswith("update")]
+    return [
+        *found.values(),
+        *(replace(call, tensors=_of_bfloat16(call.tensors), what=f"{call.what}, bfloat16") for call in updates_of_float32),
+    ]

@@ -291,7 +291,7 @@ std::tuple<std::vector<Tensor>, std::vector<Tensor>, Tensor> pool_backward(
   return {core_gradients, diagonal_gradients, weight_gradients};
 }
 
-constexpr int64_t kSettings = 7;
+constexpr int64_t kSettings = 8;
 
 // An optimizer's state of a core, laid out like the core or with one number for each slice.
 void* state_of(const std::vector<Tensor>& states, size_t k, const Tensor& core, bool is_by_slice, const char* name) {
@@ -339,6 +339,8 @@ std::tuple<std::vector<Tensor>, Tensor> pool_backward_update(
     update.beta2 = float(values[4]);
     update.correction1 = float(values[5]);
     update.correction2 = float(values[6]);
+    require(values[7] >= 0 && values[7] < 0x1p51, "settings[", k * kSettings + 7, "] is ", values[7], ": a seed is from 0 to 2^51 - 1");
+    update.seed = uint64_t(values[7]);
     update.first = state_of(first, k, parameter, chosen == Update::Kind::row_wise_adagrad, "first");
     update.second = state_of(second, k, parameter, false, "second");
     if (!is_core) continue;

@@ -62,6 +62,32 @@ void narrow(const float* from, Number number, int64_t count, void* to) {
   }
 }
 
+// Bits that look random, different for every seed and index.
+COMERA_INLINE uint32_t random_bits(uint64_t seed, uint64_t index) {
+  uint32_t bits = uint32_t((seed + index) * 0x9E3779B97F4A7C15 >> 32);
+  bits = (bits ^ bits >> 16) * 0x85EBCA6B;  // a step of MurmurHash3's finalizer
+  return bits ^ bits >> 13;
+}
+
+// A number of 16 bits next to a float, below or above with the probability that makes the mean the float itself (stochastic
+// rounding, Gupta et al., ICML 2015): what is smaller than half a step would be lost for ever by rounding to the nearest.
+COMERA_INLINE uint16_t round_at_random(float value, Number number, uint32_t random) {
+  constexpr uint32_t kInfinite = 0x7f800000, kLeastNormalHalf = 113u << 23;  // 2^-14
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  const uint32_t size = bits & 0x7fffffff;
+  if (number == Number::bfloat16) return size >= kInfinite ? to_bfloat16(value) : uint16_t((bits + (random & 0xffff)) >> 16);
+  if (size < kLeastNormalHalf) return to_float16(value + (float(random & 0xffff) - 32767.5f) * 0x1p-40f);  // steps of 2^-24
+  if (size < kInfinite) bits = (bits + (random & 0x1fff)) & ~0x1fffu;
+  std::memcpy(&value, &bits, 4);
+  return to_float16(value);
+}
+
+void narrow_at_random(const float* from, Number number, int64_t count, void* to, uint64_t seed, uint64_t index) {
+  uint16_t* bits = static_cast<uint16_t*>(to);
+  for (int64_t n = 0; n < count; ++n) bits[n] = round_at_random(from[n], number, random_bits(seed, index + n));
+}
+
 // A slice by its number, as floats: in place, or converted in scratch.
 COMERA_INLINE const float* slice_of(const Core& core, int64_t number, float* scratch) {
   const void* data = offset(core.data, core.number, (number - core.first) * core.size);

@@ -86,10 +86,10 @@ void update_slice(const Core& core, const Update& update, int64_t slice, float* 
       if (first) widen(first, core.number, count, m);
       if (second) widen(second, core.number, count, v);
       update_floats(update, count, x, gradient + i, m, v);
-      if (first) narrow(m, core.number, count, first);
-      if (second) narrow(v, core.number, count, second);
+      if (first) narrow_at_random(m, core.number, count, first, update.seed + (uint64_t(1) << 51), at + i);
+      if (second) narrow_at_random(v, core.number, count, second, update.seed + (uint64_t(1) << 52), at + i);
     }
-    narrow(x, core.number, count, data);
+    narrow_at_random(x, core.number, count, data, update.seed, at + i);
   }
 }
 

@@ -158,6 +158,9 @@ def update_in_backward_(model: nn.Module, optimizer: Optimizer) -> list[str]:
     schedulers, checkpoints and `truncate_ranks_` work as before. Cores have no `grad` afterwards: gradients can't be clipped or
     accumulated over batches, and the loss can't include a penalty on cores.
 
+    Cores of bfloat16 or float16, and their optimizer state, are rounded stochastically: steps too small to change the nearest
+    number add up all the same, as they do in float32.
+
     Args:
         model: any module. Tables in float64, on other devices, or replicated by data parallelism keep their gradients.
         optimizer: the optimizer of the cores; SGD without momentum, Adagrad or Adam (without amsgrad).

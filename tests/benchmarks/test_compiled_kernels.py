@@ -59,6 +59,9 @@ BOUNDS = {
     "update of trailing slices 8": Bounds(80, 1024, 0.35),
     "update of trailing slices 16": Bounds(80, 1024, 0.35),
     "update of diagonals": Bounds(80, 1024, 0.3),
+    "update of leading slices, bfloat16 8": Bounds(80, 1024, 0.35),
+    "update of trailing slices, bfloat16 8": Bounds(80, 1024, 0.35),
+    "update of diagonals, bfloat16": Bounds(80, 1024, 0.3),
 }
 
 

@@ -230,7 +230,7 @@ def test_the_operators_refuse_what_does_not_fit(name: str, change: Callable[[Any
     with pytest.raises(ValueError, match=message):
         ops.pool_backward(gradient, *arguments.values())
     with pytest.raises(ValueError, match=message):
-        ops.pool_backward_update(gradient, *arguments.values(), [], [], 0, [0.1, 0, 0, 0, 0, 1, 1] * 8)
+        ops.pool_backward_update(gradient, *arguments.values(), [], [], 0, [0.1, 0, 0, 0, 0, 1, 1, 0] * 8)
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_gradients_of_other_sizes_and_types_are_refused(gradient: Tensor, messag
     with pytest.raises(ValueError, match=message):
         ops.pool_backward(gradient, *arguments.values())
     with pytest.raises(ValueError, match=message):
-        ops.pool_backward_update(gradient, *arguments.values(), [], [], 0, [0.1, 0, 0, 0, 0, 1, 1] * 8)
+        ops.pool_backward_update(gradient, *arguments.values(), [], [], 0, [0.1, 0, 0, 0, 0, 1, 1, 0] * 8)
 
 
 SGD, ADAGRAD, ROW_WISE, ADAM = range(4)
@@ -258,8 +258,9 @@ SGD, ADAGRAD, ROW_WISE, ADAM = range(4)
     [
         (4, {}, "kind is 4: choose 0 to 3"),
         (-1, {}, "kind is -1: choose 0 to 3"),
-        (SGD, {"settings": [0.1] * 41}, "settings holds 41 numbers: give 7 for each core, or for each core and diagonal"),
-        (SGD, {"settings": [0.1] * 49}, "settings holds 49 numbers: give 7 for each core, or for each core and diagonal"),
+        (SGD, {"settings": [0.1, 0, 0, 0, 0, 1, 1, -1] * 8}, r"settings\[7\] is -1: a seed is from 0 to 2\^51 - 1"),
+        (SGD, {"settings": [0.1] * 41}, "settings holds 41 numbers: give 8 for each core, or for each core and diagonal"),
+        (SGD, {"settings": [0.1] * 56}, "settings holds 56 numbers: give 8 for each core, or for each core and diagonal"),
         (SGD, {"first": lambda cores: cores}, "first and second hold 8 and 0 states for 8 parameters"),
         (ADAGRAD, {"first": lambda cores: cores[:5]}, "first and second hold 5 and 0 states for 8 parameters"),
         (ADAM, {"second": lambda cores: []}, "first and second hold 8 and 0 states for 8 parameters"),
@@ -295,7 +296,7 @@ def test_states_and_settings_that_do_not_fit_are_refused(kind: int, change: dict
     cores = [core.clone() for core in arguments["cores"]]
     states = {"first": [] if kind <= SGD else cores, "second": cores if kind == ADAM else []}
     states |= {name: state(cores) for name, state in change.items() if name != "settings"}
-    settings = change.get("settings", [0.1, 0, 0, 0, 0, 1, 1] * 8)
+    settings = change.get("settings", [0.1, 0, 0, 0, 0, 1, 1, 0] * 8)
     before = copy.deepcopy(arguments["cores"])
     with pytest.raises(ValueError, match=message):
         torch.ops.comera_rec.pool_backward_update(

@@ -225,6 +225,35 @@ def test_a_learning_rate_in_a_tensor(device: str) -> None:
     assert all(torch.equal(core, value) for core, value in zip(tables[0].cores(), before, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_small_steps_of_16_bits_add_up(dtype: torch.dtype, device: str) -> None:
+    value = 1.0 if dtype == torch.bfloat16 else 8.0
+    twins = [make_tables(shapes=[TTShape((2, 2), (16, 16), (8,))]).to(device, each) for each in (dtype, torch.float32)]
+    optimizers = []
+    for tables in twins:
+        for parameter in tables.parameters():
+            nn.init.constant_(parameter, value)
+        optimizers.append(torch.optim.Adagrad(tables.parameters(), lr=2**-6, initial_accumulator_value=64.0))
+        for parameter in tables.parameters():
+            register_update(parameter, optimizers[-1])
+        for _ in range(8):
+            (
+                look_up(tables, [torch.zeros(1, dtype=torch.long)], torch.tensor([0, 1]), "triton").float().sum() / (16 * value**2)
+            ).backward()
+    for narrow, exact in zip(*(list(tables.parameters()) for tables in twins), strict=True):
+        slices = narrow[:, 0] if narrow.dim() == 4 else narrow, exact[:, 0] if exact.dim() == 4 else exact
+        few = exact.dim() == 1  # eight numbers
+        mean, true = (of_slice.detach().float().mean().item() for of_slice in slices)
+        assert abs(mean - true) < (1 if few else 0.4) * torch.finfo(dtype).eps * true
+        assert value - true > torch.finfo(dtype).eps * value, "far enough to tell from cores that stay"
+    sums = [
+        optimizer.state[tables[0].core_0]["sum"][:, 0].float().mean().item()
+        for tables, optimizer in zip(twins, optimizers, strict=True)
+    ]
+    assert sums[1] > 64.05
+    assert abs(sums[0] - sums[1]) < 0.1 * (sums[1] - 64)
+
+
 def test_adam_gets_gradients_since_its_moments_decay_everywhere(device: str) -> None:
     tables = make_tables().to(device)
     optimizer = torch.optim.Adam(tables.parameters())

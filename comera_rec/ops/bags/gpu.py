@@ -248,6 +248,7 @@ class _Call:
             parts_ptr=parts, tables_ptr=on_device(list(places), parts.device), pairs_ptr=self._pairs, owners_ptr=owners,
             core_ptr=self._sides[side][0], d_ptr=self._operands["d_ptr"], result_ptr=results[0],
             products_ptr=parts if products is None else products, lr_ptr=parts if lr is None else lr,
+            seed_ptr=self._seed(),
         )  # fmt: skip
 
     def finish_diagonals(
@@ -260,8 +261,14 @@ class _Call:
         places = zip(self.ranks, zero, self._diagonal_places(), _places(results), first_keys(counts), counts, strict=False)
         self._updates.diagonals_launch(self.sizes, len(counts), kind, numbers, lr_in_tensor=lr is not None)(
             products_ptr=products, owners_ptr=owners, tables_ptr=on_device(list(places), products.device),
-            d_ptr=self._diagonals[0], result_ptr=results[0], lr_ptr=products if lr is None else lr,
+            d_ptr=self._diagonals[0], result_ptr=results[0], lr_ptr=products if lr is None else lr, seed_ptr=self._seed(),
         )  # fmt: skip
+
+    def _seed(self) -> Tensor:
+        """Of the rounding of updates, [1] int64, drawn on the device; any tensor where there is none."""
+        if self.first.dtype == torch.float32:
+            return self._order
+        return torch.randint(1 << 60, (1,), device=self.first.device)
 
     def products(self) -> Tensor | None:
         """Room for what each trailing slice gives to the diagonal's gradient."""

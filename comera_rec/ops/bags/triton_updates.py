@@ -53,9 +53,26 @@ def _sum_parts(
         tl.store(at, total, mask=element < size)
 
 
+@triton.jit
+def _rounded(value, seed_ptr, stream, at, dtype: tl.constexpr):
+    """Round to a type; to one of 16 bits at random such that the mean is exact, as in csrc/slices.h."""
+    if dtype == tl.float32:
+        return value
+    random = tl.randint(tl.load(seed_ptr) + stream, at.to(tl.int32)).to(tl.int32, bitcast=True)
+    bits = value.to(tl.int32, bitcast=True)
+    finite = (bits & 0x7FFFFFFF) < 0x7F800000
+    if dtype == tl.bfloat16:
+        rounded = ((bits + (random & 0xFFFF)) & -65536).to(tl.float32, bitcast=True)
+    else:
+        rounded = ((bits + (random & 0x1FFF)) & -8192).to(tl.float32, bitcast=True)
+        small = value + ((random & 0xFFFF).to(tl.float32) - 32767.5) * 9.094947017729282e-13  # 2^-40: steps of 2^-24
+        rounded = tl.where((bits & 0x7FFFFFFF) < 947912704, small, rounded)  # 2^-14
+    return tl.where(finite, rounded, value).to(dtype)
+
+
 @triton.jit(do_not_specialize=["num_ids", "num_slices", "rank_limit", "lr", "eps", "weight_decay"])
 def _finish_slices(
-    parts_ptr, tables_ptr, pairs_ptr, owners_ptr, core_ptr, d_ptr, result_ptr, products_ptr, lr_ptr,
+    parts_ptr, tables_ptr, pairs_ptr, owners_ptr, core_ptr, d_ptr, result_ptr, products_ptr, lr_ptr, seed_ptr,
     num_ids, num_slices, rank_limit, lr, eps, weight_decay,
     SIDE: tl.constexpr, X: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr, OF_DIAGONAL: tl.constexpr, KIND: tl.constexpr,
     LR_IN_TENSOR: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_X: tl.constexpr,
@@ -115,12 +132,14 @@ def _finish_slices(
                             value -= rate[:, None, None] * g
                     elif KIND == "Adagrad":
                         state = tl.load(result + at, mask=mask, other=1.0).to(tl.float32) + g * g
-                        tl.store(result + at, state.to(result_ptr.dtype.element_ty), mask=mask)
+                        kept = _rounded(state, seed_ptr, 1, (slice_ * numbers)[:, None, None] + at, result_ptr.dtype.element_ty)
+                        tl.store(result + at, kept, mask=mask)
                         value -= lr * g / (tl.sqrt(state) + eps)
                     else:
                         value -= lr * g
                     if KIND != "RowWiseAdagrad" or turn == 1:
-                        tl.store(core + at, value.to(core_ptr.dtype.element_ty), mask=mask)
+                        kept = _rounded(value, seed_ptr, 0, (slice_ * numbers)[:, None, None] + at, core_ptr.dtype.element_ty)
+                        tl.store(core + at, kept, mask=mask)
             if OF_DIAGONAL:
                 if turn == 0:
                     tl.store(products_ptr + s.to(tl.int64)[:, None] * rank_limit + k[None, :], product, mask=of_rank)
@@ -134,7 +153,7 @@ def _finish_slices(
 
 @triton.jit(do_not_specialize=["rank_limit", "lr", "eps", "weight_decay"])
 def _finish_diagonals(
-    products_ptr, owners_ptr, tables_ptr, d_ptr, result_ptr, lr_ptr, rank_limit, lr, eps, weight_decay,
+    products_ptr, owners_ptr, tables_ptr, d_ptr, result_ptr, lr_ptr, seed_ptr, rank_limit, lr, eps, weight_decay,
     KIND: tl.constexpr, LR_IN_TENSOR: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The gradient of each diagonal, or its update: the sum of products [s, k] over its table's trailing slices that were met."""
@@ -160,11 +179,11 @@ def _finish_diagonals(
         g += weight_decay * value
         if KIND == "Adagrad":
             sums = tl.load(result, mask=mask, other=1.0).to(tl.float32) + g * g
-            tl.store(result, sums.to(result_ptr.dtype.element_ty), mask=mask)
+            tl.store(result, _rounded(sums, seed_ptr, 1, k, result_ptr.dtype.element_ty), mask=mask)
             value -= lr * g / (tl.sqrt(sums) + eps)
         else:
             value -= lr * g
-        tl.store(at, value.to(d_ptr.dtype.element_ty), mask=mask)
+        tl.store(at, _rounded(value, seed_ptr, 0, k, d_ptr.dtype.element_ty), mask=mask)
 
 
 def parts_launch(sizes: Sizes, side: int) -> Launch:

@@ -5,6 +5,10 @@ separate optimizer, which steps as soon as the parameter's gradient is ready. `c
 their present optimizer. If the optimizer is one of those below, the lookup on CPU forms no gradients of cores at all: it updates
 the slices that the batch used, with the optimizer's settings and state. Sums and moments of other slices stay unchanged, as do
 those of rows in FBGEMM's tables; for SGD and Adagrad this makes no difference.
+
+Cores of 16 bits, and their sums and moments, are rounded up or down at random such that the mean is exact (stochastic rounding,
+Gupta et al., ICML 2015): to the nearest, steps below half a unit in the last place would be lost. torch's
+default generator seeds it.
 """
 
 from __future__ import annotations
@@ -85,15 +89,16 @@ class Updates:
             counts = _count(by_parameter)
             if any(_needs_step(optimizer.param_groups[number]) for optimizer, number in set(self._optimizers)):
                 steps = [int(count) for count in counts.tolist()]
+        seeds = _seeds(self._parameters)
         by_group: dict[tuple[Optimizer, int, int], list[float]] = {}  # usually one entry
-        for parameter, state, (optimizer, number), step in zip(
-            self._parameters, by_parameter, self._optimizers, steps, strict=True
+        for parameter, state, (optimizer, number), step, seed in zip(
+            self._parameters, by_parameter, self._optimizers, steps, seeds, strict=True
         ):
             group = optimizer.param_groups[number]
             key = (optimizer, number, step)
             if key not in by_group:
                 by_group[key] = _settings(group, step)
-            settings += by_group[key]
+            settings += [*by_group[key], seed]
             for tensors, name in zip(states, self._kind.states, strict=False):
                 tensors.append(self._state(parameter, state, name, group.get("initial_accumulator_value", 0.0)))
         return *states, self._kind.number, settings
@@ -168,6 +173,13 @@ def _rule(group: dict[str, Any]) -> dict[str, Any]:
     lr = group["lr"]
     on_device = isinstance(lr, Tensor) and lr.device.type != "cpu"
     return {"lr": lr if on_device else float(lr), "eps": float(group.get("eps", 0.0)), "weight_decay": float(group["weight_decay"])}
+
+
+def _seeds(parameters: Sequence[Tensor]) -> list[float]:
+    """Draw a seed for each parameter's rounding, where there is any: whole numbers that a float64 holds."""
+    if all(parameter.dtype == torch.float32 for parameter in parameters):
+        return [0.0] * len(parameters)
+    return torch.randint(1 << 50, (len(parameters),), device="cpu", dtype=torch.float64).tolist()
 
 
 def _needs_step(group: dict[str, Any]) -> bool:
