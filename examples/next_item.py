@@ -177,10 +177,10 @@ def rank(model: NextItem, histories: Histories, left_out: int, length: int) -> d
             scores[torch.from_numpy(before)] = -torch.inf
         scores_BV[:, 0] = -torch.inf
         ranks.append((scores_BV > wanted).sum(1))
-    found = torch.cat(ranks)
+    positions = torch.cat(ranks)
     return {
-        f"hr@{TOP}": float((found < TOP).float().mean()),
-        f"ndcg@{TOP}": float(torch.where(found < TOP, 1 / (found + 2.0).log2(), 0).mean()),
+        f"hr@{TOP}": float((positions < TOP).float().mean()),
+        f"ndcg@{TOP}": float(torch.where(positions < TOP, 1 / (positions + 2.0).log2(), 0).mean()),
     }
 
 

@@ -147,14 +147,14 @@ def compile_launch(launch: Launch, tensors: Mapping[str, str], architecture: int
         file.flush()
         usage = _run("cuobjdump", "-res-usage", file.name)
         sass = _run("nvdisasm", "-c", file.name)
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert found is not None, usage
+    match = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert match is not None, usage
     return Compiled(
         name=launch.kernel.__name__,
         architecture=architecture,
         warps=launch.num_warps,
-        registers=int(found[1]),
-        spilled=int(found[2]),
+        registers=int(match[1]),
+        spilled=int(match[2]),
         shared=kernel.metadata.shared,
         sass=sass,
     )

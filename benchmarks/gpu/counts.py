@@ -76,7 +76,7 @@ class _Counter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[Work] = []
+        self.work: list[Work] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.partition("::")[2]
@@ -94,9 +94,9 @@ class _Counter(TorchDispatchMode):
             if name == "sort":
                 passes = args[0].element_size()
                 size += (passes - 1) * 2.0 * args[0].numel() * (passes + 8)
-                self.found.append(Work(name=name, kernels=SORT + passes, bytes=size))
+                self.work.append(Work(name=name, kernels=SORT + passes, bytes=size))
             else:
-                self.found.append(Work(name=name, kernels=SEVERAL.get(name, 1), bytes=size))
+                self.work.append(Work(name=name, kernels=SEVERAL.get(name, 1), bytes=size))
         return result
 
 
@@ -151,7 +151,7 @@ def count_step(shapes: list[TTShape], batch: int, *, bag: int = 1, optimizer: st
             step.step()
             step.zero_grad()
         counter.__exit__(None, None, None)
-        return Step(torch=counter.found, launches=[(launch, dict(tensors)) for launch, tensors in launches], slices=slices)
+        return Step(torch=counter.work, launches=[(launch, dict(tensors)) for launch, tensors in launches], slices=slices)
 
 
 def _optimizer(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -44,13 +44,13 @@ def run(settings: Settings) -> Iterator[list[Row]]:
     forms = {DENSE: dlrm.FORMS["dense"], TT: dlrm.FORMS["TT + rows adaptive"]}
     if on_gpu:
         forms[GRAPH] = forms[TT]
-    found: dict[str, dict[str, float]] = {}
+    by_form: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory(dir=settings.data) as folder:
         data, _ = dlrm.prepare(Path(folder), case.size)
         for name, form in tqdm(forms.items(), desc="gpu-dlrm", unit="run", disable=None):
             where = (f"training.device={settings.device}", f"training.capture={str(name == GRAPH).lower()}")
             form = replace(form, overrides=form.overrides + where)
             rate = form.rates[len(form.rates) // 2]
-            found[name] = dlrm.train(Path(folder, name), data, case.size, form, rate, settings.seed)
-    times = {name: [of.pop("step_ms")] for name, of in found.items()}
-    yield case_rows("gpu-dlrm", case, settings, describe(settings.device), "step", "ms", times, found, (DENSE, TT))
+            by_form[name] = dlrm.train(Path(folder, name), data, case.size, form, rate, settings.seed)
+    times = {name: [of.pop("step_ms")] for name, of in by_form.items()}
+    yield case_rows("gpu-dlrm", case, settings, describe(settings.device), "step", "ms", times, by_form, (DENSE, TT))

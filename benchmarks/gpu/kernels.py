@@ -79,12 +79,12 @@ def _of_bfloat16(tensors: Mapping[str, str]) -> dict[str, str]:
 
 def calls() -> list[Call]:
     """Every kernel that the sizes in use compile, once."""
-    found: dict[object, Call] = {}
+    by_variant: dict[object, Call] = {}
     for n1, rank, n2 in SIZES:
         for call in step_calls(n1, rank, n2):
-            found.setdefault((call.launch.variant, tuple(sorted(call.tensors.items()))), call)
+            by_variant.setdefault((call.launch.variant, tuple(sorted(call.tensors.items()))), call)
     updates_of_float32 = [call for call in step_calls(*MOST_USED) if call.what.startswith("update")]
     return [
-        *found.values(),
+        *by_variant.values(),
         *(replace(call, tensors=_of_bfloat16(call.tensors), what=f"{call.what}, bfloat16") for call in updates_of_float32),
     ]

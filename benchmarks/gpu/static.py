@@ -199,12 +199,12 @@ class Model:
 
     @cached_property
     def _launches(self) -> dict[str, tuple[Launch, dict[str, Tensor], Compiled]]:
-        found = {}
+        by_name = {}
         for launch, tensors in self._step.launches:
             name = launch.kernel.__name__.strip("_").replace("_", " ")
-            name = next(key for key in (name, *(f"{name} {k}" for k in range(2, 9))) if key not in found)
-            found[name] = launch, tensors, _compiled(launch, tensors, self._gpu.architecture)
-        return found
+            name = next(key for key in (name, *(f"{name} {k}" for k in range(2, 9))) if key not in by_name)
+            by_name[name] = launch, tensors, _compiled(launch, tensors, self._gpu.architecture)
+        return by_name
 
     def _issued(self, launch: Launch, compiled: Compiled) -> float:
         """Instructions of all warps: the whole code once for each program or segment; a segment's further rounds are the loop."""

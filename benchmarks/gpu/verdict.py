@@ -49,10 +49,10 @@ def verdict(rows: Sequence[Row], notes: Mapping[str, str], machine: str) -> str:
     for goal in GOALS:
         ratios = [row.ratios[goal.baseline] for row in rows if _fits(row, goal)]
         if ratios:
-            found = f"{min(ratios):.2f}x", "met" if min(ratios) >= goal.least else "missed"
+            outcome = f"{min(ratios):.2f}x", "met" if min(ratios) >= goal.least else "missed"
         else:
-            found = "", f"not measured ({goal.step}: {notes.get(goal.step, 'no such case')})"
-        cells.append([goal.what, f"{goal.least:.1f}x", *found])
+            outcome = "", f"not measured ({goal.step}: {notes.get(goal.step, 'no such case')})"
+        cells.append([goal.what, f"{goal.least:.1f}x", *outcome])
     return "\n".join(
         [
             f"verdict on {machine}: least ratios over all sizes, above 1 is less time",

@@ -72,8 +72,8 @@ def _slug(text: str) -> str:
 
 def _cpu_model() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
-    return found[1] if found else platform.processor() or platform.machine()
+    match = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
+    return match[1] if match else platform.processor() or platform.machine()
 
 
 def _version(names: tuple[str, ...]) -> str:

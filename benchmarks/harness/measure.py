@@ -49,11 +49,11 @@ def chosen(cases: Iterable[AnyCase], only: Mapping[str, str]) -> list[AnyCase]:
         ValueError: if there are none.
     """
     cases = list(cases)
-    found = [case for case in cases if all(str(case.shapes().get(name)) == size for name, size in only.items())]
-    if not found:
+    selected = [case for case in cases if all(str(case.shapes().get(name)) == size for name, size in only.items())]
+    if not selected:
         sizes = {name: sorted({str(case.shapes()[name]) for case in cases}) for name in cases[0].shapes()}
         raise ValueError(f"no case has {dict(only)}: sizes are {sizes}")
-    return found
+    return selected
 
 
 def measure_cases(
@@ -130,15 +130,15 @@ def measure_case(op: str, case: Case, build: Build, settings: Settings, environm
 
     tell = partial(case_rows, op, case, settings, environment, baselines=workload.baselines)
     synchronize = (lambda: torch.cuda.synchronize(settings.device)) if settings.device.startswith("cuda") else lambda: None
-    found = []
+    rows = []
     for pass_ in PASSES:
         able = {name: provider for name, provider in providers.items() if pass_ in provider.passes}
         calls = {name: provider.passes[pass_] for name, provider in able.items()}
         counted = {name: workload.counted(provider, pass_) for name, provider in able.items()}
         if calls:
-            found += tell(pass_, "ms", alternate(calls, settings.plan, synchronize=synchronize), counted)
-        found += tell(pass_, "MiB", {name: of[pass_] for name, of in peaks.items() if pass_ in of}, counted)
-    return found
+            rows += tell(pass_, "ms", alternate(calls, settings.plan, synchronize=synchronize), counted)
+        rows += tell(pass_, "MiB", {name: of[pass_] for name, of in peaks.items() if pass_ in of}, counted)
+    return rows
 
 
 def case_rows(

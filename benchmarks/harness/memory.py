@@ -121,6 +121,6 @@ def _cuda_peak(call: Call, turn: int, device: str) -> float:
 
 
 def _kib(name: str) -> int:
-    found = re.search(rf"^{name}:\s+(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
-    assert found is not None, name
-    return int(found[1])
+    match = re.search(rf"^{name}:\s+(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
+    assert match is not None, name
+    return int(match[1])

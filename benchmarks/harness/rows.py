@@ -83,8 +83,8 @@ class Row:
         if isinstance(record, dict):
             record.setdefault("hardware", {})
         if not isinstance(record, dict) or set(record) != set(names):
-            found = set(record) if isinstance(record, dict) else set()
-            raise ValueError(f"not a benchmark row: missing {sorted(set(names) - found)}, unknown {sorted(found - set(names))}")
+            given = set(record) if isinstance(record, dict) else set()
+            raise ValueError(f"not a benchmark row: missing {sorted(set(names) - given)}, unknown {sorted(given - set(names))}")
         return cls(**{names[key]: value for key, value in record.items()})
 
 

@@ -21,9 +21,9 @@ def format_case(rows: Sequence[Row]) -> str:
     cells = [["pass", "provider", "p50 ms", "p20..p80", *(f"vs {b}" for b in baselines), "of limit", "extra MiB"]]
     for pass_ in PASSES:
         for name in names:
-            mine = {row.unit: row for row in rows if row.pass_ == pass_ and row.provider == name}
-            if mine:
-                ms, mib = mine.get("ms"), mine.get("MiB")
+            selected = {row.unit: row for row in rows if row.pass_ == pass_ and row.provider == name}
+            if selected:
+                ms, mib = selected.get("ms"), selected.get("MiB")
                 spread = f"{_short(ms.p20)}..{_short(ms.p80)}" if ms else ""
                 cells.append([pass_, name, _p50(ms), spread, *_ratios(ms, baselines), _of_limit(ms), _p50(mib)])
     used = [column for column in range(len(cells[0])) if any(line[column] for line in cells[1:])]

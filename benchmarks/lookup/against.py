@@ -124,10 +124,10 @@ def main(folder: Path, ranks: tuple[int, ...], order: int, batch: int, rounds: i
                 times[which].append(engines[which].step())
         for engine in engines:
             engine.stop()
-        ours, theirs = (sorted(each[5:]) for each in times)
-        ratio = statistics.median(mine / other for mine, other in zip(times[0][5:], times[1][5:], strict=True))
+        here, there = (sorted(each[5:]) for each in times)
+        ratio = statistics.median(new / old for new, old in zip(times[0][5:], times[1][5:], strict=True))
         click.echo(
-            f"order {order}, rank {rank}, batch {batch}: {statistics.median(ours):.1f} ms here, {statistics.median(theirs):.1f} ms "
+            f"order {order}, rank {rank}, batch {batch}: {statistics.median(here):.1f} ms here, {statistics.median(there):.1f} ms "
             f"there, {ratio:.2f}x (first step {times[0][0]:.0f} and {times[1][0]:.0f} ms)"
         )
 

@@ -30,10 +30,10 @@ def sweep_figure(rows: Sequence[Row]) -> Figure:
     for pass_, line in zip(passes, axes, strict=True):
         for (label, swept, size), panel in zip(sweeps, line, strict=True):
             for k, provider in enumerate(providers):
-                mine = sorted((row for row in swept if (row.provider, row.pass_) == (provider, pass_)), key=size)
-                sizes = [size(row) for row in mine]
-                panel.loglog(sizes, [row.p50 for row in mine], "o-", markersize=4, color=f"C{k}", label=provider)
-                panel.fill_between(sizes, [row.p20 for row in mine], [row.p80 for row in mine], color=f"C{k}", alpha=0.2)
+                selected = sorted((row for row in swept if (row.provider, row.pass_) == (provider, pass_)), key=size)
+                sizes = [size(row) for row in selected]
+                panel.loglog(sizes, [row.p50 for row in selected], "o-", markersize=4, color=f"C{k}", label=provider)
+                panel.fill_between(sizes, [row.p20 for row in selected], [row.p80 for row in selected], color=f"C{k}", alpha=0.2)
             panel.set_title(pass_)
             panel.grid(alpha=0.3)
             for axis in (panel.xaxis, panel.yaxis):

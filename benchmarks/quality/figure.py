@@ -23,11 +23,11 @@ def quality_figure(rows: Sequence[Row]) -> Figure:
     methods = [method for method in dict.fromkeys([*METHODS, *(row.provider for row in rows)]) if method != "dense"]
     figure = Figure(figsize=(5.5 * len(data_sets), 6.5), layout="constrained")
     for panel, data in zip(figure.subplots(1, len(data_sets), squeeze=False)[0], data_sets, strict=True):
-        mine = [row for row in rows if row.shapes["data"] == data]
+        selected = [row for row in rows if row.shapes["data"] == data]
         for k, method in enumerate(methods):
-            if runs := [row for row in mine if row.provider == method]:
+            if runs := [row for row in selected if row.provider == method]:
                 _draw(panel, runs, method, k)
-        if dense := [row.p50 for row in mine if row.provider == "dense"]:
+        if dense := [row.p50 for row in selected if row.provider == "dense"]:
             panel.axhline(median(dense), color="black", linestyle="--", linewidth=1, label="dense")
         panel.set_xscale("log")
         panel.xaxis.set_minor_formatter(NullFormatter())

@@ -305,13 +305,13 @@ def run(settings: Settings) -> Iterator[list[Row]]:
             if lr is None or (tuple(shapes.values()), seed) in done:
                 continue
             try:
-                found = train(task, method, compression, lr, seed, steps, dtype)
+                measured = train(task, method, compression, lr, seed, steps, dtype)
             except DoesNotFit:
                 continue
-            ne = found.pop("ne")
+            ne = measured.pop("ne")
             row = Row(
                 op="quality", provider=method, shapes=shapes, dtype=dtype,
-                pass_="test", p20=ne, p50=ne, p80=ne, unit="NE", samples=1, ratios={}, counted=found, **environment, seed=seed,
+                pass_="test", p20=ne, p50=ne, p80=ne, unit="NE", samples=1, ratios={}, counted=measured, **environment, seed=seed,
                 date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             )  # fmt: skip
             rows.append(row)

@@ -48,11 +48,11 @@ def quality_table(rows: Sequence[Row]) -> str:
     """Markdown, a table for each data set and number of steps: a line for each method, a column for each compression."""
     tables = []
     for data, steps in dict.fromkeys((row.shapes["data"], row.shapes["steps"]) for row in rows):
-        mine = chosen([row for row in rows if (row.shapes["data"], row.shapes["steps"]) == (data, steps)])
-        sizes = sorted({row.shapes["compression"] for row in mine})
+        selected = chosen([row for row in rows if (row.shapes["data"], row.shapes["steps"]) == (data, steps)])
+        sizes = sorted({row.shapes["compression"] for row in selected})
         lines = [[f"{data}, {steps} steps", *(f"{size:g}x" for size in sizes)], ["---", *["---:"] * len(sizes)]]
-        for method in dict.fromkeys(row.provider for row in mine):
-            cells = [[r.p50 for r in mine if (r.provider, r.shapes["compression"]) == (method, size)] for size in sizes]
+        for method in dict.fromkeys(row.provider for row in selected):
+            cells = [[r.p50 for r in selected if (r.provider, r.shapes["compression"]) == (method, size)] for size in sizes]
             lines.append([method, *map(_cell, cells)])
         tables.append(_markdown(lines))
     return "\n\n".join(tables)
@@ -66,8 +66,8 @@ def short_table(rows: Sequence[Row], metric: str) -> str:
     for data in dict.fromkeys(row.shapes["data"] for row in rows):
         means: dict[str, dict[float, float]] = {}
         for method in dict.fromkeys(["dense", *NAMES, *(row.provider for row in rows)]):
-            mine = [row for row in rows if (row.shapes["data"], row.provider) == (data, method)]
-            by_size = {size: [METRICS[metric](r) for r in mine if r.shapes["compression"] == size] for size in sizes}
+            selected = [row for row in rows if (row.shapes["data"], row.provider) == (data, method)]
+            by_size = {size: [METRICS[metric](r) for r in selected if r.shapes["compression"] == size] for size in sizes}
             means[method] = {size: mean(values) for size, values in by_size.items() if len(values) == SEEDS}
         dense = means.pop("dense").values()
         lines.append([f"{DATA_SETS.get(data, data)}{''.join(f'; dense {value:.4f}' for value in dense)}", *[""] * len(sizes)])

@@ -222,9 +222,9 @@ class MixedDimension(Table):
     def forward(self, ids: Tensor) -> Tensor:
         out_BN = self.rest.expand(len(ids), -1)
         for start, stop, block in zip(self.starts, self.stops, self.blocks, strict=True):
-            mine = ((ids >= start) & (ids < stop)).nonzero().flatten()
-            if mine.numel() and not isinstance(block, nn.Identity):
-                out_BN = out_BN.index_add(0, mine, block(ids[mine] - start))
+            in_block = ((ids >= start) & (ids < stop)).nonzero().flatten()
+            if in_block.numel() and not isinstance(block, nn.Identity):
+                out_BN = out_BN.index_add(0, in_block, block(ids[in_block] - start))
         return out_BN
 
 

@@ -41,12 +41,12 @@ _LOG_ROWS, _SCALE = 100_000, 0.05
 _WRK = """
 wrk.method, wrk.body = "POST", io.open(os.getenv("BODY")):read("*a")
 function done(summary, latency, requests)
-  local found = {}
-  for p = 1, 99 do found[p] = latency:percentile(p) / 1000 end
+  local ms = {}
+  for p = 1, 99 do ms[p] = latency:percentile(p) / 1000 end
   local e = summary.errors
   local failed = e.connect + e.read + e.write + e.status + e.timeout
   io.write(string.format('{"requests": %d, "seconds": %f, "failed": %d, "ms": [%s]}\\n',
-    summary.requests, summary.duration / 1e6, failed, table.concat(found, ",")))
+    summary.requests, summary.duration / 1e6, failed, table.concat(ms, ",")))
 end
 """
 
@@ -94,12 +94,12 @@ def run(settings: Settings) -> Iterator[list[Row]]:
                 seconds = 1 if settings.quick else max(1, round(settings.plan.seconds))
                 command = [wrk, "-t", "1", "-c", case.connections, "-d", f"{seconds}s", "-s", f"{work}/wrk.lua", url]
                 done = subprocess.run(list(map(str, command)), env={"BODY": str(body)}, capture_output=True, text=True, check=True)
-                found = json.loads(done.stdout.splitlines()[-1])
-                if found["failed"]:
-                    raise Disagreement(f"serve-http: {found['failed']} of {found['requests']} requests failed")
-                counted = {PROVIDER: {"requests_per_s": found["requests"] / found["seconds"], "p99_ms": found["ms"][-1]}}
-                rows = case_rows("serve-http", case, settings, environment, "run", "ms", {PROVIDER: found["ms"]}, counted)
-                yield [replace(row, samples=found["requests"]) for row in rows]
+                measured = json.loads(done.stdout.splitlines()[-1])
+                if measured["failed"]:
+                    raise Disagreement(f"serve-http: {measured['failed']} of {measured['requests']} requests failed")
+                counted = {PROVIDER: {"requests_per_s": measured["requests"] / measured["seconds"], "p99_ms": measured["ms"][-1]}}
+                rows = case_rows("serve-http", case, settings, environment, "run", "ms", {PROVIDER: measured["ms"]}, counted)
+                yield [replace(row, samples=measured["requests"]) for row in rows]
 
 
 def prepare(folder: Path) -> tuple[Path, Path]:
@@ -142,10 +142,10 @@ def _first_rows(data: Path, rows: int) -> Any:
 def _require_right_scores(url: str, body: Path, model: Path, data: Path) -> None:
     with urllib.request.urlopen(url, body.read_bytes()) as response:
         answer = json.loads(response.read())
-    found = answer["scores"] if "scores" in answer else answer["outputs"][0]["data"]
+    scores = answer["scores"] if "scores" in answer else answer["outputs"][0]["data"]
     with torch.inference_mode():
-        expected = ServingModel.load(model)(*map(torch.from_numpy, _first_rows(data, len(found)))).numpy()
-    if not np.allclose(found, expected, atol=1e-5):
+        expected = ServingModel.load(model)(*map(torch.from_numpy, _first_rows(data, len(scores)))).numpy()
+    if not np.allclose(scores, expected, atol=1e-5):
         raise Disagreement(f"serve-http: {url} answers other scores than the model")
 
 

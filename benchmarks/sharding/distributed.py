@@ -200,9 +200,9 @@ class Inputs:
         rows_UN = gathered_rows(bag, unique)
         rows_UN.backward(upstream_UN)
         rows_UN = rows_UN.detach()
-        mine = inverse[dist.get_rank() * case.batch :][: case.batch]
+        local = inverse[dist.get_rank() * case.batch :][: case.batch]
         updated_UN = rows_UN - LR * upstream_UN
-        return {"output": rows_UN[mine], "output after an update": updated_UN[mine], **parameter_gradients(bag)}
+        return {"output": rows_UN[local], "output after an update": updated_UN[local], **parameter_gradients(bag)}
 
 
 def gathered_rows(bag: cr.TTEmbeddingBag, ids: Tensor) -> Tensor:

@@ -21,12 +21,12 @@ def distributed_figure(rows: Sequence[Row]) -> Figure:
     width = 0.8 / len(providers)
     for batch, (above, below) in zip(batches, axes.T, strict=True):
         for k, provider in enumerate(providers):
-            mine = [row for row in rows if row.provider == provider and row.shapes["batch"] == batch]
-            places = [worlds.index(row.shapes["processes"]) + width * (k - (len(providers) - 1) / 2) for row in mine]
-            sent, formula = ([_sum(row, what) / 2**10 for row in mine] for what in ("sent, ", "formula, "))
+            selected = [row for row in rows if row.provider == provider and row.shapes["batch"] == batch]
+            places = [worlds.index(row.shapes["processes"]) + width * (k - (len(providers) - 1) / 2) for row in selected]
+            sent, formula = ([_sum(row, what) / 2**10 for row in selected] for what in ("sent, ", "formula, "))
             above.bar(places, sent, width, color=f"C{k}", label=provider)
             above.plot(places, formula, "k_", markersize=9, label="by formula" if provider == providers[-1] else None)
-            below.errorbar(places, [row.p50 for row in mine], yerr=_spread(mine), fmt="o", markersize=4, color=f"C{k}")
+            below.errorbar(places, [row.p50 for row in selected], yerr=_spread(selected), fmt="o", markersize=4, color=f"C{k}")
         above.set_title(f"{batch:,} samples a process")
         below.set_xticks(range(len(worlds)), [f"{world} process{'es' * (world > 1)}" for world in worlds])
         for panel in (above, below):
@@ -46,13 +46,17 @@ def scale_figure(rows: Sequence[Row]) -> Figure:
     for compression, line in zip(compressions, axes, strict=True):
         for count, panel in zip(gpus, line, strict=True):
             for k, provider in enumerate(providers):
-                mine = [
+                selected = [
                     row
                     for row in rows
                     if (row.provider, row.shapes["gpus"], row.shapes["compression"]) == (provider, count, compression)
                 ]
                 panel.loglog(
-                    [row.shapes["batch"] for row in mine], [row.p50 for row in mine], STYLES[k], color=f"C{k}", label=provider
+                    [row.shapes["batch"] for row in selected],
+                    [row.p50 for row in selected],
+                    STYLES[k],
+                    color=f"C{k}",
+                    label=provider,
                 )
             panel.set_title(f"{count} GPUs, tables {compression:g}x smaller", fontsize=9)
             panel.grid(alpha=0.3)
@@ -69,9 +73,9 @@ def grid_figure(rows: Sequence[Row]) -> Figure:
     for dim, line in zip(dims, axes, strict=True):
         for count, panel in zip(gpus, line, strict=True):
             for k, rank in enumerate(ranks):
-                mine = [row for row in rows if [row.shapes[size] for size in ("gpus", "dim", "rank")] == [count, dim, rank]]
-                batches = _distinct(mine, _shape("batch"))
-                of = {(row.provider, row.shapes["batch"]): row for row in mine}
+                selected = [row for row in rows if [row.shapes[size] for size in ("gpus", "dim", "rank")] == [count, dim, rank]]
+                batches = _distinct(selected, _shape("batch"))
+                of = {(row.provider, row.shapes["batch"]): row for row in selected}
                 ratios = [of["table_wise", batch].p50 / of["data_parallel", batch].p50 for batch in batches]
                 panel.loglog(batches, ratios, color=f"C{k}", label=f"rank {rank}")
                 for batch, ratio in zip(batches, ratios, strict=True):

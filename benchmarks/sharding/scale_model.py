@@ -99,19 +99,19 @@ def step(case: ScaleCase, provider: str) -> dict[str, float]:
     """Milliseconds by part of a training step, MiB that tables take on a GPU in training, and MiB that it sends for them."""
     kind, is_dense = PROVIDERS[provider], provider == "dense table-wise"
     world, batch = case.gpus, case.batch
-    moved = reduced = lookup = held = 0.0
+    moved = reduced = lookup = stored = 0.0
     for table in case.tables():
         if is_dense or (not table.is_tt and kind != "data_parallel"):
             # Bags there and gradients back, ids with lengths; each GPU owns and looks up its share.
             counts = count_bytes("table_wise", _no_train(table), DIM, 1, batch, batch, world)
             moved += counts["ids"] + 2 * counts["bags"] / world
             lookup += 5 * batch * DIM * _ITEM / HBM  # rows read, bags written; gradients read, rows read and written
-            held += (table.num_embeddings * (DIM + 1) * _ITEM) / world  # row-wise Adagrad
+            stored += (table.num_embeddings * (DIM + 1) * _ITEM) / world  # row-wise Adagrad
         elif not table.is_tt:  # small tables are replicated beside replicated TT tables
             size = table.num_embeddings * DIM * _ITEM
             reduced += ring_bytes(size, world)
             lookup += (5 * batch * DIM * _ITEM + 5 * size) / HBM
-            held += 3 * size
+            stored += 3 * size
         else:
             shape = table.tt_shape()
             counts = count_bytes(kind, shape, DIM, 1, batch, batch, world)
@@ -123,7 +123,7 @@ def step(case: ScaleCase, provider: str) -> dict[str, float]:
             rows = batch * DIM * _ITEM
             cores = counts["memory"] / shares - rows
             lookup += (6 * rows + 8 * cores) / HBM + 3 * counts["flops"] / shares / SMALL_PRODUCTS  # 2 of 3 in the backward pass
-            held += 3 * cores
+            stored += 3 * cores
     layers = sum(a * b for sizes in LAYERS for a, b in pairwise(sizes))
     interaction = batch * (len(ROWS) + 1) ** 2 * DIM
     products = 6.0 * (batch * layers + interaction)
@@ -133,7 +133,7 @@ def step(case: ScaleCase, provider: str) -> dict[str, float]:
         "ids and bags ms": 1e3 * (exchange_seconds(moved, world) + (3 * _start(world) if moved else 0)),
         "gradients of trains and small tables ms": 1e3 * all_reduce_seconds(reduced, world),
         "gradients of MLPs ms": 1e3 * (all_reduce_seconds(ring_bytes(layers * _ITEM, world), world) + _start(world)),
-        "tables MiB": held / 2**20,
+        "tables MiB": stored / 2**20,
         "sent MiB": (moved + reduced) / 2**20,
     }
 

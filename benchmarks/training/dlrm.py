@@ -119,13 +119,13 @@ def run(settings: Settings) -> Iterator[list[Row]]:
                     continue
                 if data is None:
                     data, reachable = prepare(Path(folder), size)
-                found = train(Path(folder, f"run-{len(rows)}"), data, size, (FORMS | OF_ARCHITECTURES)[name], shapes["lr"], seed)
-                ne = found.pop("ne")
+                measured = train(Path(folder, f"run-{len(rows)}"), data, size, (FORMS | OF_ARCHITECTURES)[name], shapes["lr"], seed)
+                ne = measured.pop("ne")
                 rows.append(
                     Row(
                         op="dlrm", provider=name, shapes=shapes, dtype="float32", pass_="test",
                         p20=ne, p50=ne, p80=ne, unit="NE", samples=1, ratios={},
-                        counted=found | reachable, **environment, seed=seed,
+                        counted=measured | reachable, **environment, seed=seed,
                         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
                     )
                 )  # fmt: skip

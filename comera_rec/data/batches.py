@@ -182,8 +182,8 @@ class ParquetBatches(IterableDataset[Batch]):
         worker = get_worker_info()
         workers, worker_id = (worker.num_workers, worker.id) if worker else (1, 0)
         of_rank, readers = self.readers // self.world_size, self.readers * workers
-        mine = range(self.rank * of_rank * workers + worker_id, (self.rank + 1) * of_rank * workers, workers)
-        shares = [(self.rows * reader // readers, self.rows * (reader + 1) // readers) for reader in mine]
+        local_readers = range(self.rank * of_rank * workers + worker_id, (self.rank + 1) * of_rank * workers, workers)
+        shares = [(self.rows * reader // readers, self.rows * (reader + 1) // readers) for reader in local_readers]
         count = self.batches_per_epoch(workers)
         for parts in zip(*(self._parts(epoch, share, first, count) for share in shares), strict=True):
             yield concatenate(list(parts))

@@ -141,9 +141,9 @@ class RankScheduler:
         if not self._processes.several:
             return 0.0
         sizes = {name: size_surrogate([module]).detach() for name, module in self._modules.items() if module.shape.num_params}
-        mine = torch.stack([self._mean_loss.new_zeros(()), *sizes.values()]).sum()
+        local_size = torch.stack([self._mean_loss.new_zeros(()), *sizes.values()]).sum()
         shared = torch.stack([self._mean_loss.new_zeros(()), *(self._part_of_one[name] * size for name, size in sizes.items())])
-        return self._processes.sum(shared.sum()) - mine
+        return self._processes.sum(shared.sum()) - local_size
 
     def _observe(self, loss: Tensor, weight: float) -> None:
         # About the last hundred steps: long enough to smooth batches, short enough to follow training. In place, for CUDA graphs.

@@ -252,8 +252,8 @@ def write_report(runs: list[Path], output: Path, *, best_auc: float | None = Non
 
 
 def _sizes_and_ne(runs: list[Run], colors: list[int]) -> list[tuple[int, str, float, float]]:
-    found = [(color, run.name, run.value("bytes"), run.value("ne")) for color, run in zip(colors, runs, strict=True)]
-    return [(color, name, size, ne) for color, name, size, ne in found if size and ne]
+    points = [(color, run.name, run.value("bytes"), run.value("ne")) for color, run in zip(colors, runs, strict=True)]
+    return [(color, name, size, ne) for color, name, size, ne in points if size and ne]
 
 
 def _highlights(runs: list[Run], baseline: Run | None) -> list[tuple[str, str, str]]:

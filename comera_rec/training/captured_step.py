@@ -114,12 +114,12 @@ class CapturedStep:
             self._times += 1
             if self._times <= self._warmup:
                 return recorder.run(lambda: self._step(*inputs))
-            mine = self._inputs = tuple(_over(part, [tensor.clone() for tensor in _tensors(part)]) for part in inputs)
+            static_inputs = self._inputs = tuple(_over(part, [tensor.clone() for tensor in _tensors(part)]) for part in inputs)
             with _capturable(self._optimizer):
-                self._loss = recorder.capture(lambda: self._step(*mine))
+                self._loss = recorder.capture(lambda: self._step(*static_inputs))
         else:
-            for mine_, theirs in zip(self._inputs, inputs, strict=True):
-                for tensor, value in zip(_tensors(mine_), _tensors(theirs), strict=True):
+            for static, given in zip(self._inputs, inputs, strict=True):
+                for tensor, value in zip(_tensors(static), _tensors(given), strict=True):
                     tensor.copy_(value, non_blocking=True)
         recorder.replay()
         assert self._loss is not None

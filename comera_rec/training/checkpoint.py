@@ -121,8 +121,8 @@ def _write(path: Path, record: dict[str, Any], tensors: Mapping[str, Any], proce
     processes.on_first(lambda: _clear(path.parent))
     writer = dcp.FileSystemWriter(temporary)  # syncs its files
     dcp.save(dict(tensors), storage_writer=writer, process_group=processes.group, no_dist=not processes.several)
-    mine = f"__{processes.rank}_*"
-    checksums = processes.on_each(lambda: {file.name: _checksum(file) for file in temporary.glob(mine)})
+    pattern = f"__{processes.rank}_*"
+    checksums = processes.on_each(lambda: {file.name: _checksum(file) for file in temporary.glob(pattern)})
 
     def finish() -> None:
         merged = {name: checksum for each in checksums for name, checksum in each.items()}

@@ -52,8 +52,8 @@ def require_fit(config: RunConfig, schema: Schema, manifest: Manifest, processes
 
 def require_same_run(config: RunConfig, schema: Schema, manifest: Manifest, record: dict[str, Any]) -> None:
     """Raise ValueError if a run of this config on this data set can't continue the one that a checkpoint recorded."""
-    mine, theirs = (_decisive(each.to_dict()) for each in (config, parse_config(record["config"])))
-    differing = [key for key in mine if mine[key] != theirs[key]]
+    present, recorded = (_decisive(each.to_dict()) for each in (config, parse_config(record["config"])))
+    differing = [key for key in present if present[key] != recorded[key]]
     if differing:
         raise ValueError(
             f"{config.output} holds another run: its config differs in {', '.join(differing)}; "

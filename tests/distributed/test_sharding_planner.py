@@ -189,6 +189,10 @@ def test_storage_counts_the_optimizers_states_and_the_tables_type() -> None:
     by_states = [option(TWO, optimizer_states=states).shards[0].storage.ddr for states in (0, 1, 2)]
     assert by_states[1] - by_states[0] == by_states[2] - by_states[1] == 4 * cores
     assert option(TWO).shards[0].storage.ddr == by_states[2], "the default is Adam's"
+    milliseconds = [option(TWO, optimizer_states=states).shards[0].perf.bwd_compute for states in (0, 1, 2)]
+    bandwidth = Topology(world_size=2, compute_device="cpu").ddr_mem_bw  # bytes a millisecond
+    assert milliseconds[1] - milliseconds[0] == pytest.approx(2 * 4 * cores / bandwidth), "each is read and written"
+    assert milliseconds[2] - milliseconds[1] == pytest.approx(2 * 4 * cores / bandwidth)
     half = option(TWO.with_changes(data_type=DataType.FP16))
     assert by_states[2] - half.shards[0].storage.ddr == (4 - 2) * 4 * cores, "weights, gradients and two states of two bytes each"
     shape, sizes = TWO.tt_shape(), (64, 2, 1024, 2048, 2)

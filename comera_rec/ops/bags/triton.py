@@ -85,14 +85,14 @@ def _form_rows(
     for table in range(tl.min(tl.where(met, table_of, 0x7FFFFFFF)), tl.max(tl.where(met, table_of, -1)) + 1):
         of_table = tables_ptr + table * TABLE
         rank = tl.load(of_table + RANK).to(tl.int32)
-        mine = (met & (table_of == table))[:, None, None]
+        selected = (met & (table_of == table))[:, None, None]
         a_at = a_ptr + tl.load(of_table + LEADING) + tl.where(met, p, 0).to(tl.int64)[:, None, None] * (rank * N1)
         b_at = b_ptr + tl.load(of_table + TRAILING) + q.to(tl.int64)[:, None, None] * (rank * N2)
         d_at = d_ptr + tl.load(of_table + DIAGONAL)
         if ALIGNED:
             a_at, b_at = tl.multiple_of(a_at, (16, 16, 16)), tl.multiple_of(b_at, (16, 16, 16))
         if R < BLOCK_R:  # shorter than any dot
-            rank_of = tl.where(mine, rank, 0)
+            rank_of = tl.where(selected, rank, 0)
             for k in tl.static_range(R):
                 a = tl.load(a_at + (k * N1 + i), mask=(k < rank_of) & (i < N1), other=0.0).to(tl.float32)
                 b = tl.load(b_at + (k * N2 + j), mask=(k < rank_of) & (j < N2), other=0.0).to(tl.float32)
@@ -103,8 +103,8 @@ def _form_rows(
             for start in tl.static_range(0, R, BLOCK_R):
                 k = start + tl.arange(0, BLOCK_R)
                 k_a, k_b = k[None, None, :], k[None, :, None]
-                a = tl.load(a_at + (k_a * N1 + i), mask=mine & (k_a < rank) & (i < N1), other=0.0).to(tl.float32)
-                b = tl.load(b_at + (k_b * N2 + j), mask=mine & (k_b < rank) & (j < N2), other=0.0).to(tl.float32)
+                a = tl.load(a_at + (k_a * N1 + i), mask=selected & (k_a < rank) & (i < N1), other=0.0).to(tl.float32)
+                b = tl.load(b_at + (k_b * N2 + j), mask=selected & (k_b < rank) & (j < N2), other=0.0).to(tl.float32)
                 if SCALED:
                     b *= tl.load(d_at + k_b, mask=k_b < rank, other=0.0).to(tl.float32)
                 row = tl.dot(a, b, row, input_precision="ieee", out_dtype=tl.float32)

@@ -70,8 +70,8 @@ def require_float8(device: torch.device) -> None:
     if device.type not in ("cpu", "cuda", "meta") or rocm or not hasattr(torch, "_scaled_mm"):
         raise ValueError(f"float8 products don't run on {device.type} with torch {torch.__version__}: use bfloat16")
     if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < (8, 9):
-        found = ".".join(map(str, capability))
-        raise ValueError(f"float8 products need a GPU of compute capability 8.9 or later, and {device} has {found}: use bfloat16")
+        actual = ".".join(map(str, capability))
+        raise ValueError(f"float8 products need a GPU of compute capability 8.9 or later, and {device} has {actual}: use bfloat16")
 
 
 class _Float8Matmul(torch.autograd.Function):

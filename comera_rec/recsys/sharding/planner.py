@@ -44,8 +44,8 @@ class TTShardingPlanner(EmbeddingShardingPlanner):
     """`EmbeddingShardingPlanner` that also places the TT tables of `TTEmbeddingBagCollection`s, dense tables beside them.
 
     A TT table takes the storage of its cores, their gradients, the optimizer's states, and the workspace of its lookup; replicas
-    take that of their gradients' buckets, too. Its time counts the lookup's bytes and multiply-adds, ids and bags sent table-wise
-    and row-wise, and gradients of replicated cores.
+    take that of their gradients' buckets, too. Its time counts the lookup's bytes and multiply-adds, the optimizer's bytes, ids and
+    bags sent table-wise and row-wise, and gradients of replicated cores.
 
     Args:
         topology, batch_size, constraints, and others: as in TorchRec; a constraint's `sharding_types` and `pooling_factors` hold
@@ -226,7 +226,7 @@ class TTEnumerator(EmbeddingEnumerator):
         perf = Perf(
             fwd_compute=compute,
             fwd_comms=(counted["ids"] + counted["bags"]) / network,
-            bwd_compute=2 * compute,
+            bwd_compute=2 * compute + counted["update"] / bandwidth,
             bwd_comms=(counted["bags"] + counted["gradients"]) / network,
         )
         size = round(counted["storage"])
@@ -261,8 +261,8 @@ def count_bytes(
 
     Returns:
         "ids" (with the lengths of bags), "bags" (one way) and "gradients": bytes that the process sends; "memory": bytes that its
-        lookup reads and writes;
-        "flops" of its lookup; "storage": bytes that it holds.
+        lookup reads and writes; "update": bytes that the optimizer reads and writes; "flops" of its lookup; "storage": bytes that
+        it takes.
     """
     others = (world_size - 1) / world_size
     params = float(shape.num_params + hot_params)
@@ -289,6 +289,7 @@ def count_bytes(
     return {
         **sent,
         "memory": workspace + per_process * item,
+        "update": per_process * item * (3 + 2 * optimizer_states),  # reads the gradient, reads and writes all others
         "flops": 2.0 * lookups * left * rank * right,
         "storage": per_process * item * (2 + optimizer_states) + replicated * item * _BUCKETS + 2 * workspace,
     }
