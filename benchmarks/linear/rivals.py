@@ -82,7 +82,7 @@ def galore(groups: Groups) -> torch.optim.Optimizer:
 
 
 class Galore8bit(torch.optim.Optimizer):
-    """Its authors' projection before bitsandbytes' AdamW of 8-bit moments; their own 8-bit optimizer synchronizes CUDA in every step.
+    """Its authors' projection before bitsandbytes' AdamW of 8-bit moments; their own 8-bit optimizer needs CUDA.
 
     A projected weight has a stand-in of the subspace's shape, which is zero before a step and holds the update after it.
 

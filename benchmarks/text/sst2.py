@@ -36,6 +36,7 @@ METHODS = (
     Method(name=GALORE, rates=(0.001, 0.003, 0.01)),  # its updates are scaled by a quarter
 )
 STEPS, QUICK_STEPS = 200, 4
+REDUCTION = ("model.num_layers=1", "model.vocab_size=8000", "tokens.row_shape=[10,10,8,10]")
 LR_OTHER = 0.0003
 TARGET = 0.5  # of the parameters of all TT modules
 PRICED_RATE = 0.02  # of rank parameters, which start at 1 and have to fall below 0.05 within the late stage
@@ -50,7 +51,7 @@ def run(settings: Settings) -> Iterator[list[Row]]:
     if settings.data is None or not (settings.data / "train.tsv").exists():
         raise ValueError(f"--data is {settings.data}: name a folder with train.tsv and dev.tsv of SST-2")
     steps = QUICK_STEPS if settings.quick else STEPS
-    base = [f"data.train={settings.data / 'train.tsv'}", f"data.dev={settings.data / 'dev.tsv'}", "model.num_layers=1"]
+    base = [f"data.train={settings.data / 'train.tsv'}", f"data.dev={settings.data / 'dev.tsv'}", *REDUCTION]
     if settings.quick:
         base += [
             "model.embed_dim=48",
