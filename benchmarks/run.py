@@ -60,9 +60,10 @@ BENCHMARKS = {
     ),
     "gpu-static": ("benchmarks.gpu.static", "a model of the lookup's step on GPUs from compiled kernels; nothing is measured"),
     "sst2": ("benchmarks.text.sst2", "SST-2 from scratch: dense, TT, low rank, LTE, GaLore; needs --data; resumes"),
+    "code": ("benchmarks.text.code", "masked-language pre-training on Python's library: dense, and TT four times smaller; resumes"),
     "quality": ("benchmarks.quality.runs", "predictions of models whose tables take equal bytes; resumes"),
 }
-RESUMABLE = ("quality", "dlrm", "preprocess", "sst2")
+RESUMABLE = ("quality", "dlrm", "preprocess", "sst2", "code")
 NEED_DATA = ("sst2",)  # which `all` leaves out where no folder is given
 _FILE = click.Path(path_type=Path)
 

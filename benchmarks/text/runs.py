@@ -57,14 +57,14 @@ class Task:
     train: Callable[[str, float, int, int], tuple[float, dict[str, float]]]
 
 
-def run_task(task: Task, settings: Settings) -> Iterator[list[Row]]:
-    """Runs that are not among `settings.finished`: all rates with the first seed, then the best ones with the others."""
+def run_task(task: Task, settings: Settings, *, seeds: int = SEEDS) -> Iterator[list[Row]]:
+    """Runs that are not among `settings.finished`: all rates with the first seed, then the best ones with the others, up to `seeds`."""
     environment = describe(settings.device)
     rows = list(settings.finished)
     methods = [method for method in task.methods if _wanted(method, settings)]
     first = settings.seed
     plan: list[tuple[Method, float | None, int]] = [(method, rate, first) for method in methods for rate in method.rates]
-    plan += [(method, None, first + more) for more in range(1, 1 if settings.quick else SEEDS) for method in methods]
+    plan += [(method, None, first + more) for more in range(1, 1 if settings.quick else seeds) for method in methods]
     for method, rate, seed in tqdm(plan, desc=task.op, unit="run", disable=None):
         shapes = {"method": method.name, **task.sizes, "steps": task.steps}
         lr = best_rate(rows, shapes) if rate is None else rate
