@@ -120,7 +120,7 @@ def fit(
         ValueError: if the loss is no longer finite.
 
     Returns:
-        What happened: seconds of all steps, milliseconds per step, their median in each stage of the schedule, the mean loss of the
+        What happened: seconds of all steps by the clock and of all threads, milliseconds per step, their median in each stage of the schedule, the mean loss of the
         last tenth, and the schedule's history.
     """
     optimizer = optimizer or adamw(model, settings)
@@ -131,6 +131,7 @@ def fit(
     scheduler = None if ranks is None else cr.RankScheduler(model, optimizer, ranks)
     losses, milliseconds = [], defaultdict(list)
     model.train()
+    cpu = time.process_time()
     for step in (progress := tqdm(range(settings.steps), unit="step", disable=None)):
         batch = next(batches)
         start = time.perf_counter()
@@ -148,10 +149,12 @@ def fit(
             raise ValueError(f"the loss is {losses[-1]} in step {step}: lower training.lr_cores and training.lr_dense")
         progress.set_postfix(loss=f"{np.mean(losses[-50:]):.3f}")
     model.eval()
+    cpu = time.process_time() - cpu
     of_all = np.concatenate(list(milliseconds.values()))
     return {
         "train_loss": float(np.mean(losses[-max(1, settings.steps // 10) :])),
         "seconds": float(of_all.sum() / 1000),
+        "cpu_seconds": cpu,
         "step_ms": dict(zip(("p20", "p50", "p80"), np.percentile(of_all, [20, 50, 80]).tolist(), strict=True)),
         "stage_ms": {stage: float(np.median(times)) for stage, times in milliseconds.items()},
         "rank_history": [] if scheduler is None else scheduler.history,

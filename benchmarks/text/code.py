@@ -2,7 +2,7 @@
 
 Every run is that of `examples/pretrain_code.py`, small enough for minutes, without its second phase. TT models try splits of their
 parameters between layers and table beside learning rates; the best of seed 0 takes the other seeds, and then trains for as many
-steps as fit into the dense model's seconds.
+steps as fit into the dense model's CPU seconds.
 """
 
 from __future__ import annotations
@@ -66,11 +66,13 @@ def run(settings: Settings) -> Iterator[list[Row]]:
     yield from trained((DENSE, *TT), steps, seeds=1)
     best = best_split([row for row in rows if row.shapes["steps"] == steps])
     yield from trained((DENSE, best), steps, seeds=SEEDS)
-    seconds = {
-        method.name: mean(row.counted["seconds"] for row in chosen([r for r in rows if r.shapes["steps"] == steps], method.name))
+    cpu_seconds = {
+        method.name: mean(
+            row.counted["cpu_seconds"] for row in chosen([r for r in rows if r.shapes["steps"] == steps], method.name)
+        )
         for method in (DENSE, best)
     }
-    yield from trained((best,), int(steps * seconds[DENSE.name] / seconds[best.name]), seeds=SEEDS)
+    yield from trained((best,), int(steps * cpu_seconds[DENSE.name] / cpu_seconds[best.name]), seeds=SEEDS)
 
 
 def overrides(method: str, lr: float) -> list[str]:

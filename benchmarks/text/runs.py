@@ -114,7 +114,7 @@ def chosen(rows: Sequence[Row], method: str) -> list[Row]:
 def counted(metrics: dict[str, Any]) -> dict[str, float]:
     """What a row keeps of an example's metrics."""
     return {
-        **{name: metrics[name] for name in ("train_loss", "params", "dense_params", "seconds")},
+        **{name: metrics[name] for name in ("train_loss", "params", "dense_params", "seconds", "cpu_seconds")},
         "step_ms": metrics["step_ms"]["p50"],
     }
 
@@ -123,6 +123,6 @@ def format_case(rows: Sequence[Row]) -> str:
     """One line a run."""
     return "\n".join(
         f"{row.op} {row.provider} lr {row.shapes['lr']} {row.shapes['steps']} steps seed {row.seed}: {row.unit} {row.p50:.4f}, "
-        f"training loss {row.counted['train_loss']:.4f}, {row.counted['params']:,.0f} parameters, {row.counted['seconds']:.0f} s"
+        f"training loss {row.counted['train_loss']:.4f}, {row.counted['params']:,.0f} parameters, {row.counted['cpu_seconds']:.0f} CPU s"
         for row in rows
     )

@@ -25,17 +25,16 @@ from examples import classify_text
 __all__ = ["format_case", "run"]
 
 DENSE, GALORE, GALORE_8BIT, LTE, LOW_RANK = "dense", "GaLore", "GaLore, 8-bit", "LTE", "low rank"
-TT, BUDGET, ACHIEVEMENT = "TT", "TT budget", "TT achievement"
+BUDGET, ACHIEVEMENT = "TT budget", "TT achievement"
 METHODS = (
     Method(name=DENSE, rates=(0.0001, 0.0003, 0.001)),
-    Method(name=TT, rates=(0.00025, 0.0005, 0.001)),
     Method(name=BUDGET, rates=(0.00025, 0.0005, 0.001)),
     Method(name=ACHIEVEMENT, rates=(0.00025, 0.0005, 0.001)),
     Method(name=LOW_RANK, rates=(0.0001, 0.0003, 0.001)),
     Method(name=LTE, rates=(0.00003, 0.0001, 0.0003)),
     Method(name=GALORE, rates=(0.001, 0.003, 0.01)),  # its updates are scaled by a quarter
 )
-STEPS, QUICK_STEPS = 200, 4
+STEPS, QUICK_STEPS = 150, 4
 REDUCTION = ("model.num_layers=1", "model.vocab_size=8000", "tokens.row_shape=[10,10,8,10]")
 LR_OTHER = 0.0003
 TARGET = 0.5  # of the parameters of all TT modules
@@ -90,8 +89,6 @@ def overrides(method: str, lr: float, steps: int) -> list[str]:
         form = "tt" if method == LOW_RANK else "dense"  # low-rank layers are made of the TT layers' halves
         return [f"tokens.format={form}", f"linears.format={form}", f"training.lr_dense={lr}"]
     rates = [f"training.lr_cores={lr}", f"training.lr_dense={LR_OTHER}", f"training.lr_ranks={LR_OTHER}"]
-    if method == TT:
-        return rates
     stages = [
         f"ranks.early_steps={steps // 2}",
         f"ranks.late_steps={3 * steps // 10}",
