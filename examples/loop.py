@@ -120,8 +120,8 @@ def fit(
         ValueError: if the loss is no longer finite.
 
     Returns:
-        What happened: seconds of all steps by the clock and of all threads, milliseconds per step, their median in each stage of the schedule, the mean loss of the
-        last tenth, and the schedule's history.
+        What happened: seconds of all steps by the clock and of all threads together, milliseconds per step, their median in each
+        stage of the schedule, the mean loss of the last tenth, and the schedule's history.
     """
     optimizer = optimizer or adamw(model, settings)
     rise = max(1, round(settings.warmup * settings.steps))

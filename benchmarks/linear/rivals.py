@@ -98,7 +98,7 @@ class Galore8bit(torch.optim.Optimizer):
         for group in self.param_groups:
             params = [nn.Parameter(p.new_empty(0)) for p in group["params"]] if "rank" in group else group["params"]
             inner.append({"params": params, "lr": group["lr"], "weight_decay": 0.0})
-        self.inner: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(inner)
+        self.inner: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(inner, eps=1e-6)
         self.parts = [self, self.inner]
 
     @torch.no_grad()
@@ -106,8 +106,9 @@ class Galore8bit(torch.optim.Optimizer):
         """One update of every parameter that has a gradient."""
         pairs = list(self._pairs())
         for weight, stand_in, projector, count in pairs:
-            stand_in.grad = projector.project(weight.grad, count)
-            stand_in.data = torch.zeros_like(stand_in.grad)
+            gradient = projector.project(weight.grad, count)
+            stand_in.data = torch.zeros_like(gradient)
+            stand_in.grad = gradient
         for inner, outer in zip(self.inner.param_groups, self.param_groups, strict=True):
             inner["lr"] = outer["lr"]
         self.inner.step()

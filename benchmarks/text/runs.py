@@ -1,8 +1,9 @@
 """Trainings from scratch that are tuned alike, one row a run.
 
 Every method tries each of its learning rates with the first seed; the rate of the lowest training loss, mean of the last tenth of
-the steps, takes the other seeds. `counted` holds that loss, parameters, seconds of all steps (refreshes of projections and merges
-included) and the peak of resident memory beyond what the process held before the model was built.
+the steps, takes the other seeds. `counted` holds that loss, parameters, seconds of all steps (new projections and merges
+included), by the clock and of all threads together, which other processes change less, and the peak of resident memory beyond
+what the process held before the model was built.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Task:
 
 
 def run_task(task: Task, settings: Settings, *, seeds: int = SEEDS) -> Iterator[list[Row]]:
-    """Runs that are not among `settings.finished`: all rates with the first seed, then the best ones with the others, up to `seeds`."""
+    """Runs that are not among `settings.finished`: all rates with the first seed, then the best ones with all."""
     environment = describe(settings.device)
     rows = list(settings.finished)
     methods = [method for method in task.methods if _wanted(method, settings)]
@@ -123,6 +124,6 @@ def format_case(rows: Sequence[Row]) -> str:
     """One line a run."""
     return "\n".join(
         f"{row.op} {row.provider} lr {row.shapes['lr']} {row.shapes['steps']} steps seed {row.seed}: {row.unit} {row.p50:.4f}, "
-        f"training loss {row.counted['train_loss']:.4f}, {row.counted['params']:,.0f} parameters, {row.counted['cpu_seconds']:.0f} CPU s"
+        f"training loss {row.counted['train_loss']:.4f}, {row.counted['params']:,.0f} params, {row.counted['cpu_seconds']:.0f} s"
         for row in rows
     )

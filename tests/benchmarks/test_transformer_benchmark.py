@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.harness.agreement import Disagreement, require_agreement
-from benchmarks.linear.transformer import DENSE, FULL, LOW_RANK, OURS, QUICK, StepProvider, TransformerWorkload, build
+from benchmarks.linear.transformer import DENSE, FULL, GALORES, LOW_RANK, LTE, OURS, QUICK, StepProvider, TransformerWorkload, build
 
 CASE = QUICK[0]
 
@@ -16,11 +16,14 @@ def workload() -> TransformerWorkload:
     return TransformerWorkload(CASE, "cpu", seed=0)
 
 
-@pytest.mark.parametrize("name", [DENSE, LOW_RANK, OURS])
+@pytest.mark.parametrize("name", [DENSE, *GALORES, LTE, LOW_RANK, OURS])
 def test_providers_agree_with_the_reference(workload: TransformerWorkload, name: str) -> None:
+    if name in workload.left_out:
+        pytest.skip(workload.left_out[name])
     reference, shown = workload.reference(), workload.providers[name]().verify()
     require_agreement(reference, {name: shown})
-    assert "gradient of 0.blocks.1.feed_forward.expand.bias" in shown
+    dropped = name == GALORES[2]
+    assert ("gradient of 0.blocks.1.feed_forward.expand.bias" in shown) != dropped, "layer-wise GaLore drops gradients"
     if name == OURS:
         assert shown.keys() == reference.keys()
 
@@ -42,6 +45,15 @@ def test_training_state_is_weights_gradients_and_two_moments(workload: Transform
     assert counted["weights_mib"] == counted["gradients_mib"] == pytest.approx(weights)
     assert counted["optimizer_mib"] == pytest.approx(2 * weights + steps)
     assert counted["training_state_mib"] == pytest.approx(4 * weights + steps)
+
+
+def test_forms_of_galore_keep_ever_less(workload: TransformerWorkload) -> None:
+    if workload.left_out:
+        pytest.skip(str(workload.left_out))
+    full, eight_bit, layerwise = (workload.counted(workload.providers[name](), "step") for name in GALORES)
+    assert eight_bit["optimizer_mib"] < full["optimizer_mib"]
+    assert layerwise["optimizer_mib"] == full["optimizer_mib"]
+    assert layerwise["gradients_mib"] == 0 < full["gradients_mib"]
 
 
 def test_the_full_cases_are_the_papers_model() -> None:
