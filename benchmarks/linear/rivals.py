@@ -87,18 +87,18 @@ class Galore8bit(torch.optim.Optimizer):
     A projected weight has a stand-in of the subspace's shape, which is zero before a step and holds the update after it.
 
     Args:
-        groups: of `galore_groups`.
+        groups: of `galore_groups`, without weight decay.
     """
 
     def __init__(self, groups: Groups) -> None:
-        super().__init__(groups, {"lr": 1e-3})
+        super().__init__(groups, {"lr": 1e-3, "eps": 1e-6})
         self._projector = _galore_torch().galore_projector.GaLoreProjector
         bitsandbytes = importlib.import_module("bitsandbytes")
         inner = []
         for group in self.param_groups:
             params = [nn.Parameter(p.new_empty(0)) for p in group["params"]] if "rank" in group else group["params"]
-            inner.append({"params": params, "lr": group["lr"], "weight_decay": 0.0})
-        self.inner: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(inner, eps=1e-6)
+            inner.append({"params": params, "lr": group["lr"], "eps": group["eps"], "weight_decay": 0.0})
+        self.inner: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(inner)
         self.parts = [self, self.inner]
 
     @torch.no_grad()

@@ -17,14 +17,14 @@ from torch import nn
 from benchmarks.harness.measure import Settings
 from benchmarks.harness.rows import Row
 from benchmarks.linear.lte import LTELinear, lora_the_explorer_, merge_every_
-from benchmarks.linear.rivals import Galore8bit, galore, galore_groups, galore_is_installed, low_rank
+from benchmarks.linear.rivals import galore, galore_groups, galore_is_installed, low_rank
 from benchmarks.text.runs import Method, Task, counted, format_case, run_task
 from comera_rec.training.config import load_settings
 from examples import classify_text
 
 __all__ = ["format_case", "run"]
 
-DENSE, GALORE, GALORE_8BIT, LTE, LOW_RANK = "dense", "GaLore", "GaLore, 8-bit", "LTE", "low rank"
+DENSE, GALORE, LTE, LOW_RANK = "dense", "GaLore", "LTE", "low rank"
 BUDGET, ACHIEVEMENT = "TT budget", "TT achievement"
 METHODS = (
     Method(name=DENSE, rates=(0.0001, 0.0003, 0.001)),
@@ -104,9 +104,8 @@ def _rival(method: str, model: nn.Module, lr: float, weight_decay: float) -> tup
     """A model in the form of a method, and its optimizer unless it is the example's."""
     if method == LOW_RANK:
         return low_rank(model), None
-    if method in (GALORE, GALORE_8BIT):
-        groups = galore_groups(model, lr=lr, lr_other=LR_OTHER, weight_decay=weight_decay)
-        return model, (galore if method == GALORE else Galore8bit)(groups)
+    if method == GALORE:
+        return model, galore(galore_groups(model, lr=lr, lr_other=LR_OTHER, weight_decay=weight_decay))
     if method == LTE:
         model = lora_the_explorer_(model)
         heads = {id(p) for m in model.modules() if isinstance(m, LTELinear) for p in (m.down_NrI, m.up_NOr)}
