@@ -69,7 +69,7 @@ QUICK = (
         linears=cr.TTLinearConfig(tt_ranks=4, order=4, min_features=32),
     ),
 )
-FULL = tuple(TransformerCase(batch=batch) for batch in (1, 16))
+FULL = tuple(TransformerCase(batch=batch) for batch in (1, 8))
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
