@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import importlib.util
 import logging
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -81,7 +80,7 @@ def galore(groups: Groups) -> torch.optim.Optimizer:
     return optimizer
 
 
-class Galore8bit(torch.optim.Optimizer):
+class Galore8bit:
     """Its authors' projection before bitsandbytes' AdamW of 8-bit moments; their own 8-bit optimizer needs CUDA.
 
     A projected weight has a stand-in of the subspace's shape, which is zero before a step and holds the update after it.
@@ -91,41 +90,34 @@ class Galore8bit(torch.optim.Optimizer):
     """
 
     def __init__(self, groups: Groups) -> None:
-        super().__init__(groups, {"lr": 1e-3, "eps": 1e-6})
-        self._projector = _galore_torch().galore_projector.GaLoreProjector
-        bitsandbytes = importlib.import_module("bitsandbytes")
-        inner = []
-        for group in self.param_groups:
-            params = [nn.Parameter(p.new_empty(0)) for p in group["params"]] if "rank" in group else group["params"]
-            inner.append({"params": params, "lr": group["lr"], "eps": group["eps"], "weight_decay": 0.0})
-        self.inner: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(inner)
+        projector = _galore_torch().galore_projector.GaLoreProjector
+        self._stand_ins: dict[Tensor, nn.Parameter] = {}
+        self.state: dict[Tensor, dict[str, Any]] = {}
+        for group in groups:
+            if "rank" in group:
+                self._stand_ins |= {weight: nn.Parameter(weight.new_empty(0)) for weight in group["params"]}
+                subspace = {name: group[name] for name in SUBSPACE}
+                self.state |= {weight: {"projector": projector(**subspace)} for weight in group["params"]}
+        inner = [
+            {"params": [self._stand_ins.get(p, p) for p in group["params"]], "lr": group["lr"], "eps": group.get("eps", 1e-6)}
+            for group in groups
+        ]
+        self.inner: torch.optim.Optimizer = importlib.import_module("bitsandbytes").optim.AdamW8bit(inner, weight_decay=0.0)
         self.parts = [self, self.inner]
+        self._steps = 0
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
-        pairs = list(self._pairs())
-        for weight, stand_in, projector, count in pairs:
-            gradient = projector.project(weight.grad, count)
+    def step(self) -> None:
+        """One update of every parameter."""
+        for weight, stand_in in self._stand_ins.items():
+            gradient = self.state[weight]["projector"].project(weight.grad, self._steps)
             stand_in.data = torch.zeros_like(gradient)
             stand_in.grad = gradient
-        for inner, outer in zip(self.inner.param_groups, self.param_groups, strict=True):
-            inner["lr"] = outer["lr"]
         self.inner.step()
-        for weight, stand_in, projector, _ in pairs:
-            weight += projector.project_back(stand_in.data)
+        for weight, stand_in in self._stand_ins.items():
+            weight += self.state[weight]["projector"].project_back(stand_in.data)
             stand_in.grad, stand_in.data = None, stand_in.new_empty(0)
-
-    def _pairs(self) -> Iterator[tuple[Tensor, Tensor, Any, int]]:
-        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            for weight, stand_in in zip(outer["params"], inner["params"], strict=True):
-                if "rank" in outer and weight.grad is not None:
-                    state = self.state[weight]
-                    if not state:
-                        arguments = {name: value for name, value in SUBSPACE.items() if name != "rank"}
-                        state.update(projector=self._projector(outer["rank"], **arguments), count=0)
-                    yield weight, stand_in, state["projector"], state["count"]
-                    state["count"] += 1
+        self._steps += 1
 
 
 class UpdateInBackward:

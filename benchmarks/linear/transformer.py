@@ -28,6 +28,7 @@ from benchmarks.linear.lte import lora_the_explorer_, merge_every_
 from benchmarks.linear.rivals import Galore8bit, UpdateInBackward, galore, galore_groups, galore_is_installed, low_rank
 from comera_rec.nn import EMBEDDING_STD, named_tt_modules, replace_modules_
 
+AnyOptimizer = torch.optim.Optimizer | Galore8bit | UpdateInBackward
 DENSE, LTE, LOW_RANK, OURS = "dense", "LTE", "low rank", "tensor train"
 GALORE, GALORE_8BIT, GALORE_LAYERWISE = GALORES = ("GaLore", "GaLore, 8-bit", "GaLore, layer-wise")
 NUM_CLASSES = 2
@@ -147,7 +148,7 @@ class TransformerWorkload:
         module = lora_the_explorer_(dense(self.tensor_train))
         return self._provider(module, merge_every_(_adam(module), module))
 
-    def _provider(self, module: nn.Module, optimizer: torch.optim.Optimizer | UpdateInBackward) -> Provider:
+    def _provider(self, module: nn.Module, optimizer: AnyOptimizer) -> Provider:
         shown = set() if isinstance(optimizer, UpdateInBackward) else {f"gradient of {name}" for name in self._compared}
         return StepProvider(module, optimizer, self.batch, self.gate, shown)
 
@@ -165,7 +166,7 @@ class StepProvider:
     def __init__(
         self,
         module: nn.Module,
-        optimizer: torch.optim.Optimizer | UpdateInBackward,
+        optimizer: AnyOptimizer,
         batch: tuple[Tensor, Tensor],
         gate: tuple[Tensor, Tensor],
         shown: set[str],
@@ -248,7 +249,7 @@ def _mib(tensors: Iterable[Tensor]) -> float:
     return sum(tensor.numel() * tensor.element_size() for tensor in distinct.values()) / 2**20
 
 
-def _state_tensors(optimizer: torch.optim.Optimizer | UpdateInBackward) -> Iterator[Tensor]:
+def _state_tensors(optimizer: AnyOptimizer) -> Iterator[Tensor]:
     """What optimizers keep between steps."""
     for part in getattr(optimizer, "parts", [optimizer]):
         for state in part.state.values():
