@@ -11,6 +11,7 @@ from benchmarks.harness.measure import Settings
 from benchmarks.linear.rivals import galore_is_installed
 from benchmarks.text import code, sst2
 from benchmarks.text.runs import Method, Task, best_rate, chosen, run_task
+from benchmarks.text.summary import code_table, sst2_table
 
 SETTINGS = Settings(quick=True, memory=False)
 
@@ -69,3 +70,24 @@ def test_the_rate_of_the_lowest_training_loss_takes_the_other_seeds_and_finished
     runs.clear()
     assert len(list(run_task(task, replace(settings, finished=rows[:5], only={"method": "b"})))) == 2
     assert runs == [("b", 0.05, 1), ("b", 0.05, 2)]
+
+
+def test_tables_have_the_chosen_rates_and_cpu_time() -> None:
+    def train(method: str, lr: float, steps: int, seed: int) -> tuple[float, dict[str, float]]:
+        sizes = {"params": 1000.0 * len(method), "peak_mib": 7.0, "accuracy": 0.25, "seconds": 9.0, "cpu_seconds": steps / 50}
+        return 0.5 + seed / 10, {"train_loss": abs(lr - 0.02), **sizes}
+
+    methods = (Method(name=sst2.DENSE, rates=(0.01, 0.02)), Method(name=sst2.LTE, rates=(0.02,)))
+    for steps, seeds, spread in ((150, 3, " ± 10.0"), (600, 1, "")):
+        task = Task(op="sst2", unit="accuracy", sizes={}, methods=methods, steps=steps, train=train)
+        rows = [row for case in run_task(task, Settings(memory=False), seeds=seeds) for row in case]
+        header, lines = sst2_table(rows)
+        assert dict(zip(header, lines[0], strict=True)) == {
+            "": "dense, AdamW", "steps": str(steps), "learning rate": "0.02", "accuracy, %": ("60.0" if spread else "50.0") + spread,
+            "training loss": "0.000" + (" ± 0.000" if spread else ""), "parameters": "5,000", "CPU time of a step": "20 ms",
+            "peak memory": "7 MiB",
+        }  # fmt: skip
+        assert [line[0] for line in lines] == ["dense, AdamW", "dense, LTE, 4 heads of rank 32"]
+    task = Task(op="code", unit="loss", sizes={}, methods=(code.DENSE, *code.TT[:1]), steps=10, train=train)
+    _, lines = code_table([row for case in run_task(task, Settings(memory=False)) for row in case])
+    assert [line[:4] for line in lines] == [["dense", "0.004", "10", "0 s"], [code.TT[0].name, "0.012", "10", "0 s"]]
