@@ -83,10 +83,15 @@ def test_tables_have_the_chosen_rates_and_cpu_time() -> None:
         rows = [row for case in run_task(task, Settings(memory=False), seeds=seeds) for row in case]
         header, lines = sst2_table(rows)
         assert dict(zip(header, lines[0], strict=True)) == {
-            "": "dense, AdamW", "steps": str(steps), "learning rate": "0.02",
-            "accuracy, %": ("60.0" if spread else "50.0") + spread, "training loss": "0.000" + (" ± 0.000" if spread else ""), "parameters": "5,000", "CPU time of a step": "20 ms",
+            "": "dense, AdamW",
+            "steps": str(steps),
+            "learning rate": "0.02",
+            "accuracy, %": ("60.0" if spread else "50.0") + spread,
+            "training loss": "0.000" + (" ± 0.000" if spread else ""),
+            "parameters": "5,000",
+            "CPU time of a step": "20 ms",
             "peak memory": "7 MiB",
-        }  # fmt: skip
+        }
         assert [line[0] for line in lines] == ["dense, AdamW", "dense, LTE, 4 heads of rank 32"]
     task = Task(op="code", unit="loss", sizes={}, methods=(code.DENSE, *code.TT[:1]), steps=10, train=train)
     _, lines = code_table([row for case in run_task(task, Settings(memory=False)) for row in case])
