@@ -26,7 +26,7 @@ DENSE = Method(name="dense", rates=(0.001, 0.002, 0.004))
 SPLITS = {"TT, ranks 32 and 48": (32, 48), "TT, ranks 24 and 54": (24, 54)}  # of layers, of the table
 TT = tuple(Method(name=name, rates=(0.003, 0.006, 0.012)) for name in SPLITS)
 LR_OTHER = 0.002  # of what TT models hold dense: positions, biases, norms
-STEPS, QUICK_STEPS = 150, 3
+STEPS, QUICK_STEPS = 300, 3
 PACKAGES = ("asyncio", "email", "http", "idlelib", "importlib", "json", "logging", "multiprocessing", "tkinter", "unittest", "xml")
 
 
@@ -35,7 +35,7 @@ def run(settings: Settings) -> Iterator[list[Row]]:
     steps = QUICK_STEPS if settings.quick else STEPS
     packages = PACKAGES[5:6] if settings.quick else PACKAGES
     base = ["model.vocab_size=4000", "model.num_layers=2", "model.max_length=48", f"data.packages={list(packages)}", "ranks=none"]
-    base += ["tokens.row_shape=[16,16,16]", "linears.order=2", "training.batch_size=16"]
+    base += ["tokens.row_shape=[16,16,16]", "linears.order=2"]
     if settings.quick:
         base += ["model.embed_dim=32", "model.ff_dim=64", "tokens.col_shape=[2,4,4]", "linears.min_features=32"]
     settings_of = partial(load_settings, pretrain_code.Settings, pretrain_code.CONFIG)
