@@ -70,13 +70,14 @@ QUICK = (
         linears=cr.TTLinearConfig(tt_ranks=4, order=4, min_features=32),
     ),
 )
-FULL = tuple(TransformerCase(batch=batch) for batch in (1, 8))
+FULL, GPU = (tuple(TransformerCase(batch=batch) for batch in batches) for batches in ((1, 8), (1, 32, 64, 128)))
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
     """The rows of every case; three rounds where the clock would allow ten, because a dense step takes seconds."""
     plan = replace(settings.plan, warmup=1, min_rounds=3)
-    yield from measure_cases("transformer", QUICK if settings.quick else FULL, TransformerWorkload, replace(settings, plan=plan))
+    cases = QUICK if settings.quick else FULL if settings.device == "cpu" else GPU
+    yield from measure_cases("transformer", cases, TransformerWorkload, replace(settings, plan=plan))
 
 
 class TransformerWorkload:
