@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.linear.rivals import NARROW
 from comera_rec.nn import replace_modules_
 
 HEADS, RANK = 4, 32
@@ -61,11 +62,10 @@ class LTELinear(nn.Module):
         self.up_NOr.zero_()
 
 
-def lora_the_explorer_(model: nn.Module, **sizes: float) -> nn.Module:
-    """Give the linear layers of a dense model heads; `sizes` are arguments of `LTELinear`. Layers narrower than a head stay."""
-    rank = sizes.get("rank", RANK)
-    wide = [module for module in model.modules() if isinstance(module, nn.Linear) and min(module.weight.shape) > rank]
-    return replace_modules_(model, {layer: LTELinear(layer, **sizes) for layer in wide})  # type: ignore[arg-type]
+def lora_the_explorer_(model: nn.Module, *, heads: int = HEADS, rank: int = RANK, scale: float = SCALE) -> nn.Module:
+    """Give the linear layers of a dense model heads; narrow ones train in full, as under GaLore."""
+    wide = [module for module in model.modules() if isinstance(module, nn.Linear) and module.out_features > NARROW]
+    return replace_modules_(model, {layer: LTELinear(layer, heads=heads, rank=rank, scale=scale) for layer in wide})
 
 
 def merge_every_(optimizer: torch.optim.Optimizer, model: nn.Module, steps: int = MERGE_EVERY) -> torch.optim.Optimizer:

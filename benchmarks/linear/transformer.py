@@ -184,7 +184,8 @@ class StepProvider:
 
     def verify(self) -> dict[str, Tensor]:
         output = self._backward(self._gate)
-        gradients = {name: value for name, value in parameter_gradients(self.module).items() if name in self._shown}
+        frozen = {f"gradient of {name}" for name, parameter in self.module.named_parameters() if not parameter.requires_grad}
+        gradients = {name: value for name, value in parameter_gradients(self.module).items() if name in self._shown - frozen}
         self.release()
         return {"output": output, **gradients}
 

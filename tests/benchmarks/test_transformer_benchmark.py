@@ -56,6 +56,18 @@ def test_forms_of_galore_keep_ever_less(workload: TransformerWorkload) -> None:
     assert layerwise["gradients_mib"] == 0 < full["gradients_mib"]
 
 
+def test_lte_keeps_moments_of_its_heads_alone(workload: TransformerWorkload) -> None:
+    provider = workload.providers[LTE]()
+    assert isinstance(provider, StepProvider)
+    counted = workload.counted(provider, "step")
+    trained = [p for p in provider.module.parameters() if p.requires_grad]
+    assert sum(p.dim() == 3 for p in trained) == 2 * 13, "six layers in each of two encoders and one in the head"
+    trained_mib = sum(p.numel() for p in trained) * 4 / 2**20
+    assert counted["gradients_mib"] == pytest.approx(trained_mib)
+    assert counted["optimizer_mib"] == pytest.approx(2 * trained_mib + len(trained) * 4 / 2**20)
+    assert counted["weights_mib"] > trained_mib
+
+
 def test_the_full_cases_are_the_papers_model() -> None:
     with torch.device("meta"):
         model = build(FULL[0])
