@@ -24,7 +24,7 @@ __all__ = ["format_case", "run"]
 
 DENSE = Method(name="dense", rates=(0.001, 0.002, 0.004))
 SPLITS = {"TT, ranks 32 and 48": (32, 48), "TT, ranks 24 and 54": (24, 54)}  # of layers, of the table
-TT = tuple(Method(name=name, rates=(0.003, 0.006, 0.012)) for name in SPLITS)
+TT = tuple(Method(name=name, rates=(0.0015, 0.003, 0.006)) for name in SPLITS)
 LR_OTHER = 0.002  # of what TT models hold dense: positions, biases, norms
 STEPS, QUICK_STEPS = 300, 3
 PACKAGES = ("asyncio", "email", "http", "idlelib", "importlib", "json", "logging", "multiprocessing", "tkinter", "unittest", "xml")
