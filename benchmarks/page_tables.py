@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks.harness.rows import Row, read_rows
 from benchmarks.quality.runs import VARIANTS, chosen
 from benchmarks.quality.summary import BEST, DATA_SETS, METRICS, NAMES, NOT_EQUAL, short_table
+from benchmarks.text.summary import code_table, sst2_table
 
 RESULTS = Path(__file__).parent / "results"
 XEON, EPYC = "cpu-2-intel-xeon-processor-avx512", "cpu-2-amd-epyc"
@@ -192,12 +193,17 @@ def transformer() -> str:
     names = {
         "dense": "dense, Adam",
         "GaLore": "dense, GaLore rank 128",
+        "GaLore, 8-bit": "the same, 8-bit moments",
+        "GaLore, layer-wise": "the same, updated in backward",
+        "LTE": "dense, LTE, 4 heads of rank 32",
         "low rank": "linear layers of rank 30",
         "tensor train": "TT layers and embedding",
     }
     batches = list(dict.fromkeys(row.shapes["batch"] for row in rows))
     lines = []
     for provider, title in names.items():
+        if not _select(rows, provider=provider):
+            continue  # not measured on this machine
         ms = [_one(rows, provider=provider, unit="ms", batch=batch) for batch in batches]
         lines.append(
             [
@@ -209,6 +215,16 @@ def transformer() -> str:
         )
     header = ["", "parameters", "training state", *(f"batch {batch}" for batch in batches)]
     return _markdown(header, lines) + _source(EPYC, "transformer")
+
+
+def sst2() -> str:
+    """SST-2 from scratch."""
+    return _markdown(*sst2_table(_rows(XEON, "sst2"))) + _source(XEON, "sst2", "sst2 --data FOLDER --threads 1")
+
+
+def code() -> str:
+    """Pre-training on code, dense and four times smaller."""
+    return _markdown(*code_table(_rows(XEON, "code"))) + _source(XEON, "code", "code --threads 1")
 
 
 def serve() -> str:
@@ -371,6 +387,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "hot-rows": hot_rows,
     "linear": linear,
     "transformer": transformer,
+    "sst2": sst2,
+    "code": code,
     "serve": serve,
     "preprocess": preprocess,
     "trainer-loop": trainer_loop,

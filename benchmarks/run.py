@@ -42,7 +42,7 @@ BENCHMARKS = {
     "linear": ("benchmarks.linear.layers", "linear layers: nn.Linear and TTLinear"),
     "transformer": (
         "benchmarks.linear.transformer",
-        "training a six-encoder transformer: dense, GaLore, low rank, TT",
+        "training a six-encoder transformer: dense, GaLore in three forms, LTE, low rank, TT",
     ),
     "conversion": ("benchmarks.lookup.conversion", "peak memory of TT-SVD of a table of 10 million rows, beside the table"),
     "dlrm": ("benchmarks.training.dlrm", "a whole DLRM: dense, and 99 times smaller; resumes"),
@@ -59,9 +59,12 @@ BENCHMARKS = {
         "steps of a whole DLRM: dense, TT, TT in a CUDA graph; `--device cpu` leaves the graph out",
     ),
     "gpu-static": ("benchmarks.gpu.static", "a model of the lookup's step on GPUs from compiled kernels; nothing is measured"),
+    "sst2": ("benchmarks.text.sst2", "SST-2 from scratch: dense, TT, low rank, LTE, GaLore; needs --data; resumes"),
+    "code": ("benchmarks.text.code", "masked-language pre-training on Python's library: dense, and TT four times smaller; resumes"),
     "quality": ("benchmarks.quality.runs", "predictions of models whose tables take equal bytes; resumes"),
 }
-RESUMABLE = ("quality", "dlrm", "preprocess")
+RESUMABLE = ("quality", "dlrm", "preprocess", "sst2", "code")
+NEED_DATA = ("sst2",)  # which `all` leaves out where no folder is given
 _FILE = click.Path(path_type=Path)
 
 
@@ -82,7 +85,7 @@ _FILE = click.Path(path_type=Path)
     "--data",
     type=_FILE,
     metavar="FOLDER",
-    help="quality: implicit feedback, see benchmarks/quality/data_sets.py; preprocess: where to keep logs.",
+    help="quality: implicit feedback, see benchmarks/quality/data_sets.py; sst2: its TSV files; preprocess: where to keep logs.",
 )
 @click.option("--no-memory", is_flag=True, help="Leave out peak extra memory, which takes a process for each provider and pass.")
 def run(
@@ -123,7 +126,7 @@ def run(
         if json_file and name in RESUMABLE and json_file.exists():
             settings = replace(settings, finished=read_rows(json_file))
         everything = stack.enter_context(RowWriter(json_file, append=name in RESUMABLE)) if json_file else None
-        for chosen in BENCHMARKS if name == "all" else [name]:
+        for chosen in [each for each in BENCHMARKS if data or each not in NEED_DATA] if name == "all" else [name]:
             with contextlib.ExitStack() as inner:
                 resumable = chosen in RESUMABLE
                 path = results_path(chosen, device)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import csv
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 import comera_rec as cr
@@ -73,34 +75,70 @@ def classify(config: str, overrides: tuple[str, ...]) -> None:
       python -m examples.classify_text data.train=train.tsv data.dev=dev.tsv output=runs/classify
     """
     settings = load_settings(Settings, config, overrides)
+    sentences = read_sentences(settings)
+    folder = new_folder(settings.output)
+    sentences.tokenizer.save(str(folder / "tokenizer.json"))
     torch.manual_seed(settings.seed)
+    model = Classifier(settings, len(sentences.classes))
+    click.echo(
+        f"{NAME}: {len(sentences.train_ids):,} sentences, {sentences.tokenizer.get_vocab_size():,} tokens, "
+        f"{sizes(model)['ratio']:.1f}x smaller than dense"
+    )
+    metrics = train(model, sentences, settings)
+    save(folder, model, metrics, settings)
+    click.echo(
+        f"{settings.output}: accuracy {metrics['accuracy']:.4f}, {metrics['params']:,} parameters ({metrics['ratio']:.1f}x smaller "
+        f"than dense), {metrics['step_ms']['p50']:.0f} ms per step"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sentences:
+    """Token ids and classes of the two files, and the tokenizer that was trained on the first."""
+
+    tokenizer: Tokenizer
+    classes: list[str]
+    train_ids: list[list[int]]
+    train_targets: list[int]
+    dev_ids: list[list[int]]
+    dev_targets: list[int]
+
+
+def read_sentences(settings: Settings) -> Sentences:
+    """Read both files and train the tokenizer.
+
+    Raises:
+        ValueError: for files that can't be read so, and for labels of `data.dev` that `data.train` lacks.
+    """
     texts, labels = read_tsv(settings.data.train)
     dev_texts, dev_labels = read_tsv(settings.data.dev)
     classes = sorted(set(labels))
     if unknown := sorted(set(dev_labels) - set(classes)):
         raise ValueError(f"{settings.data.dev} has labels {unknown} that {settings.data.train} has not")
-    folder = new_folder(settings.output)
-
     tokenizer = word_pieces([part for text in texts for part in text], settings.model.vocab_size, settings.model.max_length)
-    tokenizer.save(str(folder / "tokenizer.json"))
     train_ids, dev_ids = ([tokenizer.encode(*text).ids for text in split] for split in (texts, dev_texts))
-    targets, dev_targets = ([classes.index(label) for label in split] for split in (labels, dev_labels))
-
-    model = Classifier(settings, len(classes))
-    click.echo(
-        f"{NAME}: {len(texts):,} sentences, {tokenizer.get_vocab_size():,} tokens, {sizes(model)['ratio']:.1f}x smaller than dense"
+    train_targets, dev_targets = ([classes.index(label) for label in split] for split in (labels, dev_labels))
+    return Sentences(
+        tokenizer=tokenizer,
+        classes=classes,
+        train_ids=train_ids,
+        train_targets=train_targets,
+        dev_ids=dev_ids,
+        dev_targets=dev_targets,
     )
-    batches = endless(train_ids, targets, settings.training.batch_size, settings.seed)
-    record = fit(model, batches, lambda batch: F.cross_entropy(model(batch), batch.labels), settings.training, settings.ranks)
 
+
+def train(
+    model: nn.Module, sentences: Sentences, settings: Settings, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, Any]:
+    """Train a model from batches to scores; accuracy on the second file, sizes, and what `fit` returns."""
+    batches = endless(sentences.train_ids, sentences.train_targets, settings.training.batch_size, settings.seed)
+    record = fit(
+        model, batches, lambda batch: F.cross_entropy(model(batch), batch.labels), settings.training, settings.ranks, optimizer
+    )
     with torch.no_grad():
-        hits = [(model(batch).argmax(1) == batch.labels) for batch in batches_of(dev_ids, dev_targets, 64)]
-    metrics = {"accuracy": float(torch.cat(hits).double().mean()), "classes": classes, **sizes(model), **record}
-    save(folder, model, metrics, settings)
-    click.echo(
-        f"{settings.output}: accuracy {metrics['accuracy']:.4f}, {metrics['params']:,} parameters ({metrics['ratio']:.1f}x smaller "
-        f"than dense), {record['step_ms']['p50']:.0f} ms per step"
-    )
+        hits = [(model(batch).argmax(1) == batch.labels) for batch in batches_of(sentences.dev_ids, sentences.dev_targets, 64)]
+    return {"accuracy": float(torch.cat(hits).double().mean()), "classes": sentences.classes, **sizes(model), **record}
 
 
 def read_tsv(path: str) -> tuple[list[tuple[str, ...]], list[str]]:

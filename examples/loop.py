@@ -89,12 +89,22 @@ def _embeddings(tokens: EmbeddingSettings) -> Callable[[int, int], nn.Module]:
     return partial(cr.TTEmbedding, tt_ranks=tokens.tt_ranks, std=EMBEDDING_STD)
 
 
+def adamw(model: nn.Module, settings: TrainingSettings) -> torch.optim.Optimizer:
+    """AdamW over cores, rank parameters and all other parameters, at their own learning rates."""
+    groups = cr.rank_param_groups(model, lr_cores=settings.lr_cores, lr_ranks=settings.lr_ranks, lr_dense=settings.lr_dense)
+    optimizer = torch.optim.AdamW(groups, weight_decay=settings.weight_decay, fused=True)
+    for group in optimizer.param_groups:
+        group["weight_decay"] *= group["name"] != "ranks"  # what ranks cost is the schedule's business
+    return optimizer
+
+
 def fit(
     model: nn.Module,
     batches: Iterator[Batch],
     loss_of: Callable[[Batch], Tensor],
     settings: TrainingSettings,
     ranks: cr.RankConfig | None,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> dict[str, Any]:
     """Train, and adapt ranks if asked to.
 
@@ -104,18 +114,16 @@ def fit(
         loss_of: the task's loss on a batch.
         settings: how long and how fast.
         ranks: the rank schedule; None keeps the ranks as they start.
+        optimizer: of the model's parameters; None is `adamw`.
 
     Raises:
         ValueError: if the loss is no longer finite.
 
     Returns:
-        What happened: milliseconds per step, their median in each stage of the schedule, the mean loss of the last tenth, and the
-        schedule's history.
+        What happened: seconds of all steps by the clock and of all threads together, milliseconds per step, their median in each
+        stage of the schedule, the mean loss of the last tenth, and the schedule's history.
     """
-    groups = cr.rank_param_groups(model, lr_cores=settings.lr_cores, lr_ranks=settings.lr_ranks, lr_dense=settings.lr_dense)
-    optimizer = torch.optim.AdamW(groups, weight_decay=settings.weight_decay, fused=True)
-    for group in optimizer.param_groups:
-        group["weight_decay"] *= group["name"] != "ranks"  # what ranks cost is the schedule's business
+    optimizer = optimizer or adamw(model, settings)
     rise = max(1, round(settings.warmup * settings.steps))
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / rise, (settings.steps - step) / max(1, settings.steps - rise))
@@ -123,6 +131,7 @@ def fit(
     scheduler = None if ranks is None else cr.RankScheduler(model, optimizer, ranks)
     losses, milliseconds = [], defaultdict(list)
     model.train()
+    cpu = time.process_time()
     for step in (progress := tqdm(range(settings.steps), unit="step", disable=None)):
         batch = next(batches)
         start = time.perf_counter()
@@ -140,9 +149,12 @@ def fit(
             raise ValueError(f"the loss is {losses[-1]} in step {step}: lower training.lr_cores and training.lr_dense")
         progress.set_postfix(loss=f"{np.mean(losses[-50:]):.3f}")
     model.eval()
+    cpu = time.process_time() - cpu
     of_all = np.concatenate(list(milliseconds.values()))
     return {
         "train_loss": float(np.mean(losses[-max(1, settings.steps // 10) :])),
+        "seconds": float(of_all.sum() / 1000),
+        "cpu_seconds": cpu,
         "step_ms": dict(zip(("p20", "p50", "p80"), np.percentile(of_all, [20, 50, 80]).tolist(), strict=True)),
         "stage_ms": {stage: float(np.median(times)) for stage, times in milliseconds.items()},
         "rank_history": [] if scheduler is None else scheduler.history,

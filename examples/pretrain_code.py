@@ -16,10 +16,12 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 import comera_rec as cr
@@ -92,35 +94,62 @@ def pretrain(config: str, overrides: tuple[str, ...]) -> None:
       python -m examples.pretrain_code output=runs/code training.steps=500
     """
     settings = load_settings(Settings, config, overrides)
-    torch.manual_seed(settings.seed)
-    functions = sorted(set(standard_functions(settings.data.packages)))
-    random.Random(settings.seed).shuffle(functions)
-    kept = max(1, round(settings.data.validation * len(functions)))
-    if kept >= len(functions):
-        raise ValueError(f"data.packages {settings.data.packages} hold {len(functions)} functions: name more of the library")
+    functions = read_functions(settings)
     folder = new_folder(settings.output)
-
-    tokenizer = byte_pairs(functions[kept:], settings.model.vocab_size, settings.model.max_length)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    validation, train = ([tokenizer.encode(text).ids for text in part] for part in (functions[:kept], functions[kept:]))
-    vocab_size = tokenizer.get_vocab_size()
-
+    functions.tokenizer.save(str(folder / "tokenizer.json"))
+    torch.manual_seed(settings.seed)
     model = MaskedLanguageModel(settings)
-    click.echo(f"{NAME}: {len(train):,} functions, {vocab_size:,} tokens, {sizes(model)['ratio']:.1f}x smaller than dense")
+    click.echo(
+        f"{NAME}: {len(functions.train):,} functions, {functions.tokenizer.get_vocab_size():,} tokens, "
+        f"{sizes(model)['ratio']:.1f}x smaller than dense"
+    )
+    metrics = train(model, functions, settings)
+    save(folder, model, metrics, settings)
+    click.echo(
+        f"{settings.output}: validation loss {metrics['loss']:.3f}, accuracy {metrics['accuracy']:.4f}, {metrics['params']:,} "
+        f"parameters ({metrics['ratio']:.1f}x smaller than dense), {metrics['step_ms']['p50']:.0f} ms per step"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Functions:
+    """Token ids of functions to train on and to validate with, and the tokenizer that was trained on the former."""
+
+    tokenizer: Tokenizer
+    train: list[list[int]]
+    validation: list[list[int]]
+
+
+def read_functions(settings: Settings) -> Functions:
+    """Read the library, split its functions by the seed, and train the tokenizer.
+
+    Raises:
+        ValueError: for packages that don't exist, or too few functions.
+    """
+    texts = sorted(set(standard_functions(settings.data.packages)))
+    random.Random(settings.seed).shuffle(texts)
+    kept = max(1, round(settings.data.validation * len(texts)))
+    if kept >= len(texts):
+        raise ValueError(f"data.packages {settings.data.packages} hold {len(texts)} functions: name more of the library")
+    tokenizer = byte_pairs(texts[kept:], settings.model.vocab_size, settings.model.max_length)
+    validation, train = ([tokenizer.encode(text).ids for text in part] for part in (texts[:kept], texts[kept:]))
+    return Functions(tokenizer=tokenizer, train=train, validation=validation)
+
+
+def train(
+    model: nn.Module, functions: Functions, settings: Settings, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, Any]:
+    """Train a model from masked batches to scores; loss and accuracy on the validation functions, sizes, and what `fit` returns."""
     noise = torch.Generator().manual_seed(settings.seed)
+    vocab_size = functions.tokenizer.get_vocab_size()
 
     def loss_of(batch: TextBatch) -> Tensor:
         masked, chosen = mask_tokens(batch, settings.data.masked, vocab_size, noise)
         return F.cross_entropy(model(masked, chosen), batch.ids[chosen])
 
-    batches = endless(train, None, settings.training.batch_size, settings.seed)
-    record = fit(model, batches, loss_of, settings.training, settings.ranks)
-    metrics = {**validate(model, validation, settings, vocab_size), **sizes(model), **record}
-    save(folder, model, metrics, settings)
-    click.echo(
-        f"{settings.output}: validation loss {metrics['loss']:.3f}, accuracy {metrics['accuracy']:.4f}, {metrics['params']:,} "
-        f"parameters ({metrics['ratio']:.1f}x smaller than dense), {record['step_ms']['p50']:.0f} ms per step"
-    )
+    batches = endless(functions.train, None, settings.training.batch_size, settings.seed)
+    record = fit(model, batches, loss_of, settings.training, settings.ranks, optimizer)
+    return {**validate(model, functions.validation, settings, vocab_size), **sizes(model), **record}
 
 
 def standard_functions(packages: tuple[str, ...] | None) -> Iterator[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-UNITS = ("ms", "MiB", "NE")
+UNITS = ("ms", "MiB", "NE", "accuracy", "loss")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +25,8 @@ class Row:
         pass_: "forward", "forward+backward", "step" (with the optimizer's update) or "run" (of a whole program); for whole
             trainings "tune" or "test"; "estimate" where nothing was measured; "pass" in JSON.
         p20, p50, p80: percentiles over the samples.
-        unit: "ms" for time, "MiB" for the peak extra memory of one call ("mlperf": of a whole process), "NE" for the normalized
-            cross-entropy of a trained model.
+        unit: "ms" for time, "MiB" for the peak extra memory of one call ("mlperf": of a whole process), of a trained model "NE" for
+            the normalized cross-entropy, "accuracy", or "loss" for the cross-entropy in nats.
         samples: how many calls the percentiles stand on.
         ratios: baseline -> the baseline's p50 over this p50, in the same run; above 1 is less time or memory than the baseline.
         counted: what was counted instead of measured, e.g. params, flops.

@@ -1,8 +1,8 @@
-"""A training step of CoMERA's six-encoder transformer: dense, with GaLore's optimizer, low-rank, and TT.
+"""A training step of CoMERA's six-encoder transformer: dense, with GaLore and LTE, low-rank, and TT.
 
-All providers start from the same function: the TT modules are drawn, the dense weights are what they stand for, and the low-rank
-factors are the two halves of each TT module. Time of a step is that of forward, backward and update; GaLore's singular value
-decompositions, one in 200 steps of its parameters defaults, fall outside the clock.
+All providers start from the same function: the TT modules are drawn, the dense weights are what they stand for, the low-rank
+factors are the two halves of each TT module, and LTE's heads add nothing yet. Time of a step is that of forward, backward and
+update; GaLore's singular value decompositions, one in 200 steps, fall outside the clock, and so do LTE's merges in a median.
 
 Shapes: B batch, L length, I in_features, O out_features, r rank.
 """
@@ -10,9 +10,7 @@ Shapes: B batch, L length, I in_features, O out_features, r rank.
 from __future__ import annotations
 
 import copy
-import importlib.util
-import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -26,11 +24,13 @@ from benchmarks.harness.measure import Settings, measure_cases
 from benchmarks.harness.rows import Row
 from benchmarks.harness.workload import Provider, parameter_count, parameter_gradients
 from benchmarks.linear.layers import tt_matrix
+from benchmarks.linear.lte import lora_the_explorer_, merge_every_
+from benchmarks.linear.rivals import Galore8bit, UpdateInBackward, galore, galore_groups, galore_is_installed, low_rank
 from comera_rec.nn import EMBEDDING_STD, named_tt_modules, replace_modules_
-from comera_rec.tt import contract
 
-DENSE, GALORE, LOW_RANK, OURS = "dense", "GaLore", "low rank", "tensor train"
-GALORE_RANK = 128  # for a model of this size: Zhao et al., table 2 (arXiv 2403.03507)
+AnyOptimizer = torch.optim.Optimizer | Galore8bit | UpdateInBackward
+DENSE, LTE, LOW_RANK, OURS = "dense", "LTE", "low rank", "tensor train"
+GALORE, GALORE_8BIT, GALORE_LAYERWISE = GALORES = ("GaLore", "GaLore, 8-bit", "GaLore, layer-wise")
 NUM_CLASSES = 2
 PAPER = cr.TransformerConfig(dropout=0.0)
 PAPER_TABLE = cr.TTShape((16, 20, 10, 10), (4, 4, 8, 6), 32)
@@ -70,32 +70,36 @@ QUICK = (
         linears=cr.TTLinearConfig(tt_ranks=4, order=4, min_features=32),
     ),
 )
-FULL = tuple(TransformerCase(batch=batch) for batch in (1, 32, 64, 128))
+FULL, GPU = (tuple(TransformerCase(batch=batch) for batch in batches) for batches in ((1, 8), (1, 32, 64, 128)))
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
-    """The rows of every case; five rounds where the clock would allow ten, because a dense step takes seconds."""
-    plan = replace(settings.plan, warmup=1, min_rounds=5)
-    yield from measure_cases("transformer", QUICK if settings.quick else FULL, TransformerWorkload, replace(settings, plan=plan))
+    """The rows of every case; three rounds where the clock would allow ten, because a dense step takes seconds."""
+    plan = replace(settings.plan, warmup=1, min_rounds=3)
+    cases = QUICK if settings.quick else FULL if settings.device == "cpu" else GPU
+    yield from measure_cases("transformer", cases, TransformerWorkload, replace(settings, plan=plan))
 
 
 class TransformerWorkload:
     """One model in every form, its batch, and a small batch for the gate."""
 
-    baselines = (DENSE, GALORE, LOW_RANK)
+    baselines = (DENSE, GALORE, LTE, LOW_RANK)
 
     def __init__(self, case: TransformerCase, device: str, seed: int) -> None:
         torch.manual_seed(seed)
         self.tensor_train = build(case).to(device, getattr(torch, case.dtype))
         self.batch, self.gate = (_batch(case, count, device) for count in (case.batch, min(case.batch, 2)))
-        installed = importlib.util.find_spec("galore_torch") is not None
-        self.left_out = {} if installed else {GALORE: "galore-torch is not installed (pip install galore-torch)"}
+        missing = "galore-torch is not installed (pip install galore-torch)"
+        self.left_out = {} if galore_is_installed() else dict.fromkeys(GALORES, missing)
 
     @property
     def providers(self) -> Mapping[str, Callable[[], Provider]]:
         factories: dict[str, Callable[[], Provider]] = {
-            DENSE: lambda: self._provider(self._dense, torch.optim.Adam(self._dense.parameters(), fused=True)),
-            GALORE: lambda: self._provider(self._dense, galore(self._dense)),
+            DENSE: lambda: self._with_adam(self._dense),
+            GALORE: lambda: self._provider(self._dense, galore(_galore_groups(self._dense))),
+            GALORE_8BIT: lambda: self._provider(self._dense, Galore8bit(_galore_groups(self._dense))),
+            GALORE_LAYERWISE: self._layerwise,
+            LTE: self._lora_the_explorer,
             LOW_RANK: lambda: self._with_adam(low_rank(self.tensor_train)),
             OURS: lambda: self._with_adam(copy.deepcopy(self.tensor_train)),
         }
@@ -103,7 +107,7 @@ class TransformerWorkload:
 
     @cached_property
     def _dense(self) -> nn.Module:
-        """Shared by two providers, because memory is short; each continues from the weights of the other."""
+        """Shared by three providers, because memory is short; each continues from the weights of the others."""
         return dense(self.tensor_train)
 
     @property
@@ -135,10 +139,18 @@ class TransformerWorkload:
         return {"params": parameter_count(provider.module), **provider.training_state()}
 
     def _with_adam(self, module: nn.Module) -> Provider:
-        return self._provider(module, torch.optim.Adam(module.parameters(), fused=True))
+        return self._provider(module, _adam(module))
 
-    def _provider(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Provider:
-        shown = {f"gradient of {name}" for name in self._compared}
+    def _layerwise(self) -> Provider:
+        module = dense(self.tensor_train)
+        return self._provider(module, UpdateInBackward(_galore_groups(module)))
+
+    def _lora_the_explorer(self) -> Provider:
+        module = lora_the_explorer_(dense(self.tensor_train))
+        return self._provider(module, merge_every_(_adam(module), module))
+
+    def _provider(self, module: nn.Module, optimizer: AnyOptimizer) -> Provider:
+        shown = set() if isinstance(optimizer, UpdateInBackward) else {f"gradient of {name}" for name in self._compared}
         return StepProvider(module, optimizer, self.batch, self.gate, shown)
 
 
@@ -147,7 +159,7 @@ class StepProvider:
 
     Args:
         module: ids [B, L] -> scores [B, C].
-        optimizer: of its parameters.
+        optimizer: of its parameters, or what updates them in the backward pass.
         batch, gate: ids [B, L] and labels [B].
         shown: the gradients that `verify` shows, of those there are.
     """
@@ -155,7 +167,7 @@ class StepProvider:
     def __init__(
         self,
         module: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: AnyOptimizer,
         batch: tuple[Tensor, Tensor],
         gate: tuple[Tensor, Tensor],
         shown: set[str],
@@ -172,12 +184,13 @@ class StepProvider:
 
     def verify(self) -> dict[str, Tensor]:
         output = self._backward(self._gate)
-        gradients = {name: value for name, value in parameter_gradients(self.module).items() if name in self._shown}
+        frozen = {f"gradient of {name}" for name, parameter in self.module.named_parameters() if not parameter.requires_grad}
+        gradients = {name: value for name, value in parameter_gradients(self.module).items() if name in self._shown - frozen}
         self.release()
         return {"output": output, **gradients}
 
     def release(self) -> None:
-        self._optimizer.zero_grad()
+        self.module.zero_grad()
 
     def training_state(self) -> dict[str, float]:
         """MiB of weights, gradients and optimizer state after a step."""
@@ -205,25 +218,6 @@ class StepProvider:
         return output.detach()
 
 
-class LowRankLinear(nn.Module):
-    """y = (x A) B + b, as LoRA's update without the frozen weight (Hu et al., arXiv 2106.09685).
-
-    Args:
-        layer: its two halves, contracted, are A [I, r] and B [r, O].
-    """
-
-    def __init__(self, layer: cr.TTLinear) -> None:
-        super().__init__()
-        cut, cores = layer.shape.order // 2, [core.detach() for core in layer.scaled_cores()]
-        self.down_Ir = nn.Parameter(contract(cores[:cut]).reshape(layer.shape.num_rows, -1)[: layer.in_features].clone())
-        self.up_rO = nn.Parameter(contract(cores[cut:]).reshape(-1, layer.shape.num_cols)[:, : layer.out_features].clone())
-        self.bias = layer.bias
-
-    def forward(self, input: Tensor) -> Tensor:
-        """[..., I] -> [..., O]."""
-        return F.linear(input @ self.down_Ir, self.up_rO.mT, self.bias)
-
-
 def build(case: TransformerCase) -> nn.Module:
     """The classifier of TT modules."""
     linear = cr.linear_factory(case.linears)
@@ -238,40 +232,30 @@ def dense(tensor_train: nn.Module) -> nn.Module:
     return replace_modules_(model, {module: module.to_dense() for _, module in named_tt_modules(model)})
 
 
-def low_rank(tensor_train: nn.Module) -> nn.Module:
-    """A copy whose linear layers are of low rank, and whose table is dense."""
-    model = copy.deepcopy(tensor_train)
-    layers: dict[nn.Module, nn.Module] = {
-        module: LowRankLinear(module) if isinstance(module, cr.TTLinear) else module.to_dense()
-        for _, module in named_tt_modules(model)
-    }
-    return replace_modules_(model, layers)
-
-
-def galore(module: nn.Module) -> torch.optim.Optimizer:
-    """GaLore's Adam: moments of the linear layers' gradients in a subspace, as its authors apply it, those of the rest in full."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # which it imports, and which tells of kernels it misses
-    galore_torch = importlib.import_module("galore_torch")
-    projected = [layer.weight for layer in module.modules() if isinstance(layer, nn.Linear) and layer.out_features > NUM_CLASSES]
-    others = [p for p in module.parameters() if not any(p is weight for weight in projected)]
-    subspace = {"rank": GALORE_RANK, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
-    groups = [{"params": others}, {"params": projected, **subspace}]
-    optimizer: torch.optim.Optimizer = galore_torch.GaLoreAdamW(groups, lr=1e-3, no_deprecation_warning=True)
-    return optimizer
-
-
 def _batch(case: TransformerCase, count: int, device: str) -> tuple[Tensor, Tensor]:
     ids = torch.randint(case.model.vocab_size, (count, case.length))
     return ids.to(device), (torch.arange(count) % NUM_CLASSES).to(device)
 
 
-def _mib(tensors: Any) -> float:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors) / 2**20
+def _adam(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam((p for p in module.parameters() if p.requires_grad), fused=True)
 
 
-def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    for state in optimizer.state.values():
-        for value in state.values():
-            value = getattr(value, "ortho_matrix", value)  # of GaLore's projector
-            if isinstance(value, Tensor):
-                yield value
+def _galore_groups(module: nn.Module) -> list[dict[str, Any]]:
+    return galore_groups(module, lr=1e-3, lr_other=1e-3)
+
+
+def _mib(tensors: Iterable[Tensor]) -> float:
+    """Of distinct tensors: the tables of 8-bit moments are shared."""
+    distinct = {tensor.data_ptr(): tensor for tensor in tensors}
+    return sum(tensor.numel() * tensor.element_size() for tensor in distinct.values()) / 2**20
+
+
+def _state_tensors(optimizer: AnyOptimizer) -> Iterator[Tensor]:
+    """What optimizers keep between steps."""
+    for part in getattr(optimizer, "parts", [optimizer]):
+        for state in part.state.values():
+            for value in state.values():
+                value = getattr(value, "ortho_matrix", value)  # of GaLore's projector
+                if isinstance(value, Tensor):
+                    yield value

@@ -43,10 +43,10 @@ class TTEmbedding(TTTable):
         return rows_TN.view(*input.shape, self.embedding_dim)
 
     def logits(self, input: Tensor) -> Tensor:
-        """Return the inner products with all rows, x E^T, without forming E: an output layer tied to the table.
+        """Return the inner products with all rows, x E^T: an output layer tied to the table.
 
         x is contracted with one part of the cores, then with the other; the cut between the parts and their order are those with
-        the fewest multiply-adds.
+        the fewest multiply-adds. Where forming E takes fewer, as for many tokens and a small table, it is formed.
 
         Args:
             input: [..., N].
@@ -54,8 +54,8 @@ class TTEmbedding(TTTable):
         Returns:
             [..., M].
         """
-        if self.shape.order == 1:
-            return input @ self.dense_matrix().mT  # the only core
+        if self.shape.order == 1 or forming_is_cheaper(self.shape, math.prod(input.shape[:-1])):
+            return input @ self.dense_matrix().mT
         cut, right_first, _ = logits_path(self.shape)
         rank, cores = self.shape.bonds[cut], self.scaled_cores()
         rows, cols = self.shape.row_shape, self.shape.col_shape
@@ -117,3 +117,10 @@ def logits_path(shape: TTShape) -> tuple[int, bool, int]:
         paths.append((cut, True, n1 * rank * m2 * (n2 + m1)))
         paths.append((cut, False, m1 * rank * n2 * (n1 + m2)))
     return min(paths, key=lambda path: path[2])
+
+
+def forming_is_cheaper(shape: TTShape, tokens: int) -> bool:
+    """Whether forming a table and multiplying by it takes fewer multiply-adds than `logits_path` for so many tokens."""
+    slices = [m * n for m, n in zip(shape.row_shape, shape.col_shape, strict=True)]
+    forming = sum(math.prod(slices[: k + 1]) * shape.bonds[k] * shape.bonds[k + 1] for k in range(1, shape.order))
+    return forming + tokens * math.prod(slices) < tokens * logits_path(shape)[2]

@@ -38,7 +38,7 @@ class TiedProjection(nn.Module):
     """Scores of all tokens, x E^T + b, where E is the table of the token embedding (Press and Wolf, arXiv 1608.05859).
 
     Args:
-        embedding: `nn.Embedding`, or `TTEmbedding`, whose table is then never formed. It is shared, not copied.
+        embedding: `nn.Embedding`, or `TTEmbedding`, see its `logits`. It is shared, not copied.
     """
 
     def __init__(self, embedding: nn.Embedding | TTEmbedding) -> None:

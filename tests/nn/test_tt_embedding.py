@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from comera_rec import TTEmbedding, TTShape
-from comera_rec.nn.embedding import logits_path
+from comera_rec.nn.embedding import forming_is_cheaper, logits_path
 
 # Table sizes, modes and ranks: order 1 to 4, primes whose last rows and columns only pad, rank 1. Of the paths of `logits`, both
 # sides come first somewhere.
@@ -81,6 +81,22 @@ def test_logits_take_the_path_of_fewest_multiply_adds() -> None:
     # x (16 x 48) by the right part (48 x 32*100), then the left part (320 x 16*32) by that (16*32 x 100)
     assert logits_path(shape) == (2, True, 16 * 48 * 32 * 100 + 320 * 16 * 32 * 100)
     assert logits_path(shape)[2] < 32_000 * 768  # fewer than with the table itself
+
+
+def test_a_small_table_is_formed_for_many_tokens() -> None:
+    shape = TTShape((16, 16, 16), (4, 8, 8), 48)
+    path, table = 4 * 48 * 256 * (64 + 16), 4096 * 256
+    forming = 64 * 48 * 128 * 48 + 8192 * 48 * 128
+    assert logits_path(shape)[2] == path
+    assert not forming_is_cheaper(shape, forming // (path - table))
+    assert forming_is_cheaper(shape, forming // (path - table) + 1)
+    assert not forming_is_cheaper(TTShape((16, 20, 10, 10), (4, 4, 8, 6), 32), 10**9), "its cores are cheaper for any batch"
+    torch.manual_seed(0)
+    embedding = TTEmbedding(4000, 256, shape=shape, dtype=torch.float64)
+    x = torch.randn(100, 256, dtype=torch.float64)
+    scores = embedding.logits(x)
+    torch.testing.assert_close(scores, torch.cat([embedding.logits(x[:1]), embedding.logits(x[1:])]))
+    assert scores.shape == (100, 4000)
 
 
 def test_a_vanished_table_is_zero() -> None:

@@ -1,0 +1,1 @@
+"""Transformers trained from scratch on text."""
