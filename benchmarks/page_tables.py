@@ -9,7 +9,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from benchmarks.harness.rows import Row, read_rows
-from benchmarks.quality.runs import VARIANTS, chosen
+from benchmarks.quality.runs import SEEDS, VARIANTS, chosen
 from benchmarks.quality.summary import BEST, DATA_SETS, METRICS, NAMES, NOT_EQUAL, short_table
 from benchmarks.text.summary import code_table, sst2_table
 
@@ -134,7 +134,7 @@ def equal_bytes() -> str:
             if row.shapes["compression"] == 100 and row.provider not in NOT_EQUAL:
                 by_method.setdefault(row.provider, []).append(METRICS[metric](row))
         ours = mean(by_method["TT + rows"])
-        rivals = {name: mean(values) for name, values in by_method.items() if not name.startswith("TT")}
+        rivals = {name: mean(values) for name, values in by_method.items() if not name.startswith("TT") and len(values) == SEEDS}
         rival = BEST[metric](rivals, key=rivals.__getitem__)
         best = BEST[metric](dense, ours, rivals[rival])
         cells = [f"**{value:.4f}**" if value == best else f"{value:.4f}" for value in (dense, ours, rivals[rival])]

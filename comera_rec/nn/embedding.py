@@ -54,7 +54,9 @@ class TTEmbedding(TTTable):
         Returns:
             [..., M].
         """
-        if self.shape.order == 1 or forming_is_cheaper(self.shape, math.prod(input.shape[:-1])):
+        tokens = math.prod(input.shape[:-1])
+        # A number of tokens that torch.export leaves open must not decide.
+        if self.shape.order == 1 or (isinstance(tokens, int) and forming_is_cheaper(self.shape, tokens)):
             return input @ self.dense_matrix().mT
         cut, right_first, _ = logits_path(self.shape)
         rank, cores = self.shape.bonds[cut], self.scaled_cores()

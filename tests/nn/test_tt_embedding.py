@@ -99,6 +99,22 @@ def test_a_small_table_is_formed_for_many_tokens() -> None:
     assert scores.shape == (100, 4000)
 
 
+def test_scores_are_exported_for_any_number_of_tokens() -> None:
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = TTEmbedding(300, 64, tt_ranks=16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.embedding.logits(x)
+
+    model = Scores()
+    exported = torch.export.export(model, (torch.randn(9, 64),), dynamic_shapes=({0: torch.export.Dim("tokens")},), strict=False)
+    for tokens in (2, 5000):
+        x = torch.randn(tokens, 64)
+        torch.testing.assert_close(exported.module()(x), model(x), rtol=1e-4, atol=1e-3)
+
+
 def test_a_vanished_table_is_zero() -> None:
     embedding = build(SHAPES[2])
     embedding.resize_ranks_((0, 0))
