@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 
 from data_pipeline.buckets import keys_of_numbers
 from data_pipeline.parse import REASONS_KEPT, Parsed
+from data_pipeline.reference import quoted
 from data_pipeline.schema import Column, LogSchema
 
 _NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
@@ -67,8 +68,8 @@ def to_parsed(columns: Mapping[str, pa.Array], schema: LogSchema, *, rows: int) 
     reasons = []
     for row in np.flatnonzero(~good)[:REASONS_KEPT].tolist():
         column = next(column for column in schema.columns if column.name in cells and cells[column.name].bad[row])
-        shown = _show(columns[column.name][row].as_py())
-        reasons.append((row, f"{column.name} '{shown}' is not {_EXPECTED[column.kind]}"))
+        cell = _as_text(columns[column.name][row].as_py(), column)
+        reasons.append((row, f"{column.name} {quoted(cell)} is not {_EXPECTED[column.kind]}"))
     kept = {name: _take(column, good) for name, column in cells.items()}
     count = int(good.sum())
     lists = [kept[name] for name in schema.lists]
@@ -287,6 +288,8 @@ def _numpy(array: pa.Array | pa.ChunkedArray, null: object = None) -> np.ndarray
     return values
 
 
-def _show(cell: object) -> str:
-    text = cell if isinstance(cell, bytes) else ("" if cell is None else str(cell)).encode()
-    return text[:40].decode("ascii", "backslashreplace")
+def _as_text(cell: object, column: Column) -> bytes:
+    """A cell as a log of text has it."""
+    if isinstance(cell, list):
+        return column.separator.encode().join(_as_text(element, column) for element in cell)
+    return cell if isinstance(cell, bytes) else b"" if cell is None else str(cell).encode()

@@ -61,9 +61,11 @@ def read_by_definition(
     for line, start, end in lines:
         try:
             row = json.loads(text[start:end], parse_int=str, parse_float=str, parse_constant=str)
+            if not isinstance(row, dict):
+                raise TypeError("it is JSON, but no object")
             rows.append([_cell(row.get(column.source), column) for column in columns])
             given.append(line)
-        except (ValueError, RecursionError, AttributeError) as error:
+        except (ValueError, RecursionError) as error:
             reasons[line] = f"it is no JSON object ({str(error).partition(':')[0]})"
         except TypeError as error:
             reasons[line] = str(error)
