@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_logs import random_rows, to_text
 
-from data_pipeline.cells import hash_texts
+from data_pipeline.cells import to_parsed
 from data_pipeline.encoder import RequestEncoder
 from data_pipeline.manifest import read_manifest
 from data_pipeline.parse import parse
@@ -341,8 +341,12 @@ def test_any_bytes(lines: list[bytes]) -> None:
 
 @given(st.lists(st.binary(max_size=20), max_size=8))
 def test_hashes_of_texts(values: list[bytes]) -> None:
-    array = pa.array([b"before", *values], pa.large_binary())[1:]
-    assert hash_texts(array).tolist() == [hash_text(text) for text in values]
+    column = Column(name="shop", kind="category")
+    array = pa.array([b"before", *values, b"after"], pa.large_binary())[1:-1]
+    for cells in (array, array.dictionary_encode()):
+        parsed, good = to_parsed({"shop": cells}, LogSchema(columns=(column,)), rows=len(values))
+        assert good.all()
+        assert parsed.keys[0].tolist() == [hash_text(text) if text else 0 for text in values]
 
 
 def test_parts_of_parquet(tmp_path: Path) -> None:
