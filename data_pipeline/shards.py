@@ -27,7 +27,9 @@ from data_pipeline.splits import Rows
 
 # Small enough that a loader can shuffle over row groups, large enough that reading one is no overhead.
 ROW_GROUP_ROWS = 1 << 16
-_ROW_GROUP_BYTES = 32 << 20  # of ids and numbers: groups of long lists, or of a thousand columns, have fewer rows
+# Of ids and numbers, of which Parquet's writer takes several times as much: groups of long lists, or of a thousand columns, have fewer
+# rows.
+_ROW_GROUP_BYTES = 16 << 20
 # Dictionaries shrink columns of few values; where there are many, Parquet builds them in vain, at half of the time of writing.
 _DICTIONARY_IDS = 1 << 14
 _LOGARITHMS = Array(np.log(np.arange(1, 1 << 16)).astype(np.float32), np.float32)
