@@ -222,7 +222,7 @@ def _read_each(array: pa.Array, read: Callable[..., int]) -> _Cells:
 
 def _read_texts(array: pa.Array) -> _Cells:
     bad = np.zeros(len(array), np.bool_)
-    if pa.types.is_floating(array.type):  # as pandas makes of integers among which some are missing
+    if pa.types.is_floating(array.type):  # as pandas makes of integers with missing ones among them
         values = _numpy(array.cast(pa.float64()), np.nan)
         missing = np.isnan(values)
         bad = ~missing & ~((values == np.floor(values)) & (np.abs(values) < _EXACT))

@@ -117,7 +117,7 @@ def test_one_log_in_all_formats(tmp_path: Path, schema: Callable[..., LogSchema]
     for number, (codec, group_rows) in enumerate((("zstd", 1000), ("snappy", 30), ("none", 150))):
         pq.write_table(as_table(ROWS), tmp_path / f"{number}.parquet", compression=codec, row_group_size=group_rows)
         logs[f"{number}.parquet"] = (b"", by_name)
-    found = {}
+    actual = {}
     for number, (name, (_, of_log)) in enumerate(logs.items()):
         options = PreprocessOptions(inputs=(tmp_path / name,), output=tmp_path / f"data{number}", schema=of_log)
         preprocess(options)
@@ -126,9 +126,9 @@ def test_one_log_in_all_formats(tmp_path: Path, schema: Callable[..., LogSchema]
             preprocess(parts)
             for split in ("train", "val", "test"):
                 pd.testing.assert_frame_equal(read(parts.output, split), read(options.output, split))
-        found[name] = files_of(options.output)
+        actual[name] = files_of(options.output)
     verify(read_manifest(tmp_path / "data1"), tmp_path / "data1")
-    assert all(files == found["quoted.csv"] for files in found.values())
+    assert all(files == actual["quoted.csv"] for files in actual.values())
     assert read_manifest(tmp_path / "data0").categorical_columns[0].distinct == 4
 
 
@@ -318,13 +318,13 @@ def test_arrow_reads_what_the_parser_reads(lines: list[list[str]], newline: str,
     text = "".join(",".join(row) + newline for line in lines for row in (line, *good)).encode()
     names = [column.name for column in OTHER.columns]
     for schema in (OTHER, replace(OTHER, format="csv")):
-        for found, expected in zip(
+        for actual, expected in zip(
             vars(parse_delimited(text, schema, names)).items(), vars(parse(text, OTHER)).items(), strict=True
         ):
             if expected[0] == "list_keys":
-                width = found[1].shape[1]
+                width = actual[1].shape[1]
                 expected = (expected[0], expected[1][:, :width])
-            np.testing.assert_array_equal(found[1], expected[1], err_msg=expected[0])
+            np.testing.assert_array_equal(actual[1], expected[1], err_msg=expected[0])
 
 
 @settings(max_examples=60, deadline=None)

@@ -63,7 +63,7 @@ def test_by_day(tmp_path: Path, write_log: WriteLog) -> None:
 
 
 def test_by_chance(tmp_path: Path, write_log: WriteLog) -> None:
-    """A row's split follows from the seed and its place alone; vocabularies come from the rows that train."""
+    """A row's split follows from the seed and its position alone; vocabularies come from the rows that train."""
     rows = random_rows(3000)
     log = write_log(rows)
     starts = np.cumsum([0, *(len(line) for line in to_text(rows).splitlines(keepends=True))])[:-1]
