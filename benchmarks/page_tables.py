@@ -273,6 +273,20 @@ def preprocess() -> str:
     return _markdown(["rows", *titles.values()], lines, left=0) + _source(XEON, "preprocess")
 
 
+def preprocess_memory() -> str:
+    """Peak memory of preprocessing beside its limit, by kinds of logs."""
+    rows = _rows(XEON, "preprocess-memory")
+    limits = sorted({row.shapes["limit_mib"] for row in rows})
+    lines = []
+    for log in sorted({row.shapes["log"] for row in rows}):
+        of_log = {row.shapes["limit_mib"]: row for row in _select(rows, log=log)}
+        first = next(iter(of_log.values()))
+        peaks = [f"{of_log[limit].p50:,.0f} MiB" if limit in of_log else "" for limit in limits]
+        lines.append([log, f"{first.shapes['rows']:,}", f"{first.counted['text_mib']:,.0f} MiB", *peaks])
+    header = ["log", "rows", "text", *(f"peak at `--memory-limit {limit}MiB`" for limit in limits)]
+    return _markdown(header, lines) + _source(XEON, "preprocess-memory")
+
+
 def gpu_static() -> str:
     """The modelled step on GPUs, ours and FBGEMM's."""
     rows = _rows(XEON, "gpu-static")
@@ -391,6 +405,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "code": code,
     "serve": serve,
     "preprocess": preprocess,
+    "preprocess-memory": preprocess_memory,
     "trainer-loop": trainer_loop,
     "gpu-static": gpu_static,
     "distributed": distributed,

@@ -55,10 +55,29 @@ def _volume_figure(rows: Sequence[Row]) -> Figure:
     return figure
 
 
+def _memory_figure(rows: Sequence[Row]) -> Figure:
+    """Peaks of whole runs beside their limits, by kind of log."""
+    figure = Figure(figsize=(8, 3.5), layout="constrained")
+    logs = sorted({row.shapes["log"] for row in rows})
+    limits = sorted({row.shapes["limit_mib"] for row in rows})
+    axes = figure.subplots()
+    for number, limit in enumerate(limits):
+        peaks = {row.shapes["log"]: row.p50 for row in rows if row.shapes["limit_mib"] == limit}
+        offset = 0.8 * ((number + 0.5) / len(limits) - 0.5)
+        heights = [logs.index(log) + offset for log in peaks]
+        axes.barh(heights, list(peaks.values()), height=0.8 / len(limits), color=f"C{number}", label=f"limit {limit} MiB")
+        axes.axvline(limit, color=f"C{number}", linestyle="--")
+    axes.set_yticks(range(len(logs)), logs)
+    axes.set_xlabel("peak memory, MiB; dashed lines are the limits")
+    axes.grid(axis="x", alpha=0.3)
+    return figure
+
+
 FIGURES = {
     "lookup-scaling": sweep_figure,
     "quality": quality_figure,
     "preprocess": _volume_figure,
+    "preprocess-memory": _memory_figure,
     "distributed": distributed_figure,
     "scale-model": scale_figure,
     "sharding-grid": grid_figure,

@@ -35,8 +35,8 @@ BENCHMARKS = {
     "planned": ("benchmarks.sharding.planned", "the planner's estimates beside measured memory and steps of 1, 2 and 4 processes"),
     "scale-model": ("benchmarks.sharding.scale_model", "a model of steps on 8 to 512 GPUs, from counted bytes and multiply-adds"),
     "sharding-grid": ("benchmarks.sharding.grid", "the planner's estimates and choice: where copies of cores beat moving bags"),
-    "preprocess": ("benchmarks.data.preprocess", "raw logs to a data set: comera preprocess, pandas, torchrec"),
-    "preprocess-memory": ("benchmarks.data.memory", "peak memory of comera preprocess beside its limit, by kinds of logs"),
+    "preprocess": ("benchmarks.data.preprocess", "raw logs to a data set: comera preprocess, pandas, torchrec; resumes"),
+    "preprocess-memory": ("benchmarks.data.memory", "peak memory of comera preprocess beside its limit, by kinds of logs; resumes"),
     "loader": ("benchmarks.data.loader", "a data set to training batches"),
     "ordering": ("benchmarks.lookup.ordering", "ids by frequency, by communities, at random: what batches meet, and their lookup"),
     "linear": ("benchmarks.linear.layers", "linear layers: nn.Linear and TTLinear"),
@@ -63,7 +63,7 @@ BENCHMARKS = {
     "code": ("benchmarks.text.code", "masked-language pre-training on Python's library: dense, and TT four times smaller; resumes"),
     "quality": ("benchmarks.quality.runs", "predictions of models whose tables take equal bytes; resumes"),
 }
-RESUMABLE = ("quality", "dlrm", "preprocess", "sst2", "code")
+RESUMABLE = ("quality", "dlrm", "preprocess", "preprocess-memory", "sst2", "code")
 NEED_DATA = ("sst2",)  # which `all` leaves out where no folder is given
 _FILE = click.Path(path_type=Path)
 

@@ -8,21 +8,22 @@ Letters: n rows of a part.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from data_pipeline import native
 from data_pipeline.buckets import keys_of_numbers
+from data_pipeline.native import Array
 from data_pipeline.parse import REASONS_KEPT, Parsed
+from data_pipeline.reference import quoted
 from data_pipeline.schema import Column, LogSchema
 
 _NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
-_DIGITS = r"^-?0*[0-9]{1,%d}$"
-_HEX_DIGITS = np.full(256, 16, np.uint64)
-_HEX_DIGITS[[*b"0123456789abcdefABCDEF"]] = [*range(16), *range(10, 16)]
+_INTEGER = r"^-?0*[0-9]{1,19}$"
 _EXACT = 2.0**53  # beyond, float64 holds not every integer
 _EXPECTED = {
     "label": "0 or 1",
@@ -67,8 +68,8 @@ def to_parsed(columns: Mapping[str, pa.Array], schema: LogSchema, *, rows: int) 
     reasons = []
     for row in np.flatnonzero(~good)[:REASONS_KEPT].tolist():
         column = next(column for column in schema.columns if column.name in cells and cells[column.name].bad[row])
-        shown = _show(columns[column.name][row].as_py())
-        reasons.append((row, f"{column.name} '{shown}' is not {_EXPECTED[column.kind]}"))
+        cell = _as_text(columns[column.name][row].as_py(), column)
+        reasons.append((row, f"{column.name} {quoted(cell)} is not {_EXPECTED[column.kind]}"))
     kept = {name: _take(column, good) for name, column in cells.items()}
     count = int(good.sum())
     lists = [kept[name] for name in schema.lists]
@@ -112,8 +113,8 @@ def _take(cells: _Cells, good: np.ndarray) -> _Cells:
 
 
 def _read(array: pa.Array, column: Column) -> _Cells:
-    if pa.types.is_dictionary(array.type) and column.kind not in ("category", "user", "hex"):
-        array = array.dictionary_decode()
+    if pa.types.is_dictionary(array.type):
+        return _read_dictionary(array, column)
     try:
         match column.kind:
             case "label" | "integer" | "int64" | "float" | "weight" | "time":
@@ -132,20 +133,31 @@ def _read(array: pa.Array, column: Column) -> _Cells:
         raise ValueError(f"{column.name} is of type {array.type}, which is not {_EXPECTED[column.kind]} in each row") from error
 
 
+def _read_dictionary(array: pa.DictionaryArray, column: Column) -> _Cells:
+    """Read each distinct value once, unless there are more of them than cells, as in a block of a longer column."""
+    if column.kind == "list" or len(array.dictionary) > len(array):
+        return _read(array.dictionary_decode(), column)
+    distinct = pa.concat_arrays([array.dictionary, pa.nulls(1, array.dictionary.type)])
+    codes = _numpy(array.indices.cast(pa.int64()), len(array.dictionary))
+    cells = _read(distinct, column)
+    return _Cells(values=cells.values[codes], missing=cells.missing[codes], bad=cells.bad[codes])
+
+
 def _read_numbers(array: pa.Array, column: Column) -> _Cells:
     kind = column.kind
     if kind == "time" and _is_text(array.type):
         array = _times(array)
     if pa.types.is_temporal(array.type):
         array = pc.divide(array.cast(pa.timestamp("us")).cast(pa.int64()).cast(pa.float64()), 1e6)
-    if _is_text(array.type):
-        codes, text = _distinct(array)
-        pattern = {"label": _DIGITS % 10, "integer": _DIGITS % 10, "int64": _DIGITS % 19}.get(kind, _NUMBER)
-        numeric = pc.match_substring_regex(text, pattern).fill_null(False)
-        of_text = _numpy(pc.if_else(numeric, text, None).cast(pa.large_string()).cast(pa.float64()), np.nan)
-        values = np.append(of_text, np.nan)[codes]
-        missing = np.append(_numpy(pc.equal(pc.binary_length(text), 0)), True)[codes]
-        bad = ~missing & ~np.append(_numpy(numeric), True)[codes]
+    if _is_text(array.type) and kind in ("label", "integer"):
+        cells = _read_each(array, native.read_integers)
+        values, missing, bad = cells.values.view(np.int64).astype(np.float64), cells.missing, cells.bad
+    elif _is_text(array.type):
+        text = array.cast(pa.large_binary())
+        numeric = pc.match_substring_regex(text, _INTEGER if kind == "int64" else _NUMBER).fill_null(False)
+        values = _numpy(pc.if_else(numeric, text, None).cast(pa.large_string()).cast(pa.float64()), np.nan)
+        missing = _numpy(pc.equal(pc.binary_length(text), 0), True)
+        bad = ~missing & ~_numpy(numeric)
     else:
         values = _numpy(
             array.cast(pa.int8() if pa.types.is_boolean(array.type) else array.type).cast(pa.float64(), safe=False), np.nan
@@ -165,14 +177,25 @@ def _read_numbers(array: pa.Array, column: Column) -> _Cells:
 
 def _times(array: pa.Array) -> pa.Array:
     """Texts of numbers as they are, and of dates and times of ISO 8601 as seconds since 1970 in UTC."""
-    text = array.cast(pa.large_string())
+    text = array.cast(pa.large_binary())
     iso = r"^[0-9]{4}-[01][0-9]-[0-3][0-9]([ T][0-2][0-9]:[0-5][0-9](:[0-5][0-9](\.[0-9]{1,6})?)?)?Z?$"
     dated = pc.match_substring_regex(text, iso).fill_null(False)
     if not pc.any(dated).as_py():
         return text
-    stamps = pc.if_else(dated, pc.replace_substring_regex(text, "Z$", ""), None).cast(pa.timestamp("us"))
+    dates = pc.if_else(dated, pc.replace_substring_regex(text, "Z$", ""), None).cast(pa.large_string())
+    try:
+        stamps = dates.cast(pa.timestamp("us"))
+    except pa.ArrowInvalid:  # which names no row
+        stamps = pa.array([_stamp(date) for date in dates], pa.timestamp("us"))
     seconds = pc.divide(stamps.cast(pa.int64()).cast(pa.float64()), 1e6)
-    return pc.if_else(dated, seconds.cast(pa.large_string()), text)
+    return pc.if_else(stamps.is_valid(), seconds.cast(pa.large_string()).cast(pa.large_binary()), text)
+
+
+def _stamp(date: pa.LargeStringScalar) -> pa.TimestampScalar | None:
+    try:
+        return date.cast(pa.timestamp("us"))
+    except pa.ArrowInvalid:  # such as 30 February
+        return None
 
 
 def _read_hex(array: pa.Array) -> _Cells:
@@ -180,45 +203,31 @@ def _read_hex(array: pa.Array) -> _Cells:
         numbers = _read_numbers(array, Column(name="", kind="int64"))
         bad = numbers.bad | (numbers.values < 0) | (numbers.values >= 2.0**32)
         return _Cells(values=np.where(bad, 0, numbers.values).astype(np.uint64), missing=numbers.missing, bad=bad)
-    if pa.types.is_dictionary(array.type):
-        array = array.dictionary_decode()
-    values, bad = _hex_values(array.fill_null("").cast(pa.large_binary()))
-    missing = _numpy(pc.equal(pc.binary_length(array), 0), True)
-    return _Cells(values=values, missing=missing, bad=bad & ~missing)
+    return _read_each(array, native.read_hex_digits)
 
 
-def _hex_values(texts: pa.LargeBinaryArray) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers that 1 to 8 hex digits spell, uint64, 0 for other texts, and which these are."""
-    data, offsets = _bytes_of(texts)
-    starts, lengths = offsets[:-1], np.diff(offsets)
-    values, bad = np.zeros(len(texts), np.uint64), (lengths < 1) | (lengths > 8)
-    for position in range(8):
-        rows = np.flatnonzero(lengths > position)
-        digits = _HEX_DIGITS[data[starts[rows] + position]]
-        bad[rows] |= digits > 15
-        values[rows] = values[rows] << np.uint64(4) | digits
-    return np.where(bad, np.uint64(0), values), bad
-
-
-def _bytes_of(texts: pa.LargeBinaryArray) -> tuple[np.ndarray, np.ndarray]:
-    """The bytes of texts, and where they begin, and the last one ends, in them."""
+def _read_each(array: pa.Array, read: Callable[..., int]) -> _Cells:
+    """Read texts, of which empty ones are missing, with a function of `csrc/cells.cpp`."""
+    texts = array.cast(pa.large_binary())
     offsets = np.zeros(1, np.int64)
     if len(texts):
         offsets = np.frombuffer(texts.buffers()[1], np.int64)[texts.offset : texts.offset + len(texts) + 1]
-    return np.frombuffer(texts.buffers()[2] or b"", np.uint8), offsets
+    content = np.frombuffer(texts.buffers()[2] or b"", np.uint8)
+    values, bad = np.empty(len(texts), np.uint64), np.empty(len(texts), np.bool_)
+    read(*(Array(array, array.dtype) for array in (content, offsets, values, bad)))
+    missing = (offsets[1:] == offsets[:-1]) | ~_numpy(texts.is_valid())
+    values[missing | bad] = 0
+    return _Cells(values=values, missing=missing, bad=bad & ~missing)
 
 
 def _read_texts(array: pa.Array) -> _Cells:
     bad = np.zeros(len(array), np.bool_)
-    if pa.types.is_floating(array.type):  # as pandas makes of integers among which some are missing
+    if pa.types.is_floating(array.type):  # as pandas makes of integers with missing ones among them
         values = _numpy(array.cast(pa.float64()), np.nan)
         missing = np.isnan(values)
         bad = ~missing & ~((values == np.floor(values)) & (np.abs(values) < _EXACT))
         array = pa.array(np.where(missing | bad, 0, values).astype(np.int64), mask=missing | bad)
-    codes, distinct = _distinct(array)
-    cells = _of_distinct(
-        codes, hash_texts(distinct), _numpy(pc.equal(pc.binary_length(distinct), 0)), np.zeros(len(distinct), np.bool_)
-    )
+    cells = _read_each(array if _is_text(array.type) else array.cast(pa.large_string()), native.hash_texts)
     return _Cells(values=cells.values, missing=cells.missing & ~bad, bad=bad)
 
 
@@ -233,42 +242,6 @@ def _read_lists(array: pa.Array, column: Column) -> _Cells:
     bad = np.zeros(len(array), np.bool_)
     bad[np.repeat(np.arange(len(array)), lengths)[empty]] = True
     return _Cells(values=elements.values, missing=lengths == 0, bad=bad, lengths=lengths)
-
-
-def _distinct(array: pa.Array) -> tuple[np.ndarray, pa.Array]:
-    """Cells as numbers of distinct texts, -1 for null, and these texts."""
-    if pa.types.is_dictionary(array.type) and len(array.dictionary) > len(array):  # as of a block of a longer column
-        array = array.dictionary_decode()
-    if not pa.types.is_dictionary(array.type):
-        array = (array if _is_text(array.type) else array.cast(pa.large_string())).cast(pa.large_binary()).dictionary_encode()
-    codes = _numpy(array.indices.cast(pa.int64()).fill_null(-1))
-    distinct = array.dictionary
-    return codes, (distinct if _is_text(distinct.type) else distinct.cast(pa.large_string())).cast(pa.large_binary())
-
-
-def _of_distinct(codes: np.ndarray, values: np.ndarray, empty: np.ndarray, bad: np.ndarray) -> _Cells:
-    missing = np.append(empty, True)[codes]
-    return _Cells(
-        values=np.where(missing, np.uint64(0), np.append(values, np.uint64(0))[codes]),
-        missing=missing,
-        bad=np.append(bad, False)[codes],
-    )
-
-
-def hash_texts(texts: pa.LargeBinaryArray) -> np.ndarray:
-    """`data_pipeline.reference.hash_text` of each, uint64; byte by byte for all at once, the longest last."""
-    data, offsets = _bytes_of(texts)
-    lengths = np.diff(offsets)
-    order = np.argsort(lengths, kind="stable")
-    starts, hashes = offsets[:-1][order], np.full(len(texts), 0xCBF29CE484222325, np.uint64)
-    longer = np.searchsorted(lengths[order], np.arange(lengths.max(initial=0)), side="right")  # the first text that has a byte here
-    for place, first in enumerate(longer.tolist()):
-        hashes[first:] = (hashes[first:] ^ data[starts[first:] + place]) * np.uint64(0x100000001B3)
-    hashes = (hashes ^ (hashes >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    hashes = (hashes ^ (hashes >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    found = np.empty_like(hashes)
-    found[order] = hashes ^ (hashes >> np.uint64(31))
-    return found
 
 
 def _is_text(of_type: pa.DataType) -> bool:
@@ -287,6 +260,8 @@ def _numpy(array: pa.Array | pa.ChunkedArray, null: object = None) -> np.ndarray
     return values
 
 
-def _show(cell: object) -> str:
-    text = cell if isinstance(cell, bytes) else ("" if cell is None else str(cell)).encode()
-    return text[:40].decode("ascii", "backslashreplace")
+def _as_text(cell: object, column: Column) -> bytes:
+    """A cell as a log of text has it."""
+    if isinstance(cell, list):
+        return column.separator.encode().join(_as_text(element, column) for element in cell)
+    return cell if isinstance(cell, bytes) else b"" if cell is None else str(cell).encode()

@@ -2,7 +2,7 @@
 
 Workers need this package, the logs under their paths or URLs, and the output's folder, as on a shared file system. They exchange
 nothing: a part's results are files in the work folder, and a few numbers for the client. So a worker that dies costs the part it
-was at, which another one does again, and a run begun on threads goes on here, or the other way round, with the same bytes.
+was at, which another one does again, and a run begun on threads is resumed here, or the other way round, with the same bytes.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _run(
     except distributed.KilledWorker as error:
         raise ValueError(
             "--scheduler: several workers died on the same part, as they do out of memory; lower --part-size or give them more, "
-            "and run the same command again, which goes on"
+            "and run the same command again, which resumes"
         ) from error
     finally:
         client.cancel(futures)

@@ -1,4 +1,4 @@
-"""Pass 1 over all logs: every part counted once, malformed lines within their limit, training rows told from the others."""
+"""Pass 1 over all logs: every part counted once, malformed lines within their limit, training rows apart from the others."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _NONE, _ALL = slice(0, 0), slice(None)
 class CountedPart:
     """A part after pass 1: where its rows are among all rows, and what was counted in it.
 
-    name: of its files of counts. They hold all rows as training rows where splits go by place, because a place is known only
-        when all parts are counted; `train_and_rest` sets that right.
+    name: of its files of counts. They hold all rows as training rows where splits go by position, because a row's position is known
+        only when all parts are counted; `train_and_rest` sets that right.
     """
 
     log: int
@@ -90,21 +90,21 @@ def pass_over(
     Raises:
         ValueError: a log is damaged, or there are more malformed lines than allowed.
     """
-    found = [_done_before(job, log, kind, folder) for log in range(len(job.logs))]
+    records_of_logs = [_done_before(job, log, kind, folder) for log in range(len(job.logs))]
     rejects = _Rejects(job)
-    for log, records in enumerate(found):
+    for log, records in enumerate(records_of_logs):
         rejects.check(log, records)
-    waiting = {log: records.keys() for log, records in enumerate(found) if not _complete(records)}
-    done = sum(record.rows for records in found for record in records.values())
+    waiting = {log: records.keys() for log, records in enumerate(records_of_logs) if not _complete(records)}
+    done = sum(record.rows for records in records_of_logs for record in records.values())
     with (
         tqdm(desc=description, unit="row", unit_scale=True, disable=None, initial=done) as bar,
         closing(schedule(job, work, waiting, {})) as results,
     ):
         for part_log, number, record in results:
             bar.update(record.rows)
-            found[part_log][number] = record
-            rejects.check(part_log, found[part_log])
-    return [dict(sorted(records.items())) for records in found]
+            records_of_logs[part_log][number] = record
+            rejects.check(part_log, records_of_logs[part_log])
+    return [dict(sorted(records.items())) for records in records_of_logs]
 
 
 def _done_before(job: Job, log: int, kind: type[Record], folder: str) -> dict[int, Record]:
@@ -198,7 +198,7 @@ class Group:
 
 
 def train_and_rest(job: Job, parts: Sequence[CountedPart], train_rows: int) -> list[Group]:
-    """Groups of all parts. Where splits go by place, the one part that both trains and doesn't is counted again in two groups."""
+    """Groups of all parts. Where splits go by position, a part that both trains and doesn't is counted again in two groups."""
     groups = []
     for part in parts:
         if job.splitting.by_row or part.end_row <= train_rows:

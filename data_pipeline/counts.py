@@ -44,10 +44,10 @@ class GroupCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class PartCounts:
-    """What pass 1 found in a part.
+    """What pass 1 counted in a part.
 
     reasons: the first malformed lines, as line of the part from 0 and what is wrong.
-    split_rows: rows by split where rows are drawn, None where their splits follow from their places.
+    split_rows: rows by split where rows are drawn, None where their splits follow from their positions.
     """
 
     lines: int
@@ -91,7 +91,7 @@ def count_part(
 
 
 class _Group:
-    """Adds up what is counted in some rows of every block."""
+    """Adds up the counts of chosen rows of every block."""
 
     def __init__(self, path: Path, schema: LogSchema, counted: Collection[int]) -> None:
         self._rows = 0
@@ -126,7 +126,7 @@ class _Group:
 
 
 def _add(before: IntegerCounts, rows: int, values: np.ndarray, missing: np.ndarray) -> IntegerCounts:
-    """The counts of `rows` rows and of further values; deviations are theirs and their means' (Chan, Golub, LeVeque, 1979)."""
+    """Add further values to the counts of `rows` rows; deviations are added up as by Chan, Golub and LeVeque (1979)."""
     present = values[~missing]
     counts = replace(before, missing=before.missing + len(values) - len(present))
     if not len(present) or present.dtype == np.float32:  # which came transformed, and needs nothing

@@ -145,7 +145,7 @@ def _describe_integers(manifest: Manifest, folder: Path) -> tuple[IntegerDescrip
 
 
 def _edges(column: IntegerColumn, manifest: Manifest, folder: Path) -> tuple[float, float]:
-    """The least and greatest value that training rows store: what log(x + offset) makes of the known ones, or as found."""
+    """The least and greatest value that training rows store: by the manifest where it follows from there, else from the shards."""
     if column.transform == "log":
         return float(np.log(2)), float(np.log(max((column.max or 0) + column.offset, 3)))
     low, high = np.inf, -np.inf

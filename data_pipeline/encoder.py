@@ -72,8 +72,8 @@ def check_columns(schema: LogSchema, known: LogSchema, *, log: Source, data: str
         ValueError: a column is missing, of another kind or setting, or in another order; or labels differ.
     """
 
-    def columns(of: LogSchema) -> list[str]:
-        return [f"{column.name} ({_settings(column)})" for column in of.columns if column.kind not in OF_NO_FEATURE]
+    def columns(log_schema: LogSchema) -> list[str]:
+        return [f"{column.name} ({_settings(column)})" for column in log_schema.columns if column.kind not in OF_NO_FEATURE]
 
     given, wanted = [*columns(schema), "none"], [*columns(known), "none"]
     if schema.labels and known.labels and schema.labels != known.labels:
@@ -83,9 +83,9 @@ def check_columns(schema: LogSchema, known: LogSchema, *, log: Source, data: str
         )
     if given != wanted or schema.transformed != known.transformed:
         pairs = zip(given, wanted, strict=False)
-        found, due = next((pair for pair in pairs if pair[0] != pair[1]), ("raw values", "columns that came transformed"))
+        actual, due = next((pair for pair in pairs if pair[0] != pair[1]), ("raw values", "columns that came transformed"))
         raise ValueError(
-            f"--input {log} holds other columns than the logs of {data}: {found} where {due} is due; "
+            f"--input {log} holds other columns than the logs of {data}: {actual} where {due} is due; "
             "give logs of the same columns, or name them with --schema"
         )
 
@@ -110,7 +110,7 @@ def open_encoder(
     Args:
         integers, columns, folder: of the data set.
         schema: of the logs.
-        room: bytes of the tables that may be held in memory; None for all.
+        room: bytes of the tables that may stay in memory; None for all.
 
     Raises:
         ValueError: a table is missing or of another size than the manifest states.

@@ -28,8 +28,8 @@ def fit_categories(job: Job, options: PreprocessOptions, groups: Sequence[Group]
     Interrupted, it resumes: a column that is done is recorded.
     """
     records = {number: f"tables/{number:03d}" for number in sorted(job.counted)}
-    found = {number: job.work.load(record, CategoricalColumn) for number, record in records.items()}
-    fitted = {number: column for number, column in found.items() if column}
+    recorded = {number: job.work.load(record, CategoricalColumn) for number, record in records.items()}
+    fitted = {number: column for number, column in recorded.items() if column}
     if len(fitted) < len(records):
         values_of = merged_values(job, groups)
 

@@ -108,14 +108,14 @@ def _halves(part: Part) -> tuple[Part, Part]:
     content = part.content
     if isinstance(content, bytes):
         middle = content.rfind(b"\n", 0, len(content) // 2) + 1 or content.find(b"\n") + 1
-        pieces: tuple[Any, Any] = (content[:middle], content[middle:])
+        halves: tuple[Any, Any] = (content[:middle], content[middle:])
     elif isinstance(content, pa.Table):
         middle = len(content) // 2
-        pieces = (content[:middle], content[middle:])
+        halves = (content[:middle], content[middle:])
     else:
         middle = len(content.sparse) // 2
-        pieces = (Rows(*(array[:middle] for array in content)), Rows(*(array[middle:] for array in content)))
-    return replace(part, content=pieces[0]), replace(part, content=pieces[1], start=part.start + middle)
+        halves = (Rows(*(array[:middle] for array in content)), Rows(*(array[middle:] for array in content)))
+    return replace(part, content=halves[0]), replace(part, content=halves[1], start=part.start + middle)
 
 
 def part_name(log: int, number: int) -> str:

@@ -23,7 +23,7 @@ from data_pipeline.native import Array
 from data_pipeline.schema import Column, LogSchema
 
 _TEXT, _LIST = pa.large_binary(), pa.large_list(pa.large_binary())
-Cells = dict[str, pa.Array]  # by name: texts, or lists of them
+Cells = dict[str, pa.Array]  # by name: texts, empty ones where a value is missing, or lists of them
 
 
 def read_cells(
@@ -61,9 +61,11 @@ def read_by_definition(
     for line, start, end in lines:
         try:
             row = json.loads(text[start:end], parse_int=str, parse_float=str, parse_constant=str)
+            if not isinstance(row, dict):
+                raise TypeError("it is JSON, but no object")
             rows.append([_cell(row.get(column.source), column) for column in columns])
             given.append(line)
-        except (ValueError, RecursionError, AttributeError) as error:
+        except (ValueError, RecursionError) as error:
             reasons[line] = f"it is no JSON object ({str(error).partition(':')[0]})"
         except TypeError as error:
             reasons[line] = str(error)
@@ -74,7 +76,7 @@ def read_by_definition(
     return cells, np.array(given, np.int64), reasons
 
 
-def _cell(value: Any, column: Column) -> bytes | list[bytes | None] | None:
+def _cell(value: Any, column: Column) -> bytes | list[bytes]:
     if column.kind != "list":
         return _scalar(value)
     if isinstance(value, list):
@@ -83,10 +85,10 @@ def _cell(value: Any, column: Column) -> bytes | list[bytes | None] | None:
     return list(text.split(column.separator.encode())) if text else []
 
 
-def _scalar(value: Any) -> bytes | None:
+def _scalar(value: Any) -> bytes:
     match value:
         case None:
-            return None
+            return b""
         case str():
             return value.encode("utf-8", "surrogatepass")
         case bool():
@@ -107,20 +109,17 @@ def _read_most(text: bytes, lines: int, columns: Sequence[Column]) -> tuple[Cell
     )
     data = _sparsely_filled(len(columns) * len(text)).reshape(len(columns), len(text))
     ends = np.empty((len(columns), lines), np.int64)
-    missing = np.empty((len(columns), lines), np.bool_)
     element_ends = np.empty((len(columns), elements), np.int64)
     is_parsed = np.empty(lines, np.bool_)
     schema = native.JsonSchema(*(Array(array, array.dtype) for array in wanted))
-    cells = native.JsonCells(*(Array(array, array.dtype) for array in (data, ends, missing, element_ends, is_parsed)))
+    cells = native.JsonCells(*(Array(array, array.dtype) for array in (data, ends, element_ends, is_parsed)))
     whole = Array(np.frombuffer(text, np.uint8), np.uint8)
     rows = native.parse_json(whole, ctypes.byref(schema), ctypes.byref(cells), is_utf8(text))
     arrays = {}
     for number, column in enumerate(columns):
         of_column = (data[number], ends[number, :rows])
-        if column.kind == "list":
-            arrays[column.name] = _lists(*of_column, element_ends[number])
-        else:
-            arrays[column.name] = _texts(*of_column, ~missing[number, :rows])
+        is_list = column.kind == "list"
+        arrays[column.name] = _lists(*of_column, element_ends[number]) if is_list else _texts(*of_column)
     return arrays, is_parsed
 
 
@@ -132,11 +131,10 @@ def _sparsely_filled(size: int) -> np.ndarray:
     return np.frombuffer(pages, np.uint8)[:size]
 
 
-def _texts(data: np.ndarray, ends: np.ndarray, present: np.ndarray | None = None) -> pa.Array:
-    """Texts that end in `data` at `ends`, of which those are null that are not present."""
+def _texts(data: np.ndarray, ends: np.ndarray) -> pa.Array:
+    """Texts that end in `data` at `ends`."""
     offsets = np.append(0, ends)
-    bits = None if present is None else pa.py_buffer(np.packbits(present, bitorder="little"))
-    return pa.Array.from_buffers(_TEXT, len(ends), [bits, pa.py_buffer(offsets), pa.py_buffer(data[: offsets[-1]])])
+    return pa.Array.from_buffers(_TEXT, len(ends), [None, pa.py_buffer(offsets), pa.py_buffer(data[: offsets[-1]])])
 
 
 def _lists(data: np.ndarray, ends: np.ndarray, element_ends: np.ndarray) -> pa.Array:

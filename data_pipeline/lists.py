@@ -19,8 +19,8 @@ def truncate_lists(parsed: Parsed, schema: LogSchema) -> Parsed:
     for keys, ends, limit in zip(list_keys, list_ends, limits, strict=True):
         lengths = np.diff(ends, prepend=0)
         kept = np.minimum(lengths, limit or lengths.max(initial=0))
-        places = np.arange(lengths.sum()) - np.repeat(ends - lengths, lengths)
-        elements = keys[: len(places)][places < np.repeat(kept, lengths)]
+        positions = np.arange(lengths.sum()) - np.repeat(ends - lengths, lengths)
+        elements = keys[: len(positions)][positions < np.repeat(kept, lengths)]
         keys[: len(elements)] = elements
         ends[:] = np.cumsum(kept)
     return replace(parsed, list_keys=list_keys, list_ends=list_ends)

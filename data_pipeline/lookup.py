@@ -1,7 +1,7 @@
 """A category's text beside its id, as far as a data set stores it.
 
 A vocabulary of hex digits holds the numbers that they spell, one of other texts their 64-bit hashes. So every text has an id to be
-asked for, but only hex digits can be told from an id.
+asked for, but an id leads back to hex digits only.
 """
 
 from __future__ import annotations

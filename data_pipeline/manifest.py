@@ -132,7 +132,7 @@ class CategoricalColumn:
     into buckets, 0 = missing, no values were counted and distinct and vocabulary are None. is_list: rows hold lists of ids, empty
     where missing. Values are the numbers that hex digits spell, or the 64-bit hashes (`data_pipeline.reference.hash_text`) of text.
     table is the vocabulary as a hash table (`data_pipeline.hashing`), which encodes new rows. grown: num_embeddings of the data
-    sets that this one's vocabulary extended, oldest first; ids below are theirs, and falling counts begin anew from there.
+    sets that this one's vocabulary extended, oldest first; ids below belong to them, and falling counts begin anew from there.
     boundaries: of a bucketized number, whose ids are 1 + how many of them are at most the number; None for other columns.
     """
 
@@ -219,9 +219,9 @@ def read_manifest(folder: str | Path) -> Manifest:
     text = read(path)
     try:
         header = _HEADER.validate_json(text)
-        found = (header.get("format"), header.get("format_version"))
-        if found != (FORMAT, FORMAT_VERSION):
-            raise ValueError(f"{path}: format {found[0]} version {found[1]}, expected {FORMAT} version {FORMAT_VERSION}; {REMEDY}")
+        given = (header.get("format"), header.get("format_version"))
+        if given != (FORMAT, FORMAT_VERSION):
+            raise ValueError(f"{path}: format {given[0]} version {given[1]}, expected {FORMAT} version {FORMAT_VERSION}; {REMEDY}")
         manifest = _MANIFEST.validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
@@ -258,10 +258,10 @@ def check_shards(manifest: Manifest, folder: str | Path, *, contents: bool = Fal
         if total != split.rows:
             raise ValueError(f"{folder}: split {name} states {split.rows} rows, its shards {total}; {REMEDY}")
         for shard in split.shards:
-            place = join(folder, shard.path)
-            _check_file(shard, place, contents=contents)
-            if contents and (rows := pq.read_metadata(open_ranges(place)).num_rows) != shard.rows:
-                raise ValueError(f"{place} has {rows} rows, the manifest states {shard.rows}; {REMEDY}")
+            location = join(folder, shard.path)
+            _check_file(shard, location, contents=contents)
+            if contents and (rows := pq.read_metadata(open_ranges(location)).num_rows) != shard.rows:
+                raise ValueError(f"{location} has {rows} rows, the manifest states {shard.rows}; {REMEDY}")
 
 
 def check_file(file: Shard, folder: Path, *, contents: bool = False) -> Path:

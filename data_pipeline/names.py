@@ -32,6 +32,7 @@ def check_names(log: Source, schema: LogSchema) -> tuple[str, ...] | None:
     counts = Counter(names)
     for column in schema.columns:
         if names is not None and column.kind != "ignore" and counts[column.source] != 1:
-            found = "two columns" if counts[column.source] else "no column"
-            raise ValueError(f"{log} has {found} {column.source!r}; its columns are {', '.join(names)[:200]}")
+            number = "two columns" if counts[column.source] else "no column"
+            shown = ", ".join(repr(name)[1:-1] for name in names)  # a name may hold characters that break the line
+            raise ValueError(f"{log} has {number} {column.source!r}; its columns are {shown[:200]}")
     return names

@@ -106,7 +106,7 @@ class JsonSchema(ctypes.Structure):
 class JsonCells(ctypes.Structure):
     """`JsonCells` of json.cpp."""
 
-    _fields_ = tuple((name, Array) for name in ("bytes", "ends", "missing", "element_ends", "is_parsed"))
+    _fields_ = tuple((name, Array) for name in ("bytes", "ends", "element_ends", "is_parsed"))
 
 
 def _function(name: str, *arguments: Any) -> Any:
@@ -131,10 +131,14 @@ def _of_keys(name: str, *arguments: Any) -> dict[np.dtype, Any]:
 parse = _of_keys("parse", Array, _pointer(Schema), _pointer(Columns))
 measure_block = _function("measure_block", Array, Array, _int, _int, _int, _pointer(Block))
 parse_json = _function("parse_json", Array, _pointer(JsonSchema), _pointer(JsonCells), _int)
+read_integers, read_hex_digits, hash_texts = (
+    _function(name, *[Array] * 4) for name in ("read_integers", "read_hex_digits", "hash_texts")
+)
 longest_line = _function("longest_line", Array)
 count_sorted = _of_keys("count_sorted", Array, Array)
 merge_runs = _of_keys("merge_runs", *[Array] * 6)
 insert = _of_keys("insert", Array, Array, _int, _int, _int)
 release_pages = _function("release_pages", Array)
+return_freed_arrays = _function("return_freed_arrays")
 encode_keys = _of_keys("encode_keys", Array, Matrix, Matrix, Matrix, Array)
 encode_integers = _function("encode_integers", Matrix, Matrix, Array, Array, Matrix)

@@ -30,8 +30,8 @@ def export_npy(manifest: Manifest, folder: Path, output: Path, *, overwrite: boo
     lists = [column.name for column in manifest.categorical_columns if column.is_list]
     if lists or len(manifest.labels) != 1:
         names = ", ".join(label.name for label in manifest.labels)
-        held = f"lists of ids in {lists[0]}" if lists else f"the labels {names}" if names else "no labels"
-        raise ValueError(f"{folder} has {held}, which torchrec's files don't hold: they have one label and one id a cell")
+        contents = f"lists of ids in {lists[0]}" if lists else f"the labels {names}" if names else "no labels"
+        raise ValueError(f"{folder} has {contents}, which torchrec's files don't hold: they have one label and one id a cell")
     parts: dict[str, tuple[list[str], npt.DTypeLike]] = {
         "dense": ([column.name for column in manifest.integer_columns], np.float32),
         "sparse": ([column.name for column in manifest.categorical_columns], np.int32),

@@ -35,7 +35,7 @@ Skip = Callable[[int], bool]
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A piece of a log: which, where it begins in that of the log, and its content.
+    """A part of a log: its number, where it begins in the log, and its content.
 
     start: where its text begins in that of the log, or its first row.
     content: whole lines ended by newlines, or rows of .npy files or Parquet.
@@ -107,7 +107,7 @@ def read_first_line(log: Source) -> bytes:
 
 
 def read_parts(log: int, source: Source, *, part_bytes: int, skip: Skip, columns: Collection[str] | None = None) -> Iterator[Part]:
-    """The parts of a log in order, without those of which `skip(number)` says so; of Parquet some columns, or all.
+    """The parts of a log in order, without those whose number `skip` takes; of Parquet the given columns, or all.
 
     Raises:
         ValueError: the log can't be read, is damaged or holds no text, or has a line that is longer than any of a log.
@@ -182,28 +182,28 @@ def _plain_parts(log: int, source: Source, part_bytes: int, skip: Skip) -> Itera
 
 def _streamed_parts(log: int, source: Source, part_bytes: int, skip: Skip) -> Iterator[Part]:
     with open_log(source, streamed=True) as file, _decompressed(file) as stream:
-        number, start, held, ended = 0, 0, bytearray(), False
-        while not (ended and number and not held):
+        number, start, buffered, ended = 0, 0, bytearray(), False
+        while not (ended and number and not buffered):
             wanted = (number + 1) * part_bytes - 1 - start  # the part ends with the first newline from here on
-            end = held.find(b"\n", max(wanted, 0)) + 1
-            if (not end or end == len(held)) and not ended:  # whether the log ends here decides whether this part is the last
+            end = buffered.find(b"\n", max(wanted, 0)) + 1
+            if (not end or end == len(buffered)) and not ended:  # whether the log ends here decides whether this part is the last
                 block = stream.read(_BLOCK)
-                held += block
+                buffered += block
                 ended = not block
-                if len(held) - max(wanted, 0) > LONGEST_LINE + _BLOCK:
+                if len(buffered) - max(wanted, 0) > LONGEST_LINE + _BLOCK:
                     raise _too_long(source)
                 continue
             if wanted < 0:  # all lines that begin in here end in an earlier part, or there are none
                 end = 0
             elif not end:
-                end = len(held)
-            if not start and not held:
+                end = len(buffered)
+            if not start and not buffered:
                 raise empty(source)
-            with memoryview(held) as view:
+            with memoryview(buffered) as view:
                 text = _ended(bytes(view[:end]))
-            del held[:end]
+            del buffered[:end]
             if not skip(number):
-                yield Part(log=log, number=number, start=start, content=text, last=ended and not held)
+                yield Part(log=log, number=number, start=start, content=text, last=ended and not buffered)
             number, start = number + 1, start + end
 
 

@@ -13,6 +13,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from data_pipeline import native
 from data_pipeline.job import Job
 from data_pipeline.parts import Part, Skip, count_parts
 
@@ -41,6 +42,7 @@ def on_threads(
     job: Job, work: Work[Result], done: Mapping[int, Collection[int]], details: Mapping[tuple[int, int], Any]
 ) -> Generator[Result]:
     """A pass on as many threads as cores and memory allow; a `Schedule`."""
+    native.return_freed_arrays()
     readers = [job.reader(log, leave_out.__contains__) for log, leave_out in done.items()]
     return work_on_parts(readers, lambda part: work(job, part, details.get((part.log, part.number))), workers=job.options.threads)
 
@@ -132,4 +134,5 @@ def call(task: Callable[[], list[Result]]) -> list[Result]:
 
 
 def _work_on(job: Job, work: Work[Result], log: int, skip: Skip, details: Mapping[int, Any]) -> list[Result]:
+    native.return_freed_arrays()
     return [work(job, part, details.get(part.number)) for part in job.reader(log, skip)()]

@@ -55,11 +55,11 @@ from data_pipeline.write_pass import count_zeros, describe_splits, describe_targ
 
 
 def preprocess(options: PreprocessOptions, tell: Tell = lambda line: None) -> Manifest:
-    """Write the data set and return its manifest. Interrupted, it goes on where it was when it is called again.
+    """Write the data set and return its manifest. Interrupted, it resumes when it is called again.
 
     Args:
         options: what to do.
-        tell: takes lines for people, such as that an earlier run goes on.
+        tell: takes lines for people, such as that an earlier run is resumed.
 
     Raises:
         ValueError: an input is missing, damaged or malformed, or the output exists; one line that says what to do.

@@ -67,7 +67,12 @@ def _integer(cell: bytes, low: int, high: int, column: Column, expected: str) ->
 
 
 def _malformed(column: Column, cell: bytes, expected: str) -> Malformed:
-    return Malformed(f"{column.name} '{cell[:40].decode('ascii', 'backslashreplace')}' is not {expected}")
+    return Malformed(f"{column.name} {quoted(cell)} is not {expected}")
+
+
+def quoted(cell: bytes) -> str:
+    """A cell's first 40 bytes for a message of one line: in quotes, escaped where they are not printable ASCII."""
+    return repr(cell[:40])[1:]
 
 
 def hash_text(text: bytes) -> int:

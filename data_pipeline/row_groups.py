@@ -1,4 +1,4 @@
-"""Parquet logs cut into parts: several row groups that fill one together, or some rows of a larger group.
+"""Parquet logs cut into parts: several row groups that fill one together, or a range of rows of a larger group.
 
 Where a log is cut depends on its metadata alone. A group's rows are decoded once by who reads its parts one after the other.
 """
@@ -37,11 +37,11 @@ def plan(metadata: pq.FileMetaData, part_bytes: int) -> list[Slice]:
         group = metadata.row_group(number)
         rows = group.num_rows
         size = max(group.total_byte_size, rows * group.num_columns * _LEAST_CELL_BYTES)
-        pieces = -(-size // part_bytes)
+        parts_of_group = -(-size // part_bytes)
         if not rows:
             continue
-        if pieces > 1:
-            step = max(1, -(-rows // pieces))
+        if parts_of_group > 1:
+            step = max(1, -(-rows // parts_of_group))
             slices += [
                 Slice(groups=range(number, number + 1), skipped=first, rows=min(step, rows - first), start=start + first)
                 for first in range(0, rows, step)
@@ -67,7 +67,7 @@ def read_metadata(log: Source) -> pq.FileMetaData:
 def read_slices(
     log: Source, *, part_bytes: int, skip: Callable[[int], bool], columns: Collection[str] | None
 ) -> Iterator[tuple[int, Slice, pa.Table]]:
-    """Number, rows and content of each part that `skip` doesn't leave out; of some columns, or of all."""
+    """Number, rows and content of each part that `skip` doesn't leave out; of the given columns, or of all."""
     with open_log(log) as opened, pq.ParquetFile(pa.PythonFile(opened, mode="r")) as file:
         slices = plan(file.metadata, part_bytes)
         names = None if columns is None else [name for name in file.schema_arrow.names if name in columns]
@@ -76,12 +76,12 @@ def read_slices(
             if not wanted:
                 continue
             batches = file.iter_batches(_BATCH_ROWS, row_groups=list(groups), columns=names, use_threads=False)
-            held, position = pa.table({}), 0  # rows from `position` of the groups on
+            decoded, position = pa.table({}), 0  # rows from `position` of the groups on
             for number, part in wanted:
-                while position + len(held) < part.skipped + part.rows:
-                    if position + len(held) <= part.skipped:
-                        held, position = pa.table({}), position + len(held)
+                while position + len(decoded) < part.skipped + part.rows:
+                    if position + len(decoded) <= part.skipped:
+                        decoded, position = pa.table({}), position + len(decoded)
                     more = pa.Table.from_batches([next(batches)])
-                    held = pa.concat_tables([held, more]) if len(held) else more
-                yield number, part, held.slice(part.skipped - position, part.rows)
-                held, position = held.slice(part.skipped + part.rows - position), part.skipped + part.rows
+                    decoded = pa.concat_tables([decoded, more]) if len(decoded) else more
+                yield number, part, decoded.slice(part.skipped - position, part.rows)
+                decoded, position = decoded.slice(part.skipped + part.rows - position), part.skipped + part.rows

@@ -107,7 +107,7 @@ class LogSchema:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Names of the labels in the data set: `label` where there is one, else their own."""
+        """Names of the labels in the data set: `label` where there is one, else the names in the log."""
         names = self.of_kind("label")
         return (LABEL,) if len(names) == 1 else names
 
@@ -176,9 +176,9 @@ def detect_criteo_schema(text: bytes) -> LogSchema:
     counts = Counter(line.count(b"\t") + 1 for line in text.split(b"\n", 100)[:100])
     labelled, unlabelled = counts[_UNLABELLED + 1], counts[_UNLABELLED]
     if not labelled and not unlabelled:
-        found = counts.most_common(1)[0][0]
+        columns = counts.most_common(1)[0][0]
         raise ValueError(
-            f"{found} columns; Criteo logs have 40 (label, I1..I13, C1..C26), or 39 without label, separated by tabs; "
+            f"{columns} columns; Criteo logs have 40 (label, I1..I13, C1..C26), or 39 without label, separated by tabs; "
             "describe other logs with --schema"
         )
     return criteo_schema(labelled=labelled >= unlabelled)

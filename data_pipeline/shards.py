@@ -27,7 +27,8 @@ from data_pipeline.splits import Rows
 
 # Small enough that a loader can shuffle over row groups, large enough that reading one is no overhead.
 ROW_GROUP_ROWS = 1 << 16
-_ROW_GROUP_BYTES = 32 << 20  # of ids and numbers: groups of long lists, or of a thousand columns, have fewer rows
+# Of ids and numbers; Parquet's writer takes several times as much. Groups of long lists, or of a thousand columns, have fewer rows.
+_ROW_GROUP_BYTES = 16 << 20
 # Dictionaries shrink columns of few values; where there are many, Parquet builds them in vain, at half of the time of writing.
 _DICTIONARY_IDS = 1 << 14
 _LOGARITHMS = Array(np.log(np.arange(1, 1 << 16)).astype(np.float32), np.float32)
@@ -136,7 +137,7 @@ def _encode_numbers(values: np.ndarray, missing: np.ndarray, column: IntegerColu
         return np.where(missing, 0, (values - column.mean) / column.scale).astype(np.float32)
     low = 2 - column.offset
     if values.dtype == np.float64:
-        return np.where(missing, 0, np.log(np.maximum(values, low) + column.offset)).astype(np.float32)
+        return np.where(missing, 0, np.log(np.maximum(values, low) - low + 2)).astype(np.float32)
     encoded, lows = np.empty(values.shape, np.float32), Array(np.array([low], np.int64), np.int64)
     native.encode_integers(Matrix(values, np.int32), Matrix(missing, np.bool_), lows, _LOGARITHMS, Matrix(encoded, np.float32))
     return encoded

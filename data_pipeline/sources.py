@@ -77,7 +77,7 @@ def identify_log(log: Source) -> LogIdentity:
     """A log's identity as it is now.
 
     Raises:
-        ValueError: it is missing, a folder, empty, or in a place that can't be reached.
+        ValueError: it is missing, a folder, empty, or can't be reached.
     """
     try:
         if isinstance(log, Path):
@@ -87,9 +87,9 @@ def identify_log(log: Source) -> LogIdentity:
             with errors_of(log):
                 files, path = file_system(log)
                 files.invalidate_cache()  # or a change is seen by other processes only
-                found = files.info(path)
-            folder, size = found["type"] == "directory", found["size"]
-            version = next((str(found[key]) for key in _VERSIONS if found.get(key)), "")
+                info = files.info(path)
+            folder, size = info["type"] == "directory", info["size"]
+            version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
     except FileNotFoundError as error:
         raise ValueError(f"--input {log} does not exist; check its name") from error
     except OSError as error:
@@ -104,7 +104,7 @@ def identify_log(log: Source) -> LogIdentity:
 
 
 def open_log(log: Source, *, streamed: bool = False) -> BinaryIO:
-    """Open a log for reading: from its beginning to its end if streamed, else piece by piece, each in one request."""
+    """Open a log for reading: from its beginning to its end if streamed, else range by range, each in one request."""
     if isinstance(log, Path):
         return log.open("rb")
     options = {"cache_type": "readahead", "block_size": _STREAM_BLOCK} if streamed else {"cache_type": "none"}
@@ -160,12 +160,12 @@ def expand(texts: Iterable[str]) -> tuple[Source, ...]:
         try:
             with errors_of(log):
                 files, pattern = file_system(log)
-                found = [str(files.unstrip_protocol(path)) for path in files.glob(pattern)]
+                matches = [str(files.unstrip_protocol(path)) for path in files.glob(pattern)]
         except OSError as error:
             raise unreadable(log, error) from error
-        if not found:
+        if not matches:
             raise ValueError(f"--input {log} matches no file; check its name")
-        logs += sorted(found)
+        logs += sorted(matches)
     return tuple(logs)
 
 

@@ -1,4 +1,4 @@
-"""Which split a row belongs to: by its place in the logs, by its log, by chance, by its time or by its user."""
+"""Which split a row belongs to: by its position in the logs, by its log, by chance, by its time or by its user."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Splitting:
 
     @property
     def by_row(self) -> bool:
-        """Whether a row's split follows from the row, not from its place among all."""
+        """Whether a row's split follows from the row, not from its position among all."""
         return self.kind in ("random", "time", "user")
 
     def times(self) -> dict[str, float]:
@@ -89,7 +89,7 @@ class Splitting:
         return np.searchsorted([1 - self.val - self.test, 1 - self.test], uniform, side="right").astype(np.int8)
 
     def bounds(self, rows_of_logs: Sequence[int]) -> tuple[int, int]:
-        """Of a split by place: how many rows come before the first of validation and of the test."""
+        """Of a split by position: how many rows come before the first of validation and of the test."""
         total = sum(rows_of_logs)
         if self.kind == "day":
             return total - rows_of_logs[-1], total - rows_of_logs[-1] // 2
@@ -98,7 +98,7 @@ class Splitting:
         return total - val - test, total - test
 
 
-def rows_by_place(first: int, rows: int, bounds: tuple[int, int]) -> dict[str, slice]:
+def rows_by_position(first: int, rows: int, bounds: tuple[int, int]) -> dict[str, slice]:
     """The rows of each split among rows first, first + 1, ... of all."""
     edges = [0, *(min(max(bound - first, 0), rows) for bound in bounds), rows]
     return {name: slice(edges[i], edges[i + 1]) for i, name in enumerate(SPLITS)}

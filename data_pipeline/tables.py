@@ -170,7 +170,7 @@ def _of_lines(columns: dict[str, Any], schema: LogSchema, starts: np.ndarray, gi
 
 def _lines(text: bytes) -> tuple[np.ndarray, np.ndarray, dict[int, str]]:
     """Where lines begin and end, and those that hold nothing."""
-    newlines = _places(text, "\n")
+    newlines = _positions(text, "\n")
     starts = np.append(0, newlines + 1)[:-1]
     short = np.flatnonzero(newlines - starts <= 1)
     return starts, newlines + 1, {int(line): "blank line" for line in short if text[starts[line] : newlines[line]] in (b"", b"\r")}
@@ -179,24 +179,24 @@ def _lines(text: bytes) -> tuple[np.ndarray, np.ndarray, dict[int, str]]:
 def _misshapen(text: bytes, starts: np.ndarray, ends: np.ndarray, schema: LogSchema, columns: int) -> Iterator[tuple[int, str]]:
     """Lines that Arrow would take for more than one, or that have other columns."""
     if text.count(b"\r") != text.count(b"\r\n"):
-        returns = _places(text, "\r")
+        returns = _positions(text, "\r")
         lone = returns[np.frombuffer(text, np.uint8)[returns + 1] != ord("\n")]
         yield from ((line, _RETURN) for line in np.unique(np.searchsorted(starts, lone, side="right") - 1).tolist())
-    quotes = _places(text, '"') if schema.format == "csv" else np.empty(0, np.int64)
+    quotes = _positions(text, '"') if schema.format == "csv" else np.empty(0, np.int64)
     of_line = np.searchsorted(quotes, ends) - np.searchsorted(quotes, starts)
     yield from ((line, _BROKEN_QUOTE) for line in np.flatnonzero(of_line % 2).tolist())
-    separators = _places(text, schema.separator)
+    separators = _positions(text, schema.separator)
     if len(quotes):
         closed = quotes[np.repeat(of_line % 2 == 0, of_line)]
         separators = separators[np.searchsorted(closed, separators) % 2 == 0]
-    found = 1 + np.searchsorted(separators, ends) - np.searchsorted(separators, starts)
-    for line in np.flatnonzero(found != columns).tolist():
-        yield line, f"{found[line]} columns where {columns} are expected"
+    counts = 1 + np.searchsorted(separators, ends) - np.searchsorted(separators, starts)
+    for line in np.flatnonzero(counts != columns).tolist():
+        yield line, f"{counts[line]} columns where {columns} are expected"
     # Of lines with other columns yet, by odd quotes, Arrow tells only where they are UTF-8.
     for line in np.flatnonzero(of_line).tolist() if not is_utf8(text) else ():
         if not is_utf8(text[starts[line] : ends[line]]):
             yield line, "quoted text is not UTF-8"
 
 
-def _places(text: bytes, character: str) -> np.ndarray:
+def _positions(text: bytes, character: str) -> np.ndarray:
     return np.flatnonzero(np.frombuffer(text, np.uint8) == ord(character))

@@ -178,8 +178,8 @@ def _run(job: Job, source: Manifest, data: Path, schedule: Schedule) -> Manifest
 def _extended(job: Job, source: Manifest, data: Path, groups: Sequence[Group]) -> tuple[CategoricalColumn, ...]:
     """The data set's categorical columns, those with a vocabulary extended."""
     records = {number: f"tables/{number:03d}" for number in _with_vocabulary(source)}
-    found = {number: job.work.load(record, CategoricalColumn) for number, record in records.items()}
-    extended = {number: column for number, column in found.items() if column}
+    recorded = {number: job.work.load(record, CategoricalColumn) for number, record in records.items()}
+    extended = {number: column for number, column in recorded.items() if column}
     if len(extended) < len(records):
         values_of = merged_values(job, groups)
 

@@ -84,9 +84,9 @@ class Triplet:
 
 def identify_triplet(log: Source) -> LogIdentity:
     """The identity of all three files under the name of the sparse one."""
-    found = [identify_log(file) for file in _files(log).values()]
-    version = " ".join(identity.version for identity in found)
-    return LogIdentity(name=found[0].name, bytes=sum(identity.bytes for identity in found), version=version)
+    files = [identify_log(file) for file in _files(log).values()]
+    version = " ".join(identity.version for identity in files)
+    return LogIdentity(name=files[0].name, bytes=sum(identity.bytes for identity in files), version=version)
 
 
 def open_triplet(log: Source) -> Triplet:
@@ -109,7 +109,7 @@ def _files(log: Source) -> dict[str, Source]:
     name = name_of(log)
     if not _SPARSE.search(name):
         raise ValueError(
-            f"--input {log}: of .npy files name the sparse ones, such as day_0_sparse.npy; the others are found beside"
+            f"--input {log}: of .npy files name the sparse ones, such as day_0_sparse.npy; the others are looked for beside"
         )
     return {"sparse": log} | {part: sibling(log, _SPARSE.sub(f"_{part}.npy", name)) for part in ("dense", "labels")}
 
@@ -150,7 +150,7 @@ def _parse_block(rows: Rows, begin: int) -> Parsed:
     }
     bad = np.any(list(checks.values()), axis=0)
     reasons = [
-        (begin + int(row), next(reason for reason, found in checks.items() if found[row]))
+        (begin + int(row), next(reason for reason, is_bad in checks.items() if is_bad[row]))
         for row in np.flatnonzero(bad)[:REASONS_KEPT]
     ]
     good = np.flatnonzero(~bad)

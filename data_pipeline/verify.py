@@ -160,13 +160,13 @@ def _mix(hashes: np.ndarray, values: np.ndarray) -> np.ndarray:
 def _sums(ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """A number for each list that depends on its ids and their order."""
     ends = np.cumsum(lengths)
-    places = np.arange(len(ids)) - np.repeat(ends - lengths, lengths)
-    total = np.append(np.uint64(0), np.cumsum(_mix(places.astype(np.uint64), ids + 1)))
+    positions = np.arange(len(ids)) - np.repeat(ends - lengths, lengths)
+    total = np.append(np.uint64(0), np.cumsum(_mix(positions.astype(np.uint64), ids + 1)))
     return total[ends] - total[ends - lengths]
 
 
 def read_row_groups(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[int, pa.Table]]:
-    """Row groups of a Parquet file, of some columns or all, each with the number of its first row.
+    """Row groups of a Parquet file, of the given columns or all, each with the number of its first row.
 
     Raises:
         ValueError: the file or a group can't be read.

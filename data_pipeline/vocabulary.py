@@ -178,10 +178,10 @@ def _ids_by_count(counts: _File) -> Iterator[np.ndarray]:
         sizes += np.bincount(np.searchsorted(classes, block), minlength=len(classes))
     next_id = 1 + np.cumsum(sizes[::-1])[::-1] - sizes  # ids of higher counts come before
     for block in counts.blocks():
-        found = np.searchsorted(classes, block)
-        order = np.argsort(found, kind="stable")
-        ordered = found[order]
-        ids = np.empty(len(found), np.int64)
-        ids[order] = next_id[ordered] + np.arange(len(found)) - np.searchsorted(ordered, ordered)
-        next_id += np.bincount(found, minlength=len(classes))
+        class_of = np.searchsorted(classes, block)
+        order = np.argsort(class_of, kind="stable")
+        ordered = class_of[order]
+        ids = np.empty(len(class_of), np.int64)
+        ids[order] = next_id[ordered] + np.arange(len(class_of)) - np.searchsorted(ordered, ordered)
+        next_id += np.bincount(class_of, minlength=len(classes))
         yield ids

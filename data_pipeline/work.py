@@ -1,4 +1,4 @@
-"""The hidden work folder of a run: what is done of it is there under its final name, so a run that was killed goes on from it.
+"""The hidden work folder of a run: what is done of it is there under its final name, so a run that was killed resumes from it.
 
     .data.partial/identity.json     inputs and options; a run with others starts over
     .data.partial/times/            before pass 1, where splits go by time
@@ -75,7 +75,7 @@ def work_folder(
 
     If `files` is None the output is a file, which the block leaves among the data under the output's name.
 
-    When the block raises, the folder stays if any part is done, for the same command to go on.
+    When the block raises, the folder stays if any part is done, for the same command to resume.
 
     Args:
         output, files, overwrite: as for `check_output_folder`.
@@ -83,7 +83,7 @@ def work_folder(
         tell: takes a line for people.
 
     Raises:
-        ValueError: output may not be written, or another process is at it.
+        ValueError: output may not be written, or another process is writing it.
         OSError: it cannot be written; the message says what to do.
     """
     destination = Destination(output, files) if is_url(output) and files else None
@@ -124,7 +124,7 @@ def _open(work: WorkFolder, identity: dict[str, Any], output: Source, tell: Tell
         changed = [name for name in identity if before.get(name) != json.loads(json.dumps(identity[name]))]
         if not changed:
             counted, written = (len(list((work.path / folder).glob("*.json"))) for folder in ("counts", "shards"))
-            tell(f"going on with an interrupted run: {counted} parts were counted, {written} written")
+            tell(f"resuming an interrupted run: {counted} parts were counted, {written} written")
             work.remove_unfinished()
             return
         tell(f"--output {output}: an interrupted run had other {' and '.join(changed)}; starting over")

@@ -19,12 +19,12 @@ from data_pipeline.parts import Part
 from data_pipeline.pool import Schedule
 from data_pipeline.schema import LogSchema
 from data_pipeline.shards import Encoder, PartShards, WrittenShard, write_part
-from data_pipeline.splits import Rows, rows_by_place
+from data_pipeline.splits import Rows, rows_by_position
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedPart:
-    """The shard of each split that has rows in a part; where splits go by place, where they and the part begin among all rows."""
+    """The shard of each split that has rows in a part; where splits go by position, where they and it begin among all rows."""
 
     shards: Mapping[str, Shard]
     first_row: int
@@ -40,27 +40,27 @@ def write_logs(
         job: the run.
         schedule: runs the pass.
         parts: all parts in order.
-        bounds: the first rows of validation and test, where splits go by place.
+        bounds: the first rows of validation and test, where splits go by position.
         encoder: of the columns.
     """
     planned = _plan(job, parts, bounds)
-    found = {key: shards for key in planned if (shards := _written_before(job, key))}
-    waiting = planned.keys() - found.keys()
+    records = {key: shards for key in planned if (shards := _written_before(job, key))}
+    waiting = planned.keys() - records.keys()
     done: dict[int, set[int]] = {log: set() for log, _ in waiting}
     for part in parts:
         if part.log in done and (part.log, part.number) not in waiting:
             done[part.log].add(part.number)
     total = sum(part.counts.rows for part in parts)
     with (
-        tqdm(desc="writing", total=total, unit="row", unit_scale=True, disable=None, initial=_rows(list(found.values()))) as bar,
+        tqdm(desc="writing", total=total, unit="row", unit_scale=True, disable=None, initial=_rows(list(records.values()))) as bar,
         closing(schedule(job, partial(_write, encoder), done, planned)) as results,
     ):
         for key, shards in results:
             bar.update(_rows([shards]))
-            found[key] = shards
+            records[key] = shards
     by_split = defaultdict(list)
-    for key in sorted(found):
-        for written in found[key].written:
+    for key in sorted(records):
+        for written in records[key].written:
             by_split[written.split].append(written)
     return by_split
 
@@ -107,7 +107,7 @@ def _write(encoder: Encoder, job: Job, part: Part, planned: PlannedPart) -> tupl
         def rows_of(parsed: Parsed, first: int) -> Mapping[str, Rows]:
             if planned.bounds is None:
                 return job.rows_by_draw(part, parsed)
-            return rows_by_place(planned.first_row + first, parsed.rows, planned.bounds)
+            return rows_by_position(planned.first_row + first, parsed.rows, planned.bounds)
 
         shards = write_part(job.blocks(part), encoder, job.work.data, rows_of=rows_of, shards=planned.shards)
         job.work.save(f"shards/{part_name(*key)}", shards)
@@ -120,15 +120,15 @@ def _written_before(job: Job, key: tuple[int, int]) -> PartShards | None:
 
 
 def _plan(job: Job, parts: Sequence[CountedPart], bounds: tuple[int, int]) -> dict[tuple[int, int], PlannedPart]:
-    """For every part that has rows, the shard of each split that has some of them; numbered in order within the split."""
+    """For every part that has rows, the shard of each split that they belong to; numbered in order within the split."""
     planned: dict[tuple[int, int], PlannedPart] = {}
     numbers = Counter[str]()
     for part in parts:
         if job.splitting.by_row:
             sizes = dict(zip(SPLITS, part.counts.split_rows or (), strict=True))
         else:
-            by_place = rows_by_place(part.first_row, part.counts.rows, bounds)
-            sizes = {split: rows.stop - rows.start for split, rows in by_place.items()}
+            by_position = rows_by_position(part.first_row, part.counts.rows, bounds)
+            sizes = {split: rows.stop - rows.start for split, rows in by_position.items()}
         shards = {}
         for split, rows in sizes.items():
             if rows:

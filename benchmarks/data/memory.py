@@ -1,4 +1,7 @@
-"""Peak memory of `comera preprocess` beside its --memory-limit, over logs whose text says little about the memory they take."""
+"""Peak memory of `comera preprocess` beside its --memory-limit, over logs whose text says little about the memory they take.
+
+A run that was stopped goes on with the cases that are left; `--data` is where logs and data sets are until they are measured.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,9 @@ def cases(quick: bool) -> list[MemoryCase]:
 def run(settings: Settings) -> Iterator[list[Row]]:
     """One row a case; `counted` holds the peak's share of the limit, which is to be at most 1.1."""
     environment = describe(settings.device)
-    for case in tqdm(chosen(cases(settings.quick), settings.only), desc="preprocess-memory", unit="case", disable=None):
+    finished = [row.shapes for row in settings.finished]
+    left = [case for case in chosen(cases(settings.quick), settings.only) if case.shapes() not in finished]
+    for case in tqdm(left, desc="preprocess-memory", unit="case", disable=None):
         with tempfile.TemporaryDirectory(dir=settings.data) as folder:
             log, output = Path(folder, "log.txt"), Path(folder, "data")
             options = LOGS[case.log](case.rows, log, settings.seed)

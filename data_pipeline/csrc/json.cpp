@@ -1,4 +1,4 @@
-// Lines of JSON objects to the cells of wanted columns: the fast form of `tables._json_rows`, for lines without surprises.
+// Lines of JSON objects to the cells of wanted columns: the fast form of `json_lines.read_by_definition`, for lines without surprises.
 //
 // A line is left to Python, which then says what it means or what is wrong with it, if it is no JSON or if it holds what few logs
 // do: null in a list, an object where a text is due, NaN, half of a surrogate pair, deep nesting.
@@ -6,12 +6,10 @@
 #include <cstring>
 #include <vector>
 
-#include "array.h"
+#include "texts.h"
 
 namespace data_pipeline {
 namespace {
-
-using Byte = uint8_t;
 
 constexpr int kDeepest = 32;
 
@@ -23,12 +21,11 @@ struct JsonSchema {
   Array<const Byte> separators;
 };
 
-// Cells of n lines and C columns: the bytes of each column end to end, and where those of each cell end. Of a list column `ends` counts
-// elements, whose bytes end at `element_ends`, [C, elements].
+// Cells of n lines and C columns: the bytes of each column end to end, and where those of each cell end; a missing one is empty. Of a
+// list column `ends` counts elements, whose bytes end at `element_ends`, [C, elements].
 struct JsonCells {
   Array<Byte> bytes;   // [C, bytes of the text]
   Array<int64_t> ends;  // [C, n]
-  Array<bool> missing;  // [C, n]
   Array<int64_t> element_ends;
   Array<bool> is_parsed;  // [n]; rows of cells are lines that are
 };
@@ -48,7 +45,7 @@ class JsonParser {
     const int64_t names = columns_ ? schema_.name_ends[columns_ - 1] : 0;
     return schema_.is_list.size == columns_ && schema_.separators.size == columns_ && schema_.names.size == names &&
            cells_.bytes.size == columns_ * text_bytes && cells_.ends.size == columns_ * lines_ &&
-           cells_.missing.size == columns_ * lines_ && cells_.element_ends.size == columns_ * elements_;
+           cells_.element_ends.size == columns_ * elements_;
   }
 
   // Parses a line of at least its newline, where every loop stops; false leaves the row to the next line.
@@ -101,14 +98,11 @@ class JsonParser {
   void clear(int64_t column, int64_t row) {
     int64_t& end = cells_.ends[column * lines_ + row];
     end = row ? (&end)[-1] : 0;
-    cells_.missing[column * lines_ + row] = true;
   }
 
   bool parse_cell(const Byte*& at, int64_t column, int64_t row) {
     int64_t& end = cells_.ends[column * lines_ + row];
     if (*at == 'n') return skip_word(at, "null");
-    bool& missing = cells_.missing[column * lines_ + row];
-    missing = false;
     Byte* const bytes = cells_.bytes.data + column * capacity_;
     if (!schema_.is_list[column]) {
       return parse_scalar(at, [&](Byte byte) { bytes[end++] = byte; return true; });

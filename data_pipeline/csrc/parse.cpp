@@ -4,15 +4,12 @@
 // bytes stops there. Digits need no bound of their own, because what stands at a line's end is no digit.
 
 #include <algorithm>
-#include <array>
 #include <cstring>
 
-#include "array.h"
+#include "texts.h"
 
 namespace data_pipeline {
 namespace {
-
-using Byte = uint8_t;
 
 enum Kind : Byte { kIgnore, kLabel, kInteger, kHex, kCategory, kList };  // as `schema.KINDS` orders them
 
@@ -39,24 +36,6 @@ struct Columns {
   Array<int64_t> bad_lines;  // the first malformed lines, by number, and where they begin and end
   Array<int64_t> bad_starts;
   Array<int64_t> bad_ends;
-};
-
-constexpr Byte kNoDigit = 255;
-constexpr auto kHexDigits = [] {
-  std::array<Byte, 256> digits{};
-  digits.fill(kNoDigit);
-  for (Byte digit = 0; digit < 16; ++digit) {
-    digits["0123456789abcdef"[digit]] = digits["0123456789ABCDEF"[digit]] = digit;
-  }
-  return digits;
-}();
-
-// FNV-1a of 64 bits (Fowler, Noll, Vo), finalized; `reference.hash_text`.
-struct TextHash {
-  uint64_t state = 0xCBF29CE484222325;
-
-  void add(Byte byte) { state = (state ^ byte) * 0x100000001B3; }
-  uint64_t value() const { return mix(state); }
 };
 
 const Byte* find_newline(const Byte* at, const Byte* end) {

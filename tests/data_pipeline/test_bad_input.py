@@ -41,6 +41,7 @@ def run(log: Path, output: Path, **options: object) -> None:
         (with_cell(20, "123456789"), "log.tsv:17: C7 '123456789' is not 1 to 8 hex digits"),
         (with_cell(20, '"1f"'), "log.tsv:17: C7 '\"1f\"' is not 1 to 8 hex digits"),
         (with_cell(20, "é" * 60), r"log.tsv:17: C7 '(\\xc3\\xa9){20}' is not"),
+        (with_cell(20, "a\x0bb\x1c"), r"log.tsv:17: C7 'a\\x0bb\\x1c' is not"),
         (with_cell(3, "1.5"), "log.tsv:17: I3 '1.5' is not a 32-bit integer"),
         (with_cell(3, "3000000000"), "log.tsv:17: I3 '3000000000' is not a 32-bit integer"),
         (with_cell(0, "2"), "log.tsv:17: label '2' is not 0 or 1"),

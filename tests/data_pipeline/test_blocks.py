@@ -109,14 +109,16 @@ def test_moments_of_several_blocks_are_those_of_one(tmp_path: Path) -> None:
         rows_of = lambda parsed, first: (slice(None), slice(0, 0))  # noqa: E731
         counted = count_part(blocks, SCHEMA, tmp_path / name, rows_of=rows_of, last=True, counted=())
         assert counted.rows == 300
-        return [(of.missing, of.min or 0, of.max or 0, of.sum, of.deviations) for of in counted.train.integers]
+        return [
+            (column.missing, column.min or 0, column.max or 0, column.sum, column.deviations) for column in counted.train.integers
+        ]
 
     apart = counts(table_blocks(TABLE, SCHEMA, block_bytes=2000), "blocks")
     prices, numbers = TABLE["price"].to_numpy(), TABLE["count"].drop_null().to_numpy().astype(np.float64)
-    assert [of[0] for of in apart] == [0, 28]
-    for of, values in zip(apart, (prices, numbers), strict=True):
-        np.testing.assert_array_equal(of[1:3], (values.min(), values.max()))
-        np.testing.assert_allclose(of[3:], (values.sum(), values.var() * len(values)), rtol=1e-9)
+    assert [counted[0] for counted in apart] == [0, 28]
+    for counted, values in zip(apart, (prices, numbers), strict=True):
+        np.testing.assert_array_equal(counted[1:3], (values.min(), values.max()))
+        np.testing.assert_allclose(counted[3:], (values.sum(), values.var() * len(values)), rtol=1e-9)
 
 
 def test_only_columns_with_a_vocabulary_are_counted(tmp_path: Path) -> None:

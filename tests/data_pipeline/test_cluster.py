@@ -105,9 +105,9 @@ def test_goes_on_where_threads_stopped(
         preprocess(here)
     monkeypatch.undo()
     monkeypatch.chdir(options.output.parent)
-    told: list[str] = []
-    preprocess(replace(here, scheduler=scheduler), told.append)
-    assert "going on with an interrupted run" in told[0]
+    messages: list[str] = []
+    preprocess(replace(here, scheduler=scheduler), messages.append)
+    assert "resuming an interrupted run" in messages[0]
     assert files_of(options.output) == on_threads
 
 

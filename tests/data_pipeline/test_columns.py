@@ -14,7 +14,7 @@ from data_pipeline.describe import describe, to_text
 from data_pipeline.encoder import RequestEncoder
 from data_pipeline.manifest import CategoricalColumn, IntegerColumn, read_manifest
 from data_pipeline.preprocess import PreprocessOptions, preprocess
-from data_pipeline.schema import read_schema
+from data_pipeline.schema import Column, LogSchema, read_schema
 from data_pipeline.transform import TransformOptions, transform
 from data_pipeline.verify import verify
 
@@ -39,12 +39,12 @@ ROWS = 300
 
 def log() -> pd.DataFrame:
     draw = np.random.default_rng(3)
-    some = draw.random(ROWS) < 0.8
+    is_present = draw.random(ROWS) < 0.8
     return pd.DataFrame(
         {
             "clicked": draw.integers(0, 2, ROWS),
-            "price": np.where(some, draw.exponential(3, ROWS).round(3), np.nan),
-            "stars": np.where(some, draw.normal(4, 2, ROWS).round(2), np.nan),
+            "price": np.where(is_present, draw.exponential(3, ROWS).round(3), np.nan),
+            "stars": np.where(is_present, draw.normal(4, 2, ROWS).round(2), np.nan),
             "age": draw.integers(-5, 90, ROWS),
             "weight": draw.normal(0, 1, ROWS).round(4),
             "nanos": draw.integers(-(2**40), 2**62, ROWS),
@@ -108,6 +108,16 @@ def test_categories(data: Path) -> None:
     lengths = frame["seen"].str.split().str.len()
     assert rows["seen"].str.len().tolist() == lengths.clip(upper=2).tolist()
     assert columns["seen"].missing == (lengths == 0).sum()
+
+
+def test_logarithms_of_integers_beyond_those_that_floats_hold(tmp_path: Path) -> None:
+    least = 57278848240196864
+    (tmp_path / "log").write_text("".join(f"1\t{least + step}\n" for step in (0, 0, 80, 1 << 56)))
+    schema = LogSchema(columns=(Column(name="label", kind="label"), Column(name="nanos", kind="int64")))
+    preprocess(
+        PreprocessOptions(inputs=(tmp_path / "log",), output=tmp_path / "data", schema=schema, val_fraction=0, test_fraction=0)
+    )
+    np.testing.assert_allclose(read(tmp_path / "data", "train")["nanos"], np.log([2, 2, 82, (1 << 56) + 2]), rtol=1e-6)
 
 
 def test_requests_and_new_logs_get_the_same(data: Path, tmp_path: Path) -> None:

@@ -81,9 +81,9 @@ def as_written(folder: Path, rows: list[dict[str, Any]], data: Path) -> Flat:
     table = pq.read_table(folder / "new" / "test")
     values, lengths = [], []
     for column in manifest.categorical_columns:
-        found = table.column(column.name).to_pylist()
-        values += [id for cell in found for id in cell] if column.is_list else found
-        lengths += [len(cell) if column.is_list else 1 for cell in found]
+        actual = table.column(column.name).to_pylist()
+        values += [id for cell in actual for id in cell] if column.is_list else actual
+        lengths += [len(cell) if column.is_list else 1 for cell in actual]
     dense = np.stack([table.column(column.name).to_numpy() for column in manifest.integer_columns], axis=1)
     return Flat(dense, np.array(values, np.int64), np.array(lengths, np.int32))
 
@@ -96,9 +96,9 @@ def test_equals_the_pipeline(data: Path, tmp_path_factory: pytest.TempPathFactor
     @settings(max_examples=8, deadline=None, database=None)
     @given(st.lists(cells(schema), min_size=1, max_size=50))
     def check(rows: list[dict[str, Any]]) -> None:
-        for found, expected in zip(encoder(rows), as_written(folder, rows, data), strict=True):
-            assert found.dtype == expected.dtype
-            np.testing.assert_array_equal(found, expected)
+        for actual, expected in zip(encoder(rows), as_written(folder, rows, data), strict=True):
+            assert actual.dtype == expected.dtype
+            np.testing.assert_array_equal(actual, expected)
 
     check()
 

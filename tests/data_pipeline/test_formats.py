@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_logs import random_rows, to_text
 
-from data_pipeline.cells import hash_texts
+from data_pipeline.cells import to_parsed
 from data_pipeline.encoder import RequestEncoder
 from data_pipeline.manifest import read_manifest
 from data_pipeline.parse import parse
@@ -117,7 +117,7 @@ def test_one_log_in_all_formats(tmp_path: Path, schema: Callable[..., LogSchema]
     for number, (codec, group_rows) in enumerate((("zstd", 1000), ("snappy", 30), ("none", 150))):
         pq.write_table(as_table(ROWS), tmp_path / f"{number}.parquet", compression=codec, row_group_size=group_rows)
         logs[f"{number}.parquet"] = (b"", by_name)
-    found = {}
+    actual = {}
     for number, (name, (_, of_log)) in enumerate(logs.items()):
         options = PreprocessOptions(inputs=(tmp_path / name,), output=tmp_path / f"data{number}", schema=of_log)
         preprocess(options)
@@ -126,20 +126,20 @@ def test_one_log_in_all_formats(tmp_path: Path, schema: Callable[..., LogSchema]
             preprocess(parts)
             for split in ("train", "val", "test"):
                 pd.testing.assert_frame_equal(read(parts.output, split), read(options.output, split))
-        found[name] = files_of(options.output)
+        actual[name] = files_of(options.output)
     verify(read_manifest(tmp_path / "data1"), tmp_path / "data1")
-    assert all(files == found["quoted.csv"] for files in found.values())
+    assert all(files == actual["quoted.csv"] for files in actual.values())
     assert read_manifest(tmp_path / "data0").categorical_columns[0].distinct == 4
 
 
 def test_names_are_checked_before_anything_is_read(tmp_path: Path, schema: Callable[..., LogSchema]) -> None:
     by_name = schema('separator = ","\nheader = true')
     (tmp_path / "good.csv").write_bytes(as_csv(ROWS))
-    (tmp_path / "bad.csv").write_bytes(as_csv(ROWS).replace(b"cents", b"euros", 1))
+    (tmp_path / "bad.csv").write_bytes(as_csv(ROWS).replace(b"cents", b"eu\x0bros", 1))
     (tmp_path / "twice.csv").write_bytes(as_csv(ROWS).replace(b"cents", b"shop", 1))
     pq.write_table(as_table(ROWS).drop_columns(["code"]), tmp_path / "bad.parquet")
     for name, message in {
-        "bad.csv": r"bad.csv has no column 'cents'; its columns are bought, shop, euros, code, tags, more",
+        "bad.csv": r"bad.csv has no column 'cents'; its columns are bought, shop, eu\\x0bros, code, tags, more",
         "twice.csv": r"twice.csv has two columns 'shop'; its columns are bought, shop, shop",
         "bad.parquet": r"bad.parquet has no column 'code'; its columns are bought, shop, cents, tags, other",
     }.items():
@@ -216,10 +216,10 @@ BAD_JSON = b"""{"bought": 1, "shop": "a, b", "cents": 5, "code": "f", "tags": ["
             {
                 2: "bought '2' is not 0 or 1",
                 3: "it is no JSON object (Expecting ',' delimiter)",
-                4: "it is no JSON object ('list' object has no attribute 'get')",
+                4: "it is JSON, but no object",
                 5: "a value is an object or a list, where text or a number is due",
                 6: "cents '1.5' is not a 32-bit integer",
-                7: "tags '[b'x', b'']' is not a list of non-empty elements",
+                7: "tags 'x ' is not a list of non-empty elements",
                 8: "blank line",
             },
         ),
@@ -318,13 +318,13 @@ def test_arrow_reads_what_the_parser_reads(lines: list[list[str]], newline: str,
     text = "".join(",".join(row) + newline for line in lines for row in (line, *good)).encode()
     names = [column.name for column in OTHER.columns]
     for schema in (OTHER, replace(OTHER, format="csv")):
-        for found, expected in zip(
+        for actual, expected in zip(
             vars(parse_delimited(text, schema, names)).items(), vars(parse(text, OTHER)).items(), strict=True
         ):
             if expected[0] == "list_keys":
-                width = found[1].shape[1]
+                width = actual[1].shape[1]
                 expected = (expected[0], expected[1][:, :width])
-            np.testing.assert_array_equal(found[1], expected[1], err_msg=expected[0])
+            np.testing.assert_array_equal(actual[1], expected[1], err_msg=expected[0])
 
 
 @settings(max_examples=60, deadline=None)
@@ -341,8 +341,12 @@ def test_any_bytes(lines: list[bytes]) -> None:
 
 @given(st.lists(st.binary(max_size=20), max_size=8))
 def test_hashes_of_texts(values: list[bytes]) -> None:
-    array = pa.array([b"before", *values], pa.large_binary())[1:]
-    assert hash_texts(array).tolist() == [hash_text(text) for text in values]
+    column = Column(name="shop", kind="category")
+    array = pa.array([b"before", *values, b"after"], pa.large_binary())[1:-1]
+    for cells in (array, array.dictionary_encode()):
+        parsed, good = to_parsed({"shop": cells}, LogSchema(columns=(column,)), rows=len(values))
+        assert good.all()
+        assert parsed.keys[0].tolist() == [hash_text(text) if text else 0 for text in values]
 
 
 def test_parts_of_parquet(tmp_path: Path) -> None:

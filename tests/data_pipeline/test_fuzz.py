@@ -168,13 +168,13 @@ def test_agrees_with_pandas(rows: list[dict[str, Any]], of_format: str, part_byt
     with tempfile.TemporaryDirectory() as folder:
         output = make(Path(folder), schema, content, part_bytes=part_bytes, test_fraction=0)
         assert output is not None
-        found = read(output, "train")
+        actual = read(output, "train")
     frame = by_pandas(content, of_format)
-    assert found["label"].tolist() == frame["label"].tolist()
+    assert actual["label"].tolist() == frame["label"].tolist()
     for name in ("number", "price"):
         numbers = pd.to_numeric(frame[name]).astype(np.float64).fillna(0)
-        np.testing.assert_array_equal(found[name], numbers.astype(np.float32))
+        np.testing.assert_array_equal(actual[name], numbers.astype(np.float32))
     shops = [hashed_id(hash_text(text.encode()), BUCKETS) if isinstance(text, str) and text else 0 for text in frame["shop"]]
-    assert found["shop"].tolist() == shops
+    assert actual["shop"].tolist() == shops
     tags = [cell.split("|") if isinstance(cell, str) and cell else list(cell) for cell in frame["tags"]]
-    assert [list(ids) for ids in found["tags"]] == [[hashed_id(hash_text(tag.encode()), BUCKETS) for tag in row] for row in tags]
+    assert [list(ids) for ids in actual["tags"]] == [[hashed_id(hash_text(tag.encode()), BUCKETS) for tag in row] for row in tags]

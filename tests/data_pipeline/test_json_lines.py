@@ -114,8 +114,8 @@ def test_objects(lines: list[bytes]) -> None:
 @settings(max_examples=200, deadline=None)
 def test_broken_objects(line: bytes, changed: list[tuple[int, int]]) -> None:
     broken = bytearray(line)
-    for place, byte in changed:
-        broken[place % len(broken)] = byte
+    for position, byte in changed:
+        broken[position % len(broken)] = byte
     assert_equals_definition([line, bytes(broken), line])
 
 

@@ -31,7 +31,7 @@ PROCESSES = multiprocessing.get_context("forkserver")
 
 @pytest.fixture(params=["text", "gz", "parquet", pytest.param("dask", marks=pytest.mark.distributed)])
 def options(request: pytest.FixtureRequest, tmp_path: Path, write_log: Callable[..., Path]) -> PreprocessOptions:
-    """Three logs of several parts each; by place, or drawn from gzipped logs."""
+    """Three logs of several parts each; split by position, or drawn from gzipped logs."""
     if request.param == "dask":
         pytest.importorskip("distributed", reason="Dask is not installed")
     suffix = ".gz" if request.param == "gz" else ""

@@ -135,9 +135,9 @@ def test_lock_of_a_process(options: PreprocessOptions) -> None:
         preprocess(options)
     process.kill()
     process.join()
-    told: list[str] = []
-    preprocess(options, told.append)
-    assert told[0] == f"--output {options.output}: taking over from process {process.pid}, which is gone"
+    messages: list[str] = []
+    preprocess(options, messages.append)
+    assert messages[0] == f"--output {options.output}: taking over from process {process.pid}, which is gone"
     assert not [path.name for path in options.output.parent.iterdir() if path.name.startswith(".")]
 
 
@@ -177,5 +177,5 @@ def test_names_of_columns_as_names_of_files(tmp_path: Path, write_log: WriteLog)
     manifest = preprocess(options)
     verify(manifest, options.output)
     assert [column.name for column in manifest.categorical_columns] == list(names)
-    found = sorted(path.name for path in (options.output / "vocabulary").glob("*.parquet"))
-    assert found == sorted(["shop%2Ftown.parquet", "%2Ehidden.parquet", "100%25.parquet", "größe.parquet", "%2E..parquet"])
+    names = sorted(path.name for path in (options.output / "vocabulary").glob("*.parquet"))
+    assert names == sorted(["shop%2Ftown.parquet", "%2Ehidden.parquet", "100%25.parquet", "größe.parquet", "%2E..parquet"])

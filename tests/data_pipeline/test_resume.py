@@ -27,7 +27,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(params=["plain", "random gzip"])
 def options(request: pytest.FixtureRequest, tmp_path: Path, write_log: Callable[..., Path]) -> PreprocessOptions:
-    """Three logs of several parts each, and a malformed line; by place, or drawn from gzipped logs."""
+    """Three logs of several parts each, and a malformed line; split by position, or drawn from gzipped logs."""
     gzipped = ".gz" if request.param == "random gzip" else ""
     logs = [write_log(to_text(ROWS[i::3]) + b"bad\n" * (i == 1), f"day_{i}{gzipped}") for i in range(3)]
     split = "random" if gzipped else "chronological"
@@ -89,12 +89,12 @@ def test_disk_full(
     options: PreprocessOptions, unbroken: dict[str, bytes], failing_writes: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Again and again, a little later each time: one clear line, and no part of the work is lost."""
-    told: list[str] = []
+    messages: list[str] = []
     messages = []
     while not options.output.exists():
         failing_writes(25)
         try:
-            preprocess(options, told.append)
+            preprocess(options, messages.append)
         except OSError as error:
             messages.append(str(error))
     assert set(messages) == {
@@ -102,7 +102,7 @@ def test_disk_full(
         "what is done is kept: make room, or let it be written, and run the same command again"
     }
     assert 4 < len(messages) < 60
-    assert told[-1].startswith("going on with an interrupted run: ")
+    assert messages[-1].startswith("resuming an interrupted run: ")
     assert files_of(options.output) == unbroken
 
 
@@ -133,19 +133,19 @@ def test_other_options_start_over(options: PreprocessOptions, failing_writes: Ca
     with pytest.raises(OSError, match="No space left"):
         preprocess(options)
     monkeypatch.undo()
-    told: list[str] = []
-    manifest = preprocess(replace(options, min_count=3), told.append)
-    assert told == [f"--output {options.output}: an interrupted run had other min_count; starting over"]
+    messages: list[str] = []
+    manifest = preprocess(replace(options, min_count=3), messages.append)
+    assert messages == [f"--output {options.output}: an interrupted run had other min_count; starting over"]
     assert {column.min_count for column in manifest.categorical_columns} == {3}
 
 
 def test_more_bad_rows_are_no_new_run(options: PreprocessOptions, unbroken: dict[str, bytes]) -> None:
-    told: list[str] = []
+    messages: list[str] = []
     with pytest.raises(ValueError, match=r"day_1[.gz]*:\d+: 1 columns where 40 are expected"):
-        preprocess(replace(options, max_bad_rows=0), told.append)
-    preprocess(options, told.append)
-    (line,) = told
-    assert line.startswith("going on with an interrupted run")
+        preprocess(replace(options, max_bad_rows=0), messages.append)
+    preprocess(options, messages.append)
+    (line,) = messages
+    assert line.startswith("resuming an interrupted run")
     assert files_of(options.output) == unbroken
 
 

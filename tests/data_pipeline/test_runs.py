@@ -27,11 +27,11 @@ COLUMNS = 2
 
 
 def merged(runs: Sequence[Run], folder: Path, column: int, dtype: np.dtype, entries: int) -> dict[int, int]:
-    found: list[tuple[int, int]] = []
+    entries: list[tuple[int, int]] = []
     for keys, counts in merge(runs, folder, column, key_dtype=dtype, entries=entries):
-        found += zip(keys.tolist(), counts.tolist(), strict=True)
-    assert [key for key, _ in found] == sorted({key for key, _ in found}), "distinct and ascending"
-    return dict(found)
+        entries += zip(keys.tolist(), counts.tolist(), strict=True)
+    assert [key for key, _ in entries] == sorted({key for key, _ in entries}), "distinct and ascending"
+    return dict(entries)
 
 
 @settings(max_examples=100)

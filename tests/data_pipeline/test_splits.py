@@ -63,7 +63,7 @@ def test_by_day(tmp_path: Path, write_log: WriteLog) -> None:
 
 
 def test_by_chance(tmp_path: Path, write_log: WriteLog) -> None:
-    """A row's split follows from the seed and its place alone; vocabularies come from the rows that train."""
+    """A row's split follows from the seed and its position alone; vocabularies come from the rows that train."""
     rows = random_rows(3000)
     log = write_log(rows)
     starts = np.cumsum([0, *(len(line) for line in to_text(rows).splitlines(keepends=True))])[:-1]
@@ -301,9 +301,10 @@ def test_new_rows_are_divided_by_the_same_times(visits: Callable[..., Preprocess
         transform(TransformOptions(inputs=(tmp_path / "today.csv",), data=options.output, output=tmp_path / "other"))
     with pytest.raises(ValueError, match="--split user goes by a column of kind user; name one in --schema"):
         preprocess(replace(options, split="user", output=tmp_path / "other"))
-    (tmp_path / "visits.csv").write_text("click,when,who,page\n1,,u,1\n")
-    with pytest.raises(ValueError, match=r"visits.csv:2: when '' is not a time"):
-        preprocess(replace(options, output=tmp_path / "other"))
+    for cell, shown in ((b"", ""), (b"2026-02-30", "2026-02-30"), (b"2026-02-03T24:01", "2026-02-03T24:01"), (b"\xff", r"\\xff")):
+        (tmp_path / "visits.csv").write_bytes(b"click,when,who,page\n1,2026-02-28,u,1\n1,%b,u,1\n" % cell)
+        with pytest.raises(ValueError, match=rf"visits.csv:3: when '{shown}' is not a time"):
+            preprocess(replace(options, output=tmp_path / "other"))
 
 
 @pytest.mark.parametrize("times", [(1.0, None), (None, 1.0), (2.0, 1.0)])

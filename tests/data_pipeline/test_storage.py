@@ -52,9 +52,9 @@ def test_same_bytes_as_on_disk(memory: Any, options: PreprocessOptions, tmp_path
     preprocess(options)
     preprocess(replace(options, output=tmp_path / "disk"))
     preprocess(replace(options, output=f"file://{tmp_path}/by-url"))
-    found = contents(memory)
-    assert found.pop("manifest.json") == (tmp_path / "disk" / "manifest.json").read_bytes()
-    assert found == files_of(tmp_path / "disk") == files_of(tmp_path / "by-url")
+    actual = contents(memory)
+    assert actual.pop("manifest.json") == (tmp_path / "disk" / "manifest.json").read_bytes()
+    assert actual == files_of(tmp_path / "disk") == files_of(tmp_path / "by-url")
     assert staged(tmp_path) == []
     new = TransformOptions(inputs=options.inputs, data=tmp_path / "disk", output="memory://bucket/new", split="test")
     assert transform(new) == read_manifest("memory://bucket/new")
@@ -106,13 +106,13 @@ def test_interrupted_while_putting(
         with pytest.raises(OSError, match=r"cannot write --output memory://bucket/data: Input/output error; what is done is kept"):
             preprocess(again)
     assert "manifest.json" not in contents(memory)
-    told: list[str] = []
-    preprocess(again, tell=told.append)
-    assert any("interrupted run" in line for line in told)
+    messages: list[str] = []
+    preprocess(again, tell=messages.append)
+    assert any("interrupted run" in line for line in messages)
     preprocess(replace(options, output=tmp_path / "disk"))
-    found = contents(memory)
-    assert found.pop("manifest.json") == (tmp_path / "disk" / "manifest.json").read_bytes()
-    assert found == files_of(tmp_path / "disk")
+    actual = contents(memory)
+    assert actual.pop("manifest.json") == (tmp_path / "disk" / "manifest.json").read_bytes()
+    assert actual == files_of(tmp_path / "disk")
 
 
 def test_what_is_there_is_kept(memory: Any, options: PreprocessOptions) -> None:
@@ -120,10 +120,10 @@ def test_what_is_there_is_kept(memory: Any, options: PreprocessOptions) -> None:
     before = contents(memory)
     with pytest.raises(ValueError, match=r"--output memory://bucket/data already holds a finished result; add --overwrite"):
         preprocess(options)
-    memory.pipe_file("/bucket/data/notes.txt", b"mine")
+    memory.pipe_file("/bucket/data/notes.txt", b"notes")
     with pytest.raises(ValueError, match=r"--output memory://bucket/data also holds notes.txt, which is no part of it; move that"):
         preprocess(replace(options, overwrite=True))
-    assert contents(memory) == before | {"notes.txt": b"mine"}
+    assert contents(memory) == before | {"notes.txt": b"notes"}
 
 
 def test_locks(memory: Any, options: PreprocessOptions) -> None:

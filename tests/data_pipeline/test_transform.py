@@ -132,13 +132,13 @@ def test_hashed_and_lists_by_schema(tmp_path: Path, write_log: WriteLog) -> None
 def test_resumed(data: Path, write_log: WriteLog) -> None:
     """Stopped by a malformed line in the last part, it resumes with the parts that are done, to the same bytes."""
     log = write_log(to_text(ROWS) + b"bad\n", "new.tsv")
-    options, told = to_options(data, log, part_bytes=9_000), list[str]()
+    options, messages = to_options(data, log, part_bytes=9_000), list[str]()
     with pytest.raises(ValueError, match=r"new\.tsv:301: 1 columns where 40 are expected; fix the log"):
         transform(options)
     assert not options.output.exists()
     allowed = replace(options, max_bad_rows=1)
-    transform(allowed, told.append)
-    assert "going on with an interrupted run" in told[0]
+    transform(allowed, messages.append)
+    assert "resuming an interrupted run" in messages[0]
     whole = replace(allowed, output=data.parent / "whole")
     transform(whole)
 
@@ -192,7 +192,7 @@ def test_extended(data: Path, write_log: WriteLog) -> None:
     pd.testing.assert_frame_equal(rows.loc[:239, "C2":], read(data, "train").loc[:, "C2":])  # type: ignore[misc]
     known = read(data, "train")["C1"]
     assert (rows["C1"][:240][known > 0] == known[known > 0]).all()
-    ends = [first.num_embeddings + place for place in (0, 1, 2)]  # by count, then by value
+    ends = [first.num_embeddings + row for row in (0, 1, 2)]  # by count, then by value
     assert rows["C1"][240:].tolist() == [ends[2]] * 2 + [ends[0]] * 5 + [0] + [ends[1]] * 2
     words, before = (pd.read_parquet(folder / "vocabulary" / "C1.parquet") for folder in (options.output, data))
     pd.testing.assert_frame_equal(words[: len(before)], before)

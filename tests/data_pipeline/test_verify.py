@@ -44,9 +44,9 @@ def with_first_shard(manifest: Manifest, folder: Path, change: Callable[[pd.Data
 
 
 def test_whole(data: tuple[Manifest, Path]) -> None:
-    found = verify(*data)
-    assert found.rows == 400
-    assert found.files == sum(len(split.shards) for split in data[0].splits.values()) + 2 * 26
+    verified = verify(*data)
+    assert verified.rows == 400
+    assert verified.files == sum(len(split.shards) for split in data[0].splits.values()) + 2 * 26
 
 
 @pytest.mark.parametrize(

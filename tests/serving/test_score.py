@@ -85,7 +85,7 @@ def test_resumed_after_a_malformed_line(model: Path, data: Path, tmp_path: Path)
         score(stopped)
     assert not stopped.output.exists()
     score(replace(stopped, max_bad_rows=1), told.append)
-    assert "going on with an interrupted run" in told[0]
+    assert "resuming an interrupted run" in told[0]
     table = pq.read_table(stopped.output)
     assert table["line"].to_pylist() == [*range(1, 251), *range(252, 302)]
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
