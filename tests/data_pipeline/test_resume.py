@@ -89,12 +89,12 @@ def test_disk_full(
     options: PreprocessOptions, unbroken: dict[str, bytes], failing_writes: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Again and again, a little later each time: one clear line, and no part of the work is lost."""
-    messages: list[str] = []
+    progress: list[str] = []
     messages = []
     while not options.output.exists():
         failing_writes(25)
         try:
-            preprocess(options, messages.append)
+            preprocess(options, progress.append)
         except OSError as error:
             messages.append(str(error))
     assert set(messages) == {
@@ -102,7 +102,7 @@ def test_disk_full(
         "what is done is kept: make room, or let it be written, and run the same command again"
     }
     assert 4 < len(messages) < 60
-    assert messages[-1].startswith("resuming an interrupted run: ")
+    assert progress[-1].startswith("resuming an interrupted run: ")
     assert files_of(options.output) == unbroken
 
 

@@ -27,11 +27,11 @@ COLUMNS = 2
 
 
 def merged(runs: Sequence[Run], folder: Path, column: int, dtype: np.dtype, entries: int) -> dict[int, int]:
-    entries: list[tuple[int, int]] = []
+    pairs: list[tuple[int, int]] = []
     for keys, counts in merge(runs, folder, column, key_dtype=dtype, entries=entries):
-        entries += zip(keys.tolist(), counts.tolist(), strict=True)
-    assert [key for key, _ in entries] == sorted({key for key, _ in entries}), "distinct and ascending"
-    return dict(entries)
+        pairs += zip(keys.tolist(), counts.tolist(), strict=True)
+    assert [key for key, _ in pairs] == sorted({key for key, _ in pairs}), "distinct and ascending"
+    return dict(pairs)
 
 
 @settings(max_examples=100)
