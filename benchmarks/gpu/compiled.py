@@ -69,7 +69,12 @@ class Compiled:
     """Bytes of a thread's stack, which holds what registers don't."""
     shared: int
     """Bytes of a program."""
-    sass: str
+    cubin: bytes
+
+    @cached_property
+    def sass(self) -> str:
+        """The disassembled code; nvdisasm takes most of a second."""
+        return _run("nvdisasm", self.cubin, "-c")
 
     @cached_property
     def instructions(self) -> Counter[str]:
@@ -142,11 +147,8 @@ def compile_launch(launch: Launch, tensors: Mapping[str, str], architecture: int
         architecture: 80, 90 or 100.
     """
     kernel = _compile(launch, tensors, GPUTarget("cuda", architecture, _WARP))
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        usage = _run("cuobjdump", "-res-usage", file.name)
-        sass = _run("nvdisasm", "-c", file.name)
+    cubin = kernel.asm["cubin"]
+    usage = _run("cuobjdump", cubin, "-res-usage")
     match = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert match is not None, usage
     return Compiled(
@@ -156,7 +158,7 @@ def compile_launch(launch: Launch, tensors: Mapping[str, str], architecture: int
         registers=int(match[1]),
         spilled=int(match[2]),
         shared=kernel.metadata.shared,
-        sass=sass,
+        cubin=cubin,
     )
 
 
@@ -179,5 +181,8 @@ def _compile(launch: Launch, tensors: Mapping[str, str], target: GPUTarget):  # 
     return triton.compile(source, target=target, options=options)
 
 
-def _run(tool: str, *arguments: str) -> str:
-    return subprocess.run([_TOOLS / tool, *arguments], capture_output=True, text=True, check=True).stdout
+def _run(tool: str, cubin: bytes, option: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([_TOOLS / tool, option, file.name], capture_output=True, text=True, check=True).stdout

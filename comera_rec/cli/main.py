@@ -6,11 +6,20 @@ A subcommand's module is imported when the subcommand runs: preprocessing needs 
 from __future__ import annotations
 
 import importlib
+import logging
+import warnings
 from typing import NoReturn
 
 import click
 
 from comera_rec.cli.errors import run_command
+
+# TorchRec asks on every start whether it is being traced, and torch answers with a warning about the question.
+logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+# Warnings of torch and TorchRec about deprecated features that they use themselves.
+logging.getLogger("torchrec.distributed.planner.types").setLevel(logging.ERROR)
+for _message in ("Please use DTensor", "`broadcast_buffers` is deprecated"):
+    warnings.filterwarnings("ignore", _message, FutureWarning)
 
 COMMANDS = {
     "synth": ("comera_rec.cli.data", "Write Criteo-format logs with a planted signal of known best AUC."),
@@ -20,12 +29,12 @@ COMMANDS = {
     "describe": ("comera_rec.cli.data", "Show what is in a data set."),
     "lookup": ("comera_rec.cli.data", "Show a category's text beside its id."),
     "to-npy": ("comera_rec.cli.data", "Write a data set as torchrec's .npy files."),
-    "train": ("comera_rec.cli.model", "Train a DLRM, dense or compressed, from a TOML config."),
+    "train": ("comera_rec.cli.train", "Train a DLRM, dense or compressed, from a TOML config."),
     "evaluate": ("comera_rec.cli.model", "Print AUC, NE and logloss of a trained run as one JSON line."),
     "compress": ("comera_rec.cli.model", "Compress a trained dense run, or any TorchRec model's state dict, by TT-SVD."),
     "score": ("comera_rec.cli.serving", "Write a model's scores of a log or of a data set."),
     "serve": ("comera_rec.cli.serve", "Answer requests over HTTP."),
-    "report": ("comera_rec.cli.model", "Compare runs on one self-contained HTML page."),
+    "report": ("comera_rec.cli.report", "Compare runs on one self-contained HTML page."),
     "export": ("comera_rec.cli.model", "Write a trained run as one file that answers requests, or without TT modules."),
 }
 

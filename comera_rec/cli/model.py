@@ -1,22 +1,17 @@
-"""Subcommands that need a model: train, evaluate, compress, report, export."""
+"""Subcommands that take a trained model: evaluate, compress, export."""
 
 from __future__ import annotations
 
 import json
-import logging
-import warnings
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
-import torch.distributed as dist
 
 from comera_rec.convert import TTEmbeddingConfig, compress_state, compression_report, export_dense, read_state, row_importance
 from comera_rec.data import ParquetBatches
-from comera_rec.distributed import leave
 from comera_rec.ops.served_bags import DTYPES
-from comera_rec.report import summary_table, write_report, write_summary
 from comera_rec.serving.export import FORMS, PACKAGE, ExportOptions, export_run
 from comera_rec.serving.triton import export_repository
 from comera_rec.training.compress import compress_run
@@ -24,57 +19,7 @@ from comera_rec.training.config import load_config, parse_overrides
 from comera_rec.training.evaluation import evaluate as evaluate_model
 from comera_rec.training.model import Schema
 from comera_rec.training.runs import load_run
-from comera_rec.training.stopping import Interrupted
-from comera_rec.training.trainer import Diverged, Trainer
 from data_pipeline.manifest import read_manifest
-
-# TorchRec asks on every start whether it is being traced, and torch answers with a warning about the question.
-logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
-# Warnings of torch and TorchRec about deprecated features that they use themselves.
-logging.getLogger("torchrec.distributed.planner.types").setLevel(logging.ERROR)
-for _message in ("Please use DTensor", "`broadcast_buffers` is deprecated"):
-    warnings.filterwarnings("ignore", _message, FutureWarning)
-
-
-@click.command()
-@click.option("--config", "config_path", required=True, type=click.Path(exists=True, dir_okay=False), help="The run's TOML file.")
-@click.argument("overrides", nargs=-1, metavar="[section.key=value ...]")
-@click.pass_context
-def train(context: click.Context, config_path: str, overrides: tuple[str, ...]) -> None:
-    """Train a DLRM, dense or compressed.
-
-    Everything goes to the config's `output` folder, a report.html at the end. Running the command again resumes from the last
-    checkpoint. SIGTERM and Ctrl-C stop after the step at hand, with a checkpoint. Under torchrun tables are sharded over the
-    processes, which share each batch; `--max-restarts` resumes from the last checkpoint.
-
-    \b
-    Example:
-      comera train --config examples/demo.toml data.path=data/ output=runs/compressed training.epochs=2
-      torchrun --nproc-per-node 2 --max-restarts 3 -m comera_rec.train --config examples/demo.toml data.path=data/
-    """
-    config = load_config(config_path, overrides)
-    trainer = Trainer(config)
-    try:
-        result = trainer.train()
-        leave()
-    except (Interrupted, Diverged) as stop:
-        leave()
-        if trainer.processes.is_first:
-            click.echo(f"comera: {stop}", err=True)
-        context.exit(stop.exit_status)
-    except (RuntimeError, dist.DistError) as error:
-        if not (trainer.processes.several and (isinstance(error, dist.DistError) or "gloo" in str(error))):
-            raise
-        click.echo(f"comera: process {trainer.processes.rank} has lost another one ({str(error).splitlines()[0]})", err=True)
-        context.exit(1)
-    if not trainer.processes.is_first:
-        return
-    write_report([trainer.folder], trainer.folder / "report.html")
-    smaller = f" ({result['ratio']:.1f}x smaller than dense)" if result["params"] < result["dense_params"] else ""
-    click.echo(
-        f"{config.output}: {result['steps']} steps, {result['split']} AUC {result['auc']:.4f}, NE {result['ne']:.4f}, "
-        f"{result['params']:,} parameters{smaller}"
-    )
 
 
 @click.command()
@@ -157,48 +102,6 @@ def _compress_state(state: Path, optimizer: Path | None, output: Path, overrides
     partial.rename(output)
     before, after = (sum(value.numel() for value in each.values()) for each in (dense, compressed))
     click.echo(f"wrote {output}: {after:,} parameters ({before / after:.1f}x smaller)")
-
-
-@click.command()
-@click.option(
-    "--run",
-    "runs",
-    required=True,
-    multiple=True,
-    type=click.Path(path_type=Path),
-    metavar="RUN",
-    help="Folder of a run; repeat it to compare several.",
-)
-@click.option("--output", type=click.Path(path_type=Path), help="The HTML page; default report.html in the first run's folder.")
-@click.option(
-    "--truth",
-    type=click.Path(path_type=Path),
-    help="The file that `comera synth` wrote beside its log; adds the best AUC on its last tenth, the default test split.",
-)
-def report(runs: tuple[Path, ...], output: Path | None, truth: Path | None) -> None:
-    """Compare runs on one self-contained HTML page, and print the comparison.
-
-    summary.json is written beside the page.
-
-    \b
-    Example:
-      comera report --run runs/dense --run runs/compressed --output report.html
-    """
-    page = output or runs[0] / "report.html"
-    best_auc = None if truth is None else _best_auc(truth)
-    write_report(list(runs), page, best_auc=best_auc)
-    write_summary(list(runs), page.with_name("summary.json"))
-    click.echo(summary_table(list(runs)))
-    if best_auc is not None:
-        click.echo(f"best reachable AUC on the last tenth of the log: {best_auc:.4f}")
-    click.echo(f"wrote {page}")
-
-
-def _best_auc(truth: Path) -> float:
-    try:
-        return float(json.loads(truth.read_text())["last_tenth"]["best_auc"])
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"--truth {truth} is not what `comera synth` writes beside its log: give that file") from None
 
 
 @click.command()

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor, nn
 from torch._inductor import aoti_compile_and_package
+from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.utils import fresh_cache
 from torch.export import Dim
 from torchrec import KeyedJaggedTensor
@@ -154,6 +155,7 @@ def compile_package(flat: nn.Module, path: Path, metadata: ModelMetadata) -> Non
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = torch.export.export(flat, inputs, dynamic_shapes=shapes, strict=True)
+        pick_vec_isa()  # compiles programs to learn what the CPU can: into the common cache, or every export would repeat it
         with fresh_cache():  # a shared cache can mix weights and metadata of packages compiled at once
             aoti_compile_and_package(program, package_path=str(path), inductor_configs=settings)
 

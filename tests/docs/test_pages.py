@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm_command import comera_on_path
 
 ROOT = Path(__file__).parents[2]
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -31,12 +30,12 @@ def test_the_swap_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
     assert "| 624,039 |" in printed
 
 
-def test_commands_of_the_quickstart(tmp_path: Path) -> None:
+def test_commands_of_the_quickstart(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     blocks = SHELL.findall(PAGES["docs/start/quickstart.md"].read_text())
     assert len(blocks) == 4
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     command = ["sh", "-c", "set -e\n" + "".join(blocks)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500)
+    with comera_on_path(tmp_path_factory.mktemp("bin")) as environment:
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "report.html").exists()
     assert '"ne"' in done.stdout.splitlines()[-1]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -40,17 +38,10 @@ SHAPES = {
 @pytest.fixture(params=[pytest.param("cpu", id="interpreter"), pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
     if request.param == "cpu" and not INTERPRETED:
-        pytest.skip("test_bags_in_the_interpreter runs it in a process of its own")
+        pytest.skip("test_triton_interpreter.py runs it in a process of its own")
     if request.param == "cuda" and (INTERPRETED or not torch.cuda.is_available()):
         pytest.skip("needs a CUDA device, and TRITON_INTERPRET unset")
     return request.param
-
-
-@pytest.mark.skipif(INTERPRETED, reason="it is this process")
-def test_bags_in_the_interpreter() -> None:
-    arguments = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not gpu", __file__]
-    run = subprocess.run(arguments, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
 
 
 def make_tables(order: int = 2, *, shapes: list[TTShape] | None = None, hot: bool = False) -> nn.ModuleList:
@@ -115,11 +106,8 @@ def test_bags_and_gradients_match_the_definition(lengths: str, mode: str, weight
     check(tables, *draw(tables, LENGTHS[lengths], 3), device, mode=mode, weighted=weighted, num_cols=5)
 
 
-@pytest.mark.parametrize("plan_impl", ["reference", "triton"])
-@pytest.mark.parametrize("order", SHAPES)
+@pytest.mark.parametrize(("order", "plan_impl"), [*((order, "reference") for order in SHAPES), (2, "triton")])
 def test_tables_of_any_order_under_either_plan(order: int, plan_impl: str, device: str) -> None:
-    if order != 2 and plan_impl == "triton":
-        plan_impl = "reference"
     tables = make_tables(order)
     check(tables, *draw(tables, LENGTHS["jagged"]), device, plan_impl=plan_impl)
 

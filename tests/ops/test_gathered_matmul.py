@@ -19,7 +19,7 @@ from comera_rec.ops.gathered_matmul import resolve_impl
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 triton = pytest.param(
-    "triton", marks=pytest.mark.skipif(not INTERPRETED, reason="test_gathered_matmul_triton runs it in a process of its own")
+    "triton", marks=pytest.mark.skipif(not INTERPRETED, reason="test_triton_interpreter.py runs it in a process of its own")
 )
 every_impl = pytest.mark.parametrize("impl", ["reference", triton])
 

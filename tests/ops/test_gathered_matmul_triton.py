@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -40,19 +37,10 @@ SIZES = [
 @pytest.fixture(params=[pytest.param("cpu", id="interpreter"), pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
     if request.param == "cpu" and not INTERPRETED:
-        pytest.skip("test_kernels_in_the_interpreter runs it in a process of its own")
+        pytest.skip("test_triton_interpreter.py runs it in a process of its own")
     if request.param == "cuda" and (INTERPRETED or not torch.cuda.is_available()):
         pytest.skip("needs a CUDA device, and TRITON_INTERPRET unset")
     return request.param
-
-
-@pytest.mark.skipif(INTERPRETED, reason="it is this process")
-def test_kernels_in_the_interpreter() -> None:
-    # Triton reads the variable while it is imported, and other tests have imported it before.
-    files = [__file__, str(Path(__file__).with_name("test_gathered_matmul.py"))]
-    arguments = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not gpu", "-k", "triton", *files]
-    run = subprocess.run(arguments, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
 
 
 def operands(size: tuple[int, ...], device: str, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
@@ -185,7 +173,7 @@ def test_results_are_the_same_to_the_bit_every_time(device: str) -> None:
     skew=st.sampled_from([1, 4]),
     seed=st.integers(0, 2**16),
 )
-@pytest.mark.skipif(not INTERPRETED, reason="test_kernels_in_the_interpreter runs it in a process of its own")
+@pytest.mark.skipif(not INTERPRETED, reason="test_triton_interpreter.py runs it in a process of its own")
 def test_any_ids_and_sizes(size: tuple[int, ...], padding: float, skew: int, seed: int) -> None:
     torch.manual_seed(seed)
     a, b, grad, _, _ = operands(size, "cpu")

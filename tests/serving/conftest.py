@@ -50,15 +50,23 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def package(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def common_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that Inductor caches in while a package is written."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
+def package(trained: Path, common_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """`package(form)` -> MODEL.pt2 of float32; the portable one in a Triton repository."""
 
     @cache
     def write(form: str) -> Path:
         folder = tmp_path_factory.mktemp(form)
         where = ["--triton", str(folder)] if form == "portable" else ["--output", str(folder / "model.pt2")]
-        with pytest.raises(SystemExit, match="0"):
-            main(["export", "--checkpoint", str(trained), "--form", form, *where])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(common_cache))
+            with pytest.raises(SystemExit, match="0"):
+                main(["export", "--checkpoint", str(trained), "--form", form, *where])
         return folder / trained.name / "1" / "model.pt2" if form == "portable" else folder / "model.pt2"
 
     return write

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from warm_command import comera_on_path
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "serving.md"
 
 
-def test_commands_run(trained: Path, tmp_path: Path) -> None:
+def test_commands_run(trained: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     if not shutil.which("curl"):
         pytest.skip("curl is not installed")
     (tmp_path / "runs").mkdir()
@@ -33,8 +32,8 @@ def test_commands_run(trained: Path, tmp_path: Path) -> None:
     blocks = re.findall(r"^```sh\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     assert len(blocks) >= 6
     script = "set -e\n" + "".join(blocks).replace("8000", str(port))
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    done = subprocess.run(["sh", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    with comera_on_path(tmp_path_factory.mktemp("bin")) as environment:
+        done = subprocess.run(["sh", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert len(pq.read_table(tmp_path / "scores.parquet")) == 4000
     answers = re.findall(r'\{"scores":.*?\}', done.stdout)

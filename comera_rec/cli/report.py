@@ -1,0 +1,52 @@
+"""The subcommand that compares runs; it needs no torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from comera_rec.report import summary_table, write_report, write_summary
+
+
+@click.command()
+@click.option(
+    "--run",
+    "runs",
+    required=True,
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="RUN",
+    help="Folder of a run; repeat it to compare several.",
+)
+@click.option("--output", type=click.Path(path_type=Path), help="The HTML page; default report.html in the first run's folder.")
+@click.option(
+    "--truth",
+    type=click.Path(path_type=Path),
+    help="The file that `comera synth` wrote beside its log; adds the best AUC on its last tenth, the default test split.",
+)
+def report(runs: tuple[Path, ...], output: Path | None, truth: Path | None) -> None:
+    """Compare runs on one self-contained HTML page, and print the comparison.
+
+    summary.json is written beside the page.
+
+    \b
+    Example:
+      comera report --run runs/dense --run runs/compressed --output report.html
+    """
+    page = output or runs[0] / "report.html"
+    best_auc = None if truth is None else _best_auc(truth)
+    write_report(list(runs), page, best_auc=best_auc)
+    write_summary(list(runs), page.with_name("summary.json"))
+    click.echo(summary_table(list(runs)))
+    if best_auc is not None:
+        click.echo(f"best reachable AUC on the last tenth of the log: {best_auc:.4f}")
+    click.echo(f"wrote {page}")
+
+
+def _best_auc(truth: Path) -> float:
+    try:
+        return float(json.loads(truth.read_text())["last_tenth"]["best_auc"])
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"--truth {truth} is not what `comera synth` writes beside its log: give that file") from None

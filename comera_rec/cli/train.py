@@ -1,0 +1,53 @@
+"""The subcommand that trains."""
+
+from __future__ import annotations
+
+import click
+import torch.distributed as dist
+
+from comera_rec.distributed import leave
+from comera_rec.report import write_report
+from comera_rec.training.config import load_config
+from comera_rec.training.stopping import Interrupted
+from comera_rec.training.trainer import Diverged, Trainer
+
+
+@click.command()
+@click.option("--config", "config_path", required=True, type=click.Path(exists=True, dir_okay=False), help="The run's TOML file.")
+@click.argument("overrides", nargs=-1, metavar="[section.key=value ...]")
+@click.pass_context
+def train(context: click.Context, config_path: str, overrides: tuple[str, ...]) -> None:
+    """Train a DLRM, dense or compressed.
+
+    Everything goes to the config's `output` folder, a report.html at the end. Running the command again resumes from the last
+    checkpoint. SIGTERM and Ctrl-C stop after the step at hand, with a checkpoint. Under torchrun tables are sharded over the
+    processes, which share each batch; `--max-restarts` resumes from the last checkpoint.
+
+    \b
+    Example:
+      comera train --config examples/demo.toml data.path=data/ output=runs/compressed training.epochs=2
+      torchrun --nproc-per-node 2 --max-restarts 3 -m comera_rec.train --config examples/demo.toml data.path=data/
+    """
+    config = load_config(config_path, overrides)
+    trainer = Trainer(config)
+    try:
+        result = trainer.train()
+        leave()
+    except (Interrupted, Diverged) as stop:
+        leave()
+        if trainer.processes.is_first:
+            click.echo(f"comera: {stop}", err=True)
+        context.exit(stop.exit_status)
+    except (RuntimeError, dist.DistError) as error:
+        if not (trainer.processes.several and (isinstance(error, dist.DistError) or "gloo" in str(error))):
+            raise
+        click.echo(f"comera: process {trainer.processes.rank} has lost another one ({str(error).splitlines()[0]})", err=True)
+        context.exit(1)
+    if not trainer.processes.is_first:
+        return
+    write_report([trainer.folder], trainer.folder / "report.html")
+    smaller = f" ({result['ratio']:.1f}x smaller than dense)" if result["params"] < result["dense_params"] else ""
+    click.echo(
+        f"{config.output}: {result['steps']} steps, {result['split']} AUC {result['auc']:.4f}, NE {result['ne']:.4f}, "
+        f"{result['params']:,} parameters{smaller}"
+    )

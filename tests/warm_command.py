@@ -1,0 +1,85 @@
+"""A `comera` on PATH that asks this process to run the command in a fork of one that has imported torch and TorchRec.
+
+With little data, importing them takes most of a command's time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.reduction import DupFd
+from pathlib import Path
+from typing import Any
+
+from comera_rec.cli.main import main
+from comera_rec.testing import CONTEXT
+
+CLIENT = """#!{python} -SE
+import json, os, signal, socket, sys
+
+server = socket.socket(socket.AF_UNIX)
+server.connect({address!r})
+socket.send_fds(server, [json.dumps([sys.argv[1:], os.getcwd()]).encode()], [0, 1, 2])
+process = int(server.recv(99))
+signal.signal(signal.SIGTERM, lambda number, _: os.kill(process, number))
+sys.exit(int(server.recv(99)))
+"""
+
+
+@contextmanager
+def comera_on_path(folder: Path) -> Iterator[dict[str, str]]:
+    """Yield an environment whose `comera` starts in milliseconds; otherwise it is that of this process."""
+    address = str(folder / "socket")
+    script = folder / "comera"
+    script.write_text(CLIENT.format(python=sys.executable, address=address))
+    script.chmod(0o755)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(address)
+        server.listen()
+        threading.Thread(target=_serve, args=(server,), daemon=True).start()
+        yield os.environ | {"PATH": os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])}
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def _serve(server: socket.socket) -> None:
+    while True:
+        try:
+            client, _ = server.accept()
+        except OSError:  # it was shut down
+            return
+        threading.Thread(target=_start, args=(client,), daemon=True).start()
+
+
+def _start(client: socket.socket) -> None:
+    with client:
+        message, files, _, _ = socket.recv_fds(client, 1 << 16, 3)
+        arguments, folder = json.loads(message)
+        process = CONTEXT.Process(target=_work, args=(arguments, folder), kwargs={"files": _Files(files)})
+        process.start()
+        for file in files:
+            os.close(file)
+        client.send(str(process.pid).encode())
+        process.join()
+        client.send(str(process.exitcode).encode())
+
+
+class _Files:
+    """Open files on their way to a process that is being started."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self._numbers = numbers
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, ([DupFd(number) for number in self._numbers],)
+
+
+def _work(arguments: list[str], folder: str, files: Any) -> None:
+    for number, file in enumerate(files):
+        os.dup2(file.detach(), number)
+    os.chdir(folder)
+    main(arguments)
