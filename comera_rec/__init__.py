@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 _LAYERS = ("tt", "nn", "rank", "recsys", "convert", "recsys.sharding")  # cheapest import first
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "ClassificationHead",
     "CompressionReport",
