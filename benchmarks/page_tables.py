@@ -123,6 +123,25 @@ def quality(metric: str, data: str = "") -> str:
     return short_table(rows, metric) + _source(XEON, "quality")
 
 
+def quality_of_int8() -> str:
+    """NE and AUC of tables of int8 numbers beside those of float32 numbers that take equal bytes, on the logs."""
+    rows = [row for row in _rows(XEON, "quality") if row.shapes["data"] == "synth"]
+    by_dtype = {dtype: chosen(rows, dtype) for dtype in ("float32", "int8")}
+    methods = [name for name in NAMES | {"hashing": ""} if any(row.provider == name for row in by_dtype["int8"])]
+    sizes = sorted({row.shapes["compression"] for row in by_dtype["int8"]})
+    lines = []
+    for method in methods:
+        cells = [NAMES.get(method, method)]
+        for size in sizes:
+            for of_dtype in by_dtype.values():
+                runs = _select(of_dtype, provider=method, compression=size)
+                enough = len(runs) == SEEDS
+                cells.append(f"{mean(map(METRICS['ne'], runs)):.4f}, {mean(map(METRICS['auc'], runs)):.4f}" if enough else "")
+        lines.append(cells)
+    titles = [f"{size:g}x, {dtype}" for size in sizes for dtype in by_dtype]
+    return _markdown(["NE, AUC", *titles], lines) + _source(XEON, "quality")
+
+
 def equal_bytes() -> str:
     """Large tables 100 times smaller: TT with hot rows, the best rival of equal bytes, dense tables."""
     lines = []
@@ -395,6 +414,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "quality-ne": partial(quality, "ne"),
     "quality-auc": partial(quality, "auc"),
     "quality-val-ne": partial(quality, "val_ne", "video"),
+    "quality-int8": quality_of_int8,
     "lookup": lookup,
     "mlperf": mlperf,
     "lookup-memory": lookup_memory,

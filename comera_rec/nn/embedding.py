@@ -65,13 +65,13 @@ class TTEmbedding(TTTable):
         m1 = -(-self.num_embeddings // m2)  # without the rows of the left part that are padding
         left_M1N1r = contract(cores[:cut]).reshape(math.prod(rows[:cut]), n1, rank)[:m1]
         right_rM2N2 = contract(cores[cut:]).reshape(rank, m2, n2)
-        x_TN1N2 = F.pad(input, (0, n1 * n2 - self.embedding_dim)).reshape(math.prod(input.shape[:-1]), n1, n2)
+        x_TN1N2 = F.pad(input, (0, n1 * n2 - self.embedding_dim)).reshape(tokens, n1, n2)
         if right_first:
             half = x_TN1N2 @ right_rM2N2.reshape(rank * m2, n2).mT
-            scores = left_M1N1r.reshape(m1, n1 * rank) @ half.view(len(x_TN1N2), n1 * rank, m2)
+            scores = left_M1N1r.reshape(m1, n1 * rank) @ half.view(tokens, n1 * rank, m2)
         else:
             half = left_M1N1r.mT.reshape(m1 * rank, n1) @ x_TN1N2
-            scores = half.view(len(x_TN1N2), m1, rank * n2) @ right_rM2N2.mT.reshape(rank * n2, m2)
+            scores = half.view(tokens, m1, rank * n2) @ right_rM2N2.mT.reshape(rank * n2, m2)
         scores = scores.reshape(*input.shape[:-1], m1 * m2)[..., : self.num_embeddings]
         if not self.num_hot_rows:
             return scores
