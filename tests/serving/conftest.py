@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.cpu_vec_isa import pick_vec_isa
 
 from comera_rec.cli.main import main
 from comera_rec.data import ParquetBatches
@@ -63,6 +64,7 @@ def package(trained: Path, common_cache: Path, tmp_path_factory: pytest.TempPath
     def write(form: str) -> Path:
         folder = tmp_path_factory.mktemp(form)
         where = ["--triton", str(folder)] if form == "portable" else ["--output", str(folder / "model.pt2")]
+        pick_vec_isa()  # twenty seconds without the machine's own cache
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(common_cache))
             with pytest.raises(SystemExit, match="0"):
