@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from statistics import mean
 
 import torch
 
 from benchmarks.harness.measure import Settings
 from benchmarks.harness.rows import Row
-from benchmarks.text.runs import SEEDS, Method, Task, chosen, counted, format_case, run_task
+from benchmarks.text.runs import SEEDS, Method, Task, counted, format_case, run_task, steps_in_equal_time
 from comera_rec.training.config import load_settings
 from examples import pretrain_code
 
@@ -66,13 +65,8 @@ def run(settings: Settings) -> Iterator[list[Row]]:
     yield from trained((DENSE, *TT), steps, seeds=1)
     best = best_split([row for row in rows if row.shapes["steps"] == steps])
     yield from trained((DENSE, best), steps, seeds=SEEDS)
-    cpu_seconds = {
-        method.name: mean(
-            row.counted["cpu_seconds"] for row in chosen([r for r in rows if r.shapes["steps"] == steps], method.name)
-        )
-        for method in (DENSE, best)
-    }
-    yield from trained((best,), int(steps * cpu_seconds[DENSE.name] / cpu_seconds[best.name]), seeds=SEEDS)
+    longer = steps_in_equal_time(rows, steps, best.name, DENSE.name)
+    yield from trained((best,), longer, seeds=SEEDS)
 
 
 def overrides(method: str, lr: float) -> list[str]:

@@ -12,6 +12,7 @@ import datetime
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from statistics import mean
 from typing import Any
 
 from tqdm import tqdm
@@ -110,6 +111,13 @@ def chosen(rows: Sequence[Row], method: str) -> list[Row]:
     """A method's runs at the rate that it chose."""
     of_method = [row for row in rows if row.provider == method]
     return [row for row in of_method if row.shapes["lr"] == best_rate(of_method, row.shapes)]
+
+
+def steps_in_equal_time(rows: Sequence[Row], steps: int, method: str, reference: str) -> int:
+    """How many steps of a method take the CPU seconds of `steps` steps of another, both at the rates that they chose."""
+    of_length = [row for row in rows if row.shapes["steps"] == steps]
+    seconds, of_reference = (mean(row.counted["cpu_seconds"] for row in chosen(of_length, name)) for name in (method, reference))
+    return max(1, int(steps * of_reference / seconds))
 
 
 def counted(metrics: dict[str, Any]) -> dict[str, float]:

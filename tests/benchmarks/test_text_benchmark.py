@@ -10,7 +10,7 @@ import pytest
 from benchmarks.harness.measure import Settings
 from benchmarks.linear.rivals import galore_is_installed
 from benchmarks.text import code, sst2
-from benchmarks.text.runs import Method, Task, best_rate, chosen, run_task
+from benchmarks.text.runs import Method, Task, best_rate, chosen, run_task, steps_in_equal_time
 from benchmarks.text.summary import code_table, sst2_table
 
 SETTINGS = Settings(quick=True, memory=False)
@@ -27,7 +27,11 @@ def folder(tmp_path: Path) -> Path:
 def test_every_method_is_trained_on_sentences(folder: Path) -> None:
     rows = [row for case in sst2.run(replace(SETTINGS, data=folder)) for row in case]
     methods = [method for method in sst2.METHODS if galore_is_installed() or method.name != sst2.GALORE]
+    last = rows.pop()
     assert [(row.provider, row.shapes["lr"]) for row in rows] == [(m.name, rate) for m in methods for rate in m.rates]
+    [best] = chosen(rows, sst2.BUDGET)
+    steps = steps_in_equal_time(rows, sst2.QUICK_STEPS, sst2.BUDGET, sst2.DENSE)
+    assert (last.provider, last.shapes["lr"], last.shapes["steps"]) == (sst2.BUDGET, best.shapes["lr"], steps)
     params = {row.provider: row.counted["params"] for row in rows}
     assert params[sst2.BUDGET] < params[sst2.LOW_RANK] < params[sst2.DENSE] < params[sst2.LTE]
     assert all(0 <= row.p50 <= 1 for row in rows)
@@ -47,7 +51,8 @@ def test_the_best_tt_model_also_trains_for_the_dense_models_seconds() -> None:
     assert {row.provider for row in equal} == {code.DENSE.name, *code.SPLITS}
     best = min((row for row in equal if row.provider in code.SPLITS), key=lambda row: row.counted["train_loss"])
     dense = chosen(equal, code.DENSE.name)[0]
-    steps = int(code.QUICK_STEPS * dense.counted["cpu_seconds"] / best.counted["cpu_seconds"])
+    steps = max(1, int(code.QUICK_STEPS * dense.counted["cpu_seconds"] / best.counted["cpu_seconds"]))
+    assert steps_in_equal_time(rows, code.QUICK_STEPS, best.provider, code.DENSE.name) == steps
     assert (last.provider, last.shapes["steps"], last.shapes["lr"]) == (best.provider, steps, best.shapes["lr"])
 
 
@@ -85,10 +90,11 @@ def test_tables_have_the_chosen_rates_and_cpu_time() -> None:
         assert dict(zip(header, lines[0], strict=True)) == {
             "": "dense, AdamW",
             "learning rate": "0.02",
+            "steps": f"{steps}",
             "accuracy, %": ("60.0" if spread else "50.0") + spread,
             "training loss": "0.000" + (" ± 0.000" if spread else ""),
             "parameters": "5,000",
-            "CPU time of a step": "20 ms",
+            "CPU time": f"{steps // 50} s",
             "peak memory": "7 MiB",
         }
         assert [line[0] for line in lines] == ["dense, AdamW", "dense, LTE, 4 heads of rank 32"]
