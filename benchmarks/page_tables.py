@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from benchmarks.data.formats import TEXT
 from benchmarks.harness.rows import Row, read_rows
 from benchmarks.quality.runs import SEEDS, VARIANTS, chosen
 from benchmarks.quality.summary import BEST, DATA_SETS, METRICS, NAMES, NOT_EQUAL, short_table
@@ -306,6 +307,17 @@ def preprocess_memory() -> str:
     return _markdown(header, lines) + _source(XEON, "preprocess-memory")
 
 
+def preprocess_formats() -> str:
+    """Whole runs of preprocessing one log in several formats."""
+    rows = _rows(XEON, "preprocess-formats")
+    lines = [
+        [row.provider, f"{row.p50 / 1000:.1f} s", f"{row.counted['rows_per_cpu_s']:,.0f}", f"{1 / row.ratios[TEXT]:.1f}"]
+        for row in rows
+    ]
+    header = [f"{rows[0].shapes['rows']:,} rows of 40 columns", "time", "rows a CPU second", "times text's time"]
+    return _markdown(header, lines) + _source(XEON, "preprocess-formats")
+
+
 def gpu_static() -> str:
     """The modelled step on GPUs, ours and FBGEMM's."""
     rows = _rows(XEON, "gpu-static")
@@ -426,6 +438,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "serve": serve,
     "preprocess": preprocess,
     "preprocess-memory": preprocess_memory,
+    "preprocess-formats": preprocess_formats,
     "trainer-loop": trainer_loop,
     "gpu-static": gpu_static,
     "distributed": distributed,

@@ -37,6 +37,7 @@ BENCHMARKS = {
     "sharding-grid": ("benchmarks.sharding.grid", "the planner's estimates and choice: where copies of cores beat moving bags"),
     "preprocess": ("benchmarks.data.preprocess", "raw logs to a data set: comera preprocess, pandas, torchrec; resumes"),
     "preprocess-memory": ("benchmarks.data.memory", "peak memory of comera preprocess beside its limit, by kinds of logs; resumes"),
+    "preprocess-formats": ("benchmarks.data.formats", "comera preprocess of one log as text, quoted CSV, JSON lines and Parquet"),
     "loader": ("benchmarks.data.loader", "a data set to training batches"),
     "ordering": ("benchmarks.lookup.ordering", "ids by frequency, by communities, at random: what batches meet, and their lookup"),
     "linear": ("benchmarks.linear.layers", "linear layers: nn.Linear and TTLinear"),

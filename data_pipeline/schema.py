@@ -1,7 +1,7 @@
 """What a log holds: its columns, each of one kind, and how they are written.
 
     format = "csv"                 # "text": nothing is quoted; "jsonl": an object a line. Parquet says itself what it is
-    separator = ","
+    separator = ","                # the default of "csv"; of others the tab
     header = true                  # each log opens with a line of names, by which its columns are known; else by their order
     [columns]
     click = "label"                # 0 or 1; written as `label`, or by their names where there are several
@@ -204,7 +204,7 @@ def _schema(content: Mapping[str, Any]) -> LogSchema:
     columns = content.get("columns")
     if not isinstance(columns, dict) or not columns:
         raise ValueError('it has no table [columns] of lines such as price = "integer"')
-    separator = _byte(content.get("separator", "\t"))
+    separator = _byte(content.get("separator", "," if content.get("format") == "csv" else "\t"))
     schema = LogSchema(
         columns=tuple(_column(name, entry) for name, entry in columns.items()),
         separator=separator,

@@ -8,9 +8,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from benchmarks.data import formats
 from benchmarks.data.preprocess import _require_equal_data
 from benchmarks.data.rivals import preprocess_with_duckdb, preprocess_with_pandas, preprocess_with_polars
 from benchmarks.harness.agreement import Disagreement
+from benchmarks.harness.measure import Settings
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.synth import SynthOptions, synth
 
@@ -38,3 +40,10 @@ def test_equals_pandas(log: Path, tmp_path: Path) -> None:
     changed.to_parquet(tmp_path / "pandas" / "val.parquet")
     with pytest.raises(Disagreement, match="val of comera-rec and pandas differ"):
         _require_equal_data(tmp_path / "ours", tmp_path / "pandas")
+
+
+def test_every_format_gives_the_same_data_set(tmp_path: Path) -> None:
+    [rows] = formats.run(Settings(quick=True, data=tmp_path))
+    assert [row.provider for row in rows] == list(formats.FORMATS)
+    assert all(row.counted["rows_per_cpu_s"] > 0 for row in rows)
+    assert not list(tmp_path.iterdir())
