@@ -23,7 +23,7 @@ from data_pipeline.reference import quoted
 from data_pipeline.schema import Column, LogSchema
 
 _NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
-_INTEGER = r"^-?0*[0-9]{1,19}$"
+_INTEGER = r"^-?0*[0-9]{1,19}(\.0+)?$"
 _EXACT = 2.0**53  # beyond, float64 holds not every integer
 _EXPECTED = {
     "label": "0 or 1",
@@ -150,7 +150,7 @@ def _read_numbers(array: pa.Array, column: Column) -> _Cells:
     if pa.types.is_temporal(array.type):
         array = pc.divide(array.cast(pa.timestamp("us")).cast(pa.int64()).cast(pa.float64()), 1e6)
     if _is_text(array.type) and kind in ("label", "integer"):
-        cells = _read_each(array, native.read_integers)
+        cells = _read_each(array, native.read_labels if kind == "label" else native.read_integers)
         values, missing, bad = cells.values.view(np.int64).astype(np.float64), cells.missing, cells.bad
     elif _is_text(array.type):
         text = array.cast(pa.large_binary())

@@ -131,8 +131,8 @@ def _of_keys(name: str, *arguments: Any) -> dict[np.dtype, Any]:
 parse = _of_keys("parse", Array, _pointer(Schema), _pointer(Columns))
 measure_block = _function("measure_block", Array, Array, _int, _int, _int, _pointer(Block))
 parse_json = _function("parse_json", Array, _pointer(JsonSchema), _pointer(JsonCells), _int)
-read_integers, read_hex_digits, hash_texts = (
-    _function(name, *[Array] * 4) for name in ("read_integers", "read_hex_digits", "hash_texts")
+read_integers, read_labels, read_hex_digits, hash_texts = (
+    _function(name, *[Array] * 4) for name in ("read_integers", "read_labels", "read_hex_digits", "hash_texts")
 )
 longest_line = _function("longest_line", Array)
 count_sorted = _of_keys("count_sorted", Array, Array)

@@ -1,7 +1,8 @@
 """What the loops of `csrc` compute, in Python: one line of a log, and the words for what is wrong with it; ids by hash; logarithms.
 
-A well-formed line has one cell for each column: a label of 0 or 1, integers of 32 bits or empty, categories of 1 to 8 hex digits
-(upper or lower case) or empty, any text or none for hashed categories, lists of non-empty elements or nothing.
+A well-formed line has one cell for each column: a label of 0 or 1, false or true, integers of 32 bits or empty, categories of 1 to
+8 hex digits (upper or lower case) or empty, any text or none for hashed categories, lists of non-empty elements or nothing. Labels
+and integers may have a fraction of zeros, as pandas writes them where others are missing.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from collections.abc import Sequence
 
 from data_pipeline.schema import Column, LogSchema
 
-_INTEGER = re.compile(rb"-?0*[0-9]{1,10}")
+_INTEGER = re.compile(rb"(-?0*[0-9]{1,10})(\.0+)?")
+_BOOLEANS = {b"false": 0, b"False": 0, b"FALSE": 0, b"true": 1, b"True": 1, b"TRUE": 1}
 _HEX = re.compile(rb"[0-9a-fA-F]{1,8}")
 
 Cell = int | list[int] | None
@@ -40,7 +42,7 @@ def parse_line(line: bytes, schema: LogSchema) -> list[Cell]:
 def _parse_cell(cell: bytes, column: Column) -> Cell:
     match column.kind:
         case "label":
-            return _integer(cell, 0, 1, column, "0 or 1")
+            return _BOOLEANS[cell] if cell in _BOOLEANS else _integer(cell, 0, 1, column, "0 or 1")
         case "integer":
             return _integer(cell, -(2**31), 2**31 - 1, column, "a 32-bit integer") if cell else None
         case "hex":
@@ -61,9 +63,10 @@ def _parse_cell(cell: bytes, column: Column) -> Cell:
 
 
 def _integer(cell: bytes, low: int, high: int, column: Column, expected: str) -> int:
-    if not _INTEGER.fullmatch(cell) or not low <= int(cell) <= high:
+    matched = _INTEGER.fullmatch(cell)
+    if not matched or not low <= int(matched[1]) <= high:
         raise _malformed(column, cell, expected)
-    return int(cell)
+    return int(matched[1])
 
 
 def _malformed(column: Column, cell: bytes, expected: str) -> Malformed:

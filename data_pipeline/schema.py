@@ -204,7 +204,7 @@ def _schema(content: Mapping[str, Any]) -> LogSchema:
     columns = content.get("columns")
     if not isinstance(columns, dict) or not columns:
         raise ValueError('it has no table [columns] of lines such as price = "integer"')
-    separator = _byte(content.get("separator", "," if content.get("format") == "csv" else "\t"))
+    separator = _byte(content.get("separator", "," if content.get("format") == "csv" else "\t"), refused='\r\n-".')
     schema = LogSchema(
         columns=tuple(_column(name, entry) for name, entry in columns.items()),
         separator=separator,
@@ -280,15 +280,15 @@ def _flag(header: object) -> bool:
     return header
 
 
-def _byte(separator: object) -> str:
+def _byte(separator: object, refused: str = '\r\n-"') -> str:
     if (
         not isinstance(separator, str)
         or len(separator) != 1
         or not separator.isascii()
-        or separator in '\r\n-"'
+        or separator in refused
         or separator.isalnum()
     ):
-        raise ValueError(f"separator {separator!r} must be one ASCII character, but no letter, digit, '-', quote or line end")
+        raise ValueError(f"separator {separator!r} must be one ASCII character, but no letter, no digit and none of {refused!r}")
     return separator
 
 

@@ -24,12 +24,20 @@ int64_t read_texts(
 bool read_integer(const Byte* at, const Byte* end, uint64_t& value) {
   const bool is_negative = at != end && *at == '-';
   at += is_negative;
-  if (at == end) return false;
+  if (at == end || *at == '.') return false;
   for (; at != end && '0' <= *at && *at <= '9'; ++at) {
     if (value <= uint64_t{1} << 32) value = value * 10 + (*at - '0');
   }
   if (is_negative) value = -value;
-  return at == end;
+  return skip_zero_fraction(at, end) == end;
+}
+
+bool read_label(const Byte* at, const Byte* end, uint64_t& value) {
+  const Byte* word_end = at;
+  const int word = read_boolean(word_end, end);
+  if (word < 0) return read_integer(at, end, value);
+  value = word;
+  return word_end == end;
 }
 
 bool read_hex(const Byte* at, const Byte* end, uint64_t& value) {
@@ -49,6 +57,9 @@ bool hash(const Byte* at, const Byte* end, uint64_t& value) {
 
 EXPORTED int64_t read_integers(Array<const Byte> bytes, Array<const int64_t> offsets, Array<uint64_t> values, Array<bool> is_bad) {
   return read_texts(bytes, offsets, values, is_bad, read_integer);
+}
+EXPORTED int64_t read_labels(Array<const Byte> bytes, Array<const int64_t> offsets, Array<uint64_t> values, Array<bool> is_bad) {
+  return read_texts(bytes, offsets, values, is_bad, read_label);
 }
 EXPORTED int64_t read_hex_digits(Array<const Byte> bytes, Array<const int64_t> offsets, Array<uint64_t> values, Array<bool> is_bad) {
   return read_texts(bytes, offsets, values, is_bad, read_hex);

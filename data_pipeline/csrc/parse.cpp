@@ -74,7 +74,12 @@ class Parser {
       bool is_good = true;
       switch (schema_.kinds[column]) {
         case kLabel: {
-          const int64_t number = parse_number(at);
+          int64_t number = parse_number(at);
+          if (at == begin) {
+            number = read_boolean(at, end);
+          } else if (at[-1] != '-') {
+            at = skip_zero_fraction(at, end);
+          }
           is_good = at != begin && at[-1] != '-' && (number == 0 || number == 1);
           columns_.labels[label++ * rows_ + row] = static_cast<int8_t>(number);
           break;
@@ -84,6 +89,7 @@ class Parser {
           is_good = INT32_MIN <= number && number <= INT32_MAX && (at == begin || at[-1] != '-');
           columns_.integers[cell] = static_cast<int32_t>(number);
           columns_.integer_missing[cell] = at == begin;
+          if (*at == '.' && at != begin) at = skip_zero_fraction(at, end);
           break;
         }
         case kHex: {

@@ -132,6 +132,33 @@ def test_one_log_in_all_formats(tmp_path: Path, schema: Callable[..., LogSchema]
     assert read_manifest(tmp_path / "data0").categorical_columns[0].distinct == 4
 
 
+def test_a_log_as_pandas_writes_it(tmp_path: Path, schema: Callable[..., LogSchema]) -> None:
+    rows = [row | {"shop": row["shop"] and row["shop"].replace('"', "'")} for row in ROWS]
+    frame = pd.DataFrame(rows).drop(columns="tags")  # cents are float64, as some are missing
+    columns = COLUMNS.replace("tags", "# tags")
+    by_name = schema("header = true\nseparator = ','", columns)
+    expected = preprocessed(tmp_path / "whole", as_csv(rows), by_name)
+    assert b".0," in frame.to_csv().encode()
+    for number, labels in enumerate([float, bool]):
+        of_type = frame.astype({"bought": labels})
+        logs = {
+            "plain": (of_type.to_csv(index=False).encode(), by_name),
+            "quoted": (of_type.to_csv(index=False, quoting=csv.QUOTE_ALL).encode(), by_name),
+            "tabs": (of_type.to_csv(sep="\t").encode(), schema('header = true\nformat = "text"', columns)),
+            "lines": (of_type.to_json(orient="records", lines=True).encode(), schema('format = "jsonl"', columns)),
+        }
+        for name, (content, of_log) in logs.items():
+            assert preprocessed(tmp_path / f"{name}{number}", content, of_log) == expected, name
+
+
+def preprocessed(folder: Path, content: bytes, schema: LogSchema) -> dict[str, bytes]:
+    """Files of the data set of a log."""
+    folder.mkdir()
+    (folder / "log").write_bytes(content)
+    preprocess(PreprocessOptions(inputs=(folder / "log",), output=folder / "data", schema=schema))
+    return files_of(folder / "data")
+
+
 def test_names_are_checked_before_anything_is_read(tmp_path: Path, schema: Callable[..., LogSchema]) -> None:
     by_name = schema('separator = ","\nheader = true')
     (tmp_path / "good.csv").write_bytes(as_csv(ROWS))
@@ -308,6 +335,7 @@ CELLS = st.one_of(
     st.text("0123456789abfABF-", max_size=12),
     st.text("01xX -+.|\té\0", max_size=4),
     st.sampled_from(["2147483647", "2147483648", "-2147483648", "-2147483649", "-0000000000002", "a|b", "|", "a||b", "0", "1", ""]),
+    st.sampled_from(["1.0", "0.00", "-64.0", "1.", "-.0", ".0", "1.01", "True", "false", "TRUE", "tRUE", "trueness"]),
 )
 
 

@@ -80,7 +80,11 @@ def assert_equals_reference(text: bytes, schema: LogSchema) -> None:
 
 
 NUMBERS = st.one_of(
-    st.text("0123456789abfABF-", max_size=12), st.sampled_from(["2147483647", "2147483648", "-2147483648", "-2147483649"])
+    st.text("0123456789abfABF-", max_size=12),
+    st.sampled_from(["2147483647", "2147483648", "-2147483648", "-2147483649"]),
+    st.sampled_from(
+        ["1.0", "0.00", "-64.0", "2147483648.0", "1.", "-.0", ".0", "1.01", "1.0.0", "True", "false", "TRUE", "tRUE", "trueness"]
+    ),
 )
 JUNK = st.text("01xX -+.,|\t\"'\r\\é\0", max_size=4)
 

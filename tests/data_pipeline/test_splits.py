@@ -203,6 +203,10 @@ def test_hash_buckets(tmp_path: Path, write_log: WriteLog) -> None:
         ('[columns]\na = "time"\nb = "user"\nc = "hex"', "rows are split by one of them, so ignore the other"),
         ('[columns]\na = "label"', "there is nothing to learn from"),
         ('[columns]\nlabel = "integer"', "column label is of kind integer; the name is kept for the label"),
+        (
+            'separator = "."\n[columns]\na = "integer"',
+            r"separator '.' must be one ASCII character, but no letter, no digit and none of",
+        ),
         ('separator = "ab"\n[columns]\na = "integer"', "separator 'ab' must be one ASCII character"),
         ('separator = "|"\n[columns]\na = "list"', "a: '|' cannot separate both columns and elements"),
     ],
