@@ -13,10 +13,15 @@ from comera_rec.training.trainer import Diverged, Trainer
 
 
 @click.command()
-@click.option("--config", "config_path", required=True, type=click.Path(exists=True, dir_okay=False), help="The run's TOML file.")
+@click.option(
+    "--config",
+    "config_path",
+    type=click.Path(exists=True, dir_okay=False),
+    help="The run's TOML file; defaults hold for other keys.",
+)
 @click.argument("overrides", nargs=-1, metavar="[section.key=value ...]")
 @click.pass_context
-def train(context: click.Context, config_path: str, overrides: tuple[str, ...]) -> None:
+def train(context: click.Context, config_path: str | None, overrides: tuple[str, ...]) -> None:
     """Train a DLRM, dense or compressed.
 
     Everything goes to the config's `output` folder, a report.html at the end. Running the command again resumes from the last
@@ -25,6 +30,7 @@ def train(context: click.Context, config_path: str, overrides: tuple[str, ...]) 
 
     \b
     Example:
+      comera train data.path=data/ output=runs/first tables.compression=100
       comera train --config examples/demo.toml data.path=data/ output=runs/compressed training.epochs=2
       torchrun --nproc-per-node 2 --max-restarts 3 -m comera_rec.train --config examples/demo.toml data.path=data/
     """

@@ -246,17 +246,17 @@ class RunConfig:
 Settings = TypeVar("Settings")
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a run's config; see `load_settings`."""
     return load_settings(RunConfig, path, overrides)
 
 
-def load_settings(schema: type[Settings], path: str | Path, overrides: Sequence[str] = ()) -> Settings:
+def load_settings(schema: type[Settings], path: str | Path | None, overrides: Sequence[str] = ()) -> Settings:
     """Read settings from a TOML (or, as written into a run's folder, JSON) file.
 
     Args:
         schema: the dataclass that the file is validated into, of plain values and of such dataclasses.
-        path: the file.
+        path: the file; None for overrides alone.
         overrides: `section.key=value` or `key=value`; values are TOML (true, 3, 0.1, [1, 2], "x"), bare words are strings, and
             `none` removes the key, so that its default holds.
 
@@ -264,11 +264,13 @@ def load_settings(schema: type[Settings], path: str | Path, overrides: Sequence[
         ValueError: one line, for unknown keys (with the nearest known one), values of the wrong type, or a file that is not TOML.
         OSError: if the file can't be read.
     """
-    try:
-        text = Path(path).read_text()
-        raw = json.loads(text) if str(path).endswith(".json") else tomllib.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{path} can't be parsed: {error}") from None
+    raw: dict[str, Any] = {}
+    if path is not None:
+        try:
+            text = Path(path).read_text()
+            raw = json.loads(text) if str(path).endswith(".json") else tomllib.loads(text)
+        except ValueError as error:
+            raise ValueError(f"{path} can't be parsed: {error}") from None
     for override in overrides:
         _apply(raw, override)
     return _parse(schema, raw)
@@ -298,6 +300,9 @@ def _parse(schema: type[Settings], raw: dict[str, Any]) -> Settings:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "missing":
+            key += ".path" if key == "data" else ""  # what that section needs
+            raise ValueError(f"config: {key} is missing: give it in the file, or as {key}=VALUE behind the command") from None
         message = first["msg"].removeprefix("Value error, ")
         raise ValueError(f"config: {key}: {message}" if key and not message.startswith(key) else f"config: {message}") from None
 

@@ -42,7 +42,7 @@ def test_what_is_written_reads_back(tmp_path: Path) -> None:
         ({"zzz": 1}, r"unknown key zzz; known keys: output, data"),
         ({"data": {"path": "d", "batch_size": 0}}, r"data\.batch_size is 0: give a positive number"),
         ({"data": {"path": "d", "batch_size": "many"}}, r"data\.batch_size: Input should be a valid integer"),
-        ({"data": {}}, r"data\.path: Field required"),
+        ({"data": {}}, r"data\.path is missing: give it in the file, or as data\.path=VALUE behind the command"),
         ({"tables": {"format": "sparse"}}, r"tables\.format: Input should be 'tt', 'dense' or 'off'"),
         ({"tables": {"tt_ranks": 4, "compression": 9}}, r"tt_ranks 4 and compression 9\.0 are both given"),
         ({"tables": {"tt_ranks": 0}}, r"tt_ranks is 0: give a positive integer"),
@@ -62,6 +62,16 @@ def test_mistakes(change: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         parse_config({**MINIMAL, **change})
     assert "\n" not in str(caught.value)
+
+
+def test_a_run_needs_no_file() -> None:
+    assert load_config(None, ["data.path=data", "output=runs/x", "training.epochs=2"]) == parse_config(
+        {**MINIMAL, "training": {"epochs": 2}}
+    )
+    with pytest.raises(ValueError, match=r"config: output is missing"):
+        load_config(None)
+    with pytest.raises(ValueError, match=r"config: data\.path is missing"):
+        load_config(None, ["output=r"])
 
 
 def test_bad_override_and_bad_file(tmp_path: Path) -> None:
