@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         row_importance,
         swap_embedding_bag_collections_,
         swap_embedding_collections_,
+        swap_embeddings_,
     )
     from comera_rec.nn import (
         ClassificationHead,
@@ -100,6 +101,7 @@ __all__ = [
     "row_importance",
     "swap_embedding_bag_collections_",
     "swap_embedding_collections_",
+    "swap_embeddings_",
     "truncate_ranks_",
     "tt_svd",
     "tt_to_dense",

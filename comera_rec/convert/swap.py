@@ -218,14 +218,25 @@ def _swap_(
             if any(table.is_tt for table in tables):
                 replacements[module] = _swapped(module, tables, init)
     if not replacements:
-        other = next(
-            (_SWAPS[type(module)] for module in model.modules() if type(module) in _SWAPS and type(module) is not kind), None
-        )
+        other = next((_SWAPS[of_type] for of_type in map(type, model.modules()) if of_type in _SWAPS and of_type is not kind), None)
+        if not other and plain_embeddings(model):
+            other = "swap_embeddings_"
         raise ValueError(
             f"no {kind.__name__} was swapped: none passed filter_fn with a table of at least {config.min_rows} rows; "
             + (f"for those that the model has, call {other}" if other else "lower min_rows")
         )
     return replace_modules_(model, replacements)
+
+
+def plain_embeddings(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
+    """Return the layers of exactly torch's types by fully qualified name, without those inside of TorchRec's collections."""
+    collections = (EmbeddingBagCollection, EmbeddingCollection)
+    inside = {child for module in model.modules() if isinstance(module, collections) for child in module.modules()}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) in (nn.Embedding, nn.EmbeddingBag) and module not in inside
+    }
 
 
 _SWAPS: dict[type[nn.Module], str] = {

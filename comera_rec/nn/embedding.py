@@ -8,21 +8,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from comera_rec.nn.table import TTTable, require_plain_rows
+from comera_rec.nn.table import TTTable, require_plain_rows, traits
 from comera_rec.nn.tracing import one_call_in_fx
 from comera_rec.ops import tt_bags
 from comera_rec.tt import TTShape, contract
 
 
 class TTEmbedding(TTTable):
-    """`torch.nn.Embedding` over a TT table; arguments as in `TTTable`.
+    """`torch.nn.Embedding` over a TT table.
 
     Each unique token of a batch is looked up once, as in `TTEmbeddingBag`. CoMERA, section 4.1 (arXiv 2405.14377).
+
+    Args:
+        padding_idx: id whose row is zero and gets no gradient, as in `nn.Embedding`; `logits` doesn't know it.
+        num_embeddings, embedding_dim, others: as in `TTTable`.
+
+    Raises:
+        ValueError: as `TTTable`; for a padding index that is not an id.
 
     Example:
         >>> embedding = TTEmbedding(30_522, 768, shape=TTShape((16, 20, 10, 10), (4, 4, 8, 6), 32))
@@ -30,6 +38,12 @@ class TTEmbedding(TTTable):
         >>> tokens.shape, embedding.logits(tokens).shape
         (torch.Size([1, 3, 768]), torch.Size([1, 3, 30522]))
     """
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, *, padding_idx: int | None = None, **others: Any) -> None:
+        super().__init__(num_embeddings, embedding_dim, **others)
+        if padding_idx is not None and not 0 <= padding_idx < num_embeddings:
+            raise ValueError(f"padding_idx is {padding_idx}: give an id from 0 to {num_embeddings - 1}")
+        self.padding_idx = padding_idx
 
     @one_call_in_fx
     def forward(self, input: Tensor) -> Tensor:
@@ -40,7 +54,8 @@ class TTEmbedding(TTTable):
         """
         ends = torch.arange(input.numel() + 1, device=input.device)  # bags of one id
         rows_TN = tt_bags([self.forward_parameters()], self.plan(input), ends, num_cols=self.embedding_dim, impl=self.impl)
-        return rows_TN.view(*input.shape, self.embedding_dim)
+        rows = rows_TN.view(*input.shape, self.embedding_dim)
+        return rows if self.padding_idx is None else rows.masked_fill((input == self.padding_idx).unsqueeze(-1), 0)
 
     def logits(self, input: Tensor) -> Tensor:
         """Return the inner products with all rows, x E^T: an output layer tied to the table.
@@ -91,19 +106,29 @@ class TTEmbedding(TTTable):
         """Return the TT-SVD of a dense embedding, see `comera_rec.tt_svd`; with hot rows, see `set_dense_matrix_`.
 
         Raises:
-            ValueError: if the module has a padding index, a norm limit or frequency-scaled gradients, which a TT table can't have.
+            ValueError: as `like`.
+        """
+        embedding = cls.like(module, shape=shape, tt_ranks=tt_ranks, hot_rows=hot_rows)
+        embedding.set_dense_matrix_(module.weight.detach(), rtol=rtol)
+        return embedding
+
+    @classmethod
+    def like(cls, module: nn.Embedding, **sizes: Any) -> TTEmbedding:
+        """Return a random table of a dense embedding's sizes, options and standard deviation; `sizes` are shape or ranks, hot rows.
+
+        Raises:
+            ValueError: if the module has a norm limit, frequency-scaled gradients, or a padding row that isn't zero.
         """
         require_plain_rows(module)
-        weight = module.weight.detach()
-        std = float(weight.std(correction=0))
-        sizes = {"shape": shape, "tt_ranks": tt_ranks, "hot_rows": hot_rows}
-        embedding = cls(*weight.shape, **sizes, std=std, device=weight.device, dtype=weight.dtype)  # type: ignore[arg-type]
-        embedding.set_dense_matrix_(weight, rtol=rtol)
-        return embedding
+        rows, dim = module.weight.shape
+        return cls(rows, dim, padding_idx=module.padding_idx, **sizes, **traits(module.weight))
 
     def to_dense(self) -> nn.Embedding:
         """Return a `torch.nn.Embedding` with the same rows."""
-        return nn.Embedding.from_pretrained(self.dense_matrix().detach().contiguous(), freeze=False)
+        rows = self.dense_matrix().detach().contiguous()
+        if self.padding_idx is not None:
+            rows[self.padding_idx] = 0
+        return nn.Embedding.from_pretrained(rows, freeze=False, padding_idx=self.padding_idx)
 
 
 def logits_path(shape: TTShape) -> tuple[int, bool, int]:

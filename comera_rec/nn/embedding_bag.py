@@ -6,11 +6,12 @@ Shapes: L ids, B bags, U unique ids of the batch, N embedding_dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from comera_rec.nn.table import TTTable, require_plain_rows
+from comera_rec.nn.table import TTTable, require_plain_rows, traits
 from comera_rec.nn.tracing import one_call_in_fx
 from comera_rec.ops import tt_bags
 from comera_rec.tt import TTShape
@@ -127,23 +128,23 @@ class TTEmbeddingBag(TTTable):
         """Return the TT-SVD of a dense embedding bag, see `comera_rec.tt_svd`; with hot rows, see `set_dense_matrix_`.
 
         Raises:
+            ValueError: as `like`.
+        """
+        bag = cls.like(module, shape=shape, tt_ranks=tt_ranks, hot_rows=hot_rows)
+        bag.set_dense_matrix_(module.weight.detach(), rtol=rtol)
+        return bag
+
+    @classmethod
+    def like(cls, module: nn.EmbeddingBag, **sizes: Any) -> TTEmbeddingBag:
+        """Return a random table of a dense bag's sizes, options and standard deviation; `sizes` are shape or ranks, hot rows.
+
+        Raises:
             ValueError: if the module has a padding index, a norm limit or frequency-scaled gradients, which a TT table can't have.
         """
         require_plain_rows(module)
-        bag = cls(
-            module.num_embeddings,
-            module.embedding_dim,
-            shape=shape,
-            tt_ranks=tt_ranks,
-            hot_rows=hot_rows,
-            mode=module.mode,
-            include_last_offset=module.include_last_offset,
-            std=float(module.weight.detach().std(correction=0)),
-            device=module.weight.device,
-            dtype=module.weight.dtype,
-        )
-        bag.set_dense_matrix_(module.weight.detach(), rtol=rtol)
-        return bag
+        rows, dim = module.weight.shape
+        last = module.include_last_offset
+        return cls(rows, dim, mode=module.mode, include_last_offset=last, **sizes, **traits(module.weight))
 
     def to_dense(self) -> nn.EmbeddingBag:
         """Return a `torch.nn.EmbeddingBag` with the same rows."""

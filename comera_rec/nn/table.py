@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -242,9 +243,20 @@ def table_shape(num_embeddings: int, embedding_dim: int, shape: TTShape | None, 
 
 
 def require_plain_rows(module: nn.Embedding | nn.EmbeddingBag) -> None:
-    """Raise ValueError if a dense table treats rows specially, which a TT table can't."""
-    if module.padding_idx is not None or module.max_norm is not None or module.scale_grad_by_freq:
+    """Raise ValueError if a dense table does to rows what a TT table can't."""
+    if module.max_norm is not None or module.scale_grad_by_freq:
         raise ValueError(
-            "padding_idx, max_norm and scale_grad_by_freq have no equivalent in a TT table: "
-            f"build the {type(module).__name__} without them"
+            f"max_norm and scale_grad_by_freq have no equivalent in a TT table: build the {type(module).__name__} without them"
         )
+    if module.padding_idx is None:
+        return
+    if isinstance(module, nn.EmbeddingBag):
+        raise ValueError("a TT table leaves no padding_idx out of bags: build the EmbeddingBag without it")
+    if not module.weight.is_meta and module.weight[module.padding_idx].any():
+        raise ValueError(f"the row of padding_idx {module.padding_idx} isn't zero, as it is in a TT table: set it to zero before")
+
+
+def traits(weight: Tensor) -> dict[str, Any]:
+    """Return std, device and dtype of a dense table; its std is 1, torch's default, where it has no values yet."""
+    std = 1.0 if weight.is_meta else float(weight.detach().std(correction=0))
+    return {"std": std, "device": weight.device, "dtype": weight.dtype}

@@ -429,9 +429,19 @@ def test_from_dense_takes_a_table_of_zeros() -> None:
     assert torch.equal(bag(torch.tensor([[1, 29]])), torch.zeros(1, 4))
 
 
-@pytest.mark.parametrize("argument", [{"padding_idx": 0}, {"max_norm": 1.0}, {"scale_grad_by_freq": True}])
-def test_from_dense_refuses_what_a_train_cannot_honour(argument: dict) -> None:
-    with pytest.raises(ValueError, match="padding_idx, max_norm and scale_grad_by_freq have no equivalent in a TT table"):
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ({"padding_idx": 0}, "a TT table leaves no padding_idx out of bags: build the EmbeddingBag without it"),
+        (
+            {"max_norm": 1.0},
+            "max_norm and scale_grad_by_freq have no equivalent in a TT table: build the EmbeddingBag without them",
+        ),
+        ({"scale_grad_by_freq": True}, "max_norm and scale_grad_by_freq have no equivalent"),
+    ],
+)
+def test_from_dense_refuses_what_a_tt_table_lacks(argument: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         TTEmbeddingBag.from_dense(nn.EmbeddingBag(10, 4, **argument), tt_ranks=2)
 
 

@@ -131,9 +131,9 @@ def test_from_dense_at_full_rank_is_the_same_table() -> None:
     assert embedding.to_dense().weight.requires_grad
 
 
-def test_what_a_train_cannot_honour_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"padding_idx, max_norm .* build the Embedding without them"):
-        TTEmbedding.from_dense(nn.Embedding(5, 4, padding_idx=0))
+def test_what_a_tt_table_lacks_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"max_norm and scale_grad_by_freq .* build the Embedding without them"):
+        TTEmbedding.from_dense(nn.Embedding(5, 4, max_norm=1.0))
 
 
 def test_an_id_out_of_range_is_named() -> None:

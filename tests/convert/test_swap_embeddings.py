@@ -1,0 +1,108 @@
+"""torch's own embedding layers become TT tables that do as the layers did."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torchrec
+from torch import nn
+
+import comera_rec as cr
+
+CONFIG = cr.TTEmbeddingConfig(tt_ranks=100, min_rows=100)
+
+
+class Model(nn.Module):
+    """A model with a layer of each kind, and some that stay dense."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(400, 16, padding_idx=7)
+        self.clicks = nn.EmbeddingBag(300, 8, mode="mean", include_last_offset=True)
+        self.few = nn.Embedding(99, 16)
+        self.tied = nn.Embedding(200, 16)
+        self.output = nn.Linear(16, 200, bias=False)
+        self.output.weight = self.tied.weight
+        self.limited = nn.Embedding(200, 16, max_norm=1.0)
+        self.bags_of_padded = nn.EmbeddingBag(200, 16, padding_idx=0)
+        table = torchrec.EmbeddingBagConfig(name="t", num_embeddings=500, embedding_dim=8, feature_names=["f"])
+        self.collection = torchrec.EmbeddingBagCollection([table])
+        nn.init.normal_(self.few.weight, std=0.1)
+
+
+def test_layers_of_their_own_weight_are_swapped(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model, tokens = Model(), torch.tensor([[3, 7, 399], [7, 0, 3]])
+    words, clicks = model.words(tokens), model.clicks(torch.tensor([5, 299, 5]), torch.tensor([0, 2, 2, 3]))
+    model.clicks.weight.requires_grad_(False)
+    with caplog.at_level(logging.INFO):
+        assert cr.swap_embeddings_(model.eval(), CONFIG, init="tt_svd") is model
+    assert [name for name, module in model.named_modules() if isinstance(module, cr.TTEmbedding | cr.TTEmbeddingBag)] == [
+        "words",
+        "clicks",
+    ]
+    assert not model.words.training
+    torch.testing.assert_close(model.words(tokens), words, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model.clicks(torch.tensor([5, 299, 5]), torch.tensor([0, 2, 2, 3])), clicks, rtol=1e-4, atol=1e-4)
+    assert [p.requires_grad for p in model.clicks.parameters()] == [False] * 3
+    for reason in (
+        "tied stays dense: its weight is also that of 'output'",
+        "limited stays dense: max_norm",
+        "bags_of_padded stays dense: a TT table leaves no padding_idx out of bags",
+    ):
+        assert reason in caplog.text
+    with pytest.raises(ValueError, match="id 400 is out of range for words"):
+        model.words(torch.tensor([400]))
+
+
+def test_padding_is_zero_and_learns_nothing() -> None:
+    model = nn.Sequential(nn.Embedding(400, 16, padding_idx=7))
+    torch.manual_seed(0)
+    [table] = cr.swap_embeddings_(model, CONFIG)
+    rows = model(torch.tensor([7, 8]))
+    assert rows[0].eq(0).all()
+    assert rows[1].ne(0).all()
+    model(torch.tensor([7])).sum().backward()
+    assert all(core.grad is None or core.grad.eq(0).all() for core in table.cores())
+    dense = cr.export_dense(model)[0]
+    assert dense.padding_idx == 7
+    torch.testing.assert_close(dense(torch.tensor([7, 8, 0])), model(torch.tensor([7, 8, 0])))
+    with pytest.raises(ValueError, match="padding_idx is 400: give an id from 0 to 399"):
+        cr.TTEmbedding(400, 16, padding_idx=400)
+    used = nn.Embedding(400, 16, padding_idx=7)
+    nn.init.ones_(used.weight)
+    with pytest.raises(ValueError, match="the row of padding_idx 7 isn't zero, as it is in a TT table"):
+        cr.TTEmbedding.from_dense(used, tt_ranks=4)
+
+
+def test_random_tables_have_the_spread_of_the_layers_and_share_a_budget() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"a": nn.Embedding(5000, 32), "b": nn.EmbeddingBag(20_000, 32)})
+    nn.init.normal_(model["a"].weight, std=0.02)
+    cr.swap_embeddings_(model, cr.TTEmbeddingConfig(compression=20, min_rows=100))
+    assert model["a"].dense_matrix().std().item() == pytest.approx(0.02, rel=0.3)
+    assert model["b"].dense_matrix().std().item() == pytest.approx(1, rel=0.3)
+    assert 20 <= cr.compression_report(model).ratio < 25
+    with torch.device("meta"):
+        unmade = nn.Sequential(nn.Embedding(5000, 32))
+    assert cr.swap_embeddings_(unmade, CONFIG)[0].core_0.is_meta
+
+
+def test_a_layer_itself_filters_and_mistakes() -> None:
+    layer = cr.swap_embeddings_(nn.Embedding(400, 16), CONFIG)
+    assert isinstance(layer, cr.TTEmbedding)
+    model = Model()
+    cr.swap_embeddings_(model, CONFIG, filter_fn=lambda _, name: name == "words")
+    assert isinstance(model.words, cr.TTEmbedding)
+    assert isinstance(model.clicks, nn.EmbeddingBag)
+    for nothing in (nn.Linear(3, 3), nn.Embedding(99, 16), Model().collection):
+        with pytest.raises(ValueError, match="no embedding layer was swapped: none passed filter_fn with at least 100 rows"):
+            cr.swap_embeddings_(nothing, CONFIG)
+    with pytest.raises(ValueError, match="init is 'zeros'"):
+        cr.swap_embeddings_(Model(), CONFIG, init="zeros")
+    with pytest.raises(
+        ValueError, match=r"no EmbeddingBagCollection was swapped: .*; for those that the model has, call swap_embeddings_"
+    ):
+        cr.swap_embedding_bag_collections_(nn.Sequential(nn.EmbeddingBag(400, 8)), CONFIG)
