@@ -45,8 +45,8 @@ def swap_embeddings_(
         The model; or the new layer, if the model itself is one.
 
     Example:
-        >>> model = torch.nn.ModuleDict({"items": torch.nn.EmbeddingBag(50_000, 16, mode="sum")})
-        >>> swap_embeddings_(model, TTEmbeddingConfig(tt_ranks=4))["items"].shape.ranks
+        >>> model = nn.ModuleDict({"clicks": nn.EmbeddingBag(50_000, 16, mode="sum")})
+        >>> swap_embeddings_(model, TTEmbeddingConfig(tt_ranks=4))["clicks"].shape.ranks
         (4,)
     """
     require_init(init)
