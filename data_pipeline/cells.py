@@ -24,6 +24,11 @@ from data_pipeline.schema import Column, LogSchema
 
 _NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 _INTEGER = r"^-?0*[0-9]{1,19}(\.0+)?$"
+_ISO_8601 = (
+    r"^[0-9]{4}-[01][0-9]-[0-3][0-9]"
+    r"([ T][0-2][0-9]:[0-5][0-9](:[0-5][0-9](\.[0-9]{1,9})?)?(Z| ?UTC|[+-][0-2][0-9](:?[0-5][0-9])?)?)?$"
+)
+_TIME = pa.timestamp("us", "UTC")
 _EXACT = 2.0**53  # beyond, float64 holds not every integer
 _EXPECTED = {
     "label": "0 or 1",
@@ -176,24 +181,30 @@ def _read_numbers(array: pa.Array, column: Column) -> _Cells:
 
 
 def _times(array: pa.Array) -> pa.Array:
-    """Texts of numbers as they are, and of dates and times of ISO 8601 as seconds since 1970 in UTC."""
+    """Texts of numbers as they are, and of dates and times of ISO 8601 as seconds since 1970; those without a zone are UTC."""
     text = array.cast(pa.large_binary())
-    iso = r"^[0-9]{4}-[01][0-9]-[0-3][0-9]([ T][0-2][0-9]:[0-5][0-9](:[0-5][0-9](\.[0-9]{1,6})?)?)?Z?$"
-    dated = pc.match_substring_regex(text, iso).fill_null(False)
+    dated = pc.match_substring_regex(text, _ISO_8601).fill_null(False)
     if not pc.any(dated).as_py():
         return text
-    dates = pc.if_else(dated, pc.replace_substring_regex(text, "Z$", ""), None).cast(pa.large_string())
+    dates = pc.if_else(dated, text, None).cast(pa.large_string())
+    for pattern, replacement in (
+        (r"( ?UTC|Z)$", "+00:00"),
+        (r"(\.[0-9]{6})[0-9]+", r"\1"),  # nanoseconds
+        (r"^([^ T]*)$", r"\1 00:00"),
+        (r"([ T][0-9:.]*)$", r"\1+00:00"),
+    ):
+        dates = pc.replace_substring_regex(dates, pattern, replacement)
     try:
-        stamps = dates.cast(pa.timestamp("us"))
+        stamps = dates.cast(_TIME)
     except pa.ArrowInvalid:  # which names no row
-        stamps = pa.array([_stamp(date) for date in dates], pa.timestamp("us"))
+        stamps = pa.array([_stamp(date) for date in dates], _TIME)
     seconds = pc.divide(stamps.cast(pa.int64()).cast(pa.float64()), 1e6)
     return pc.if_else(stamps.is_valid(), seconds.cast(pa.large_string()).cast(pa.large_binary()), text)
 
 
 def _stamp(date: pa.LargeStringScalar) -> pa.TimestampScalar | None:
     try:
-        return date.cast(pa.timestamp("us"))
+        return date.cast(_TIME)
     except pa.ArrowInvalid:  # such as 30 February
         return None
 

@@ -7,19 +7,23 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from random_logs import random_rows, to_text
 
+from data_pipeline.cells import to_parsed
 from data_pipeline.manifest import Manifest, read_manifest
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.reference import hash_text
-from data_pipeline.schema import read_schema
+from data_pipeline.schema import Column, LogSchema, read_schema
 from data_pipeline.splits import SplitKind, Splitting
 from data_pipeline.transform import TransformOptions, transform
 from data_pipeline.verify import verify
@@ -309,6 +313,38 @@ def test_new_rows_are_divided_by_the_same_times(visits: Callable[..., Preprocess
         (tmp_path / "visits.csv").write_bytes(b"click,when,who,page\n1,2026-02-28,u,1\n1,%b,u,1\n" % cell)
         with pytest.raises(ValueError, match=rf"visits.csv:3: when '{shown}' is not a time"):
             preprocess(replace(options, output=tmp_path / "other"))
+
+
+ZONES = {"": 0, "Z": 0, "UTC": 0, " UTC": 0, "+00:00": 0, "+02:00": 120, "-0530": -330, "+09": 540}
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    moment=st.datetimes(datetime(1800, 1, 1), datetime(2200, 1, 1)),
+    zone=st.sampled_from(sorted(ZONES)),
+    written=st.sampled_from(["%Y-%m-%d %H:%M:%S.%f", "%Y-%m-%dT%H:%M:%S.%f000", "%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M", "%Y-%m-%d"]),
+)
+def test_times_as_programs_write_them(moment: datetime, zone: str, written: str) -> None:
+    """Of ISO 8601, with zones and fractions as pandas, Spark and BigQuery write them."""
+    if written == "%Y-%m-%d":
+        zone = ""
+    text = moment.strftime(written) + zone
+    schema = LogSchema(columns=(Column(name="when", kind="time"),))
+    parsed, good = to_parsed({"when": pa.array([text, "5"])}, schema, rows=2)
+    assert good.all()
+    known = datetime.fromisoformat(moment.strftime(written)).replace(tzinfo=UTC) - timedelta(minutes=ZONES[zone])
+    assert parsed.split_keys is not None
+    assert parsed.split_keys.tolist() == pytest.approx([known.timestamp(), 5.0], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "text", ["2026-01-01+02:00", "2026-01-01 10:00 CET", "2026-01-01 10:00+2", "2026-01-01 10:00+25:00", "10:00"]
+)
+def test_texts_that_are_no_times(text: str) -> None:
+    schema = LogSchema(columns=(Column(name="when", kind="time"),))
+    parsed, good = to_parsed({"when": pa.array([text, "2026-01-01 10:00+02:00"])}, schema, rows=2)
+    assert good.tolist() == [False, True]
+    assert parsed.reasons == ((0, f"when '{text}' is not a time"),)
 
 
 @pytest.mark.parametrize("times", [(1.0, None), (None, 1.0), (2.0, 1.0)])
