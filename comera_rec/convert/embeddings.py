@@ -51,13 +51,19 @@ def swap_embeddings_(
     """
     require_init(init)
     owners = parameter_owners(model)
-    layers = {name: layer for name, layer in plain_embeddings(model).items() if filter_fn is None or filter_fn(layer, name)}
+    layers = {
+        name or "the model": layer for name, layer in plain_embeddings(model).items() if filter_fn is None or filter_fn(layer, name)
+    }
     dense = []
     for name, layer in layers.items():
         if reason := _reason_against(layer, [owner for owner, other in owners[layer.weight] if other is not layer]):
             dense.append(name)
-            _LOGGER.info("%s stays dense: %s", name or "the model", reason)
-    tables = config.table_configs([_table_config(name, layer) for name, layer in layers.items()], dense=dense)
+            _LOGGER.info("%s stays dense: %s", name, reason)
+    configs = [
+        EmbeddingBagConfig(num_embeddings=layer.num_embeddings, embedding_dim=layer.embedding_dim, name=name, feature_names=[name])
+        for name, layer in layers.items()
+    ]
+    tables = config.table_configs(configs, dense=dense)
     replacements: dict[nn.Module, nn.Module] = {
         layer: _swapped(layer, table, init) for layer, table in zip(layers.values(), tables, strict=True) if table.is_tt
     }
@@ -77,13 +83,6 @@ def _reason_against(layer: Layer, sharers: list[str]) -> str | None:
     except ValueError as error:
         return str(error)
     return None
-
-
-def _table_config(name: str, layer: Layer) -> EmbeddingBagConfig:
-    name = name or "the model"
-    return EmbeddingBagConfig(
-        num_embeddings=layer.num_embeddings, embedding_dim=layer.embedding_dim, name=name, feature_names=[name]
-    )
 
 
 def _swapped(layer: Layer, table: TTEmbeddingBagConfig, init: str) -> nn.Module:

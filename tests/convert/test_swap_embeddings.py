@@ -97,7 +97,7 @@ def test_a_layer_itself_filters_and_mistakes() -> None:
     cr.swap_embeddings_(model, CONFIG, filter_fn=lambda _, name: name == "words")
     assert isinstance(model.words, cr.TTEmbedding)
     assert isinstance(model.clicks, nn.EmbeddingBag)
-    for nothing in (nn.Linear(3, 3), nn.Embedding(99, 16), Model().collection):
+    for nothing in (nn.Linear(3, 3), nn.Embedding(99, 16), nn.Embedding(400, 16, max_norm=1.0), Model().collection):
         with pytest.raises(ValueError, match="no embedding layer was swapped: none passed filter_fn with at least 100 rows"):
             cr.swap_embeddings_(nothing, CONFIG)
     with pytest.raises(ValueError, match="init is 'zeros'"):
