@@ -22,7 +22,8 @@ from examples import pretrain_code
 __all__ = ["format_case", "run"]
 
 DENSE = Method(name="dense", rates=(0.001, 0.002, 0.004))
-SPLITS = {"TT, ranks 32 and 48": (32, 48), "TT, ranks 24 and 54": (24, 54)}  # of layers, of the table
+RANKS = (32, 48), (24, 54), (16, 60)  # of layers, of the table
+SPLITS = {f"TT, ranks {layers} and {table}": (layers, table) for layers, table in RANKS}
 TT = tuple(Method(name=name, rates=(0.0015, 0.003, 0.006)) for name in SPLITS)
 LR_OTHER = 0.002  # of what TT models hold dense: positions, biases, norms
 STEPS, QUICK_STEPS = 300, 3
