@@ -81,7 +81,10 @@ def read_slices(
                 while position + len(decoded) < part.skipped + part.rows:
                     if position + len(decoded) <= part.skipped:
                         decoded, position = pa.table({}), position + len(decoded)
-                    more = pa.Table.from_batches([next(batches)])
+                    batch = next(batches, None)
+                    if batch is None:
+                        raise pa.ArrowInvalid("it states more rows than it holds")
+                    more = pa.Table.from_batches([batch])
                     decoded = pa.concat_tables([decoded, more]) if len(decoded) else more
                 yield number, part, decoded.slice(part.skipped - position, part.rows)
                 decoded, position = decoded.slice(part.skipped + part.rows - position), part.skipped + part.rows

@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -318,6 +319,23 @@ def test_new_logs_in_another_format(tmp_path: Path, schema: Callable[..., LogSch
     np.testing.assert_array_equal(flat.dense[:, 0], whole["cents"])
     np.testing.assert_array_equal(flat.values[:400], whole["shop"])
     np.testing.assert_array_equal(flat.values[800:], np.concatenate(whole["tags"].tolist()))
+
+
+def test_damaged_footers_of_parquet(tmp_path: Path) -> None:
+    """Some state more rows than there are, which Arrow doesn't notice."""
+    file = io.BytesIO()
+    pq.write_table(pa.table({"shop": ["a"] * 8}), file, row_group_size=4)
+    content, schema = file.getvalue(), LogSchema(columns=(Column(name="shop", kind="category"),))
+    footer = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    messages = Counter[str]()
+    for position in range(footer, len(content), 4):
+        damaged = content[:position] + bytes([content[position] ^ 0x18]) + content[position + 1 :]
+        (tmp_path / "log").write_bytes(damaged)
+        try:
+            preprocess(PreprocessOptions(inputs=(tmp_path / "log",), output=tmp_path / "data", schema=schema, overwrite=True))
+        except ValueError as error:
+            messages[str(error).splitlines()[0].rpartition("; ")[2]] += 1
+    assert messages["fetch or write it again"] > 5
 
 
 OTHER = LogSchema(
