@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.data.formats import TEXT
 from benchmarks.harness.rows import Row, read_rows
+from benchmarks.quality.embeddings import SPLITS
 from benchmarks.quality.runs import SEEDS, VARIANTS, chosen
 from benchmarks.quality.summary import BEST, DATA_SETS, METRICS, NAMES, NOT_EQUAL, short_table
 from benchmarks.text.summary import code_table, sst2_table
@@ -141,6 +142,24 @@ def quality_of_int8() -> str:
         lines.append(cells)
     titles = [f"{size:g}x, {dtype}" for size in sizes for dtype in by_dtype]
     return _markdown(["NE, AUC", *titles], lines) + _source(XEON, "quality")
+
+
+def quality_of_splits() -> str:
+    """NE of fixed splits between TT tables and hot rows of one width, beside the split that is found; one seed, on the logs."""
+    rows = [row for row in _rows(XEON, "quality") if row.shapes["data"] == "synth" and row.shapes["compression"] == 100]
+    runs = {row.provider: METRICS["ne"](row) for row in chosen(rows) if row.seed == 0}
+    widths = dict.fromkeys(width or "N" for _, width in SPLITS.values())
+    shares = dict.fromkeys(share for share, _ in SPLITS.values())
+    lines = [
+        [
+            f"{share:g} of the bytes",
+            *(f"{runs[name]:.4f}" if (name := f"TT + {share:g} at {width}") in runs else "" for width in widths),
+        ]
+        for share in shares
+    ]
+    none, found = runs["TT fixed"], runs["TT + rows"]
+    header = [f"NE; no hot rows {none:.4f}, as found {found:.4f}", *(f"width {width}" for width in widths)]
+    return _markdown(header, lines) + _source(XEON, "quality", "quality --only method=TT + 0*")
 
 
 def equal_bytes() -> str:
@@ -427,6 +446,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "quality-auc": partial(quality, "auc"),
     "quality-val-ne": partial(quality, "val_ne", "video"),
     "quality-int8": quality_of_int8,
+    "quality-splits": quality_of_splits,
     "lookup": lookup,
     "mlperf": mlperf,
     "lookup-memory": lookup_memory,
