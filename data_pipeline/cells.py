@@ -26,7 +26,7 @@ _NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 _INTEGER = r"^-?0*[0-9]{1,19}(\.0+)?$"
 _ISO_8601 = (
     r"^[0-9]{4}-[01][0-9]-[0-3][0-9]"
-    r"([ T][0-2][0-9]:[0-5][0-9](:[0-5][0-9](\.[0-9]{1,9})?)?(Z| ?UTC|[+-][0-2][0-9](:?[0-5][0-9])?)?)?$"
+    r"(Z|[ T][0-2][0-9]:[0-5][0-9](:[0-5][0-9](\.[0-9]{1,9})?)?(Z| ?UTC|[+-][0-2][0-9](:?[0-5][0-9])?)?)?$"
 )
 _TIME = pa.timestamp("us", "UTC")
 _EXACT = 2.0**53  # beyond, float64 holds not every integer
@@ -188,7 +188,7 @@ def _times(array: pa.Array) -> pa.Array:
         return text
     dates = pc.if_else(dated, text, None).cast(pa.large_string())
     for pattern, replacement in (
-        (r"( ?UTC|Z)$", "+00:00"),
+        (r"( ?UTC|Z)$", ""),
         (r"(\.[0-9]{6})[0-9]+", r"\1"),  # nanoseconds
         (r"^([^ T]*)$", r"\1 00:00"),
         (r"([ T][0-9:.]*)$", r"\1+00:00"),

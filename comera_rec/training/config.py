@@ -296,15 +296,21 @@ def _parse(schema: type[Settings], raw: dict[str, Any]) -> Settings:
     _reject_unknown(raw, schema, "")
     try:
         # As JSON, whose strict rules take a list for a tuple but neither true nor "3" for a number.
-        return TypeAdapter(schema).validate_json(json.dumps(raw, default=str), strict=True)
+        return TypeAdapter(schema).validate_json(json.dumps(_required_sections(schema) | raw, default=str), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
         if first["type"] == "missing":
-            key += ".path" if key == "data" else ""  # what that section needs
             raise ValueError(f"config: {key} is missing: give it in the file, or as {key}=VALUE behind the command") from None
         message = first["msg"].removeprefix("Value error, ")
         raise ValueError(f"config: {key}: {message}" if key and not message.startswith(key) else f"config: {message}") from None
+
+
+def _required_sections(schema: type) -> dict[str, dict[str, Any]]:
+    """Return an empty section for each that a file must have, so that the key which is missing there is named."""
+    types = get_type_hints(schema)
+    required = [f for f in dataclasses.fields(schema) if f.default is f.default_factory is dataclasses.MISSING]
+    return {f.name: {} for f in required if dataclasses.is_dataclass(types[f.name])}
 
 
 def _apply(raw: dict[str, Any], override: str) -> None:

@@ -327,7 +327,7 @@ ZONES = {"": 0, "Z": 0, "UTC": 0, " UTC": 0, "+00:00": 0, "+02:00": 120, "-0530"
 def test_times_as_programs_write_them(moment: datetime, zone: str, written: str) -> None:
     """Of ISO 8601, with zones and fractions as pandas, Spark and BigQuery write them."""
     if written == "%Y-%m-%d":
-        zone = ""
+        zone = "Z" if zone else ""
     text = moment.strftime(written) + zone
     schema = LogSchema(columns=(Column(name="when", kind="time"),))
     parsed, good = to_parsed({"when": pa.array([text, "5"])}, schema, rows=2)
