@@ -66,7 +66,7 @@ class Job:
         for parsed in blocks:
             yield truncate_lists(replace(parsed, starts=parsed.starts + begin), self.schema)
 
-    def _text_blocks(self, content: bytes, header: int, names: tuple[str, ...] | None) -> Iterator[Parsed]:
+    def _text_blocks(self, content: bytearray, header: int, names: tuple[str, ...] | None) -> Iterator[Parsed]:
         by_order = tuple(column.source for column in self.schema.columns)
         is_quoted = self.schema.format == "csv" and content.find(b'"', header) >= 0
         text = memoryview(content)[header:]
@@ -106,7 +106,7 @@ class Job:
 def _halves(part: Part) -> tuple[Part, Part]:
     """A part of more than one line as two of about the same size."""
     content = part.content
-    if isinstance(content, bytes):
+    if isinstance(content, bytearray):
         middle = content.rfind(b"\n", 0, len(content) // 2) + 1 or content.find(b"\n") + 1
         halves: tuple[Any, Any] = (content[:middle], content[middle:])
     elif isinstance(content, pa.Table):

@@ -75,7 +75,7 @@ def parse_blocks(text: bytes | memoryview, schema: LogSchema, *, block_bytes: in
         rest, begin, lines = rest[block.bytes :], begin + block.bytes, lines + block.lines
 
 
-def longest_line(text: bytes) -> int:
+def longest_line(text: bytes | bytearray) -> int:
     """Bytes of the longest of whole lines, without its newline."""
     longest: int = native.longest_line(Array(np.frombuffer(text, np.uint8), np.uint8))
     return longest

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import gzip
 import zlib
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import BinaryIO, cast
+from dataclasses import dataclass, field
+from functools import partial
+from io import BufferedIOBase
+from typing import cast
 
 import pyarrow as pa
 
@@ -40,13 +43,16 @@ class Part:
     start: where its text begins in that of the log, or its first row.
     content: whole lines ended by newlines, or rows of .npy files or Parquet.
     last: the log ends with it.
+    release: lets a later part have the memory of the content, which nothing may use any more. To map new memory takes the system
+        longer than to read a log into it.
     """
 
     log: int
     number: int
     start: int
-    content: bytes | Rows | pa.Table
+    content: bytearray | Rows | pa.Table
     last: bool
+    release: Callable[[], object] = field(default=lambda: None, compare=False)
 
 
 def identify(logs: tuple[Source, ...]) -> tuple[LogIdentity, ...]:
@@ -73,9 +79,9 @@ def detect_schema(log: Source) -> LogSchema:
             raise ValueError(f"{log} has no column {missing[0]}, as Criteo's logs have; describe other logs with --schema")
         return schema
     first = next(read_parts(0, log, part_bytes=_DETECTED_BYTES, skip=lambda _: False)).content
-    assert isinstance(first, bytes), "only .npy files give rows"
+    assert isinstance(first, bytearray), "only .npy files give rows"
     try:
-        return detect_criteo_schema(first.replace(b"\r\n", b"\n"))
+        return detect_criteo_schema(bytes(first).replace(b"\r\n", b"\n"))
     except ValueError as error:
         raise ValueError(f"{log}:1: {error}") from error
 
@@ -102,8 +108,8 @@ def parquet_names(log: Source) -> tuple[str, ...] | None:
 def read_first_line(log: Source) -> bytes:
     """The first line of a text."""
     part = next(read_parts(0, log, part_bytes=1, skip=lambda _: False))
-    assert isinstance(part.content, bytes), "only texts have lines"
-    return part.content
+    assert isinstance(part.content, bytearray), "only texts have lines"
+    return bytes(part.content)
 
 
 def read_parts(log: int, source: Source, *, part_bytes: int, skip: Skip, columns: Collection[str] | None = None) -> Iterator[Part]:
@@ -119,7 +125,7 @@ def read_parts(log: int, source: Source, *, part_bytes: int, skip: Skip, columns
             yield from _parquet_parts(log, source, part_bytes, skip, columns)
             return
         for part in cut(log, source, part_bytes, skip):
-            if isinstance(part.content, bytes) and longest_line(part.content) > LONGEST_LINE:
+            if isinstance(part.content, bytearray) and longest_line(part.content) > LONGEST_LINE:
                 raise _too_long(source)
             yield part
 
@@ -144,12 +150,12 @@ def _parquet_parts(log: int, source: Source, part_bytes: int, skip: Skip, column
         yield Part(log=log, number=number, start=rows.start, content=table, last=number + 1 == count)
 
 
-def _decompressed(file: BinaryIO) -> BinaryIO:
+def _decompressed(file: BufferedIOBase) -> BufferedIOBase:
     magic = file.read(len(_ZSTD_MAGIC))
     file.seek(0)
     if magic != _ZSTD_MAGIC:
-        return cast(BinaryIO, gzip.open(file))
-    return cast(BinaryIO, pa.CompressedInputStream(pa.PythonFile(file, mode="r"), "zstd"))
+        return cast(BufferedIOBase, gzip.open(file))
+    return cast(BufferedIOBase, pa.CompressedInputStream(pa.PythonFile(file, mode="r"), "zstd"))
 
 
 def _magic(log: Source) -> bytes:
@@ -167,7 +173,7 @@ def _count_plain(size: int, part_bytes: int) -> int:
 
 def _plain_parts(log: int, source: Source, part_bytes: int, skip: Skip) -> Iterator[Part]:
     size = identify_log(source).bytes
-    count = _count_plain(size, part_bytes)
+    count, free = _count_plain(size, part_bytes), deque[bytearray]()
     with open_log(source) as file:
         for number in range(count):
             if skip(number):
@@ -175,9 +181,13 @@ def _plain_parts(log: int, source: Source, part_bytes: int, skip: Skip) -> Itera
             # From the byte before the part, because a newline there makes the part's first byte the first of a line.
             start = _line_end(file, number * part_bytes - 1, source) if number else 0
             end = _line_end(file, min((number + 1) * part_bytes, size) - 1, source)
+            text = _resized(free.pop() if free else bytearray(), end - start)
             file.seek(start)
-            text = _ended(file.read(end - start))
-            yield Part(log=log, number=number, start=start, content=text, last=number + 1 == count)
+            if file.readinto(text) != len(text):
+                raise inputs_changed()
+            _end(text)
+            release = partial(free.append, text)
+            yield Part(log=log, number=number, start=start, content=text, last=number + 1 == count, release=release)
 
 
 def _streamed_parts(log: int, source: Source, part_bytes: int, skip: Skip) -> Iterator[Part]:
@@ -200,7 +210,8 @@ def _streamed_parts(log: int, source: Source, part_bytes: int, skip: Skip) -> It
             if not start and not buffered:
                 raise empty(source)
             with memoryview(buffered) as view:
-                text = _ended(bytes(view[:end]))
+                text = bytearray(view[:end])
+            _end(text)
             del buffered[:end]
             if not skip(number):
                 yield Part(log=log, number=number, start=start, content=text, last=ended and not buffered)
@@ -217,7 +228,7 @@ def _triplet_parts(log: int, source: Source, part_bytes: int, skip: Skip) -> Ite
             yield Part(log=log, number=number, start=start, content=rows, last=number + 1 == count)
 
 
-def _line_end(file: BinaryIO, at: int, source: Source) -> int:
+def _line_end(file: BufferedIOBase, at: int, source: Source) -> int:
     """Where the line that holds byte `at` ends: behind its newline, or with the log."""
     file.seek(at)
     window = file.read(LONGEST_LINE + 1)
@@ -227,8 +238,18 @@ def _line_end(file: BinaryIO, at: int, source: Source) -> int:
     return at + (end + 1 if end >= 0 else len(window))
 
 
-def _ended(text: bytes) -> bytes:
-    return text + b"\n" if text and text[-1:] != b"\n" else text
+def _end(text: bytearray) -> None:
+    if text and text[-1:] != b"\n":
+        text += b"\n"
+
+
+def _resized(text: bytearray, size: int) -> bytearray:
+    """A text's memory for another one of about its size."""
+    if not text:
+        return bytearray(size)
+    del text[size:]
+    text += bytes(size - len(text))
+    return text
 
 
 def _too_long(source: Source) -> ValueError:

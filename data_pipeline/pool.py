@@ -61,6 +61,7 @@ def work_on_parts(
         try:
             if not stop.is_set():
                 done.put(("result", work(part)))
+            part.release()
         except BaseException as error:
             done.put(("error", error))
         finally:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from io import BufferedIOBase
 from pathlib import Path
-from typing import Any, BinaryIO, TypeGuard, cast
+from typing import Any, TypeGuard, cast
 
 import fsspec.core
 
@@ -103,14 +104,14 @@ def identify_log(log: Source) -> LogIdentity:
     return LogIdentity(name=name_of(log), bytes=size, version=version)
 
 
-def open_log(log: Source, *, streamed: bool = False) -> BinaryIO:
+def open_log(log: Source, *, streamed: bool = False) -> BufferedIOBase:
     """Open a log for reading: from its beginning to its end if streamed, else range by range, each in one request."""
     if isinstance(log, Path):
         return log.open("rb")
     options = {"cache_type": "readahead", "block_size": _STREAM_BLOCK} if streamed else {"cache_type": "none"}
     with errors_of(log):
         files, path = file_system(log)
-        return cast(BinaryIO, _Remote(log, files.open(path, "rb", **options)))
+        return cast(BufferedIOBase, _Remote(log, files.open(path, "rb", **options)))
 
 
 class _Remote:

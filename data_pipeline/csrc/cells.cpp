@@ -14,42 +14,13 @@ int64_t read_texts(
   }
   for (int64_t i = 0; i < values.size; ++i) {
     if (offsets[i] > offsets[i + 1]) return kWrongSizes;
-    values[i] = 0;
-    is_bad[i] = !read(bytes.data + offsets[i], bytes.data + offsets[i + 1], values[i]);
+    is_bad[i] = !read(bytes.data + offsets[i], bytes.data + offsets[i + 1], bytes.data + bytes.size, values[i]);
   }
   return values.size;
 }
 
-// A number with or without a minus; beyond 2^32 if it is larger, which no caller takes.
-bool read_integer(const Byte* at, const Byte* end, uint64_t& value) {
-  const bool is_negative = at != end && *at == '-';
-  at += is_negative;
-  if (at == end || *at == '.') return false;
-  for (; at != end && '0' <= *at && *at <= '9'; ++at) {
-    if (value <= uint64_t{1} << 32) value = value * 10 + (*at - '0');
-  }
-  if (is_negative) value = -value;
-  return skip_zero_fraction(at, end) == end;
-}
-
-bool read_label(const Byte* at, const Byte* end, uint64_t& value) {
-  const Byte* word_end = at;
-  const int word = read_boolean(word_end, end);
-  if (word < 0) return read_integer(at, end, value);
-  value = word;
-  return word_end == end;
-}
-
-bool read_hex(const Byte* at, const Byte* end, uint64_t& value) {
-  if (at == end || end - at > 8) return false;
-  for (; at != end && kHexDigits[*at] != kNoDigit; ++at) value = value << 4 | kHexDigits[*at];
-  return at == end;
-}
-
-bool hash(const Byte* at, const Byte* end, uint64_t& value) {
-  TextHash hash;
-  for (; at != end; ++at) hash.add(*at);
-  value = hash.value();
+bool read_text(const Byte* at, const Byte* end, const Byte*, uint64_t& value) {
+  value = hash_text(at, end);
   return true;
 }
 
@@ -65,7 +36,7 @@ EXPORTED int64_t read_hex_digits(Array<const Byte> bytes, Array<const int64_t> o
   return read_texts(bytes, offsets, values, is_bad, read_hex);
 }
 EXPORTED int64_t hash_texts(Array<const Byte> bytes, Array<const int64_t> offsets, Array<uint64_t> values, Array<bool> is_bad) {
-  return read_texts(bytes, offsets, values, is_bad, hash);
+  return read_texts(bytes, offsets, values, is_bad, read_text);
 }
 
 }  // namespace data_pipeline

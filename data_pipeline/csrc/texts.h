@@ -1,6 +1,7 @@
 // What a cell's bytes are as a value, wherever a cell ends.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <string_view>
@@ -11,35 +12,75 @@ namespace data_pipeline {
 
 using Byte = uint8_t;
 
-constexpr Byte kNoDigit = 255;
-constexpr auto kHexDigits = [] {
-  std::array<Byte, 256> digits{};
-  digits.fill(kNoDigit);
-  for (Byte digit = 0; digit < 16; ++digit) {
-    digits["0123456789abcdef"[digit]] = digits["0123456789ABCDEF"[digit]] = digit;
-  }
-  return digits;
-}();
+constexpr uint64_t kEach = 0x0101010101010101;  // times a byte, eight of it
 
-// Behind the zeros after an integer's point: pandas writes 64 as 64.0 where a column has missing cells.
-inline const Byte* skip_zero_fraction(const Byte* at, const Byte* end) {
-  if (at == end || *at != '.') return at;
-  const Byte* zeros = at + 1;
-  while (zeros != end && *zeros == '0') ++zeros;
-  return zeros == at + 1 ? at : zeros;
+// Eight bytes of a text, the first one lowest; zeros behind the text's end.
+inline uint64_t load(const Byte* at, const Byte* text_end) {
+  static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__);
+  uint64_t bytes = 0;
+  if (text_end - at >= 8) {
+    std::memcpy(&bytes, at, 8);
+    return bytes;
+  }
+  for (int i = 0; at + i != text_end; ++i) bytes |= uint64_t{at[i]} << 8 * i;
+  return bytes;
 }
 
-// 1 for true, 0 for false, in lower or upper case or capitalized, and `at` behind the word; -1 for other text.
-inline int read_boolean(const Byte*& at, const Byte* end) {
+// The first `length` of eight bytes, behind zeros. Two shifts, because one by 64 is undefined.
+inline uint64_t align(uint64_t bytes, int64_t length) { return bytes << (32 - 4 * length) << (32 - 4 * length); }
+
+// The number that up to 8 hex digits are, 0 if there are none; false if there are more, or other bytes.
+//
+// All eight are worked on at once (Knuth, TAOCP 4A, section 7.1.3), without a branch on what they are.
+inline bool read_hex(const Byte* at, const Byte* end, const Byte* text_end, uint64_t& number) {
+  const int64_t length = std::min<int64_t>(end - at, 8);
+  const uint64_t bytes = align(load(at, text_end) ^ kEach * '0', length) ^ kEach * '0';
+  const uint64_t letters = bytes >> 6 & kEach;
+  const uint64_t digits = (bytes & kEach * 0x0F) + letters * 9;
+  const uint64_t wrong = ((bytes & ~(letters << 5) & kEach * 0xF0) ^ (kEach * 0x30 + (letters << 4))) |  // not 0x3_, 0x4_ or 0x6_
+                         ((digits + kEach * 6 & kEach * 0x10) ^ letters << 4) |                          // ten and more are letters
+                         (digits & kEach * 0xF0);
+  uint64_t halves = __builtin_bswap64(digits);
+  halves = (halves | halves >> 4) & 0x00FF00FF00FF00FF;
+  halves = (halves | halves >> 8) & 0x0000FFFF0000FFFF;
+  number = (halves | halves >> 16) & 0xFFFFFFFF;
+  return !wrong && end - at <= 8;
+}
+
+// A number of digits with or without a minus, and a fraction of zeros at most: pandas writes 64 as 64.0 where a column has missing
+// cells. 0 if there is nothing, beyond 2^32 if it is larger, which no caller takes; false for other text.
+inline bool read_integer(const Byte* at, const Byte* end, const Byte* text_end, uint64_t& number) {
+  const bool is_negative = at != end && *at == '-';
+  at += is_negative;
+  const int64_t length = end - at;
+  uint64_t digits = length <= 8 ? align(load(at, text_end) ^ kEach * '0', length) : ~uint64_t{0};
+  if (!((digits + kEach * 0x76 | digits) & kEach * 0x80) && is_negative <= length) {
+    digits = (digits * 10 + (digits >> 8)) & 0x00FF00FF00FF00FF;
+    digits = (digits * 100 + (digits >> 16)) & 0x0000FFFF0000FFFF;
+    digits = (digits * 10000 + (digits >> 32)) & 0xFFFFFFFF;
+    number = is_negative ? -digits : digits;
+    return true;
+  }
+  const Byte* const begin = at;
+  for (number = 0; at != end && '0' <= *at && *at <= '9'; ++at) {
+    if (number <= uint64_t{1} << 32) number = number * 10 + (*at - '0');
+  }
+  if (is_negative) number = -number;
+  if (at == begin || at == end) return at != begin;
+  return *at == '.' && at + 1 != end && std::all_of(at + 1, end, [](Byte byte) { return byte == '0'; });
+}
+
+// A label: false or true in lower or upper case or capitalized, or as `read_integer`.
+inline bool read_label(const Byte* at, const Byte* end, const Byte* text_end, uint64_t& label) {
   static constexpr std::string_view words[] = {"false", "False", "FALSE", "true", "True", "TRUE"};
-  for (int word = 0; word < 6; ++word) {
-    const std::string_view letters = words[word];
-    if (static_cast<size_t>(end - at) >= letters.size() && std::memcmp(at, letters.data(), letters.size()) == 0) {
-      at += letters.size();
-      return word / 3;
+  const std::string_view text(reinterpret_cast<const char*>(at), end - at);
+  for (int word = 0; text.size() >= 4 && word < 6; ++word) {
+    if (text == words[word]) {
+      label = word / 3;
+      return true;
     }
   }
-  return -1;
+  return at != end && read_integer(at, end, text_end, label);
 }
 
 // FNV-1a of 64 bits (Fowler, Noll, Vo), finalized; `reference.hash_text`.
@@ -49,5 +90,11 @@ struct TextHash {
   void add(Byte byte) { state = (state ^ byte) * 0x100000001B3; }
   uint64_t value() const { return mix(state); }
 };
+
+inline uint64_t hash_text(const Byte* at, const Byte* end) {
+  TextHash hash;
+  for (; at != end; ++at) hash.add(*at);
+  return hash.value();
+}
 
 }  // namespace data_pipeline

@@ -125,6 +125,17 @@ def test_any_bytes(text: bytes) -> None:
         assert_equals_reference(text.replace(b"\x0b", b"\n") + b"\n", schema)
 
 
+@pytest.mark.parametrize("kind", ["label", "integer", "hex"])
+def test_every_byte_at_every_place(kind: str) -> None:
+    """Cells of 1 to 9 bytes are read eight at once; good and malformed lines take turns."""
+    digits = b"-1234567" if kind == "integer" else b"1.000000" if kind == "label" else b"0aF9Af12"
+    cells = [digits[:size] for size in range(9)] + [digits[:4] + digits]
+    places = [(cell, place) for cell in cells for place in range(len(cell))]
+    changed = [cell[:place] + bytes([byte]) + cell[place + 1 :] for cell, place in places for byte in range(256)]
+    schema = LogSchema(columns=(Column(name="cell", kind=kind), Column(name="site", kind="category")))
+    assert_equals_reference(b"".join(cell + b"\tx\n" for cell in cells + changed), schema)
+
+
 @pytest.mark.parametrize("text", [b"", b"\n", b"\r\n", b"\t\n", b"\n" * 150])
 def test_short_lines(text: bytes) -> None:
     for schema in (CRITEO, OTHER, ONE_COLUMN):
