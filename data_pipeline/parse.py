@@ -1,4 +1,4 @@
-"""Text to columns by `csrc/parse.cpp`, at two nanoseconds a byte: the fast form of `data_pipeline.reference`.
+"""Text to columns by `csrc/parse.cpp`, at less than two nanoseconds a byte: the fast form of `data_pipeline.reference`.
 
 Letters: n well-formed lines of a text, L labels, I integer columns, C categorical columns of one value, M list columns.
 """

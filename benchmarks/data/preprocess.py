@@ -5,12 +5,13 @@ A run that was stopped goes on with the cases that are left; `--data` keeps the 
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -62,19 +63,23 @@ def run(settings: Settings) -> Iterator[list[Row]]:
     """Wall and CPU time and peak memory of whole runs, in turns."""
     environment = describe(settings.device)
     finished = {row.shapes["rows"] for row in settings.finished}
+    missing = {name for name in (POLARS, DUCKDB) if importlib.util.find_spec(name) is None}
     for case in chosen(cases(settings.quick), settings.only):
         if case.rows in finished:
             continue
+        providers = [name for name in case.providers if name not in missing]
+        for name in missing.intersection(case.providers):
+            tqdm.write(f"preprocess, {case.shapes()}: without {name}: it is not installed (pip install {name})")
         with tempfile.TemporaryDirectory(dir=settings.data) as folder:
             log = Path(settings.data or folder, f"log-{case.rows}-{settings.seed}.txt")
             if not log.exists():
                 synth(SynthOptions(rows=case.rows, output=log, seed=settings.seed))
-            samples: dict[str, list[tuple[float, float, float]]] = {name: [] for name in case.providers}
+            samples: dict[str, list[tuple[float, float, float]]] = {name: [] for name in providers}
             for _ in tqdm(range(case.rounds), desc=f"preprocess, {case.rows:,} rows", disable=None):
-                for name in case.providers:
+                for name in providers:
                     samples[name].append(_in_a_process(name, Path(folder, name), log))
-                _require_right_data(case, Path(folder))
-                for name in case.providers:
+                _require_right_data(providers, Path(folder))
+                for name in providers:
                     shutil.rmtree(Path(folder, name))
         counted = {
             name: {
@@ -105,9 +110,9 @@ def _in_a_process(provider: str, output: Path, log: Path) -> tuple[float, float,
     return seconds, cpu, mib
 
 
-def _require_right_data(case: LogCase, folder: Path) -> None:
+def _require_right_data(providers: Sequence[str], folder: Path) -> None:
     """Equal to what the scripts wrote; by itself where none can, as its manifest says."""
-    scripts = [name for name in case.providers if name in (PANDAS, POLARS, DUCKDB)]
+    scripts = [name for name in providers if name in (PANDAS, POLARS, DUCKDB)]
     for name in scripts:
         _require_equal_data(folder / OURS, folder / name)
     if not scripts:

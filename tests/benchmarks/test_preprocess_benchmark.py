@@ -9,7 +9,8 @@ import pandas as pd
 import pytest
 
 from benchmarks.data import formats
-from benchmarks.data.preprocess import _require_equal_data
+from benchmarks.data import preprocess as benchmark
+from benchmarks.data.preprocess import OURS, POLARS, LogCase, _require_equal_data
 from benchmarks.data.rivals import preprocess_with_duckdb, preprocess_with_pandas, preprocess_with_polars
 from benchmarks.harness.agreement import Disagreement
 from benchmarks.harness.measure import Settings
@@ -40,6 +41,16 @@ def test_equals_pandas(log: Path, tmp_path: Path) -> None:
     changed.to_parquet(tmp_path / "pandas" / "val.parquet")
     with pytest.raises(Disagreement, match="val of comera-rec and pandas differ"):
         _require_equal_data(tmp_path / "ours", tmp_path / "pandas")
+
+
+def test_rivals_that_are_not_installed_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(benchmark, "cases", lambda quick: [LogCase(rows=500, providers=(OURS, POLARS), rounds=1)])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    [rows] = benchmark.run(Settings(quick=True, data=tmp_path))
+    assert {row.provider for row in rows} == {OURS}
+    assert "without polars: it is not installed (pip install polars)" in capsys.readouterr().out
 
 
 def test_every_format_gives_the_same_data_set(tmp_path: Path) -> None:
