@@ -17,7 +17,11 @@ from benchmarks.text.summary import code_table, sst2_table
 
 RESULTS = Path(__file__).parent / "results"
 XEON, EPYC, EPYC_AVX2 = "cpu-2-intel-xeon-processor-avx512", "cpu-2-amd-epyc", "cpu-2-amd-epyc-avx2"
-MACHINES = {XEON: "2 cores of an Intel Xeon with AVX-512", EPYC: "2 cores of an AMD EPYC", EPYC_AVX2: "2 cores of an AMD EPYC with AVX2"}
+MACHINES = {
+    XEON: "2 cores of an Intel Xeon with AVX-512",
+    EPYC: "2 cores of an AMD EPYC",
+    EPYC_AVX2: "2 cores of an AMD EPYC with AVX2",
+}
 OURS = "TTEmbeddingBagCollection, updated in backward"
 
 
