@@ -10,8 +10,9 @@ import queue
 import threading
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from data_pipeline import native
 from data_pipeline.job import Job
@@ -47,6 +48,23 @@ def on_threads(
     return work_on_parts(readers, lambda part: work(job, part, details.get((part.log, part.number))), workers=job.options.threads)
 
 
+@dataclass(frozen=True)
+class _Done(Generic[Result]):
+    result: Result
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A log's reader is at its end."""
+
+    parts: int
+
+
+@dataclass(frozen=True)
+class _Failed:
+    error: BaseException
+
+
 def work_on_parts(
     logs: Sequence[Callable[[], Iterator[Part]]], work: Callable[[Part], Result], *, workers: int
 ) -> Generator[Result]:
@@ -54,16 +72,16 @@ def work_on_parts(
 
     A worker holds its part, and one more is read ahead for it. Leaving the loop, or an error in reading or working, stops the rest.
     """
-    done: queue.Queue[tuple[str, Result] | tuple[str, int] | tuple[str, BaseException]] = queue.Queue()
+    done: queue.Queue[_Done[Result] | _Read | _Failed] = queue.Queue()
     room, stop = threading.Semaphore(PARTS_HELD_PER_WORKER * workers), threading.Event()
 
     def work_on(part: Part) -> None:
         try:
             if not stop.is_set():
-                done.put(("result", work(part)))
+                done.put(_Done(work(part)))
             part.release()
         except BaseException as error:
-            done.put(("error", error))
+            done.put(_Failed(error))
         finally:
             room.release()
 
@@ -74,7 +92,7 @@ def work_on_parts(
             try:
                 part = next(parts, None)
             except BaseException as error:
-                done.put(("error", error))
+                done.put(_Failed(error))
                 part = None
             if part is None:
                 room.release()
@@ -82,7 +100,7 @@ def work_on_parts(
             pool.submit(work_on, part)
             del part  # the worker's alone from here on
             count += 1
-        done.put(("parts read", count))
+        done.put(_Read(count))
 
     with ThreadPoolExecutor(workers) as pool, ThreadPoolExecutor(workers) as readers:
         for log in logs:
@@ -91,13 +109,13 @@ def work_on_parts(
             reading, expected, given = len(logs), 0, 0
             while reading or given < expected:
                 match done.get():
-                    case ("parts read", int(count)):
-                        reading, expected = reading - 1, expected + count
-                    case ("error", BaseException() as error):
+                    case _Read(parts):
+                        reading, expected = reading - 1, expected + parts
+                    case _Failed(error):
                         raise error
-                    case (_, result):
+                    case _Done(result):
                         given += 1
-                        yield result  # type: ignore[misc]
+                        yield result
         finally:
             stop.set()
 

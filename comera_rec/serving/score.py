@@ -155,7 +155,7 @@ def _score_part(encoder: Encoder, model: Path, job: Job, part: Part, detail: Non
 
     scores = _scores(model, batches())
     line = np.concatenate(starts) - part.start
-    if isinstance(part.content, bytes):
+    if isinstance(part.content, bytearray):
         newlines = np.flatnonzero(np.frombuffer(part.content, np.uint8) == ord("\n"))
         line = np.searchsorted(newlines, line) - (1 if job.schema.header and not part.start else 0)
     columns = {"line": line} | scores | dict(zip(job.schema.labels, np.concatenate(labels, axis=1), strict=True))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -146,8 +146,7 @@ def materialize_(model: nn.Module, device: torch.device) -> nn.Module:
     for module in model.modules():
         if module not in tables and any(parameter.is_meta for parameter in module.parameters(recurse=False)):
             module.to_empty(device=device, recurse=False)
-            assert callable(module.reset_parameters)
-            module.reset_parameters()
+            cast(Any, module).reset_parameters()
     return model
 
 

@@ -1,8 +1,8 @@
 // Text to columns: the fast form of `data_pipeline/reference.py`, which says what a well-formed line is.
 //
-// A text is whole lines, each ended by \n or \r\n. Some lines at a time are split into cells, and then read column by column, so that
-// nothing in the loop over a column's cells waits for where the cell before it ended. Bytes are foreign: a cell's end is known before
-// it is read, and what is read of eight bytes behind it, but within the text, is cut off.
+// A text is whole lines, each ended by \n or \r\n. A few lines at a time are split into cells, which are then read column by column:
+// no cell has to wait until the end of the one before it is found. Texts are untrusted: the ends of a cell are known before it is
+// read; eight bytes are loaded at once, never beyond the text, and those behind the cell are masked.
 
 #include <algorithm>
 #include <cstring>

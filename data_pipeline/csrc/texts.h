@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <cstring>
 #include <string_view>
 
@@ -12,7 +11,7 @@ namespace data_pipeline {
 
 using Byte = uint8_t;
 
-constexpr uint64_t kEach = 0x0101010101010101;  // times a byte, eight of it
+constexpr uint64_t kEach = 0x0101010101010101;  // times a byte: that byte eight times
 
 // Eight bytes of a text, the first one lowest; zeros behind the text's end.
 inline uint64_t load(const Byte* at, const Byte* text_end) {
@@ -29,16 +28,16 @@ inline uint64_t load(const Byte* at, const Byte* text_end) {
 // The first `length` of eight bytes, behind zeros. Two shifts, because one by 64 is undefined.
 inline uint64_t align(uint64_t bytes, int64_t length) { return bytes << (32 - 4 * length) << (32 - 4 * length); }
 
-// The number that up to 8 hex digits are, 0 if there are none; false if there are more, or other bytes.
+// A number of up to 8 hex digits, 0 for an empty cell; false if there are more digits, or other bytes.
 //
-// All eight are worked on at once (Knuth, TAOCP 4A, section 7.1.3), without a branch on what they are.
+// The eight bytes are one word, worked on without branches (broadword computing: Knuth, TAOCP 4A, section 7.1.3).
 inline bool read_hex(const Byte* at, const Byte* end, const Byte* text_end, uint64_t& number) {
   const int64_t length = std::min<int64_t>(end - at, 8);
   const uint64_t bytes = align(load(at, text_end) ^ kEach * '0', length) ^ kEach * '0';
   const uint64_t letters = bytes >> 6 & kEach;
   const uint64_t digits = (bytes & kEach * 0x0F) + letters * 9;
   const uint64_t wrong = ((bytes & ~(letters << 5) & kEach * 0xF0) ^ (kEach * 0x30 + (letters << 4))) |  // not 0x3_, 0x4_ or 0x6_
-                         ((digits + kEach * 6 & kEach * 0x10) ^ letters << 4) |                          // ten and more are letters
+                         (((digits + kEach * 6) & kEach * 0x10) ^ letters << 4) |                        // ten and more are letters
                          (digits & kEach * 0xF0);
   uint64_t halves = __builtin_bswap64(digits);
   halves = (halves | halves >> 4) & 0x00FF00FF00FF00FF;
@@ -47,14 +46,14 @@ inline bool read_hex(const Byte* at, const Byte* end, const Byte* text_end, uint
   return !wrong && end - at <= 8;
 }
 
-// A number of digits with or without a minus, and a fraction of zeros at most: pandas writes 64 as 64.0 where a column has missing
-// cells. 0 if there is nothing, beyond 2^32 if it is larger, which no caller takes; false for other text.
+// An integer, which may have a minus and a fraction of zeros: pandas writes 64 as 64.0 where a column has missing cells. 0 for an empty
+// cell; some number beyond 2^32 for a larger one, which no caller accepts; false for other text.
 inline bool read_integer(const Byte* at, const Byte* end, const Byte* text_end, uint64_t& number) {
   const bool is_negative = at != end && *at == '-';
   at += is_negative;
   const int64_t length = end - at;
   uint64_t digits = length <= 8 ? align(load(at, text_end) ^ kEach * '0', length) : ~uint64_t{0};
-  if (!((digits + kEach * 0x76 | digits) & kEach * 0x80) && is_negative <= length) {
+  if (!(((digits + kEach * 0x76) | digits) & kEach * 0x80) && is_negative <= length) {
     digits = (digits * 10 + (digits >> 8)) & 0x00FF00FF00FF00FF;
     digits = (digits * 100 + (digits >> 16)) & 0x0000FFFF0000FFFF;
     digits = (digits * 10000 + (digits >> 32)) & 0xFFFFFFFF;
