@@ -318,7 +318,7 @@ def preprocess() -> str:
 
 def preprocess_memory() -> str:
     """Peak memory of preprocessing beside its limit, by kinds of logs."""
-    rows = _rows(XEON, "preprocess-memory")
+    rows = _rows(EPYC_AVX2, "preprocess-memory")
     limits = sorted({row.shapes["limit_mib"] for row in rows})
     lines = []
     for log in sorted({row.shapes["log"] for row in rows}):
@@ -327,7 +327,7 @@ def preprocess_memory() -> str:
         peaks = [f"{of_log[limit].p50:,.0f} MiB" if limit in of_log else "" for limit in limits]
         lines.append([log, f"{first.shapes['rows']:,}", f"{first.counted['text_mib']:,.0f} MiB", *peaks])
     header = ["log", "rows", "text", *(f"peak at `--memory-limit {limit}MiB`" for limit in limits)]
-    return _markdown(header, lines) + _source(XEON, "preprocess-memory")
+    return _markdown(header, lines) + _source(EPYC_AVX2, "preprocess-memory")
 
 
 def preprocess_formats() -> str:
