@@ -104,19 +104,20 @@ def open_encoder(
     schema: LogSchema,
     *,
     room: int | None = None,
+    threads: int = 1,
 ) -> Encoder:
     """A data set's encoder of logs, its tables mapped into memory.
 
     Args:
         integers, columns, folder: of the data set.
         schema: of the logs.
-        room: bytes of the tables that may stay in memory; None for all.
+        room, threads: as for `open_tables`.
 
     Raises:
         ValueError: a table is missing or of another size than the manifest states.
     """
     paths = [check_file(column.table, folder) for column in columns if column.table]
-    tables = iter(open_tables(paths, schema.key_dtype, room=room))
+    tables = iter(open_tables(paths, schema.key_dtype, room=room, threads=threads))
     return Encoder(
         schema=schema,
         integers=integers,

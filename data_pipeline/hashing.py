@@ -16,7 +16,6 @@ from data_pipeline import native
 from data_pipeline.buckets import keys_of_numbers
 from data_pipeline.native import Array, IdsOf, Matrix
 
-_BYTES_PER_FAULT = 64 << 10  # of a file that the system maps at a touch
 _RANGE_BYTES = 128 << 20  # of a table that is written at a time; the order of insertion, hence the file, follows from it
 
 
@@ -77,21 +76,27 @@ class TableIds:
     def __init__(self, path: Path, dtype: np.dtype, room: int | None = None) -> None:
         self._arguments = (path, dtype, room)
         self._pairs = map_array(path, dtype)
-        lookups = max(1, room // _BYTES_PER_FAULT) if room is not None and room < self._pairs.nbytes else 0
-        self.native = IdsOf(pairs=Array(self._pairs, dtype), lookups=lookups)
+        is_whole = room is None or room >= self._pairs.nbytes
+        self.native = IdsOf(pairs=Array(self._pairs, dtype), room=0 if is_whole or room is None else max(room, 1))
 
     def __reduce__(self) -> tuple[type, tuple[Path, np.dtype, int | None]]:
         return TableIds, self._arguments
 
 
-def open_tables(paths: Sequence[Path], dtype: np.dtype, *, room: int | None = None) -> tuple[TableIds, ...]:
-    """The tables of several columns, which share the room; the smallest ones are held whole."""
+def open_tables(paths: Sequence[Path], dtype: np.dtype, *, room: int | None = None, threads: int = 1) -> tuple[TableIds, ...]:
+    """The tables of several columns, which share the room.
+
+    Args:
+        paths, dtype: of the tables.
+        room: bytes of them that may be in memory; None for all. The smallest ones are held whole, for all threads together.
+        threads: look up at once, each in another range of a table that isn't held whole.
+    """
     if room is None:
         return tuple(TableIds(path, dtype) for path in paths)
     tables, sizes = {}, {path: path.stat().st_size for path in paths}
     for waiting, path in zip(range(len(paths), 0, -1), sorted(paths, key=sizes.__getitem__), strict=True):
         share = min(sizes[path], room // waiting)
-        tables[path] = TableIds(path, dtype, share)
+        tables[path] = TableIds(path, dtype, share if share == sizes[path] else share // threads)
         room -= share
     return tuple(tables[path] for path in paths)
 

@@ -79,8 +79,15 @@ class PassOptions:
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of all vocabularies that a thread may hold in memory while it encodes, beside what it works on."""
-        return max((self.memory_limit - _BASE_BYTES) // self.threads - self._worker_bytes, _LEAST_TABLE_BYTES)
+        """Bytes of all vocabularies that may be in memory while parts are encoded, beside what is worked on."""
+        return max(self.memory_limit - _BASE_BYTES - self.threads * self._worker_bytes, self.threads * _LEAST_TABLE_BYTES)
+
+    @property
+    def table_room(self) -> dict[str, int]:
+        """`room` and `threads` of `open_tables`: processes have a part of the room each, threads share it."""
+        if self.scheduler:
+            return {"room": self.table_bytes // self.threads, "threads": 1}
+        return {"room": self.table_bytes, "threads": self.threads}
 
     @property
     def _worker_bytes(self) -> int:

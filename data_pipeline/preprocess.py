@@ -109,7 +109,7 @@ def _run(job: Job, options: PreprocessOptions, schedule: Schedule) -> Manifest:
         raise no_training_rows(parts)
     integers = tuple(_integer_column(job, column, groups) for column in range(len(job.schema.integers)))
     categories = fit_categories(job, options, groups)
-    encoder = open_encoder(integers, categories, job.work.data, job.schema, room=options.table_bytes)
+    encoder = open_encoder(integers, categories, job.work.data, job.schema, **options.table_room)
     written = write_logs(job, schedule, parts, bounds, encoder)
     inputs, rejected_lines = describe_inputs(job, parts)
     rejected = sum(log.rows_rejected for log in inputs)

@@ -148,9 +148,7 @@ def _run(job: Job, source: Manifest, data: Path, schedule: Schedule) -> Manifest
         for file in (column.vocabulary, column.table):
             if file and not (job.work.data / file.path).exists():
                 _link(file, data, job.work.data)
-    encoder = open_encoder(
-        source.integer_columns, source.categorical_columns, job.work.data, job.schema, room=job.options.table_bytes
-    )
+    encoder = open_encoder(source.integer_columns, source.categorical_columns, job.work.data, job.schema, **job.options.table_room)
     written = write_logs(job, schedule, parts, bounds, encoder)
     inputs, rejected_lines = describe_inputs(job, parts)
     rejected = sum(log.rows_rejected for log in inputs)
@@ -191,7 +189,7 @@ def _extended(job: Job, source: Manifest, data: Path, groups: Sequence[Group]) -
                 values_of(number),
                 key_dtype=job.schema.key_dtype,
                 max_ids=job.schema.column_of(column.name).max_ids,
-                room=job.options.table_bytes,
+                room=job.options.table_bytes // job.options.threads,
                 known=data,
                 data=job.work.data,
                 work=job.work.path / "tables",

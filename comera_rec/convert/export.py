@@ -88,10 +88,13 @@ def _dense_collection(module: TTEmbeddingBagCollection) -> EmbeddingBagCollectio
     configs = [config.dense() for config in module.embedding_bag_configs()]
     device = next(module.parameters()).device  # where the tables are now; module.device is where they were made
     dense = EmbeddingBagCollection(configs, module.is_weighted(), device)
-    with torch.no_grad():
-        for name, bag in dense.embedding_bags.items():
-            if name in module.tt_bags:
-                bag.weight.copy_(module.tt_bag(name).dense_matrix())
-            elif module.dense_bags is not None:
-                bag.weight.copy_(module.dense_bags.get_parameter(f"embedding_bags.{name}.weight"))
+    for name, bag in dense.embedding_bags.items():
+        if name in module.tt_bags:
+            core = module.tt_bag(name).core_0
+            weight, is_trained = module.tt_bag(name).dense_matrix(), core.requires_grad
+        else:
+            assert module.dense_bags is not None
+            weight = module.dense_bags.get_parameter(f"embedding_bags.{name}.weight")
+            is_trained = weight.requires_grad
+        bag.weight = nn.Parameter(weight.detach().clone().contiguous(), requires_grad=is_trained)
     return dense

@@ -54,6 +54,10 @@ class TTEmbeddingConfig:
 
     def __post_init__(self) -> None:
         require_one_size(self.tt_ranks, self.compression)
+        if self.order not in (None, 2, 3, 4):
+            raise ValueError(f"order is {self.order!r}: embedding tables take 2, 3 or 4 cores")
+        if not isinstance(self.min_rows, int) or self.min_rows < 0:
+            raise ValueError(f"min_rows is {self.min_rows!r}: give a number of rows")
         if self.hot_rows != "auto" and not (isinstance(self.hot_rows, int | float) and 0 <= self.hot_rows < 1):
             raise ValueError(f"hot_rows is {self.hot_rows!r}: give 'auto', or a share of the parameters from 0 to below 1")
 
@@ -151,7 +155,8 @@ def swap_embedding_bag_collections_(
     """Replace every `torchrec.EmbeddingBagCollection` of a model by its TT version, in place.
 
     Tables below `config.min_rows` keep their parameters; build the optimizer afterwards, because TT tables have new ones. Frozen
-    tables stay frozen. Tables that share their weight with another module stay dense, which is logged at level INFO.
+    tables stay frozen, and dtypes as they are. Tables that share their weight with another module, or are registered in one, stay
+    dense, which is logged at level INFO.
 
     Args:
         model: any module that contains unsharded EmbeddingBagCollections.
@@ -205,27 +210,61 @@ def _swap_(
 ) -> nn.Module:
     require_init(init)
     replacements: dict[nn.Module, nn.Module] = {}
-    owners = parameter_owners(model)
+    found, all_shared = 0, set[str]()
+    owners, paths = parameter_owners(model), _paths(model)
     swapped_before = {module.dense_bags for module in model.modules() if isinstance(module, TTEmbeddingBagCollection)}
     for name, module in model.named_modules():
         if type(module) is not kind or module in swapped_before:
             continue
         if filter_fn is None or filter_fn(module, name):
-            shared = {table: owners[bag.weight] for table, bag in _tables(module).items() if len(owners[bag.weight]) > 1}
+            found += 1
+            places = {
+                table: {owner for owner, _ in owners[bag.weight]} | _paths_outside(module, bag, paths)
+                for table, bag in _tables(module).items()
+            }
+            shared = {table: sharers for table, sharers in places.items() if len(sharers) > 1}
             for table, sharers in shared.items():
-                _LOGGER.info("table %r stays dense: its weight is that of %s", table, " and ".join(repr(n) for n, _ in sharers))
+                _LOGGER.info("table %r stays dense: its weight is that of %s", table, " and ".join(map(repr, sorted(sharers))))
+            all_shared |= shared.keys()
             tables = config.table_configs(_configs(module), dense=shared)
             if any(table.is_tt for table in tables):
                 replacements[module] = _swapped(module, tables, init)
     if not replacements:
-        other = next((_SWAPS[of_type] for of_type in map(type, model.modules()) if of_type in _SWAPS and of_type is not kind), None)
-        if not other and plain_embeddings(model):
-            other = "swap_embeddings_"
-        raise ValueError(
-            f"no {kind.__name__} was swapped: none passed filter_fn with a table of at least {config.min_rows} rows; "
-            + (f"for those that the model has, call {other}" if other else "lower min_rows")
-        )
+        raise ValueError(f"no {kind.__name__} was swapped: {_why_none(model, kind, config, found, all_shared, swapped_before)}")
     return replace_modules_(model, replacements)
+
+
+def _why_none(
+    model: nn.Module, kind: type[nn.Module], config: TTEmbeddingConfig, found: int, shared: set[str], swapped_before: set[Any]
+) -> str:
+    if found:
+        others = f" (and {', '.join(map(repr, sorted(shared)))} shared with other modules)" if shared else ""
+        return f"all tables have less than {config.min_rows} rows{others}; lower min_rows"
+    types = {type(module) for module in model.modules() if module not in swapped_before}
+    if kind in types:
+        return "filter_fn rejected all"
+    if other := next(
+        (_SWAPS[of_type] for of_type in types if of_type in _SWAPS), "swap_embeddings_" if plain_embeddings(model) else ""
+    ):
+        return f"the model has none; for the tables that it has, call {other}"
+    return (
+        "the model's are swapped already"
+        if swapped_before
+        else "the model has none, or they are sharded already: swap before sharding"
+    )
+
+
+def _paths(model: nn.Module) -> dict[nn.Module, set[str]]:
+    """Return all fully qualified names of every module."""
+    paths: dict[nn.Module, set[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        paths.setdefault(module, set()).add(name)
+    return paths
+
+
+def _paths_outside(collection: nn.Module, table: nn.Module, paths: dict[nn.Module, set[str]]) -> set[str]:
+    """Return the names of a collection's table that don't lead through the collection."""
+    return {path for path in paths[table] if not any(path.startswith(f"{name}." if name else "") for name in paths[collection])}
 
 
 def plain_embeddings(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
@@ -272,7 +311,12 @@ def _swapped(module: nn.Module, tables: Sequence[Any], init: str) -> nn.Module:
     for name, bag in collection.embedding_bags.items():
         weight = before[name].weight
         if isinstance(bag, TTEmbeddingBag):
+            bag.to(weight.dtype)
             if init == "tt_svd":
+                if weight.is_meta:
+                    raise ValueError(
+                        f"table {name!r} is on the meta device, without numbers to start from: swap with init='random'"
+                    )
                 bag.set_dense_matrix_(weight.detach())
             keep_buffers_and_mode_(bag.requires_grad_(weight.requires_grad), before[name])
         elif isinstance(before[name], nn.EmbeddingBag):

@@ -90,12 +90,12 @@ class LinearDecision(NamedTuple):
 
 def require_one_size(tt_ranks: int | Sequence[int] | None, compression: float | None) -> None:
     """Raise ValueError unless at most one of the two is given, ranks are positive and the compression is above 1."""
-    for rank in () if tt_ranks is None else (tt_ranks,) if isinstance(tt_ranks, int) else tt_ranks:
+    for rank in () if tt_ranks is None else tt_ranks if isinstance(tt_ranks, Sequence) else (tt_ranks,):
         require_positive(tt_ranks=rank)
     if tt_ranks is not None and compression is not None:
         raise ValueError(f"tt_ranks {tt_ranks} and compression {compression} are both given: give one of them")
-    if compression is not None and not compression > 1:
-        raise ValueError(f"compression is {compression}: give a number above 1, e.g. 100 for tables 100 times smaller")
+    if compression is not None and not (isinstance(compression, int | float) and compression > 1):
+        raise ValueError(f"compression is {compression!r}: give a number above 1, e.g. 100 for tables 100 times smaller")
 
 
 def require_init(init: str) -> None:

@@ -92,7 +92,8 @@ class TTEmbeddingBag(TTTable):
             per_sample_weights: weights of the shape of `input`; mode "sum" only.
 
         Raises:
-            ValueError: naming the table, the id and the limit, if an id is out of range (checked on CPU).
+            ValueError: naming the table, the id and the limit, if an id is out of range (checked on CPU); for input or offsets of
+                other shapes or types.
 
         Returns:
             [B, N].
@@ -113,6 +114,8 @@ class TTEmbeddingBag(TTTable):
             return torch.arange(input.shape[0] + 1, device=input.device) * input.shape[1]
         if input.dim() != 1 or offsets is None:
             raise ValueError(f"input has {input.dim()} dimensions: give [L] ids with offsets, or [B, L] ids without")
+        if offsets.dim() != 1 or offsets.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"offsets are {offsets.dtype} of {offsets.dim()} dimensions: give int32 or int64 [B]")
         return offsets if self.include_last_offset else torch.cat([offsets, offsets.new_full((1,), len(input))])
 
     @classmethod

@@ -14,7 +14,7 @@ from comera_rec.nn.hot_rows import HotRows, require_blocks
 from comera_rec.nn.tt_module import TTModule
 from comera_rec.ops import LookupPlan, PairPlan, check_ids, plan_lookup
 from comera_rec.ops.bags import Table, require_bags_impl, resolve_bags_impl
-from comera_rec.ops.bags.updates import register_update
+from comera_rec.ops.bags.updates import register_update, unregister_update
 from comera_rec.tt import TTShape, first_rows, require_positive, slice_major
 
 
@@ -150,21 +150,25 @@ class TTTable(TTModule):
 _TURNS = 3  # of fitting cores and hot rows to a matrix
 
 
-def update_in_backward_(model: nn.Module, optimizer: Optimizer) -> list[str]:
+def update_in_backward_(model: nn.Module, optimizer: Optimizer | None) -> list[str]:
     """Let an optimizer update the cores of a model's TT tables in backward, slice by slice, instead of in its `step`.
 
     A batch uses few slices. On CPU, only these then get a gradient, which stays in the cache, and only their parameters and state
-    are read and written. SGD and Adagrad learn the same as without; Adam's moments decay only in steps that use the slice, as with
-    `torch.optim.SparseAdam`. Settings such as the learning rate are read in every step and the state stays in the optimizer, so
-    schedulers, checkpoints and `truncate_ranks_` work as before. Cores have no `grad` afterwards: gradients can't be clipped or
-    accumulated over batches, and the loss can't include a penalty on cores.
+    are read and written. SGD and Adagrad learn the same as without; weight decay, and the decay of Adam's moments, act only in
+    steps that use the slice, as with `torch.optim.SparseAdam`. Settings such as the learning rate are read in every step and the
+    state stays in the optimizer, so schedulers, checkpoints and `truncate_ranks_` work as before.
+
+    Cores have no `grad` afterwards: gradients can't be clipped, accumulated over batches or scaled (`GradScaler`), and the loss
+    can't include a penalty on cores. A table that is looked up twice in a step is updated twice. Before another optimizer takes the
+    cores, call this again with it, or with None.
 
     Cores of bfloat16 or float16, and their optimizer state, are rounded stochastically: steps too small to change the nearest
     number add up all the same, as they do in float32.
 
     Args:
         model: any module. Tables in float64, on other devices, or replicated by data parallelism keep their gradients.
-        optimizer: the optimizer of the cores; SGD without momentum, Adagrad or Adam (without amsgrad).
+        optimizer: the optimizer of the cores; SGD without momentum, Adagrad or Adam (without amsgrad). With None, cores have
+            gradients again.
 
     Raises:
         ValueError: if the optimizer can update no TT table this way.
@@ -176,9 +180,12 @@ def update_in_backward_(model: nn.Module, optimizer: Optimizer) -> list[str]:
     for name, table in model.named_modules():
         if isinstance(table, TTTable):
             cores = _all_cores(table)
-            if sum(register_update(core, optimizer) for core in cores) == len(cores):
+            if optimizer is None:
+                for core in cores:
+                    unregister_update(core)
+            elif sum(register_update(core, optimizer) for core in cores) == len(cores):
                 updated.append(name)
-    if not updated:
+    if not updated and optimizer is not None:
         raise ValueError(
             f"no TT table's cores are updated by this {type(optimizer).__name__}: give the optimizer of the cores, "
             "SGD without momentum, Adagrad or Adam without amsgrad"

@@ -85,11 +85,11 @@ class RankConfig:
         if bool(given) != (self.late_steps > 0):
             target = next(iter(given.items()), ("target_size", None))
             raise ValueError(f"{target[0]} is {target[1]} and late_steps is {self.late_steps}: a late stage needs both")
-        if self.target_size is not None and not 0 < self.target_size <= 1:
-            raise ValueError(f"target_size is {self.target_size}: give a fraction of the early stage's size, above 0 and at most 1")
         for name, value in given.items():
-            if not value > 0:
-                raise ValueError(f"{name} is {value}: give a positive number")
+            if not (isinstance(value, int | float) and value > 0):
+                raise ValueError(f"{name} is {value!r}: give a positive number")
+        if self.target_size is not None and self.target_size > 1:
+            raise ValueError(f"target_size is {self.target_size}: give a fraction of the early stage's size, at most 1")
 
     @property
     def score_used(self) -> str:

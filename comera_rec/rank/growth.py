@@ -49,11 +49,13 @@ def grow_ranks_(
             raise ValueError(f"ranks names {name!r}, which is not a TT module: choose from {', '.join(modules)}")
         shape = modules[name].shape
         limits = max_ranks(shape.row_shape, shape.col_shape)
-        if len(new_ranks) != len(limits) or any(
-            not max(old, 1) <= new <= limit for old, new, limit in zip(shape.ranks, new_ranks, limits, strict=True)
+        if (
+            not isinstance(new_ranks, Sequence)
+            or len(new_ranks) != len(limits)
+            or any(not max(old, 1) <= new <= limit for old, new, limit in zip(shape.ranks, new_ranks, limits, strict=True))
         ):
             raise ValueError(
-                f"ranks of {name!r} are {tuple(new_ranks)}: it has {shape.ranks} and can use {limits}; give ranks between these"
+                f"ranks of {name!r} are {new_ranks}: it has {shape.ranks} and can use {limits}; give ranks between these"
             )
     require_known_states([modules[name] for name in ranks], optimizer)
     for name, new_ranks in ranks.items():
@@ -63,7 +65,7 @@ def grow_ranks_(
 
 def _grow_(module: TTModule, ranks: tuple[int, ...], optimizer: Optimizer | None) -> None:
     before, shape = module.shape, module.shape.with_ranks(ranks)
-    initial = (module.std**2 / math.prod(ranks)) ** (1 / (2 * shape.order))  # as `init_cores_`
+    initial = ((module.std**2 or 1.0) / math.prod(ranks)) ** (1 / (2 * shape.order))  # as `init_cores_`
     for k, (core, size, old_b) in enumerate(zip(module.cores(), shape.core_shapes, before.bonds[1:], strict=True)):
         spread = float(core.detach().square().mean().sqrt()) if core.numel() else 0.0
         spread = spread or initial

@@ -6,6 +6,7 @@ CoMERA, section 3.3 (arXiv 2405.14377).
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from comera_rec.distributed import WORLD, Processes
-from comera_rec.nn import named_tt_modules
+from comera_rec.nn import TTModule, named_tt_modules
 from comera_rec.ops.bags.updates import update_kind
 from comera_rec.rank.config import RankConfig
 from comera_rec.rank.importance import STATIC_SCORES, TaylorScores
@@ -21,7 +22,7 @@ from comera_rec.rank.objectives import Achievement, Budget, Objective, Price
 from comera_rec.rank.penalty import size_surrogate
 from comera_rec.rank.selection import Masks, above_threshold, within_budget
 from comera_rec.rank.truncation import keep_ranks_, magnitudes_of
-from comera_rec.rank.tt_modules import ModuleSummary, bytes_outside_tt_modules, gather_tt_modules, total_bytes, total_params
+from comera_rec.rank.tt_modules import ModuleSummary, bytes_outside, gather_tt_modules, total_bytes, total_params
 from comera_rec.tt import TTShape
 
 
@@ -32,17 +33,20 @@ class RankScheduler:
     whether TT modules are replicated, sharded or on one process. After a truncation, DistributedDataParallel must wrap the model
     anew (`rewrap_data_parallel_`).
 
+    Frozen modules keep their ranks, and count as other layers.
+
     Args:
-        model: contains the TT modules; build the scheduler after all swaps, because it keeps their names. Under
-            `DistributedModelParallel`, give its `module`, so that names are those of one process.
-        optimizer: the optimizer of the model's parameters; its state is sliced with them.
+        model: contains the TT modules; build the scheduler after all swaps and after freezing, because it keeps their names.
+            Under `DistributedModelParallel`, give its `module`, so that names are those of one process.
+        optimizer: the optimizer of the model's parameters, whose state is sliced with them. Of several, give
+            `torchrec.optim.CombinedOptimizer`.
         config: the schedule.
-        other_bytes: bytes of the layers outside TT modules, where processes have parts of these; default those of `model`.
+        other_bytes: bytes of all other layers, where processes have parts of these; default those of `model`.
         processes: the processes that share the model.
 
     Raises:
-        ValueError: if the model has no TT module; if the layers outside TT modules alone exceed `target_compression`; if parameters
-            whose gradients the schedule needs are updated in backward.
+        ValueError: if the model has no TT module to train; if the layers outside TT modules alone exceed `target_compression`; if
+            the optimizer lacks parameters of TT modules; if parameters whose gradients the schedule needs are updated in backward.
 
     Example:
         >>> scheduler = RankScheduler(model, optimizer, RankConfig(early_steps=1000))  # doctest: +SKIP
@@ -62,11 +66,14 @@ class RankScheduler:
     ) -> None:
         self._processes = processes
         # Kept, because walking the model at each step takes long; TT modules keep their identity when ranks change.
-        self._modules = dict(named_tt_modules(model))
+        modules = dict(named_tt_modules(model))
+        self._modules = {name: module for name, module in modules.items() if not _is_frozen(module)}
         summaries = self._summaries()
         if not summaries:
-            raise ValueError("the model has no TT module: swap tables or linear layers before building a RankScheduler")
-        _require_gradients(model, config)
+            remedy = "unfreeze some" if modules else "swap tables or linear layers before building a RankScheduler"
+            raise ValueError(f"the model has no TT module{' that is trained' if modules else ''}: {remedy}")
+        _require_gradients(self._modules.values(), config)
+        _require_optimized(self._modules, optimizer)
         self.optimizer = optimizer
         self.config = config
         self.stage = "early"
@@ -82,7 +89,7 @@ class RankScheduler:
         self._taylor = TaylorScores()
         # Running mean of the task loss; NaN before the first finite one. A tensor, so that no step waits for the device.
         self._mean_loss = torch.tensor(math.nan, dtype=torch.float32, device=next(model.parameters()).device)
-        self._other_bytes = bytes_outside_tt_modules(model) if other_bytes is None else other_bytes
+        self._other_bytes = bytes_outside(model, self._modules.values()) if other_bytes is None else other_bytes
         # A replica on each of several processes counts once in all.
         self._part_of_one = {name: 1 / count for name, count in self._processes.count(self._modules).items()}
         if config.target_compression is not None:
@@ -99,7 +106,12 @@ class RankScheduler:
         Args:
             task_loss: a scalar, the mean over a batch or, with accumulated gradients, over a micro-batch.
             accumulation: micro-batches in a step. The result is divided by it, so the price of size is charged once.
+
+        Raises:
+            ValueError: if the loss isn't a scalar.
         """
+        if task_loss.numel() != 1:
+            raise ValueError(f"task_loss has shape {tuple(task_loss.shape)}: give the mean over the batch, a scalar")
         if self._processes.several and self.stage != "done":
             task_loss = task_loss + (self._processes.mean(task_loss) - task_loss.detach())  # value of all, gradient of this one
         self._observe(task_loss.detach(), 0.01 / accumulation)
@@ -179,6 +191,8 @@ class RankScheduler:
         self._record(self._summaries())
 
     def _truncate(self, *, last: bool) -> None:
+        if frozen := [name for name, module in self._modules.items() if _is_frozen(module)]:
+            raise ValueError(f"{frozen[0]!r} was frozen after the RankScheduler was built, which would shrink it: freeze it before")
         objective = self._stage_objective()
         if objective.threshold:
             summaries = self._summaries({name: magnitudes_of(module) for name, module in self._modules.items()})
@@ -231,7 +245,10 @@ class RankScheduler:
         if self.target_loss is None:
             self.target_loss = self._mean()
         if self.target_loss is None and self.config.objective == "achievement":
-            raise ValueError(f"none of the early stage's {self.steps} losses is finite: lower the learning rates")
+            raise ValueError(
+                f"none of the early stage's {self.steps} losses is known and finite: take every step's loss from `loss`, "
+                "or lower the learning rates"
+            )
 
     # -- sizes, in bytes where the target is one of bytes, else in parameters ----------------------------------------------------
 
@@ -315,9 +332,25 @@ def _shapes_and_scores(summaries: dict[str, ModuleSummary]) -> tuple[list[TTShap
     return [summary.shape for summary in summaries.values()], [summary.scores for summary in summaries.values()]
 
 
-def _require_gradients(model: nn.Module, config: RankConfig) -> None:
+def _is_frozen(module: TTModule) -> bool:
+    return not any(parameter.requires_grad for parameter in (*module.cores(), *module.rank_parameters()))
+
+
+def _require_optimized(modules: Mapping[str, TTModule], optimizer: Optimizer) -> None:
+    """Raise ValueError unless the optimizer, or one that is applied in backward, has the parameters of TT modules."""
+    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for name, module in modules.items():
+        for parameter_name, parameter in module.named_parameters(name, recurse=False):
+            is_optimized = id(parameter) in optimized or hasattr(parameter, "_in_backward_optimizers")
+            if parameter.requires_grad and not is_optimized:
+                raise ValueError(
+                    f"{parameter_name!r} is in no parameter group of this {type(optimizer).__name__}: build the optimizer after "
+                    "all swaps, and give torchrec.optim.CombinedOptimizer of several"
+                )
+
+
+def _require_gradients(modules: Collection[TTModule], config: RankConfig) -> None:
     """Raise ValueError if an update in backward consumes gradients that the schedule needs, or would apply a penalty separately."""
-    modules = [module for _, module in named_tt_modules(model)]
     if config.beta and any(update_kind(core) for module in modules for core in module.cores()):
         raise ValueError(
             f"beta is {config.beta}, a penalty on cores, which are updated in backward: a step would update them twice; set beta=0"

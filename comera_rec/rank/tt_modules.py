@@ -6,13 +6,13 @@ and the same view on every process.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from comera_rec.distributed import WORLD, Processes
-from comera_rec.nn import TTModule, named_tt_modules
+from comera_rec.nn import TTModule
 from comera_rec.tt import TTShape
 
 
@@ -58,9 +58,9 @@ def gather_tt_modules(
     )
 
 
-def bytes_outside_tt_modules(model: nn.Module) -> int:
-    """Count the bytes of a model's parameters outside its TT modules."""
-    in_tt_modules = {id(p) for _, module in named_tt_modules(model) for p in (*module.cores(), *module.rank_parameters())}
+def bytes_outside(model: nn.Module, modules: Iterable[TTModule]) -> int:
+    """Count the bytes of a model's parameters outside some of its TT modules."""
+    in_tt_modules = {id(p) for module in modules for p in (*module.cores(), *module.rank_parameters())}
     return sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in in_tt_modules)
 
 

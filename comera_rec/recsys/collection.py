@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 from torchrec import EmbeddingBagCollection, JaggedTensor, KeyedJaggedTensor, KeyedTensor, PoolingType
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, pooling_type_to_str
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, pooling_type_to_str
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollectionInterface,
     get_embedding_names_by_table,
@@ -76,7 +76,9 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         self._names = dict(zip([config.name for config in configs], get_embedding_names_by_table(configs), strict=True))
         self._keys = self._keys_of(configs)
         self._tt_keys = self._keys_of(self._tt_configs)
-        self._dense_keys = self._keys_of(dense)
+        # The child names a feature after its table only where two dense tables share it.
+        dense_names = [name for names in get_embedding_names_by_table(dense) for name in names]
+        self._dense_keys = dict(zip(dense_names, self._keys_of(dense), strict=True))
         self._lengths = [config.embedding_dim for config in configs for _ in config.feature_names]
 
     @classmethod
@@ -122,7 +124,9 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         Raises:
             ValueError: naming the table, the id and the limit, if an id is out of range (checked on CPU).
         """
-        by_feature = maybe_td_to_kjt(features, None).to_dict()
+        features = maybe_td_to_kjt(features, None)
+        self._require_features(features)
+        by_feature = features.to_dict()
         if parallel:  # else `forward` does
             self._check_dense_ids(by_feature)
         return {_names(configs): self._plan_group(configs, by_feature, parallel=parallel) for configs in self._groups()}
@@ -138,20 +142,23 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             plans: from `plan` for the same features; made here where there is none.
 
         Raises:
-            ValueError: naming the table, the id and the limit, if an id is out of range (checked on CPU).
+            ValueError: naming the table, the id and the limit, if an id is out of range (checked on CPU); naming the table, if its
+                feature is missing; for batch sizes that vary without inverse indices.
+            TypeError: for anything but a KeyedJaggedTensor (or a TensorDict).
 
         Returns:
             KeyedTensor of shape [B, sum of N_f].
         """
         features = maybe_td_to_kjt(features, None)
+        self._require_features(features)
         by_feature, plans = features.to_dict(), plans or self._planned(features)
         self._check_dense_ids(by_feature)
         if not self._configs:
             return KeyedTensor(keys=[], length_per_key=[], values=torch.empty(features.stride(), 0, device=features.device()))
         pieces: list[tuple[list[str], Tensor]] = []  # keys, and their bags side by side
         if self.dense_bags is not None:
-            # By place: the child names a feature after its table only where two dense tables share it.
-            pieces.append((self._dense_keys, self.dense_bags(features).values()))
+            dense = self.dense_bags(features)  # sharded, fused or quantized by TorchRec it has an order of its own
+            pieces.append(([self._dense_keys[name] for name in dense.keys()], dense.values()))  # noqa: SIM118  of a KeyedTensor
         names = [feature for config in self._tt_configs for feature in config.feature_names]
         inverse_indices = reorder_inverse_indices(inverse_indices=features.inverse_indices_or_none(), feature_names=names)
         if inverse_indices.numel():  # every feature has its own number of bags
@@ -187,6 +194,13 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         for keys, values in pieces:
             pooled |= zip(keys, values.split([widths[key] for key in keys], dim=1), strict=True)
         return torch.cat([pooled[key] for key in self._keys], dim=1)
+
+    def _require_features(self, features: KeyedJaggedTensor) -> None:
+        require_keys(features, self._configs)
+        if features.variable_stride_per_key() and features.inverse_indices_or_none() is None:
+            raise ValueError(
+                "features have batch sizes of their own: give the KeyedJaggedTensor inverse indices, or one batch size"
+            )
 
     def _check_dense_ids(self, by_feature: dict[str, JaggedTensor]) -> None:
         """FBGEMM answers an id out of range with an anonymous error or another table's row; plans check those of TT tables."""
@@ -258,9 +272,9 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         """Columns of each key."""
         return list(self._lengths)
 
-    def dense_keys(self) -> list[str]:
-        """Those of `output_keys` that the dense tables make, in their order."""
-        return list(self._dense_keys)
+    def dense_keys(self) -> dict[str, str]:
+        """The keys of what `dense_bags` returns, and those of `output_keys` that they become."""
+        return dict(self._dense_keys)
 
     def keys_of(self, table: str) -> list[str]:
         """Those of `output_keys` that a table makes, one for each of its features."""
@@ -305,6 +319,17 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
 
 _planned: MutableMapping[Tensor, tuple[Any, dict[tuple[str, ...], LookupPlan | PairPlan]]] = WeakTensorKeyDictionary()
 _LEAST_RANKS = 8  # ranks 0 to 8 share a lookup on GPUs, 9 to 16, 17 to 32, and so on
+
+
+def require_keys(features: KeyedJaggedTensor, configs: Sequence[BaseEmbeddingConfig]) -> None:
+    """Raise unless the features of all tables are given: TypeError for another type, ValueError naming the table."""
+    if not isinstance(features, KeyedJaggedTensor):
+        raise TypeError(f"features is a {type(features).__name__}: give a KeyedJaggedTensor")
+    keys = features.keys()
+    for config in configs:
+        for feature in config.feature_names:
+            if feature not in keys:
+                raise ValueError(f"table {config.name!r} looks up feature {feature!r}, which the batch lacks: it has {keys}")
 
 
 def _names(configs: Sequence[TTEmbeddingBagConfig]) -> tuple[str, ...]:

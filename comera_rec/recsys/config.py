@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType, EmbeddingBagConfig, EmbeddingConfig
 
 from comera_rec.nn.hot_rows import require_blocks
 from comera_rec.nn.table import table_shape
 from comera_rec.tt import Blocks, TTShape, blocks_params, require_positive
 
+_SAMPLED_ROWS = 10_000  # by an `init_fn`, to see its spread
 DTYPES = {DataType.FP32: torch.float32, DataType.FP16: torch.float16, DataType.BF16: torch.bfloat16}
 
 
@@ -53,8 +56,15 @@ class _TTFields(BaseEmbeddingConfig):
         return self.tt_shape().num_params + blocks_params(self.hot_rows, self.embedding_dim)
 
     def init_std(self) -> float:
-        """Standard deviation of TorchRec's uniform initialization of this table."""
-        return (self.get_weight_init_max() - self.get_weight_init_min()) / math.sqrt(12)
+        """Standard deviation of the entries of a dense table of this config: by `init_fn`, or TorchRec's uniform distribution."""
+        init_fn = self.init_fn
+        assert init_fn is not None  # TorchRec fills it in
+        if isinstance(init_fn, partial) and init_fn.func is nn.init.uniform_ and init_fn.keywords.keys() == {"a", "b"}:
+            return (init_fn.keywords["b"] - init_fn.keywords["a"]) / math.sqrt(12)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            sample = torch.empty(min(self.num_embeddings, _SAMPLED_ROWS), self.embedding_dim, device="cpu")
+            made = init_fn(sample)
+        return float((sample if made is None else made).std(correction=0))
 
 
 @dataclass

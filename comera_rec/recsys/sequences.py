@@ -16,7 +16,7 @@ from torchrec.modules.embedding_modules import EmbeddingCollectionInterface, get
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from comera_rec.nn.tracing import one_call_in_fx
-from comera_rec.recsys.collection import TTEmbeddingBagCollection
+from comera_rec.recsys.collection import TTEmbeddingBagCollection, require_keys
 from comera_rec.recsys.config import TTEmbeddingCollectionConfig
 
 
@@ -78,12 +78,16 @@ class TTEmbeddingCollection(EmbeddingCollectionInterface):
             features: F features; [L_f] ids of each.
 
         Raises:
-            ValueError: naming the table, the id and the limit, if an id is out of range (checked on CPU).
+            ValueError: naming the table, the id and the limit, if an id is out of range (checked on CPU); naming the table, if its
+                feature is missing.
+            TypeError: for anything but a KeyedJaggedTensor (or a TensorDict).
 
         Returns:
             By feature (by feature and table, where tables share one) a JaggedTensor of [L_f, N] values.
         """
-        by_feature = maybe_td_to_kjt(features, None).to_dict()
+        features = maybe_td_to_kjt(features, None)
+        require_keys(features, self._configs)
+        by_feature = features.to_dict()
         asked = {feature: by_feature[feature] for feature in self._features}
         rows_of_keys = self.tables(_bags_of_one_id(asked)).values().split(self.embedding_dim(), dim=1)
         keys = [key for names in self._names for key in names]

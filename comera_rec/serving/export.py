@@ -26,6 +26,7 @@ from torchrec.models.dlrm import DLRM
 from comera_rec.data import ParquetBatches
 from comera_rec.ops.native import LIBRARY
 from comera_rec.ops.served_bags import DTYPES, ServedTable, row_bytes
+from comera_rec.recsys import WideDeep
 from comera_rec.serving.fast import FastTables
 from comera_rec.serving.flat import FlatModel
 from comera_rec.serving.package import FORMAT_VERSION, METADATA_KEY, ModelMetadata
@@ -119,7 +120,7 @@ def flatten_run(options: ExportOptions) -> tuple[FlatModel, ModelMetadata]:
         raise ValueError(
             f"{options.run} was trained with other columns or vocabularies than {data} has: give the data set of the run"
         )
-    if not isinstance(model, DLRM | SimpleDeepFMNN):
+    if not isinstance(model, DLRM | SimpleDeepFMNN | WideDeep):
         raise ValueError(f"{options.run} holds a model without tables (tables.format is 'off'): export one with tables")
     tables = served_tables(model.sparse_arch.embedding_bag_collection)
     if options.expand:

@@ -27,7 +27,7 @@ class FlatModel(nn.Module):
         tables: called as `tables(lead [B, N], values, lengths)` -> [B, 1 + F, N].
     """
 
-    def __init__(self, model: DLRM | SimpleDeepFMNN, tables: nn.Module) -> None:
+    def __init__(self, model: DLRM | SimpleDeepFMNN | WideDeep, tables: nn.Module) -> None:
         super().__init__()
         if isinstance(model, WideDeep):
             raise ValueError("a Wide & Deep model has no package yet: export it dense, to a folder (--output DIR/)")

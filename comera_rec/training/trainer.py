@@ -25,9 +25,9 @@ from tqdm import tqdm
 from comera_rec.convert import compression_report
 from comera_rec.data import Batch, BatchLoader, ParquetBatches
 from comera_rec.distributed import WORLD, Processes, join_launched
-from comera_rec.nn import TTTable, update_in_backward_, use_float8_
+from comera_rec.nn import TTTable, named_tt_modules, update_in_backward_, use_float8_
 from comera_rec.rank import RankScheduler
-from comera_rec.rank.tt_modules import bytes_outside_tt_modules
+from comera_rec.rank.tt_modules import bytes_outside
 from comera_rec.recsys import TTEmbeddingBagCollection
 from comera_rec.training.checkpoint import checkpoint_at, latest_checkpoint, open_checkpoint
 from comera_rec.training.config import RunConfig
@@ -99,7 +99,8 @@ class Trainer:
             self.loader.prepare = self._plan_ahead
         self.scheduler = None
         if config.ranks:
-            other_bytes = bytes_outside_tt_modules(whole_model(config, self.schema, self.module, processes))
+            whole = whole_model(config, self.schema, self.module, processes)
+            other_bytes = bytes_outside(whole, [module for _, module in named_tt_modules(whole)])
             self.scheduler = RankScheduler(self.module, self.optimizer, config.ranks, other_bytes=other_bytes, processes=processes)
         self.state = TrainingState(self.module, self.optimizer, placed.table_optimizers)
         self.step = Steps(

@@ -18,7 +18,8 @@ def init_cores_(cores: Sequence[Tensor], shape: TTShape, std: float, generator: 
     """Fill cores with Gaussian numbers so that the entries of the dense matrix have mean 0 and standard deviation `std`.
 
     An entry is a sum of r_1...r_{d-1} products of d independent Gaussians, so its variance is s^{2d} r_1...r_{d-1} for cores of
-    standard deviation s and rank parameters of 1.
+    standard deviation s and rank parameters of 1. For a matrix of zeros only the last core is zero, so that it
+    has a gradient.
 
     Args:
         cores: tensors of `shape.core_shapes`, overwritten.
@@ -29,10 +30,13 @@ def init_cores_(cores: Sequence[Tensor], shape: TTShape, std: float, generator: 
     paths = math.prod(shape.ranks)
     if paths == 0:
         return
-    core_std = (std * std / paths) ** (1 / (2 * shape.order))
+    variance = std * std or 1.0
+    core_std = (variance / paths) ** (1 / (2 * shape.order))
     with torch.no_grad():
         for core in cores:
             core.normal_(0.0, core_std, generator=generator)
+        if not std:
+            cores[-1].zero_()
 
 
 def contract(cores: Sequence[Tensor], matmul: Callable[[Tensor, Tensor], Tensor] = torch.matmul) -> Tensor:

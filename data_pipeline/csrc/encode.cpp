@@ -7,14 +7,17 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <type_traits>
+#include <vector>
 
 #include "array.h"
 
 namespace data_pipeline {
 namespace {
 
-constexpr int64_t kAhead = 8;  // lookups whose slots are fetched while others are read
+constexpr int64_t kAhead = 8;             // lookups whose slots are fetched while others are read
+constexpr int64_t kLeastRange = 64 << 10;  // bytes of a file that the system maps at a touch
 
 template <class Key>
 struct Slot {
@@ -69,27 +72,49 @@ void release(Array<T> file) {
 }
 
 // Where a column's ids come from: ranges between ascending `bounds`, where there are any, hashes into `buckets`, where it isn't 0, or a
-// table's pairs. The pages of a table that is too large to stay in memory are let go after `lookups`, where they aren't 0.
+// table's pairs, of which `room` bytes may be in memory, where that isn't 0.
 template <class Key>
 struct IdsOf {
   Array<Key> pairs;
   Array<const Key> bounds;
-  int64_t lookups;
+  int64_t room;
   int64_t buckets;
 };
+
+// Calls `look(i, ahead)` for every key i, and one whose turn is soon. A table that has no room is visited range by range, and each range's
+// pages are let go after it: in the keys' order, they would be mapped anew for nearly every key.
+template <class Key, class Look>
+void visit(const Table<Key>& table, const IdsOf<Key>& column, Array<const Key> keys, Look look) {
+  if (!column.room) {
+    for (int64_t i = 0; i < keys.size; ++i) look(i, std::min(i + kAhead, keys.size - 1));
+    return;
+  }
+  const int64_t slots = std::max(column.room, kLeastRange) / sizeof(Slot<Key>);
+  const auto range_of = [&](int64_t i) { return table.home(keys[i]) / slots; };
+  std::vector<int64_t> ends(column.pairs.size / 2 / slots + 2);
+  for (int64_t i = 0; i < keys.size; ++i) ++ends[range_of(i) + 1];
+  std::partial_sum(ends.begin(), ends.end(), ends.begin());
+  std::vector<int64_t> order(keys.size);
+  for (int64_t i = 0; i < keys.size; ++i) order[ends[range_of(i)]++] = i;
+  int64_t at = 0;
+  for (const int64_t end : ends) {
+    if (at == end) continue;
+    for (; at < end; ++at) look(order[at], order[std::min(at + kAhead, keys.size - 1)]);
+    release(column.pairs);
+  }
+}
 
 // Fills ids, 0 where a key is missing or not in the table, and returns how many are 0.
 template <class Key>
 int64_t look_up(const IdsOf<Key>& column, Array<const Key> keys, Array<const bool> missing, Array<int32_t> ids) {
   const Table<Key> table(column.pairs);
   int64_t zeros = 0;
-  for (int64_t i = 0; i < keys.size; ++i) {
-    if (column.lookups && i % column.lookups == 0) release(column.pairs);
-    table.fetch(keys[std::min(i + kAhead, keys.size - 1)]);
+  visit(table, column, keys, [&](int64_t i, int64_t ahead) {
+    table.fetch(keys[ahead]);
     const Slot<Key>* slot = missing[i] ? nullptr : table.find(keys[i]);
     ids[i] = slot ? static_cast<int32_t>(slot->id) : 0;
     zeros += ids[i] == 0;
-  }
+  });
   return zeros;
 }
 

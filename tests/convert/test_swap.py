@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -215,11 +217,84 @@ def test_trains_are_made_where_the_tables_are(move: Callable[[], nn.Module]) -> 
     assert all(parameter.is_meta for parameter in export_dense(swapped).parameters())
 
 
-@pytest.mark.parametrize("model", [nn.Linear(3, 3), nn.Sequential(collection())], ids=["no collection", "tables below min_rows"])
-def test_nothing_matched_is_an_error(model: nn.Module) -> None:
-    message = "no EmbeddingBagCollection was swapped: none passed filter_fn with a table of at least 10000 rows; lower min_rows"
-    with pytest.raises(ValueError, match=message):
-        swap_embedding_bag_collections_(model, TTEmbeddingConfig())
+def tied() -> nn.Module:
+    model = nn.ModuleList([collection(), nn.Linear(16, 300), nn.Linear(16, 400)])
+    for linear, table in zip(model[1:], ("t_item", "t_user"), strict=True):
+        linear.weight = model[0].embedding_bags[table].weight
+    return model
+
+
+def swapped_already() -> nn.Module:
+    return swap_embedding_bag_collections_(collection(), TTEmbeddingConfig(tt_ranks=4, min_rows=100))
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "message"),
+    [
+        (lambda: nn.Linear(3, 3), {}, "the model has none, or they are sharded already: swap before sharding"),
+        (collection, {"min_rows": 10_000}, "all tables have less than 10000 rows; lower min_rows"),
+        (tied, {}, r"all tables have less than 100 rows \(and 't_item', 't_user' shared with other modules\); lower min_rows"),
+        (collection, {"filter_fn": lambda module, name: False}, "filter_fn rejected all"),
+        (swapped_already, {}, "the model's are swapped already"),
+    ],
+    ids=["no collection", "tables below min_rows", "shared tables", "filtered", "swapped"],
+)  # fmt: skip
+def test_nothing_matched_is_an_error(make: Callable[[], nn.Module], arguments: dict[str, Any], message: str) -> None:
+    filter_fn = arguments.pop("filter_fn", None)
+    with pytest.raises(ValueError, match=f"no EmbeddingBagCollection was swapped: {message}"):
+        swap_embedding_bag_collections_(make(), TTEmbeddingConfig(**{"min_rows": 100, **arguments}), filter_fn=filter_fn)
+
+
+def test_a_table_that_is_registered_elsewhere_stays_dense(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.ModuleDict({"tables": collection()})
+    model["scores"] = nn.Sequential(model["tables"].embedding_bags["t_item"])
+    with caplog.at_level(logging.INFO, logger="comera_rec"):
+        swap_embedding_bag_collections_(model, TTEmbeddingConfig(tt_ranks=4, min_rows=100))
+    assert list(model["tables"].tt_bags) == ["t_user"]
+    assert model["tables"].dense_bags.embedding_bags["t_item"] is model["scores"][0]
+    assert caplog.messages == ["table 't_item' stays dense: its weight is that of 'scores.0' and 'tables.embedding_bags.t_item'"]
+
+
+@pytest.mark.parametrize("init", ["random", "tt_svd"])
+def test_dtypes_stay_and_come_back(init: str) -> None:
+    model = nn.Sequential(collection()).double()
+    model[0].embedding_bags["t_item"].requires_grad_(False)
+    swap_embedding_bag_collections_(model, TTEmbeddingConfig(tt_ranks=4, min_rows=100), init=init)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
+    exported = export_dense(model)[0].embedding_bags
+    assert {name: (bag.weight.dtype, bag.weight.requires_grad) for name, bag in exported.items()} == {
+        name: (torch.float64, name != "t_item") for name in ("t_user", "t_item", "t_day")
+    }
+
+
+@pytest.mark.parametrize(
+    "init_fn", [lambda weight: nn.init.normal_(weight, std=0.5), partial(nn.init.uniform_, a=-0.5, b=1.0), None]
+)
+def test_the_spread_of_a_table_is_that_of_its_init_fn(init_fn: Callable[[Tensor], Tensor] | None) -> None:
+    config = EmbeddingBagConfig(name="t", num_embeddings=40_000, embedding_dim=16, feature_names=["f"], init_fn=init_fn)
+    dense = EmbeddingBagCollection([config])
+    std = float(dense.embedding_bags["t"].weight.detach().std())
+    swapped = swap_embedding_bag_collections_(dense, TTEmbeddingConfig(tt_ranks=16))
+    assert float(swapped.tt_bag("t").dense_matrix().detach().std()) == pytest.approx(std, rel=0.2)
+
+
+def test_a_table_of_zeros_starts_at_zero_and_trains() -> None:
+    config = EmbeddingBagConfig(name="t", num_embeddings=400, embedding_dim=16, feature_names=["f"], init_fn=nn.init.zeros_)
+    swapped = swap_embedding_bag_collections_(EmbeddingBagCollection([config]), TTEmbeddingConfig(tt_ranks=4, min_rows=100))
+    optimizer = torch.optim.Adam(swapped.parameters(), lr=0.05)
+    ids = KeyedJaggedTensor(keys=["f"], values=torch.arange(400), lengths=torch.ones(400, dtype=torch.int64))
+    target = swapped.tt_bag("t").dense_matrix().detach() + 1
+    assert not swapped(ids).values().any()
+    for _ in range(50):
+        optimizer.zero_grad()
+        (loss := (swapped(ids).values() - target).square().mean()).backward()
+        optimizer.step()
+    assert float(loss.detach()) < 0.1
+
+
+def test_weights_on_the_meta_device_have_no_svd() -> None:
+    with pytest.raises(ValueError, match="table 't_user' is on the meta device, without numbers to start from"):
+        swap_embedding_bag_collections_(collection().to("meta"), TTEmbeddingConfig(min_rows=100), init="tt_svd")
 
 
 @pytest.mark.parametrize(
@@ -227,6 +302,10 @@ def test_nothing_matched_is_an_error(model: nn.Module) -> None:
     [
         ({"tt_ranks": 4, "compression": 10}, "tt_ranks 4 and compression 10 are both given: give one of them"),
         ({"compression": 0.5}, "compression is 0.5: give a number above 1"),
+        ({"compression": "100"}, "compression is '100': give a number above 1"),
+        ({"tt_ranks": 2.5}, "tt_ranks is 2.5: give a positive integer"),
+        ({"order": 7}, "order is 7: embedding tables take 2, 3 or 4 cores"),
+        ({"min_rows": -5}, "min_rows is -5: give a number of rows"),
         ({"hot_rows": 1}, "hot_rows is 1: give 'auto', or a share of the parameters from 0 to below 1"),
         ({"hot_rows": "many"}, "hot_rows is 'many': give 'auto', or a share"),
     ],

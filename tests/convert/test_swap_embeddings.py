@@ -103,6 +103,6 @@ def test_a_layer_itself_filters_and_mistakes() -> None:
     with pytest.raises(ValueError, match="init is 'zeros'"):
         cr.swap_embeddings_(Model(), CONFIG, init="zeros")
     with pytest.raises(
-        ValueError, match=r"no EmbeddingBagCollection was swapped: .*; for those that the model has, call swap_embeddings_"
+        ValueError, match=r"no EmbeddingBagCollection was swapped: .*; for the tables that it has, call swap_embeddings_"
     ):
         cr.swap_embedding_bag_collections_(nn.Sequential(nn.EmbeddingBag(400, 8)), CONFIG)

@@ -47,8 +47,12 @@ def test_large_tables_are_written_range_by_range(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(hashing, "_RANGE_BYTES", 1 << 14)
     keys = np.random.default_rng(0).choice(1 << 32, 20_000, replace=False).astype(np.uint32)
     write_table(tmp_path / "C1.table", lambda: np.split(keys, 4), len(keys), keys.dtype)
-    ids, _ = encode_keys([TableIds(tmp_path / "C1.table", keys.dtype, 1 << 16)], keys[None], np.zeros((1, len(keys)), np.bool_))
-    assert ids[0].tolist() == list(range(1, len(keys) + 1))
+    wanted = np.arange(1, len(keys) + 1)
+    for room in (None, 1, 1 << 16):
+        for order in (np.arange(len(keys)), np.random.default_rng(1).permutation(len(keys))):
+            table = TableIds(tmp_path / "C1.table", keys.dtype, room)
+            ids, _ = encode_keys([table], keys[order][None], np.zeros((1, len(keys)), np.bool_))
+            assert np.array_equal(ids[0], wanted[order])
 
 
 @pytest.mark.parametrize("pairs", [[], [[1, 7], [2, 8]]])
@@ -65,8 +69,8 @@ def test_small_tables_are_held_whole(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(hashing, "TableIds", lambda path, dtype, room: rooms.append((path.name, room)))
     for name, size in {"a": 100, "b": 5000, "c": 300, "d": 9000}.items():
         (tmp_path / name).write_bytes(bytes(size))
-    open_tables([tmp_path / name for name in "abcd"], DTYPES[0], room=2400)
-    assert rooms == [("a", 100), ("c", 300), ("b", 1000), ("d", 1000)]
+    open_tables([tmp_path / name for name in "abcd"], DTYPES[0], room=2400, threads=2)
+    assert rooms == [("a", 100), ("c", 300), ("b", 500), ("d", 500)]
 
 
 @settings(max_examples=50)

@@ -7,8 +7,10 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import comera_rec as cr
+from comera_rec.testing import run as run_processes
 
 SHAPES = [
     cr.TTShape((7, 9), (4, 4), (5,)),
@@ -86,3 +88,51 @@ def test_what_cannot_be_updated_is_refused(case: str) -> None:
         optimizer = torch.optim.Adagrad(two_tables(SHAPES[0]).parameters())
     with pytest.raises(ValueError, match=r"no TT table's cores are updated by this \w+: give the optimizer of the cores"):
         cr.update_in_backward_(nn.ModuleList() if case == "no tables" else model, optimizer)
+
+
+def test_it_is_undone_and_done_again() -> None:
+    model = two_tables(SHAPES[0])
+    first, second = (torch.optim.Adagrad(model.parameters(), lr=lr) for lr in (0.1, 0.0))
+    cr.update_in_backward_(model, first)
+    train(model, first, steps=1)
+    before = copy.deepcopy(model.state_dict())
+    assert cr.update_in_backward_(model, None) == []
+    train(model, second, steps=1)
+    assert all(core.grad is not None for core in model[0].cores())
+    cr.update_in_backward_(model, second)
+    train(model, second, steps=1)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_state_follows_the_dtype_and_other_ranks_are_refused() -> None:
+    model = two_tables(SHAPES[0])
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    cr.update_in_backward_(model, optimizer)
+    train(model, optimizer, steps=1)
+    train(model.bfloat16(), optimizer, steps=1)
+    assert optimizer.state[model[0].core_0]["sum"].dtype == torch.bfloat16
+    model[0].resize_ranks_([2])
+    message = r"'sum' of a core's optimizer has shape \(1, 7, 4, 5\) where the core has \(1, 7, 4, 2\): load the optimizer's state"
+    with pytest.raises(ValueError, match=message):
+        train(model, optimizer, steps=1)
+
+
+def train_replicas(rank: int) -> list[torch.Tensor]:
+    """Parameters of all processes after some steps, each of ids of its own."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(cr.TTEmbeddingBag(63, 16, shape=SHAPES[0])))
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    cr.update_in_backward_(model, optimizer)
+    for step in range(3):
+        ids = torch.randint(63, (8, 2), generator=torch.Generator().manual_seed(10 * rank + step))
+        optimizer.zero_grad()
+        model(ids).square().sum().backward()
+        optimizer.step()
+    return [parameter.detach().contiguous() for parameter in model.parameters()]
+
+
+@pytest.mark.distributed
+def test_replicas_stay_equal_under_distributed_data_parallel() -> None:
+    first, second = run_processes(2, train_replicas)
+    for one, other in zip(first, second, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)

@@ -195,7 +195,7 @@ def test_no_finite_loss_at_all_is_said_when_the_early_stage_ends() -> None:
     scheduler = Regression(config).scheduler
     scheduler.loss(torch.tensor(math.nan, requires_grad=True))
     assert scheduler.state_dict()["mean_loss"] is None
-    with pytest.raises(ValueError, match="none of the early stage's 1 losses is finite: lower the learning rates"):
+    with pytest.raises(ValueError, match="none of the early stage's 1 losses is known and finite: take every step's loss"):
         scheduler.step()
 
 
@@ -329,6 +329,49 @@ def test_a_schedule_that_needs_no_gradients_takes_any_optimizer() -> None:
     assert model["table"].shape.ranks == (2,)
 
 
+def test_frozen_modules_keep_their_ranks() -> None:
+    model = nn.ModuleDict({name: TTEmbeddingBag(ROWS, DIM, tt_ranks=8) for name in ("frozen", "trained")})
+    model["frozen"].requires_grad_(False)
+    before = model["frozen"].dense_matrix()
+    optimizer = Adam(parameter for parameter in model.parameters() if parameter.requires_grad)
+    config = RankConfig(early_steps=2, truncate_every=2, threshold=2.0, **LATE)
+    scheduler = RankScheduler(model, optimizer, config)
+    for _ in range(7):
+        ids = torch.arange(ROWS)[:, None]
+        loss = scheduler.loss((model["trained"](ids) - model["frozen"](ids)).square().mean())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+    assert scheduler.stage == "done"
+    assert torch.equal(model["frozen"].dense_matrix(), before)
+    assert max(model["trained"].shape.ranks) < 8
+    with pytest.raises(ValueError, match="the model has no TT module that is trained: unfreeze some"):
+        RankScheduler(model.requires_grad_(False), optimizer, config)
+
+
+def test_a_module_that_is_frozen_later_is_not_shrunk_unnoticed() -> None:
+    regression = Regression(RankConfig(early_steps=2))
+    regression.run(1)
+    regression.model.requires_grad_(False)
+    with pytest.raises(
+        ValueError, match="'table' was frozen after the RankScheduler was built, which would shrink it: freeze it before"
+    ):
+        regression.scheduler.step()
+
+
+def test_an_optimizer_without_the_cores_is_refused() -> None:
+    model = nn.ModuleDict({"table": TTEmbeddingBag(ROWS, DIM, tt_ranks=4)})
+    for parameters in ([torch.zeros(1)], model["table"].cores(), model["table"].rank_parameters()):
+        with pytest.raises(ValueError, match="is in no parameter group of this Adam: build the optimizer after all swaps"):
+            RankScheduler(model, Adam(parameters), RankConfig(early_steps=2))
+
+
+def test_a_loss_for_each_sample_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"task_loss has shape \(3,\): give the mean over the batch, a scalar"):
+        Regression(RankConfig(early_steps=2)).scheduler.loss(torch.ones(3))
+
+
 def test_a_model_without_trains_is_refused() -> None:
     model = nn.Linear(3, 3)
     with pytest.raises(ValueError, match="the model has no TT module: swap tables or linear layers before"):
@@ -343,7 +386,8 @@ def test_a_model_without_trains_is_refused() -> None:
         ({"late_steps": -5}, "late_steps is -5: give an integer of at least 0"),
         ({"truncate_every": 0}, "truncate_every is 0: give an integer of at least 1"),
         ({"target_size": 1.5, "late_steps": 5}, "target_size is 1.5: give a fraction"),
-        ({"target_size": 0.0, "late_steps": 5}, "target_size is 0.0: give a fraction"),
+        ({"target_size": 0.0, "late_steps": 5}, "target_size is 0.0: give a positive number"),
+        ({"target_size": "0.5", "late_steps": 5}, "target_size is '0.5': give a positive number"),
         ({"target_size": 0.5}, "target_size is 0.5 and late_steps is 0: a late stage needs both"),
         ({"late_steps": 5}, "target_size is None and late_steps is 5: a late stage needs both"),
         ({"target_loss": math.nan}, "target_loss is nan: give a finite number"),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
 from torchrec.fx import symbolic_trace
+from torchrec.inference.modules import quantize_embeddings
 from torchrec.models.deepfm import SimpleDeepFMNN
 from torchrec.models.dlrm import DLRM, DLRM_DCN, DLRM_Projection
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
@@ -146,3 +148,62 @@ def test_feature_processors_before_tt_tables(swap: bool, random_jagged: Callable
         model = nn.Sequential(FeatureProcessedEmbeddingBagCollection(cr.TTEmbeddingBagCollection(tables, True), processor))
     model(random_jagged(ROWS, 6)).values().sum().backward()
     assert all(weight.grad is not None and weight.grad.any() for weight in processor.parameters())
+
+
+def mixed_pooling() -> nn.Module:
+    """Dense tables of which TorchRec's quantized collections give those of one pooling first, and a TT table."""
+    tables = [
+        EmbeddingBagConfig(
+            name=f"t{number}", num_embeddings=50, embedding_dim=8, feature_names=[f"f{number}"],
+            pooling=PoolingType.MEAN if number == 1 else PoolingType.SUM,
+        )
+        for number in range(3)
+    ]  # fmt: skip
+    tables.insert(1, EmbeddingBagConfig(name="large", num_embeddings=50_000, embedding_dim=8, feature_names=["g"]))
+    return cr.swap_embedding_bag_collections_(nn.Sequential(EmbeddingBagCollection(tables)), cr.TTEmbeddingConfig(tt_ranks=4))
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization:DeprecationWarning")
+def test_dense_tables_that_torchrec_quantized_keep_their_keys(random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
+    model = mixed_pooling()
+    features = random_jagged({"f0": 50, "f1": 50, "f2": 50, "g": 50_000}, 4)
+    expected = model(features).to_dict()
+    quantize_embeddings(model, dtype=torch.qint8, inplace=True)
+    assert model[0].dense_bags(features).keys() == ["f0", "f2", "f1"]
+    actual = model(features).to_dict()
+    assert actual.keys() == expected.keys()
+    for key, bags in expected.items():
+        torch.testing.assert_close(actual[key], bags, rtol=0, atol=5e-3)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_collection_is_compiled_and_trains(in_backward: bool, random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
+    model = mixed_pooling()
+    twin = copy.deepcopy(model)
+    optimizers = [torch.optim.Adagrad(each.parameters(), lr=0.1) for each in (model, twin)]
+    if in_backward:
+        cr.update_in_backward_(twin, optimizers[1])
+    compiled = torch.compile(twin, backend="eager")
+    for samples in (4, 6):
+        features = random_jagged({"f0": 50, "f1": 50, "f2": 50, "g": 50_000}, samples)
+        for each, optimizer in zip((model, compiled), optimizers, strict=True):
+            optimizer.zero_grad()
+            each(features).values().square().sum().backward()
+            optimizer.step()
+    for expected, actual in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(actual, expected)
+    assert not torch.equal(twin[0].tt_bag("large").core_0, mixed_pooling()[0].tt_bag("large").core_0)
+
+
+def test_wrong_inputs_are_named() -> None:
+    model = ours()
+    values, lengths = torch.zeros(6, dtype=torch.int64), torch.ones(6, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"table 't2' looks up feature 'f3', which the batch lacks: it has \['f1', 'f2'\]"):
+        model(KeyedJaggedTensor(keys=["f1", "f2"], values=values, lengths=lengths))
+    with pytest.raises(TypeError, match="features is a Tensor: give a KeyedJaggedTensor"):
+        model(values)
+    with pytest.raises(ValueError, match=r"ids of table 't2' \(feature 'f3'\) are torch.float32: give int32 or int64"):
+        model(KeyedJaggedTensor(keys=["f1", "f2", "f3"], values=values.float(), lengths=lengths))
+    strides = [[3], [1], [2]]
+    with pytest.raises(ValueError, match="features have batch sizes of their own: give the KeyedJaggedTensor inverse indices"):
+        model(KeyedJaggedTensor(keys=["f1", "f2", "f3"], values=values, lengths=lengths, stride_per_key_per_rank=strides))

@@ -149,8 +149,10 @@ def check_ids(ids: Tensor, num_rows: int | Tensor, table: str) -> None:
     On an accelerator the check is asynchronous: the next call that waits for the device fails, without the table's name.
 
     Raises:
-        ValueError: naming the table, the id and the limit, if an id is outside [0, num_rows).
+        ValueError: naming the table, the id and the limit, if an id is outside [0, num_rows); for another type than int32 or int64.
     """
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"ids of {table} are {ids.dtype}: give int32 or int64")
     if torch.compiler.is_compiling() or not ids.numel() or ids.is_meta:
         return
     if ids.device.type != "cpu" or type(ids) is not Tensor:

@@ -16,9 +16,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 
@@ -47,6 +49,11 @@ class _Updating:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
+
+
+def unregister_update(core: nn.Parameter) -> None:
+    """Let a core get gradients again."""
+    core.__dict__.pop(_UPDATING, None)
 
 
 def register_update(core: nn.Parameter, optimizer: Optimizer) -> bool:
@@ -150,7 +157,13 @@ class Updates:
             state[name] = torch.full(slices, initial, dtype=torch.float32, device=parameter.device)
         elif kept is None:
             state[name] = torch.full_like(parameter, initial, memory_format=torch.preserve_format)
-        elif kept.stride() != parameter.stride():  # loaded from a checkpoint, which has no strides
+        elif kept.shape != parameter.shape:
+            raise ValueError(
+                f"{name!r} of a core's optimizer has shape {tuple(kept.shape)} where the core has {tuple(parameter.shape)}: load "
+                "the optimizer's state dict of these TT ranks too, or build the optimizer after the model is loaded"
+            )
+        elif kept.stride() != parameter.stride() or kept.dtype != parameter.dtype:
+            # Loaded from a checkpoint, which has no strides, or the model was moved to another dtype.
             state[name] = torch.empty_like(parameter, memory_format=torch.preserve_format).copy_(kept)
         made: Tensor = state[name]
         return made
@@ -223,8 +236,8 @@ def find_updates(cores: Sequence[Tensor], diagonals: Sequence[Tensor]) -> Update
 
 
 def update_kind(core: Tensor) -> str | None:
-    """Return the kind of the optimizer that updates a core in backward, slice by slice; None if there is none."""
-    optimizer = _optimizer_of(core)
+    """Return the kind of the optimizer that updates a core in backward, slice by slice; None without one, or when compiling."""
+    optimizer = None if torch.compiler.is_compiling() else _optimizer_of(core)
     return kind_of(*optimizer) if optimizer else None
 
 
@@ -236,10 +249,23 @@ def kind_of(optimizer: Optimizer, number: int) -> str | None:
     return name if all(group.get(setting, value) == value for setting, value in _KINDS[name].plain.items()) else None
 
 
+_AVERAGED: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()  # ids of parameters, by what averages their gradients
+
+
+def _is_averaged(core: Tensor) -> bool:
+    """Whether this is in the forward of a DistributedDataParallel that averages the core's gradients."""
+    replicas = DistributedDataParallel._get_active_ddp_module()
+    if replicas is None:
+        return False
+    if replicas not in _AVERAGED:
+        _AVERAGED[replicas] = {id(parameter) for parameter in replicas._module_parameters}
+    return id(core) in _AVERAGED[replicas]
+
+
 def _optimizer_of(core: Tensor) -> tuple[Optimizer, int] | None:
     """Return the only optimizer that steps in backward, and the number of the core's group; None if there is none.
 
-    DistributedDataParallel removes the hooks and steps after averaging gradients, which it therefore needs: None again.
+    DistributedDataParallel averages gradients, which it therefore needs: None again. It removes the hooks, and steps afterwards.
     """
     # Reading __dict__ is faster than looking up attributes, and it is empty unless an optimizer was registered.
     attributes = core.__dict__
@@ -248,7 +274,7 @@ def _optimizer_of(core: Tensor) -> tuple[Optimizer, int] | None:
     optimizers = attributes.get("_in_backward_optimizers", ())
     if not optimizers:
         updating: _Updating | None = attributes.get(_UPDATING)
-        return None if updating is None else updating.pair
+        return None if updating is None or _is_averaged(core) else updating.pair
     if len(optimizers) != 1:
         return None
     # Imported already, since an optimizer was applied; importing it at the top of this file would take a second.

@@ -25,7 +25,6 @@ from torchrec.distributed.types import (
     ShardingEnv,
     ShardingType,
 )
-from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.streamable import Multistreamable
 
 from comera_rec.ops import check_ids
@@ -121,9 +120,7 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
             dense_plan = EmbeddingModuleShardingPlan({t.name: plan[t.name] for t in module.dense_bags.embedding_bag_configs()})
             fqn = f"{module_fqn}.dense_bags" if module_fqn else "dense_bags"
             self.dense_bags = dense_sharder.shard(module.dense_bags, dense_plan, env, device, fqn)
-            # TorchRec gives bags in an order of its own, and knows no features that are shared with TT tables.
-            names = get_embedding_names_by_table(module.dense_bags.embedding_bag_configs())
-            self._dense_keys = dict(zip((name for of_table in names for name in of_table), module.dense_keys(), strict=True))
+            self._dense_keys = module.dense_keys()
         self._mesh = DeviceMesh.from_group(group, device.type) if divided else None
         self.register_state_dict_pre_hook(_without_dists)
         self._register_state_dict_hook(_to_dtensors)

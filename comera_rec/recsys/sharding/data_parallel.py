@@ -16,9 +16,17 @@ def rewrap_data_parallel_(model: DistributedModelParallel) -> DistributedModelPa
     Args:
         model: with `init_data_parallel` done.
 
+    Raises:
+        TypeError: for a model that is wrapped in DistributedDataParallel by hand.
+
     Returns:
         The model.
     """
+    if not isinstance(model, DistributedModelParallel):
+        raise TypeError(
+            f"model is a {type(model).__name__}: give a DistributedModelParallel. One under DistributedDataParallel alone is "
+            "wrapped anew by hand: ddp = DistributedDataParallel(ddp.module)"
+        )
     wrapped = model._dmp_wrapped_module
     if isinstance(wrapped, DistributedDataParallel):
         model._dmp_wrapped_module = wrapped.module
