@@ -1,6 +1,6 @@
 """Tables of README and docs, written from committed rows: `python -m benchmarks.pages [--check]`.
 
-A page names a table of `page_tables.py` between two comments, and the lines between them are written anew:
+A page names a table of `page_tables` between two comments, and the lines between them are written anew:
 
     <!-- table lookup -->
     | TT tables | FBGEMM | ours |
@@ -17,7 +17,8 @@ from pathlib import Path
 import click
 
 from benchmarks.harness.cli import run_command
-from benchmarks.page_tables import RESULTS, TABLES
+from benchmarks.page_tables import TABLES
+from benchmarks.page_tables.rows import RESULTS
 
 ROOT = RESULTS.parents[1]
 _BLOCK = re.compile(r"(?m)^<!-- table (\S+) -->\n(?:.*\n)*?<!-- end of table -->$")

@@ -1,0 +1,35 @@
+"""What the tables of README and docs show of the rows under results/: a function for each table, from rows to Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from benchmarks.page_tables import data, layers, lookup, models, quality
+
+TABLES: dict[str, Callable[[], str]] = {
+    "whole-model": models.whole_model,
+    "kaggle-model": models.kaggle_model,
+    "equal-bytes": quality.equal_bytes,
+    "quality-ne": partial(quality.quality, "ne"),
+    "quality-auc": partial(quality.quality, "auc"),
+    "quality-val-ne": partial(quality.quality, "val_ne", "video"),
+    "quality-int8": quality.quality_of_int8,
+    "quality-splits": quality.quality_of_splits,
+    "lookup": lookup.lookup,
+    "mlperf": models.mlperf,
+    "lookup-memory": lookup.lookup_memory,
+    "hot-rows": lookup.hot_rows,
+    "linear": layers.linear,
+    "transformer": layers.transformer,
+    "sst2": layers.sst2,
+    "code": layers.code,
+    "serve": data.serve,
+    "preprocess": data.preprocess,
+    "preprocess-memory": data.preprocess_memory,
+    "preprocess-formats": data.preprocess_formats,
+    "trainer-loop": models.trainer_loop,
+    "gpu-static": lookup.gpu_static,
+    "distributed": models.distributed,
+    "scale-model": models.scale_model,
+}

@@ -1,0 +1,76 @@
+"""Tables of lookups in TT tables."""
+
+from __future__ import annotations
+
+from benchmarks.page_tables.rows import OURS, XEON, committed, markdown, one, select, source
+
+
+def lookup() -> str:
+    """A training step over the seven largest tables of Criteo-Kaggle."""
+    rows = select(committed(XEON, "lookup"), batch=16384, dim=64)
+    columns = {
+        "nn.EmbeddingBag sparse": "`nn.EmbeddingBag`",
+        "FBGEMM": "FBGEMM",
+        "TTM no dedup": "TT without dedup",
+        "TTM row dedup": "TT, unique rows",
+        OURS: "ours",
+    }
+    lines = []
+    for order, rank in dict.fromkeys((row.shapes["order"], row.shapes["rank"]) for row in rows):
+        case = select(rows, order=order, rank=rank, pass_="step")
+        ms = {name: one(case, provider=name, unit="ms") for name in columns}
+        extra = [one(case, provider=name, unit="MiB").p50 for name in ("FBGEMM", OURS)]
+        lines.append(
+            [
+                f"order {order}, TT rank {rank}",
+                f"{one(case, provider=OURS, unit='ms').counted['compression']:,.0f}x",
+                *(f"{row.p50:,.1f}" for row in ms.values()),
+                f"{ms[OURS].p50 / ms['FBGEMM'].p50:.2f}x",
+                f"{extra[0]:.0f} / {extra[1]:.0f} MiB",
+            ]
+        )
+    header = ["TT tables", "smaller", *columns.values(), "of FBGEMM's", "extra memory, FBGEMM / ours"]
+    return markdown(header, lines) + source(XEON, "lookup")
+
+
+def lookup_memory() -> str:
+    """Peak extra memory of training a table of 100 million rows."""
+    rows = committed(XEON, "lookup-memory")
+    lines = [
+        [
+            f"order {row.shapes['order']}, TT rank {row.shapes['rank']}",
+            str(row.shapes["ids"]),
+            f"{row.counted['dense_mib']:,.0f} MiB",
+            f"{row.p50:.0f} MiB",
+        ]
+        for row in rows
+    ]
+    header = ["TT table", "ids", "the dense table", "cores, gradients, optimizer and a step"]
+    return markdown(header, lines, left=2) + source(XEON, "lookup-memory")
+
+
+def hot_rows() -> str:
+    """TT tables of equal bytes with hot rows and without."""
+    rows = committed(XEON, "hot-rows")
+    lines = []
+    for compression in dict.fromkeys(row.shapes["compression"] for row in rows):
+        step = [
+            one(rows, provider=name, pass_="step", compression=compression).p50 for name in ("TT tables", "TT tables with hot rows")
+        ]
+        lines.append([f"{compression}x", *(f"{ms:.0f} ms" for ms in step), f"{step[1] / step[0]:.2f}x"])
+    header = ["smaller", "TT tables", "with hot rows of equal bytes", "ratio"]
+    return markdown(header, lines, left=0) + source(XEON, "hot-rows")
+
+
+def gpu_static() -> str:
+    """The modelled step on GPUs, ours and FBGEMM's."""
+    rows = committed(XEON, "gpu-static")
+    lines = []
+    for ours in select(rows, provider="TT", unit="ms", rank=16):
+        (fbgemm,) = select(rows, provider="FBGEMM", unit="ms", **ours.shapes)
+        gpu, batch, dim, _ = ours.shapes.values()
+        times = [f"{row.p50:.2f}" for row in (ours, fbgemm)]
+        memory = [f"{row.counted['mib']:.0f}" for row in (ours, fbgemm)]
+        lines.append([gpu, f"{batch:,}", f"{dim}", *times, f"{fbgemm.p50 / ours.p50:.2f}x", *memory])
+    titles = ["GPU", "batch", "dim", "TT ms", "FBGEMM ms", "FBGEMM's over TT's", "TT MiB", "FBGEMM MiB"]
+    return markdown(titles, lines) + source(XEON, "gpu-static")

@@ -1,0 +1,119 @@
+"""Tables of whole models: what they reach, take and how they are spread over processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import mean
+
+from benchmarks.harness.rows import Row
+from benchmarks.page_tables.rows import EPYC, XEON, committed, markdown, one, select, source, spread
+
+
+def whole_model() -> str:
+    """The DLRM of ten million rows, dense and compressed."""
+    rows = committed(XEON, "dlrm")
+    forms = [select(rows, provider=name, data="synth-10M") for name in ("dense", "TT adaptive")]
+
+    def line(name: str, show: Callable[[list[Row]], str]) -> list[str]:
+        return [name, *map(show, forms)]
+
+    def counted(name: str) -> Callable[[list[Row]], list[float]]:
+        return lambda form: [row.counted[name] for row in form]
+
+    def span(values: list[float]) -> str:
+        low, high = (f"{value:,.0f}" for value in (min(values), max(values)))
+        return low if low == high else f"{low} to {high}"
+
+    lines = [
+        line("parameters", lambda form: f"{form[0].counted['params']:,.0f}"),
+        line("model", lambda form: f"{form[0].counted['bytes'] / 2**20:,.0f} MiB"),
+        line("normalized cross-entropy, lower is better", lambda form: spread([row.p50 for row in form])),
+        line("AUC", lambda form: f"{mean(counted('auc')(form)):.4f}"),
+        line("peak memory of training, beyond the libraries", lambda form: f"{span(counted('peak_mib')(form))} MiB"),
+        line("time of a step, batch 2,048", lambda form: f"{span(counted('step_ms')(form))} ms"),
+    ]
+    return markdown(["", "dense", "compressed"], lines) + source(XEON, "dlrm", "dlrm --only data=synth-10M")
+
+
+def kaggle_model() -> str:
+    """The DLRM of a million rows, 99 times smaller, dense, TT, and TT with hot rows."""
+    rows = committed(EPYC, "dlrm")
+    lines = []
+    for title, provider in {"dense": "dense", "TT": "TT adaptive", "TT with hot rows": "TT + rows adaptive"}.items():
+        best = _best_rate(select(rows, provider=provider))
+        lines.append(
+            [
+                title,
+                f"{best[0].counted['params']:,.0f}",
+                spread([row.p50 for row in best]),
+                f"{mean(row.counted['auc'] for row in best):.4f}",
+            ]
+        )
+    lines.append(["the best that any model can reach", "", *(f"{rows[0].counted[name]:.4f}" for name in ("best_ne", "best_auc"))])
+    return markdown(["", "parameters", "NE", "AUC"], lines) + source(EPYC, "dlrm")
+
+
+def _best_rate(rows: Sequence[Row]) -> list[Row]:
+    """The rows of the learning rate whose runs do best on the validation split."""
+    by_rate: dict[float, list[Row]] = {}
+    for row in rows:
+        by_rate.setdefault(row.shapes["lr"], []).append(row)
+    most = max(map(len, by_rate.values()))
+    return min((of for of in by_rate.values() if len(of) == most), key=lambda of: mean(row.counted["val_ne"] for row in of))
+
+
+def trainer_loop() -> str:
+    """Steps of the trainer on two processes, and of a loop by hand."""
+    rows = committed(XEON, "trainer-loop")
+    providers = list(dict.fromkeys(row.provider for row in rows))
+    forms = {"dense": "dense tables", "tt": "TT tables"}
+    lines = [
+        [title, *(f"{select(rows, provider=provider, format=form)[0].p50:.0f} ms" for provider in providers)]
+        for form, title in forms.items()
+    ]
+    return markdown(["a step of 4,096 rows", *providers], lines) + source(XEON, "trainer-loop")
+
+
+def distributed() -> str:
+    """What a process sends in a step, and its time."""
+    rows = select(committed(EPYC, "distributed"), processes=4)
+    providers = list(dict.fromkeys(row.provider for row in rows))
+    lines = []
+    for batch in dict.fromkeys(row.shapes["batch"] for row in rows):
+        cells = []
+        for provider in providers:
+            row = one(rows, provider=provider, batch=batch)
+            sent = sum(value for name, value in row.counted.items() if name.startswith("formula")) / 1024
+            cells.append(f"{sent:,.0f} KiB, {row.p50:.0f} ms")
+        lines.append([f"{batch:,}", *cells])
+    return markdown(["samples of a process", *providers], lines, left=0) + source(EPYC, "distributed")
+
+
+def scale_model() -> str:
+    """Modelled milliseconds of a step of MLPerf's DLRM on many GPUs."""
+    rows = committed(EPYC, "scale-model")
+    lines = []
+    for gpus, batch in dict.fromkeys((row.shapes["gpus"], row.shapes["batch"]) for row in rows):
+        case = select(rows, gpus=gpus, batch=batch)
+        dense = select(case, provider="dense table-wise")[0]
+        ours = [one(case, provider="TT data-parallel", compression=size) for size in (500, 2000)]
+        lines.append([str(gpus), f"{batch:,}", *(f"{row.p50:.1f}" for row in (dense, *ours))])
+    header = ["GPUs", "samples of each", "dense table-wise", "TT data-parallel, 500x", "2,000x"]
+    return (
+        markdown(header, lines, left=0)
+        + f"\n\nModelled: `python -m benchmarks.run scale-model`, [rows](results/{EPYC}/scale-model.jsonl)."
+    )
+
+
+def mlperf() -> str:
+    """A step of MLPerf's DLRM-DCNv2 at its own sizes, part by part, and its peak memory."""
+    rows = committed(XEON, "mlperf")
+    types = list(dict.fromkeys(row.shapes["products"] for row in rows))
+    parts = list(dict.fromkeys(row.provider for row in rows if row.unit == "ms"))
+    lines = [[part, *(f"{one(rows, provider=part, products=name).p50:,.0f} ms" for name in types)] for part in parts]
+    whole = [one(rows, provider="whole step", products=name) for name in types]
+    lines.append(["samples a second", *(f"{1000 * row.shapes['batch'] / row.p50:,.0f}" for row in whole)])
+    lines.append(["tables, dense", *(f"{row.counted['dense_gb']:.1f} GB" for row in whole)])
+    lines.append(["tables, TT", *(f"{row.counted['table_mib']:.1f} MiB" for row in whole)])
+    lines.append(["peak memory of the process", *(f"{row.counted['peak_mib'] / 1000 * 1.048576:.2f} GB" for row in whole)])
+    return markdown(["", *(f"products in {name}" for name in types)], lines) + source(XEON, "mlperf")

@@ -1,0 +1,73 @@
+"""Tables of embedding tables at equal bytes, ours and the rivals."""
+
+from __future__ import annotations
+
+from statistics import mean
+
+from benchmarks.page_tables.rows import XEON, committed, markdown, select, source
+from benchmarks.quality.embeddings import SPLITS
+from benchmarks.quality.runs import SEEDS, VARIANTS, chosen
+from benchmarks.quality.summary import BEST, DATA_SETS, METRICS, NAMES, NOT_EQUAL, short_table
+
+
+def quality(metric: str, data: str = "") -> str:
+    """NE or AUC at equal bytes, ours and the rivals."""
+    rows = [row for row in committed(XEON, "quality") if data in ("", row.shapes["data"])]
+    return short_table(rows, metric) + source(XEON, "quality")
+
+
+def quality_of_int8() -> str:
+    """NE and AUC of tables of int8 numbers beside those of float32 numbers that take equal bytes, on the logs."""
+    rows = [row for row in committed(XEON, "quality") if row.shapes["data"] == "synth"]
+    by_dtype = {dtype: chosen(rows, dtype) for dtype in ("float32", "int8")}
+    methods = [name for name in NAMES | {"hashing": ""} if any(row.provider == name for row in by_dtype["int8"])]
+    sizes = sorted({row.shapes["compression"] for row in by_dtype["int8"]})
+    lines = []
+    for method in methods:
+        cells = [NAMES.get(method, method)]
+        for size in sizes:
+            for of_dtype in by_dtype.values():
+                runs = select(of_dtype, provider=method, compression=size)
+                enough = len(runs) == SEEDS
+                cells.append(f"{mean(map(METRICS['ne'], runs)):.4f}, {mean(map(METRICS['auc'], runs)):.4f}" if enough else "")
+        lines.append(cells)
+    titles = [f"{size:g}x, {dtype}" for size in sizes for dtype in by_dtype]
+    return markdown(["NE, AUC", *titles], lines) + source(XEON, "quality")
+
+
+def quality_of_splits() -> str:
+    """NE of fixed splits between TT tables and hot rows of one width, beside the split that is found; one seed, on the logs."""
+    rows = [row for row in committed(XEON, "quality") if row.shapes["data"] == "synth" and row.shapes["compression"] == 100]
+    runs = {row.provider: METRICS["ne"](row) for row in chosen(rows) if row.seed == 0}
+    widths = dict.fromkeys(width or "N" for _, width in SPLITS.values())
+    shares = dict.fromkeys(share for share, _ in SPLITS.values())
+    lines = [
+        [
+            f"{share:g} of the bytes",
+            *(f"{runs[name]:.4f}" if (name := f"TT + {share:g} at {width}") in runs else "" for width in widths),
+        ]
+        for share in shares
+    ]
+    none, found = runs["TT fixed"], runs["TT + rows"]
+    header = [f"NE; no hot rows {none:.4f}, as found {found:.4f}", *(f"width {width}" for width in widths)]
+    return markdown(header, lines) + source(XEON, "quality", "quality --only method=TT + 0*")
+
+
+def equal_bytes() -> str:
+    """Large tables 100 times smaller: TT with hot rows, the best rival of equal bytes, dense tables."""
+    lines = []
+    for data, metric in (("synth", "ne"), ("synth", "auc"), ("ml1m", "ne"), ("video", "ne"), ("video", "auc")):
+        runs = [row for row in chosen(committed(XEON, "quality")) if row.shapes["data"] == data and row.provider not in VARIANTS]
+        dense = mean(METRICS[metric](row) for row in runs if row.provider == "dense")
+        by_method: dict[str, list[float]] = {}
+        for row in runs:
+            if row.shapes["compression"] == 100 and row.provider not in NOT_EQUAL:
+                by_method.setdefault(row.provider, []).append(METRICS[metric](row))
+        ours = mean(by_method["TT + rows"])
+        rivals = {name: mean(values) for name, values in by_method.items() if not name.startswith("TT") and len(values) == SEEDS}
+        rival = BEST[metric](rivals, key=rivals.__getitem__)
+        best = BEST[metric](dense, ours, rivals[rival])
+        cells = [f"**{value:.4f}**" if value == best else f"{value:.4f}" for value in (dense, ours, rivals[rival])]
+        cells[2] += f", {NAMES.get(rival, rival)}"
+        lines.append([f"{DATA_SETS[data]}: {metric.upper()}", *cells])
+    return markdown(["", "dense", "TT with hot rows", "best rival"], lines) + source(XEON, "quality")
