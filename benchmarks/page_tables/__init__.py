@@ -10,6 +10,7 @@ from benchmarks.page_tables import data, layers, lookup, models, quality
 TABLES: dict[str, Callable[[], str]] = {
     "whole-model": models.whole_model,
     "kaggle-model": models.kaggle_model,
+    "architectures": models.architectures,
     "equal-bytes": quality.equal_bytes,
     "quality-ne": partial(quality.quality, "ne"),
     "quality-auc": partial(quality.quality, "auc"),
@@ -31,5 +32,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "trainer-loop": models.trainer_loop,
     "gpu-static": lookup.gpu_static,
     "distributed": models.distributed,
+    "planned": models.planned,
     "scale-model": models.scale_model,
 }

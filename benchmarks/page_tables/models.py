@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from statistics import mean
 
 from benchmarks.harness.rows import Row
-from benchmarks.page_tables.rows import EPYC, XEON, committed, markdown, one, select, source, spread
+from benchmarks.page_tables.rows import EPYC, EPYC_AVX2, XEON, committed, markdown, one, select, source, spread
+from benchmarks.training.dlrm import ARCHITECTURES
 
 
 def whole_model() -> str:
@@ -53,6 +54,19 @@ def kaggle_model() -> str:
     return markdown(["", "parameters", "NE", "AUC"], lines) + source(EPYC, "dlrm")
 
 
+def architectures() -> str:
+    """Architectures on the demo's logs, dense and with tables 50 times smaller."""
+    rows = select(committed(EPYC_AVX2, "dlrm"), data="demo")
+    lines = []
+    for name in ARCHITECTURES:
+        forms = [_best_rate(select(rows, provider=f"{name} {form}")) for form in ("dense", "TT + rows")]
+        values = [[row.p50 for row in form] for form in forms] + [[row.counted["auc"] for row in form] for form in forms]
+        sizes = [f"{form[0].counted['bytes'] / 2**20:,.1f} MiB" for form in forms]
+        lines.append([name, *sizes, *(f"{mean(each):.4f}" for each in values)])
+    header = ["", "dense", "TT with hot rows", "NE, dense", "NE, TT", "AUC, dense", "AUC, TT"]
+    return markdown(header, lines) + source(EPYC_AVX2, "dlrm", "dlrm --only data=demo")
+
+
 def _best_rate(rows: Sequence[Row]) -> list[Row]:
     """The rows of the learning rate whose runs do best on the validation split."""
     by_rate: dict[float, list[Row]] = {}
@@ -87,6 +101,21 @@ def distributed() -> str:
             cells.append(f"{sent:,.0f} KiB, {row.p50:.0f} ms")
         lines.append([f"{batch:,}", *cells])
     return markdown(["samples of a process", *providers], lines, left=0) + source(EPYC, "distributed")
+
+
+def planned() -> str:
+    """What the planner expects of a TT table on several processes, and what is measured."""
+    rows = committed(EPYC_AVX2, "planned")
+    lines = []
+    for memory in select(rows, unit="MiB"):
+        (time,) = [row for row in select(rows, provider=memory.provider, unit="ms") if row.shapes == memory.shapes]
+        sizes = memory.shapes
+        cells = [str(sizes["processes"]), f"{sizes['rank']}, {sizes['batch']:,}", memory.provider]
+        for row, unit, expected in ((memory, "MiB", memory.counted["planned_mib"]), (time, "ms", time.counted["planned_ms"])):
+            cells += [f"{row.p50:,.0f} {unit}", f"{expected / row.p50:.2f}x"]
+        lines.append(cells)
+    header = ["processes", "rank, batch", "sharding", "memory", "expected", "step", "expected"]
+    return markdown(header, lines, left=3) + source(EPYC_AVX2, "planned")
 
 
 def scale_model() -> str:
