@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections import Counter
 
 from data_pipeline.parts import parquet_names, read_first_line
@@ -14,11 +15,15 @@ def names_of(log: Source, schema: LogSchema) -> tuple[str, ...] | None:
     """The names of a log's columns, in its order; None where columns are known by their order, or by each line of JSON.
 
     Raises:
-        ValueError: the log can't be read.
+        ValueError: the log can't be read, or its first line isn't CSV.
     """
     names = parquet_names(log)
     if names is None and schema.header and schema.format != "jsonl":
-        names = read_names(read_first_line(log), schema)
+        try:
+            names = read_names(read_first_line(log), schema)
+        except csv.Error as error:  # Python advises to open the file in another way
+            reason = "has a carriage return within" if "new-line" in str(error) else f"is not CSV ({error})"
+            raise ValueError(f"the line of column names of {log} {reason}; mend it, or set header = false") from None
     return names
 
 

@@ -165,10 +165,14 @@ def test_names_are_checked_before_anything_is_read(tmp_path: Path, schema: Calla
     (tmp_path / "good.csv").write_bytes(as_csv(ROWS))
     (tmp_path / "bad.csv").write_bytes(as_csv(ROWS).replace(b"cents", b"eu\x0bros", 1))
     (tmp_path / "twice.csv").write_bytes(as_csv(ROWS).replace(b"cents", b"shop", 1))
+    (tmp_path / "return.csv").write_bytes(as_csv(ROWS).replace(b"cents", b"ce\rnts", 1))
+    (tmp_path / "long.csv").write_bytes(as_csv(ROWS).replace(b"cents", b"c" * 200_000, 1))
     pq.write_table(as_table(ROWS).drop_columns(["code"]), tmp_path / "bad.parquet")
     for name, message in {
         "bad.csv": r"bad.csv has no column 'cents'; its columns are bought, shop, eu\\x0bros, code, tags, more",
         "twice.csv": r"twice.csv has two columns 'shop'; its columns are bought, shop, shop",
+        "return.csv": r"the line of column names of .*return.csv has a carriage return within; mend it",
+        "long.csv": r"the line of column names of .*long.csv is not CSV \(field larger than field limit",
         "bad.parquet": r"bad.parquet has no column 'code'; its columns are bought, shop, cents, tags, other",
     }.items():
         inputs = (tmp_path / "good.csv", tmp_path / name)

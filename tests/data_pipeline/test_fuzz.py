@@ -1,6 +1,6 @@
 """Any bytes as any log: a data set that verifies and holds what pandas reads, or one line and nothing behind.
 
-FUZZ=10000 pytest tests/data_pipeline/test_fuzz.py        # cases in all; a quarter of an hour
+FUZZ=10000 pytest --timeout=0 tests/data_pipeline/test_fuzz.py        # cases in all; a quarter of an hour
 """
 
 from __future__ import annotations
