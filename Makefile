@@ -1,8 +1,8 @@
-# Everything runs in .venv. PIP_FIND_LINKS is respected, so wheels that pip is configured to see are seen here too.
-# On machines where torch's default build is the CUDA one, UV_TORCH_BACKEND=cpu picks the smaller CPU build.
+# Everything runs in .venv. PIP_FIND_LINKS is passed on to uv, so it finds the same wheels as pip.
+# On machines where torch's default build is the CUDA one, UV_TORCH_BACKEND=cpu selects the smaller CPU build.
 BIN := .venv/bin
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
-# Modules are compiled once: without that, a process takes ten seconds more to import torch and torchrec.
+# Let Python cache bytecode: without the cache, importing torch and torchrec takes ten seconds more in every process.
 unexport PYTHONDONTWRITEBYTECODE
 DEMO ?= demo
 COMERA := $(BIN)/comera
@@ -13,7 +13,7 @@ TRAIN = $(COMERA) train --config examples/demo.toml data.path=$(DEMO)/data
 
 install: .venv/installed
 
-# The operators of comera_rec/csrc are compiled against the torch of .venv, hence no build isolation.
+# The operators of comera_rec/csrc are compiled against the torch in .venv, hence no build isolation.
 .venv/installed: pyproject.toml hatch_build.py $(wildcard comera_rec/csrc/* data_pipeline/csrc/*)
 	test -x $(BIN)/python || python3 -m venv .venv
 	$(BIN)/python -m pip install --quiet uv
@@ -31,12 +31,12 @@ demo: install
 	$(COMERA) report --run $(DEMO)/dense --run $(DEMO)/compressed --run $(DEMO)/integers \
 		--truth $(DEMO)/raw/train.truth.json --output $(DEMO)/report.html
 
-# One process a core, up to eight.
+# One process per core, up to eight.
 test: install
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadscope
 
-# Address and undefined-behaviour sanitizers over the tests of the compiled code, with libraries of its own; -s, or pytest hides reports,
-# and without Python's own allocator, which hides what lies beside an array.
+# Runs the compiled code's tests under the address and undefined-behavior sanitizers, with separately built libraries. -s lets
+# their reports through pytest; PYTHONMALLOC=malloc bypasses Python's own allocator, which hides accesses beyond an array.
 SANITIZED := build/sanitized
 test-sanitized: install
 	COMERA_SANITIZE=1 $(BIN)/python -c "from pathlib import Path; from hatch_build import build, build_pipeline; \
@@ -49,7 +49,7 @@ test-sanitized: install
 		tests/ops/test_served_bags.py tests/data_pipeline/test_parse.py tests/data_pipeline/test_hashing.py \
 		tests/data_pipeline/test_runs.py::test_counts_equal_a_dictionary
 
-# Mutants of a package of comera_rec, judged by its tests: always the same sample, those whose number ends in SAMPLE.
+# Runs the tests of a package of comera_rec against mutants of it: always the same sample, those whose number ends in SAMPLE.
 MUTATE ?= rank
 SAMPLE ?= 7
 MUTATED := build/mutate
@@ -67,11 +67,11 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Warnings, dead links between pages among them, are errors.
+# Warnings are errors, including those about dead links between pages.
 docs: install
 	$(BIN)/python -m sphinx -b html -W --keep-going -q docs build/docs
 
-# A wheel and an sdist, checked; the wheel in a clean environment looks a bag up with its compiled operators.
+# Builds and checks a wheel and an sdist, then looks up a bag with the wheel's compiled operators in a clean environment.
 DIST_PYTHON ?= 3.11
 DIST_WITH ?= torch==2.13.* torchrec==1.8.* fbgemm-gpu-cpu==1.8.*
 dist: install
@@ -88,7 +88,7 @@ dist: install
 bench: install
 	$(BIN)/python -m benchmarks.run all --quick
 
-# Tests and measures on a GPU what the installed packages allow, in ten minutes; run it again to resume. PYTHON is any that has torch.
+# Tests and measures on a GPU what the installed packages allow, in ten minutes; run it again to resume. Any PYTHON with torch works.
 PYTHON ?= $(BIN)/python
 gpu:
 	$(PYTHON) -m benchmarks.gpu

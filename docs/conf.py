@@ -1,4 +1,4 @@
-"""The documentation's settings: `make docs` builds it into build/docs."""
+"""Sphinx settings of the documentation, which `make docs` builds in build/docs."""
 
 import re
 from importlib.metadata import version as version_of
@@ -19,16 +19,16 @@ html_theme = "furo"
 html_title = f"comera-rec {version}"
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 3
-default_role = "py:obj"  # a name in backticks is a link where it is documented
-autodoc_typehints = "none"  # the signature has them
+default_role = "py:obj"  # a name in backticks links to its documentation
+autodoc_typehints = "none"  # the signature shows them
 napoleon_preprocess_types = False
 
 
 class CommandHelp(SphinxDirective):
-    """What `comera --help` and the --help of every command print."""
+    """A section for each command with its --help text."""
 
     def run(self) -> list[nodes.Node]:
-        found: list[nodes.Node] = []
+        sections: list[nodes.Node] = []
         with click.Context(cli, info_name="comera") as context:
             for name in cli.list_commands(context):
                 command = cli.get_command(context, name)
@@ -37,16 +37,16 @@ class CommandHelp(SphinxDirective):
                 section += nodes.title(text=f"comera {name}")
                 with click.Context(command, info_name=name, parent=context, max_content_width=100) as inner:
                     section += nodes.literal_block(text=command.get_help(inner), language="none")
-                found.append(section)
-        return found
+                sections.append(section)
+        return sections
 
 
 def _escape(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Docstrings are written for readers of code: their bars and stars are no markup, and a plural follows a name in backticks."""
+    """Escape what Sphinx would take for markup in docstrings: bars, stars, and plural endings behind backticks."""
     lines[:] = [re.sub(r"(`[^`\s]+`)(?=\w)", r"\1\\ ", line.replace("|", "\\|").replace("*", "\\*")) for line in lines]
 
 
 def setup(app: Sphinx) -> None:
-    """Called by Sphinx."""
+    """Register the directive and the escaping of docstrings; Sphinx calls this."""
     app.add_directive("command-help", CommandHelp)
-    app.connect("autodoc-process-docstring", _escape, priority=400)  # before napoleon makes markup of its own
+    app.connect("autodoc-process-docstring", _escape, priority=400)  # before napoleon adds its own markup
