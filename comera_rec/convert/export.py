@@ -7,14 +7,14 @@ import copy
 import torch
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingCollection
-from torchrec.models.dlrm import InteractionArch
+from torchrec.models.dlrm import InteractionArch, SparseArch
 from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
 from comera_rec.nn import TTLinear, TTModule
 from comera_rec.recsys import TTEmbeddingBagCollection, TTEmbeddingCollection
 from comera_rec.recsys.dlrm import LearnedVector
-from comera_rec.recsys.interaction import CrossNetwork, PairwiseInteraction
+from comera_rec.recsys.interaction import CrossNetwork, PairwiseInteraction, StackedFeatures
 
 
 def export_dense(model: nn.Module) -> nn.Module:
@@ -55,6 +55,8 @@ def _dense_equivalent(module: nn.Module) -> nn.Module | None:
         plain = EmbeddingBagCollection(module.embedding_bag_configs(), module.is_weighted(), module.device)
         plain.load_state_dict(module.state_dict())
         return plain
+    if isinstance(module, StackedFeatures):
+        return SparseArch(export_dense(module.embedding_bag_collection))
     if isinstance(module, PairwiseInteraction):
         return InteractionArch(module.F)
     if isinstance(module, CrossNetwork):

@@ -13,7 +13,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from comera_rec.nn import TTLinearConfig, compress_linears_
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
-from comera_rec.recsys.interaction import CrossNetwork, PairwiseInteraction
+from comera_rec.recsys.interaction import CrossNetwork, PairwiseInteraction, StackedFeatures
 from comera_rec.tt import require_positive
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -91,6 +91,7 @@ def build_dlrm(
     else:
         model = DLRM(collection, *widths, dense_device)
         model.inter_arch = PairwiseInteraction(model.inter_arch.F)
+    model.sparse_arch = StackedFeatures(collection)
     if not dense_in_features:
         model.dense_arch = LearnedVector(dense_arch_layer_sizes[-1], dense_device)
     return compress_large_linears_(model, linears)

@@ -1,20 +1,41 @@
-"""How DLRM's features meet: dot products of all pairs, or a cross network.
+"""How DLRM's features meet: pooled rows as one tensor, then dot products of all pairs, or a cross network.
 
 B batch size, F features (the dense one included), P = F (F - 1) / 2 pairs, N embedding dimension.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torchrec.models.dlrm import InteractionArch
+from torchrec import KeyedJaggedTensor, KeyedTensor
+from torchrec.models.dlrm import InteractionArch, SparseArch
 from torchrec.modules.crossnet import LowRankCrossNet
 
 from comera_rec.nn.tracing import one_call_in_fx
+
+
+class StackedFeatures(SparseArch):
+    """TorchRec's sparse part, which copies the pooled rows only where the collection returns them in another order."""
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        """F features of B bags each -> [B, F, N]."""
+        rows_BFN: Tensor = stack_features(self.embedding_bag_collection(features), self.sparse_feature_names, self.D)
+        return rows_BFN
+
+
+def stack_features(pooled: KeyedTensor, names: Sequence[str], width: int) -> Tensor:
+    """The columns of features of N = `width` columns each, in the order of `names`: [B, F, N], a view where that is their order."""
+    if list(pooled.keys()) == list(names):
+        values: Tensor = pooled.values()
+    else:
+        by_name = pooled.to_dict()
+        values = torch.cat([by_name[name] for name in names], dim=1)
+    return values.unflatten(1, (len(names), width))
 
 
 class PairwiseInteraction(InteractionArch):
@@ -111,4 +132,5 @@ class _PairwiseProducts(torch.autograd.Function):
         return torch.bmm(both, features), None
 
 
+torch.fx.wrap("stack_features")
 torch.fx.wrap("pairwise_products")

@@ -1,7 +1,8 @@
-"""How much memory training takes, as a peak over the whole run and over stretches of it."""
+"""How much memory training takes, as a peak over the whole run and over stretches of it; and what becomes of freed memory."""
 
 from __future__ import annotations
 
+import ctypes
 import resource
 import sys
 from contextlib import suppress
@@ -10,6 +11,20 @@ from pathlib import Path
 import torch
 
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+_KEPT_BYTES, _LARGEST_MMAP_THRESHOLD = 1 << 30, 32 << 20
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep up to 1 GiB of freed memory for the next step, instead of returning it to the system.
+
+    Otherwise every step gets the pages of its largest tensors anew, and the system fills each page with zeros. Tensors above 32 MiB
+    still have mappings of their own. Other allocators are left as they are.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 class PeakMemory:

@@ -33,7 +33,7 @@ from comera_rec.training.checkpoint import checkpoint_at, latest_checkpoint, ope
 from comera_rec.training.config import RunConfig
 from comera_rec.training.evaluation import BestSoFar, evaluate
 from comera_rec.training.log import MetricsLog, NoLog, log_ranks
-from comera_rec.training.memory import PeakMemory
+from comera_rec.training.memory import PeakMemory, keep_freed_memory
 from comera_rec.training.model import Schema, build_optimizer
 from comera_rec.training.placement import available_cores, device_of, name_of, place, whole_model
 from comera_rec.training.runs import CHECKPOINTS, fingerprint, require_fit, require_same_run
@@ -76,6 +76,7 @@ class Trainer:
         self.device = device_of(config.training.device)
         join_launched(self.device)
         self.processes = processes
+        keep_freed_memory()
         self.memory = PeakMemory(self.device)
         self.manifest = read_manifest(config.data.path)
         self.schema = Schema.of(self.manifest)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torchrec import KeyedTensor
 from torchrec.models.dlrm import InteractionArch
 from torchrec.modules.crossnet import LowRankCrossNet
 
-from comera_rec.recsys.interaction import CrossNetwork, PairwiseInteraction, pairwise_products
+from comera_rec.recsys.interaction import CrossNetwork, PairwiseInteraction, pairwise_products, stack_features
 
 
 def inputs(batch: int, features: int, dim: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -71,3 +72,16 @@ def test_a_cross_network_is_one_call_in_fx() -> None:
     model = nn.Sequential(CrossNetwork(8, 2, 3))
     x = torch.randn(4, 8)
     torch.testing.assert_close(torch.fx.symbolic_trace(model)(x), model(x))
+
+
+@pytest.mark.parametrize("order", [["a", "b", "c"], ["c", "a", "b"]])
+def test_features_are_stacked_without_a_copy_where_their_order_allows(order: list[str]) -> None:
+    values = torch.randn(5, 12, requires_grad=True)
+    pooled = KeyedTensor(keys=order, length_per_key=[4, 4, 4], values=values)
+    stacked = stack_features(pooled, ["a", "b", "c"], 4)
+    assert (stacked.data_ptr() == values.data_ptr()) == (order == ["a", "b", "c"])
+    for place, name in enumerate(["a", "b", "c"]):
+        torch.testing.assert_close(stacked[:, place], pooled[name])
+    stacked[:, 0].sum().backward()
+    start = 4 * order.index("a")
+    assert values.grad is not None and values.grad[:, start : start + 4].eq(1).all() and values.grad.sum() == 20
