@@ -84,4 +84,6 @@ def test_features_are_stacked_without_a_copy_where_their_order_allows(order: lis
         torch.testing.assert_close(stacked[:, place], pooled[name])
     stacked[:, 0].sum().backward()
     start = 4 * order.index("a")
-    assert values.grad is not None and values.grad[:, start : start + 4].eq(1).all() and values.grad.sum() == 20
+    assert values.grad is not None
+    assert values.grad[:, start : start + 4].eq(1).all()
+    assert values.grad.sum() == 20
