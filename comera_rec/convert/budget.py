@@ -1,4 +1,4 @@
-"""Approximation of dense matrices by TT tables within one budget, which ranks and widths of hot rows share by error saved."""
+"""Approximation of dense matrices by TT tables within one budget, spent on the ranks and hot-row widths that save most error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from comera_rec.rank import within_budget
 from comera_rec.tt import TTShape, first_rows, max_ranks, tt_svd_spectra
 
 _ROUNDS = (4.0, 2.0, 1.4)
-"""Sizes over the budget through which tables with hot rows shrink; at each of them cores and blocks are fitted anew."""
+"""Multiples of the budget to which tables with hot rows shrink in turn; cores and blocks are fitted again at each."""
 
 
 def fit_tables_(
@@ -35,8 +35,8 @@ def fit_tables_(
             Adagrad keeps (the empirical Fisher information; Hsu et al., Language Model Compression with Weighted Low-Rank
             Factorization, ICLR 2022). For cores it is averaged over the rows of a leading digit. Default: equal.
     """
-    rows = importance or [None] * len(tables)
-    fits = [_Fit(table, weight, each) for table, weight, each in zip(tables, weights, rows, strict=True)]
+    importances = importance or [None] * len(tables)
+    fits = [_Fit(*arguments) for arguments in zip(tables, weights, importances, strict=True)]
     has_hot_rows = any(table.num_hot_rows for table in tables)
     for factor in (*_ROUNDS, 1.0) if has_hot_rows else (1.0,):
         for fit in fits:
@@ -88,14 +88,14 @@ class _Fit:
         self.scores = [[singular.double().square() for singular in spectra], *([squares] for _, squares in blocks)]
 
     def _block(self, target: Tensor, shape: TTShape, span: slice) -> tuple[list[Tensor], Tensor]:
-        """Fit a block of rows to a target; returns its cores and squared singular values."""
+        """Fit a block of rows to a target; return its cores and squared singular values."""
         scale = target.new_ones(len(target), dtype=torch.float64) if self.importance is None else self.importance[span].double()
         scale = scale.clamp_min(1e-3 * float(scale.mean())).clamp_min(torch.finfo(torch.float64).tiny).sqrt()
-        squares, turn = torch.linalg.eigh((scaled := target.double() * scale[:, None]).mT @ scaled)
+        squares, rotation = torch.linalg.eigh((scaled := target.double() * scale[:, None]).mT @ scaled)
         (rank,) = shape.ranks
-        squares, turn = squares.flip(0)[:rank].clamp_min(0), turn.flip(1)[:, :rank]
-        projected = (target.double() @ turn).to(target.dtype)
-        return [projected.view(1, len(target), 1, rank), turn.mT.to(target.dtype).reshape(rank, 1, target.shape[1], 1)], squares
+        squares, rotation = squares.flip(0)[:rank].clamp_min(0), rotation.flip(1)[:, :rank]
+        projected = (target.double() @ rotation).to(target.dtype)
+        return [projected.view(1, len(target), 1, rank), rotation.mT.to(target.dtype).reshape(rank, 1, target.shape[1], 1)], squares
 
     def cut(self, ranks: Sequence[Sequence[int]]) -> None:
         """Keep the given numbers of leading ranks, which have the largest singular values, per shape and bond."""

@@ -95,7 +95,7 @@ def _measure(name: str, module: nn.Module) -> LayerSize:
     if isinstance(module, TTModule):
         kind = "table" if isinstance(module, TTTable | HotRows) else "linear"
         compressed = {id(p) for p in (*module.cores(), *module.rank_parameters())}
-        others = [p for p in parameters if id(p) not in compressed]  # a bias, which is the same when dense
+        others = [p for p in parameters if id(p) not in compressed]  # a bias, which the dense layer has too
         item = module.core_0.element_size()
         return LayerSize(
             name=name,

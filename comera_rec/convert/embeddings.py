@@ -34,7 +34,7 @@ def swap_embeddings_(
 
     Args:
         model: any module.
-        config: which layers, and how small; `compression` is that of all those layers together that `filter_fn` passes.
+        config: which layers, and how small; `compression` applies to all layers that `filter_fn` passes, taken together.
         filter_fn: (module, fully qualified name) -> whether to consider the layer; default all.
         init: "random", with the standard deviation of the weights that are replaced, or "tt_svd" to start from them.
 
@@ -56,7 +56,7 @@ def swap_embeddings_(
     }
     dense = []
     for name, layer in layers.items():
-        if reason := _reason_against(layer, [owner for owner, other in owners[layer.weight] if other is not layer]):
+        if reason := _reason_to_stay_dense(layer, [owner for owner, other in owners[layer.weight] if other is not layer]):
             dense.append(name)
             _LOGGER.info("%s stays dense: %s", name, reason)
     configs = [
@@ -69,13 +69,13 @@ def swap_embeddings_(
     }
     if not replacements:
         raise ValueError(
-            f"no embedding layer was swapped: none passed filter_fn with at least {config.min_rows} rows and a weight of its own; "
-            "lower min_rows, or see why in the log, at level INFO"
+            f"no embedding layer was swapped: none that passes filter_fn has at least {config.min_rows} rows and an unshared "
+            "weight; lower min_rows, or see the reasons in the log at level INFO"
         )
     return replace_modules_(model, replacements)
 
 
-def _reason_against(layer: Layer, sharers: list[str]) -> str | None:
+def _reason_to_stay_dense(layer: Layer, sharers: list[str]) -> str | None:
     if sharers:
         return f"its weight is also that of {sharers[0]!r}"
     try:

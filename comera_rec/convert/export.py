@@ -20,9 +20,9 @@ from comera_rec.recsys.interaction import CrossNetwork, PairwiseInteraction, Sta
 def export_dense(model: nn.Module) -> nn.Module:
     """Copy a model with every TT module contracted to its plain torch or TorchRec equivalent.
 
-    The copy predicts the same numbers. That of a model of `build_dlrm` or `build_deepfm`, or of modules of torch and TorchRec with
-    those of this library swapped in, loads where this library isn't installed. Collections, fused ones inside them included,
-    become `torchrec.EmbeddingBagCollection` and `torchrec.EmbeddingCollection`.
+    The copy predicts the same numbers. If the model comes from `build_dlrm` or `build_deepfm`, or consists of torch and TorchRec
+    modules with this library's swapped in, the copy loads where this library isn't installed. Collections, including fused ones
+    inside them, become `torchrec.EmbeddingBagCollection` and `torchrec.EmbeddingCollection`.
 
     Args:
         model: any module; left as it is.
@@ -32,7 +32,7 @@ def export_dense(model: nn.Module) -> nn.Module:
     """
     # Modules that copy.deepcopy finds in its memo are replaced wherever they are shared.
     memo: dict[int, nn.Module] = {}
-    weights: dict[torch.Tensor, torch.Tensor] = {}  # dense ones, by the first core that they replace
+    weights: dict[torch.Tensor, torch.Tensor] = {}  # dense weights, by the first core that they replace
     done: set[nn.Module] = set()
     for module in model.modules():  # parents before their children
         dense = None if module in done else _dense_equivalent(module)
@@ -69,9 +69,9 @@ def _dense_equivalent(module: nn.Module) -> nn.Module | None:
 
 
 def _constant(vector: torch.Tensor) -> nn.Linear:
-    """A layer without inputs: [B, 0] -> the same [B, N] for all samples."""
+    """Make a layer without inputs: [B, 0] -> the same [B, N] for all samples."""
     layer = nn.Linear(1, len(vector), device=vector.device, dtype=vector.dtype)
-    layer.in_features, layer.weight = 0, nn.Parameter(layer.weight.detach()[:, :0])  # torch warns who asks for none at once
+    layer.in_features, layer.weight = 0, nn.Parameter(layer.weight.detach()[:, :0])  # torch warns about nn.Linear(0, N)
     with torch.no_grad():
         layer.bias.copy_(vector)
     return layer

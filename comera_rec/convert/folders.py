@@ -40,12 +40,12 @@ class TensorReader(dcp.FileSystemReader):
     """torch's reader, restricted to tensors: a folder from elsewhere may contain pickled objects, which are ignored.
 
     Raises:
-        pickle.UnpicklingError: from `read_metadata`, for a .metadata that names more than descriptions of tensors.
-        OSError: if there is none.
+        pickle.UnpicklingError: from `read_metadata`, if .metadata names anything but descriptions of tensors.
+        OSError: if there is no .metadata.
     """
 
     def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """Return the sizes and types of tensors by name; errors as of `read_metadata`."""
+        """Return the sizes and types of tensors by name; raises as `read_metadata` does."""
         entries = self.read_metadata().state_dict_metadata
         return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 

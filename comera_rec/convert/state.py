@@ -38,12 +38,12 @@ def compress_state(
         importance: [M] weights of the rows' squared errors by table name, see `row_importance`. Default: equal.
 
     Raises:
-        ValueError: if there is no table, none as large as `config.min_rows`, or one of integers; if the model was swapped already;
-            if `importance` lacks a table or has another length.
+        ValueError: if there is no table, none with `config.min_rows` rows, or an integer table; if the model was swapped already;
+            if `importance` lacks a table or its length is not the table's.
     """
     tables = {key: match for key in state if (match := _TABLE.fullmatch(key)) and state[key].dim() == 2}
     if not tables:
-        raise ValueError("the state dict holds no table (....embedding_bags.TABLE.weight): give one of a TorchRec model")
+        raise ValueError("the state dict holds no table (....embedding_bags.TABLE.weight): give that of a TorchRec model")
     for key, match in tables.items():
         if match["collection"].endswith("dense_bags."):
             raise ValueError(f"{key} is a dense table beside TT tables: give the state dict of a model before it was swapped")
@@ -69,7 +69,7 @@ def compress_state(
             else:
                 compressed[f"{collection}{child}embedding_bags.{table.name}.weight"] = state[key]
     if not bags:
-        raise ValueError(f"no table has {config.min_rows} rows: lower min_rows")
+        raise ValueError(f"no table with an unshared weight has at least {config.min_rows} rows: lower min_rows")
     names = {tables[key]["table"] for key in bags}
     if importance is not None and (missing := sorted(names - importance.keys())):
         raise ValueError(f"importance lacks {', '.join(missing)}: give it for all tables that are compressed, or for none")
@@ -87,7 +87,7 @@ def compress_state(
 
 
 def _address(value: Tensor) -> tuple[int, int]:
-    """Return a key that is equal for tensors of the same memory."""
+    """Return a key that is equal for tensors that share memory."""
     return value.data_ptr(), value.numel()
 
 
@@ -113,8 +113,8 @@ def row_importance(state: Mapping[str, Any]) -> dict[str, Tensor]:
 def read_state(path: str | Path) -> dict[str, Tensor]:
     """Read the tensors of a state dict from a file of torch.save (memory-mapped) or a folder of a distributed checkpoint.
 
-    If a file nests the state dict, as in {"model": ..., "epoch": 3}, the mapping with the tables is returned under its names. Other
-    nested names are joined by dots.
+    If a file nests the state dict, as in {"model": ..., "epoch": 3}, only the mapping that contains tables is returned; without
+    tables, all is returned. Names nested below that are joined by dots.
 
     Raises:
         ValueError: for a path that is neither, or a file with anything but tensors, numbers and strings.

@@ -38,8 +38,8 @@ class TTEmbeddingConfig:
             one with the largest rank.
         min_rows: tables with fewer rows stay dense.
         hot_rows: share of the parameters of TT tables, from 0 to below 1, that is spent on hot rows, which get narrower as ids get
-            rarer (`comera_rec.tt.staircases`); with given ranks, hot rows come on top. "auto" is 0.8, or less where TT rank 1 would
-            not fit beside that, and 0 with given ranks. Use it only where ids are ordered by frequency, 0 being the most frequent,
+            rarer (`comera_rec.tt.staircases`); with given ranks, hot rows are extra. "auto" is 0.8, or less if TT rank 1 would not
+            fit beside that, and 0 with given ranks. Use it only where ids are ordered by frequency, 0 being the most frequent,
             as `comera preprocess` numbers them.
 
     Raises:
@@ -136,11 +136,11 @@ def _hot_rows(tables: Sequence[BaseEmbeddingConfig], budget_params: float) -> li
         return [()] * len(tables)
     dims = {table.embedding_dim for table in tables}
     blocks: dict[str, Blocks] = {}
-    for dim in dims:  # tables of one dim share a budget in proportion to their dense parameters
-        alike = [table for table in tables if table.embedding_dim == dim]
-        part = sum(table.num_embeddings * dim for table in alike) / sum(t.num_embeddings * t.embedding_dim for t in tables)
+    for dim in dims:  # each gets a part of the budget in proportion to its tables' dense parameters
+        same_dim = [table for table in tables if table.embedding_dim == dim]
+        part = sum(table.num_embeddings * dim for table in same_dim) / sum(t.num_embeddings * t.embedding_dim for t in tables)
         blocks |= zip(
-            [table.name for table in alike], staircases([t.num_embeddings for t in alike], dim, part * budget_params), strict=True
+            [t.name for t in same_dim], staircases([t.num_embeddings for t in same_dim], dim, part * budget_params), strict=True
         )
     return [blocks[table.name] for table in tables]
 
@@ -155,7 +155,7 @@ def swap_embedding_bag_collections_(
     """Replace every `torchrec.EmbeddingBagCollection` of a model by its TT version, in place.
 
     Tables below `config.min_rows` keep their parameters; build the optimizer afterwards, because TT tables have new ones. Frozen
-    tables stay frozen, and dtypes as they are. Tables that share their weight with another module, or are registered in one, stay
+    tables stay frozen, and dtypes are kept. Tables that share their weight with another module, or are registered in one, stay
     dense, which is logged at level INFO.
 
     Args:
@@ -210,45 +210,44 @@ def _swap_(
 ) -> nn.Module:
     require_init(init)
     replacements: dict[nn.Module, nn.Module] = {}
-    found, all_shared = 0, set[str]()
+    matched, all_shared = 0, set[str]()
     owners, paths = parameter_owners(model), _paths(model)
     swapped_before = {module.dense_bags for module in model.modules() if isinstance(module, TTEmbeddingBagCollection)}
     for name, module in model.named_modules():
         if type(module) is not kind or module in swapped_before:
             continue
         if filter_fn is None or filter_fn(module, name):
-            found += 1
-            places = {
+            matched += 1
+            owner_names = {
                 table: {owner for owner, _ in owners[bag.weight]} | _paths_outside(module, bag, paths)
                 for table, bag in _tables(module).items()
             }
-            shared = {table: sharers for table, sharers in places.items() if len(sharers) > 1}
+            shared = {table: sharers for table, sharers in owner_names.items() if len(sharers) > 1}
             for table, sharers in shared.items():
-                _LOGGER.info("table %r stays dense: its weight is that of %s", table, " and ".join(map(repr, sorted(sharers))))
+                _LOGGER.info("table %r stays dense: its weight is shared by %s", table, " and ".join(map(repr, sorted(sharers))))
             all_shared |= shared.keys()
             tables = config.table_configs(_configs(module), dense=shared)
             if any(table.is_tt for table in tables):
                 replacements[module] = _swapped(module, tables, init)
     if not replacements:
-        raise ValueError(f"no {kind.__name__} was swapped: {_why_none(model, kind, config, found, all_shared, swapped_before)}")
+        reason = _why_none(model, kind, config, matched, all_shared, swapped_before)
+        raise ValueError(f"no {kind.__name__} was swapped: {reason}")
     return replace_modules_(model, replacements)
 
 
 def _why_none(
-    model: nn.Module, kind: type[nn.Module], config: TTEmbeddingConfig, found: int, shared: set[str], swapped_before: set[Any]
+    model: nn.Module, kind: type[nn.Module], config: TTEmbeddingConfig, matched: int, shared: set[str], swapped_before: set[Any]
 ) -> str:
-    if found:
-        others = f" (and {', '.join(map(repr, sorted(shared)))} shared with other modules)" if shared else ""
-        return f"all tables have less than {config.min_rows} rows{others}; lower min_rows"
+    if matched:
+        others = f", or share their weight with other modules ({', '.join(map(repr, sorted(shared)))})" if shared else ""
+        return f"all tables have fewer than {config.min_rows} rows{others}; lower min_rows"
     types = {type(module) for module in model.modules() if module not in swapped_before}
     if kind in types:
         return "filter_fn rejected all"
-    if other := next(
-        (_SWAPS[of_type] for of_type in types if of_type in _SWAPS), "swap_embeddings_" if plain_embeddings(model) else ""
-    ):
+    if other := next((_SWAPS[each] for each in types if each in _SWAPS), "swap_embeddings_" if plain_embeddings(model) else ""):
         return f"the model has none; for the tables that it has, call {other}"
     return (
-        "the model's are swapped already"
+        "all of the model's are swapped already"
         if swapped_before
         else "the model has none, or they are sharded already: swap before sharding"
     )
@@ -268,7 +267,7 @@ def _paths_outside(collection: nn.Module, table: nn.Module, paths: dict[nn.Modul
 
 
 def plain_embeddings(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
-    """Return the layers of exactly torch's types by fully qualified name, without those inside of TorchRec's collections."""
+    """Return torch's embedding layers (not subclasses) outside TorchRec's collections, by fully qualified name."""
     collections = (EmbeddingBagCollection, EmbeddingCollection)
     inside = {child for module in model.modules() if isinstance(module, collections) for child in module.modules()}
     return {
@@ -307,21 +306,19 @@ def _swapped(module: nn.Module, tables: Sequence[Any], init: str) -> nn.Module:
         assert isinstance(module, EmbeddingBagCollection)
         swapped = collection = TTEmbeddingBagCollection(tables, module.is_weighted(), device)
     keep_buffers_and_mode_(swapped, module)
-    before = _tables(module)
+    replaced = _tables(module)
     for name, bag in collection.embedding_bags.items():
-        weight = before[name].weight
+        weight = replaced[name].weight
         if isinstance(bag, TTEmbeddingBag):
             bag.to(weight.dtype)
             if init == "tt_svd":
                 if weight.is_meta:
-                    raise ValueError(
-                        f"table {name!r} is on the meta device, without numbers to start from: swap with init='random'"
-                    )
+                    raise ValueError(f"table {name!r} is on the meta device, without values to start from: swap with init='random'")
                 bag.set_dense_matrix_(weight.detach())
-            keep_buffers_and_mode_(bag.requires_grad_(weight.requires_grad), before[name])
-        elif isinstance(before[name], nn.EmbeddingBag):
+            keep_buffers_and_mode_(bag.requires_grad_(weight.requires_grad), replaced[name])
+        elif isinstance(replaced[name], nn.EmbeddingBag):
             assert isinstance(collection.dense_bags, EmbeddingBagCollection)
-            collection.dense_bags.embedding_bags[name] = before[name]
+            collection.dense_bags.embedding_bags[name] = replaced[name]
         else:
             bag.weight = weight
     return swapped

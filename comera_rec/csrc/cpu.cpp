@@ -9,19 +9,20 @@ namespace comera {
 namespace {
 
 const Kernels& choose() {
-  const char* wanted = std::getenv("COMERA_CPU");
-  const auto is_wanted = [&](const Kernels& kernels) { return wanted == nullptr || std::string(wanted) == kernels.name; };
+  const char* requested = std::getenv("COMERA_CPU");
+  const auto is_allowed = [&](const Kernels& kernels) { return requested == nullptr || std::string(requested) == kernels.name; };
 #if defined(__x86_64__)
   __builtin_cpu_init();
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
                           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
-  if (has_avx512 && is_wanted(kernels_avx512)) return kernels_avx512;
-  if (has_avx2 && is_wanted(kernels_avx2)) return kernels_avx2;
+  if (has_avx512 && is_allowed(kernels_avx512)) return kernels_avx512;
+  if (has_avx2 && is_allowed(kernels_avx2)) return kernels_avx2;
 #endif
-  if (is_wanted(kernels_portable)) return kernels_portable;
+  if (is_allowed(kernels_portable)) return kernels_portable;
   throw std::invalid_argument(
-      std::string("COMERA_CPU is '") + wanted + "', which this machine doesn't run: choose portable, avx2 or avx512, or unset it");
+      std::string("COMERA_CPU is '") + requested +
+      "', which this machine doesn't run: choose portable, avx2 or avx512, or unset it");
 }
 
 }  // namespace

@@ -3,8 +3,8 @@
 namespace comera {
 namespace {
 
-// Gradients of slices are summed in stripes of a table's rows, each in separate memory: about `kStripes` in all, for as many threads, but
-// each with enough work to be worth the memory.
+// Gradients of slices are summed in stripes of a table's rows, each in separate memory: about `kStripes` in all, so that as many
+// threads have work, but each with enough work to be worth the memory.
 constexpr int64_t kStripes = 12, kMostStripes = 16;         // of all tables; of one table
 constexpr int64_t kLeastWork = 4096, kMostWork = 32768;     // of a stripe, in lookups
 constexpr int64_t kRowWork = 4;                             // lookups that take as long as a row's products
@@ -68,7 +68,7 @@ class Finishing {
   int64_t floats_ = 0;
 };
 
-// The gradients of one table, from stripes of its rows. The stripe of a row depends on the batch alone.
+// The gradients of one table, summed in stripes of its rows. The stripe of a row depends only on the batch.
 class TableGradients {
  public:
   TableGradients(
@@ -132,10 +132,10 @@ class TableGradients {
       return;
     }
     const int64_t size = int64_t(table_.rank) * table_.n2;
-    of_products_ = Buffer<float>(right_products_ * size);
+    product_gradients_ = Buffer<float>(right_products_ * size);
     Target products;
     products.core = {const_cast<float*>(table_.right_products), Number::float32, right_products_, size, 0};
-    products.gradient = of_products_.get();
+    products.gradient = product_gradients_.get();
     finishing.add(*right_, table_.diagonal, table_.rank, products, nullptr);
   }
 
@@ -152,7 +152,7 @@ class TableGradients {
     right_.reset();
     run_tasks(count, [&](int64_t s, int64_t thread) {
       kernels.gradients_of_products(
-          half, table_.rank, of_products_.get() + (bounds[s] - first) * size, bounds[s], bounds[s + 1], left_outer_->each[s],
+          half, table_.rank, product_gradients_.get() + (bounds[s] - first) * size, bounds[s], bounds[s + 1], left_outer_->each[s],
           left_inner_->each[s], scratch.of(thread));
     });
     finishing.add(*left_outer_, half.diagonal, half.bond, targets_[3], nullptr);
@@ -161,7 +161,7 @@ class TableGradients {
 
   void free() {
     for (std::optional<StripeSums>* sums : {&left_outer_, &left_inner_, &right_}) sums->reset();
-    of_products_ = Buffer<float>();
+    product_gradients_ = Buffer<float>();
     hot_projections_.clear();
   }
 
@@ -194,7 +194,7 @@ class TableGradients {
   int64_t right_products_ = 0;
   std::vector<int64_t> bounds_;
   std::optional<StripeSums> left_outer_, left_inner_, right_;
-  Buffer<float> diagonal_gradient_, of_products_;
+  Buffer<float> diagonal_gradient_, product_gradients_;
   std::vector<HotTargets> hot_;
   std::vector<StripeSums> hot_projections_;
   std::vector<HotSums> hot_sums_;  // [stripes, blocks]

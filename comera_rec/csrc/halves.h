@@ -1,4 +1,5 @@
-// Products of a row's left and right half, before they are multiplied with each other. Included by kernels.cpp: compiled once for each instruction set.
+// Products within a row's left and right half, before the halves are multiplied by each other. Included by kernels.cpp: compiled
+// once for each instruction set.
 #pragma once
 
 #include "slices.h"
@@ -6,7 +7,7 @@
 namespace comera {
 namespace {
 
-// The most scratch that forming a half's products and propagating their gradients takes.
+// The most scratch floats that forming a half's products and propagating their gradients needs.
 int64_t half_floats(const Half& half, int rank) {
   const int64_t product = rounded(int64_t(rank) * half.outer_n * half.inner_n);
   const int64_t lanes = rounded(int64_t(half.bond) * half.outer_n * kWidth);
@@ -28,8 +29,8 @@ COMERA_INLINE void rearrange_columns(const Half& half, int rank, float* mixed, f
     for (int i = 0; i < outer_n; ++i) {
       float* row = mixed + (int64_t(i) * rank + k) * inner_n;
       if (half.outer_is_slow) {
-        float* as_it_lies = product + i * inner_n;
-        std::memcpy(kToProduct ? as_it_lies : row, kToProduct ? row : as_it_lies, 4 * inner_n);
+        float* stored = product + i * inner_n;
+        std::memcpy(kToProduct ? stored : row, kToProduct ? row : stored, 4 * inner_n);
       } else {
 #pragma GCC unroll 8
         for (int j = 0; j < inner_n; ++j)
@@ -50,7 +51,7 @@ void rearrange(const Half& half, int rank, float* mixed, float* product) {
   }
 }
 
-// Forms the products of a half one by one; those after another with the same outer slice are cheaper.
+// Forms the products of a half one by one; consecutive ones with the same outer slice are cheaper.
 class Products {
  public:
   Products(const Half& half, int rank, Scratch& scratch)

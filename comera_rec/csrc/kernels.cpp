@@ -41,7 +41,7 @@ class HotRows {
     row_gradient_ = scratch.take(table.hot_width);
   }
 
-  // Whether a block has row u; if so, `current` is that row of it.
+  // Whether a block has row u; if so, `current_` is the block's numbers for it.
   COMERA_INLINE bool find(int64_t u) {
     if (u >= table_.hot_end) return false;
     const int64_t id = table_.hot_ids[u - table_.row_begin];
@@ -51,7 +51,7 @@ class HotRows {
     return true;
   }
 
-  // With sums, also prefetches what a gradient changes.
+  // With sums, also prefetches the state that the gradient will update.
   COMERA_INLINE void prefetch_later(int64_t u, const HotSums* sums = nullptr) const {
     if (u >= table_.hot_end) return;
     const int64_t slice = table_.hot_ids[u - table_.row_begin] - block_->first;
@@ -67,7 +67,7 @@ class HotRows {
 
   void add_to(float* row) const { add_row(width_, current_, block_->projection, block_->width, row); }
 
-  // Propagates the gradient of the row to those of the block.
+  // Propagates the gradient of the row to the block's rows and projection.
   void add_gradient(const float* gradient, const HotSums* sums) const {
     if (block_->width == 0) return;  // truncated to rank 0
     const auto& [rows, projection] = sums[block_ - table_.hot];
@@ -188,7 +188,7 @@ COMERA_INLINE void sum_lookups(
   }
 }
 
-// Propagates gradients of a pair's products, one after the other, to the slices of its two cores.
+// Propagates gradients of a pair's products, one by one, to the slices of its two cores.
 class PairGradients {
  public:
   PairGradients(const Half& half, int rank, const Sums& outer_sums, const Sums& inner_sums, Scratch& scratch)

@@ -7,7 +7,7 @@
 
 namespace comera {
 
-// Take at least that many uninitialized bytes, aligned to cache lines.
+// Take at least `bytes` uninitialized bytes, aligned to cache lines.
 void* take_memory(size_t bytes);
 
 // Give back what `take_memory` returned. Large blocks are kept for a while.

@@ -41,13 +41,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_lookup(
       require(modes[k] >= 1, "row_shapes holds ", modes[k], ": row modes are positive");
       rows *= double(modes[k]);
       slices[k] += modes[k];
-      require(slices[k] <= kMost, "row_shapes holds more than ", kMost, " slices in the ", k + 1, "th cores of all tables");
+      require(slices[k] <= kMost, "row_shapes holds modes m_", k + 1, " that add up to more than ", kMost,
+              " slices over all tables");
     }
     for (int64_t k = 0; k < (d + 1) / 2; ++k) products *= double(modes[k]);
-    require(products <= kMost && rows / products <= kMost, "row_shapes of table ", t, " has halves of more than ", kMost, " digits: ",
-            "give modes that are more even");
+    require(products <= kMost && rows / products <= kMost, "row_shapes of table ", t, " has a half of more than ", kMost,
+            " products: give modes that are more even");
     require(num_embeddings[t] >= 1 && double(num_embeddings[t]) <= rows, "num_embeddings[", t, "] is ", num_embeddings[t],
-            ", and its row modes make ", rows, " rows: give at least 1 and no more than these");
+            ", but its row modes make ", rows, " rows: give a number from 1 to that");
     tables.push_back({ids[t].data_ptr(), type == ScalarType::Long, ids[t].numel(), num_embeddings[t], modes});
     L += ids[t].numel();
   }
@@ -85,26 +86,27 @@ struct Arguments {
   Arguments(
       const std::vector<Tensor>& cores, const std::vector<Tensor>& diagonals, const std::vector<Tensor>& plan, const Tensor& offsets,
       const std::optional<Tensor>& weights, bool mean, int64_t features, int64_t num_cols, const std::vector<int64_t>& hot) {
-    require(plan.size() == 7, "plan holds ", plan.size(), " tensors: take the 7 of plan_lookup");
+    require(plan.size() == 7, "plan holds ", plan.size(), " tensors: give the 7 of plan_lookup");
     const auto &inverse = plan[0], &order = plan[1], &starts = plan[2], &rows = plan[3], &left = plan[4], &right = plan[5],
                &bounds = plan[6];
     for (const Tensor& tensor : plan) require_plain(tensor, "plan", ScalarType::Int, "int32");
     const int64_t L = inverse.numel(), T = bounds.dim() == 2 ? bounds.size(1) - 1 : 0, d = T > 0 ? bounds.size(0) - 3 : 0;
     require(d >= 2 && d <= 4 && order.numel() == L && starts.numel() == L + 1 && rows.numel() == 2 * L &&
                 left.numel() == (d >= 3 ? 2 * L : 0) && right.numel() == (d == 4 ? 2 * L : 0),
-            "plan has tensors of sizes that don't belong together: take them from one call of plan_lookup");
+            "plan has tensors of inconsistent sizes: take all of them from one call of plan_lookup");
     require(hot.empty() || int64_t(hot.size()) == 2 * T, "hot holds ", hot.size(), " numbers for ", T,
             " tables: give the number of blocks and the first row of each, or nothing");
     int64_t blocks = 0;
     for (size_t k = 0; k < hot.size(); ++k) {
-      require(hot[k] >= 0 && (k % 2 == 1 || hot[k] <= kMost), "hot holds ", hot[k], ": give numbers of blocks and of first rows, from 0 on");
+      require(hot[k] >= 0 && (k % 2 == 1 || hot[k] <= kMost), "hot holds ", hot[k],
+              ": give non-negative numbers of blocks and first rows");
       if (k % 2 == 0) blocks += hot[k];
     }
-    require(int64_t(cores.size()) == T * d + 2 * blocks, "cores holds ", cores.size(), " tensors, and the plan is for ", T,
-            " tables of ", d, ", with ", blocks, " hot blocks of 2 each");
+    require(int64_t(cores.size()) == T * d + 2 * blocks, "cores holds ", cores.size(), " tensors, but the plan is for ", T,
+            " tables of ", d, " cores, with ", blocks, " hot blocks of 2 each");
     require(diagonals.empty() || int64_t(diagonals.size()) == T * (d - 1) + blocks, "diagonals holds ", diagonals.size(),
             " tensors for ", T, " tables of ", d, " cores and ", blocks,
-            " hot blocks: give one between each two neighbours and one a block, or none at all");
+            " hot blocks: give one for every two neighboring cores and one for each block, or none at all");
     batch.num_tables = T;
     batch.order = d;
     batch.num_lookups = L;
@@ -116,7 +118,7 @@ struct Arguments {
     for (int64_t t = 0; t < T; ++t) take_table(cores, t);
     int64_t width = 1;
     for (int64_t k = 0; k < d; ++k) width *= batch.columns[k];
-    require(num_cols >= 1 && num_cols <= width, "num_cols is ", num_cols, ", and the cores make ", width, " columns");
+    require(num_cols >= 1 && num_cols <= width, "num_cols is ", num_cols, ", but the cores make ", width, " columns");
     take_hot(cores, hot);
     for (int rank : batch.ranks) floats += rank;
     take_diagonals(diagonals, floats);
@@ -144,14 +146,14 @@ struct Arguments {
       const Tensor& core = cores[t * d + k];
       const int32_t* firsts = batch.plan.bounds + (3 + k) * (T + 1) + t;
       require(core.dim() == 4 && core.size(0) == rank, "cores[", t * d + k, "] has shape ", shape_of(core), ": give (", rank,
-              ", m, n, r), the ranks of neighbours alike");
-      require(core.size(1) == firsts[1] - firsts[0], "cores[", t * d + k, "] has shape ", shape_of(core), ", and the plan is for ",
+              ", m, n, r), with equal ranks at each bond");
+      require(core.size(1) == firsts[1] - firsts[0], "cores[", t * d + k, "] has shape ", shape_of(core), ", but the plan is for ",
               firsts[1] - firsts[0], " slices: make the plan for these tables");
       const int64_t columns = t == 0 ? core.size(2) : batch.columns[k];
-      require(core.size(2) == columns, "cores[", t * d + k, "] has ", core.size(2), " columns, and that of table 0 ", columns,
-              ": look up tables of other column modes apart");
+      require(core.size(2) == columns, "cores[", t * d + k, "] has ", core.size(2), " columns, but that of table 0 has ", columns,
+              ": look up tables with different column modes separately");
       require(core.is_cpu() && is_slice_major(core, k < (d + 1) / 2), "cores[", t * d + k,
-              "] is not on CPU, slice after slice: see slice_major");
+              "] is not a slice-major tensor on CPU: see slice_major");
       require(core.scalar_type() == cores[0].scalar_type(), "cores[", t * d + k, "] has another type than cores[0]: convert it");
       rank = core.size(3);
       if (k + 1 < d) batch.ranks.push_back(int(rank));
@@ -159,7 +161,7 @@ struct Arguments {
       batch.cores.push_back(
           {core.data_ptr(), number_of(core, "cores"), core.size(1), core.size(0) * core.size(2) * core.size(3), firsts[0]});
     }
-    require(rank == 1, "cores[", t * d + d - 1, "] has last rank ", rank, ": the last core ends in rank 1");
+    require(rank == 1, "cores[", t * d + d - 1, "] has last rank ", rank, ": the last core must end in rank 1");
   }
 
   void take_hot(const std::vector<Tensor>& cores, const std::vector<int64_t>& hot) {
@@ -178,7 +180,7 @@ struct Arguments {
                 ", 1), the projection of a hot block");
         for (size_t k = next; k < next + 2; ++k) {
           require(cores[k].is_cpu() && is_slice_major(cores[k], k == next), "cores[", k,
-                  "] is not on CPU, slice after slice: see slice_major");
+                  "] is not a slice-major tensor on CPU: see slice_major");
           require(cores[k].scalar_type() == cores[0].scalar_type(), "cores[", k, "] has another type than cores[0]: convert it");
         }
         beyond += rows.size(1);
@@ -235,8 +237,8 @@ struct Arguments {
     bool ascends = batch.bags >= 0 && batch.offsets[0] == 0;
     for (int64_t bag = 0; bag < batch.bags; ++bag) ascends &= batch.offsets[bag] <= batch.offsets[bag + 1];
     require(ascends && batch.offsets[batch.bags] <= L, "offsets must ascend from 0 to at most ", L, ", the number of ids");
-    require(features >= 1 && batch.bags % features == 0, "offsets holds ", batch.bags, " bags, which ", features,
-            " features can't share evenly");
+    require(features >= 1 && batch.bags % features == 0, "offsets holds ", batch.bags, " bags, which is not a multiple of ",
+            features, " features");
     if (!weights) return;
     require_plain(*weights, "per_sample_weights", ScalarType::Float, "float32");
     require(weights->numel() == L && !mean, "per_sample_weights holds ", weights->numel(), " numbers for ", L,
@@ -259,7 +261,7 @@ Tensor pool(
 std::tuple<std::vector<Tensor>, Tensor> run_backward(
     const Tensor& gradient, const Batch& batch, const std::vector<Target>& targets, bool has_weights) {
   require_plain(gradient, "gradient", ScalarType::Float, "float32");
-  require(gradient.numel() == batch.bags * batch.num_cols, "gradient has shape ", shape_of(gradient), ", and the bags ",
+  require(gradient.numel() == batch.bags * batch.num_cols, "gradient has shape ", shape_of(gradient), ", but the bags are ",
           batch.bags / batch.features, " x ", batch.features * batch.num_cols);
   std::vector<Tensor> diagonal_gradients;
   std::vector<float*> pointers;

@@ -60,7 +60,7 @@ using Wide = unsigned __int128;
 template <class Word>
 void sort_ids(Part& part, Word* words, Word* other) {
   const int64_t count = part.table.count, limit = part.table.num_embeddings;
-  const int place_bits = bits_of(count);
+  const int position_bits = bits_of(count);
   const auto pack = [&](const auto* ids) {
     for (int64_t i = 0; i < count; ++i) {
       const int64_t id = ids[i];
@@ -69,27 +69,27 @@ void sort_ids(Part& part, Word* words, Word* other) {
         part.has_bad_id = true;
         return;
       }
-      words[i] = Word(uint64_t(id)) << place_bits | Word(uint64_t(i));
+      words[i] = Word(uint64_t(id)) << position_bits | Word(uint64_t(i));
     }
   };
   part.table.is_long ? pack(static_cast<const int64_t*>(part.table.ids)) : pack(static_cast<const int32_t*>(part.table.ids));
   if (part.has_bad_id) return;
-  sort_words(words, other, count, place_bits, bits_of(limit));
-  for (int64_t i = 0; i < count; ++i) part.rows += i == 0 || words[i] >> place_bits != words[i - 1] >> place_bits;
+  sort_words(words, other, count, position_bits, bits_of(limit));
+  for (int64_t i = 0; i < count; ++i) part.rows += i == 0 || words[i] >> position_bits != words[i - 1] >> position_bits;
 }
 
 // Finds the rows of a table from its sorted ids; p and q are numbered within the table.
 template <class Word>
 void write_rows(const Part& part, const Word* words, const Plan& plan) {
-  const int place_bits = bits_of(part.table.count);
-  const Word mask = (Word(1) << place_bits) - 1;
+  const int position_bits = bits_of(part.table.count);
+  const Word mask = (Word(1) << position_bits) - 1;
   const int64_t right = part.right_slices;
   int64_t row = part.first_row - 1, digit = 0, digit_start = 0;
   for (int64_t i = 0; i < part.table.count; ++i) {
     const int64_t position = part.first_lookup + int64_t(words[i] & mask);
-    if (i == 0 || words[i] >> place_bits != words[i - 1] >> place_bits) {
-      const int64_t id = int64_t(uint64_t(words[i] >> place_bits));
-      if (id - digit_start >= right) {  // neighbours usually share the leading digit, and comparing is cheaper than dividing
+    if (i == 0 || words[i] >> position_bits != words[i - 1] >> position_bits) {
+      const int64_t id = int64_t(uint64_t(words[i] >> position_bits));
+      if (id - digit_start >= right) {  // neighbors usually share the leading digit, and comparing is cheaper than dividing
         digit = id / right;
         digit_start = digit * right;
       }

@@ -61,7 +61,7 @@ ServedFeature feature_at(const Tensor& storage, const int64_t* record, const int
   }
   require(feature.order == 0 || (left == 1 && product >= columns), "layout names cores of ", product, " columns for ", columns);
   require(feature.rows >= 0 && double(feature.rows) <= std::max(rows, double(feature.formed.count)), "layout names ", feature.rows,
-          " rows, and what it holds makes fewer: export the model again");
+          " rows, but what it holds makes fewer: export the model again");
   int64_t first = 0;
   for (int64_t s = 0; s < num_slabs; ++s, slabs += kSlabNumbers) {  // feature, type, rows, width, offset of rows, of columns
     Slab slab;
@@ -116,7 +116,7 @@ Tensor served_bags(Tensor storage, Tensor layout, Tensor slabs, Tensor lead, Ten
   const bool parallel = B > kBagsOfATask;
   const int64_t threads = parallel ? torch::stable::get_num_threads() : 1;
   const Buffer<float> scratch(threads * scratch_floats);
-  std::atomic<int64_t> first_invalid{-1};
+  std::atomic<int64_t> invalid_lookup{-1};
   run_tasks(
       tasks,
       [&](int64_t task, int64_t thread) {
@@ -125,12 +125,12 @@ Tensor served_bags(Tensor storage, Tensor layout, Tensor slabs, Tensor lead, Ten
             values_at + starts[task], lengths_at + f * B + first, std::min(kBagsOfATask, B - first), N,
             out_at + (first * (1 + F) + 1 + f) * N, (1 + F) * N};
         const int64_t invalid = kernels().serve_bags(features[f], bags, scratch.get() + thread * scratch_floats);
-        if (invalid >= 0) first_invalid.store((starts[task] + invalid) * F + f);  // the value, and its feature
+        if (invalid >= 0) invalid_lookup.store((starts[task] + invalid) * F + f);  // the value, and its feature
       },
       parallel);
-  if (first_invalid.load() >= 0)
-    refuse("id ", values_at[first_invalid.load() / F], " is out of range for feature ", first_invalid.load() % F, ": its ids run from 0 to ",
-           features[first_invalid.load() % F].rows - 1);
+  if (invalid_lookup.load() >= 0)
+    refuse("id ", values_at[invalid_lookup.load() / F], " is out of range for feature ", invalid_lookup.load() % F,
+           ": its ids run from 0 to ", features[invalid_lookup.load() % F].rows - 1);
   return out;
 }
 

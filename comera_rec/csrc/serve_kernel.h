@@ -11,8 +11,8 @@ namespace {
 
 constexpr int64_t kPrepared = 16;  // lookups to prefetch ahead
 
-// A row's numbers as floats, in place or in scratch, and the factor still to multiply them by. Whole vectors are read, so
-// storage and scratch have padding after the last row.
+// Returns a row's numbers as floats, in place or in scratch, to be multiplied by `scale`. Whole vectors are read, so storage and
+// scratch have padding after the last row.
 COMERA_INLINE const float* read_row(const StoredRows& rows, int64_t number, float* scratch, float* scale) {
   const char* data = rows.data + number * rows.stride;
   *scale = 1.0f;
@@ -105,7 +105,7 @@ class ServedRows {
 
   static void prefetch_row(const StoredRows& rows, int64_t number) { prefetch(rows.data + number * rows.stride, rows.stride); }
 
-  // Core by core blocks [rank, n] times slices [rank, rank' * n'] are n blocks [rank', n'] each.
+  // Core by core, each block [rank, n] times a slice [rank, rank' * n'] gives n blocks [rank', n'].
   COMERA_INLINE void multiply_cores(const uint32_t* digits, float* out) {
     float scale, factor = 1.0f;
     const float* blocks = read_row(feature_.cores[0].slices, digits[0], first_, &factor);

@@ -144,7 +144,6 @@ COMERA_INLINE void finish_streaming() {
 #endif
 }
 
-
 COMERA_INLINE void transpose_8x8(const float* from, int64_t from_step, float* to, int64_t to_step) {
   typedef int32_t Mask __attribute__((vector_size(32)));
   Vector<8> in[8], pairs[8], fours[8];

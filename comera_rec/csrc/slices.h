@@ -69,8 +69,8 @@ COMERA_INLINE uint32_t random_bits(uint64_t seed, uint64_t index) {
   return bits ^ bits >> 13;
 }
 
-// A number of 16 bits next to a float, below or above with the probability that makes the mean the float itself (stochastic
-// rounding, Gupta et al., ICML 2015): what is smaller than half a step would be lost for ever by rounding to the nearest.
+// Rounds a float to one of the two nearest 16-bit numbers, at random such that the mean is the float itself (stochastic rounding,
+// Gupta et al., ICML 2015): rounding to the nearest would always lose changes of less than half a step.
 COMERA_INLINE uint16_t round_at_random(float value, Number number, uint32_t random) {
   constexpr uint32_t kInfinite = 0x7f800000, kLeastNormalHalf = 113u << 23;  // 2^-14
   uint32_t bits;

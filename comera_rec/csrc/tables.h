@@ -1,4 +1,4 @@
-// A batch's tables as kernels take them, its rows in ranges of about equal work, and where each lookup goes.
+// A batch's tables as kernels take them, its rows in ranges of about equal work, and the bag of each lookup.
 #pragma once
 
 #include <algorithm>
@@ -169,14 +169,14 @@ class LookupBags {
   explicit LookupBags(const Batch& batch) : bag_of_(batch.num_lookups) {
     const int64_t L = batch.num_lookups, bags = batch.bags, features = batch.features, samples = bags / features;
     const int32_t* order = batch.plan.order;
-    is_one_each_ = bags == L;
-    for (int64_t bag = 0; bag <= bags && is_one_each_; ++bag) is_one_each_ = batch.offsets[bag] == bag;
+    has_one_id_each_ = bags == L;
+    for (int64_t bag = 0; bag <= bags && has_one_id_each_; ++bag) has_one_id_each_ = batch.offsets[bag] == bag;
     const int64_t tasks = (L + kTaskWork * 4 - 1) / (kTaskWork * 4);
     const auto in_tasks = [&](int64_t count, const auto& run) {
       run_tasks(tasks, [&](int64_t task, int64_t) { run(count * task / tasks, count * (task + 1) / tasks); });
     };
     const bool all_in_bags = batch.offsets[bags] == L;
-    if (is_one_each_ && batch.weights == nullptr) {
+    if (has_one_id_each_ && batch.weights == nullptr) {
       in_tasks(L, [&](int64_t first, int64_t beyond) {
         for (int64_t t = first; t < beyond; ++t) {
           const uint32_t bag = uint32_t(order[t]), feature = bag / uint32_t(samples);
@@ -211,7 +211,7 @@ class LookupBags {
   }
 
   // Whether every bag is the row of one lookup.
-  bool are_rows() const { return is_one_each_ && !scales_; }
+  bool are_rows() const { return has_one_id_each_ && !scales_; }
 
   Lookups lookups(const Plan& plan) const {
     return {plan.p, plan.q, plan.starts, plan.order, bag_of_.get(), scales_ ? scales_->get() : nullptr};
@@ -220,7 +220,7 @@ class LookupBags {
  private:
   Buffer<int32_t> bag_of_;
   std::optional<Buffer<float>> scales_;
-  bool is_one_each_ = false;
+  bool has_one_id_each_ = false;
 };
 
 // Products of all tables' right halves that are pairs.

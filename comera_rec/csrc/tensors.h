@@ -42,7 +42,7 @@ inline std::ostream& operator<<(std::ostream& out, const Shape& shape) {
 }
 
 inline void require_plain(const Tensor& tensor, const char* name, ScalarType type, const char* type_name) {
-  require(tensor.scalar_type() == type, name, " is of another type than ", type_name, ": convert it");
+  require(tensor.scalar_type() == type, name, " is not ", type_name, ": convert it");
   require(tensor.is_cpu() && tensor.is_contiguous(), name, " is not a contiguous tensor on CPU: move it, or copy it");
 }
 

@@ -1,4 +1,4 @@
-// The optimizers' formulas, and updates of slices held in any number format. Included by kernels.cpp: compiled once for each instruction set.
+// Updates of slices in any number format. Included by kernels.cpp: compiled once for each instruction set.
 #pragma once
 
 #include "slices.h"

@@ -25,7 +25,7 @@ class MultiheadAttention(nn.Module):
         dropout: probability of dropping an attention weight.
 
     Raises:
-        ValueError: for sizes below 1, or heads that don't divide the features.
+        ValueError: for sizes below 1, or a number of heads that doesn't divide `embed_dim`.
     """
 
     def __init__(self, embed_dim: int, num_heads: int, *, linear: LinearFactory = nn.Linear, dropout: float = 0.0) -> None:
@@ -47,7 +47,7 @@ class MultiheadAttention(nn.Module):
             input: [B, L, D].
             key_padding_mask: [B, L] bool, True where a position is padding, which no position attends to, as in
                 `torch.nn.MultiheadAttention`. For a sequence of only padding, the output is the output layer's bias.
-            causal: positions attend to themselves and those before them.
+            causal: positions attend only to themselves and those before them.
 
         Returns:
             [B, L, D].

@@ -82,7 +82,7 @@ class TTLinearConfig:
 
 
 class LinearDecision(NamedTuple):
-    """Modes and ranks of a layer, or None if it stays dense; and one line of reason."""
+    """Modes and ranks of a layer, or None if it stays dense; and the reason in one line."""
 
     shape: TTShape | None
     reason: str
@@ -158,9 +158,9 @@ def compress_linears_(
             layers[module.weight] = replacements[module] = layer
     if not replacements:
         raise ValueError(
-            f"no linear layer was compressed: none passed filter_fn with at least {config.min_features} features on both sides"
-            f"{' and a saving under policy auto' if config.policy == 'auto' else ''}; lower min_features or the ranks, "
-            "or see why in the log, at level INFO"
+            f"no linear layer was compressed: none that passes filter_fn has at least {config.min_features} features on both sides"
+            f"{' and gains under policy auto' if config.policy == 'auto' else ''}; lower min_features or the ranks, "
+            "or see the reasons in the log at level INFO"
         )
     return replace_modules_(model, replacements)
 

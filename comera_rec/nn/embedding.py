@@ -26,8 +26,8 @@ class TTEmbedding(TTTable):
     Each unique token of a batch is looked up once, as in `TTEmbeddingBag`. CoMERA, section 4.1 (arXiv 2405.14377).
 
     Args:
-        padding_idx: id whose row is zero and gets no gradient, as in `nn.Embedding`; `logits` doesn't know it.
-        num_embeddings, embedding_dim, others: as in `TTTable`.
+        padding_idx: id whose row is zero and gets no gradient, as in `nn.Embedding`; `logits` ignores it.
+        num_embeddings, embedding_dim, others: see `TTTable`.
 
     Raises:
         ValueError: as `TTTable`; for a padding index that is not an id.
@@ -70,7 +70,7 @@ class TTEmbedding(TTTable):
             [..., M].
         """
         tokens = math.prod(input.shape[:-1])
-        # A number of tokens that torch.export leaves open must not decide.
+        # A symbolic number of tokens, as torch.export has, must not decide.
         if self.shape.order == 1 or (isinstance(tokens, int) and forming_is_cheaper(self.shape, tokens)):
             return input @ self.dense_matrix().mT
         cut, right_first, _ = logits_path(self.shape)
@@ -114,7 +114,7 @@ class TTEmbedding(TTTable):
 
     @classmethod
     def like(cls, module: nn.Embedding, **sizes: Any) -> TTEmbedding:
-        """Return a random table of a dense embedding's sizes, options and standard deviation; `sizes` are shape or ranks, hot rows.
+        """Return a random table of a dense embedding's sizes, options and standard deviation; `sizes`: shape or tt_ranks, hot_rows.
 
         Raises:
             ValueError: if the module has a norm limit, frequency-scaled gradients, or a padding row that isn't zero.
@@ -135,7 +135,7 @@ def logits_path(shape: TTShape) -> tuple[int, bool, int]:
     """Find the cheapest way to multiply a vector of N columns by all rows of a table of two or more cores.
 
     Returns:
-        (number of cores in the left part, whether the right part is contracted first, multiply-adds a token).
+        (number of cores in the left part, whether the right part is contracted first, multiply-adds per token).
     """
     paths = []
     for cut in range(1, shape.order):
@@ -147,7 +147,7 @@ def logits_path(shape: TTShape) -> tuple[int, bool, int]:
 
 
 def forming_is_cheaper(shape: TTShape, tokens: int) -> bool:
-    """Whether forming a table and multiplying by it takes fewer multiply-adds than `logits_path` for so many tokens."""
+    """Return whether forming a table and multiplying by it takes fewer multiply-adds than `logits_path`, for `tokens` tokens."""
     slices = [m * n for m, n in zip(shape.row_shape, shape.col_shape, strict=True)]
     forming = sum(math.prod(slices[: k + 1]) * shape.bonds[k] * shape.bonds[k + 1] for k in range(1, shape.order))
     return forming + tokens * math.prod(slices) < tokens * logits_path(shape)[2]

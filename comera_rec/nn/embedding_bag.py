@@ -25,8 +25,7 @@ class TTEmbeddingBag(TTTable):
     E[i, (j_1..j_d)] = G_1[0, i_1, j_1, :] diag(D_1) G_2[:, i_2, j_2, :] ... G_d[:, i_d, j_d, 0]  (+ A[i] diag(D) P)
 
     Each unique id of a batch is looked up once, each unique tuple of leading or trailing digits is contracted once, and bags are
-    pooled from these rows: memory grows with unique ids, not with lookups. CoMERA, sections 3.1 and 4.1 (arXiv
-    2405.14377).
+    pooled from these rows: memory grows with unique ids, not with lookups. CoMERA, sections 3.1 and 4.1 (arXiv 2405.14377).
 
     Args:
         num_embeddings: rows M of the table.
@@ -87,7 +86,7 @@ class TTEmbeddingBag(TTTable):
         """Pool bags of rows; arguments as in `torch.nn.EmbeddingBag`.
 
         Args:
-            input: [L] ids with `offsets`, or [B, L] ids, bags of one length.
+            input: [L] ids with `offsets`, or [B, L] ids, bags of equal length.
             offsets: [B] starts of the bags, or [B + 1] with `include_last_offset`.
             per_sample_weights: weights of the shape of `input`; mode "sum" only.
 
@@ -115,7 +114,7 @@ class TTEmbeddingBag(TTTable):
         if input.dim() != 1 or offsets is None:
             raise ValueError(f"input has {input.dim()} dimensions: give [L] ids with offsets, or [B, L] ids without")
         if offsets.dim() != 1 or offsets.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"offsets are {offsets.dtype} of {offsets.dim()} dimensions: give int32 or int64 [B]")
+            raise ValueError(f"offsets have dtype {offsets.dtype} and {offsets.dim()} dimensions: give [B] int32 or int64")
         return offsets if self.include_last_offset else torch.cat([offsets, offsets.new_full((1,), len(input))])
 
     @classmethod
@@ -139,7 +138,7 @@ class TTEmbeddingBag(TTTable):
 
     @classmethod
     def like(cls, module: nn.EmbeddingBag, **sizes: Any) -> TTEmbeddingBag:
-        """Return a random table of a dense bag's sizes, options and standard deviation; `sizes` are shape or ranks, hot rows.
+        """Return a random table of a dense bag's sizes, options and standard deviation; `sizes`: shape or tt_ranks, hot_rows.
 
         Raises:
             ValueError: if the module has a padding index, a norm limit or frequency-scaled gradients, which a TT table can't have.

@@ -25,8 +25,8 @@ class HotRows(TTModule):
     Args:
         first: id of the block's first row.
         num_rows, num_cols: rows of the block, columns N of the table.
-        width: k, cut to at most N and at most the rows.
-        std: standard deviation of entries where ranks are added to a block that has lost all of them.
+        width: k, reduced to N or the number of rows if it is larger.
+        std: standard deviation of the entries when ranks are added to a block that has lost all of them.
     """
 
     core_1: nn.Parameter
@@ -67,7 +67,7 @@ class HotRows(TTModule):
         return 0
 
     def block(self) -> HotBlock:
-        """Return the parameters as a lookup takes them."""
+        """Return the parameters in the form that a lookup takes."""
         parameters: dict[str, Any] = self._parameters  # faster than looking up attributes of a module
         return HotBlock(parameters["core_0"], parameters["core_1"], parameters["rank_1"])
 
@@ -76,7 +76,7 @@ class HotRows(TTModule):
 
 
 def require_blocks(blocks: Sequence[tuple[int, int]], num_embeddings: int) -> None:
-    """Raise ValueError unless blocks (rows, width) are positive and have at most the rows of the table."""
+    """Raise ValueError unless blocks (rows, width) are positive and together have at most the rows of the table."""
     for rows, width in blocks:
         require_positive(rows_of_a_hot_block=rows, width_of_a_hot_block=width)
     if sum(rows for rows, _ in blocks) > num_embeddings:

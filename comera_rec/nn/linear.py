@@ -85,7 +85,7 @@ class TTLinear(TTModule):
         self._form.shape, self._form.contractions = shape, best_contractions(shape)
 
     def tie_weight_(self, other: TTLinear) -> None:
-        """Share the cores and rank parameters of another layer of the same shape, also through changes of their ranks."""
+        """Share the cores and rank parameters of another layer of the same shape, even when their ranks change."""
         assert self.shape == other.shape
         for name, parameter in other.named_parameters(recurse=False):
             if name != "bias":
@@ -115,7 +115,7 @@ class TTLinear(TTModule):
         """[..., in_features] -> [..., out_features].
 
         Raises:
-            ValueError: for an input of another number of features.
+            ValueError: for an input with another number of features.
         """
         if input.shape[-1] != self.in_features:
             raise ValueError(
@@ -126,7 +126,7 @@ class TTLinear(TTModule):
         return tt_linear(input, self.cores(), self.rank_parameters(), self.out_features, self.bias, contraction, float8)
 
     def contraction(self, batch: int) -> Contraction:
-        """Return the order of products for a batch of that many rows; exported programs use the one for large batches."""
+        """Return the order of products for a batch of `batch` rows; exported programs use the one for large batches."""
         contractions = self._form.contractions
         return contractions[-1][1] if torch.compiler.is_exporting() else contraction_for(contractions, batch)
 

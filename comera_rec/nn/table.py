@@ -1,4 +1,4 @@
-"""TT tables: the base of `TTEmbeddingBag` and `TTEmbedding`, and what works on any of them."""
+"""TT tables: the base of `TTEmbeddingBag` and `TTEmbedding`, and functions for any of them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class TTTable(TTModule):
         return slice_major(core, k, self.shape.order)
 
     def forward_parameters(self) -> Table:
-        """Return the parameters as a lookup takes them; sharded tables override it to reduce gradients."""
+        """Return the parameters in the form that a lookup takes; sharded tables override it to reduce gradients."""
         blocks = [rows.block() for rows in self.hot_blocks()]
         return Table(list(self.cores()), list(self.rank_parameters()), blocks, self.first_row)
 
@@ -87,7 +87,7 @@ class TTTable(TTModule):
 
     @property
     def num_hot_rows(self) -> int:
-        """Number of hot rows, which are those of the ids below it."""
+        """Number of hot rows: those of the ids below this number."""
         return sum(rows.num_rows for rows in self.hot_blocks())
 
     def hot_matrix(self) -> Tensor:
@@ -95,7 +95,7 @@ class TTTable(TTModule):
         return torch.cat([self.core_0.new_empty(0, self.num_cols), *(rows.dense_matrix() for rows in self.hot_blocks())])
 
     def dense_matrix(self) -> Tensor:
-        """Return the matrix that the table stands for, [num_rows, num_cols]; differentiable."""
+        """Return the matrix that the table represents, [num_rows, num_cols]; differentiable."""
         matrix = super().dense_matrix()
         hot = self.hot_matrix()[self.first_row : self.first_row + self.num_rows]
         return matrix + F.pad(hot, (0, 0, 0, self.num_rows - len(hot))) if len(hot) else matrix
@@ -108,8 +108,8 @@ class TTTable(TTModule):
     def set_dense_matrix_(self, matrix: Tensor, *, rtol: float = 0.0) -> None:
         """Set cores and hot rows to the best approximation of a matrix [num_rows, num_cols].
 
-        Without hot rows this is the TT-SVD. With hot rows, which takes a copy of the matrix, blocks and cores are fitted in turns,
-        each to the residual of the others. With `rtol` > 0, TT ranks shrink as far as that relative error allows.
+        Without hot rows this is the TT-SVD. With hot rows, blocks and cores are fitted in turns, each to the residual of the
+        others; this takes a copy of the matrix. With `rtol` > 0, TT ranks shrink as far as that relative error allows.
         """
         hot = matrix[: self.num_hot_rows]
         if not len(hot):
@@ -117,13 +117,13 @@ class TTTable(TTModule):
             return
         residual = matrix.detach().clone()
         core_rows = torch.zeros_like(hot)
-        for turn in range(_TURNS):
+        for fitting_round in range(_FITTING_ROUNDS):
             for rows in self.hot_blocks():
                 span = slice(rows.first, rows.first + rows.num_rows)
                 rows.set_dense_matrix_(hot[span] - core_rows[span])
             residual[: len(hot)] = hot - self.hot_matrix().detach()
             allowed = rtol * float(matrix.norm() / residual.norm().clamp_min(torch.finfo(residual.dtype).tiny))
-            super().set_dense_matrix_(residual, rtol=allowed if turn == _TURNS - 1 else 0.0)
+            super().set_dense_matrix_(residual, rtol=allowed if fitting_round == _FITTING_ROUNDS - 1 else 0.0)
             with torch.no_grad():
                 core_rows = first_rows(self.scaled_cores(), self.shape.row_shape, *hot.shape)
 
@@ -147,23 +147,23 @@ class TTTable(TTModule):
         return self.num_cols
 
 
-_TURNS = 3  # of fitting cores and hot rows to a matrix
+_FITTING_ROUNDS = 3  # in which cores and hot rows are fitted to a matrix
 
 
 def update_in_backward_(model: nn.Module, optimizer: Optimizer | None) -> list[str]:
     """Let an optimizer update the cores of a model's TT tables in backward, slice by slice, instead of in its `step`.
 
     A batch uses few slices. On CPU, only these then get a gradient, which stays in the cache, and only their parameters and state
-    are read and written. SGD and Adagrad learn the same as without; weight decay, and the decay of Adam's moments, act only in
-    steps that use the slice, as with `torch.optim.SparseAdam`. Settings such as the learning rate are read in every step and the
-    state stays in the optimizer, so schedulers, checkpoints and `truncate_ranks_` work as before.
+    are read and written. SGD and Adagrad give the same results as in `step`; weight decay, and the decay of Adam's moments, act
+    only in steps that use the slice, as with `torch.optim.SparseAdam`. Settings such as the learning rate are read in every step
+    and the state stays in the optimizer, so schedulers, checkpoints and `truncate_ranks_` work as before.
 
     Cores have no `grad` afterwards: gradients can't be clipped, accumulated over batches or scaled (`GradScaler`), and the loss
-    can't include a penalty on cores. A table that is looked up twice in a step is updated twice. Before another optimizer takes the
-    cores, call this again with it, or with None.
+    can't include a penalty on cores. A table that is looked up twice in a step is updated twice. Before another optimizer takes
+    over the cores, call this again with it, or with None.
 
-    Cores of bfloat16 or float16, and their optimizer state, are rounded stochastically: steps too small to change the nearest
-    number add up all the same, as they do in float32.
+    Cores of bfloat16 or float16, and their optimizer state, are rounded stochastically: steps too small to change the rounded
+    number still add up, as they do in float32.
 
     Args:
         model: any module. Tables in float64, on other devices, or replicated by data parallelism keep their gradients.
@@ -210,7 +210,7 @@ def plan_tables(
     Args:
         ids: per table and feature, integer ids [L].
         tables: tables with the same number of cores.
-        names: per table and feature, its name in errors.
+        names: per table and feature, its name in error messages.
         impl: implementation of the lookup.
         parallel: as for `plan_lookup`.
 
@@ -228,7 +228,7 @@ def plan_tables(
             raise
     if joined[0].device.type == "cpu" and type(joined[0]) is Tensor:
         _check_ids(ids, tables, names)
-    elif not (plan_impl == "triton" and len(shapes[0]) == 2):  # whose plan checks ids
+    elif not (plan_impl == "triton" and len(shapes[0]) == 2):  # the pair plan checks ids itself
         for table, count in zip(joined, rows, strict=True):
             check_ids(table, count, "a table")
     return plan_lookup(joined, shapes, rows, impl=plan_impl)
@@ -250,7 +250,7 @@ def table_shape(num_embeddings: int, embedding_dim: int, shape: TTShape | None, 
 
 
 def require_plain_rows(module: nn.Embedding | nn.EmbeddingBag) -> None:
-    """Raise ValueError if a dense table does to rows what a TT table can't."""
+    """Raise ValueError if a dense table has options that a TT table lacks."""
     if module.max_norm is not None or module.scale_grad_by_freq:
         raise ValueError(
             f"max_norm and scale_grad_by_freq have no equivalent in a TT table: build the {type(module).__name__} without them"
@@ -258,9 +258,9 @@ def require_plain_rows(module: nn.Embedding | nn.EmbeddingBag) -> None:
     if module.padding_idx is None:
         return
     if isinstance(module, nn.EmbeddingBag):
-        raise ValueError("a TT table leaves no padding_idx out of bags: build the EmbeddingBag without it")
+        raise ValueError("a TT table can't leave padding_idx out of bags: build the EmbeddingBag without it")
     if not module.weight.is_meta and module.weight[module.padding_idx].any():
-        raise ValueError(f"the row of padding_idx {module.padding_idx} isn't zero, as it is in a TT table: set it to zero before")
+        raise ValueError(f"the row of padding_idx {module.padding_idx} isn't zero, and TT tables need a zero row: set it to zero")
 
 
 def traits(weight: Tensor) -> dict[str, Any]:

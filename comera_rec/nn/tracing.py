@@ -1,4 +1,4 @@
-"""A decorator for modules that torch.fx is to record as one call, as it does with modules of torch.nn."""
+"""A decorator that makes torch.fx record a module as one call, as it does for modules of torch.nn."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def one_call_in_fx(forward: Forward) -> Forward:
         path = tracer.path_of_module(module)
         if not path:
             raise ValueError(
-                f"a {type(module).__name__} is one call to torch.fx: trace a model that contains it, not the module itself"
+                f"torch.fx records a {type(module).__name__} as one call: trace a model that contains it, not the module itself"
             )
         return tracer.create_proxy("call_module", path, args, kwargs)
 

@@ -30,7 +30,7 @@ class TransformerConfig:
         ff_dim: hidden features F of a block's feed-forward network.
         max_length: the most positions L, rows of the position embedding.
         norm_first: normalize before attention and feed-forward instead of after them, and once more at the end.
-        causal: positions see only those before them.
+        causal: positions attend only to themselves and those before them.
         dropout: probability of dropping a feature or an attention weight.
 
     Raises:
@@ -55,7 +55,7 @@ class TransformerConfig:
 
 
 class FeedForward(nn.Module):
-    """Two linear layers with an activation between them, on each position alone.
+    """Two linear layers with an activation between them, applied to each position separately.
 
     Args:
         embed_dim: D.
@@ -97,7 +97,7 @@ class EncoderBlock(nn.Module):
         ff_dim: hidden features F of the feed-forward network.
         linear: makes the six linear layers.
         activation: applied to the hidden features.
-        dropout: probability, after and inside both parts.
+        dropout: probability of dropping a feature, inside and after both parts.
         norm_first: pre-norm, x + f(norm(x)), instead of post-norm, norm(x + f(x)).
 
     Example:
@@ -185,11 +185,12 @@ class TransformerEncoder(nn.Module):
             ValueError: for more positions than `config.max_length`.
 
         Returns:
-            [B, L, D]; undefined at positions of padding.
+            [B, L, D]; undefined at padding positions.
         """
         length = ids.shape[1]
         if length > self.config.max_length:
-            raise ValueError(f"ids have {length} positions but max_length is {self.config.max_length}: truncate them or raise it")
+            limit = self.config.max_length
+            raise ValueError(f"ids have {length} positions but max_length is {limit}: truncate the ids or raise max_length")
         x_BLD = self.tokens(ids) + self.positions(torch.arange(length, device=ids.device))
         x_BLD = self.dropout(self.embedding_norm(x_BLD))
         for block in self.blocks:

@@ -17,12 +17,12 @@ _IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"  # not impo
 class TTModule(nn.Module):
     """A matrix [num_rows, num_cols] in tensor-train form.
 
-    Parameters are `core_0` ... `core_{d-1}` of shape (r_{k-1}, m_k, n_k, r_k) and, between neighbours, `rank_1` ... `rank_{d-1}` of
+    Parameters are `core_0` ... `core_{d-1}` of shape (r_{k-1}, m_k, n_k, r_k) and, between neighbors, `rank_1` ... `rank_{d-1}` of
     shape (r_k), the diagonals D_k that rank adaptation shrinks (CoMERA, section 3.2, arXiv 2405.14377). They are registered on the
     module itself, so code that materializes modules from the meta device with `reset_parameters` works.
 
     `shape` always describes the parameters. Loading a state dict of the same modes at other ranks resizes them in place. A module
-    loads all of its tensors or none: a missing or unfit tensor is an error, `strict` or not, and nothing changes.
+    loads all of its tensors or none: a missing or mismatched tensor is an error, `strict` or not, and nothing changes.
 
     A subclass calls `reset_parameters` once all its parameters exist.
     """
@@ -97,7 +97,7 @@ class TTModule(nn.Module):
         return local
 
     def scaled_cores(self) -> list[Tensor]:
-        """Return the cores with every D_k multiplied into the smaller of its two neighbours."""
+        """Return the cores with every D_k multiplied into the smaller of its two neighbors."""
         cores: list[Tensor] = list(self.cores())
         for k, rank in enumerate(self.rank_parameters(), start=1):
             if cores[k - 1].numel() <= cores[k].numel():
@@ -117,11 +117,11 @@ class TTModule(nn.Module):
     def set_cores_(self, cores: Sequence[Tensor]) -> None:
         """Set the cores and their ranks; the scale is spread evenly over the cores, and rank parameters become one."""
         norms = [float(core.norm()) for core in cores]
-        even = torch.tensor(norms, dtype=torch.float64).log().mean().exp().item() if all(norms) else 0.0
+        mean_norm = torch.tensor(norms, dtype=torch.float64).log().mean().exp().item() if all(norms) else 0.0
         self.resize_ranks_([core.shape[-1] for core in cores[:-1]])
         with torch.no_grad():
             for parameter, core, norm in zip(self.cores(), cores, norms, strict=True):
-                parameter.copy_(core * (even / norm) if even else core)
+                parameter.copy_(core * (mean_norm / norm) if mean_norm else core)
             for rank in self.rank_parameters():
                 rank.fill_(1.0)
 
@@ -152,7 +152,7 @@ class TTModule(nn.Module):
         elif f"{prefix}core_{self.shape.order}" in state_dict:
             refusal = f"the state dict has more than {self.shape.order} cores: load one of a module of the same modes"
         elif any(value.is_meta > parameters[name].is_meta for name, value in stored.items()):
-            refusal = "the state dict is on the meta device, without numbers: load one that has them"
+            refusal = "the state dict is on the meta device, without values: load one that has them"
         if ranks is not None and not refusal:
             self.resize_ranks_(ranks)
         elif stored:
@@ -165,7 +165,7 @@ class TTModule(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
     def _stored_ranks(self, parameters: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> tuple[int, ...] | None:
-        """Return the ranks at which all stored tensors fit, or None if there are none."""
+        """Return the ranks at which all stored tensors fit, or None if there are no such ranks."""
         cores = [stored[f"core_{k}"] for k in range(self.shape.order) if f"core_{k}" in stored]
         if stored.keys() != parameters.keys() or any(core.dim() != 4 for core in cores):
             return None
@@ -176,10 +176,10 @@ class TTModule(nn.Module):
         return shape.ranks if all(stored[name].shape == size for name, size in sizes.items()) else None
 
     def to_dense(self) -> nn.Module:
-        """Return the plain torch module of the same matrix.
+        """Return the plain torch module with the same matrix.
 
         Raises:
-            TypeError: if there is none.
+            TypeError: if there is no such module.
         """
         raise TypeError(f"a {type(self).__name__} has no dense equivalent")
 
@@ -200,27 +200,27 @@ def replace_data_(parameter: nn.Parameter, data: Tensor) -> None:
     parameter.data = data.new_empty(0, dtype=torch.float32 if data.dtype == torch.float64 else torch.float64)
     parameter.data = data
     if hooks:
-        applied, is_trained = sys.modules[_IN_BACKWARD], parameter.requires_grad
+        in_backward, is_trained = sys.modules[_IN_BACKWARD], parameter.requires_grad
         with torch.enable_grad():
             view: Any = parameter.requires_grad_().view_as(parameter)
         parameter.requires_grad_(is_trained)
         node = view.grad_fn.next_functions[0][0]
-        applied.param_to_acc_grad_map[parameter] = node
-        applied.param_to_optim_hook_handle_map[parameter] = [node.register_hook(hook) for hook in hooks]
+        in_backward.param_to_acc_grad_map[parameter] = node
+        in_backward.param_to_optim_hook_handle_map[parameter] = [node.register_hook(hook) for hook in hooks]
 
 
 def _take_hooks(parameter: nn.Parameter) -> list[Any]:
     """Remove and return the hooks of `apply_optimizer_in_backward`, which run when the parameter's gradient is ready."""
-    applied = sys.modules.get(_IN_BACKWARD)
-    if applied is None or not hasattr(parameter, "_in_backward_optimizers"):
+    in_backward = sys.modules.get(_IN_BACKWARD)
+    if in_backward is None or not hasattr(parameter, "_in_backward_optimizers"):
         return []
     hooks = []
-    for handle in applied.param_to_optim_hook_handle_map.get(parameter, ()):
+    for handle in in_backward.param_to_optim_hook_handle_map.get(parameter, ()):
         registered = handle.hooks_dict_ref() or {}
         if handle.id in registered:  # DistributedDataParallel removes them, to call them itself
             hooks.append(registered[handle.id])
             handle.remove()
-    applied.param_to_acc_grad_map.pop(parameter, None)  # or later hooks would be put on the old node
+    in_backward.param_to_acc_grad_map.pop(parameter, None)  # or later hooks would be put on the old node
     return hooks
 
 
@@ -243,7 +243,7 @@ def parameter_owners(model: nn.Module) -> dict[Tensor, list[tuple[str, nn.Module
 
 
 def keep_buffers_and_mode_(module: nn.Module, replaced: nn.Module) -> nn.Module:
-    """Give a module the buffers and training mode of the one that it replaces; returns the module."""
+    """Give a module the buffers and training mode of the one that it replaces; return the module."""
     for name, buffer in replaced.named_buffers(recurse=False):
         module.register_buffer(name, buffer, persistent=name not in replaced._non_persistent_buffers_set)
     return module.train(replaced.training)

@@ -1,4 +1,4 @@
-"""Operations on tensors; hot ones are registered with torch.library. Each has its definition in plain torch beside it."""
+"""Operations on tensors; costly ones are registered with torch.library. Each has its definition in plain torch beside it."""
 
 from comera_rec.ops.bags import check_ids, tt_bags
 from comera_rec.ops.float8_matmul import float8_matmul, require_float8

@@ -1,4 +1,4 @@
-"""One launch of a Triton kernel as data: what runs it on a GPU, compiles it elsewhere, and counts variants reads the same."""
+"""One launch of a Triton kernel as data, which serves to run it on a GPU, compile it elsewhere, and count its variants."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Launch:
     num_stages: int = 1
 
     OPTIONS: ClassVar[Mapping[str, object]] = {"enable_fp_fusion": True}
-    """Said aloud, because Triton 3.9 warns where its default is taken, and 3.10 changes it."""
+    """Explicit, because Triton 3.9 warns where its default is taken, and 3.10 changes it."""
 
     def __call__(self, **tensors: Tensor) -> None:
-        """Run on the current stream of the tensors' device, or only be recorded, see `recorded_launches`."""
+        """Run on the current stream of the tensors' device; within `recorded_launches`, only record the launch."""
         if _recorders:
             _recorders[-1].append((self, tensors))
             return
@@ -42,13 +42,13 @@ class Launch:
 
     @property
     def variant(self) -> tuple[object, ...]:
-        """What, together with the tensors' types, a compiled kernel is kept under."""
+        """The key of the compiled kernel, together with the tensors' types."""
         return self.kernel.__name__, tuple(sorted(self.constants.items())), self.num_warps, self.num_stages
 
 
 @contextmanager
 def recorded_launches() -> Iterator[list[tuple[Launch, Mapping[str, Tensor]]]]:
-    """Collect launches and their tensors, and run none: for counting what a step does, on fake tensors of any device."""
+    """Collect launches and their tensors without running them, to count what a step does, on fake tensors of any device."""
     _recorders.append([])
     try:
         yield _recorders[-1]
@@ -60,13 +60,13 @@ _recorders: list[list[tuple[Launch, Mapping[str, Tensor]]]] = []
 
 
 def rank_bucket(rank: int) -> int:
-    """The size that GPU kernels treat a TT rank as: a power of two, at least 8, so that truncation seldom needs new kernels.
+    """Return the size to which GPU kernels pad a TT rank: a power of two, at least 8, so that truncation seldom needs new kernels.
 
-    Cores are filled up with zeros, which change no product.
+    Padding is zeros, which change no product.
     """
     return max(LEAST_RANK, 1 << (rank - 1).bit_length())
 
 
 def block(size: int, largest: int) -> int:
-    """The power of two that covers a size, or the largest allowed."""
+    """Return the smallest power of two that covers a size, or the largest allowed."""
     return min(1 << max(size - 1, 0).bit_length(), largest)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 LIBRARY = Path(os.environ.get("COMERA_LIBRARY") or Path(__file__).parents[1] / "lib" / "libcomera_rec.so")
-"""The compiled operators, or another build of them that $COMERA_LIBRARY names. A program without Python must load this file before
-a model that was exported with it."""
+"""The compiled operators, or the build of them that $COMERA_LIBRARY names. A program without Python must load this file before a
+model that was exported with it."""
 
 if not LIBRARY.exists():
     raise ImportError(

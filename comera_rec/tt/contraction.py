@@ -13,13 +13,13 @@ from comera_rec.tt.shape import TTShape
 Contractions = tuple[tuple[float, Contraction], ...]
 """(largest batch, contraction) pairs by rising batch; the last serves any batch."""
 
-_WORTH = 0.9
-"""Another contraction is taken only below this share of the time: each one makes torch.compile compile once more."""
+_SWITCH_BELOW = 0.9
+"""Share of the time below which another contraction is worth its cost: torch.compile compiles each one separately."""
 
 
 @lru_cache(maxsize=4096)
 def best_contractions(shape: TTShape) -> Contractions:
-    """Return the cheapest contraction, within a tenth, for every batch size.
+    """Return, for every batch size, a contraction within about a tenth of the cheapest.
 
     For large batches it forms L (I x r) and R (r x O) once (CoMERA, section 4.2, arXiv 2405.14377), or all of W where r is
     large; for small ones it multiplies the input by one core after another. All candidates are tried.
@@ -37,13 +37,13 @@ def best_contractions(shape: TTShape) -> Contractions:
     contractions: Contractions = ((math.inf, best),)
     for batch in (2**exponent for exponent in range(20, -1, -1)):
         best = min(lines, key=lambda each: cost(each, batch))
-        if cost(best, batch) < _WORTH * cost(contractions[0][1], batch):
+        if cost(best, batch) < _SWITCH_BELOW * cost(contractions[0][1], batch):
             contractions = ((batch, best), *contractions)
     return contractions
 
 
 def contraction_for(contractions: Contractions, batch: int) -> Contraction:
-    """Return the contraction that serves a batch of that many rows."""
+    """Return the contraction for a batch of `batch` rows."""
     return next(contraction for limit, contraction in contractions if batch <= limit)
 
 
@@ -59,7 +59,7 @@ def dense_milliseconds(in_features: int, out_features: int, batch: int) -> float
 
 
 def _line(shape: TTShape, contraction: Contraction) -> tuple[float, float]:
-    """Return the nanoseconds of a step at batch 0, and those of each further row."""
+    """Return the nanoseconds of a step at batch 0, and those that each row adds."""
     empty, one = (nanoseconds(contraction_work(shape, contraction, batch)) for batch in (0, 1))
     return empty, one - empty
 
@@ -78,7 +78,7 @@ def candidate_contractions(shape: TTShape) -> Iterator[Contraction]:
 
 @lru_cache(maxsize=65536)
 def _cheapest_tree(shape: TTShape, first: int, last: int) -> Tree:
-    """Return the cheapest order in which to join neighbouring cores, as for a product of a chain of matrices."""
+    """Return the cheapest order in which to join neighboring cores, as for a product of a chain of matrices."""
     if last - first == 1:
         return first
     trees = [(_cheapest_tree(shape, first, cut), _cheapest_tree(shape, cut, last)) for cut in range(first + 1, last)]

@@ -18,8 +18,7 @@ def init_cores_(cores: Sequence[Tensor], shape: TTShape, std: float, generator: 
     """Fill cores with Gaussian numbers so that the entries of the dense matrix have mean 0 and standard deviation `std`.
 
     An entry is a sum of r_1...r_{d-1} products of d independent Gaussians, so its variance is s^{2d} r_1...r_{d-1} for cores of
-    standard deviation s and rank parameters of 1. For a matrix of zeros only the last core is zero, so that it
-    has a gradient.
+    standard deviation s and rank parameters of 1. For `std` 0, only the last core is zero, so that it has a gradient.
 
     Args:
         cores: tensors of `shape.core_shapes`, overwritten.
@@ -40,7 +39,7 @@ def init_cores_(cores: Sequence[Tensor], shape: TTShape, std: float, generator: 
 
 
 def contract(cores: Sequence[Tensor], matmul: Callable[[Tensor, Tensor], Tensor] = torch.matmul) -> Tensor:
-    """Contract neighbouring cores into one of shape (r_first, m_1...m_d, n_1...n_d, r_last).
+    """Contract neighboring cores into one of shape (r_first, m_1...m_d, n_1...n_d, r_last).
 
     Args:
         cores: core k is (r_{k-1}, m_k, n_k, r_k), with any rank parameters already multiplied in.
@@ -59,7 +58,7 @@ def contract(cores: Sequence[Tensor], matmul: Callable[[Tensor, Tensor], Tensor]
 
 
 def first_rows(cores: Sequence[Tensor], row_shape: Sequence[int], count: int, num_cols: int) -> Tensor:
-    """Return the first rows of the matrix that cores stand for, [count, num_cols], contracting only the slices they need.
+    """Return the first rows of the matrix that cores represent, [count, num_cols], contracting only the slices they need.
 
     Args:
         cores: of row modes `row_shape`, with any rank parameters already multiplied in.
@@ -73,7 +72,7 @@ def first_rows(cores: Sequence[Tensor], row_shape: Sequence[int], count: int, nu
 
 
 def tt_to_dense(cores: Sequence[Tensor], shape: TTShape) -> Tensor:
-    """Contract cores to the dense matrix that they stand for.
+    """Contract cores to the dense matrix that they represent.
 
     E[i, j] = G_1[0, i_1, j_1, :] G_2[:, i_2, j_2, :] ... G_d[:, i_d, j_d, 0]
 
@@ -89,5 +88,5 @@ def tt_to_dense(cores: Sequence[Tensor], shape: TTShape) -> Tensor:
     """
     core_shapes = [tuple(core.shape) for core in cores]
     if core_shapes != list(shape.core_shapes):
-        raise ValueError(f"cores have shapes {core_shapes} but the TTShape states {list(shape.core_shapes)}: give cores of these")
+        raise ValueError(f"cores have shapes {core_shapes} but the TTShape states {list(shape.core_shapes)}: make the two agree")
     return contract(cores).reshape(shape.num_rows, shape.num_cols)

@@ -29,7 +29,7 @@ class Work(NamedTuple):
     missed_bytes: float
     """Bytes gathered from right slices that the cache can't hold."""
     slice_numbers: float
-    """Numbers in both operands of products, whether the batch uses them or not: transposed copies, gradients."""
+    """Numbers in both operands of products, whether or not the batch uses them: transposed copies, gradients."""
     lines: float
     """Cache lines that stacking touches one by one, because only the first core's slices are contiguous."""
     params: float
@@ -72,7 +72,7 @@ class LookupCost:
     exponent: float = 1.05
 
     def milliseconds(self, row_shape: Sequence[int], col_shape: Sequence[int], ranks: Sequence[int]) -> float:
-        """Predict the milliseconds of a step; shapes as `TTShape` has them."""
+        """Predict the milliseconds of a step; arguments as in `TTShape`."""
         work = self.work(row_shape, col_shape, ranks)
         return sum(price * amount for price, amount in zip(self.prices, work, strict=True)) / 1e6
 
@@ -110,7 +110,7 @@ class LookupCost:
 
 
 class _Product(NamedTuple):
-    """A number of products n1 x r times r x n2, and how many different left and right slices they use."""
+    """Products of slices n1 x r and r x n2: their number, and how many different left and right slices they use."""
 
     products: float
     lefts: float
@@ -126,7 +126,7 @@ class _Product(NamedTuple):
         yield self.products, self.r, self.n1, self.n2
 
     def missed_bytes(self) -> float:
-        """Count bytes of right slices that the cache misses: they are gathered twice, for every 8 rows of the left slice."""
+        """Count the bytes of right slices that miss the cache: they are gathered twice for every 8 rows of the left slice."""
         gathered = 2 * self.products * 4 * self.r * self.n2 * -(-self.n1 // 8)
         return gathered * max(0.0, 1 - _CACHE_BYTES / (4 * self.rights * self.r * self.n2))
 
@@ -140,17 +140,17 @@ def _tiles(height: int, width: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _leading_parts(rows: int, block: int, lookups: int, exponent: float) -> float:
-    """Expect how many blocks of neighbouring rows a batch asks for."""
+    """Return the expected number of blocks of neighboring rows that a batch asks for."""
     edges = _edges(-(-rows // block))
-    return _met(edges, np.diff(_share(np.minimum(edges * block, rows), rows, exponent)), lookups)
+    return _expected_distinct(edges, np.diff(_share(np.minimum(edges * block, rows), rows, exponent)), lookups)
 
 
 @lru_cache(maxsize=4096)
 def _trailing_parts(rows: int, period: int, lookups: int, exponent: float) -> float:
-    """Expect how many remainders modulo `period` a batch asks for; rows beyond the first period are spread evenly over them."""
+    """Return the expected number of remainders modulo `period` in a batch, with rows after the first period spread evenly."""
     edges = _edges(period)
     first = _share(edges, rows, exponent)
-    return _met(edges, np.diff(first) + (1 - first[-1]) * np.diff(edges) / period, lookups)
+    return _expected_distinct(edges, np.diff(first) + (1 - first[-1]) * np.diff(edges) / period, lookups)
 
 
 def _edges(count: int) -> np.ndarray:
@@ -165,6 +165,7 @@ def _share(before: np.ndarray, rows: int, exponent: float) -> np.ndarray:
     return integral / ((rows + 0.5) ** (1 - exponent) - 0.5 ** (1 - exponent))
 
 
-def _met(edges: np.ndarray, share: np.ndarray, lookups: int) -> float:
+def _expected_distinct(edges: np.ndarray, share: np.ndarray, lookups: int) -> float:
+    """Return the expected number of different items in a batch, from the share of lookups of each interval of items."""
     count = np.diff(edges)
     return float((count * -np.expm1(-lookups * share / count)).sum())

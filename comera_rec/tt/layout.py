@@ -17,7 +17,7 @@ def slice_major(core: Tensor, k: int, order: int) -> Tensor:
 
     Args:
         core: (r_{k-1}, m, n, r_k), of any strides.
-        k: its number, from 0.
+        k: the core's number, from 0.
         order: the number of cores.
     """
     r0, _, n, r1 = core.shape

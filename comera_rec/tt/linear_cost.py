@@ -12,7 +12,7 @@ from typing import NamedTuple
 from comera_rec.tt.shape import TTShape
 
 Tree = int | tuple["Tree", "Tree"]
-"""The number of a core, or the product of two neighbouring trees."""
+"""The number of a core, or the product of two neighboring trees."""
 
 _VECTOR = 8  # floats; fixed, so that a decision does not depend on the machine that made it
 
@@ -49,7 +49,7 @@ Only their proportions matter to the choice."""
 
 
 def nanoseconds(work: LinearWork, prices: LinearWork = NANOSECONDS) -> float:
-    """Return the time of a step of that work."""
+    """Return the predicted time of a step with this work."""
     return sum(price * amount for price, amount in zip(prices, work, strict=True))
 
 

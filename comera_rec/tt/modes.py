@@ -84,22 +84,22 @@ def _ordered_factors(n: int, order: int) -> list[tuple[int, ...]]:
 def _row_modes(num_embeddings: int, col_shape: tuple[int, ...], skew: tuple[int, ...]) -> tuple[int, ...]:
     """Return row modes that cover the table, with sizes m_k n_k in the proportions of `skew`."""
     shares = [times / n for times, n in zip(skew, col_shape, strict=True)]
-    left, modes = num_embeddings, []
+    remaining, modes = num_embeddings, []
     for k, share in enumerate(shares[:-1]):
-        unit = (left / math.prod(shares[k:])) ** (1 / len(shares[k:]))
+        unit = (remaining / math.prod(shares[k:])) ** (1 / len(shares[k:]))
         modes.append(max(1, round(unit * share)))
-        left = -(-left // modes[-1])
-    return (*modes, left)
+        remaining = -(-remaining // modes[-1])
+    return (*modes, remaining)
 
 
 def require_positive(**sizes: int) -> None:
-    """Raise ValueError for the first of the sizes, named as the keywords are, that is not a positive integer."""
+    """Raise ValueError naming the first keyword whose value is not a positive integer."""
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} is {value!r}: give a positive integer")
 
 
 def require_order(order: int) -> None:
-    """Raise ValueError unless a TT matrix can have that many cores."""
+    """Raise ValueError unless a TT matrix can have `order` cores."""
     if isinstance(order, bool) or not isinstance(order, int) or not 1 <= order <= MAX_ORDER:
         raise ValueError(f"order is {order!r}: give an integer from 1 to {MAX_ORDER}")

@@ -27,7 +27,7 @@ class TTShape:
     """Modes and ranks of a tensor-train matrix (TTM).
 
     A matrix of M <= m_1...m_d rows and N <= n_1...n_d columns is stored as cores G_k of shape (r_{k-1}, m_k, n_k, r_k), with
-    r_0 = r_d = 1, and rank parameters D_k of shape (r_k) between neighbours. A TT linear layer is the same object with n_k = 1
+    r_0 = r_d = 1, and rank parameters D_k of shape (r_k) between neighbors. A TT linear layer is the same object with n_k = 1
     at its input modes and m_k = 1 at its output modes. CoMERA, section 3.1 (arXiv 2405.14377).
 
     Args:
@@ -54,7 +54,7 @@ class TTShape:
         require_order(len(row_shape))
         if len(col_shape) != len(row_shape):
             raise ValueError(
-                f"col_shape {col_shape} has {len(col_shape)} modes but row_shape {row_shape} has {len(row_shape)}: give as many"
+                f"col_shape {col_shape} has {len(col_shape)} modes but row_shape {row_shape} has {len(row_shape)}: match them"
             )
         for k, (m, n) in enumerate(zip(row_shape, col_shape, strict=True)):
             require_positive(**{f"row_shape[{k}]": m, f"col_shape[{k}]": n})
@@ -89,7 +89,7 @@ class TTShape:
 
     @property
     def bonds(self) -> tuple[int, ...]:
-        """(r_0, r_1, ..., r_d) with the two outer ranks of 1."""
+        """(r_0, r_1, ..., r_d) with the outer ranks 1."""
         return (1, *self.ranks, 1)
 
     @property
@@ -138,7 +138,7 @@ class TTShape:
             tt_ranks: one rank for all bonds, or one for each. Default 16 where no budget is given.
             order: number of cores, 2 to 4. Default: the fastest within the budget; else one more than `tt_ranks` has entries;
                 else 2.
-            budget_params: the most parameters the table may take. Among `table_candidates`, the shape is chosen whose training
+            budget_params: the most parameters the table may take. The result is the one of `table_candidates` whose training
                 step is predicted to be fastest (`LookupCost`).
 
         Raises:
@@ -198,7 +198,7 @@ class TTShape:
             return _at_ranks(modes, tt_ranks, order, default_order=4, orders=(2, 4, 6, 8))
         _require_one_size(tt_ranks, budget_params)
         by_order = [modes(d) for d in ((order,) if order else (2, 4, 6, 8))]
-        return _of_lowest_order(_within_budget(by_order, budget_params, f"a {in_features} x {out_features} linear layer"))
+        return _lowest_order(_within_budget(by_order, budget_params, f"a {in_features} x {out_features} linear layer"))
 
 
 def table_candidates(
@@ -219,8 +219,8 @@ def table_candidates(
     """
     modes = [each for order in orders for each in table_modes(num_embeddings, embedding_dim, order)]
     shapes = _within_budget(modes, budget_params, f"a {num_embeddings} x {embedding_dim} table")
-    most = max(shape.num_params for shape in shapes)
-    return [shape for shape in shapes if shape.num_params >= _USED * most or shape == shape.with_ranks(most)]
+    largest = max(shape.num_params for shape in shapes)
+    return [shape for shape in shapes if shape.num_params >= _USED * largest or shape == shape.with_ranks(largest)]
 
 
 def max_ranks(row_shape: Sequence[int], col_shape: Sequence[int]) -> tuple[int, ...]:
@@ -256,18 +256,18 @@ def _at_ranks(
     return TTShape(*modes(order), tt_ranks)
 
 
-def _within_budget(modes: Sequence[Modes], budget_params: int, what: str) -> list[TTShape]:
-    """Shapes of these modes, each at the largest rank that fits; modes that fit at no rank are left out."""
+def _within_budget(modes: Sequence[Modes], budget_params: int, description: str) -> list[TTShape]:
+    """Return shapes of these modes, each at the largest rank that fits; modes that don't fit even at rank 1 are left out."""
     ranks = [_largest_rank(*each, budget_params) for each in modes]
     fitting = [TTShape(*each, rank) for each, rank in zip(modes, ranks, strict=True) if rank]
     if not fitting:
         least = min(TTShape(*each, 1).num_params for each in modes)
-        raise ValueError(f"budget_params is {budget_params}: {what} takes at least {least} parameters, at rank 1")
+        raise ValueError(f"budget_params is {budget_params}: {description} takes at least {least} parameters, at rank 1")
     return fitting
 
 
 def _largest_rank(row_shape: tuple[int, ...], col_shape: tuple[int, ...], budget_params: int) -> int:
-    """Largest rank within the budget, shared by all bonds whose modes allow it; 0 if there is none."""
+    """Return the largest rank within the budget, shared by all bonds whose modes allow it; 0 if even rank 1 doesn't fit."""
     sizes = [m * n for m, n in zip(row_shape, col_shape, strict=True)]
     limits = max_ranks(row_shape, col_shape)
 
@@ -278,7 +278,7 @@ def _largest_rank(row_shape: tuple[int, ...], col_shape: tuple[int, ...], budget
     return bisect_right(range(1, min(max(limits), budget_params) + 1), budget_params, key=num_params)
 
 
-def _of_lowest_order(shapes: Sequence[TTShape]) -> TTShape:
-    """Return the first of shapes of rising order that reaches rank 8, or else the one of the largest rank."""
+def _lowest_order(shapes: Sequence[TTShape]) -> TTShape:
+    """Return the first of shapes, in rising order, that reaches rank 8; or else the one of the largest rank."""
     enough = (s for s in shapes if max(s.ranks) >= min(8, max(max_ranks(s.row_shape, s.col_shape))))
     return next(enough, max(shapes, key=lambda shape: max(shape.ranks)))

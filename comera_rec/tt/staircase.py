@@ -7,9 +7,9 @@ from collections.abc import Sequence
 Blocks = tuple[tuple[int, int], ...]
 """(rows, width) of each block, from the most frequent ids on."""
 Shares = list[tuple[int, float]]
-"""(rows, share of the table's lookups that one of these rows has) of each block."""
+"""(rows, share of the table's lookups that go to each row) of each block."""
 _FIRST = 64  # rows of the first block
-_MOST = 4  # blocks of a table: a training step pays for each
+_MOST = 4  # blocks of a table, because each one adds time to every training step
 _EXPONENT = 1.05
 _POWER = 0.5
 
@@ -19,8 +19,8 @@ def staircases(num_embeddings: Sequence[int], embedding_dim: int, budget_params:
 
     A block's width is proportional to the square root of how often one of its rows is read, as in mixed dimension embeddings
     (Ginart et al., arXiv 1909.11810); ids are assumed to follow Zipf's law, and all tables to be read equally often. Each block
-    ends at twice the id where the one before it ends, or at four or more times where there would be too many blocks; neighbours
-    of equal width are merged.
+    ends at twice the id where the previous one ends, or at four or more times that id if there would otherwise be too many
+    blocks; neighbors of equal width are merged.
 
     Args:
         num_embeddings: rows of each table.
@@ -48,16 +48,16 @@ def staircases(num_embeddings: Sequence[int], embedding_dim: int, budget_params:
     return [_extended(blocks, rows, embedding_dim, unused) for blocks, rows in zip(tables, num_embeddings, strict=True)]
 
 
-def _within(shares: Sequence[Shares], most: int, budget_params: float) -> list[Blocks]:
+def _within(shares: Sequence[Shares], max_width: int, budget_params: float) -> list[Blocks]:
     """Return the blocks of all tables at the largest common scale of widths that fits."""
-    low, high = 0.0, 4.0 * most * max(1.0, *((1 / table[-1][1]) ** _POWER for table in shares))
+    low, high = 0.0, 4.0 * max_width * max(1.0, *((1 / table[-1][1]) ** _POWER for table in shares))
     for _ in range(60):
         scale = (low + high) / 2
-        if sum(blocks_params(_blocks(table, most, scale), most) for table in shares) <= budget_params:
+        if sum(blocks_params(_blocks(table, max_width, scale), max_width) for table in shares) <= budget_params:
             low = scale
         else:
             high = scale
-    return [_blocks(table, most, low) for table in shares]
+    return [_blocks(table, max_width, low) for table in shares]
 
 
 def _extended(blocks: Blocks, num_embeddings: int, columns: int, params: float) -> Blocks:
@@ -71,7 +71,7 @@ def _extended(blocks: Blocks, num_embeddings: int, columns: int, params: float) 
 
 
 def _shares(num_embeddings: int, growth: int) -> Shares:
-    """Return the rows of every possible block and the share of lookups of one of them."""
+    """Return the rows of every possible block, and the share of lookups that go to each row."""
 
     def before(row: int) -> float:
         integral = (row + 0.5) ** (1 - _EXPONENT) - 0.5 ** (1 - _EXPONENT)
@@ -85,10 +85,10 @@ def _shares(num_embeddings: int, growth: int) -> Shares:
     return shares
 
 
-def _blocks(shares: Shares, most: int, scale: float) -> Blocks:
+def _blocks(shares: Shares, max_width: int, scale: float) -> Blocks:
     blocks: list[tuple[int, int]] = []
     for rows, share in shares:
-        width = min(most, rows, int(scale * share**_POWER))
+        width = min(max_width, rows, int(scale * share**_POWER))
         if blocks and blocks[-1][1] == width:
             rows += blocks.pop()[0]
         blocks.append((rows, width))

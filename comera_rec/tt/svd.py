@@ -27,8 +27,8 @@ def tt_svd(weight: Tensor, shape: TTShape, *, rtol: float = 0.0) -> list[Tensor]
     Each step unfolds the matrix, keeps the leading singular vectors as a core and decomposes the remainder; the error in the
     Frobenius norm is at most sqrt(d-1) times that of the best cores of the same ranks. Oseledets, Tensor-Train Decomposition (SIAM
     J. Sci. Comput. 2011), algorithm 1. Large unfoldings use randomized subspace iteration: Halko, Martinsson and Tropp (SIAM Review
-    2011), algorithm 4.4. A large matrix is read in blocks of rows: beyond it and the cores, memory holds a small multiple of r_1
-    rows of the first unfolding.
+    2011), algorithm 4.4. A large matrix is read in blocks of rows: besides it and the cores, memory holds only a small multiple of
+    r_1 rows of the first unfolding.
 
     Args:
         weight: [M, N] with M <= shape.num_rows and N <= shape.num_cols; padded with zeros.
@@ -50,7 +50,7 @@ def tt_svd_spectra(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return the cores of `tt_svd` and, for every bond, the singular values [r_k] kept there, descending.
 
-    Cutting bonds to their leading ranks adds at most the sum of the squares of the singular values cut to the squared error.
+    Cutting bonds to their leading ranks raises the squared error by at most the sum of the squared singular values that are cut.
 
     Args:
         weight, shape, rtol: as for `tt_svd`.
@@ -71,37 +71,37 @@ def tt_svd_spectra(
     unfolding = _Unfolding(weight, shape, scale)
     tolerance = rtol / max(1, shape.order - 1) ** 0.5 * unfolding.norm()
     cores, spectra, rank = [], [], 1
-    work = torch.empty(0)
+    remainder = torch.empty(0)
     for k in range(shape.order - 1):
         cap = max(1, shape.ranks[k])
         if k == 0 and unfolding.is_large(cap):
-            left, singular, work = unfolding.leading_svd(cap)
+            left, singular, remainder = unfolding.leading_svd(cap)
         else:
-            work = unfolding.whole() if k == 0 else work
-            left, singular, work = _leading_svd(work.reshape(rank * shape.row_shape[k] * shape.col_shape[k], -1), cap)
-        kept = min(cap, left.shape[1])
+            remainder = unfolding.whole() if k == 0 else remainder
+            left, singular, remainder = _leading_svd(remainder.reshape(rank * shape.row_shape[k] * shape.col_shape[k], -1), cap)
+        num_kept = min(cap, left.shape[1])
         if rtol > 0:
             tail = singular.flip(0).square().cumsum(0).sqrt().flip(0)  # tail[j]: norm of the error of keeping j
-            kept = max(1, min(kept, int((tail > tolerance).sum())))
-        # Where the unfolding has fewer singular vectors than the rank asks for, zero columns make up for them.
-        missing = 0 if rtol > 0 else cap - kept
-        left = F.pad(left[:, :kept], (0, missing))
-        work = F.pad(work[:kept], (0, 0, 0, missing))
+            num_kept = max(1, min(num_kept, int((tail > tolerance).sum())))
+        # If the unfolding has fewer singular vectors than the rank, the core is padded with zero columns.
+        missing = 0 if rtol > 0 else cap - num_kept
+        left = F.pad(left[:, :num_kept], (0, missing))
+        remainder = F.pad(remainder[:num_kept], (0, 0, 0, missing))
         cores.append(left.reshape(rank, shape.row_shape[k], shape.col_shape[k], -1).to(weight.dtype))
-        spectra.append(F.pad(singular[:kept], (0, missing)))
+        spectra.append(F.pad(singular[:num_kept], (0, missing)))
         rank = left.shape[1]
-    work = work if cores else unfolding.whole()
-    cores.append(work.reshape(rank, shape.row_shape[-1], shape.col_shape[-1], 1).to(weight.dtype))
+    remainder = remainder if cores else unfolding.whole()
+    cores.append(remainder.reshape(rank, shape.row_shape[-1], shape.col_shape[-1], 1).to(weight.dtype))
     if scale is not None:
         cores[0] = (cores[0] / scale.view(1, -1, 1, 1)).to(weight.dtype)
     return cores, spectra
 
 
 def _scale_of_digits(importance: Tensor, shape: TTShape) -> Tensor:
-    """Return [m_1] roots of the mean importance of each leading digit's rows, which counts as at least 1e-3 of the mean of all."""
-    tall = shape.num_rows // shape.row_shape[0]
-    sums = torch.stack([part.double().sum() for part in importance.split(tall)])
-    means = F.pad(sums, (0, shape.row_shape[0] - len(sums))) / tall
+    """Return [m_1]: the root of the mean importance of each leading digit's rows, raised to at least 1e-3 of the overall mean."""
+    digit_rows = shape.num_rows // shape.row_shape[0]
+    sums = torch.stack([part.double().sum() for part in importance.split(digit_rows)])
+    means = F.pad(sums, (0, shape.row_shape[0] - len(sums))) / digit_rows
     return means.clamp_min(1e-3 * means.mean()).clamp_min(torch.finfo(torch.float64).tiny).sqrt() if means.any() else means + 1
 
 
@@ -111,7 +111,7 @@ class _Unfolding:
     def __init__(self, weight: Tensor, shape: TTShape, scale: Tensor | None = None) -> None:
         self.weight = weight
         self.shape = shape
-        self.scale = scale  # [m_1], of the rows of a leading digit
+        self.scale = scale  # [m_1], factor of the rows of each leading digit
         self.dtype = torch.promote_types(weight.dtype, torch.float32)
         self.rows = shape.row_shape[0] * shape.col_shape[0]
         self.columns = shape.num_rows * shape.num_cols // self.rows
@@ -136,21 +136,21 @@ class _Unfolding:
     def _blocks(self, digits: int | None = None) -> Iterator[tuple[slice, Tensor]]:
         """Yield (rows, those rows of A) for a few leading digits at a time."""
         (m1, *m_rest), (n1, *n_rest) = self.shape.row_shape, self.shape.col_shape
-        tall, d = math.prod(m_rest), self.shape.order
-        step = digits or max(1, _BLOCK // (tall * self.shape.num_cols))
+        digit_rows, d = math.prod(m_rest), self.shape.order
+        step = digits or max(1, _BLOCK // (digit_rows * self.shape.num_cols))
         for first in range(0, m1, step):
             last = min(first + step, m1)
-            rows = self.weight[first * tall : last * tall].to(self.dtype)
-            padding = (0, self.shape.num_cols - rows.shape[1], 0, (last - first) * tall - rows.shape[0])
+            rows = self.weight[first * digit_rows : last * digit_rows].to(self.dtype)
+            padding = (0, self.shape.num_cols - rows.shape[1], 0, (last - first) * digit_rows - rows.shape[0])
             block = F.pad(rows, padding).reshape(last - first, *m_rest, n1, *n_rest)
-            # (i_1, i_2..i_d, j_1, j_2..j_d) -> (i_1, j_1, i_2, j_2, ...): neighbouring row and column modes share a core.
+            # (i_1, i_2..i_d, j_1, j_2..j_d) -> (i_1, j_1, i_2, j_2, ...): neighboring row and column modes share a core.
             block = block.permute([axis for k in range(d) for axis in (k, d + k)])
             if self.scale is not None:
                 block = block * self.scale[first:last].to(self.dtype).view(-1, *[1] * (2 * d - 1))
             yield slice(first * n1, last * n1), block.reshape((last - first) * n1, -1)
 
     def leading_svd(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute what `_leading_svd` does, reading A in blocks."""
+        """Return what `_leading_svd` does, reading A in blocks."""
         # Squares of singular values, and the squared norm less their sum, need float64 throughout.
         if self.rows <= _EXACT_LIMIT:
             singular, left = _singular_values(self._gram())
@@ -158,10 +158,11 @@ class _Unfolding:
             return left, singular.to(self.dtype), self._transposed_times(left).mT
         basis = self._random_basis(min(rank + _OVERSAMPLING, self.rows, self.columns))
         projected = self._transposed_times(basis).mT  # basis @ projected is A without the part that the basis misses
-        singular, turn = _singular_values(projected @ projected.mT)
+        singular, rotation = _singular_values(projected @ projected.mT)
         rest = (self.norm().square() - singular.square().sum()).clamp_min(0).sqrt()
-        turn = turn[:, :rank]
-        return (basis @ turn).to(self.dtype), torch.cat([singular, rest[None]]).to(self.dtype), (turn.mT @ projected).to(self.dtype)
+        rotation = rotation[:, :rank]
+        spectrum = torch.cat([singular, rest[None]]).to(self.dtype)
+        return (basis @ rotation).to(self.dtype), spectrum, (rotation.mT @ projected).to(self.dtype)
 
     def _gram(self) -> Tensor:
         """Return A A^T in float64."""
@@ -173,13 +174,13 @@ class _Unfolding:
         return gram
 
     def _column_blocks(self) -> Iterator[Tensor]:
-        """Yield all rows of A for a few of its columns at a time, in an order that suits A A^T alone."""
+        """Yield all rows of A for a few of its columns at a time, in an order that is valid only for forming A A^T."""
         (m1, *m_rest), n1 = self.shape.row_shape, self.shape.col_shape[0]
-        tall = math.prod(m_rest)
+        digit_rows = math.prod(m_rest)
         step = max(1, _BLOCK // (m1 * self.shape.num_cols))
-        starts = torch.arange(m1, device=self.weight.device) * tall
-        for first in range(0, tall, step):
-            ids = starts[:, None] + torch.arange(first, min(first + step, tall), device=self.weight.device)
+        starts = torch.arange(m1, device=self.weight.device) * digit_rows
+        for first in range(0, digit_rows, step):
+            ids = starts[:, None] + torch.arange(first, min(first + step, digit_rows), device=self.weight.device)
             rows = self.weight[ids.clamp_max(len(self.weight) - 1)].to(self.dtype) * (ids < len(self.weight))[..., None]
             block = F.pad(rows, (0, self.shape.num_cols - rows.shape[2])).reshape(m1, ids.shape[1], n1, -1)
             if self.scale is not None:
@@ -205,7 +206,7 @@ class _Unfolding:
 
 
 def _leading_svd(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return at least the leading `rank` of (U, S, S V^T); a last entry of S is the norm of all that was not computed."""
+    """Return at least the leading `rank` of (U, S, S V^T); if not all are computed, a last entry of S is the norm of the rest."""
     short_side = min(matrix.shape)
     if short_side <= _EXACT_LIMIT or rank + _OVERSAMPLING >= short_side:
         left, singular, right = torch.linalg.svd(matrix, full_matrices=False)

@@ -103,9 +103,9 @@ def test_tables_that_share_their_weight_stay_dense(caplog: pytest.LogCaptureFixt
     assert list(model[1].tt_bags) == ["t_item"]
     assert model[1].dense_bags.embedding_bags["t_user"].weight is first.embedding_bags["t_user"].weight
     assert caplog.messages == [
-        "table 't_user' stays dense: its weight is that of '0.embedding_bags.t_user' and '1.embedding_bags.t_user'",
-        "table 't_item' stays dense: its weight is that of '0.embedding_bags.t_item' and '2'",
-        "table 't_user' stays dense: its weight is that of '0.embedding_bags.t_user' and '1.embedding_bags.t_user'",
+        "table 't_user' stays dense: its weight is shared by '0.embedding_bags.t_user' and '1.embedding_bags.t_user'",
+        "table 't_item' stays dense: its weight is shared by '0.embedding_bags.t_item' and '2'",
+        "table 't_user' stays dense: its weight is shared by '0.embedding_bags.t_user' and '1.embedding_bags.t_user'",
     ]
 
 
@@ -232,10 +232,10 @@ def swapped_already() -> nn.Module:
     ("make", "arguments", "message"),
     [
         (lambda: nn.Linear(3, 3), {}, "the model has none, or they are sharded already: swap before sharding"),
-        (collection, {"min_rows": 10_000}, "all tables have less than 10000 rows; lower min_rows"),
-        (tied, {}, r"all tables have less than 100 rows \(and 't_item', 't_user' shared with other modules\); lower min_rows"),
+        (collection, {"min_rows": 10_000}, "all tables have fewer than 10000 rows; lower min_rows"),
+        (tied, {}, r"all .* fewer than 100 rows, or share their weight with other modules \('t_item', 't_user'\); lower min_rows"),
         (collection, {"filter_fn": lambda module, name: False}, "filter_fn rejected all"),
-        (swapped_already, {}, "the model's are swapped already"),
+        (swapped_already, {}, "all of the model's are swapped already"),
     ],
     ids=["no collection", "tables below min_rows", "shared tables", "filtered", "swapped"],
 )  # fmt: skip
@@ -252,7 +252,7 @@ def test_a_table_that_is_registered_elsewhere_stays_dense(caplog: pytest.LogCapt
         swap_embedding_bag_collections_(model, TTEmbeddingConfig(tt_ranks=4, min_rows=100))
     assert list(model["tables"].tt_bags) == ["t_user"]
     assert model["tables"].dense_bags.embedding_bags["t_item"] is model["scores"][0]
-    assert caplog.messages == ["table 't_item' stays dense: its weight is that of 'scores.0' and 'tables.embedding_bags.t_item'"]
+    assert caplog.messages == ["table 't_item' stays dense: its weight is shared by 'scores.0' and 'tables.embedding_bags.t_item'"]
 
 
 @pytest.mark.parametrize("init", ["random", "tt_svd"])
@@ -293,7 +293,7 @@ def test_a_table_of_zeros_starts_at_zero_and_trains() -> None:
 
 
 def test_weights_on_the_meta_device_have_no_svd() -> None:
-    with pytest.raises(ValueError, match="table 't_user' is on the meta device, without numbers to start from"):
+    with pytest.raises(ValueError, match="table 't_user' is on the meta device, without values to start from"):
         swap_embedding_bag_collections_(collection().to("meta"), TTEmbeddingConfig(min_rows=100), init="tt_svd")
 
 

@@ -319,7 +319,7 @@ def test_a_bias_that_layers_share_stays_shared() -> None:
 @pytest.mark.parametrize("filter_fn", [None, lambda module, name: False])
 def test_nothing_matched_is_an_error(filter_fn: object) -> None:
     model = nn.Sequential(nn.Linear(16, 16)) if filter_fn is None else Tower()
-    with pytest.raises(ValueError, match=r"no linear layer was compressed: none passed filter_fn with at least 128 features"):
+    with pytest.raises(ValueError, match=r"no linear layer was compressed: none that passes filter_fn has at least 128 features"):
         compress_linears_(model, TTLinearConfig(), filter_fn=filter_fn)  # type: ignore[arg-type]
     assert tt_names(model) == []
 

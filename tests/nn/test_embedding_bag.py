@@ -89,7 +89,7 @@ def test_weights_of_samples_and_their_gradient(size: tuple[int, int, TTShape], d
 @pytest.mark.parametrize("mode", ["mean", "max"])
 def test_weights_are_for_sums_alone_as_in_torch(mode: str) -> None:
     bag = build(SHAPES[0], mode=mode)
-    with pytest.raises(NotImplementedError, match="per_sample_weights only go with mode 'sum'"):
+    with pytest.raises(NotImplementedError, match="per_sample_weights need mode 'sum'"):
         bag(torch.tensor([[1, 2]]), per_sample_weights=torch.ones(1, 2, dtype=torch.float64))
 
 
@@ -432,7 +432,7 @@ def test_from_dense_takes_a_table_of_zeros() -> None:
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ({"padding_idx": 0}, "a TT table leaves no padding_idx out of bags: build the EmbeddingBag without it"),
+        ({"padding_idx": 0}, "a TT table can't leave padding_idx out of bags: build the EmbeddingBag without it"),
         (
             {"max_norm": 1.0},
             "max_norm and scale_grad_by_freq have no equivalent in a TT table: build the EmbeddingBag without them",

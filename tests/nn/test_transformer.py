@@ -280,7 +280,7 @@ def test_the_papers_sizes() -> None:
         (lambda: TransformerConfig(dropout=1.0), "dropout is 1.0: give a probability from 0 to below 1"),
         (
             lambda: TransformerEncoder(SMALL)(torch.zeros(1, 11, dtype=torch.int64)),
-            "ids have 11 positions but max_length is 10: truncate them or raise it",
+            "ids have 11 positions but max_length is 10: truncate the ids or raise max_length",
         ),
     ],
 )

@@ -32,7 +32,7 @@ def test_weights_that_are_not_one_for_each_id_are_refused(impl: str) -> None:
     with pytest.raises(ValueError, match="there are 2 per_sample_weights for 3 ids: give one for each"):
         pool(tables, ids, torch.tensor([0, 3]), per_sample_weights=torch.ones(2), impl=impl)
     for mode in ("mean", "max"):
-        with pytest.raises(NotImplementedError, match=f"per_sample_weights only go with mode 'sum', not '{mode}': drop them"):
+        with pytest.raises(NotImplementedError, match=f"per_sample_weights need mode 'sum', not '{mode}': drop them"):
             pool(tables, ids, torch.tensor([0, 3]), per_sample_weights=torch.ones(3), mode=mode, impl=impl)
 
 
@@ -57,7 +57,7 @@ def test_unknown_modes_are_refused(impl: str) -> None:
 def test_a_plan_for_other_tables_is_refused(mode: str, row_shapes: list[tuple[int, ...]]) -> None:
     tables = make_tables([(5, 4)], (2, 3), (2,))
     plan = plan_lookup([torch.tensor([2, 3]) for _ in row_shapes], row_shapes)
-    with pytest.raises(ValueError, match=r"cores.* and the plan is for"):
+    with pytest.raises(ValueError, match=r"cores.* but the plan is for"):
         pool(tables, [], torch.arange(2), plan=plan, mode=mode)
 
 
@@ -66,7 +66,7 @@ def test_plans_whose_tables_share_their_slices_otherwise_are_refused() -> None:
     tables = make_tables([(5, 2), (2, 5)], (2, 3), (2,))
     plan = plan_lookup([torch.tensor([24]), torch.tensor([3])], [(5, 5), (2, 2)])
     with pytest.raises(
-        ValueError, match=r"cores\[1\] has shape \(2, 2, 3, 1\), and the plan is for 5 slices: make the plan for these tables"
+        ValueError, match=r"cores\[1\] has shape \(2, 2, 3, 1\), but the plan is for 5 slices: make the plan for these tables"
     ):
         pool(tables, [], torch.arange(3), plan=plan, features=2)
 
@@ -100,41 +100,49 @@ def core_of(*sizes: int, k: int = 0) -> Tensor:
 
 
 REFUSED: list[tuple[str, Callable[[Any], Any], str]] = [
-    ("cores", lambda cores: cores[:5], "cores holds 5 tensors, and the plan is for 2 tables of 3"),
-    ("cores", lambda cores: [], "cores holds 0 tensors, and the plan is for 2 tables of 3"),
+    ("cores", lambda cores: cores[:5], "cores holds 5 tensors, but the plan is for 2 tables of 3 cores"),
+    ("cores", lambda cores: [], "cores holds 0 tensors, but the plan is for 2 tables of 3 cores"),
     ("cores", lambda cores: put(cores, 0, core_of(2, 3, 2, 2)), r"cores\[0\] has shape \(2, 3, 2, 2\): give \(1, m, n, r\)"),
     (
         "cores",
         lambda cores: put(cores, 1, core_of(3, 2, 1, 3, k=1)),
-        r"cores\[1\] has shape \(3, 2, 1, 3\): give \(2, m, n, r\), the ranks",
+        r"cores\[1\] has shape \(3, 2, 1, 3\): give \(2, m, n, r\), with equal",
     ),
     (
         "cores",
         lambda cores: put(cores, 3, core_of(1, 2, 2, 5)),
-        r"cores\[4\] has shape \(4, 2, 1, 1\): give \(5, m, n, r\), the ranks of",
+        r"cores\[4\] has shape \(4, 2, 1, 1\): give \(5, m, n, r\), with equal ranks",
     ),
-    ("cores", lambda cores: put(cores, 2, core_of(3, 4, 3, 2, k=2)), r"cores\[2\] has last rank 2: the last core ends in rank 1"),
+    (
+        "cores",
+        lambda cores: put(cores, 2, core_of(3, 4, 3, 2, k=2)),
+        r"cores\[2\] has last rank 2: the last core must end in rank 1",
+    ),
     (
         "cores",
         lambda cores: put(cores, 1, core_of(2, 3, 1, 3, k=1)),
-        r"cores\[1\] has shape \(2, 3, 1, 3\), and the plan is for 2 slices",
+        r"cores\[1\] has shape \(2, 3, 1, 3\), but the plan is for 2 slices",
     ),
     (
         "cores",
         lambda cores: put(cores, 3, core_of(1, 2, 4, 4)),
-        r"cores\[3\] has 4 columns, and that of table 0 2: look up tables of",
+        r"cores\[3\] has 4 columns, but that of table 0 has 2: look up tables with",
     ),
     ("cores", lambda cores: put(cores, 0, cores[0][..., 0]), r"cores\[0\] has shape \(1, 3, 2\): give \(1, m, n, r\)"),
-    ("cores", lambda cores: put(cores, 0, cores[0].contiguous()), r"cores\[0\] is not on CPU, slice after slice: see slice_major"),
+    (
+        "cores",
+        lambda cores: put(cores, 0, cores[0].contiguous()),
+        r"cores\[0\] is not a slice-major tensor on CPU: see slice_major",
+    ),
     (
         "cores",
         lambda cores: put(cores, 1, core_of(2, 2, 1, 3, k=2)),
-        r"cores\[1\] is not on CPU, slice after slice: see slice_major",
+        r"cores\[1\] is not a slice-major tensor on CPU: see slice_major",
     ),
     (
         "cores",
         lambda cores: put(cores, 5, torch.randn(1, 2, 3, 2)[..., :1]),
-        r"cores\[5\] is not on CPU, slice after slice: see slice_major",
+        r"cores\[5\] is not a slice-major tensor on CPU: see slice_major",
     ),
     ("cores", lambda cores: put(cores, 4, cores[4].bfloat16()), r"cores\[4\] has another type than cores\[0\]: convert it"),
     (
@@ -163,50 +171,50 @@ REFUSED: list[tuple[str, Callable[[Any], Any], str]] = [
         lambda diagonals: put(diagonals, 0, torch.ones(2).double()),
         "diagonals holds neither float32 nor bfloat16 nor float16",
     ),
-    ("plan", lambda plan: plan[:6], "plan holds 6 tensors: take the 7 of plan_lookup"),
-    ("plan", lambda plan: [tensor.long() for tensor in plan], "plan is of another type than int32: convert it"),
+    ("plan", lambda plan: plan[:6], "plan holds 6 tensors: give the 7 of plan_lookup"),
+    ("plan", lambda plan: [tensor.long() for tensor in plan], "plan is not int32: convert it"),
     ("plan", lambda plan: put(plan, 3, plan[3].mT.contiguous().mT), "plan is not a contiguous tensor on CPU: move it, or copy it"),
     (
         "plan",
         lambda plan: put(plan, 1, plan[1][:4]),
-        "plan has tensors of sizes that don't belong together: take them from one call",
+        "plan has tensors of inconsistent sizes: take all of them from one call",
     ),
     (
         "plan",
         lambda plan: put(plan, 2, plan[2][:5]),
-        "plan has tensors of sizes that don't belong together: take them from one call",
+        "plan has tensors of inconsistent sizes: take all of them from one call",
     ),
-    ("plan", lambda plan: put(plan, 3, plan[3][:, :4].contiguous()), "plan has tensors of sizes that don't belong together"),
+    ("plan", lambda plan: put(plan, 3, plan[3][:, :4].contiguous()), "plan has tensors of inconsistent sizes"),
     (
         "plan",
         lambda plan: put(plan, 4, plan[4][:, :0]),
-        "plan has tensors of sizes that don't belong together: take them from one call",
+        "plan has tensors of inconsistent sizes: take all of them from one call",
     ),
-    ("plan", lambda plan: put(plan, 5, plan[4]), "plan has tensors of sizes that don't belong together: take them from one call"),
-    ("plan", lambda plan: put(plan, 6, plan[6].flatten()), "plan has tensors of sizes that don't belong together"),
+    ("plan", lambda plan: put(plan, 5, plan[4]), "plan has tensors of inconsistent sizes: take all of them from one call"),
+    ("plan", lambda plan: put(plan, 6, plan[6].flatten()), "plan has tensors of inconsistent sizes"),
     (
         "plan",
         lambda plan: put(plan, 6, plan[6][:2]),
-        "plan has tensors of sizes that don't belong together: take them from one call",
+        "plan has tensors of inconsistent sizes: take all of them from one call",
     ),
-    ("offsets", lambda offsets: offsets.int(), "offsets is of another type than int64: convert it"),
+    ("offsets", lambda offsets: offsets.int(), "offsets is not int64: convert it"),
     (
         "offsets",
         lambda offsets: torch.zeros(6, dtype=torch.int64)[::2],
         "offsets is not a contiguous tensor on CPU: move it, or copy it",
     ),
     ("offsets", lambda offsets: torch.tensor([0, 2, 6]), "offsets must ascend from 0 to at most 5, the number of ids"),
-    ("offsets", lambda offsets: torch.tensor([0, 2, 3, 5]), "offsets holds 3 bags, which 2 features can't share evenly"),
+    ("offsets", lambda offsets: torch.tensor([0, 2, 3, 5]), "offsets holds 3 bags, which is not a multiple of 2 features"),
     ("weights", lambda weights: torch.ones(4), "per_sample_weights holds 4 numbers for 5 ids: give one for each, and mode 'sum'"),
-    ("weights", lambda weights: torch.ones(5).double(), "per_sample_weights is of another type than float32: convert it"),
+    ("weights", lambda weights: torch.ones(5).double(), "per_sample_weights is not float32: convert it"),
     ("weights", lambda weights: torch.ones(10)[::2], "per_sample_weights is not a contiguous tensor on CPU: move it, or copy it"),
-    ("features", lambda features: 0, "offsets holds 2 bags, which 0 features can't share evenly"),
-    ("num_cols", lambda num_cols: 7, "num_cols is 7, and the cores make 6 columns"),
-    ("num_cols", lambda num_cols: 0, "num_cols is 0, and the cores make 6 columns"),
+    ("features", lambda features: 0, "offsets holds 2 bags, which is not a multiple of 0 features"),
+    ("num_cols", lambda num_cols: 7, "num_cols is 7, but the cores make 6 columns"),
+    ("num_cols", lambda num_cols: 0, "num_cols is 0, but the cores make 6 columns"),
     ("num_cols", lambda num_cols: 5, r"cores\[7\] has shape \(2, 1, 6, 1\): give \(2, 1, 5, 1\), the projection of a hot block"),
-    ("hot", lambda hot: [], "cores holds 8 tensors, and the plan is for 2 tables of 3, with 0 hot blocks of 2 each"),
+    ("hot", lambda hot: [], "cores holds 8 tensors, but the plan is for 2 tables of 3 cores, with 0 hot blocks of 2 each"),
     ("hot", lambda hot: [1], "hot holds 1 numbers for 2 tables: give the number of blocks and the first row of each"),
-    ("hot", lambda hot: [0, 0, -1, 0], "hot holds -1: give numbers of blocks and of first rows, from 0 on"),
+    ("hot", lambda hot: [0, 0, -1, 0], "hot holds -1: give non-negative numbers of blocks and first rows"),
     ("cores", lambda cores: put(cores, 6, core_of(1, 4, 2, 1)), r"cores\[6\] has shape \(1, 4, 2, 1\): give \(1, rows, 1, k\)"),
     ("cores", lambda cores: put(cores, 6, core_of(1, 0, 1, 2)), r"cores\[6\] has shape \(1, 0, 1, 2\): give \(1, rows, 1, k\)"),
     ("cores", lambda cores: put(cores, 7, core_of(3, 1, 6, 1, k=2)), r"cores\[7\] has shape \(3, 1, 6, 1\): give \(2, 1, 6, 1\)"),
@@ -236,9 +244,9 @@ def test_the_operators_refuse_what_does_not_fit(name: str, change: Callable[[Any
 @pytest.mark.parametrize(
     ("gradient", "message"),
     [
-        (torch.ones(1, 11), r"gradient has shape \(1, 11\), and the bags 1 x 12"),
-        (torch.ones(0), r"gradient has shape \(0\), and the bags 1 x 12"),
-        (torch.ones(1, 12, dtype=torch.bfloat16), "gradient is of another type than float32: convert it"),
+        (torch.ones(1, 11), r"gradient has shape \(1, 11\), but the bags are 1 x 12"),
+        (torch.ones(0), r"gradient has shape \(0\), but the bags are 1 x 12"),
+        (torch.ones(1, 12, dtype=torch.bfloat16), "gradient is not float32: convert it"),
         (torch.ones(1).expand(1, 12), "gradient is not a contiguous tensor on CPU: move it, or copy it"),
     ],
 )

@@ -82,7 +82,7 @@ def test_modules_are_one_call_to_torch_fx() -> None:
     assert calls == ["bag", "table", "layer"]
     ids = torch.randint(500, (6, 2))
     torch.testing.assert_close(traced(ids), model(ids))
-    with pytest.raises(ValueError, match=r"a TTLinear is one call to torch\.fx: trace a model that contains it"):
+    with pytest.raises(ValueError, match=r"torch\.fx records a TTLinear as one call: trace a model that contains it"):
         torch.fx.symbolic_trace(model.layer)
 
 

@@ -62,7 +62,7 @@ def test_the_operators_take_what_lies_so_and_nothing_else(order: int, data: st.D
     if is_so:
         torch.ops.comera_rec.pool(*arguments)
     else:
-        with pytest.raises(ValueError, match=rf"cores\[{k}\] is not on CPU, slice after slice: see slice_major"):
+        with pytest.raises(ValueError, match=rf"cores\[{k}\] is not a slice-major tensor on CPU: see slice_major"):
             torch.ops.comera_rec.pool(*arguments)
 
 

@@ -59,14 +59,14 @@ def tt_bags(
         [B, F * num_cols]: a sample's bags side by side, of the cores' dtype.
 
     Raises:
-        ValueError: for offsets that don't ascend from 0 to at most L, or a plan for other tables (checked on CPU); for more or
-            fewer weights than ids; for an implementation that is unknown or can't run there.
+        ValueError: for offsets that don't ascend from 0 to at most L, or a plan for other tables (checked on CPU); for
+            weights whose number isn't that of the ids; for an implementation that is unknown or can't run there.
         NotImplementedError: for weights in a mode other than "sum", as in torch.
     """
     if mode not in MODES:
         raise ValueError(f"mode is {mode!r}: choose one of {', '.join(map(repr, MODES))}")
     if per_sample_weights is not None and mode != "sum":
-        raise NotImplementedError(f"per_sample_weights only go with mode 'sum', not {mode!r}: drop them or change the mode")
+        raise NotImplementedError(f"per_sample_weights need mode 'sum', not {mode!r}: drop them or change the mode")
     if per_sample_weights is not None and per_sample_weights.shape != (plan.num_ids,):
         raise ValueError(f"there are {per_sample_weights.shape[0]} per_sample_weights for {plan.num_ids} ids: give one for each")
     unpacked = [Table(*table) for table in tables]
@@ -74,15 +74,15 @@ def tt_bags(
     impl = resolve_bags_impl(impl, first.device, first.dtype, order)
     offsets = offsets.long().contiguous()
     if isinstance(plan, PairPlan) and impl != "triton":
-        raise ValueError(f"impl is {impl!r}, and the plan is a GPU's: make it with plan_lookup, impl='auto'")
+        raise ValueError(f"impl is {impl!r}, but the plan is for GPUs: make it with plan_lookup(..., impl='auto')")
     if impl != "cpu":
         _require_ascending(offsets, plan)
-        how: dict[str, Any] = {"mode": mode, "features": features, "num_cols": num_cols}
+        options: dict[str, Any] = {"mode": mode, "features": features, "num_cols": num_cols}
         if impl == "reference":
             assert isinstance(plan, LookupPlan)
-            return reference.pool(unpacked, plan, offsets, per_sample_weights, **how)
+            return reference.pool(unpacked, plan, offsets, per_sample_weights, **options)
         weights = None if per_sample_weights is None else per_sample_weights.contiguous()
-        return gpu.pool(unpacked, plan, offsets, weights, update=update_in_backward, **how)
+        return gpu.pool(unpacked, plan, offsets, weights, update=update_in_backward, **options)
     assert isinstance(plan, LookupPlan)
     cores = [slice_major(core, k, order) for table in unpacked for k, core in enumerate(table.cores)]
     diagonals = [diagonal.contiguous() for table in unpacked for diagonal in table.diagonals]
@@ -149,7 +149,7 @@ def check_ids(ids: Tensor, num_rows: int | Tensor, table: str) -> None:
     On an accelerator the check is asynchronous: the next call that waits for the device fails, without the table's name.
 
     Raises:
-        ValueError: naming the table, the id and the limit, if an id is outside [0, num_rows); for another type than int32 or int64.
+        ValueError: naming the table, the id and the limit, if an id is outside [0, num_rows); for a type other than int32 or int64.
     """
     if ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"ids of {table} are {ids.dtype}: give int32 or int64")
@@ -160,8 +160,8 @@ def check_ids(ids: Tensor, num_rows: int | Tensor, table: str) -> None:
         return
     first, last = (int(extreme) for extreme in ids.aminmax())
     if first < 0 or last >= num_rows:
-        bad = first if first < 0 else last
-        raise ValueError(f"id {bad} is out of range for {table}: its ids run from 0 to {num_rows - 1}; check the data's vocabulary")
+        id_ = first if first < 0 else last
+        raise ValueError(f"id {id_} is out of range for {table}: its ids run from 0 to {num_rows - 1}; check the data's vocabulary")
 
 
 def _updates(cores: Sequence[Tensor], diagonals: Sequence[Tensor]) -> Updates | None:

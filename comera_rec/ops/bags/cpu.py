@@ -57,7 +57,7 @@ def pool(
 
 
 def _handle() -> Tensor:
-    """Return a tensor that needs a gradient, so that autograd calls a backward that has no other."""
+    """Return a tensor that needs a gradient, so that autograd calls a backward whose other inputs need none."""
     return torch.empty(0, device="cpu", dtype=torch.float32, requires_grad=True)
 
 
@@ -70,7 +70,7 @@ def _setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     num_cores, num_diagonals = ctx.counts
     cores, diagonals, (weights,) = _split(_gradients(ctx, grad), num_cores, num_diagonals)
-    hot: list[None] | None = None if ctx.settings[-1] else []  # torch takes an empty list of numbers for one of tensors
+    hot: list[None] | None = None if ctx.settings[-1] else []  # torch mistakes an empty list of numbers for one of tensors
     return cores, diagonals, [None] * _PLAN, None, weights, None, None, None, hot
 
 

@@ -1,8 +1,8 @@
-"""Bags of rows on GPUs, by the kernels of `triton.py` and `triton_updates.py`; `reference.pool` says what they compute.
+"""Bags of rows on GPUs, by the kernels of `triton.py` and `triton_updates.py`; `reference.pool` defines what they compute.
 
-L ids, T tables, F features of B bags each, N columns. A row is a product of a leading and a trailing slice. If the plan is
-a `PairPlan`, tables of order 2 are read where they are, all of them by one kernel; of others the halves are formed first.
-Rows are formed where bags need them and written nowhere.
+L ids, T tables, F features of B bags each, N columns. A row is a product of a leading and a trailing slice. With a `PairPlan`, one
+kernel reads all tables, which are of order 2, in place; otherwise the halves of rows are formed first. Rows are formed when bags
+need them and never stored.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def pool(
     settings = (mode, features, num_cols)
     if not any(table.hot for table in tables):
         return _pool_cores(tables, plan, offsets, weights, settings, update=update)
-    if mode == "max":  # of whole rows, which are those of bags of one id; then these are slices of a table of order 1
+    if mode == "max":  # of whole rows: pool bags of one id, then take the rows as slices of a table of order 1
         ends = torch.arange(plan.num_ids + 1, device=offsets.device)
         rows_LN = pool(tables, plan, ends, None, mode="sum", features=1, num_cols=num_cols, update=update)
-        number = torch.arange(plan.num_ids, device=offsets.device)
-        pairs = pair_up(number, torch.zeros_like(number), (plan.num_ids, 1))
+        row_numbers = torch.arange(plan.num_ids, device=offsets.device)
+        pairs = pair_up(row_numbers, torch.zeros_like(row_numbers), (plan.num_ids, 1))
         one = rows_LN.new_ones(1, 1, 1, 1)
         return pool_pairs([rows_LN[None, :, :, None]], [one], [], pairs, offsets, None, settings)
     bags = _pool_cores(tables, plan, offsets, weights, settings, update=update)
@@ -86,25 +86,25 @@ def _halves(cores: Sequence[Sequence[Tensor]], diagonals: Sequence[Sequence[Tens
 def _pool_hot_rows(
     tables: Sequence[Table], plan: LookupPlan | PairPlan, offsets: Tensor, weights: Tensor | None, settings: Any, *, update: bool
 ) -> Tensor:
-    """Bags of what hot blocks add: products of a row of A, as a leading slice, and of P, as the block's only trailing one."""
+    """Pool what hot blocks add: products of a row of A, as a leading slice, and P, as the block's only trailing slice."""
     ids, table_of = _row_ids(plan, tables)
     blocks = [block for table in tables for block in table.hot]
     counts = [block.rows.shape[1] for block in blocks]
-    p, number = torch.full_like(ids, -1), torch.zeros_like(ids)
+    p, block_of = torch.full_like(ids, -1), torch.zeros_like(ids)
     numbers = iter(range(len(blocks)))
     for t, table in enumerate(tables):
         for first, end in pairwise(accumulate((block.rows.shape[1] for block in table.hot), initial=-table.first)):
             in_block = (table_of == t) & (ids >= first) & (ids < end)
             p = torch.where(in_block, ids - first, p)
-            number = torch.where(in_block, next(numbers), number)
+            block_of = torch.where(in_block, next(numbers), block_of)
     firsts = on_device([first_keys(counts)[:-1], range(len(blocks))], ids.device)
-    pairs = pair_up(p, p.clamp(max=0), (sum(counts), len(blocks)), number, firsts)
+    pairs = pair_up(p, p.clamp(max=0), (sum(counts), len(blocks)), block_of, firsts)
     rows, projections, diagonals = zip(*blocks, strict=True)
     return pool_pairs(rows, projections, diagonals, pairs, offsets, weights, settings, update=update)
 
 
 def _row_ids(plan: LookupPlan | PairPlan, tables: Sequence[Table]) -> tuple[Tensor, Tensor]:
-    """Return the id within its table, and the table, of each id [L]."""
+    """Return each id within its table, and the number of that table, [L]."""
     if isinstance(plan, PairPlan):
         p, q, table_of = plan.pairs.long()
         (trailing,) = on_device([[table.cores[-1].shape[1] for table in tables]], p.device)
@@ -133,7 +133,7 @@ def pool_pairs(
         update: whether cores whose optimizers were applied in backward are updated there, where that is possible.
 
     Raises:
-        ValueError: for cores of another dtype than float32, bfloat16 or float16.
+        ValueError: for cores of a dtype other than float32, bfloat16 or float16.
     """
     if lefts[0].dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"the cores are {lefts[0].dtype}: the GPU kernels compute in float32; give float64 to impl='reference'")
@@ -142,8 +142,8 @@ def pool_pairs(
         updates = find_updates(cores, diagonals)
     if updates is not None and updates.fit_gpus:
         handle = torch.empty(0, dtype=torch.float32, device=cores[0].device, requires_grad=True)
-        passed = list(diagonals) if updates.diagonals is None else updates.diagonals
-        tensors = (plan.pairs, plan.slices, plan.order, offsets, weights, *passed)
+        diagonals = list(diagonals) if updates.diagonals is None else updates.diagonals
+        tensors = (plan.pairs, plan.slices, plan.order, offsets, weights, *diagonals)
         bags: Tensor = _UpdatingPool.apply((settings, plan.counts), updates, handle, *tensors)
     else:
         arguments = ([plan.pairs, plan.slices, plan.order], list(plan.counts), offsets, weights, *settings)
@@ -157,7 +157,7 @@ def _laid_out(cores: Sequence[Tensor]) -> list[Tensor]:
 
 
 class _Call:
-    """A lookup's tensors and sizes; runs its kernels."""
+    """The tensors and sizes of a lookup, and methods that run its kernels."""
 
     def __init__(
         self, cores: Sequence[Tensor], diagonals: Sequence[Tensor], plan: Sequence[Tensor], counts: Sequence[int], offsets: Tensor,
@@ -173,8 +173,8 @@ class _Call:
         self.first = cores[0]
         self.ranks = [core.shape[3] for core in self._sides[0]]
         self.num_bags, self.num_ids = offsets.shape[0] - 1, self._pairs.shape[1]
-        self._how = {"num_bags": self.num_bags, "features": features}
-        self._mode = {"mode": mode, "weighted": weights is not None}
+        self._bag_counts = {"num_bags": self.num_bags, "features": features}
+        self._pooling = {"mode": mode, "weighted": weights is not None}
         aligned = all(
             _address(core) % 16 == 0 and core.shape[0] * core.shape[2] * core.shape[3] * core.element_size() % 16 == 0
             for core in cores
@@ -184,46 +184,46 @@ class _Call:
             n2=cores[-1].shape[2], num_cols=num_cols, scaled=bool(diagonals),
             aligned=aligned,
         )  # fmt: skip
-        places = zip(self.ranks, *map(_places, self._sides), self._diagonal_places(), strict=True)
-        self._tables = on_device(list(places), self.first.device)
+        columns = zip(self.ranks, *map(_starts, self._sides), self._diagonal_starts(), strict=True)
+        self._tables = on_device(list(columns), self.first.device)
 
-    def _diagonal_places(self) -> list[int]:
-        return _places(self._diagonals) if self._diagonals else [0] * len(self.ranks)
+    def _diagonal_starts(self) -> list[int]:
+        return _starts(self._diagonals) if self._diagonals else [0] * len(self.ranks)
 
     @property
     def _operands(self) -> dict[str, Tensor]:
-        """Of kernels that form rows."""
+        """Return the tensors that kernels need to form rows."""
         diagonal = self._diagonals[0] if self._diagonals else self.first
         left, right = self._sides[0][0], self._sides[1][0]
         return {"a_ptr": left, "b_ptr": right, "d_ptr": diagonal, "tables_ptr": self._tables, "pairs_ptr": self._pairs}
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Bags, the bag of each id [L], and of "max" the id of each of their numbers."""
-        features, num_cols = self._how["features"], self.sizes.num_cols
+        """Return bags, the bag of each id [L] and, for mode "max", the id that each number of a bag comes from."""
+        features, num_cols = self._bag_counts["features"], self.sizes.num_cols
         out = self.first.new_empty(self.num_bags // features, features * num_cols)
         bags = torch.empty(self.num_ids, dtype=torch.int32, device=out.device)
-        rows = self.num_bags if self._mode["mode"] == "max" else 0
+        rows = self.num_bags if self._pooling["mode"] == "max" else 0
         chosen = torch.empty(rows, num_cols, dtype=torch.int32, device=out.device)
         if out.numel():
-            self._kernels.pool_launch(self.sizes, **self._how, **self._mode)(
+            self._kernels.pool_launch(self.sizes, **self._bag_counts, **self._pooling)(
                 **self._operands, offsets_ptr=self._offsets, weights_ptr=self.first if self._weights is None else self._weights,
                 out_ptr=out, bags_ptr=bags, chosen_ptr=chosen,
             )  # fmt: skip
         return out, bags, chosen
 
     def owners(self) -> tuple[Tensor, Tensor]:
-        """Room for an id of each slice, of either side; -1 of slices that the batch did not meet."""
+        """Allocate an id for each slice of either side; it stays -1 for slices that the batch doesn't use."""
         left, right = self.sizes.counts
         aligned = -(-left // 4) * 4
         both = torch.full((aligned + right,), -1, dtype=torch.int32, device=self.first.device)
         return both[:left], both[aligned:]
 
     def sum_slices(self, side: int, owners: Tensor, grad: Tensor, bags: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums over the ids of each slice of a side, and the owners."""
+        """Return sums over the ids of each slice of a side, and the owners."""
         sizes, size_x = self.sizes, self._sides[side][0].shape[2]
         rows = sizes.counts[side] + -(-self.num_ids // self._kernels.CHUNK)
         sums = torch.empty(rows, sizes.rank * size_x, dtype=torch.float32, device=grad.device)
-        self._kernels.slices_launch(sizes, side, **self._how, **self._mode)(
+        self._kernels.slices_launch(sizes, side, **self._bag_counts, **self._pooling)(
             grad_ptr=grad, other_ptr=self._sides[1 - side][0], tables_ptr=self._tables, pairs_ptr=self._pairs,
             slices_ptr=self._slices, order_ptr=self._order, bags_ptr=bags, offsets_ptr=self._offsets,
             weights_ptr=self.first if self._weights is None else self._weights, chosen_ptr=chosen, parts_ptr=sums,
@@ -236,16 +236,16 @@ class _Call:
         self, side: int, sums: tuple[Tensor, Tensor], results: Sequence[Tensor], products: Tensor | None, kind: str,
         settings: dict[str, Any],
     ) -> None:  # fmt: skip
-        """Write gradients to `results`, or update cores, of which they are the states."""
-        lr, numbers = _numbers(settings)
-        places = zip(self.ranks, _places(self._sides[side]), self._diagonal_places(), _places(results), strict=True)
+        """Write gradients to `results` or, unless `kind` is "gradient", update the cores, whose states `results` are."""
+        lr, numbers = _split_settings(settings)
+        columns = zip(self.ranks, _starts(self._sides[side]), self._diagonal_starts(), _starts(results), strict=True)
         sizes = replace(self.sizes, aligned=self.sizes.aligned and all(_address(result) % 16 == 0 for result in results))
         launch = self._updates.finish_launch(
             sizes, side, kind, numbers, of_diagonal=products is not None, lr_in_tensor=lr is not None
         )
         parts, owners = sums
         launch(
-            parts_ptr=parts, tables_ptr=on_device(list(places), parts.device), pairs_ptr=self._pairs, owners_ptr=owners,
+            parts_ptr=parts, tables_ptr=on_device(list(columns), parts.device), pairs_ptr=self._pairs, owners_ptr=owners,
             core_ptr=self._sides[side][0], d_ptr=self._operands["d_ptr"], result_ptr=results[0],
             products_ptr=parts if products is None else products, lr_ptr=parts if lr is None else lr,
             seed_ptr=self._seed(),
@@ -254,42 +254,42 @@ class _Call:
     def finish_diagonals(
         self, products: Tensor, owners: Tensor, results: Sequence[Tensor], kind: str, settings: dict[str, Any]
     ) -> None:
-        """As `finish`."""
-        lr, numbers = _numbers(settings)
+        """Do for the diagonals what `finish` does for cores."""
+        lr, numbers = _split_settings(settings)
         counts = [core.shape[1] for core in self._sides[1]]
         zero = [0] * len(counts)
-        places = zip(self.ranks, zero, self._diagonal_places(), _places(results), first_keys(counts), counts, strict=False)
+        columns = zip(self.ranks, zero, self._diagonal_starts(), _starts(results), first_keys(counts), counts, strict=False)
         self._updates.diagonals_launch(self.sizes, len(counts), kind, numbers, lr_in_tensor=lr is not None)(
-            products_ptr=products, owners_ptr=owners, tables_ptr=on_device(list(places), products.device),
+            products_ptr=products, owners_ptr=owners, tables_ptr=on_device(list(columns), products.device),
             d_ptr=self._diagonals[0], result_ptr=results[0], lr_ptr=products if lr is None else lr, seed_ptr=self._seed(),
         )  # fmt: skip
 
     def _seed(self) -> Tensor:
-        """Of the rounding of updates, [1] int64, drawn on the device; any tensor where there is none."""
+        """Draw the seed for rounding updates on the device, [1] int64; return any tensor where nothing is rounded."""
         if self.first.dtype == torch.float32:
             return self._order
         return torch.randint(1 << 60, (1,), device=self.first.device)
 
     def products(self) -> Tensor | None:
-        """Room for what each trailing slice gives to the diagonal's gradient."""
+        """Allocate what each trailing slice contributes to the diagonal's gradient; None without diagonals."""
         return torch.empty(self.sizes.counts[1], self.sizes.rank, device=self.first.device) if self._diagonals else None
 
     def gradients_of_weights(self, grad: Tensor, bags: Tensor) -> Tensor:
-        """[L]."""
+        """Return the gradients of the weights, [L]."""
         out = grad.new_empty(self.num_ids)
-        launch = self._kernels.weights_launch(self.sizes, **self._how)
+        launch = self._kernels.weights_launch(self.sizes, **self._bag_counts)
         launch(grad_ptr=grad, **self._operands, bags_ptr=bags, offsets_ptr=self._offsets, out_ptr=out)
         return out
 
 
-def _numbers(settings: dict[str, Any]) -> tuple[Tensor | None, dict[str, float]]:
-    """Return a learning rate that the device reads itself, if it is one, and the other settings."""
+def _split_settings(settings: dict[str, Any]) -> tuple[Tensor | None, dict[str, float]]:
+    """Return the learning rate if it is a tensor, which the device reads itself, and all settings as numbers."""
     lr = settings["lr"]
     return (lr, {**settings, "lr": 0.0}) if isinstance(lr, Tensor) else (None, settings)
 
 
-def _places(tensors: Sequence[Tensor]) -> list[int]:
-    """Where each tensor starts, in elements from the first one's start."""
+def _starts(tensors: Sequence[Tensor]) -> list[int]:
+    """Return where each tensor starts, in elements from the start of the first."""
     first = _address(tensors[0])
     return [(_address(tensor) - first) // tensor.element_size() for tensor in tensors]
 
@@ -302,7 +302,7 @@ def pool_into_bags(
     cores: Sequence[Tensor], diagonals: Sequence[Tensor], plan: Sequence[Tensor], counts: Sequence[int], offsets: Tensor,
     weights: Tensor | None, mode: str, features: int, num_cols: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Bags, the bag of each id [L], and of "max" the id of each of their numbers. Cores are slice-major."""
+    """Return the results of `_Call.forward`; cores are slice-major."""
     return _Call(cores, diagonals, plan, counts, offsets, weights, mode, features, num_cols).forward()
 
 
@@ -324,20 +324,21 @@ def gradients(
     grad: Tensor, bags: Tensor, chosen: Tensor, cores: Sequence[Tensor], diagonals: Sequence[Tensor], plan: Sequence[Tensor],
     counts: Sequence[int], offsets: Tensor, weights: Tensor | None, mode: str, features: int, num_cols: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of cores, slice-major and end to end, of diagonals, end to end, and of weights."""
+    """Return flat gradients: of the cores (slice-major, concatenated), of the diagonals (concatenated), and of the weights."""
     call = _Call(cores, diagonals, plan, counts, offsets, weights, mode, features, num_cols)
-    of_cores = cores[0].new_zeros(sum(core.numel() for core in cores))
-    of_diagonals = cores[0].new_zeros(sum(len(diagonal) for diagonal in diagonals))
+    core_gradients = cores[0].new_zeros(sum(core.numel() for core in cores))
+    diagonal_gradients = cores[0].new_zeros(sum(len(diagonal) for diagonal in diagonals))
     if not (grad.numel() and call.num_ids):
-        return of_cores, of_diagonals, grad.new_zeros(0 if weights is None else call.num_ids)
+        return core_gradients, diagonal_gradients, grad.new_zeros(0 if weights is None else call.num_ids)
     half, products = len(cores) // 2, call.products()
-    results = of_cores.split([core.numel() for core in cores])
+    results = core_gradients.split([core.numel() for core in cores])
     for side, owners in enumerate(call.owners()):
         sums = call.sum_slices(side, owners, grad, bags, chosen)
         call.finish(side, sums, results[side * half : (side + 1) * half], products if side else None, "gradient", _NO_SETTINGS)
     if products is not None:
-        call.finish_diagonals(products, sums[1], of_diagonals.split([len(each) for each in diagonals]), "gradient", _NO_SETTINGS)
-    return of_cores, of_diagonals, call.gradients_of_weights(grad, bags) if weights is not None else grad.new_empty(0)
+        results = diagonal_gradients.split([len(each) for each in diagonals])
+        call.finish_diagonals(products, sums[1], results, "gradient", _NO_SETTINGS)
+    return core_gradients, diagonal_gradients, call.gradients_of_weights(grad, bags) if weights is not None else grad.new_empty(0)
 
 
 _NO_SETTINGS = {"lr": 0.0, "eps": 0.0, "weight_decay": 0.0}
@@ -366,11 +367,11 @@ def _differentiate(ctx, grad: Tensor, *_: Tensor):  # type: ignore[no-untyped-de
     plan, num_cores = tensors[:3], ctx.lengths[0]
     cores, diagonals = tensors[3 : 3 + num_cores], tensors[3 + num_cores :]
     arguments = (cores, diagonals, plan, ctx.counts, offsets, weights, *ctx.settings)
-    of_cores, of_diagonals, of_weights = _gradients(grad.contiguous(), bags, chosen, *arguments)
-    split = of_cores.split([core.numel() for core in cores])
+    core_gradients, diagonal_gradients, weight_gradients = _gradients(grad.contiguous(), bags, chosen, *arguments)
+    split = core_gradients.split([core.numel() for core in cores])
     shaped = [part.as_strided(core.shape, core.stride(), part.storage_offset()) for part, core in zip(split, cores, strict=True)]
-    split_diagonals = list(of_diagonals.split([len(each) for each in diagonals])) if diagonals else []
-    return shaped, split_diagonals, [None] * 3, None, None, None if weights is None else of_weights, None, None, None
+    split_diagonals = list(diagonal_gradients.split([len(each) for each in diagonals])) if diagonals else []
+    return shaped, split_diagonals, [None] * 3, None, None, None if weights is None else weight_gradients, None, None, None
 
 
 torch.library.register_autograd(_pool, _differentiate, setup_context=_setup_context)
@@ -384,8 +385,8 @@ class _UpdatingPool(torch.autograd.Function):
         ctx: Any, settings: Any, updates: Updates, handle: Tensor, pairs: Tensor, slices: Tensor, order: Tensor, offsets: Tensor,
         weights: Tensor | None, *diagonals: Tensor,
     ) -> Tensor:  # fmt: skip
-        (how, counts), plan = settings, (pairs, slices, order)
-        out, bags, chosen = pool_into_bags(updates.cores, diagonals, plan, counts, offsets, weights, *how)
+        (pooling, counts), plan = settings, (pairs, slices, order)
+        out, bags, chosen = pool_into_bags(updates.cores, diagonals, plan, counts, offsets, weights, *pooling)
         ctx.settings, ctx.updates = settings, updates
         ctx.save_for_backward(*plan, offsets, weights, bags, chosen, *diagonals)
         return out
@@ -394,26 +395,26 @@ class _UpdatingPool(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *plan, offsets, weights, bags, chosen = ctx.saved_tensors[:7]
-        diagonals, updates, (how, counts) = list(ctx.saved_tensors[7:]), ctx.updates, ctx.settings
-        call = _Call(updates.cores, diagonals, plan, counts, offsets, weights, *how)
+        diagonals, updates, (pooling, counts) = list(ctx.saved_tensors[7:]), ctx.updates, ctx.settings
+        call = _Call(updates.cores, diagonals, plan, counts, offsets, weights, *pooling)
         grad = grad.contiguous()
-        kind, states, of_cores, of_diagonals = updates.begin_gpu_step()
+        kind, states, core_rule, diagonal_rule = updates.begin_gpu_step()
         half, products = len(updates.cores) // 2, call.products()
-        of_weights: Tensor | None = None
+        weight_gradients: Tensor | None = None
         diagonal_gradients: list[Tensor | None] = [None] * len(diagonals)
         if not (grad.numel() and call.num_ids):
             return *(None,) * 7, None if weights is None else torch.zeros_like(weights), *map(torch.zeros_like, diagonals)
         sums = [call.sum_slices(side, owners, grad, bags, chosen) for side, owners in enumerate(call.owners())]
         if weights is not None:
-            of_weights = call.gradients_of_weights(grad, bags)
+            weight_gradients = call.gradients_of_weights(grad, bags)
         for side in (0, 1):
-            of_side = slice(side * half, (side + 1) * half)
-            call.finish(side, sums[side], states[of_side] or updates.cores[of_side], products if side else None, kind, of_cores)
+            span = slice(side * half, (side + 1) * half)
+            call.finish(side, sums[side], states[span] or updates.cores[span], products if side else None, kind, core_rule)
         if products is not None and updates.diagonals is not None:
-            call.finish_diagonals(products, sums[1][1], states[2 * half :] or diagonals, kind, of_diagonals)
+            call.finish_diagonals(products, sums[1][1], states[2 * half :] or diagonals, kind, diagonal_rule)
         elif products is not None:
             flat = products.new_zeros(sum(map(len, diagonals)), dtype=diagonals[0].dtype)
             split = flat.split([len(each) for each in diagonals])
             call.finish_diagonals(products, sums[1][1], split, "gradient", _NO_SETTINGS)
             diagonal_gradients = list(split)
-        return *(None,) * 7, of_weights, *diagonal_gradients
+        return *(None,) * 7, weight_gradients, *diagonal_gradients

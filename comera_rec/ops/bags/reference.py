@@ -1,7 +1,6 @@
 """The definition of bags of rows in plain torch, which tests compare every faster version with.
 
-L ids, U unique rows, T tables; n1, n2 columns of the
-halves of a row, r the rank between them.
+L ids, U unique rows, T tables; n1, n2 columns of the halves of a row, r the rank between them.
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ def pool(
 def make_rows(cores: Sequence[Sequence[Tensor]], diagonals: Sequence[Sequence[Tensor]], plan: LookupPlan) -> Tensor:
     """Form the unique rows of a plan, [U, N]: E[i] = G_1[i_1] diag(D_1) G_2[i_2] ... G_d[i_d]; each product of slices once."""
     stacked = stack_tables(cores, diagonals)
-    p, q = _real(plan.rows, plan, 0)
+    p, q = _without_padding(plan.rows, plan, 0)
     if len(stacked) == 1:
         rows = stacked[0][:, 0, :, 0].index_select(0, p.clamp(min=0))
         return rows.masked_fill((p < 0)[:, None], 0)  # padding has no gradient
     left, right = stacked[0], stacked[-1]  # [., 1, n1, r] and [., r, n2, 1]
     if len(stacked) > 2:
-        first, second = _real(plan.left, plan, 1)
+        first, second = _without_padding(plan.left, plan, 1)
         products = gathered_matmul(left.flatten(1, 2), stacked[1].flatten(2), first, second, "reference", p_ascends=True)
         left = products.view(products.shape[0], 1, left.shape[2] * stacked[1].shape[2], stacked[1].shape[3])
     if len(stacked) > 3:
-        fourth, third = _real(plan.right, plan, 2)
+        fourth, third = _without_padding(plan.right, plan, 2)
         products = gathered_matmul(stacked[2].flatten(1, 2), right.flatten(2), third, fourth, "reference", p_ascends=True)
         right = products.view(products.shape[0], stacked[2].shape[1], stacked[2].shape[2] * right.shape[2], 1)
     return gathered_matmul(left.flatten(1, 2), right.flatten(2), p, q, "reference", p_ascends=True).flatten(1)
@@ -89,10 +88,10 @@ def row_ids(plan: LookupPlan) -> Tensor:
     return torch.where(p < 0, p, ids)
 
 
-def _real(numbers: Tensor, plan: LookupPlan, level: int) -> Tensor:
+def _without_padding(numbers: Tensor, plan: LookupPlan, level: int) -> Tensor:
     """Cut off padding where its length can be read without waiting for a device or breaking a trace."""
-    can_look = numbers.device.type == "cpu" and not torch.compiler.is_compiling() and type(numbers) is Tensor
-    return numbers[:, : int(plan.bounds[level, -1])] if can_look else numbers
+    can_read = numbers.device.type == "cpu" and not torch.compiler.is_compiling() and type(numbers) is Tensor
+    return numbers[:, : int(plan.bounds[level, -1])] if can_read else numbers
 
 
 def stack_tables(cores: Sequence[Sequence[Tensor]], diagonals: Sequence[Sequence[Tensor]]) -> list[Tensor]:

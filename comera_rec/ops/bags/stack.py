@@ -1,6 +1,6 @@
-"""Cores of several tables as one tensor of slices, for the products of a GPU; `reference.stack_tables` says what it computes.
+"""Cores of several tables as one tensor of slices, for products on a GPU; `reference.stack_tables` defines the result.
 
-The number of kernels that it launches grows with the tables only where their ranks differ. T tables of M slices together.
+The number of kernel launches grows with the tables only where their ranks differ. T tables of M slices together.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from comera_rec.ops.plan.reference import on_device
 
 
 def stack_tables(cores: Sequence[Sequence[Tensor]], diagonals: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """As the reference's, of ranks rounded up to those that kernels are compiled for."""
+    """Stack slices as the reference does, with ranks rounded up to those that kernels are compiled for."""
     last = len(cores[0]) - 1
-    ranks = [rank_bucket(max(core.shape[3] for core in of_tables)) for of_tables in zip(*cores, strict=True)]
+    ranks = [rank_bucket(max(core.shape[3] for core in kth_cores)) for kth_cores in zip(*cores, strict=True)]
     stacked = []
-    for k, of_tables in enumerate(zip(*cores, strict=True)):
+    for k, kth_cores in enumerate(zip(*cores, strict=True)):
         left, right = ranks[k - 1] if k else 1, ranks[k] if k < last else 1
-        slices = _Stack.apply(left, right, *of_tables)
+        slices = _Stack.apply(left, right, *kth_cores)
         if k and diagonals[0]:
-            counts = [core.shape[1] for core in of_tables]
-            slices = _Scale.apply(slices, counts, *(of_table[k - 1] for of_table in diagonals))
+            counts = [core.shape[1] for core in kth_cores]
+            slices = _Scale.apply(slices, counts, *(table_diagonals[k - 1] for table_diagonals in diagonals))
         stacked.append(slices)
     return stacked
 
 
 class _Stack(torch.autograd.Function):
-    """Cores (r, m, n, s) -> (M, left, n, right), zeros beyond each one's ranks."""
+    """Stack cores (r, m, n, s) to (M, left, n, right), with zeros beyond each core's ranks."""
 
     @staticmethod
     def forward(ctx: Any, left: int, right: int, *cores: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class _Stack(torch.autograd.Function):
 
 
 class _Scale(torch.autograd.Function):
-    """Slices (M, r, n, s), so many of each table, times its diagonal (at most r): what lies beyond that is zero already."""
+    """Multiply slices (M, r, n, s), `counts` of each table, by its diagonal, (r) at most; beyond it they are zero already."""
 
     @staticmethod
     def forward(ctx: Any, slices: Tensor, counts: Sequence[int], *diagonals: Tensor) -> Tensor:
@@ -72,13 +72,13 @@ class _Scale(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         slices, scale = ctx.saved_tensors
-        of_slices = (grad * slices).sum((2, 3)).split(ctx.counts)
-        of_diagonals = [part[:, :rank].sum(0) for part, rank in zip(of_slices, ctx.ranks, strict=True)]
-        return grad * scale, None, *of_diagonals
+        slice_sums = (grad * slices).sum((2, 3)).split(ctx.counts)
+        diagonal_gradients = [part[:, :rank].sum(0) for part, rank in zip(slice_sums, ctx.ranks, strict=True)]
+        return grad * scale, None, *diagonal_gradients
 
 
 def _parts(slices: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """Each core's view of the slices."""
+    """Return each core's view of the slices."""
     bounds = pairwise(accumulate((shape[1] for shape in shapes), initial=0))
     return [
         slices[first:end, : shape[0], :, : shape[3]].transpose(0, 1) for (first, end), shape in zip(bounds, shapes, strict=True)

@@ -1,4 +1,4 @@
-"""The parameters of a table, as a lookup takes them."""
+"""The parameters of a table in the form that a lookup takes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Table(NamedTuple):
     cores: Sequence[Tensor]
     """Cores (r_{k-1}, m_k, n_k, r_k)."""
     diagonals: Sequence[Tensor] = ()
-    """Rank parameters D_k, (r_k), between neighbouring cores; empty if all are ones. Those of hot blocks are always given."""
+    """Rank parameters D_k, (r_k), between neighboring cores; empty if all are ones. Those of hot blocks are always given."""
     hot: Sequence[HotBlock] = ()
     """Consecutive blocks of hot rows, from the table's first row on."""
     first: int = 0

@@ -1,13 +1,13 @@
-# ruff: noqa: N803 - Triton's custom: constants are in capitals
+# ruff: noqa: N803 - Triton's convention: constants are in capitals
 # mypy: allow-untyped-defs
-"""Kernels of bags of rows on a GPU, in Triton, each of them for all tables of a lookup; `gpu.py` calls them.
+"""Triton kernels for bags of rows on a GPU, each for all tables of a lookup; `gpu.py` calls them.
 
 L ids, T tables, F features of B bags each; rows of N columns are products of a leading slice (n1 x r) and a trailing one (r x n2).
-Slices lie as their cores do, the bond outermost: r x n1 and r x n2. Ranks may be less than R, for which kernels are compiled: what
-is beyond a table's is masked. A segment is the ids of one slice, in the order of the plan.
+Slices are stored with the bond outermost: r x n1 and r x n2. Kernels are compiled for a rank R; tables may have smaller ranks, and
+what lies beyond them is masked. A segment is the ids of one slice, in the order of the plan.
 
-`tables_ptr` [T, TABLE] has for each table its rank, and where its leading core, trailing core and diagonal start: in elements,
-counted from the first table's. Every sum has a fixed order, so that results do not change from run to run.
+`tables_ptr` [T, TABLE] holds the rank of each table and where its leading core, trailing core and diagonal start, in elements from
+those of the first table. Every sum has a fixed order, so that results do not change from run to run.
 """
 
 from __future__ import annotations
@@ -24,14 +24,12 @@ CHUNK = 32
 """Ids of one program of `_sum_slices`: enough to reuse its accumulator, few enough to keep a GPU busy with 50,000 ids."""
 TABLE = tl.constexpr(4)
 RANK, LEADING, TRAILING, DIAGONAL = (tl.constexpr(column) for column in range(4))
-
-
 _LEAST_DOT = 16  # the shortest sum that `tl.dot` takes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Of a lookup, for its launches."""
+    """Sizes of a lookup, from which its launches follow."""
 
     num_ids: int
     counts: tuple[int, int]
@@ -49,19 +47,19 @@ class Sizes:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Of kernels that form rows."""
+        """Return the constants of kernels that form rows."""
         return {
             "N1": self.n1, "R": self.rank, "N2": self.n2, "N": self.num_cols, "SCALED": self.scaled, "ALIGNED": self.aligned,
         }  # fmt: skip
 
     def first_slice(self, side: int) -> int:
-        """Number of the first leading, or trailing slice in a plan."""
+        """Return the number of the first leading (side 0) or trailing (side 1) slice in a plan."""
         return side * (self.counts[0] + 1)
 
 
 @triton.jit
 def _bag_at(bag, num_bags, bags_of_feature, N: tl.constexpr):
-    """Where the numbers of a bag start in [B, F * N]. Bags are of 32 bits, because divisions of 64 take a hundred instructions."""
+    """Return where a bag starts in [B, F * N]. Bag numbers are 32-bit, because 64-bit divisions take a hundred instructions."""
     features = num_bags // bags_of_feature
     feature = bag // bags_of_feature
     return ((bag - feature * bags_of_feature).to(tl.int64) * features + feature) * N
@@ -73,40 +71,40 @@ def _form_rows(
     N1: tl.constexpr, R: tl.constexpr, N2: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK_U: tl.constexpr, BLOCK_1: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_2: tl.constexpr,
 ):  # fmt: skip
-    """Rows of ids [U], a tile of n1 x n2 each: zero where an id isn't real, or left out.
+    """Form the rows of ids [U], a tile of n1 x n2 each; zero where an id isn't real or is left out.
 
-    Nearly always one table has them all, so what is known of a table is read once.
+    Nearly always all ids belong to one table, so the loop runs over tables and reads the numbers of each once.
     """
     p = tl.load(pairs_ptr + id_, mask=real, other=-1)
     q = tl.load(pairs_ptr + num_ids + id_, mask=real, other=0)
     table_of = tl.load(pairs_ptr + 2 * num_ids + id_, mask=real, other=0)
-    met = p >= 0
+    is_used = p >= 0
     row = tl.zeros([BLOCK_U, BLOCK_1, BLOCK_2], dtype=tl.float32)
-    for table in range(tl.min(tl.where(met, table_of, 0x7FFFFFFF)), tl.max(tl.where(met, table_of, -1)) + 1):
-        of_table = tables_ptr + table * TABLE
-        rank = tl.load(of_table + RANK).to(tl.int32)
-        selected = (met & (table_of == table))[:, None, None]
-        a_at = a_ptr + tl.load(of_table + LEADING) + tl.where(met, p, 0).to(tl.int64)[:, None, None] * (rank * N1)
-        b_at = b_ptr + tl.load(of_table + TRAILING) + q.to(tl.int64)[:, None, None] * (rank * N2)
-        d_at = d_ptr + tl.load(of_table + DIAGONAL)
+    for table in range(tl.min(tl.where(is_used, table_of, 0x7FFFFFFF)), tl.max(tl.where(is_used, table_of, -1)) + 1):
+        table_ptr = tables_ptr + table * TABLE
+        rank = tl.load(table_ptr + RANK).to(tl.int32)
+        selected = (is_used & (table_of == table))[:, None, None]
+        a_ptrs = a_ptr + tl.load(table_ptr + LEADING) + tl.where(is_used, p, 0).to(tl.int64)[:, None, None] * (rank * N1)
+        b_ptrs = b_ptr + tl.load(table_ptr + TRAILING) + q.to(tl.int64)[:, None, None] * (rank * N2)
+        diagonal_ptr = d_ptr + tl.load(table_ptr + DIAGONAL)
         if ALIGNED:
-            a_at, b_at = tl.multiple_of(a_at, (16, 16, 16)), tl.multiple_of(b_at, (16, 16, 16))
+            a_ptrs, b_ptrs = tl.multiple_of(a_ptrs, (16, 16, 16)), tl.multiple_of(b_ptrs, (16, 16, 16))
         if R < BLOCK_R:  # shorter than any dot
-            rank_of = tl.where(selected, rank, 0)
+            used_rank = tl.where(selected, rank, 0)
             for k in tl.static_range(R):
-                a = tl.load(a_at + (k * N1 + i), mask=(k < rank_of) & (i < N1), other=0.0).to(tl.float32)
-                b = tl.load(b_at + (k * N2 + j), mask=(k < rank_of) & (j < N2), other=0.0).to(tl.float32)
+                a = tl.load(a_ptrs + (k * N1 + i), mask=(k < used_rank) & (i < N1), other=0.0).to(tl.float32)
+                b = tl.load(b_ptrs + (k * N2 + j), mask=(k < used_rank) & (j < N2), other=0.0).to(tl.float32)
                 if SCALED:
-                    b *= tl.load(d_at + k, mask=k < rank, other=0.0).to(tl.float32)
+                    b *= tl.load(diagonal_ptr + k, mask=k < rank, other=0.0).to(tl.float32)
                 row += a * b
         else:
             for start in tl.static_range(0, R, BLOCK_R):
                 k = start + tl.arange(0, BLOCK_R)
                 k_a, k_b = k[None, None, :], k[None, :, None]
-                a = tl.load(a_at + (k_a * N1 + i), mask=selected & (k_a < rank) & (i < N1), other=0.0).to(tl.float32)
-                b = tl.load(b_at + (k_b * N2 + j), mask=selected & (k_b < rank) & (j < N2), other=0.0).to(tl.float32)
+                a = tl.load(a_ptrs + (k_a * N1 + i), mask=selected & (k_a < rank) & (i < N1), other=0.0).to(tl.float32)
+                b = tl.load(b_ptrs + (k_b * N2 + j), mask=selected & (k_b < rank) & (j < N2), other=0.0).to(tl.float32)
                 if SCALED:
-                    b *= tl.load(d_at + k_b, mask=k_b < rank, other=0.0).to(tl.float32)
+                    b *= tl.load(diagonal_ptr + k_b, mask=k_b < rank, other=0.0).to(tl.float32)
                 row = tl.dot(a, b, row, input_precision="ieee", out_dtype=tl.float32)
     return row
 
@@ -119,13 +117,13 @@ def _pool(
     MODE: tl.constexpr, WEIGHTED: tl.constexpr,
     BLOCK_U: tl.constexpr, BLOCK_1: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_2: tl.constexpr,
 ):  # fmt: skip
-    """out[b, f, :] = the pooled rows of bag f * B + b; bags[l] = the bag of id l; of "max" chosen[bag, :] = each number's id."""
+    """out[b, f, :] = the pooled rows of bag f * B + b; bags[l] = the bag of id l; for "max", chosen[bag, :] = its entries' ids."""
     bag = tl.program_id(0) * BLOCK_U + tl.arange(0, BLOCK_U)
     i = (tl.program_id(1) * BLOCK_1 + tl.arange(0, BLOCK_1))[None, :, None]
     j = (tl.program_id(2) * BLOCK_2 + tl.arange(0, BLOCK_2))[None, None, :]
-    there = bag < num_bags
-    start = tl.load(offsets_ptr + bag, mask=there, other=0).to(tl.int32)
-    end = tl.load(offsets_ptr + bag + 1, mask=there, other=0).to(tl.int32)
+    is_bag = bag < num_bags
+    start = tl.load(offsets_ptr + bag, mask=is_bag, other=0).to(tl.int32)
+    end = tl.load(offsets_ptr + bag + 1, mask=is_bag, other=0).to(tl.int32)
     total = tl.zeros([BLOCK_U, BLOCK_1, BLOCK_2], dtype=tl.float32)
     if MODE == "max":
         chosen = tl.full([BLOCK_U, BLOCK_1, BLOCK_2], -1, dtype=tl.int32)
@@ -149,7 +147,7 @@ def _pool(
     if MODE == "mean":
         total = total / tl.maximum(end - start, 1)[:, None, None].to(tl.float32)
     column = i * N2 + j
-    inside = there[:, None, None] & (i < N1) & (j < N2) & (column < N)
+    inside = is_bag[:, None, None] & (i < N1) & (j < N2) & (column < N)
     if MODE == "max":
         tl.store(chosen_ptr + bag.to(tl.int64)[:, None, None] * N + column, chosen, mask=inside)
     at = _bag_at(bag, num_bags, bags_of_feature, N)[:, None, None] + column
@@ -164,10 +162,10 @@ def _sum_slices(
     MODE: tl.constexpr, WEIGHTED: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_U: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Y: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """parts[s] = sum over the ids of slice s of the other slice [r, Y] times what the id's bag hands back [Y, X].
+    """parts[s] = sum over the ids of slice s of the other slice [r, Y] times the gradient of the id's bag [Y, X].
 
-    That is the gradient of the slice but for the diagonal: of leading slices, if SIDE is 0, and of trailing ones, if it is 1. A
-    segment that goes on in later chunks leaves the sum of each of them in parts[num_slices + chunk]. owners[s] = an id of slice s.
+    This is the gradient of the slice before scaling by the diagonal: of leading slices if SIDE is 0, of trailing ones if it is 1.
+    If a segment continues in later chunks, their sums are in parts[num_slices + chunk]. owners[s] = an id of slice s.
     """
     BLOCK: tl.constexpr = BLOCK_U * BLOCK_Y
     X_STEP: tl.constexpr = Y if SIDE == 0 else 1
@@ -181,7 +179,7 @@ def _sum_slices(
     start = chunk * CHUNK
     positions = start + tl.arange(0, CHUNK)
     slices = tl.load(slices_ptr + positions, mask=positions < num_ids, other=-1).to(tl.int32) - first_slice
-    # What is left out comes last, and belongs to slice number `num_slices`.
+    # Ids that are left out come last, as those of slice number `num_slices`.
     end = start + tl.sum(((slices >= 0) & (slices < num_slices)).to(tl.int32))
     before = tl.load(slices_ptr + start - 1, mask=start > 0, other=-1).to(tl.int32) - first_slice
     end_of_bags = tl.load(offsets_ptr + num_bags)
@@ -190,9 +188,9 @@ def _sum_slices(
         segment = tl.load(slices_ptr + first).to(tl.int32) - first_slice
         last = first + tl.sum((slices == segment).to(tl.int32))
         id_ = tl.load(order_ptr + first) - SIDE * num_ids
-        of_table = tables_ptr + tl.load(pairs_ptr + 2 * num_ids + id_).to(tl.int64) * TABLE
-        rank = tl.load(of_table + RANK).to(tl.int32)
-        others = other_ptr + tl.load(of_table + (TRAILING if SIDE == 0 else LEADING))
+        table_ptr = tables_ptr + tl.load(pairs_ptr + 2 * num_ids + id_).to(tl.int64) * TABLE
+        rank = tl.load(table_ptr + RANK).to(tl.int32)
+        others = other_ptr + tl.load(table_ptr + (TRAILING if SIDE == 0 else LEADING))
         total = tl.zeros([BLOCK_R, BLOCK_X], dtype=tl.float32)
         for position in range(first, last, BLOCK_U):
             n = position + step // BLOCK_Y
@@ -236,7 +234,7 @@ def _weight_gradients(
     N1: tl.constexpr, R: tl.constexpr, N2: tl.constexpr, N: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK_U: tl.constexpr, BLOCK_1: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_2: tl.constexpr,
 ):  # fmt: skip
-    """out[l] = the gradient of id l's bag times its row; 0 of ids in no bag."""
+    """out[l] = the gradient of id l's bag times its row; 0 for ids in no bag."""
     id_ = tl.program_id(0) * BLOCK_U + tl.arange(0, BLOCK_U)
     real = id_ < num_ids
     pooled = real & (id_ < tl.load(offsets_ptr + num_bags))
@@ -258,7 +256,7 @@ def _weight_gradients(
 
 
 def pool_launch(sizes: Sizes, *, num_bags: int, features: int, mode: str, weighted: bool) -> Launch:
-    """Of `_pool`."""
+    """Return the launch of `_pool`."""
     blocks = _row_blocks(sizes)
     grid = (num_bags, blocks["BLOCK_U"]), (sizes.n1, blocks["BLOCK_1"]), (sizes.n2, blocks["BLOCK_2"])
     return Launch(
@@ -271,7 +269,7 @@ def pool_launch(sizes: Sizes, *, num_bags: int, features: int, mode: str, weight
 
 
 def weights_launch(sizes: Sizes, *, num_bags: int, features: int) -> Launch:
-    """Of `_weight_gradients`."""
+    """Return the launch of `_weight_gradients`."""
     blocks = _row_blocks(sizes)
     return Launch(
         kernel=_weight_gradients,
@@ -283,7 +281,7 @@ def weights_launch(sizes: Sizes, *, num_bags: int, features: int) -> Launch:
 
 
 def slices_launch(sizes: Sizes, side: int, *, num_bags: int, features: int, mode: str, weighted: bool) -> Launch:
-    """Of `_sum_slices`."""
+    """Return the launch of `_sum_slices`."""
     x, y = (sizes.n1, sizes.n2) if side == 0 else (sizes.n2, sizes.n1)
     block_r, block_x, block_y = block(sizes.rank, 32), block(x, 32), block(y, 32)
     return Launch(
@@ -309,5 +307,5 @@ def _row_blocks(sizes: Sizes) -> dict[str, int]:
 
 
 def _warps(accumulators: int) -> int:
-    """Sixteen accumulators a thread, the 4 x 4 tile at which every operand that is read serves four products."""
+    """Return warps for sixteen accumulators per thread: in a 4 x 4 tile, every operand that is read serves four products."""
     return max(1, min(4, accumulators // 512))

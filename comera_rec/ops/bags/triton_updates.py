@@ -1,10 +1,10 @@
-# ruff: noqa: N803, SIM102 - Triton's custom: constants are in capitals, and what depends on them is a statement
+# ruff: noqa: N803, SIM102 - Triton's convention: constants are in capitals, and branches on them are statements
 # mypy: allow-untyped-defs
-"""Kernels that end the backward of bags on a GPU: they write gradients, or update slices with an optimizer instead.
+"""Triton kernels that end the backward of bags: they write gradients or, instead, update slices with an optimizer.
 
-`tables_ptr` [T, COLUMNS] has for each table its rank, and where its core, its diagonal and its result start: a gradient, or a state
-of the optimizer; in elements, counted from the first table's. A step updates the slices of the batch alone, which is all that SGD
-and Adagrad change without weight decay; with it, other slices don't shrink.
+`tables_ptr` [T, COLUMNS] holds the rank of each table and where its core, its diagonal and its result (a gradient, or a state of
+the optimizer) start, in elements from those of the first table. A step updates only the slices of the batch, which is all that
+SGD and Adagrad change without weight decay; with it, other slices don't shrink.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SLICES = tl.constexpr(6)
 FIRST_SLICE, NUM_SLICES = (tl.constexpr(column) for column in (4, 5))
 GRADIENT, SGD, ADAGRAD, ROW_WISE = "gradient", "SGD", "Adagrad", "RowWiseAdagrad"
 _SLICES_AT_ONCE = 8
-_CHUNKS = 16  # whose parts are added up at once
+_CHUNKS = 16  # chunks whose parts `_sum_parts` adds up at once
 
 
 @triton.jit(do_not_specialize=["num_ids", "first_slice", "num_slices", "size"])
@@ -29,7 +29,7 @@ def _sum_parts(
     parts_ptr, slices_ptr, num_ids, first_slice, num_slices, size,
     SIDE: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add the parts of later chunks to that of the segment, if there is one, that starts in this chunk and goes beyond it."""
+    """If a segment starts in this chunk and continues beyond it, add the parts of later chunks to its sum."""
     chunk = tl.program_id(0)
     slices_ptr += SIDE * num_ids
     start, after = chunk * CHUNK, (chunk + 1) * CHUNK
@@ -55,7 +55,7 @@ def _sum_parts(
 
 @triton.jit
 def _rounded(value, seed_ptr, stream, at, dtype: tl.constexpr):
-    """Round to a type; to one of 16 bits at random such that the mean is exact, as in csrc/slices.h."""
+    """Round to a type: to a 16-bit one at random such that the mean is exact, as in csrc/slices.h."""
     if dtype == tl.float32:
         return value
     random = tl.randint(tl.load(seed_ptr) + stream, at.to(tl.int32)).to(tl.int32, bitcast=True)
@@ -77,29 +77,29 @@ def _finish_slices(
     SIDE: tl.constexpr, X: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr, OF_DIAGONAL: tl.constexpr, KIND: tl.constexpr,
     LR_IN_TENSOR: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_X: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of each slice that the batch met, or its update: its sum times the diagonal. `rank_limit` is R.
+    """Write the gradient of each slice that the batch uses, its sum times the diagonal, or update the slice. `rank_limit` is R.
 
-    If OF_DIAGONAL, products[s, k] = the sum times the slice, which is what it gives to the diagonal's gradient.
+    If OF_DIAGONAL, products[s, k] = the sum times the slice, which is its contribution to the diagonal's gradient.
     """
     s = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
     owner = tl.load(owners_ptr + s, mask=s < num_slices, other=-1)
-    met = owner >= 0
-    of_table = tables_ptr + tl.load(pairs_ptr + 2 * num_ids + owner, mask=met, other=0).to(tl.int64) * COLUMNS
-    slice_ = tl.load(pairs_ptr + SIDE * num_ids + owner, mask=met, other=0).to(tl.int64)
-    rank = tl.load(of_table + RANK).to(tl.int32)
+    is_used = owner >= 0
+    table_ptr = tables_ptr + tl.load(pairs_ptr + 2 * num_ids + owner, mask=is_used, other=0).to(tl.int64) * COLUMNS
+    slice_ = tl.load(pairs_ptr + SIDE * num_ids + owner, mask=is_used, other=0).to(tl.int64)
+    rank = tl.load(table_ptr + RANK).to(tl.int32)
     numbers = rank * X
-    core = core_ptr + (tl.load(of_table + CORE) + slice_ * numbers)[:, None, None]
-    result_at = tl.load(of_table + RESULT)
+    core = core_ptr + (tl.load(table_ptr + CORE) + slice_ * numbers)[:, None, None]
+    result_start = tl.load(table_ptr + RESULT)
     sums = parts_ptr + (s.to(tl.int64) * (rank_limit * X))[:, None, None]
-    result = result_ptr + (result_at + slice_ * numbers)[:, None, None]
+    result = result_ptr + (result_start + slice_ * numbers)[:, None, None]
     if ALIGNED:
         core, sums, result = (
             tl.multiple_of(core, (16, 16, 16)),
             tl.multiple_of(sums, (16, 16, 16)),
             tl.multiple_of(result, (16, 16, 16)),
         )
-    d_at = d_ptr + tl.load(of_table + DIAGONAL)[:, None]
-    rank = tl.where(met, rank, 0)
+    diagonal_ptrs = d_ptr + tl.load(table_ptr + DIAGONAL)[:, None]
+    rank = tl.where(is_used, rank, 0)
     if LR_IN_TENSOR:
         lr = tl.load(lr_ptr).to(tl.float32)
     rate = tl.zeros([BLOCK_S], dtype=tl.float32) + lr
@@ -120,7 +120,7 @@ def _finish_slices(
                 if OF_DIAGONAL:
                     product += tl.sum(g * value, 2)
                 if SCALED:
-                    g *= tl.load(d_at + k[None, :], mask=of_rank, other=0.0).to(tl.float32)[:, :, None]
+                    g *= tl.load(diagonal_ptrs + k[None, :], mask=of_rank, other=0.0).to(tl.float32)[:, :, None]
                 if KIND == "gradient":
                     tl.store(result + at, g.to(result_ptr.dtype.element_ty), mask=mask)
                 else:
@@ -145,9 +145,9 @@ def _finish_slices(
                     tl.store(products_ptr + s.to(tl.int64)[:, None] * rank_limit + k[None, :], product, mask=of_rank)
         if KIND == "RowWiseAdagrad":
             if turn == 0:
-                state_at = result_ptr + result_at + slice_
-                state = tl.load(state_at, mask=met, other=0.0) + squares / tl.maximum(numbers, 1).to(tl.float32)
-                tl.store(state_at, state, mask=met)
+                state_at = result_ptr + result_start + slice_
+                state = tl.load(state_at, mask=is_used, other=0.0) + squares / tl.maximum(numbers, 1).to(tl.float32)
+                tl.store(state_at, state, mask=is_used)
                 rate = lr / (tl.sqrt(state) + eps)
 
 
@@ -156,25 +156,25 @@ def _finish_diagonals(
     products_ptr, owners_ptr, tables_ptr, d_ptr, result_ptr, lr_ptr, seed_ptr, rank_limit, lr, eps, weight_decay,
     KIND: tl.constexpr, LR_IN_TENSOR: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of each diagonal, or its update: the sum of products [s, k] over its table's trailing slices that were met."""
-    of_table = tables_ptr + tl.program_id(0) * COLUMNS
+    """Write the gradient of each diagonal, the sum of products [s, k] over its table's trailing slices in use, or update it."""
+    table_ptr = tables_ptr + tl.program_id(0) * COLUMNS
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-    first = tl.load(of_table + FIRST_SLICE)
-    count = tl.load(of_table + NUM_SLICES)
-    mask = k < tl.load(of_table + RANK)
+    first = tl.load(table_ptr + FIRST_SLICE)
+    count = tl.load(table_ptr + NUM_SLICES)
+    mask = k < tl.load(table_ptr + RANK)
     g = tl.zeros([BLOCK_K], dtype=tl.float32)
     for start in range(0, count, BLOCK_S):
         s = start + tl.arange(0, BLOCK_S)
-        met = tl.load(owners_ptr + first + s, mask=s < count, other=-1) >= 0
+        is_used = tl.load(owners_ptr + first + s, mask=s < count, other=-1) >= 0
         at = (first + s)[:, None] * rank_limit + k[None, :]
-        g += tl.sum(tl.load(products_ptr + at, mask=met[:, None] & mask[None, :], other=0.0), 0)
-    result = result_ptr + tl.load(of_table + RESULT) + k
+        g += tl.sum(tl.load(products_ptr + at, mask=is_used[:, None] & mask[None, :], other=0.0), 0)
+    result = result_ptr + tl.load(table_ptr + RESULT) + k
     if KIND == "gradient":
         tl.store(result, g.to(result_ptr.dtype.element_ty), mask=mask)
     else:
         if LR_IN_TENSOR:
             lr = tl.load(lr_ptr).to(tl.float32)
-        at = d_ptr + tl.load(of_table + DIAGONAL) + k
+        at = d_ptr + tl.load(table_ptr + DIAGONAL) + k
         value = tl.load(at, mask=mask, other=0.0).to(tl.float32)
         g += weight_decay * value
         if KIND == "Adagrad":
@@ -187,7 +187,7 @@ def _finish_diagonals(
 
 
 def parts_launch(sizes: Sizes, side: int) -> Launch:
-    """Of `_sum_parts`, which is compiled once for all ranks."""
+    """Return the launch of `_sum_parts`, which is compiled once for all ranks."""
     size = sizes.rank * (sizes.n1, sizes.n2)[side]
     columns = 128
     return Launch(
@@ -204,7 +204,7 @@ def parts_launch(sizes: Sizes, side: int) -> Launch:
 def finish_launch(
     sizes: Sizes, side: int, kind: str, settings: dict[str, float], *, of_diagonal: bool, lr_in_tensor: bool = False
 ) -> Launch:
-    """Of `_finish_slices`, which is compiled once for all ranks."""
+    """Return the launch of `_finish_slices`, which is compiled once for all ranks."""
     x = (sizes.n1, sizes.n2)[side]
     block_x = block(x, 64)
     return Launch(
@@ -221,7 +221,7 @@ def finish_launch(
 
 
 def diagonals_launch(sizes: Sizes, num_tables: int, kind: str, settings: dict[str, float], *, lr_in_tensor: bool = False) -> Launch:
-    """Of `_finish_diagonals`, which is compiled once for all ranks."""
+    """Return the launch of `_finish_diagonals`, which is compiled once for all ranks."""
     columns = 16
     return Launch(
         kernel=_finish_diagonals,

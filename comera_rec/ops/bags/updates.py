@@ -7,8 +7,8 @@ the slices that the batch used, with the optimizer's settings and state. Sums an
 those of rows in FBGEMM's tables; for SGD and Adagrad this makes no difference.
 
 Cores of 16 bits, and their sums and moments, are rounded up or down at random such that the mean is exact (stochastic rounding,
-Gupta et al., ICML 2015): to the nearest, steps below half a unit in the last place would be lost. torch's
-default generator seeds it.
+Gupta et al., ICML 2015): rounding to the nearest would lose steps below half a unit in the last place. torch's default
+generator seeds it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 class _Kind(NamedTuple):
     number: int  # of the kind in the operator
-    plain: dict[str, Any]  # settings that must have these values
+    required: dict[str, Any]  # settings that must have these values
     states: tuple[str, ...] = ()
 
 
@@ -57,7 +57,7 @@ def unregister_update(core: nn.Parameter) -> None:
 
 
 def register_update(core: nn.Parameter, optimizer: Optimizer) -> bool:
-    """Let an optimizer update a core in the backward of its lookups; returns whether it has the core and is of a known kind."""
+    """Let an optimizer update a core in the backward of its lookups; return whether it has the core and is of a known kind."""
     for number, group in enumerate(optimizer.param_groups):
         if any(parameter is core for parameter in group["params"]) and kind_of(optimizer, number) is not None:
             setattr(core, _UPDATING, _Updating(optimizer, number))
@@ -85,7 +85,7 @@ class Updates:
         self._parameters, self._optimizers, self._kind = [*cores, *(diagonals or ())], optimizers, kind
 
     def begin_step(self) -> tuple[list[Tensor], list[Tensor], int, list[float]]:
-        """Count a step; returns first states, second states, the kind, and settings, each of cores and then of diagonals."""
+        """Count a step; return first states, second states, the kind, and settings, each of cores and then of diagonals."""
         settings: list[float] = []
         states: tuple[list[Tensor], list[Tensor]] = ([], [])
         by_parameter = [
@@ -112,9 +112,9 @@ class Updates:
 
     @property
     def fit_gpus(self) -> bool:
-        """Whether a GPU's kernels can apply them: rules that don't depend on the step, alike for all cores and for all diagonals.
+        """Whether GPU kernels can apply them: rules don't depend on the step, are alike for all cores, and for all diagonals.
 
-        Adam's doesn't: the moments of slices that a batch has not met decay all the same, so only a pass over whole cores is exact.
+        Adam's rule does not qualify: moments of slices that a batch doesn't use decay too, so only updating whole cores is exact.
         """
         if self._kind not in (_KINDS["SGD"], _KINDS["Adagrad"], _KINDS[ROW_WISE]):
             return False
@@ -123,11 +123,11 @@ class Updates:
         groups = [optimizer.param_groups[number] for optimizer, number in self._optimizers]
         if any(group.get("lr_decay") for group in groups):
             return False
-        of_cores, of_diagonals = self._by_role([_rule(group) for group in groups])
-        return len({tuple(rule.values()) for rule in of_cores}) == 1 and len({tuple(rule.values()) for rule in of_diagonals}) <= 1
+        core_rules, diagonal_rules = ({tuple(rule.values()) for rule in rules} for rules in self._by_role([*map(_rule, groups)]))
+        return len(core_rules) == 1 and len(diagonal_rules) <= 1
 
     def begin_gpu_step(self) -> tuple[str, list[Tensor], dict[str, Any], dict[str, Any]]:
-        """Count a step; returns the kind, first states of cores and then of diagonals, and the rules of cores and of diagonals."""
+        """Count a step; return the kind, first states of cores and then of diagonals, and the rules of cores and of diagonals."""
         groups = [optimizer.param_groups[number] for optimizer, number in self._optimizers]
         by_parameter = [
             optimizer.state[parameter] for parameter, (optimizer, _) in zip(self._parameters, self._optimizers, strict=True)
@@ -139,38 +139,38 @@ class Updates:
                 self._state(parameter, state, self._kind.states[0], group.get("initial_accumulator_value", 0.0))
                 for parameter, state, group in zip(self._parameters, by_parameter, groups, strict=True)
             ]
-        of_cores, of_diagonals = self._by_role([_rule(group) for group in groups])
+        core_rules, diagonal_rules = self._by_role([_rule(group) for group in groups])
         name = next(name for name, kind in _KINDS.items() if kind is self._kind)
-        return name, states, of_cores[0], of_diagonals[0] if of_diagonals else {}
+        return name, states, core_rules[0], diagonal_rules[0] if diagonal_rules else {}
 
     def _by_role(self, values: list[Any]) -> tuple[list[Any], list[Any]]:
         return values[: len(self.cores)], values[len(self.cores) :]
 
     def _state(self, parameter: Tensor, state: dict[str, Any], name: str, initial: float) -> Tensor:
-        """Return the state tensor of a name, made or laid out as the operator needs it."""
-        kept: Tensor | None = state.get(name)
+        """Return the named state tensor, created or converted to the layout that the operator needs."""
+        existing: Tensor | None = state.get(name)
         if self._kind is _KINDS[ROW_WISE]:
             # The optimizer makes sums for the rows of a matrix; a core has one for each slice.
             slices = (parameter.shape[1],) if parameter.dim() == 4 else (1,)
-            if kept is not None and kept.shape == slices:
-                return kept
+            if existing is not None and existing.shape == slices:
+                return existing
             state[name] = torch.full(slices, initial, dtype=torch.float32, device=parameter.device)
-        elif kept is None:
+        elif existing is None:
             state[name] = torch.full_like(parameter, initial, memory_format=torch.preserve_format)
-        elif kept.shape != parameter.shape:
+        elif existing.shape != parameter.shape:
             raise ValueError(
-                f"{name!r} of a core's optimizer has shape {tuple(kept.shape)} where the core has {tuple(parameter.shape)}: load "
-                "the optimizer's state dict of these TT ranks too, or build the optimizer after the model is loaded"
+                f"{name!r} of a core's optimizer has shape {tuple(existing.shape)} where the core has {tuple(parameter.shape)}: "
+                "load the optimizer's state dict of these TT ranks too, or build the optimizer after the model is loaded"
             )
-        elif kept.stride() != parameter.stride() or kept.dtype != parameter.dtype:
+        elif existing.stride() != parameter.stride() or existing.dtype != parameter.dtype:
             # Loaded from a checkpoint, which has no strides, or the model was moved to another dtype.
-            state[name] = torch.empty_like(parameter, memory_format=torch.preserve_format).copy_(kept)
-        made: Tensor = state[name]
-        return made
+            state[name] = torch.empty_like(parameter, memory_format=torch.preserve_format).copy_(existing)
+        tensor: Tensor = state[name]
+        return tensor
 
 
 def _count(states: Sequence[dict[str, Any]]) -> Tensor:
-    """Count a step of each parameter; returns the counts, [parameters]. States keep views of them, so one addition is enough."""
+    """Count a step of each parameter; return the counts, [parameters]. States hold views of them, so one addition is enough."""
     counts: list[Tensor | None] = [state.get("step") for state in states]
     base = None if counts[0] is None else counts[0]._base
     if base is None or len(base) != len(counts) or any(count is None or count._base is not base for count in counts):
@@ -182,14 +182,14 @@ def _count(states: Sequence[dict[str, Any]]) -> Tensor:
 
 
 def _rule(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a group as a GPU's kernels take them; a learning rate on the device stays there."""
+    """Return the settings of a group as GPU kernels take them; a learning rate on the device stays there."""
     lr = group["lr"]
     on_device = isinstance(lr, Tensor) and lr.device.type != "cpu"
     return {"lr": lr if on_device else float(lr), "eps": float(group.get("eps", 0.0)), "weight_decay": float(group["weight_decay"])}
 
 
 def _seeds(parameters: Sequence[Tensor]) -> list[float]:
-    """Draw a seed for each parameter's rounding, where there is any: whole numbers that a float64 holds."""
+    """Draw a seed for rounding each parameter, a whole number that float64 represents; 0 if nothing is rounded."""
     if all(parameter.dtype == torch.float32 for parameter in parameters):
         return [0.0] * len(parameters)
     return torch.randint(1 << 50, (len(parameters),), device="cpu", dtype=torch.float64).tolist()
@@ -218,7 +218,7 @@ def find_updates(cores: Sequence[Tensor], diagonals: Sequence[Tensor]) -> Update
         diagonals: the rank parameters between them.
 
     Raises:
-        ValueError: if only a part of the cores has row-wise Adagrad in backward, which needs this way of updating.
+        ValueError: if only some of the cores have row-wise Adagrad in backward, which works only slice by slice.
     """
     core_optimizers = [_optimizer_of(core) for core in cores]
     kinds = {optimizer and kind_of(*optimizer) for optimizer in set(core_optimizers)}
@@ -246,14 +246,14 @@ def kind_of(optimizer: Optimizer, number: int) -> str | None:
     name, group = type(optimizer).__name__, optimizer.param_groups[number]
     if name not in _KINDS:
         return None
-    return name if all(group.get(setting, value) == value for setting, value in _KINDS[name].plain.items()) else None
+    return name if all(group.get(setting, value) == value for setting, value in _KINDS[name].required.items()) else None
 
 
-_AVERAGED: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()  # ids of parameters, by what averages their gradients
+_AVERAGED: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()  # ids of parameters, by the module that averages them
 
 
 def _is_averaged(core: Tensor) -> bool:
-    """Whether this is in the forward of a DistributedDataParallel that averages the core's gradients."""
+    """Return whether this runs in the forward of a DistributedDataParallel that averages the core's gradients."""
     replicas = DistributedDataParallel._get_active_ddp_module()
     if replicas is None:
         return False
@@ -265,7 +265,7 @@ def _is_averaged(core: Tensor) -> bool:
 def _optimizer_of(core: Tensor) -> tuple[Optimizer, int] | None:
     """Return the only optimizer that steps in backward, and the number of the core's group; None if there is none.
 
-    DistributedDataParallel averages gradients, which it therefore needs: None again. It removes the hooks, and steps afterwards.
+    None also under DistributedDataParallel, which needs gradients to average: it removes the hooks, and steps afterwards.
     """
     # Reading __dict__ is faster than looking up attributes, and it is empty unless an optimizer was registered.
     attributes = core.__dict__

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
-"""Formats of the operands and of upstream gradients: three bits of mantissa, or more range and two of them."""
+"""Formats of the operands and of upstream gradients: three bits of mantissa, or two and more range."""
 
-_TILE = 16  # CUDA's products take sides that are multiples of it
+_TILE = 16  # sides of CUDA's products are multiples of it
 
 
 class Float8(NamedTuple):
@@ -46,14 +46,14 @@ def quantize(x: Tensor, dtype: torch.dtype) -> Float8:
 
 
 def float8_matmul(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """a b + bias with a and b in e4m3, and with the upstream gradient in e5m2 for both of their gradients.
+    """Return a b + bias with a and b in e4m3; their gradients use the upstream gradient in e5m2.
 
     The scales are those of `quantize`, sums are in float32. The backward pass keeps the 8-bit operands. CoMERA, Yang et al. (arXiv
-    2405.14377), trains tensor trains in low precision; which format is for what, Micikevicius et al. (arXiv 2209.05433).
+    2405.14377), trains tensor trains in low precision; the choice of formats follows Micikevicius et al. (arXiv 2209.05433).
 
     Args:
-        a: [M, K] float32 or bfloat16, as its gradient.
-        b: [K, N] float32 or bfloat16, as its gradient.
+        a: [M, K] float32 or bfloat16, like its gradient.
+        b: [K, N] float32 or bfloat16, like its gradient.
         bias: [N], added in bfloat16; or None.
 
     Returns:
@@ -65,8 +65,8 @@ def float8_matmul(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def require_float8(device: torch.device) -> None:
-    """Raise a ValueError unless `float8_matmul` runs there."""
-    rocm = device.type == "cuda" and torch.version.hip  # whose float8 formats are others on some GPUs
+    """Raise ValueError unless `float8_matmul` runs on the device."""
+    rocm = device.type == "cuda" and torch.version.hip  # some of its GPUs have other float8 formats
     if device.type not in ("cpu", "cuda", "meta") or rocm or not hasattr(torch, "_scaled_mm"):
         raise ValueError(f"float8 products don't run on {device.type} with torch {torch.__version__}: use bfloat16")
     if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < (8, 9):
@@ -93,20 +93,20 @@ class _Float8Matmul(torch.autograd.Function):
 
 
 def _multiply(a: Float8, b: Float8, dtype: torch.dtype) -> Tensor:
-    """[M, K] times [K, N], not both e5m2, -> [M, N]."""
+    """Multiply [M, K] by [K, N], not both e5m2."""
     return (_scaled_mm_on_cpu if a.values.device.type == "cpu" else _scaled_mm)(a, b, dtype)
 
 
 def _scaled_mm_on_cpu(a: Float8, b: Float8, dtype: torch.dtype) -> Tensor:
-    """The same numbers from float32 operands: torch's own emulation takes milliseconds for the smallest matrices."""
+    """Compute the same in float32, because torch's own emulation takes milliseconds even for the smallest matrices."""
     with torch.autocast("cpu", enabled=False):
         return ((a.values.float() @ b.values.float()) * (a.scale * b.scale)).to(dtype)
 
 
 def _scaled_mm(a: Float8, b: Float8, dtype: torch.dtype) -> Tensor:
-    """The one caller of torch's private function of that name.
+    """Call torch's private function of the same name.
 
-    On CUDA it wants the first operand row by row, the second one column by column, and sides that are multiples of 16.
+    On CUDA it needs a row-major first operand, a column-major second operand, and sides that are multiples of 16.
     """
     m, n = a.values.shape[0], b.values.shape[1]
     left, right = _whole_tiles(a.values), _whole_tiles(b.values.mT).mT
@@ -115,6 +115,6 @@ def _scaled_mm(a: Float8, b: Float8, dtype: torch.dtype) -> Tensor:
 
 
 def _whole_tiles(x: Tensor) -> Tensor:
-    """The matrix row by row, with zeros beside and below it."""
+    """Return the matrix in row-major order, with zeros beside and below it."""
     below, beside = (-size % _TILE for size in x.shape)
     return F.pad(x, (0, beside, 0, below)) if below or beside else x.contiguous()

@@ -1,4 +1,4 @@
-"""`float8_matmul` by definition: operands rounded one by one, and then multiplied in float64."""
+"""`float8_matmul` by definition: each operand is rounded, then they are multiplied in float64."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from comera_rec.ops.float8_matmul import BACKWARD, FORWARD, quantize
 
 def float8_matmul(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """[M, K] and [K, N] -> [M, N] bfloat16; gradients as if nothing had been rounded, from a rounded upstream gradient."""
-    exact = _through(a) @ _through(b)
+    exact = _rounded_straight_through(a) @ _rounded_straight_through(b)
     if exact.requires_grad:
         exact.register_hook(lambda grad: rounded(grad, BACKWARD))
     out = exact.bfloat16()
@@ -18,11 +18,11 @@ def float8_matmul(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is left of x in a float8 format, in float64."""
+    """Return x rounded to a float8 format, in float64."""
     values, scale = quantize(x, dtype)
     return values.double() * scale.double()
 
 
-def _through(x: Tensor) -> Tensor:
+def _rounded_straight_through(x: Tensor) -> Tensor:
     exact = x.double()
     return exact + (rounded(x, FORWARD) - exact).detach()

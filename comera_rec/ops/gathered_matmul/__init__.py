@@ -1,4 +1,4 @@
-"""`gathered_matmul`: batched products of gathered slices, the hot primitive of a lookup on GPUs; CPUs have `ops.bags.cpu`.
+"""`gathered_matmul`: batched products of gathered slices, the critical operation of a GPU lookup; CPUs use `ops.bags.cpu`.
 
 Registered with torch.library, so that torch.compile and torch.export see one node with a gradient. Its implementations are modules
 beside this one, imported when first used.
@@ -57,13 +57,13 @@ def _implementation(impl: str) -> ModuleType:
 
 
 def require_impl(impl: str) -> None:
-    """Raise a ValueError unless `impl` is "auto" or names an implementation."""
+    """Raise ValueError unless `impl` is "auto" or names an implementation."""
     if impl not in ("auto", *IMPLEMENTATIONS):
         raise ValueError(f"impl is {impl!r}: choose 'auto' or one of {', '.join(map(repr, IMPLEMENTATIONS))}")
 
 
 def resolve_impl(impl: str, device: torch.device, dtype: torch.dtype) -> str:
-    """The implementation that `impl` stands for there; "auto" is the fastest one that exists for the device and type.
+    """Return the implementation to use; "auto" is the fastest one that exists for the device and type.
 
     Raises:
         ValueError: for an implementation that does not exist or can't run there.
@@ -84,7 +84,7 @@ def resolve_impl(impl: str, device: torch.device, dtype: torch.dtype) -> str:
 def gathered_matmul(a: Tensor, b: Tensor, p: Tensor, q: Tensor, impl: str = "auto", *, p_ascends: bool = False) -> Tensor:
     """Multiply gathered slices: out[u] = a[p[u]] @ b[q[u]].
 
-    Gradients are sums over equal ids, da[i] = sum over {u: p[u] = i} of dout[u] @ b[q[u]]^T and db alike, each in one order, so
+    Gradients are sums over equal ids, da[i] = sum over {u: p[u] = i} of dout[u] @ b[q[u]]^T and db likewise, each in one order, so
     that results don't depend on the number of threads. Neither direction copies the slices that it gathers ("reference" does).
     Autocast leaves it alone, as it does `torch.nn.functional.embedding_bag`.
 
@@ -94,14 +94,14 @@ def gathered_matmul(a: Tensor, b: Tensor, p: Tensor, q: Tensor, impl: str = "aut
         p: [U] integer ids in [0, P); or -1, in both p and q, for a product that is left out: it is zero and has no gradient.
         q: [U] integer ids in [0, Q).
         impl: "auto", or "reference" (any device and type) or "triton" (GPU), which computes in float32.
-        p_ascends: whether p ascends, with all of its -1 at the end, so that the gradient of `a` needs no sort. It isn't checked;
-            and what is left out may then be undefined instead of zero.
+        p_ascends: whether p ascends, with all of its -1 at the end, so that the gradient of `a` needs no sort. It isn't checked,
+            and products that are left out may then be undefined instead of zero.
 
     Returns:
         [U, n1, n2].
 
     Raises:
-        ValueError: if the shapes do not fit together, or the implementation can't run there.
+        ValueError: if the shapes don't match, or the implementation can't run there.
         IndexError: for an id that is out of range (checked on CPU).
     """
     if a.dim() != 3 or b.dim() != 3 or a.shape[2] != b.shape[1] or p.shape != q.shape or p.dim() != 1:

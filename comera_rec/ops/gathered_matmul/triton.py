@@ -1,17 +1,17 @@
-# ruff: noqa: N803, SIM102, SIM108 - Triton's custom: constants are in capitals, and what depends on them is a statement
+# ruff: noqa: N803, SIM102, SIM108 - Triton's convention: constants are in capitals, and branches on them are statements
 # mypy: allow-untyped-defs
 """`gathered_matmul` on a GPU, in Triton.
 
 U products, or rows; P, Q slices in the two operands; n1 x r times r x n2 each. Rows whose ids are negative are padding: their
 products are 0. A segment is the rows of one slice.
 
-Nothing here waits for the device, and shapes follow from shapes alone, so that calls can be captured in a CUDA graph. Every sum has
+Nothing here waits for the device, and shapes depend only on shapes, so that calls can be captured in a CUDA graph. Every sum has
 a fixed order, so that results do not change from run to run.
 
-Slices are so small (8 x 32 x 8) that bringing operands to the multipliers costs more than multiplying. Hence several rows a warp,
-and register tiles, which `tl.dot` brings. Its input_precision="ieee" is exact float32 on the ordinary multipliers; 16-bit operands
-are widened to it, because tiles this small would leave tensor cores idle mostly. Sizes are compile-time constants, because loads
-are vectors only where strides are known to be multiples of a vector; masks are there only where a size is no multiple of its block.
+Slices are so small (8 x 32 x 8) that loading operands costs more than multiplying them. Hence each warp takes several rows, and
+`tl.dot` supplies register tiles. Its input_precision="ieee" is exact float32 on the ordinary multipliers; 16-bit operands are
+widened to it, because tiles this small would leave tensor cores mostly idle. Sizes are compile-time constants, because loads are
+vectors only where strides are known to be multiples of a vector; masks are used only where a size isn't a multiple of its block.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ def _multiply(
     p = p.to(tl.int64) if WIDE else p.to(tl.int32)
     q = q.to(tl.int64) if WIDE else q.to(tl.int32)
     # Padding reads slice 0, which is there, so that loads need no masks for it.
-    a_at = a_ptr + (tl.maximum(p, 0)[:, None, None] * (N1 * R) + i * R)
-    b_at = b_ptr + (tl.maximum(q, 0)[:, None, None] * (R * N2) + j)
+    a_ptrs = a_ptr + (tl.maximum(p, 0)[:, None, None] * (N1 * R) + i * R)
+    b_ptrs = b_ptr + (tl.maximum(q, 0)[:, None, None] * (R * N2) + j)
     out = tl.zeros([BLOCK_U, BLOCK_1, BLOCK_2], dtype=tl.float32)
     if R < BLOCK_R:  # shorter than any dot
         for k in tl.static_range(R):
-            a = _load(a_at + k, i < N1, N1 % BLOCK_1 == 0)
-            b = _load(b_at + k * N2, j < N2, N2 % BLOCK_2 == 0)
+            a = _load(a_ptrs + k, i < N1, N1 % BLOCK_1 == 0)
+            b = _load(b_ptrs + k * N2, j < N2, N2 % BLOCK_2 == 0)
             out += a * b
     else:
         for start in tl.static_range(0, R, BLOCK_R):
             k = start + tl.arange(0, BLOCK_R)
             k_a, k_b = k[None, None, :], k[None, :, None]
-            a = _load(a_at + k_a, (i < N1) & (k_a < R), (N1 % BLOCK_1 == 0) and (R % BLOCK_R == 0))
-            b = _load(b_at + k_b * N2, (k_b < R) & (j < N2), (N2 % BLOCK_2 == 0) and (R % BLOCK_R == 0))
+            a = _load(a_ptrs + k_a, (i < N1) & (k_a < R), (N1 % BLOCK_1 == 0) and (R % BLOCK_R == 0))
+            b = _load(b_ptrs + k_b * N2, (k_b < R) & (j < N2), (N2 % BLOCK_2 == 0) and (R % BLOCK_R == 0))
             out = tl.dot(a, b, out, input_precision="ieee", out_dtype=tl.float32)
     written = u < num_rows
     if ASCENDS:
@@ -88,10 +88,10 @@ def _sum_segments(
     FLIPPED: tl.constexpr, ORDERED: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_U: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Y: tl.constexpr, BLOCK_Z: tl.constexpr,
 ):  # fmt: skip
-    """sums[s] = sum over {n: ids[n] = s} of x[order[n]] @ y[other[order[n]]], as far as segments lie within a chunk of sorted ids.
+    """sums[s] = sum over {n: ids[n] = s} of x[order[n]] @ y[other[order[n]]], for segments that lie within a chunk of sorted ids.
 
     A segment of several chunks leaves a part in each, for `_sum_parts`: in parts[chunk, 0] where it starts with the chunk, and in
-    parts[chunk, 1] where it starts later. Sizes: x [X, Y], y [Y, Z], sums [X, Z]; x and sums lie transposed if FLIPPED. Ids outside
+    parts[chunk, 1] where it starts later. Sizes: x [X, Y], y [Y, Z], sums [X, Z]; x and sums are transposed if FLIPPED. Ids outside
     [0, num_sums) are padding and come last. If ORDERED, order[n] = n.
     """
     BLOCK: tl.constexpr = BLOCK_U * BLOCK_Y
@@ -143,7 +143,7 @@ def _sum_segments(
 def _sum_parts(
     sums_ptr, parts_ptr, ids_ptr, num_rows, num_sums, size, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Add up the parts of the segment, if there is one, that starts in this chunk and goes beyond it."""
+    """If a segment starts in this chunk and continues beyond it, add up its parts."""
     chunk = tl.program_id(0).to(tl.int64)
     element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     start = chunk * CHUNK
@@ -169,7 +169,7 @@ def _sum_parts(
 
 
 def multiply_launch(num_rows: int, n1: int, rank: int, n2: int, *, ascends: bool, wide: bool = False) -> Launch:
-    """Of `_multiply`; `wide` where an operand has 2^31 numbers or more."""
+    """Return the launch of `_multiply`; `wide` where an operand has 2^31 numbers or more."""
     block_1, block_2 = block(n1, 32), block(n2, 64)
     rows = max(1, min(16, 1024 // (block_1 * block_2)))
     return Launch(
@@ -185,7 +185,7 @@ def multiply_launch(num_rows: int, n1: int, rank: int, n2: int, *, ascends: bool
 
 
 def segments_launch(num_rows: int, num_sums: int, size_x: int, size_y: int, size_z: int, *, flipped: bool, ordered: bool) -> Launch:
-    """Of `_sum_segments`."""
+    """Return the launch of `_sum_segments`."""
     block_x, block_y, block_z = block(size_x, 32), block(size_y, 32), block(size_z, 32)
     return Launch(
         kernel=_sum_segments,
@@ -200,7 +200,7 @@ def segments_launch(num_rows: int, num_sums: int, size_x: int, size_y: int, size
 
 
 def parts_launch(num_rows: int, num_sums: int, size: int) -> Launch:
-    """Of `_sum_parts`, which is compiled once for all sizes."""
+    """Return the launch of `_sum_parts`, which is compiled once for all sizes."""
     columns = 64
     return Launch(
         kernel=_sum_parts,
@@ -214,10 +214,10 @@ def parts_launch(num_rows: int, num_sums: int, size: int) -> Launch:
 def forward(a: Tensor, b: Tensor, p: Tensor, q: Tensor, p_ascends: bool = False) -> Tensor:
     """out[u] = a[p[u]] @ b[q[u]], or 0 where p[u] < 0: a [P, n1, r], b [Q, r, n2], p and q [U] -> [U, n1, n2].
 
-    If p ascends, what has p[u] < 0 isn't written.
+    If p ascends, products with p[u] < 0 are not written.
 
     Raises:
-        ValueError: for operands of another dtype than float32, bfloat16 or float16.
+        ValueError: for operands of a dtype other than float32, bfloat16 or float16.
     """
     (num_rows,), (_, n1, rank), n2 = p.shape, a.shape, b.shape[2]
     if a.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -233,7 +233,7 @@ def forward(a: Tensor, b: Tensor, p: Tensor, q: Tensor, p_ascends: bool = False)
 def backward(grad: Tensor, a: Tensor, b: Tensor, p: Tensor, q: Tensor, p_ascends: bool = False) -> tuple[Tensor, Tensor]:
     """da[i] = sum over {u: p[u] = i} of grad[u] @ b[q[u]]^T, and db[j] = sum over {u: q[u] = j} of a[p[u]]^T @ grad[u].
 
-    Besides the result it takes, for da, 8 U n1 r / CHUNK bytes for parts and a few words a row for the order; for db alike.
+    Besides the result it takes, for da, 8 U n1 r / CHUNK bytes for parts and a few words per row for the order; for db likewise.
     """
     grad, a, b = grad.contiguous(), a.contiguous(), b.contiguous()
     da, db = torch.zeros_like(a), torch.zeros_like(b)
@@ -246,7 +246,7 @@ def backward(grad: Tensor, a: Tensor, b: Tensor, p: Tensor, q: Tensor, p_ascends
 def _sum_into(sums: Tensor, x: Tensor, y: Tensor, ids: Tensor, other: Tensor, *, flipped: bool, ascends: bool) -> None:
     """sums[s] = sum over {u: ids[u] = s} of x[u] @ y[other[u]], x and sums transposed if `flipped`; `sums` is zero before."""
     num_sums, num_rows = len(sums), len(ids)
-    order = ids  # read by nobody where they ascend
+    order = ids  # not read where they ascend
     if not ascends:
         ids, order = torch.sort(_narrowed(ids, num_sums), stable=True)
     size_x, size_z = (sums.shape[2], sums.shape[1]) if flipped else (sums.shape[1], sums.shape[2])
@@ -258,11 +258,11 @@ def _sum_into(sums: Tensor, x: Tensor, y: Tensor, ids: Tensor, other: Tensor, *,
 
 
 def _narrowed(ids: Tensor, count: int) -> Tensor:
-    """Ids in the smallest type, because a radix sort takes as many passes as they have bytes; padding as `count`, to come last."""
+    """Return ids in the smallest type, because a radix sort takes one pass per byte; padding becomes `count`, to come last."""
     dtype = next(dtype for dtype in (torch.int16, torch.int32, torch.int64) if count <= torch.iinfo(dtype).max)
     return torch.where(ids < 0, count, ids).to(dtype)
 
 
 def _warps(accumulators: int) -> int:
-    """Sixteen accumulators a thread, the 4 x 4 tile at which every operand that is read serves four products."""
+    """Return warps for sixteen accumulators per thread: in a 4 x 4 tile, every operand that is read serves four products."""
     return max(1, min(4, accumulators // 512))

@@ -1,7 +1,7 @@
-"""The plan of a lookup on GPUs: the two slices that each id multiplies, and the ids in the order of either.
+"""The plan of a lookup on GPUs: the two slices whose product is the row of each id, and the ids sorted by each.
 
-L ids, T tables, P leading and Q trailing slices of all tables. A GPU multiplies faster than it finds unique rows, so here rows are
-formed for each id anew. Sizes follow from shapes, and nothing waits for the device.
+L ids, T tables, P leading and Q trailing slices of all tables. A GPU multiplies faster than it finds unique rows, so here a row is
+formed for every id. Sizes depend only on shapes, and nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from comera_rec.ops.plan.reference import first_keys, on_device
 
 @dataclass(frozen=True, kw_only=True)
 class PairPlan:
-    """Which slices ids multiply; it depends only on ids and row modes."""
+    """The slices whose products are the rows of ids; they depend only on ids and row modes."""
 
     pairs: Tensor
-    """[3, L] int32: of each id its leading and its trailing slice, numbered within its table, and the table; -1 is left out."""
+    """[3, L] int32: for each id its leading and its trailing slice, numbered within its table (-1 if left out), and the table."""
     slices: Tensor
-    """[2, L], sorted: leading slices numbered through all tables, P if left out; then trailing ones plus P + 1."""
+    """[2, L], sorted: leading slices numbered through all tables, P if left out; then trailing slices, numbered from P + 1 on."""
     order: Tensor
-    """[2, L]: position of each of `slices` before they were sorted, of the trailing ones plus L."""
+    """[2, L]: position of each of `slices` before sorting; those of trailing slices count from L."""
     counts: tuple[int, int]
     """P and Q."""
 
@@ -53,15 +53,15 @@ def plan_pairs(ids: Sequence[Tensor], row_shapes: Sequence[Sequence[int]], num_e
     if len(lengths) == 1:
         joined, ids_of_table = torch.cat(list(ids)) if len(ids) > 1 else ids[0].contiguous(), lengths.pop()
     else:
-        joined, ids_of_table = torch.cat(_numbered_through(ids, firsts, rows)), 0
+        joined, ids_of_table = torch.cat(_offset_ids(ids, firsts, rows)), 0
     leading, trailing = (sum(modes) for modes in zip(*row_shapes, strict=True))
     modes = [number for shape in row_shapes for number in shape]
     pairs, slices, order = _plan_pairs(joined, modes, rows, ids_of_table)
     return PairPlan(pairs=pairs, slices=slices, order=order, counts=(leading, trailing))
 
 
-def _numbered_through(ids: Sequence[Tensor], firsts: Sequence[int], rows: Sequence[int]) -> list[Tensor]:
-    """Ids plus the rows of earlier tables; one out of range becomes one that no table has."""
+def _offset_ids(ids: Sequence[Tensor], firsts: Sequence[int], rows: Sequence[int]) -> list[Tensor]:
+    """Return ids plus the rows of earlier tables; an id out of range becomes -1."""
     inside = [
         torch.where((table >= 0) & (table < count), table.long(), -1 - first)
         for table, first, count in zip(ids, firsts, rows, strict=False)
@@ -115,18 +115,18 @@ def pair_up(p: Tensor, q: Tensor, counts: tuple[int, int], table: Tensor | None 
 
 
 def sort_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Sort keys [2, L] all together, which sorts either half: the second one's are larger."""
+    """Sort keys [2, L] in one go, which sorts each half, because keys of the second half are larger."""
     slices, order = torch.sort(keys.flatten(), stable=True)
     return slices.view(keys.shape), order.view(keys.shape)
 
 
 def key_type(num_left: int, num_right: int) -> torch.dtype:
-    """The smallest type of keys, because a radix sort takes as many passes as they have bytes."""
+    """Return the smallest type that holds the keys, because a radix sort takes one pass per byte."""
     return next(dtype for dtype in (torch.int16, torch.int32, torch.int64) if num_left + num_right + 1 <= torch.iinfo(dtype).max)
 
 
 def _in_range(device: torch.device) -> Tensor:
-    """1, as long as no id was out of range. On a GPU it is made once: when it is 0, an assertion has ended all work there."""
+    """Return a flag: 1 until an id is out of range. On a GPU it is made once, because at 0 an assertion ends all work there."""
     if device.type == "cuda" and not torch.compiler.is_compiling():
         return _flag(device)
     return torch.ones((), dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""The definition of a plan in plain torch, on any device: sizes follow from shapes alone, and nothing waits for the device.
+"""The definition of a plan in plain torch, on any device: sizes depend only on shapes, and nothing waits for the device.
 
 L ids, K keys, T tables. Keys are numbered through all tables, and -1 is padding at the end.
 """
@@ -54,7 +54,7 @@ def unique_rows(ids: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, Te
         keys = (torch.stack(list(ids)) + on_device([firsts], ids[0].device).view(-1, 1)).flatten()
     else:
         keys = torch.cat([table.long() + first for table, first in zip(ids, firsts, strict=True)])
-    # A radix sort takes as many passes as keys have bytes.
+    # A radix sort takes one pass per byte.
     ordered, order = torch.sort(keys.int() if size <= torch.iinfo(torch.int32).max else keys, stable=True)
     ordered = ordered.long()
     is_first = torch.ones_like(ordered)
@@ -67,7 +67,7 @@ def unique_rows(ids: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, Te
 
 
 def split_keys(keys: Tensor, left_sizes: Sequence[int], right_sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Split keys [K] over neighbouring cores into keys over the leading ones and keys over the trailing ones; padding stays.
+    """Split keys [K] over neighboring cores into keys over the leading ones and keys over the trailing ones; padding stays.
 
     Args:
         keys: a key of table t is first + left * right_sizes[t] + right.
@@ -107,7 +107,7 @@ def _padded(halves: tuple[Tensor, Tensor], keys: Tensor) -> Tensor:
 
 
 def _bounds(keys: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Count the keys before each table's first, and all keys: [T + 1]. Keys ascend but for their padding."""
+    """Count the keys before each table's first, and all keys: [T + 1]. Keys ascend, except for padding."""
     (firsts,) = on_device([first_keys(sizes)], keys.device)
     return torch.searchsorted(torch.where(keys < 0, first_keys(sizes)[-1], keys), firsts)
 
@@ -117,12 +117,12 @@ def _sizes(modes: Sequence[Sequence[int]]) -> list[int]:
 
 
 def on_device(constants: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Constants as a tensor. On an accelerator they stay there, because copying them anew would break a graph's capture."""
+    """Return constants as a tensor. On a GPU it is kept, because copying constants again would break a graph's capture."""
     rows = tuple(map(tuple, constants))
     return _kept(rows, device) if device.type == "cuda" and not torch.compiler.is_compiling() else torch.tensor(rows, device=device)
 
 
-@cache  # without a limit, because captured graphs read what is kept here; there are as many as models have shapes
+@cache  # without a limit, because captured graphs read these tensors; there are as many as models have shapes
 def _kept(constants: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
     return torch.tensor(constants, device=device)
 

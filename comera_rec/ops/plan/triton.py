@@ -1,6 +1,6 @@
-# ruff: noqa: N803 - Triton's custom: constants are in capitals
+# ruff: noqa: N803 - Triton's convention: constants are in capitals
 # mypy: allow-untyped-defs
-"""The two slices of every id on a GPU, in Triton: one kernel for all tables of order 2. L ids, T tables."""
+"""A Triton kernel that finds the two slices of every id, for all tables of order 2 at once. L ids, T tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from comera_rec.ops.launch import Launch, block
 
 COLUMNS = 5
-"""Of what a kernel knows of a table: rows, trailing slices, numbers of its first leading and trailing slice, and its first row."""
+"""What a kernel gets for each table: rows, trailing slices, numbers of its first leading and trailing slice, and its first row."""
 
 
 @triton.jit(do_not_specialize=["num_ids", "ids_of_table", "num_left"])
@@ -21,12 +21,12 @@ def _split_ids(
 ):  # fmt: skip
     """pairs[:, l] = the slices of id l within its table, and the table; keys[:, l] = both slices, numbered through all tables.
 
-    Tables have ids_of_table ids each; if that is 0, an id counts the rows of earlier tables, too. An id out of range becomes 0 and
+    Tables have ids_of_table ids each; if that is 0, ids include the rows of earlier tables. An id out of range becomes 0 and
     sets in_range to 0.
     """
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    real = position < num_ids
-    id_ = tl.load(ids_ptr + position, mask=real, other=0).to(tl.int64)
+    is_id = position < num_ids
+    id_ = tl.load(ids_ptr + position, mask=is_id, other=0).to(tl.int64)
     table = tl.zeros([BLOCK], dtype=tl.int32)
     if ids_of_table > 0:
         table += tl.minimum(position // ids_of_table, NUM_TABLES - 1).to(tl.int32)
@@ -36,23 +36,23 @@ def _split_ids(
             first = tl.load(tables_ptr + later * COLUMNS + 4, mask=later < NUM_TABLES, other=0)
             table = tl.where((later < NUM_TABLES) & (first <= id_), later, table)
         id_ -= tl.load(tables_ptr + table * COLUMNS + 4)
-    of_table = tables_ptr + table * COLUMNS
-    inside = (id_ >= 0) & (id_ < tl.load(of_table))
-    tl.store(in_range_ptr, 0, mask=tl.max((real & ~inside).to(tl.int32)) > 0)
+    table_ptr = tables_ptr + table * COLUMNS
+    inside = (id_ >= 0) & (id_ < tl.load(table_ptr))
+    tl.store(in_range_ptr, 0, mask=tl.max((is_id & ~inside).to(tl.int32)) > 0)
     id_ = tl.where(inside, id_, 0)
-    trailing = tl.load(of_table + 1)
+    trailing = tl.load(table_ptr + 1)
     p, q = (id_ // trailing).to(tl.int32), (id_ % trailing).to(tl.int32)
-    tl.store(pairs_ptr + position, p, mask=real)
-    tl.store(pairs_ptr + num_ids + position, q, mask=real)
-    tl.store(pairs_ptr + 2 * num_ids + position, table, mask=real)
-    left = p + tl.load(of_table + 2)
-    right = q + tl.load(of_table + 3) + num_left + 1
-    tl.store(keys_ptr + position, left.to(keys_ptr.dtype.element_ty), mask=real)
-    tl.store(keys_ptr + num_ids + position, right.to(keys_ptr.dtype.element_ty), mask=real)
+    tl.store(pairs_ptr + position, p, mask=is_id)
+    tl.store(pairs_ptr + num_ids + position, q, mask=is_id)
+    tl.store(pairs_ptr + 2 * num_ids + position, table, mask=is_id)
+    left = p + tl.load(table_ptr + 2)
+    right = q + tl.load(table_ptr + 3) + num_left + 1
+    tl.store(keys_ptr + position, left.to(keys_ptr.dtype.element_ty), mask=is_id)
+    tl.store(keys_ptr + num_ids + position, right.to(keys_ptr.dtype.element_ty), mask=is_id)
 
 
 def split_launch(num_ids: int, ids_of_table: int, num_left: int, num_tables: int) -> Launch:
-    """Of `_split_ids`."""
+    """Return the launch of `_split_ids`."""
     size = block(num_ids, 256)
     return Launch(
         kernel=_split_ids,

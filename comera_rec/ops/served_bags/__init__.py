@@ -13,7 +13,7 @@ from comera_rec.ops.served_bags.table import ServedTable, Slab
 def served_bags(packed: Packed, lead: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
     """Return the bags of F features of each sample, after a leading vector: [B, 1 + F, N].
 
-    Every id's row is formed by itself, in registers, because requests are too small for a plan to pay off. There is no gradient.
+    Every id's row is formed separately, in registers, because requests are too small for a plan to pay off. There is no gradient.
 
     Args:
         packed: from `pack`.

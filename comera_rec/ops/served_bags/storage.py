@@ -43,7 +43,7 @@ def quantize(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
 
 
 def pack(tables: Sequence[ServedTable], dtype: torch.dtype) -> Packed:
-    """Pack tables with numbers of a type; for int8, narrow slabs are bfloat16, and columns of slabs are always float32.
+    """Pack tables as numbers of a type; with int8, narrow slabs are bfloat16. Columns of slabs are always float32.
 
     Tensors shared by tables are stored once.
     """

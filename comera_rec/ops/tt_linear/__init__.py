@@ -1,6 +1,6 @@
 """`tt_linear`: rows times a TT matrix, in an order of products that suits the number of rows.
 
-Shapes: B rows of the input, I in_features, O out_features; a part, formed from neighbouring cores, is (r, m, n, s) like a core.
+Shapes: B rows of the input, I in_features, O out_features; a part, formed from neighboring cores, is (r, m, n, s) like a core.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def tt_linear(
 ) -> Tensor:
     """Return y = x W + b with W = G_1 diag(D_1) G_2 ... G_d, in the given order; CoMERA, section 4.2 (arXiv 2405.14377).
 
-    Consists of plain matrix products, which autograd, autocast, torch.compile and torch.export support. Autograd follows the same
+    It uses plain matrix products, which autograd, autocast, torch.compile and torch.export support. Autograd follows the same
     contraction backwards, which is as cheap as any order (`LinearWork`), and keeps x, the formed parts and the rows between
     parts: with L and R, only the output has size B x O.
 
     Args:
         x: [..., I], I at most m_1...m_d.
         cores: (r, m, n, s) each, all input modes before all output modes.
-        diagonals: (r) each, between neighbouring cores.
+        diagonals: (r) each, between neighboring cores.
         out_features: O, at most n_1...n_d.
         bias: [O], or None.
         contraction: the order of products, from `best_contractions`; the result is the same for any.
@@ -45,7 +45,7 @@ def tt_linear(
     """
     batch, in_features = math.prod(x.shape[:-1]), x.shape[-1]
     matmul = float8_matmul if float8 else _matmul
-    parts, between = _formed(cores, diagonals, contraction, matmul)
+    parts, row_diagonals = _formed(cores, diagonals, contraction, matmul)
     height, rest, width = batch, math.prod([part.shape[1] for part in parts]), 1
     rows = x if x.dim() == 2 else x.reshape(batch, in_features)
     # Where one part contains all padding, it is cut from that part; otherwise rows are padded before and cut after.
@@ -56,14 +56,14 @@ def tt_linear(
     at_once = math.prod([part.shape[2] for part in parts[:-1]]) == 1
     if at_once:
         parts[-1] = parts[-1][:, :, :out_features]
-    for part_rmns, diagonal in zip(parts, between, strict=True):
+    for part_rmns, diagonal in zip(parts, row_diagonals, strict=True):
         r, m, n, s = part_rmns.shape
         if diagonal is not None:
             rows = rows.reshape(height * rest, r) * diagonal
         rest //= m
         if rest > 1 or (m > 1 and r > 1):
             rows = rows.reshape(height, m, rest, r).permute(0, 2, 3, 1)
-        if rows.shape != (height * rest, r * m):  # because even a view of the same shape adds a node to the graph
+        if rows.shape != (height * rest, r * m):  # even a view of the same shape would add a node to the graph
             rows = rows.reshape(height * rest, r * m)
         matrix = part_rmns.reshape(r * m, n * s)
         is_last = part_rmns is parts[-1]
@@ -82,8 +82,8 @@ def _matmul(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 def _formed(
     cores: Sequence[Tensor], diagonals: Sequence[Tensor], contraction: Contraction, matmul: Callable[[Tensor, Tensor], Tensor]
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Return the parts, and for each the D_k that scales the rows before it; other D_k are in the smaller core beside."""
-    scaled, between = list(cores), []
+    """Return the parts, and for each the D_k that scales the rows before it; other D_k are multiplied into the smaller neighbor."""
+    scaled, row_diagonals = list(cores), []
     starts = {span(part)[0] for part in contraction.parts} if contraction.scale_rows else set()
     for k, diagonal in enumerate(diagonals, start=1):
         if k in starts:
@@ -94,8 +94,8 @@ def _formed(
             scaled[k] = diagonal.view(-1, 1, 1, 1) * scaled[k]
     for part in contraction.parts:
         first = span(part)[0]
-        between.append(diagonals[first - 1] if contraction.scale_rows and first else None)
-    return [_joined(scaled, part, matmul) for part in contraction.parts], between
+        row_diagonals.append(diagonals[first - 1] if contraction.scale_rows and first else None)
+    return [_joined(scaled, part, matmul) for part in contraction.parts], row_diagonals
 
 
 def _joined(cores: Sequence[Tensor], tree: Tree, matmul: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
