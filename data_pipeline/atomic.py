@@ -1,8 +1,8 @@
-"""Finished output appears whole or not at all: it is written beside its place under a hidden name and renamed at the end.
+"""Atomic output: it is written under a hidden name in the same folder and renamed when it is complete.
 
-What an interrupted process left under the hidden name is removed by the next run for the same output, or, where the work is long
-(`data_pipeline.work`), taken up again. Files and folders are synced before they are renamed, so that neither appears empty after a
-power failure.
+Whatever an interrupted process left under the hidden name is removed by the next run for the same output or, if the work is long
+(`data_pipeline.work`), resumed. Files and folders are synced before they are renamed, so neither appears empty after a power
+failure.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from pathlib import Path, PurePath, PurePosixPath
 
 from filelock import SoftFileLock, Timeout
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # Path takes one of the slashes of s3://
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # Path drops one of the slashes of s3://
 
 
 def resolved(output: Path) -> Path:
-    """The folder or file that an output names, behind symbolic links.
+    """Resolve the symbolic links in an output path.
 
     Raises:
-        ValueError: it is a URL, or a file system is mounted there, so that nothing can be renamed to it.
+        ValueError: it is a URL, or a mount point, which nothing can be renamed to.
     """
     if _URL.match(str(output)):
         raise ValueError(
-            f"--output {output} is a URL, which this command doesn't write to; write to this machine, and copy it there"
+            f"--output {output} is a URL, which this command can't write to; write to a local folder and copy it there"
         )
     if os.path.ismount(output):
-        raise ValueError(f"--output {output} is where a file system is mounted; name a folder in it, such as {output / 'data'}")
+        raise ValueError(f"--output {output} is a mount point; name a folder in it, such as {output / 'data'}")
     return output.resolve()
 
 
 def refuse_overlap(output: Path | str, option: str, paths: Iterable[Path | str], *, within: bool = False) -> None:
-    """Refuse an output that holds what it is made of, also through symbolic links.
+    """Refuse an output that contains its own inputs, symbolic links included.
 
     Args:
         output: to be written.
-        option: that names the paths.
+        option: the command-line option that names the paths.
         paths: files and folders that are read.
-        within: refuse an output in one of them, too.
+        within: also refuse an output inside one of them.
 
     Raises:
-        ValueError: naming both.
+        ValueError: they overlap; the message names both.
     """
     target: PurePath = PurePosixPath(output) if isinstance(output, str) else resolved(output)
     for path in paths:
@@ -57,16 +57,16 @@ def refuse_overlap(output: Path | str, option: str, paths: Iterable[Path | str],
 
 
 def check_output_folder(output: Path, *, files: tuple[str, ...], overwrite: bool) -> None:
-    """Refuse a folder that may not be written.
+    """Refuse an output folder that must not be written.
 
     Args:
-        output: the folder to appear.
-        files: what a finished output holds, as patterns of paths. The first is a file that every one holds: only a folder that
-            holds it, and nothing beyond these files, is ever overwritten.
+        output: the folder to create.
+        files: patterns of the paths in a finished output. The first names a file that is always present: only a folder that
+            contains it, and nothing but matching files, is ever overwritten.
         overwrite: replace a finished output.
 
     Raises:
-        ValueError: output is something else, holds something else too, or is finished and overwrite is false.
+        ValueError: output is not a finished output, has other files in it, or is finished and overwrite is false.
     """
     if (output / files[0]).exists():
         if not overwrite:
@@ -74,14 +74,14 @@ def check_output_folder(output: Path, *, files: tuple[str, ...], overwrite: bool
         for path in _files_in(output):
             if not any(fnmatch.fnmatchcase(path.relative_to(output).as_posix(), pattern) for pattern in files):
                 raise ValueError(
-                    f"--output {output} also holds {path.relative_to(output)}, which is no part of it; move that first"
+                    f"--output {output} also holds {path.relative_to(output)}, which is not part of it; move that file first"
                 )
     elif output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"--output {output} exists and holds something else; choose a new or empty folder")
 
 
 def _files_in(folder: Path) -> Iterator[Path]:
-    """Files, and links to files or folders."""
+    """List files recursively; links to folders count as files."""
     for path in sorted(folder.iterdir()):
         if path.is_dir() and not path.is_symlink():
             yield from _files_in(path)
@@ -90,7 +90,7 @@ def _files_in(folder: Path) -> Iterator[Path]:
 
 
 def check_output_file(output: Path, *, overwrite: bool) -> None:
-    """Refuse a file that may not be written.
+    """Refuse an output file that must not be written.
 
     Raises:
         ValueError: output is a folder, or exists and overwrite is false.
@@ -102,7 +102,7 @@ def check_output_file(output: Path, *, overwrite: bool) -> None:
 
 
 def put_in_place(finished: Path, output: Path) -> None:
-    """Rename a finished folder or file to `output`, which then vanishes if it was there."""
+    """Rename a finished folder or file to `output`, replacing what is there."""
     old = hidden(output, "replaced")
     remove(old)
     if output.exists():
@@ -114,13 +114,13 @@ def put_in_place(finished: Path, output: Path) -> None:
 
 @contextmanager
 def locked(output: Path, tell: Callable[[str], None] = lambda line: None) -> Iterator[None]:
-    """Hold an output against other processes, of this machine or another one that shares its folder.
+    """Lock an output against other processes, on this machine or on others that share its folder.
 
-    The lock is a file beside the output that names its process, created exclusively, which network file systems grant to one. Where
-    that process is of this machine and no longer runs, its lock is taken over.
+    The lock is a file beside the output that names its process. It is created exclusively, which network file systems grant to only
+    one process. A lock left by a process of this machine that no longer runs is taken over.
 
     Raises:
-        ValueError: another process is at it.
+        ValueError: another process is writing it.
     """
     lock = SoftFileLock(hidden(output, "lock"))
     left_by = lock.pid
@@ -149,13 +149,13 @@ def _holder(lock: SoftFileLock) -> str:
 
 @contextmanager
 def finished_folder(output: Path, *, files: tuple[str, ...], overwrite: bool) -> Iterator[Path]:
-    """Give a work folder that becomes `output` when the block ends, and vanishes when it raises.
+    """Yield a work folder that is renamed to `output` when the block ends, or removed if it raises.
 
     Args:
-        output, files, overwrite: as for `check_output_folder`; parents are made.
+        output, files, overwrite: as for `check_output_folder`; parents are created.
 
     Raises:
-        ValueError: output may not be written.
+        ValueError: output must not be written.
         OSError: it cannot be written (no permission, disk full); the message names it.
     """
     output = resolved(output)
@@ -170,7 +170,7 @@ def finished_folder(output: Path, *, files: tuple[str, ...], overwrite: bool) ->
 
 @contextmanager
 def finished_file(output: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Give a path to write that becomes the file `output` when the block ends, and vanishes when it raises.
+    """Yield a path to write that is renamed to `output` when the block ends, or removed if it raises.
 
     Raises:
         ValueError: output is a folder, or exists and overwrite is false.
@@ -187,15 +187,15 @@ def finished_file(output: Path, *, overwrite: bool) -> Iterator[Path]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a path to write that becomes the file `path` when the block ends well, synced to disk first."""
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")  # two workers of a cluster may be at the same part
+    """Yield a temporary path that is synced and renamed to `path` when the block ends, or removed if it raises."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")  # two workers of a cluster may write the same part
     try:
-        yield beside
-        sync(beside)
-        beside.replace(path)
+        yield temporary
+        sync(temporary)
+        temporary.replace(path)
         sync(path.parent)
     finally:
-        remove(beside)
+        remove(temporary)
 
 
 def sync(path: Path) -> None:
@@ -204,22 +204,22 @@ def sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # of file systems that sync no folders
+        if error.errno != errno.EINVAL:  # from file systems that don't sync folders
             raise
     finally:
         os.close(descriptor)
 
 
 def make_parent(output: Path) -> None:
-    """Make the folder that an output is to be in."""
+    """Create the parent folder of an output."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-    except FileExistsError as error:  # mkdir's word for a file in the way
+    except FileExistsError as error:  # what mkdir raises if a file is in the way
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from error
 
 
 def reason_of(error: OSError) -> str:
-    """What the system says, without names of files."""
+    """Return the system's error message without file names."""
     return os.strerror(error.errno) if error.errno else str(error)
 
 
@@ -239,13 +239,13 @@ def _work_beside(output: Path) -> Iterator[Path]:
 
 
 def hidden(output: Path, suffix: str) -> Path:
-    """The hidden name beside an output, for what is not finished."""
+    """Return the hidden path beside an output, for unfinished work."""
     absolute = output.absolute()
     return absolute.with_name(f".{absolute.name}.{suffix}")
 
 
 def remove(path: Path) -> None:
-    """Remove a file or folder if it is there."""
+    """Remove a file or folder if it exists."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     elif path.exists():

@@ -1,4 +1,4 @@
-"""Ranges of numbers as categories: numbers as keys of the same order, and boundaries at the quantiles of what was counted."""
+"""Numeric ranges as categories: order-preserving integer keys of numbers, and boundaries at quantiles of the counted values."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ Counted = tuple[np.ndarray, np.ndarray]  # ascending keys and their counts
 
 
 def keys_of_numbers(numbers: np.ndarray) -> np.ndarray:
-    """Keys in the order of float64 numbers, uint64: the bits, all of them turned where a number is negative, else the sign's."""
+    """Map float64 numbers to uint64 keys of the same order: all bits are flipped in negative numbers, else only the sign bit."""
     bits = (numbers + 0.0).view(np.uint64)  # -0.0 becomes 0.0
     return np.where(bits & _SIGN, ~bits, bits | _SIGN)
 
 
 def numbers_of_keys(keys: np.ndarray) -> np.ndarray:
-    """The numbers of `keys_of_numbers`, float64."""
+    """Invert `keys_of_numbers`."""
     return np.where(keys & _SIGN, keys & ~_SIGN, ~keys).view(np.float64)
 
 
 def quantiles(values: Iterable[Counted], total: int, buckets: int) -> tuple[float, ...]:
-    """Where ranges of about total / buckets values begin, ascending, but for the first; equal values are in one range.
+    """Return the ascending boundaries between ranges of about total / buckets values each; equal values share a range.
 
     Args:
         values: keys of numbers, ascending, block by block.
-        total: values with their counts.
-        buckets: of the ranges, at most.
+        total: the sum of the counts.
+        buckets: the largest number of ranges.
     """
-    ranks = np.arange(1, buckets) * total // buckets  # of the first value of each range but the first, from 0
+    ranks = np.arange(1, buckets) * total // buckets  # of each range's first value, from 0; the first range is left out
     before, first_keys = 0, [np.empty(0, np.uint64)]
     for keys, counts in values:
         ends = before + np.cumsum(counts).astype(np.int64)

@@ -1,7 +1,7 @@
-"""Arrow's columns to those of `data_pipeline.parse`: the same numbers and hashes whether a cell came as text or as a number.
+"""Conversion of Arrow columns to `data_pipeline.parse.Parsed`, with equal results for text and numeric cells.
 
-Integers, hex digits and labels are read from text as `data_pipeline.reference` reads them. An integer that is a category hashes as
-its decimal digits, so 7 in Parquet, 7 and "7" in JSON and 7 in CSV are one value.
+Integers, hex digits and labels are read from text as `data_pipeline.reference` reads them. An integer in a category column is
+hashed as its decimal digits, so 7 in Parquet, 7 and "7" in JSON and 7 in CSV are one value.
 
 Letters: n rows of a part.
 """
@@ -29,7 +29,7 @@ _ISO_8601 = (
     r"(Z|[ T][0-2][0-9]:[0-5][0-9](:[0-5][0-9](\.[0-9]{1,9})?)?(Z| ?UTC|[+-][0-2][0-9](:?[0-5][0-9])?)?)?$"
 )
 _TIME = pa.timestamp("us", "UTC")
-_EXACT = 2.0**53  # beyond, float64 holds not every integer
+_EXACT = 2.0**53  # beyond this, float64 cannot hold every integer
 _EXPECTED = {
     "label": "0 or 1",
     "integer": "a 32-bit integer",
@@ -46,7 +46,7 @@ _EXPECTED = {
 
 @dataclass(frozen=True, kw_only=True)
 class _Cells:
-    """A column: float64 numbers or uint64 keys [n], which are missing or malformed; of a list column all keys, and lengths [n]."""
+    """A column: float64 numbers or uint64 keys [n] (of lists all keys, and lengths [n]); missing and malformed cells, bool [n]."""
 
     values: np.ndarray
     missing: np.ndarray
@@ -55,18 +55,18 @@ class _Cells:
 
 
 def to_parsed(columns: Mapping[str, pa.Array], schema: LogSchema, *, rows: int) -> tuple[Parsed, np.ndarray]:
-    """Read cells, and tell which rows are well-formed.
+    """Read cells, and find the well-formed rows.
 
     Args:
-        columns: by name, those of the schema but ignored ones, of any type that holds what their kinds say.
+        columns: by name, the schema's columns except ignored ones; of any Arrow type that fits their kinds.
         schema: of the log.
-        rows: of every column; their numbers are the starts and lines of what is returned.
+        rows: the length of every column; row numbers become the starts and lines of the result.
 
     Returns:
         The well-formed rows, and a mask of them, bool [rows].
 
     Raises:
-        ValueError: a column is of a type that can't be read as its kind.
+        ValueError: a column has a type that can't be read as its kind.
     """
     cells = {column.name: _read(columns[column.name], column) for column in schema.columns if column.kind != "ignore"}
     good = ~np.any([np.zeros(rows, np.bool_), *(column.bad for column in cells.values())], axis=0)
@@ -103,8 +103,8 @@ def to_parsed(columns: Mapping[str, pa.Array], schema: LogSchema, *, rows: int) 
 
 def _stack(columns: list[np.ndarray], rows: int, dtype: np.dtype) -> np.ndarray:
     stacked = np.empty((len(columns), rows), dtype)
-    for to, column in zip(stacked, columns, strict=True):
-        to[:] = column
+    for stacked_column, column in zip(stacked, columns, strict=True):
+        stacked_column[:] = column
     return stacked
 
 
@@ -135,11 +135,11 @@ def _read(array: pa.Array, column: Column) -> _Cells:
                 keys = _read_texts(array)
                 return _Cells(values=keys.values, missing=keys.missing, bad=keys.bad | (keys.missing & (column.kind == "user")))
     except pa.ArrowException as error:
-        raise ValueError(f"{column.name} is of type {array.type}, which is not {_EXPECTED[column.kind]} in each row") from error
+        raise ValueError(f"{column.name} has type {array.type}, which is not {_EXPECTED[column.kind]} in each row") from error
 
 
 def _read_dictionary(array: pa.DictionaryArray, column: Column) -> _Cells:
-    """Read each distinct value once, unless there are more of them than cells, as in a block of a longer column."""
+    """Read each distinct value once, unless the dictionary is longer than the block."""
     if column.kind == "list" or len(array.dictionary) > len(array):
         return _read(array.dictionary_decode(), column)
     distinct = pa.concat_arrays([array.dictionary, pa.nulls(1, array.dictionary.type)])
@@ -181,7 +181,7 @@ def _read_numbers(array: pa.Array, column: Column) -> _Cells:
 
 
 def _times(array: pa.Array) -> pa.Array:
-    """Texts of numbers as they are, and of dates and times of ISO 8601 as seconds since 1970; those without a zone are UTC."""
+    """Convert ISO 8601 dates and times to seconds since 1970 (UTC if no zone is given), as text; leave numbers as they are."""
     text = array.cast(pa.large_binary())
     dated = pc.match_substring_regex(text, _ISO_8601).fill_null(False)
     if not pc.any(dated).as_py():
@@ -196,7 +196,7 @@ def _times(array: pa.Array) -> pa.Array:
         dates = pc.replace_substring_regex(dates, pattern, replacement)
     try:
         stamps = dates.cast(_TIME)
-    except pa.ArrowInvalid:  # which names no row
+    except pa.ArrowInvalid:  # which doesn't name the row
         stamps = pa.array([_stamp(date) for date in dates], _TIME)
     seconds = pc.divide(stamps.cast(pa.int64()).cast(pa.float64()), 1e6)
     return pc.if_else(stamps.is_valid(), seconds.cast(pa.large_string()).cast(pa.large_binary()), text)
@@ -218,7 +218,7 @@ def _read_hex(array: pa.Array) -> _Cells:
 
 
 def _read_each(array: pa.Array, read: Callable[..., int]) -> _Cells:
-    """Read texts, of which empty ones are missing, with a function of `csrc/cells.cpp`."""
+    """Read texts with a function of `csrc/cells.cpp`; empty ones are missing."""
     texts = array.cast(pa.large_binary())
     offsets = np.zeros(1, np.int64)
     if len(texts):
@@ -233,7 +233,7 @@ def _read_each(array: pa.Array, read: Callable[..., int]) -> _Cells:
 
 def _read_texts(array: pa.Array) -> _Cells:
     bad = np.zeros(len(array), np.bool_)
-    if pa.types.is_floating(array.type):  # as pandas makes of integers with missing ones among them
+    if pa.types.is_floating(array.type):  # pandas stores integer columns with missing values as floats
         values = _numpy(array.cast(pa.float64()), np.nan)
         missing = np.isnan(values)
         bad = ~missing & ~((values == np.floor(values)) & (np.abs(values) < _EXACT))
@@ -257,12 +257,12 @@ def _read_lists(array: pa.Array, column: Column) -> _Cells:
 
 def _is_text(of_type: pa.DataType) -> bool:
     types = pa.types
-    return any(is_it(of_type) for is_it in (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary))
+    return any(is_type(of_type) for is_type in (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary))
 
 
 def is_list(of_type: pa.DataType) -> bool:
     """Whether an array of this type holds lists."""
-    return any(is_it(of_type) for is_it in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list))
+    return any(is_type(of_type) for is_type in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list))
 
 
 def _numpy(array: pa.Array | pa.ChunkedArray, null: object = None) -> np.ndarray:
@@ -272,7 +272,7 @@ def _numpy(array: pa.Array | pa.ChunkedArray, null: object = None) -> np.ndarray
 
 
 def _as_text(cell: object, column: Column) -> bytes:
-    """A cell as a log of text has it."""
+    """Format a cell as a text log would hold it."""
     if isinstance(cell, list):
         return column.separator.encode().join(_as_text(element, column) for element in cell)
     return cell if isinstance(cell, bytes) else b"" if cell is None else str(cell).encode()

@@ -1,4 +1,4 @@
-"""Pass 1 over all logs: every part counted once, malformed lines within their limit, training rows apart from the others."""
+"""Pass 1 over all logs: counts each part once, limits malformed lines, and separates training rows from the others."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from data_pipeline.runs import Counted, Run, merge, merge_in_levels
 from data_pipeline.splits import Rows
 
 _REJECTED_LINES_KEPT = 100
-_NONE, _ALL = slice(0, 0), slice(None)
+_NO_ROWS, _ALL_ROWS = slice(0, 0), slice(None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CountedPart:
-    """A part after pass 1: where its rows are among all rows, and what was counted in it.
+    """A part after pass 1: the number of its first row among all rows, and its counts.
 
-    name: of its files of counts. They hold all rows as training rows where splits go by position, because a row's position is known
-        only when all parts are counted; `train_and_rest` sets that right.
+    name: of its count files. If splits go by position, these count all rows as training rows, because positions are known only
+        after all parts are counted; `train_and_rest` corrects that.
     """
 
     log: int
@@ -43,7 +43,7 @@ class CountedPart:
 
 
 def count_logs(job: Job, schedule: Schedule) -> list[CountedPart]:
-    """Count every part that isn't counted yet, and return all in order.
+    """Count every part that has not been counted yet, and return all parts in order.
 
     Raises:
         ValueError: a log is damaged, or there are more malformed lines than allowed.
@@ -57,7 +57,7 @@ def count_logs(job: Job, schedule: Schedule) -> list[CountedPart]:
 
 
 class PartRecord(Protocol):
-    """What a pass that meets malformed lines records of a part; `PartCounts` says what the members are."""
+    """A part's record from a pass that checks for malformed lines; `PartCounts` documents the members."""
 
     @property
     def lines(self) -> int: ...
@@ -77,28 +77,28 @@ Record = TypeVar("Record", bound=PartRecord)
 def pass_over(
     job: Job, schedule: Schedule, work: Work[tuple[int, int, Record]], kind: type[Record], *, folder: str, description: str
 ) -> list[dict[int, Record]]:
-    """Work on every part that isn't done yet, and return for each log the records of all its parts, by number and in order.
+    """Run a pass over every part that is not done yet, and return each log's records by part number, in order.
 
     Args:
         job: the run.
         schedule: runs the pass.
-        work: gives log, number and record of a part, and saves the record.
-        kind: of record.
-        folder: of the work folder, where records are saved.
+        work: returns a part's log, number and record, and saves the record.
+        kind: the type of the records.
+        folder: where records are saved in the work folder.
         description: for the progress bar.
 
     Raises:
         ValueError: a log is damaged, or there are more malformed lines than allowed.
     """
-    records_of_logs = [_done_before(job, log, kind, folder) for log in range(len(job.logs))]
+    records_of_logs = [_load_records(job, log, kind, folder) for log in range(len(job.logs))]
     rejects = _Rejects(job)
     for log, records in enumerate(records_of_logs):
         rejects.check(log, records)
-    waiting = {log: records.keys() for log, records in enumerate(records_of_logs) if not _complete(records)}
-    done = sum(record.rows for records in records_of_logs for record in records.values())
+    done_parts = {log: records.keys() for log, records in enumerate(records_of_logs) if not _is_complete(records)}
+    rows_done = sum(record.rows for records in records_of_logs for record in records.values())
     with (
-        tqdm(desc=description, unit="row", unit_scale=True, disable=None, initial=done) as bar,
-        closing(schedule(job, work, waiting, {})) as results,
+        tqdm(desc=description, unit="row", unit_scale=True, disable=None, initial=rows_done) as bar,
+        closing(schedule(job, work, done_parts, {})) as results,
     ):
         for part_log, number, record in results:
             bar.update(record.rows)
@@ -107,29 +107,29 @@ def pass_over(
     return [dict(sorted(records.items())) for records in records_of_logs]
 
 
-def _done_before(job: Job, log: int, kind: type[Record], folder: str) -> dict[int, Record]:
+def _load_records(job: Job, log: int, kind: type[Record], folder: str) -> dict[int, Record]:
     paths = sorted((job.work.path / folder).glob(f"{log:05d}-??????.json"))
     numbers = [int(path.stem.partition("-")[2]) for path in paths]
     loaded = {number: job.work.load(f"{folder}/{part_name(log, number)}", kind) for number in numbers}
     return {number: record for number, record in loaded.items() if record}
 
 
-def _complete(records: Mapping[int, PartRecord]) -> bool:
+def _is_complete(records: Mapping[int, PartRecord]) -> bool:
     return any(record.last and len(records) == number + 1 for number, record in records.items())
 
 
 def _count(job: Job, part: Part, detail: None) -> tuple[int, int, PartCounts]:
     name = f"counts/{part_name(part.log, part.number)}"
     counts = job.work.load(name, PartCounts)
-    if counts:  # by a worker that died before it could say so
+    if counts:  # saved by a worker that died before it could report them
         return part.log, part.number, counts
     drawn = np.zeros(len(SPLITS), np.int64)
 
     def rows_of(parsed: Parsed, first: int) -> tuple[Rows, Rows]:
         if not job.splitting.by_row:
-            return _ALL, _NONE
+            return _ALL_ROWS, _NO_ROWS
         rows = job.rows_by_draw(part, parsed)
-        drawn[:] += [len(of_split) for of_split in rows.values()]
+        drawn[:] += [len(split_rows) for split_rows in rows.values()]
         return rows["train"], np.sort(np.concatenate([rows["val"], rows["test"]]))
 
     counts = count_part(job.blocks(part), job.schema, job.work.path / name, rows_of=rows_of, last=part.last, counted=job.counted)
@@ -140,34 +140,34 @@ def _count(job: Job, part: Part, detail: None) -> tuple[int, int, PartCounts]:
 
 
 class _Rejects:
-    """Stops the pass at one malformed line too many, once the parts before it in its log are counted, so that it has a number."""
+    """Stops the pass at the first malformed line over the limit, after counting the parts before it, which give its line number."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._count = 0
-        self._checked = [0] * len(job.logs)  # parts of each log
+        self._checked = [0] * len(job.logs)  # parts checked in each log
         self._lines = [0] * len(job.logs)
 
     def check(self, log: int, records: Mapping[int, PartRecord]) -> None:
-        most = self._job.options.max_bad_rows
+        limit = self._job.options.max_bad_rows
         while counts := records.get(self._checked[log]):
             before, self._count = self._count, self._count + counts.rejected
-            if self._count > most:
-                nth = most - before
+            if self._count > limit:
+                nth = limit - before
                 known = nth < len(counts.reasons)
                 line, reason = counts.reasons[nth] if known else self._job.malformed(log, self._checked[log], nth)
                 number = self._job.first_line(log) + self._lines[log] + line
-                others = f"after {most} other malformed lines; " if most else ""
+                others = f"after {limit} other malformed lines; " if limit else ""
                 raise ValueError(
                     f"{self._job.options.inputs[log]}:{number}: {reason}; {others}"
-                    "fix the log, or let lines be dropped with a higher --max-bad-rows"
+                    "fix the log, or raise --max-bad-rows to drop malformed lines"
                 )
             self._checked[log] += 1
             self._lines[log] += counts.lines
 
 
 def describe_inputs(job: Job, parts: Sequence[CountedPart]) -> tuple[tuple[InputFile, ...], tuple[RejectedLine, ...]]:
-    """The logs as read, and the first of their malformed lines."""
+    """Return the logs as read, and their first malformed lines."""
     inputs: list[InputFile] = []
     rejected: list[RejectedLine] = []
     for log, identity in enumerate(job.logs):
@@ -186,19 +186,19 @@ def describe_inputs(job: Job, parts: Sequence[CountedPart]) -> tuple[tuple[Input
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Rows of a part that all train, or all don't, as counted."""
+    """Counts of a part's training rows, or of its other rows."""
 
     counts: GroupCounts
     trains: bool
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """Of their values."""
+        """Runs of the rows' values."""
         return tuple(replace(run, trains=self.trains) for run in self.counts.runs)
 
 
 def train_and_rest(job: Job, parts: Sequence[CountedPart], train_rows: int) -> list[Group]:
-    """Groups of all parts. Where splits go by position, a part that both trains and doesn't is counted again in two groups."""
+    """Group all parts' counts. If splits go by position, a part with training and other rows is counted again as two groups."""
     groups = []
     for part in parts:
         if job.splitting.by_row or part.end_row <= train_rows:
@@ -216,9 +216,9 @@ def _count_apart(job: Job, part: CountedPart, train_rows: int) -> CountedPart:
     name = f"{part.name}-apart"
     counts = job.work.load(f"counts/{name}", PartCounts)
     if counts is None:
-        again = next(job.reader(part.log, lambda number: number != part.number)())
+        reread = next(job.reader(part.log, lambda number: number != part.number)())
         counts = count_part(
-            job.blocks(again),
+            job.blocks(reread),
             job.schema,
             job.work.path / "counts" / name,
             rows_of=lambda parsed, first: (slice(0, max(train_rows - first, 0)), slice(max(train_rows - first, 0), None)),
@@ -230,7 +230,7 @@ def _count_apart(job: Job, part: CountedPart, train_rows: int) -> CountedPart:
 
 
 def merged_values(job: Job, groups: Sequence[Group]) -> Callable[[int], Iterator[Counted]]:
-    """Merge the groups' runs in levels, and return what gives a categorical column's values and their counts in training rows."""
+    """Merge the groups' runs in levels; return a function from a categorical column to its values and their training counts."""
     folder = job.work.path / "counts"
     merging: dict[str, Any] = {"key_dtype": job.schema.key_dtype, "entries": job.options.merged_entries}
     all_runs = [run for group in groups for run in group.runs]
@@ -239,13 +239,13 @@ def merged_values(job: Job, groups: Sequence[Group]) -> Callable[[int], Iterator
 
 
 def remove_runs(job: Job) -> None:
-    """Remove the runs, once all vocabularies are recorded."""
+    """Remove the runs after all vocabularies are recorded."""
     for pattern in ("*.keys", "*.counts"):
         for file in (job.work.path / "counts").glob(pattern):
             file.unlink()
 
 
 def no_training_rows(parts: Sequence[CountedPart]) -> ValueError:
-    """For --input without a row to train on."""
+    """Return the error for inputs without a training row."""
     rows = sum(part.counts.rows for part in parts)
-    return ValueError(f"--input holds {rows} well-formed lines, which leaves no row for training; give more")
+    return ValueError(f"--input holds {rows} well-formed lines, which leaves no row for training; give more logs")

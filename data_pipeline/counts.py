@@ -1,8 +1,8 @@
-"""Pass 1, a part: how often each value occurs, as sorted runs on disk that are merged later, and what the manifest needs to know.
+"""Pass 1 for one part: value counts as sorted runs on disk, to be merged later, and statistics for the manifest.
 
-Runs rather than hash tables in memory: what a part needs does not grow with what came before it, so memory is bounded whatever the
-number of distinct values; a part's run is at once the state from which an interrupted pass resumes; and sorting 32-bit keys is
-vectorized in NumPy (0.11 microseconds a row of 26 columns, where pandas' hash tables took 0.40 in the same run).
+Why runs instead of hash tables in memory: a part's memory doesn't grow with earlier parts, so it is bounded whatever the number
+of distinct values; a part's run is also the state from which an interrupted pass resumes; and NumPy vectorizes the sorting
+of 32-bit keys (0.11 microseconds per row of 26 columns, where pandas' hash tables took 0.40 in the same run).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from data_pipeline.runs import Counter, Run
 from data_pipeline.schema import LogSchema
 from data_pipeline.splits import Rows
 
-_COUNTER_BYTES = 32 << 20  # more than the keys of a part of Criteo's, which are then counted at once
+_COUNTER_BYTES = 32 << 20  # more than the keys of one part of Criteo's logs, so these are counted at once
 
 
 @dataclass(frozen=True, kw_only=True)
 class IntegerCounts:
-    """Of one column of numbers: missing cells, least and greatest value or None, of float64 the sum and squared deviations."""
+    """Counts of a numeric column: missing cells, minimum and maximum or None; for float64 also the sum and squared deviations."""
 
     missing: int
     min: int | float | None
@@ -34,7 +34,7 @@ class IntegerCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupCounts:
-    """Of the part's training rows, or of its others: rows, and by column integers and missing categories; and runs of values."""
+    """Counts of a part's training rows, or of its others: rows, numbers and missing categories by column, and runs of values."""
 
     rows: int
     integers: tuple[IntegerCounts, ...]
@@ -44,10 +44,10 @@ class GroupCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class PartCounts:
-    """What pass 1 counted in a part.
+    """Results of pass 1 for a part.
 
-    reasons: the first malformed lines, as line of the part from 0 and what is wrong.
-    split_rows: rows by split where rows are drawn, None where their splits follow from their positions.
+    reasons: the first malformed lines, as (line of the part from 0, what is wrong).
+    split_rows: rows of each split; None if splits go by position.
     """
 
     lines: int
@@ -71,9 +71,9 @@ def count_part(
     Args:
         blocks: its rows.
         schema: of the log.
-        path: of the runs to write, which add to its name.
-        rows_of: training rows and others of a block, whose first row's number in the part comes with it.
-        last: for the record.
+        path: name prefix of the runs to write.
+        rows_of: takes a block and the number of its first row in the part; returns its training rows and its other rows.
+        last: the log ends with this part.
         counted: numbers of the categorical columns whose values to count.
     """
     groups = [_Group(path.with_name(f"{path.name}-{name}"), schema, counted) for name in ("train", "rest")]
@@ -91,7 +91,7 @@ def count_part(
 
 
 class _Group:
-    """Adds up the counts of chosen rows of every block."""
+    """Adds up the counts of the chosen rows of every block."""
 
     def __init__(self, path: Path, schema: LogSchema, counted: Collection[int]) -> None:
         self._rows = 0
@@ -126,10 +126,10 @@ class _Group:
 
 
 def _add(before: IntegerCounts, rows: int, values: np.ndarray, missing: np.ndarray) -> IntegerCounts:
-    """Add further values to the counts of `rows` rows; deviations are added up as by Chan, Golub and LeVeque (1979)."""
+    """Add values to the counts of `rows` rows; deviations are combined as by Chan, Golub and LeVeque (1979)."""
     present = values[~missing]
     counts = replace(before, missing=before.missing + len(values) - len(present))
-    if not len(present) or present.dtype == np.float32:  # which came transformed, and needs nothing
+    if not len(present) or present.dtype == np.float32:  # already transformed, so no statistics are needed
         return counts
     ends = [end for end in (before.min, before.max) if end is not None] + [present.min().item(), present.max().item()]
     counts = replace(counts, min=min(ends), max=max(ends))
@@ -137,13 +137,13 @@ def _add(before: IntegerCounts, rows: int, values: np.ndarray, missing: np.ndarr
         return counts
     total, deviations, counted = float(present.sum()), float(np.square(present - present.mean()).sum()), rows - before.missing
     if counted:
-        apart = total / len(present) - before.sum / counted
-        deviations += before.deviations + apart**2 * counted * len(present) / (counted + len(present))
+        mean_difference = total / len(present) - before.sum / counted
+        deviations += before.deviations + mean_difference**2 * counted * len(present) / (counted + len(present))
     return replace(counts, sum=before.sum + total, deviations=deviations)
 
 
 def list_elements(parsed: Parsed, column: int, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
-    """The elements of a list column's rows, end to end, and the length of each row's list."""
+    """Return a list column's elements in the given rows, concatenated, and the length of each row's list."""
     ends = parsed.list_ends[column]
     lengths = np.diff(ends, prepend=0)
     chosen = np.zeros(len(ends), np.bool_)

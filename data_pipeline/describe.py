@@ -1,4 +1,4 @@
-"""What is in a data set: missing values, skew, label rates; tables for the terminal, and a page that needs no other file."""
+"""Descriptions of data sets: missing values, skew and label rates, as tables for the terminal or as a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _BINS = 32
 class CategoryDescription:
     """A categorical column.
 
-    All but missing and test_zeros count the training split; of a data set that another one's vocabularies encoded, all splits.
+    All members but missing and test_zeros cover the training split, or all splits if another data set's vocabularies encoded them.
 
-    coverage: share of the values (of a list column, its elements) that have one of the first k ids, for k in TOP; values without an
-        id count as not covered.
-    zipf: s of the law count ~ rank^-s that fits best, by least squares of logarithms at ranks 1, 2, 4, ...; None below 3 points.
-    ranks, shares: points of the curve of counts, as shares of the values.
+    coverage: share of the values (in list columns, of the elements) that have one of the first k ids, for k in TOP; values without
+        an id count as not covered.
+    zipf: the best s for count ~ rank^-s, by least squares of logarithms at ranks 1, 2, 4, ...; None below 3 points.
+    ranks, shares: points of the curve of counts, as shares of all values.
     test_zeros: share of the test split's ids that are 0: missing, rare or unseen.
     """
 
@@ -45,7 +45,7 @@ class CategoryDescription:
 
 @dataclass(frozen=True, kw_only=True)
 class IntegerDescription:
-    """An integer column; bins count rows, as a category's counts do, by the stored logarithm, missing ones left out."""
+    """An integer column; bins are a histogram of the stored values; of logarithms, missing ones are left out."""
 
     name: str
     missing: float
@@ -65,7 +65,7 @@ class Description:
 
 
 def describe(manifest: Manifest, folder: Path) -> Description:
-    """Read the vocabularies' counts, or count ids where the vocabularies are another data set's, and bin the integer columns.
+    """Read the vocabularies' counts, or count ids if the vocabularies are another data set's, and bin the integer columns.
 
     Raises:
         ValueError: a file can't be read.
@@ -81,8 +81,8 @@ def _describe_category(column: CategoricalColumn, manifest: Manifest, folder: Pa
     test = manifest.splits["test"].rows
     counts, zeros = np.empty(0, np.int64), column.rows_at_zero["train"]
     if manifest.transformed and column.vocabulary:
-        zeros, *of_ids = _count_ids(column, manifest, folder)
-        counts = np.array(of_ids, np.int64)
+        zeros, *id_counts = _count_ids(column, manifest, folder)
+        counts = np.array(id_counts, np.int64)
     elif column.vocabulary:
         counts = pq.read_table(folder / column.vocabulary.path, columns=["count"]).column("count").to_numpy()
     values = int(counts.sum()) + zeros
@@ -105,7 +105,7 @@ def _describe_category(column: CategoricalColumn, manifest: Manifest, folder: Pa
 
 
 def _count_ids(column: CategoricalColumn, manifest: Manifest, folder: Path) -> np.ndarray:
-    """How often each id occurs."""
+    """Count how often each id occurs."""
     counts = np.zeros(column.num_embeddings, np.int64)
     for shard in _shards(manifest):
         for _, group in read_row_groups(folder / shard.path, [column.name]):
@@ -114,7 +114,7 @@ def _count_ids(column: CategoricalColumn, manifest: Manifest, folder: Path) -> n
 
 
 def _shards(manifest: Manifest) -> tuple[Shard, ...]:
-    """Of the training split, or of all splits where no training rows made the vocabularies."""
+    """Return the training split's shards, or all shards if the vocabularies are another data set's."""
     names = SPLITS if manifest.transformed else ("train",)
     return tuple(shard for name in names for shard in manifest.splits[name].shards)
 
@@ -145,7 +145,7 @@ def _describe_integers(manifest: Manifest, folder: Path) -> tuple[IntegerDescrip
 
 
 def _edges(column: IntegerColumn, manifest: Manifest, folder: Path) -> tuple[float, float]:
-    """The least and greatest value that training rows store: by the manifest where it follows from there, else from the shards."""
+    """Return the least and greatest stored value, from the manifest for logarithms, else from the shards."""
     if column.transform == "log":
         return float(np.log(2)), float(np.log(max((column.max or 0) + column.offset, 3)))
     low, high = np.inf, -np.inf
@@ -157,7 +157,7 @@ def _edges(column: IntegerColumn, manifest: Manifest, folder: Path) -> tuple[flo
 
 
 def to_text(description: Description) -> str:
-    """Aligned tables."""
+    """Format a description as aligned tables."""
     manifest = description.manifest
     lines = []
     for name, split in manifest.splits.items():
@@ -190,22 +190,22 @@ def _aligned(rows: list[list[str]]) -> list[str]:
 
 
 def write_html(description: Description, path: Path) -> None:
-    """A page with the tables' numbers, a histogram for each integer column and a curve of counts for each category."""
+    """Write a page with the tables, a histogram of each integer column and a curve of counts for each category."""
     environment = jinja2.Environment(loader=jinja2.PackageLoader("data_pipeline", "."), autoescape=True, trim_blocks=True)
     page = environment.get_template("describe.html.j2").render(description=description, top=TOP, curve=_curve, bars=_bars)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as beside:
-        beside.write_text(page)
+    with replacing(path) as temporary:
+        temporary.write_text(page)
 
 
 def _curve(category: CategoryDescription) -> str:
-    """Points of an SVG polyline of 200 x 60 for log share against log rank: ranks up to 10^8, shares down to 10^-8."""
+    """Return the points of a 200 x 60 SVG polyline of log share against log rank: ranks up to 10^8, shares down to 10^-8."""
     x = 25 * np.log10(category.ranks or (1,))
     y = -7.5 * np.log10(np.maximum(category.shares or (1,), 1e-8))
     return " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True))
 
 
 def _bars(integer: IntegerDescription) -> list[float]:
-    """Heights of bars in an SVG of 60."""
+    """Return the heights of bars in an SVG of height 60."""
     highest = max(integer.bins) or 1
     return [round(60 * count / highest, 1) for count in integer.bins]

@@ -1,9 +1,9 @@
-"""Raw values of a few rows to the numbers that a model reads, by the vocabularies of a data set: what serving does with a request.
+"""Encoding of a few raw rows with a data set's vocabularies, as serving does for a request.
 
     encoder = RequestEncoder("data/")
     dense, values, lengths = encoder([{"I1": 3, "I2": None, ..., "C1": "2dbcbc4c", ...}, ...])
 
-The numbers are those that `comera preprocess` writes for the same values, made by the same functions. Vocabularies are hash tables
+The results equal what `comera preprocess` writes for the same values, computed by the same functions. Vocabularies are hash tables
 mapped into memory: they load in milliseconds, and several processes share them.
 
 Letters: B rows, I integer columns, F categorical columns.
@@ -38,7 +38,7 @@ _SHOWN = 40
 
 
 class Flat(NamedTuple):
-    """Encoded rows as a served model takes them, categorical columns one after the other."""
+    """Encoded rows as a served model takes them, one categorical column after the other."""
 
     dense: np.ndarray  # [B, I] float32
     values: np.ndarray  # [sum(lengths)] int64 ids
@@ -46,18 +46,18 @@ class Flat(NamedTuple):
 
 
 def recorded_log(manifest: Manifest, folder: str | Path) -> LogSchema:
-    """The columns of a data set's logs.
+    """Return the schema of a data set's logs.
 
     Raises:
-        ValueError: an earlier version wrote the data set, without them or without tables to look values up in.
+        ValueError: an earlier version wrote the data set without the schema, or without lookup tables.
     """
     if manifest.log is None or any(column.vocabulary and not column.table for column in manifest.categorical_columns):
-        raise ValueError(f"{folder} is from a version that kept no tables to encode new rows with; {REMEDY}")
+        raise ValueError(f"{folder} was written by an earlier version, without the tables that encode new rows; {REMEDY}")
     return manifest.log
 
 
 def new_logs_schema(known: LogSchema, log: Source) -> LogSchema:
-    """The columns of new logs beside those of a data set; Criteo's, .npy files and names say whether there are labels."""
+    """Return the schema of new logs: detected for Criteo's and .npy, else `known` less absent labels, weights, times and users."""
     if known.transformed or known in (criteo_schema(labelled=True), criteo_schema(labelled=False)):
         return detect_schema(log)
     names = names_of(log, known)
@@ -66,32 +66,32 @@ def new_logs_schema(known: LogSchema, log: Source) -> LogSchema:
 
 
 def check_columns(schema: LogSchema, known: LogSchema, *, log: Source, data: str | Path) -> None:
-    """Check that a new log has the columns of a data set's logs, but for labels (all or none), weights, times and users.
+    """Check that a new log has the columns of a data set's logs. Labels (all of them), weights, times and users may be absent.
 
     Raises:
-        ValueError: a column is missing, of another kind or setting, or in another order; or labels differ.
+        ValueError: a column is missing, has another kind or setting, or is out of order; or the labels differ.
     """
 
     def columns(log_schema: LogSchema) -> list[str]:
         return [f"{column.name} ({_settings(column)})" for column in log_schema.columns if column.kind not in OF_NO_FEATURE]
 
-    given, wanted = [*columns(schema), "none"], [*columns(known), "none"]
+    log_columns, data_columns = [*columns(schema), "none"], [*columns(known), "none"]
     if schema.labels and known.labels and schema.labels != known.labels:
         raise ValueError(
-            f"--input {log} holds the labels {', '.join(schema.labels)} where {data} has {', '.join(known.labels)}; "
-            "give logs of all these labels or of none, or name the columns with --schema"
+            f"--input {log} has the labels {', '.join(schema.labels)} where {data} has {', '.join(known.labels)}; "
+            "give logs with all of these labels or none, or name the columns with --schema"
         )
-    if given != wanted or schema.transformed != known.transformed:
-        pairs = zip(given, wanted, strict=False)
-        actual, due = next((pair for pair in pairs if pair[0] != pair[1]), ("raw values", "columns that came transformed"))
+    if log_columns != data_columns or schema.transformed != known.transformed:
+        pairs = zip(log_columns, data_columns, strict=False)
+        actual, expected = next((pair for pair in pairs if pair[0] != pair[1]), ("raw values", "already transformed columns"))
         raise ValueError(
-            f"--input {log} holds other columns than the logs of {data}: {actual} where {due} is due; "
-            "give logs of the same columns, or name them with --schema"
+            f"--input {log} has other columns than the logs of {data}: {actual} where {expected} is expected; "
+            "give logs with the same columns, or name them with --schema"
         )
 
 
 def _settings(column: Column) -> str:
-    """What a column's values follow from, beside the data set's vocabularies."""
+    """Format the settings that determine a column's encoded values, apart from the vocabulary."""
     settings = {name: getattr(column, name) for name in ("transform", "boundaries", "buckets", "hash_buckets", "max_length")}
     defaults = Column(name=column.name, kind=column.kind)
     return ", ".join([column.kind, *(f"{name} {value}" for name, value in settings.items() if value != getattr(defaults, name))])
@@ -106,7 +106,7 @@ def open_encoder(
     room: int | None = None,
     threads: int = 1,
 ) -> Encoder:
-    """A data set's encoder of logs, its tables mapped into memory.
+    """Open a data set's encoder, with its tables mapped into memory.
 
     Args:
         integers, columns, folder: of the data set.
@@ -114,7 +114,7 @@ def open_encoder(
         room, threads: as for `open_tables`.
 
     Raises:
-        ValueError: a table is missing or of another size than the manifest states.
+        ValueError: a table is missing, or its size differs from the manifest's.
     """
     paths = [check_file(column.table, folder) for column in columns if column.table]
     tables = iter(open_tables(paths, schema.key_dtype, room=room, threads=threads))
@@ -127,12 +127,12 @@ def open_encoder(
 
 
 def computed_ids(column: CategoricalColumn) -> IdSource:
-    """The ids of a column without a table: ranges or hashes."""
+    """Return the id source of a column without a table: ranges or hashes."""
     return HashedIds(column.num_embeddings) if column.boundaries is None else BucketIds(column.boundaries)
 
 
 def flatten(encoder: Encoder, parsed: Parsed, rows: Rows = slice(None)) -> Flat:
-    """Encode rows of a parsed text."""
+    """Encode parsed rows as a served model takes them."""
     size = len(parsed.starts[rows])
     dense = np.ascontiguousarray(encoder.numbers(parsed, rows).T)
     ids, _ = encoder.singles(parsed, rows)
@@ -146,14 +146,14 @@ def flatten(encoder: Encoder, parsed: Parsed, rows: Rows = slice(None)) -> Flat:
 class RequestEncoder:
     """Encodes rows given as values by column.
 
-    Integers are int, hex columns str of 1 to 8 hex digits, other categories str, list columns lists of non-empty str. None, in a
-    categorical column "" as well, and an empty list stand for a missing value. Names that are no columns are ignored.
+    Integers are int, hex columns str of 1 to 8 hex digits, other categories str, list columns lists of non-empty str. None, an
+    empty list and, in a categorical column, "" stand for a missing value. Unknown names are ignored.
 
     Args:
         data: folder of a data set.
 
     Raises:
-        ValueError: it is none, or from an earlier version, or its tables are missing.
+        ValueError: it is not a data set, an earlier version wrote it, or its tables are missing.
     """
 
     def __init__(self, data: str | Path) -> None:
@@ -167,19 +167,19 @@ class RequestEncoder:
         """Encode rows.
 
         Raises:
-            ValueError: a column is missing or holds a value of another kind; the message names row and column.
+            ValueError: a column is missing or holds a value of another kind; the message names the row and column.
         """
         schema = self._encoder.schema
         for number, row in enumerate(rows):
             if not isinstance(row, Mapping):
-                raise ValueError(f"row {number} is {_show(row)}, which is no object of values by column")
-        of_kind = _NUMBER_OF if not schema.transformed else dict.fromkeys(_NUMBER_OF, _finite)
-        numbers = [self._cells(rows, name, of_kind[self._columns[name].kind]) for name in schema.integers]
+                raise ValueError(f"row {number} is {_show(row)}, which is not an object with a value for each column")
+        number_readers = _NUMBER_OF if not schema.transformed else dict.fromkeys(_NUMBER_OF, _finite)
+        numbers = [self._cells(rows, name, number_readers[self._columns[name].kind]) for name in schema.integers]
         keys = [self._cells(rows, name, _key_of(self._columns[name])) for name in schema.singles]
         lists = [self._cells(rows, name, _list) for name in schema.lists]
         integers, integer_missing = _columns(numbers, len(rows), schema.number_dtype)
         singles, key_missing = _columns(keys, len(rows), schema.key_dtype)
-        if schema.transformed:  # where the integer 0 is a missing value
+        if schema.transformed:  # .npy logs store 0 for a missing category
             key_missing |= singles == 0
         flat = [[key for cell in column for key in cell] for column in lists]
         list_keys = np.zeros((len(lists), max(map(len, flat), default=0)), np.uint64)
@@ -203,7 +203,7 @@ class RequestEncoder:
         return flatten(self._encoder, truncate_lists(parsed, schema))
 
     def _cells(self, rows: Sequence[Mapping[str, Any]], name: str, read: Callable[[Any], Any]) -> list[Any]:
-        """A column's values; None where missing."""
+        """Read a column's values; None where missing."""
         cells: list[Any] = []
         try:
             for row in rows:
@@ -212,12 +212,12 @@ class RequestEncoder:
             raise ValueError(f"row {len(cells)} has no {name}; give null where its value is missing") from error
         except ValueError as error:
             shown = _show(rows[len(cells)][name])
-            raise ValueError(f"row {len(cells)}: {name} is {shown}, which is not {_due(self._columns[name])}") from error
+            raise ValueError(f"row {len(cells)}: {name} is {shown}, which is not {_expected(self._columns[name])}") from error
         return cells
 
 
 def _columns(columns: list[list[Any]], rows: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Values [columns, rows], 0 where missing, and where they are."""
+    """Stack columns: values [columns, rows], 0 where missing, and the missing cells, bool [columns, rows]."""
     missing = np.array([[cell is None for cell in column] for column in columns], np.bool_).reshape(len(columns), rows)
     filled = [[0 if cell is None else cell for cell in column] for column in columns]
     return np.array(filled, dtype).reshape(len(columns), rows), missing
@@ -259,7 +259,7 @@ def _text(cell: Any) -> int | None:
     if cell is None or cell == "":
         return None
     if type(cell) is str:
-        return hash_text(cell.encode())  # raises UnicodeEncodeError, a ValueError, for half of a surrogate pair
+        return hash_text(cell.encode())  # half of a surrogate pair raises UnicodeEncodeError, a ValueError
     raise ValueError
 
 
@@ -287,9 +287,9 @@ def _key_of(column: Column) -> Callable[[Any], int | None]:
     return read
 
 
-def _due(column: Column) -> str:
+def _expected(column: Column) -> str:
     return {
-        "integer": "a 32-bit integer or null (float32 where columns came transformed)",
+        "integer": "a 32-bit integer or null (a float32 number in columns that were already transformed)",
         "int64": "a 64-bit integer or null",
         "float": "a finite number or null",
         "hex": "a string of 1 to 8 hex digits or null",

@@ -1,7 +1,7 @@
-"""A data set's vocabularies with new values at their ends: ids of known values stay, so that a model's rows keep their meaning.
+"""Vocabularies extended by new values: known values keep their ids, so a model's embedding rows keep their meaning.
 
-New values follow by falling count in the new training rows, equal counts by value. The counts of known values stay those of the
-logs that made them known.
+New values are appended by falling count in the new training rows, equal counts by value. Known values keep the counts that their
+own logs gave them.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ def extend_vocabulary(
     """Write a column's vocabulary and table with the values of new logs that are frequent enough.
 
     Args:
-        column: as the known data set has it, with a vocabulary.
-        values, key_dtype, work: as for `data_pipeline.vocabulary.build_vocabulary`, of the new logs.
-        max_ids: values that get an id, known ones included.
-        room: bytes of the known table that may be held in memory.
-        known: folder of the known data set.
-        data: folder of the new one.
+        column: from the known data set; it has a vocabulary.
+        values, key_dtype, work: as for `data_pipeline.vocabulary.build_vocabulary`, for the new logs.
+        max_ids: the most values that get an id, known ones included; None for no limit.
+        room: the most bytes of the known table to hold in memory.
+        known: the known data set's folder.
+        data: the new data set's folder.
 
     Returns:
-        The column with its new files; the column itself if there is no new value.
+        The column with its new files, or unchanged if there are no new values.
 
     Raises:
-        ValueError: there are more ids than an int32 holds.
+        ValueError: there are more ids than an int32 can hold.
     """
-    assert column.vocabulary, "a column without a vocabulary has none to extend"
+    assert column.vocabulary, "only columns with a vocabulary are extended"
     assert column.table, "`recorded_log` refuses data sets without tables"
-    before, vocabulary = column.vocabulary.rows, check_file(column.vocabulary, known)
+    known_rows, vocabulary = column.vocabulary.rows, check_file(column.vocabulary, known)
     ids_of = TableIds(check_file(column.table, known), key_dtype, room)
-    most = None if max_ids is None else max(0, max_ids - before)
+    most = None if max_ids is None else max(0, max_ids - known_rows)
     new_values = _without_id(values, ids_of)
     with ranked(column.name, new_values, key_dtype=key_dtype, min_count=column.min_count, most=most, work=work) as new:
         if not new.rows:
             return column
-        rows = before + new.rows
+        rows = known_rows + new.rows
         if rows >= MOST_IDS:
-            raise ValueError(f"{column.name} would have {rows} values, more than ids of 32 bits; preprocess anew")
+            raise ValueError(f"{column.name} would have {rows} values, more than 32-bit ids allow; preprocess all logs again")
 
         def blocks() -> Iterator[Counted]:
             for _, group in read_row_groups(vocabulary):

@@ -1,4 +1,4 @@
-"""Between the passes: what each categorical column's ids follow from, as the manifest records it."""
+"""Between the passes: vocabularies and boundaries of the categorical columns, as the manifest records them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from data_pipeline.vocabulary import build_vocabulary
 
 
 def is_counted(options: PreprocessOptions, column: Column) -> bool:
-    """Whether a categorical column's ids follow from how often its values occur."""
+    """Whether a categorical column's ids depend on how often its values occur."""
     return column.buckets is not None if column.bucketized else options.buckets_of(column) is None
 
 
 def fit_categories(job: Job, options: PreprocessOptions, groups: Sequence[Group]) -> tuple[CategoricalColumn, ...]:
-    """Write the vocabularies, and describe all categorical columns but for what is known when they are encoded.
+    """Write the vocabularies, and describe all categorical columns except for what is known only after encoding.
 
-    Interrupted, it resumes: a column that is done is recorded.
+    An interrupted call resumes, because each finished column is recorded.
     """
     records = {number: f"tables/{number:03d}" for number in sorted(job.counted)}
     recorded = {number: job.work.load(record, CategoricalColumn) for number, record in records.items()}
@@ -49,7 +49,7 @@ def fit_categories(job: Job, options: PreprocessOptions, groups: Sequence[Group]
 def _fit(
     job: Job, options: PreprocessOptions, groups: Sequence[Group], number: int, values: Iterable[Counted]
 ) -> CategoricalColumn:
-    """Describe a column by its values, which come ascending and block by block where they are counted."""
+    """Describe a column by its values: ascending, block by block; empty if they were not counted."""
     column = job.schema.column_of(job.schema.categories[number])
     missing = sum(group.counts.missing[number] for group in groups)
     described = CategoricalColumn(

@@ -1,7 +1,7 @@
-"""Ids of category values: hash tables in files, built and looked up by compiled loops, and ids by hash alone.
+"""Ids of category values, from hash tables in files, from hashes alone or from numeric ranges; compiled loops do the work.
 
-A table is an array [capacity, 2] of (key, id), free where the id is 0, open to the next slot. It is mapped into memory, so all
-workers share one copy, and one larger than memory is still looked up, from the page cache where its hot keys are.
+A table is an array [capacity, 2] of (key, id) with linear probing; a slot is free if its id is 0. It is mapped into memory, so
+all workers share one copy, and a table larger than memory still works, with its hot keys in the page cache.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from data_pipeline import native
 from data_pipeline.buckets import keys_of_numbers
 from data_pipeline.native import Array, IdsOf, Matrix
 
-_RANGE_BYTES = 128 << 20  # of a table that is written at a time; the order of insertion, hence the file, follows from it
+_RANGE_BYTES = 128 << 20  # written at a time; it determines the order of insertion and thus the bytes of the file
 
 
 def allocate(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-    """An array of zeros in a new file, mapped into memory; raises OSError here, not later, where the disk has no room for it."""
+    """Map a new file of zeros into memory. A full disk raises OSError here, not when the array is written."""
     size = int(np.prod(shape)) * dtype.itemsize
     with path.open("wb") as file:
         if size:
@@ -29,30 +29,30 @@ def allocate(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def map_array(path: Path, dtype: np.dtype, shape: tuple[int, ...] = (-1,), *, writable: bool = False) -> np.ndarray:
-    """A file as an array; pages are read as they are touched."""
-    if not path.stat().st_size:  # no system maps nothing
+    """Map a file as an array; pages are read on first access."""
+    if not path.stat().st_size:  # empty files cannot be mapped
         return np.empty([max(length, 0) for length in shape], dtype)
     return np.memmap(path, dtype, "r+" if writable else "r").reshape(shape)
 
 
 def capacity_for(keys: int) -> int:
-    """Slots of a table: a third stays free, for short probes."""
+    """Return the slots of a table; a third stays free to keep probes short."""
     return keys * 3 // 2 + 1
 
 
 def release(array: np.ndarray) -> None:
-    """Let go of the pages of a mapped file, which count as this process's memory; the file keeps what was written."""
+    """Release the pages of a mapped file, which count as this process's memory; the file keeps what was written."""
     native.release_pages(Array(array.reshape(-1).view(np.uint8), np.uint8))
 
 
 def write_table(path: Path, blocks: Callable[[], Iterable[np.ndarray]], keys: int, dtype: np.dtype) -> None:
-    """Write a table of keys with ids 1, 2, ..., in memory that a large one doesn't fill.
+    """Write a table of keys with ids 1, 2, ... in bounded memory.
 
     Args:
         path: of the file.
-        blocks: gives the keys in the order of their ids, as often as it is called.
-        keys: how many there are.
-        dtype: of them.
+        blocks: returns the keys in id order; it is called several times.
+        keys: the number of keys.
+        dtype: of the keys.
     """
     pairs = allocate(path, dtype, (capacity_for(keys), 2))
     step = _RANGE_BYTES // (2 * dtype.itemsize)
@@ -65,12 +65,12 @@ def write_table(path: Path, blocks: Callable[[], Iterable[np.ndarray]], keys: in
 
 
 class TableIds:
-    """Ids by a table in a file, 0 for keys that are not in it. Pickled, it is the name of the file.
+    """Ids from a table in a file; 0 for unknown keys. Pickling stores the file's path, not its contents.
 
     Args:
         path: of the file.
         dtype: of its keys.
-        room: bytes of it that a thread may hold in memory; None for all of it.
+        room: the most bytes of it that a thread may hold in memory; None for all.
     """
 
     def __init__(self, path: Path, dtype: np.dtype, room: int | None = None) -> None:
@@ -84,12 +84,12 @@ class TableIds:
 
 
 def open_tables(paths: Sequence[Path], dtype: np.dtype, *, room: int | None = None, threads: int = 1) -> tuple[TableIds, ...]:
-    """The tables of several columns, which share the room.
+    """Open the tables of several columns, which share the room.
 
     Args:
         paths, dtype: of the tables.
-        room: bytes of them that may be in memory; None for all. The smallest ones are held whole, for all threads together.
-        threads: look up at once, each in another range of a table that isn't held whole.
+        room: the most bytes of them to hold in memory; None for all. The smallest tables are held whole and shared by all threads.
+        threads: how many look up ids at once; each holds its own range of a table that isn't held whole.
     """
     if room is None:
         return tuple(TableIds(path, dtype) for path in paths)
@@ -117,7 +117,7 @@ class BucketIds:
 
     def __init__(self, boundaries: Sequence[float]) -> None:
         self._arguments = (tuple(boundaries),)
-        self._keys = keys_of_numbers(np.array(boundaries or [np.inf], np.float64))  # beyond all numbers
+        self._keys = keys_of_numbers(np.array(boundaries or [np.inf], np.float64))  # above all numbers
         self.native = IdsOf(bounds=Array(self._keys, np.uint64))
 
     def __reduce__(self) -> tuple[type, tuple[tuple[float, ...]]]:
@@ -128,9 +128,9 @@ IdSource = TableIds | HashedIds | BucketIds
 
 
 def encode_keys(ids_of: Sequence[IdSource], keys: np.ndarray, missing: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Ids of categorical columns, int32 [C, n] for keys [C, n], 0 where missing or unknown; and how many are 0, int64 [C]."""
+    """Return ids int32 [C, n] for keys [C, n], 0 where missing or unknown, and how many in each column are 0, int64 [C]."""
     ids, zeros, dtype = np.empty(keys.shape, np.int32), np.empty(len(keys), np.int64), keys.dtype
-    columns = IdsOf.array([of_column.native for of_column in ids_of])
+    columns = IdsOf.array([source.native for source in ids_of])
     arrays = (Matrix(keys, dtype), Matrix(missing, np.bool_), Matrix(ids, np.int32), Array(zeros, np.int64))
     native.encode_keys[dtype](columns, *arrays)
     return ids, zeros

@@ -1,4 +1,4 @@
-"""What both passes share: the options, the logs' schema, the work folder, and how a part is read and parsed."""
+"""State that both passes share: options, schema and work folder, and how parts are read and parsed."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from data_pipeline.work import WorkFolder
 class Job:
     """A run over logs.
 
-    names: of each log's columns, in its order; None where they are known by their order.
-    counted: numbers of the categorical columns whose values pass 1 counts, for vocabularies.
+    names: each log's column names, in its order; None if columns are identified by position.
+    counted: numbers of the categorical columns whose values pass 1 counts.
     """
 
     options: PassOptions
@@ -38,48 +38,48 @@ class Job:
     counted: frozenset[int] = frozenset()
 
     def reader(self, log: int, skip: Skip) -> Callable[[], Iterator[Part]]:
-        """What reads a log's parts, as `read_parts`."""
+        """Return a function that reads a log's parts with `read_parts`."""
         columns = {column.source for column in self.schema.columns if column.kind != "ignore"}
         return lambda: read_parts(log, self.options.inputs[log], part_bytes=self.options.part_bytes, skip=skip, columns=columns)
 
     def blocks(self, part: Part) -> Iterator[Parsed]:
-        """Parse a part, block by block, without the line of names where there is one; lines begin where they do in the whole log.
+        """Parse a part block by block, without a header line; `starts` are positions in the whole log.
 
         Raises:
-            ValueError: the log is of another kind than the first, or has other columns in .npy files.
+            ValueError: only one of this log and the first is a set of .npy files, or their .npy files have different columns.
         """
         columns = None
         if isinstance(part.content, Rows):
             columns = (part.content.dense.shape[1], part.content.sparse.shape[1])
         if columns != ((len(self.schema.integers), len(self.schema.singles)) if self.schema.transformed else None):
             raise ValueError(
-                f"{self.options.inputs[part.log]} doesn't hold what the first --input or --schema says; text and .npy files, "
-                "or .npy files of other columns, become data sets of their own"
+                f"{self.options.inputs[part.log]} doesn't match the first --input or --schema; preprocess text and .npy files, "
+                "or .npy files with different columns, as separate data sets"
             )
         if isinstance(part.content, Rows):
-            blocks, begin = parse_rows(part.content), part.start
+            blocks, start = parse_rows(part.content), part.start
         elif isinstance(part.content, pa.Table):
-            blocks, begin = table_blocks(part.content, self.schema), part.start
+            blocks, start = table_blocks(part.content, self.schema), part.start
         else:
             header = part.content.find(b"\n") + 1 if self.schema.header and not part.start else 0
-            blocks, begin = self._text_blocks(part.content, header, self.names[part.log]), part.start + header
+            blocks, start = self._text_blocks(part.content, header, self.names[part.log]), part.start + header
         for parsed in blocks:
-            yield truncate_lists(replace(parsed, starts=parsed.starts + begin), self.schema)
+            yield truncate_lists(replace(parsed, starts=parsed.starts + start), self.schema)
 
     def _text_blocks(self, content: bytearray, header: int, names: tuple[str, ...] | None) -> Iterator[Parsed]:
-        by_order = tuple(column.source for column in self.schema.columns)
+        schema_names = tuple(column.source for column in self.schema.columns)
         is_quoted = self.schema.format == "csv" and content.find(b'"', header) >= 0
         text = memoryview(content)[header:]
-        if self.schema.of_text and not is_quoted and names in (None, by_order):
+        if self.schema.of_text and not is_quoted and names in (None, schema_names):
             return parse_blocks(text, self.schema)
-        return text_blocks(text, self.schema, names or by_order)
+        return text_blocks(text, self.schema, names or schema_names)
 
     def first_line(self, log: int) -> int:
-        """The number of a log's first line or row, that of names left out."""
+        """Return the line number of a log's first row: 2 after a header line, else 1."""
         return 2 if self.schema.header and parquet_names(self.options.inputs[log]) is None else 1
 
     def malformed(self, log: int, number: int, nth: int) -> tuple[int, str]:
-        """The nth malformed line of a part, from 0: its number in the part, and what is wrong. Reads the part again."""
+        """Read a part again to find its nth malformed line, from 0; return its number in the part, and what is wrong."""
         part, before = next(self.reader(log, number.__ne__)()), 0
         while True:
             rejected = 0
@@ -92,19 +92,19 @@ class Job:
                     break
             first, second = _halves(part)
             sizes = [(parsed.lines, parsed.rejected) for parsed in self.blocks(first)]
-            rejected = sum(of_block for _, of_block in sizes)
+            rejected = sum(block_rejected for _, block_rejected in sizes)
             if nth < rejected:
                 part = first
             else:
                 part, nth, before = second, nth - rejected, before + sum(lines for lines, _ in sizes)
 
     def rows_by_draw(self, part: Part, parsed: Parsed) -> dict[str, np.ndarray]:
-        """The rows of each split in a part, where they are drawn."""
+        """Return each split's rows of a parsed block, if splits don't go by position."""
         return rows_by_draw(self.splitting.of_rows(part.log, parsed.starts, parsed.split_keys))
 
 
 def _halves(part: Part) -> tuple[Part, Part]:
-    """A part of more than one line as two of about the same size."""
+    """Split a part of more than one line into two of about equal size."""
     content = part.content
     if isinstance(content, bytearray):
         middle = content.rfind(b"\n", 0, len(content) // 2) + 1 or content.find(b"\n") + 1
@@ -119,5 +119,5 @@ def _halves(part: Part) -> tuple[Part, Part]:
 
 
 def part_name(log: int, number: int) -> str:
-    """Of a part's files in the work folder."""
+    """Return the name of a part's files in the work folder."""
     return f"{log:05d}-{number:06d}"

@@ -1,4 +1,4 @@
-"""Lists cut to their first elements, wherever they were parsed."""
+"""Truncation of parsed lists to their first elements."""
 
 from __future__ import annotations
 

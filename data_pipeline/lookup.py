@@ -1,7 +1,7 @@
-"""A category's text beside its id, as far as a data set stores it.
+"""Lookup of a category's id by its text and, where the data set allows, of the text by its id.
 
-A vocabulary of hex digits holds the numbers that they spell, one of other texts their 64-bit hashes. So every text has an id to be
-asked for, but an id leads back to hex digits only.
+A vocabulary stores hex digits as numbers and other texts as 64-bit hashes. So the id of any text can be looked up, but only hex
+digits can be recovered from an id.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _HEX = re.compile(r"[0-9a-fA-F]{1,8}")
 class Entry:
     """An id of a column, its text, and how many training rows (or elements of their lists) hold it.
 
-    text and count are None for id 0, which missing, rare and new values share; count also where no values are counted. The
-    text of an id of ranges names the range.
+    text and count are None for id 0, which missing, rare and new values share; count is also None if values were not counted. For
+    ids of numeric ranges, text describes the range.
     """
 
     column: str
@@ -62,7 +62,7 @@ def find_text(manifest: Manifest, folder: Path, column: str, text: str) -> Entry
     """Find a text's id, 0 if it has none.
 
     Raises:
-        ValueError: there is no such column, or the text is none of it.
+        ValueError: there is no such column, or the text can't be one of its values.
     """
     kind, described, schema = _column(manifest, folder, column)
     if described.boundaries is not None and text:
@@ -89,13 +89,13 @@ def _column(manifest: Manifest, folder: Path, name: str) -> tuple[Kind, Categori
     schema = recorded_log(manifest, folder)
     described = {column.name: column for column in manifest.categorical_columns}
     if name not in described:
-        raise ValueError(f"--column {name}: {folder} has no such category; its categories are {', '.join(described)[:200]}")
+        raise ValueError(f"--column {name}: {folder} has no such categorical column; choose one of {', '.join(described)[:200]}")
     return schema.column_of(name).kind, described[name], schema
 
 
 def _entry(column: CategoricalColumn, folder: Path, number: int) -> tuple[int, int]:
-    """Value and count of an id from 1."""
-    assert column.vocabulary, "ids that are hashes have no entries"
+    """Read the value and count of an id, from 1, in the vocabulary."""
+    assert column.vocabulary, "only columns with a vocabulary have entries"
     with pq.ParquetFile(check_file(column.vocabulary, folder), memory_map=True) as file:
         row, group = number - 1, 0
         while row >= (rows := file.metadata.row_group(group).num_rows):

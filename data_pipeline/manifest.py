@@ -1,11 +1,11 @@
-"""manifest.json: what a preprocessed data set says about itself, as typed records, and how it is read and checked.
+"""manifest.json: typed records that describe a preprocessed data set, and functions that read and check it.
 
     manifest = read_manifest("data/")
     check_shards(manifest, "data/")
     manifest.splits["train"].shards[0].path           # "train/part-00000.parquet", relative to the folder
     manifest.categorical_columns[2].num_embeddings    # rows of C3's embedding table
 
-Keys in the file are the names of the fields below (`rows.in` alone is `rows.read` here, `in` being a Python keyword).
+Keys in the file are the field names below, except that `rows.in` is `rows.read` here because `in` is a Python keyword.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ FORMAT = "comera-rec-dataset"
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 SPLITS = ("train", "val", "test")
-FILES = (MANIFEST_NAME, *(f"{split}/*.parquet" for split in SPLITS), "vocabulary/*")  # of a data set, as patterns
+FILES = (MANIFEST_NAME, *(f"{split}/*.parquet" for split in SPLITS), "vocabulary/*")  # patterns of a data set's files
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
     """A Parquet file of the data set: its path relative to the folder, and what it must contain.
 
-    from_rows: its rows are among those of the input from the first of these numbers (0 for the first well-formed line) up to the
-        second, and in their order. Shards of several splits may share a range, and then its rows between them.
+    from_rows: half-open range of input rows (0 is the first well-formed line) that this shard's rows are from, in order. Shards of
+        several splits may share a range and divide its rows among them.
     """
 
     path: str
@@ -52,7 +52,7 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """Rows of the input, in the input's order, spread over its shards one after the other."""
+    """A split: rows of the input, in input order, divided into consecutive shards."""
 
     rows: int
     shards: tuple[Shard, ...]
@@ -60,7 +60,7 @@ class Split:
 
 @dataclass(frozen=True, kw_only=True)
 class InputFile:
-    """A raw log that was read: its name without folders, its bytes on disk, its lines and how many were rejected."""
+    """A raw log: its name without folders, its bytes on disk, its number of lines and how many were rejected."""
 
     name: str
     bytes: int
@@ -88,7 +88,7 @@ class RejectedLine:
 
 @dataclass(frozen=True, kw_only=True)
 class Label:
-    """A label: its share of ones, over everything and per split (None for an empty split), and its column in shards."""
+    """A label: its share of ones, overall and per split (None for an empty split), and its column in shards."""
 
     mean: float
     split_means: dict[str, float | None]
@@ -97,7 +97,7 @@ class Label:
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """The weights of rows in a loss: their mean, over everything and per split (None for an empty split), and their column."""
+    """The rows' weights in the loss: their mean, overall and per split (None for an empty split), and their column."""
 
     mean: float
     split_means: dict[str, float | None]
@@ -106,11 +106,11 @@ class Weight:
 
 @dataclass(frozen=True, kw_only=True)
 class IntegerColumn:
-    """A column of numbers, stored as log(max(x, min) + offset) > 0 with offset = 2 - min, and exactly 0.0 where missing.
+    """A numeric column, stored as log(max(x, min) + offset) > 0 with offset = 2 - min, and exactly 0.0 where missing.
 
-    min and max are those of the training split, None where it holds no value; missing counts the whole input's cells. Where
-    transform is "standardize", (x - mean) / scale is stored instead, with the training split's mean and standard deviation; where
-    it is "none", x itself. Columns that came transformed have no min or max.
+    min and max are those of the training split, None if it has no values; missing counts cells of the whole input. If transform is
+    "standardize", (x - mean) / scale is stored instead, with the training split's mean and standard deviation; if it is "none", x
+    itself. Columns that were already transformed in the input have no min or max.
     """
 
     name: str
@@ -125,15 +125,15 @@ class IntegerColumn:
 
 @dataclass(frozen=True, kw_only=True)
 class CategoricalColumn:
-    """A category column, stored as ids: 0 = missing, rare or unseen; 1, 2, ... by falling frequency in the training split.
+    """A categorical column, stored as ids: 0 = missing, rare or unseen; 1, 2, ... by falling frequency in the training split.
 
     num_embeddings is the largest id + 1. distinct and missing count the whole input (a missing cell is no distinct value).
-    rows_at_zero is, per split, how many ids are 0. vocabulary lists value and count of ids 1, 2, ... in order. Where ids are hashes
-    into buckets, 0 = missing, no values were counted and distinct and vocabulary are None. is_list: rows hold lists of ids, empty
-    where missing. Values are the numbers that hex digits spell, or the 64-bit hashes (`data_pipeline.reference.hash_text`) of text.
-    table is the vocabulary as a hash table (`data_pipeline.hashing`), which encodes new rows. grown: num_embeddings of the data
-    sets that this one's vocabulary extended, oldest first; ids below belong to them, and falling counts begin anew from there.
-    boundaries: of a bucketized number, whose ids are 1 + how many of them are at most the number; None for other columns.
+    rows_at_zero is, per split, how many ids are 0. vocabulary lists value and count of ids 1, 2, ... in order. If ids are hashes
+    into buckets, 0 = missing, no values were counted, and distinct and vocabulary are None. is_list: rows hold lists of ids, empty
+    where missing. Values are hex digits as numbers, or 64-bit hashes (`data_pipeline.reference.hash_text`) of text. table is the
+    vocabulary as a hash table (`data_pipeline.hashing`) that encodes new rows. grown: num_embeddings of the data sets that this
+    one's vocabulary extended, oldest first; lower ids belong to them, and a new sequence of falling counts starts at each.
+    boundaries: of a bucketized number, whose id is 1 + how many boundaries are at most the number; None for other columns.
     """
 
     name: str
@@ -151,7 +151,7 @@ class CategoricalColumn:
 
 @dataclass(frozen=True, kw_only=True)
 class Transformed:
-    """The data set whose vocabularies encoded this one: its folder as it was named, and the SHA-256 of its manifest.json."""
+    """The data set whose vocabularies encoded this one: its folder as given, and the SHA-256 of its manifest.json."""
 
     data: str
     manifest_sha256: str
@@ -159,12 +159,12 @@ class Transformed:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Everything that training needs to know of a data set. label is None for logs without labels, weight where rows have none.
+    """Everything that training needs to know about a data set. label and weight are None if the logs have none.
 
-    other_labels: those after the first, where there are several.
-    log: the columns of the logs; None where an earlier version wrote the data set.
-    transformed: None where the vocabularies are those of the data set's training rows. Otherwise integer columns' min and max, and
-        vocabularies with their counts, are those of the data set that it names, and distinct values were not counted.
+    other_labels: the labels after the first.
+    log: the schema of the logs; None if an earlier version wrote the data set.
+    transformed: None if the vocabularies were built from this data set's training rows. Otherwise the integer columns' min and max
+        and the vocabularies with their counts are those of the data set it names, and distinct values were not counted.
     """
 
     format: str
@@ -197,18 +197,18 @@ REMEDY = "run `comera preprocess` again"
 def write_manifest(manifest: Manifest, folder: str | Path) -> None:
     """Write manifest.json into the folder."""
     text = _MANIFEST.dump_json(manifest, by_alias=True, indent=2)
-    with replacing(Path(folder) / MANIFEST_NAME) as beside:
-        beside.write_bytes(text + b"\n")
+    with replacing(Path(folder) / MANIFEST_NAME) as temporary:
+        temporary.write_bytes(text + b"\n")
 
 
 def read_manifest(folder: str | Path) -> Manifest:
     """Read and validate a data set's manifest.json.
 
     Args:
-        folder: the data set, the folder or URL that `comera preprocess` wrote.
+        folder: the data set's folder or URL, written by `comera preprocess`.
 
     Raises:
-        ValueError: no manifest there, not JSON, another format or version, or a key missing or of the wrong type.
+        ValueError: the manifest is missing, not JSON, of an unknown format or version, or has a missing key or one of wrong type.
     """
     path = join(folder, MANIFEST_NAME)
     if size_of(path) is None:
@@ -219,9 +219,9 @@ def read_manifest(folder: str | Path) -> Manifest:
     text = read(path)
     try:
         header = _HEADER.validate_json(text)
-        given = (header.get("format"), header.get("format_version"))
-        if given != (FORMAT, FORMAT_VERSION):
-            raise ValueError(f"{path}: format {given[0]} version {given[1]}, expected {FORMAT} version {FORMAT_VERSION}; {REMEDY}")
+        found = (header.get("format"), header.get("format_version"))
+        if found != (FORMAT, FORMAT_VERSION):
+            raise ValueError(f"{path}: format {found[0]} version {found[1]}, expected {FORMAT} version {FORMAT_VERSION}; {REMEDY}")
         manifest = _MANIFEST.validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
@@ -237,13 +237,13 @@ def read_manifest(folder: str | Path) -> Manifest:
 
 
 def files_of(manifest: Manifest) -> Iterator[Shard]:
-    """Shards, vocabularies and tables of a data set."""
+    """Iterate over the shards, vocabularies and tables of a data set."""
     yield from (shard for split in manifest.splits.values() for shard in split.shards)
     yield from (file for column in manifest.categorical_columns for file in (column.vocabulary, column.table) if file)
 
 
 def check_shards(manifest: Manifest, folder: str | Path, *, contents: bool = False) -> None:
-    """Check that every shard of every split is there with the bytes that the manifest states.
+    """Check that every shard of every split exists and has the size that the manifest states.
 
     Args:
         manifest: what the folder must hold.
@@ -251,21 +251,21 @@ def check_shards(manifest: Manifest, folder: str | Path, *, contents: bool = Fal
         contents: also read every file and compare its row count and SHA-256.
 
     Raises:
-        ValueError: names the first shard that is missing or differs.
+        ValueError: a shard is missing or differs; the message names the first.
     """
     for name, split in manifest.splits.items():
         total = sum(shard.rows for shard in split.shards)
         if total != split.rows:
-            raise ValueError(f"{folder}: split {name} states {split.rows} rows, its shards {total}; {REMEDY}")
+            raise ValueError(f"{folder}: split {name} states {split.rows} rows, but its shards {total}; {REMEDY}")
         for shard in split.shards:
             location = join(folder, shard.path)
             _check_file(shard, location, contents=contents)
             if contents and (rows := pq.read_metadata(open_ranges(location)).num_rows) != shard.rows:
-                raise ValueError(f"{location} has {rows} rows, the manifest states {shard.rows}; {REMEDY}")
+                raise ValueError(f"{location} has {rows} rows, but the manifest states {shard.rows}; {REMEDY}")
 
 
 def check_file(file: Shard, folder: Path, *, contents: bool = False) -> Path:
-    """Check that a file is there with the bytes, and on request the contents, that the manifest states; return its path.
+    """Check that a file exists with the size, and optionally the contents, that the manifest states; return its path.
 
     Raises:
         ValueError: it is missing or differs.
@@ -279,24 +279,24 @@ def _check_file(file: Shard, path: Source, *, contents: bool) -> None:
     if size is None:
         raise ValueError(f"{path} does not exist, but the manifest lists it; {REMEDY}")
     if size != file.bytes:
-        raise ValueError(f"{path} has {size} bytes, the manifest states {file.bytes}; {REMEDY}")
+        raise ValueError(f"{path} has {size} bytes, but the manifest states {file.bytes}; {REMEDY}")
     if contents and file_sha256(Path(path)) != file.sha256:
         raise ValueError(f"{path} differs from the SHA-256 in the manifest; {REMEDY}")
 
 
 def describe_file(path: str, folder: Path, *, rows: int) -> Shard:
-    """What the manifest says of a file that has been written."""
+    """Describe a written file for the manifest."""
     file = folder / path
     return Shard(path=path, rows=rows, bytes=file.stat().st_size, sha256=file_sha256(file))
 
 
 def versions() -> dict[str, str]:
-    """Of what a data set is written with."""
+    """Return the versions of Python and the packages that write a data set."""
     packages = ("comera-rec", "numpy", "pyarrow")
     return {"python": platform.python_version()} | {package: metadata.version(package) for package in packages}
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a file, in hex."""
+    """Return the SHA-256 of a file, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""Logs that name their columns: what they are, before anything is read or written."""
+"""Column names that logs state themselves, checked before anything is read or written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from data_pipeline.tables import read_names
 
 
 def names_of(log: Source, schema: LogSchema) -> tuple[str, ...] | None:
-    """The names of a log's columns, in its order; None where columns are known by their order, or by each line of JSON.
+    """Return a log's column names, in its order; None if columns are identified by position or named in each JSON line.
 
     Raises:
         ValueError: the log can't be read, or its first line isn't CSV.
@@ -28,16 +28,16 @@ def names_of(log: Source, schema: LogSchema) -> tuple[str, ...] | None:
 
 
 def check_names(log: Source, schema: LogSchema) -> tuple[str, ...] | None:
-    """As `names_of`, after making sure that the log has every column of the schema once.
+    """Do what `names_of` does, and check that the log has every column of the schema exactly once.
 
     Raises:
-        ValueError: it lacks one, or has two of that name.
+        ValueError: a column is missing or appears more than once.
     """
     names = names_of(log, schema)
     counts = Counter(names)
     for column in schema.columns:
         if names is not None and column.kind != "ignore" and counts[column.source] != 1:
-            number = "two columns" if counts[column.source] else "no column"
-            shown = ", ".join(repr(name)[1:-1] for name in names)  # a name may hold characters that break the line
+            number = "more than one column" if counts[column.source] else "no column"
+            shown = ", ".join(repr(name)[1:-1] for name in names)  # escaped: names may contain line breaks
             raise ValueError(f"{log} has {number} {column.source!r}; its columns are {shown[:200]}")
     return names

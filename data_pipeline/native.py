@@ -1,6 +1,6 @@
-"""The compiled loops of `csrc`, loaded: what each function takes, and arrays handed over with their sizes, which it checks.
+"""Bindings of the compiled loops in `csrc`: their signatures, and arrays passed with their sizes, which the functions check.
 
-Python's lock is released while one runs.
+A running function does not hold Python's lock.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 LIBRARY = Path(os.environ.get("DATA_PIPELINE_LIBRARY") or Path(__file__).parent / "lib" / "libdata_pipeline.so")
-"""$DATA_PIPELINE_LIBRARY names another build of it."""
+"""Path of the compiled library; $DATA_PIPELINE_LIBRARY overrides it."""
 
 if not LIBRARY.exists():
     raise ImportError(
-        f"the compiled loops are not at {LIBRARY}: install from a wheel, or build them with `make install` "
+        f"there is no compiled library at {LIBRARY}: install from a wheel, or build it with `make install` "
         "(from sources: pip install --no-build-isolation -e .)"
     )
 _library = ctypes.CDLL(str(LIBRARY))
@@ -27,28 +27,28 @@ _int, _pointer = ctypes.c_int64, ctypes.POINTER
 
 
 class Array(ctypes.Structure):
-    """`Array` of array.h: a NumPy array's elements, which it keeps alive; a structure that copies it doesn't."""
+    """`Array` of array.h: the elements of a NumPy array, which it keeps alive; structures that copy it don't."""
 
     _fields_ = (("data", ctypes.c_void_p), ("size", _int))
 
     def __init__(self, array: np.ndarray, dtype: npt.DTypeLike) -> None:
         if array.dtype != dtype or not array.flags.c_contiguous:
-            raise TypeError(f"an array of {array.dtype} with strides {array.strides}, where {np.dtype(dtype)} end to end is due")
+            raise TypeError(f"expected contiguous {np.dtype(dtype)}, got an array of {array.dtype} with strides {array.strides}")
         super().__init__(array.ctypes.data, array.size)
         self.array = array
 
 
 class Matrix(ctypes.Structure):
-    """`Matrix` of array.h: a NumPy array [columns, rows] or its leading rows, each column end to end."""
+    """`Matrix` of array.h: a NumPy array [columns, rows] or its leading rows, each column contiguous."""
 
     _fields_ = (("data", ctypes.c_void_p), ("columns", _int), ("rows", _int), ("stride", _int))
 
     def __init__(self, array: np.ndarray, dtype: npt.DTypeLike) -> None:
-        (of_column, of_row), size = array.strides, array.itemsize
-        is_apart = array.size > 0 and ((of_row != size and array.shape[1] > 1) or of_column % size)
-        if array.dtype != dtype or is_apart:
-            raise TypeError(f"an array of {array.dtype} with strides {array.strides}, where {np.dtype(dtype)} end to end is due")
-        super().__init__(array.ctypes.data, *array.shape, of_column // size)
+        (column_stride, row_stride), size = array.strides, array.itemsize
+        has_gaps = array.size > 0 and ((row_stride != size and array.shape[1] > 1) or column_stride % size)
+        if array.dtype != dtype or has_gaps:
+            raise TypeError(f"expected contiguous {np.dtype(dtype)}, got an array of {array.dtype} with strides {array.strides}")
+        super().__init__(array.ctypes.data, *array.shape, column_stride // size)
         self.array = array
 
 
@@ -59,7 +59,7 @@ class IdsOf(ctypes.Structure):
 
     @staticmethod
     def array(columns: Sequence[IdsOf]) -> Array:
-        """Of several columns."""
+        """Pack the id sources of several columns."""
         structures: Any = (IdsOf * len(columns))(*columns)
         return Array(np.frombuffer(structures, np.dtype(IdsOf)), np.dtype(IdsOf))
 
@@ -121,24 +121,24 @@ def _refuse_wrong_sizes(result: Any, function: Any, arguments: tuple[Any, ...]) 
     return result
 
 
-def _of_keys(name: str, *arguments: Any) -> dict[np.dtype, Any]:
-    """A function by the dtype of its keys."""
+def _by_key_dtype(name: str, *arguments: Any) -> dict[np.dtype, Any]:
+    """Return a function's variants by the dtype of their keys."""
     return {
         np.dtype(dtype): _function(f"{name}_{suffix}", *arguments) for dtype, suffix in ((np.uint32, "u32"), (np.uint64, "u64"))
     }
 
 
-parse = _of_keys("parse", Array, _pointer(Schema), _pointer(Columns))
+parse = _by_key_dtype("parse", Array, _pointer(Schema), _pointer(Columns))
 measure_block = _function("measure_block", Array, Array, _int, _int, _int, _pointer(Block))
 parse_json = _function("parse_json", Array, _pointer(JsonSchema), _pointer(JsonCells), _int)
 read_integers, read_labels, read_hex_digits, hash_texts = (
     _function(name, *[Array] * 4) for name in ("read_integers", "read_labels", "read_hex_digits", "hash_texts")
 )
 longest_line = _function("longest_line", Array)
-count_sorted = _of_keys("count_sorted", Array, Array)
-merge_runs = _of_keys("merge_runs", *[Array] * 6)
-insert = _of_keys("insert", Array, Array, _int, _int, _int)
+count_sorted = _by_key_dtype("count_sorted", Array, Array)
+merge_runs = _by_key_dtype("merge_runs", *[Array] * 6)
+insert = _by_key_dtype("insert", Array, Array, _int, _int, _int)
 release_pages = _function("release_pages", Array)
 return_freed_arrays = _function("return_freed_arrays")
-encode_keys = _of_keys("encode_keys", Array, Matrix, Matrix, Matrix, Array)
+encode_keys = _by_key_dtype("encode_keys", Array, Matrix, Matrix, Matrix, Array)
 encode_integers = _function("encode_integers", Matrix, Matrix, Array, Array, Matrix)

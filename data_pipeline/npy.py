@@ -1,7 +1,7 @@
-"""A data set as NumPy files in the layout of torchrec's BinaryCriteoUtils, for `InMemoryBinaryCriteoIterDataPipe` and its like.
+"""Export of a data set as NumPy files in the layout of torchrec's BinaryCriteoUtils, for `InMemoryBinaryCriteoIterDataPipe` etc.
 
 OUTPUT/<split>_dense.npy float32 [n, I], <split>_sparse.npy int32 [n, C], <split>_labels.npy int32 [n, 1] for n rows, I integer
-columns and C categorical ones; and <split>_weights.npy float32 [n, 1] where rows have weights.
+columns and C categorical columns; and <split>_weights.npy float32 [n, 1] if rows have weights.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ def export_npy(manifest: Manifest, folder: Path, output: Path, *, overwrite: boo
     """Write the files, row group by row group, and the manifest beside them.
 
     Raises:
-        ValueError: the layout holds no such data set (no label or several, lists of ids); or output may not be written.
+        ValueError: the layout can't hold the data set (no label or several, lists of ids), or output must not be written.
     """
     refuse_overlap(output, "data", [folder], within=True)
     lists = [column.name for column in manifest.categorical_columns if column.is_list]
     if lists or len(manifest.labels) != 1:
         names = ", ".join(label.name for label in manifest.labels)
         contents = f"lists of ids in {lists[0]}" if lists else f"the labels {names}" if names else "no labels"
-        raise ValueError(f"{folder} has {contents}, which torchrec's files don't hold: they have one label and one id a cell")
+        raise ValueError(f"{folder} has {contents}; torchrec's files hold exactly one label per row and one id per cell")
     parts: dict[str, tuple[list[str], npt.DTypeLike]] = {
         "dense": ([column.name for column in manifest.integer_columns], np.float32),
         "sparse": ([column.name for column in manifest.categorical_columns], np.int32),

@@ -1,4 +1,4 @@
-"""What passes over logs, and `comera preprocess` beyond them, are asked for."""
+"""Options of passes over logs, and of `comera preprocess`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from data_pipeline.splits import SplitKind, Splitting
 
 _MIB = 1 << 20
 _UNITS = {"": 1, "K": 1 << 10, "M": _MIB, "G": 1 << 30, "T": 1 << 40}
-# What a run takes before it holds any part: Python, NumPy, Arrow and compiled kernels.
+# Memory of a run before it holds any part: Python, NumPy, Arrow and compiled kernels.
 _BASE_BYTES = 256 * _MIB
-# What a worker takes beside its part's text and the next one's: a parsed block, and what is counted of it or a row group.
+# Memory of a worker besides the text of its part and the next one: a parsed block, and its counts or a row group.
 _WORKER_BYTES = 128 * _MIB
 _LEAST_TABLE_BYTES = 96 * _MIB
 _BYTES_PER_MERGED_ENTRY = 64
@@ -25,18 +25,18 @@ _BYTES_PER_MERGED_ENTRY = 64
 
 @dataclass(frozen=True, kw_only=True)
 class PassOptions:
-    """What every pass over logs asks for.
+    """Options of every pass over logs.
 
     Args:
         inputs: logs in chronological order, as paths or URLs.
-        output: what is written, new or empty; a data set also to a URL.
-        max_bad_rows: malformed lines that may be dropped before the run stops.
+        output: a new or empty folder, or a file, to write; data sets can also be written to a URL.
+        max_bad_rows: how many malformed lines to drop before the run stops with an error.
         overwrite: replace a finished output.
-        part_bytes: text of one unit of work; a shard holds a part's rows, about 270,000 of Criteo's in 64 MiB.
-        memory_limit: bytes of memory to stay below; decides how many parts are worked on at once, and how much of the vocabularies
+        part_bytes: bytes of text in a part, the unit of work; a shard holds a part's rows, about 270,000 of Criteo's in 64 MiB.
+        memory_limit: bytes of memory to stay below; limits how many parts are processed at once, and how much of the vocabularies
             stays in memory.
-        workers: threads, at most; None for one a core.
-        scheduler: address of a Dask scheduler whose workers work on the parts instead of threads, or "local" for processes here.
+        workers: the most threads to use; None for one per core.
+        scheduler: address of a Dask scheduler whose workers replace threads, or "local" for processes on this machine.
 
     Raises:
         ValueError: an option is out of range.
@@ -63,7 +63,7 @@ class PassOptions:
         if self.memory_limit < needed:
             raise ValueError(
                 f"--memory-limit {format_bytes(self.memory_limit)} is too little for parts of {format_bytes(self.part_bytes)}, "
-                f"which take {format_bytes(needed)}; raise it, or lower --part-size"
+                f"which need {format_bytes(needed)}; raise it, or lower --part-size"
             )
 
     def _check_at_least(self, **bounds: int) -> None:
@@ -73,18 +73,18 @@ class PassOptions:
 
     @property
     def threads(self) -> int:
-        """Parts worked on at once: as many as cores, and as memory allows."""
+        """How many parts to process at once, as cores and memory allow."""
         cores = self.workers or len(os.sched_getaffinity(0))
         return min(cores, (self.memory_limit - _BASE_BYTES) // self._worker_bytes)
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of all vocabularies that may be in memory while parts are encoded, beside what is worked on."""
+        """The most bytes of vocabularies to hold in memory while parts are encoded, in addition to the parts."""
         return max(self.memory_limit - _BASE_BYTES - self.threads * self._worker_bytes, self.threads * _LEAST_TABLE_BYTES)
 
     @property
     def table_room(self) -> dict[str, int]:
-        """`room` and `threads` of `open_tables`: processes have a part of the room each, threads share it."""
+        """`room` and `threads` for `open_tables`: each process gets a share of the room; threads share all of it."""
         if self.scheduler:
             return {"room": self.table_bytes // self.threads, "threads": 1}
         return {"room": self.table_bytes, "threads": self.threads}
@@ -95,7 +95,7 @@ class PassOptions:
 
     @property
     def merged_entries(self) -> int:
-        """Entries of sorted runs that a thread may hold while it merges."""
+        """The most entries of sorted runs that a thread may hold while it merges."""
         return (self.memory_limit - _BASE_BYTES) // self.threads // _BYTES_PER_MERGED_ENTRY
 
 
@@ -146,11 +146,11 @@ class PreprocessOptions(PassOptions):
         if self.split not in get_args(SplitKind):
             raise ValueError(f"--split is {self.split!r}; choose one of {', '.join(get_args(SplitKind))}")
         if self.split == "day" and len(self.inputs) < 2:
-            raise ValueError("--split day has one --input; it validates and tests on the last of several logs")
+            raise ValueError("--split day needs several logs, of which it validates and tests on the last; --input names one")
         times = (self.val_from, self.test_from)
         in_order = self.val_from is not None and self.test_from is not None and self.val_from <= self.test_from
         if times != (None, None) and not (self.split == "time" and in_order):
-            raise ValueError("--val-from and --test-from go with --split time; give both, --val-from not after --test-from")
+            raise ValueError("--val-from and --test-from need --split time; give both, with --val-from no later than --test-from")
         for name in ("val_fraction", "test_fraction"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{_flag(name)} is {getattr(self, name)}; it must be at least 0 and below 1")
@@ -172,14 +172,14 @@ class PreprocessOptions(PassOptions):
         )
 
     def buckets_of(self, column: Column) -> int | None:
-        """Of a categorical column whose ids are hashes; None where it has a vocabulary."""
+        """Return the hash buckets of a categorical column; None if it has a vocabulary."""
         return self.hash_buckets if column.hash_buckets is None and column.max_ids is None else column.hash_buckets
 
     def min_count_of(self, column: str) -> int:
         return self.min_counts.get(column, self.min_count)
 
     def recorded(self) -> dict[str, Any]:
-        """What the manifest records, with the defaults that had a part in it."""
+        """Return the options that the manifest records: those that took effect, defaults included."""
         names = ["split"]
         names += ["val_fraction", "test_fraction"] if self.split != "day" and self.val_from is None else []
         names += ["val_from", "test_from"] if self.val_from is not None else []
@@ -193,18 +193,18 @@ def _flag(name: str) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes from a size such as 64MiB, 2G or 1048576.
+    """Parse a size such as 64MiB, 2G or 1048576 as bytes.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is not a size.
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
     if not match:
-        raise ValueError(f"{text!r} is no size; write it like 64MiB or 2GiB")
+        raise ValueError(f"{text!r} is not a size; write it like 64MiB or 2GiB")
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def format_bytes(size: int) -> str:
-    """A size for people: 64 MiB."""
+    """Format a size for people: 64 MiB."""
     unit = next(unit for unit in ("T", "G", "M", "K", "") if size >= _UNITS[unit] or not unit)
     return f"{size / _UNITS[unit]:.4g} {unit + 'iB' if unit else 'bytes'}"

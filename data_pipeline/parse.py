@@ -1,4 +1,4 @@
-"""Text to columns by `csrc/parse.cpp`, at less than two nanoseconds a byte: the fast form of `data_pipeline.reference`.
+"""Parsing of text into columns by `csrc/parse.cpp`, in less than two nanoseconds per byte; `data_pipeline.reference` defines it.
 
 Letters: n well-formed lines of a text, L labels, I integer columns, C categorical columns of one value, M list columns.
 """
@@ -17,7 +17,7 @@ from data_pipeline.reference import Malformed, parse_line
 from data_pipeline.schema import KINDS, LogSchema
 
 REASONS_KEPT = 100
-# Of arrays that hold a block of lines: few enough that memory follows them and not the text, so many that calls cost little.
+# Bytes of arrays that hold a block of lines: few enough to bound memory, yet enough that the overhead of calls is small.
 BLOCK_BYTES = 16 << 20
 
 
@@ -26,15 +26,15 @@ class Parsed:
     """The well-formed lines of a text as columns, in the schema's order within each kind.
 
     labels: int8 [L, n].
-    integers: int32 [I, n], 0 where integer_missing, bool [I, n]; float32 where the schema says that they are transformed, float64
-        where one of them is no 32-bit integer.
+    integers: int32 [I, n], 0 where integer_missing, bool [I, n]; float32 if the schema says that they are already transformed,
+        float64 if some are not 32-bit integers or are standardized.
     keys: uint32 or uint64 [C, n], 0 where key_missing, bool [C, n].
-    list_keys: uint64 [M, ...], the lists of column m end to end; row i's ends at list_ends[m, i], int64 [M, n].
+    list_keys: uint64 [M, ...], the lists of column m concatenated; row i's list ends at list_ends[m, i], int64 [M, n].
     starts: int64 [n], where each line begins in the text.
-    lines: of the text, n + rejected.
-    split_keys: times in seconds, float64 [n], or users' hashes, uint64 [n], where the schema has a column of such a kind.
-    weights: of rows, float32 [n], where the schema has such a column.
-    rejected: how many lines are malformed; reasons holds the first of them as (line of the text from 0, reason).
+    lines: the number of lines in the text, n + rejected.
+    split_keys: times in seconds, float64 [n], or users' hashes, uint64 [n], if the schema has a time or user column.
+    weights: of rows, float32 [n], if the schema has a weight column.
+    rejected: the number of malformed lines; reasons holds the first of them as (line of the text from 0, reason).
     """
 
     labels: np.ndarray
@@ -57,13 +57,13 @@ class Parsed:
 
 
 def parse(text: bytes | memoryview, schema: LogSchema) -> Parsed:
-    """Parse whole lines, each ended by a newline (\\n or \\r\\n)."""
+    """Parse whole lines, each ending with a newline (\\n or \\r\\n)."""
     whole = np.frombuffer(text, np.uint8)
     return _parse(whole, schema, measure(whole, schema, 1 << 62))
 
 
 def parse_blocks(text: bytes | memoryview, schema: LogSchema, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Parsed]:
-    """Parse whole lines, block after block, each as many lines as the arrays of `block_bytes` hold, but at least one.
+    """Parse whole lines in blocks, each of as many lines as arrays of `block_bytes` hold, but at least one.
 
     `starts` and the lines of `reasons` count from the text's beginning.
     """
@@ -76,28 +76,28 @@ def parse_blocks(text: bytes | memoryview, schema: LogSchema, *, block_bytes: in
 
 
 def longest_line(text: bytes | bytearray) -> int:
-    """Bytes of the longest of whole lines, without its newline."""
+    """Return the bytes of the longest line, without its newline; the text is whole lines."""
     longest: int = native.longest_line(Array(np.frombuffer(text, np.uint8), np.uint8))
     return longest
 
 
 def measure(text: np.ndarray, schema: LogSchema, room: int, *, element_ends: str = "") -> Block:
-    """The lines at the text's beginning whose arrays take at most `room` bytes, but at least one.
+    """Measure the first lines of a text: as many as fit arrays of `room` bytes, but at least one.
 
     Args:
         text: whole lines, uint8.
         schema: of the log.
         room: in bytes.
-        element_ends: characters that end elements of lists beside the columns' separators.
+        element_ends: characters that end list elements, besides the columns' separators.
     """
-    numbers = schema.number_dtype.itemsize + (4 if schema.number_dtype != np.int32 else 0)  # int32 first, then what they are to be
-    cells = (1, numbers + 1, schema.key_dtype.itemsize + 1, 8, 8)  # of the arrays below, per line
+    numbers = schema.number_dtype.itemsize + (4 if schema.number_dtype != np.int32 else 0)  # parsed as int32, then converted
+    cells = (1, numbers + 1, schema.key_dtype.itemsize + 1, 8, 8)  # bytes per line of the arrays that `counts` counts
     counts = (len(schema.labels), len(schema.integers), len(schema.singles), len(schema.lists), 1)
     line_bytes = sum(size * count for size, count in zip(cells, counts, strict=True))
     separators = {ord(byte) for column in schema.columns if column.kind == "list" for byte in column.separator + element_ends}
     block = Block()
-    inner = Array(np.array(sorted(separators), np.uint8), np.uint8)
-    native.measure_block(Array(text, np.uint8), inner, line_bytes, 8 * len(schema.lists), room, ctypes.byref(block))
+    list_separators = Array(np.array(sorted(separators), np.uint8), np.uint8)
+    native.measure_block(Array(text, np.uint8), list_separators, line_bytes, 8 * len(schema.lists), room, ctypes.byref(block))
     return block
 
 
@@ -139,4 +139,4 @@ def _reason(line: bytes, schema: LogSchema) -> str:
         parse_line(line, schema)
     except Malformed as error:
         return str(error)
-    raise AssertionError(f"the line {line!r} is well-formed by the reference, and was rejected")
+    raise AssertionError(f"the line {line!r} was rejected although the reference parses it")

@@ -1,9 +1,9 @@
-"""Logs cut into parts at line boundaries: the units of work, of resuming and of memory.
+"""Division of logs into parts at line boundaries: the units of work, of resuming and of memory.
 
-Part k of a log holds the lines whose first byte is in [k P, (k + 1) P) of its text, for parts of P bytes. So where a log is cut
-depends on its text alone, compressed or not. A plain part is read by itself; a compressed log (gzip, zstd) is decompressed from its
-beginning, once a pass, and the parts that are done already are dropped on the way. Of Parquet and of torchrec's .npy files a part
-is a range of rows.
+Part k of a log holds the lines whose first byte is in [k P, (k + 1) P) of its text, for parts of P bytes. So the division depends
+only on the text, compressed or not. Parts of an uncompressed log are read separately; a compressed log (gzip, zstd) is
+decompressed from its beginning once per pass, and parts that are already done are dropped. A part of a Parquet log or of torchrec's
+.npy files is a range of rows.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ Skip = Callable[[int], bool]
 class Part:
     """A part of a log: its number, where it begins in the log, and its content.
 
-    start: where its text begins in that of the log, or its first row.
-    content: whole lines ended by newlines, or rows of .npy files or Parquet.
-    last: the log ends with it.
-    release: lets a later part have the memory of the content, which nothing may use any more. To map new memory takes the system
-        longer than to read a log into it.
+    start: position of its text in the log's text, or number of its first row.
+    content: whole lines ending with newlines, or rows of .npy files or Parquet.
+    last: the log ends with this part.
+    release: hands the content's memory to a later part; nothing may use the content afterwards. Mapping new memory takes longer
+        than reading a log into it.
     """
 
     log: int
@@ -56,19 +56,19 @@ class Part:
 
 
 def identify(logs: tuple[Source, ...]) -> tuple[LogIdentity, ...]:
-    """Identities of the inputs.
+    """Return the identities of the inputs.
 
     Raises:
-        ValueError: one is missing, a folder, or empty; named before anything is written.
+        ValueError: an input is missing, empty or a folder; the message names it.
     """
     return tuple(identify_triplet(log) if _magic(log) == MAGIC else identify_log(log) for log in logs)
 
 
 def detect_schema(log: Source) -> LogSchema:
-    """The columns of a log of Criteo's, or of .npy files made of one.
+    """Detect the columns of a Criteo log, or of .npy files made from one.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the log is neither.
     """
     if _magic(log) == MAGIC:
         return open_triplet(log).schema()
@@ -87,7 +87,7 @@ def detect_schema(log: Source) -> LogSchema:
 
 
 def count_parts(log: Source, part_bytes: int) -> int | None:
-    """Parts of a log; None where only reading it to its end tells."""
+    """Count a log's parts; None if that requires reading it to its end."""
     magic = _magic(log)
     if magic == MAGIC:
         return open_triplet(log).count_parts(part_bytes)
@@ -98,7 +98,7 @@ def count_parts(log: Source, part_bytes: int) -> int | None:
 
 
 def parquet_names(log: Source) -> tuple[str, ...] | None:
-    """The columns of a Parquet log; None for any other."""
+    """Return the column names of a Parquet log; None for other logs."""
     if not _magic(log).startswith(row_groups.MAGIC):
         return None
     with _errors_of_reading(log):
@@ -106,25 +106,25 @@ def parquet_names(log: Source) -> tuple[str, ...] | None:
 
 
 def read_first_line(log: Source) -> bytes:
-    """The first line of a text."""
+    """Read the first line of a text log."""
     part = next(read_parts(0, log, part_bytes=1, skip=lambda _: False))
     assert isinstance(part.content, bytearray), "only texts have lines"
     return bytes(part.content)
 
 
 def read_parts(log: int, source: Source, *, part_bytes: int, skip: Skip, columns: Collection[str] | None = None) -> Iterator[Part]:
-    """The parts of a log in order, without those whose number `skip` takes; of Parquet the given columns, or all.
+    """Yield the parts of a log in order, except those for whose number `skip` is true; of Parquet only the given columns, or all.
 
     Raises:
-        ValueError: the log can't be read, is damaged or holds no text, or has a line that is longer than any of a log.
+        ValueError: the log can't be read, is damaged or empty, or has a line longer than `LONGEST_LINE`.
     """
     magic = _magic(source)
-    cut = _triplet_parts if magic == MAGIC else _streamed_parts if magic.startswith(_COMPRESSED) else _plain_parts
+    read = _triplet_parts if magic == MAGIC else _streamed_parts if magic.startswith(_COMPRESSED) else _plain_parts
     with _errors_of_reading(source):
         if magic.startswith(row_groups.MAGIC):
             yield from _parquet_parts(log, source, part_bytes, skip, columns)
             return
-        for part in cut(log, source, part_bytes, skip):
+        for part in read(log, source, part_bytes, skip):
             if isinstance(part.content, bytearray) and longest_line(part.content) > LONGEST_LINE:
                 raise _too_long(source)
             yield part
@@ -159,7 +159,7 @@ def _decompressed(file: BufferedIOBase) -> BufferedIOBase:
 
 
 def _magic(log: Source) -> bytes:
-    identify_log(log)  # says so if it isn't there
+    identify_log(log)  # raises ValueError if it is missing
     try:
         with open_log(log) as file:
             return file.read(len(MAGIC))
@@ -173,20 +173,20 @@ def _count_plain(size: int, part_bytes: int) -> int:
 
 def _plain_parts(log: int, source: Source, part_bytes: int, skip: Skip) -> Iterator[Part]:
     size = identify_log(source).bytes
-    count, free = _count_plain(size, part_bytes), deque[bytearray]()
+    count, released = _count_plain(size, part_bytes), deque[bytearray]()
     with open_log(source) as file:
         for number in range(count):
             if skip(number):
                 continue
-            # From the byte before the part, because a newline there makes the part's first byte the first of a line.
+            # Search from the byte before the part: if it is a newline, a line begins with the part's first byte.
             start = _line_end(file, number * part_bytes - 1, source) if number else 0
             end = _line_end(file, min((number + 1) * part_bytes, size) - 1, source)
-            text = _resized(free.pop() if free else bytearray(), end - start)
+            text = _resized(released.pop() if released else bytearray(), end - start)
             file.seek(start)
             if file.readinto(text) != len(text):
                 raise inputs_changed()
-            _end(text)
-            release = partial(free.append, text)
+            _end_with_newline(text)
+            release = partial(released.append, text)
             yield Part(log=log, number=number, start=start, content=text, last=number + 1 == count, release=release)
 
 
@@ -194,16 +194,16 @@ def _streamed_parts(log: int, source: Source, part_bytes: int, skip: Skip) -> It
     with open_log(source, streamed=True) as file, _decompressed(file) as stream:
         number, start, buffered, ended = 0, 0, bytearray(), False
         while not (ended and number and not buffered):
-            wanted = (number + 1) * part_bytes - 1 - start  # the part ends with the first newline from here on
-            end = buffered.find(b"\n", max(wanted, 0)) + 1
-            if (not end or end == len(buffered)) and not ended:  # whether the log ends here decides whether this part is the last
+            earliest_end = (number + 1) * part_bytes - 1 - start  # the part ends at the first newline from here on
+            end = buffered.find(b"\n", max(earliest_end, 0)) + 1
+            if (not end or end == len(buffered)) and not ended:  # read on to learn whether this part is the last
                 block = stream.read(_BLOCK)
                 buffered += block
                 ended = not block
-                if len(buffered) - max(wanted, 0) > LONGEST_LINE + _BLOCK:
+                if len(buffered) - max(earliest_end, 0) > LONGEST_LINE + _BLOCK:
                     raise _too_long(source)
                 continue
-            if wanted < 0:  # all lines that begin in here end in an earlier part, or there are none
+            if earliest_end < 0:  # no line begins in this part
                 end = 0
             elif not end:
                 end = len(buffered)
@@ -211,7 +211,7 @@ def _streamed_parts(log: int, source: Source, part_bytes: int, skip: Skip) -> It
                 raise empty(source)
             with memoryview(buffered) as view:
                 text = bytearray(view[:end])
-            _end(text)
+            _end_with_newline(text)
             del buffered[:end]
             if not skip(number):
                 yield Part(log=log, number=number, start=start, content=text, last=ended and not buffered)
@@ -228,23 +228,23 @@ def _triplet_parts(log: int, source: Source, part_bytes: int, skip: Skip) -> Ite
             yield Part(log=log, number=number, start=start, content=rows, last=number + 1 == count)
 
 
-def _line_end(file: BufferedIOBase, at: int, source: Source) -> int:
-    """Where the line that holds byte `at` ends: behind its newline, or with the log."""
-    file.seek(at)
+def _line_end(file: BufferedIOBase, position: int, source: Source) -> int:
+    """Return the end of the line that contains the byte at `position`: after its newline, or the end of the log."""
+    file.seek(position)
     window = file.read(LONGEST_LINE + 1)
     end = window.find(b"\n")
     if end < 0 and len(window) > LONGEST_LINE:
         raise _too_long(source)
-    return at + (end + 1 if end >= 0 else len(window))
+    return position + (end + 1 if end >= 0 else len(window))
 
 
-def _end(text: bytearray) -> None:
+def _end_with_newline(text: bytearray) -> None:
     if text and text[-1:] != b"\n":
         text += b"\n"
 
 
 def _resized(text: bytearray, size: int) -> bytearray:
-    """A text's memory for another one of about its size."""
+    """Resize a buffer, reusing its memory."""
     if not text:
         return bytearray(size)
     del text[size:]
@@ -253,9 +253,9 @@ def _resized(text: bytearray, size: int) -> bytearray:
 
 
 def _too_long(source: Source) -> ValueError:
-    return ValueError(f"{source}: a line of more than {LONGEST_LINE} bytes; this is no log of clicks")
+    return ValueError(f"{source}: a line is longer than {LONGEST_LINE} bytes; check that this is a click log")
 
 
 def inputs_changed() -> ValueError:
-    """For logs that are no longer what they were when the run began."""
-    return ValueError("an --input changed while it was read; run the same command again, which starts over")
+    """Return the error for logs that changed during the run."""
+    return ValueError("an --input changed while it was read; run the same command again to start over")

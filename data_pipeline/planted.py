@@ -3,12 +3,12 @@
     logit = b + sum_i a_i s(I_i) + sum_c w_c(C_c) + sum_{c<c'} <v_c(C_c), v_c'(C_c')>
 
 s is the standardized logarithm of a count. The effect w and the latent vector v of a value are Gaussians hashed from (seed, column,
-value), so no table of them exists; they shrink with the value's frequency rank, so that what can be learned dominates.
+value), so no table of them exists; they shrink with the value's frequency rank, so that learnable effects dominate.
 The pairs are summed by the identity of factorization machines (Rendle, ICDM 2010, section III.B): with s = sum_c v_c,
 sum_{c<c'} <v_c, v_c'> = (|s|^2 - sum_c |v_c|^2) / 2. Missing cells contribute nothing.
 
-Arrays without a suffix hold one number a row; B rows, N normals, D latent dimensions. A category is held by its frequency rank,
-from 0.
+Arrays without a suffix hold one number per row. Suffixes: B rows, N normals, D latent dimensions. Categories are represented by
+their frequency ranks, from 0.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from data_pipeline.planted_columns import CATEGORY_SPECS, INTEGER_SPECS, LARGEST
 LABEL_RATE = 0.25
 # Standard deviations of the logit's three parts: the best AUC is then about 0.80, and that of the counts alone about 0.65.
 PART_STDS = (0.7, 0.9, 0.75)
-# The effects of the value of rank k have standard deviations proportional to 1 / sqrt(1 + k / HEAD).
+# The effects of the value at rank k have standard deviations proportional to 1 / sqrt(1 + k / HEAD).
 HEAD = 100
 # Pairs of few-valued columns can be learned from a few hundred thousand rows.
 PAIRED_COLUMNS = ("C2", "C5", "C8", "C9", "C14", "C17", "C20", "C23")
 _PILOT_ROWS = 20_000
-# Uniform draws of a row: a rank per category, two for every two normals, one per missing group, one for the label.
+# Uniform draws per row: one per category, two per pair of normals, one per missing group, one for the label.
 _RANKS_END = len(CATEGORY_SPECS)
 _NORMALS_END = _RANKS_END + len(INTEGER_SPECS) + len(INTEGER_SPECS) % 2
 _MISSING_END = _NORMALS_END + len(MISSING_RATES)
@@ -37,7 +37,7 @@ DRAWS = _MISSING_END + 1
 
 @dataclass(frozen=True, kw_only=True)
 class PlantedRows:
-    """Rows of the model: labels, their true probabilities, and per column the cells and where they are missing."""
+    """Rows of the model: labels, their true probabilities, and each column's cells and missing mask."""
 
     label: np.ndarray
     probability: np.ndarray
@@ -47,11 +47,11 @@ class PlantedRows:
 
 
 class PlantedModel:
-    """The model that a seed and a scale give.
+    """The click model determined by a seed and a scale.
 
     Args:
         seed: chooses effects, latent vectors and the values that stand for ranks.
-        scale: factor on the cardinalities of the whole Kaggle log; each column keeps at least 3 values.
+        scale: multiplies the cardinalities of Criteo's Kaggle log; each column keeps at least 3 values.
     """
 
     def __init__(self, *, seed: int, scale: float) -> None:
@@ -67,7 +67,7 @@ class PlantedModel:
         self._bias = _bias_for(LABEL_RATE, self._combine(parts))
 
     def rows(self, uniform: np.ndarray) -> PlantedRows:
-        """The rows that uniform draws (B, DRAWS) in [0, 1) give."""
+        """Compute rows from uniform draws [B, DRAWS] in [0, 1)."""
         integers, ranks, missing = self._draw_cells(uniform)
         probability = _sigmoid(self._combine(self._parts(integers, ranks, missing)) + self._bias)
         return PlantedRows(
@@ -79,7 +79,7 @@ class PlantedModel:
         )
 
     def _draw_cells(self, uniform: np.ndarray) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """Counts, ranks, and by column which cells are missing."""
+        """Draw integers, ranks and missing masks, each by column."""
         ranks = {
             name: _draw_ranks(uniform[:, i], spec, self._cardinalities[name])
             for i, (name, spec) in enumerate(CATEGORY_SPECS.items())
@@ -97,7 +97,7 @@ class PlantedModel:
     def _parts(
         self, integers: dict[str, np.ndarray], ranks: dict[str, np.ndarray], missing: dict[str, np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The logit's parts before scaling: counts, main effects, pairs."""
+        """Return the logit's parts before scaling: counts, main effects, pairs."""
         rows = len(integers["I1"])
         count_part, main_part = np.zeros(rows, np.float32), np.zeros(rows, np.float32)
         for (name, spec), weight in zip(INTEGER_SPECS.items(), self._integer_weights, strict=True):
@@ -110,8 +110,8 @@ class PlantedModel:
             mixed = _mix64(rank.astype(np.uint64) + self._keys[name])
             main_part += size * self._normal_quantiles[mixed >> np.uint64(48)]
             if name in PAIRED_COLUMNS:
-                pieces_DB = _mix64(mixed).view(np.uint16).reshape(-1, 4).T
-                latent_DB = size * self._normal_quantiles[pieces_DB]
+                quantile_numbers_DB = _mix64(mixed).view(np.uint16).reshape(-1, 4).T
+                latent_DB = size * self._normal_quantiles[quantile_numbers_DB]
                 sum_DB += latent_DB
                 squares += np.square(latent_DB).sum(axis=0)
         return count_part, main_part, (np.square(sum_DB).sum(axis=0) - squares) / 2
@@ -122,16 +122,16 @@ class PlantedModel:
 
 
 def _draw_ranks(uniform: np.ndarray, spec: CategorySpec, cardinality: int) -> np.ndarray:
-    """uint32 ranks by inversion of P(rank < x) = (q^e - (x + q)^e) / (q^e - (K + q)^e), e = 1 - exponent."""
+    """Draw uint32 ranks by inverting P(rank < x) = (q^e - (x + q)^e) / (q^e - (K + q)^e), e = 1 - exponent."""
     e = 1 - spec.exponent
     first, last = spec.shift**e, (cardinality + spec.shift) ** e
     rank: np.ndarray = (first + uniform * (last - first)) ** (1 / e) - spec.shift
-    # Rounding may step over either end.
+    # Rounding may exceed either end.
     return rank.clip(0, cardinality - 1).astype(np.uint32)
 
 
 def _box_muller(uniform: np.ndarray) -> np.ndarray:
-    """Standard normals from as many uniforms, an even number of columns."""
+    """Turn an even number of columns of uniforms into as many standard normals."""
     half = uniform.shape[1] // 2
     radius_BN = np.sqrt(-2 * np.log1p(-uniform[:, :half]))
     angle_BN = 2 * np.pi * uniform[:, half:]
@@ -139,7 +139,7 @@ def _box_muller(uniform: np.ndarray) -> np.ndarray:
 
 
 def _mix64(x: np.ndarray) -> np.ndarray:
-    """splitmix64's next output for every state x, a bijection on uint64 (Steele, Lea, Flood, OOPSLA 2014)."""
+    """Return splitmix64's next output for every state x, a bijection on uint64 (Steele, Lea, Flood, OOPSLA 2014)."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -148,7 +148,7 @@ def _mix64(x: np.ndarray) -> np.ndarray:
 
 
 def _spell(rank: np.ndarray, key: np.uint64) -> np.ndarray:
-    """The uint32 values that stand for ranks: a bijection (murmur3's finalizer), so that no two ranks share one."""
+    """Map ranks to uint32 category values by a bijection (murmur3's finalizer), so that no two ranks share a value."""
     x = rank ^ np.uint32(key & np.uint64(0xFFFFFFFF))
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
@@ -161,7 +161,7 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 def _bias_for(rate: float, logit: np.ndarray) -> float:
-    """The b for which sigmoid(logit + b) has the mean `rate`, by bisection."""
+    """Find the b for which sigmoid(logit + b) has the mean `rate`, by bisection."""
     low, high = -30.0, 30.0
     for _ in range(60):
         middle = (low + high) / 2

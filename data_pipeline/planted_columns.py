@@ -1,7 +1,7 @@
-"""How the columns of Criteo's Kaggle log are distributed: facts for logs that look like it.
+"""Distributions of the columns of Criteo's Kaggle log, for synthetic logs that resemble it.
 
-Missing rates, distributions of counts, and exponents and shifts were measured on the log's first 10,000 rows (exponent and shift
-fitted to the head's shares and the number of distinct values); cardinalities are those of the whole log.
+Missing rates and distributions of counts were measured on the log's first 10,000 rows; exponents and shifts were fitted to the
+shares of its most frequent values and the number of distinct ones. Cardinalities are those of the whole log.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How the passes over logs are run: by threads of this process, or whatever else is a `Schedule`.
+"""Schedules, which run the passes over logs: threads of this process, or another `Schedule`.
 
-Threads do, because all that takes time runs outside Python's lock: decompressing, parsing, sorting, encoding, compressing. Some
-read parts, others work on them, and no more parts are held than there is room for.
+Threads suffice because all slow work runs outside Python's lock: decompressing, parsing, sorting, encoding, compressing. Some
+threads read parts, others process them, and the number of parts in memory is limited.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ PARTS_HELD_PER_WORKER = 2
 
 
 class Schedule(Protocol):
-    """What runs a pass: `on_threads`, or a Dask cluster (`data_pipeline.cluster`)."""
+    """A function that runs a pass: `on_threads`, or one for a Dask cluster (`data_pipeline.cluster`)."""
 
     def __call__(
         self, job: Job, work: Work[Result], done: Mapping[int, Collection[int]], details: Mapping[tuple[int, int], Any]
     ) -> Generator[Result]:
-        """What `work` gives for every part that is left to do, as it comes.
+        """Yield the result of `work` for every part that is not done, in the order of completion.
 
         Args:
             job: the run.
-            work: takes the job, a part and its entry in `details` or None; it may be called again for a part.
-            done: for each log that has parts to work on, the numbers of those to leave out.
-            details: by log and number of part.
+            work: takes the job, a part and its entry in `details` or None; it may be called more than once for a part.
+            done: for each log that has parts left to process, the numbers of the parts to skip.
+            details: by (log, part number).
         """
 
 
 def on_threads(
     job: Job, work: Work[Result], done: Mapping[int, Collection[int]], details: Mapping[tuple[int, int], Any]
 ) -> Generator[Result]:
-    """A pass on as many threads as cores and memory allow; a `Schedule`."""
+    """Run a pass on as many threads as cores and memory allow; a `Schedule`."""
     native.return_freed_arrays()
     readers = [job.reader(log, leave_out.__contains__) for log, leave_out in done.items()]
     return work_on_parts(readers, lambda part: work(job, part, details.get((part.log, part.number))), workers=job.options.threads)
@@ -54,8 +54,8 @@ class _Done(Generic[Result]):
 
 
 @dataclass(frozen=True)
-class _Read:
-    """A log's reader is at its end."""
+class _LogEnd:
+    """A log has been read to its end; it has this many parts."""
 
     parts: int
 
@@ -68,20 +68,20 @@ class _Failed:
 def work_on_parts(
     logs: Sequence[Callable[[], Iterator[Part]]], work: Callable[[Part], Result], *, workers: int
 ) -> Generator[Result]:
-    """What `work` gives for every part of every log, as it comes.
+    """Yield the result of `work` for every part of every log, in the order of completion.
 
-    A worker holds its part, and one more is read ahead for it. Leaving the loop, or an error in reading or working, stops the rest.
+    One part is read ahead for each worker. Closing the generator, or an error while reading or working, stops the rest.
     """
-    done: queue.Queue[_Done[Result] | _Read | _Failed] = queue.Queue()
+    events: queue.Queue[_Done[Result] | _LogEnd | _Failed] = queue.Queue()
     room, stop = threading.Semaphore(PARTS_HELD_PER_WORKER * workers), threading.Event()
 
     def work_on(part: Part) -> None:
         try:
             if not stop.is_set():
-                done.put(_Done(work(part)))
+                events.put(_Done(work(part)))
             part.release()
         except BaseException as error:
-            done.put(_Failed(error))
+            events.put(_Failed(error))
         finally:
             room.release()
 
@@ -92,29 +92,29 @@ def work_on_parts(
             try:
                 part = next(parts, None)
             except BaseException as error:
-                done.put(_Failed(error))
+                events.put(_Failed(error))
                 part = None
             if part is None:
                 room.release()
                 break
             pool.submit(work_on, part)
-            del part  # the worker's alone from here on
+            del part  # only the worker refers to it from here on
             count += 1
-        done.put(_Read(count))
+        events.put(_LogEnd(count))
 
     with ThreadPoolExecutor(workers) as pool, ThreadPoolExecutor(workers) as readers:
         for log in logs:
             readers.submit(read, log)
         try:
-            reading, expected, given = len(logs), 0, 0
-            while reading or given < expected:
-                match done.get():
-                    case _Read(parts):
+            reading, expected, yielded = len(logs), 0, 0
+            while reading or yielded < expected:
+                match events.get():
+                    case _LogEnd(parts):
                         reading, expected = reading - 1, expected + parts
                     case _Failed(error):
                         raise error
                     case _Done(result):
-                        given += 1
+                        yielded += 1
                         yield result
         finally:
             stop.set()
@@ -123,7 +123,7 @@ def work_on_parts(
 def on_executor(
     executor: Executor, job: Job, work: Work[Result], done: Mapping[int, Collection[int]], details: Mapping[tuple[int, int], Any]
 ) -> Generator[Result]:
-    """A pass on processes, for work that holds Python's lock; a `Schedule` but for its first argument."""
+    """Run a pass on an executor's processes, for work that holds Python's lock; a `Schedule` after its first argument."""
     futures = [executor.submit(call, task) for task in tasks_of_parts(job, work, done, details)]
     try:
         for future in as_completed(futures):
@@ -136,19 +136,19 @@ def on_executor(
 def tasks_of_parts(
     job: Job, work: Work[Result], done: Mapping[int, Collection[int]], details: Mapping[tuple[int, int], Any]
 ) -> Iterator[Callable[[], list[Result]]]:
-    """One for each part, but one for a whole gzipped log, which is read from its beginning."""
+    """Yield a task for each part, or one for a whole compressed log, which can only be read from its beginning."""
     for log, leave_out in done.items():
         count = count_parts(job.options.inputs[log], job.options.part_bytes)
         if count is None:
-            of_log = {number: detail for (other, number), detail in details.items() if other == log}
-            yield partial(_work_on, job, work, log, frozenset(leave_out).__contains__, of_log)
+            log_details = {number: detail for (other, number), detail in details.items() if other == log}
+            yield partial(_work_on, job, work, log, frozenset(leave_out).__contains__, log_details)
             continue
         for number in set(range(count)).difference(leave_out):
             yield partial(_work_on, job, work, log, number.__ne__, {number: details.get((log, number))})
 
 
 def call(task: Callable[[], list[Result]]) -> list[Result]:
-    """The results of a task of `tasks_of_parts`."""
+    """Run a task of `tasks_of_parts`."""
     return task()
 
 

@@ -1,13 +1,13 @@
-"""Raw logs to a data set: DATA/{train,val,test}/part-*.parquet, DATA/vocabulary/*.{parquet,table}, DATA/manifest.json.
+"""From raw logs to a data set: DATA/{train,val,test}/part-*.parquet, DATA/vocabulary/*.{parquet,table}, DATA/manifest.json.
 
-1. Every log is cut into parts at line boundaries, and each part is parsed and counted on its own (`count_pass`).
-2. Now that the number of rows is known, so are the splits. Training counts are merged to vocabularies, column by column
+1. Every log is cut into parts at line boundaries, and each part is parsed and counted separately (`count_pass`).
+2. Now that the number of rows is known, so are the splits. Training counts are merged into vocabularies, column by column
    (`fit`).
 3. Every part is read and parsed again, encoded and written (`write_pass`).
 
-Memory follows the size of a part and the number of threads, not that of the input or of its vocabularies. The text is parsed twice,
-because that is cheaper than keeping what the first pass parsed: 160 bytes a row, 700 GB for Criteo's terabyte. Parts are the unit
-of resuming, too (`work`). The result depends on inputs and options alone, not on the number of threads or on interruptions.
+Memory depends on the size of a part and the number of threads, not on the size of the input or its vocabularies. The text is parsed
+twice because that is cheaper than storing the first pass's results: 160 bytes per row, 700 GB for Criteo's terabyte. Interrupted
+runs resume part by part (`work`). The result depends only on inputs and options, not on the number of threads or on interruptions.
 """
 
 from __future__ import annotations
@@ -55,21 +55,21 @@ from data_pipeline.write_pass import count_zeros, describe_splits, describe_targ
 
 
 def preprocess(options: PreprocessOptions, tell: Tell = lambda line: None) -> Manifest:
-    """Write the data set and return its manifest. Interrupted, it resumes when it is called again.
+    """Write the data set and return its manifest. After an interruption, calling it again resumes.
 
     Args:
-        options: what to do.
-        tell: takes lines for people, such as that an earlier run is resumed.
+        options: of the run.
+        tell: takes messages for the user, such as that an earlier run is resumed.
 
     Raises:
-        ValueError: an input is missing, damaged or malformed, or the output exists; one line that says what to do.
+        ValueError: an input is missing, damaged or malformed, or the output exists; the message says what to do.
         OSError: the output cannot be written.
     """
     logs = identify(options.inputs)
     schema = options.schema or detect_schema(options.inputs[0])
     unknown = sorted(set(options.min_counts) - set(schema.categories))
     if unknown:
-        raise ValueError(f"--min-count {unknown[0]}=...: no such category; they are {', '.join(schema.categories)}")
+        raise ValueError(f"--min-count {unknown[0]}=...: no such categorical column; choose one of {', '.join(schema.categories)}")
     names = tuple(check_names(log, schema) for log in options.inputs)
     options.splitting.check_column(schema)
     identity = _identity(options, schema, logs)
@@ -130,7 +130,7 @@ def _run(job: Job, options: PreprocessOptions, schedule: Schedule) -> Manifest:
 
 
 def _identity(options: PreprocessOptions, schema: LogSchema, logs: tuple[LogIdentity, ...]) -> dict[str, Any]:
-    """What the contents of the work folder follow from; how many malformed lines may be dropped does not change what was done."""
+    """Return everything that determines the work folder's contents; `max_bad_rows` doesn't change them."""
     recorded = {name: value for name, value in options.recorded().items() if name != "max_bad_rows"}
     files = {"inputs": [asdict(log) for log in logs], "columns": asdict(schema), "versions": versions()}
     return files | recorded | {"min_counts": dict(options.min_counts)}
@@ -146,16 +146,16 @@ def _integer_column(job: Job, column: int, groups: Sequence[Group]) -> IntegerCo
     train = [(rows - counts.missing, counts) for rows, counts in train if counts.min is not None]
     low = min((counts.min for _, counts in train if counts.min is not None), default=None)
     high = max((counts.max for _, counts in train if counts.max is not None), default=None)
-    if kind != "float":  # integers, whatever they were parsed to
+    if kind != "float":  # integer columns, even if parsed as float64
         low, high = (int(bound) if bound is not None else None for bound in (low, high))
     mean, scale = _moments(train) if transform == "standardize" else (None, None)
-    # 2 - min makes the smallest value log(2) > 0. Where training holds no value, later ones are taken to be counts from 0.
+    # 2 - min makes the smallest value log(2) > 0. If training has no values, later ones are assumed to be counts from 0.
     offset = 2 - (low or 0) if transform == "log" else 0
     return IntegerColumn(name=name, missing=missing, offset=offset, min=low, max=high, transform=transform, mean=mean, scale=scale)
 
 
 def _moments(counted: Sequence[tuple[int, IntegerCounts]]) -> tuple[float, float]:
-    """Mean and standard deviation, 0 and 1 of nothing, of groups of so many values (Chan, Golub, LeVeque, 1979)."""
+    """Combine groups' counts into a mean and standard deviation, 0 and 1 if empty (Chan, Golub, LeVeque, 1979)."""
     values = sum(count for count, _ in counted)
     mean = sum(counts.sum for _, counts in counted) / max(values, 1)
     deviations = sum(counts.deviations + count * (counts.sum / count - mean) ** 2 for count, counts in counted)

@@ -1,8 +1,8 @@
-"""What the loops of `csrc` compute, in Python: one line of a log, and the words for what is wrong with it; ids by hash; logarithms.
+"""Python definitions of what the loops of `csrc` compute: parsed lines and reasons to reject them, hashed ids, and logarithms.
 
-A well-formed line has one cell for each column: a label of 0 or 1, false or true, integers of 32 bits or empty, categories of 1 to
-8 hex digits (upper or lower case) or empty, any text or none for hashed categories, lists of non-empty elements or nothing. Labels
-and integers may have a fraction of zeros, as pandas writes them where others are missing.
+A well-formed line has one cell for each column: a label of 0, 1, false or true; 32-bit integers or empty; categories of 1 to 8 hex
+digits (upper or lower case) or empty; any text or none for hashed categories; lists of non-empty elements, or empty. Labels and
+integers may have a fraction of zeros, as pandas writes them in columns with missing values.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Cell = int | list[int] | None
 
 
 class Malformed(ValueError):
-    """What is wrong with a line."""
+    """A line is malformed; the message says why."""
 
 
 def parse_line(line: bytes, schema: LogSchema) -> list[Cell]:
-    """Cells of a line without its newline, in the schema's order; None is missing, and for columns to ignore.
+    """Parse a line without its newline into cells in the schema's order; None for missing values and ignored columns.
 
     Raises:
         Malformed: the line is not well-formed.
@@ -59,7 +59,7 @@ def _parse_cell(cell: bytes, column: Column) -> Cell:
         case "ignore":
             return None
         case _:
-            raise AssertionError(f"columns of kind {column.kind} are not read by lines")
+            raise AssertionError(f"columns of kind {column.kind} are not parsed by line")
 
 
 def _integer(cell: bytes, low: int, high: int, column: Column, expected: str) -> int:
@@ -74,12 +74,12 @@ def _malformed(column: Column, cell: bytes, expected: str) -> Malformed:
 
 
 def quoted(cell: bytes) -> str:
-    """A cell's first 40 bytes for a message of one line: in quotes, escaped where they are not printable ASCII."""
+    """Quote a cell's first 40 bytes for a one-line message, escaping what is not printable ASCII."""
     return repr(cell[:40])[1:]
 
 
 def hash_text(text: bytes) -> int:
-    """FNV-1a of 64 bits (Fowler, Noll, Vo) with splitmix64's finalizer; any of n texts collide with probability n^2 / 2^65."""
+    """Hash with 64-bit FNV-1a (Fowler, Noll, Vo) and splitmix64's finalizer; n texts collide with probability n^2 / 2^65."""
     x = 0xCBF29CE484222325
     for byte in text:
         x = (x ^ byte) * 0x100000001B3 % 2**64
@@ -87,17 +87,17 @@ def hash_text(text: bytes) -> int:
 
 
 def hashed_id(key: int, buckets: int) -> int:
-    """1..buckets - 1 by splitmix64's next output for the state `key` (Steele, Lea, Flood, OOPSLA 2014)."""
+    """Return an id in 1..buckets - 1 from splitmix64's next output for the state `key` (Steele, Lea, Flood, OOPSLA 2014)."""
     return 1 + ((_mix((key + 0x9E3779B97F4A7C15) % 2**64) >> 32) * (buckets - 1) >> 32)
 
 
 def bucket(value: float, boundaries: Sequence[float]) -> int:
-    """The id of the range that a number is in: 1 + how many boundaries are at most the number."""
+    """Return the id of the range that contains a number: 1 + how many boundaries are at most the number."""
     return 1 + sum(boundary <= value for boundary in boundaries)
 
 
 def logarithm(value: int, low: int) -> float:
-    """What an integer is encoded as, where `low` is the least of training."""
+    """Encode an integer, where `low` is the training split's minimum."""
     return math.log(max(value, low) - low + 2)
 
 

@@ -1,6 +1,6 @@
-"""Parquet logs cut into parts: several row groups that fill one together, or a range of rows of a larger group.
+"""Division of Parquet logs into parts: several row groups that together fill a part, or a range of rows of a larger group.
 
-Where a log is cut depends on its metadata alone. A group's rows are decoded once by who reads its parts one after the other.
+The division depends only on the log's metadata. Reading the parts of a group in order decodes each row only once.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from data_pipeline.sources import Source, open_log
 
 MAGIC = b"PAR1"
 _BATCH_ROWS = 1 << 16
-_LEAST_CELL_BYTES = 8  # of a decoded cell, where its encoded form is smaller
+_LEAST_CELL_BYTES = 8  # assumed of a decoded cell if its encoded form is smaller
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
-    """Rows of a part: `rows` of the groups, after the first `skipped` of them; `start` is the first one's number in the log."""
+    """Rows of a part: `rows` rows of the groups after the first `skipped`; `start` is the number of the first in the log."""
 
     groups: range
     skipped: int
@@ -30,7 +30,7 @@ class Slice:
 
 
 def plan(metadata: pq.FileMetaData, part_bytes: int) -> list[Slice]:
-    """The parts of a log."""
+    """Divide a log into parts."""
     slices: list[Slice] = []
     filled, start = 0, 0
     for number in range(metadata.num_row_groups):
@@ -59,7 +59,7 @@ def plan(metadata: pq.FileMetaData, part_bytes: int) -> list[Slice]:
 
 
 def read_metadata(log: Source) -> pq.FileMetaData:
-    """A log's metadata."""
+    """Read a log's Parquet metadata."""
     with open_log(log) as file:
         return pq.read_metadata(pa.PythonFile(file, mode="r"))
 
@@ -67,24 +67,24 @@ def read_metadata(log: Source) -> pq.FileMetaData:
 def read_slices(
     log: Source, *, part_bytes: int, skip: Callable[[int], bool], columns: Collection[str] | None
 ) -> Iterator[tuple[int, Slice, pa.Table]]:
-    """Number, rows and content of each part that `skip` doesn't leave out; of the given columns, or of all."""
+    """Yield the number, slice and content of each part that `skip` doesn't skip, with the given columns or all."""
     with open_log(log) as opened, pq.ParquetFile(pa.PythonFile(opened, mode="r")) as file:
         slices = plan(file.metadata, part_bytes)
         names = None if columns is None else [name for name in file.schema_arrow.names if name in columns]
         for groups, numbered in itertools.groupby(enumerate(slices), key=lambda item: item[1].groups):
-            wanted = [(number, part) for number, part in numbered if not skip(number)]
-            if not wanted:
+            unskipped = [(number, part) for number, part in numbered if not skip(number)]
+            if not unskipped:
                 continue
             batches = file.iter_batches(_BATCH_ROWS, row_groups=list(groups), columns=names, use_threads=False)
-            decoded, position = pa.table({}), 0  # rows from `position` of the groups on
-            for number, part in wanted:
+            decoded, position = pa.table({}), 0  # the groups' rows from `position` on
+            for number, part in unskipped:
                 while position + len(decoded) < part.skipped + part.rows:
                     if position + len(decoded) <= part.skipped:
                         decoded, position = pa.table({}), position + len(decoded)
                     batch = next(batches, None)
                     if batch is None:
-                        raise pa.ArrowInvalid("it states more rows than it holds")
-                    more = pa.Table.from_batches([batch])
-                    decoded = pa.concat_tables([decoded, more]) if len(decoded) else more
+                        raise pa.ArrowInvalid("its metadata states more rows than it holds")
+                    new_rows = pa.Table.from_batches([batch])
+                    decoded = pa.concat_tables([decoded, new_rows]) if len(decoded) else new_rows
                 yield number, part, decoded.slice(part.skipped - position, part.rows)
                 decoded, position = decoded.slice(part.skipped + part.rows - position), part.skipped + part.rows

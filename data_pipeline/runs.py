@@ -1,7 +1,7 @@
-"""How often values occur, as sorted runs on disk that are merged later: counted and merged in memory that doesn't grow with them.
+"""Value counts as sorted runs on disk, counted and merged in bounded memory.
 
-A run is two files, `<name>.keys` and `<name>.counts`: for column after column its distinct keys, ascending, and their counts. A
-file is open only while a block of it is read, whatever the number of runs.
+A run is two files, `<name>.keys` and `<name>.counts`: column by column, its distinct keys, ascending, and their counts. A file is
+open only while a block of it is read, so the number of runs is not limited.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from data_pipeline.native import Array
 from data_pipeline.work import WorkFolder
 
 _COUNT = np.dtype(np.uint64)
-# Runs merged at once; more are merged in levels. Each is read through a buffer, which should hold more than a disk's seek costs.
+# Runs merged at once; more are merged in levels. Each run's buffer should be large enough to amortize a disk seek.
 FAN_IN = 64
 
 Counted = tuple[np.ndarray, np.ndarray]  # ascending keys and their uint64 counts
@@ -28,11 +28,11 @@ Counted = tuple[np.ndarray, np.ndarray]  # ascending keys and their uint64 count
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run on disk; without `trains` its values count 0 times.
+    """A run on disk; if `trains` is false, its counts are read as 0.
 
-    name: of its files, but for their suffix.
-    lengths: entries of each column.
-    count_bytes: of a count, which most often needs 4.
+    name: of its files, without suffix.
+    lengths: the number of entries of each column.
+    count_bytes: bytes per count; 4 are usually enough.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Run:
     trains: bool = True
 
     def read(self, folder: Path, column: int, start: int, stop: int, key_dtype: np.dtype) -> Counted:
-        """Entries of a column."""
+        """Read entries of a column."""
         first = sum(self.lengths[:column]) + start
         keys = np.fromfile(folder / f"{self.name}.keys", key_dtype, stop - start, offset=first * key_dtype.itemsize)
         if not self.trains:
@@ -56,7 +56,7 @@ class Run:
 
 
 def write_run(path: Path, columns: Iterable[Iterable[Counted]], *, count_bytes: int = _COUNT.itemsize) -> Run:
-    """Write a run, of each column blocks whose keys ascend."""
+    """Write a run from each column's blocks, whose keys ascend."""
     with ExitStack() as stack:
         paths = [stack.enter_context(replacing(Path(f"{path}.{suffix}"))) for suffix in ("keys", "counts")]
         keys_file, counts_file = [stack.enter_context(path.open("wb")) for path in paths]
@@ -65,7 +65,7 @@ def write_run(path: Path, columns: Iterable[Iterable[Counted]], *, count_bytes: 
             lengths.append(0)
             for keys, counts in blocks:
                 lengths[-1] += len(keys)
-                keys_file.write(keys.data)  # ndarray.tofile says nothing when the disk is full
+                keys_file.write(keys.data)  # ndarray.tofile ignores a full disk
                 counts_file.write(counts.astype(f"u{count_bytes}").data)
     return Run(name=path.name, lengths=tuple(lengths), count_bytes=count_bytes)
 
@@ -73,26 +73,26 @@ def write_run(path: Path, columns: Iterable[Iterable[Counted]], *, count_bytes: 
 class Counter:
     """Counts the values of columns, and writes a run whenever they fill the room.
 
-    What is held is measured: keys as they came, and once there are many, the distinct ones with their counts.
+    It holds keys as they were added, and once there are many, the distinct ones with their counts.
 
     Args:
-        path: of the runs, which add their numbers.
-        columns: how many.
-        key_dtype: of their values.
-        room: in bytes.
+        path: name prefix of the runs.
+        columns: the number of columns.
+        key_dtype: of their keys.
+        room: the most bytes to hold.
     """
 
     def __init__(self, path: Path, *, columns: int, key_dtype: np.dtype, room: int) -> None:
         self._path, self._room = path, room
         self._nothing = np.empty(0, key_dtype), np.empty(0, _COUNT)
-        self._came: list[list[np.ndarray]] = [[] for _ in range(columns)]
+        self._pending: list[list[np.ndarray]] = [[] for _ in range(columns)]
         self._counted: list[Counted] = [self._nothing] * columns
         self._runs: list[Run] = []
 
     def add(self, column: int, keys: np.ndarray) -> None:
-        """Count keys of a column, now or later."""
-        self._came[column].append(keys)
-        if sum(array.nbytes for array in self._came[column]) > self._room // 4:  # counting takes several times as much
+        """Add keys of a column; they are counted now or later."""
+        self._pending[column].append(keys)
+        if sum(array.nbytes for array in self._pending[column]) > self._room // 4:  # counting takes several times as much
             self._count(column)
         if self._bytes() > self._room:
             self._count_all()
@@ -107,17 +107,17 @@ class Counter:
         return tuple(self._runs)
 
     def _bytes(self) -> int:
-        came = sum(array.nbytes for column in self._came for array in column)
-        return came + sum(array.nbytes for counted in self._counted for array in counted)
+        pending = sum(array.nbytes for column in self._pending for array in column)
+        return pending + sum(array.nbytes for counted in self._counted for array in counted)
 
     def _count_all(self) -> None:
-        for column in range(len(self._came)):
+        for column in range(len(self._pending)):
             self._count(column)
 
     def _count(self, column: int) -> None:
-        if self._came[column]:
-            keys = np.concatenate(self._came[column])
-            self._came[column].clear()
+        if self._pending[column]:
+            keys = np.concatenate(self._pending[column])
+            self._pending[column].clear()
             self._counted[column] = merge_two(self._counted[column], count(keys))
 
     def _write(self) -> None:
@@ -129,7 +129,7 @@ class Counter:
 
 
 def count(keys: np.ndarray) -> Counted:
-    """The distinct keys of an array, which is sorted for it, and their counts."""
+    """Sort an array of keys in place, and return the distinct ones and their counts."""
     keys.sort()
     counts = np.empty(len(keys), _COUNT)
     distinct = native.count_sorted[keys.dtype](Array(keys, keys.dtype), Array(counts, _COUNT))
@@ -137,7 +137,7 @@ def count(keys: np.ndarray) -> Counted:
 
 
 def merge_two(left: Counted, right: Counted) -> Counted:
-    """One run of two; counts of equal keys are added."""
+    """Merge two runs, adding the counts of equal keys."""
     if not len(left[0]) or not len(right[0]):
         return right if len(right[0]) else left
     dtype, size = left[0].dtype, len(left[0]) + len(right[0])
@@ -148,14 +148,14 @@ def merge_two(left: Counted, right: Counted) -> Counted:
 
 
 def merge(runs: Sequence[Run], folder: Path, column: int, *, key_dtype: np.dtype, entries: int) -> Iterator[Counted]:
-    """The values of a column in all runs, ascending, block by block.
+    """Yield the merged values of a column, ascending, block by block.
 
     Args:
-        runs: at most `FAN_IN`, or buffers are small.
+        runs: at most `FAN_IN`, to keep the buffers large.
         folder: of their files.
-        column: of the runs.
+        column: the number of the column.
         key_dtype: of their keys.
-        entries: of all buffers together, at most.
+        entries: the most entries of all buffers together.
     """
     lengths = [run.lengths[column] for run in runs]
     buffer = max(1, entries // max(len(runs), 1))
@@ -167,7 +167,7 @@ def merge(runs: Sequence[Run], folder: Path, column: int, *, key_dtype: np.dtype
                 stop = min(read[number] + buffer, lengths[number])
                 buffers[number] = run.read(folder, column, read[number], stop, key_dtype)
                 read[number] = stop
-        # No file still holds a key up to the least of the last ones that were read.
+        # All keys up to the least last key of the unfinished runs' buffers have been read.
         bounds = [keys[-1] for (keys, _), done, length in zip(buffers, read, lengths, strict=True) if done < length]
         below = []
         for number, (keys, counts) in enumerate(buffers):
@@ -186,32 +186,32 @@ def merge_in_levels(
 ) -> list[Run]:
     """Merge runs until at most `FAN_IN` are left.
 
-    A merged run is recorded before those that it replaces are removed, so that interrupted merging resumes.
+    A merged run is recorded before the runs that it replaces are removed, so an interrupted merge can resume.
 
     Args:
-        runs: in an order that does not change.
-        work: takes the records.
-        folder: of the runs' files, which takes those of merged ones.
-        columns: of every run.
+        runs: in the same order in every call.
+        work: stores the records.
+        folder: of the files of runs, including merged ones.
+        columns: the number of columns.
         key_dtype: of their keys.
-        entries: that a worker may hold.
-        workers: threads.
+        entries: the most entries that a worker may hold.
+        workers: the number of threads.
     """
-    left, level = list(runs), 0
-    while len(left) > FAN_IN:
-        groups = [left[i : i + FAN_IN] for i in range(0, len(left), FAN_IN)]
+    remaining, level = list(runs), 0
+    while len(remaining) > FAN_IN:
+        groups = [remaining[i : i + FAN_IN] for i in range(0, len(remaining), FAN_IN)]
 
         def merged(number: int, groups: list[list[Run]] = groups, level: int = level) -> Run:
             name = f"merged-{level}-{number:05d}"
             run = work.load(f"tables/{name}", Run)
             if run is None:
-                of_columns = (merge(groups[number], folder, c, key_dtype=key_dtype, entries=entries) for c in range(columns))
-                run = write_run(folder / name, of_columns)
+                merged_columns = (merge(groups[number], folder, c, key_dtype=key_dtype, entries=entries) for c in range(columns))
+                run = write_run(folder / name, merged_columns)
                 work.save(f"tables/{name}", run)
             for replaced in groups[number]:
                 replaced.remove(folder)
             return run
 
         with ThreadPoolExecutor(workers) as pool:
-            left, level = list(pool.map(merged, range(len(groups)))), level + 1
-    return left
+            remaining, level = list(pool.map(merged, range(len(groups)))), level + 1
+    return remaining

@@ -1,18 +1,18 @@
-"""What a log holds: its columns, each of one kind, and how they are written.
+"""Log schemas: the columns of a log, their kinds, and the format of its lines.
 
-    format = "csv"                 # "text": nothing is quoted; "jsonl": an object a line. Parquet says itself what it is
-    separator = ","                # the default of "csv"; of others the tab
-    header = true                  # each log opens with a line of names, by which its columns are known; else by their order
+    format = "csv"                 # "text": without quoting; "jsonl": one object per line. Parquet is detected
+    separator = ","                # the default of "csv"; other formats default to a tab
+    header = true                  # each log starts with a line of column names; else columns are identified by position
     [columns]
-    click = "label"                # 0 or 1; written as `label`, or by their names where there are several
+    click = "label"                # 0 or 1; stored as `label`, or under their own names if there are several
     shop = "category"              # any text or integers, kept as a 64-bit hash
-    price_cents = "integer"        # 32 bits; "int64" and "float" are others
+    price_cents = "integer"        # 32 bits; "int64" and "float" are other numbers
     tags = { kind = "list", separator = " ", max_length = 20 }
     user = { kind = "category", column = "user_id", hash_buckets = 100_000 }
     rating = { kind = "float", transform = "standardize" }
     age = { kind = "integer", transform = "bucketize", boundaries = [18, 30, 60] }   # ids of ranges; buckets = 8 for quantiles
-    importance = "weight"          # of the row in a loss
-    at = "time"                    # not written; `--split time` goes by it, `--split user` by a column of kind "user"
+    importance = "weight"          # the row's weight in the loss
+    at = "time"                    # used by `--split time`, not stored; likewise "user" by `--split user`
 
 Criteo's own columns are built in: label, counts I1..I13, categories C1..C26 of 1 to 8 hex digits ("hex").
 """
@@ -34,13 +34,13 @@ import numpy as np
 from data_pipeline.columns import CATEGORIES, INTEGERS, LABEL
 
 Kind = Literal["ignore", "label", "integer", "hex", "category", "list", "int64", "float", "weight", "time", "user"]
-KINDS = ("ignore", "label", "integer", "hex", "category", "list")  # that `parse` reads
+KINDS = ("ignore", "label", "integer", "hex", "category", "list")  # those that `parse` reads
 Transform = Literal["log", "standardize", "bucketize", "none"]
 Format = Literal["text", "csv", "jsonl"]
 OF_NO_FEATURE: tuple[Kind, ...] = ("ignore", "label", "weight", "time", "user")
 _NUMBERS: tuple[Kind, ...] = ("integer", "int64", "float")
 _CATEGORIES: tuple[Kind, ...] = ("hex", "category", "list")
-_LONGEST_NAME = 150  # in bytes; file systems take 255, and what is not finished has longer names
+_LONGEST_NAME = 150  # in bytes; file systems allow 255, and unfinished files have longer names
 _UNLABELLED = len(INTEGERS) + len(CATEGORIES)
 
 
@@ -50,16 +50,16 @@ class Column:
 
     Args:
         name: of the column in the data set.
-        kind: what a cell holds.
+        kind: the type of its cells.
         separator: stands between the elements of a list.
-        column: its name in logs that name their columns; "" for the same name.
-        transform: of a number: log(x + offset), (x - mean) / standard deviation, x itself, or "bucketize": a category of ranges,
-            with ids 1 + how many boundaries are at most x.
-        boundaries: of the ranges, ascending; or
-        buckets: how many ranges of about equally many training values.
-        hash_buckets: a category's ids are 1..hash_buckets - 1 by hash; None for a vocabulary.
-        max_ids: a category's vocabulary keeps this many values at most, the most frequent.
-        max_length: a list keeps this many elements at most, the first.
+        column: its name in logs that name their columns; "" if it is the same.
+        transform: of a number: "log" for log(x + offset), "standardize" for (x - mean) / standard deviation, "none" for x, or
+            "bucketize" for a category with ids 1 + how many boundaries are at most x.
+        boundaries: of the ranges of a bucketized number, ascending.
+        buckets: instead of boundaries, the number of ranges, with about equally many training values in each.
+        hash_buckets: hash a category's values into ids 1..hash_buckets - 1; None for a vocabulary.
+        max_ids: the most values that a category's vocabulary keeps, the most frequent ones.
+        max_length: the most elements that a list keeps, the first ones.
     """
 
     name: str
@@ -75,20 +75,20 @@ class Column:
 
     @property
     def bucketized(self) -> bool:
-        """Whether it is a number whose range is its category."""
+        """Whether it is a number that is stored as the id of its range."""
         return self.kind in _NUMBERS and self.transform == "bucketize"
 
     @property
     def source(self) -> str:
-        """The name in logs that name their columns."""
+        """The column's name in logs that name their columns."""
         return self.column or self.name
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogSchema:
-    """The columns in the order of a line, the byte between them, and whether each file opens with a line of names.
+    """The columns in the order of a line, the separator between them, and whether each file starts with a line of column names.
 
-    transformed: the integer columns are float32 to be kept as they are, as in the .npy files of torchrec's scripts.
+    transformed: the integer columns are float32 and stored unchanged, as from the .npy files of torchrec's scripts.
     """
 
     columns: tuple[Column, ...]
@@ -98,7 +98,7 @@ class LogSchema:
     format: Format = "text"
 
     def of_kind(self, *kinds: Kind) -> tuple[str, ...]:
-        """Names of the columns of these kinds, in the order of a line."""
+        """Return the names of the columns of these kinds, in the order of a line."""
         return tuple(column.name for column in self.columns if column.kind in kinds)
 
     @property
@@ -107,23 +107,23 @@ class LogSchema:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Names of the labels in the data set: `label` where there is one, else the names in the log."""
+        """Names of the labels in the data set: `label` if there is only one, else the column names."""
         names = self.of_kind("label")
         return (LABEL,) if len(names) == 1 else names
 
     @property
     def weight(self) -> str | None:
-        """The column of the rows' weights."""
+        """Name of the column of row weights; None if there is none."""
         return next(iter(self.of_kind("weight")), None)
 
     @property
     def integers(self) -> tuple[str, ...]:
-        """Columns of numbers of all kinds, but for those whose ranges are categories."""
+        """Names of the numeric columns of all kinds, except bucketized ones."""
         return tuple(column.name for column in self.columns if column.kind in _NUMBERS and not column.bucketized)
 
     @property
     def number_dtype(self) -> np.dtype:
-        """Of numbers as they are parsed."""
+        """dtype of parsed numbers."""
         if self.transformed:
             return np.dtype(np.float32)
         columns = [self.column_of(name) for name in self.integers]
@@ -132,7 +132,7 @@ class LogSchema:
 
     @property
     def of_text(self) -> bool:
-        """Whether `parse` reads columns of these kinds."""
+        """Whether `parse` can read logs of this format and these kinds of columns."""
         return self.format != "jsonl" and all(column.kind in KINDS and not column.bucketized for column in self.columns)
 
     def column_of(self, name: str) -> Column:
@@ -140,35 +140,35 @@ class LogSchema:
 
     @property
     def singles(self) -> tuple[str, ...]:
-        """Categorical columns of one value a line."""
+        """Names of the categorical columns of one value per row."""
         return tuple(column.name for column in self.columns if column.kind in ("hex", "category") or column.bucketized)
 
     @property
     def lists(self) -> tuple[str, ...]:
-        """Categorical columns of any number of values a line."""
+        """Names of the categorical columns of any number of values per row."""
         return self.of_kind("list")
 
     @property
     def categories(self) -> tuple[str, ...]:
-        """Singles before lists, the order in which everything else counts them."""
+        """Names of the categorical columns: singles, then lists. Column numbers follow this order everywhere."""
         return self.singles + self.lists
 
     @property
     def key_dtype(self) -> np.dtype:
-        """Of category values: hex digits are 32-bit numbers, everything else takes 64 bits, most of it hashed."""
+        """dtype of category keys: 32 bits if all are hex digits, else 64 bits for hashes and numbers."""
         wide = self.of_kind("category", "list") or any(column.bucketized for column in self.columns)
         return np.dtype(np.uint64 if wide else np.uint32)
 
 
 def criteo_schema(*, labelled: bool) -> LogSchema:
-    """Criteo's columns."""
+    """Return the schema of Criteo's logs."""
     label = [Column(name=LABEL, kind="label")] if labelled else []
     integers = [Column(name=name, kind="integer") for name in INTEGERS]
     return LogSchema(columns=(*label, *integers, *(Column(name=name, kind="hex") for name in CATEGORIES)))
 
 
 def detect_criteo_schema(text: bytes) -> LogSchema:
-    """Criteo's columns with or without label, by the number of columns of most of a log's first lines.
+    """Return Criteo's schema, with or without label according to the number of columns in most of a log's first lines.
 
     Raises:
         ValueError: no line has 40 or 39 columns.
@@ -188,7 +188,7 @@ def read_schema(path: Path) -> LogSchema:
     """Read a schema file.
 
     Raises:
-        ValueError: it is no TOML, or a key or value in it is not as the module's example shows.
+        ValueError: the file is missing or not TOML, or has a key or value other than the module's example shows.
     """
     if not path.is_file():
         raise ValueError(f"--schema {path} does not exist; check its name")
@@ -203,7 +203,7 @@ def _schema(content: Mapping[str, Any]) -> LogSchema:
     _refuse_unknown(content, {"format", "separator", "header", "columns"})
     columns = content.get("columns")
     if not isinstance(columns, dict) or not columns:
-        raise ValueError('it has no table [columns] of lines such as price = "integer"')
+        raise ValueError('it needs a table [columns] with lines such as price = "integer"')
     separator = _byte(content.get("separator", "," if content.get("format") == "csv" else "\t"), refused='\r\n-".')
     schema = LogSchema(
         columns=tuple(_column(name, entry) for name, entry in columns.items()),
@@ -214,23 +214,23 @@ def _schema(content: Mapping[str, Any]) -> LogSchema:
     kinds: tuple[tuple[Kind, str], ...] = (("weight", "weights"), ("time", "times"), ("user", "users"))
     for kind, plural in kinds:
         if len(schema.of_kind(kind)) > 1:
-            raise ValueError(f"columns {', '.join(schema.of_kind(kind))} are all {plural}; there can be one")
+            raise ValueError(f"columns {', '.join(schema.of_kind(kind))} are all {plural}; there can be only one")
     if schema.of_kind("time") and schema.of_kind("user"):
         raise ValueError("one column is of kind time and one of kind user; rows are split by one of them, so ignore the other")
     if not schema.integers + schema.categories:
         raise ValueError("no column is a number or category; there is nothing to learn from")
     for column in schema.columns:
         if column.name == LABEL and column.kind not in ("ignore", "label", "time", "user"):
-            raise ValueError(f"column {LABEL} is of kind {column.kind}; the name is kept for the label, so give it another one")
+            raise ValueError(f"column {LABEL} is of kind {column.kind}; the name is reserved for the label, so choose another one")
         if len(file_name(column.name).encode()) > _LONGEST_NAME:
-            raise ValueError(f"column {column.name[:40]}... has too long a name for its files; rename it")
+            raise ValueError(f"column {column.name[:40]}... has a name that is too long for its files; rename it")
         if column.kind == "list" and column.separator == schema.separator:
             raise ValueError(f"{column.name}: {column.separator!r} cannot separate both columns and elements")
     return schema
 
 
 def file_name(column: str) -> str:
-    """A column's name as that of a file: as it is, but for characters that have a meaning in paths."""
+    """Convert a column's name to a file name, escaping characters that have a meaning in paths."""
     return re.sub(r"[%/\\\0]|^\.", lambda match: f"%{ord(match[0]):02X}", column)
 
 
@@ -251,20 +251,20 @@ def _column(name: str, entry: object) -> Column:
     if not isinstance(settings.get("column", ""), str):
         raise ValueError(f"{name}: column is {settings['column']!r}; write the name that the log gives it")
     if "hash_buckets" in settings and "max_ids" in settings:
-        raise ValueError(f"{name}: hash_buckets leave no vocabulary for max_ids to bound; give one of them")
+        raise ValueError(f"{name}: max_ids limits a vocabulary, which hash_buckets replaces; give only one of them")
     transform = _one_of(f"{name}: transform", settings.get("transform", "log"), Transform)
     if len({"boundaries", "buckets"} & settings.keys()) != (transform == "bucketize"):
-        raise ValueError(f'{name}: transform = "bucketize" takes either boundaries or a number of buckets; others take neither')
+        raise ValueError(f'{name}: transform = "bucketize" takes either boundaries or buckets; other transforms take neither')
     boundaries = _boundaries(name, settings["boundaries"]) if "boundaries" in settings else ()
     others = {name: value for name, value in settings.items() if name not in ("separator", "transform", "boundaries")}
     separator = _byte(settings.get("separator", "|"))
     return Column(name=name, separator=separator, transform=transform, boundaries=boundaries, **others)
 
 
-def _boundaries(name: str, given: object) -> tuple[float, ...]:
-    numbers = [float(number) for number in given if type(number) in (int, float)] if isinstance(given, list) else []
-    if not numbers or given != numbers or not all(low < high for low, high in itertools.pairwise([-math.inf, *numbers, math.inf])):
-        raise ValueError(f"{name}: boundaries are {given!r}; they must be finite numbers, each above the one before")
+def _boundaries(name: str, value: object) -> tuple[float, ...]:
+    numbers = [float(number) for number in value if type(number) in (int, float)] if isinstance(value, list) else []
+    if not numbers or value != numbers or not all(low < high for low, high in itertools.pairwise([-math.inf, *numbers, math.inf])):
+        raise ValueError(f"{name}: boundaries are {value!r}; they must be finite numbers, each above the one before")
     return tuple(numbers)
 
 
@@ -288,11 +288,11 @@ def _byte(separator: object, refused: str = '\r\n-"') -> str:
         or separator in refused
         or separator.isalnum()
     ):
-        raise ValueError(f"separator {separator!r} must be one ASCII character, but no letter, no digit and none of {refused!r}")
+        raise ValueError(f"separator {separator!r} must be one ASCII character, not a letter, a digit or one of {refused!r}")
     return separator
 
 
 def _refuse_unknown(content: Mapping[str, Any], known: set[str]) -> None:
     unknown = sorted(set(content) - known)
     if unknown:
-        raise ValueError(f"{unknown[0]} is unknown; known are {', '.join(sorted(known))}")
+        raise ValueError(f"{unknown[0]} is unknown; choose from {', '.join(sorted(known))}")

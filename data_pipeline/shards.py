@@ -1,4 +1,4 @@
-"""Pass 2, a part: raw columns to encoded Parquet shards, one for each split that has rows in the part."""
+"""Pass 2 for one part: parsed columns are encoded and written as Parquet shards, one for each split with rows in the part."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from data_pipeline.parts import inputs_changed
 from data_pipeline.schema import LogSchema
 from data_pipeline.splits import Rows
 
-# Small enough that a loader can shuffle over row groups, large enough that reading one is no overhead.
+# Small enough for loaders to shuffle row groups, large enough that the overhead of reading one is small.
 ROW_GROUP_ROWS = 1 << 16
-# Of ids and numbers; Parquet's writer takes several times as much. Groups of long lists, or of a thousand columns, have fewer rows.
+# Of encoded rows; Parquet's writer needs several times as much. Groups of long lists or a thousand columns have fewer rows.
 _ROW_GROUP_BYTES = 16 << 20
-# Dictionaries shrink columns of few values; where there are many, Parquet builds them in vain, at half of the time of writing.
+# Dictionaries shrink columns of few values; for many values, Parquet builds them in vain, in half of the writing time.
 _DICTIONARY_IDS = 1 << 14
 _LOGARITHMS = Array(np.log(np.arange(1, 1 << 16)).astype(np.float32), np.float32)
 _ROWS_KEY = "comera_rec.rows"
@@ -37,7 +37,7 @@ _ROWS_KEY = "comera_rec.rows"
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenShard:
-    """A shard of a split, the sums of each label and of the weights, and how often each categorical column holds id 0."""
+    """A shard of a split, the sum of each label, the count of id 0 in each categorical column, and the sum of the weights."""
 
     split: str
     shard: Shard
@@ -48,19 +48,19 @@ class WrittenShard:
 
 @dataclass(frozen=True, kw_only=True)
 class PartShards:
-    """What pass 2 wrote for a part."""
+    """The shards that pass 2 wrote for a part."""
 
     written: tuple[WrittenShard, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Encoder:
-    """Raw columns to those of a shard: labels int8, weights float32 (if any), numbers float32, then int32 ids, or lists of them.
+    """Encodes parsed columns for a shard: int8 labels, float32 weights (if any) and numbers, then int32 ids or lists of ids.
 
     Args:
-        schema: the log's.
-        integers: its integer columns.
-        ids_of: where the ids of each categorical column come from.
+        schema: of the log.
+        integers: its numeric columns.
+        ids_of: the id source of each categorical column.
         num_embeddings: of each categorical column.
     """
 
@@ -71,7 +71,7 @@ class Encoder:
 
     @property
     def columns(self) -> pa.Schema:
-        """The columns of a shard."""
+        """Arrow schema of a shard."""
         labels = [(name, pa.int8()) for name in self.schema.labels]
         weight = [(self.schema.weight, pa.float32())] if self.schema.weight else []
         integers = [(name, pa.float32()) for name in self.schema.integers]
@@ -79,7 +79,7 @@ class Encoder:
         return pa.schema(labels + weight + integers + singles + [(name, pa.list_(pa.int32())) for name in self.schema.lists])
 
     def encode(self, parsed: Parsed, rows: Rows) -> tuple[pa.Table, np.ndarray]:
-        """Encode rows, in their order, and tell how many ids of each categorical column are 0."""
+        """Encode rows, in order; also return how many ids of each categorical column are 0."""
         arrays = [to_arrow(label[rows]) for label in parsed.labels]
         arrays += [to_arrow(parsed.weights[rows])] if parsed.weights is not None else []
         arrays += [to_arrow(column) for column in self.numbers(parsed, rows)]
@@ -92,10 +92,7 @@ class Encoder:
         return pa.Table.from_arrays(arrays, schema=self.columns), zeros
 
     def numbers(self, parsed: Parsed, rows: Rows) -> np.ndarray:
-        """The columns of numbers in rows, transformed: float32 [I, n], and 0.0 where a value is missing.
-
-        Those that came transformed are kept as they are.
-        """
+        """Transform the numeric columns of rows, unless they already are: float32 [I, n], 0.0 where a value is missing."""
         if self.schema.transformed:
             return _select(parsed.integers, rows)
         values, missing = _select(parsed.integers, rows), _select(parsed.integer_missing, rows)
@@ -105,19 +102,19 @@ class Encoder:
         return encoded
 
     def singles(self, parsed: Parsed, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of the categorical columns of one value a row, int32 [C, n], and how many of each are 0."""
+        """Return the ids of the single-valued categorical columns, int32 [C, n], and how many in each are 0."""
         keys = _select(parsed.keys, rows)
         return encode_keys(self.ids_of[: len(keys)], keys, _select(parsed.key_missing, rows))
 
     def list(self, parsed: Parsed, number: int, rows: Rows) -> tuple[np.ndarray, np.ndarray, int]:
-        """Of a list column in rows: the int32 ids end to end, the lengths of the lists, and how many ids are 0."""
+        """Return a list column's int32 ids, concatenated, the lengths of its lists, and how many ids are 0."""
         keys, lengths = list_elements(parsed, number, rows)
-        of_column = self.ids_of[len(parsed.keys) + number]
-        ids, zeros = encode_keys((of_column,), keys[np.newaxis], np.zeros((1, len(keys)), np.bool_))
+        id_source = self.ids_of[len(parsed.keys) + number]
+        ids, zeros = encode_keys((id_source,), keys[np.newaxis], np.zeros((1, len(keys)), np.bool_))
         return ids[0], lengths, int(zeros[0])
 
     def writer(self, path: Path) -> pq.ParquetWriter:
-        """A writer of shards. Statistics of row groups would be of use to nobody: ids are read, not searched."""
+        """Open a writer of shards, without statistics of row groups, because ids are read, not searched."""
         small = [name for name, size in zip(self.schema.categories, self.num_embeddings, strict=True) if size <= _DICTIONARY_IDS]
         small = [f"{name}.list.element" if name in self.schema.lists else name for name in small]
         options: dict[str, Any] = {"use_dictionary": [*self.schema.integers, *small], "write_statistics": False}
@@ -125,12 +122,12 @@ class Encoder:
 
 
 def _select(columns: np.ndarray, rows: Rows) -> np.ndarray:
-    """Rows of columns [columns, n], each column end to end."""
+    """Select rows of columns [columns, n]; each selected column is contiguous."""
     return columns[:, rows] if isinstance(rows, slice) else columns.take(rows, axis=1)
 
 
 def _encode_numbers(values: np.ndarray, missing: np.ndarray, column: IntegerColumn) -> np.ndarray:
-    """float32 [1, n] log(max(x, min) + offset), (x - mean) / scale or x of [1, n], and 0.0 where x is missing."""
+    """Compute log(max(x, min) + offset), (x - mean) / scale or x for [1, n]: float32 [1, n], 0.0 where x is missing."""
     if column.transform == "none":
         return values.astype(np.float32)
     if column.mean is not None and column.scale is not None:
@@ -149,20 +146,20 @@ RowsOf = Callable[[Parsed, int], Mapping[str, Rows]]
 def write_part(
     blocks: Iterable[Parsed], encoder: Encoder, data: Path, *, rows_of: RowsOf, shards: Mapping[str, Shard]
 ) -> PartShards:
-    """Encode a part.
+    """Encode a part, and write its shards.
 
     Args:
         blocks: its rows.
         encoder: of its columns.
         data: the data set's folder.
-        rows_of: the rows of each split in a block, whose first row's number in the part comes with it.
-        shards: of each split that has rows in the part, what is known of its shard before it is written.
+        rows_of: takes a block and the number of its first row in the part; returns the rows of each split.
+        shards: by split, the shards to write, with path, rows and range of input rows.
     """
     with ExitStack() as stack:
-        beside = {split: stack.enter_context(replacing(data / shard.path)) for split, shard in shards.items()}
+        paths = {split: stack.enter_context(replacing(data / shard.path)) for split, shard in shards.items()}
         writers = {
             split: stack.enter_context(_ShardWriter(encoder, path, f"{split} {shards[split].from_rows}"))
-            for split, path in beside.items()
+            for split, path in paths.items()
         }
         first = 0
         for parsed in blocks:
@@ -183,12 +180,12 @@ def write_part(
 
 
 class _ShardWriter:
-    """Gathers a split's rows of several blocks to row groups.
+    """Collects a split's rows from several blocks into row groups.
 
     Args:
         encoder: of the columns.
         path: of the file.
-        rows: what `recorded_rows` reads: the split, and the range of its rows in the input.
+        rows: the split and its range of input rows, as `recorded_rows` reads them.
     """
 
     def __init__(self, encoder: Encoder, path: Path, rows: str) -> None:
@@ -226,6 +223,6 @@ class _ShardWriter:
 
 
 def recorded_rows(path: Path) -> tuple[str, tuple[int, int]] | None:
-    """The split of a shard and the range of its rows in the input, as `write_part` recorded them in it."""
+    """Return the split and the range of input rows that `write_part` recorded in a shard."""
     match = re.fullmatch(rb"(\w+) \((\d+), (\d+)\)", (pq.read_metadata(path).metadata or {}).get(_ROWS_KEY.encode(), b""))
     return (match[1].decode(), (int(match[2]), int(match[3]))) if match else None

@@ -1,4 +1,4 @@
-"""Where logs lie: local files, or whatever fsspec reads by URL, such as s3://, gs://, https:// and memory://."""
+"""Locations of logs: local files, or any URL that fsspec reads, such as s3://, gs://, https:// and memory://."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any, TypeGuard, cast
 
 import fsspec.core
 
-Source = Path | str  # a URL is a str: Path would take one of its slashes
-# What file systems call the thing that changes when a file does.
+Source = Path | str  # a URL is a str, because Path would drop one of its slashes
+# Names that file systems give to the version or modification time of a file.
 _VERSIONS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "Last-Modified", "updated", "created")
 _STREAM_BLOCK = 8 << 20
 _HTTP = re.compile(r"(\w+::)*https?://")
-# What signs a URL, at Amazon, Google, CloudFront and Azure.
+# Query parameters of signed URLs at Amazon, Google, CloudFront and Azure.
 _SIGNATURE = re.compile(
     r"(?<=[?&])(X-Amz-[^=&]*|X-Goog-[^=&]*|AWSAccessKeyId|GoogleAccessId|Key-Pair-Id|Policy|Signature|Expires|sig|s[eprtv]|spr|sk[a-z]+)"
     r"=[^&]*&?"
@@ -27,7 +27,7 @@ _SIGNATURE = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class LogIdentity:
-    """What tells that a log is still the one that was read: its name, its stored bytes, and a time or tag of its last change."""
+    """Identity of a log, to detect changes: its name, its size in bytes, and the time or tag of its last change."""
 
     name: str
     bytes: int
@@ -35,32 +35,32 @@ class LogIdentity:
 
 
 def is_url(text: object) -> TypeGuard[str]:
-    """Whether it is a text that names a protocol."""
+    """Whether a text is a URL."""
     return isinstance(text, str) and "://" in text
 
 
 def source(text: str) -> Source:
-    """A path, or a URL as it is."""
+    """Convert a text to a path unless it is a URL."""
     return text if is_url(text) else Path(text)
 
 
 def sibling(log: Source, name: str) -> Source:
-    """The file of that name in a log's folder."""
+    """Return the file with this name in a log's folder."""
     return log.with_name(name) if isinstance(log, Path) else f"{log.rpartition('/')[0]}/{name}"
 
 
 def name_of(log: Source) -> str:
-    """The log's name without its folder, and without a URL's query, which may sign it."""
+    """Return a log's name without its folder or the query of its URL, which may contain a signature."""
     if isinstance(log, Path):
         return log.name
     return (log.partition("?")[0] if _HTTP.match(log) else log).rpartition("/")[2]
 
 
 def refuse_twice(logs: tuple[Source, ...]) -> None:
-    """Refuse a log that is given twice, under whatever names: its rows would be in several splits.
+    """Refuse a log that is given twice, even under different names, because its rows could be in several splits.
 
     Raises:
-        ValueError: naming both.
+        ValueError: two inputs are the same file; the message names both.
     """
     seen: dict[object, Source] = {}
     for log in logs:
@@ -75,10 +75,10 @@ def refuse_twice(logs: tuple[Source, ...]) -> None:
 
 
 def identify_log(log: Source) -> LogIdentity:
-    """A log's identity as it is now.
+    """Return the current identity of a log.
 
     Raises:
-        ValueError: it is missing, a folder, empty, or can't be reached.
+        ValueError: the log is missing, a folder or empty, or can't be reached.
     """
     try:
         if isinstance(log, Path):
@@ -87,7 +87,7 @@ def identify_log(log: Source) -> LogIdentity:
         else:
             with errors_of(log):
                 files, path = file_system(log)
-                files.invalidate_cache()  # or a change is seen by other processes only
+                files.invalidate_cache()  # or this process would miss a change
                 info = files.info(path)
             folder, size = info["type"] == "directory", info["size"]
             version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
@@ -98,14 +98,14 @@ def identify_log(log: Source) -> LogIdentity:
     if folder:
         raise ValueError(f"--input {log} is a folder; name the files in it, such as {log}/day_*.gz")
     if size is None:
-        raise ValueError(f"--input {log}: its server tells no size, without which a log can't be cut into parts; download it first")
+        raise ValueError(f"--input {log}: its server reports no size, which is needed to cut a log into parts; download it first")
     if not size:
         raise empty(log)
     return LogIdentity(name=name_of(log), bytes=size, version=version)
 
 
 def open_log(log: Source, *, streamed: bool = False) -> BufferedIOBase:
-    """Open a log for reading: from its beginning to its end if streamed, else range by range, each in one request."""
+    """Open a log for reading: sequentially if streamed, else range by range, each range in one request."""
     if isinstance(log, Path):
         return log.open("rb")
     options = {"cache_type": "readahead", "block_size": _STREAM_BLOCK} if streamed else {"cache_type": "none"}
@@ -115,7 +115,7 @@ def open_log(log: Source, *, streamed: bool = False) -> BufferedIOBase:
 
 
 class _Remote:
-    """A file behind a URL, whose methods raise OSError for whatever its library raises."""
+    """A file behind a URL, whose methods raise its library's errors as OSErrors."""
 
     def __init__(self, log: Source, file: Any) -> None:
         self._log, self._file = log, file
@@ -147,7 +147,7 @@ def errors_of(log: Source) -> Iterator[None]:
 
 
 def expand(texts: Iterable[str]) -> tuple[Source, ...]:
-    """Paths and URLs; URLs with * or ? become the files that match, because no shell expands them.
+    """Convert texts to paths and URLs; URLs with * or ? are replaced by matching files, because no shell expands them.
 
     Raises:
         ValueError: no file matches.
@@ -171,9 +171,9 @@ def expand(texts: Iterable[str]) -> tuple[Source, ...]:
 
 
 def by_number(logs: tuple[Source, ...]) -> tuple[Source, ...]:
-    """Logs that stand in the order of their letters, as shells expand day_*, in the order of their numbers: day_2 before day_10.
+    """Sort alphabetically ordered logs, as shells expand day_*, by the numbers in their names: day_2 before day_10.
 
-    Any other order is someone's intention and stays.
+    Logs in any other order are returned unchanged, because it is taken to be intentional.
     """
     texts = [str(log) for log in logs]
     if texts != sorted(texts):
@@ -182,21 +182,21 @@ def by_number(logs: tuple[Source, ...]) -> tuple[Source, ...]:
 
 
 def unreadable(log: Source, error: OSError) -> ValueError:
-    """For a log that the system refuses to give."""
-    reason = error.strerror or (str(error).splitlines() or ["unknown error"])[0]  # Arrow's have several lines
+    """Return the error for a log that can't be read."""
+    reason = error.strerror or (str(error).splitlines() or ["unknown error"])[0]  # Arrow's messages have several lines
     return ValueError(f"cannot read --input {log}: {reason}; check the file and its permissions")
 
 
 def empty(log: Source) -> ValueError:
-    """For a log that holds nothing."""
+    """Return the error for an empty log."""
     return ValueError(f"--input {log} is empty; leave it out or fetch it again")
 
 
 def file_system(url: str, *, option: str = "input") -> tuple[Any, str]:
-    """The file system of a URL, and the path in it.
+    """Return the file system of a URL, and the path in it.
 
     Raises:
-        ValueError: it is unknown, or needs a package that isn't installed; naming the option that gives the URL.
+        ValueError: the file system is unknown, or needs a package that isn't installed; the message names `option`.
     """
     try:
         files, path = fsspec.core.url_to_fs(url)

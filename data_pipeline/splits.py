@@ -1,4 +1,4 @@
-"""Which split a row belongs to: by its position in the logs, by its log, by chance, by its time or by its user."""
+"""Assignment of rows to splits by position in the logs, by log, at random, by time or by user."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ Rows = slice | np.ndarray  # of indices, ascending
 
 @dataclass(frozen=True, kw_only=True)
 class Splitting:
-    """How rows are told apart.
+    """Rule that assigns rows to splits, by kind:
 
-    chronological: the last `test` of the rows are the test split, the `val` before them are for validation; both rounded down.
-    day: all logs but the last train; the first half of the last one (rounded up) validates, the rest tests, as is the convention
-        for Criteo's terabyte.
-    random: each row is drawn on its own by a hash of the seed, its log and where it begins in the log's text, so that shares hold
-        on average, and neither workers nor the size of parts play a role. With the default fractions, 8 : 1 : 1 as in BARS.
-    time: rows from the time `test_from` on are the test split, those from `val_from` on are for validation. Without these times,
-        they are those that leave `val` and `test` of the rows (`data_pipeline.time_pass`). Rows of one time are in one split.
-    user: each user is drawn as rows are in a random split, by a hash of the seed and the user, and takes all rows along.
+    chronological: the last `test` share of the rows is the test split, the `val` share before is for validation; both rounded down.
+    day: all logs but the last are for training; the first half of the last log (rounded up) is for validation, the rest is the test
+        split, as is the convention for Criteo's terabyte.
+    random: each row is drawn independently by a hash of the seed, its log and its position in the log's text. So fractions hold on
+        average, and workers and part sizes don't matter. The default fractions are 8 : 1 : 1, as in BARS.
+    time: rows from the time `test_from` on are the test split, those from `val_from` on before it are for validation. By default,
+        the times are chosen to match `val` and `test` (`data_pipeline.time_pass`). Rows of equal times are in one split.
+    user: each user is drawn with all rows, by a hash of the seed and the user.
     """
 
     kind: SplitKind = "chronological"
@@ -40,7 +40,7 @@ class Splitting:
 
     @classmethod
     def recorded(cls, options: Mapping[str, Any]) -> Splitting:
-        """From a manifest's options; where they name a split, that takes all rows."""
+        """Create the splitting from a manifest's options; if their "split" is the name of a split, it takes all rows."""
         kind = options["split"]
         if kind in SPLITS:
             return cls(val=float(kind == "val"), test=float(kind == "test"))
@@ -48,28 +48,28 @@ class Splitting:
 
     @property
     def by_row(self) -> bool:
-        """Whether a row's split follows from the row, not from its position among all."""
+        """Whether a row's split depends on the row itself, not on its position among all rows."""
         return self.kind in ("random", "time", "user")
 
     def times(self) -> dict[str, float]:
-        """What a manifest records of a split by time beside fractions."""
+        """Return the times that a manifest records besides the fractions."""
         named = {"val_from": self.val_from, "test_from": self.test_from}
         return {name: time for name, time in named.items() if time is not None}
 
     def check_column(self, schema: LogSchema) -> None:
-        """Make sure that logs have the column that rows are split by.
+        """Check that logs have the column by which rows are split.
 
         Raises:
-            ValueError: they don't.
+            ValueError: the column is missing.
         """
         if self.kind in ("time", "user") and not schema.of_kind(cast(Kind, self.kind)):
-            raise ValueError(f"--split {self.kind} goes by a column of kind {self.kind}; name one in --schema")
+            raise ValueError(f"--split {self.kind} needs a column of kind {self.kind}; name one in --schema")
 
     def of_rows(self, log: int, starts: np.ndarray, split_keys: np.ndarray | None) -> np.ndarray:
-        """Splits of rows as numbers in SPLITS, int8 [n].
+        """Return rows' splits as indices into SPLITS, int8 [n].
 
         Args:
-            log: of the rows.
+            log: the number of the rows' log.
             starts: where they begin in it, int64 [n].
             split_keys: their times or users, as in `Parsed`.
         """
@@ -83,13 +83,13 @@ class Splitting:
         return np.searchsorted([self.val_from, self.test_from], split_keys, side="right").astype(np.int8)
 
     def drawn(self, log: int, keys: np.ndarray) -> np.ndarray:
-        """Random splits as numbers in SPLITS, int8 [n], for keys [n] such as where rows begin in their log."""
+        """Draw random splits as indices into SPLITS, int8 [n], from keys [n], such as the positions of rows in their log."""
         key = _mix64(np.array([self.seed], np.uint64) ^ _mix64(np.array([log], np.uint64)))
         uniform = (_mix64(keys.astype(np.uint64) ^ key) >> np.uint64(11)).astype(np.float64) / (1 << 53)
         return np.searchsorted([1 - self.val - self.test, 1 - self.test], uniform, side="right").astype(np.int8)
 
     def bounds(self, rows_of_logs: Sequence[int]) -> tuple[int, int]:
-        """Of a split by position: how many rows come before the first of validation and of the test."""
+        """Return the numbers of the first validation and test rows, if splits go by position."""
         total = sum(rows_of_logs)
         if self.kind == "day":
             return total - rows_of_logs[-1], total - rows_of_logs[-1] // 2
@@ -99,18 +99,18 @@ class Splitting:
 
 
 def rows_by_position(first: int, rows: int, bounds: tuple[int, int]) -> dict[str, slice]:
-    """The rows of each split among rows first, first + 1, ... of all."""
+    """Return each split's rows among `rows` rows, of which the first is number `first` of all."""
     edges = [0, *(min(max(bound - first, 0), rows) for bound in bounds), rows]
     return {name: slice(edges[i], edges[i + 1]) for i, name in enumerate(SPLITS)}
 
 
 def rows_by_draw(drawn: np.ndarray) -> dict[str, np.ndarray]:
-    """The rows of each split, in their order."""
+    """Return each split's rows, ascending, from `Splitting.of_rows`."""
     return {name: np.flatnonzero(drawn == number) for number, name in enumerate(SPLITS)}
 
 
 def _mix64(x: np.ndarray) -> np.ndarray:
-    """splitmix64's next output for every state x (Steele, Lea, Flood, OOPSLA 2014)."""
+    """Return splitmix64's next output for every state x (Steele, Lea, Flood, OOPSLA 2014)."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

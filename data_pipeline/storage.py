@@ -1,7 +1,7 @@
-"""Data sets behind URLs of object stores: put there whole, and read in ranges.
+"""Data sets at URLs of object stores: uploaded as a whole, and read in ranges.
 
-A store renames nothing, so the manifest is put last and removed first: files without it are no data set. Nor does fsspec lock: an
-object `.lock` that names the process keeps out runs of other machines that begin later, but not one that begins at the same moment.
+Object stores can't rename, so the manifest is uploaded last and removed first: without it, files are not a data set. fsspec has no
+locks either: an object `.lock` that names the process keeps out later runs on other machines, but not simultaneous ones.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _WITHOUT_FOLDERS = {"s3", "s3a", "gs", "gcs", "abfs", "az", "memory"}
 
 
 def join(folder: Source, name: str) -> Source:
-    """A file of a folder."""
+    """Return the path or URL of a file in a folder."""
     return folder / name if isinstance(folder, Path) else f"{folder.rstrip('/')}/{name}" if is_url(folder) else Path(folder) / name
 
 
 def size_of(file: Source) -> int | None:
-    """Bytes of a file, None if it isn't there.
+    """Return the bytes of a file; None if it doesn't exist.
 
     Raises:
         ValueError: its store can't be reached.
@@ -50,7 +50,7 @@ def size_of(file: Source) -> int | None:
 
 
 def read(file: Source) -> bytes:
-    """All of a file."""
+    """Read a whole file."""
     if isinstance(file, Path):
         return file.read_bytes()
     with _reached(file), open_log(file, streamed=True) as opened:
@@ -58,7 +58,7 @@ def read(file: Source) -> bytes:
 
 
 def open_ranges(file: Source) -> Path | pa.PythonFile:
-    """A file for Arrow to read parts of: its path to be mapped, or a file behind a URL."""
+    """Open a file for Arrow to read in ranges: returns a local path, which Arrow can map, or an open remote file."""
     return file if isinstance(file, Path) else pa.PythonFile(open_log(file), mode="r")
 
 
@@ -72,14 +72,14 @@ def _reached(url: str) -> Iterator[None]:
 
 
 class Destination:
-    """A URL that a data set is put to.
+    """A URL to upload a data set to.
 
     Args:
         url: of the folder.
-        files: what a data set holds, as patterns of paths; the first says that it is whole.
+        files: patterns of the paths in a data set; the first names the file that marks it as complete.
 
     Raises:
-        ValueError: its file system is unknown, or needs a package.
+        ValueError: the file system is unknown, or needs a package that isn't installed.
     """
 
     def __init__(self, url: str, files: tuple[str, ...]) -> None:
@@ -89,17 +89,17 @@ class Destination:
 
     @property
     def staging(self) -> Path:
-        """Where the data set is made on this machine, below $TMPDIR; the same for every run to this URL."""
+        """Local folder below $TMPDIR in which the data set is made; the same for every run to this URL."""
         name = hashlib.sha256(self.url.encode()).hexdigest()[:16]
         return Path(tempfile.gettempdir()) / f"comera-rec-{os.getuid()}" / name
 
     @contextmanager
     def locked(self, *, overwrite: bool) -> Iterator[None]:
-        """Hold the URL against runs of other machines; those of this one are kept out by the staging folder's lock.
+        """Lock the URL against runs on other machines; the staging folder's lock keeps out those on this one.
 
         Raises:
-            ValueError: it holds a data set and `overwrite` is false, or something else, or another machine's run.
-            OSError: the store refuses what is asked of it.
+            ValueError: the URL has a data set and `overwrite` is false, has other files, or is locked by another machine.
+            OSError: the store refuses a request.
         """
         with errors_of(self.url):
             present = self._present()
@@ -114,7 +114,7 @@ class Destination:
                 raise ValueError(f"--output {self.url} already holds a finished result; add --overwrite to replace it")
             for name in sorted(present):
                 if name != _LOCK and not any(fnmatch.fnmatchcase(name, pattern) for pattern in self._patterns):
-                    raise ValueError(f"--output {self.url} also holds {name}, which is no part of it; move that first")
+                    raise ValueError(f"--output {self.url} also holds {name}, which is not part of it; move that file first")
             self._make_parents([_LOCK])
             self._files.pipe_file(self._path(_LOCK), f"{platform.node()} process {os.getpid()}".encode())
         try:
@@ -124,13 +124,13 @@ class Destination:
                 self._files.rm_file(self._path(_LOCK))
 
     def put(self, folder: Path, tell: Callable[[str], None]) -> None:
-        """Put a finished data set there, in the place of the one before, the manifest last.
+        """Upload a finished data set, the manifest last, replacing an earlier one.
 
         Raises:
-            OSError: the store refuses a file, or has other bytes of it.
+            OSError: the store refuses a file, or stores another size of it.
         """
         first, names = self._patterns[0], sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
-        tell(f"putting {len(names)} files to {self.url}")
+        tell(f"uploading {len(names)} files to {self.url}")
         with errors_of(self.url):
             stale = self._present() - {_LOCK}
             if first in stale:
@@ -155,7 +155,7 @@ class Destination:
             return set()
 
     def _make_parents(self, names: list[str]) -> None:
-        """Make folders where the file system has them; a store would take the first part of a path for a bucket to make."""
+        """Create folders if the file system has them; an object store would try to create a bucket instead."""
         protocols: Any = self._files.protocol
         if not _WITHOUT_FOLDERS & {*([protocols] if isinstance(protocols, str) else protocols)}:
             for folder in {self._path(name).rpartition("/")[0] for name in names}:

@@ -1,4 +1,4 @@
-"""Criteo-format logs drawn from a planted model, with the scores of the true probabilities beside them."""
+"""Synthetic Criteo-format logs drawn from a planted model, with the scores of its true probabilities."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _HEX_DIGITS = np.array([f"{number:04x}".encode() for number in range(1 << 16)], 
 
 @dataclass(frozen=True, kw_only=True)
 class SynthOptions:
-    """What to draw and where to write it.
+    """Options of `synth`.
 
     Args:
         rows: lines to write.
         output: the log; a name ending in .gz compresses it.
         seed: of the model and of the draws.
-        scale: factor on the cardinalities of the Kaggle log.
+        scale: multiplies the cardinalities of Criteo's Kaggle log.
         overwrite: replace an existing log.
         chunk_rows: rows in memory at a time; the log does not depend on it.
 
@@ -57,9 +57,9 @@ class SynthOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """What the true probabilities reach on the drawn labels, the best that any model can expect.
+    """Scores of the true probabilities on the drawn labels, the best that any model can expect.
 
-    best_ne is best_logloss over the entropy of label_rate. Where all labels are equal, best_auc and best_ne are None.
+    best_ne is best_logloss divided by the entropy of label_rate. If all labels are equal, best_auc and best_ne are None.
     """
 
     rows: int
@@ -70,7 +70,7 @@ class Score:
 
 
 class _Scorer:
-    """Score over chunks, with the AUC from a fine histogram of probabilities."""
+    """Accumulates a `Score` over chunks, with the AUC from a fine histogram of probabilities."""
 
     def __init__(self) -> None:
         self.counts = np.zeros((2, _BINS), np.int64)  # by label and bin
@@ -83,7 +83,7 @@ class _Scorer:
         self.logloss -= float(np.log(np.where(label, probability, 1 - probability)).sum())
 
     def score(self) -> Score | None:
-        """None before any row."""
+        """Return the score; None if no rows were added."""
         negatives, positives = (int(total) for total in self.counts.sum(axis=1))
         rows = negatives + positives
         if not rows:
@@ -91,7 +91,7 @@ class _Scorer:
         rate, logloss = positives / rows, self.logloss / rows
         if not negatives or not positives:
             return Score(rows=rows, label_rate=rate, best_auc=None, best_logloss=logloss, best_ne=None)
-        # Pairs in which the positive ranks above the negative, ties counting half.
+        # Count pairs in which the positive ranks above the negative; ties count half.
         below = np.cumsum(self.counts[0]) - self.counts[0] / 2
         auc = float((self.counts[1] * below).sum()) / (negatives * positives)
         entropy = -(rate * np.log(rate) + (1 - rate) * np.log(1 - rate))
@@ -100,7 +100,7 @@ class _Scorer:
 
 @dataclass(frozen=True, kw_only=True)
 class Truth:
-    """The best reachable scores, over the whole log and over its last tenth (the test rows of `comera preprocess`)."""
+    """Best achievable scores over the whole log and over its last tenth (the test rows of `comera preprocess`)."""
 
     seed: int
     scale: float
@@ -108,19 +108,19 @@ class Truth:
     last_tenth: Score | None
 
     def to_dict(self) -> dict[str, object]:
-        """As in the truth file: the whole log's scores beside seed and scale, the last tenth's below their own key."""
+        """Return the truth file's contents: seed, scale and the whole log's scores; the last tenth's scores under "last_tenth"."""
         last_tenth = asdict(self.last_tenth) if self.last_tenth else None
         return {"seed": self.seed, "scale": self.scale} | asdict(self.whole) | {"last_tenth": last_tenth}
 
 
 def truth_path(output: Path) -> Path:
-    """Where the truth of a log is written: train.truth.json beside train.txt or train.txt.gz."""
+    """Return the path of a log's truth file: train.truth.json beside train.txt or train.txt.gz."""
     stem = output.with_suffix("") if output.suffix == ".gz" else output
     return stem.with_name(f"{stem.stem}.truth.json")
 
 
 def synth(options: SynthOptions) -> Truth:
-    """Write a log and its truth; both are a function of rows, seed and scale alone.
+    """Write a log and its truth file; both depend only on rows, seed and scale.
 
     Raises:
         ValueError: the output exists.
@@ -156,7 +156,7 @@ def _create(path: Path, *, compress: bool) -> Iterator[IO[bytes] | gzip.GzipFile
         if not compress:
             yield file
             return
-        # No name and no time in the header: equal logs are equal files.
+        # Without name and time in the header, equal logs are equal files.
         with gzip.GzipFile(filename="", fileobj=file, mode="wb", compresslevel=4, mtime=0) as compressed:
             yield compressed
 
@@ -170,7 +170,7 @@ def _write_rows(rows: PlantedRows, file: IO[bytes] | gzip.GzipFile) -> None:
 
 
 def _hex_column(value: np.ndarray, missing: np.ndarray) -> pa.Array:
-    """Values as 8 hex digits each, made as Arrow lays strings out: offsets and one run of characters."""
+    """Format values as 8 hex digits each, directly in the layout of Arrow strings: offsets and concatenated characters."""
     digits = np.stack([_HEX_DIGITS[value >> np.uint32(16)], _HEX_DIGITS[value & np.uint32(0xFFFF)]], axis=1)
     offsets = np.arange(0, 8 * len(value) + 1, 8, dtype=np.int32)
     present = np.packbits(~missing, bitorder="little")

@@ -1,6 +1,6 @@
-"""Texts that take more than `data_pipeline.parse`: quoted CSV, columns by name in any order, JSON lines; read with Arrow.
+"""Parsing of formats beyond `data_pipeline.parse`, with Arrow: quoted CSV, named columns in any order, JSON lines, Parquet.
 
-A line is a row in all of them. What doesn't end on its line, such as a quoted value with a line end in it, is malformed.
+Each line is a row. A value that doesn't end on its line, such as a quoted text with a line break, is malformed.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from data_pipeline.json_lines import is_utf8, read_cells
 from data_pipeline.parse import BLOCK_BYTES, REASONS_KEPT, Parsed, measure
 from data_pipeline.schema import LogSchema
 
-_ARRAYS_PER_TEXT = 8  # bytes for each of a block's text: Arrow and the search for quotes hold several arrays beside it
-_COPIES = 4  # of a cell's bytes, from Parquet's array to hashes
-_NUMBER_BYTES = 8 + 1  # of a number or key, and whether it is missing
+_ARRAYS_PER_TEXT = 8  # bytes of a block's arrays per byte of text: Arrow and the search for quotes hold several arrays
+_COPIES = 4  # of a cell's bytes, between Parquet's array and the hashes
+_NUMBER_BYTES = 8 + 1  # of a number or key and its missing flag
 _KEY_BYTES = 8  # of a list's element
 _BOM = b"\xef\xbb\xbf"
 _BROKEN_QUOTE = "a quoted value doesn't end on its line"
@@ -30,7 +30,7 @@ _RETURN = "a carriage return within the line"
 
 
 def read_names(line: bytes, schema: LogSchema) -> tuple[str, ...]:
-    """The columns that a log's first line names."""
+    """Parse the column names in a log's header line."""
     text = line.removeprefix(_BOM).decode("utf-8", "replace").rstrip("\r\n")
     if schema.format == "text":
         return tuple(text.split(schema.separator))
@@ -38,14 +38,14 @@ def read_names(line: bytes, schema: LogSchema) -> tuple[str, ...]:
 
 
 def text_blocks(text: memoryview, schema: LogSchema, names: Sequence[str], *, block_bytes: int = BLOCK_BYTES) -> Iterator[Parsed]:
-    """Parse whole lines, block after block, each as many lines as arrays of `block_bytes` hold, but at least one.
+    """Parse whole lines in blocks, each of as many lines as arrays of `block_bytes` hold, but at least one.
 
     `starts` and the lines of `reasons` count from the text's beginning.
 
     Args:
         text: whole lines.
         schema: of the log.
-        names: of the columns in the order of a line, where it isn't JSON.
+        names: of the columns in the order of a line; JSON ignores them.
     """
     is_json = schema.format == "jsonl"
     begin = lines = 0
@@ -58,37 +58,37 @@ def text_blocks(text: memoryview, schema: LogSchema, names: Sequence[str], *, bl
         arrays = measure(np.frombuffer(window, np.uint8)[:end], schema, block_bytes, element_ends="," if is_json else "")
         block = window[: arrays.bytes]
         parsed = parse_json_lines(block, schema) if is_json else parse_delimited(block, schema, names)
-        yield _moved(parsed, begin, lines)
+        yield _shifted(parsed, begin, lines)
         begin, lines = begin + len(block), lines + parsed.lines
 
 
 def table_blocks(table: pa.Table, schema: LogSchema, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Parsed]:
-    """Parse rows of Parquet, block after block, as `text_blocks` does lines."""
+    """Parse rows of Parquet in blocks, as `text_blocks` does lines."""
     begin = 0
-    for block in _cut(table, len(schema.lists), block_bytes):
-        yield _moved(parse_table(block, schema), begin, begin)
+    for block in _split_table(table, len(schema.lists), block_bytes):
+        yield _shifted(parse_table(block, schema), begin, begin)
         begin += len(block)
 
 
-def _moved(parsed: Parsed, begin: int, first_line: int) -> Parsed:
-    """A block of the whole: `starts` and the lines of `reasons` count from its beginning."""
+def _shifted(parsed: Parsed, begin: int, first_line: int) -> Parsed:
+    """Shift the positions and lines of a parsed block to count from the beginning of the whole."""
     return replace(
         parsed, starts=parsed.starts + begin, reasons=tuple((first_line + line, reason) for line, reason in parsed.reasons)
     )
 
 
-def _cut(table: pa.Table, lists: int, block_bytes: int) -> Iterator[pa.Table]:
-    """A table's rows in halves of halves, until what is made of each fits a block."""
+def _split_table(table: pa.Table, lists: int, block_bytes: int) -> Iterator[pa.Table]:
+    """Halve a table recursively until the arrays made from each piece fit a block."""
     chunks = [chunk for column in table.columns for chunk in column.chunks]
-    cells = sum(chunk.nbytes - chunk[:0].nbytes for chunk in chunks)  # dictionaries aren't sliced
+    cells = sum(chunk.nbytes - chunk[:0].nbytes for chunk in chunks)  # leaves out dictionaries, which slices share
     elements = max((len(chunk.flatten()) if is_list(chunk.type) else chunk.nbytes for chunk in chunks), default=0)
     arrays = _COPIES * cells + _NUMBER_BYTES * len(table) * table.num_columns + _KEY_BYTES * lists * elements
     if len(table) <= 1 or arrays <= block_bytes:
         yield table
         return
     middle = len(table) // 2
-    yield from _cut(table[:middle], lists, block_bytes)
-    yield from _cut(table[middle:], lists, block_bytes)
+    yield from _split_table(table[:middle], lists, block_bytes)
+    yield from _split_table(table[middle:], lists, block_bytes)
 
 
 def parse_delimited(text: bytes, schema: LogSchema, names: Sequence[str]) -> Parsed:
@@ -96,15 +96,15 @@ def parse_delimited(text: bytes, schema: LogSchema, names: Sequence[str]) -> Par
 
     Args:
         text: whole lines.
-        schema: of the log; in the format "csv" values may be quoted.
+        schema: of the log; values may be quoted if its format is "csv".
         names: of the columns in the order of a line.
     """
     starts, ends, reasons = _lines(text)
     for line, reason in _misshapen(text, starts, ends, schema, len(names)):
         reasons.setdefault(line, reason)
-    given = np.setdiff1d(np.arange(len(starts)), np.fromiter(reasons, np.int64, len(reasons)))
-    kept = text if not reasons else b"".join(text[starts[line] : ends[line]] for line in given.tolist())
-    wanted = [column for column in schema.columns if column.kind != "ignore"]
+    kept_lines = np.setdiff1d(np.arange(len(starts)), np.fromiter(reasons, np.int64, len(reasons)))
+    kept = text if not reasons else b"".join(text[starts[line] : ends[line]] for line in kept_lines.tolist())
+    used_columns = [column for column in schema.columns if column.kind != "ignore"]
     numbers = [str(number) for number in range(len(names))]  # ignored columns may share a name
     number_of = dict(zip(names, numbers, strict=True))
     uneven: dict[int, str] = {}
@@ -113,7 +113,7 @@ def parse_delimited(text: bytes, schema: LogSchema, names: Sequence[str]) -> Par
         uneven[row.number - 1] = f"{row.actual_columns} columns where {row.expected_columns} are expected"
         return "skip"
 
-    columns: dict[str, Any] = {column.name: pa.array([], pa.binary()) for column in wanted}
+    columns: dict[str, Any] = {column.name: pa.array([], pa.binary()) for column in used_columns}
     if kept:
         table = pa_csv.read_csv(
             io.BytesIO(kept),
@@ -126,27 +126,27 @@ def parse_delimited(text: bytes, schema: LogSchema, names: Sequence[str]) -> Par
                 invalid_row_handler=skip,
             ),
             pa_csv.ConvertOptions(
-                column_types={number_of[column.source]: pa.binary() for column in wanted},
-                include_columns=sorted({number_of[column.source] for column in wanted}),
+                column_types={number_of[column.source]: pa.binary() for column in used_columns},
+                include_columns=sorted({number_of[column.source] for column in used_columns}),
                 strings_can_be_null=False,
                 null_values=[],
             ),
         )
-        columns = {column.name: table.column(number_of[column.source]).combine_chunks() for column in wanted}
-    reasons |= {int(given[row]): reason for row, reason in uneven.items()}
-    given = np.delete(given, np.fromiter(uneven, np.int64, len(uneven)))
-    return _of_lines(columns, schema, starts, given, reasons)
+        columns = {column.name: table.column(number_of[column.source]).combine_chunks() for column in used_columns}
+    reasons |= {int(kept_lines[row]): reason for row, reason in uneven.items()}
+    kept_lines = np.delete(kept_lines, np.fromiter(uneven, np.int64, len(uneven)))
+    return _to_rows(columns, schema, starts, kept_lines, reasons)
 
 
 def parse_json_lines(text: bytes, schema: LogSchema) -> Parsed:
-    """Parse lines that are each a JSON object; a name that one lacks is a missing value, other names are ignored."""
+    """Parse lines that are each a JSON object; absent names are missing values, and unknown names are ignored."""
     starts, ends, reasons = _lines(text)
-    columns, given, malformed = read_cells(text, starts, ends, schema, leave_out=reasons.keys())
-    return _of_lines(columns, schema, starts, given, reasons | malformed)
+    columns, kept_lines, malformed = read_cells(text, starts, ends, schema, leave_out=reasons.keys())
+    return _to_rows(columns, schema, starts, kept_lines, reasons | malformed)
 
 
 def parse_table(table: pa.Table, schema: LogSchema) -> Parsed:
-    """Parse rows of Parquet; lines are their numbers."""
+    """Parse rows of Parquet; lines are row numbers."""
     columns = {}
     for column in schema.columns:
         if column.kind != "ignore":
@@ -155,13 +155,13 @@ def parse_table(table: pa.Table, schema: LogSchema) -> Parsed:
     return to_parsed(columns, schema, rows=len(table))[0]
 
 
-def _of_lines(columns: dict[str, Any], schema: LogSchema, starts: np.ndarray, given: np.ndarray, reasons: dict[int, str]) -> Parsed:
-    """What cells of the lines `given` are, when other lines were malformed for `reasons` before their cells were read."""
-    parsed, good = to_parsed(columns, schema, rows=len(given))
-    reasons = reasons | {int(given[row]): reason for row, reason in parsed.reasons}
+def _to_rows(columns: dict[str, Any], schema: LogSchema, starts: np.ndarray, lines: np.ndarray, reasons: dict[int, str]) -> Parsed:
+    """Convert the cells of the given lines; `reasons` say why other lines are malformed, by line number."""
+    parsed, good = to_parsed(columns, schema, rows=len(lines))
+    reasons = reasons | {int(lines[row]): reason for row, reason in parsed.reasons}
     return replace(
         parsed,
-        starts=starts[given[good]],
+        starts=starts[lines[good]],
         lines=len(starts),
         rejected=len(starts) - parsed.rows,
         reasons=tuple(sorted(reasons.items()))[:REASONS_KEPT],
@@ -169,7 +169,7 @@ def _of_lines(columns: dict[str, Any], schema: LogSchema, starts: np.ndarray, gi
 
 
 def _lines(text: bytes) -> tuple[np.ndarray, np.ndarray, dict[int, str]]:
-    """Where lines begin and end, and those that hold nothing."""
+    """Return where lines begin and end, and reasons for the blank ones."""
     newlines = _positions(text, "\n")
     starts = np.append(0, newlines + 1)[:-1]
     short = np.flatnonzero(newlines - starts <= 1)
@@ -177,23 +177,23 @@ def _lines(text: bytes) -> tuple[np.ndarray, np.ndarray, dict[int, str]]:
 
 
 def _misshapen(text: bytes, starts: np.ndarray, ends: np.ndarray, schema: LogSchema, columns: int) -> Iterator[tuple[int, str]]:
-    """Lines that Arrow would take for more than one, or that have other columns."""
+    """Yield reasons for lines that Arrow would split, or that have the wrong number of columns."""
     if text.count(b"\r") != text.count(b"\r\n"):
         returns = _positions(text, "\r")
         lone = returns[np.frombuffer(text, np.uint8)[returns + 1] != ord("\n")]
         yield from ((line, _RETURN) for line in np.unique(np.searchsorted(starts, lone, side="right") - 1).tolist())
     quotes = _positions(text, '"') if schema.format == "csv" else np.empty(0, np.int64)
-    of_line = np.searchsorted(quotes, ends) - np.searchsorted(quotes, starts)
-    yield from ((line, _BROKEN_QUOTE) for line in np.flatnonzero(of_line % 2).tolist())
+    quotes_per_line = np.searchsorted(quotes, ends) - np.searchsorted(quotes, starts)
+    yield from ((line, _BROKEN_QUOTE) for line in np.flatnonzero(quotes_per_line % 2).tolist())
     separators = _positions(text, schema.separator)
     if len(quotes):
-        closed = quotes[np.repeat(of_line % 2 == 0, of_line)]
+        closed = quotes[np.repeat(quotes_per_line % 2 == 0, quotes_per_line)]
         separators = separators[np.searchsorted(closed, separators) % 2 == 0]
     counts = 1 + np.searchsorted(separators, ends) - np.searchsorted(separators, starts)
     for line in np.flatnonzero(counts != columns).tolist():
         yield line, f"{counts[line]} columns where {columns} are expected"
-    # Of lines with other columns yet, by odd quotes, Arrow tells only where they are UTF-8.
-    for line in np.flatnonzero(of_line).tolist() if not is_utf8(text) else ():
+    # Odd quoting can still change the number of columns, which Arrow reports only for lines in UTF-8.
+    for line in np.flatnonzero(quotes_per_line).tolist() if not is_utf8(text) else ():
         if not is_utf8(text[starts[line] : ends[line]]):
             yield line, "quoted text is not UTF-8"
 

@@ -1,6 +1,6 @@
-"""Before pass 1, where splits are shares of the rows by time: which times these shares begin at.
+"""Before pass 1, if rows are split by time in given fractions: finds the times at which validation and test begin.
 
-Of each part 1,024 quantiles are kept, so that memory is bounded and shares hold within a thousandth.
+Each part is represented by at most 1,024 quantiles, so memory is bounded and fractions are accurate to a thousandth.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _QUANTILES = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class PartTimes:
-    """A part's times, ascending; each stands for equally many rows. Other members as in `PartRecord`."""
+    """A part's times, ascending, each representing equally many rows. Other members are as in `PartRecord`."""
 
     lines: int
     rows: int
@@ -33,18 +33,18 @@ class PartTimes:
 
 
 def find_times(job: Job, schedule: Schedule) -> Splitting:
-    """The splitting with the times at which validation and test begin.
+    """Return the splitting with the times at which validation and test begin.
 
     Raises:
         ValueError: a log is damaged, or there are more malformed lines than allowed.
     """
-    records = pass_over(job, schedule, _note_times, PartTimes, folder="times", description="reading times")
-    parts = [part for of_log in records for part in of_log.values() if part.rows]
+    records = pass_over(job, schedule, _record_times, PartTimes, folder="times", description="reading times")
+    parts = [part for log_records in records for part in log_records.values() if part.rows]
     val, test = job.splitting.val, job.splitting.test
     return replace(job.splitting, val_from=_time_after(parts, 1 - val - test), test_from=_time_after(parts, 1 - test))
 
 
-def _note_times(job: Job, part: Part, detail: None) -> tuple[int, int, PartTimes]:
+def _record_times(job: Job, part: Part, detail: None) -> tuple[int, int, PartTimes]:
     name = f"times/{part_name(part.log, part.number)}"
     record = job.work.load(name, PartTimes)
     if record is None:
@@ -72,7 +72,7 @@ def _note_times(job: Job, part: Part, detail: None) -> tuple[int, int, PartTimes
 
 
 def _time_after(parts: Sequence[PartTimes], share: float) -> float:
-    """The least time such that this share of the rows came before; the next number after all times, if it takes all."""
+    """Return the least time with at least this share of the rows before it; if none has, the next number after all times."""
     times = np.concatenate([[0.0][: not parts], *(part.times for part in parts)])
     weights = np.concatenate([[1.0][: not parts], *(np.full(len(part.times), part.rows / len(part.times)) for part in parts)])
     order = np.argsort(times, kind="stable")

@@ -1,9 +1,9 @@
-"""New logs with the vocabularies of a data set: pass 2 of `data_pipeline.preprocess`, after a pass 1 that counts no values.
+"""Encoding of new logs with a data set's vocabularies: pass 2 of `data_pipeline.preprocess`, after a pass 1 without value counts.
 
-On request, values of the new training rows that DATA has no id for get ids behind the known ones (`data_pipeline.extend`).
+Optionally, values of the new training rows that have no id in DATA get new ids after the known ones (`data_pipeline.extend`).
 
-NEWDATA holds its own vocabularies (links to DATA's files where the file system has links), so DATA may go. Its ids mean what DATA's
-do, so a model trained on one reads the other. Values that DATA has no id for become 0.
+NEWDATA has its own vocabularies (links to DATA's files if the file system allows links), so DATA may be deleted. Ids mean the same
+in both, so a model trained on one can read the other. Values without an id become 0.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ _SPLIT_OPTIONS = ("split", "val_fraction", "test_fraction", "seed", "val_from", 
 
 @dataclass(frozen=True, kw_only=True)
 class TransformOptions(PassOptions):
-    """What to encode, and with what.
+    """Options of `transform`.
 
     Args:
         data: the data set whose vocabularies and offsets are used.
-        schema: the new logs' columns; None for those of `data`'s logs, of Criteo's with or without label as the first log has it.
-        split: which split takes the new rows, or "source" to divide them as `data`'s logs were.
-        extend: give ids to values of the new training rows that `data` has none for, behind those that it has.
+        schema: the new logs' columns; None for those of `data`'s logs, in Criteo's format with a label if the first log has one.
+        split: the split that takes all new rows, or "source" to split them as `data`'s logs were.
+        extend: give new ids, after the known ones, to values of the new training rows that have no id in `data`.
     """
 
     data: Path
@@ -81,14 +81,14 @@ class TransformOptions(PassOptions):
 
 
 def transform(options: TransformOptions, tell: Tell = lambda line: None) -> Manifest:
-    """Write the new data set and return its manifest. Interrupted, it resumes when it is called again.
+    """Write the new data set and return its manifest. After an interruption, calling it again resumes.
 
     Args:
-        options: what to do.
-        tell: takes lines for people, such as that an earlier run is resumed.
+        options: of the run.
+        tell: takes messages for the user, such as that an earlier run is resumed.
 
     Raises:
-        ValueError: an input is missing, damaged or malformed, or of other columns than the data set; or the output exists.
+        ValueError: an input is missing, damaged or malformed, or has other columns than the data set; or the output exists.
         OSError: the output cannot be written.
     """
     source = read_manifest(options.data)
@@ -140,7 +140,7 @@ def _run(job: Job, source: Manifest, data: Path, schedule: Schedule) -> Manifest
     rows_of_logs = [sum(part.counts.rows for part in parts if part.log == log) for log in range(len(job.logs))]
     rows = sum(rows_of_logs)
     if not rows:
-        raise ValueError("--input holds no well-formed line; give more")
+        raise ValueError("--input holds no well-formed lines; give logs that have some")
     bounds = job.splitting.bounds(rows_of_logs)
     if job.counted:
         source = replace(source, categorical_columns=_extended(job, source, data, train_and_rest(job, parts, bounds[0])))
@@ -174,7 +174,7 @@ def _run(job: Job, source: Manifest, data: Path, schedule: Schedule) -> Manifest
 
 
 def _extended(job: Job, source: Manifest, data: Path, groups: Sequence[Group]) -> tuple[CategoricalColumn, ...]:
-    """The data set's categorical columns, those with a vocabulary extended."""
+    """Return the data set's categorical columns, with extended vocabularies."""
     records = {number: f"tables/{number:03d}" for number in _with_vocabulary(source)}
     recorded = {number: job.work.load(record, CategoricalColumn) for number, record in records.items()}
     extended = {number: column for number, column in recorded.items() if column}
@@ -204,17 +204,17 @@ def _extended(job: Job, source: Manifest, data: Path, groups: Sequence[Group]) -
 
 
 def _with_vocabulary(source: Manifest) -> list[int]:
-    """Numbers of the categorical columns whose ids are not hashes."""
+    """Return the numbers of the categorical columns that have a vocabulary."""
     return [number for number, column in enumerate(source.categorical_columns) if column.vocabulary]
 
 
 def _link(file: Shard, data: Path, new: Path) -> None:
-    """Put a vocabulary's file into the new data set; files of a data set are never written to, so that a link will do."""
+    """Link a vocabulary's file into the new data set, or copy it. Links are safe because files of a data set are never modified."""
     origin, path = check_file(file, data), new / file.path
     if path.exists():
         return
-    with replacing(path) as beside:
+    with replacing(path) as temporary:
         try:
-            os.link(origin, beside)
+            os.link(origin, temporary)
         except OSError:  # another file system, or one without links
-            shutil.copyfile(origin, beside)
+            shutil.copyfile(origin, temporary)

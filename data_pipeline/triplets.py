@@ -1,7 +1,7 @@
-"""The .npy files that torchrec's scripts wrote as logs: X_sparse.npy, with X_dense.npy and X_labels.npy beside it.
+"""Triplets of .npy files from torchrec's scripts as logs: X_sparse.npy, with X_dense.npy and X_labels.npy beside it.
 
-    day_0_sparse.npy, or day_0_sparse_contig_freq.npy    integers [n, C], texts' 32-bit numbers or contiguous ids; 0 = missing
-    day_0_dense.npy                                      float32 [n, I], transformed already and kept as they are
+    day_0_sparse.npy, or day_0_sparse_contig_freq.npy    integers [n, C], hex digits as numbers or contiguous ids; 0 = missing
+    day_0_dense.npy                                      float32 [n, I], already transformed, stored unchanged
     day_0_labels.npy                                     integers [n, 1] or [n]
 
 A part is a range of rows instead of bytes. Letters: n rows, I integer columns, C categorical columns.
@@ -27,7 +27,7 @@ _KINDS = {"sparse": "iu", "dense": "f", "labels": "iu"}
 
 
 class Rows(NamedTuple):
-    """Rows of a triplet as its files hold them."""
+    """Rows of a triplet, as stored in its files."""
 
     labels: np.ndarray
     dense: np.ndarray
@@ -48,7 +48,7 @@ class _File:
             file.seek(self.offset + start * row_bytes)
             data = file.read((stop - start) * row_bytes)
         if len(data) != (stop - start) * row_bytes:
-            raise ValueError(f"{self.log} ends before row {stop} of the {self.rows} that it states; write it again")
+            raise ValueError(f"{self.log} ends before row {stop} of the {self.rows} in its header; write it again")
         return np.frombuffer(data, self.dtype).reshape(stop - start, self.columns)
 
 
@@ -65,7 +65,7 @@ class Triplet:
         return self.sparse.rows
 
     def rows_per_part(self, part_bytes: int) -> int:
-        """Rows whose cells fill a part."""
+        """Return how many rows fill a part."""
         files = (self.sparse, self.dense, self.labels)
         return max(1, part_bytes // sum(file.columns * file.dtype.itemsize for file in files))
 
@@ -73,7 +73,7 @@ class Triplet:
         return max(1, -(-self.rows // self.rows_per_part(part_bytes)))
 
     def schema(self) -> LogSchema:
-        """The columns, named as Criteo's."""
+        """Return the schema, with columns named like Criteo's."""
         integers = [Column(name=f"I{i + 1}", kind="integer") for i in range(self.dense.columns)]
         categories = [Column(name=f"C{i + 1}", kind="hex") for i in range(self.sparse.columns)]
         return LogSchema(columns=(Column(name=LABEL, kind="label"), *integers, *categories), transformed=True)
@@ -83,7 +83,7 @@ class Triplet:
 
 
 def identify_triplet(log: Source) -> LogIdentity:
-    """The identity of all three files under the name of the sparse one."""
+    """Return the combined identity of the three files, under the name of the sparse one."""
     files = [identify_log(file) for file in _files(log).values()]
     version = " ".join(identity.version for identity in files)
     return LogIdentity(name=files[0].name, bytes=sum(identity.bytes for identity in files), version=version)
@@ -93,14 +93,14 @@ def open_triplet(log: Source) -> Triplet:
     """Read the headers of a log's files.
 
     Raises:
-        ValueError: a file is missing, is no array of rows of the right kind, or has other rows than its neighbours.
+        ValueError: a file is missing, has an unexpected type or shape, or differs from the others in its number of rows.
     """
     files = {part: _open(file, _KINDS[part]) for part, file in _files(log).items()}
     for part, file in files.items():
         if file.rows != files["sparse"].rows or (part == "labels" and file.columns != 1):
             raise ValueError(
-                f"{file.log} has shape [{file.rows}, {file.columns}], {log} has {files['sparse'].rows} rows; "
-                "they are of two data sets"
+                f"{file.log} has shape [{file.rows}, {file.columns}], but {log} has {files['sparse'].rows} rows; "
+                "give files of one data set"
             )
     return Triplet(**files)
 
@@ -109,13 +109,13 @@ def _files(log: Source) -> dict[str, Source]:
     name = name_of(log)
     if not _SPARSE.search(name):
         raise ValueError(
-            f"--input {log}: of .npy files name the sparse ones, such as day_0_sparse.npy; the others are looked for beside"
+            f"--input {log}: give only the sparse .npy files, such as day_0_sparse.npy; the others are found beside them"
         )
     return {"sparse": log} | {part: sibling(log, _SPARSE.sub(f"_{part}.npy", name)) for part in ("dense", "labels")}
 
 
 def _open(log: Source, kinds: str) -> _File:
-    identify_log(log)  # says so if it isn't there
+    identify_log(log)  # raises ValueError if it is missing
     with open_log(log, streamed=True) as file:
         try:
             version = np.lib.format.read_magic(file)
@@ -123,7 +123,7 @@ def _open(log: Source, kinds: str) -> _File:
             shape, fortran, dtype = read(file)
             offset = file.tell()
         except ValueError as error:
-            raise ValueError(f"{log} is no .npy file ({error}); write it again") from error
+            raise ValueError(f"{log} is not a .npy file ({error}); write it again") from error
     if not 1 <= len(shape) <= 2 or dtype.kind not in kinds or fortran:
         order = "columns first" if fortran else "rows first"
         raise ValueError(f"{log} holds {dtype} {list(shape)}, {order}; torchrec's scripts write integers, and float32 for dense")
@@ -131,7 +131,7 @@ def _open(log: Source, kinds: str) -> _File:
 
 
 def parse_rows(rows: Rows) -> Iterator[Parsed]:
-    """Rows as columns, block by block; malformed: labels other than 0 and 1, dense values that aren't finite, ids beyond 32 bits.
+    """Parse rows, block by block; malformed are labels other than 0 and 1, dense values that aren't finite, and ids beyond 32 bits.
 
     `starts` and the lines of `reasons` count from the first row.
     """
@@ -154,7 +154,7 @@ def _parse_block(rows: Rows, begin: int) -> Parsed:
         for row in np.flatnonzero(bad)[:REASONS_KEPT]
     ]
     good = np.flatnonzero(~bad)
-    # Scripts that store 32-bit numbers as int32 wrap them; as uint32 they are what they were.
+    # Scripts that store 32-bit numbers as int32 wrap around; uint32 restores them.
     keys = np.ascontiguousarray(sparse[good].T.astype(np.uint32))
     return Parsed(
         labels=labels[good].astype(np.int8)[np.newaxis],

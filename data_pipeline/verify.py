@@ -1,7 +1,7 @@
-"""Does a data set hold what its manifest says? Files, checksums, vocabularies, ids, labels, and that no row is in two splits.
+"""Verification of a data set against its manifest: files, checksums, vocabularies, ids, labels, and that no row is in two splits.
 
-Which rows of the input a shard holds is written into the shard itself, so that one which was copied over another is noticed. Rows
-of the same content may be several rows of the input: how many of validation and test equal a training row is counted, not refused.
+Each shard records which rows of the input it holds, so a shard that was copied over another one is detected. Different rows of the
+input may be equal: validation and test rows that equal a training row are counted, not rejected.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HASHES_KEPT = 1 << 22
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """What was checked, and the share of distinct validation and test rows that equal a training row in all columns."""
+    """How much was checked, and the share of distinct validation and test rows that equal a training row in all columns."""
 
     rows: int
     files: int
@@ -38,7 +38,7 @@ class Verified:
 
 @dataclass(frozen=True, kw_only=True)
 class _Contents:
-    """Of a shard: how many ids each column holds, how many are 0, the sums of labels and weights, hashes of sampled rows."""
+    """Contents of a shard: by column how many ids it has and how many are 0, sums of labels and weights, hashes of sampled rows."""
 
     ids: Counter[str]
     zeros: Counter[str]
@@ -48,13 +48,13 @@ class _Contents:
 
 
 def verify(manifest: Manifest, folder: Path) -> Verified:
-    """Read a data set whole and compare it with its manifest.
+    """Read a whole data set and compare it with its manifest.
 
-    Checked: each file's size and SHA-256, each shard's rows; that the splits' shards take every row of the input once; every label,
-    integer and id for its range; and the sums that the manifest states.
+    Checks each file's size and SHA-256, each shard's rows, that the splits' shards hold every row of the input exactly once, that
+    labels, integers and ids are in range, and the sums that the manifest states.
 
     Raises:
-        ValueError: the first difference, with the file, column and row.
+        ValueError: something differs; the message names the file, column and row of the first difference.
     """
     check_shards(manifest, folder, contents=True)
     _check_disjoint(manifest, folder)
@@ -75,34 +75,34 @@ def verify(manifest: Manifest, folder: Path) -> Verified:
         rows=manifest.rows.written,
         files=len(files),
         bytes=sum(file.bytes for file in files),
-        repeated=_repeated({name: [contents.hashes for contents in of_split] for name, of_split in by_split.items()}),
+        repeated=_repeated({name: [contents.hashes for contents in shards] for name, shards in by_split.items()}),
     )
 
 
 def _repeated(hashes: dict[str, list[np.ndarray]]) -> float:
-    """The share of distinct rows beyond training that training holds, too."""
+    """Return the share of distinct validation and test rows that training holds, too."""
     empty = np.empty(0, np.uint64)
     train = np.concatenate([empty, *hashes["train"]])
-    others = np.unique(np.concatenate([empty, *(one for name, of_split in hashes.items() if name != "train" for one in of_split)]))
+    others = np.unique(np.concatenate([empty, *(shard for name, shards in hashes.items() if name != "train" for shard in shards)]))
     return float(np.isin(others, train).mean()) if len(others) else 0.0
 
 
 def _check_disjoint(manifest: Manifest, folder: Path) -> None:
-    """The ranges that shards take their rows from tile the input, and the shards of each range take all its rows between them."""
+    """Check that the shards' ranges of input rows tile the input, and that the shards of each range together hold all its rows."""
     taken: dict[tuple[int, int], int] = defaultdict(int)
     last_of_split: dict[str, int] = {}
     for name, split in manifest.splits.items():
         for shard in split.shards:
             if shard.from_rows is None:
-                raise _differs(folder, f"{shard.path} doesn't say which rows it holds")
+                raise _differs(folder, f"{shard.path} doesn't say which input rows it holds")
             if shard.from_rows[0] < last_of_split.get(name, 0):
-                raise _differs(folder, f"{shard.path} takes rows again that an earlier shard of {name} took")
+                raise _differs(folder, f"{shard.path} repeats rows of an earlier shard of {name}")
             last_of_split[name] = shard.from_rows[1]
             taken[shard.from_rows] += shard.rows
     position = 0
     for (start, stop), rows in sorted(taken.items()):
         if start != position or rows != stop - start:
-            raise _differs(folder, f"rows {start} to {stop} of the input give {rows} rows of the splits, after row {position}")
+            raise _differs(folder, f"shards hold {rows} of input rows {start} to {stop}; expected all rows from {position} on")
         position = stop
     if position != manifest.rows.written:
         raise _differs(folder, f"the splits hold {position} of {manifest.rows.written} rows")
@@ -110,7 +110,7 @@ def _check_disjoint(manifest: Manifest, folder: Path) -> None:
 
 def _check_contents(manifest: Manifest, folder: Path, split: str, shard: Shard) -> _Contents:
     path = folder / shard.path
-    ids_in, zeros, ones, weight, hashes = Counter[str](), Counter[str](), Counter[str](), 0.0, []
+    id_counts, zeros, ones, weight, hashes = Counter[str](), Counter[str](), Counter[str](), 0.0, []
     if recorded_rows(path) != (split, shard.from_rows):
         raise _differs(folder, f"{shard.path} doesn't hold the rows that the manifest states, but those of another shard")
     sampled = np.uint64((1 << max(0, (manifest.rows.written // _HASHES_KEPT).bit_length())) - 1)
@@ -121,7 +121,7 @@ def _check_contents(manifest: Manifest, folder: Path, split: str, shard: Shard) 
             values = group.column(label.name).to_numpy()
             ones[label.name] += int(values.sum())
             if not np.isin(values, (0, 1)).all():
-                raise ValueError(f"{where}: {label.name} holds other values than 0 and 1; {REMEDY}")
+                raise ValueError(f"{where}: {label.name} holds values other than 0 and 1; {REMEDY}")
             row_hashes = (row_hashes << np.uint64(1)) + values.astype(np.uint64)
         if manifest.weight:
             values = group.column(manifest.weight.name).to_numpy()
@@ -134,31 +134,31 @@ def _check_contents(manifest: Manifest, folder: Path, split: str, shard: Shard) 
         for integer in manifest.integer_columns:
             values = group.column(integer.name).to_numpy()
             if not np.isfinite(values).all() or (integer.transform == "log" and (values < 0).any()):
-                raise ValueError(f"{where}: {integer.name} holds values that are no logarithms of at least 1; {REMEDY}")
+                raise ValueError(f"{where}: {integer.name} holds values that are not finite, or negative logarithms; {REMEDY}")
             row_hashes = _mix(row_hashes, values.view(np.uint32))
         for column in manifest.categorical_columns:
             ids, lengths = ids_of(group, column.name, is_list=column.is_list), None
             if column.is_list:
                 lengths = np.diff(group.column(column.name).combine_chunks().offsets.to_numpy())
-            ids_in[column.name] += len(ids)
+            id_counts[column.name] += len(ids)
             zeros[column.name] += int(np.count_nonzero(ids == 0))
             if len(ids) and not 0 <= ids.min() <= ids.max() < column.num_embeddings:
                 raise ValueError(f"{where}: {column.name} holds ids that are not in 0..{column.num_embeddings - 1}; {REMEDY}")
             row_hashes = _mix(row_hashes, ids if lengths is None else _sums(ids, lengths))
         hashes.append(np.unique(row_hashes[row_hashes & sampled == 0]))
     return _Contents(
-        ids=ids_in, zeros=zeros, positives=ones, weight=weight, hashes=np.concatenate([np.empty(0, np.uint64), *hashes])
+        ids=id_counts, zeros=zeros, positives=ones, weight=weight, hashes=np.concatenate([np.empty(0, np.uint64), *hashes])
     )
 
 
 def _mix(hashes: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Hashes of rows that have these values, too."""
+    """Mix further values into rows' hashes."""
     mixed: np.ndarray = (hashes ^ values.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
     return mixed ^ (mixed >> np.uint64(29))
 
 
 def _sums(ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """A number for each list that depends on its ids and their order."""
+    """Hash each list, by its ids and their order."""
     ends = np.cumsum(lengths)
     positions = np.arange(len(ids)) - np.repeat(ends - lengths, lengths)
     total = np.append(np.uint64(0), np.cumsum(_mix(positions.astype(np.uint64), ids + 1)))
@@ -166,7 +166,7 @@ def _sums(ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def read_row_groups(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[int, pa.Table]]:
-    """Row groups of a Parquet file, of the given columns or all, each with the number of its first row.
+    """Read a Parquet file's row groups, each with the number of its first row; only the given columns, or all.
 
     Raises:
         ValueError: the file or a group can't be read.
@@ -183,7 +183,7 @@ def read_row_groups(path: Path, columns: Sequence[str] | None = None) -> Iterato
 
 
 def ids_of(group: pa.Table, name: str, *, is_list: bool) -> np.ndarray:
-    """The ids of a column, those of lists end to end."""
+    """Return the ids of a column; those of lists are concatenated."""
     column = group.column(name).combine_chunks()
     ids: np.ndarray = (column.flatten() if is_list else column).to_numpy()
     return ids
@@ -199,23 +199,23 @@ def _check_sums(manifest: Manifest, folder: Path, by_split: Mapping[str, Sequenc
         for label in manifest.labels:
             positives, mean = sum(contents.positives[label.name] for contents in by_split[name]), label.split_means[name]
             if mean is not None and round(mean * split.rows) != positives:
-                raise _differs(folder, f"{name} holds {positives} labels of 1, where the mean of {label.name} is stated as {mean}")
+                raise _differs(folder, f"{name} holds {positives} labels of 1, but the mean of {label.name} is stated as {mean}")
         total = sum(contents.weight for contents in by_split[name])
         mean = manifest.weight.split_means[name] if manifest.weight else None
         if mean is not None and not math.isclose(mean * split.rows, total, rel_tol=1e-9):
-            raise _differs(folder, f"{name} holds weights of {total} in all, where the mean is stated as {mean}")
+            raise _differs(folder, f"{name} holds weights that sum to {total}, but their mean is stated as {mean}")
 
 
 def check_vocabulary(column: CategoricalColumn, folder: Path, *, train_ids: int | None) -> None:
-    """Check that a column's vocabulary lists its ids' values by falling count, and that its table gives these ids.
+    """Check that a column's vocabulary lists its ids' values by falling count, and that its table gives the same ids.
 
     Args:
-        column: of the manifest; nothing is checked where its ids are hashes.
+        column: from the manifest; nothing is checked if its ids are hashes.
         folder: of the data set.
-        train_ids: how many ids but 0 training rows hold; None where the vocabulary is another data set's.
+        train_ids: how many ids other than 0 training rows hold; None if the vocabulary is another data set's.
 
     Raises:
-        ValueError: the first difference.
+        ValueError: something differs; the message names the first difference.
     """
     if not column.min_count:
         return
@@ -223,32 +223,32 @@ def check_vocabulary(column: CategoricalColumn, folder: Path, *, train_ids: int 
         raise _differs(folder, f"the manifest names no vocabulary of {column.name}")
     path = check_file(column.vocabulary, folder, contents=True)
     rows, total, table = 0, 0, None
-    last = (np.iinfo(np.int64).max, -1)  # the count and value of the id before
+    last = (np.iinfo(np.int64).max, -1)  # the count and value of the previous id
     for rows, group in read_row_groups(path):
         if group.schema.names != ["value", "count"] or not pa.types.is_unsigned_integer(group.schema.types[0]):
-            raise _differs(folder, f"{path.name} is no vocabulary of values and counts")
+            raise _differs(folder, f"{path.name} is not a vocabulary of values and counts")
         values, counts = (group.column(name).to_numpy() for name in ("value", "count"))
         if not len(values):
             break
         if table is None and column.table:
             table = _open_table(column, folder, values.dtype)
-        begins_anew = np.isin(np.arange(rows, rows + len(values)), np.array(column.grown) - 1)
+        restarts = np.isin(np.arange(rows, rows + len(values)), np.array(column.grown) - 1)
         falling = (counts[1:] < counts[:-1]) | ((counts[1:] == counts[:-1]) & (values[1:] > values[:-1]))
-        falling |= begins_anew[1:]
-        starts_well = begins_anew[0] or counts[0] < last[0] or (counts[0] == last[0] and values[0] > last[1])
-        if not (falling.all() and starts_well) or counts.min() < column.min_count:
+        falling |= restarts[1:]
+        follows_last = restarts[0] or counts[0] < last[0] or (counts[0] == last[0] and values[0] > last[1])
+        if not (falling.all() and follows_last) or counts.min() < column.min_count:
             raise _differs(folder, f"{path.name}, from id {rows + 1} on, doesn't list values by falling counts")
         last = (int(counts[-1]), int(values[-1]))
         total += int(counts.sum())
         if table is not None:
             (ids,), _ = encode_keys([table], values[np.newaxis], np.zeros((1, len(values)), np.bool_))
             if (ids != np.arange(rows + 1, rows + 1 + len(values))).any():
-                raise _differs(folder, f"the table of {column.name} gives its values other ids than {path.name}")
+                raise _differs(folder, f"the table of {column.name} gives its values different ids than {path.name}")
         rows += len(values)
     if rows + 1 != column.num_embeddings:
-        raise _differs(folder, f"{column.name} has {column.num_embeddings} embeddings, its vocabulary {rows} values")
+        raise _differs(folder, f"{column.name} has {column.num_embeddings} embeddings, but its vocabulary has {rows} values")
     if train_ids not in (None, total):
-        raise _differs(folder, f"training rows hold {train_ids} ids of {column.name}, of which its vocabulary counts {total}")
+        raise _differs(folder, f"training rows hold {train_ids} ids of {column.name}, but its vocabulary counts {total}")
 
 
 def _open_table(column: CategoricalColumn, folder: Path, dtype: np.dtype) -> TableIds:
@@ -257,7 +257,7 @@ def _open_table(column: CategoricalColumn, folder: Path, dtype: np.dtype) -> Tab
     slots, odd = divmod(path.stat().st_size, 2 * dtype.itemsize)
     ids = np.count_nonzero(map_array(path, dtype, (-1, 2))[:, 1]) if not odd else 0
     if odd or ids + 1 != column.num_embeddings or ids >= slots:
-        raise _differs(folder, f"{path.name} is no table of {column.num_embeddings - 1} values")
+        raise _differs(folder, f"{path.name} is not a table of {column.num_embeddings - 1} values")
     return TableIds(path, dtype)
 
 

@@ -1,11 +1,11 @@
-"""Between the passes: sorted runs of values to vocabularies, by training frequency, column by column in bounded memory.
+"""Between the passes: builds vocabularies ordered by training frequency from sorted runs, column by column in bounded memory.
 
-Id 0 = missing, rare or unseen; 1, 2, ... from the most frequent value on, equal counts by value. Neighbouring ids are then alike in
-frequency, so hot rows share the leading digits of a tensor-train table.
+Id 0 = missing, rare or unseen; 1, 2, ... from the most frequent value on, equal counts by value. Neighboring ids then have similar
+frequencies, so frequent rows share leading digits in a TT table.
 
-1. The runs of all parts are merged (`data_pipeline.runs`), in levels where they are many.
-2. Values that are frequent enough go to disk with their counts. A histogram of the counts then tells where each count's ids begin,
-   and one more pass over the values gives the ids, as a counting sort does: equal counts stay in the order of the values.
+1. The runs of all parts are merged (`data_pipeline.runs`), in levels if there are many.
+2. Values that are frequent enough are written to disk with their counts. A histogram of the counts then gives the first id of each
+   count, and another pass over the values assigns ids by counting sort, so that equal counts stay in the order of the values.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MOST_IDS = 2**31 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """A column's vocabulary on disk: the file for people, and the hash table that encodes."""
+    """A column's vocabulary on disk: a Parquet file for people, and a hash table for encoding."""
 
     distinct: int
     num_embeddings: int
@@ -50,19 +50,19 @@ def build_vocabulary(
     data: Path,
     work: Path,
 ) -> Vocabulary:
-    """Write `data`/vocabulary/<name>.parquet (value and count in id order from 1) and .table, to look up.
+    """Write `data`/vocabulary/<name>.parquet (value and count in id order from 1) and .table (the hash table).
 
     Args:
         name: of the column.
-        values: distinct, ascending, block by block.
-        key_dtype: of them.
+        values: distinct keys, ascending, with their counts, block by block.
+        key_dtype: of the keys.
         min_count: values seen fewer times in training get no id.
-        max_ids: values that get an id, at most; None for all that are frequent enough.
+        max_ids: the most values that get an id; None for all that are frequent enough.
         data: the data set's folder.
-        work: a folder for what is removed in the end.
+        work: a folder for temporary files.
 
     Raises:
-        ValueError: there are more ids than an int32 holds.
+        ValueError: there are more ids than an int32 can hold.
     """
     with ranked(name, values, key_dtype=key_dtype, min_count=min_count, most=max_ids, work=work) as frequent:
         file, table = write_vocabulary(name, frequent.blocks, frequent.rows, key_dtype=key_dtype, data=data)
@@ -73,8 +73,8 @@ def build_vocabulary(
 class Ranked:
     """Values from the most frequent on, equal counts by value.
 
-    distinct: before the rare ones were left out.
-    rows: that are left.
+    distinct: the number of values, rare ones included.
+    rows: the number of values that are kept.
     """
 
     distinct: int
@@ -86,7 +86,7 @@ class Ranked:
         return len(self.keys)
 
     def blocks(self) -> Iterator[Counted]:
-        """Keys and counts, block by block."""
+        """Yield keys and counts, block by block."""
         return zip(self.keys.blocks(), self.counts.blocks(), strict=True)
 
 
@@ -94,14 +94,14 @@ class Ranked:
 def ranked(
     name: str, values: Iterable[Counted], *, key_dtype: np.dtype, min_count: int, most: int | None, work: Path
 ) -> Iterator[Ranked]:
-    """Give a column's frequent values, on disk until the block ends.
+    """Yield a column's frequent values, which stay on disk until the block ends.
 
     Args:
         name, values, key_dtype, min_count, work: as for `build_vocabulary`.
-        most: how many, at most; None for all.
+        most: the most values to keep; None for all.
 
     Raises:
-        ValueError: there are more than ids of an int32.
+        ValueError: there are more ids than an int32 can hold.
     """
     keys, counts, keys_by_id, counts_by_id = files = [
         _File(work / f"{file_name(name)}.{part}", key_dtype if part.startswith("keys") else np.dtype(np.int64))
@@ -109,13 +109,13 @@ def ranked(
     ]
     distinct = 0
     with keys.path.open("wb") as keys_file, counts.path.open("wb") as counts_file:
-        for block, of_block in values:
+        for block, block_counts in values:
             distinct += len(block)
-            keys_file.write(block[of_block >= min_count].data)  # ndarray.tofile says nothing when the disk is full
-            counts_file.write(of_block[of_block >= min_count].data)
+            keys_file.write(block[block_counts >= min_count].data)  # ndarray.tofile ignores a full disk
+            counts_file.write(block_counts[block_counts >= min_count].data)
     kept = len(keys) if most is None else min(len(keys), most)
     if kept >= MOST_IDS:
-        raise ValueError(f"{name} has {kept} values of {min_count} and more rows; raise --min-count {name}={min_count + 1}")
+        raise ValueError(f"{name} has {kept} values with at least {min_count} rows; raise --min-count {name}={min_count + 1}")
     _order_by_id(keys, counts, keys_by_id, counts_by_id, kept)
     yield Ranked(distinct=distinct, keys=keys_by_id, counts=counts_by_id)
     for file in files:
@@ -129,16 +129,16 @@ def write_vocabulary(
 
     Args:
         name: of the column.
-        blocks: gives values and counts in id order from 1, as often as it is called.
-        rows: how many values there are.
-        key_dtype: of them.
+        blocks: returns values and counts in id order from 1; it is called several times.
+        rows: the number of values.
+        key_dtype: of the values.
         data: the data set's folder.
     """
     path, table = (f"vocabulary/{file_name(name)}.{suffix}" for suffix in ("parquet", "table"))
-    with replacing(data / table) as beside:
-        write_table(beside, lambda: (keys for keys, _ in blocks()), rows, key_dtype)
+    with replacing(data / table) as temporary:
+        write_table(temporary, lambda: (keys for keys, _ in blocks()), rows, key_dtype)
     schema = pa.schema([("value", pa.from_numpy_dtype(key_dtype)), ("count", pa.int64())])
-    with replacing(data / path) as beside, pq.ParquetWriter(beside, schema) as writer:
+    with replacing(data / path) as temporary, pq.ParquetWriter(temporary, schema) as writer:
         for columns in blocks():
             writer.write_table(pa.Table.from_arrays([to_arrow(column) for column in columns], schema=schema))
     return describe_file(path, data, rows=rows), describe_file(table, data, rows=rows)
@@ -155,28 +155,28 @@ class _File:
         return self.path.stat().st_size // self.dtype.itemsize
 
     def blocks(self) -> Iterator[np.ndarray]:
-        """One at least."""
+        """Yield at least one block, which may be empty."""
         for start in range(0, max(len(self), 1), _BLOCK):
             yield np.fromfile(self.path, self.dtype, _BLOCK, offset=start * self.dtype.itemsize)
 
 
 def _order_by_id(keys: _File, counts: _File, keys_by_id: _File, counts_by_id: _File, kept: int) -> None:
     ordered = [allocate(file.path, file.dtype, (kept,)) for file in (keys_by_id, counts_by_id)]
-    for ids, block, of_block in zip(_ids_by_count(counts), keys.blocks(), counts.blocks(), strict=True):
-        for array, values in zip(ordered, (block, of_block), strict=True):
+    for ids, block, block_counts in zip(_ids_by_count(counts), keys.blocks(), counts.blocks(), strict=True):
+        for array, values in zip(ordered, (block, block_counts), strict=True):
             array[ids[ids <= kept] - 1] = values[ids <= kept]
             release(array)
 
 
 def _ids_by_count(counts: _File) -> Iterator[np.ndarray]:
-    """For blocks of counts in the order of their values, their ids from 1, higher counts first."""
+    """Yield the ids of each block of counts: from 1 for the highest count, equal counts in the order of their values."""
     classes = np.empty(0, np.int64)  # n rows have at most sqrt(2 n) distinct counts
     for block in counts.blocks():
         classes = np.union1d(classes, block)
     sizes = np.zeros(len(classes), np.int64)
     for block in counts.blocks():
         sizes += np.bincount(np.searchsorted(classes, block), minlength=len(classes))
-    next_id = 1 + np.cumsum(sizes[::-1])[::-1] - sizes  # ids of higher counts come before
+    next_id = 1 + np.cumsum(sizes[::-1])[::-1] - sizes  # higher counts get lower ids
     for block in counts.blocks():
         class_of = np.searchsorted(classes, block)
         order = np.argsort(class_of, kind="stable")

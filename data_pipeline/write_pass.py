@@ -1,4 +1,4 @@
-"""Pass 2 over all logs: every part encoded and written to the shards that its rows belong to."""
+"""Pass 2 over all logs: encodes every part and writes it to the shards that its rows belong to."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from data_pipeline.splits import Rows, rows_by_position
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedPart:
-    """The shard of each split that has rows in a part; where splits go by position, where they and it begin among all rows."""
+    """A part's shards by split and its first row; if splits go by position, also the first rows of validation and test."""
 
     shards: Mapping[str, Shard]
     first_row: int
@@ -34,17 +34,17 @@ class PlannedPart:
 def write_logs(
     job: Job, schedule: Schedule, parts: Sequence[CountedPart], bounds: tuple[int, int], encoder: Encoder
 ) -> dict[str, list[WrittenShard]]:
-    """Write every part that isn't written yet, and return all shards of each split in order.
+    """Write every part that has not been written yet, and return all shards of each split in order.
 
     Args:
         job: the run.
         schedule: runs the pass.
         parts: all parts in order.
-        bounds: the first rows of validation and test, where splits go by position.
+        bounds: the numbers of the first validation and test rows, if splits go by position.
         encoder: of the columns.
     """
     planned = _plan(job, parts, bounds)
-    records = {key: shards for key in planned if (shards := _written_before(job, key))}
+    records = {key: shards for key in planned if (shards := _load_shards(job, key))}
     waiting = planned.keys() - records.keys()
     done: dict[int, set[int]] = {log: set() for log, _ in waiting}
     for part in parts:
@@ -66,13 +66,13 @@ def write_logs(
 
 
 def describe_splits(written: Mapping[str, Sequence[WrittenShard]]) -> dict[str, Split]:
-    """The splits' records in the manifest."""
-    shards = {name: tuple(each.shard for each in written[name]) for name in SPLITS}
-    return {name: Split(rows=sum(shard.rows for shard in of_split), shards=of_split) for name, of_split in shards.items()}
+    """Return the splits' records for the manifest."""
+    shards = {name: tuple(record.shard for record in written[name]) for name in SPLITS}
+    return {name: Split(rows=sum(shard.rows for shard in split), shards=split) for name, split in shards.items()}
 
 
 def describe_targets(written: Mapping[str, Sequence[WrittenShard]], schema: LogSchema) -> dict[str, Any]:
-    """The manifest's records of labels and weights that were written."""
+    """Return the labels' and weights' records for the manifest."""
     rows = {split: sum(shard.shard.rows for shard in written[split]) for split in SPLITS}
 
     def means(sum_of: Callable[[WrittenShard], float]) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def describe_targets(written: Mapping[str, Sequence[WrittenShard]], schema: LogS
 def count_zeros(
     columns: tuple[CategoricalColumn, ...], written: Mapping[str, Sequence[WrittenShard]]
 ) -> tuple[CategoricalColumn, ...]:
-    """Categorical columns with how many ids of each split are 0."""
+    """Return the categorical columns with how many ids of each split are 0."""
 
     def zeros(number: int) -> dict[str, int]:
         return {split: sum(shard.zeros[number] for shard in written[split]) for split in SPLITS}
@@ -101,7 +101,7 @@ def count_zeros(
 
 def _write(encoder: Encoder, job: Job, part: Part, planned: PlannedPart) -> tuple[tuple[int, int], PartShards]:
     key = part.log, part.number
-    shards = _written_before(job, key)
+    shards = _load_shards(job, key)
     if not shards:
 
         def rows_of(parsed: Parsed, first: int) -> Mapping[str, Rows]:
@@ -114,13 +114,13 @@ def _write(encoder: Encoder, job: Job, part: Part, planned: PlannedPart) -> tupl
     return key, shards
 
 
-def _written_before(job: Job, key: tuple[int, int]) -> PartShards | None:
+def _load_shards(job: Job, key: tuple[int, int]) -> PartShards | None:
     shards = job.work.load(f"shards/{part_name(*key)}", PartShards)
-    return shards if shards and all(_is_there(job, written.shard) for written in shards.written) else None
+    return shards if shards and all(_is_complete(job, written.shard) for written in shards.written) else None
 
 
 def _plan(job: Job, parts: Sequence[CountedPart], bounds: tuple[int, int]) -> dict[tuple[int, int], PlannedPart]:
-    """For every part that has rows, the shard of each split that they belong to; numbered in order within the split."""
+    """Plan the shards of every part that has rows, one for each of their splits, numbered in order within the split."""
     planned: dict[tuple[int, int], PlannedPart] = {}
     numbers = Counter[str]()
     for part in parts:
@@ -142,7 +142,7 @@ def _plan(job: Job, parts: Sequence[CountedPart], bounds: tuple[int, int]) -> di
     return planned
 
 
-def _is_there(job: Job, shard: Shard) -> bool:
+def _is_complete(job: Job, shard: Shard) -> bool:
     path = job.work.data / shard.path
     return path.exists() and path.stat().st_size == shard.bytes
 

@@ -1,4 +1,4 @@
-// What Python passes: an array as its first element and how many there are (`data_pipeline/native.py` declares the same).
+// An array passed from Python: a pointer to its first element and its size (`data_pipeline/native.py` declares the same).
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ struct Matrix {
   }
 };
 
-// Returned by every function whose arrays don't fit each other; nothing was read or written then.
+// Returned by every function whose arrays have inconsistent sizes; it has then read and written nothing.
 constexpr int64_t kWrongSizes = -1;
 
 // splitmix64's finalizer (Steele, Lea, Flood, OOPSLA 2014).

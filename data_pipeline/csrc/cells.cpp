@@ -1,11 +1,11 @@
-// Texts to values, for columns that Arrow or json.cpp read; `data_pipeline/reference.py` says what a well-formed text is.
+// Conversion of texts to values, for columns read by Arrow or json.cpp; `data_pipeline/reference.py` defines well-formed texts.
 
 #include "texts.h"
 
 namespace data_pipeline {
 namespace {
 
-// The value of each text, and whether it is malformed. Text i is bytes[offsets[i]] to bytes[offsets[i + 1]].
+// Reads the value of each text, and whether it is malformed. Text i is bytes [offsets[i], offsets[i + 1]).
 template <class Read>
 int64_t read_texts(
     Array<const Byte> bytes, Array<const int64_t> offsets, Array<uint64_t> values, Array<bool> is_bad, const Read& read) {
@@ -19,8 +19,8 @@ int64_t read_texts(
   return values.size;
 }
 
-bool read_text(const Byte* at, const Byte* end, const Byte*, uint64_t& value) {
-  value = hash_text(at, end);
+bool read_text(const Byte* cursor, const Byte* end, const Byte*, uint64_t& value) {
+  value = hash_text(cursor, end);
   return true;
 }
 
@@ -32,7 +32,8 @@ EXPORTED int64_t read_integers(Array<const Byte> bytes, Array<const int64_t> off
 EXPORTED int64_t read_labels(Array<const Byte> bytes, Array<const int64_t> offsets, Array<uint64_t> values, Array<bool> is_bad) {
   return read_texts(bytes, offsets, values, is_bad, read_label);
 }
-EXPORTED int64_t read_hex_digits(Array<const Byte> bytes, Array<const int64_t> offsets, Array<uint64_t> values, Array<bool> is_bad) {
+EXPORTED int64_t read_hex_digits(
+    Array<const Byte> bytes, Array<const int64_t> offsets, Array<uint64_t> values, Array<bool> is_bad) {
   return read_texts(bytes, offsets, values, is_bad, read_hex);
 }
 EXPORTED int64_t hash_texts(Array<const Byte> bytes, Array<const int64_t> offsets, Array<uint64_t> values, Array<bool> is_bad) {

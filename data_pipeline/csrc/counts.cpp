@@ -5,7 +5,7 @@
 namespace data_pipeline {
 namespace {
 
-// Entries written one after the other, keys ascending; equal keys become one.
+// A run being written, keys ascending; entries of equal keys are merged.
 template <class Key>
 class Run {
  public:
@@ -59,11 +59,11 @@ int64_t merge_runs(
 
 }  // namespace
 
-// Reduces sorted keys to distinct ones in front, with their counts, and returns how many there are.
+// Moves the distinct ones of sorted keys to the front, with their counts, and returns how many there are.
 EXPORTED int64_t count_sorted_u32(Array<uint32_t> keys, Array<uint64_t> counts) { return count_sorted(keys, counts); }
 EXPORTED int64_t count_sorted_u64(Array<uint64_t> keys, Array<uint64_t> counts) { return count_sorted(keys, counts); }
 
-// Merges two runs into room for both, and returns how many entries there are.
+// Merges two runs into arrays with room for both, and returns the number of entries.
 EXPORTED int64_t merge_runs_u32(
     Array<const uint32_t> left, Array<const uint64_t> left_counts, Array<const uint32_t> right, Array<const uint64_t> right_counts,
     Array<uint32_t> keys, Array<uint64_t> counts) {

@@ -1,4 +1,4 @@
-// Keys to ids by the hash tables of `data_pipeline/hashing.py` or by hash alone, and integers to their logarithms.
+// Encoding of keys as ids, by the hash tables of `data_pipeline/hashing.py`, hashes or ranges, and of integers as logarithms.
 
 #include <sys/mman.h>
 #if __has_include(<malloc.h>)
@@ -16,27 +16,27 @@
 namespace data_pipeline {
 namespace {
 
-constexpr int64_t kAhead = 8;             // lookups whose slots are fetched while others are read
-constexpr int64_t kLeastRange = 64 << 10;  // bytes of a file that the system maps at a touch
+constexpr int64_t kAhead = 8;             // how many lookups in advance slots are prefetched
+constexpr int64_t kLeastRange = 64 << 10;  // bytes of a file that the system maps on one access
 
 template <class Key>
 struct Slot {
   Key key;
-  Key id;  // 0 where the slot is free
+  Key id;  // 0 if the slot is free
 };
 
-// The table [slots, 2] of a file: a foreign one may be full or empty, so probes are counted.
+// A table [slots, 2] in a file. An untrusted one may be full or empty, so the number of probes is limited.
 template <class Key>
 class Table {
  public:
   explicit Table(Array<Key> pairs) : slots_{reinterpret_cast<Slot<Key>*>(pairs.data), pairs.size / 2} {}
 
-  // The slot of a key, or the free one for it; null if there is neither.
+  // Returns a key's slot, or the free slot for it; null if there is neither.
   Slot<Key>* find(Key key) const {
     int64_t slot = home(key);
     for (int64_t probes = 0; probes < slots_.size; ++probes) {
-      Slot<Key>* at = slots_.data + slot;
-      if (at->key == key || at->id == 0) return at;
+      Slot<Key>* found = slots_.data + slot;
+      if (found->key == key || found->id == 0) return found;
       slot = slot + 1 == slots_.size ? 0 : slot + 1;
     }
     return nullptr;
@@ -44,8 +44,8 @@ class Table {
 
   void fetch(Key key) const { __builtin_prefetch(slots_.data + home(key)); }
 
-  // By the upper half of a product: Fibonacci hashing (Knuth, TAOCP 3, section 6.4), cheap and good enough to probe. A slot is a
-  // range of hashes, so any number of slots below 2^32 will do.
+  // Returns a key's first slot by Fibonacci hashing (Knuth, TAOCP 3, section 6.4), the upper half of a product: cheap and good
+  // enough for probing. Each slot is a range of hashes, so any number of slots below 2^32 works.
   int64_t home(Key key) const { return (key * 0x9E3779B97F4A7C15 >> 32) * static_cast<uint64_t>(slots_.size) >> 32; }
 
  private:
@@ -65,14 +65,14 @@ int64_t insert(Array<Key> pairs, Array<const Key> keys, int64_t first_id, int64_
   return 0;
 }
 
-// Lets go of a mapped file's pages: what was written stays in the file, and they are mapped again when they are touched.
+// Releases a mapped file's pages: the file keeps what was written, and pages are mapped again on access.
 template <class T>
 void release(Array<T> file) {
   if (file.size) madvise(const_cast<std::remove_const_t<T>*>(file.data), file.size * sizeof(T), MADV_DONTNEED);
 }
 
-// Where a column's ids come from: ranges between ascending `bounds`, where there are any, hashes into `buckets`, where it isn't 0, or a
-// table's pairs, of which `room` bytes may be in memory, where that isn't 0.
+// A column's id source: ranges between ascending `bounds` if there are any, else hashes into `buckets` if that isn't 0, else a
+// table's pairs, of which at most `room` bytes may be in memory if that isn't 0.
 template <class Key>
 struct IdsOf {
   Array<Key> pairs;
@@ -81,8 +81,8 @@ struct IdsOf {
   int64_t buckets;
 };
 
-// Calls `look(i, ahead)` for every key i, and one whose turn is soon. A table that has no room is visited range by range, and each range's
-// pages are let go after it: in the keys' order, they would be mapped anew for nearly every key.
+// Calls `look(i, ahead)` for every key i, where `ahead` is a key to prefetch. If room is limited, the table is visited range by
+// range, and pages are released after each: in the keys' order, nearly every key would map pages again.
 template <class Key, class Look>
 void visit(const Table<Key>& table, const IdsOf<Key>& column, Array<const Key> keys, Look look) {
   if (!column.room) {
@@ -96,10 +96,10 @@ void visit(const Table<Key>& table, const IdsOf<Key>& column, Array<const Key> k
   std::partial_sum(ends.begin(), ends.end(), ends.begin());
   std::vector<int64_t> order(keys.size);
   for (int64_t i = 0; i < keys.size; ++i) order[ends[range_of(i)]++] = i;
-  int64_t at = 0;
+  int64_t next = 0;
   for (const int64_t end : ends) {
-    if (at == end) continue;
-    for (; at < end; ++at) look(order[at], order[std::min(at + kAhead, keys.size - 1)]);
+    if (next == end) continue;
+    for (; next < end; ++next) look(order[next], order[std::min(next + kAhead, keys.size - 1)]);
     release(column.pairs);
   }
 }
@@ -157,8 +157,8 @@ int64_t encode_keys(
 
 }  // namespace
 
-// Put keys, none of them in the table yet, into free slots, with ids from the first one on; but only keys whose own slot, should it be
-// free, is in a range: those of a table larger than memory come range by range.
+// Inserts new keys into free slots, with consecutive ids from `first_id` on; but only keys whose first slot is in
+// [first_slot, end_slot), so that a table larger than memory can be filled range by range.
 EXPORTED int64_t insert_u32(
     Array<uint32_t> pairs, Array<const uint32_t> keys, int64_t first_id, int64_t first_slot, int64_t end_slot) {
   return insert(pairs, keys, first_id, first_slot, end_slot);
@@ -168,14 +168,13 @@ EXPORTED int64_t insert_u64(
   return insert(pairs, keys, first_id, first_slot, end_slot);
 }
 
-// Let go of the pages of a mapped file.
 EXPORTED int64_t release_pages(Array<const uint8_t> file) {
   release(file);
   return 0;
 }
 
-// From here on give arrays of a MiB and more back to the system as they are freed. glibc would come to keep them in its heap, in whose
-// gaps the next ones do not fit: a quarter of the peak.
+// From now on, returns arrays of 1 MiB or more to the system when they are freed. glibc would otherwise start to keep them in its
+// heap, in whose gaps later arrays don't fit: a quarter of peak memory.
 EXPORTED int64_t return_freed_arrays() {
 #ifdef M_MMAP_THRESHOLD
   mallopt(M_MMAP_THRESHOLD, 1 << 20);
@@ -183,7 +182,7 @@ EXPORTED int64_t return_freed_arrays() {
   return 0;
 }
 
-// Fill each column's ids, 0 where a key is missing or not in the table, and how many are 0.
+// Fills each column's ids, 0 where a key is missing or not in the table, and how many are 0.
 EXPORTED int64_t encode_keys_u32(
     Array<const IdsOf<uint32_t>> ids_of, Matrix<const uint32_t> keys, Matrix<const bool> missing, Matrix<int32_t> ids,
     Array<int64_t> zeros) {
@@ -195,7 +194,7 @@ EXPORTED int64_t encode_keys_u64(
   return encode_keys(ids_of, keys, missing, ids, zeros);
 }
 
-// Fill with log(max(value, low) - low + 2), 0 where a value is missing; low by column, and logarithms[i] is log(i + 1).
+// Fills `encoded` with log(max(value, low) - low + 2), 0 where a value is missing; `low` is by column, logarithms[i] is log(i + 1).
 EXPORTED int64_t encode_integers(
     Matrix<const int32_t> values, Matrix<const bool> missing, Array<const int64_t> low, Array<const float> logarithms,
     Matrix<float> encoded) {

@@ -1,8 +1,8 @@
-// Text to columns: the fast form of `data_pipeline/reference.py`, which says what a well-formed line is.
+// Parsing of text into columns: the fast form of `data_pipeline/reference.py`, which defines well-formed lines.
 //
-// A text is whole lines, each ended by \n or \r\n. A few lines at a time are split into cells, which are then read column by column:
-// no cell has to wait until the end of the one before it is found. Texts are untrusted: the ends of a cell are known before it is
-// read; eight bytes are loaded at once, never beyond the text, and those behind the cell are masked.
+// A text is whole lines, each ending with \n or \r\n. A few lines at a time are split into cells, which are then read column by
+// column, so that no cell waits for the end of the previous one. Texts are untrusted: a cell's end is known before it is read;
+// eight bytes are loaded at once, but never past the end of the text, and those after the cell are masked.
 
 #include <algorithm>
 #include <cstring>
@@ -17,9 +17,9 @@
 namespace data_pipeline {
 namespace {
 
-enum Kind : Byte { kIgnore, kLabel, kInteger, kHex, kCategory, kList };  // as `schema.KINDS` orders them
+enum Kind : Byte { kIgnore, kLabel, kInteger, kHex, kCategory, kList };  // in the order of `schema.KINDS`
 
-// separators: of each column's list elements, whatever it is for other columns.
+// separators: of list elements, by column; ignored for other columns.
 struct Schema {
   Array<const Byte> kinds;
   Array<const Byte> separators;
@@ -28,7 +28,7 @@ struct Schema {
   int64_t count(Kind kind) const { return std::count(kinds.data, kinds.data + kinds.size, kind); }
 };
 
-// `parse.Parsed` with room for R rows, as many as `starts` holds: [R], or [columns of the kind, R].
+// `parse.Parsed` with room for R rows, the size of `starts`: arrays are [R] or [columns of the kind, R].
 template <class Key>
 struct Columns {
   Array<int8_t> labels;
@@ -39,18 +39,18 @@ struct Columns {
   Array<uint64_t> list_keys;  // [list columns, elements]
   Array<int64_t> list_ends;
   Array<int64_t> starts;
-  Array<int64_t> bad_lines;  // the first malformed lines, by number, and where they begin and end
+  Array<int64_t> bad_lines;  // numbers of the first malformed lines, then where they begin and end
   Array<int64_t> bad_starts;
   Array<int64_t> bad_ends;
 };
 
-const Byte* find_newline(const Byte* at, const Byte* end) {
-  return static_cast<const Byte*>(std::memchr(at, '\n', end - at));
+const Byte* find_newline(const Byte* begin, const Byte* end) {
+  return static_cast<const Byte*>(std::memchr(begin, '\n', end - begin));
 }
 
 bool ends_with_newline(Array<const Byte> text) { return text.size == 0 || text[text.size - 1] == '\n'; }
 
-constexpr int64_t kTogether = 32;  // lines, whose cells' places stay in the L1 cache
+constexpr int64_t kTogether = 32;  // lines at a time; the positions of their cells fit the L1 cache
 
 struct Line {
   int64_t number;
@@ -60,18 +60,18 @@ struct Line {
   const Byte* end() const { return newline - (newline != begin && newline[-1] == '\r'); }
 };
 
-// Bit i is set where byte i of 64 is `wanted`.
-uint64_t find_in_64(const Byte* bytes, Byte wanted) {
-  uint64_t found = 0;
+// Returns a mask: bit i is set if byte i of 64 equals `byte`.
+uint64_t find_in_64(const Byte* bytes, Byte byte) {
+  uint64_t matches = 0;
 #ifdef __SSE2__
   for (int i = 0; i < 64; i += 16) {
     const __m128i sixteen = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes + i));
-    found |= uint64_t(_mm_movemask_epi8(_mm_cmpeq_epi8(sixteen, _mm_set1_epi8(wanted)))) << i;
+    matches |= uint64_t(_mm_movemask_epi8(_mm_cmpeq_epi8(sixteen, _mm_set1_epi8(byte)))) << i;
   }
 #else
-  for (int i = 0; i < 64; ++i) found |= uint64_t{bytes[i] == wanted} << i;
+  for (int i = 0; i < 64; ++i) matches |= uint64_t{bytes[i] == byte} << i;
 #endif
-  return found;
+  return matches;
 }
 
 // Writes lines as rows of `columns`.
@@ -98,19 +98,19 @@ class Parser {
            columns_.bad_starts.size == columns_.bad_lines.size && columns_.bad_ends.size == columns_.bad_lines.size;
   }
 
-  // Adds the well-formed ones of up to `kTogether` lines to the rows, and the others to the malformed lines.
+  // Adds up to `kTogether` lines: well-formed ones as rows, the others as malformed lines.
   void parse_lines(const Line* lines, int64_t count) {
     bool is_bad[kTogether] = {};
-    for (bool again = true; again;) {  // without those whose cells are bad, so that other lines take their rows
+    for (bool again = true; again;) {  // repeat without lines that have bad cells, so that others take their rows
       bool has_bad_cell[kTogether] = {};
-      int64_t of_row[kTogether], rows = 0;
+      int64_t line_of_row[kTogether], rows = 0;
       for (int64_t i = 0; i < count; ++i) {
         is_bad[i] = is_bad[i] || !split(lines[i], &begins_[rows * width_]);
-        if (!is_bad[i]) of_row[rows++] = i;
+        if (!is_bad[i]) line_of_row[rows++] = i;
       }
       read_columns(rows, has_bad_cell);
       again = false;
-      for (int64_t row = 0; row < rows; ++row) again |= is_bad[of_row[row]] = has_bad_cell[row];
+      for (int64_t row = 0; row < rows; ++row) again |= is_bad[line_of_row[row]] = has_bad_cell[row];
     }
     for (int64_t i = 0; i < count; ++i) {
       if (is_bad[i]) {
@@ -124,20 +124,20 @@ class Parser {
   int64_t rows() const { return row_; }
 
  private:
-  // Where each cell begins, and one behind the last cell's end; false if there are not as many cells as columns, or no byte.
+  // Finds where each cell begins, then one past the last cell's end; false if the line is empty or has not one cell per column.
   bool split(const Line& line, const Byte** begins) const {
     const Byte** const last = begins + schema_.kinds.size;
     const Byte* const end = line.end();
     *begins++ = line.begin;
-    for (const Byte* at = line.begin; at < end; at += 64) {
+    for (const Byte* cursor = line.begin; cursor < end; cursor += 64) {
       Byte copy[64];
-      const bool is_near_end = text_end_ - at < 64;
-      if (is_near_end) std::memcpy(copy, at, text_end_ - at);
-      uint64_t found = find_in_64(is_near_end ? copy : at, static_cast<Byte>(schema_.separator));
-      if (end - at < 64) found &= (uint64_t{1} << (end - at)) - 1;
-      for (; found; found &= found - 1) {
+      const bool is_near_end = text_end_ - cursor < 64;
+      if (is_near_end) std::memcpy(copy, cursor, text_end_ - cursor);
+      uint64_t matches = find_in_64(is_near_end ? copy : cursor, static_cast<Byte>(schema_.separator));
+      if (end - cursor < 64) matches &= (uint64_t{1} << (end - cursor)) - 1;
+      for (; matches; matches &= matches - 1) {
         if (begins == last) return false;
-        *begins++ = at + __builtin_ctzll(found) + 1;
+        *begins++ = cursor + __builtin_ctzll(matches) + 1;
       }
     }
     *begins = end + 1;
@@ -162,9 +162,9 @@ class Parser {
       switch (schema_.kinds[column]) {
         case kLabel: {
           int8_t* const labels = columns_.labels.data + label++ * rows_;
-          each_cell([=](const Byte* at, const Byte* end, int64_t row) {
+          each_cell([=](const Byte* begin, const Byte* end, int64_t row) {
             uint64_t number = 0;
-            const bool is_good = read_label(at, end, text_end_, number) && number <= 1;
+            const bool is_good = read_label(begin, end, text_end_, number) && number <= 1;
             labels[row] = static_cast<int8_t>(number);
             return is_good;
           });
@@ -173,11 +173,11 @@ class Parser {
         case kInteger: {
           int32_t* const integers = columns_.integers.data + integer * rows_;
           bool* const missing = columns_.integer_missing.data + integer++ * rows_;
-          each_cell([=](const Byte* at, const Byte* end, int64_t row) {
+          each_cell([=](const Byte* begin, const Byte* end, int64_t row) {
             uint64_t number = 0;
-            const bool is_good = read_integer(at, end, text_end_, number);
+            const bool is_good = read_integer(begin, end, text_end_, number);
             integers[row] = static_cast<int32_t>(number);
-            missing[row] = at == end;
+            missing[row] = begin == end;
             return is_good && integers[row] == static_cast<int64_t>(number);
           });
           break;
@@ -187,17 +187,17 @@ class Parser {
           Key* const keys = columns_.keys.data + single * rows_;
           bool* const missing = columns_.key_missing.data + single++ * rows_;
           if (schema_.kinds[column] == kHex) {
-            each_cell([=](const Byte* at, const Byte* end, int64_t row) {
+            each_cell([=](const Byte* begin, const Byte* end, int64_t row) {
               uint64_t number = 0;
-              const bool is_good = read_hex(at, end, text_end_, number);
+              const bool is_good = read_hex(begin, end, text_end_, number);
               keys[row] = static_cast<Key>(number);
-              missing[row] = at == end;
+              missing[row] = begin == end;
               return is_good;
             });
           } else {
-            each_cell([=](const Byte* at, const Byte* end, int64_t row) {
-              keys[row] = at == end ? 0 : static_cast<Key>(hash_text(at, end));
-              missing[row] = at == end;
+            each_cell([=](const Byte* begin, const Byte* end, int64_t row) {
+              keys[row] = begin == end ? 0 : static_cast<Key>(hash_text(begin, end));
+              missing[row] = begin == end;
               return true;
             });
           }
@@ -205,7 +205,9 @@ class Parser {
         }
         case kList: {
           const Byte separator = schema_.separators[column];
-          each_cell([=, this](const Byte* at, const Byte* end, int64_t row) { return read_list(at, end, separator, list, row); });
+          each_cell([=, this](const Byte* begin, const Byte* end, int64_t row) {
+            return read_list(begin, end, separator, list, row);
+          });
           ++list;
           break;
         }
@@ -213,15 +215,15 @@ class Parser {
     }
   }
 
-  // Elements behind those of the rows before; false if one is empty, where there are others, or if there is no room.
-  bool read_list(const Byte* at, const Byte* end, Byte separator, int64_t list, int64_t row) {
+  // Appends a list's elements to those of earlier rows; false if an element is empty or there is no room.
+  bool read_list(const Byte* cursor, const Byte* end, Byte separator, int64_t list, int64_t row) {
     int64_t* const ends = columns_.list_ends.data + list * rows_;
     int64_t element = row ? ends[row - 1] : 0;
     bool is_good = true;
-    for (const Byte* begin = at; at != end && is_good; begin = at + 1) {
-      at = std::find(begin, end, separator);
-      is_good = at != begin && element != elements_;
-      if (is_good) columns_.list_keys[list * elements_ + element++] = hash_text(begin, at);
+    for (const Byte* begin = cursor; cursor != end && is_good; begin = cursor + 1) {
+      cursor = std::find(begin, end, separator);
+      is_good = cursor != begin && element != elements_;
+      if (is_good) columns_.list_keys[list * elements_ + element++] = hash_text(begin, cursor);
     }
     ends[row] = element;
     return is_good;
@@ -243,13 +245,13 @@ int64_t parse(Array<const Byte> text, const Schema& schema, const Columns<Key>& 
   if (!ends_with_newline(text) || !parser.fits()) return kWrongSizes;
   Line lines[kTogether];
   int64_t number = 0;
-  for (const Byte* at = text.data; at != end;) {
+  for (const Byte* cursor = text.data; cursor != end;) {
     int64_t count = 0;
-    for (; at != end && count != kTogether; ++count) {
+    for (; cursor != end && count != kTogether; ++count) {
       if (number == columns.starts.size) return kWrongSizes;
-      const Byte* newline = find_newline(at, end);
-      lines[count] = {number++, at, newline};
-      at = newline + 1;
+      const Byte* newline = find_newline(cursor, end);
+      lines[count] = {number++, cursor, newline};
+      cursor = newline + 1;
     }
     parser.parse_lines(lines, count);
   }
@@ -258,7 +260,7 @@ int64_t parse(Array<const Byte> text, const Schema& schema, const Columns<Key>& 
 
 }  // namespace
 
-// The rows of a text of as many lines as `columns` has room for, in its first rows.
+// Parses a text of at most as many lines as `columns` has room for, into its first rows, and returns how many these are.
 EXPORTED int64_t parse_u32(Array<const Byte> text, const Schema* schema, const Columns<uint32_t>* columns) {
   return parse(text, *schema, *columns);
 }
@@ -266,20 +268,21 @@ EXPORTED int64_t parse_u64(Array<const Byte> text, const Schema* schema, const C
   return parse(text, *schema, *columns);
 }
 
-// A block of whole lines, and what it takes at most.
+// A block of whole lines: its size, and the most list elements it can have.
 struct Block {
   int64_t bytes;
   int64_t lines;
-  int64_t elements;  // of any list column
+  int64_t elements;  // in any list column
 };
 
-// Measures lines from the text's beginning on as long as they take no more than `room` bytes, but at least one.
+// Measures the first lines of a text: as many as fit `room` bytes of arrays, but at least one.
 //
 // Args:
-//   list_separators: those of all list columns, once each.
-//   line_bytes, element_bytes: what the columns take for a line and for a list's element.
+//   list_separators: the distinct separators of all list columns.
+//   line_bytes, element_bytes: bytes of the columns per line and per list element.
 EXPORTED int64_t measure_block(
-    Array<const Byte> text, Array<const Byte> list_separators, int64_t line_bytes, int64_t element_bytes, int64_t room, Block* block) {
+    Array<const Byte> text, Array<const Byte> list_separators, int64_t line_bytes, int64_t element_bytes, int64_t room,
+    Block* block) {
   if (!ends_with_newline(text)) return kWrongSizes;
   *block = {0, 0, 0};
   int64_t taken = 0;
@@ -297,15 +300,15 @@ EXPORTED int64_t measure_block(
   return 0;
 }
 
-// Bytes of a text's longest line without its \n.
+// Returns the bytes of a text's longest line, without its \n.
 EXPORTED int64_t longest_line(Array<const Byte> text) {
   if (!ends_with_newline(text)) return kWrongSizes;
   int64_t longest = 0;
   const Byte* const end = text.data + text.size;
-  for (const Byte* at = text.data; at != end;) {
-    const Byte* newline = find_newline(at, end);
-    longest = std::max<int64_t>(longest, newline - at);
-    at = newline + 1;
+  for (const Byte* cursor = text.data; cursor != end;) {
+    const Byte* newline = find_newline(cursor, end);
+    longest = std::max<int64_t>(longest, newline - cursor);
+    cursor = newline + 1;
   }
   return longest;
 }

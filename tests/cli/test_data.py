@@ -89,7 +89,7 @@ def test_options_reach_the_manifest(log: Path, tmp_path: Path) -> None:
         ),
         (
             ["preprocess", "--input", "bad.tsv", "--output", "data", "--memory-limit", "much"],
-            "'much' is no size; write it like 64MiB",
+            "'much' is not a size; write it like 64MiB",
         ),
         (
             ["preprocess", "--input", "bad.tsv", "--output", "data", "--schema", "no.toml"],

@@ -485,7 +485,7 @@ class TestBadInput:
     def test_missing_or_resized_shard(self, data: Path) -> None:
         path = data / "train" / "part-00001.parquet"
         path.write_bytes(path.read_bytes()[:-1])
-        with pytest.raises(ValueError, match=r"part-00001.parquet has \d+ bytes, the manifest states"):
+        with pytest.raises(ValueError, match=r"part-00001.parquet has \d+ bytes, but the manifest states"):
             ParquetBatches(data, "train", batch_size=8)
         path.unlink()
         with pytest.raises(ValueError, match=r"part-00001.parquet does not exist"):

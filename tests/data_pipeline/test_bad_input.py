@@ -47,7 +47,7 @@ def run(log: Path, output: Path, **options: object) -> None:
         (with_cell(0, "2"), "log.tsv:17: label '2' is not 0 or 1"),
         (with_cell(0, ""), "log.tsv:17: label '' is not 0 or 1"),
         (b"a,b,c\n1,2,3\n", "log.tsv:1: 1 columns; Criteo logs have 40"),
-        (b"x" * (1 << 21), "log.tsv: a line of more than 1048576 bytes"),
+        (b"x" * (1 << 21), "log.tsv: a line is longer than 1048576 bytes"),
         (b"", "log.tsv is empty"),
         (gzip.compress(b"", mtime=0), "log.tsv is empty"),
         (GZIPPED[:-10], "log.tsv: damaged gzip .*fetch or compress it again"),
@@ -121,10 +121,10 @@ def test_nothing_but_malformed_lines(tmp_path: Path, write_log: WriteLog) -> Non
         ({"min_counts": {"C3": 0}}, "--min-count C3=0: it must be at least 1"),
         ({"split": "weekly"}, "--split is 'weekly'; choose one of chronological, day, random, time, user"),
         ({"seed": 1 << 64}, r"--seed is 18446744073709551616; it must be below 2\*\*64"),
-        ({"split": "day"}, "--split day has one --input"),
+        ({"split": "day"}, "--split day needs several logs"),
         (
             {"memory_limit": 300 << 20},
-            "--memory-limit 300 MiB is too little for parts of 64 MiB, which take 512 MiB; raise it, or lower",
+            "--memory-limit 300 MiB is too little for parts of 64 MiB, which need 512 MiB; raise it, or lower",
         ),
         ({"max_bad_rows": -1}, "--max-bad-rows is -1; it must be at least 0"),
         ({"val_fraction": -0.1}, "--val-fraction is -0.1; it must be at least 0 and below 1"),
@@ -145,7 +145,7 @@ def test_finished_data_set_is_kept_unless_overwritten(tmp_path: Path, write_log:
         run(log, output, min_count=1)
     with pytest.raises(ValueError, match="blank line"):
         run(write_log(to_text(ROWS) + b"\n", "bad.tsv"), output, overwrite=True)
-    with pytest.raises(ValueError, match=r"--min-count C27=.*: no such category; they are C1, "):
+    with pytest.raises(ValueError, match=r"--min-count C27=.*: no such categorical column; choose one of C1, "):
         run(log, output, min_counts={"C27": 3}, overwrite=True)
     assert (output / "manifest.json").read_bytes() == before
     run(log, output, min_count=1, overwrite=True)
@@ -194,7 +194,7 @@ def test_input_changed_meanwhile(tmp_path: Path, write_log: WriteLog, monkeypatc
         return write_logs(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(preprocess_module, "write_logs", change)
-    with pytest.raises(ValueError, match="an --input changed while it was read; run the same command again, which starts over"):
+    with pytest.raises(ValueError, match="an --input changed while it was read; run the same command again to start over"):
         run(log, tmp_path / "data")
     assert not (tmp_path / "data").exists()
     monkeypatch.undo()

@@ -142,9 +142,9 @@ def test_quantiles_of_blocks(numbers: list[float], buckets: int, block: int) -> 
 @pytest.mark.parametrize(
     ("column", "message"),
     [
-        ('transform = "bucketize"', 'a: transform = "bucketize" takes either boundaries or a number of buckets; others take'),
-        ("buckets = 3", 'a: transform = "bucketize" takes either boundaries or a number of buckets; others take neither'),
-        ('transform = "bucketize", buckets = 3, boundaries = [1]', "takes either boundaries or a number of buckets"),
+        ('transform = "bucketize"', 'a: transform = "bucketize" takes either boundaries or buckets; other'),
+        ("buckets = 3", 'a: transform = "bucketize" takes either boundaries or buckets; other transforms take neither'),
+        ('transform = "bucketize", buckets = 3, boundaries = [1]', "takes either boundaries or buckets"),
         ('transform = "bucketize", buckets = 1', "a: buckets is 1; it must be an integer from 2"),
         ('transform = "bucketize", boundaries = [2, 2]', "a: boundaries are [2, 2]; they must be finite numbers, each above"),
         ('transform = "bucketize", boundaries = []', "a: boundaries are []; they must be finite numbers"),

@@ -144,9 +144,9 @@ def test_other_settings_are_refused(data: Path, tmp_path: Path) -> None:
         (
             ', transform = "standardize", column',
             ", column",
-            r"rating \(float\) where rating \(float, transform standardize\) is due",
+            r"rating \(float\) where rating \(float, transform standardize\) is expected",
         ),
-        ("max_length = 2", "max_length = 3", r"seen \(list, max_length 3\) where seen \(list, max_length 2\) is due"),
+        ("max_length = 2", "max_length = 3", r"seen \(list, max_length 3\) where seen \(list, max_length 2\) is expected"),
         ("hash_buckets = 50", "hash_buckets = 60", r"user \(category, hash_buckets 60\) where user \(category, hash_buckets 50\)"),
     ):
         (tmp_path / "other.toml").write_text(SCHEMA.format(format="csv").replace(before, after))

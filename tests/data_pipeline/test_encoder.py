@@ -157,5 +157,5 @@ def test_text_and_lists_refused(data: Path, change: dict[str, Any], message: str
         pytest.skip("Criteo's columns hold no text and no lists")
     with pytest.raises(ValueError, match=message):
         RequestEncoder(data)([EVERY_KIND | change])
-    with pytest.raises(ValueError, match="row 0 is 5, which is no object of values by column"):
+    with pytest.raises(ValueError, match="row 0 is 5, which is not an object with a value for each column"):
         RequestEncoder(data)([5])  # type: ignore[list-item]

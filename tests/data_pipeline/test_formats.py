@@ -170,7 +170,7 @@ def test_names_are_checked_before_anything_is_read(tmp_path: Path, schema: Calla
     pq.write_table(as_table(ROWS).drop_columns(["code"]), tmp_path / "bad.parquet")
     for name, message in {
         "bad.csv": r"bad.csv has no column 'cents'; its columns are bought, shop, eu\\x0bros, code, tags, more",
-        "twice.csv": r"twice.csv has two columns 'shop'; its columns are bought, shop, shop",
+        "twice.csv": r"twice.csv has more than one column 'shop'; its columns are bought, shop, shop",
         "return.csv": r"the line of column names of .*return.csv has a carriage return within; mend it",
         "long.csv": r"the line of column names of .*long.csv is not CSV \(field larger than field limit",
         "bad.parquet": r"bad.parquet has no column 'code'; its columns are bought, shop, cents, tags, other",
@@ -247,9 +247,9 @@ BAD_JSON = b"""{"bought": 1, "shop": "a, b", "cents": 5, "code": "f", "tags": ["
             'format = "jsonl"',
             {
                 2: "bought '2' is not 0 or 1",
-                3: "it is no JSON object (Expecting ',' delimiter)",
-                4: "it is JSON, but no object",
-                5: "a value is an object or a list, where text or a number is due",
+                3: "it is not a JSON object (Expecting ',' delimiter)",
+                4: "it is JSON but not an object",
+                5: "a value is an object or a list instead of text or a number",
                 6: "cents '1.5' is not a 32-bit integer",
                 7: "tags 'x ' is not a list of non-empty elements",
                 8: "blank line",
@@ -286,7 +286,7 @@ def test_malformed_rows_of_parquet(tmp_path: Path, schema: Callable[..., LogSche
         with pytest.raises(ValueError, match=rf"log.parquet:{line}: .*; after {limit} other malformed lines"):
             preprocess(replace(options, max_bad_rows=limit, part_bytes=1 << 20))
     pq.write_table(as_table(ROWS).set_column(2, "cents", pa.array([{"a": 1}] * len(ROWS))), tmp_path / "log.parquet")
-    with pytest.raises(ValueError, match=r"cents is of type struct<a: int64>, which is not a 32-bit integer in each row"):
+    with pytest.raises(ValueError, match=r"cents has type struct<a: int64>, which is not a 32-bit integer in each row"):
         preprocess(options)
     content = (tmp_path / "log.parquet").read_bytes()
     (tmp_path / "log.parquet").write_bytes(content[:-20])

@@ -111,13 +111,13 @@ def test_new_logs_have_all_labels_or_none(tmp_path: Path) -> None:
     assert (manifest.labels, manifest.weight) == ((), None)
     assert list(read(tmp_path / "none", "test")) == ["cents", "shop"]
     log().drop(columns="buy").to_csv(tmp_path / "log.csv", index=False)
-    with pytest.raises(ValueError, match=r"log.csv holds the labels label where .* has click, buy; give logs of all these labels"):
+    with pytest.raises(ValueError, match=r"log.csv has the labels label where .* has click, buy; give logs with all of these"):
         transform(replace(new, output=tmp_path / "one"))
 
 
 def test_npy(tmp_path: Path) -> None:
     manifest, data = made(tmp_path)
-    with pytest.raises(ValueError, match=r"has the labels click, buy, which torchrec's files don't hold"):
+    with pytest.raises(ValueError, match=r"has the labels click, buy; torchrec's files hold exactly one"):
         export_npy(manifest, data, tmp_path / "npy")
     (tmp_path / "one").mkdir()
     manifest, data = made(tmp_path / "one", TWO | {"buy": "ignore"})
@@ -130,10 +130,10 @@ def test_verify_compares_sums(tmp_path: Path) -> None:
     manifest, data = made(tmp_path)
     assert manifest.weight is not None
     means = manifest.weight.split_means | {"test": 0.5}
-    with pytest.raises(ValueError, match=r"test holds weights of .* in all, where the mean is stated as 0.5"):
+    with pytest.raises(ValueError, match=r"test holds weights that sum to .*, but their mean is stated as 0.5"):
         verify(replace(manifest, weight=replace(manifest.weight, split_means=means)), data)
     buy = replace(manifest.other_labels[0], split_means=manifest.other_labels[0].split_means | {"val": 0.9})
-    with pytest.raises(ValueError, match=r"val holds .* labels of 1, where the mean of buy is stated as 0\.9"):
+    with pytest.raises(ValueError, match=r"val holds .* labels of 1, but the mean of buy is stated as 0\.9"):
         verify(replace(manifest, other_labels=(buy,)), data)
 
 

@@ -76,7 +76,7 @@ def test_texts_and_hashes(orders: tuple[Manifest, Path]) -> None:
         ("code", 99, "--id is 99; ids of code are 0 to 9"),
         ("code", -1, "--id is -1; ids of code are 0 to 9"),
         ("code", "xyz", "--text is 'xyz'; values of code are 1 to 8 hex digits"),
-        ("cents", 1, "--column cents: .* has no such category; its categories are shop, code, tags"),
+        ("cents", 1, "--column cents: .* has no such categorical column; choose one of shop, code, tags"),
     ],
 )
 def test_what_has_no_answer(orders: tuple[Manifest, Path], column: str, wanted: int | str, message: str) -> None:

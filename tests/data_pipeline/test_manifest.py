@@ -74,7 +74,7 @@ def test_missing_shard(data: Path) -> None:
 def test_shard_of_other_size(data: Path) -> None:
     with (data / "test" / "part-00000.parquet").open("ab") as file:
         file.write(b"x")
-    with pytest.raises(ValueError, match=r"test/part-00000.parquet has \d+ bytes, the manifest states \d+; run"):
+    with pytest.raises(ValueError, match=r"test/part-00000.parquet has \d+ bytes, but the manifest states \d+; run"):
         check_shards(read_manifest(data), data)
 
 
@@ -90,10 +90,10 @@ def test_shard_of_other_contents(data: Path) -> None:
 
 def test_stated_rows(data: Path) -> None:
     edit(data, lambda m: m["splits"]["train"]["shards"][0].update(rows=39))
-    with pytest.raises(ValueError, match="split train states 40 rows, its shards 39"):
+    with pytest.raises(ValueError, match="split train states 40 rows, but its shards 39"):
         check_shards(read_manifest(data), data)
     edit(data, lambda m: m["splits"]["train"].update(rows=39))
-    with pytest.raises(ValueError, match="has 40 rows, the manifest states 39"):
+    with pytest.raises(ValueError, match="has 40 rows, but the manifest states 39"):
         check_shards(read_manifest(data), data, contents=True)
 
 

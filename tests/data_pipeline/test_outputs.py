@@ -51,12 +51,12 @@ def test_other_files_in_the_output_stay(options: PreprocessOptions, name: str) -
     precious = options.output / name
     precious.parent.mkdir(exist_ok=True)
     precious.write_text("precious")
-    with pytest.raises(ValueError, match=rf"--output .*data also holds {name}, which is no part of it; move that first"):
+    with pytest.raises(ValueError, match=rf"--output .*data also holds {name}, which is not part of it; move that file first"):
         preprocess(replace(options, overwrite=True))
     assert precious.read_text() == "precious"
     precious.unlink()
     (options.output / "link").symlink_to(options.inputs[0])
-    with pytest.raises(ValueError, match=r"--output .*data also holds link, which is no part"):
+    with pytest.raises(ValueError, match=r"--output .*data also holds link, which is not part"):
         preprocess(replace(options, overwrite=True))
 
 
@@ -93,13 +93,13 @@ def test_output_behind_a_link(options: PreprocessOptions, tmp_path: Path) -> Non
 
 def test_urls_and_mounts_are_no_output(options: PreprocessOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"--output s3:/bucket/data is a URL, which this command doesn't write to; write to this"):
+    with pytest.raises(ValueError, match=r"--output s3:/bucket/data is a URL, which this command can't write to; write to a local"):
         preprocess(replace(options, output=Path("s3://bucket/data")))
     result = CliRunner().invoke(preprocess_command, ["--input", str(options.inputs[0]), "--output", "gs://bucket/data"])
     assert "--output gs://bucket/data: " in str(result.exception)
     assert "comera-rec[remote] installs what s3:// and gs:// need" in str(result.exception)
     mounted = Path("/proc")
-    with pytest.raises(ValueError, match=r"--output /proc is where a file system is mounted; name a folder in it, such as /proc/d"):
+    with pytest.raises(ValueError, match=r"--output /proc is a mount point; name a folder in it, such as /proc/d"):
         preprocess(replace(options, output=mounted))
     assert [path.name for path in tmp_path.iterdir()] == ["log.tsv"]
 

@@ -174,7 +174,7 @@ def test_longest_line_whatever_the_parts(write_log: WriteLog, monkeypatch: pytes
                 cut = list(read_parts(0, log, part_bytes=part_bytes, skip=lambda number: False))
                 assert b"".join(part.content for part in cut) == text.removesuffix(b"\n") + b"\n"
             else:
-                with pytest.raises(ValueError, match=f"{name}: a line of more than 500 bytes; this is no log of clicks"):
+                with pytest.raises(ValueError, match=f"{name}: a line is longer than 500 bytes; check that this is a click log"):
                     list(read_parts(0, log, part_bytes=part_bytes, skip=lambda number: False))
 
 

@@ -99,7 +99,7 @@ def test_disk_full(
             messages.append(str(error))
     assert set(messages) == {
         f"cannot write --output {options.output}: No space left on device; "
-        "what is done is kept: make room, or let it be written, and run the same command again"
+        "finished parts are kept: free up space or fix permissions, and run the same command again"
     }
     assert 4 < len(messages) < 60
     assert progress[-1].startswith("resuming an interrupted run: ")
@@ -135,7 +135,7 @@ def test_other_options_start_over(options: PreprocessOptions, failing_writes: Ca
     monkeypatch.undo()
     messages: list[str] = []
     manifest = preprocess(replace(options, min_count=3), messages.append)
-    assert messages == [f"--output {options.output}: an interrupted run had other min_count; starting over"]
+    assert messages == [f"--output {options.output}: an interrupted run had different min_count; starting over"]
     assert {column.min_count for column in manifest.categorical_columns} == {3}
 
 

@@ -178,17 +178,17 @@ def test_hash_buckets(tmp_path: Path, write_log: WriteLog) -> None:
     ("text", "message"),
     [
         ("[columns", "Expected"),
-        ("[columns]\n", "it has no table [columns]"),
-        ("colums = 1", "colums is unknown; known are columns, format, header, separator"),
+        ("[columns]\n", "it needs a table [columns]"),
+        ("colums = 1", "colums is unknown; choose from columns, format, header, separator"),
         ('[columns]\na = "number"', "a: kind 'number' is unknown; choose one of ignore, label, integer, hex, category, list"),
         (
             '[columns]\na = { kind = "list", sep = "|" }',
-            "sep is unknown; known are column, hash_buckets, kind, max_ids, max_length",
+            "sep is unknown; choose from column, hash_buckets, kind, max_ids, max_length",
         ),
         ("[columns]\na = 3", "a: write its kind, one of ignore"),
-        ('[columns]\na = "weight"\nb = "weight"', "columns a, b are all weights; there can be one"),
+        ('[columns]\na = "weight"\nb = "weight"', "columns a, b are all weights; there can be only one"),
         ('header = "false"\n[columns]\na = "integer"', "header is 'false'; write true or false, without quotes"),
-        (f'[columns]\n{"a" * 200} = "integer"', "aaaaa... has too long a name for its files; rename it"),
+        (f'[columns]\n{"a" * 200} = "integer"', "aaaaa... has a name that is too long for its files; rename it"),
         ('format = "xml"\n[columns]\na = "integer"', "format 'xml' is unknown; choose one of text, csv, jsonl"),
         (
             '[columns]\na = { kind = "float", transform = "sqrt" }',
@@ -196,20 +196,20 @@ def test_hash_buckets(tmp_path: Path, write_log: WriteLog) -> None:
         ),
         (
             '[columns]\na = { kind = "hex", transform = "log" }',
-            "transform is unknown; known are column, hash_buckets",
+            "transform is unknown; choose from column, hash_buckets",
         ),
         ('[columns]\na = { kind = "hex", hash_buckets = 1 }', "a: hash_buckets is 1; it must be an integer from 2 to 2**31"),
         ('[columns]\na = { kind = "list", max_length = true }', "a: max_length is True; it must be an integer from 1"),
         (
             '[columns]\na = { kind = "hex", hash_buckets = 9, max_ids = 3 }',
-            "a: hash_buckets leave no vocabulary for max_ids",
+            "a: max_ids limits a vocabulary, which hash_buckets replaces",
         ),
         ('[columns]\na = "time"\nb = "user"\nc = "hex"', "rows are split by one of them, so ignore the other"),
         ('[columns]\na = "label"', "there is nothing to learn from"),
-        ('[columns]\nlabel = "integer"', "column label is of kind integer; the name is kept for the label"),
+        ('[columns]\nlabel = "integer"', "column label is of kind integer; the name is reserved for the label"),
         (
             'separator = "."\n[columns]\na = "integer"',
-            r"separator '.' must be one ASCII character, but no letter, no digit and none of",
+            r"separator '.' must be one ASCII character, not a letter, a digit or one of",
         ),
         ('separator = "ab"\n[columns]\na = "integer"', "separator 'ab' must be one ASCII character"),
         ('separator = "|"\n[columns]\na = "list"', "a: '|' cannot separate both columns and elements"),
@@ -305,9 +305,9 @@ def test_new_rows_are_divided_by_the_same_times(visits: Callable[..., Preprocess
     new = transform(TransformOptions(inputs=(tmp_path / "today.csv",), data=options.output, output=tmp_path / "new"))
     assert [split.rows for split in new.splits.values()] == [1, 1, 1]
     (tmp_path / "today.csv").write_text("who,page\nu,1\n")
-    with pytest.raises(ValueError, match="--split time goes by a column of kind time; name one in --schema"):
+    with pytest.raises(ValueError, match="--split time needs a column of kind time; name one in --schema"):
         transform(TransformOptions(inputs=(tmp_path / "today.csv",), data=options.output, output=tmp_path / "other"))
-    with pytest.raises(ValueError, match="--split user goes by a column of kind user; name one in --schema"):
+    with pytest.raises(ValueError, match="--split user needs a column of kind user; name one in --schema"):
         preprocess(replace(options, split="user", output=tmp_path / "other"))
     for cell, shown in ((b"", ""), (b"2026-02-30", "2026-02-30"), (b"2026-02-03T24:01", "2026-02-03T24:01"), (b"\xff", r"\\xff")):
         (tmp_path / "visits.csv").write_bytes(b"click,when,who,page\n1,2026-02-28,u,1\n1,%b,u,1\n" % cell)
@@ -349,7 +349,7 @@ def test_texts_that_are_no_times(text: str) -> None:
 
 @pytest.mark.parametrize("times", [(1.0, None), (None, 1.0), (2.0, 1.0)])
 def test_times_that_are_refused(visits: Callable[..., PreprocessOptions], times: tuple[float | None, float | None]) -> None:
-    with pytest.raises(ValueError, match="--val-from and --test-from go with --split time; give both, --val-from not after --test"):
+    with pytest.raises(ValueError, match="--val-from and --test-from need --split time; give both, with --val-from no later than"):
         visits("time", val_from=times[0], test_from=times[1])
-    with pytest.raises(ValueError, match="--val-from and --test-from go with --split time"):
+    with pytest.raises(ValueError, match="--val-from and --test-from need --split time"):
         visits("user", val_from=1.0, test_from=2.0)

@@ -71,7 +71,7 @@ def test_training_reads_it(memory: Any, options: PreprocessOptions, tmp_path: Pa
         assert one.sparse.values().equal(other.sparse.values())
     shard = "/bucket/data/" + read_manifest(URL).splits["train"].shards[0].path
     memory.pipe_file(shard, memory.cat_file(shard)[:-1])
-    with pytest.raises(ValueError, match=r"memory://bucket/data/train/part-00000.parquet has \d+ bytes, the manifest states"):
+    with pytest.raises(ValueError, match=r"memory://bucket/data/train/part-00000.parquet has \d+ bytes, but the manifest states"):
         ParquetBatches(URL, "train", batch_size=64)
     memory.rm_file(shard)
     with pytest.raises(
@@ -103,7 +103,7 @@ def test_interrupted_while_putting(
     again = replace(options, overwrite=True)
     with monkeypatch.context() as patch:
         patch.setattr(MemoryFileSystem, "put_file", put_some)
-        with pytest.raises(OSError, match=r"cannot write --output memory://bucket/data: Input/output error; what is done is kept"):
+        with pytest.raises(OSError, match=r"cannot write --output memory://bucket/data: Input/output error; finished parts are"):
             preprocess(again)
     assert "manifest.json" not in contents(memory)
     messages: list[str] = []
@@ -121,7 +121,7 @@ def test_what_is_there_is_kept(memory: Any, options: PreprocessOptions) -> None:
     with pytest.raises(ValueError, match=r"--output memory://bucket/data already holds a finished result; add --overwrite"):
         preprocess(options)
     memory.pipe_file("/bucket/data/notes.txt", b"notes")
-    with pytest.raises(ValueError, match=r"--output memory://bucket/data also holds notes.txt, which is no part of it; move that"):
+    with pytest.raises(ValueError, match=r"--output memory://bucket/data also holds notes.txt, which is not part of it; move that"):
         preprocess(replace(options, overwrite=True))
     assert contents(memory) == before | {"notes.txt": b"notes"}
 

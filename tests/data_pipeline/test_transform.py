@@ -161,13 +161,13 @@ def test_refused(data: Path, tmp_path: Path, write_log: WriteLog) -> None:
         transform(to_options(data, short))
     criteo = criteo_schema(labelled=True)
     renamed = replace(criteo, columns=(criteo.columns[0], replace(criteo.columns[1], name="J1"), *criteo.columns[2:]))
-    with pytest.raises(ValueError, match=r"other columns than the logs of .*data: J1 \(integer\) where I1 \(integer\) is due"):
+    with pytest.raises(ValueError, match=r"other columns than the logs of .*data: J1 \(integer\) where I1 \(integer\) is expected"):
         transform(to_options(data, log, schema=renamed))
-    with pytest.raises(ValueError, match="holds no well-formed line; give more"):
+    with pytest.raises(ValueError, match="holds no well-formed lines; give logs that have some"):
         transform(to_options(data, short, schema=criteo, max_bad_rows=5))
     manifest = (data / "manifest.json").read_text()
     (data / "manifest.json").write_text(manifest.replace('"log": {', '"log": null, "was": {'))
-    with pytest.raises(ValueError, match="is from a version that kept no tables to encode new rows with; run `comera preprocess`"):
+    with pytest.raises(ValueError, match="was written by an earlier version, without the tables that encode new rows; run `c"):
         transform(to_options(data, log))
     (data / "manifest.json").write_text(manifest)
     (data / "vocabulary" / "C7.table").unlink()

@@ -129,9 +129,9 @@ def test_incomplete(tmp_path: Path) -> None:
     (tmp_path / "day_0_labels.npy").rename(tmp_path / "labels.npy")
     with pytest.raises(ValueError, match=r"day_0_labels.npy does not exist"):
         preprocess(PreprocessOptions(inputs=(log,), output=tmp_path / "data"))
-    with pytest.raises(ValueError, match=r"day_0_dense.npy: of .npy files name the sparse ones, such as day_0_sparse.npy"):
+    with pytest.raises(ValueError, match=r"day_0_dense.npy: give only the sparse .npy files, such as day_0_sparse.npy"):
         preprocess(PreprocessOptions(inputs=(tmp_path / "day_0_dense.npy",), output=tmp_path / "data"))
     (tmp_path / "labels.npy").rename(tmp_path / "day_0_labels.npy")
     log.write_bytes(log.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=r"day_0_sparse.npy ends before row 500 of the 500 that it states"):
+    with pytest.raises(ValueError, match=r"day_0_sparse.npy ends before row 500 of the 500 in its header"):
         preprocess(PreprocessOptions(inputs=(log,), output=tmp_path / "data"))

@@ -55,9 +55,9 @@ def test_whole(data: tuple[Manifest, Path]) -> None:
         ("C3", 9999, r"part-00000.parquet, rows 0 to \d+: C3 holds ids that are not in 0..\d+; run `comera preprocess` again"),
         ("C3", -1, "C3 holds ids that are not in"),
         ("C3", 0, r"train holds id 0 of C3 \d+ times, not \d+"),
-        ("label", 2, "label holds other values than 0 and 1"),
-        ("label", 1, r"train holds \d+ labels of 1, where the mean of label is stated as"),
-        ("I4", float("nan"), "I4 holds values that are no logarithms of at least 1"),
+        ("label", 2, "label holds values other than 0 and 1"),
+        ("label", 1, r"train holds \d+ labels of 1, but the mean of label is stated as"),
+        ("I4", float("nan"), "I4 holds values that are not finite, or negative logarithms"),
     ],
 )
 def test_changed_cells(data: tuple[Manifest, Path], column: str, value: float, message: str) -> None:
@@ -76,7 +76,7 @@ def test_other_bytes_and_truncation(data: tuple[Manifest, Path]) -> None:
     with pytest.raises(ValueError, match=r"part-00001.parquet differs from the SHA-256"):
         verify(manifest, folder)
     path.write_bytes(whole[:-5])
-    with pytest.raises(ValueError, match=r"part-00001.parquet has \d+ bytes, the manifest states \d+"):
+    with pytest.raises(ValueError, match=r"part-00001.parquet has \d+ bytes, but the manifest states \d+"):
         verify(manifest, folder)
 
 
@@ -84,11 +84,11 @@ def test_rows_in_two_splits(data: tuple[Manifest, Path]) -> None:
     manifest, folder = data
     val, test = manifest.splits["val"], manifest.splits["test"]
     taken_twice = replace(manifest, splits=manifest.splits | {"test": val})
-    with pytest.raises(ValueError, match=r"rows \d+ to \d+ of the input give \d+ rows of the splits, after row \d+"):
+    with pytest.raises(ValueError, match=r"shards hold \d+ of input rows \d+ to \d+; expected all rows from \d+ on"):
         verify(taken_twice, folder)
     assert test.rows
     left_out = replace(manifest, splits=manifest.splits | {"test": replace(test, rows=0, shards=())})
-    with pytest.raises(ValueError, match=r"of the input give|the splits hold"):
+    with pytest.raises(ValueError, match=r"of input rows|the splits hold"):
         verify(left_out, folder)
 
 
@@ -147,7 +147,7 @@ def swap_values(frame: pd.DataFrame) -> pd.DataFrame:
     ("change", "message"),
     [
         (lambda words, table: words.write_bytes(b"junk"), "C3.parquet, from row 0 on, cannot be read"),
-        (lambda words, table: pq.write_table(pa.table({"value": [1]}), words), "C3.parquet is no vocabulary of values and counts"),
+        (lambda words, table: pq.write_table(pa.table({"value": [1]}), words), "C3.parquet is not a vocabulary of values and"),
         (
             lambda words, table: rewritten(words, swap_values),
             "C3.parquet, from id 1 on, doesn't list|the table of C3 gives its values",
@@ -156,15 +156,15 @@ def swap_values(frame: pd.DataFrame) -> pd.DataFrame:
             lambda words, table: rewritten(words, lambda frame: frame[::-1]),
             "C3.parquet, from id 1 on, doesn't list values by falling",
         ),
-        (lambda words, table: rewritten(words, lambda frame: frame[:-1]), r"C3 has \d+ embeddings, its vocabulary \d+ values"),
-        (lambda words, table: rewritten(words, lambda frame: frame[:0]), r"C3 has \d+ embeddings, its vocabulary 0 values"),
+        (lambda words, table: rewritten(words, lambda frame: frame[:-1]), r"C3 has \d+ embeddings, but its vocabulary has \d+ val"),
+        (lambda words, table: rewritten(words, lambda frame: frame[:0]), r"C3 has \d+ embeddings, but its vocabulary has 0 values"),
         (
             lambda words, table: rewritten(words, lambda frame: frame.assign(count=frame["count"] + 10)),
-            r"training rows hold \d+ ids of C3, of which its vocabulary counts \d+",
+            r"training rows hold \d+ ids of C3, but its vocabulary counts \d+",
         ),
-        (lambda words, table: table.write_bytes(b"junk"), r"C3.table is no table of \d+ values"),
-        (lambda words, table: table.write_bytes(bytes(table.stat().st_size)), "C3.table is no table of"),
-        (lambda words, table: table.write_bytes(b"\1" * table.stat().st_size), "C3.table is no table of"),
+        (lambda words, table: table.write_bytes(b"junk"), r"C3.table is not a table of \d+ values"),
+        (lambda words, table: table.write_bytes(bytes(table.stat().st_size)), "C3.table is not a table of"),
+        (lambda words, table: table.write_bytes(b"\1" * table.stat().st_size), "C3.table is not a table of"),
     ],
 )
 def test_junk_as_vocabulary(data: tuple[Manifest, Path], change: Callable[[Path, Path], None], message: str) -> None:
@@ -229,5 +229,5 @@ def test_torchrec_reads_npy(data: tuple[Manifest, Path], tmp_path: Path) -> None
             np.testing.assert_array_equal(read, expected[names].to_numpy())
     with pytest.raises(ValueError, match="already holds a finished result; add --overwrite"):
         export_npy(manifest, folder, tmp_path / "npy")
-    with pytest.raises(ValueError, match="has no labels, which torchrec's files don't hold"):
+    with pytest.raises(ValueError, match="has no labels; torchrec's files hold exactly one"):
         export_npy(replace(manifest, label=None), folder, tmp_path / "other")
