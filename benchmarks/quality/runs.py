@@ -40,7 +40,7 @@ from benchmarks.quality.embeddings import MIN_ROWS, PER_TABLE, SPLITS, TT, Embed
 from benchmarks.quality.pruning import Pruning, ThresholdSearch
 from benchmarks.quality.storage import DTYPES, round_, round_stochastically_, stored_bytes
 from benchmarks.quality.storage import METHODS as STORED_METHODS
-from benchmarks.quality.tables import STD, DoesNotFit
+from benchmarks.quality.tables import DoesNotFit
 from comera_rec import RankConfig, RankScheduler, fit_tables_, rank_param_groups
 from comera_rec.training.metrics import BinaryMetrics
 
@@ -49,8 +49,6 @@ TT_METHODS = ("TT + rows", "TT + rows adaptive", "TT fixed", "TT adaptive", "TT 
 METHODS = ("dense", *TT_METHODS, *PER_TABLE, "pruning", "PEP")
 SEEDS = 3
 RATES = (0.003, 0.01, 0.03)
-STDS = {"video": 0.01}
-"""Deviations of initial entries that suit the dense table better than `STD`, by its NE on the validation split."""
 LR_HEAD = 0.002
 DECAY = 0.5  # of the steps
 TWICE = (20, ("TT fixed", "TT SVD"))
@@ -69,14 +67,13 @@ VARIANTS = {*SCORES, *SPLITS} - {*METHODS}
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A data set, how long to train on it, the learning rates to choose from, and the deviation of initial entries."""
+    """A data set, how long to train on it, and the learning rates to choose from."""
 
     data: DataSet
     dim: int
     batch: int
     steps: int
     rates: tuple[float, ...] = RATES
-    std: float = STD
 
 
 class Head(nn.Module):
@@ -120,7 +117,7 @@ class Model(nn.Module):
             elif method in SCORES:  # the same modes as at the budget, at a larger size
                 start = 1.5 if hot_rows else 2
                 configs = tt_tables(sizes, task.dim, compression / start, hot_rows, configs[0].tt_shape().order)
-        self.embeddings = Embeddings(counts, task.dim, kind, compression, configs, task.std)
+        self.embeddings = Embeddings(counts, task.dim, kind, compression, configs)
         self.head = Head(len(counts), task.dim, task.data.test.dense.shape[1])
 
     def forward(self, rows: Rows) -> Tensor:
@@ -287,7 +284,6 @@ def tasks(settings: Settings) -> list[Task]:
                 batch=2048,
                 steps=20 if settings.quick else min(2000, 3 * epoch),  # from then on all methods know the training pairs too well
                 rates=RATES[:1] if settings.quick else RATES,
-                std=STDS.get(feedback.name, STD),
             )
         )
     return [task for task in selected if wanted in (None, task.data.name)]
