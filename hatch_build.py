@@ -1,9 +1,9 @@
-"""Builds the operators of `comera_rec/csrc` and the loops of `data_pipeline/csrc` into a shared library each, for wheels and for
+"""Builds the operators in `comera_rec/csrc` and the loops in `data_pipeline/csrc` as one shared library each, for wheels and for
 editable installs alike.
 
-The operators use LibTorch's stable ABI and the loops no library, so they serve every Python, and torch 2.11 and later; wheels are
-`py3-none-<platform>`. The compiler is $CXX, or c++; torch must be installed where the build runs (`--no-build-isolation`).
-$COMERA_SANITIZE=1 builds libraries that check addresses and undefined behaviour, for `make test-sanitized`.
+The operators use LibTorch's stable ABI and the loops use no library, so they work with every Python and with torch 2.11 or later;
+wheels are `py3-none-<platform>`. The compiler is $CXX, or c++; torch must be installed already (`--no-build-isolation`).
+COMERA_SANITIZE=1 builds libraries that check for address errors and undefined behavior, for `make test-sanitized`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 SOURCES = ("ops", "serve", "plan", "pool", "gradients", "memory", "cpu")
-# The loops over rows are compiled once for each instruction set, and chosen between when they first run.
+# The loops over rows are compiled once for each instruction set; the one to use is chosen when they first run.
 KERNELS = {"portable": []}
 if platform.machine() in ("x86_64", "AMD64"):
     KERNELS["avx2"] = ["-mavx2", "-mfma", "-mf16c"]
@@ -34,14 +34,14 @@ COMMON_FLAGS = ["-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"
 FLAGS = [
     *COMMON_FLAGS, "-Wno-psabi", "-Wno-maybe-uninitialized",
     "-Wno-unused-parameter", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
-    "-DTORCH_TARGET_VERSION=0x020b000000000000",  # the oldest torch that the library runs with
+    "-DTORCH_TARGET_VERSION=0x020b000000000000",  # the oldest torch that the library supports
 ]  # fmt: skip
-Unit = tuple[Path, str, list[str]]  # a source, the name of its object, and flags of its own
+Unit = tuple[Path, str, list[str]]  # a source file, its object's name, and its additional flags
 SANITIZE = ["-g", "-O1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 
 
 class CompileOperators(BuildHookInterface):
-    """Runs before hatchling packs files."""
+    """Compile the libraries before hatchling packs a wheel."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if self.target_name != "wheel":
@@ -56,28 +56,28 @@ class CompileOperators(BuildHookInterface):
 
 
 def build(root: Path, library: Path) -> None:
-    """Compile the operators under a folder and link them."""
+    """Compile and link the operators of the checkout at `root`."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
-        raise RuntimeError("building comera-rec takes torch's headers: install torch, then build with --no-build-isolation")
+        raise RuntimeError("building comera-rec requires torch's headers: install torch, then build with --no-build-isolation")
     torch, source = Path(spec.origin).parent, root / "comera_rec/csrc"
     flags = [*FLAGS, "-isystem", str(torch / "include")]
-    # The largest first.
+    # The slowest to compile come first.
     units = [(source / "kernels.cpp", name, [f"-DCOMERA_KERNELS={name}", *extra]) for name, extra in reversed(KERNELS.items())]
     units += [(source / f"{name}.cpp", name, []) for name in SOURCES]
     _build(units, flags, library, [f"-L{torch / 'lib'}", "-ltorch_cpu", "-ltorch", "-lc10"])
 
 
 def build_pipeline(root: Path, library: Path) -> None:
-    """Compile the data pipeline's loops under a folder and link them; they need nothing but the compiler."""
+    """Compile and link the data pipeline's loops of the checkout at `root`; they need nothing but the compiler."""
     units: list[Unit] = [(root / f"data_pipeline/csrc/{name}.cpp", name, []) for name in PIPELINE_SOURCES]
     _build(units, COMMON_FLAGS, library, [])
 
 
 def _build(units: list[Unit], flags: list[str], library: Path, libraries: list[str]) -> None:
     compiler = shlex.split(os.environ.get("CXX", "c++"))
-    is_checked = os.environ.get("COMERA_SANITIZE") == "1"
-    flags = [*flags, *(SANITIZE if is_checked else ["-O3"])]
+    is_sanitized = os.environ.get("COMERA_SANITIZE") == "1"
+    flags = [*flags, *(SANITIZE if is_sanitized else ["-O3"])]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = [str(Path(folder) / f"{name}.o") for _, name, _ in units]
         commands = [
@@ -87,10 +87,10 @@ def _build(units: list[Unit], flags: list[str], library: Path, libraries: list[s
         list(pool.map(_run, commands))
         library.parent.mkdir(parents=True, exist_ok=True)
         linked = Path(folder) / library.name
-        _run([*compiler, "-shared", *(SANITIZE if is_checked else []), *objects, "-o", str(linked), *libraries])
-        beside = library.with_name(library.name + ".partial")
-        beside.write_bytes(linked.read_bytes())
-        beside.replace(library)
+        _run([*compiler, "-shared", *(SANITIZE if is_sanitized else []), *objects, "-o", str(linked), *libraries])
+        partial = library.with_name(library.name + ".partial")
+        partial.write_bytes(linked.read_bytes())
+        partial.replace(library)
 
 
 def _run(command: list[str]) -> None:
@@ -98,7 +98,7 @@ def _run(command: list[str]) -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         raise RuntimeError(
-            f"building comera-rec takes a C++20 compiler, and there is no {command[0]!r}: install g++ 11 or later, or set CXX"
+            f"building comera-rec requires a C++20 compiler, but {command[0]!r} was not found: install g++ 11 or later, or set CXX"
         ) from None
     if done.returncode:
-        raise RuntimeError(f"compiling failed:\n{shlex.join(command)}\n{done.stderr}")
+        raise RuntimeError(f"compilation failed:\n{shlex.join(command)}\n{done.stderr}")

@@ -1,6 +1,6 @@
-"""Tables of README and docs, written from committed rows: `python -m benchmarks.pages [--check]`.
+"""Writes the tables of README and docs from committed rows: `python -m benchmarks.pages [--check]`.
 
-A page names a table of `page_tables` between two comments, and the lines between them are written anew:
+A page names a table of `page_tables` in a comment; the lines between it and the closing comment are generated:
 
     <!-- table lookup -->
     | TT tables | FBGEMM | ours |
@@ -25,16 +25,16 @@ _BLOCK = re.compile(r"(?m)^<!-- table (\S+) -->\n(?:.*\n)*?<!-- end of table -->
 
 
 def filled(page: Path) -> str:
-    """A page's text with its tables as the rows have them.
+    """Return a page's text with tables generated from the rows.
 
     Raises:
-        ValueError: for a name that is no table's.
+        ValueError: for a name that is not a table's.
     """
 
     def block(match: re.Match[str]) -> str:
         name = match[1]
         if name not in TABLES:
-            raise ValueError(f"{page} asks for a table {name!r}: choose one of {', '.join(TABLES)}")
+            raise ValueError(f"{page} asks for an unknown table {name!r}: choose one of {', '.join(TABLES)}")
         text = TABLES[name]().replace("](results/", f"]({os.path.relpath(RESULTS, page.parent)}/")
         return f"<!-- table {name} -->\n{text}\n<!-- end of table -->"
 
@@ -42,12 +42,12 @@ def filled(page: Path) -> str:
 
 
 def pages() -> list[Path]:
-    """README and the pages of docs."""
+    """Paths of README and of all pages in docs."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--check", is_flag=True, help="Change nothing; fail where a table differs from the rows.")
+@click.option("--check", is_flag=True, help="Change nothing; fail if a table differs from its rows.")
 def fill(check: bool) -> None:
     """Write the tables of README and docs from the rows under benchmarks/results.
 
@@ -61,7 +61,7 @@ def fill(check: bool) -> None:
         raise ValueError(f"tables differ from their rows in {names}: run python -m benchmarks.pages")
     for page, text in stale.items():
         page.write_text(text)
-    click.echo(f"wrote {names}" if stale else "all tables are as their rows")
+    click.echo(f"wrote {names}" if stale else "all tables match their rows")
 
 
 if __name__ == "__main__":

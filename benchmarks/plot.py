@@ -24,7 +24,7 @@ LABELS = {"ms": "time, ms (p20, p50, p80)", "MiB": "peak extra memory, MiB (p20,
 
 
 def plot_rows(rows: Sequence[Row], path: Path) -> None:
-    """PNG, SVG or PDF by the name: lines where the rows sweep a size, dots where they are cases side by side."""
+    """Plot rows as PNG, SVG or PDF, by the file's suffix: lines for sweeps of a size, dots for separate cases."""
     if not rows:
         raise ValueError("there are no rows to plot: run the benchmark first")
     figure = FIGURES.get(rows[0].op, _dot_figure)(rows)
@@ -39,7 +39,7 @@ def plot_rows(rows: Sequence[Row], path: Path) -> None:
 
 
 def _volume_figure(rows: Sequence[Row]) -> Figure:
-    """Rows a second and peak memory of whole runs against the rows of the log."""
+    """Plot rows per second and peak memory of whole runs against the rows of the log."""
     figure = Figure(figsize=(9, 3.5), layout="constrained")
     labels = {"ms": "rows a second", "MiB": "peak memory, GiB"}
     for axes, (unit, label) in zip(figure.subplots(1, 2), labels.items(), strict=True):
@@ -56,7 +56,7 @@ def _volume_figure(rows: Sequence[Row]) -> Figure:
 
 
 def _memory_figure(rows: Sequence[Row]) -> Figure:
-    """Peaks of whole runs beside their limits, by kind of log."""
+    """Plot peaks of whole runs and their limits, by kind of log."""
     figure = Figure(figsize=(8, 3.5), layout="constrained")
     logs = sorted({row.shapes["log"] for row in rows})
     limits = sorted({row.shapes["limit_mib"] for row in rows})
@@ -85,7 +85,7 @@ FIGURES = {
 
 
 def _dot_figure(rows: Sequence[Row]) -> Figure:
-    """One panel for each pass and unit, a line for each case, a dot for each provider's median."""
+    """Plot one panel for each pass and unit, a line for each case, and a dot for each provider's median."""
     labels = _case_labels(rows)
     providers = list(dict.fromkeys(row.provider for row in rows))
     passes = [pass_ for pass_ in PASSES if any(row.pass_ == pass_ for row in rows)]
@@ -112,7 +112,7 @@ def _common(rows: Sequence[Row]) -> str:
 
 
 def _case_labels(rows: Sequence[Row]) -> dict[str, str]:
-    """Title of a case -> what tells it from the others."""
+    """Case's title -> what distinguishes the case from the others."""
     constant = _constant_keys(rows)
     return {
         case_title(row): ", ".join(f"{key} {format_size(value)}" for key, value in row.shapes.items() if key not in constant)

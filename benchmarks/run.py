@@ -19,45 +19,45 @@ from benchmarks.harness.rows import RowWriter, read_rows
 from benchmarks.harness.text import format_case
 from benchmarks.harness.timing import Plan
 
-# name -> (module, what it compares); the module's `run(settings)` yields the rows of one case after the other.
+# name -> (module, what it compares); the module's `run(settings)` yields the rows of each case.
 BENCHMARKS = {
     "lookup": (
         "benchmarks.lookup.criteo_tables",
         "tables of a collection: dense, FBGEMM's fused, TT with and without dedup",
     ),
-    "lookup-scaling": ("benchmarks.lookup.scaling", "the same against batch size and skew of the ids"),
+    "lookup-scaling": ("benchmarks.lookup.scaling", "the same for several batch sizes and skews of the ids"),
     "lookup-breakdown": ("benchmarks.lookup.breakdown", "where the time of a training step goes"),
     "lookup-memory": ("benchmarks.lookup.memory", "peak memory of training a table of 100 million rows"),
-    "hot-rows": ("benchmarks.lookup.hot_rows", "TT tables of equal bytes, with rows of the most frequent ids and without"),
-    "shapes": ("benchmarks.lookup.shapes", "shapes of one size: the one that TTShape.for_table chooses and the fastest"),
+    "hot-rows": ("benchmarks.lookup.hot_rows", "TT tables of equal bytes, with and without hot rows"),
+    "shapes": ("benchmarks.lookup.shapes", "shapes of one size: the one that TTShape.for_table chooses, and the fastest"),
     "distributed": ("benchmarks.sharding.distributed", "a sharded table: what each way of sharding sends, and its step"),
-    "trainer-loop": ("benchmarks.training.loop", "steps of the trainer on two processes, and of TorchRec's pipeline by hand"),
-    "planned": ("benchmarks.sharding.planned", "the planner's estimates beside measured memory and steps of 1, 2 and 4 processes"),
+    "trainer-loop": ("benchmarks.training.loop", "steps of the trainer and of a hand-written TorchRec loop, on two processes"),
+    "planned": ("benchmarks.sharding.planned", "the planner's estimates, and measured memory and steps of 1, 2 and 4 processes"),
     "scale-model": ("benchmarks.sharding.scale_model", "a model of steps on 8 to 512 GPUs, from counted bytes and multiply-adds"),
     "sharding-grid": ("benchmarks.sharding.grid", "the planner's estimates and choice: where copies of cores beat moving bags"),
     "preprocess": ("benchmarks.data.preprocess", "raw logs to a data set: comera preprocess, pandas, torchrec; resumes"),
-    "preprocess-memory": ("benchmarks.data.memory", "peak memory of comera preprocess beside its limit, by kinds of logs; resumes"),
+    "preprocess-memory": ("benchmarks.data.memory", "peak memory of comera preprocess and its limit, by kind of log; resumes"),
     "preprocess-formats": ("benchmarks.data.formats", "comera preprocess of one log as text, quoted CSV, JSON lines and Parquet"),
     "loader": ("benchmarks.data.loader", "a data set to training batches"),
-    "ordering": ("benchmarks.lookup.ordering", "ids by frequency, by communities, at random: what batches meet, and their lookup"),
+    "ordering": ("benchmarks.lookup.ordering", "ids by frequency, by communities, at random: unique digits, and the lookup"),
     "linear": ("benchmarks.linear.layers", "linear layers: nn.Linear and TTLinear"),
     "transformer": (
         "benchmarks.linear.transformer",
         "training a six-encoder transformer: dense, GaLore in three forms, LTE, low rank, TT",
     ),
-    "conversion": ("benchmarks.lookup.conversion", "peak memory of TT-SVD of a table of 10 million rows, beside the table"),
+    "conversion": ("benchmarks.lookup.conversion", "peak memory of TT-SVD of a table of 10 million rows, besides the table"),
     "dlrm": ("benchmarks.training.dlrm", "a whole DLRM: dense, and 99 times smaller; resumes"),
     "mlperf": (
         "benchmarks.training.mlperf",
-        "MLPerf's DLRM-DCNv2 at its own sizes, tables 1,000 times smaller: a step part by part, peak memory",
+        "MLPerf's DLRM-DCNv2 at its original sizes, tables 1,000 times smaller: a step part by part, peak memory",
     ),
     "serve": ("benchmarks.serving.packages", "requests: packages of a TT model and TorchRec's quantized dense one"),
     "serve-http": ("benchmarks.serving.http", "requests to comera serve over HTTP from wrk, and their p99"),
     "gpu-lookup": ("benchmarks.gpu.lookup", "the lookup on a GPU: dense, FBGEMM, TT tables with and without a CUDA graph"),
-    "float8": ("benchmarks.linear.float8", "products of matrices: float32, bfloat16, float8"),
+    "float8": ("benchmarks.linear.float8", "matrix products: float32, bfloat16, float8"),
     "gpu-dlrm": (
         "benchmarks.gpu.dlrm",
-        "steps of a whole DLRM: dense, TT, TT in a CUDA graph; `--device cpu` leaves the graph out",
+        "steps of a whole DLRM: dense, TT, TT in a CUDA graph; `--device cpu` omits the graph",
     ),
     "gpu-static": ("benchmarks.gpu.static", "a model of the lookup's step on GPUs from compiled kernels; nothing is measured"),
     "sst2": ("benchmarks.text.sst2", "SST-2 from scratch: dense, TT, low rank, LTE, GaLore; needs --data; resumes"),
@@ -65,7 +65,7 @@ BENCHMARKS = {
     "quality": ("benchmarks.quality.runs", "predictions of models whose tables take equal bytes; resumes"),
 }
 RESUMABLE = ("quality", "dlrm", "preprocess", "preprocess-memory", "sst2", "code")
-NEED_DATA = ("sst2",)  # which `all` leaves out where no folder is given
+NEED_DATA = ("sst2",)  # skipped by `all` without --data
 _FILE = click.Path(path_type=Path)
 
 
@@ -74,21 +74,21 @@ _FILE = click.Path(path_type=Path)
     epilog="\b\nBenchmarks:\n" + "\n".join(f"  {name:<16} {summary}" for name, (_, summary) in BENCHMARKS.items()),
 )
 @click.argument("name", metavar="NAME", type=click.Choice([*BENCHMARKS, "all"]))
-@click.option("--quick", is_flag=True, help="Small cases, few rounds: seconds, to see that everything runs.")
-@click.option("--json", "json_file", type=_FILE, metavar="FILE", help="Write the rows there as JSON lines.")
-@click.option("--save", is_flag=True, help="Keep the rows under benchmarks/results/<machine kind>/, one file a benchmark.")
+@click.option("--quick", is_flag=True, help="Small cases, few rounds: a check in seconds that everything runs.")
+@click.option("--json", "json_file", type=_FILE, metavar="FILE", help="Write the rows to FILE as JSON lines.")
+@click.option("--save", is_flag=True, help="Keep the rows under benchmarks/results/<machine kind>/, one file per benchmark.")
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads; default all cores.")
 @click.option("--seconds", type=click.FloatRange(min=0), help="Time for each pass of each case, at least 10 rounds; default 6.")
-@click.option("--only", default="", metavar="SIZE=VALUE,...", help="Only cases of these sizes, such as dim=64,batch=20000.")
-@click.option("--seed", default=0, show_default=True, help="Of weights and inputs.")
+@click.option("--only", default="", metavar="SIZE=VALUE,...", help="Only cases with these sizes, such as dim=64,batch=20000.")
+@click.option("--seed", default=0, show_default=True, help="Seed of weights and inputs.")
 @click.option(
     "--data",
     type=_FILE,
     metavar="FOLDER",
     help="quality: implicit feedback, see benchmarks/quality/data_sets.py; sst2: its TSV files; preprocess: where to keep logs.",
 )
-@click.option("--no-memory", is_flag=True, help="Leave out peak extra memory, which takes a process for each provider and pass.")
+@click.option("--no-memory", is_flag=True, help="Don't measure peak extra memory, which takes a process for each provider.")
 def run(
     name: str,
     quick: bool,
@@ -102,9 +102,9 @@ def run(
     data: Path | None,
     no_memory: bool,
 ) -> None:
-    """Measure every provider of a benchmark side by side, after all of them gave the same numbers.
+    """Measure all providers of a benchmark side by side, after checking that their results agree.
 
-    Ratios are the baseline's median over the provider's: above 1 is less time, or less memory.
+    A ratio is the baseline's median divided by the provider's: above 1 is less time, or less memory.
 
     \b
     Example:
@@ -155,7 +155,7 @@ def _require_device(device: str) -> str:
 def _sizes(only: str) -> dict[str, str]:
     pairs = [pair.partition("=") for pair in only.split(",") if pair]
     if not all(equals for _, equals, _ in pairs):
-        raise click.UsageError(f"--only is {only!r}: write SIZE=VALUE, commas between")
+        raise click.UsageError(f"--only is {only!r}: write SIZE=VALUE, separated by commas")
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 

@@ -1,8 +1,8 @@
-"""Train a transformer on sentence classification, dense or of TT modules.
+"""Train a transformer on sentence classification, dense or with TT modules.
 
     python -m examples.classify_text data.train=train.tsv data.dev=dev.tsv [tokens.format=dense linears.format=dense]
 
-The settings in classify_text.toml are those of CoMERA's six-encoder model (section 5.1, arXiv 2405.14377).
+classify_text.toml has the settings of CoMERA's six-encoder model (section 5.1, arXiv 2405.14377).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CONFIG = Path(__file__).with_suffix(".toml")
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    """Tab-separated files whose header names a column `label` and one or two columns `sentence...`."""
+    """Tab-separated files whose header names a column `label` and one or two columns that start with `sentence`."""
 
     train: str
     dev: str
@@ -38,7 +38,7 @@ class DataSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """A whole run; `ranks = none` keeps the ranks as they start."""
+    """All settings of a run; `ranks = none` keeps the initial ranks."""
 
     output: str
     data: DataSettings
@@ -51,7 +51,7 @@ class Settings:
 
 
 class Classifier(nn.Module):
-    """An encoder and scores of classes from its first position."""
+    """An encoder and a head that scores the classes from the first position."""
 
     def __init__(self, settings: Settings, num_classes: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Classifier(nn.Module):
 @click.option("--config", type=click.Path(exists=True, dir_okay=False), default=CONFIG, help=f"TOML file; default {CONFIG.name}.")
 @click.argument("overrides", nargs=-1, metavar="section.key=value ...")
 def classify(config: str, overrides: tuple[str, ...]) -> None:
-    """Train a transformer on sentence classification, dense or of TT modules.
+    """Train a transformer on sentence classification, dense or with TT modules.
 
     \b
     Example:
@@ -108,13 +108,13 @@ def read_sentences(settings: Settings) -> Sentences:
     """Read both files and train the tokenizer.
 
     Raises:
-        ValueError: for files that can't be read so, and for labels of `data.dev` that `data.train` lacks.
+        ValueError: for malformed files, and for labels in `data.dev` that `data.train` lacks.
     """
     texts, labels = read_tsv(settings.data.train)
     dev_texts, dev_labels = read_tsv(settings.data.dev)
     classes = sorted(set(labels))
     if unknown := sorted(set(dev_labels) - set(classes)):
-        raise ValueError(f"{settings.data.dev} has labels {unknown} that {settings.data.train} has not")
+        raise ValueError(f"{settings.data.dev} has labels {unknown} that {settings.data.train} lacks")
     tokenizer = word_pieces([part for text in texts for part in text], settings.model.vocab_size, settings.model.max_length)
     train_ids, dev_ids = ([tokenizer.encode(*text).ids for text in split] for split in (texts, dev_texts))
     train_targets, dev_targets = ([classes.index(label) for label in split] for split in (labels, dev_labels))
@@ -131,7 +131,7 @@ def read_sentences(settings: Settings) -> Sentences:
 def train(
     model: nn.Module, sentences: Sentences, settings: Settings, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, Any]:
-    """Train a model from batches to scores; accuracy on the second file, sizes, and what `fit` returns."""
+    """Train a model that maps batches to scores; return its accuracy on `data.dev`, its sizes, and what `fit` returns."""
     batches = endless(sentences.train_ids, sentences.train_targets, settings.training.batch_size, settings.seed)
     record = fit(
         model, batches, lambda batch: F.cross_entropy(model(batch), batch.labels), settings.training, settings.ranks, optimizer
@@ -142,16 +142,16 @@ def train(
 
 
 def read_tsv(path: str) -> tuple[list[tuple[str, ...]], list[str]]:
-    """Sentences, one or two an example, and labels."""
+    """The sentences of each example, one or two, and the labels."""
     with open(path, newline="") as file:
         rows = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
         columns = [name for name in rows.fieldnames or () if name.startswith("sentence")]
         if "label" not in (rows.fieldnames or ()) or len(columns) not in (1, 2):
-            raise ValueError(f"{path} has columns {rows.fieldnames}: its first line must name `label` and one or two `sentence...`")
+            raise ValueError(f"{path} has columns {rows.fieldnames}: the first line must name `label` and one or two `sentence...`")
         examples = list(rows)
     for number, example in enumerate(examples, start=2):
         if None in example or None in example.values():
-            raise ValueError(f"{path}:{number} has not as many columns as the first line")
+            raise ValueError(f"{path}:{number} and the first line have different numbers of columns")
     return [tuple(example[column] for column in columns) for example in examples], [example["label"] for example in examples]
 
 

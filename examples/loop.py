@@ -1,4 +1,4 @@
-"""What examples share: the form of their layers, the training loop, and the record of a run."""
+"""Code that the examples share: building layers, the training loop, and saving a run."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Batch = TypeVar("Batch")
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingSettings:
-    """How the token embedding is held.
+    """How the token embedding is stored.
 
     Attributes:
         format: "tt" or "dense".
-        tt_ranks: ranks, one for all bonds or one each.
+        tt_ranks: TT ranks, one for all bonds or one for each.
         row_shape, col_shape: modes; default those of `TTShape.for_table`.
     """
 
@@ -49,11 +49,11 @@ class TrainingSettings:
         steps: optimizer steps.
         batch_size: sequences in a batch.
         lr_dense: peak learning rate of dense weights, biases and norms.
-        lr_cores: of TT cores.
-        lr_ranks: of the rank parameters, which start at 1.
-        weight_decay: of AdamW.
-        warmup: part of the steps in which the learning rates rise.
-        clip: largest norm of the gradient.
+        lr_cores: peak learning rate of TT cores.
+        lr_ranks: peak learning rate of the rank parameters, which start at 1.
+        weight_decay: AdamW's weight decay.
+        warmup: fraction of the steps in which the learning rates rise.
+        clip: norm to which larger gradients are clipped.
     """
 
     steps: int
@@ -72,12 +72,12 @@ class TrainingSettings:
 
 
 def build_encoder(config: cr.TransformerConfig, tokens: EmbeddingSettings, linears: LinearsConfig) -> cr.TransformerEncoder:
-    """An encoder in the form that the settings ask for, dense or TT."""
+    """Build an encoder in the form that the settings ask for, dense or TT."""
     return cr.TransformerEncoder(config, linear=linear_layers(linears), embedding=_embeddings(tokens))
 
 
 def linear_layers(linears: LinearsConfig) -> Callable[[int, int], nn.Module]:
-    """What makes the linear layers."""
+    """The factory of linear layers: (in_features, out_features) -> layer."""
     return nn.Linear if linears.format == "dense" else cr.linear_factory(linears)
 
 
@@ -94,7 +94,7 @@ def adamw(model: nn.Module, settings: TrainingSettings) -> torch.optim.Optimizer
     groups = cr.rank_param_groups(model, lr_cores=settings.lr_cores, lr_ranks=settings.lr_ranks, lr_dense=settings.lr_dense)
     optimizer = torch.optim.AdamW(groups, weight_decay=settings.weight_decay, fused=True)
     for group in optimizer.param_groups:
-        group["weight_decay"] *= group["name"] != "ranks"  # what ranks cost is the schedule's business
+        group["weight_decay"] *= group["name"] != "ranks"  # the rank schedule alone penalizes rank parameters
     return optimizer
 
 
@@ -106,32 +106,32 @@ def fit(
     ranks: cr.RankConfig | None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> dict[str, Any]:
-    """Train, and adapt ranks if asked to.
+    """Train a model, and adapt its ranks if there is a rank schedule.
 
     Args:
         model: trained in place.
-        batches: as many as there are steps, or more.
+        batches: at least one for each step.
         loss_of: the task's loss on a batch.
-        settings: how long and how fast.
-        ranks: the rank schedule; None keeps the ranks as they start.
+        settings: number of steps and learning rates.
+        ranks: the rank schedule; None keeps the initial ranks.
         optimizer: of the model's parameters; None is `adamw`.
 
     Raises:
-        ValueError: if the loss is no longer finite.
+        ValueError: if the loss becomes infinite or NaN.
 
     Returns:
-        What happened: seconds of all steps by the clock and of all threads together, milliseconds per step, their median in each
-        stage of the schedule, the mean loss of the last tenth, and the schedule's history.
+        The run's record: wall-clock seconds and CPU seconds of all steps, milliseconds per step, their median in each stage of the
+        schedule, the mean loss of the last tenth of the steps, and the schedule's history.
     """
     optimizer = optimizer or adamw(model, settings)
-    rise = max(1, round(settings.warmup * settings.steps))
+    warmup_steps = max(1, round(settings.warmup * settings.steps))
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / rise, (settings.steps - step) / max(1, settings.steps - rise))
+        optimizer, lambda step: min((step + 1) / warmup_steps, (settings.steps - step) / max(1, settings.steps - warmup_steps))
     )
     scheduler = None if ranks is None else cr.RankScheduler(model, optimizer, ranks)
     losses, milliseconds = [], defaultdict(list)
     model.train()
-    cpu = time.process_time()
+    cpu_seconds = time.process_time()
     for step in (progress := tqdm(range(settings.steps), unit="step", disable=None)):
         batch = next(batches)
         start = time.perf_counter()
@@ -146,42 +146,42 @@ def fit(
         losses.append(task_loss.item())
         milliseconds[scheduler.stage if scheduler else "fixed"].append(1000 * (time.perf_counter() - start))
         if not np.isfinite(losses[-1]):
-            raise ValueError(f"the loss is {losses[-1]} in step {step}: lower training.lr_cores and training.lr_dense")
+            raise ValueError(f"the loss is {losses[-1]} at step {step}: lower training.lr_cores and training.lr_dense")
         progress.set_postfix(loss=f"{np.mean(losses[-50:]):.3f}")
     model.eval()
-    cpu = time.process_time() - cpu
-    of_all = np.concatenate(list(milliseconds.values()))
+    cpu_seconds = time.process_time() - cpu_seconds
+    step_ms = np.concatenate(list(milliseconds.values()))
     return {
         "train_loss": float(np.mean(losses[-max(1, settings.steps // 10) :])),
-        "seconds": float(of_all.sum() / 1000),
-        "cpu_seconds": cpu,
-        "step_ms": dict(zip(("p20", "p50", "p80"), np.percentile(of_all, [20, 50, 80]).tolist(), strict=True)),
+        "seconds": float(step_ms.sum() / 1000),
+        "cpu_seconds": cpu_seconds,
+        "step_ms": dict(zip(("p20", "p50", "p80"), np.percentile(step_ms, [20, 50, 80]).tolist(), strict=True)),
         "stage_ms": {stage: float(np.median(times)) for stage, times in milliseconds.items()},
         "rank_history": [] if scheduler is None else scheduler.history,
     }
 
 
 def sizes(model: nn.Module) -> dict[str, Any]:
-    """Parameters and bytes, beside those of the dense model."""
+    """Parameters and bytes of a model and of its dense form."""
     report = cr.compression_report(model)
     return {**{name: report.total(name) for name in ("params", "dense_params", "bytes", "dense_bytes")}, "ratio": report.ratio}
 
 
 def new_folder(output: str) -> Path:
-    """The folder of a run that is not finished yet.
+    """Create the folder of a new or unfinished run.
 
     Raises:
-        ValueError: if it holds a finished one.
+        ValueError: if it holds a finished run.
     """
     folder = Path(output)
     if (folder / "metrics.json").exists():
-        raise ValueError(f"output {folder} holds a finished run: give another folder, or remove it")
+        raise ValueError(f"output {folder} holds a finished run: name another folder, or remove this one")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def save(folder: Path, model: nn.Module, metrics: dict[str, Any], settings: Any) -> None:
-    """Keep the weights and, last, metrics.json, which says that the run is finished."""
+    """Save the weights and, last, metrics.json, which marks the run as finished."""
     torch.save(model.state_dict(), folder / "model.pt")
     partial_file = folder / "metrics.json.partial"
     partial_file.write_text(json.dumps({**metrics, "settings": dataclasses.asdict(settings)}, indent=2) + "\n")

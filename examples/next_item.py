@@ -1,14 +1,14 @@
-"""Recommend the next item: SASRec over histories, its item table dense or as a TT table with hot rows.
+"""Recommend the next item: SASRec over histories, with a dense item table or a TT table with hot rows.
 
     python -m examples.next_item data.path=interactions.txt output=runs/next
     python -m examples.next_item data.path=interactions.txt output=runs/next-dense items.format=dense
 
-Histories are encoded by a causal transformer; the score of an item is the inner product of what it makes of the history with the
-item's row, of the same table (Kang and McAuley, Self-Attentive Sequential Recommendation, arXiv 1808.09781). Of each user the last
-item tests, the one before validates. Metrics rank all items that the user has not had yet: samples of them mislead (Krichene and
-Rendle, On Sampled Metrics for Item Recommendation, KDD 2020).
+A causal transformer encodes histories; an item's score is the inner product of the encoded history with the item's row in the same
+table (Kang and McAuley, Self-Attentive Sequential Recommendation, arXiv 1808.09781). Each user's last item is for testing, the one
+before it for validation. Metrics rank all items that are not in the user's history, because metrics on samples of them mislead
+(Krichene and Rendle, On Sampled Metrics for Item Recommendation, KDD 2020).
 
-Shapes: B users, L positions, D features, V items and the padding.
+Shapes: B users, L positions, D features, V items including the padding item, T positions that have an item.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from examples.loop import TrainingSettings, fit, new_folder, save, sizes
 
 NAME = "examples.next_item"
 CONFIG = Path(__file__).with_suffix(".toml")
-SHORTEST = 3  # interactions of a user: one to train on, one to validate, one to test
+SHORTEST = 3  # interactions of a user: one each for training, validation and testing
 TOP = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    """What to read: a line `user item` an interaction, each user's in the order of time."""
+    """A file with one line `user item` per interaction, each user's in chronological order."""
 
     path: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class ItemSettings:
-    """How the item table is held.
+    """How the item table is stored.
 
     Attributes:
         format: "tt" or "dense".
-        compression: how many times smaller than dense.
-        hot_rows: as in `TTEmbeddingConfig`; items are numbered by frequency.
+        compression: dense parameters divided by the TT table's.
+        hot_rows: as in `TTEmbeddingConfig`; item ids are ordered by frequency.
     """
 
     format: Literal["tt", "dense"] = "tt"
@@ -60,7 +60,7 @@ class ItemSettings:
     hot_rows: float | Literal["auto"] = "auto"
 
     def embedding(self, num_embeddings: int, embedding_dim: int) -> nn.Module:
-        """The table."""
+        """Build the item table."""
         if self.format == "dense":
             return dense_embedding(num_embeddings, embedding_dim)
         config = cr.TTEmbeddingConfig(compression=self.compression, min_rows=1, hot_rows=self.hot_rows)
@@ -70,7 +70,7 @@ class ItemSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """Sizes of the encoder; its vocabulary is the data's."""
+    """Sizes of the encoder; the data determine its vocabulary."""
 
     embed_dim: int = 64
     num_layers: int = 2
@@ -82,7 +82,7 @@ class ModelSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """A whole run."""
+    """All settings of a run."""
 
     output: str
     data: DataSettings
@@ -94,45 +94,45 @@ class Settings:
 
 @dataclass(frozen=True)
 class Histories:
-    """Items of each user in the order of time, numbered from 1 by frequency; those with fewer than three are left out."""
+    """Each user's items in chronological order, numbered from 1 by frequency, without users of fewer than three interactions."""
 
-    of_users: list[np.ndarray]
+    by_user: list[np.ndarray]
     num_items: int
 
     @classmethod
     def read(cls, path: str | Path) -> Histories:
-        """Of a file of interactions.
+        """Read a file of interactions.
 
         Raises:
-            ValueError: if it is not there or holds something else.
+            ValueError: if the file doesn't exist or isn't in this format.
         """
         try:
             pairs = pd.read_csv(path, sep=r"\s+", header=None, names=["user", "item"], dtype={"user": str, "item": str})
         except (OSError, pd.errors.ParserError, pd.errors.EmptyDataError) as error:
             raise ValueError(f"data.path {path} can't be read ({str(error).strip()}): give lines `user item`") from error
         if pairs.isna().any().any():
-            raise ValueError(f"data.path {path} has a line of fewer than two values: give lines `user item`")
+            raise ValueError(f"data.path {path} has a line with fewer than two values: give lines `user item`")
         order = pairs["item"].value_counts().index
         items = pd.Series(np.arange(1, len(order) + 1), index=order)[pairs["item"]].to_numpy()
-        of_users = [items[rows] for rows in pairs.groupby("user", sort=False).indices.values() if len(rows) >= SHORTEST]
-        if not of_users:
-            raise ValueError(f"data.path {path} has no user of {SHORTEST} interactions or more")
-        return cls(of_users, len(order))
+        by_user = [items[rows] for rows in pairs.groupby("user", sort=False).indices.values() if len(rows) >= SHORTEST]
+        if not by_user:
+            raise ValueError(f"data.path {path} has no user with {SHORTEST} or more interactions: give longer histories")
+        return cls(by_user, len(order))
 
     def batches(self, batch: int, length: int, seed: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Items [B, L], those that followed [B, L], and others drawn at random [B, L]; zeros behind a history's end."""
+        """Yield items [B, L], the items that followed [B, L], and randomly drawn ones [B, L]; zeros after a history's end."""
         generator = np.random.default_rng(seed)
         while True:
-            order = generator.permutation(len(self.of_users))
+            order = generator.permutation(len(self.by_user))
             for start in range(0, len(order) - batch + 1 or 1, batch):
-                known = [self.of_users[user][:-2] for user in order[start : start + batch]]
-                seen, followed = _padded([h[:-1] for h in known], length), _padded([h[1:] for h in known], length)
-                others = torch.from_numpy(generator.integers(1, self.num_items + 1, followed.shape))
-                yield seen, followed, others
+                histories = [self.by_user[user][:-2] for user in order[start : start + batch]]
+                items, next_items = _padded([h[:-1] for h in histories], length), _padded([h[1:] for h in histories], length)
+                random_items = torch.from_numpy(generator.integers(1, self.num_items + 1, next_items.shape))
+                yield items, next_items, random_items
 
 
 def _padded(histories: list[np.ndarray], length: int) -> Tensor:
-    """The last items of each, [B, length], zeros behind them: a causal encoder doesn't see these."""
+    """The last items of each history, [B, length], zeros after them, which a causal encoder doesn't see."""
     rows = np.zeros((len(histories), length), np.int64)
     for row, history in zip(rows, histories, strict=True):
         row[: len(history)] = history[-length:]
@@ -140,7 +140,7 @@ def _padded(histories: list[np.ndarray], length: int) -> Tensor:
 
 
 class NextItem(nn.Module):
-    """SASRec."""
+    """SASRec: a causal encoder of histories whose item table also scores the next item."""
 
     def __init__(self, num_items: int, model: ModelSettings, items: ItemSettings) -> None:
         super().__init__()
@@ -148,36 +148,36 @@ class NextItem(nn.Module):
         self.encoder = cr.TransformerEncoder(config, embedding=items.embedding)
         self.all_items = cr.TiedProjection(self.encoder.tokens)
 
-    def forward(self, seen: Tensor) -> Tensor:
-        """[B, L] -> [B, L, D]."""
-        encoded: Tensor = self.encoder(seen)
+    def forward(self, items: Tensor) -> Tensor:
+        """Encode histories of items: [B, L] -> [B, L, D]."""
+        encoded: Tensor = self.encoder(items)
         return encoded
 
     def loss(self, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """Of telling what followed from what was drawn at random, over all positions that have a history."""
-        seen, followed, others = batch
-        at = seen > 0
-        wanted_TD = self(seen)[at]
-        of_followed, of_others = self.encoder.tokens(torch.stack([followed[at], others[at]])).unbind(0)
-        differences = torch.cat([(wanted_TD * of_followed).sum(1), -(wanted_TD * of_others).sum(1)])
-        return -F.logsigmoid(differences).mean()
+        """Binary cross-entropy of telling next items from randomly drawn ones, averaged over the positions that have an item."""
+        items, next_items, random_items = batch
+        is_item = items > 0
+        encoded_TD = self(items)[is_item]
+        next_TD, random_TD = self.encoder.tokens(torch.stack([next_items[is_item], random_items[is_item]])).unbind(0)
+        logits = torch.cat([(encoded_TD * next_TD).sum(1), -(encoded_TD * random_TD).sum(1)])
+        return -F.logsigmoid(logits).mean()
 
 
 @torch.no_grad()
-def rank(model: NextItem, histories: Histories, left_out: int, length: int) -> dict[str, float]:
-    """HR@10 and NDCG@10 of each user's item `left_out` places from the end, among all items that were not before it."""
-    ranks = []
-    for part in torch.arange(len(histories.of_users)).split(256):
-        known = [histories.of_users[int(user)][: -left_out or None] for user in part]
-        past, target = [history[:-1] for history in known], torch.tensor([history[-1] for history in known])
-        seen = _padded(past, length)
-        scores_BV = model.all_items(model(seen)[torch.arange(len(seen)), (seen > 0).sum(1) - 1])
-        wanted = scores_BV.gather(1, target[:, None]).clone()
-        for scores, before in zip(scores_BV, past, strict=True):
-            scores[torch.from_numpy(before)] = -torch.inf
+def rank(model: NextItem, histories: Histories, num_later: int, length: int) -> dict[str, float]:
+    """HR@10 and NDCG@10 of the item that each user has before the last `num_later`, ranked among all items not preceding it."""
+    parts = []
+    for users in torch.arange(len(histories.by_user)).split(256):
+        known = [histories.by_user[int(user)][: -num_later or None] for user in users]
+        past, targets = [history[:-1] for history in known], torch.tensor([history[-1] for history in known])
+        items = _padded(past, length)
+        scores_BV = model.all_items(model(items)[torch.arange(len(items)), (items > 0).sum(1) - 1])
+        target_scores_B1 = scores_BV.gather(1, targets[:, None]).clone()
+        for scores, past_items in zip(scores_BV, past, strict=True):
+            scores[torch.from_numpy(past_items)] = -torch.inf
         scores_BV[:, 0] = -torch.inf
-        ranks.append((scores_BV > wanted).sum(1))
-    positions = torch.cat(ranks)
+        parts.append((scores_BV > target_scores_B1).sum(1))
+    positions = torch.cat(parts)
     return {
         f"hr@{TOP}": float((positions < TOP).float().mean()),
         f"ndcg@{TOP}": float(torch.where(positions < TOP, 1 / (positions + 2.0).log2(), 0).mean()),
@@ -188,7 +188,7 @@ def rank(model: NextItem, histories: Histories, left_out: int, length: int) -> d
 @click.option("--config", type=click.Path(exists=True, dir_okay=False), default=CONFIG, help=f"TOML file; default {CONFIG.name}.")
 @click.argument("overrides", nargs=-1, metavar="section.key=value ...")
 def recommend(config: str, overrides: tuple[str, ...]) -> None:
-    """Train SASRec on histories, with a dense item table or a TT table, and rank what each user had next.
+    """Train SASRec on histories, with a dense item table or a TT table, and rank each user's next items.
 
     \b
     Example:
@@ -200,7 +200,7 @@ def recommend(config: str, overrides: tuple[str, ...]) -> None:
     folder = new_folder(settings.output)
     model = NextItem(histories.num_items, settings.model, settings.items)
     table = cr.compression_report(model.encoder.tokens)
-    click.echo(f"{NAME}: {len(histories.of_users):,} users, {histories.num_items:,} items, item table {table.ratio:.1f}x smaller")
+    click.echo(f"{NAME}: {len(histories.by_user):,} users, {histories.num_items:,} items, item table {table.ratio:.1f}x smaller")
     record = fit(model, histories.batches(settings.training.batch_size, length, settings.seed), model.loss, settings.training, None)
     metrics = {"validation": rank(model, histories, 1, length), "test": rank(model, histories, 0, length)}
     save(folder, model, {**metrics, "table_ratio": table.ratio, **sizes(model), **record}, settings)

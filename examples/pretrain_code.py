@@ -1,10 +1,10 @@
-"""Pre-train a transformer on Python source by masked-language modelling, dense or in tensor-train form.
+"""Pre-train a transformer on Python source by masked-language modeling, dense or in tensor-train form.
 
     python -m examples.pretrain_code output=runs/code
     python -m examples.pretrain_code output=runs/code-dense tokens.format=dense linears.format=dense ranks=none
 
-The text is the functions of the running Python's standard library. Training has two phases, as in CoMERA (section 5.3, arXiv
-2405.14377): the compressed model trains, then its ranks shrink while it trains on. The output layer is tied to the token embedding.
+The texts are the functions of the running Python's standard library. Training has two phases, as in CoMERA (section 5.3, arXiv
+2405.14377): the compressed model trains first, then its ranks shrink as well. The output layer is tied to the token embedding.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ CONFIG = Path(__file__).with_suffix(".toml")
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    """What to read.
+    """Which functions to read.
 
     Attributes:
         packages: files and folders of the standard library, e.g. ["json", "ast.py"]; None for all of it.
-        validation: part of the functions that is kept for validation.
-        masked: part of the tokens that the model has to guess.
+        validation: fraction of the functions that is kept for validation.
+        masked: fraction of the tokens that the model has to guess.
     """
 
     packages: tuple[str, ...] | None = None
@@ -56,7 +56,7 @@ class DataSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """A whole run; `ranks = none` leaves the second phase out."""
+    """All settings of a run; `ranks = none` skips the second phase."""
 
     output: str
     training: TrainingSettings
@@ -69,7 +69,7 @@ class Settings:
 
 
 class MaskedLanguageModel(nn.Module):
-    """An encoder and scores of all tokens, tied to its embedding."""
+    """An encoder and a head that scores all tokens, tied to the token embedding."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class MaskedLanguageModel(nn.Module):
         self.head = cr.LanguageModelHead(settings.model.embed_dim, projection, linear=linear_layers(settings.linears))
 
     def forward(self, batch: TextBatch, chosen: Tensor) -> Tensor:
-        """Scores [number of chosen, V] at the chosen positions [B, L] alone: scoring all of them would cost most of the step."""
+        """Score the chosen positions, a mask [B, L], as [number of chosen, V]; scoring all of them would dominate the step."""
         scores: Tensor = self.head(self.encoder(batch.ids, key_padding_mask=batch.padding)[chosen])
         return scores
 
@@ -87,7 +87,7 @@ class MaskedLanguageModel(nn.Module):
 @click.option("--config", type=click.Path(exists=True, dir_okay=False), default=CONFIG, help=f"TOML file; default {CONFIG.name}.")
 @click.argument("overrides", nargs=-1, metavar="section.key=value ...")
 def pretrain(config: str, overrides: tuple[str, ...]) -> None:
-    """Pre-train a transformer on the standard library's functions by masked-language modelling, dense or in tensor-train form.
+    """Pre-train a transformer on the standard library's functions by masked-language modeling, dense or in tensor-train form.
 
     \b
     Example:
@@ -113,7 +113,7 @@ def pretrain(config: str, overrides: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Functions:
-    """Token ids of functions to train on and to validate with, and the tokenizer that was trained on the former."""
+    """Token ids of the training and validation functions, and the tokenizer, which was trained on the former."""
 
     tokenizer: Tokenizer
     train: list[list[int]]
@@ -121,16 +121,16 @@ class Functions:
 
 
 def read_functions(settings: Settings) -> Functions:
-    """Read the library, split its functions by the seed, and train the tokenizer.
+    """Read the library, split its functions at random by the seed, and train the tokenizer.
 
     Raises:
-        ValueError: for packages that don't exist, or too few functions.
+        ValueError: for packages that don't exist, and for too few functions.
     """
     texts = sorted(set(standard_functions(settings.data.packages)))
     random.Random(settings.seed).shuffle(texts)
     kept = max(1, round(settings.data.validation * len(texts)))
     if kept >= len(texts):
-        raise ValueError(f"data.packages {settings.data.packages} hold {len(texts)} functions: name more of the library")
+        raise ValueError(f"data.packages {settings.data.packages} has only {len(texts)} functions: name more packages")
     tokenizer = byte_pairs(texts[kept:], settings.model.vocab_size, settings.model.max_length)
     validation, train = ([tokenizer.encode(text).ids for text in part] for part in (texts[:kept], texts[kept:]))
     return Functions(tokenizer=tokenizer, train=train, validation=validation)
@@ -139,7 +139,7 @@ def read_functions(settings: Settings) -> Functions:
 def train(
     model: nn.Module, functions: Functions, settings: Settings, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, Any]:
-    """Train a model from masked batches to scores; loss and accuracy on the validation functions, sizes, and what `fit` returns."""
+    """Train a model; return its loss and accuracy on the validation functions, its sizes, and what `fit` returns."""
     noise = torch.Generator().manual_seed(settings.seed)
     vocab_size = functions.tokenizer.get_vocab_size()
 
@@ -155,21 +155,21 @@ def train(
 def standard_functions(packages: tuple[str, ...] | None) -> Iterator[str]:
     """Source of every function of the standard library, methods and functions within functions included."""
     library = Path(sysconfig.get_paths()["stdlib"])
-    places = [library] if packages is None else [library / name for name in packages]
-    for place in places:
-        if not place.exists():
-            raise ValueError(f"data.packages names {place.name}, which {library} does not hold")
-        for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+    paths = [library] if packages is None else [library / name for name in packages]
+    for path in paths:
+        if not path.exists():
+            raise ValueError(f"data.packages names {path.name}, which is not in {library}: choose files and folders there")
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             if "site-packages" not in file.parts:
                 yield from functions_of(file)
 
 
 def functions_of(file: Path) -> Iterator[str]:
-    """Source of every function in a file; none if it is no Python, as some test data is not."""
+    """Source of every function in a file; none if it is not valid Python, as is the case with some test data."""
     try:
         source = file.read_text(encoding="utf-8")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes that only the tests of Python itself contain
+            warnings.simplefilter("ignore")  # about invalid escapes, which only Python's own tests contain
             tree = ast.parse(source)
     except (SyntaxError, ValueError):
         return
@@ -179,31 +179,31 @@ def functions_of(file: Path) -> Iterator[str]:
             yield "".join(lines[node.lineno - 1 : node.end_lineno])
 
 
-def mask_tokens(batch: TextBatch, part: float, vocab_size: int, generator: torch.Generator) -> tuple[TextBatch, Tensor]:
-    """Hide some tokens as BERT does (Devlin et al., section 3.1): 80 % become [MASK], 10 % any token, 10 % stay.
+def mask_tokens(batch: TextBatch, fraction: float, vocab_size: int, generator: torch.Generator) -> tuple[TextBatch, Tensor]:
+    """Mask tokens as BERT does (Devlin et al., section 3.1): of those chosen, 80 % become [MASK], 10 % a random token, 10 % stay.
 
     Args:
-        batch: of token ids [B, L].
-        part: of the tokens to choose; one at least.
-        vocab_size: tokens there are.
+        batch: has token ids [B, L].
+        fraction: of the tokens to choose; at least one is chosen.
+        vocab_size: number of tokens.
         generator: source of randomness.
 
     Returns:
-        The batch with tokens hidden, and which were chosen, [B, L].
+        The masked batch, and a mask of the chosen tokens, [B, L].
     """
-    usual = batch.ids >= len(SPECIAL)
-    draw = torch.rand(batch.ids.shape, generator=generator).masked_fill(~usual, 1.0)
-    chosen = draw <= max(part, float(draw.min()))
-    fate = torch.rand(batch.ids.shape, generator=generator)
-    others = torch.randint(len(SPECIAL), vocab_size, batch.ids.shape, generator=generator)
-    ids = torch.where(chosen & (fate < 0.8), MASK, batch.ids)
-    ids = torch.where(chosen & (fate >= 0.9), others, ids)
+    is_special = batch.ids < len(SPECIAL)
+    draw = torch.rand(batch.ids.shape, generator=generator).masked_fill(is_special, 1.0)
+    chosen = draw <= max(fraction, float(draw.min()))
+    action = torch.rand(batch.ids.shape, generator=generator)
+    random_ids = torch.randint(len(SPECIAL), vocab_size, batch.ids.shape, generator=generator)
+    ids = torch.where(chosen & (action < 0.8), MASK, batch.ids)
+    ids = torch.where(chosen & (action >= 0.9), random_ids, ids)
     return TextBatch(ids, batch.padding, None), chosen
 
 
 @torch.no_grad()
 def validate(model: nn.Module, sequences: list[list[int]], settings: Settings, vocab_size: int) -> dict[str, float]:
-    """Mean loss and accuracy over masked tokens, the same ones in every run of a seed."""
+    """Mean loss and accuracy over masked tokens, which are the same in every run with the same seed."""
     noise = torch.Generator().manual_seed(settings.seed + 1)
     loss, hits, count = 0.0, 0, 0
     for batch in batches_of(sequences, None, settings.training.batch_size):

@@ -1,6 +1,6 @@
-"""From texts to batches of token ids.
+"""Turns texts into batches of token ids.
 
-Shapes: B sequences of a batch, L positions of its longest.
+Shapes: B sequences in a batch, L positions in its longest sequence.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import Tensor
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 PAD, _, CLS, SEP, MASK = range(len(SPECIAL))
-_POOL = 50  # batches that are sorted by length together
+_POOL = 50  # batches whose sequences are sorted by length together
 
 
 def word_pieces(texts: Sequence[str], vocab_size: int, max_length: int) -> Tokenizer:
-    """A lower-casing WordPiece tokenizer, as BERT's, trained on texts."""
+    """Train a lower-casing WordPiece tokenizer, such as BERT's, on texts."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -28,7 +28,7 @@ def word_pieces(texts: Sequence[str], vocab_size: int, max_length: int) -> Token
 
 
 def byte_pairs(texts: Sequence[str], vocab_size: int, max_length: int) -> Tokenizer:
-    """A byte-level BPE tokenizer, which keeps case and white space, trained on texts."""
+    """Train a byte-level BPE tokenizer, which keeps case and white space, on texts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -51,7 +51,7 @@ def _trained(tokenizer: Tokenizer, trainer: trainers.Trainer, texts: Sequence[st
 
 @dataclass(frozen=True)
 class TextBatch:
-    """ids [B, L]; padding [B, L], True beyond a sequence's end, None where all are as long; labels [B], if there are any."""
+    """ids [B, L]; padding [B, L], True after a sequence's end, None if all have the same length; labels [B] or None."""
 
     ids: Tensor
     padding: Tensor | None
@@ -59,7 +59,7 @@ class TextBatch:
 
     @classmethod
     def of(cls, sequences: Sequence[Sequence[int]], labels: Sequence[int] | None = None) -> TextBatch:
-        """Pad sequences to the longest of them."""
+        """Pad sequences to the length of the longest."""
         ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(s) for s in sequences], batch_first=True, padding_value=PAD)
         padding = ids == PAD
         return cls(ids, padding if padding.any() else None, None if labels is None else torch.tensor(labels))
@@ -68,7 +68,7 @@ class TextBatch:
 def batches_of(
     sequences: Sequence[Sequence[int]], labels: Sequence[int] | None, batch_size: int, seed: int | None = None
 ) -> Iterator[TextBatch]:
-    """One epoch of batches of about equally long sequences, so that little is padded; shuffled where there is a seed."""
+    """Yield one epoch of batches of sequences of similar length, so that there is little padding; shuffled if there is a seed."""
     count = len(sequences)
     order = list(range(count)) if seed is None else torch.randperm(count, generator=_generator(seed)).tolist()
     pool = count if seed is None else _POOL * batch_size
@@ -76,17 +76,17 @@ def batches_of(
     for start in range(0, count, pool):
         similar = sorted(order[start : start + pool], key=lambda i: len(sequences[i]))
         batches += [similar[k : k + batch_size] for k in range(0, len(similar), batch_size)]
-    turns = range(len(batches)) if seed is None else torch.randperm(len(batches), generator=_generator(seed)).tolist()
-    for turn in turns:
-        chosen = batches[turn]
+    batch_order = range(len(batches)) if seed is None else torch.randperm(len(batches), generator=_generator(seed)).tolist()
+    for k in batch_order:
+        chosen = batches[k]
         yield TextBatch.of([sequences[i] for i in chosen], None if labels is None else [labels[i] for i in chosen])
 
 
 def endless(sequences: Sequence[Sequence[int]], labels: Sequence[int] | None, batch_size: int, seed: int) -> Iterator[TextBatch]:
-    """Epoch after epoch of shuffled batches."""
+    """Yield shuffled batches, epoch after epoch."""
     epoch = 0
     while True:
-        yield from batches_of(sequences, labels, batch_size, hash((seed, epoch)) % 2**31)  # another order every epoch
+        yield from batches_of(sequences, labels, batch_size, hash((seed, epoch)) % 2**31)  # a new order in every epoch
         epoch += 1
 
 

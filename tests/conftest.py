@@ -1,4 +1,4 @@
-"""Shared by all tests: poisoned uninitialised memory, fixed seeds, and random jagged batches."""
+"""Fixtures for all tests: poisoned uninitialized memory, fixed seeds, and random jagged batches."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from xdist.scheduler import LoadScopeScheduling
 
 try:
     from torchrec import KeyedJaggedTensor
-except ImportError:  # tests of kernels run without it, see benchmarks/gpu
+except ImportError:  # kernels are also tested without TorchRec, see benchmarks/gpu
     KeyedJaggedTensor = None  # type: ignore[assignment, misc]
 
-TOGETHER = "tests/serving/"  # tests that share models which take long to compile
-if "PYTEST_XDIST_WORKER" in os.environ:  # commands that tests start share the cores with other workers'
+TOGETHER = "tests/serving/"  # tests that share models that take long to compile
+if "PYTEST_XDIST_WORKER" in os.environ:  # commands that tests start share cores with other workers
     os.environ["OMP_NUM_THREADS"] = "1"
-torch.set_num_threads(1)  # tensors here are small: threads would only wait for each other, long where the cores are shared
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which deterministic products on a GPU need
+torch.set_num_threads(1)  # tensors are small: more threads would only wait for each other
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic matrix products on a GPU need it
 settings.register_profile("comera", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("comera")
 
@@ -32,24 +32,24 @@ class _Scheduling(LoadScopeScheduling):
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> _Scheduling:
-    """Of several workers one begins with the tests that go together, the largest group."""
+    """Let one of several workers start with the tests that belong together, the largest group."""
     return _Scheduling(config, log)
 
 
 def pytest_collection_finish() -> None:
-    """Keep what is imported by now out of garbage collection, which would take most of a second each time."""
+    """Exclude imported modules from garbage collections, which would take most of a second each."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_sessionfinish() -> None:
-    """Let libraries that count their objects find them collected at exit."""
+    """Let libraries that track their objects see them collected at exit."""
     gc.unfreeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _poisoned_memory() -> Iterator[None]:
-    """Fill uninitialised memory with NaN (integers: the largest), so that reading it cannot pass for a zero."""
+    """Fill uninitialized memory with NaN (integers: the largest value), so that it can't be mistaken for zeros."""
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
@@ -63,7 +63,7 @@ def _seed() -> None:
 
 @pytest.fixture
 def on_threads() -> Iterator[Callable]:
-    """`on_threads(count, function)` -> what the function returns where torch has that many threads."""
+    """`on_threads(count, function)` -> the function's result when torch has that many threads."""
 
     def run(count: int, function: Callable) -> object:
         torch.set_num_threads(count)
@@ -76,7 +76,7 @@ def on_threads() -> Iterator[Callable]:
 def _random_jagged(
     features: Mapping[str, int], batch: int, *, weighted: bool = False, longest: int = 4, seed: int = 0
 ) -> KeyedJaggedTensor:
-    """Bags of 0 to `longest` ids below each feature's limit; the first and the last id of every table occur, ids repeat."""
+    """Bags of 0 to `longest` ids below each feature's limit, with repeats; every table's first and last id occur."""
     generator = torch.Generator().manual_seed(seed)
     lengths, values = [], []
     for limit in features.values():

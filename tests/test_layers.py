@@ -16,21 +16,21 @@ import comera_rec
 import data_pipeline
 
 ROOT = Path(comera_rec.__file__).parents[1]
-# Lowest first; a layer imports those before it. train.py, the script for torchrun, is one more way into the command line.
+# Lowest first; a layer imports those before it. train.py, the script for torchrun, is another entry to the command line.
 LAYERS = [
     "distributed", "tt", "ops", "nn", "rank", "recsys", "convert", "data", "report", "training", "serving", "cli", "train",
     "testing",
 ]  # fmt: skip
 READS_MANIFEST = {"data_pipeline", "data", "training", "serving", "cli", "train"}
 BELOW_TORCHREC = {"distributed", "tt", "ops", "nn", "rank"}
-# Packages that a function may import, because they are optional: accelerators and clusters.
+# Optional packages, which a function may import: accelerators and clusters.
 OPTIONAL = {"triton", "distributed"}
 
 FILES = sorted([*Path(comera_rec.__file__).parent.rglob("*.py"), *Path(data_pipeline.__file__).parent.rglob("*.py")])
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
-    """(statement, absolute name of the module) of every import, wherever it stands."""
+    """Yield (statement, module's absolute name) of every import, wherever it is."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node, alias.name) for alias in node.names)
@@ -71,7 +71,7 @@ def violations(file: Path, tree: ast.Module) -> list[str]:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
 def test_imports_point_down(file: Path) -> None:
-    if file == ROOT / "comera_rec" / "__init__.py":  # gathers names of all layers, lazily
+    if file == ROOT / "comera_rec" / "__init__.py":  # lazily re-exports names of all layers
         return
     assert layer_of(file) in {*LAYERS, "data_pipeline", "__init__", "__main__"}, "a folder that DESIGN's layers do not name"
     assert violations(file, ast.parse(file.read_text())) == []
@@ -103,7 +103,7 @@ def test_only_their_tests_import_benchmarks_and_examples(file: Path) -> None:
         ("comera_rec/convert/x.py", "from data_pipeline.manifest import Manifest"),
     ],
 )
-def test_the_rules_can_be_broken(file: str, line: str) -> None:
+def test_violations_are_detected(file: str, line: str) -> None:
     assert violations(ROOT / file, ast.parse(line)) != []
 
 
@@ -117,7 +117,7 @@ def test_the_rules_can_be_broken(file: str, line: str) -> None:
         ("comera_rec/cli/x.py", "from data_pipeline.manifest import Manifest"),
     ],
 )
-def test_what_the_rules_allow(file: str, line: str) -> None:
+def test_allowed_imports_pass(file: str, line: str) -> None:
     assert violations(ROOT / file, ast.parse(line)) == []
 
 
@@ -135,7 +135,7 @@ def test_docstring_examples(name: str) -> None:
     assert result.failed == 0, "see the captured output"
 
 
-def test_every_public_name_is_there() -> None:
+def test_every_public_name_exists() -> None:
     for name in comera_rec.__all__:
         assert getattr(comera_rec, name).__doc__, f"{name} has no docstring"
     assert set(comera_rec.__all__) <= set(dir(comera_rec))

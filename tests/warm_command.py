@@ -1,6 +1,6 @@
-"""A `comera` on PATH that asks this process to run the command in a fork of one that has imported torch and TorchRec.
+"""Puts a `comera` on PATH that runs commands in forks of a process that has already imported torch and TorchRec.
 
-With little data, importing them takes most of a command's time.
+With little data, these imports would take most of a command's time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ sys.exit(int(server.recv(99)))
 
 @contextmanager
 def comera_on_path(folder: Path) -> Iterator[dict[str, str]]:
-    """Yield an environment whose `comera` starts in milliseconds; otherwise it is that of this process."""
+    """Yield this process's environment, but with a `comera` that starts in milliseconds."""
     address = str(folder / "socket")
     script = folder / "comera"
     script.write_text(CLIENT.format(python=sys.executable, address=address))
@@ -50,7 +50,7 @@ def _serve(server: socket.socket) -> None:
     while True:
         try:
             client, _ = server.accept()
-        except OSError:  # it was shut down
+        except OSError:  # the socket was shut down
             return
         threading.Thread(target=_start, args=(client,), daemon=True).start()
 
@@ -69,7 +69,7 @@ def _start(client: socket.socket) -> None:
 
 
 class _Files:
-    """Open files on their way to a process that is being started."""
+    """Open files to pass to a process that is being started."""
 
     def __init__(self, numbers: list[int]) -> None:
         self._numbers = numbers

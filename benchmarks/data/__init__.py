@@ -1,1 +1,1 @@
-"""From raw logs to a data set, and from that to batches."""
+"""Benchmarks from raw logs to a data set, and from a data set to batches."""

@@ -1,4 +1,4 @@
-"""`comera preprocess` of one log as text, quoted CSV, JSON lines and Parquet: time of whole runs, each a process."""
+"""`comera preprocess` of one log as text, quoted CSV, JSON lines and Parquet: time of whole runs, each in its own process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from data_pipeline.synth import SynthOptions, synth
 
 TEXT = "text"
 FORMATS = {TEXT: 'separator = "\\t"', "CSV": 'format = "csv"\nheader = true', "JSON lines": 'format = "jsonl"', "Parquet": ""}
-"""The head of each one's schema."""
+"""Format -> the first lines of its schema."""
 
 _COLUMNS = {"label": "label"} | dict.fromkeys(INTEGERS, "integer") | dict.fromkeys(CATEGORIES, "hex")
 _COMMAND = """
@@ -45,7 +45,7 @@ finally:
 class FormatCase:
     """A synthetic Criteo log.
 
-    rows: of it.
+    rows: rows of the log.
     rounds: how often each format is read.
     """
 
@@ -58,35 +58,35 @@ class FormatCase:
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
-    """A row for each format; `counted` holds rows a second of wall and of CPU time.
+    """Yield a row for each format; `counted` has the rows per second of wall-clock time and of CPU time.
 
     Raises:
-        Disagreement: if the formats don't give the same data sets.
+        Disagreement: if the formats don't yield the same data set.
     """
     case = FormatCase(rows=2000, rounds=1) if settings.quick else FormatCase(rows=400_000, rounds=5)
     with tempfile.TemporaryDirectory(dir=settings.data) as name:
         folder = Path(name)
         _write(case.rows, folder, settings.seed)
-        samples: dict[str, list[tuple[float, float]]] = {of_format: [] for of_format in FORMATS}
+        samples: dict[str, list[tuple[float, float]]] = {format_name: [] for format_name in FORMATS}
         for turn in tqdm(range(case.rounds), desc="preprocess-formats", unit="round", disable=None):
-            for of_format, seconds in samples.items():
-                seconds.append(_seconds(folder, of_format, f"data-{turn}"))
+            for format_name, seconds in samples.items():
+                seconds.append(_seconds(folder, format_name, f"data-{turn}"))
         _require_equal(folder)
     counted = {
-        of_format: {"rows_per_s": case.rows / statistics.median(wall), "rows_per_cpu_s": case.rows / statistics.median(cpu)}
-        for of_format, seconds in samples.items()
+        format_name: {"rows_per_s": case.rows / statistics.median(wall), "rows_per_cpu_s": case.rows / statistics.median(cpu)}
+        for format_name, seconds in samples.items()
         for wall, cpu in [zip(*seconds, strict=True)]
     }
-    times = {of_format: [1000 * wall for wall, _ in seconds] for of_format, seconds in samples.items()}
+    times = {format_name: [1000 * wall for wall, _ in seconds] for format_name, seconds in samples.items()}
     yield case_rows("preprocess-formats", case, settings, describe(settings.device), "run", "ms", times, counted, (TEXT,))
 
 
 def _write(rows: int, folder: Path, seed: int) -> None:
-    """The log in every format, each in a folder with its schema."""
-    for of_format, head in FORMATS.items():
-        (folder / of_format).mkdir()
+    """Write the log in every format, each in a folder with its schema."""
+    for format_name, head in FORMATS.items():
+        (folder / format_name).mkdir()
         lines = [head, "[columns]", *(f'{name} = "{kind}"' for name, kind in _COLUMNS.items())]
-        (folder / of_format / "schema.toml").write_text("\n".join(lines))
+        (folder / format_name / "schema.toml").write_text("\n".join(lines))
     text = folder / TEXT / "log"
     synth(SynthOptions(rows=rows, output=text, seed=seed))
     types = {name: "str" if kind == "hex" else "Int64" for name, kind in _COLUMNS.items()}
@@ -96,9 +96,9 @@ def _write(rows: int, folder: Path, seed: int) -> None:
     frame.to_parquet(folder / "Parquet" / "log", index=False)
 
 
-def _seconds(folder: Path, of_format: str, output: str) -> tuple[float, float]:
-    """Of wall and CPU time that a run takes."""
-    place = folder / of_format
+def _seconds(folder: Path, format_name: str, output: str) -> tuple[float, float]:
+    """Wall-clock seconds and CPU seconds of a run."""
+    place = folder / format_name
     options = ["--input", place / "log", "--schema", place / "schema.toml", "--output", place / output]
     command = [sys.executable, "-c", _COMMAND, *map(str, options)]
     done = subprocess.run(command, cwd=FOLDER.parent, stdout=subprocess.PIPE, text=True, check=True)
@@ -109,10 +109,10 @@ def _seconds(folder: Path, of_format: str, output: str) -> tuple[float, float]:
 def _require_equal(folder: Path) -> None:
     for split in SPLITS:
         frames = {}
-        for of_format in FORMATS:
-            data = folder / of_format / "data-0"
+        for format_name in FORMATS:
+            data = folder / format_name / "data-0"
             shards = [pd.read_parquet(data / shard.path) for shard in read_manifest(data).splits[split].shards]
-            frames[of_format] = pd.concat(shards, ignore_index=True)
-        for of_format, frame in frames.items():
+            frames[format_name] = pd.concat(shards, ignore_index=True)
+        for format_name, frame in frames.items():
             if not frame.equals(frames[TEXT]):
-                raise Disagreement(f"preprocess-formats: {split} differs between {of_format} and {TEXT}")
+                raise Disagreement(f"preprocess-formats: {split} differs between {format_name} and {TEXT}")

@@ -1,4 +1,4 @@
-"""A data set to training batches: `ParquetBatches` in order and shuffled, and torchrec's pipe over .npy files held in memory."""
+"""From a data set to training batches: `ParquetBatches` in order and shuffled, and torchrec's pipe over .npy files in memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def cases(quick: bool) -> list[LoaderCase]:
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
-    """Whole epochs in turns, read in the thread that asks for the batches."""
+    """Time whole epochs in turns, read in the thread that asks for the batches."""
     environment = describe(settings.device)
     for case in chosen(cases(settings.quick), settings.only):
         with tempfile.TemporaryDirectory() as folder:
@@ -59,9 +59,7 @@ def run(settings: Settings) -> Iterator[list[Row]]:
             _require_equal_batches(ours["comera-rec"], torchrec)
             calls = {name: partial(_read, batches) for name, batches in (ours | {"torchrec in memory": torchrec}).items()}
             samples = alternate(calls, settings.plan)
-            cpu = alternate(
-                calls, Plan(warmup=0, min_rounds=3, max_rounds=3), clock=time.process_time
-            )  # Arrow has threads of its own
+            cpu = alternate(calls, Plan(warmup=0, min_rounds=3, max_rounds=3), clock=time.process_time)  # Arrow has its own threads
         counted = {
             name: {
                 "rows_per_s": case.rows / percentiles(times)[1] * 1000,

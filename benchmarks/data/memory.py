@@ -1,6 +1,6 @@
-"""Peak memory of `comera preprocess` beside its --memory-limit, over logs whose text says little about the memory they take.
+"""Peak memory of `comera preprocess` compared with its --memory-limit, on logs whose size says little about the memory they take.
 
-A run that was stopped goes on with the cases that are left; `--data` is where logs and data sets are until they are measured.
+A run that was stopped resumes with the remaining cases; logs and data sets stay in the folder `--data` until they are measured.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from data_pipeline.synth import SynthOptions, synth
 from data_pipeline.verify import verify
 
 _BLOCK_ROWS, _BLOCK_BYTES = 20_000, 8 << 20
-# Not getrusage's ru_maxrss: a child begins with its parent's peak there.
+# Not getrusage's ru_maxrss: a child's starts at its parent's peak.
 _COMMAND = """
 import sys
 from pathlib import Path
@@ -40,10 +40,10 @@ finally:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryCase:
-    """A log of a kind.
+    """One kind of log.
 
-    rows: of it.
-    limit_mib: of the run.
+    rows: rows of the log.
+    limit_mib: memory limit of the run, in MiB.
     """
 
     log: str
@@ -56,7 +56,7 @@ class MemoryCase:
 
 
 def cases(quick: bool) -> list[MemoryCase]:
-    """Half a gigabyte of each kind, under the least limit for the default part size, and under twice that."""
+    """Half a gigabyte of each kind, under the smallest limit that the default part size allows, and under twice that."""
     rows = {"criteo": 2_000_000, "empty cells": 8_000_000, "short tokens": 1_200_000, "long lists": 5_000, "distinct": 50_000_000}
     return [
         MemoryCase(log=log, rows=max(count // 100, 100) if quick else count, limit_mib=limit)
@@ -67,7 +67,7 @@ def cases(quick: bool) -> list[MemoryCase]:
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
-    """One row a case; `counted` holds the peak's share of the limit, which is to be at most 1.1."""
+    """Yield one row per case; `counted` has the peak divided by the limit, which should be at most 1.1."""
     environment = describe(settings.device)
     finished = [row.shapes for row in settings.finished]
     left = [case for case in chosen(cases(settings.quick), settings.only) if case.shapes() not in finished]
@@ -85,7 +85,7 @@ def _peak_mib(arguments: list[str]) -> float:
     command = [sys.executable, "-c", _COMMAND, "preprocess", *arguments]
     done = subprocess.run(command, cwd=FOLDER.parent, stdout=subprocess.PIPE, text=True, check=True)
     peak = re.search(r"VmHWM:\s*(\d+) kB", done.stdout)
-    assert peak, "Linux tells the peak"
+    assert peak, "Linux reports the peak"
     return int(peak[1]) / 1024
 
 
@@ -95,7 +95,7 @@ def _criteo(rows: int, log: Path, seed: int) -> list[str]:
 
 
 def _empty_cells(rows: int, log: Path, seed: int) -> list[str]:
-    """Criteo's columns, one cell in forty filled."""
+    """Write a log with Criteo's columns and one cell in forty filled."""
     draw = random.Random(seed)
 
     def row() -> str:
@@ -105,7 +105,7 @@ def _empty_cells(rows: int, log: Path, seed: int) -> list[str]:
 
 
 def _lists(rows: int, log: Path, seed: int, *, length: int, most: int) -> list[str]:
-    """One column of lists of numbers below `most`, of up to `length`."""
+    """Write a log with one column of lists of up to `length` numbers below `most`."""
     draw = random.Random(seed)
     schema = log.with_name("schema.toml")
     schema.write_text('separator = ","\n[columns]\nclick = "label"\ntags = { kind = "list", separator = "|" }\n')
@@ -117,7 +117,7 @@ def _lists(rows: int, log: Path, seed: int, *, length: int, most: int) -> list[s
 
 
 def _distinct(rows: int, log: Path, seed: int) -> list[str]:
-    """A column that holds no value twice, all of which get ids."""
+    """Write a log with a column of distinct values, all of which get ids."""
     schema = log.with_name("schema.toml")
     schema.write_text('[columns]\nclick = "label"\nuser = "hex"\n')
     with log.open("w") as file:
@@ -128,7 +128,7 @@ def _distinct(rows: int, log: Path, seed: int) -> list[str]:
 
 
 def _repeat(row: Callable[[], str], rows: int, log: Path) -> list[str]:
-    """Rows drawn anew up to some megabytes, and then again."""
+    """Write newly drawn rows up to a few megabytes, then repeat them."""
     block, size = list[str](), 0
     while len(block) < min(rows, _BLOCK_ROWS) and size < _BLOCK_BYTES:
         block.append(row() + "\n")

@@ -1,6 +1,6 @@
-"""Raw Criteo logs to a data set: `comera preprocess`, scripts for pandas, Polars and DuckDB, torchrec's functions, each a process.
+"""Raw Criteo logs to a data set: `comera preprocess`, pandas, Polars and DuckDB scripts, torchrec's functions; one process each.
 
-A run that was stopped goes on with the cases that are left; `--data` keeps the logs for the next one.
+A run that was stopped resumes with the remaining cases; `--data` keeps the logs for the next run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ OURS, PANDAS, TORCHREC, POLARS, DUCKDB = "comera-rec", "pandas", "torchrec", "po
 class LogCase:
     """Synthetic logs of Kaggle's cardinalities.
 
-    rounds: how often each provider runs; the rivals only where they take minutes, not hours, and memory that is there.
+    providers: without the rivals that would take hours, or more memory than there is.
+    rounds: how often each provider runs.
     """
 
     rows: int
@@ -60,7 +61,7 @@ def cases(quick: bool) -> list[LogCase]:
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
-    """Wall and CPU time and peak memory of whole runs, in turns."""
+    """Measure wall-clock time, CPU time and peak memory of whole runs, in turns."""
     environment = describe(settings.device)
     finished = {row.shapes["rows"] for row in settings.finished}
     missing = {name for name in (POLARS, DUCKDB) if importlib.util.find_spec(name) is None}
@@ -69,7 +70,7 @@ def run(settings: Settings) -> Iterator[list[Row]]:
             continue
         providers = [name for name in case.providers if name not in missing]
         for name in missing.intersection(case.providers):
-            tqdm.write(f"preprocess, {case.shapes()}: without {name}: it is not installed (pip install {name})")
+            tqdm.write(f"preprocess, {case.shapes()}: without {name}, which is not installed (pip install {name})")
         with tempfile.TemporaryDirectory(dir=settings.data) as folder:
             log = Path(settings.data or folder, f"log-{case.rows}-{settings.seed}.txt")
             if not log.exists():
@@ -111,7 +112,7 @@ def _in_a_process(provider: str, output: Path, log: Path) -> tuple[float, float,
 
 
 def _require_right_data(providers: Sequence[str], folder: Path) -> None:
-    """Equal to what the scripts wrote; by itself where none can, as its manifest says."""
+    """Compare our data set with those of the scripts; where none of them ran, verify it against its manifest."""
     scripts = [name for name in providers if name in (PANDAS, POLARS, DUCKDB)]
     for name in scripts:
         _require_equal_data(folder / OURS, folder / name)
@@ -120,7 +121,7 @@ def _require_right_data(providers: Sequence[str], folder: Path) -> None:
 
 
 def _require_equal_data(ours: Path, rival: Path) -> None:
-    """Cell by cell; torchrec numbers ids otherwise, so it can't be compared."""
+    """Compare two data sets cell by cell; torchrec's can't be compared, because it numbers ids differently."""
     manifest = read_manifest(ours)
     for split in SPLITS:
         shards = [pd.read_parquet(ours / shard.path) for shard in manifest.splits[split].shards]

@@ -1,6 +1,6 @@
-"""Ways from logs to a data set, one a process: `python -m benchmarks.data.rivals NAME OUTPUT LOG...` prints what the run took.
+"""Ways from logs to a data set, one per process: `python -m benchmarks.data.rivals NAME OUTPUT LOG...` prints time and memory.
 
-comera-rec, a plain pandas script, which is the tests' oracle, too, the same for Polars and DuckDB, and torchrec's own functions.
+comera-rec; a plain pandas script, which is also the tests' oracle; the same for Polars and DuckDB; and torchrec's own functions.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ MEMORY_LIMIT = 1 << 30
 
 
 def preprocess_with_pandas(log: Path, output: Path, *, min_count: int = 2, val: float = 0.1, test: float = 0.1) -> None:
-    """Parquet files of the last tenths and the rest of a labelled log, as `comera preprocess` encodes them.
+    """Write a labeled log's last tenths and the rest as Parquet files, encoded as `comera preprocess` does.
 
-    What one writes in an afternoon who knows pandas: it holds the whole log in memory, hex texts as numbers.
+    A script that a pandas user would write in an afternoon: it holds the whole log in memory, hex texts as numbers.
     """
     frame = pd.concat(_read(log), ignore_index=True)
     rows_val, rows_test = int(len(frame) * val), int(len(frame) * test)
@@ -51,19 +51,19 @@ def preprocess_with_pandas(log: Path, output: Path, *, min_count: int = 2, val: 
 
 
 def _read(log: Path) -> Iterator[pd.DataFrame]:
-    """The log in pieces: label int8, integers float64 with NaN where missing, categories int64 with -1."""
+    """Read the log in parts: label int8, integers float64 with NaN for missing values, categories int64 with -1 for them."""
     types: dict[str, str] = {"label": "int8"} | dict.fromkeys(INTEGERS, "float64") | dict.fromkeys(CATEGORIES, "str")
     names = list(types)
-    for piece in pd.read_csv(log, sep="\t", names=names, dtype=types, chunksize=_ROWS_AT_A_TIME):
+    for part in pd.read_csv(log, sep="\t", names=names, dtype=types, chunksize=_ROWS_AT_A_TIME):
         for name in CATEGORIES:
-            codes, texts = pd.factorize(piece[name])
+            codes, texts = pd.factorize(part[name])
             values = np.array([int(text, 16) for text in texts] + [-1], np.int64)
-            piece[name] = values[codes]
-        yield piece
+            part[name] = values[codes]
+        yield part
 
 
 def preprocess_with_polars(log: Path, output: Path, *, min_count: int = 2, val: float = 0.1, test: float = 0.1) -> None:
-    """The same files: the log in memory, texts as they are, vocabularies joined column by column."""
+    """Write the same files: the log is in memory, texts stay texts, and vocabularies are joined column by column."""
     polars = importlib.import_module("polars")
     types = {"label": polars.Int8} | dict.fromkeys(INTEGERS, polars.Int32) | dict.fromkeys(CATEGORIES, polars.String)
     frame = polars.read_csv(log, separator="\t", has_header=False, schema=types)
@@ -85,7 +85,7 @@ def preprocess_with_polars(log: Path, output: Path, *, min_count: int = 2, val: 
 
 
 def preprocess_with_duckdb(log: Path, output: Path, *, min_count: int = 2, val: float = 0.1, test: float = 0.1) -> None:
-    """The same files: the log in a database on disk, a table for each vocabulary, and one query with all joins."""
+    """Write the same files: the log is in a database on disk, with a table per vocabulary and one query for all joins."""
     output.mkdir(parents=True)
     types = {"label": "TINYINT"} | dict.fromkeys(INTEGERS, "INTEGER") | dict.fromkeys(CATEGORIES, "VARCHAR")
     with importlib.import_module("duckdb").connect(str(output / "log.duckdb")) as database:
@@ -116,7 +116,7 @@ def preprocess_with_duckdb(log: Path, output: Path, *, min_count: int = 2, val: 
 
 
 def preprocess_with_torchrec(logs: list[Path], output: Path, *, min_count: int = 2) -> None:
-    """torchrec's .npy files of day logs, ids made contiguous; ids by first occurrence over all rows, 1 for rare ones."""
+    """Write torchrec's .npy files of day logs with contiguous ids, by first occurrence over all rows, 1 for rare values."""
     output.mkdir(parents=True)
     torchrec = importlib.import_module("torchrec.datasets.criteo").BinaryCriteoUtils
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
@@ -128,9 +128,9 @@ def preprocess_with_torchrec(logs: list[Path], output: Path, *, min_count: int =
 
 
 def main(name: str, output: str, *logs: str) -> None:
-    """Run one provider and print its seconds, CPU seconds and peak MiB; none starts processes, so that is the whole tree."""
+    """Run one provider and print its seconds, CPU seconds and peak MiB; no provider starts further processes."""
     paths = [Path(log) for log in logs]
-    if name == "torchrec":  # before the clock starts, and not for the others, whose memory is theirs alone
+    if name == "torchrec":  # imported before the clock starts, and only here, because it takes memory
         importlib.import_module("torchrec.datasets.criteo")
     start, cpu = time.perf_counter(), time.process_time()
     match name:
@@ -145,9 +145,9 @@ def main(name: str, output: str, *logs: str) -> None:
         case "torchrec":
             preprocess_with_torchrec(paths, Path(output))
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-    # Not getrusage's ru_maxrss: a child begins with its parent's peak there.
+    # Not getrusage's ru_maxrss: a child's starts at its parent's peak.
     peak = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
-    assert peak, "Linux tells the peak"
+    assert peak, "Linux reports the peak"
     print(json.dumps([seconds, cpu, int(peak[1]) / 1024]))
 
 

@@ -1,1 +1,1 @@
-"""The lookup and whole models on GPUs: measured there, or modelled from compiled kernels."""
+"""The lookup and whole models on GPUs, measured there or modeled from compiled kernels."""

@@ -1,8 +1,8 @@
-"""Everything that a GPU can tell, with one command: `python -m benchmarks.gpu`, or `make gpu`.
+"""All GPU tests and benchmarks in one command: `python -m benchmarks.gpu`, or `make gpu`.
 
-It looks at the environment, runs the tests that need a GPU, measures the machine's ceilings and then every benchmark that the
-installed packages allow, within a time. Rows are kept for each machine; what an earlier run has measured isn't measured again. At
-the end it prints a page: each goal, what was measured, and what the model of `gpu_static` had said.
+It checks the environment, runs the tests that need a GPU, measures the machine's ceilings, and then runs every benchmark that the
+installed packages allow, within a time limit. Rows are kept for each machine; what an earlier run measured isn't measured again. At
+the end it prints a page: each goal, what was measured, and what the model in `static.py` predicted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TEST_FILES = (
     "nn/test_embedding_bag_gpu.py",
 )
 TORCHREC_TEST_FILES = ("training/test_captured_step.py", "training/test_batches.py")
-LEAST_SECONDS = 15  # in which a step is worth starting
+LEAST_SECONDS = 15  # remaining time in which a step is worth starting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +54,11 @@ class Step:
 
 
 def steps(device: str, quick: bool) -> list[Step]:
-    """In the order of what matters most."""
+    """The suite's steps, the most important first."""
     python = [sys.executable, "-m"]
     on_gpu = device.startswith("cuda")
     files = [*TEST_FILES, *(TORCHREC_TEST_FILES if not missing(TORCHREC) else ())]
-    # Warnings of packages that the project's pins don't cover are no failures here. Without a GPU tests are collected only.
+    # Warnings of package versions that the project doesn't pin are not failures here. Without a GPU, tests are only collected.
     tests = [*python, "pytest", "-W", "default", "-p", "no:cacheprovider", "-m", "gpu", *([] if on_gpu else ["--collect-only"])]
     measured = [*python, "benchmarks.run"]
     how = ["--device", device, "--no-memory", *(["--quick", "--seconds", "0"] if quick else ["--seconds", "1"])]
@@ -66,7 +66,7 @@ def steps(device: str, quick: bool) -> list[Step]:
     def benchmark(name: str, only: str = "") -> list[str]:
         return [*measured, name, *how, *(["--only", only] if only and not quick else [])]
 
-    patience = 1 if on_gpu else 4  # a CPU may be shared, and shows only that everything runs
+    patience = 1 if on_gpu else 4  # a CPU may be shared, and only shows that everything runs
     made = [
         Step(name="tests", command=[*tests, *(str(FOLDER.parent / "tests" / file) for file in files)], needs=TESTS, seconds=240),
         Step(name="gpu-lookup", command=benchmark("gpu-lookup"), seconds=180),
@@ -79,19 +79,19 @@ def steps(device: str, quick: bool) -> list[Step]:
 
 
 def missing(packages: Sequence[str]) -> list[str]:
-    """Those that can't be imported here."""
+    """The packages that can't be imported."""
     return [name for name in packages if importlib.util.find_spec(name) is None]
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--device", default="cuda", show_default=True, help="cuda; or cpu, to see that everything runs.")
+@click.option("--device", default="cuda", show_default=True, help="cuda, or cpu to check that everything runs.")
 @click.option("--quick", is_flag=True, help="Small cases, few rounds.")
 @click.option("--minutes", default=10.0, show_default=True, type=click.FloatRange(min=0, min_open=True), help="For the whole run.")
 @click.option("--output", type=click.Path(path_type=Path, file_okay=False), help="Default benchmarks/results/<machine kind>/gpu.")
 @click.option("--only", default="", metavar="STEP,...", help="Only these steps.")
-@click.option("--fresh", is_flag=True, help="Measure again what an earlier run has measured.")
+@click.option("--fresh", is_flag=True, help="Repeat what an earlier run has measured.")
 def main(device: str, quick: bool, minutes: float, output: Path | None, only: str, fresh: bool) -> int:
-    """Test and measure on a GPU whatever the installed packages allow; run it again to resume.
+    """Run every GPU test and benchmark that the installed packages allow; run it again to resume.
 
     \b
     Example:
@@ -125,7 +125,7 @@ def main(device: str, quick: bool, minutes: float, output: Path | None, only: st
 
 
 def describe_environment(device: str) -> str:
-    """Versions, what is missing, and the ceilings."""
+    """Describe versions, missing packages, and the machine's ceilings."""
     lines = [f"torch {torch.__version__}, Python {sys.version.split()[0]}, {machine_kind(device)}"]
     if device.startswith("cuda"):
         properties = torch.cuda.get_device_properties(device)
@@ -140,7 +140,7 @@ def describe_environment(device: str) -> str:
 
 
 def run_step(step: Step, folder: Path, deadline: float, *, fresh: bool) -> str:
-    """Run a step unless it ran before; what became of it, in a few words."""
+    """Run a step unless an earlier run did; return its outcome in a few words."""
     done, log = folder / f"{step.name}.done", folder / f"{step.name}.log"
     if done.exists() and not fresh:
         return f"kept from an earlier run, {json.loads(done.read_text())['note']}"
@@ -158,7 +158,7 @@ def run_step(step: Step, folder: Path, deadline: float, *, fresh: bool) -> str:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(FOLDER.parent), os.environ.get("PYTHONPATH")]))},
             ).returncode  # fmt: skip
         except subprocess.TimeoutExpired:
-            return f"failed: not done after {seconds:.0f} s, see {log}"
+            return f"failed: not finished after {seconds:.0f} s, see {log}"
     if status:
         lines = log.read_text().strip().splitlines() or ["no output"]
         return f"failed with status {status}: {lines[-1]} (see {log})"
@@ -168,7 +168,7 @@ def run_step(step: Step, folder: Path, deadline: float, *, fresh: bool) -> str:
 
 
 def kept_rows(folder: Path, name: str) -> list[Row]:
-    """The rows of a step that is done."""
+    """The rows of a finished step."""
     path = folder / f"{name}.jsonl"
     return read_rows(path) if path.exists() and (folder / f"{name}.done").exists() else []
 

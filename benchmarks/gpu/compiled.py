@@ -1,6 +1,6 @@
-"""What a Triton kernel becomes on a GPU that isn't here: its registers, spills, shared memory, occupancy and instructions.
+"""What a Triton kernel compiles to for a GPU that isn't present: registers, spills, shared memory, occupancy and instructions.
 
-Triton compiles for any architecture without a GPU, and its wheel holds NVIDIA's ptxas, cuobjdump and nvdisasm.
+Triton compiles for any architecture without a GPU, and its wheel contains NVIDIA's ptxas, cuobjdump and nvdisasm.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ KINDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Multiprocessor:
-    """What a multiprocessor of an architecture holds at once."""
+    """Capacities of one multiprocessor of an architecture."""
 
     registers: int
     shared: int
@@ -46,29 +46,29 @@ class Multiprocessor:
     warps: int
 
 
-# CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; a block takes 1 KiB of shared memory for itself.
+# CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; each block reserves 1 KiB of shared memory.
 MULTIPROCESSORS = {
     80: Multiprocessor(registers=65536, shared=164 << 10, blocks=32, warps=64),
     90: Multiprocessor(registers=65536, shared=228 << 10, blocks=32, warps=64),
     100: Multiprocessor(registers=65536, shared=228 << 10, blocks=32, warps=64),
 }
 _RESERVED_SHARED = 1 << 10
-_REGISTERS_AT_ONCE = 256  # in which a warp's are given out
+_REGISTERS_AT_ONCE = 256  # unit in which a warp's registers are allocated
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """One kernel for one architecture."""
+    """One kernel compiled for one architecture."""
 
     name: str
     architecture: int
     warps: int
     registers: int
-    """Of a thread."""
+    """Registers per thread."""
     spilled: int
-    """Bytes of a thread's stack, which holds what registers don't."""
+    """Bytes of a thread's stack, for values that don't fit into registers."""
     shared: int
-    """Bytes of a program."""
+    """Bytes of shared memory per program."""
     cubin: bytes
 
     @cached_property
@@ -78,7 +78,7 @@ class Compiled:
 
     @cached_property
     def instructions(self) -> Counter[str]:
-        """How often each one stands in the code, without the padding after its end."""
+        """How often each instruction occurs in the code, without the padding after its end."""
         return Counter(name.split(".")[0] for name in self._names)
 
     @cached_property
@@ -90,7 +90,7 @@ class Compiled:
 
     @property
     def entry(self) -> int:
-        """Instructions before the code may first leave or jump: all that a program runs which has nothing to do."""
+        """Instructions before the first exit or jump: all that a program with nothing to do executes."""
         return next(index for index, name in enumerate(self._names) if name.startswith(("BRA", "EXIT", "BSSY"))) + 1
 
     @property
@@ -101,9 +101,9 @@ class Compiled:
 
     @property
     def inner(self) -> tuple[int, int]:
-        """Multiply-adds, and all instructions, from the first operand read for a product to the last product.
+        """Count multiply-adds, and all instructions, from the first operand read for a product to the last product.
 
-        That is the body of an inner loop where it is unrolled. Operands come out of shared memory, or straight from global memory.
+        That is the body of an unrolled inner loop. Operands are read from shared memory, or directly from global memory.
         """
         names = [name.split(".")[0] for name in self._names]
         products = [index for index, name in enumerate(names) if name in KINDS["multiply-add"]]
@@ -113,7 +113,7 @@ class Compiled:
 
     @property
     def loop(self) -> int:
-        """Instructions of the innermost loop that multiplies and adds; all of them if there is none."""
+        """Instructions of the innermost loop that multiplies and adds; of the whole kernel if there is no such loop."""
         at, labels, loops = 0, {}, []
         for line in self.sass.splitlines():
             if label := _LABEL.match(line):
@@ -129,7 +129,7 @@ class Compiled:
 
     @property
     def occupancy(self) -> float:
-        """Warps that a multiprocessor holds at once over those that it could."""
+        """Warps that a multiprocessor holds at once, divided by the most that it could hold."""
         processor = MULTIPROCESSORS[self.architecture]
         of_warp = -(-self.registers * _WARP // _REGISTERS_AT_ONCE) * _REGISTERS_AT_ONCE
         by_registers = processor.registers // (of_warp * self.warps)
@@ -142,8 +142,8 @@ def compile_launch(launch: Launch, tensors: Mapping[str, str], architecture: int
     """Compile what a launch would run on an NVIDIA GPU.
 
     Args:
-        launch: any.
-        tensors: per tensor argument its type as Triton writes it, such as "*fp32"; aligned to 16 bytes, as torch allocates.
+        launch: the launch to compile.
+        tensors: tensor argument -> Triton's name of its type, such as "*fp32"; aligned to 16 bytes, as torch allocates.
         architecture: 80, 90 or 100.
     """
     kernel = _compile(launch, tensors, GPUTarget("cuda", architecture, _WARP))
@@ -163,7 +163,7 @@ def compile_launch(launch: Launch, tensors: Mapping[str, str], architecture: int
 
 
 def compile_for_amd(launch: Launch, tensors: Mapping[str, str], architecture: str = "gfx942") -> str:
-    """The AMD assembly of what a launch would run there; its comments tell registers and spills."""
+    """Compile what a launch would run on an AMD GPU; return the assembly, whose comments state registers and spills."""
     assembly: str = _compile(launch, tensors, GPUTarget("hip", architecture, 64)).asm["amdgcn"]
     return assembly
 

@@ -1,7 +1,7 @@
-"""What a training step of TT tables launches on a GPU, counted on a machine without one.
+"""Counts what a training step of TT tables launches on a GPU, on a machine without one.
 
-The step runs on fake tensors, which have sizes and no numbers: whatever would wait for the device, or allocate by what is in it,
-raises an error. Every operator that would launch kernels is counted with the bytes of its operands; our Triton launches are
+The step runs on fake tensors, which have sizes but no values, so anything that would wait for the device, or allocate by values on
+it, raises an error. Every operator that would launch kernels is counted with the bytes of its operands; our Triton launches are
 recorded.
 """
 
@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import comera_rec.ops.bags.triton_updates  # kernels must be there before TRITON_INTERPRET is, to be compiled later
+import comera_rec.ops.bags.triton_updates  # define the kernels before TRITON_INTERPRET is set, so that they can be compiled later
 import comera_rec.ops.plan.triton  # noqa: F401
 from comera_rec.nn import TTEmbeddingBag
 from comera_rec.nn.table import plan_tables
@@ -35,21 +35,21 @@ from comera_rec.ops.plan import pairs
 from comera_rec.tt import TTShape
 
 SORT = 4
-"""Kernels of a radix sort beside its passes, one for each byte of the keys: histograms, their sums, numbers to carry, a copy."""
+"""Kernels of a radix sort besides one pass per byte of the keys: histograms, their sums, values to move, a copy."""
 SEVERAL = {"cumsum": 2, "constant_pad_nd": 2, "scatter": 2, "scatter_add": 2, "index_select": 1}
-"""Operators of torch that launch more than one kernel: a scan and its start, a fill or copy before what they are called for."""
+"""Torch operators that launch several kernels: a scan and its initialization, a fill or copy before the actual work."""
 NONE = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh", "detach", "detach_",
     "alias", "device", "_record_function_enter_new", "_record_function_exit",
 }  # fmt: skip
-"""Operators that hand the device nothing."""
+"""Operators that launch nothing."""
 MAKING = {"new_zeros", "new_full", "zeros_like", "ones_like", "full_like"}
-"""Operators that only look at the sizes of their operands."""
+"""Operators that only use the sizes of their operands."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """An operator of a step: kernels that it launches, and bytes of its operands and results, each counted once."""
+    """An operator of a step: how many kernels it launches, and the bytes of its operands and results, each counted once."""
 
     name: str
     kernels: int
@@ -58,21 +58,21 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A step, counted: torch's operators, and our launches with their tensors."""
+    """The counts of a step: torch's operators, and our launches with their tensors."""
 
     torch: list[Work] = field(default_factory=list)
     launches: list[tuple[Launch, dict[str, Tensor]]] = field(default_factory=list)
     slices: list[int] = field(default_factory=list)
-    """Of all tables' cores, by core."""
+    """Slices of all tables, for each core."""
 
     @property
     def kernels(self) -> int:
-        """All that the device is handed."""
+        """Kernels that the step launches."""
         return sum(work.kernels for work in self.torch) + len(self.launches)
 
 
 class _Counter(TorchDispatchMode):
-    """Counts operators, and puts the kernels' own Python in place of our registered operators."""
+    """Counts operators, and replaces our registered operators by the Python code that launches their kernels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,12 +120,12 @@ _INSIDE: dict[str, Callable[..., Any]] = {
 
 
 def count_step(shapes: list[TTShape], batch: int, *, bag: int = 1, optimizer: str = "Adagrad") -> Step:
-    """Count a step of tables that share a lookup: plan, bags, and updates.
+    """Count a step of tables that share a lookup: plan, bags and updates.
 
     Args:
-        shapes: of the tables, alike but for row modes and ranks.
+        shapes: shapes of the tables, which differ only in row modes and ranks.
         batch: bags of each table.
-        bag: ids of a bag.
+        bag: ids per bag.
         optimizer: "Adagrad" or "SGD", which update slices in backward; or "Adam", fused, over whole cores after it.
 
     Raises:
@@ -140,7 +140,7 @@ def count_step(shapes: list[TTShape], batch: int, *, bag: int = 1, optimizer: st
         step = _optimizer(optimizer, parameters)
         ids = [torch.empty(batch * bag, dtype=torch.int64) for _ in tables]
         offsets, upstream = torch.empty(len(tables) * batch + 1, dtype=torch.int64), torch.empty(batch, len(tables) * dim)
-        for warm in (True, False):  # the first step makes the optimizer's state
+        for warm in (True, False):  # the first step creates the optimizer's state
             if not warm:
                 launches.clear()
                 counter.__enter__()
@@ -172,10 +172,10 @@ def _constants(rows: list[Any], device: torch.device) -> Tensor:
 
 @contextmanager
 def _triton_on_fake_tensors() -> Iterator[None]:
-    """Let the CPU pass for a device on which Triton runs, as it may in its interpreter."""
-    aligned = mock.patch.object(bags, "_address", return_value=0)  # which fake tensors have not
-    constants = [mock.patch.object(module, "on_device", _constants) for module in (bags, pairs)]  # which stay on a GPU
-    # On a GPU the flag is made once, and steps are counted on the host.
+    """Make the CPU appear to be a device on which Triton runs, as it can in its interpreter."""
+    aligned = mock.patch.object(bags, "_address", return_value=0)  # fake tensors have no address
+    constants = [mock.patch.object(module, "on_device", _constants) for module in (bags, pairs)]  # on a GPU these are cached
+    # On a GPU the flag is created once, and steps are counted on the host.
     flag = mock.patch.object(pairs, "_in_range", _flag)
     host = mock.patch.object(updates, "_count", return_value=None)
     with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}), aligned, constants[0], constants[1], flag, host, FakeTensorMode():

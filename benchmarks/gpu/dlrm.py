@@ -1,6 +1,6 @@
-"""Steps of a whole DLRM on synthetic Criteo logs: dense, TT, and TT with its steps in a CUDA graph; each a process of its own.
+"""Steps of a whole DLRM on synthetic Criteo logs: dense, TT, and TT with steps in a CUDA graph, each in its own process.
 
-Times are the trainer's medians; nothing is tuned, and quality is another benchmark's (`dlrm`).
+Times are the trainer's medians. Nothing is tuned: the benchmark `dlrm` measures quality.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ QUICK = dlrm.QUICK[1]
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
-    """A row for each form."""
+    """Yield a row for each form."""
     case = GpuDlrmCase(size=QUICK if settings.quick else FULL)
     on_gpu = settings.device.startswith("cuda")
     forms = {DENSE: dlrm.FORMS["dense"], TT: dlrm.FORMS["TT + rows adaptive"]}

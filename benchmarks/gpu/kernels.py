@@ -1,6 +1,6 @@
-"""The launches of a training step on a GPU, at the sizes in use, and the types of their tensors.
+"""The launches of a training step on a GPU at the usual sizes, and the types of their tensors.
 
-n1 x r times r x n2: the two cores of a table of order 2 with n1 n2 columns. U unique rows of L ids in as many bags.
+n1 x r and r x n2: a slice of each core of a table of order 2 with n1 n2 columns. U unique rows of L ids in L bags.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FLOAT, _INT, _LONG = "*fp32", "*i32", "*i64"
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A launch, what its tensors are, and of which size."""
+    """A launch, the types of its tensors, and its size."""
 
     launch: Launch
     tensors: Mapping[str, str]
@@ -32,7 +32,7 @@ class Call:
 
     @property
     def in_all(self) -> bool:
-        """Of float32 and the size that is compiled for every architecture; the others are for one."""
+        """Whether it is compiled for every architecture: in float32 and of the usual size; the others are compiled for one."""
         return "bfloat16" not in self.what and (len(self.size) < 3 or self.size == MOST_USED)
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ class Call:
 
 
 def step_calls(n1: int, rank: int, n2: int) -> list[Call]:
-    """The Triton launches of a step that updates cores in backward by Adagrad: seven tables, batches of 16,384, one id a bag."""
+    """The Triton launches of a step that updates cores in backward by Adagrad: seven tables, batches of 16,384, one id per bag."""
     ids, tables = 114_688, 7
     dim, size = n1 * n2, (n1, rank, n2)
     sizes = bags.Sizes(num_ids=ids, counts=(13_645, 13_287), n1=n1, rank=rank, n2=n2, num_cols=dim, scaled=True, aligned=True)
@@ -73,12 +73,12 @@ def step_calls(n1: int, rank: int, n2: int) -> list[Call]:
 
 
 def _of_bfloat16(tensors: Mapping[str, str]) -> dict[str, str]:
-    """With parameters and states of bfloat16."""
+    """Replace the types of parameters and states by bfloat16."""
     return {name: "*bf16" if name in ("core_ptr", "d_ptr", "result_ptr") else kind for name, kind in tensors.items()}
 
 
 def calls() -> list[Call]:
-    """Every kernel that the sizes in use compile, once."""
+    """One launch of every kernel that the usual sizes compile."""
     by_variant: dict[object, Call] = {}
     for n1, rank, n2 in SIZES:
         for call in step_calls(n1, rank, n2):

@@ -1,6 +1,6 @@
-"""The lookup on a GPU, without TorchRec: dense tables, FBGEMM's where it is installed, TT tables eagerly and in a CUDA graph.
+"""The lookup on a GPU without TorchRec: dense tables, FBGEMM's if installed, and TT tables, eager and in a CUDA graph.
 
-Shapes: T tables of N columns, B bags of one id each, L ids of all tables together.
+Shapes: T tables of N columns, B bags of one id each, L ids in all tables together, U unique ids.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DENSE, FBGEMM, TT, GRAPH = "nn.EmbeddingBag sparse", "FBGEMM", "TT tables", "TT 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuLookupCase:
-    """Tables of one dim, and batches of `batch` bags of an id each by Zipf's law."""
+    """Tables of one dim, and batches of `batch` bags of one id each, drawn by Zipf's law."""
 
     batch: int
     rows: tuple[int, ...] = ROWS
@@ -57,7 +57,7 @@ class GpuLookupCase:
 
 
 def cases(quick: bool) -> list[GpuLookupCase]:
-    """The goal's batches and dims; order 3 once."""
+    """The batches and dims of the goals; order 3 once."""
     if quick:
         return [GpuLookupCase(rows=(30_000, 10_000), dim=16, rank=8, batch=256)]
     grid = [GpuLookupCase(dim=dim, batch=batch) for dim in (64, 128) for batch in (16_384, 65_536)]
@@ -65,13 +65,13 @@ def cases(quick: bool) -> list[GpuLookupCase]:
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
-    """The rows of every case."""
+    """Yield the rows of every case."""
     yield from measure_cases("gpu-lookup", cases(settings.quick), GpuLookupWorkload, settings)
 
 
 @dataclass(frozen=True)
 class Flat:
-    """A batch of all tables, as FBGEMM reads one."""
+    """A batch of all tables, in the form that FBGEMM reads."""
 
     all_ids: Tensor
     all_offsets: Tensor
@@ -86,7 +86,7 @@ class Flat:
 
 
 class FlatBatch:
-    """One id a bag, for tables of these rows."""
+    """One id per bag, for tables with these numbers of rows."""
 
     def __init__(self, rows: Sequence[int], batch: int, device: str) -> None:
         values = torch.cat([draw_ids(count, batch, ZIPF) for count in rows]).to(device)
@@ -95,17 +95,17 @@ class FlatBatch:
         self.features = Flat(values, torch.arange(len(values) + 1, device=device))
 
     @cached_property
-    def met(self) -> list[Tensor]:
+    def unique_ids(self) -> list[Tensor]:
         """The unique ids of each table, ascending."""
         return [ids.unique() for ids in self.ids]
 
-    def met_rows(self, tables: Sequence[Tensor]) -> Tensor:
-        """Those rows of T tables [M, N], end to end."""
-        return torch.cat([table[met] for table, met in zip(tables, self.met, strict=True)])
+    def unique_rows(self, tables: Sequence[Tensor]) -> Tensor:
+        """Those rows of T tables [M, N], end to end: [sum of U, N]."""
+        return torch.cat([table[ids_U] for table, ids_U in zip(tables, self.unique_ids, strict=True)])
 
 
 class Tables(nn.Module):
-    """TT tables that share a lookup, as a collection of embedding bags would look them up."""
+    """TT tables that share a lookup, as in a collection of embedding bags."""
 
     def __init__(self, case: GpuLookupCase, device: str) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class Tables(nn.Module):
         )
 
     def forward(self, values: Tensor, offsets: Tensor) -> Tensor:
-        """[L] ids, table after table, and [T * B + 1] -> [B, T * N]."""
+        """Look up ids [L], table after table, with offsets [T * B + 1]; returns [B, T * N]."""
         tables = [bag for bag in self.bags if isinstance(bag, TTEmbeddingBag)]
         ids = [[part] for part in values.split(len(values) // len(tables))]
         plan = plan_tables(ids, tables, [["ids"]] * len(tables))
@@ -125,7 +125,7 @@ class Tables(nn.Module):
 
 
 class GraphProvider(TorchProvider):
-    """A step in a CUDA graph: a call copies its ids in and replays. Its numbers are those of a replay."""
+    """A step in a CUDA graph: a call copies its ids into the graph's input and replays it. Values are those of a replay."""
 
     def __init__(self, module: nn.Module, batches: Sequence[tuple[Any, ...]], upstream: Tensor, optimizer: Any) -> None:
         super().__init__(module, batches, upstream, optimizer=optimizer)
@@ -147,12 +147,12 @@ class GraphProvider(TorchProvider):
         return {"step": self._replay}
 
     def verify(self) -> dict[str, Tensor]:
-        """The output; gradients are the graph's own, of the weights before its update."""
+        """The output alone: gradients stay in the graph, and are those of the weights before its update."""
         output = self._replay(0).clone()
         return {"output": output, **parameter_gradients(self.module)}
 
     def release(self) -> None:
-        """Gradients belong to the graph."""
+        """Do nothing: gradients belong to the graph."""
 
     def _recorded(self) -> Tensor:
         assert self._optimizer is not None
@@ -193,16 +193,17 @@ class GpuLookupWorkload:
         return {name: make for name, make in factories.items() if name not in self.left_out}
 
     def reference(self) -> dict[str, Tensor]:
-        """Outputs, gradients and updated rows of the first batch; unique rows by the definition in float64."""
+        """Outputs, gradients and updated rows of the first batch, from unique rows by definition in float64."""
         exact, batch = copy.deepcopy(self.tables).double(), self.batches[0]
         rows = []
-        for bag, met in zip(exact.bags, batch.met, strict=True):
+        for bag, ids_U in zip(exact.bags, batch.unique_ids, strict=True):
             assert isinstance(bag, TTEmbeddingBag)
             bag.impl = "reference"
-            row_UN = bag(met, torch.arange(len(met), device=met.device))
+            row_UN = bag(ids_U, torch.arange(len(ids_U), device=ids_U.device))
             row_UN.retain_grad()
             rows.append(row_UN)
-        bags = [row_UN[torch.searchsorted(met, ids)] for row_UN, met, ids in zip(rows, batch.met, batch.ids, strict=True)]
+        tables = zip(rows, batch.unique_ids, batch.ids, strict=True)
+        bags = [rows_UN[torch.searchsorted(ids_U, ids)] for rows_UN, ids_U, ids in tables]
         output = torch.cat(bags, dim=1)
         output.backward(self.upstream.double())
         gradient_UN = torch.cat([row_UN.grad for row_UN in rows if row_UN.grad is not None])
@@ -214,9 +215,9 @@ class GpuLookupWorkload:
         }  # fmt: skip
 
     def counted(self, provider: Provider, pass_: str) -> dict[str, float]:
-        """Parameters, unique ids, and the least time of a pass over dense rows: bags, their gradients, rows that a batch meets."""
+        """Parameters, unique ids, and the least time of a pass over dense rows: bags, their gradients, unique rows."""
         is_ours = isinstance(provider, TorchProvider) and not isinstance(provider.module, EmbeddingBags)
-        unique = sum(len(met) for met in self.batches[0].met)
+        unique = sum(len(ids_U) for ids_U in self.batches[0].unique_ids)
         bags, rows = 4.0 * self.upstream.numel(), 4.0 * unique * self.case.dim
         moved = bags + rows if pass_ == "forward" else 2 * bags + 3 * rows
         params = parameter_count(self.tables)
@@ -226,7 +227,7 @@ class GpuLookupWorkload:
 
     def _ours(self, provider: Callable[..., TorchProvider]) -> TorchProvider:
         module = copy.deepcopy(self.tables)
-        # Adam's kernel for all parameters at once is what a graph can hold; Adagrad has none on GPUs.
+        # A graph can hold Adam's kernel for all parameters at once; Adagrad has no such kernel on GPUs.
         optimizer = torch.optim.Adam(module.parameters(), lr=LR, fused=True, capturable=self._device.startswith("cuda"))
         return provider(
             module,
@@ -244,7 +245,7 @@ class GpuLookupWorkload:
         return self._ours(GraphProvider)
 
     def _tables(self) -> list[Tensor]:
-        """The dense tables [M, N], of which the rows that batches meet are the TT tables'."""
+        """The dense tables [M, N]; the rows that batches use are those of the TT tables."""
         storage = shared_storage(self.case.rows, self.case.dim, self._device, resident=True)
         tables = split_storage(storage, self.case.rows, self.case.dim)
         exact = copy.deepcopy(self.tables).double()
@@ -253,7 +254,8 @@ class GpuLookupWorkload:
                 assert isinstance(bag, TTEmbeddingBag)
                 bag.impl = "reference"
                 for batch in self.batches:
-                    table_MN[batch.met[t]] = bag(batch.met[t], torch.arange(len(batch.met[t]), device=self._device)).float()
+                    ids_U = batch.unique_ids[t]
+                    table_MN[ids_U] = bag(ids_U, torch.arange(len(ids_U), device=self._device)).float()
         return tables
 
     def _dense(self) -> Provider:
@@ -264,7 +266,7 @@ class GpuLookupWorkload:
             weights = [weight.detach() for weight in module.parameters()]
             gradients = [weight.grad.coalesce().values() for weight in module.parameters() if weight.grad is not None]
             optimizer.step()
-            return {"gradient of rows": torch.cat(gradients), "rows after Adagrad": self.batches[0].met_rows(weights)}
+            return {"gradient of rows": torch.cat(gradients), "rows after Adagrad": self.batches[0].unique_rows(weights)}
 
         return TorchProvider(module, [(batch,) for batch in self.batches], self.upstream, optimizer=optimizer, shown=shown)
 

@@ -1,10 +1,10 @@
-"""A model of the lookup's training step on GPUs that aren't here, and of FBGEMM's by the same rules: nothing is measured.
+"""A model of the lookup's training step, and of FBGEMM's by the same rules, on GPUs that aren't present: nothing is measured.
 
-Our kernels are compiled for the GPU's architecture and disassembled, the whole step is counted on fake tensors (`gpu_counts`). A
-kernel's time is the slower of its bytes at the memory's bandwidth and its instructions at the rate that schedulers issue them, and
-never less than `KERNEL`; kernels follow one another, as in a CUDA graph. Left out: caches, waiting for loads, uneven work.
+Our kernels are compiled for the GPU's architecture and disassembled, and the whole step is counted on fake tensors (`counts.py`). A
+kernel takes the longer of two times, its bytes at the memory's bandwidth and its instructions at the rate at which schedulers issue
+them, but at least `KERNEL`; kernels follow one another, as in a CUDA graph. Caches, load latency and uneven work are ignored.
 
-U unique rows of L ids, N columns; a table is of order 2, its halves n1 x r and r x n2.
+U unique rows of L ids, N columns; a table is of order 2, its slices n1 x r and r x n2.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from comera_rec.tt import TTShape
 
 ROWS = (10131227, 2202608, 8351593, 5461306, 7046547, 286181, 142572)  # Criteo Kaggle's tables above 100,000 rows
 ZIPF = 1.05
-SCHEDULERS = 4  # of a multiprocessor, an instruction each a cycle (CUDA C++ Programming Guide, "Compute Capability 8.x" to "10.x")
+SCHEDULERS = 4  # per multiprocessor, one instruction a cycle each (CUDA C++ Programming Guide, "Compute Capability 8.x" to "10.x")
 KERNEL = 2e-6  # seconds from a kernel's start to the next one's in a graph, however little it does: an assumption
-ATTAINED = 0.85  # part of the memory's bandwidth that a kernel reaches: an assumption; large copies reach 0.9
+ATTAINED = 0.85  # fraction of the memory's bandwidth that a kernel reaches: an assumption; large copies reach 0.9
 _OURS, _FBGEMM = "TT", "FBGEMM"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """Of a data sheet."""
+    """A GPU by its data sheet."""
 
     architecture: int
     multiprocessors: int
@@ -59,7 +59,7 @@ GPUS = {
 
 @dataclass(frozen=True, kw_only=True)
 class StaticCase:
-    """Tables of Criteo's sizes on a GPU, ids by Zipf's law, one each bag."""
+    """Tables of Criteo's sizes on a GPU; one id per bag, drawn by Zipf's law."""
 
     gpu: str
     batch: int
@@ -69,12 +69,12 @@ class StaticCase:
 
     @property
     def tt_shapes(self) -> list[TTShape]:
-        """Order 2."""
+        """Shapes of order 2, one for each table."""
         return [TTShape.for_table(rows, self.dim, tt_ranks=self.rank, order=2) for rows in ROWS]
 
     @property
     def compression(self) -> float:
-        """Dense parameters over the tables', all together."""
+        """Dense parameters of all tables divided by those of the TT tables."""
         return sum(ROWS) * self.dim / sum(shape.num_params for shape in self.tt_shapes)
 
     def shapes(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class StaticCase:
 
 
 def cases(quick: bool) -> list[StaticCase]:
-    """Batches and dims of the goal, on every GPU; other ranks on one."""
+    """The goals' batches and dims on every GPU; other ranks on one GPU."""
     if quick:
         return [StaticCase(gpu="H100", batch=2048)]
     grid = [StaticCase(gpu=gpu, batch=batch, dim=dim) for gpu in GPUS for dim in (64, 128) for batch in (16_384, 65_536)]
@@ -91,22 +91,22 @@ def cases(quick: bool) -> list[StaticCase]:
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """A kernel's part in a step."""
+    """What a kernel contributes to a step."""
 
     name: str
     kernels: int
     bytes: float
     issued: float = 0.0
-    """Instructions of all its warps."""
+    """Instructions that all its warps issue."""
 
     def seconds(self, gpu: Gpu) -> float:
-        """By the model."""
+        """Seconds that the model predicts."""
         issue = self.issued / (gpu.multiprocessors * SCHEDULERS * gpu.hertz)
         return max(self.bytes / (gpu.bytes_per_s * ATTAINED), issue, self.kernels * KERNEL)
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
-    """A row for each provider's step, one for each of our kernels."""
+    """Yield a row for each provider's step and one for each of our kernels."""
     environment = describe(settings.device) | {"threads": 0}
     for case in chosen(cases(settings.quick), settings.only):
         torch.manual_seed(settings.seed)
@@ -123,7 +123,7 @@ def run(settings: Settings) -> Iterator[list[Row]]:
 
 
 def totals(kernels: Sequence[Kernel], gpu: Gpu) -> dict[str, float]:
-    """Kernels, MiB, and what the step would take by each limit alone."""
+    """Kernels, MiB, and the step's time under each limit alone."""
     moved = sum(kernel.bytes for kernel in kernels)
     count = sum(kernel.kernels for kernel in kernels)
     return {
@@ -137,20 +137,20 @@ def totals(kernels: Sequence[Kernel], gpu: Gpu) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What a batch's ids are, of all tables."""
+    """Counts of a batch's ids, over all tables."""
 
     unique: int
     """Rows."""
-    met: tuple[int, int]
-    """Leading and trailing slices."""
+    slices_used: tuple[int, int]
+    """Leading and trailing slices that the batch uses."""
     segments: tuple[int, int]
-    """Slices of each chunk of the sorted ids, added up over the chunks."""
+    """Slices that each chunk of the sorted ids uses, summed over the chunks."""
     rounds: tuple[int, int]
-    """Blocks of ids that the segments are cut into."""
+    """Blocks of ids that the segments are split into."""
 
 
 class Model:
-    """One case: its step counted, its kernels compiled, its ids drawn."""
+    """One case: its counted step, compiled kernels, and drawn ids."""
 
     def __init__(self, case: StaticCase) -> None:
         self._case = case
@@ -163,17 +163,17 @@ class Model:
         self._batch = _drawn(case.batch, case.dim, case.rank, blocks)
 
     def ours(self) -> list[Kernel]:
-        """Torch's operators, and our kernels."""
+        """Kernels of torch's operators, and our own."""
         kernels = [Kernel(name=work.name, kernels=work.kernels, bytes=work.bytes) for work in self._step.torch]
         for name, (launch, _, compiled) in self._launches.items():
             kernels.append(Kernel(name=name, kernels=1, bytes=self._bytes(launch), issued=self._issued(launch, compiled)))
         return kernels
 
     def fbgemm(self) -> list[Kernel]:
-        """Its fused forward and exact row-wise Adagrad, unweighted, as of 1.8.
+        """Kernels of FBGEMM 1.8's fused forward pass and exact row-wise Adagrad, unweighted.
 
-        Kernels are those of `embedding_forward_split_template.cu`, `transpose_embedding_input.cu` and
-        `embedding_backward_split_template.cu`; the sort is CUB's over the bits that number all rows.
+        They are those of `embedding_forward_split_template.cu`, `transpose_embedding_input.cu` and
+        `embedding_backward_split_template.cu`; the sort is CUB's over the bits of a row's number.
         """
         dim, ids, unique = self._case.dim, self._ids, self._batch.unique
         rows, bags = 4.0 * unique * dim, 4.0 * ids * dim
@@ -188,7 +188,7 @@ class Model:
         ]
 
     def describe(self, name: str) -> dict[str, float]:
-        """What a kernel was compiled to."""
+        """What a kernel compiles to."""
         launch, _, compiled = self._launches[name]
         products, inner = compiled.inner if compiled.kinds["multiply-add"] else (0, 1)
         return {
@@ -207,38 +207,38 @@ class Model:
         return by_name
 
     def _issued(self, launch: Launch, compiled: Compiled) -> float:
-        """Instructions of all warps: the whole code once for each program or segment; a segment's further rounds are the loop."""
+        """Instructions of all warps: the whole code once for each program or segment, the loop for a segment's further blocks."""
         code, name = sum(compiled.instructions.values()), launch.kernel.__name__
         if name == "_sum_slices":
             side = launch.constants["SIDE"]
             tiles = launch.grid[1] * launch.grid[2]
             segments, rounds = self._batch.segments[side], self._batch.rounds[side]
             return float(launch.num_warps * tiles * (segments * code + (rounds - segments) * compiled.loop))
-        if name == "_sum_parts":  # few chunks have a sum that goes on beyond them; for the others it ends at once
+        if name == "_sum_parts":  # few chunks have a sum that extends beyond them; programs of the others exit at once
             code = compiled.entry
         return float(math.prod(launch.grid) * launch.num_warps * code)
 
     def _bytes(self, launch: Launch) -> float:
-        """Of what a kernel reads and writes, each once; of slices, those that the batch meets."""
+        """Bytes that a kernel reads and writes, each counted once; of slices, only those that the batch uses."""
         ids, rank, name = self._ids, self._case.rank, launch.kernel.__name__
         out, key = 4.0 * ids * self._case.dim, 2.0 if sum(self._step.slices) < 1 << 15 else 4.0
-        slices = [4.0 * met * cols * rank for met, cols in zip(self._batch.met, self._cols, strict=True)]
+        slices = [4.0 * slices_used * cols * rank for slices_used, cols in zip(self._batch.slices_used, self._cols, strict=True)]
         if name == "_split_ids":
             return ids * (8.0 + 12.0 + 2 * key)
         if name == "_pool":  # offsets, pairs, bags of ids
             return out + ids * (8.0 + 12.0 + 4.0) + sum(slices)
         if name == "_finish_diagonals":
-            return 4.0 * self._batch.met[1] * rank + 4.0 * self._step.slices[1]
+            return 4.0 * self._batch.slices_used[1] * rank + 4.0 * self._step.slices[1]
         side = launch.constants["SIDE"]
-        met, segments = self._batch.met[side], self._batch.segments[side]
+        slices_used, segments = self._batch.slices_used[side], self._batch.segments[side]
         if name == "_sum_slices":  # keys, order, the other slice, the table, the bag; sums and owners
-            of_sums = segments * 4.0 * self._cols[side] * rank + 4.0 * met
+            of_sums = segments * 4.0 * self._cols[side] * rank + 4.0 * slices_used
             return out + ids * (key + 8.0 + 4.0 + 4.0 + 4.0) + slices[1 - side] + of_sums
-        later = (segments - met) * 4.0 * self._cols[side] * rank
+        later = (segments - slices_used) * 4.0 * self._cols[side] * rank
         if name == "_sum_parts":
             return later + 4 * key * launch.grid[0]
         assert name == "_finish_slices"  # sums; the slice and its state, read and written; owners; the diagonal's products
-        return 5 * slices[side] + 4.0 * self._step.slices[side] + 8.0 * met + side * 4.0 * met * rank
+        return 5 * slices[side] + 4.0 * self._step.slices[side] + 8.0 * slices_used + side * 4.0 * slices_used * rank
 
 
 @cache
@@ -256,14 +256,14 @@ def _drawn(batch: int, dim: int, rank: int, blocks: tuple[int, int]) -> Batch:
         for side, digits in enumerate((ids // modes[1], ids % modes[1])):
             keys[side].append(digits + firsts[side])
             firsts[side] += modes[side]
-    met, segments, rounds = zip(
-        *(_segments(torch.cat(of_side), block) for of_side, block in zip(keys, blocks, strict=True)), strict=True
+    slices_used, segments, rounds = zip(
+        *(_segments(torch.cat(side_keys), block) for side_keys, block in zip(keys, blocks, strict=True)), strict=True
     )
-    return Batch(unique=unique, met=met, segments=segments, rounds=rounds)
+    return Batch(unique=unique, slices_used=slices_used, segments=segments, rounds=rounds)
 
 
 def _segments(keys: Tensor, block: int) -> tuple[int, int, int]:
-    """Different keys; keys of each chunk, when they are sorted; blocks that those make."""
+    """Count distinct keys, those of each chunk of the sorted keys, and the blocks that the latter make."""
     keys = keys.sort().values
     of_chunks = (torch.arange(len(keys)) // CHUNK) * (keys.max() + 1) + keys
     lengths = of_chunks.unique(return_counts=True)[1]
@@ -285,7 +285,7 @@ _compilations: dict[tuple[Any, ...], Compiled] = {}
 
 
 def format_case(rows: Sequence[Row]) -> str:
-    """A line for each step and each kernel."""
+    """Format a line for each step and each kernel."""
     steps, kernels = ([row for row in rows if row.provider.endswith("(kernel)") is kernel] for kernel in (False, True))
     lines = [f"{case_title(rows[0])}: a model, not a measurement"]
     for some in filter(None, (steps, kernels)):
@@ -294,4 +294,4 @@ def format_case(rows: Sequence[Row]) -> str:
         cells += [[row.provider, f"{row.p50:.4f}", *(f"{row.counted[name]:,.3g}" for name in names)] for row in some]
         lines += aligned(cells, left=(0,))
     ours = next(row for row in steps if row.provider == _OURS)
-    return "\n".join([*lines, f"  {ours.ratios[_FBGEMM]:.2f}x FBGEMM's step: above 1 is less time"])
+    return "\n".join([*lines, f"  {ours.ratios[_FBGEMM]:.2f}x FBGEMM's step (above 1 is faster)"])

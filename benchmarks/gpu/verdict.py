@@ -1,4 +1,4 @@
-"""The page that `benchmarks.gpu` prints at the end: goals beside what was measured."""
+"""The page that `benchmarks.gpu` prints at the end: goals and what was measured."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.harness.text import aligned
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """A ratio of two providers' times that all rows of some sizes should reach."""
+    """A ratio of two providers' times that all rows of the given sizes should reach."""
 
     what: str
     step: str
@@ -21,7 +21,7 @@ class Goal:
     baseline: str
     pass_: str
     least: float
-    """Above 1 is less time than the baseline."""
+    """Smallest acceptable ratio; above 1 is faster than the baseline."""
     sizes: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -44,7 +44,7 @@ GOALS = (
 
 
 def verdict(rows: Sequence[Row], notes: Mapping[str, str], machine: str) -> str:
-    """A line for each goal: the least ratio measured, met or missed, or why it wasn't measured."""
+    """Format a line for each goal: the smallest ratio measured and whether it meets the goal, or why it wasn't measured."""
     cells = [["goal", "at least", "measured", ""]]
     for goal in GOALS:
         ratios = [row.ratios[goal.baseline] for row in rows if _fits(row, goal)]
@@ -55,7 +55,7 @@ def verdict(rows: Sequence[Row], notes: Mapping[str, str], machine: str) -> str:
         cells.append([goal.what, f"{goal.least:.1f}x", *outcome])
     return "\n".join(
         [
-            f"verdict on {machine}: least ratios over all sizes, above 1 is less time",
+            f"verdict on {machine}: smallest ratios over all sizes, above 1 is faster",
             *aligned(cells, left=(0, 3)),
             *_model(rows, machine),
         ]
@@ -73,7 +73,7 @@ def _fits(row: Row, goal: Goal) -> bool:
 
 
 def _model(rows: Sequence[Row], machine: str) -> list[str]:
-    """What `gpu-static` had said of this GPU beside what was measured."""
+    """Format what `gpu-static` predicted for this GPU and what was measured."""
     said = {
         (row.shapes["batch"], row.shapes["dim"], row.shapes["rank"], row.provider): row.p50
         for path in sorted((FOLDER / "results").glob("*/gpu-static.jsonl"))

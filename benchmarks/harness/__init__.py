@@ -1,1 +1,1 @@
-"""What all benchmarks share: cases and providers, agreement before timing, clocks, memory, rows."""
+"""Code that all benchmarks share: cases and providers, agreement before timing, clocks, memory, rows."""

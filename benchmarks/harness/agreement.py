@@ -1,4 +1,4 @@
-"""The gate: nothing is timed before every provider gave the reference's numbers."""
+"""The gate: nothing is timed until every provider's values agree with the reference."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-# Largest error over the largest reference value, by the dtype of what a provider returned.
+# Largest error relative to the largest reference value, by the dtype that a provider returns.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
 
 
 class Disagreement(Exception):
-    """A provider's numbers are not the reference's."""
+    """A provider's values differ from the reference."""
 
 
 def require_agreement(reference: Mapping[str, Tensor], outcomes: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Compare what providers computed with the reference.
 
     Args:
-        reference: quantity -> value, in float64: "output", and gradients or updated weights under names of their own.
-        outcomes: provider -> the quantities it can show; "output" always.
+        reference: quantity -> value, in float64: "output", and gradients or updated weights under their own names.
+        outcomes: provider -> the quantities that it can show, always including "output".
 
     Raises:
-        Disagreement: naming the provider, the quantity and the error, for missing or unknown quantities as well.
+        Disagreement: for values that differ, and for missing or unknown quantities; it names provider, quantity and error.
     """
     for provider, outcome in outcomes.items():
         if "output" not in outcome:
             raise Disagreement(f"{provider} shows no output")
         for quantity, value in outcome.items():
             if quantity not in reference:
-                raise Disagreement(f"{provider} shows {quantity}, which the reference does not know")
+                raise Disagreement(f"{provider} shows {quantity}, which the reference lacks")
             expected = reference[quantity]
             if value.shape != expected.shape:
                 raise Disagreement(f"{provider}: {quantity} has shape {tuple(value.shape)}, not {tuple(expected.shape)}")

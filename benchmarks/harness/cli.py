@@ -1,4 +1,4 @@
-"""Errors of the benchmark commands become one line and an exit status."""
+"""Reports errors of the benchmark commands as one line and an exit status."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from comera_rec.cli.errors import run_command as run
 
 
 def run_command(command: click.Command, name: str, arguments: list[str] | None = None) -> NoReturn:
-    """Run a command and exit: 0 on success, 1 where providers disagree, 2 on a user's mistake."""
+    """Run a command and exit: 0 on success, 1 if providers disagree, 2 on a user's mistake."""
     try:
         run(command, f"python -m {name}", arguments, folder=FOLDER)
     except Disagreement as error:

@@ -1,4 +1,4 @@
-"""Where and with what a benchmark ran."""
+"""The hardware and software on which a benchmark runs."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ PACKAGES = {
 
 
 def machine_kind(device: str) -> str:
-    """A folder name for machines whose times may be compared, such as "nvidia-h200" or "cpu-2-amd-epyc-avx2"."""
+    """A folder name for machines whose times are comparable, such as "nvidia-h200" or "cpu-2-amd-epyc-avx2"."""
     if device.startswith("cuda"):
         return _slug(torch.cuda.get_device_name(device))
     return _slug(f"cpu {available_cores()} {_cpu_model()} {ops.cpu()}")
 
 
 def available_cores() -> int:
-    """CPU cores this process may run on."""
+    """CPU cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -53,7 +53,7 @@ def describe(device: str) -> dict[str, Any]:
 
 
 def _hardware() -> dict[str, str]:
-    """What the CPU model alone doesn't tell: vector instructions, caches, memory, and how pages are made."""
+    """What the CPU model's name doesn't tell: vector instructions, caches, memory, and the huge-page setting."""
     cpuinfo, caches = Path("/proc/cpuinfo"), Path("/sys/devices/system/cpu/cpu0/cache")
     flags = re.search(r"^flags\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
     vectors = [flag for flag in (flags[1].split() if flags else ()) if re.match(r"avx|fma|f16c|amx", flag)]

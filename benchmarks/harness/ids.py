@@ -1,4 +1,4 @@
-"""Ids of tables, drawn by Zipf's law."""
+"""Random ids of tables, by Zipf's law."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def draw_ids(rows: int, count: int, exponent: float) -> Tensor:
-    """[count] ids of one table by Zipf's law: id k has a probability proportional to (k + 1)^-exponent; 0 is uniform."""
+    """Draw ids [count] of one table by Zipf's law: P(k) is proportional to (k + 1)^-exponent; exponent 0 is uniform."""
     if exponent == 0:
         return torch.randint(rows, (count,))
     cumulative = _cumulative(rows, exponent)
@@ -17,9 +17,9 @@ def draw_ids(rows: int, count: int, exponent: float) -> Tensor:
 
 
 def draw_power_law(rows: int, count: int, exponent: float) -> Tensor:
-    """[count] ids of one table, much as `draw_ids`, in memory that doesn't depend on the rows.
+    """Draw ids [count] of one table, much as `draw_ids` does, in memory that doesn't depend on the number of rows.
 
-    They are whole parts of numbers x in [1, rows + 1) of density proportional to x^-exponent, by inversion; exponent not 1.
+    Inverts the integral of a density proportional to x^-exponent on [1, rows + 1), and truncates; the exponent must not be 1.
     """
     last = (rows + 1.0) ** (1 - exponent)
     numbers = (1 + torch.rand(count, dtype=torch.float64) * (last - 1)).pow_(1 / (1 - exponent))

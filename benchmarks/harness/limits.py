@@ -1,6 +1,6 @@
-"""What the machine could do at best, and what a lookup must do at least: the time that no implementation gets below.
+"""What the machine can do at best and what a lookup must do at least: the time that no implementation can beat.
 
-U unique rows of N columns, L lookups, B bags; a core's slices have m numbers each that a batch meets.
+U unique rows of N columns, L lookups, B bags.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _COPIED, _SIDE, _REPEATS = 256 << 20, 2048, 5
 
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
-    """Measured in the same process: bytes read or written by a copy, and multiply-adds of a large product, per second."""
+    """Rates measured in the same process: bytes per second that a copy moves, and multiply-adds per second of a large product."""
 
     bytes_per_s: float
     multiply_adds_per_s: float
@@ -25,7 +25,7 @@ class Ceilings:
 
 @cache
 def ceilings(device: str) -> Ceilings:
-    """Of this machine: the best of a few tries, because others may use it too."""
+    """Measure this machine's ceilings: the best of a few tries, because others may use the machine too."""
     source = torch.ones(_COPIED // 4, device=device)
     target, square = torch.empty_like(source), torch.randn(_SIDE, _SIDE, device=device)
 
@@ -45,13 +45,13 @@ def ceilings(device: str) -> Ceilings:
 
 @dataclass(frozen=True, kw_only=True)
 class Least:
-    """Bytes that must cross the memory's bus at least once in a pass, and its multiply-adds."""
+    """The bytes that a pass must move to or from memory at least, and its multiply-adds."""
 
     bytes: float
     multiply_adds: float
 
     def counted(self, device: str) -> dict[str, float]:
-        """What a row tells: both, the limits measured, and the time of the slower of the two in ms."""
+        """The fields of a row: both numbers, the measured ceilings, and the time in ms of the slower of the two."""
         machine = ceilings(device)
         slower = max(self.bytes / machine.bytes_per_s, self.multiply_adds / machine.multiply_adds_per_s)
         return {
@@ -64,5 +64,5 @@ class Least:
 
 
 def describe_limits(counted: Mapping[str, float]) -> str:
-    """A line about the machine."""
+    """Format a line about the machine's ceilings."""
     return f"copies {counted['copy_gb_per_s']:.1f} GB/s, multiplies {counted['gemm_gflop_per_s']:.0f} GFLOP/s"

@@ -1,4 +1,4 @@
-"""From cases to rows: measure memory while this process is small, then case by case agree and time in turns."""
+"""From cases to rows: measures memory while this process is small, then checks agreement and times providers, case by case."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ class Settings:
     seed: int = 0
     memory: bool = True
     only: Mapping[str, str] = field(default_factory=dict)
-    """Sizes that a case must have to be measured, as `Case.shapes` tells them."""
+    """Sizes that a case must have to be measured, by the names of `Case.shapes`."""
     plan: Plan = field(default_factory=Plan)
     data: Path | None = None
-    """A folder of data that is no part of the repository."""
+    """A folder of data outside the repository."""
     finished: Sequence[Row] = ()
-    """Rows of an earlier run, which a benchmark that can go on leaves out."""
+    """Rows of an earlier run, which a resumable benchmark doesn't repeat."""
 
 
 def chosen(cases: Iterable[AnyCase], only: Mapping[str, str]) -> list[AnyCase]:
-    """The cases of the sizes in `only`.
+    """The cases that have the sizes in `only`.
 
     Raises:
-        ValueError: if there are none.
+        ValueError: if there is none.
     """
     cases = list(cases)
     selected = [case for case in cases if all(str(case.shapes().get(name)) == size for name, size in only.items())]
@@ -66,16 +66,16 @@ def measure_cases(
         cases: what to measure.
         build: (case, device, seed) -> workload.
         settings: from the command line.
-        build_for_memory: the same where memory is measured; default `build`. Importable by name, because child processes call it.
+        build_for_memory: used instead of `build` to measure memory. Importable by name, because child processes call it.
 
     Yields:
-        The rows of a case.
+        The rows of each case.
     """
     cases = chosen(cases, settings.only)
     environment = describe(settings.device)
     peaks: list[Peaks] = [{} for _ in cases]
     if settings.memory and memory_is_measurable(settings.device):
-        # All cases before the first is timed, because from then on this process may hold gigabytes.
+        # Memory comes first for all cases, because this process may hold gigabytes once timing begins.
         progress = tqdm(cases, desc=f"{op}, memory", unit="case", disable=None)
         peaks = [measure_memory(case, build_for_memory or build, settings) for case in progress]
     for case, peak in zip(tqdm(cases, desc=op, unit="case", disable=None), peaks, strict=True):
@@ -83,7 +83,7 @@ def measure_cases(
 
 
 def measure_memory(case: Case, build: Build, settings: Settings) -> Peaks:
-    """Provider -> pass -> MiB of some calls; one child process a provider, one at a time."""
+    """Provider -> pass -> MiB of a few calls, measured in one child process per provider, one at a time."""
     return {
         name: peak_extra_memory(prepare_calls, build, case, settings.device, settings.seed, name, device=settings.device)
         for name in build(case, settings.device, settings.seed).providers
@@ -91,11 +91,11 @@ def measure_memory(case: Case, build: Build, settings: Settings) -> Peaks:
 
 
 def prepare_calls(build: Build, case: Case, device: str, seed: int, provider: str) -> Prepared:
-    """One provider's passes, warmed up, on the first input always, and what drops its gradients; for `peak_extra_memory`."""
+    """Warm up a provider; return its passes, always on the first input, and its `release`, for `peak_extra_memory`."""
     instance = build(case, device, seed).providers[provider]()
     calls = {pass_: partial(_on_first_input, call) for pass_, call in instance.passes.items()}
     for call in calls.values():
-        call(0)  # optimizer state and compiled kernels are no part of a call's extra memory
+        call(0)  # optimizer state and compiled kernels don't count as a call's extra memory
     return calls, instance.release
 
 
@@ -104,15 +104,15 @@ def _on_first_input(call: Call, turn: int) -> object:
 
 
 def measure_case(op: str, case: Case, build: Build, settings: Settings, environment: Mapping[str, Any], peaks: Peaks) -> list[Row]:
-    """All rows of one case.
+    """Measure one case.
 
     Args:
         op, case, build, settings: as for `measure_cases`.
         environment: fields that are the same for all rows.
-        peaks: memory measured before, which rows report as well.
+        peaks: the result of `measure_memory`, which the rows also report.
 
     Raises:
-        Disagreement: if any provider's numbers are wrong; nothing was timed then.
+        Disagreement: if any provider's values are wrong; nothing of the case is timed then.
     """
     workload = build(case, settings.device, settings.seed)
     for name, reason in workload.left_out.items():
@@ -152,7 +152,7 @@ def case_rows(
     counted: Mapping[str, dict[str, float]],
     baselines: Iterable[str] = (),
 ) -> list[Row]:
-    """A row for each provider that has samples of a pass; ratios to those baselines that have some, too."""
+    """Make a row for each provider that has samples of a pass, with ratios to the baselines that also have some."""
     spreads = {name: percentiles(values) for name, values in samples.items()}
     return [
         Row(

@@ -1,4 +1,4 @@
-"""Peak extra memory of calls, native allocations included, in a process that did nothing else."""
+"""Peak extra memory of calls, native allocations included, in a process that does nothing else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Call = Callable[[int], object]
 Prepared = tuple[Mapping[str, Call], Callable[[], None]]
 
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt
 _LARGE = 64 << 10
 
 
@@ -31,23 +31,23 @@ def memory_is_measurable(device: str) -> bool:
 def peak_extra_memory(
     prepare: Callable[..., Prepared], *arguments: Any, device: str = "cpu", repeats: int = 2
 ) -> dict[str, list[float]]:
-    """MiB by which each of some calls raised the peak of a fresh process over what it held just before, by name of the call.
+    """Measure by how many MiB each call raises a fresh process's peak above its memory just before the call; by the call's name.
 
-    On CPU it is the growth of the peak resident set (VmHWM), which sees every allocator; on CUDA torch's own count.
+    On CPU that is the growth of the peak resident set (VmHWM), which covers every allocator; on CUDA it is torch's own count.
 
     Args:
-        prepare: a function importable by name. It runs in the child, does everything that is not to be counted (imports, weights,
-            warming up) and returns the calls by name, and a function that drops what a call left behind.
+        prepare: a function importable by name. It runs in the child, does everything that should not be counted (imports, weights,
+            warming up), and returns the calls by name and a function that frees what a call leaves behind.
         arguments: for `prepare`; picklable.
         device: where the call allocates.
-        repeats: how often each is measured.
+        repeats: how often each call is measured.
 
     Raises:
         RuntimeError: if the child fails or is killed.
     """
-    # A fork server imports the modules once but runs no kernel, so its forks start quickly and inherit no half-dead thread pools.
+    # A fork server imports modules once but runs no kernels, so its forks start quickly and inherit no broken thread pools.
     context = multiprocessing.get_context("forkserver")
-    # torch.optim imports torch._dynamo when it is first used, which takes seconds.
+    # torch.optim imports torch._dynamo on first use, which takes seconds.
     ours = [name for name in sys.modules if name.startswith("benchmarks.")]
     context.set_forkserver_preload([*ours, prepare.__module__, "torch._dynamo"])
     receiver, sender = context.Pipe(duplex=False)
@@ -85,12 +85,12 @@ def _measure(
 
 
 def resident_peak_mib() -> float:
-    """MiB that were resident at once in this process since it began, libraries included."""
+    """The peak of this process's resident memory since it started, in MiB, libraries included."""
     return _kib("VmHWM") / 1024
 
 
 def return_freed_memory_at_once() -> None:
-    # glibc keeps freed blocks resident, and what a call then takes again would not raise the peak.
+    # glibc keeps freed blocks resident; a call that reuses them would not raise the peak.
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(_M_MMAP_THRESHOLD, _LARGE)

@@ -19,24 +19,24 @@ class Row:
 
     Attributes:
         op: the operation, by default the benchmark's name.
-        provider: who did the work.
+        provider: the implementation that did the work.
         shapes: sizes of the case: batch, rows, dim, order, ranks, distribution of the ids and so on; plain JSON values.
-        dtype: of the weights.
+        dtype: type of the weights.
         pass_: "forward", "forward+backward", "step" (with the optimizer's update) or "run" (of a whole program); for whole
             trainings "tune" or "test"; "estimate" where nothing was measured; "pass" in JSON.
         p20, p50, p80: percentiles over the samples.
         unit: "ms" for time, "MiB" for the peak extra memory of one call ("mlperf": of a whole process), of a trained model "NE" for
             the normalized cross-entropy, "accuracy", or "loss" for the cross-entropy in nats.
-        samples: how many calls the percentiles stand on.
-        ratios: baseline -> the baseline's p50 over this p50, in the same run; above 1 is less time or memory than the baseline.
+        samples: number of calls that the percentiles are taken over.
+        ratios: baseline -> the baseline's p50 over this p50, in the same run; above 1 is better than the baseline.
         counted: what was counted instead of measured, e.g. params, flops.
         device: "cpu" or "cuda".
         machine: kind of machine, the folder of its results, or what an estimate is for.
-        hardware: its CPU flags and cache sizes; empty in rows older than this field.
+        hardware: the machine's CPU flags and cache sizes; empty in rows older than this field.
         versions: of python, torch, torchrec, fbgemm and comera-rec.
         threads: CPU threads of torch; 0 where nothing was measured.
         commit: of this repository, with "-dirty" where tracked files differ from it.
-        seed: of weights and inputs.
+        seed: seed of weights and inputs.
         date: UTC, ISO 8601.
     """
 
@@ -83,8 +83,8 @@ class Row:
         if isinstance(record, dict):
             record.setdefault("hardware", {})
         if not isinstance(record, dict) or set(record) != set(names):
-            given = set(record) if isinstance(record, dict) else set()
-            raise ValueError(f"not a benchmark row: missing {sorted(set(names) - given)}, unknown {sorted(given - set(names))}")
+            keys = set(record) if isinstance(record, dict) else set()
+            raise ValueError(f"not a benchmark row: missing {sorted(set(names) - keys)}, unknown {sorted(keys - set(names))}")
         return cls(**{names[key]: value for key, value in record.items()})
 
 
@@ -100,14 +100,14 @@ def read_rows(path: Path) -> list[Row]:
 
 
 class RowWriter:
-    """Writes rows beside the file, line by line, and puts them in its place once all are there.
+    """Writes rows to a temporary file, line by line, and renames it once all rows are there.
 
-    With `append` they go to the end of the file itself, for benchmarks that go on where they stopped.
+    With `append` rows go to the end of the file itself, for resumable benchmarks.
     """
 
     def __init__(self, path: Path, *, append: bool = False) -> None:
         if not path.parent.is_dir():
-            raise ValueError(f"no folder {path.parent} for {path.name}: create it first")
+            raise ValueError(f"there is no folder {path.parent} for {path.name}: create it first")
         if path.is_dir():
             raise ValueError(f"{path} is a folder: name a file")
         self.path = path

@@ -1,4 +1,4 @@
-"""Rows as text: one aligned table a case."""
+"""Formats rows as text: one aligned table per case."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from benchmarks.harness.workload import PASSES
 
 
 def case_title(row: Row) -> str:
-    """The case in one line: "lookup, num_embeddings 1,000,000, order 2, ..."."""
+    """Format the case in one line: "lookup, num_embeddings 1,000,000, order 2, ..."."""
     return ", ".join([row.op, *(f"{name} {format_size(value)}" for name, value in row.shapes.items()), row.dtype])
 
 
 def format_case(rows: Sequence[Row]) -> str:
-    """All rows of one case: a line for each pass and provider, ratios such as "4.2x" less time than the baseline."""
+    """Format all rows of one case: a line for each pass and provider, with ratios such as "4.2x" faster than the baseline."""
     baselines = list(dict.fromkeys(name for row in rows for name in row.ratios))
     names = list(dict.fromkeys(row.provider for row in rows))
     cells = [["pass", "provider", "p50 ms", "p20..p80", *(f"vs {b}" for b in baselines), "of limit", "extra MiB"]]
@@ -35,7 +35,7 @@ def format_case(rows: Sequence[Row]) -> str:
 
 
 def aligned(cells: Sequence[Sequence[str]], *, left: Sequence[int]) -> list[str]:
-    """Lines of a table; columns are flush right but those in `left`."""
+    """Format the lines of a table whose columns are flush right, except those in `left`."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [
         "  "
@@ -49,7 +49,7 @@ def _p50(row: Row | None) -> str:
 
 
 def _of_limit(row: Row | None) -> str:
-    """A median over the least time that the pass's bytes or multiply-adds take on this machine."""
+    """Format a median divided by the least time that the pass's bytes or multiply-adds take on this machine."""
     return f"{row.p50 / row.counted['limit_ms']:.1f}x" if row and "limit_ms" in row.counted else ""
 
 
@@ -62,7 +62,7 @@ def _ratios(row: Row | None, baselines: Sequence[str]) -> list[str]:
 
 
 def format_size(value: object) -> str:
-    """A size for people: 1,000,000 or 8x8x8."""
+    """Format a size for people: 1,000,000 or 8x8x8."""
     if isinstance(value, list):
         return "x".join(map(str, value))
     return f"{value:,}" if isinstance(value, int) else str(value)

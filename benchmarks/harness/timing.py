@@ -1,4 +1,4 @@
-"""Clocks: providers in turns, so that whatever else the machine does falls on all of them alike."""
+"""Clocks: times providers in turns, so that whatever else the machine does affects all of them alike."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How long to measure: rounds until `seconds` have passed, but at least `min_rounds` and at most `max_rounds`."""
+    """How long to measure: until `seconds` have passed, but at least `min_rounds` and at most `max_rounds` rounds."""
 
     warmup: int = 2
     min_rounds: int = 10
@@ -33,16 +33,16 @@ def alternate(
     synchronize: Callable[[], object] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Time calls in turns, A B C, C B A, A B C ..., with the garbage collector off: each follows each of its neighbours.
+    """Time calls in turns, A B C, C B A, A B C ..., with the garbage collector off, so that each follows each of its neighbors.
 
     Args:
-        calls: name -> call; a call takes the number of its round, so that all see the same input in the same round.
-        plan: rounds.
+        calls: name -> call; a call takes the number of its round, so that all get the same input in the same round.
+        plan: number of rounds.
         synchronize: waits for the device; called before each reading of the clock.
-        clock: seconds.
+        clock: returns seconds.
 
     Returns:
-        name -> milliseconds, one number a round.
+        name -> milliseconds, one number per round.
     """
     for warmup in range(plan.warmup):
         for call in calls.values():
@@ -60,7 +60,7 @@ def alternate(
                 result = call(turn)
                 synchronize()
                 samples[name].append((clock() - start) * 1000)
-                del result  # freed outside the clock, for all alike
+                del result  # freed outside the timed section
             if turn + 1 >= plan.min_rounds and clock() - first >= plan.seconds:
                 break
     finally:

@@ -1,4 +1,4 @@
-"""What a benchmark describes: cases, the workload a case stands for, and its providers."""
+"""What a benchmark defines: cases, each case's workload, and its providers."""
 
 from __future__ import annotations
 
@@ -16,57 +16,57 @@ class Case(Protocol):
 
     @property
     def dtype(self) -> str:
-        """Of the weights."""
+        """Type of the weights."""
 
     def shapes(self) -> dict[str, Any]:
         """The sizes as plain JSON values, for `Row.shapes`."""
 
 
 class Provider(Protocol):
-    """One implementation, with weights of its own."""
+    """One implementation, with its own weights."""
 
     @property
     def passes(self) -> Mapping[str, Callable[[int], object]]:
-        """Pass -> call, for the passes it has; a call takes the number of its round and picks its input by that."""
+        """Pass -> call, for the passes that it has; a call takes the number of its round, which selects its input."""
 
     def verify(self) -> dict[str, Tensor]:
-        """What it computes on the first input: "output", and what else of `Workload.reference` it can show."""
+        """Compute "output" on the first input, and whatever else of `Workload.reference` the provider can show."""
 
     def release(self) -> None:
-        """Drop what a call leaves behind, such as gradients; called where memory is measured."""
+        """Free what a call leaves behind, such as gradients; called when memory is measured."""
 
 
 class Workload(Protocol):
-    """Inputs and weights that the providers of a case share, equal wherever they are built from the same case and seed."""
+    """Inputs and weights that the providers of a case share; the same case and seed always give the same ones."""
 
     @property
     def baselines(self) -> tuple[str, ...]:
-        """Providers that ratios are quoted to."""
+        """Providers that ratios refer to."""
 
     @property
     def left_out(self) -> Mapping[str, str]:
-        """Providers that this machine can't be asked to run -> why."""
+        """Providers that this machine can't run -> the reason."""
 
     @property
     def providers(self) -> Mapping[str, Callable[[], Provider]]:
         """Name -> factory, in the order they take turns. Each provider is verified before the next is made."""
 
     def reference(self) -> dict[str, Tensor]:
-        """The right values on the first input, in float64, from the definition."""
+        """The correct values on the first input, in float64, from the definition."""
 
     def counted(self, provider: Provider, pass_: str) -> dict[str, float]:
-        """What can be counted for a pass, such as params and flops."""
+        """Counted quantities of a pass, such as params and flops."""
 
 
 class TorchProvider:
-    """A torch module: forward without gradients, forward and backward, and with the optimizer's update if there is one.
+    """A torch module: forward without gradients, forward and backward, and, with an optimizer, a whole step.
 
     Args:
-        module: what is measured.
-        batches: positional arguments of the calls, taken in turns.
+        module: the module to measure.
+        batches: positional arguments of the calls, used in turns.
         upstream: gradient of the output.
         optimizer: of the module's parameters; without it there is no "step".
-        shown: gives what `verify` shows besides the output; called after a backward pass.
+        shown: returns what `verify` shows besides the output; called after a backward pass.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ def parameter_count(module: nn.Module) -> float:
 
 
 def parameter_gradients(module: nn.Module) -> dict[str, Tensor]:
-    """ "gradient of <name>" -> gradient, for all parameters; a missing one is NaN, which agrees with nothing."""
+    """ "gradient of <name>" -> gradient, for all parameters; a missing one becomes NaN, which agrees with nothing."""
     return {
         f"gradient of {name}": torch.full_like(parameter, torch.nan).detach() if parameter.grad is None else parameter.grad.clone()
         for name, parameter in module.named_parameters()

@@ -1,1 +1,1 @@
-"""Linear layers, and the transformer made of them."""
+"""Linear layers, and the transformer built from them."""

@@ -1,8 +1,8 @@
-"""Measure the prices by which linear layers are contracted and compressed: `python -m benchmarks.linear.calibrate`; two minutes.
+"""Measure the prices for contracting and compressing linear layers: `python -m benchmarks.linear.calibrate`; two minutes.
 
-Steps of random layers, dense and in random contractions, are timed, and their 20th percentiles taken. The prices are the
-nonnegative ones whose predictions have the least relative errors, in squares; put them into `comera_rec/tt/linear_cost.py`.
-`python -m benchmarks.run linear` then tells how good the decisions are.
+Steps of random layers, dense and in random contractions, are timed, and their 20th percentiles taken. The prices are nonnegative
+and minimize the squared relative errors of predictions; put them into `comera_rec/tt/linear_cost.py`. `python -m benchmarks.run
+linear` then shows how good the decisions are.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.lookup.shapes import correlation
 from comera_rec.ops import tt_linear
 from comera_rec.tt import Contraction, LinearWork, candidate_contractions, contraction_work, dense_work
 
-FEATURES = (192, 384, 640, 896, 1536, 2560)  # none of those of `layers.py`
+FEATURES = (192, 384, 640, 896, 1536, 2560)  # different from those in `layers.py`
 RANKS = (4, 8, 16, 24, 48, 96)
 BATCHES = (1, 4, 16, 64, 256, 1024, 4096)
 MOST = 1e9  # multiply-adds of a dense forward pass
@@ -33,10 +33,10 @@ MOST = 1e9  # multiply-adds of a dense forward pass
 
 @click.command()
 @click.option("--layers", default=60, show_default=True, help="How many layers, each dense and in four contractions.")
-@click.option("--seconds", default=0.5, show_default=True, help="For each layer, at least five rounds.")
-@click.option("--seed", default=0, show_default=True, help="Of layers, weights and inputs.")
+@click.option("--seconds", default=0.5, show_default=True, help="Time for each layer, at least five rounds.")
+@click.option("--seed", default=0, show_default=True, help="Seed of layers, weights and inputs.")
 def calibrate(layers: int, seconds: float, seed: int) -> None:
-    """Print the prices of this machine."""
+    """Measure and print the prices of this machine."""
     random.seed(seed)
     torch.manual_seed(seed)
     work: list[LinearWork] = []
@@ -66,7 +66,7 @@ def _layer() -> tuple[cr.TTLinear, int]:
 
 
 def _steps(layer: cr.TTLinear, batch: int) -> Iterator[tuple[LinearWork, Callable[[int], None]]]:
-    """(work, call) of the dense layer, the chosen contraction and random ones that aren't far more work."""
+    """Yield (work, call) of the dense layer, the chosen contraction, and random ones that aren't much more work."""
     x_BI = torch.randn(batch, layer.in_features, requires_grad=True)
     upstream_BO = torch.randn(batch, layer.out_features)
 

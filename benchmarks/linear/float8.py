@@ -1,4 +1,4 @@
-"""Products of matrices forward and backward: float32, bfloat16, and `float8_matmul`.
+"""Matrix products forward and backward: float32, bfloat16, and `float8_matmul`.
 
 Shapes: M x K times K x N.
 """
@@ -42,7 +42,7 @@ def cases(quick: bool) -> list[Float8Case]:
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
-    """The rows of every case."""
+    """Yield the rows of every case."""
     yield from measure_cases("float8", cases(settings.quick), Float8Workload, settings)
 
 
@@ -57,7 +57,7 @@ class _Product(nn.Module):
 
 
 class Float8Workload:
-    """One product of entries -1, 0 and 1, which every format holds exactly."""
+    """One product of matrices of -1, 0 and 1, which every format represents exactly."""
 
     baselines = (FLOAT32, BFLOAT16)
 
@@ -97,7 +97,7 @@ class Float8Workload:
         def shown() -> dict[str, Tensor]:
             assert x.grad is not None
             assert module.weight.grad is not None
-            # Sums of ones may need more bits than bfloat16 has: they are rounded, as the tolerance of bfloat16 allows.
+            # Sums may need more bits than bfloat16 has: they are rounded, which bfloat16's tolerance allows.
             return {"gradient of input": x.grad.to(upstream.dtype), "gradient of weight": module.weight.grad.to(upstream.dtype)}
 
         return TorchProvider(module, [(x,)], upstream, shown=shown)

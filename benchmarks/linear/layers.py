@@ -1,4 +1,4 @@
-"""Linear layers: nn.Linear against TTLinear with the same weights.
+"""Linear layers: nn.Linear and TTLinear with the same weights.
 
 Shapes: B batch, I in_features, O out_features.
 """
@@ -49,7 +49,7 @@ class LinearCase:
         }
 
 
-SECONDS = 2.5  # for each pass of each case, of which there are many
+SECONDS = 2.5  # for each pass of each of the many cases
 QUICK = (LinearCase(batch=256, in_features=256, out_features=128, rank=8),)
 SIZES = ((256, 256, 8), (256, 256, 32), (512, 256, 16), (768, 3072, 30), (1024, 1024, 16), (1024, 1024, 64), (1024, 1024, 128))
 FULL = tuple(
@@ -61,16 +61,16 @@ FULL = tuple(
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
-    """The rows of every case; at the end the slowest of those layers that policy auto compresses."""
+    """Yield the rows of every case; at the end print the slowest of the layers that policy auto compresses."""
     settings = replace(settings, plan=replace(settings.plan, seconds=min(settings.plan.seconds, SECONDS)))
-    taken: list[tuple[float, str]] = []
+    compressed: list[tuple[float, str]] = []
     for rows in measure_cases("linear", QUICK if settings.quick else FULL, LinearWorkload, settings):
         for row in rows:
             if (row.provider, row.pass_, row.unit) == ("TTLinear", "forward+backward", "ms") and row.counted["auto"]:
-                taken.append((row.ratios["nn.Linear"], case_title(row)))
+                compressed.append((row.ratios["nn.Linear"], case_title(row)))
         yield rows
-    for ratio, title in sorted(taken)[:1]:
-        tqdm.write(f"forward+backward of the {len(taken)} cases that policy auto compresses: at least {ratio:.2f}x, in {title}")
+    for ratio, title in sorted(compressed)[:1]:
+        tqdm.write(f"forward+backward of the {len(compressed)} layers that auto compresses: at least {ratio:.2f}x, in {title}")
 
 
 class LinearWorkload:
@@ -112,7 +112,7 @@ class LinearWorkload:
         }
 
     def counted(self, provider: Provider, pass_: str) -> dict[str, float]:
-        """Parameters, products as torch counts them (`flops_ratio`: the dense layer's over these), and whether auto compresses."""
+        """Parameters, flops as torch counts them (`flops_ratio`: dense over TT), and whether policy auto compresses the layer."""
         assert isinstance(provider, TorchProvider)
         flops, dense = _flops(provider, pass_), self._dense_flops[pass_]
         decision = cr.TTLinearConfig(tt_ranks=self._case.rank, order=self._case.order, batch=self._case.batch).decide(
@@ -131,7 +131,7 @@ class LinearWorkload:
         return {pass_: _flops(dense, pass_) for pass_ in dense.passes}
 
     def _provider(self, module: nn.Module) -> TorchProvider:
-        input_BI = self.input_BI.clone().requires_grad_()  # as inside a network: the input's gradient is needed, too
+        input_BI = self.input_BI.clone().requires_grad_()  # as inside a network, the input needs a gradient too
 
         def gradients() -> dict[str, Tensor]:
             assert input_BI.grad is not None
@@ -141,7 +141,7 @@ class LinearWorkload:
 
 
 def tt_matrix(stored: Mapping[str, Tensor], shape: cr.TTShape) -> Tensor:
-    """The matrix of a TT layer by definition: G_1 diag(D_1) G_2 ... G_d, from `core_k` and `rank_k`; differentiable."""
+    """Contract the matrix of a TT layer by definition: G_1 diag(D_1) G_2 ... G_d, from `core_k` and `rank_k`; differentiable."""
     matrix_mnr = stored["core_0"][0]
     for k in range(1, shape.order):
         product = torch.einsum("mnr,r,rabs->manbs", matrix_mnr, stored[f"rank_{k}"], stored[f"core_{k}"])

@@ -1,7 +1,7 @@
 """LoRA-the-Explorer: low-rank heads that train on shards of the batch and are merged into frozen weights.
 
-Huh et al., arXiv 2402.16828, algorithm 1. The N heads of a layer are what N workers would train; here they share one process, and
-with it one forward pass of the frozen weight. What is not a linear layer trains in full, on the whole batch.
+Huh et al., arXiv 2402.16828, algorithm 1. The N heads of a layer are what N workers would train; here they share one process and
+one forward pass of the frozen weight. Everything but linear layers trains in full, on the whole batch.
 
 Shapes: B batch, I in_features, O out_features, N heads, r rank.
 """
@@ -25,10 +25,10 @@ MERGE_EVERY = 10  # steps; section 4 of the paper
 class LTELinear(nn.Module):
     """y = x W + b + s x_n A_n B_n, where x_n is the n-th of N shards of the batch; in evaluation the mean of all heads.
 
-    Every A_n starts orthogonal, at a spectral norm of sqrt(I / r), and every B_n at zero.
+    Every A_n starts orthogonal, with a spectral norm of sqrt(I / r), and every B_n at zero.
 
     Args:
-        layer: its weight W [O, I] is frozen, and its bias trains on.
+        layer: its weight W [O, I] is frozen; its bias keeps training.
         heads: N.
         rank: r of a head.
         scale: s.
@@ -63,13 +63,13 @@ class LTELinear(nn.Module):
 
 
 def lora_the_explorer_(model: nn.Module, *, heads: int = HEADS, rank: int = RANK, scale: float = SCALE) -> nn.Module:
-    """Give the linear layers of a dense model heads; narrow ones train in full, as under GaLore."""
+    """Add heads to the linear layers of a dense model; narrow layers train in full, as with GaLore."""
     wide = [module for module in model.modules() if isinstance(module, nn.Linear) and module.out_features > NARROW]
     return replace_modules_(model, {layer: LTELinear(layer, heads=heads, rank=rank, scale=scale) for layer in wide})
 
 
 def merge_every_(optimizer: torch.optim.Optimizer, model: nn.Module, steps: int = MERGE_EVERY) -> torch.optim.Optimizer:
-    """Merge all heads of a model after every so many steps of its optimizer, whose state stays (section 3.3 of the paper)."""
+    """Merge all heads of a model after every `steps` steps of its optimizer, whose state is kept (section 3.3 of the paper)."""
     layers = [module for module in model.modules() if isinstance(module, LTELinear)]
     count = 0
 

@@ -1,7 +1,6 @@
-"""Other ways to train a transformer in less memory: low-rank layers, and GaLore in its three forms.
+"""Other ways to train a transformer in less memory: low-rank layers, and GaLore in three forms.
 
-GaLore keeps Adam's moments of a linear layer's gradient in a subspace of few dimensions (Zhao et al., arXiv 2403.03507, algorithm
-2).
+GaLore keeps Adam's moments of a linear layer's gradient in a low-dimensional subspace (Zhao et al., arXiv 2403.03507, algorithm 2).
 
 Shapes: I in_features, O out_features, r rank.
 """
@@ -23,17 +22,17 @@ from comera_rec.nn import named_tt_modules, replace_modules_
 from comera_rec.tt import contract
 
 GALORE_RANK = 128  # for a model of this size: Zhao et al., table 2
-NARROW = 2  # a layer of so few outputs, the scores of two classes, trains in full
-SUBSPACE = {"rank": GALORE_RANK, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}  # as its authors pre-train
+NARROW = 2  # layers with at most this many outputs, the scores of two classes, train in full
+SUBSPACE = {"rank": GALORE_RANK, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}  # the authors' for pre-training
 
 Groups = list[dict[str, Any]]
 
 
 class LowRankLinear(nn.Module):
-    """y = (x A) B + b, as LoRA's update without the frozen weight (Hu et al., arXiv 2106.09685).
+    """y = (x A) B + b: LoRA's update without the frozen weight (Hu et al., arXiv 2106.09685).
 
     Args:
-        layer: its two halves, contracted, are A [I, r] and B [r, O].
+        layer: the contractions of its two halves are A [I, r] and B [r, O].
     """
 
     def __init__(self, layer: cr.TTLinear) -> None:
@@ -49,7 +48,7 @@ class LowRankLinear(nn.Module):
 
 
 def low_rank(tensor_train: nn.Module) -> nn.Module:
-    """A copy whose linear layers are of low rank, and whose table is dense."""
+    """Copy a model with low-rank linear layers and a dense table in place of TT modules."""
     model = copy.deepcopy(tensor_train)
     layers: dict[nn.Module, nn.Module] = {
         module: LowRankLinear(module) if isinstance(module, cr.TTLinear) else module.to_dense()
@@ -64,7 +63,7 @@ def galore_is_installed() -> bool:
 
 
 def galore_groups(module: nn.Module, lr: float, lr_other: float, weight_decay: float = 0.0) -> Groups:
-    """Parameters that train in full, and weights of linear layers that train in a subspace; for `galore`."""
+    """Parameter groups for `galore`: parameters that train in full, and linear weights that train in a subspace."""
     projected = [layer.weight for layer in module.modules() if isinstance(layer, nn.Linear) and layer.out_features > NARROW]
     others = [p for p in module.parameters() if not any(p is weight for weight in projected)]
     groups: Groups = [
@@ -75,18 +74,18 @@ def galore_groups(module: nn.Module, lr: float, lr_other: float, weight_decay: f
 
 
 def galore(groups: Groups) -> torch.optim.Optimizer:
-    """AdamW of its authors."""
+    """The AdamW of GaLore's authors."""
     optimizer: torch.optim.Optimizer = _galore_torch().GaLoreAdamW(groups, no_deprecation_warning=True)
     return optimizer
 
 
 class Galore8bit:
-    """Its authors' projection before bitsandbytes' AdamW of 8-bit moments; their own 8-bit optimizer needs CUDA.
+    """GaLore's projection with bitsandbytes' AdamW of 8-bit moments; the authors' own 8-bit optimizer needs CUDA.
 
-    A projected weight has a stand-in of the subspace's shape, which is zero before a step and holds the update after it.
+    Each projected weight has a stand-in of the subspace's shape, which is zero before a step and holds the update after it.
 
     Args:
-        groups: of `galore_groups`, without weight decay.
+        groups: the result of `galore_groups`, without weight decay.
     """
 
     def __init__(self, groups: Groups) -> None:
@@ -108,7 +107,7 @@ class Galore8bit:
 
     @torch.no_grad()
     def step(self) -> None:
-        """One update of every parameter."""
+        """Update every parameter once."""
         for weight, stand_in in self._stand_ins.items():
             gradient = self.state[weight]["projector"].project(weight.grad, self._steps)
             stand_in.data = torch.zeros_like(gradient)
@@ -121,10 +120,10 @@ class Galore8bit:
 
 
 class UpdateInBackward:
-    """One optimizer a parameter, each run once the parameter's gradient is there, which is then dropped; GaLore's layer-wise form.
+    """GaLore's layer-wise form: each parameter has an optimizer, which runs once its gradient exists, and then drops the gradient.
 
     Args:
-        groups: of `galore_groups`.
+        groups: the result of `galore_groups`.
     """
 
     def __init__(self, groups: Groups) -> None:
@@ -136,7 +135,7 @@ class UpdateInBackward:
         self.parts = list(self.optimizers.values())
 
     def step(self) -> None:
-        """Do nothing: all updates are made by the end of the backward pass."""
+        """Do nothing: the backward pass has made all updates."""
 
     def _update(self, parameter: Tensor) -> None:
         self.optimizers[parameter].step()
@@ -144,5 +143,5 @@ class UpdateInBackward:
 
 
 def _galore_torch() -> ModuleType:
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it is imported, too, and tells of kernels that it misses
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it is imported as well, and warns about missing kernels
     return importlib.import_module("galore_torch")

@@ -1,8 +1,8 @@
 """A training step of CoMERA's six-encoder transformer: dense, with GaLore and LTE, low-rank, and TT.
 
-All providers start from the same function: the TT modules are drawn, the dense weights are what they stand for, the low-rank
-factors are the two halves of each TT module, and LTE's heads add nothing yet. Time of a step is that of forward, backward and
-update; GaLore's singular value decompositions, one in 200 steps, fall outside the clock, and so do LTE's merges in a median.
+All providers start from the same function: TT modules are random, dense weights are their contractions, low-rank factors are the
+two halves of each TT module, and LTE's heads start at zero. The time of a step is that of forward, backward and update; GaLore's
+singular value decompositions, one in 200 steps, are not timed, and medians don't show LTE's merges.
 
 Shapes: B batch, L length, I in_features, O out_features, r rank.
 """
@@ -39,7 +39,7 @@ PAPER_LINEARS = cr.TTLinearConfig(tt_ranks=30, order=6)
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerCase:
-    """A model and its batch of full sequences; the defaults are the paper's sizes (section 5.1, arXiv 2405.14377)."""
+    """A model and its batch of full-length sequences; the defaults are the paper's sizes (section 5.1, arXiv 2405.14377)."""
 
     batch: int
     length: int = 128
@@ -74,14 +74,14 @@ FULL, GPU = (tuple(TransformerCase(batch=batch) for batch in batches) for batche
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
-    """The rows of every case; three rounds where the clock would allow ten, because a dense step takes seconds."""
+    """Yield the rows of every case; at least three rounds instead of ten, because a dense step takes seconds."""
     plan = replace(settings.plan, warmup=1, min_rounds=3)
     cases = QUICK if settings.quick else FULL if settings.device == "cpu" else GPU
     yield from measure_cases("transformer", cases, TransformerWorkload, replace(settings, plan=plan))
 
 
 class TransformerWorkload:
-    """One model in every form, its batch, and a small batch for the gate."""
+    """One model in every form, its batch, and a small batch for checking agreement."""
 
     baselines = (DENSE, GALORE, LTE, LOW_RANK)
 
@@ -107,16 +107,16 @@ class TransformerWorkload:
 
     @cached_property
     def _dense(self) -> nn.Module:
-        """Shared by three providers, because memory is short; each continues from the weights of the others."""
+        """The dense model, which three providers share to save memory; each continues from the weights of the others."""
         return dense(self.tensor_train)
 
     @property
     def _compared(self) -> list[str]:
-        """All parameters but the keys' biases, whose gradient is zero: softmax doesn't see what is the same for all keys."""
+        """All parameters but the keys' biases, whose gradient is zero: softmax ignores what all keys have in common."""
         return [name for name, _ in self.tensor_train.named_parameters() if not name.endswith("key.bias")]
 
     def reference(self) -> dict[str, Tensor]:
-        """Scores and gradients in float64, every weight contracted core by core and given to the dense model."""
+        """Scores and gradients in float64, of the dense model with weights contracted core by core."""
         stored = {name: p.detach().double().requires_grad_() for name, p in self.tensor_train.named_parameters()}
         weights: dict[str, Tensor] = dict(stored)
         for name, module in named_tt_modules(self.tensor_train):
@@ -126,7 +126,7 @@ class TransformerWorkload:
             for key in parameters.keys() - {"bias"}:
                 del weights[f"{name}.{key}"]
         ids, labels = self.gate
-        # Only its structure is used: every weight is replaced.
+        # Only the structure is used: every weight is replaced.
         skeleton = dense(copy.deepcopy(self.tensor_train).to("meta"))
         output = torch.func.functional_call(skeleton, weights, (ids,), strict=True)
         F.cross_entropy(output, labels).backward()
@@ -134,7 +134,7 @@ class TransformerWorkload:
         return {"output": output.detach(), **{name: gradient for name, gradient in gradients.items() if gradient is not None}}
 
     def counted(self, provider: Provider, pass_: str) -> dict[str, float]:
-        """Parameters, and what training holds between steps: weights, gradients and the optimizer's state, in MiB."""
+        """Parameters, and the MiB of weights, gradients and optimizer state that training keeps between steps."""
         assert isinstance(provider, StepProvider)
         return {"params": parameter_count(provider.module), **provider.training_state()}
 
@@ -155,13 +155,13 @@ class TransformerWorkload:
 
 
 class StepProvider:
-    """A classifier and its optimizer: a step on the batch, and scores and gradients on the gate's batch.
+    """A classifier and its optimizer: steps on one batch; scores and gradients for agreement on another.
 
     Args:
         module: ids [B, L] -> scores [B, C].
-        optimizer: of its parameters, or what updates them in the backward pass.
+        optimizer: optimizer of its parameters, or what updates them in the backward pass.
         batch, gate: ids [B, L] and labels [B].
-        shown: the gradients that `verify` shows, of those there are.
+        shown: names of the gradients that `verify` shows if they exist.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class StepProvider:
 
 
 def build(case: TransformerCase) -> nn.Module:
-    """The classifier of TT modules."""
+    """Build the classifier of TT modules."""
     linear = cr.linear_factory(case.linears)
     embedding = partial(cr.TTEmbedding, shape=case.table, std=EMBEDDING_STD)
     encoder = cr.TransformerEncoder(case.model, linear=linear, embedding=embedding)
@@ -227,7 +227,7 @@ def build(case: TransformerCase) -> nn.Module:
 
 
 def dense(tensor_train: nn.Module) -> nn.Module:
-    """A copy whose layers and table are dense; `cr.export_dense` does so too, and needs torchrec."""
+    """Copy a model with dense layers and a dense table; `cr.export_dense` does the same but needs torchrec."""
     model = copy.deepcopy(tensor_train)
     return replace_modules_(model, {module: module.to_dense() for _, module in named_tt_modules(model)})
 
@@ -246,16 +246,16 @@ def _galore_groups(module: nn.Module) -> list[dict[str, Any]]:
 
 
 def _mib(tensors: Iterable[Tensor]) -> float:
-    """Of distinct tensors: the tables of 8-bit moments are shared."""
+    """MiB of distinct tensors, because tables of 8-bit moments are shared."""
     distinct = {tensor.data_ptr(): tensor for tensor in tensors}
     return sum(tensor.numel() * tensor.element_size() for tensor in distinct.values()) / 2**20
 
 
 def _state_tensors(optimizer: AnyOptimizer) -> Iterator[Tensor]:
-    """What optimizers keep between steps."""
+    """Yield the tensors that optimizers keep between steps."""
     for part in getattr(optimizer, "parts", [optimizer]):
         for state in part.state.values():
             for value in state.values():
-                value = getattr(value, "ortho_matrix", value)  # of GaLore's projector
+                value = getattr(value, "ortho_matrix", value)  # GaLore's projector
                 if isinstance(value, Tensor):
                     yield value

@@ -1,8 +1,7 @@
-"""The lookup of this tree against that of another checkout: a training step each, in turns, on the same batches.
+"""The lookup of this checkout against that of another one: training steps in turns, on the same batches.
 
-`python -m benchmarks.lookup.against FOLDER` starts a process for each of the two, which import comera_rec from their own
-folder and take
-steps in turns. A machine whose speed changes affects both alike. Tables, ids and Adagrad are those of
+`python -m benchmarks.lookup.against FOLDER` starts one process for each checkout, which imports comera_rec from its own folder; the
+two take steps in turns, so that changes of the machine's speed affect both alike. Tables, ids and Adagrad are those of
 `python -m benchmarks.run lookup`.
 """
 
@@ -25,7 +24,7 @@ DIM, ZIPF, BATCHES, LR, EPS = 64, 1.05, 8, 0.01, 1e-8
 
 
 class Engine:
-    """A process that takes steps with the package of one folder."""
+    """A process that takes steps with the package in one folder."""
 
     def __init__(self, folder: Path, case: dict[str, Any]) -> None:
         self._process = subprocess.Popen(
@@ -38,10 +37,10 @@ class Engine:
         )
         ready = self._answer()
         if Path(ready["package"]).parents[1] != folder.resolve():
-            raise click.ClickException(f"{folder} has no comera_rec: {ready['package']} was imported")
+            raise click.ClickException(f"{folder} has no comera_rec ({ready['package']} was imported): name a checkout")
 
     def step(self) -> float:
-        """The milliseconds of the next step."""
+        """Take the next step; return its milliseconds."""
         assert self._process.stdin is not None
         self._process.stdin.write("step\n")
         self._process.stdin.flush()
@@ -55,14 +54,14 @@ class Engine:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise click.ClickException("a measured process ended early; its error is above")
+            raise click.ClickException("a measuring process ended early; its error is above")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
 
 def serve(case: dict[str, Any]) -> None:
-    """Take a step of the case whenever a line is read, and print its time."""
-    import torch  # here, because only this process needs it
+    """Take a step of the case for every line on standard input, and print its time."""
+    import torch  # imported here, because only this process needs it
     from torch.distributed.optim import _apply_optimizer_in_backward
     from torchrec import KeyedJaggedTensor
 
@@ -90,7 +89,7 @@ def serve(case: dict[str, Any]) -> None:
     for _ in range(BATCHES):
         ids = []
         for count in ROWS:
-            # Zipf's law by the inverse of its integral.
+            # Zipf's law, by inverting its integral.
             u, power = torch.rand(case["batch"], dtype=torch.float64), 1 - ZIPF
             ids.append(((u * ((count + 0.5) ** power - 0.5**power) + 0.5**power) ** (1 / power) - 0.5).long().clamp(0, count - 1))
         lengths = torch.ones(len(ROWS) * case["batch"], dtype=torch.int32)
@@ -111,7 +110,7 @@ def serve(case: dict[str, Any]) -> None:
 @click.option("--rank", "ranks", multiple=True, type=int, default=(8, 16, 32), show_default=True)
 @click.option("--order", default=2, show_default=True)
 @click.option("--batch", default=16_384, show_default=True)
-@click.option("--rounds", default=60, show_default=True, help="Steps of each; the first five are not counted.")
+@click.option("--rounds", default=60, show_default=True, help="Steps of each checkout; the first five are not counted.")
 def main(folder: Path, ranks: tuple[int, ...], order: int, batch: int, rounds: int) -> None:
     """Compare training steps with the lookup of the checkout in FOLDER."""
     for rank in ranks:
@@ -120,7 +119,7 @@ def main(folder: Path, ranks: tuple[int, ...], order: int, batch: int, rounds: i
         times: list[list[float]] = [[], []]
         for turn in range(rounds):
             for which in (0, 1) if turn % 2 else (1, 0):
-                time.sleep(0.01)  # the other's threads spin for a while after its step
+                time.sleep(0.01)  # the other process's threads spin for a while after its step
                 times[which].append(engines[which].step())
         for engine in engines:
             engine.stop()

@@ -16,24 +16,24 @@ from torchrec import KeyedJaggedTensor
 
 from benchmarks.harness.ids import draw_ids
 
-# torch 2.13 tells every user of a KeyedJaggedTensor about is_fx_tracing.
+# torch 2.13 warns every user of a KeyedJaggedTensor about is_fx_tracing.
 logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Bags of one length for every table; built before the clock starts in every form that a provider reads."""
+    """Bags of one length for every table, built before timing starts, in every form that a provider reads."""
 
     ids: Sequence[Tensor]
     """T tensors [L]."""
     offsets: Tensor
     """[B + 1], the same for all tables."""
     features: KeyedJaggedTensor
-    """All of it, in TorchRec's form."""
+    """The whole batch in TorchRec's form."""
 
     @classmethod
     def draw(cls, rows: Sequence[int], bags: int, bag: int, exponent: float, device: str) -> Batch:
-        """A batch over tables of these rows; their features are "f0", "f1", ..."""
+        """Draw a batch for tables with these numbers of rows; their features are "f0", "f1", ..."""
         values = torch.cat([draw_ids(count, bags * bag, exponent) for count in rows]).to(device)
         features = KeyedJaggedTensor(
             keys=[f"f{t}" for t in range(len(rows))],
@@ -43,10 +43,10 @@ class Batch:
         return cls(values.split(bags * bag), torch.arange(0, bags * bag + 1, bag, device=device), features)
 
     @cached_property
-    def met(self) -> list[Tensor]:
+    def unique_ids(self) -> list[Tensor]:
         """T tensors [U]: the unique ids of each table, ascending."""
         return [ids.unique() for ids in self.ids]
 
-    def met_rows(self, tables: Sequence[Tensor]) -> Tensor:
+    def unique_rows(self, tables: Sequence[Tensor]) -> Tensor:
         """Those rows of T tables [M, N], end to end: [sum of U, N]."""
-        return torch.cat([table[met] for table, met in zip(tables, self.met, strict=True)])
+        return torch.cat([table[ids_U] for table, ids_U in zip(tables, self.unique_ids, strict=True)])

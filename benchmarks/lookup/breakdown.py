@@ -1,4 +1,4 @@
-"""Where the time of our training step goes: its parts one after the other, the whole step and FBGEMM's beside them."""
+"""Where our training step spends its time: its parts one after the other, beside the whole step and FBGEMM's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def cases(quick: bool) -> list[LookupCase]:
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
-    """A row for each part of a case, for the whole step and for FBGEMM's."""
+    """Yield a row for each part of a case, for the whole step and for FBGEMM's step."""
     environment = describe(settings.device)
     for case in tqdm(chosen(cases(settings.quick), settings.only), desc="lookup-breakdown", unit="case", disable=None):
         workload = LookupWorkload(case, settings.device, settings.seed)
@@ -36,7 +36,7 @@ def run(settings: Settings) -> Iterator[list[Row]]:
 
 
 class Parts:
-    """The step of a `TTEmbeddingBagCollection` in pieces, called in their order; its tables are alike and share one lookup."""
+    """A `TTEmbeddingBagCollection`'s step in parts, to be called in order; its tables are alike and share one lookup."""
 
     def __init__(self, workload: LookupWorkload) -> None:
         self._batches, self._upstream = workload.batches, workload.upstream
@@ -47,7 +47,7 @@ class Parts:
         self._pooled: Tensor
 
     def calls(self) -> dict[str, Callable[[int], None]]:
-        """Name of a part -> call."""
+        """Part's name -> call."""
         return {
             "plan": self._make_plan,
             "products and pooling": self._multiply,

@@ -1,7 +1,7 @@
 """Measure the prices by which `TTShape.for_table` chooses: `python -m benchmarks.lookup.calibrate`; about three minutes.
 
-Steps of random shapes of several tables are timed. The prices are the nonnegative ones whose predictions have the least relative
-errors, in squares; put them into `comera_rec/tt/cost.py`. `python -m benchmarks.run shapes` then tells how good its choices are.
+Steps of random shapes of several tables are timed. The prices are nonnegative and minimize the squared relative errors of
+predictions; put them into `comera_rec/tt/cost.py`. `python -m benchmarks.run shapes` then shows how good the choices are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from benchmarks.harness.timing import Plan
 from benchmarks.lookup.shapes import ShapedTables, ShapesCase, correlation
 from comera_rec.tt import LookupCost, Work, table_candidates
 
-# None of these is among the cases of `shapes.py`.
+# Different from the tables in `shapes.py`.
 TABLES = (
     ShapesCase(rows=286_181, dim=64, compression=100),
     ShapesCase(rows=500_000, dim=32, compression=150),
@@ -32,16 +32,16 @@ TABLES = (
 
 
 @click.command()
-@click.option("--shapes", default=14, show_default=True, help="Shapes of each order and table.")
+@click.option("--shapes", default=14, show_default=True, help="Number of shapes for each order and table.")
 @click.option(
     "--seconds",
     default=8.0,
     show_default=True,
-    help="For each table, at least three rounds of those that aren't far slower than others.",
+    help="Time for each table, at least three rounds of the shapes that aren't far slower than others.",
 )
-@click.option("--seed", default=0, show_default=True, help="Of shapes, weights and inputs.")
+@click.option("--seed", default=0, show_default=True, help="Seed of shapes, weights and inputs.")
 def calibrate(shapes: int, seconds: float, seed: int) -> None:
-    """Print the prices of this machine."""
+    """Measure and print the prices of this machine."""
     random.seed(seed)
     work: list[Work] = []
     milliseconds: list[float] = []
@@ -63,7 +63,7 @@ def calibrate(shapes: int, seconds: float, seed: int) -> None:
 
 
 def nonnegative_least_squares(matrix: np.ndarray, target: np.ndarray, rounds: int = 20_000) -> np.ndarray:
-    """argmin |matrix @ x - target| over x >= 0, one coordinate after the other; columns without entries have zero."""
+    """Minimize |matrix @ x - target| over x >= 0, one coordinate at a time; coordinates of zero columns stay 0."""
     scale = np.linalg.norm(matrix, axis=0)
     scaled = matrix / np.where(scale > 0, scale, 1)
     gram, goal, solution = scaled.T @ scaled, scaled.T @ target, np.zeros(matrix.shape[1])

@@ -1,9 +1,9 @@
 """TT tables looked up row by row: every row gathers its slice of every core, and bmm multiplies the chain.
 
-What CoMERA (section 4.1, arXiv 2405.14377) and others compare with as the unoptimized TTM embedding: no slice or product is shared
-between rows. Time and memory follow rows times slices; the rows are all lookups, or the unique ones with row dedup.
+This is the unoptimized TTM embedding that CoMERA (section 4.1, arXiv 2405.14377) and others compare with: rows share no slices or
+products. Time and memory are proportional to rows times slices; the rows are all lookups, or the unique ones with row dedup.
 
-Shapes: T tables, L rows asked for, B bags of P ids, N embedding_dim; m, n row and column mode of a core; r, s its two ranks.
+Shapes: T tables, L rows to look up, B bags of P ids, N embedding_dim; m, n row and column mode of a core; r, s its two ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.lookup.batch import Batch
 
 
 def chain_rows(cores: Sequence[Tensor], ids: Tensor) -> Tensor:
-    """Rows [L, N] of a TT table for ids [L], slice by slice; cores are (m, r, n, s), a slice for each value of the row digit."""
+    """Look up rows [L, N] of a TT table for ids [L], slice by slice; cores are (m, r, n, s), one slice per value of the digit."""
     radices = [len(core) for core in cores]
     slices = [core_mrns.index_select(0, ids // math.prod(radices[k + 1 :]) % radices[k]) for k, core_mrns in enumerate(cores)]
     rows_Lns = slices[0].flatten(1, 2)  # r is 1
@@ -29,12 +29,12 @@ def chain_rows(cores: Sequence[Tensor], ids: Tensor) -> Tensor:
 
 
 class ChainedTables(nn.Module):
-    """Sum-pooled bags of one length over TT tables, one chain a table.
+    """Sum-pooled bags of one length over TT tables, one chain per table.
 
     Args:
         tables: name -> cores (m, r, n, s); copied.
         bag: P.
-        dedup: chain the unique ids of a table only.
+        dedup: chain only the unique ids of each table.
     """
 
     def __init__(self, tables: dict[str, list[Tensor]], bag: int, *, dedup: bool) -> None:
@@ -63,5 +63,5 @@ class ChainedTables(nn.Module):
 
 
 def chain_bytes(shape: cr.TTShape, rows: int) -> int:
-    """About what a training step over one table holds at once: the slices and their gradients, in float32."""
+    """Approximate peak bytes of a training step over one table: the slices and their gradients, in float32."""
     return 2 * 4 * rows * sum(left * col * right for left, _, col, right in shape.core_shapes)

@@ -1,4 +1,4 @@
-"""TT-SVD of large tables: the memory it takes beside the table."""
+"""TT-SVD of large tables: the memory that it takes besides the table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RANK = 32
 
 
 def prepare(rows: int, dim: int, order: int, seed: int) -> Prepared:
-    """One decomposition of a random table."""
+    """Prepare one decomposition of a random table."""
     weight = torch.empty(rows, dim)
     weight.normal_(generator=torch.Generator().manual_seed(seed))
     shape = TTShape.for_table(rows, dim, tt_ranks=RANK, order=order)
@@ -29,7 +29,7 @@ def prepare(rows: int, dim: int, order: int, seed: int) -> Prepared:
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
-    """A row of memory for each order."""
+    """Yield a row of peak memory for each order."""
     rows = 100_000 if settings.quick else 10_000_000
     environment = describe(settings.device)
     for order in (2, 3):

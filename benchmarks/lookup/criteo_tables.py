@@ -1,6 +1,6 @@
 """Embedding bags over a collection of tables: dense, FBGEMM's fused, and TT tables with and without deduplication.
 
-All providers of a case hold the same tables, at least in the rows that its batches meet. Every pass takes the next of several
+All providers of a case hold the same tables, at least in the rows that its batches use. Every pass takes the next of several
 batches, the same one for all, so that no provider profits from rows that the last call left in the caches.
 
 Shapes: T tables, M rows of a table, N embedding_dim, B bags, L ids and U unique ids of one table.
@@ -30,11 +30,11 @@ from benchmarks.lookup.dense import EmbeddingBags, RowWiseAdagrad, shared_storag
 from benchmarks.lookup.fbgemm import FbgemmProvider
 from comera_rec.tt import row_digits
 
-CRITEO_KAGGLE = (10131227, 2202608, 8351593, 5461306, 7046547, 286181, 142572)  # its tables above 100,000 rows
+CRITEO_KAGGLE = (10131227, 2202608, 8351593, 5461306, 7046547, 286181, 142572)  # its tables of more than 100,000 rows
 ZIPF = 1.05
 NUM_BATCHES = 8
 LR, EPS = 0.01, 1e-8
-MOST_BYTES = 10 << 30  # that a step may take
+MOST_BYTES = 10 << 30  # memory limit of a step
 MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 DENSE, FBGEMM, NO_DEDUP, ROW_DEDUP, OURS, UPDATED = (
@@ -68,12 +68,12 @@ class LookupCase:
 
     @property
     def compression(self) -> float:
-        """Dense parameters over the TT tables', all tables together."""
+        """Dense parameters of all tables divided by those of the TT tables."""
         return sum(self.rows) * self.dim / sum(shape.num_params for shape in self.tt_shapes)
 
     @property
     def left_out(self) -> dict[str, str]:
-        """Providers that a machine can't be asked to run -> why."""
+        """Providers that this machine can't run -> the reason."""
         chains, dense = sum(chain_bytes(shape, self.batch * self.bag) for shape in self.tt_shapes), 4 * sum(self.rows) * self.dim
         reasons = {}
         if chains > MOST_BYTES:
@@ -96,16 +96,16 @@ class LookupCase:
 
 
 def criteo_rows(dim: int) -> tuple[int, ...]:
-    """The rows of Criteo's large tables that fit into 4 GiB each.
+    """Row counts of Criteo's large tables, each cut to fit into 4 GiB.
 
-    FBGEMM's update on CPU multiplies row numbers in 32 bits (as of 1.8) and updates wrong rows of a larger table. At dim 64 all
+    FBGEMM's update on CPU multiplies row numbers in 32 bits (as of 1.8) and updates the wrong rows of a larger table. At dim 64 all
     rows fit; at dim 128 the largest table loses a sixth.
     """
     return tuple(min(count, (4 << 30) // (4 * dim)) for count in CRITEO_KAGGLE)
 
 
 def cases(quick: bool) -> list[LookupCase]:
-    """What the lookup is judged by; cases of one dim together, because they share the dense tables."""
+    """The cases by which the lookup is judged; those of one dim are adjacent, because they share the dense tables."""
     if quick:
         small = partial(LookupCase, rows=(300_000, 100_000, 20_000), dim=32, batch=2048)
         return [small(), small(order=3, zipf=0), small(order=4, bag=4)]
@@ -122,12 +122,12 @@ def cases(quick: bool) -> list[LookupCase]:
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
-    """The rows of every case."""
+    """Yield the rows of every case."""
     yield from measure_lookups("lookup", cases(settings.quick), settings)
 
 
 def measure_lookups(op: str, cases: list[LookupCase], settings: Settings) -> Iterator[list[Row]]:
-    """The rows of cases; where memory is measured, no process holds the dense tables in whole."""
+    """Yield the rows of cases; where memory is measured, no process holds complete dense tables."""
     yield from measure_cases(op, cases, LookupWorkload, settings, build_for_memory=partial(LookupWorkload, timed=False))
 
 
@@ -136,8 +136,8 @@ class LookupWorkload:
 
     Args:
         case, device, seed: as for any workload.
-        timed: with several batches, and dense tables whose every page is real memory. Otherwise there is one batch, and of the
-            dense tables only the pages it meets, which is all that the extra memory of a call can depend on.
+        timed: use several batches, and dense tables with all pages resident. Otherwise there is one batch, and only the pages of
+            dense tables that it uses are resident, because a call's extra memory can depend on nothing else.
     """
 
     baselines = (DENSE, FBGEMM, NO_DEDUP, ROW_DEDUP)
@@ -153,7 +153,7 @@ class LookupWorkload:
 
     @property
     def providers(self) -> Mapping[str, Callable[[], Provider]]:
-        """Making a dense provider writes the rows anew, whatever an earlier one has trained them to."""
+        """Name -> factory. Making a dense provider rewrites the rows, because an earlier provider may have trained them."""
         factories: dict[str, Callable[[], Provider]] = {
             DENSE: self._dense,
             FBGEMM: self._fbgemm,
@@ -165,20 +165,20 @@ class LookupWorkload:
         return {name: factories[name] for name in self.case.providers if name not in self.left_out}
 
     def reference(self) -> dict[str, Tensor]:
-        """Outputs, gradients and updated rows of the first batch, its unique rows chained in float64."""
+        """Outputs, gradients and updated rows of the first batch, whose unique rows are chained in float64."""
         batch, dim = self.batches[0], self.case.dim
         outputs, rows, row_gradients = [], [], []
         gradients: dict[str, Tensor] = {}
-        for (name, bag), ids, met, upstream_BN in zip(
-            self.collection.tt_bags.items(), batch.ids, batch.met, self.upstream.split(dim, dim=1), strict=True
+        for (name, bag), ids, ids_U, upstream_BN in zip(
+            self.collection.tt_bags.items(), batch.ids, batch.unique_ids, self.upstream.split(dim, dim=1), strict=True
         ):
             stored = {key: parameter.detach().double().requires_grad_() for key, parameter in bag.named_parameters()}
             cores = [stored[f"core_{k}"].transpose(0, 1) for k in range(self.case.order)]
             cores[1:] = [stored[f"rank_{k}"].view(-1, 1, 1) * core for k, core in enumerate(cores[1:], start=1)]
-            rows_UN = chain_rows(cores, met)[:, :dim]
+            rows_UN = chain_rows(cores, ids_U)[:, :dim]
             rows_UN.retain_grad()
-            place_L = torch.searchsorted(met, ids)
-            output_BN = F.embedding_bag(place_L, rows_UN, batch.offsets, mode="sum", include_last_offset=True)
+            positions_L = torch.searchsorted(ids_U, ids)
+            output_BN = F.embedding_bag(positions_L, rows_UN, batch.offsets, mode="sum", include_last_offset=True)
             output_BN.backward(upstream_BN.double())
             outputs.append(output_BN.detach())
             rows.append(rows_UN.detach())
@@ -194,18 +194,18 @@ class LookupWorkload:
         }
 
     def counted(self, provider: Provider, pass_: str) -> dict[str, float]:
-        """Parameters, compression of the TT tables over the dense tables, and unique ids of a batch, mean over the batches."""
+        """Parameters, compression of the TT tables, and unique ids of a batch, averaged over the batches."""
         params = parameter_count(provider.module) if isinstance(provider, TorchProvider) else sum(self.case.rows) * self.case.dim
-        unique = sum(len(met) for batch in self.batches for met in batch.met) / len(self.batches)
+        unique = sum(len(ids_U) for batch in self.batches for ids_U in batch.unique_ids) / len(self.batches)
         is_dense = not isinstance(provider, TorchProvider) or isinstance(provider.module, EmbeddingBags)
         limits = self._least(pass_, unique, is_dense=is_dense).counted(self.upstream.device.type)
         return {"params": float(params), "compression": self.case.compression, "unique_ids": unique, **limits}
 
     def _least(self, pass_: str, unique: float, *, is_dense: bool) -> Least:
-        """Bags are written and, backward, their gradients read; so are slices, or dense rows, that a batch meets, each once.
+        """Count bags written and their gradients read, and the slices, or dense rows, that a batch uses, each once per pass.
 
-        An update reads and writes them, and Adagrad's sums: one a row of dense tables, one a number of cores. A product of halves
-        (n1 x r) and (r x n2) is computed once a row, and twice more backward; those of order 3 and 4 take more, which is left out.
+        An update reads and writes them and Adagrad's sums: one per row of dense tables, one per number of cores. Each unique row
+        takes a product of (n1 x r) and (r x n2), and two more backward; orders 3 and 4 need more, which is ignored.
         """
         case = self.case
         bags = 4.0 * self.upstream.numel()
@@ -215,36 +215,36 @@ class LookupWorkload:
             if pass_ == "forward":
                 return Least(bytes=bags + rows, multiply_adds=adds)
             return Least(bytes=2 * bags + 3 * rows + 8 * unique, multiply_adds=2 * adds)
-        met = 4.0 * self._met_numbers()
+        slices = 4.0 * self._slice_numbers()
         products = unique * case.rank * case.dim
         if pass_ == "forward":
-            return Least(bytes=bags + met, multiply_adds=products)
-        return Least(bytes=2 * bags + met + (3 * met if pass_ == "step" else met), multiply_adds=3 * products)
+            return Least(bytes=bags + slices, multiply_adds=products)
+        return Least(bytes=2 * bags + slices + (3 * slices if pass_ == "step" else slices), multiply_adds=3 * products)
 
-    def _met_numbers(self) -> float:
-        """Numbers in the slices that a batch meets, mean over the batches."""
+    def _slice_numbers(self) -> float:
+        """Numbers in the slices that a batch uses, averaged over the batches."""
         total = 0
         for batch in self.batches:
-            for shape, met in zip(self.case.tt_shapes, batch.met, strict=True):
-                for digits, size in zip(row_digits(met, shape.row_shape), shape.core_shapes, strict=True):
+            for shape, ids_U in zip(self.case.tt_shapes, batch.unique_ids, strict=True):
+                for digits, size in zip(row_digits(ids_U, shape.row_shape), shape.core_shapes, strict=True):
                     total += len(digits.unique()) * size[0] * size[2] * size[3]
         return total / len(self.batches)
 
     @property
     def _cores(self) -> dict[str, list[Tensor]]:
-        """Per table its cores as (m, r, n, s); the rank parameters are ones."""
+        """Each table's cores as (m, r, n, s); the rank parameters are ones."""
         return {
             name: [bag.get_parameter(f"core_{k}").detach().transpose(0, 1).contiguous() for k in range(self.case.order)]
             for name, bag in self.collection.tt_bags.items()
         }
 
     def _tables(self) -> list[Tensor]:
-        """The dense tables [M, N], the rows that the batches meet written from the TT tables."""
+        """The dense tables [M, N]; the rows that the batches use are written from the TT tables."""
         tables = split_storage(self._storage(), self.case.rows, self.case.dim)
         for t, (table_MN, cores) in enumerate(zip(tables, self._cores.values(), strict=True)):
             cores = [core.double() for core in cores]
             for batch in self.batches:
-                table_MN[batch.met[t]] = chain_rows(cores, batch.met[t])[:, : self.case.dim].to(table_MN.dtype)
+                table_MN[batch.unique_ids[t]] = chain_rows(cores, batch.unique_ids[t])[:, : self.case.dim].to(table_MN.dtype)
         return tables
 
     def _dense(self) -> TorchProvider:
@@ -255,7 +255,7 @@ class LookupWorkload:
             weights = [weight.detach() for weight in module.parameters()]
             gradients = [_gradient(weight).coalesce().values() for weight in module.parameters()]
             optimizer.step()
-            return {"gradient of rows": torch.cat(gradients), "rows after Adagrad": self.batches[0].met_rows(weights)}
+            return {"gradient of rows": torch.cat(gradients), "rows after Adagrad": self.batches[0].unique_rows(weights)}
 
         return self._provider(module, optimizer, shown)
 
@@ -299,14 +299,14 @@ class PooledValues(nn.Module):
 
 
 class UpdatedProvider(TorchProvider):
-    """Cores are updated in backward, as FBGEMM's tables are; the optimizer's step is left with the rank parameters."""
+    """Our tables with cores updated in backward, as FBGEMM's are; the optimizer's step only updates rank parameters."""
 
     @property
     def passes(self) -> Mapping[str, Callable[[int], object]]:
         return {"step": self._step}
 
     def verify(self) -> dict[str, Tensor]:
-        """Gradients are what SGD at a rate of one takes off the parameters of a copy."""
+        """Show as gradients what SGD with a learning rate of 1 subtracts from the parameters of a copy."""
         module = copy.deepcopy(self.module)
         optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
         cr.update_in_backward_(module, optimizer)
@@ -327,7 +327,7 @@ def _collection(case: LookupCase, device: str) -> cr.TTEmbeddingBagCollection:
                 num_embeddings=count,
                 embedding_dim=case.dim,
                 shape=shape,
-                weight_init_min=-1.0,  # the same for all, so that the gate is as strict with each table
+                weight_init_min=-1.0,  # the same for all, so that the agreement check is equally strict for each table
                 weight_init_max=1.0,
             )
             for t, (count, shape) in enumerate(zip(case.rows, case.tt_shapes, strict=True))

@@ -1,6 +1,6 @@
-"""One nn.EmbeddingBag a table with sparse gradients, and the storage that it shares with FBGEMM's tables (`fbgemm.py`).
+"""One nn.EmbeddingBag per table with sparse gradients, and the storage that it shares with FBGEMM's tables (`fbgemm.py`).
 
-The tables of a case take gigabytes, so both hold the same storage, and a case writes only the rows that its batches meet.
+The tables of a case take gigabytes, so both use the same storage, and a case writes only the rows that its batches use.
 
 Shapes: T tables, M rows of a table, N embedding_dim, B bags, U unique rows.
 """
@@ -18,17 +18,17 @@ _kept: dict[tuple[tuple[int, ...], int, str], Tensor] = {}
 
 
 def shared_storage(rows: tuple[int, ...], dim: int, device: str, *, resident: bool) -> Tensor:
-    """Room for tables of one dim, end to end: [sum of M x N], the same as last time if the sizes are the same.
+    """Storage [sum of M * N] for tables of one dim, end to end; reused if the sizes are those of the last call.
 
     Args:
         rows: M of each table.
         dim: N.
-        device: where.
-        resident: fill the storage, so that every page of it is real memory. Otherwise pages come with the first write to them.
+        device: device of the storage.
+        resident: fill the storage, so that all its pages are resident. Otherwise the first write makes a page resident.
     """
     key = (rows, dim, device)
     if key not in _kept:
-        _kept.clear()  # before the new one exists: memory may not hold both
+        _kept.clear()  # free the old storage first: memory may not hold both
         gc.collect()
         storage = torch.empty(sum(rows) * dim, device=device)
         _kept[key] = storage.fill_(1.0) if resident else storage
@@ -36,12 +36,12 @@ def shared_storage(rows: tuple[int, ...], dim: int, device: str, *, resident: bo
 
 
 def split_storage(storage: Tensor, rows: Sequence[int], dim: int) -> list[Tensor]:
-    """The tables in a storage: T views [M, N]."""
+    """Split a storage into its tables: T views [M, N]."""
     return [table.view(-1, dim) for table in storage.split([count * dim for count in rows])]
 
 
 class Ids(Protocol):
-    """What the rival reads of a batch."""
+    """The part of a batch that `EmbeddingBags` reads."""
 
     ids: Sequence[Tensor]
     """T tensors [L]."""
@@ -58,7 +58,7 @@ class EmbeddingBags(nn.Module):
 
     def __init__(self, tables: Iterable[Tensor]) -> None:
         super().__init__()
-        torch.sparse.check_sparse_tensor_invariants.disable()  # the default, said aloud: torch warns of it otherwise
+        torch.sparse.check_sparse_tensor_invariants.disable()  # the default, made explicit to avoid torch's warning
         self.bags = nn.ModuleList(
             nn.EmbeddingBag.from_pretrained(table, freeze=False, mode="sum", sparse=True, include_last_offset=True)
             for table in tables
@@ -70,7 +70,7 @@ class EmbeddingBags(nn.Module):
 
 
 class RowWiseAdagrad(torch.optim.Optimizer):
-    """Adagrad with one accumulator a row, for sparse gradients: the update that FBGEMM fuses into its backward pass."""
+    """Adagrad with one accumulator per row, for sparse gradients: the update that FBGEMM fuses into its backward pass."""
 
     def __init__(self, weights: Iterable[nn.Parameter], *, lr: float, eps: float) -> None:
         super().__init__(weights, {"lr": lr, "eps": eps})
@@ -84,9 +84,9 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         for group in self.param_groups:
             for weight_MN in group["params"]:
                 gradient = weight_MN.grad.coalesce()
-                met_U, gradient_UN = gradient.indices()[0], gradient.values()
+                ids_U, gradient_UN = gradient.indices()[0], gradient.values()
                 sum_M = self.state[weight_MN]["sum"]
-                sum_M.index_add_(0, met_U, gradient_UN.square().mean(1))
-                root_U1 = sum_M[met_U].sqrt_().add_(group["eps"])[:, None]
-                # A gather and a copy back: twice as fast as index_add_ on rows.
-                weight_MN.index_copy_(0, met_U, weight_MN[met_U].addcdiv_(gradient_UN, root_U1, value=-group["lr"]))
+                sum_M.index_add_(0, ids_U, gradient_UN.square().mean(1))
+                root_U1 = sum_M[ids_U].sqrt_().add_(group["eps"])[:, None]
+                # Gathering and copying back is twice as fast as index_add_ on rows.
+                weight_MN.index_copy_(0, ids_U, weight_MN[ids_U].addcdiv_(gradient_UN, root_U1, value=-group["lr"]))

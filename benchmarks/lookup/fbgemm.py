@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # it warns of optional lookups that the CPU build leaves out
+    warnings.simplefilter("ignore")  # it warns about optional lookups that the CPU build lacks
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
@@ -19,13 +19,13 @@ with warnings.catch_warnings():
 class FbgemmProvider:
     """FBGEMM's fused tables with sum pooling and exact row-wise Adagrad.
 
-    The backward pass updates the rows at once: it has "forward" and "step", and no "forward+backward".
+    The backward pass updates the rows, so there is "forward" and "step", but no "forward+backward".
 
     Args:
-        storage: of all tables, end to end; shared, not copied.
+        storage: the storage of all tables, end to end; shared, not copied.
         rows: M of each table.
         dim: N.
-        batches: taken in turns; of each `features`, with values and offsets, and `met_rows`.
+        batches: used in turns; each has `features`, with values and offsets, and `unique_rows`.
         upstream: [B, T * N] gradient of the output.
         lr, eps: of Adagrad.
     """
@@ -42,9 +42,9 @@ class FbgemmProvider:
         eps: float,
     ) -> None:
         on_gpu = storage.is_cuda
-        place = (EmbeddingLocation.DEVICE, ComputeDevice.CUDA) if on_gpu else (EmbeddingLocation.HOST, ComputeDevice.CPU)
+        placement = (EmbeddingLocation.DEVICE, ComputeDevice.CUDA) if on_gpu else (EmbeddingLocation.HOST, ComputeDevice.CPU)
         self._bags = SplitTableBatchedEmbeddingBagsCodegen(
-            [(count, dim, *place) for count in rows],
+            [(count, dim, *placement) for count in rows],
             optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
             learning_rate=lr,
             eps=eps,
@@ -61,10 +61,10 @@ class FbgemmProvider:
 
     def verify(self) -> dict[str, Tensor]:
         output = self._step(0).detach()
-        return {"output": output, "rows after Adagrad": self._batches[0].met_rows(self._bags.split_embedding_weights())}
+        return {"output": output, "rows after Adagrad": self._batches[0].unique_rows(self._bags.split_embedding_weights())}
 
     def release(self) -> None:
-        """Nothing is left behind."""
+        """Do nothing: calls leave nothing behind."""
 
     def _forward(self, turn: int) -> Tensor:
         with torch.no_grad():

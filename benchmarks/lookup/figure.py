@@ -1,4 +1,4 @@
-"""Lines for two sweeps that cross in one case: time against the batch at one skew, and against the unique rows at one batch."""
+"""Plots two sweeps that share one case: time against batch size at one skew, and against unique rows at one batch size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.harness.workload import PASSES
 
 
 def sweep_figure(rows: Sequence[Row]) -> Figure:
-    """A line of panels for each pass, a line for each provider; both axes logarithmic."""
+    """Plot a row of panels for each pass and a line for each provider, on logarithmic axes."""
     skew, batch = _most_common(rows, "ids"), _most_common(rows, "batch")
     sweeps: list[tuple[str, Sequence[Row], Callable[[Row], float]]] = [
         (f"batch (ids {skew})", [row for row in rows if row.shapes["ids"] == skew], lambda row: row.shapes["batch"]),

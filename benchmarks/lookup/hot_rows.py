@@ -1,7 +1,7 @@
 """What hot rows cost: a training step of TT tables of equal bytes, with hot rows and without.
 
-Tables, ids and Adagrad, applied in backward, are those of the lookup benchmark. "TT tables" give all parameters to ranks,
-"TT tables with hot rows" four fifths to rows of the most frequent ids (`TTEmbeddingConfig(hot_rows=0.8)`).
+Tables, ids and Adagrad, applied in backward, are those of the lookup benchmark. "TT tables" spend all parameters on ranks;
+"TT tables with hot rows" spend four fifths on rows of the most frequent ids (`TTEmbeddingConfig(hot_rows=0.8)`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHARES = {"TT tables": 0.0, "TT tables with hot rows": 0.8}
 
 @dataclass(frozen=True, kw_only=True)
 class HotRowsCase:
-    """Tables of one size in bytes: `compression` times fewer than dense."""
+    """Tables that take `compression` times fewer bytes than dense ones."""
 
     rows: tuple[int, ...] = CRITEO_KAGGLE
     dim: int = 64
@@ -51,7 +51,7 @@ def cases(quick: bool) -> list[HotRowsCase]:
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
-    """A step and a forward pass of both, in turns."""
+    """Time steps and forward passes of both, in turns."""
     environment = describe(settings.device)
     for case in tqdm(chosen(cases(settings.quick), settings.only), desc="hot-rows", unit="case", disable=None):
         torch.manual_seed(settings.seed)
@@ -68,7 +68,7 @@ def run(settings: Settings) -> Iterator[list[Row]]:
 
 
 class Tables(nn.Module):
-    """A collection of order 2 and its optimizer; hot rows, which start at zero, are drawn at random."""
+    """A collection of order 2 and its optimizer; hot rows, which usually start at zero, are random."""
 
     def __init__(self, case: HotRowsCase, share: float, device: str) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Tables(nn.Module):
         return [self.collection.tt_bag(name) for name in self.collection.tt_bags]
 
     def shown(self, batch: Batch, upstream: Tensor) -> dict[str, Tensor]:
-        """The output, and gradients: what SGD at a rate of one, applied in backward, takes off the parameters of a copy."""
+        """The output, and as gradients what SGD with rate 1, applied in backward, subtracts from a copy's parameters."""
         twin = copy.deepcopy(self)
         optimizer = torch.optim.SGD(twin.parameters(), lr=1.0)
         cr.update_in_backward_(twin, optimizer)
@@ -101,14 +101,14 @@ class Tables(nn.Module):
         return {"output": output.detach(), **gradients}
 
     def reference(self, batch: Batch, upstream: Tensor) -> dict[str, Tensor]:
-        """The same by definition, in float64, with gradients of whole cores."""
+        """The same by definition in float64, with gradients of whole cores."""
         twin = copy.deepcopy(self).double()
         output = torch.cat([bag(ids, batch.offsets) for bag, ids in zip(twin._bags, batch.ids, strict=True)], dim=1)
         gradients = torch.autograd.grad(output, list(twin.parameters()), upstream.double())
         return {"output": output.detach(), **dict(zip([name for name, _ in twin.named_parameters()], gradients, strict=True))}
 
     def call(self, pass_: str, batches: Sequence[Batch], upstream: Tensor, turn: int) -> None:
-        """A "forward" pass; or a "step" of it, backward with the cores' update, and the optimizer's step for the rest."""
+        """Run a "forward" pass, or a "step": forward, backward with the cores' update, and the optimizer's step for the rest."""
         batch = batches[turn % len(batches)]
         values = self.collection(batch.features).values()
         if pass_ == "step":

@@ -1,4 +1,4 @@
-"""Peak memory of training one huge table as a TT table: cores, gradients and optimizer state included."""
+"""Peak memory of training one huge table as a TT table, including cores, gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from benchmarks.lookup.criteo_tables import ZIPF
 
 @dataclass(frozen=True, kw_only=True)
 class TableCase:
-    """One table, and a batch of bags of one id by Zipf's law; exponent 0 is uniform."""
+    """One table, and a batch of bags of one id each, drawn by Zipf's law; exponent 0 is uniform."""
 
     rows: int = 100_000_000
     dim: int = 32
@@ -47,15 +47,15 @@ class TableCase:
 
 
 def cases(quick: bool) -> list[TableCase]:
-    """Every order, ids as frequent as in logs and all alike."""
+    """Every order, with ids as skewed as in logs and with uniform ids."""
     full = [TableCase(order=order, zipf=zipf) for order in (2, 3, 4) for zipf in (ZIPF, 0)]
     return [replace(case, rows=1_000_000, batch=2_000) for case in full] if quick else full
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
-    """One row a case: what building the table and its optimizer and one step raise the peak of a process by."""
+    """Yield one row per case: how much building a table and its optimizer and taking one step raise a process's peak."""
     if not memory_is_measurable(settings.device):
-        raise ValueError(f"peak memory can't be reset on {settings.device} under this system: run lookup-memory under Linux")
+        raise ValueError(f"peak memory can't be reset on {settings.device} on this system: run lookup-memory on Linux")
     environment = describe(settings.device)
     for case in tqdm(chosen(cases(settings.quick), settings.only), desc="lookup-memory", unit="case", disable=None):
         peaks = peak_extra_memory(prepare_training, case, settings.device, settings.seed, device=settings.device)
@@ -65,7 +65,7 @@ def run(settings: Settings) -> Iterator[list[Row]]:
 
 
 def prepare_training(case: TableCase, device: str, seed: int) -> Prepared:
-    """A call that builds the table and trains one step; kernels were warmed by a tiny table before."""
+    """Return a call that builds the table and trains one step, after warming up kernels with a tiny table."""
     torch.manual_seed(seed)
     offsets = torch.arange(case.batch, device=device)
     upstream_BN = torch.randn(case.batch, case.dim).to(device)

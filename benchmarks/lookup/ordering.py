@@ -1,13 +1,13 @@
-"""The order of ids: by frequency, as `comera preprocess` gives them, by communities of ids that occur together, and at random.
+"""The order of ids: by frequency, as `comera preprocess` assigns them, by communities of ids that co-occur, and at random.
 
 EL-Rec (Wang et al., SC 2022, its index reordering) keeps the most frequent ids in front and numbers the others by communities of
-their co-occurrence, so that a batch meets fewer leading digits of a TT table. Here the communities are those that the log was
-drawn from, which is the best that any detection of communities can find.
+co-occurring ids, so that a batch uses fewer leading digits of a TT table. Here the communities are those that the log was drawn
+from, the best result that community detection could give.
 
-Why frequency alone is hard to beat: if B ids of a batch are drawn independently, it meets the sum over leading digits p of 1 - (1
-- P_p)^B of them, for the shares P_p of each digit's ids. That is concave in each P_p, so the most uneven shares give the least,
-and none are more uneven than those of ids sorted by frequency. Communities can only help where batches hold rows that lie close
-together in the log, which shuffling prevents.
+Why frequency alone is hard to beat: a batch of B independently drawn ids uses, on average, the sum over leading digits p of
+1 - (1 - P_p)^B digits, where P_p is the share of ids with digit p. That is concave in each P_p, so the most uneven shares give the
+smallest sum, and no order is more uneven than by frequency. Communities can only help if batches hold rows that are close together
+in the log, which shuffling prevents.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from comera_rec.ops import LookupPlan, plan_lookup
 
 ZIPF = 1.05
 BATCHES = 128
-HOT = 0.01  # share of the ids that communities leave in front
+HOT = 0.01  # share of the ids that stay in front of the communities
 ACTIVE = 0.05  # share of the communities that a stretch of the log is about
-ABOUT = 0.8  # share of its rows that are
+ABOUT = 0.8  # share of its rows that are about them
 
 
 @dataclass(frozen=True, kw_only=True)
 class OrderCase:
-    """A table, and a log in which stretches of one batch are about some of the communities.
+    """A table, and a log in which each stretch of one batch is about some of the communities.
 
-    batches: "in order" of the log, or of its rows "shuffled" as training shuffles them.
+    batches: "in order" of the log, or with rows "shuffled" as in training.
     """
 
     rows: int = 1_000_000
@@ -64,7 +64,7 @@ def cases(quick: bool) -> list[OrderCase]:
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
-    """Forward and backward of one table, and what a batch meets, for the same log under each order of the ids."""
+    """Time forward and backward of one table, and count unique digits, for the same log under each order of the ids."""
     environment = describe(settings.device)
     for case in tqdm(chosen(cases(settings.quick), settings.only), desc="ordering", unit="case", disable=None):
         draw = np.random.default_rng(settings.seed)
@@ -78,18 +78,18 @@ def run(settings: Settings) -> Iterator[list[Row]]:
         bag = cr.TTEmbeddingBag(case.rows, case.dim, shape=shape)
         batches = {name: [torch.from_numpy(order[batch]) for batch in ids] for name, order in orders.items()}
         dense = bag.to_dense().weight.detach()
-        for name, of_order in batches.items():
-            require_agreement({"output": dense[of_order[0]].double()}, {name: {"output": _look_up(bag, of_order, 0).detach()}})
+        for name, order_name in batches.items():
+            require_agreement({"output": dense[order_name[0]].double()}, {name: {"output": _look_up(bag, order_name, 0).detach()}})
         del dense
-        samples = alternate({name: partial(_step, bag, of_order) for name, of_order in batches.items()}, settings.plan)
-        counted = {name: count(shape, of_order) for name, of_order in batches.items()}
+        samples = alternate({name: partial(_step, bag, order_name) for name, order_name in batches.items()}, settings.plan)
+        counted = {name: count(shape, order_name) for name, order_name in batches.items()}
         yield case_rows("ordering", case, settings, environment, "forward+backward", "ms", samples, counted, ("frequency",))
 
 
 def draw_log(case: OrderCase, draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Ids [batches, batch] by their frequency in a log without end, and the community of each id.
+    """Draw ids [batches, batch], ordered by their frequency in an infinite log, and the community of each id.
 
-    Most rows of a stretch are of its active communities.
+    Most rows of a stretch belong to its active communities.
     """
     community = draw.integers(0, case.communities, case.rows)
     weights = np.arange(1, case.rows + 1) ** -ZIPF
@@ -104,14 +104,14 @@ def draw_log(case: OrderCase, draw: np.random.Generator) -> tuple[np.ndarray, np
 
 
 def by_community(community: np.ndarray) -> np.ndarray:
-    """New ids of ids by frequency: the hot ones stay, the others are sorted by community, and by frequency within one."""
+    """Map ids by frequency to new ids: hot ids stay, the others are sorted by community, then by frequency."""
     hot = int(HOT * len(community))
     order = np.concatenate([np.arange(hot), hot + np.argsort(community[hot:], kind="stable")])
     return np.argsort(order)
 
 
 def count(shape: cr.TTShape, batches: list[Tensor]) -> dict[str, float]:
-    """Means over batches: unique ids, and the unique leading digits among them, which are as many rows of left parts."""
+    """Average over batches the unique ids, and the unique rows of left parts, which the leading digits number."""
     plans = [plan for batch in batches if isinstance(plan := plan_lookup([batch], [shape.row_shape]), LookupPlan)]
     rows = [int(plan.bounds[0, -1]) for plan in plans]
     lefts = [len(plan.rows[0, :count].unique()) for plan, count in zip(plans, rows, strict=True)]

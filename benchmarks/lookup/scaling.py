@@ -1,4 +1,4 @@
-"""How the time of a lookup grows with the batch, and how it falls with the skew of the ids, which leaves fewer unique rows."""
+"""How a lookup's time grows with the batch, and how it falls with the skew of the ids, which makes for fewer unique rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.lookup.criteo_tables import DENSE, FBGEMM, UPDATED, LookupCase, 
 
 
 def cases(quick: bool) -> list[LookupCase]:
-    """A sweep over batches at one skew, and over skews at one batch."""
+    """Sweeps over batch sizes at one skew, and over skews at one batch size."""
     sized = partial(LookupCase, providers=(DENSE, FBGEMM, UPDATED))
     batches, middle, exponents = [1_250 << k for k in range(8)], 16_384, [0, 0.5, 0.8, 1.05, 1.2, 1.5]
     if quick:
@@ -23,5 +23,5 @@ def cases(quick: bool) -> list[LookupCase]:
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
-    """The rows of every case; time only."""
+    """Yield the rows of every case; time only."""
     yield from measure_lookups("lookup-scaling", cases(settings.quick), replace(settings, memory=False))

@@ -1,7 +1,7 @@
-"""Shapes of one size for a table: is the one that `TTShape.for_table` chooses the fastest?
+"""Shapes of one size for a table: does `TTShape.for_table` choose the fastest?
 
 First every candidate takes a few turns, then the fastest ones take many. All of them are views of one storage, because hundreds of
-tables would not fit into memory beside each other; they train it in turns, which does no harm to time.
+tables would not fit into memory together; they train it in turns, which does not affect time.
 
 Shapes: M rows, N embedding_dim, L ids of a batch.
 """
@@ -37,7 +37,7 @@ FAR = 3
 
 @dataclass(frozen=True, kw_only=True)
 class ShapesCase:
-    """One table, how much smaller it shall be, and a batch of bags of one id by Zipf's law."""
+    """One table, its compression, and a batch of bags of one id each, drawn by Zipf's law."""
 
     rows: int
     dim: int
@@ -48,7 +48,7 @@ class ShapesCase:
 
     @property
     def budget(self) -> int:
-        """The most parameters."""
+        """Largest number of parameters."""
         return self.rows * self.dim // self.compression
 
     @property
@@ -67,7 +67,7 @@ class ShapesCase:
 
 
 QUICK = (ShapesCase(rows=20_000, dim=16, compression=50, batch=1024),)
-# None of these is among the tables of `calibrate.py`.
+# Different from the tables in `calibrate.py`.
 FULL = tuple(
     ShapesCase(rows=rows, dim=dim, compression=compression)
     for rows, dim in ((10_131_227, 64), (2_202_608, 64), (1_000_000, 128), (100_000_000, 32))
@@ -76,7 +76,7 @@ FULL = tuple(
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
-    """A row for each finalist of every case; ratios are the fastest one's time over this one's."""
+    """Yield a row for each finalist of every case; a ratio is the fastest shape's time divided by this one's."""
     environment = describe(settings.device)
     sweep = replace(settings.plan, warmup=0, min_rounds=2)
     for case in tqdm(chosen(QUICK if settings.quick else FULL, settings.only), desc="shapes", unit="case", disable=None):
@@ -95,7 +95,7 @@ def run(settings: Settings) -> Iterator[list[Row]]:
                 "predicted_ms": predicted(shape, case),
                 "chosen": float(shape == choice),
                 "candidates": float(len(measured)),
-                "correlation": agreement,  # over all of them
+                "correlation": agreement,  # over all candidates
             }
             for shape in finalists
         }
@@ -109,24 +109,24 @@ def run(settings: Settings) -> Iterator[list[Row]]:
 
 
 def label(shape: cr.TTShape) -> str:
-    """A shape in a few characters, such as "12728x796 4x16 r101"."""
+    """Format a shape briefly, such as "12728x796 4x16 r101"."""
     rows, cols, ranks = ("x".join(map(str, modes)) for modes in (shape.row_shape, shape.col_shape, dict.fromkeys(shape.ranks)))
     return f"{rows} {cols} r{ranks}"
 
 
 def predicted(shape: cr.TTShape, case: ShapesCase) -> float:
-    """Milliseconds of a step, as `for_table` counts them, for this batch."""
+    """Predict the milliseconds of a step as `for_table` does, for this batch."""
     cost = LookupCost(lookups=case.batch, exponent=case.zipf)
     return cost.milliseconds(shape.row_shape, shape.col_shape, shape.ranks)
 
 
 def correlation(predictions: ArrayLike, times: ArrayLike) -> float:
-    """Of logarithms, so that a shape ten times slower is no more than ten times one."""
+    """Correlate logarithms, so that a shape ten times slower doesn't outweigh the others."""
     return float(np.corrcoef(np.log(predictions), np.log(times))[0, 1])
 
 
 class ShapedTables:
-    """TT tables of one size, their batches and the upstream gradient; made when asked for, upon one storage."""
+    """TT tables of one size, built on demand as views of one storage, with batches and the upstream gradient."""
 
     def __init__(self, case: ShapesCase, device: str, seed: int) -> None:
         torch.manual_seed(seed)
@@ -138,9 +138,9 @@ class ShapedTables:
         self._upstream_LN = torch.randn(case.batch, case.dim).to(device)
 
     def time(self, shapes: Sequence[cr.TTShape], plan: Plan) -> dict[cr.TTShape, float]:
-        """Shape -> milliseconds of a step, after the outputs of all were found right.
+        """Check all outputs, then time shapes: shape -> milliseconds of a step.
 
-        Medians; but a shape that takes far longer than the fastest in its first turn after a warm-up gets no other.
+        Times are medians, but a shape far slower than the fastest in its first turn after the warm-up gets no further turns.
         """
         for shape in shapes:
             self.require_right(shape, gradients=False)
@@ -150,15 +150,15 @@ class ShapedTables:
         return {shape: float(np.median(samples[label(shape)])) for shape in shapes}
 
     def samples(self, shapes: Sequence[cr.TTShape], plan: Plan) -> dict[str, list[float]]:
-        """Label -> milliseconds of steps, all in turns."""
+        """Time shapes in turns: label -> milliseconds of steps."""
         synchronize = torch.cuda.synchronize if self._values.is_cuda else lambda: None
         return alternate({label(shape): self._step(shape) for shape in shapes}, plan, synchronize=synchronize)
 
     def require_right(self, shape: cr.TTShape, *, gradients: bool) -> None:
-        """Compare some rows, and their gradients if asked for, with products in float64.
+        """Compare some rows, and optionally their gradients, with products in float64.
 
         Raises:
-            Disagreement: if they are wrong.
+            Disagreement: if they differ.
         """
         bag, ids, upstream_LN = self._bag(shape), self._batches[0][:CHECKED_IDS], self._upstream_LN[:CHECKED_IDS]
         with torch.set_grad_enabled(gradients):
@@ -203,5 +203,5 @@ class ShapedTables:
 
 
 def detached(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same without their graphs."""
+    """Detach all values."""
     return {name: value.detach() for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""What the tables of README and docs show of the rows under results/: a function for each table, from rows to Markdown."""
+"""The tables of README and docs, made from the rows under results/: one function per table, from rows to Markdown."""
 
 from __future__ import annotations
 

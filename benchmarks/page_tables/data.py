@@ -1,4 +1,4 @@
-"""Tables of what comes before training and after: preprocessing, serving."""
+"""Tables of what comes before and after training: preprocessing and serving."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from benchmarks.page_tables.rows import EPYC_AVX2, XEON, committed, markdown, on
 
 
 def preprocess() -> str:
-    """Whole runs of preprocessing, ours and the rivals'."""
+    """Whole preprocessing runs, ours and the rivals'."""
     rows = committed(EPYC_AVX2, "preprocess")
     titles = {
         "comera-rec": "`comera preprocess`",
@@ -27,21 +27,21 @@ def preprocess() -> str:
 
 
 def preprocess_memory() -> str:
-    """Peak memory of preprocessing beside its limit, by kinds of logs."""
+    """Peak memory of preprocessing and its limit, by kind of log."""
     rows = committed(EPYC_AVX2, "preprocess-memory")
     limits = sorted({row.shapes["limit_mib"] for row in rows})
     lines = []
     for log in sorted({row.shapes["log"] for row in rows}):
-        of_log = {row.shapes["limit_mib"]: row for row in select(rows, log=log)}
-        first = next(iter(of_log.values()))
-        peaks = [f"{of_log[limit].p50:,.0f} MiB" if limit in of_log else "" for limit in limits]
+        log_rows = {row.shapes["limit_mib"]: row for row in select(rows, log=log)}
+        first = next(iter(log_rows.values()))
+        peaks = [f"{log_rows[limit].p50:,.0f} MiB" if limit in log_rows else "" for limit in limits]
         lines.append([log, f"{first.shapes['rows']:,}", f"{first.counted['text_mib']:,.0f} MiB", *peaks])
     header = ["log", "rows", "text", *(f"peak at `--memory-limit {limit}MiB`" for limit in limits)]
     return markdown(header, lines) + source(EPYC_AVX2, "preprocess-memory")
 
 
 def preprocess_formats() -> str:
-    """Whole runs of preprocessing one log in several formats."""
+    """Whole preprocessing runs of one log in several formats."""
     rows = committed(XEON, "preprocess-formats")
     lines = [
         [row.provider, f"{row.p50 / 1000:.1f} s", f"{row.counted['rows_per_cpu_s']:,.0f}", f"{1 / row.ratios[TEXT]:.1f}"]
@@ -52,7 +52,7 @@ def preprocess_formats() -> str:
 
 
 def serve() -> str:
-    """One call of a served model, beside tables of 8 bits."""
+    """One call of a served model, compared with 8-bit tables."""
     rows = committed(XEON, "serve")
     names = {
         "fast int8": "`--form fast --dtype int8`",

@@ -1,4 +1,4 @@
-"""Tables of linear layers, and of what is trained with them."""
+"""Tables of linear layers and of the models trained with them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from benchmarks.text.summary import code_table, sst2_table
 
 
 def linear() -> str:
-    """TTLinear beside nn.Linear: how many times less time."""
+    """How many times faster TTLinear is than nn.Linear."""
     rows = select(committed(EPYC, "linear"), provider="TTLinear", unit="ms")
     lines = []
     cases = dict.fromkeys(tuple(frozen(row.shapes[name]) for name in ("batch", "in", "out", "ranks")) for row in rows)
@@ -49,7 +49,7 @@ def transformer() -> str:
 
 
 def sst2() -> str:
-    """SST-2 from scratch."""
+    """SST-2 trained from scratch."""
     return markdown(*sst2_table(committed(XEON, "sst2"))) + source(XEON, "sst2", "sst2 --data FOLDER --threads 1")
 
 

@@ -50,7 +50,7 @@ def lookup_memory() -> str:
 
 
 def hot_rows() -> str:
-    """TT tables of equal bytes with hot rows and without."""
+    """TT tables of equal bytes, with and without hot rows."""
     rows = committed(XEON, "hot-rows")
     lines = []
     for compression in dict.fromkeys(row.shapes["compression"] for row in rows):
@@ -63,7 +63,7 @@ def hot_rows() -> str:
 
 
 def gpu_static() -> str:
-    """The modelled step on GPUs, ours and FBGEMM's."""
+    """The modeled step on GPUs, ours and FBGEMM's."""
     rows = committed(XEON, "gpu-static")
     lines = []
     for ours in select(rows, provider="TT", unit="ms", rank=16):

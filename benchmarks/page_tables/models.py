@@ -1,4 +1,4 @@
-"""Tables of whole models: what they reach, take and how they are spread over processes."""
+"""Tables of whole models: their quality, cost, and distribution over processes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _best_rate(rows: Sequence[Row]) -> list[Row]:
 
 
 def trainer_loop() -> str:
-    """Steps of the trainer on two processes, and of a loop by hand."""
+    """Steps of the trainer and of a hand-written loop, on two processes."""
     rows = committed(XEON, "trainer-loop")
     providers = list(dict.fromkeys(row.provider for row in rows))
     forms = {"dense": "dense tables", "tt": "TT tables"}
@@ -89,7 +89,7 @@ def trainer_loop() -> str:
 
 
 def distributed() -> str:
-    """What a process sends in a step, and its time."""
+    """What a process sends in a step, and the step's time."""
     rows = select(committed(EPYC, "distributed"), processes=4)
     providers = list(dict.fromkeys(row.provider for row in rows))
     lines = []
@@ -104,7 +104,7 @@ def distributed() -> str:
 
 
 def planned() -> str:
-    """What the planner expects of a TT table on several processes, and what is measured."""
+    """The planner's estimates for a TT table on several processes, and measurements."""
     rows = committed(EPYC_AVX2, "planned")
     lines = []
     for memory in select(rows, unit="MiB"):
@@ -119,7 +119,7 @@ def planned() -> str:
 
 
 def scale_model() -> str:
-    """Modelled milliseconds of a step of MLPerf's DLRM on many GPUs."""
+    """Modeled milliseconds of a step of MLPerf's DLRM on many GPUs."""
     rows = committed(EPYC, "scale-model")
     lines = []
     for gpus, batch in dict.fromkeys((row.shapes["gpus"], row.shapes["batch"]) for row in rows):
@@ -135,7 +135,7 @@ def scale_model() -> str:
 
 
 def mlperf() -> str:
-    """A step of MLPerf's DLRM-DCNv2 at its own sizes, part by part, and its peak memory."""
+    """A step of MLPerf's DLRM-DCNv2 at its original sizes, part by part, and its peak memory."""
     rows = committed(XEON, "mlperf")
     types = list(dict.fromkeys(row.shapes["products"] for row in rows))
     parts = list(dict.fromkeys(row.provider for row in rows if row.unit == "ms"))

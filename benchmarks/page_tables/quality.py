@@ -1,4 +1,4 @@
-"""Tables of embedding tables at equal bytes, ours and the rivals."""
+"""Tables of embedding tables at equal bytes, ours and the rivals'."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from benchmarks.quality.summary import BEST, DATA_SETS, METRICS, NAMES, NOT_EQUA
 
 
 def quality(metric: str, data: str = "") -> str:
-    """NE or AUC at equal bytes, ours and the rivals."""
+    """NE or AUC at equal bytes, of our tables and the rivals'."""
     rows = [row for row in committed(XEON, "quality") if data in ("", row.shapes["data"])]
     return short_table(rows, metric) + source(XEON, "quality")
 
 
 def quality_of_int8() -> str:
-    """NE and AUC of tables of int8 numbers beside those of float32 numbers that take equal bytes, on the logs."""
+    """NE and AUC of int8 tables and of float32 tables that take equal bytes, on the logs."""
     rows = [row for row in committed(XEON, "quality") if row.shapes["data"] == "synth"]
     by_dtype = {dtype: chosen(rows, dtype) for dtype in ("float32", "int8")}
     methods = [name for name in NAMES | {"hashing": ""} if any(row.provider == name for row in by_dtype["int8"])]
@@ -26,8 +26,8 @@ def quality_of_int8() -> str:
     for method in methods:
         cells = [NAMES.get(method, method)]
         for size in sizes:
-            for of_dtype in by_dtype.values():
-                runs = select(of_dtype, provider=method, compression=size)
+            for dtype_rows in by_dtype.values():
+                runs = select(dtype_rows, provider=method, compression=size)
                 enough = len(runs) == SEEDS
                 cells.append(f"{mean(map(METRICS['ne'], runs)):.4f}, {mean(map(METRICS['auc'], runs)):.4f}" if enough else "")
         lines.append(cells)
@@ -36,7 +36,7 @@ def quality_of_int8() -> str:
 
 
 def quality_of_splits() -> str:
-    """NE of fixed splits between TT tables and hot rows of one width, beside the split that is found; one seed, on the logs."""
+    """NE of fixed splits between TT tables and hot rows of one width, and of the split that is found; one seed, on the logs."""
     rows = [row for row in committed(XEON, "quality") if row.shapes["data"] == "synth" and row.shapes["compression"] == 100]
     runs = {row.provider: METRICS["ne"](row) for row in chosen(rows) if row.seed == 0}
     widths = dict.fromkeys(width or "N" for _, width in SPLITS.values())
@@ -54,7 +54,7 @@ def quality_of_splits() -> str:
 
 
 def equal_bytes() -> str:
-    """Large tables 100 times smaller: TT with hot rows, the best rival of equal bytes, dense tables."""
+    """Large tables compressed 100 times: TT with hot rows, the best rival at equal bytes, and dense tables."""
     lines = []
     for data, metric in (("synth", "ne"), ("synth", "auc"), ("ml1m", "ne"), ("video", "ne"), ("video", "auc")):
         runs = [row for row in chosen(committed(XEON, "quality")) if row.shapes["data"] == data and row.provider not in VARIANTS]

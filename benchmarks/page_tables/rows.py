@@ -1,4 +1,4 @@
-"""Committed rows, and Markdown of them."""
+"""Reads committed rows and formats them as Markdown."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ def committed(machine: str, benchmark: str) -> list[Row]:
 
 
 def select(measured: Sequence[Row], /, *, provider: str = "", pass_: str = "", unit: str = "", **sizes: Any) -> list[Row]:
-    """Rows of a provider, pass, unit and sizes."""
-    wanted = {"provider": provider, "pass_": pass_, "unit": unit}
+    """The rows that have this provider, pass, unit and these sizes."""
+    conditions = {"provider": provider, "pass_": pass_, "unit": unit}
     return [
         row
         for row in measured
-        if all(getattr(row, name) == value for name, value in wanted.items() if value)
+        if all(getattr(row, name) == value for name, value in conditions.items() if value)
         and all(row.shapes.get(name) == value for name, value in sizes.items())
     ]
 
 
-def one(measured: Sequence[Row], /, **wanted: Any) -> Row:
-    (row,) = select(measured, **wanted)
+def one(measured: Sequence[Row], /, **conditions: Any) -> Row:
+    (row,) = select(measured, **conditions)
     return row
 
 
 def markdown(header: Sequence[str], lines: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """A table whose first `left` columns are flush left."""
+    """Format a table whose first `left` columns are flush left."""
     rule = ["---"] * left + ["---:"] * (len(header) - left)
     return "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *lines))
 
 
 def source(machine: str, benchmark: str, command: str = "") -> str:
-    """The line below a table: hardware, versions, the command and its rows."""
+    """Format the line below a table: hardware, versions, the command, and a link to its rows."""
     versions = sorted({row.versions["torch"] for row in committed(machine, benchmark)})
     return (
         f"\n\n{MACHINES[machine]} (virtual), torch {', '.join(versions)}; "
@@ -57,7 +57,7 @@ def source(machine: str, benchmark: str, command: str = "") -> str:
 
 
 def short(value: float) -> str:
-    """Three digits, or all of a longer number's."""
+    """Format a number with three digits, or with all digits before the decimal point if there are more."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 

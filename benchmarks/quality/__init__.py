@@ -1,1 +1,1 @@
-"""How well models predict whose tables take equally many bytes."""
+"""How well models with tables of equal bytes predict."""

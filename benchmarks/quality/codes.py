@@ -1,14 +1,14 @@
-"""Tables held as codes: each id has a few, each names a vector of a codebook, and the vectors side by side are the id's row.
+"""Tables stored as codes: an id has several codes, each selects a vector of a codebook, and the vectors form the id's row.
 
-B batch, M rows and N columns of a table, D codes of an id, K vectors of a codebook, n = N / D numbers of a vector.
+B batch, M rows and N columns of a table, D codes per id, K vectors per codebook, n = N / D numbers per vector.
 
-    CCE         four codes, at first hashes, beside four hashes into codebooks of their own; the two vectors of a quarter are added.
-                After a quarter and a half of the steps K-means makes K vectors of these sums, the nearest one becomes an id's
-                code, and the other hashes are drawn anew, their codebooks zero. Tsang and Ahle, arXiv 2210.05974. The budget is
-                that of the codebooks alone, as in the paper; `index_bytes` has the codes, which outweigh them at high compression
-    MGQE        codes of the vectors nearest to a dense table's row, trained straight through; the tenth of the ids that is the
-                most frequent may take all K vectors, the others the first ones only. D and both numbers of vectors: what fills
-                the budget best, codes included. Predictions don't need the dense table. Kang et al., arXiv 2002.08530
+    CCE         four codes, initially hashes, and four further hashes into separate codebooks; each quarter of a row is the sum of
+                two vectors. After a quarter and a half of the steps, K-means reduces these sums to K vectors, an id's code becomes
+                the nearest one, and the further hashes are redrawn with zero codebooks. Tsang and Ahle, arXiv 2210.05974. As in the
+                paper, the budget covers only codebooks; `index_bytes` has the codes, which are larger at high compression
+    MGQE        codes of the vectors nearest to a dense table's row, trained with a straight-through estimator; the most frequent
+                tenth of the ids may use all K vectors, the others only the first ones. D and both numbers of vectors fill the
+                budget best, codes included. Predictions don't need the dense table. Kang et al., arXiv 2002.08530
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.quality.tables import STD, Table, hashed
 
 
 class Clustered(Table):
-    """CCE: codes by hashing first, then by clustering the rows that training has made."""
+    """CCE: codes come from hashing first, then from clustering the trained rows."""
 
     parts = 4
     codes_MD: Tensor  # noqa: N815  shapes
@@ -51,12 +51,12 @@ class Clustered(Table):
         return (clustered_BDn + hashed_BDn).flatten(1)
 
     def num_bytes(self) -> tuple[float, float]:
-        """A code before the first clustering is a hash, which needs no bytes."""
+        """See the base class; codes before the first clustering are hashes, which need no bytes."""
         return super().num_bytes()[0], self.codes_MD.numel() * ceil(log2(self.size)) / 8 if self.clusterings else 0
 
     @torch.no_grad()
     def cluster_(self) -> None:
-        """Give ids whose rows are alike one code."""
+        """Give ids with similar rows the same code."""
         rows_MDn = self(torch.arange(len(self.codes_MD))).unflatten(1, (self.parts, -1))
         for part in range(self.parts):
             vectors, codes = k_means(rows_MDn[:, part], self.size)
@@ -67,7 +67,7 @@ class Clustered(Table):
 
 
 def k_means(points: Tensor, clusters: int, rounds: int = 5) -> tuple[Tensor, Tensor]:
-    """Lloyd's algorithm from randomly chosen points: vectors [clusters, n], and the number of each point's nearest one."""
+    """Run Lloyd's algorithm from random points; return vectors [clusters, n] and the index of each point's nearest vector."""
     vectors = points[torch.randperm(len(points))[:clusters]].clone()
     for _ in range(rounds):
         nearest = _nearest(points, vectors)
@@ -79,7 +79,7 @@ def k_means(points: Tensor, clusters: int, rounds: int = 5) -> tuple[Tensor, Ten
 
 def _nearest(points: Tensor, vectors: Tensor) -> Tensor:
     norms = vectors.square().sum(1)
-    parts = points.split(max(1, 2**17 // len(vectors)))  # distances stay in the cache, and NumPy's argmin is much the faster one
+    parts = points.split(max(1, 2**17 // len(vectors)))  # so that distances stay in cache; NumPy's argmin is much faster
     return torch.cat([torch.from_numpy(torch.addmm(norms, part, vectors.T, alpha=-2).numpy().argmin(1)) for part in parts])
 
 
@@ -101,7 +101,7 @@ class MultiGranular(Table):
         return 4 * size * self.dim, parts * (self.head * log2(size) + tail * log2(tail_size)) / 8
 
     def num_bytes(self) -> tuple[float, float]:
-        """Codebooks and codes, without the table that training needs."""
+        """See the base class; the dense table, which only training needs, is not counted."""
         return self._bytes(self.parts, self.size, self.tail_size)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -112,8 +112,8 @@ class MultiGranular(Table):
 
     @torch.no_grad()
     def _codes(self, ids: Tensor) -> Tensor:
-        """The vectors nearest to the parts of rows, [D, B]."""
-        ids, inverse = ids.unique(return_inverse=True)  # ascending: heads first
+        """Find the vectors nearest to the parts of rows, [D, B]."""
+        ids, inverse = ids.unique(return_inverse=True)  # ascending, so the most frequent ids come first
         rows_DUn = F.embedding(ids, self.weight).unflatten(1, (self.parts, -1)).transpose(0, 1)
         heads = int((ids < self.head).sum())
         codes_DU = torch.stack(
@@ -126,7 +126,7 @@ class MultiGranular(Table):
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Vectors v in place of rows r, both [D, B, n]: both take the gradient, and a penalty pulls each toward the other.
+    """Replaces rows r by vectors v, both [D, B, n]; both receive the gradient, and a penalty pulls them toward each other.
 
     The penalty, |v - sg(r)|^2 + |r - sg(v)|^2 / 4, is a mean over the batch, as the loss is (van den Oord et al., arXiv 1711.00937,
     equation 3).

@@ -3,14 +3,14 @@
 R rows, F categorical fields, I integer columns.
 
     synth   `comera synth` and `comera preprocess`: Criteo's format, a planted signal, chronological splits.
-    ml1m    implicit feedback in a folder with train.txt and test.txt, a line a user: the user's id, then the items'. A tenth of the
-            training pairs, drawn at random, are for validation. Each positive pair gets one negative: the same user with an item
+    ml1m    implicit feedback in a folder with train.txt and test.txt, one line per user: the user's id, then the items' ids. A
+            random tenth of the training pairs is for validation. Each positive pair gets one negative: the same user with an item
             drawn uniformly from those that the user never had in any split (as in He et al., Neural Collaborative Filtering,
-            arXiv 1708.05031). Negatives of the training rows are drawn anew for each epoch.
-    others  implicit feedback in a file, a line "user item" an interaction, each user's in the order of time: the last one of a user
-            is for test, the one before for validation, where three or more are known; negatives as above.
+            arXiv 1708.05031). Negatives of the training rows are redrawn for each epoch.
+    others  implicit feedback in a file, one line "user item" per interaction, each user's in chronological order: a user's last
+            interaction is for testing and the one before it for validation, if there are at least three; negatives as above.
 
-Ids are ordered by frequency before the test split, 0 the most frequent, as `comera preprocess` does it in training.
+Ids are ordered by frequency outside the test split, 0 being the most frequent, much as `comera preprocess` orders them.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ class Rows:
     labels: Tensor
 
     def take(self, index: Tensor) -> Rows:
-        """Some rows."""
+        """Select rows by index."""
         return Rows(ids=self.ids[index], dense=self.dense[index], labels=self.labels[index])
 
 
 class DataSet(ABC):
-    """Rows of three splits, the size and the frequencies of each field.
+    """The rows of three splits, and the frequencies of each field's ids.
 
     Attributes:
         name: "synth", "ml1m", or a file's name.
-        counts: per field [num_embeddings], how often each id occurs in training.
-        val, test: rows.
+        counts: for each field [num_embeddings], how often each id occurs in training.
+        val, test: rows of these splits.
     """
 
     name: str
@@ -63,7 +63,7 @@ class DataSet(ABC):
         """The rows of one epoch, shuffled."""
 
     def batches(self, batch: int, steps: int, seed: int) -> Iterator[Rows]:
-        """So many training batches, the same for a seed."""
+        """Yield `steps` training batches, the same for the same seed."""
         generator = torch.Generator().manual_seed(seed)
         rows, first = self.training_rows(generator), 0
         for _ in range(steps):
@@ -104,18 +104,18 @@ def _read_split(data: Path, split: str) -> Rows:
 
 
 class ImplicitFeedback(DataSet):
-    """User-item pairs with drawn negatives.
+    """User-item pairs with randomly drawn negatives.
 
     Args:
-        name: of the data set.
-        train, val, test: [pairs, 2] of (user, item).
+        name: name of the data set.
+        train, val, test: (user, item) pairs [pairs, 2].
     """
 
     def __init__(self, name: str, train: np.ndarray, val: np.ndarray, test: np.ndarray) -> None:
         self.name = name
         pairs = np.concatenate([train, val, test])
         sizes = pairs.max(0) + 1
-        for field in (0, 1):  # ids by falling frequency
+        for field in (0, 1):  # number ids by descending frequency
             seen = np.concatenate([train[:, field], val[:, field]])
             order = np.argsort(-np.bincount(seen, minlength=sizes[field]), kind="stable")
             place = np.empty_like(order)
@@ -132,16 +132,16 @@ class ImplicitFeedback(DataSet):
 
     @classmethod
     def read(cls, path: Path) -> ImplicitFeedback:
-        """A folder with train.txt and test.txt, or a file of interactions in the order of time; see the top of this file.
+        """Read a folder with train.txt and test.txt, or a file of interactions; see the module's docstring.
 
         Raises:
-            ValueError: for a folder that lacks one of them.
+            ValueError: for a folder that lacks one of the files.
         """
         if path.is_file():
             return cls(path.stem, *_split_in_time(np.loadtxt(path, dtype=np.int64, ndmin=2)))
         for name in ("train.txt", "test.txt"):
             if not (path / name).is_file():
-                raise ValueError(f"{path} holds no {name}: give a folder with train.txt and test.txt, a line of ids a user")
+                raise ValueError(f"{path} has no {name}: give a folder with train.txt and test.txt, one line of ids per user")
         shuffled = np.random.default_rng(0).permutation(_read_pairs(path / "train.txt"))
         held_out = len(shuffled) // 10
         return cls("ml1m", shuffled[held_out:], shuffled[:held_out], _read_pairs(path / "test.txt"))
@@ -166,7 +166,7 @@ class ImplicitFeedback(DataSet):
 
 
 def _split_in_time(pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Training, validation and test pairs; ids without gaps, each user's interactions in their order."""
+    """Split into training, validation and test pairs; ids become contiguous, and each user's interactions keep their order."""
     pairs = np.stack([np.unique(pairs[:, field], return_inverse=True)[1] for field in (0, 1)], axis=1)
     pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
     counts = np.bincount(pairs[:, 0])[pairs[:, 0]]
@@ -176,6 +176,6 @@ def _split_in_time(pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarra
 
 
 def _read_pairs(path: Path) -> np.ndarray:
-    """[pairs, 2] of (user, item)."""
+    """Read (user, item) pairs [pairs, 2]."""
     lines = [np.array(line.split(), dtype=np.int64) for line in path.read_text().splitlines()]
     return np.concatenate([np.stack([np.full(len(line) - 1, line[0]), line[1:]], axis=1) for line in lines if len(line) > 1])

@@ -1,16 +1,16 @@
-"""The tables of all fields, called as ids [B, F] -> [B, F, N].
+"""The embedding tables of all fields, called as ids [B, F] -> [B, F, N].
 
 B batch, F fields, M rows and N columns of a table.
 
-Every method keeps the tables below `MIN_ROWS` rows dense and shrinks the others together: each takes the same share of its dense
-size, or its smallest form where that is more, and the rest shares what is left (`shares`). Those of `tables.py` and
+Every method keeps tables of fewer than `MIN_ROWS` rows dense and shrinks the others: each gets the same share of its dense size, or
+its smallest form if that is larger, and the others share what is left (`shares`). The methods are those of `tables.py` and
 `codes.py`, and
 
-    pruning, PEP  entries that vanish while training, see `pruning.py`
+    pruning, PEP  entries become zero during training, see `pruning.py`
     TT          TT tables of one rank
-    TT + rows   TT tables of one rank on a fifth of the bytes, and on four fifths rows of the most frequent ids, narrower the rarer
+    TT + rows   TT tables of one rank on a fifth of the bytes; on the rest, rows of the most frequent ids, narrower for rarer ids
                 (`TTEmbeddingConfig(hot_rows="auto")`)
-    TT + s at w  the same with a share s of the bytes in one block of width w a table, the same share of each table's rows
+    TT + s at w  the same with a share s of the bytes in one block of width w per table, for the same share of each table's rows
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ PER_TABLE: dict[str, type[Table]] = {
     "MGQE": MultiGranular,
 }
 WHOLE: dict[str, type[Dense]] = {"dense": Dense, "pruning": Pruned, "PEP": Thresholded}
-"""Those that have all entries at first."""
+"""Methods that start with all entries."""
 
 
 SPLITS = {f"TT + {share:g} at {width or 'N'}": (share, width) for share in (0.25, 0.5, 0.75, 0.95) for width in (1, 2, 4, 8, None)}
 
 
 def shares(rows: Sequence[int], dim: int, compression: float, method: type[Table]) -> list[int]:
-    """Budgets of tables: the same share of each one's size, or its smallest form where that is more.
+    """Budgets of tables: the same share of each table's dense size, or its smallest form if that is larger.
 
     Raises:
-        DoesNotFit: if the smallest forms together are too large.
+        DoesNotFit: if the smallest forms exceed the budget together.
     """
     least = [method.least(m, dim) for m in rows]
     total, small, factor = sum(rows) * dim / compression, set[int](), 1 / compression
@@ -84,7 +84,7 @@ def shares(rows: Sequence[int], dim: int, compression: float, method: type[Table
 
 
 class TT(Table):
-    """A TT table, with hot rows or without."""
+    """A TT table, with or without hot rows."""
 
     def __init__(self, config: TTEmbeddingBagConfig) -> None:
         super().__init__()
@@ -98,14 +98,14 @@ class TT(Table):
 
 
 class Embeddings(nn.Module):
-    """The tables of all fields; `tables` holds the large ones.
+    """The embedding tables of all fields; `tables` has the large ones.
 
     Args:
-        counts: per field [M], how often each id occurs in training.
+        counts: for each field [M], how often each id occurs in training.
         dim: N.
         method: a key of `PER_TABLE` or `WHOLE`, "TT", or "TT + rows".
-        compression: dense parameters of the large tables over those they take.
-        configs: for "TT" and "TT + rows"; default those that `TTEmbeddingConfig(compression=...)` chooses.
+        compression: dense parameters of the large tables divided by the compressed ones.
+        configs: for "TT" and "TT + rows"; defaults to those that `TTEmbeddingConfig(compression=...)` chooses.
 
     Raises:
         DoesNotFit: if the method has no form this small.
@@ -128,7 +128,7 @@ class Embeddings(nn.Module):
         if method.startswith("TT") and configs is None:
             configs = tt_tables(sizes, dim, compression, "auto" if "rows" in method else 0)
         small = [f for f in range(len(counts)) if f not in self.large]
-        # One table for all small ones: with twenty of them, half of a step would be their bookkeeping.
+        # All small tables share one: overhead of twenty separate ones would take half of a step.
         self.small = Dense(sum(len(counts[f]) for f in small), dim) if small else None
         self.register_buffer("starts", torch.tensor([0, *(len(counts[f]) for f in small)]).cumsum(0)[:-1], persistent=False)
         self.columns = [*small, *self.large]
@@ -144,13 +144,13 @@ class Embeddings(nn.Module):
         self.tables = nn.ModuleList(tables)
 
     def forward(self, ids: Tensor) -> Tensor:
-        ids = ids[:, self.columns]  # small tables first: their places in the interaction are the same for all methods
+        ids = ids[:, self.columns]  # small tables first, so that all methods have the same order of fields
         few = len(self.columns) - len(self.large)
         large = [table(ids[:, few + k])[:, None] for k, table in enumerate(self.tables)]
         return torch.cat([self.small(ids[:, :few] + self.starts), *large] if self.small is not None else large, dim=1)
 
     def num_bytes(self) -> tuple[float, float]:
-        """Bytes of the values and of the indices of the large tables."""
+        """Bytes of the large tables' values, and of their indices."""
         values, indices = zip(*(table.num_bytes() for table in self.tables if isinstance(table, Table)), strict=True)
         return sum(values), sum(indices)
 
@@ -158,7 +158,7 @@ class Embeddings(nn.Module):
 def tt_tables(
     sizes: Sequence[int], dim: int, compression: float, hot_rows: float | Literal["auto"] = 0, order: int | None = None
 ) -> list[TTEmbeddingBagConfig]:
-    """TT tables of one rank within a compression of all tables together."""
+    """Configs of TT tables of one rank that compress all tables together by at least `compression`."""
     tables = [EmbeddingBagConfig(name=f"t{i}", num_embeddings=m, embedding_dim=dim) for i, m in enumerate(sizes)]
     try:
         return TTEmbeddingConfig(compression=compression, min_rows=1, order=order, hot_rows=hot_rows).table_configs(tables)
@@ -167,10 +167,10 @@ def tt_tables(
 
 
 def split_tables(sizes: Sequence[int], dim: int, compression: float, share: float, width: int | None) -> list[TTEmbeddingBagConfig]:
-    """TT tables of one rank and a block of hot rows each, of `width` or else N columns, on a share of the bytes.
+    """Configs of TT tables of one rank, each with a block of hot rows of `width` (default N) columns on a share of the bytes.
 
     Raises:
-        DoesNotFit: if a block would have no rows, or rank 1 is too large beside them.
+        DoesNotFit: if a block would have no rows, or TT rank 1 does not fit into the rest.
     """
     total, width = sum(sizes) * dim, width or dim
     rows = [min(m, int((share * m * dim / compression - width * (dim + 1)) / width)) for m in sizes]

@@ -1,4 +1,4 @@
-"""NE against bytes of the large tables, a panel for each data set, a line for each way of holding them."""
+"""Plots NE against bytes of the large tables: a panel for each data set, a line for each method."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MARKERS = "osD^v<>Ph*"
 
 
 def quality_figure(rows: Sequence[Row]) -> Figure:
-    """Medians over seeds, bars from the best to the worst of them, TT tables bold; the dense model as a dashed line."""
+    """Plot medians over seeds with bars from best to worst, TT tables in bold, and the dense model as a dashed line."""
     rows = [row for row in chosen(rows) if row.provider not in VARIANTS]
     data_sets = list(dict.fromkeys(row.shapes["data"] for row in rows))
     methods = [method for method in dict.fromkeys([*METHODS, *(row.provider for row in rows)]) if method != "dense"]

@@ -1,10 +1,10 @@
-"""Tables whose entries vanish while training; an entry left takes 8 bytes, value and index, and tables divide them freely.
+"""Tables whose entries become zero in training; each remaining entry takes 8 bytes, value and index, in whichever table it is.
 
-pruning     the smallest vanish, ever more between 10 % and 50 % of the steps (cubic schedule of arXiv 1710.01878)
-PEP         an entry v counts as sign(v) max(0, |v| - sigmoid(s)), with an s of its own, trained as v is, which decays toward 0
-            (a threshold of 1/2) until as many entries are left as fit, at most for the usual steps. A second model starts from
-            the first one's initial values, has just these entries, and is trained for the usual steps. Liu et al., arXiv
-            2101.07577 (the pressure on s: Kusupati et al., arXiv 2002.03231)
+pruning     the smallest entries become zero, increasingly many from 10 % to 50 % of the steps (cubic schedule, arXiv 1710.01878)
+PEP         an entry v acts as sign(v) max(0, |v| - sigmoid(s)) with its own s, which is trained like v and decays toward 0 (a
+            threshold of 1/2), until the remaining entries fit the budget, at most for the usual number of steps. A second model
+            starts from the first one's initial values, has only these entries, and trains for the usual number of steps. Liu et
+            al., arXiv 2101.07577 (decay of s: Kusupati et al., arXiv 2002.03231)
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from benchmarks.quality.tables import Dense
 
 CHOICES = 40
-"""How often in the course of training entries are counted, and pruning chooses them anew."""
+"""How often during training the remaining entries are counted, and, by pruning, chosen again."""
 LOGITS = (-6.0, -0.1)
-"""Of thresholds that no gradient reaches, before the first step and after the last."""
+"""Logits s, before the first step and after the last, of thresholds that receive no gradient."""
 
 
 class Pruned(Dense):
-    """A dense table of which zeros take no bytes."""
+    """A dense table whose zeros take no bytes."""
 
     def num_bytes(self) -> tuple[float, float]:
         kept = 4 * int(self.weight.count_nonzero())
@@ -32,7 +32,7 @@ class Pruned(Dense):
 
 
 class Thresholded(Dense):
-    """PEP: a soft threshold for each entry, or a mask [M, N] of those that are left."""
+    """PEP: a soft threshold for each entry, or a mask [M, N] of the remaining entries."""
 
     mask: Tensor | None
 
@@ -48,7 +48,7 @@ class Thresholded(Dense):
         return rows.sign() * F.relu(rows.abs() - F.embedding(ids, self.logits).sigmoid())
 
     def margins(self) -> Tensor:
-        """By how much entries exceed their thresholds, [M, N]."""
+        """How far entries exceed their thresholds, [M, N]."""
         return self.weight.abs() - self.logits.sigmoid()
 
     def num_bytes(self) -> tuple[float, float]:
@@ -57,14 +57,14 @@ class Thresholded(Dense):
 
 
 def largest(values: Sequence[Tensor], keep: int) -> list[Tensor]:
-    """Masks of the `keep` largest entries of all tensors together, in the tensors' shapes."""
+    """Make masks, shaped like the tensors, of the `keep` largest entries of all tensors together."""
     flat = torch.cat([v.flatten() for v in values])
     mask = torch.zeros(len(flat), dtype=torch.bool).index_fill_(0, flat.topk(keep).indices, True)
     return [part.view_as(v) for part, v in zip(mask.split([v.numel() for v in values]), values, strict=True)]
 
 
 class Pruning:
-    """Zero the smallest entries of weights until `budget` (in parameters) holds values and indices."""
+    """Zeroes the smallest entries of weights until values and indices fit into `budget` parameters."""
 
     def __init__(self, weights: Sequence[Tensor], budget: int, steps: int) -> None:
         self.weights, self.steps, self.done = weights, steps, 0
@@ -73,7 +73,7 @@ class Pruning:
 
     @torch.no_grad()
     def step(self) -> bool:
-        """To be called after the optimizer's; zeros may come back each time that the smallest are chosen anew. False."""
+        """Prune; call it after the optimizer's step. Zeros may return when entries are chosen again. Always returns False."""
         self.done += 1
         if self.done % max(1, self.steps // CHOICES) == 0:
             ramp = min(1.0, max(0.0, (self.done / self.steps - 0.1) / 0.4))
@@ -86,7 +86,7 @@ class Pruning:
 
 
 class ThresholdSearch:
-    """Let thresholds rise until `budget` (in parameters) holds the entries above them, values and indices."""
+    """Raises thresholds until values and indices of the entries above them fit into `budget` parameters."""
 
     def __init__(self, tables: Iterable[nn.Module], budget: int, steps: int) -> None:
         self.tables = [table for table in tables if isinstance(table, Thresholded)]
@@ -95,7 +95,7 @@ class ThresholdSearch:
 
     @torch.no_grad()
     def step(self) -> bool:
-        """To be called after the optimizer's; whether few enough entries are left."""
+        """Return whether the remaining entries fit the budget; call it after the optimizer's step."""
         self.done += 1
         for table in self.tables:
             table.logits.mul_(self.decay)
@@ -105,5 +105,5 @@ class ThresholdSearch:
 
     @torch.no_grad()
     def masks(self) -> list[Tensor]:
-        """Of the entries that exceed their thresholds most, as many as fit."""
+        """Masks of the entries that exceed their thresholds the most, as many as fit the budget."""
         return largest([table.margins() for table in self.tables], self.entries)

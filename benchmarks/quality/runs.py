@@ -1,18 +1,17 @@
-"""How well models predict whose tables take equally many bytes.
+"""How well models with tables of equal bytes predict.
 
 A small DLRM on synthetic Criteo logs of Kaggle's cardinalities, and a factorization model on implicit feedback (`data_sets.py`),
-with large tables held in every way of `embeddings.py`, at 10 to 500 times fewer bytes, values and index
-buffers counted. Batches, steps, optimizer (Adam, all rates falling to zero over the second half of the steps), and the rest of the
-model are the same for all. Every method tries every learning rate of its tables at every size with seed 0; the one with the best NE
-on the validation split takes the other seeds. One row a run: NE on the test split; that on the validation split, AUC, logloss and
-bytes are in `counted`. `--only dtype=int8` or `dtype=bfloat16` has tables of such numbers, four or two of which take the bytes of a
-float32 one (`storage.py`).
+with large tables in every form of `embeddings.py`, at 10 to 500 times fewer bytes including index buffers. Batches, steps,
+optimizer (Adam, all rates falling to zero over the second half of the steps), and the rest of the model are the same for all. Every
+method tries every learning rate of its tables at every size with seed 0; the other seeds use the rate with the best NE on the
+validation split. Each run yields one row: NE on the test split; validation NE, AUC, logloss and bytes are in `counted`. `--only
+dtype=int8` or `dtype=bfloat16` stores tables in that type, with four or two numbers in the bytes of a float32 one (`storage.py`).
 
+    TT adaptive     starts at twice the budget and shrinks to it between 10 % and 50 % of the steps, by Taylor scores of ranks
     TT + rows adaptive
-                    starts at one and a half times the budget, shrinks to it likewise: columns of rows and ranks alike
-    TT adaptive     starts at twice the budget, shrinks to it exactly between 10 % and 50 % of the steps, ranks scored by Taylor
-    TT SVD          trained dense for half of the steps, then TT-SVD within the budget, ranks spread over tables, errors weighted by
-                    how often rows are read, then trained on
+                    starts at one and a half times the budget and shrinks likewise, in ranks and in columns of hot rows
+    TT SVD          trains dense for half of the steps, then applies TT-SVD within the budget, with ranks spread over tables and
+                    errors weighted by how often rows are read, then trains on
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ RATES = (0.003, 0.01, 0.03)
 LR_HEAD = 0.002
 DECAY = 0.5  # of the steps
 TWICE = (20, ("TT fixed", "TT SVD"))
-"""At this size these methods also train for twice the steps, where TT SVD is a dense model trained for as many as the others."""
+"""At this size these methods also train for twice the steps, so that TT SVD's dense half is as long as the other runs."""
 SCORES = {
     "TT adaptive": "taylor",
     "TT adaptive norm": "norm",
@@ -62,7 +61,7 @@ SCORES = {
 
 
 VARIANTS = {*SCORES, *SPLITS} - {*METHODS}
-"""Forms of one method that are compared with each other; figures and tables of all methods leave them out."""
+"""Variants of one method, compared only with each other; figures and tables of all methods omit them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +76,9 @@ class Task:
 
 
 class Head(nn.Module):
-    """From [B, F, N] and integers [B, I] to logits [B]: DLRM's interaction and MLPs.
+    """Maps rows [B, F, N] and integers [B, I] to logits [B]: DLRM's interaction and MLPs.
 
-    Without integers a weighted inner product and a linear part, as in a factorization machine.
+    Without integers it is a weighted inner product and a linear part, as in a factorization machine.
     """
 
     def __init__(self, fields: int, dim: int, integers: int) -> None:
@@ -114,7 +113,7 @@ class Model(nn.Module):
             configs = tt_tables(sizes, task.dim, compression, hot_rows)
             if method in SPLITS:
                 configs = split_tables(sizes, task.dim, compression, *SPLITS[method])
-            elif method in SCORES:  # the same modes as at the budget, at a larger size
+            elif method in SCORES:  # the modes chosen for the budget, at a larger size
                 start = 1.5 if hot_rows else 2
                 configs = tt_tables(sizes, task.dim, compression / start, hot_rows, configs[0].tt_shape().order)
         self.embeddings = Embeddings(counts, task.dim, kind, compression, configs)
@@ -126,7 +125,7 @@ class Model(nn.Module):
 
 
 def optimizer_for(model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    """Adam; tables at the rate given, rank parameters at a tenth of it, the head at its own."""
+    """Adam with rate `lr` for tables, a tenth of it for rank parameters, and `LR_HEAD` for the head."""
     assert isinstance(model, Model)
     groups = [g for g in rank_param_groups(model, lr_cores=lr, lr_ranks=lr / 10, lr_dense=LR_HEAD) if g["name"] != "dense"]
     special = {id(p) for group in groups for p in group["params"]}
@@ -139,7 +138,7 @@ def optimizer_for(model: nn.Module, lr: float) -> torch.optim.Optimizer:
 def train(
     task: Task, method: str, compression: float, lr: float, seed: int, steps: int, dtype: str = "float32"
 ) -> dict[str, float]:
-    """Train one model: val_ne, and on the test split ne, auc, logloss; bytes, dense_bytes, optimizer_bytes, step_ms.
+    """Train one model; return val_ne; ne, auc and logloss of the test split; bytes, dense_bytes, optimizer_bytes and step_ms.
 
     Raises:
         DoesNotFit: if the method has no form this small.
@@ -148,7 +147,7 @@ def train(
     compression = _compression_of_numbers(task, method, compression, DTYPES[dtype])
     model = Model(task, method, compression)
     embeddings = model.embeddings
-    if method == "PEP":  # the same initial values, less the entries that a copy's thresholds drop
+    if method == "PEP":  # keep the initial values, without the entries that a trained copy's thresholds drop
         copied = copy.deepcopy(model)
         search = ThresholdSearch(copied.embeddings.tables, embeddings.budget, steps)
         _fit_(copied, task, method, compression, lr, seed, steps, search)
@@ -175,7 +174,7 @@ def train(
 
 
 def _compression_of_numbers(task: Task, method: str, compression: float, dtype: torch.dtype) -> float:
-    """How many times fewer numbers than a dense table's fill the budget of bytes."""
+    """The compression in numbers that fills the budget of bytes."""
     budget = 4 * Model(task, method, compression).embeddings.budget
     fewer = compression * dtype.itemsize / 4
     while dtype != torch.float32:
@@ -198,7 +197,7 @@ def _fit_(
     *,
     is_bfloat16: bool = False,
 ) -> list[float]:
-    """Train until the steps are done or `shrink` is; milliseconds of each step."""
+    """Train for `steps` steps, or until `shrink` is done; return the milliseconds of each step."""
     optimizer = optimizer_for(model, lr)
     scheduler = _scheduler(model, optimizer, method, steps)
     times = []
@@ -246,7 +245,7 @@ def _to_tt_(model: Model, task: Task, compression: float) -> None:
 
 
 def _cluster_(model: Model, optimizer: torch.optim.Optimizer) -> None:
-    """Cluster the rows of CCE's tables; what the optimizer knows of their old values goes."""
+    """Cluster the rows of CCE's tables, and drop the optimizer's state of their old values."""
     for table in model.embeddings.tables:
         assert isinstance(table, Clustered)
         table.cluster_()
@@ -256,7 +255,7 @@ def _cluster_(model: Model, optimizer: torch.optim.Optimizer) -> None:
 
 @torch.no_grad()
 def evaluate(model: Model, rows: Rows) -> dict[str, float]:
-    """ne, auc, logloss."""
+    """Compute ne, auc and logloss of a model on rows."""
     metrics = BinaryMetrics()
     for index in torch.arange(len(rows.labels)).split(16_384):
         part = rows.take(index)
@@ -266,13 +265,13 @@ def evaluate(model: Model, rows: Rows) -> dict[str, float]:
 
 
 def tasks(settings: Settings) -> list[Task]:
-    """The data sets: synthetic always, implicit feedback where its folder is given."""
+    """The tasks: synthetic logs always, implicit feedback if `--data` names it."""
     selected, wanted = [], settings.only.get("data")
     if wanted in (None, Synth.name):
         if settings.quick:
             selected = [Task(data=Synth(20_000, 0.02), dim=8, batch=128, steps=20, rates=RATES[:1])]
         else:
-            # The first rate was the worst of all for every method at 10x and 50x.
+            # The first rate was the worst for every method at 10x and 50x.
             selected = [Task(data=Synth(1_000_000, 1.0), dim=16, batch=2048, steps=390, rates=RATES[1:])]
     if settings.data and wanted != Synth.name:
         feedback = ImplicitFeedback.read(settings.data)
@@ -282,7 +281,7 @@ def tasks(settings: Settings) -> list[Task]:
                 data=feedback,
                 dim=32,
                 batch=2048,
-                steps=20 if settings.quick else min(2000, 3 * epoch),  # from then on all methods know the training pairs too well
+                steps=20 if settings.quick else min(2000, 3 * epoch),  # longer training overfits with every method
                 rates=RATES[:1] if settings.quick else RATES,
             )
         )
@@ -290,7 +289,7 @@ def tasks(settings: Settings) -> list[Task]:
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
-    """Runs that are not among `settings.finished`, one row each: all sizes and rates of seed 0, then the other seeds."""
+    """Yield one row for each run not in `settings.finished`: all sizes and rates of seed 0, then the other seeds."""
     environment = describe(settings.device)
     dtype = settings.only.get("dtype", "float32")
     if dtype not in DTYPES:
@@ -325,10 +324,10 @@ def _plan(task: Task, settings: Settings) -> list[tuple[str, float, int, float |
     if settings.only.get("dtype", "float32") != "float32":
         cases = [case for case in cases if case[0] in STORED_METHODS]
     scores = [(method, 50, task.steps) for method in SCORES if method in VARIANTS]
-    if "method" in settings.only:  # too many to run unasked
+    if "method" in settings.only:  # too many to run by default
         scores += [(method, compression, task.steps) for compression in BUDGETS for method in SPLITS]
     twice = [(method, TWICE[0], 2 * task.steps) for method in TWICE[1]]
-    cases, scores, twice = ([case for case in group if _wanted(case, settings.only)] for group in (cases, scores, twice))
+    cases, scores, twice = ([case for case in group if _is_selected(case, settings.only)] for group in (cases, scores, twice))
     if settings.quick:
         cases, scores, twice = [case for case in cases if case[1] == BUDGETS[0]], [], []
     first = settings.seed
@@ -338,14 +337,14 @@ def _plan(task: Task, settings: Settings) -> list[tuple[str, float, int, float |
     return plan + [(*case, None, seed) for seed in seeds for case in cases + twice + scores]
 
 
-def _wanted(case: tuple[str, float, int], only: Mapping[str, str]) -> bool:
-    """Whether a case is among the methods and compressions that `only` names, `|` between them, `*` for any text."""
+def _is_selected(case: tuple[str, float, int], only: Mapping[str, str]) -> bool:
+    """Whether `only` selects a case: names are separated by `|`, and `*` matches any text."""
     named = zip(("method", "compression"), case, strict=False)
     return all(any(fnmatchcase(str(value), pattern) for pattern in only.get(name, "*").split("|")) for name, value in named)
 
 
 def best_rate(rows: Sequence[Row], shapes: dict[str, Any]) -> float | None:
-    """The rate of the smallest validation NE at this size; scores of ranks that are compared share one, and so do fixed splits."""
+    """The rate with the smallest validation NE at this size; variants of rank scores share one, and so do fixed splits."""
     if shapes["method"] in SCORES and shapes["method"] in VARIANTS:
         shapes = {**shapes, "method": "TT adaptive"}
     if shapes["method"] in SPLITS:
@@ -359,7 +358,7 @@ def _key(row: Row) -> tuple[tuple[Any, ...], int]:
 
 
 def chosen(rows: Sequence[Row], dtype: str = "float32") -> list[Row]:
-    """The runs of usual length, tables of a type, with the rate that each method has chosen at each size."""
+    """The runs of usual length and this table type, at the rate that each method chose for each size."""
     rows = [row for row in rows if row.dtype == dtype]
     usual = {
         data: min(row.shapes["steps"] for row in rows if row.shapes["data"] == data) for data in {r.shapes["data"] for r in rows}
@@ -373,7 +372,7 @@ def chosen(rows: Sequence[Row], dtype: str = "float32") -> list[Row]:
 
 
 def format_case(rows: Sequence[Row]) -> str:
-    """One line a run."""
+    """Format a run as one line."""
     return "\n".join(
         f"{row.shapes['data']} {row.provider} {row.shapes['compression']}x {row.dtype} lr {row.shapes['lr']} seed {row.seed}: "
         f"NE {row.p50:.4f}, AUC {row.counted['auc']:.4f}, {row.counted['bytes']:,.0f} bytes, {row.counted['step_ms']:.1f} ms/step"

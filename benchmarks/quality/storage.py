@@ -1,8 +1,8 @@
-"""Tables of two bytes or one a number, as models are served: training ends in bfloat16 or int8 numbers, of which more fit a budget.
+"""Tables of two bytes or one byte per number, as models are served: more bfloat16 or int8 numbers fit into a budget.
 
 bfloat16 tables are rounded after every step of training, up or down at random in proportion to the distance, so that small steps
 are not lost (stochastic rounding). int8 tables are rounded once, after training, with a scale for each row that a lookup reads:
-rows of matrices, slices of TT cores. Both leave alone what has no rows: ranks, and cores of one slice.
+rows of matrices, slices of TT cores. Neither rounds parameters without rows: rank parameters, and cores of one slice.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from comera_rec.ops.served_bags.storage import least_type, quantize, row_bytes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 METHODS = ("TT + rows", "TT fixed", "hashing", "two hashes", "CAFE", "QR", "QR in parts", "low rank", "mixed dim")
-"""Those that predict from the parameters that they train, all of which have rows."""
+"""Methods that predict from the parameters that they train, all of which have rows."""
 
 
 def stored_bytes(tables: nn.Module, dtype: torch.dtype) -> int:
-    """What tables take."""
+    """Bytes of tables stored in this type."""
     rows = sum(len(rows) * row_bytes(rows.shape[1], least_type(rows.shape[1], dtype)) for rows, _ in _rows(tables))
     others = sum(p.numel() for p in tables.parameters()) - sum(rows.numel() for rows, _ in _rows(tables))
     return rows + 4 * others
@@ -28,7 +28,7 @@ def stored_bytes(tables: nn.Module, dtype: torch.dtype) -> int:
 
 @torch.no_grad()
 def round_(tables: nn.Module, dtype: torch.dtype) -> None:
-    """Round to int8 with scales, as tables are stored."""
+    """Round tables to int8 with scales, as they are stored."""
     for rows, parameter in _rows(tables):
         numbers, scales = quantize(rows, least_type(rows.shape[1], dtype))
         rounded = numbers.float() if scales is None else numbers.float() * scales[:, None]
@@ -37,7 +37,7 @@ def round_(tables: nn.Module, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def round_stochastically_(tables: nn.Module) -> None:
-    """Round to one of the two bfloat16 numbers beside each, such that the mean over draws is the number itself."""
+    """Round each number at random to one of its two bfloat16 neighbors, so that the mean over draws is the number itself."""
     for _, parameter in _rows(tables):
         bits = parameter.view(torch.int32)
         bits += torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32)
@@ -45,12 +45,12 @@ def round_stochastically_(tables: nn.Module) -> None:
 
 
 def _rows(tables: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rows [n, w] of parameters that have them, and the parameters."""
+    """Yield rows [n, w] of each parameter that has rows, with the parameter."""
     for parameter in tables.parameters():
         if parameter.ndim > 1 and len(_by_row(parameter)) > 1:
             yield _by_row(parameter.detach()).flatten(1), parameter
 
 
 def _by_row(parameter: Tensor) -> Tensor:
-    """A matrix, or a core [left, m, n, right] as [m, left, n, right]."""
+    """Return a matrix as it is, a core [left, m, n, right] as [m, left, n, right]."""
     return parameter.movedim(1, 0) if parameter.ndim == 4 else parameter

@@ -1,4 +1,4 @@
-"""Tables of the quality benchmark: `python -m benchmarks.quality.summary RESULTS.jsonl [--short]`."""
+"""Prints tables of the quality benchmark: `python -m benchmarks.quality.summary RESULTS.jsonl [--short]`."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ NAMES = {
     "PEP": "learned thresholds (PEP)",
     "pruning": "magnitude pruning",
 }
-"""What the short tables call methods, in their order; the others follow under their own names."""
-NOT_EQUAL = ("CCE",)  # bytes that its budget leaves out: the codes
+"""Names of methods in the short tables, in order; other methods follow under their own names."""
+NOT_EQUAL = ("CCE",)  # its budget leaves out the bytes of the codes
 
 
 def quality_table(rows: Sequence[Row]) -> str:
-    """Markdown, a table for each data set and number of steps: a line for each method, a column for each compression."""
+    """Format a Markdown table for each data set and number of steps: a line per method, a column per compression."""
     tables = []
     for data, steps in dict.fromkeys((row.shapes["data"], row.shapes["steps"]) for row in rows):
         selected = chosen([row for row in rows if (row.shapes["data"], row.shapes["steps"]) == (data, steps)])
@@ -59,7 +59,7 @@ def quality_table(rows: Sequence[Row]) -> str:
 
 
 def short_table(rows: Sequence[Row], metric: str) -> str:
-    """Markdown, one table of means for all data sets; the best of equal bytes is bold, the dense model's beside the data set."""
+    """Format one Markdown table of means for all data sets; the best at equal bytes is bold, the dense model's is in the title."""
     rows = [row for row in chosen(rows) if row.provider not in VARIANTS]
     sizes = sorted({row.shapes["compression"] for row in rows})
     lines = [["", *(f"{size:g}x" for size in sizes)], ["---", *["---:"] * len(sizes)]]
@@ -71,14 +71,12 @@ def short_table(rows: Sequence[Row], metric: str) -> str:
             means[method] = {size: mean(values) for size, values in by_size.items() if len(values) == SEEDS}
         dense = means.pop("dense").values()
         lines.append([f"{DATA_SETS.get(data, data)}{''.join(f'; dense {value:.4f}' for value in dense)}", *[""] * len(sizes)])
-        cells = {method: {size: f"{value:.4f}" for size, value in of_size.items()} for method, of_size in means.items() if of_size}
-        equal = [of_size for method, of_size in cells.items() if method not in NOT_EQUAL]
-        best = {size: BEST[metric]([of_size[size] for of_size in equal if size in of_size], default="") for size in sizes}
-        for method, of_size in cells.items():
-            bold = [of_size in equal and of_size.get(size) == best[size] for size in sizes]
-            marks = [
-                f"**{of_size[size]}**" if is_best else of_size.get(size, "") for size, is_best in zip(sizes, bold, strict=True)
-            ]
+        cells = {method: {size: f"{value:.4f}" for size, value in by_size.items()} for method, by_size in means.items() if by_size}
+        equal = [row for method, row in cells.items() if method not in NOT_EQUAL]
+        best = {size: BEST[metric]([row[size] for row in equal if size in row], default="") for size in sizes}
+        for method, row in cells.items():
+            bold = [row in equal and row.get(size) == best[size] for size in sizes]
+            marks = [f"**{row[size]}**" if is_best else row.get(size, "") for size, is_best in zip(sizes, bold, strict=True)]
             lines.append([NAMES.get(method, method), *marks])
     return _markdown(lines)
 
@@ -96,7 +94,7 @@ def _cell(nes: Sequence[float]) -> str:
 @click.option("--short", type=click.Choice(list(METRICS)), help="One table of means for all data sets, as in the README.")
 @click.option("--data", help="Only this data set.")
 def table(results: Path, short: str | None, data: str | None) -> None:
-    """Print the runs that each method has chosen, mean and standard deviation over seeds.
+    """Print mean and standard deviation over seeds of each method's runs at the rate that it chose.
 
     \b
     Example:

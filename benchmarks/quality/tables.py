@@ -1,18 +1,18 @@
-"""Ways to hold an embedding table in fewer bytes, all called as ids [B] -> [B, N]. `embeddings.py` puts tables together.
+"""Ways to store an embedding table in fewer bytes, all called as ids [B] -> [B, N]. `embeddings.py` combines tables.
 
-B batch, M rows and N columns of a table; budget: parameters, or bytes over 4.
+B batch, M rows and N columns of a table; a budget is in parameters (bytes / 4).
 
-    hashing     M' < M rows; the id's hash picks one. Weinberger et al., arXiv 0902.2206
-    two hashes  the sum of two rows of one table, picked by two hashes. Serra and Karatzoglou, arXiv 1706.03993
-    ROBE        one array for a table; each quarter of a row starts at a hashed place of it. Desai et al., arXiv 2108.02191
+    hashing     M' < M rows; the id's hash selects one. Weinberger et al., arXiv 0902.2206
+    two hashes  the sum of two rows of one table, selected by two hashes. Serra and Karatzoglou, arXiv 1706.03993
+    ROBE        one array for a table; each quarter of a row starts at a hashed position in it. Desai et al., arXiv 2108.02191
     DHE         64 hashes of the id, as numbers, through an MLP with one hidden layer. Kang et al., arXiv 2010.10784
-    CAFE        rows of their own for the most frequent ids, on seven tenths of the bytes, and hashing for the others. Zhang et al.,
-                arXiv 2312.03256; with the frequencies known from the start, where the paper has a sketch of them
-    QR          a row of ceil(M/b) times, element by element, a row of b: id // b and id % b. Shi et al., arXiv 1909.02107
-    QR in parts as few digits of the id, with a table each, as fit, at least three
+    CAFE        separate rows for the most frequent ids, on seven tenths of the bytes, and hashing for the others. Zhang et al.,
+                arXiv 2312.03256; frequencies are known from the start, whereas the paper uses a sketch of them
+    QR          the elementwise product of row id // b of one table and row id % b of another. Shi et al., arXiv 1909.02107
+    QR in parts the same with a table for each of at least three digits of the id, as few as fit the budget
     low rank    [M, k] times [k, N]
-    mixed dim   blocks of ids by frequency f, of dims ~ f^0.2 to f^0.5 (what fills the budget best) and a projection each; the
-                rarest may share one vector (dim 0). Ginart et al., arXiv 1909.11810
+    mixed dim   blocks of ids by frequency f, each with a dim ~ f^0.2 to f^0.5 (what fills the budget best) and a projection; the
+                rarest ids may share one vector (dim 0). Ginart et al., arXiv 1909.11810
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-STD = 0.1  # of initial entries, for all methods
+STD = 0.1  # standard deviation of initial entries, for all methods
 
 
 class DoesNotFit(Exception):
-    """A method has no form this small."""
+    """Raised if a method has no form within a budget."""
 
 
 class Table(nn.Module):
-    """Ids [B] to rows [B, N]: `Table(counts [M], N, budget)`."""
+    """Maps ids [B] to rows [B, N]; constructed as `Table(counts [M], N, budget)`."""
 
     @classmethod
     def least(cls, rows: int, dim: int) -> int:
-        """The smallest budget that has a form."""
+        """The smallest possible budget."""
         return dim
 
     def num_bytes(self) -> tuple[float, float]:
@@ -56,18 +56,18 @@ class Dense(Table):
 
 
 class Hashed(Dense):
-    """Rows shared by ids of one hash."""
+    """Rows that ids with the same hash share."""
 
     def __init__(self, counts: Tensor, dim: int, budget: int) -> None:
         super().__init__(budget // dim, dim)
 
     def forward(self, ids: Tensor) -> Tensor:
-        # Fibonacci hashing, 31 bits: neighbouring ids are spread.
+        # Fibonacci hashing, 31 bits: it spreads neighboring ids.
         return super().forward((ids * 2_654_435_769 % (1 << 32) >> 1) % len(self.weight))
 
 
 def hashed(ids: Tensor, seed: int) -> Tensor:
-    """31 bits: multiplication, folding and multiplication again (as MurmurHash3 ends)."""
+    """Hash ids to 31 bits: multiply, fold, and multiply again (as MurmurHash3 ends)."""
     keys = (ids + seed * 7_919) * 2_246_822_519 & 0xFFFF_FFFF
     return ((keys ^ keys >> 15) * 3_266_489_917 & 0xFFFF_FFFF) >> 1
 
@@ -81,7 +81,7 @@ class TwoHashes(Hashed):
 
 
 class Robe(Table):
-    """Parts of rows in one array."""
+    """Rows whose parts lie in one array."""
 
     def __init__(self, counts: Tensor, dim: int, budget: int) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class DeepHash(Table):
         hidden = (budget - dim) // (self.hashes + 1 + dim)
         self.mlp = nn.Sequential(nn.Linear(self.hashes, hidden), nn.Mish(), nn.Linear(hidden, dim))
         codes = torch.stack([hashed(torch.arange(len(counts)), k) for k in range(self.hashes)], dim=1) / 2**30 - 1
-        self.register_buffer("codes", codes, persistent=False)  # hashed once, to save the benchmark's time
+        self.register_buffer("codes", codes, persistent=False)  # computed once, to save time
 
     def forward(self, ids: Tensor) -> Tensor:
         rows: Tensor = self.mlp(F.embedding(ids, self.codes))
@@ -116,7 +116,7 @@ class DeepHash(Table):
 
 
 class HotAndHashed(Table):
-    """Rows for some, a hash for the rest."""
+    """Separate rows for some ids, hashing for the rest."""
 
     def __init__(self, counts: Tensor, dim: int, budget: int) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class HotAndHashed(Table):
 
 
 class Digits(Table):
-    """A small table for each digit of the id, multiplied."""
+    """The product of rows of small tables, one for each digit of the id."""
 
     parts = range(3, 9)
 
@@ -157,7 +157,7 @@ class Digits(Table):
 
 
 class QuotientRemainder(Table):
-    """Two small tables, multiplied."""
+    """The product of rows of two small tables."""
 
     @classmethod
     def least(cls, rows: int, dim: int) -> int:
@@ -192,7 +192,7 @@ class LowRank(Table):
 
 
 class MixedDimension(Table):
-    """Blocks of ids by frequency, narrower the rarer."""
+    """Blocks of ids by frequency, narrower for rarer ids."""
 
     def __init__(self, counts: Tensor, dim: int, budget: int) -> None:
         super().__init__()

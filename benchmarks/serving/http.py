@@ -1,7 +1,7 @@
-"""Requests to `comera serve` over HTTP from wrk, at several numbers of connections: requests a second, and p99.
+"""Requests to `comera serve` over HTTP from wrk, with several numbers of connections: requests per second, and p99.
 
-The demo's model on synthetic logs, trained for a few steps, in its fast form; server and wrk share the machine. With `--data`
-log, run and package stay there for the next time.
+The model is the demo's in its fast form, trained for a few steps on synthetic logs; server and wrk share the machine. With
+`--data`, the log, run and package are kept there for the next time.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ end
 
 @dataclass(frozen=True, kw_only=True)
 class HttpCase:
-    """A route, rows of a request, and connections that send one request after the other."""
+    """A route, the rows of a request, and the connections, each of which sends one request after the other."""
 
     route: str
     batch: int
@@ -72,7 +72,7 @@ def cases(quick: bool) -> list[HttpCase]:
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
-    """Milliseconds of requests, case by case, after one answer was compared with the model's."""
+    """Time requests, case by case, after comparing one answer with the model's scores."""
     wrk = shutil.which("wrk")
     if not wrk:
         raise ValueError("wrk is not installed: apt-get install wrk")
@@ -103,7 +103,7 @@ def run(settings: Settings) -> Iterator[list[Row]]:
 
 
 def prepare(folder: Path) -> tuple[Path, Path]:
-    """A package and its data set in the folder, made where they aren't there."""
+    """Return a package and its data set in the folder, after creating them if they don't exist."""
     log, data, package = folder / "log.txt", folder / "data", folder / "model.pt2"
     if not package.exists():
         synth(SynthOptions(rows=_LOG_ROWS, output=log, scale=_SCALE, overwrite=True))
@@ -115,7 +115,7 @@ def prepare(folder: Path) -> tuple[Path, Path]:
 
 
 def _write_body(work: Path, route: str, batch: int, folder: Path, data: Path) -> Path:
-    """The body of a request for the first rows of the log, which are those of the training split."""
+    """Write the body of a request for the first rows of the log, which are the training split's."""
     body = work / f"{route}-{batch}.json"
     if route == "score":
         names = ("label", *INTEGERS, *CATEGORIES)
@@ -146,19 +146,19 @@ def _require_right_scores(url: str, body: Path, model: Path, data: Path) -> None
     with torch.inference_mode():
         expected = ServingModel.load(model)(*map(torch.from_numpy, _first_rows(data, len(scores)))).numpy()
     if not np.allclose(scores, expected, atol=1e-5):
-        raise Disagreement(f"serve-http: {url} answers other scores than the model")
+        raise Disagreement(f"serve-http: {url} answers with other scores than the model's")
 
 
 @contextmanager
 def _served(model: Path, data: Path) -> Iterator[str]:
-    """The address of `comera serve`."""
+    """Run `comera serve`; yield its address."""
     command = [sys.executable, "-m", "comera_rec.cli.main", "serve", "--model", str(model), "--data", str(data), "--port", "0"]
     with subprocess.Popen(command, cwd=FOLDER.parent, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
             line = next((line for line in process.stdout if line.startswith("serving ")), "")
             if not line:
-                raise RuntimeError("comera serve did not start; it said why above")
+                raise RuntimeError("comera serve did not start; its error is above")
             yield line.split()[-1]
         finally:
             process.terminate()

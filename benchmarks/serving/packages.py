@@ -1,11 +1,11 @@
-"""Requests answered in one process: packages of a TT model beside TorchRec's quantized dense one, of the same numbers.
+"""Requests answered in one process: packages of a TT model, and TorchRec's quantized dense model of the same weights.
 
-An untrained model of Criteo-Kaggle's tables at `compression` times fewer parameters, hot rows included, and MLPs with TT layers.
-The rivals hold every row of it in 8 or 4 bits, and its MLPs' dense weights. Ids are drawn by Zipf's law. A request of 100 rows is
-one user with 100 candidates: the first half of its columns is the same in all rows.
+An untrained model of Criteo-Kaggle's tables with `compression` times fewer parameters, hot rows included, and MLPs with TT layers.
+The rivals store each of its rows in 8 or 4 bits, and the dense weights of its MLPs. Ids are drawn by Zipf's law. A request of 100
+rows is one user with 100 candidates: the first half of its columns is the same in all rows.
 
-Rows of pass "forward" are times of a call, their 99th percentile in `counted`; of pass "run" the time (ms) to load a package in
-a process that has loaded torch, and what it adds to that process's memory (MiB) once it has answered.
+Rows of pass "forward" have a call's time, with the 99th percentile in `counted`. Rows of pass "run" have the time (ms) to load a
+package in a process that has loaded torch, and the memory (MiB) that it adds to that process by its first answer.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ BATCHES = (1, 100, 1024)
 
 @dataclass(frozen=True, kw_only=True)
 class ServeCase:
-    """Tables of a model and rows of a request."""
+    """Sizes of the model, and rows of a request."""
 
     rows: tuple[int, ...] = KAGGLE
     dim: int = 64
@@ -84,7 +84,7 @@ def cases(quick: bool) -> list[ServeCase]:
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
-    """All forms of one model, in turns, on requests of each size; then what loading them takes."""
+    """Time all forms of one model in turns, on requests of each size; then measure what loading them takes."""
     sizes = chosen(cases(settings.quick), settings.only)
     environment = describe(settings.device)
     torch.manual_seed(settings.seed)
@@ -96,7 +96,7 @@ def run(settings: Settings) -> Iterator[list[Row]]:
             expected = {"output": reference(model, requests[0])}
             for name, call in calls.items():
                 output = call(*requests[0])
-                # Scores of few bits are compared as numbers of few bits.
+                # Scores of quantized models are compared with the tolerance of a type of few bits.
                 require_agreement(expected, {name: {"output": output if "float32" in name else output.bfloat16()}})
             turns = {name: partial(_on_request, call, requests) for name, call in calls.items()}
             samples = alternate(turns, settings.plan)
@@ -106,7 +106,7 @@ def run(settings: Settings) -> Iterator[list[Row]]:
 
 
 def build(case: ServeCase) -> DLRM:
-    """The model, in evaluation mode; hot rows, which start at zero, are drawn at random."""
+    """Build the model in evaluation mode; hot rows, which usually start at zero, are random."""
     tables = [
         EmbeddingBagConfig(name=f"t{t}", num_embeddings=rows, embedding_dim=case.dim, feature_names=[f"f{t}"])
         for t, rows in enumerate(case.rows)
@@ -129,7 +129,7 @@ def build(case: ServeCase) -> DLRM:
 def providers(
     model: DLRM, case: ServeCase, folder: Path
 ) -> tuple[dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]], dict[str, Path]]:
-    """Provider -> what answers a request; and the packages of those that have one."""
+    """Provider -> function that answers a request, and provider -> package for those that have one."""
     tables = served_tables(model.sparse_arch.embedding_bag_collection)
     calls: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
     packages = {}
@@ -167,7 +167,7 @@ class EagerModel:
 
 
 def reference(model: DLRM, request: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """What the model answers, eager, in float32."""
+    """The eager model's scores in float32."""
     dense, values, lengths = request
     features = KeyedJaggedTensor([f"f{t}" for t in range(model.inter_arch.F)], values, lengths=lengths)
     scores: Tensor = model(dense, features).squeeze(1).sigmoid().double()
@@ -175,7 +175,7 @@ def reference(model: DLRM, request: tuple[Tensor, Tensor, Tensor]) -> Tensor:
 
 
 def draw_request(case: ServeCase) -> tuple[Tensor, Tensor, Tensor]:
-    """dense, values and lengths of a request."""
+    """Draw dense, values and lengths of a request."""
     columns = [draw_ids(rows, case.batch, ZIPF) for rows in case.rows]
     dense = torch.randn(case.batch, INTEGERS).abs()
     if case.batch == 100:
@@ -185,7 +185,7 @@ def draw_request(case: ServeCase) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def loading_rows(packages: Mapping[str, Path], case: ServeCase, settings: Settings, environment: Mapping[str, Any]) -> list[Row]:
-    """Milliseconds to load each package and MiB that it adds, each in processes of its own; bytes of the file."""
+    """Measure ms to load each package and MiB that it adds, in separate processes; rows also have the file's bytes."""
     counted = {name: {"bytes": float(path.stat().st_size)} for name, path in packages.items()}
     times: dict[str, list[float]] = {name: [] for name in packages}
     memory: dict[str, list[float]] = {name: [] for name in packages}
@@ -217,7 +217,7 @@ print(json.dumps({"ms": 1000 * seconds, "mib": resident() - before}))
 
 
 def _frequencies(table: ServedTable) -> Tensor:
-    """Of ids by Zipf's law, as the draws have them."""
+    """Frequencies of a table's ids by Zipf's law, as requests draw them."""
     return torch.arange(1, min(table.rows, 1_000_000) + 1, dtype=torch.float64).pow(-ZIPF)
 
 

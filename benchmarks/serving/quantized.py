@@ -1,6 +1,6 @@
-"""What TorchRec serves tables with: rows of 8 or 4 bits, read by FBGEMM.
+"""TorchRec's serving form of tables: rows of 8 or 4 bits, read by FBGEMM.
 
-F features of one table each, B rows of a request, V values, N columns.
+F features with one table each, B rows of a request, V values, N columns.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torchrec.quant.embedding_modules import EmbeddingBagCollection as Quantized
 from comera_rec.ops.served_bags import ServedTable
 from comera_rec.ops.served_bags.reference import rows_of
 
-_ROWS = 1 << 19  # formed at once
+_ROWS = 1 << 19  # rows formed at once
 _SETTINGS = (
     *("total_D", "max_int2_D", "max_int4_D", "max_int8_D", "max_float8_D", "max_float16_D", "max_float32_D"),
     *("fp8_exponent_bits", "fp8_exponent_bias", "output_dtype", "row_alignment"),
@@ -25,7 +25,7 @@ _TYPES = {8: DataType.INT8, 4: DataType.INT4}
 
 
 def quantized_collection(tables: Sequence[ServedTable], bits: int) -> QuantizedCollection:
-    """TorchRec's quantized collection with the rows that the tables stand for, as `quantize_embeddings` makes it of a dense one."""
+    """Build the quantized collection that TorchRec's `quantize_embeddings` would make of the tables in dense form."""
     configs = [
         EmbeddingBagConfig(
             name=f"t{t}", num_embeddings=table.rows, embedding_dim=table.columns, feature_names=[f"f{t}"], data_type=_TYPES[bits]
@@ -46,10 +46,10 @@ def _quantized(table: ServedTable, bits: int) -> tuple[Tensor, Tensor]:
 
 
 class CompiledLookup(nn.Module):
-    """The one lookup of a quantized collection, called as `PortableTables` is.
+    """The single lookup of a quantized collection, called like `PortableTables`.
 
-    torch.export stops at the collection and at FBGEMM's module of it (both hold an object without a fake class), so this calls the
-    operator that they call, with their tensors.
+    torch.export can't trace the collection or its FBGEMM module, which both hold an object without a fake class, so this calls
+    their operator on their tensors.
     """
 
     def __init__(self, collection: QuantizedCollection) -> None:

@@ -1,1 +1,1 @@
-"""Tables on several processes: measured, planned and modelled."""
+"""Tables on several processes: measured, planned and modeled."""

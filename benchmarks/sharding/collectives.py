@@ -1,4 +1,4 @@
-"""Bytes that a process sends to others through the collectives of a sharded model, counted as they are called."""
+"""Counts the bytes that a process sends to others through a sharded model's collectives, as they are called."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 
 def ring_bytes(size: float, world_size: int) -> float:
-    """What a process sends in a ring's all-reduce of `size` bytes: 2 (W - 1) / W of them."""
+    """Bytes that a process sends in a ring all-reduce of `size` bytes: 2 (W - 1) / W of them."""
     return 2 * (world_size - 1) / world_size * size
 
 
 class Counting:
-    """Counts bytes by collective while it is entered: those that TorchRec calls, and DDP's all-reduce as a ring sends it.
+    """Counts bytes by collective within a `with` block: the collectives that TorchRec calls, and DDP's all-reduce as a ring.
 
     Args:
-        model: what its DistributedDataParallel reduces is counted; once made, only one counter can be.
+        model: its DistributedDataParallel's all-reduce is counted; a model can have only one counter.
     """
 
     def __init__(self, model: DistributedModelParallel) -> None:
@@ -30,7 +30,7 @@ class Counting:
         wrapped = model._dmp_wrapped_module
         if isinstance(wrapped, DistributedDataParallel):
 
-            def count_and_reduce(group, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations, and not as strings
+            def count_and_reduce(group, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations, which must not be strings
                 self.sent["all-reduce"] += round(ring_bytes(bucket.buffer().nbytes, dist.get_world_size()))
                 return allreduce_hook(group, bucket)
 
@@ -67,7 +67,7 @@ class Counting:
             setattr(dist, name, original)
 
 
-def mean_sent(of_processes: list[Counter[str]]) -> dict[str, float]:
-    """Bytes by collective, mean over the processes."""
-    total = sum(of_processes, Counter[str]())
-    return {name: count / len(of_processes) for name, count in total.items()}
+def mean_sent(counters: list[Counter[str]]) -> dict[str, float]:
+    """Average the bytes by collective over the processes."""
+    total = sum(counters, Counter[str]())
+    return {name: count / len(counters) for name, count in total.items()}

@@ -1,6 +1,6 @@
-"""A table on several processes: what each way of sharding sends, and its step; all processes share this machine's cores.
+"""A table on several processes: what each way of sharding sends, and its step; the processes share this machine's cores.
 
-Shapes: W processes, B bags of one id a process, N embedding_dim.
+Shapes: W processes, B bags of one id per process, N embedding_dim, U unique ids.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ PROVIDERS = {
     "TT row-wise": ("row_wise", True),
 }
 DENSE = "dense table-wise"
-LR = 0.1  # of dense rows, which TorchRec updates in the backward pass
+LR = 0.1  # learning rate of dense rows, which TorchRec updates in the backward pass
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedCase:
-    """One table on several processes, one id a bag by Zipf's law."""
+    """One table on several processes; one id per bag, drawn by Zipf's law."""
 
     world_size: int
     batch: int
@@ -66,7 +66,7 @@ class ShardedCase:
         return cr.TTShape.for_table(self.rows, self.dim, tt_ranks=self.rank)
 
     def table(self) -> EmbeddingBagConfig:
-        """The table, dense."""
+        """The config of the dense table."""
         return EmbeddingBagConfig(name="t", num_embeddings=self.rows, embedding_dim=self.dim, feature_names=["f"])
 
     def shapes(self) -> dict[str, Any]:
@@ -82,14 +82,14 @@ class ShardedCase:
 
 
 def cases(quick: bool) -> list[ShardedCase]:
-    """One, two and four processes; a small batch, and the one of large trainers at 500 times fewer parameters."""
+    """One, two and four processes; a small batch, and one as in large training runs with 500 times fewer parameters."""
     if quick:
         return [ShardedCase(world_size=2, batch=256, rows=20_000, dim=16)]
     return [ShardedCase(world_size=world, batch=batch) for world in (1, 2, 4) for batch in (2048, 32_768)]
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
-    """Rows of each case: the slowest process's step, and the bytes that a process sends in it, counted and by formula."""
+    """Yield the rows of each case: the slowest process's step, and the bytes that a process sends in it, counted and by formula."""
     environment = describe(settings.device) | {"threads": 1}
     for case in tqdm(chosen(cases(settings.quick), settings.only), desc="distributed", unit="case", disable=None):
         results = run_processes(case.world_size, measure, case, settings.seed, 3 if settings.quick else 10)
@@ -103,7 +103,7 @@ def run(settings: Settings) -> Iterator[list[Row]]:
 
 
 def expected(case: ShardedCase, provider: str) -> dict[str, float]:
-    """The planner's count of bytes that a process sends by collective, mean over the processes; without those that tell sizes."""
+    """The planner's bytes that a process sends, by collective, averaged over processes; messages about sizes are excluded."""
     kind, _ = PROVIDERS[provider]
     counts = count_bytes(kind, case.tt_shape, case.dim, 1, case.batch, case.batch, case.world_size)
     if kind == "data_parallel":
@@ -119,7 +119,7 @@ def expected(case: ShardedCase, provider: str) -> dict[str, float]:
 
 
 def format_case(rows: Sequence[Row]) -> str:
-    """A line for each provider: its step, and the KiB that a process sends, counted (by formula)."""
+    """Format a line for each provider: its step, and the KiB that a process sends, counted and by formula."""
     lines = [["provider", "p50 ms", "p20..p80", "KiB sent", "formula", "of dense", "by collective"]]
     dense = next((_total(row, "sent") for row in rows if row.provider == DENSE), 0.0)
     for row in rows:
@@ -151,7 +151,7 @@ def _total(row: Row, what: str) -> float:
 
 
 def measure(rank: int, case: ShardedCase, seed: int, rounds: int) -> tuple[dict[str, list[float]], dict[str, Counter[str]]]:
-    """In each process: every provider verified, then bytes sent in one step, then ms of the steps, in turns."""
+    """In each process, verify every provider, count the bytes sent in one step, and time steps in turns."""
     inputs = Inputs(case, seed)
     reference = inputs.reference()
     providers, sent = {name: Provider(case, name, inputs) for name in PROVIDERS}, {}
@@ -170,7 +170,7 @@ class Inputs:
     """Weights and batches that all providers share.
 
     Attributes:
-        features, upstream: bags of this process, and the gradient of what is made of them.
+        features, upstream: bags of this process, and the gradient of the output.
     """
 
     def __init__(self, case: ShardedCase, seed: int) -> None:
@@ -181,22 +181,22 @@ class Inputs:
             batches.append((draw_ids(case.rows, case.batch, ZIPF), torch.randn(case.batch, case.dim)))
         ids, self.upstream = batches[dist.get_rank()]
         self.features = KeyedJaggedTensor(["f"], ids, lengths=torch.ones(case.batch, dtype=torch.int64))
-        self._of_all = torch.cat([ids for ids, _ in batches]), torch.cat([upstream for _, upstream in batches])
+        self._all_inputs = torch.cat([ids for ids, _ in batches]), torch.cat([upstream for _, upstream in batches])
 
     def collection(self) -> cr.TTEmbeddingBagCollection:
-        """The TT table, with the same values in all processes."""
+        """Build the TT table, with the same values in all processes."""
         torch.manual_seed(self._seed)
         return cr.TTEmbeddingBagCollection([cr.TTEmbeddingBagConfig.from_dense(self._case.table(), self._case.tt_shape)])
 
     def reference(self) -> dict[str, Tensor]:
-        """The right values, in float64, from the definition: bags of this process, gradients, bags after a dense table's update.
+        """The correct values in float64, from the definition: bags of this process, gradients, bags after a dense table's update.
 
-        As under data parallelism the gradient is that of the mean over the processes.
+        As with data parallelism, gradients are those of the mean over the processes.
         """
         case, bag = self._case, self.collection().tt_bag("t").double()
-        unique, inverse = self._of_all[0].unique(return_inverse=True)
+        unique, inverse = self._all_inputs[0].unique(return_inverse=True)
         upstream_UN = torch.zeros(len(unique), case.dim, dtype=torch.float64)
-        upstream_UN.index_add_(0, inverse, self._of_all[1].double()).div_(case.world_size)
+        upstream_UN.index_add_(0, inverse, self._all_inputs[1].double()).div_(case.world_size)
         rows_UN = gathered_rows(bag, unique)
         rows_UN.backward(upstream_UN)
         rows_UN = rows_UN.detach()
@@ -206,7 +206,7 @@ class Inputs:
 
 
 def gathered_rows(bag: cr.TTEmbeddingBag, ids: Tensor) -> Tensor:
-    """[U, N] rows, a factor for each digit of the id, the least significant last."""
+    """Contract rows [U, N] from the factors that the digits of each id select, the least significant digit last."""
     digits: list[Tensor] = []
     for modes in reversed(bag.shape.row_shape):
         digits.insert(0, ids % modes)
@@ -239,15 +239,15 @@ class Provider:
         plan = planner.collective_plan(model, sharders, dist.group.WORLD)
         self._model = DistributedModelParallel(model, plan=plan, sharders=sharders)
         self.counting = Counting(self._model)
-        if not self._is_tt:  # TorchRec initializes sharded dense tables anew
+        if not self._is_tt:  # TorchRec reinitializes sharded dense tables
             for shard in self._model.state_dict()["collection.embedding_bags.t.weight"].local_shards():
                 shard.tensor.copy_(collection.tt_bag("t").to_dense().weight)
         parameters = list(self._model.parameters())
-        # TorchRec fuses the update of a dense table; and a process may hold nothing of a TT table.
+        # TorchRec fuses the update of a dense table, and a process may hold no part of a TT table.
         self._optimizer = torch.optim.Adagrad(parameters, fused=True) if self._is_tt and parameters else None
 
     def verify(self, reference: dict[str, Tensor]) -> None:
-        """Raise a Disagreement unless bags, gradients of what this process holds and bags after an update are the reference's."""
+        """Raise a Disagreement if bags, gradients of this process's shard, or bags after an update differ from the reference."""
         shown = {"output": self._forward_backward()}
         if self._is_tt:
             sharded = self._model.module.collection
@@ -280,7 +280,7 @@ class Provider:
 
 
 class Values(torch.nn.Module):
-    """The values of the KeyedTensor that a collection returns: DDP averages gradients only if a model returns tensors."""
+    """The values of a collection's KeyedTensor, because DDP averages gradients only if a model returns tensors."""
 
     def __init__(self, collection: torch.nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Plots of the sharding benchmarks: bytes and steps on processes, modelled steps on GPUs, and where copies of cores pay."""
+"""Plots of the sharding benchmarks: bytes and steps on processes, modeled steps on GPUs, and where copies of cores pay off."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from matplotlib.ticker import NullFormatter
 
 from benchmarks.harness.rows import Row
 
-STYLES = ("s--", "o-", "o-", "o-")  # the first way of sharding may lie under another
+STYLES = ("s--", "o-", "o-", "o-")  # dashed, because its line may coincide with another
 
 
 def distributed_figure(rows: Sequence[Row]) -> Figure:
-    """For each batch what a process sends, counted as bars and by formula as ticks, and the step, against processes."""
+    """Plot, against processes and for each batch, the bytes sent (bars: counted, ticks: by formula) and the step's time."""
     batches, worlds, providers = (_distinct(rows, size) for size in (_shape("batch"), _shape("processes"), _provider))
     figure = Figure(figsize=(4.6 * len(batches), 6), layout="constrained")
     axes = figure.subplots(2, len(batches), squeeze=False, sharex=True, sharey="row")
@@ -27,19 +27,19 @@ def distributed_figure(rows: Sequence[Row]) -> Figure:
             above.bar(places, sent, width, color=f"C{k}", label=provider)
             above.plot(places, formula, "k_", markersize=9, label="by formula" if provider == providers[-1] else None)
             below.errorbar(places, [row.p50 for row in selected], yerr=_spread(selected), fmt="o", markersize=4, color=f"C{k}")
-        above.set_title(f"{batch:,} samples a process")
+        above.set_title(f"{batch:,} samples per process")
         below.set_xticks(range(len(worlds)), [f"{world} process{'es' * (world > 1)}" for world in worlds])
         for panel in (above, below):
             panel.set_yscale("log")
             panel.grid(axis="y", alpha=0.3)
-    axes[0, 0].set_ylim(bottom=100)  # a bar's foot says nothing
+    axes[0, 0].set_ylim(bottom=100)  # bars have no meaningful lower end on a logarithmic axis
     axes[0, 0].set_ylabel("KiB sent by a process in a step")
     axes[1, 0].set_ylabel(f"step, ms; {rows[0].shapes['cores']} cores for all processes")
     return figure
 
 
 def scale_figure(rows: Sequence[Row]) -> Figure:
-    """The modelled step against the batch: columns are GPUs, rows compressions."""
+    """Plot the modeled step against the batch, with a column for each number of GPUs and a row for each compression."""
     gpus, compressions, providers = (_distinct(rows, size) for size in (_shape("gpus"), _shape("compression"), _provider))
     figure = Figure(figsize=(4 * len(gpus), 3.2 * len(compressions)), layout="constrained")
     axes = figure.subplots(len(compressions), len(gpus), squeeze=False, sharex=True, sharey=True)
@@ -60,13 +60,13 @@ def scale_figure(rows: Sequence[Row]) -> Figure:
                 )
             panel.set_title(f"{count} GPUs, tables {compression:g}x smaller", fontsize=9)
             panel.grid(alpha=0.3)
-        line[0].set_ylabel("modelled step, ms")
+        line[0].set_ylabel("modeled step, ms")
     _label_batches(axes[-1])
     return figure
 
 
 def grid_figure(rows: Sequence[Row]) -> Figure:
-    """How many times as long as copies of cores moving bags takes, by estimate; filled where the plan has copies only."""
+    """Plot the estimated time of moving bags relative to that of copying cores; filled where the plan only copies cores."""
     gpus, dims, ranks = (_distinct(rows, _shape(size)) for size in ("gpus", "dim", "rank"))
     figure = Figure(figsize=(4 * len(gpus), 2.8 * len(dims)), layout="constrained")
     axes = figure.subplots(len(dims), len(gpus), squeeze=False, sharex=True, sharey=True)
@@ -91,7 +91,7 @@ def grid_figure(rows: Sequence[Row]) -> Figure:
 
 def _label_batches(panels: Sequence[Any]) -> None:
     for panel in panels:
-        panel.set_xlabel("samples a GPU")
+        panel.set_xlabel("samples per GPU")
         panel.xaxis.set_minor_formatter(NullFormatter())
 
 

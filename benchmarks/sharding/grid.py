@@ -1,6 +1,6 @@
-"""Where copies of cores beat moving bags: the planner's estimates and its choice over batch, dim, rank and GPUs.
+"""Where copying cores beats moving bags: the planner's estimates and choice for grids of batch, dim, TT rank and GPUs.
 
-As many equal tables as GPUs, so that table-wise sharding is balanced. Estimates, not measurements: the rates are `scale_model`'s.
+There are as many equal tables as GPUs, so table-wise sharding is balanced. Nothing is measured: the rates are `scale_model`'s.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PICKED = "TTShardingPlanner"
 
 @dataclass(frozen=True, kw_only=True)
 class GridCase:
-    """Equal tables, one a GPU, one id a bag."""
+    """Equal tables, one per GPU, with one id per bag."""
 
     gpus: int
     batch: int
@@ -55,7 +55,7 @@ class GridCase:
 
 
 def cases(quick: bool) -> list[GridCase]:
-    """Two GPUs, a node, and two nodes."""
+    """Two GPUs, one node, and two nodes."""
     gpus, batches, dims, ranks = [2, 8, 16], [64 << k for k in range(0, 11, 2)], [16, 64, 128], [8, 32, 128]
     if quick:
         gpus, batches, dims, ranks = [2], [64, 65_536], [64], [8]
@@ -63,20 +63,20 @@ def cases(quick: bool) -> list[GridCase]:
 
 
 def topology(gpus: int) -> Topology:
-    """H100s, eight a node."""
+    """A topology of H100s, eight per node."""
     return Topology(
         gpus,
         "cuda",
         hbm_cap=80 << 30,
         local_world_size=min(gpus, GPUS_PER_NODE),
-        hbm_mem_bw=HBM * ATTAINED / 1e3,  # a ms
+        hbm_mem_bw=HBM * ATTAINED / 1e3,  # bytes per ms
         intra_host_bw=NVLINK * ATTAINED / 1e3,
         inter_host_bw=NETWORK * ATTAINED / 1e3,
     )
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
-    """A row for each way of sharding all tables, and one for the plan that is chosen, which may mix them."""
+    """Yield a row for each way of sharding all tables, and one for the chosen plan, which may mix them."""
     environment = describe(settings.device) | {"machine": "the planner's estimates for H100s, nothing measured", "threads": 0}
     for case in chosen(cases(settings.quick), settings.only):
         estimates, placed = estimate(case)
@@ -86,8 +86,8 @@ def run(settings: Settings) -> Iterator[list[Row]]:
 
 
 def estimate(case: GridCase) -> tuple[dict[str, float], Counter[str]]:
-    """Estimated ms of a step's tables, sharded all alike and as planned; and how many the plan shards in which way."""
-    logging.disable(logging.WARNING)  # TorchRec tells of every table without a specification of its shards
+    """Estimated ms of a step's tables by way of sharding and for the plan, and how many tables the plan shards in each way."""
+    logging.disable(logging.WARNING)  # TorchRec warns about every table without a sharding spec
     model = nn.Sequential(cr.TTEmbeddingBagCollection(case.configs(), device="meta"))
     devices, sharders = topology(case.gpus), [cr.TTEmbeddingBagCollectionSharder()]
     options = TTEnumerator(devices, case.batch).enumerate(model, list(sharders))
@@ -101,13 +101,13 @@ def estimate(case: GridCase) -> tuple[dict[str, float], Counter[str]]:
 
 
 def _slowest(case: GridCase, options: Sequence[ShardingOption]) -> float:
-    """Equal tables are as many as GPUs: every GPU has a shard of each, or one table."""
+    """Estimate the slowest GPU's time; each GPU has a shard of every table, or one table."""
     perfs = [shard.perf.total for option in options for shard in option.shards if shard.perf is not None]
     return sum(perfs) / case.gpus
 
 
 def format_case(rows: Sequence[Row]) -> str:
-    """Estimates side by side, and the choice."""
+    """Format estimates side by side, and the planner's choice."""
     placed = next(row.counted for row in rows if row.provider == PICKED)
     cells = [[row.provider for row in rows], [f"{row.p50:.3f}" for row in rows]]
     choice = ", ".join(f"{count:g} {kind}" for kind, count in placed.items())

@@ -1,10 +1,10 @@
-"""What `TTShardingPlanner` expects of a TT table, and what is measured: memory of a process and time of a step.
+"""`TTShardingPlanner`'s estimates for a TT table, and measurements: memory of a process and time of a step.
 
-Memory is the growth of a process's resident peak while the table is made, sharded and trained by Adam for two steps, of the fullest
-process. Times are the slowest process's; the planner is given this machine's copy bandwidth for memory and network alike, which
-under gloo are one. Processes share the machine's cores, which the planner takes to be each one's own.
+Memory is the growth of the fullest process's resident peak while the table is built, sharded and trained by Adam for two steps.
+Times are the slowest process's. The planner gets this machine's copy bandwidth for both memory and network, which are the same
+under gloo. It assumes that each process has its own cores, but here they share them.
 
-Shapes: W processes, B bags of one id a process, N embedding_dim.
+Shapes: W processes, B bags of one id per process, N embedding_dim.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from comera_rec.testing import run as run_processes
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedCase:
-    """One table on several processes, one id a bag by Zipf's law."""
+    """One table on several processes; one id per bag, drawn by Zipf's law."""
 
     world_size: int
     batch: int = 32_768
@@ -50,14 +50,14 @@ class PlannedCase:
     dtype: str = "float32"
 
     def model(self) -> Values:
-        """A collection of the table alone, on the meta device."""
+        """Build a collection of only this table, on the meta device."""
         table = cr.TTEmbeddingBagConfig(
             name="t", num_embeddings=self.rows, embedding_dim=self.dim, feature_names=["f"], tt_ranks=self.rank
         )
         return Values(cr.TTEmbeddingBagCollection([table], device="meta"))
 
     def topology(self, bandwidth: float) -> Topology:
-        """`bandwidth` in bytes a second."""
+        """Describe the processes to the planner, with a bandwidth in bytes per second."""
         rate = bandwidth / 1e3
         return Topology(self.world_size, "cpu", ddr_cap=1 << 40, ddr_mem_bw=rate, intra_host_bw=rate, inter_host_bw=rate)
 
@@ -67,7 +67,7 @@ class PlannedCase:
 
 
 def cases(quick: bool) -> list[PlannedCase]:
-    """A table whose state outweighs a batch's rows, and one whose batch outweighs it."""
+    """A table whose state is larger than a batch's rows, and one whose state is smaller."""
     if quick:
         return [PlannedCase(world_size=2, batch=8192, rows=500_000)]
     few = [PlannedCase(world_size=world) for world in (1, 2, 4)]
@@ -75,9 +75,9 @@ def cases(quick: bool) -> list[PlannedCase]:
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
-    """For each way of sharding a row of memory and one of time; `counted` has what the planner expects."""
+    """Yield rows of memory and time for each way of sharding; `counted` has the planner's estimates."""
     if not memory_is_measurable("cpu"):
-        raise ValueError("peak memory can't be reset under this system: run planned under Linux")
+        raise ValueError("peak memory can't be reset on this system: run planned on Linux")
     environment = describe("cpu") | {"threads": 1}
     bandwidth = ceilings("cpu").bytes_per_s
     for case in tqdm(chosen(cases(settings.quick), settings.only), desc="planned", unit="case", disable=None):
@@ -92,7 +92,7 @@ def run(settings: Settings) -> Iterator[list[Row]]:
 
 
 def expected(case: PlannedCase, bandwidth: float) -> dict[str, dict[str, float]]:
-    """By sharding type the planner's MiB of the fullest process and ms of the slowest."""
+    """Sharding type -> the planner's MiB of the fullest process and ms of the slowest."""
     options = TTEnumerator(case.topology(bandwidth), case.batch).enumerate(case.model(), [cr.TTEmbeddingBagCollectionSharder()])
     return {
         option.sharding_type: {
@@ -104,9 +104,9 @@ def expected(case: PlannedCase, bandwidth: float) -> dict[str, dict[str, float]]
 
 
 def measure(rank: int, case: PlannedCase, seed: int, rounds: int) -> dict[str, tuple[float, list[float]]]:
-    """In each process: by sharding type MiB, and ms of the steps."""
+    """Measure in each process: sharding type -> MiB, and ms of the steps."""
     return_freed_memory_at_once()
-    train(replace(case, rows=10_000, batch=64, rank=2), SHARDING_TYPES[0], seed, 1)  # what the first step of all loads
+    train(replace(case, rows=10_000, batch=64, rank=2), SHARDING_TYPES[0], seed, 1)  # load what the very first step loads
     outcome = {}
     for kind in SHARDING_TYPES:
         mib = resident_peak(partial(_two_steps, case, kind, seed), 0)
@@ -119,7 +119,7 @@ def _two_steps(case: PlannedCase, kind: str, seed: int, turn: int) -> object:
 
 
 def train(case: PlannedCase, kind: str, seed: int, rounds: int) -> list[float]:
-    """Milliseconds of each step after a first one, in which optimizers make their state."""
+    """Time steps in milliseconds, after a first one in which optimizers create their state."""
     torch.manual_seed(seed + dist.get_rank())
     ids = draw_power_law(case.rows, case.batch, ZIPF)
     features = KeyedJaggedTensor(["f"], ids, lengths=torch.ones(case.batch, dtype=torch.int64))
@@ -128,7 +128,7 @@ def train(case: PlannedCase, kind: str, seed: int, rounds: int) -> list[float]:
     planner = cr.TTShardingPlanner(case.topology(1e10), case.batch, constraints=constraints, stats=[])
     model = DistributedModelParallel(model, plan=planner.collective_plan(model, list(sharders)), sharders=list(sharders))
     parameters = list(model.parameters())
-    optimizer = torch.optim.Adam(parameters, fused=True) if parameters else None  # a process may hold nothing
+    optimizer = torch.optim.Adam(parameters, fused=True) if parameters else None  # a process may hold no parameters
     times = []
     for _ in range(rounds + 1):
         dist.barrier()
@@ -142,7 +142,7 @@ def train(case: PlannedCase, kind: str, seed: int, rounds: int) -> list[float]:
 
 
 def format_case(rows: Sequence[Row]) -> str:
-    """A line for each way of sharding: measured, planned, and the latter over the former."""
+    """Format a line for each way of sharding: measured, planned, and planned divided by measured."""
     cells = [["", "MiB", "planned", "", "ms", "planned", ""]]
     for kind in SHARDING_TYPES:
         mib, ms = (next(row for row in rows if row.provider == kind and row.unit == unit) for unit in ("MiB", "ms"))

@@ -1,11 +1,11 @@
 """A paper model, not a measurement: the time of a DLRM's training step on 8 to 512 GPUs, from counted bytes and multiply-adds.
 
 The model is MLPerf's DLRM on Criteo's Terabyte logs: 26 tables of N = 128 columns, capped at 40 million rows, 188 million rows in
-all. Bytes and multiply-adds of the tables are `TTShardingPlanner`'s (`count_bytes`), whose bytes sent the benchmark `distributed`
-confirms; the time is their sum over stated rates. Nothing overlaps, no kernel waits for its launch, ids are not deduplicated before
-they are sent, and load is perfectly balanced: dense table-wise is what the best mix of table- and column-wise sharding could reach.
+all. Bytes and multiply-adds of the tables are `TTShardingPlanner`'s (`count_bytes`); the benchmark `distributed` confirms the bytes
+sent. Each is divided by a stated rate, and the times are added. Nothing overlaps, launches take no time, ids are not deduplicated
+before they are sent, and load is perfectly balanced: "dense table-wise" is the best that table- and column-wise sharding can reach.
 
-Shapes: W GPUs, B samples a GPU, N embedding_dim.
+Shapes: W GPUs, B samples per GPU, N embedding_dim.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from benchmarks.harness.text import aligned, case_title
 from benchmarks.sharding.collectives import ring_bytes
 from comera_rec.recsys.sharding.planner import count_bytes
 
-# Rates of a GPU, a second.
+# A GPU's rates per second.
 NVLINK = 450e9  # bytes each way: 900 GB/s both ways (NVIDIA H100 data sheet, SXM)
 NETWORK = 50e9  # bytes each way: a 400 Gb/s adapter for each GPU (NVIDIA DGX H100 data sheet)
 HBM = 3.35e12  # bytes (NVIDIA H100 data sheet, SXM)
 MATMUL = 989e12  # bfloat16 without sparsity, for the MLPs (the same)
 SMALL_PRODUCTS = 67e12  # float32 without tensor cores, for the rank-sized products of a lookup (the same)
-ATTAINED = 0.6  # part of every rate above that a real transfer or product reaches: an assumption
-COLLECTIVE = 20e-6  # seconds until a collective's first byte, for each doubling of the GPUs in it: an assumption
+ATTAINED = 0.6  # fraction of every rate above that a real transfer or product reaches: an assumption
+COLLECTIVE = 20e-6  # seconds until a collective's first byte, per doubling of its GPUs: an assumption
 GPUS_PER_NODE = 8  # (NVIDIA DGX H100 data sheet)
 
 # MLPerf Training's DLRM (github.com/mlcommons/training, recommendation/dlrm): rows, layers and N.
@@ -54,7 +54,7 @@ _ITEM = 4  # bytes of a float32
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleCase:
-    """The model on some GPUs; `compression` of the tables together."""
+    """The model on a number of GPUs; `compression` is that of all tables together."""
 
     gpus: int
     batch: int
@@ -63,7 +63,7 @@ class ScaleCase:
     dtype: str = "float32"
 
     def tables(self) -> list[cr.TTEmbeddingBagConfig]:
-        """Those of fewer than 10,000 rows stay dense."""
+        """Configs of the tables; those of fewer than 10,000 rows stay dense."""
         dense = [
             EmbeddingBagConfig(name=f"t{k}", num_embeddings=rows, embedding_dim=DIM, feature_names=[f"f{k}"])
             for k, rows in enumerate(ROWS)
@@ -87,7 +87,7 @@ def cases(quick: bool) -> list[ScaleCase]:
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
-    """A row for each way of sharding: the modelled step, and in `counted` its parts and the bytes of tables on a GPU."""
+    """Yield a row for each way of sharding: the modeled step, with its parts and a GPU's MiB of tables in `counted`."""
     environment = describe(settings.device) | {"machine": "a model of DGX H100 nodes, nothing measured", "threads": 0}
     for case in chosen(cases(settings.quick), settings.only):
         parts = {name: step(case, name) for name in PROVIDERS}
@@ -96,14 +96,14 @@ def run(settings: Settings) -> Iterator[list[Row]]:
 
 
 def step(case: ScaleCase, provider: str) -> dict[str, float]:
-    """Milliseconds by part of a training step, MiB that tables take on a GPU in training, and MiB that it sends for them."""
+    """Model a step: milliseconds of each part, MiB that tables take on a GPU in training, and MiB that it sends for them."""
     kind, is_dense = PROVIDERS[provider], provider == "dense table-wise"
     world, batch = case.gpus, case.batch
     moved = reduced = lookup = stored = 0.0
     for table in case.tables():
         if is_dense or (not table.is_tt and kind != "data_parallel"):
-            # Bags there and gradients back, ids with lengths; each GPU owns and looks up its share.
-            counts = count_bytes("table_wise", _no_train(table), DIM, 1, batch, batch, world)
+            # Bags are sent, gradients sent back, ids sent with lengths; each GPU owns and looks up its share.
+            counts = count_bytes("table_wise", _any_shape(table), DIM, 1, batch, batch, world)
             moved += counts["ids"] + 2 * counts["bags"] / world
             lookup += 5 * batch * DIM * _ITEM / HBM  # rows read, bags written; gradients read, rows read and written
             stored += (table.num_embeddings * (DIM + 1) * _ITEM) / world  # row-wise Adagrad
@@ -118,8 +118,8 @@ def step(case: ScaleCase, provider: str) -> dict[str, float]:
             shares = world if kind == "table_wise" else 1  # of the owner's work, spread over as many owners as GPUs
             moved += counts["ids"] + 2 * counts["bags"] / shares
             reduced += counts["gradients"]
-            # Rows written, read and written as bags, and their gradients as often. Cores read forward and backward, their
-            # gradients written; the optimizer reads and writes weights and state and reads gradients.
+            # Rows are written, read, and written as bags, and so are their gradients. Cores are read forward and backward, and
+            # their gradients written; the optimizer reads and writes weights and state, and reads gradients.
             rows = batch * DIM * _ITEM
             cores = counts["memory"] / shares - rows
             lookup += (6 * rows + 8 * cores) / HBM + 3 * counts["flops"] / shares / SMALL_PRODUCTS  # 2 of 3 in the backward pass
@@ -138,20 +138,20 @@ def step(case: ScaleCase, provider: str) -> dict[str, float]:
     }
 
 
-def _no_train(table: cr.TTEmbeddingBagConfig) -> cr.TTShape:
-    """A shape for counting what is sent, which depends on none table-wise."""
+def _any_shape(table: cr.TTEmbeddingBagConfig) -> cr.TTShape:
+    """A shape for counting bytes sent table-wise, which don't depend on the TT shape."""
     return cr.TTShape.for_table(table.num_embeddings, table.embedding_dim, tt_ranks=1)
 
 
 def exchange_seconds(sent: float, world: int) -> float:
-    """An all-to-all in which a GPU sends `sent` bytes, as much to each other; NVLink and network work at the same time."""
+    """Time of an all-to-all in which each GPU sends `sent` bytes, evenly to the others, over NVLink and network at once."""
     local = min(GPUS_PER_NODE, world)
     near = sent * (local - 1) / (world - 1)
     return max(near / NVLINK, (sent - near) / NETWORK) / ATTAINED
 
 
 def all_reduce_seconds(sent: float, world: int) -> float:
-    """An all-reduce that sends `sent` bytes as one ring: inside nodes by NVLink, then a GPU's share of a node between nodes."""
+    """Time of a ring all-reduce of `sent` bytes: within nodes by NVLink, then between nodes, each GPU with its share."""
     size = sent * world / (2 * (world - 1))
     local = min(GPUS_PER_NODE, world)
     near, far = ring_bytes(size, local), ring_bytes(size / local, world // local)
@@ -163,7 +163,7 @@ def _start(world: int) -> float:
 
 
 def format_case(rows: Sequence[Row]) -> str:
-    """A line for each way of sharding: the step and its parts."""
+    """Format a line for each way of sharding: the step and its parts."""
     parts = list(rows[0].counted)
     cells = [["", "step ms", "vs dense", *parts]]
     for row in rows:

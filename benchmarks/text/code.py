@@ -1,8 +1,8 @@
 """Masked-language pre-training on functions of Python's standard library: dense, and TT four times smaller.
 
-Every run is that of `examples/pretrain_code.py`, small enough for minutes, without its second phase. TT models try splits of their
-parameters between layers and table beside learning rates; the best of seed 0 takes the other seeds, and then trains for as many
-steps as fit into the dense model's CPU seconds.
+Every run is a smaller one of `examples/pretrain_code.py`, which takes minutes, without the second phase. TT models try learning
+rates and splits of their parameters between layers and table; the best combination with seed 0 takes the other seeds, and then
+trains for as many steps as fit into the dense model's CPU seconds.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from examples import pretrain_code
 __all__ = ["format_case", "run"]
 
 DENSE = Method(name="dense", rates=(0.001, 0.002, 0.004))
-RANKS = (32, 48), (24, 54), (16, 60)  # of layers, of the table
+RANKS = (32, 48), (24, 54), (16, 60)  # of the layers and of the table
 SPLITS = {f"TT, ranks {layers} and {table}": (layers, table) for layers, table in RANKS}
 TT = tuple(Method(name=name, rates=(0.0015, 0.003, 0.006)) for name in SPLITS)
-LR_OTHER = 0.002  # of what TT models hold dense: positions, biases, norms
+LR_OTHER = 0.002  # learning rate of the dense parameters of TT models: positions, biases, norms
 STEPS, QUICK_STEPS = 300, 3
 PACKAGES = ("asyncio", "email", "http", "idlelib", "importlib", "json", "logging", "multiprocessing", "tkinter", "unittest", "xml")
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
-    """The rows of all runs."""
+    """Yield the rows of all runs."""
     steps = QUICK_STEPS if settings.quick else STEPS
     packages = PACKAGES[5:6] if settings.quick else PACKAGES
     base = ["model.vocab_size=4000", "model.num_layers=2", "model.max_length=48", f"data.packages={list(packages)}", "ranks=none"]
@@ -43,9 +43,9 @@ def run(settings: Settings) -> Iterator[list[Row]]:
     functions = pretrain_code.read_functions(sizes)
 
     def train(method: str, lr: float, steps: int, seed: int) -> tuple[float, dict[str, float]]:
-        of_run = settings_of([*base, f"seed={seed}", f"training.steps={steps}", *overrides(method, lr)])
+        run_settings = settings_of([*base, f"seed={seed}", f"training.steps={steps}", *overrides(method, lr)])
         torch.manual_seed(seed)
-        metrics = pretrain_code.train(pretrain_code.MaskedLanguageModel(of_run), functions, of_run)
+        metrics = pretrain_code.train(pretrain_code.MaskedLanguageModel(run_settings), functions, run_settings)
         return metrics["loss"], {**counted(metrics), "accuracy": metrics["accuracy"]}
 
     shapes = {
@@ -80,6 +80,6 @@ def overrides(method: str, lr: float) -> list[str]:
 
 
 def best_split(rows: list[Row]) -> Method:
-    """The TT method of the lowest training loss, at its best rate alone."""
+    """The TT method with the lowest training loss, with only its best rate."""
     row = min((row for row in rows if row.provider in SPLITS), key=lambda row: row.counted["train_loss"])
     return Method(name=row.provider, rates=(row.shapes["lr"],))

@@ -1,9 +1,8 @@
-"""Trainings from scratch that are tuned alike, one row a run.
+"""Training runs from scratch, all tuned in the same way, one row per run.
 
-Every method tries each of its learning rates with the first seed; the rate of the lowest training loss, mean of the last tenth of
-the steps, takes the other seeds. `counted` holds that loss, parameters, seconds of all steps (new projections and merges
-included), by the clock and of all threads together, which other processes change less, and the peak of resident memory beyond
-what the process held before the model was built.
+Every method tries each of its learning rates with the first seed; the other seeds use the rate with the lowest training loss, the
+mean over the last tenth of the steps. `counted` has that loss, parameters, wall-clock and CPU seconds of all steps (including new
+projections and merges), and the peak of resident memory beyond what the process had before the model was built.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Method:
     """A form of the model and the learning rates to choose from.
 
     Attributes:
-        name: as rows have it.
+        name: the provider's name in rows.
         rates: learning rates.
     """
 
@@ -43,12 +42,12 @@ class Task:
     """What to train on and how to score it.
 
     Attributes:
-        op: the benchmark.
-        unit: of the score.
-        sizes: of the model and its batches, for rows.
+        op: name of the benchmark.
+        unit: unit of the score.
+        sizes: sizes of the model and its batches, for rows.
         methods: the forms to compare.
-        steps: of every run.
-        train: (method's name, learning rate, steps, seed) -> the score, and what was counted.
+        steps: number of steps of every run.
+        train: (method's name, learning rate, steps, seed) -> the score and counted quantities.
     """
 
     op: str
@@ -60,10 +59,10 @@ class Task:
 
 
 def run_task(task: Task, settings: Settings, *, seeds: int = SEEDS) -> Iterator[list[Row]]:
-    """Runs that are not among `settings.finished`: all rates with the first seed, then the best ones with all."""
+    """Yield the runs not in `settings.finished`: all rates with the first seed, then the best rates with all seeds."""
     environment = describe(settings.device)
     rows = list(settings.finished)
-    methods = [method for method in task.methods if _wanted(method, settings)]
+    methods = [method for method in task.methods if _is_selected(method, settings)]
     first = settings.seed
     plan: list[tuple[Method, float | None, int]] = [(method, rate, first) for method in methods for rate in method.rates]
     plan += [(method, None, first + more) for more in range(1, 1 if settings.quick else seeds) for method in methods]
@@ -97,31 +96,31 @@ def _row(task: Task, method: str, shapes: dict[str, Any], seed: int, environment
     )  # fmt: skip
 
 
-def _wanted(method: Method, settings: Settings) -> bool:
+def _is_selected(method: Method, settings: Settings) -> bool:
     return any(fnmatchcase(method.name, pattern) for pattern in settings.only.get("method", "*").split("|"))
 
 
 def best_rate(rows: Sequence[Row], shapes: dict[str, Any]) -> float | None:
-    """The rate of the lowest training loss among rows of these sizes, whatever their rate; None if there are none."""
+    """The rate with the lowest training loss among rows of these sizes; None if there are none."""
     tuned = [row for row in rows if {**row.shapes, "lr": None} == {**shapes, "lr": None}]
     return min(tuned, key=lambda row: row.counted["train_loss"]).shapes["lr"] if tuned else None
 
 
 def chosen(rows: Sequence[Row], method: str) -> list[Row]:
-    """A method's runs at the rate that it chose."""
-    of_method = [row for row in rows if row.provider == method]
-    return [row for row in of_method if row.shapes["lr"] == best_rate(of_method, row.shapes)]
+    """A method's runs at its chosen rate."""
+    method_rows = [row for row in rows if row.provider == method]
+    return [row for row in method_rows if row.shapes["lr"] == best_rate(method_rows, row.shapes)]
 
 
 def steps_in_equal_time(rows: Sequence[Row], steps: int, method: str, reference: str) -> int:
-    """How many steps of a method take the CPU seconds of `steps` steps of another, both at the rates that they chose."""
-    of_length = [row for row in rows if row.shapes["steps"] == steps]
-    seconds, of_reference = (mean(row.counted["cpu_seconds"] for row in chosen(of_length, name)) for name in (method, reference))
-    return max(1, int(steps * of_reference / seconds))
+    """How many steps of a method take as many CPU seconds as `steps` steps of the reference, both at their chosen rates."""
+    runs = [row for row in rows if row.shapes["steps"] == steps]
+    seconds, reference_seconds = (mean(row.counted["cpu_seconds"] for row in chosen(runs, name)) for name in (method, reference))
+    return max(1, int(steps * reference_seconds / seconds))
 
 
 def counted(metrics: dict[str, Any]) -> dict[str, float]:
-    """What a row keeps of an example's metrics."""
+    """Select the metrics of an example's run that rows keep."""
     return {
         **{name: metrics[name] for name in ("train_loss", "params", "dense_params", "seconds", "cpu_seconds")},
         "step_ms": metrics["step_ms"]["p50"],
@@ -129,7 +128,7 @@ def counted(metrics: dict[str, Any]) -> dict[str, float]:
 
 
 def format_case(rows: Sequence[Row]) -> str:
-    """One line a run."""
+    """Format a run as one line."""
     return "\n".join(
         f"{row.op} {row.provider} lr {row.shapes['lr']} {row.shapes['steps']} steps seed {row.seed}: {row.unit} {row.p50:.4f}, "
         f"training loss {row.counted['train_loss']:.4f}, {row.counted['params']:,.0f} params, {row.counted['cpu_seconds']:.0f} s"

@@ -1,10 +1,10 @@
 """Sentence classification on SST-2 from scratch at the layer sizes of CoMERA's transformer: dense, TT, and rivals.
 
-`python -m benchmarks.run sst2 --data FOLDER`, which holds `train.tsv` and `dev.tsv` of GLUE's SST-2 (a header, then `sentence`
-and `label`). Every run is that of `examples/classify_text.py` with one encoder instead of six, so that it takes minutes; for
-forms that the example does not have, model and optimizer are replaced. What a method replaces learns at the rate it chose, all
-else at 0.0003, in dense and low-rank models everything at the rate. TT and low-rank models, whose steps are faster, also train for
-as many steps as fit into the dense model's CPU seconds.
+Run it by `python -m benchmarks.run sst2 --data FOLDER`, where FOLDER has `train.tsv` and `dev.tsv` of GLUE's SST-2 (with columns
+`sentence` and `label`). Every run is one of `examples/classify_text.py` with one encoder instead of six, so that it takes minutes;
+model and optimizer are replaced for forms that the example lacks. The parameters that a method replaces learn at its chosen rate,
+all others at 0.0003; in dense and low-rank models all parameters learn at the chosen rate. TT and low-rank models, whose steps are
+faster, also train for as many steps as fit into the dense model's CPU seconds.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ METHODS = (
 STEPS, QUICK_STEPS = 400, 4
 REDUCTION = ("model.num_layers=1", "model.vocab_size=8000", "tokens.row_shape=[10,10,8,10]")
 LR_OTHER = 0.0003
-TARGET = 0.5  # of the parameters of all TT modules
-PRICED_RATE = 0.02  # of rank parameters, which start at 1 and have to fall below 0.05 within the late stage
+TARGET = 0.5  # fraction of the parameters of all TT modules
+PRICED_RATE = 0.02  # learning rate of rank parameters, which start at 1 and must fall below 0.05 in the late stage
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
-    """The rows of all methods.
+    """Yield the rows of all methods.
 
     Raises:
         ValueError: without the data.
@@ -67,11 +67,11 @@ def run(settings: Settings) -> Iterator[list[Row]]:
     sentences = classify_text.read_sentences(sizes)
 
     def train(method: str, lr: float, steps: int, seed: int) -> tuple[float, dict[str, float]]:
-        of_run = settings_of([*base, f"seed={seed}", f"training.steps={steps}", *overrides(method, lr, steps)])
+        run_settings = settings_of([*base, f"seed={seed}", f"training.steps={steps}", *overrides(method, lr, steps)])
         torch.manual_seed(seed)
-        dense_or_tt = classify_text.Classifier(of_run, len(sentences.classes))
-        model, optimizer = _rival(method, dense_or_tt, lr, of_run.training.weight_decay)
-        metrics = classify_text.train(model, sentences, of_run, optimizer)
+        dense_or_tt = classify_text.Classifier(run_settings, len(sentences.classes))
+        model, optimizer = _rival(method, dense_or_tt, lr, run_settings.training.weight_decay)
+        metrics = classify_text.train(model, sentences, run_settings, optimizer)
         return metrics["accuracy"], counted(metrics)
 
     shapes = {
@@ -88,17 +88,17 @@ def run(settings: Settings) -> Iterator[list[Row]]:
         rows += case
         yield case
     if not settings.only:
-        of_length = [row for row in rows if row.shapes["steps"] == steps]
-        for name in (BUDGET, LOW_RANK):  # whose steps are faster
-            best = Method(name=name, rates=(chosen(of_length, name)[0].shapes["lr"],))
-            longer = replace(task, methods=[best], steps=steps_in_equal_time(of_length, steps, name, DENSE))
+        length_rows = [row for row in rows if row.shapes["steps"] == steps]
+        for name in (BUDGET, LOW_RANK):  # these have faster steps
+            best = Method(name=name, rates=(chosen(length_rows, name)[0].shapes["lr"],))
+            longer = replace(task, methods=[best], steps=steps_in_equal_time(length_rows, steps, name, DENSE))
             yield from run_task(longer, replace(settings, finished=rows))
 
 
 def overrides(method: str, lr: float, steps: int) -> list[str]:
     """The example's settings for a method."""
     if not method.startswith("TT"):
-        form = "tt" if method == LOW_RANK else "dense"  # low-rank layers are made of the TT layers' halves
+        form = "tt" if method == LOW_RANK else "dense"  # low-rank layers are contracted halves of TT layers
         return [f"tokens.format={form}", f"linears.format={form}", f"training.lr_dense={lr}"]
     rates = [f"training.lr_cores={lr}", f"training.lr_dense={LR_OTHER}", f"training.lr_ranks={LR_OTHER}"]
     stages = [
@@ -113,7 +113,7 @@ def overrides(method: str, lr: float, steps: int) -> list[str]:
 
 
 def _rival(method: str, model: nn.Module, lr: float, weight_decay: float) -> tuple[nn.Module, torch.optim.Optimizer | None]:
-    """A model in the form of a method, and its optimizer unless it is the example's."""
+    """Convert a model to a method's form; return it with its optimizer, or None for the example's optimizer."""
     if method == LOW_RANK:
         return low_rank(model), None
     if method == GALORE:

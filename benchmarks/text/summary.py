@@ -1,4 +1,4 @@
-"""Tables of trainings from scratch: (header, lines) from rows."""
+"""Tables of training runs from scratch: (header, lines) from rows."""
 
 from __future__ import annotations
 
@@ -64,5 +64,5 @@ def code_table(rows: Sequence[Row]) -> Table:
 
 
 def spread(values: Sequence[float], digits: int) -> str:
-    """Mean and standard deviation; a single value alone."""
+    """Format mean and standard deviation, or a single value."""
     return f"{mean(values):.{digits}f}" + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")

@@ -1,1 +1,1 @@
-"""Training of whole models."""
+"""Training whole models."""

@@ -1,11 +1,11 @@
 """A whole DLRM on synthetic Criteo logs of Kaggle's cardinalities: dense, and 99 times smaller, MLPs included.
 
-Also every architecture on the demo's logs, dense and with tables 50 times smaller, whose ranks stay as they are.
+Also every architecture on the demo's logs, dense and with tables 50 times smaller, with fixed ranks.
 
-Every run is `comera train --config examples/kaggle.toml` in a process of its own. On a log of a million rows each form tries the
-learning rates of its tables with seed 0; the one with the best NE on the validation split takes the other seeds. On a log of ten
-million rows, of which every value keeps a row, runs are short, and told apart by time and memory alone. Forms take turns. One row a
-run: NE on the test split; `counted` has the best NE and AUC that any model can reach there, ms a step and peak MiB.
+Every run is `comera train --config examples/kaggle.toml` in its own process. On a log of a million rows each form tries the
+learning rates of its tables with seed 0; the other seeds use the rate with the best NE on the validation split. On a log of ten
+million rows, where every value keeps a row, runs are short and only their time and memory are compared. Forms take turns. Each run
+yields one row: NE on the test split; `counted` has the best NE and AUC that any model can reach there, ms per step and peak MiB.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CONFIG = FOLDER.parent / "examples" / "kaggle.toml"
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """How the model is held, the key of its tables' learning rate, and the rates to choose from."""
+    """A form of the model: its settings, the key of its tables' learning rate, and the rates to choose from."""
 
     overrides: tuple[str, ...]
     key: str
@@ -46,7 +46,7 @@ class Form:
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Rows of the log, scale of its cardinalities, rows that a value needs to be kept, and a run's length."""
+    """Rows of the log, scale of its cardinalities, occurrences that a value needs to be kept, and a run's length."""
 
     data: str
     rows: int
@@ -78,7 +78,7 @@ ARCHITECTURES = {
     "Wide & Deep": ("model.architecture=wide_deep",),
 }
 FIXED = replace(FORMS["TT + rows adaptive"], overrides=("tables.hot_rows=auto", "tables.compression=50", "ranks=none"))
-OF_ARCHITECTURES = {  # on half a million rows lower rates do best
+OF_ARCHITECTURES = {  # on half a million rows lower rates are best
     f"{architecture} {name}": replace(form, overrides=form.overrides + overrides, rates=rates)
     for architecture, overrides in ARCHITECTURES.items()
     for name, form, rates in (("dense", FORMS["dense"], (0.0015, 0.003, 0.006)), ("TT + rows", FIXED, (0.0015, 0.003, 0.006)))
@@ -103,7 +103,7 @@ QUICK = tuple(
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
-    """Runs that are not among `settings.finished`, one row each."""
+    """Yield the runs not in `settings.finished`, one row each."""
     rows, environment = list(settings.finished), describe(settings.device)
     for size in QUICK if settings.quick else SIZES:
         if settings.only.get("data", size.data) != size.data:
@@ -133,9 +133,9 @@ def run(settings: Settings) -> Iterator[list[Row]]:
 
 
 def _plan(size: Size, settings: Settings) -> list[tuple[str, float | None, int]]:
-    """Form, rate and seed of each run; None for the best rate of those before. `only` may name methods, `|` between them."""
-    wanted = settings.only.get("method", "|".join(size.forms)).split("|")
-    forms = {name: form for name, form in (FORMS | OF_ARCHITECTURES).items() if name in size.forms and name in wanted}
+    """Form, rate and seed of each run; rate None is the best one so far. `only` may name methods, separated by `|`."""
+    selected = settings.only.get("method", "|".join(size.forms)).split("|")
+    forms = {name: form for name, form in (FORMS | OF_ARCHITECTURES).items() if name in size.forms and name in selected}
     if not size.tuned:
         return [
             (name, form.rates[len(form.rates) // 2], settings.seed + k) for k in range(size.seeds) for name, form in forms.items()
@@ -147,7 +147,7 @@ def _plan(size: Size, settings: Settings) -> list[tuple[str, float | None, int]]
 
 
 def prepare(folder: Path, size: Size) -> tuple[Path, dict[str, float]]:
-    """The data set, and the best NE and AUC that any model can reach on its test split."""
+    """Prepare the data set; return it with the best NE and AUC that any model can reach on its test split."""
     log, data = folder / "train.txt", folder / "data"
     best = synth(SynthOptions(rows=size.rows, output=log, seed=1, scale=size.scale)).last_tenth
     assert best is not None  # enough rows
@@ -158,7 +158,7 @@ def prepare(folder: Path, size: Size) -> tuple[Path, dict[str, float]]:
 
 
 def train(output: Path, data: Path, size: Size, form: Form, lr: float, seed: int) -> dict[str, float]:
-    """val_ne, and on the test split ne, auc, logloss; params, bytes, dense_bytes, step_ms, peak_mib."""
+    """Train; return val_ne; ne, auc and logloss of the test split; params, bytes, dense_bytes, step_ms and peak_mib."""
     settings = {
         "output": output, "seed": seed, "training.steps": size.steps, "data.path": data, "data.batch_size": size.batch,
         form.key: lr, "ranks.early_steps": size.early, "ranks.late_steps": size.late, "ranks.target_compression": size.compression,

@@ -1,4 +1,4 @@
-"""Steps of the trainer on two processes, pipelined and plain, and of a TorchRec loop as its users write it, on the same batches."""
+"""Steps of the trainer, pipelined and plain, and of a typical hand-written TorchRec loop, on two processes and the same batches."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from data_pipeline.synth import SynthOptions, synth
 
 TORCHREC = "TorchRec's pipeline by hand"
 PROVIDERS = ("trainer, pipelined", "trainer, plain", TORCHREC)
-_AGREED = 5  # steps whose losses must be equal before any is timed
+_AGREED = 5  # steps whose losses must agree before any step is timed
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopCase:
-    """A DLRM over 26 tables of synthetic rows."""
+    """A DLRM with 26 tables, on synthetic rows."""
 
     format: str
-    """Of tables and layers: "dense" or "tt"."""
+    """Form of tables and layers: "dense" or "tt"."""
     batch: int = 4096
-    """Rows of both processes."""
+    """Rows of both processes together."""
     rows: int = 200_000
     world_size: int = 2
     dtype: str = "float32"
@@ -54,7 +54,7 @@ def cases(quick: bool) -> list[LoopCase]:
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
-    """Rows of each case: the slower process's step, reading its batch included."""
+    """Yield the rows of each case: the slower process's step, including reading its batch."""
     environment = describe(settings.device) | {"threads": 1}
     for case in chosen(cases(settings.quick), settings.only):
         with tempfile.TemporaryDirectory() as folder:
@@ -70,11 +70,11 @@ def run(settings: Settings) -> Iterator[list[Row]]:
 
 
 def measure(rank: int, case: LoopCase, data: str, seed: int, rounds: int) -> dict[str, list[float]]:
-    """In each process: losses of the first steps compared, then ms of steps, in turns."""
+    """In each process, compare losses of the first steps, then time steps in turns, in ms."""
     steps: dict[str, Callable[[], torch.Tensor]] = {}
     for name in PROVIDERS:
         trainer = _trainer(case, data, seed, pipeline=name == PROVIDERS[0])
-        steps[name] = _by_hand(trainer) if name == TORCHREC else _of_trainer(trainer)
+        steps[name] = _hand_written_step(trainer) if name == TORCHREC else _trainer_step(trainer)
     losses = {name: {"output": torch.stack([step() for _ in range(_AGREED)])} for name, step in steps.items()}
     require_agreement(losses.pop(TORCHREC), losses)
     plan = Plan(warmup=2, min_rounds=rounds, max_rounds=rounds)
@@ -96,13 +96,13 @@ def _trainer(case: LoopCase, data: str, seed: int, *, pipeline: bool) -> Trainer
     return Trainer(parse_config(plain))
 
 
-def _of_trainer(trainer: Trainer) -> Callable[[], torch.Tensor]:
+def _trainer_step(trainer: Trainer) -> Callable[[], torch.Tensor]:
     batches = iter(trainer.loader)
     return lambda: trainer._step(batches)
 
 
-def _by_hand(trainer: Trainer) -> Callable[[], torch.Tensor]:
-    """The loop of TorchRec's tutorials, on the model, optimizer and batches of a trainer, which does nothing else."""
+def _hand_written_step(trainer: Trainer) -> Callable[[], torch.Tensor]:
+    """The loop of TorchRec's tutorials, on the model, optimizer and batches of a trainer that does nothing else."""
     model, batches = trainer.model, iter(trainer.loader)
 
     def forward(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,7 +1,7 @@
-"""MLPerf's DLRM-DCNv2 at its own sizes, its tables 1,000 times smaller: the parts of a training step, and the whole process's peak.
+"""MLPerf's DLRM-DCNv2 at its original sizes, tables 1,000 times smaller: the parts of a training step, and its peak memory.
 
 Model, optimizers and precision are those of `comera train --config examples/mlperf_dcnv2.toml`. Ids are drawn as they are needed.
-Each case has a process of its own, started anew, so that its peak is that of training: libraries, weights, optimizer, activations.
+Each case has its own new process, so that its peak is that of training: libraries, weights, optimizer state and activations.
 
 Shapes: B samples, F = 26 features, N = 128 columns.
 """
@@ -55,7 +55,7 @@ ROWS = (
 )  # fmt: skip
 BAGS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 
-# Parts of a step in their order; drawing the batch is none of them.
+# The parts of a step in order, without drawing the batch.
 PARTS = ("plan", "lookup", "MLPs and cross network", "their backward", "lookup's backward and update", "update of the rest")
 STEP, PROCESS = "whole step", "whole process"
 _CHECKED = 64  # samples whose bags are compared with the definition
@@ -63,7 +63,7 @@ _CHECKED = 64  # samples whose bags are compared with the definition
 
 @dataclass(frozen=True, kw_only=True)
 class MLPerfCase:
-    """The model with all of its rows, or with fewer of them."""
+    """The model with all of its rows, or with fewer."""
 
     precision: str
     batch: int = 8192
@@ -73,11 +73,11 @@ class MLPerfCase:
 
     @property
     def rows(self) -> dict[str, int]:
-        """Of each table, by its column."""
+        """Column -> rows of its table."""
         return {f"C{k}": max(2, math.ceil(self.scale * count)) for k, count in enumerate(ROWS, start=1)}
 
     def config(self) -> RunConfig:
-        """That of the example."""
+        """The example's config."""
         small = [] if self.scale == 1 else ["tables.compression=10", "tables.min_rows=100", "model.cross_rank=16"]
         return load_config(CONFIG, [f"training.precision={self.precision}", f"data.batch_size={self.batch}", *small])
 
@@ -87,7 +87,7 @@ class MLPerfCase:
         return {**sizes, "ids a sample": sum(BAGS), "compression": compression, "products": self.precision}
 
     def batch_of(self, seed: int) -> tuple[Tensor, KeyedJaggedTensor, Tensor]:
-        """Dense features, ids by a power law, and labels that depend on the former."""
+        """Draw dense features, ids by a power law, and labels that depend on the dense features."""
         torch.manual_seed(seed)
         ids = [draw_power_law(count, self.batch * bag, ZIPF) for count, bag in zip(self.rows.values(), BAGS, strict=True)]
         lengths = torch.tensor(BAGS).repeat_interleave(self.batch)
@@ -96,15 +96,15 @@ class MLPerfCase:
 
 
 def cases(quick: bool) -> list[MLPerfCase]:
-    """Products in both types; quickly, a thousandth of the rows."""
+    """Matrix products in both types; if quick, a thousandth of the rows."""
     full = [MLPerfCase(precision=precision) for precision in ("bfloat16", "float32")]
     return [replace(full[0], batch=128, scale=1e-3, steps=2)] if quick else full
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
-    """A row for each part, one for the whole step, and one for the peak of the process."""
+    """Yield a row for each part, one for the whole step, and one for the process's peak memory."""
     environment = describe(settings.device)
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as the example is run; read by torch of a process that starts anew
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as when running the example; torch reads it in each new process
     for case in tqdm(chosen(cases(settings.quick), settings.only), desc="mlperf", unit="case", disable=None):
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
             samples, counted = process.submit(train, case, settings.seed, torch.get_num_threads()).result()
@@ -114,10 +114,10 @@ def run(settings: Settings) -> Iterator[list[Row]]:
 
 
 def train(case: MLPerfCase, seed: int, threads: int) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Milliseconds of each part and of the step, after a first step; sizes, losses and peak memory.
+    """Return milliseconds of each part and of the step, after a first step; and sizes, losses and peak memory.
 
     Raises:
-        Disagreement: if bags are not those of the definition, or the loss is not finite.
+        Disagreement: if bags differ from the definition, or the loss is not finite.
     """
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
@@ -135,7 +135,7 @@ def train(case: MLPerfCase, seed: int, threads: int) -> tuple[dict[str, list[flo
     for turn in range(case.steps + 1):
         parts, loss = step(*case.batch_of(seed + turn))
         losses.append(loss)
-        if turn:  # in the first one optimizers make their state
+        if turn:  # in the first step optimizers create their state
             for name, ms in zip((*PARTS, STEP), (*parts, sum(parts)), strict=True):
                 samples[name].append(ms)
     if not all(map(math.isfinite, losses)):
@@ -149,7 +149,7 @@ def train(case: MLPerfCase, seed: int, threads: int) -> tuple[dict[str, list[flo
 
 
 def verify(collection: TTEmbeddingBagCollection, case: MLPerfCase, seed: int) -> None:
-    """Raise a Disagreement unless the first samples' bags are sums of rows, each contracted by itself in float64."""
+    """Raise a Disagreement unless the first samples' bags are sums of rows that are contracted one by one in float64."""
     few = replace(case, batch=_CHECKED)
     _, features, _ = few.batch_of(seed)
     expected = []
@@ -166,7 +166,7 @@ def verify(collection: TTEmbeddingBagCollection, case: MLPerfCase, seed: int) ->
 
 
 class Step:
-    """A training step whose parts are timed by hooks: the work is that of `model(...)` and `backward()` as they are."""
+    """A training step whose parts are timed by hooks, so that `model(...)` and `backward()` run unchanged."""
 
     def __init__(
         self, model: nn.Module, collection: TTEmbeddingBagCollection, optimizer: torch.optim.Optimizer, precision: str
@@ -174,10 +174,10 @@ class Step:
         self._model, self._collection, self._optimizer = model, collection, optimizer
         self._autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16")
         self._times: list[float] = []
-        collection.register_forward_hook(self._looked_up)
+        collection.register_forward_hook(self._after_lookup)
 
     def __call__(self, dense: Tensor, features: KeyedJaggedTensor, labels: Tensor) -> tuple[list[float], float]:
-        """Milliseconds of `PARTS`, and the loss."""
+        """Take a step; return the milliseconds of `PARTS`, and the loss."""
         self._times = []
         self._tick()
         self._collection.plan_ahead(features)
@@ -196,14 +196,14 @@ class Step:
     def _tick(self, *_: object) -> None:
         self._times.append(time.perf_counter())
 
-    def _looked_up(self, module: nn.Module, inputs: tuple[Any, ...], output: KeyedTensor) -> None:
+    def _after_lookup(self, module: nn.Module, inputs: tuple[Any, ...], output: KeyedTensor) -> None:
         self._tick()
         if output.values().requires_grad:
             output.values().register_hook(self._tick)
 
 
 def format_case(rows: Sequence[Row]) -> str:
-    """A line for each part, samples a second, and the peak of the process."""
+    """Format a line for each part, samples per second, and the process's peak memory."""
     whole = next(row for row in rows if row.provider == STEP)
     cells = [["part", "p50 ms", "p20..p80", "of the step"]]
     for row in rows:
@@ -228,10 +228,10 @@ def format_case(rows: Sequence[Row]) -> str:
 
 
 def gpus_needed(case: MLPerfCase, *, dense: bool, hbm_bytes: int = 80 << 30, most: int = 16) -> int:
-    """The fewest GPUs on which `TTShardingPlanner` places the model's tables in their memory, each with this batch.
+    """The fewest GPUs into whose memory `TTShardingPlanner` can place the model's tables, with the case's batch on each GPU.
 
     Raises:
-        PlannerError: if not even `most` are enough.
+        PlannerError: if not even `most` GPUs are enough.
     """
     config = case.config()
     config = replace(config, tables=replace(config.tables, format="dense")) if dense else config

@@ -1,7 +1,7 @@
-// Scores one batch with a model that `comera export` wrote: score MODEL.pt2 BATCH prints a probability a line.
+// Scores one batch with a model that `comera export` wrote: `score MODEL.pt2 BATCH` prints one probability per line.
 //
-// BATCH holds little-endian numbers one after the other: int64 rows B, integer columns I, categorical columns F and values V; float32
-// dense [B, I]; int64 values [V], ids column by column; int64 lengths [F, B], how many of them each row has in each column.
+// BATCH holds little-endian numbers in this order: int64 counts of rows B, integer columns I, categorical columns F and values V;
+// float32 dense [B, I]; int64 values [V], the ids, column by column; int64 lengths [F, B], how many ids each column has for each row.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <dlfcn.h>
@@ -22,7 +22,7 @@ at::Tensor read(std::ifstream& file, std::vector<int64_t> sizes, at::ScalarType 
   return tensor;
 }
 
-// The form "fast" calls operators of a library that lies beside the model; it registers them when it is opened.
+// A model of the form "fast" calls operators of the library beside it, which registers them when it is loaded.
 void load_operators(const std::filesystem::path& model) {
   const auto library = std::filesystem::absolute(model).parent_path() / "libcomera_rec.so";
   if (std::filesystem::exists(library) && dlopen(library.c_str(), RTLD_NOW) == nullptr) throw std::runtime_error(dlerror());

@@ -1,4 +1,4 @@
-"""The Triton kernels compiled for GPUs that aren't here: nothing spills, and what they take stays within bounds."""
+"""The Triton kernels compiled for GPUs that aren't present: nothing spills, and resources stay within bounds."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ CALLS = calls()
 
 
 class Bounds(NamedTuple):
-    """What a kernel may take on any architecture, and what it must reach."""
+    """The resources that a kernel may use on any architecture, and the occupancy and density that it must reach."""
 
     registers: int
     shared: int
     """Bytes."""
     occupancy: float
-    """Of a multiprocessor's warps."""
+    """Smallest share of a multiprocessor's warps."""
     inner: float = 0.0
-    """Multiply-adds among the instructions of the inner loop."""
+    """Smallest share of multiply-adds among the inner loop's instructions."""
 
 
-# As Triton 3.9 compiles them for sm_80, sm_90 and sm_100, with room for other versions.
+# What Triton 3.9 needs for sm_80, sm_90 and sm_100, with room for other versions.
 BOUNDS = {
     "plan 7": Bounds(64, 1024, 0.45),
     "pool 8x8x8": Bounds(80, 1024, 0.35, 0.3),

@@ -1,4 +1,4 @@
-"""What sharded tables send is what the planner says, and at high compression copies send far less than bags."""
+"""Sharded tables send as many bytes as the planner says; at high compression, copied cores send far less than bags."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LARGE = ShardedCase(world_size=4, batch=32_768)
 
 @pytest.fixture(scope="module")
 def counted() -> tuple[ShardedCase, dict[str, dict[str, float]]]:
-    """Bytes by provider and collective, of `LARGE` made 50 times smaller."""
+    """Bytes by provider and collective, of `LARGE` with 50 times fewer rows."""
     case = replace(LARGE, batch=655, rows=20_000, rank=1)
     results = run(case.world_size, measure, case, 0, 1)
     return case, {name: mean_sent([sent[name] for _, sent in results]) for name in PROVIDERS}
@@ -37,7 +37,7 @@ def test_counted_bytes_agree_with_the_formula_in_every_collective(
     formula = expected(case, provider)
     assert set(sent[provider]) <= {*formula, "all-to-all"}
     for collective, size in formula.items():
-        # Beside these, processes tell each other how much is to come.
+        # Besides these, processes send each other sizes.
         assert sent[provider][collective] == pytest.approx(size, rel=0.01, abs=200), collective
 
 
@@ -53,14 +53,14 @@ def test_at_500x_copies_send_at_least_four_times_less_than_dense_bags(
     assert 4 * sum(sent[COPIES].values()) <= sum(sent[DENSE].values())
 
 
-def test_rows_of_a_quick_run_are_told_and_plotted(tmp_path: Path) -> None:
+def test_rows_of_a_quick_run_are_formatted_and_plotted(tmp_path: Path) -> None:
     [rows] = run_benchmark(Settings(quick=True))
     assert [row.provider for row in rows] == list(PROVIDERS)
-    told = format_case(rows)
+    text = format_case(rows)
     for row in rows:
         sent = sum(value for key, value in row.counted.items() if key.startswith("sent, "))
-        assert f"{sent / 1024:,.1f}" in told
-    assert "reduce-scatter" in told
+        assert f"{sent / 1024:,.1f}" in text
+    assert "reduce-scatter" in text
     plot_rows(rows, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
@@ -71,7 +71,7 @@ def test_a_wrong_number_stops_the_run() -> None:
 
 
 def measure_wrong(rank: int) -> None:
-    """One process's gradients are not those of the reference."""
+    """Measure with one process whose gradients differ from the reference."""
     case = ShardedCase(world_size=2, batch=16, rows=500, dim=8, rank=2)
     inputs = Inputs(case, 0)
     reference = inputs.reference()

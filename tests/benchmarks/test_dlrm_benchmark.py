@@ -1,4 +1,4 @@
-"""The benchmark of a whole DLRM: the compressed one has the size that its row claims, and finished runs aren't repeated."""
+"""The benchmark of a whole DLRM: models have the sizes that their rows claim, and finished runs aren't repeated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GPU suite from end to end on a CPU, its page, and the model of GPUs that aren't here."""
+"""The GPU suite from end to end on a CPU, its page, and the model of GPUs that aren't present."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_every_step_of_the_suite_runs_on_a_cpu(tmp_path: Path) -> None:
     assert status == 0, page
 
 
-def test_what_is_missing_fails_or_is_late_is_told(tmp_path: Path) -> None:
+def test_missing_failed_and_late_steps_are_reported(tmp_path: Path) -> None:
     now = gpu.time.monotonic()
     step = gpu.Step(name="x", command=["false"], needs=("no_such_package",), seconds=30)
     assert gpu.run_step(step, tmp_path, now + 60, fresh=False) == "left out: install no_such_package"
@@ -57,7 +57,7 @@ def test_what_is_missing_fails_or_is_late_is_told(tmp_path: Path) -> None:
     assert gpu.kept_rows(tmp_path, "x") == []
 
 
-def test_mistakes_are_told_in_a_line(tmp_path: Path) -> None:
+def test_mistakes_are_reported_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--device is 'tpu', and torch .* sees no GPU: install its CUDA build, or give cpu"):
         invoke("--device", "tpu")
     with pytest.raises(Exception, match="name a folder with --output"):
@@ -82,7 +82,7 @@ def test_a_goal_is_met_only_where_every_size_meets_it() -> None:
     assert page.count("not measured") == len(GOALS) - 1
 
 
-def test_the_model_gives_a_row_for_each_step_and_kernel() -> None:
+def test_the_model_yields_a_row_for_each_step_and_kernel() -> None:
     (rows,) = run(Settings(quick=True))
     steps = {row.provider: row for row in rows if not row.provider.endswith("(kernel)")}
     assert set(steps) == {"TT", "FBGEMM"}

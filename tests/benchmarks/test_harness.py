@@ -1,4 +1,4 @@
-"""The benchmark harness: rows, percentiles, the gate, turns, memory, and small runs from end to end."""
+"""The benchmark harness: rows, percentiles, agreement, turns, memory, and small runs from end to end."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def row() -> Row:
 
 
 class TestRows:
-    def test_a_file_gives_back_what_was_written(self, row: Row, tmp_path: Path) -> None:
+    def test_written_rows_are_read_back(self, row: Row, tmp_path: Path) -> None:
         rows = [row, replace(row, unit="MiB", ratios={})]
         with RowWriter(tmp_path / "rows.jsonl") as writer:
             writer.write(rows)
@@ -82,7 +82,7 @@ class TestRows:
         with pytest.raises(ValueError, match=r"rows.jsonl:2: .* missing \['seed'\], unknown \['sead'\]"):
             read_rows(path)
 
-    def test_nonsense_is_refused(self, row: Row) -> None:
+    def test_invalid_values_are_refused(self, row: Row) -> None:
         with pytest.raises(ValueError, match="unit is 'MB'"):
             replace(row, unit="MB")
         with pytest.raises(ValueError, match="must ascend"):
@@ -95,7 +95,7 @@ class TestRows:
         assert header.split() == ["pass", "provider", "p50", "ms", "p20..p80", "vs", "nn.Linear", "extra", "MiB"]
         assert line.split() == ["forward+backward", "TTLinear", "2.000", "1..4", "1.50x", "0.0"]
 
-    def test_rows_say_where_they_come_from(self, row: Row) -> None:
+    def test_rows_state_their_origin(self, row: Row) -> None:
         assert set(row.versions) == {"python", "torch", "torchrec", "fbgemm", "comera-rec"}
         assert row.threads == torch.get_num_threads()
         assert row.machine == machine_kind("cpu")
@@ -117,7 +117,7 @@ class TestTiming:
         assert gc.isenabled()
         assert {name: len(values) for name, values in samples.items()} == {"A": 3, "B": 3, "C": 3}
 
-    def test_milliseconds_by_the_clock_given_until_the_time_is_up(self) -> None:
+    def test_the_given_clock_measures_milliseconds_until_time_is_up(self) -> None:
         now = 0.0
 
         def spend(turn: int) -> None:
@@ -132,7 +132,7 @@ REFERENCE = {"output": torch.ones(3, dtype=torch.float64), "gradient": torch.ara
 
 
 class TestAgreement:
-    def test_the_right_numbers_pass(self) -> None:
+    def test_correct_values_pass(self) -> None:
         require_agreement(
             REFERENCE, {"A": {"output": torch.ones(3)}, "B": {"output": torch.ones(3), "gradient": torch.arange(3.0)}}
         )
@@ -144,11 +144,11 @@ class TestAgreement:
             ({"output": torch.tensor([1.0, torch.nan, 1.0])}, "bad: output is off by nan"),
             ({"output": torch.ones(3), "gradient": torch.zeros(3)}, "bad: gradient is off by 2"),
             ({"output": torch.ones(1)}, r"output has shape \(1,\), not \(3,\)"),
-            ({"output": torch.ones(3), "gradients": torch.ones(3)}, "shows gradients, which the reference does not know"),
+            ({"output": torch.ones(3), "gradients": torch.ones(3)}, "shows gradients, which the reference lacks"),
             ({"gradient": torch.arange(3.0)}, "bad shows no output"),
         ],
     )
-    def test_wrong_numbers_do_not(self, outcome: dict[str, torch.Tensor], message: str) -> None:
+    def test_wrong_values_do_not_pass(self, outcome: dict[str, torch.Tensor], message: str) -> None:
         with pytest.raises(Disagreement, match=message):
             require_agreement(REFERENCE, {"good": {"output": torch.ones(3)}, "bad": outcome})
 
@@ -179,7 +179,7 @@ def prepare_numpy(mib: int) -> Prepared:
 
 def prepare_freed(mib: int) -> Prepared:
     def call(turn: int) -> None:
-        for _ in range(3):  # freed before the next: the peak is one of them
+        for _ in range(3):  # each is freed before the next, so the peak is one of them
             torch.ones(mib << 18)
 
     call(0)
@@ -198,18 +198,18 @@ class TestMemory:
         assert peaks["once"] == pytest.approx([64.0, 64.0], abs=3.0)
         assert peaks["twice"] == pytest.approx([128.0, 128.0], abs=3.0)
 
-    def test_a_failing_child_tells_why(self) -> None:
+    def test_a_failing_child_gives_its_reason(self) -> None:
         with pytest.raises(RuntimeError, match=r"in the child process .*ValueError: no such provider"):
             peak_extra_memory(prepare_failing)
 
 
 class TestChoice:
-    def test_cases_are_chosen_by_the_sizes_they_tell(self) -> None:
+    def test_cases_are_chosen_by_their_sizes(self) -> None:
         cases = [SMALL_LINEAR, replace(SMALL_LINEAR, batch=8), replace(SMALL_LINEAR, batch=8, in_features=9)]
         assert chosen(cases, {}) == cases
         assert chosen(cases, {"batch": "8", "in": "17"}) == [cases[1]]
 
-    def test_a_choice_without_cases_names_the_sizes_there_are(self) -> None:
+    def test_a_choice_without_cases_names_the_available_sizes(self) -> None:
         with pytest.raises(ValueError, match=r"no case has {'batch': '7'}: sizes are {'batch': \['6'\]"):
             chosen([SMALL_LINEAR], {"batch": "7"})
 
@@ -248,10 +248,10 @@ class TestCommand:
     ) -> None:
         with pytest.raises(SystemExit) as stopped:
             run_command(run, "benchmarks.run", arguments)
-        said = capsys.readouterr().err
+        printed = capsys.readouterr().err
         assert stopped.value.code == 2
-        assert message in said
-        assert said.count("\n") == 1
+        assert message in printed
+        assert printed.count("\n") == 1
 
     def test_help_shows_an_example_and_every_benchmark(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as stopped:

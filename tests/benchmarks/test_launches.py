@@ -1,4 +1,4 @@
-"""What a training step launches on a GPU, counted without one: no waiting, few kernels, few compilations."""
+"""What a training step launches on a GPU, counted without one: it never waits, and needs few kernels and compilations."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ WAIT = {"_local_scalar_dense", "item", "nonzero", "unique", "_unique2", "masked_
 
 
 def step(order: int, *ranks: int, batch: int = 64, optimizer: str = "") -> Step:
-    """Of tables that differ in their ranks; those of order 2 are updated in backward."""
+    """Count a step of tables that differ in their ranks; those of order 2 are updated in backward."""
     optimizer = optimizer or ("Adagrad" if order == 2 else "Adam")
     return count_step([TTShape(ROWS[order], COLS[order], rank) for rank in ranks], batch, optimizer=optimizer)
 
 
 @pytest.mark.parametrize("order", ROWS)
-def test_nothing_waits_and_no_size_depends_on_what_the_ids_are(order: int) -> None:
-    # Fake tensors have no numbers: the step would have raised. Copies from the host would break a capture, too.
+def test_nothing_waits_and_no_size_depends_on_the_values_of_ids(order: int) -> None:
+    # Fake tensors have no values, so waiting would have raised. Copies from the host would also break a capture.
     names = {work.name for work in step(order, 8).torch}
     assert not names & WAIT
 
 
-def test_asking_for_a_number_would_be_noticed() -> None:
+def test_reading_a_value_would_be_noticed() -> None:
     with torch._subclasses.fake_tensor.FakeTensorMode(), pytest.raises(RuntimeError, match="_local_scalar_dense"):
         torch.ones(3).sum().item()
 
@@ -53,13 +53,13 @@ def test_adam_steps_over_whole_cores() -> None:
 
 
 def test_nothing_is_as_large_as_the_rows_of_a_batch() -> None:
-    # Beside the bags and their gradient there are a few numbers for each id.
+    # Besides the bags and their gradient there are a few numbers for each id.
     small, large = (step(2, 8, batch=batch).torch for batch in (64, 640))
     grown = sum(work.bytes for work in large) - sum(work.bytes for work in small)
     assert grown <= 576 * 200
 
 
-def test_a_truncation_compiles_at_most_three_kernels_anew() -> None:
+def test_a_truncation_recompiles_at_most_three_kernels() -> None:
     before = {launch.variant for launch, _ in step(2, 40).launches}
     for rank in (37, 20, 15, 9, 3):
         variants = {launch.variant for launch, _ in step(2, rank).launches}
@@ -74,7 +74,7 @@ def test_ranks_have_few_sizes(rank: int, bucket: int) -> None:
 
 
 def test_constants_stay_on_the_device_however_many_there_are() -> None:
-    # A captured graph reads them where they were: none may be made anew.
+    # A captured graph reads them at their old addresses, so none may be recreated.
     device = torch.device("cpu")
     first = keep(((1, 2),), device)
     for number in range(3000):

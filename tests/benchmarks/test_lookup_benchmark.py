@@ -1,4 +1,4 @@
-"""The lookup benchmarks: the gate, the storage that dense providers share, what is left out, memory, and the plot of a sweep."""
+"""The lookup benchmarks: agreement, the storage that dense providers share, providers left out, memory, and a sweep's plot."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TestGate:
         class OneWrong(LookupWorkload):
             def _tables(self) -> list[torch.Tensor]:
                 tables = super()._tables()
-                tables[1][self.batches[0].met[1][-1]] *= 1.01
+                tables[1][self.batches[0].unique_ids[1][-1]] *= 1.01
                 return tables
 
         with pytest.raises(Disagreement, match=f"{provider}: output is off"):
@@ -69,7 +69,7 @@ class TestGate:
 
 
 class TestDenseTables:
-    def test_what_one_provider_trains_the_next_does_not_see(self) -> None:
+    def test_a_provider_does_not_see_what_the_last_one_trained(self) -> None:
         workload = LookupWorkload(replace(SMALL, providers=(DENSE, FBGEMM)), "cpu", 0)
         seen = []
         for name in (DENSE, FBGEMM, DENSE):
@@ -105,7 +105,7 @@ class TestDenseTables:
             weight.grad = torch.sparse_coo_tensor([[2, 0, 2]], [[1.0, 1.0], [0.0, 2.0], [0.0, 6.0]], (3, 2), check_invariants=True)
             optimizer.step()
         rows = torch.tensor([[0.0, 2.0], [0.0, 0.0], [1.0, 7.0]])
-        root = torch.tensor([2.0, 1.0, 25.0]).sqrt()[:, None]  # of the mean squares of a row
+        root = torch.tensor([2.0, 1.0, 25.0]).sqrt()[:, None]  # roots of the rows' mean squares
         torch.testing.assert_close(weight.detach(), -0.5 * rows / root * (1 + 0.5**0.5))
 
 
@@ -130,15 +130,15 @@ class TestCases:
         monkeypatch.setattr(lookup, "MEMORY", 23 << 30)
         assert [case.left_out for case in lookup.cases(quick=False) if case.left_out] == []
 
-    def test_a_provider_too_large_for_memory_is_left_out_and_said(
+    def test_a_provider_too_large_for_memory_is_left_out_with_a_message(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.setattr(lookup, "MOST_BYTES", 1000)
         monkeypatch.setattr(lookup, "MEMORY", 1000)
         assert {row.provider for row in measured(SMALL)} == {ROW_DEDUP, OURS, UPDATED}
-        said = capsys.readouterr().out
-        assert f"without {NO_DEDUP}: a step would take about " in said
-        assert f"without {FBGEMM}: the tables would take " in said
+        printed = capsys.readouterr().out
+        assert f"without {NO_DEDUP}: a step would take about " in printed
+        assert f"without {FBGEMM}: the tables would take " in printed
 
     def test_unique_rows_are_counted(self) -> None:
         rows = measured(replace(SMALL, rows=(3, 2), batch=50, zipf=0, order=2, rank=1))
@@ -161,17 +161,17 @@ class TestBatches:
 
 @needs_peak
 class TestMemory:
-    def test_the_gradient_of_a_dense_table_holds_the_rows_met(self) -> None:
+    def test_the_gradient_of_a_dense_table_has_only_the_batchs_rows(self) -> None:
         case = LookupCase(rows=(4_000_000,), dim=64, order=2, batch=32_768, zipf=0, providers=(DENSE,))
         build = partial(LookupWorkload, timed=False)
         peaks = peak_extra_memory(prepare_calls, build, case, "cpu", 0, DENSE)
-        assert peaks["forward"] == pytest.approx([16.0, 16.0], abs=3.0)  # the output twice: of the table, and of all tables
-        assert peaks["step"][0] < 100  # a thousand if the table counted, too
+        assert peaks["forward"] == pytest.approx([16.0, 16.0], abs=3.0)  # the output twice: the table's and that of all tables
+        assert peaks["step"][0] < 100  # a thousand if the table were counted as well
 
     def test_the_gradient_of_nested_products_is_never_whole(self) -> None:
         case = LookupCase(order=3, batch=16_384, providers=(OURS,))
         peaks = peak_extra_memory(prepare_calls, partial(LookupWorkload, timed=False), case, "cpu", 0, OURS)
-        # The products take 19 MiB, their gradient as much. With all of that at once a backward pass would add 33 MiB to the peak.
+        # The products and their gradient take 19 MiB each. With all of that at once, a backward pass would add 33 MiB to the peak.
         assert max(peaks["forward+backward"]) - max(peaks["forward"]) < 19
 
     def test_training_a_table_counts_cores_gradients_and_state(self) -> None:

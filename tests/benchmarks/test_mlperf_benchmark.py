@@ -1,4 +1,4 @@
-"""MLPerf's model at its own sizes: the numbers its row claims, ids in bounds, and how many GPUs it takes."""
+"""MLPerf's model at its original sizes: the numbers that its rows claim, the range of ids, and how many GPUs it needs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_ids_follow_a_power_law(rows: int) -> None:
     ids = draw_power_law(rows, 200_000, 1.05)
     assert (int(ids.min()), ids.dtype) == (0, torch.int64)
     assert int(ids.max()) < rows
-    if rows == 1000:  # the continuous law is flatter among the first few, and much the same beyond
+    if rows == 1000:  # the continuous law is flatter among the first few ids, and much the same beyond
         for first, last in ((0, 10), (10, 100), (100, 1000)):
             shares = [((drawn >= first) & (drawn < last)).double().mean() for drawn in (ids, draw_ids(rows, 200_000, 1.05))]
             assert abs(shares[0] - shares[1]) < 0.1, (first, last, shares)
@@ -36,12 +36,12 @@ def test_rows_of_a_quick_run() -> None:
     [rows] = run(Settings(quick=True))
     assert [row.provider for row in rows[:-1]] == [*PARTS, STEP]
     parts = sum(row.p50 for row in rows[: len(PARTS)])
-    assert parts == pytest.approx(rows[len(PARTS)].p50, rel=0.01), "of two steps the medians add up"
+    assert parts == pytest.approx(rows[len(PARTS)].p50, rel=0.01), "medians of two steps add up"
     assert rows[-1].unit == "MiB"
     assert rows[-1].p50 > rows[-1].counted["table_mib"]
-    told = format_case(rows)
-    assert "samples/s, of the tables alone" in told
-    assert "peak resident memory" in told
+    text = format_case(rows)
+    assert "samples/s, of the tables alone" in text
+    assert "peak resident memory" in text
 
 
 def test_dense_tables_take_two_gpus_and_tt_tables_one() -> None:

@@ -1,4 +1,4 @@
-"""What the benchmark of orders compares: the same lookups under other ids."""
+"""The benchmark of orders compares the same lookups under different ids."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import comera_rec as cr
 from benchmarks.lookup.ordering import HOT, OrderCase, by_community, count, draw_log
 
 
-def test_communities_are_together_behind_the_hot_ids() -> None:
+def test_communities_are_contiguous_after_the_hot_ids() -> None:
     community = np.random.default_rng(0).integers(0, 7, 1000)
     ids = by_community(community)
     hot = int(HOT * 1000)
@@ -19,7 +19,7 @@ def test_communities_are_together_behind_the_hot_ids() -> None:
 
 
 def test_communities_help_in_order_and_frequency_when_shuffled() -> None:
-    """As counted over a log long enough for each community to have had its turn."""
+    """Count over a log long enough for every community to be active."""
     lefts = {}
     for batches in ("in order", "shuffled"):
         case = OrderCase(rows=20_000, order=2, batch=512, communities=100, batches=batches)

@@ -1,4 +1,4 @@
-"""Tables of README and docs are as their rows."""
+"""Tables of README and docs match their rows."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from click.testing import CliRunner
 from benchmarks.pages import fill, filled
 
 
-def test_tables_are_as_their_rows() -> None:
+def test_tables_match_their_rows() -> None:
     result = CliRunner().invoke(fill, ["--check"])
     assert result.exit_code == 0, result.exception
 
 
-def test_an_edited_table_is_filled_anew_and_an_unknown_one_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_edited_table_is_regenerated_and_an_unknown_one_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- table hot-rows -->\n| 0.1x |\n<!-- end of table -->\nafter\n")
     monkeypatch.setattr("benchmarks.pages.pages", lambda: [page])
@@ -29,5 +29,5 @@ def test_an_edited_table_is_filled_anew_and_an_unknown_one_refused(tmp_path: Pat
     assert text.startswith("before\n<!-- table hot-rows -->")
     assert text.endswith("<!-- end of table -->\nafter\n")
     page.write_text("<!-- table nothing -->\n<!-- end of table -->\n")
-    with pytest.raises(ValueError, match=r"asks for a table 'nothing': choose one of whole-model, "):
+    with pytest.raises(ValueError, match=r"asks for an unknown table 'nothing': choose one of whole-model, "):
         filled(page)

@@ -1,4 +1,4 @@
-"""Of all plans the planner chooses the one that its own estimates say is cheapest."""
+"""The planner chooses the plan that is cheapest by its own estimates."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def table(name: str, rows: int, dim: int, rank: int) -> Table:
 
 
 def placements(option: ShardingOption, world_size: int) -> list[dict[int, float]]:
-    """For each place that an option can have: time by device."""
+    """Time by device, for each way of placing an option."""
     times = [shard.perf.total for shard in option.shards]
     if option.sharding_type == "table_wise":
         return [{device: times[0]} for device in range(world_size)]
@@ -36,7 +36,7 @@ def placements(option: ShardingOption, world_size: int) -> list[dict[int, float]
 
 
 def cheapest(options: list[ShardingOption], world_size: int) -> float:
-    """Every option of every table on every device."""
+    """Cost of the cheapest plan, by trying every option of every table on every device."""
     of_tables = defaultdict(list)
     for option in options:
         of_tables[option.name] += placements(option, world_size)
@@ -63,11 +63,11 @@ def test_the_cheapest_plan_is_chosen_over_a_grid() -> None:
         rating, chosen_kinds = chosen(model, devices, batch)
         assert rating == pytest.approx(cheapest(options, world), rel=1e-9), (batch, dim, rank, world)
         kinds |= chosen_kinds
-    assert {"data_parallel", "table_wise"} <= kinds  # the grid has both sides of the border
+    assert {"data_parallel", "table_wise"} <= kinds  # the grid covers both choices
 
 
 @pytest.mark.parametrize("batch", [64, 65_536])
-def test_the_grid_benchmark_tells_the_cheapest_way(batch: int) -> None:
+def test_the_grid_benchmark_reports_the_cheapest_way(batch: int) -> None:
     estimates, placed = estimate(GridCase(gpus=4, batch=batch, dim=64, rank=8))
     assert set(estimates) == {*SHARDING_TYPES, PICKED}
     best = min(SHARDING_TYPES, key=lambda kind: estimates[kind])
@@ -76,7 +76,7 @@ def test_the_grid_benchmark_tells_the_cheapest_way(batch: int) -> None:
     assert estimates[PICKED] == pytest.approx(estimates[best])
 
 
-def test_rows_of_a_quick_run_are_told_and_plotted(tmp_path: Path) -> None:
+def test_rows_of_a_quick_run_are_formatted_and_plotted(tmp_path: Path) -> None:
     rows = [row for case in run(Settings(quick=True)) for row in case]
     assert "planned 2 table_wise" in format_case(rows[:4])
     assert "planned 2 data_parallel" in format_case(rows[4:])

@@ -20,7 +20,7 @@ from data_pipeline.synth import SynthOptions, synth
 
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
-    """A log; its data set lies beside it in `ours`."""
+    """A log, with its data set in the folder `ours` beside it."""
     synth(SynthOptions(rows=5000, output=tmp_path / "log.txt", scale=0.01))
     preprocess(PreprocessOptions(inputs=(tmp_path / "log.txt",), output=tmp_path / "ours", part_bytes=300_000))
     return tmp_path / "log.txt"
@@ -50,10 +50,10 @@ def test_rivals_that_are_not_installed_are_left_out(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     [rows] = benchmark.run(Settings(quick=True, data=tmp_path))
     assert {row.provider for row in rows} == {OURS}
-    assert "without polars: it is not installed (pip install polars)" in capsys.readouterr().out
+    assert "without polars, which is not installed (pip install polars)" in capsys.readouterr().out
 
 
-def test_every_format_gives_the_same_data_set(tmp_path: Path) -> None:
+def test_every_format_yields_the_same_data_set(tmp_path: Path) -> None:
     [rows] = formats.run(Settings(quick=True, data=tmp_path))
     assert [row.provider for row in rows] == list(formats.FORMATS)
     assert all(row.counted["rows_per_cpu_s"] > 0 for row in rows)

@@ -1,4 +1,4 @@
-"""The quality benchmark: methods take the bytes they claim, runs go on where they stopped, and folders are checked."""
+"""The quality benchmark: methods take the bytes that they claim, runs resume where they stopped, and folders are checked."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COUNTS = torch.arange(1500, 0, -1)
 
 
 class Tiny(DataSet):
-    """A label that depends on one id."""
+    """A data set whose label depends on one id."""
 
     name = "tiny"
 
@@ -81,12 +81,12 @@ def test_methods_that_shrink_while_training_end_within_the_budget(method: str, t
 def test_tables_of_narrow_numbers_fill_the_bytes_of_float32_ones(method: str, dtype: str, task: quality.Task) -> None:
     narrow, wide = (quality.train(task, method, 6, 0.01, 0, 3, each) for each in (dtype, "float32"))
     assert narrow["bytes"] <= narrow["dense_bytes"] / 6
-    assert narrow["optimizer_bytes"] >= wide["optimizer_bytes"], "as many numbers at least"
+    assert narrow["optimizer_bytes"] >= wide["optimizer_bytes"], "at least as many numbers"
 
 
 def test_numbers_are_rounded_without_bias() -> None:
     table = nn.Linear(1, 20_000, bias=False)
-    nn.init.constant_(table.weight, 1 + 2**-9)  # a quarter of the way between neighbours in bfloat16
+    nn.init.constant_(table.weight, 1 + 2**-9)  # a quarter of the way between neighbors in bfloat16
     round_stochastically_(table)
     assert set(table.weight.unique().tolist()) == {1.0, 1 + 2**-7}
     assert table.weight.mean().item() == pytest.approx(1 + 2**-9, abs=2e-4)
@@ -141,7 +141,7 @@ def test_tables_learn_rows(kind: Callable[[Tensor, int, int], nn.Module]) -> Non
     assert losses[-1] < 0.1 * losses[0]
 
 
-def test_cce_gives_ids_with_like_rows_one_code() -> None:
+def test_cce_gives_ids_with_similar_rows_the_same_code() -> None:
     torch.manual_seed(0)
     table, ids = Clustered(COUNTS, 8, 800), torch.arange(1500)
     assert table.size == 50
@@ -207,7 +207,7 @@ def test_pep_keeps_the_entries_that_exceed_their_thresholds_most() -> None:
     assert tables[0].num_bytes() == (12, 12)
 
 
-def test_it_goes_on_where_it_stopped(task: quality.Task, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_it_resumes_where_it_stopped(task: quality.Task, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(quality, "tasks", lambda settings: [task])
     monkeypatch.setattr(quality, "METHODS", ("dense", "hashing"))
     monkeypatch.setattr(quality, "BUDGETS", (10,))
@@ -256,17 +256,17 @@ def test_implicit_feedback_draws_no_negative_that_the_user_had(tmp_path: Path) -
         assert not positives & negatives
     assert len(data.test.labels) == 60
     (tmp_path / "test.txt").unlink()
-    with pytest.raises(ValueError, match=r"holds no test.txt: give a folder with train.txt and test.txt"):
+    with pytest.raises(ValueError, match=r"has no test.txt: give a folder with train.txt and test.txt"):
         ImplicitFeedback.read(tmp_path)
 
 
 def test_the_last_interactions_of_a_user_are_for_test_and_validation(tmp_path: Path) -> None:
-    """Users 5 and 9 have four and three of them, user 7 two; lines of users may alternate."""
+    """Users 5, 9 and 7 have four, three and two interactions; users' lines may alternate."""
     path = tmp_path / "games.txt"
     path.write_text("5 30\n7 30\n5 10\n9 10\n5 20\n7 50\n9 20\n5 40\n9 30\n")
     data = ImplicitFeedback.read(path)
     assert (data.name, [len(count) for count in data.counts]) == ("games", [3, 5])
     pairs = {split: rows.ids[rows.labels == 1].tolist() for split, rows in (("val", data.val), ("test", data.test))}
-    users, items = {5: 0, 9: 2, 7: 1}, {10: 0, 20: 1, 30: 2, 50: 3, 40: 4}  # by frequency before the test, then by number
+    users, items = {5: 0, 9: 2, 7: 1}, {10: 0, 20: 1, 30: 2, 50: 3, 40: 4}  # by frequency outside the test split, then by number
     assert pairs == {"val": [[users[5], items[20]], [users[9], items[20]]], "test": [[users[5], items[40]], [users[9], items[30]]]}
     assert sum(int(count.sum()) for count in data.counts) == 2 * 5

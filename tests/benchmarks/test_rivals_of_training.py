@@ -1,4 +1,4 @@
-"""GaLore's forms and LTE are what their papers say, computed here by hand or by their authors' optimizer."""
+"""GaLore's forms and LTE follow their papers, as computed here by hand or by their authors' optimizer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_each_head_sees_its_shard_of_the_batch(layer: LTELinear, batch: int) -> 
     torch.testing.assert_close(layer(input), expected)
 
 
-def test_merging_keeps_the_mean_of_the_heads_and_empties_them(layer: LTELinear) -> None:
+def test_merging_adds_the_mean_of_the_heads_to_the_weight_and_zeroes_them(layer: LTELinear) -> None:
     input, weight = torch.randn(3, 6), layer.weight.clone()
     update = sum(4.0 * up @ down for up, down in zip(layer.up_NOr, layer.down_NrI, strict=True)) / 3
     before = layer.eval()(input)
@@ -45,7 +45,7 @@ def test_merging_keeps_the_mean_of_the_heads_and_empties_them(layer: LTELinear) 
     assert not layer.weight.requires_grad
 
 
-def test_heads_are_merged_after_every_so_many_steps_and_moments_stay() -> None:
+def test_heads_are_merged_periodically_and_moments_stay() -> None:
     torch.manual_seed(0)
     model = lora_the_explorer_(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), heads=2, rank=3)
     assert isinstance(model[0], LTELinear)
@@ -63,14 +63,14 @@ def test_heads_are_merged_after_every_so_many_steps_and_moments_stay() -> None:
 
 @needs_galore
 @pytest.mark.parametrize("form", ["8-bit", "layer-wise"])
-def test_other_forms_of_galore_update_as_its_authors_optimizer(form: str) -> None:
+def test_other_forms_of_galore_update_like_its_authors_optimizer(form: str) -> None:
     torch.manual_seed(0)
     reference = nn.Sequential(nn.Linear(12, 200), nn.ReLU(), nn.Linear(200, 2))
     model = copy.deepcopy(reference)
     groups = galore_groups(model, lr=0.01, lr_other=0.002)
     reference_groups = galore_groups(reference, lr=0.01, lr_other=0.002)
     for group in (*groups, *reference_groups):
-        group |= {"eps": 1e-12, **({"rank": 4} if "rank" in group else {})}  # they add eps to other forms of the same square root
+        group |= {"eps": 1e-12, **({"rank": 4} if "rank" in group else {})}  # they add eps to different forms of the root
     optimizer = (Galore8bit if form == "8-bit" else UpdateInBackward)(groups)
     reference_optimizer = galore(reference_groups)
     start = reference[0].weight.clone()

@@ -1,4 +1,4 @@
-"""The paper model of a step on many GPUs: its parts by hand, and its bytes as those that are counted on processes."""
+"""The paper model of a step on many GPUs: its parts equal those computed by hand, its bytes those counted on processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from benchmarks.sharding.scale_model import (
 )
 
 SMALL = ScaleCase(gpus=64, batch=1024)
-BAGS, TRAINS = "ids and bags ms", "gradients of trains and small tables ms"
+BAGS, GRADIENTS = "ids and bags ms", "gradients of trains and small tables ms"
 
 
 def test_an_exchange_inside_a_node_takes_nvlink_and_across_nodes_the_network() -> None:
@@ -40,12 +40,12 @@ def test_an_all_reduce_between_nodes_moves_an_eighth_for_each_gpu() -> None:
 
 def test_copies_move_the_same_whatever_the_batch_and_bags_in_proportion() -> None:
     larger = replace(SMALL, batch=16 * SMALL.batch)
-    assert step(larger, "TT data-parallel")[TRAINS] == step(SMALL, "TT data-parallel")[TRAINS] > 0
+    assert step(larger, "TT data-parallel")[GRADIENTS] == step(SMALL, "TT data-parallel")[GRADIENTS] > 0
     assert step(larger, "TT data-parallel")[BAGS] == 0
     assert step(larger, "dense table-wise")["sent MiB"] == pytest.approx(16 * step(SMALL, "dense table-wise")["sent MiB"])
 
 
-def test_tables_take_what_their_compression_says() -> None:
+def test_tables_have_the_size_of_their_compression() -> None:
     rows = 187_767_399  # MLPerf's
     dense = step(replace(SMALL, gpus=8), "dense table-wise")["tables MiB"]
     assert dense == pytest.approx(rows * 129 * 4 / 8 / 2**20)
@@ -54,7 +54,7 @@ def test_tables_take_what_their_compression_says() -> None:
     assert tables > 0.9 * 3 * rows * 128 * 4 / SMALL.compression / 2**20
 
 
-def test_rows_tell_the_sum_of_their_parts_and_are_plotted(tmp_path: Path) -> None:
+def test_rows_have_the_sum_of_their_parts_and_are_plotted(tmp_path: Path) -> None:
     rows = [row for case in run(Settings(quick=True)) for row in case]
     assert [row.provider for row in rows] == list(PROVIDERS)
     for row in rows:

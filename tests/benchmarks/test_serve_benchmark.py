@@ -1,4 +1,4 @@
-"""The rivals of `benchmarks.run serve` hold the rows that they are given, and requests are what they are said to be."""
+"""The rivals in `benchmarks.run serve` store the right rows, and requests have the documented form."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_quantized_rows_are_the_tables(bits: int, error: float) -> None:
     assert ((bags - rows).abs().amax(2) <= 0.51 * steps + 1e-3 * rows.abs().amax(2)).all()
 
 
-def test_a_request_of_a_hundred_is_one_users() -> None:
+def test_a_request_of_a_hundred_rows_is_of_one_user() -> None:
     dense, values, lengths = draw_request(CASE)
     columns = values.split(100)
     assert columns[0].unique().numel() == 1

@@ -1,4 +1,4 @@
-"""The benchmark of shapes: what its rows tell, its gate, and the fit of prices."""
+"""The benchmark of shapes: its rows, its check of outputs, and the fit of prices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from comera_rec import TTEmbeddingBag, TTShape
 FEW = Plan(warmup=0, min_rounds=1, max_rounds=1)
 
 
-def test_a_case_tells_of_the_choice_and_of_the_fastest() -> None:
+def test_a_case_reports_the_chosen_and_the_fastest_shape() -> None:
     (rows,) = run(Settings(quick=True, plan=FEW))
     (case,) = QUICK
     (choice,) = [row for row in rows if row.counted["chosen"]]
@@ -34,7 +34,7 @@ def test_a_wrong_shape_is_never_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         ShapedTables(case, "cpu", 0).time(case.candidates, FEW)
 
 
-def test_it_is_not_judged_on_what_it_was_fitted_to() -> None:
+def test_calibration_and_benchmark_use_different_tables() -> None:
     assert not {(case.rows, case.dim) for case in FULL} & {(case.rows, case.dim) for case in TABLES}
 
 

@@ -1,4 +1,4 @@
-"""Trainings from scratch: every method runs, rates are chosen by the training loss, and finished runs are left out."""
+"""Training from scratch: every method runs, rates are chosen by the training loss, and finished runs are not repeated."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_best_tt_model_also_trains_for_the_dense_models_seconds() -> None:
     assert (last.provider, last.shapes["steps"], last.shapes["lr"]) == (best.provider, steps, best.shapes["lr"])
 
 
-def test_the_rate_of_the_lowest_training_loss_takes_the_other_seeds_and_finished_runs_are_left_out() -> None:
+def test_other_seeds_use_the_rate_with_the_lowest_training_loss_and_finished_runs_are_not_repeated() -> None:
     runs = []
 
     def train(method: str, lr: float, steps: int, seed: int) -> tuple[float, dict[str, float]]:

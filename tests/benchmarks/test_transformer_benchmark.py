@@ -1,4 +1,4 @@
-"""The transformer benchmark: providers that agree, what the gate would catch, and the counted training state."""
+"""The transformer benchmark: providers agree, wrong gradients are caught, and training state is counted."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_training_state_is_weights_gradients_and_two_moments(workload: Transform
     assert counted["training_state_mib"] == pytest.approx(4 * weights + steps)
 
 
-def test_forms_of_galore_keep_ever_less(workload: TransformerWorkload) -> None:
+def test_each_form_of_galore_keeps_less_than_the_last(workload: TransformerWorkload) -> None:
     if workload.left_out:
         pytest.skip(str(workload.left_out))
     full, eight_bit, layerwise = (workload.counted(workload.providers[name](), "step") for name in GALORES)
@@ -56,7 +56,7 @@ def test_forms_of_galore_keep_ever_less(workload: TransformerWorkload) -> None:
     assert layerwise["gradients_mib"] == 0 < full["gradients_mib"]
 
 
-def test_lte_keeps_moments_of_its_heads_alone(workload: TransformerWorkload) -> None:
+def test_lte_keeps_moments_only_of_its_heads(workload: TransformerWorkload) -> None:
     provider = workload.providers[LTE]()
     assert isinstance(provider, StepProvider)
     counted = workload.counted(provider, "step")

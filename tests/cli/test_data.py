@@ -1,4 +1,4 @@
-"""`comera synth` and `comera preprocess` as a user meets them: exit status, summary, one line for a mistake."""
+"""`comera synth` and `comera preprocess` as users see them: exit status, summary, one line for each mistake."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_preprocess(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_several_inputs_keep_their_order(log: Path, tmp_path: Path) -> None:
-    """After one --input, as the shell expands day_*.gz, whatever stands before and after; or each after its own."""
+    """Inputs may all follow one --input, as the shell expands day_*.gz, amid other options, or each its own --input."""
     days = [log.parent / name for name in ("day_0", "day_1", "day_2")]
     for day in days:
         shutil.copy(log, day)
@@ -118,8 +118,8 @@ def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -
     assert f"Example:\n    comera {command} --" in capsys.readouterr().out
 
 
-def test_logs_are_taken_by_their_numbers(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The shell puts day_10 before day_2; then the last day would not be the last."""
+def test_logs_are_ordered_by_their_numbers(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The shell puts day_10 before day_2, so the last file would not be the last day."""
     days = [str(log.parent / f"day_{day}") for day in (0, 10, 2)]
     for day in days:
         shutil.copy(log, day)

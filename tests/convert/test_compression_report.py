@@ -1,4 +1,4 @@
-"""The report against the state dict: every count is that of the tensors a checkpoint holds."""
+"""The report agrees with the state dict: every count is that of the tensors in a checkpoint."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_dense_side_is_the_exported_model() -> None:
         assert report.total("dense_bytes", kind=kind) == sum(layer.bytes for layer in exported.values() if layer.kind == kind)
 
 
-def test_what_a_train_says_of_itself() -> None:
+def test_the_entry_of_a_tt_table() -> None:
     (layer,) = (layer for layer in compression_report(truncated()).layers if layer.name.endswith("tt_bags.t1"))
     assert (layer.kind, layer.format, layer.shape, layer.ranks) == ("table", "tt", (401, 16), (1, 4))
     assert layer.row_shape is not None
@@ -80,20 +80,20 @@ def test_what_a_train_says_of_itself() -> None:
     assert layer.ratio == layer.dense_bytes / layer.bytes
 
 
-def test_bytes_follow_the_type() -> None:
+def test_bytes_depend_on_the_dtype() -> None:
     report = compression_report(nn.Sequential(TTLinear(64, 32, tt_ranks=2)).bfloat16())
     assert report.total("dense_bytes") == 2 * (64 * 32 + 32) == 2 * report.total("dense_params")
     assert report.total("bytes") == 2 * report.total("params")
 
 
-def test_a_vanished_layer_weighs_nothing() -> None:
+def test_a_vanished_layer_takes_no_bytes() -> None:
     model = dlrm()
     model.sparse_arch.embedding_bag_collection.tt_bag("t1").resize_ranks_((0, 0))  # type: ignore[union-attr, operator]
     (layer,) = (layer for layer in compression_report(model).layers if layer.name.endswith("tt_bags.t1"))
     assert (layer.params, layer.bytes, layer.ratio) == (0, 0, float("inf"))
 
 
-def test_to_dict_is_plain_and_to_markdown_has_a_row_a_layer() -> None:
+def test_to_dict_is_plain_and_to_markdown_has_a_row_per_layer() -> None:
     report = compression_report(dlrm())
     plain = json.loads(json.dumps(report.to_dict()))
     assert plain["params"] == report.total("params")
@@ -102,7 +102,7 @@ def test_to_dict_is_plain_and_to_markdown_has_a_row_a_layer() -> None:
     assert [entry["name"] for entry in plain["layers"]] == [layer.name for layer in report.layers]
     lines = report.to_markdown().splitlines()
     assert len(lines) == 2 + len(report.layers) + 1
-    assert len({line.count("|") for line in lines}) == 1, "a table has as many cells in every row"
+    assert len({line.count("|") for line in lines}) == 1, "every row has the same number of cells"
     for line, layer in zip(lines[2:], report.layers, strict=False):
         assert line.startswith(f"| {layer.name} |")
         assert f"| {layer.params:,} | {layer.bytes:,} |" in line

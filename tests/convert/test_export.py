@@ -1,4 +1,4 @@
-"""export_dense: the same predictions from plain torch and TorchRec modules, and an original left alone."""
+"""export_dense: plain torch and TorchRec modules make the same predictions, and the original is unchanged."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def dlrm() -> nn.Module:
     return model
 
 
-def test_predictions_are_the_same_and_the_original_is_left(random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
+def test_predictions_are_the_same_and_the_original_is_unchanged(random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
     model = dlrm()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     dense = export_dense(model)
@@ -67,7 +67,7 @@ def test_shared_modules_stay_shared_and_modes_are_kept() -> None:
     assert not any(module.training for module in dense.modules())
 
 
-def test_the_model_itself_may_be_a_train() -> None:
+def test_the_model_itself_may_be_a_tt_module() -> None:
     layer = TTLinear(16, 12, tt_ranks=4)
     dense = export_dense(layer)
     assert type(dense) is nn.Linear
@@ -83,7 +83,7 @@ def test_a_truncated_away_table_is_zeros(random_jagged: Callable[..., KeyedJagge
     torch.testing.assert_close(export_dense(model)(*inputs), model(*inputs), rtol=0, atol=1e-5)
 
 
-def test_fused_dense_tables_are_exported_too(random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
+def test_fused_dense_tables_are_also_exported(random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
     model = dlrm()
     collection = model.sparse_arch.embedding_bag_collection  # type: ignore[union-attr]
     stock = collection.dense_bags
@@ -97,7 +97,7 @@ def test_fused_dense_tables_are_exported_too(random_jagged: Callable[..., KeyedJ
     torch.testing.assert_close(dense(*inputs), expected, rtol=0, atol=1e-5)
 
 
-def test_a_model_without_trains_is_copied() -> None:
+def test_a_model_without_tt_modules_is_copied() -> None:
     model = nn.Linear(3, 3)
     dense = export_dense(model)
     assert dense is not model
@@ -123,7 +123,7 @@ for name, (model, inputs, expected) in torch.load(sys.argv[1], weights_only=Fals
 """
 
 
-def test_built_models_are_loaded_where_this_library_is_not(tmp_path: Path, random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
+def test_built_models_load_without_this_library(tmp_path: Path, random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
     exported, sparse = {}, random_jagged({"f1": 401, "f2": 30}, 9)
     for architecture, dense in product(("dlrm", "dcn", "deepfm"), (5, 0)):
         model, inputs = build(architecture, dense), (torch.randn(9, dense), sparse)

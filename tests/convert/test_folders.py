@@ -1,4 +1,4 @@
-"""Folders of distributed checkpoints: read as torch reads them, whoever wrote them, and nothing in them runs."""
+"""Folders of distributed checkpoints: read like torch does, whoever wrote them, and no code in them is run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from comera_rec.training.checkpoint import open_checkpoint
 
 
 class Touch:
-    """Unpickled, it makes a file."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -29,12 +29,12 @@ class Touch:
 
 
 def write(folder: Path, state: dict[str, Any]) -> Path:
-    with warnings.catch_warnings(action="ignore"):  # that there is one process
+    with warnings.catch_warnings(action="ignore"):  # about having only one process
         dcp.save(state, checkpoint_id=folder, no_dist=True)
     return folder
 
 
-def test_a_folder_of_torch_is_read(tmp_path: Path) -> None:
+def test_a_folder_that_torch_wrote_is_read(tmp_path: Path) -> None:
     weight = torch.arange(6, dtype=torch.bfloat16).view(2, 3)
     folder = write(tmp_path / "saved", {"weight": weight, "epoch": 3, "nested": {"momentum": torch.ones(2)}})
     state = read_state(folder)

@@ -1,4 +1,4 @@
-"""State dicts of other people's models: compressed, they are those of the swapped model."""
+"""State dicts of other people's models: compressing them gives the state dict of the swapped model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def configs() -> list[EmbeddingBagConfig]:
 
 
 def model(seed: int = 0) -> nn.Module:
-    """Tables of falling spectra, of which the first rows stand out, and a layer."""
+    """Build tables of falling spectra, whose first rows stand out, and a layer."""
     torch.manual_seed(seed)
     actual = nn.ModuleDict({"sparse": EmbeddingBagCollection(configs()), "over": nn.Linear(3, 2)})
     with torch.no_grad():
@@ -52,14 +52,14 @@ def test_the_swapped_model_loads_it_and_predicts_nearly_the_same(hot_rows: float
     state = cr.compress_state(dense, config)
     assert torch.equal(state["over.weight"], dense["over.weight"])
     assert torch.equal(state["sparse.dense_bags.embedding_bags.day.weight"], dense["sparse.embedding_bags.day.weight"])
-    held = sum(value.numel() for key, value in state.items() if key.startswith("sparse."))
-    assert held <= sum(SIZES.values()) * 8 / 3
+    num_params = sum(value.numel() for key, value in state.items() if key.startswith("sparse."))
+    assert num_params <= sum(SIZES.values()) * 8 / 3
     even = {table: torch.ones(rows) for table, rows in SIZES.items()}
     norm = sum(float(value.square().sum()) for key, value in dense.items() if "embedding_bags" in key)
     assert weighted_error(state, dense, config, even) < (0.35 if hot_rows else 0.6) * norm
 
 
-def test_rows_that_matter_are_kept_best() -> None:
+def test_important_rows_are_approximated_best() -> None:
     dense, config = model().state_dict(), cr.TTEmbeddingConfig(compression=8, min_rows=100, hot_rows=0.5)
     weights = {table: 1.0 / torch.arange(1, rows + 1) for table, rows in SIZES.items()}
     errors = [weighted_error(cr.compress_state(dense, config, importance=rows), dense, config, weights) for rows in (weights, None)]
@@ -103,7 +103,7 @@ def test_compress_takes_files_and_distributed_checkpoints(kind: str, tmp_path: P
     state = torch.load(small, weights_only=True)
     config = cr.TTEmbeddingConfig(compression=4, min_rows=100)
     swapped = cr.swap_embedding_bag_collections_(model(1), config)
-    if kind == "distributed checkpoint":  # which knows no levels
+    if kind == "distributed checkpoint":  # which has no nested levels
         swapped = nn.ModuleDict({"model": swapped})
     swapped.load_state_dict(state)
     for again, message in (
@@ -126,7 +126,7 @@ def test_compress_takes_files_and_distributed_checkpoints(kind: str, tmp_path: P
     assert not (tmp_path / "new.pt").exists()
 
 
-def test_what_is_no_state_of_tables_is_refused() -> None:
+def test_states_without_tables_are_refused() -> None:
     config = cr.TTEmbeddingConfig(compression=4, min_rows=100)
     with pytest.raises(ValueError, match="holds no table"):
         cr.compress_state({"over.weight": torch.ones(2, 2)}, config)
@@ -144,8 +144,8 @@ def test_what_is_no_state_of_tables_is_refused() -> None:
         cr.compress_state({"embedding_bags.t.weight": torch.ones(200, 8, dtype=torch.int8)}, config)
 
 
-def test_what_a_swap_leaves_alone_keeps_its_name() -> None:
-    """A collection without a large table, and tables that share their weight."""
+def test_layers_that_a_swap_leaves_alone_keep_their_names() -> None:
+    """A collection without large tables and tables that share their weight are left alone."""
 
     def build() -> nn.Module:
         actual = model()

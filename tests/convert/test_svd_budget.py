@@ -1,4 +1,4 @@
-"""TT-SVD of several matrices within one budget: the budget holds, and the error is that of the best choice of ranks."""
+"""TT-SVD of several matrices within one budget: the budget is kept, and the error is that of the best choice of ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHAPES = [TTShape((12, 10), (4, 4), 6), TTShape((15, 8), (4, 4), 6), TTShape((10
 
 
 def matrices() -> list[Tensor]:
-    """Spectra that fall slowly, fast, and at a tenth of the scale."""
+    """Matrices whose spectra fall slowly, fast, and at a tenth of the scale."""
     actual = []
     for shape, decay, scale in zip(SHAPES, (-0.5, -2.0, -0.5), (1.0, 1.0, 0.1), strict=True):
         sides = [m * n for m, n in zip(shape.row_shape, shape.col_shape, strict=True)]
@@ -32,7 +32,7 @@ def fit(
     importance: list[Tensor | None] | None = None,
     hot_rows: tuple[tuple[int, int], ...] = (),
 ) -> list[TTEmbeddingBag]:
-    """Tables of those shapes, fitted."""
+    """Fit tables of these shapes to the weights within the budget."""
     tables = [TTEmbeddingBag(*w.shape, shape=s, hot_rows=hot_rows, dtype=w.dtype) for w, s in zip(weights, shapes, strict=True)]
     fit_tables_(tables, weights, budget, importance)
     return [table.requires_grad_(False) for table in tables]
@@ -64,7 +64,7 @@ def test_no_other_ranks_are_better_by_more_than_the_last_rank() -> None:
 
 
 @pytest.mark.parametrize("order", [3, 4])
-def test_higher_orders_stay_within_the_sum_of_what_is_cut(order: int) -> None:
+def test_errors_of_higher_orders_are_at_most_the_sum_of_the_truncations(order: int) -> None:
     shape = TTShape.for_table(120, 16, tt_ranks=6, order=order)
     weight = torch.randn(120, 16, dtype=torch.float64)
     (full,) = fit([weight], [shape.with_ranks(16)], 10**9)
@@ -79,18 +79,18 @@ def weighted_error(table: TTEmbeddingBag, weight: Tensor, importance: Tensor) ->
 
 
 def test_hot_rows_and_ranks_share_a_budget() -> None:
-    """A train with narrow rows of their own for the most frequent ids: what it was made of fits, which a train alone does not."""
+    """A sum of a TT table and narrow hot rows is recovered by a table with hot rows, and not without them."""
     shape, frequency = TTShape((20, 20), (4, 4), 3), 1.0 / torch.arange(1, 401, dtype=torch.float64)
     cores = [torch.randn(size, dtype=torch.float64) for size in shape.core_shapes]
     weight = tt_to_dense(cores, shape)
     weight[:60] += 3 * torch.randn(60, 2, dtype=torch.float64) @ torch.randn(2, 16, dtype=torch.float64)
     budget = shape.num_params + 60 * 2 + 2 * 16 + 2
     (with_rows,) = fit([weight], [shape], budget, [frequency], ((60, 2),))
-    (train,) = fit([weight], [shape], budget, [frequency])
+    (without_rows,) = fit([weight], [shape], budget, [frequency])
     (block,) = with_rows.hot_blocks()
     assert with_rows.shape.num_params + block.shape.num_params <= budget
     assert min(with_rows.shape.ranks, block.shape.ranks) > (0,)
-    assert weighted_error(with_rows, weight, frequency) < 0.2 * weighted_error(train, weight, frequency)
+    assert weighted_error(with_rows, weight, frequency) < 0.2 * weighted_error(without_rows, weight, frequency)
 
 
 def test_blocks_that_save_little_lose_their_columns() -> None:

@@ -1,4 +1,4 @@
-"""swap_embedding_bag_collections_: which tables it takes, what stays the same object, and what it says when it can do nothing."""
+"""swap_embedding_bag_collections_: which tables it swaps, which objects it keeps, and its error if there is nothing to swap."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def collection(device: torch.device | None = None) -> EmbeddingBagCollection:
 
 
 class Nested(nn.Module):
-    """A collection used in two places, another one deeper down."""
+    """A model with a collection that is used twice, and another nested one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ def test_the_model_itself_may_be_a_collection() -> None:
 
 
 @pytest.mark.parametrize("order", [2, 3, 4])
-def test_tt_svd_at_full_rank_gives_the_same_outputs(order: int, random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
+def test_tt_svd_at_full_rank_keeps_the_outputs(order: int, random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
     model = collection()
     features = random_jagged(LIMITS, 9)
     expected = model(features)
@@ -156,29 +156,29 @@ def test_compression_is_that_of_the_whole_collection(compression: float) -> None
 
 
 @pytest.mark.parametrize("hot_rows", [0, 0.3, 0.8, "auto"])
-def test_hot_rows_share_the_trains_bytes(hot_rows: float | str) -> None:
-    """Ranks leave something over, which goes to rows, so the whole is filled."""
+def test_hot_rows_and_tt_tables_share_one_budget(hot_rows: float | str) -> None:
+    """What ranks leave unused goes to rows, so the budget is filled."""
     config = TTEmbeddingConfig(compression=5, min_rows=100, hot_rows=hot_rows)  # type: ignore[arg-type]
     swapped = swap_embedding_bag_collections_(collection(), config)
     budget = sum(LIMITS.values()) * 16 / 5
     assert sum(parameter.numel() for parameter in swapped.parameters()) <= budget
-    of_rows = sum(p.numel() for name, p in swapped.named_parameters() if ".hot_rows." in name)
-    of_trains = sum(p.numel() for name, p in swapped.named_parameters() if "tt_bags." in name)
+    row_params = sum(p.numel() for name, p in swapped.named_parameters() if ".hot_rows." in name)
+    tt_params = sum(p.numel() for name, p in swapped.named_parameters() if "tt_bags." in name)
     share = 0.8 if hot_rows == "auto" else hot_rows
-    assert of_rows >= 0.9 * share * of_trains  # type: ignore[operator]
-    assert (of_rows > 0) == (hot_rows != 0)
+    assert row_params >= 0.9 * share * tt_params  # type: ignore[operator]
+    assert (row_params > 0) == (hot_rows != 0)
 
 
-def test_hot_rows_beside_ranks_that_are_given() -> None:
+def test_hot_rows_beside_given_ranks() -> None:
     swapped = swap_embedding_bag_collections_(collection(), TTEmbeddingConfig(tt_ranks=2, min_rows=100, hot_rows=0.5))
-    of_rows = sum(p.numel() for name, p in swapped.named_parameters() if ".hot_rows." in name)
-    of_trains = sum(p.numel() for name, p in swapped.named_parameters() if "tt_bags." in name)
-    assert 0.35 * of_trains <= of_rows <= 0.5 * of_trains
+    row_params = sum(p.numel() for name, p in swapped.named_parameters() if ".hot_rows." in name)
+    tt_params = sum(p.numel() for name, p in swapped.named_parameters() if "tt_bags." in name)
+    assert 0.35 * tt_params <= row_params <= 0.5 * tt_params
     config = TTEmbeddingConfig(tt_ranks=2, min_rows=100, hot_rows="auto")
     assert not any(config.hot_rows for config in config.table_configs(collection().embedding_bag_configs()))
 
 
-def test_where_trains_do_not_fit_beside_rows_auto_gives_rows_less() -> None:
+def test_auto_gives_rows_less_if_tt_tables_do_not_fit_beside_them() -> None:
     reached = {
         hot_rows: [c for c in range(5, 100) if _fits(TTEmbeddingConfig(compression=c, min_rows=100, hot_rows=hot_rows))]
         for hot_rows in (0, 0.8, "auto")
@@ -202,7 +202,7 @@ def test_a_compression_out_of_reach_is_an_error() -> None:
         swap_embedding_bag_collections_(collection(), TTEmbeddingConfig(compression=5000, min_rows=100, hot_rows=0.9))
 
 
-def test_order_and_ranks_are_taken() -> None:
+def test_order_and_ranks_are_used() -> None:
     swapped = swap_embedding_bag_collections_(collection(), TTEmbeddingConfig(tt_ranks=(2, 3), min_rows=100))
     assert swapped.tt_bag("t_user").shape.ranks == (2, 3)  # type: ignore[operator]
     swapped = swap_embedding_bag_collections_(collection(), TTEmbeddingConfig(tt_ranks=2, order=4, min_rows=100))
@@ -210,7 +210,7 @@ def test_order_and_ranks_are_taken() -> None:
 
 
 @pytest.mark.parametrize("move", [lambda: collection().to("meta"), lambda: collection(torch.device("meta"))])
-def test_trains_are_made_where_the_tables_are(move: Callable[[], nn.Module]) -> None:
+def test_tt_tables_are_built_on_the_device_of_the_tables(move: Callable[[], nn.Module]) -> None:
     # A collection that was moved still names the device of its construction.
     swapped = swap_embedding_bag_collections_(move(), TTEmbeddingConfig(tt_ranks=4, min_rows=100))
     assert all(parameter.is_meta for parameter in swapped.parameters())
@@ -256,7 +256,7 @@ def test_a_table_that_is_registered_elsewhere_stays_dense(caplog: pytest.LogCapt
 
 
 @pytest.mark.parametrize("init", ["random", "tt_svd"])
-def test_dtypes_stay_and_come_back(init: str) -> None:
+def test_dtypes_are_kept_by_swap_and_export(init: str) -> None:
     model = nn.Sequential(collection()).double()
     model[0].embedding_bags["t_item"].requires_grad_(False)
     swap_embedding_bag_collections_(model, TTEmbeddingConfig(tt_ranks=4, min_rows=100), init=init)

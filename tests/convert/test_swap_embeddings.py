@@ -1,4 +1,4 @@
-"""torch's own embedding layers become TT tables that do as the layers did."""
+"""torch's own embedding layers become TT tables that behave like the layers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Model(nn.Module):
         nn.init.normal_(self.few.weight, std=0.1)
 
 
-def test_layers_of_their_own_weight_are_swapped(caplog: pytest.LogCaptureFixture) -> None:
+def test_layers_that_do_not_share_their_weight_are_swapped(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model, tokens = Model(), torch.tensor([[3, 7, 399], [7, 0, 3]])
     words, clicks = model.words(tokens), model.clicks(torch.tensor([5, 299, 5]), torch.tensor([0, 2, 2, 3]))
@@ -57,7 +57,7 @@ def test_layers_of_their_own_weight_are_swapped(caplog: pytest.LogCaptureFixture
         model.words(torch.tensor([400]))
 
 
-def test_padding_is_zero_and_learns_nothing() -> None:
+def test_the_padding_row_is_zero_and_learns_nothing() -> None:
     model = nn.Sequential(nn.Embedding(400, 16, padding_idx=7))
     torch.manual_seed(0)
     [table] = cr.swap_embeddings_(model, CONFIG)
@@ -90,7 +90,7 @@ def test_random_tables_have_the_spread_of_the_layers_and_share_a_budget() -> Non
     assert cr.swap_embeddings_(unmade, CONFIG)[0].core_0.is_meta
 
 
-def test_a_layer_itself_filters_and_mistakes() -> None:
+def test_a_single_layer_filters_and_mistakes() -> None:
     layer = cr.swap_embeddings_(nn.Embedding(400, 16), CONFIG)
     assert isinstance(layer, cr.TTEmbedding)
     model = Model()

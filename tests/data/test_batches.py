@@ -1,4 +1,4 @@
-"""Batches from Parquet: each row once over all ranks and workers, exact resume from anywhere, and one clear line for bad data."""
+"""Batches from Parquet: each row once over all processes and workers, exact resume from anywhere, one clear line for bad data."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ _C1 = CategoricalColumn(
 
 
 def tags(number: int) -> list[int]:
-    """0 to 3 ids."""
+    """The 0 to 3 ids of a row."""
     return [number * (i + 1) % TAGS for i in range(number % 4)]
 
 
 def write_dataset(
     folder: Path, *, row_group: int = 8, shard: int = 30, labelled: bool = True, lists: bool = False, **rows: int
 ) -> Path:
-    """A data set with splits of the given sizes. I1 is the row's number within its split, C1 = I1 mod 50, label = I1 mod 2.
+    """Write a data set with splits of the given sizes. I1 is the row's number within its split, C1 = I1 mod 50, label = I1 mod 2.
 
-    lists: another column, T1, holds `tags(I1)`.
+    lists: add a column T1 of `tags(I1)`.
     """
     splits = {}
     for name in SPLITS:
@@ -110,7 +110,7 @@ def describe(path: Path, folder: Path) -> Shard:
 
 
 def replace_first_shard(data: Path, table: pa.Table) -> Path:
-    """Write another table as train's first shard, and let the manifest state its size."""
+    """Write another table as train's first shard, and update its size in the manifest."""
     manifest = read_manifest(data)
     train = manifest.splits["train"]
     path = data / train.shards[0].path
@@ -149,7 +149,7 @@ class TestBatch:
         assert torch.equal(second.sparse["C2"].values(), number % 7)
         assert second.sparse.stride() == 36
 
-    def test_what_the_sparse_part_states_is_what_torchrec_would_compute(self, data: Path) -> None:
+    def test_precomputed_fields_of_the_sparse_part_equal_torchrecs(self, data: Path) -> None:
         sparse = next(iter(ParquetBatches(data, "train", batch_size=64))).sparse
         plain = type(sparse)(sparse.keys(), sparse.values(), lengths=sparse.lengths())
         assert torch.equal(sparse.offsets(), plain.offsets())
@@ -160,7 +160,7 @@ class TestBatch:
         moved = next(iter(ParquetBatches(data, "train", batch_size=64))).to("meta")
         assert {moved.dense.device.type, moved.sparse.values().device.type, moved.labels.device.type} == {"meta"}
 
-    def test_keeps_no_view_of_its_neighbours(self, data: Path) -> None:
+    def test_keeps_no_view_of_its_neighbors(self, data: Path) -> None:
         for batch in ParquetBatches(data, "train", batch_size=10):
             for tensor in (batch.dense, batch.sparse.values(), batch.labels):
                 assert tensor.untyped_storage().nbytes() == tensor.nbytes
@@ -315,7 +315,7 @@ class TestRows:
             assert_equal(left, right)
 
     @pytest.mark.parametrize("drop_last", [True, False])
-    def test_ranks_that_divide_the_readers_read_what_one_does_and_resume_each_other(self, tmp_path: Path, drop_last: bool) -> None:
+    def test_processes_that_divide_the_readers_read_as_one_and_resume_each_other(self, tmp_path: Path, drop_last: bool) -> None:
         data = write_dataset(tmp_path / "data", row_group=7, shard=60, train=256)
 
         def make(rank: int, world_size: int, readers: int | None = 8) -> ParquetBatches:
@@ -324,19 +324,19 @@ class TestRows:
                 world_size=world_size, readers=readers, drop_last=drop_last,
             )  # fmt: skip
 
-        def of_all(ranks: list[ParquetBatches]) -> list[list[int]]:
+        def numbers_of_all(ranks: list[ParquetBatches]) -> list[list[int]]:
             return [[number for batch in step for number in numbers([batch])] for step in zip(*ranks, strict=True)]
 
-        one = of_all([make(0, 1)])
+        one = numbers_of_all([make(0, 1)])
         assert len({number for step in one[:15] for number in step}) == 240
         assert one[0] != sorted(one[0])
         for world_size in (2, 4, 8):
-            assert of_all([make(rank, world_size) for rank in range(world_size)]) == one
+            assert numbers_of_all([make(rank, world_size) for rank in range(world_size)]) == one
         state = make(0, 1).state_after(20)
         resumed = [make(rank, 4, readers=4) for rank in range(4)]
         for batches in resumed:
             batches.load_state_dict(state)
-        assert of_all(resumed) == one[20:]
+        assert numbers_of_all(resumed) == one[20:]
         with pytest.raises(ValueError, match=r"8 readers dealt them, which 16 processes can't share: launch .* that divides 8"):
             make(0, 16, readers=16).load_state_dict(state)
 
@@ -345,7 +345,7 @@ class TestRows:
             with pytest.raises(ValueError, match=rf"multiple of world_size \(2\) that divides the 20 rows .*, got {readers}"):
                 ParquetBatches(data, "train", batch_size=10, world_size=2, readers=readers)
 
-    def test_resuming_reads_only_what_is_left(self, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_resuming_reads_only_the_remaining_rows(self, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         dataset = ParquetBatches(data, "train", batch_size=10, shuffle=True, shuffle_rows=8)
         read: list[int] = []
         original = ParquetBatches._read
@@ -363,7 +363,7 @@ class TestRows:
         loader = DataLoader(ParquetBatches(data, "train", batch_size=8, shuffle=True), batch_size=None, num_workers=2)
         assert sorted(numbers(list(loader))) == list(range(100))
 
-    def test_seed_and_epoch_decide_the_order(self, data: Path) -> None:
+    def test_seed_and_epoch_determine_the_order(self, data: Path) -> None:
         def order(seed: int) -> list[int]:
             return numbers(list(ParquetBatches(data, "train", batch_size=10, shuffle=True, shuffle_rows=30, seed=seed, epochs=2)))
 
@@ -382,19 +382,19 @@ class TestRows:
         batches = iter(ParquetBatches(data, "val", batch_size=8, epochs=None, drop_last=True))
         assert [len(next(batches)) for _ in range(50)] == [8] * 50
 
-    def test_each_iteration_begins_anew(self, data: Path) -> None:
+    def test_each_iteration_starts_over(self, data: Path) -> None:
         dataset = ParquetBatches(data, "val", batch_size=8)
         next(iter(dataset))
         assert numbers(list(dataset)) == numbers(list(dataset)) == list(range(20))
 
 
 class TestLoader:
-    def test_gives_what_the_dataset_gives(self, data: Path) -> None:
+    def test_yields_what_the_dataset_yields(self, data: Path) -> None:
         dataset = ParquetBatches(data, "train", batch_size=7, shuffle=True)
         for left, right in zip(BatchLoader(dataset, prefetch=1), list(dataset), strict=True):
             assert_equal(left, right)
 
-    def test_state_is_the_consumers_and_not_the_readers(self, data: Path) -> None:
+    def test_state_follows_the_consumer_and_not_the_reader(self, data: Path) -> None:
         def make() -> BatchLoader:
             return BatchLoader(ParquetBatches(data, "train", batch_size=7, shuffle=True, epochs=None), prefetch=5)
 
@@ -432,7 +432,7 @@ class TestLoader:
     @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
     @pytest.mark.parametrize("workers", [0, 2])
     def test_torchdata_resumes_it(self, data: Path, workers: int) -> None:
-        """StatefulDataLoader keeps a position for each worker."""
+        """StatefulDataLoader stores a position for each worker."""
 
         def make() -> StatefulDataLoader:
             batches = ParquetBatches(data, "train", batch_size=6, shuffle=True, shuffle_rows=20, epochs=2)
@@ -491,7 +491,7 @@ class TestBadInput:
         with pytest.raises(ValueError, match=r"part-00001.parquet does not exist"):
             ParquetBatches(data, "train", batch_size=8)
 
-    def test_a_shard_of_the_right_size_that_is_no_parquet(self, data: Path) -> None:
+    def test_a_shard_of_the_right_size_that_is_not_parquet(self, data: Path) -> None:
         path = data / "train" / "part-00001.parquet"
         path.write_bytes(bytes(path.stat().st_size))
         with pytest.raises(ValueError, match=r"part-00001.parquet is not a readable Parquet file .* run `comera preprocess` again"):

@@ -1,4 +1,4 @@
-"""Batches of several labels and of weights."""
+"""Batches with several labels and with weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def data(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_labels_and_weights_go_with_their_rows(data: Path, shuffle: bool) -> None:
+def test_labels_and_weights_stay_with_their_rows(data: Path, shuffle: bool) -> None:
     log = np.loadtxt(data.parent / "log.csv", delimiter=",")
     batches = list(ParquetBatches(data, "train", batch_size=64, shuffle=shuffle, shuffle_rows=50))
     assert [tuple(batch.labels.shape) for batch in batches] == [(64, 2), (64, 2), (32, 2)]
@@ -41,7 +41,7 @@ def test_labels_and_weights_go_with_their_rows(data: Path, shuffle: bool) -> Non
     np.testing.assert_array_equal(weights, log[rows, 2].astype(np.float32))
 
 
-def test_padded_rows_weigh_nothing(data: Path) -> None:
+def test_padded_rows_have_zero_weight(data: Path) -> None:
     batch = next(iter(ParquetBatches(data, "val", batch_size=20)))
     padded = batch.padded(24).to("cpu")
     assert (padded.labels.shape, len(padded)) == ((24, 2), 24)

@@ -1,4 +1,4 @@
-"""A log in a file, for every test of the pipeline."""
+"""Fixture that writes a log to a file, for all tests of the pipeline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from random_logs import Rows, to_text
 
 @pytest.fixture
 def write_log(tmp_path: Path) -> Callable[..., Path]:
-    """write_log(rows or bytes, name="log.tsv"): the path of a log holding them; .gz compresses."""
+    """`write_log(rows or bytes, name="log.tsv")` -> the path of a log with that content; .gz compresses."""
 
     def write(content: Rows | bytes, name: str = "log.tsv") -> Path:
         text = content if isinstance(content, bytes) else to_text(content)

@@ -8,7 +8,7 @@ Rows = list[list[str]]
 
 
 def random_rows(count: int, *, labelled: bool = True, seed: int = 0) -> Rows:
-    """Rows with skewed values: about a quarter of the cells missing, frequent, rare and single values."""
+    """Draw rows with frequent, rare and single values, and about a quarter of the cells missing."""
     draw = random.Random(seed)
 
     def count_cell() -> str:

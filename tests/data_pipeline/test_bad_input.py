@@ -1,4 +1,4 @@
-"""Each kind of bad input: one clear line that says what to do, and nothing left behind."""
+"""Each kind of bad input gives one clear line that says what to do, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GZIPPED = gzip.compress(to_text(ROWS))
 
 
 def with_cell(position: int, cell: str) -> bytes:
-    """The rows with one cell of line 17 replaced."""
+    """The rows as text, with one cell of line 17 replaced."""
     rows = [list(row) for row in ROWS]
     rows[16][position] = cell
     return to_text(rows)
@@ -96,8 +96,8 @@ def test_list_of_rejected_lines_is_capped(tmp_path: Path, write_log: WriteLog) -
     assert (manifest.rows.rejected, len(manifest.rejected_lines)) == (500, 100)
 
 
-def test_one_too_many_after_those_whose_reasons_are_kept(tmp_path: Path, write_log: WriteLog) -> None:
-    """The line that stops the run is the one that is named, however many came before it in its part."""
+def test_the_first_malformed_line_over_the_limit_is_named(tmp_path: Path, write_log: WriteLog) -> None:
+    """The error names the line that stops the run, however many malformed lines precede it in its part."""
     text = to_text(ROWS) + b"bad\n" * 130 + to_text(ROWS) + b"\nbad\n" + to_text(ROWS)
     for name in ("log.tsv", "log.gz"):
         with pytest.raises(ValueError, match=rf"{name}:191: blank line; after 130 other malformed lines"):
@@ -106,7 +106,7 @@ def test_one_too_many_after_those_whose_reasons_are_kept(tmp_path: Path, write_l
             run(tmp_path / name, tmp_path / "data", max_bad_rows=131)
 
 
-def test_nothing_but_malformed_lines(tmp_path: Path, write_log: WriteLog) -> None:
+def test_only_malformed_lines(tmp_path: Path, write_log: WriteLog) -> None:
     with pytest.raises(ValueError, match="--input holds 0 well-formed lines, which leaves no row for training"):
         run(write_log(to_text([["x"] * 40] * 3)), tmp_path / "data", max_bad_rows=9)
 
@@ -185,7 +185,7 @@ def test_written_by_another_process(tmp_path: Path, write_log: WriteLog) -> None
         assert work.data.exists()
 
 
-def test_input_changed_meanwhile(tmp_path: Path, write_log: WriteLog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_input_that_changes_during_the_run(tmp_path: Path, write_log: WriteLog, monkeypatch: pytest.MonkeyPatch) -> None:
     log = write_log(ROWS)
 
     def change(*arguments: object) -> dict:

@@ -1,4 +1,4 @@
-"""Formats that Arrow reads are parsed in blocks: together they hold what the whole does, and none more than its size."""
+"""Formats that Arrow reads are parsed in blocks, which together contain the whole log and never exceed their size."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROWS = [
     (float(price), int(count), f"shop {count % 7}", [f"t{tag}" for tag in range(count % 5)])
     for price, count in zip(1e6 + _DRAW.normal(size=300), _DRAW.integers(1 << 40, size=300), strict=True)
 ]
-LONG = {7: "x" * 900, 8: "", 200: "y" * 500}  # shops of rows, far larger than others
+LONG = {7: "x" * 900, 8: "", 200: "y" * 500}  # shops of some rows, far longer than others
 TABLE = pa.table(
     {
         "price": [row[0] for row in ROWS],
@@ -42,7 +42,7 @@ TABLE = pa.table(
         "tags": [row[3] for row in ROWS],
     }
 )
-# The same rows; of every 10 lines of text one is malformed.
+# The same rows; one in 10 lines of text is malformed.
 LINES = [
     ["oops", "1", "a", ""] if number % 10 == 5 else [price, count, f'"{shop}"', "|".join(tags or [])]
     for number, (price, count, shop, tags) in enumerate(zip(*TABLE.to_pydict().values(), strict=True))
@@ -77,7 +77,7 @@ def nbytes(parsed: Parsed) -> int:
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("block_bytes", [2000, 30_000])
-def test_blocks_hold_what_the_whole_does(form: str, block_bytes: int) -> None:
+def test_blocks_together_contain_the_whole(form: str, block_bytes: int) -> None:
     make, whole = FORMATS[form]
     blocks = list(make(block_bytes))
     assert len(blocks) > 1
@@ -95,8 +95,8 @@ def test_blocks_hold_what_the_whole_does(form: str, block_bytes: int) -> None:
     assert tuple(reason for block in blocks for reason in block.reasons) == whole.reasons
 
 
-def test_dictionaries_do_not_count_for_each_block() -> None:
-    """They aren't sliced, so halving would end at single rows."""
+def test_dictionaries_do_not_count_toward_the_size_of_a_block() -> None:
+    """They aren't sliced, so otherwise blocks would be halved down to single rows."""
     values = pa.DictionaryArray.from_arrays(
         pa.array(np.arange(400) % 300, pa.int32()), pa.array(["z" * 100 + str(i) for i in range(300)])
     )
@@ -130,7 +130,7 @@ def test_only_columns_with_a_vocabulary_are_counted(tmp_path: Path) -> None:
 
 
 def test_malformed_lines_of_several_blocks(tmp_path: Path) -> None:
-    """Lines are numbered in the log, and the one too many is named where its block keeps no more reasons."""
+    """Lines are numbered within the log; the first one over the limit is named even if its block stores no further reasons."""
     columns = (Column(name="note", kind="ignore"), Column(name="shop", kind="category"), Column(name="count", kind="integer"))
     long = b'"' + b"n" * 900_000 + b'",a,1\n'
     log = tmp_path / "log.csv"

@@ -1,4 +1,4 @@
-"""Bucketized numbers: ids of ranges in shards, requests, new logs and `comera lookup`, as NumPy and pandas cut them."""
+"""Bucketized numbers: ids of ranges in shards, requests, new logs and `comera lookup`, as computed by NumPy and pandas."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_ids_of_ranges(data: tuple[Manifest, Path]) -> None:
     assert columns["price"].missing == frame["price"].isna().sum()
 
 
-def test_requests_and_new_logs_get_the_same(data: tuple[Manifest, Path], tmp_path: Path) -> None:
+def test_requests_and_new_logs_get_the_same_ids(data: tuple[Manifest, Path], tmp_path: Path) -> None:
     manifest, folder = data
     rows = pd.concat([read(folder, split) for split in ("train", "val", "test")], ignore_index=True)
     requests = [

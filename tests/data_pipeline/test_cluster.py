@@ -1,4 +1,4 @@
-"""Passes on a Dask cluster: the bytes of a run on threads, also where workers die and where threads began."""
+"""Passes on a Dask cluster write the same bytes as on threads, even if workers die or the run was started on threads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COUNT, WRITE = count_pass._count, write_pass._write
 
 @pytest.fixture(scope="module")
 def scheduler() -> Iterator[str]:
-    """Where a cluster of two processes is."""
+    """The address of a cluster of two processes."""
     with distributed.LocalCluster(
         n_workers=2, threads_per_worker=1, memory_limit=None, dashboard_address=":0", silence_logs="CRITICAL"
     ) as cluster:
@@ -44,7 +44,7 @@ def options(tmp_path: Path, write_log: Callable[..., Path]) -> PreprocessOptions
 
 @pytest.fixture
 def on_threads(options: PreprocessOptions) -> dict[str, bytes]:
-    """The files of a run on threads."""
+    """The files that a run on threads writes."""
     preprocess(replace(options, output=options.output.with_name("threads")))
     return files_of(options.output.with_name("threads"))
 
@@ -54,7 +54,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def _die_once(job: Job, part: Part, what: str, log: int) -> None:
-    """In part 3 of a log, in the first process that gets there."""
+    """Kill the first process that reaches part 3 of a log."""
     death = job.options.output.with_name(f"died {what}")
     if (part.log, part.number) == (log, 3) and not death.exists():
         death.touch()
@@ -94,10 +94,10 @@ def test_part_that_kills_every_worker(options: PreprocessOptions, monkeypatch: p
         preprocess(replace(options, scheduler="local", workers=1))
 
 
-def test_goes_on_where_threads_stopped(
+def test_resumes_where_threads_stopped(
     scheduler: str, options: PreprocessOptions, on_threads: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Relative paths are the client's."""
+    """Relative paths are those of the client."""
     monkeypatch.chdir(options.output.parent)
     here = replace(options, inputs=tuple(Path(log.name) for log in options.inputs if isinstance(log, Path)))
     monkeypatch.setattr("data_pipeline.preprocess.write_logs", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -124,11 +124,11 @@ def test_local(options: PreprocessOptions, on_threads: dict[str, bytes]) -> None
     assert files_of(options.output) == on_threads
 
 
-def test_no_scheduler_there(options: PreprocessOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_scheduler(options: PreprocessOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("data_pipeline.cluster._WAIT_SECONDS", 1)
-    with socket.socket() as taken:  # nobody listens
-        taken.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+    with socket.socket() as unused:  # no process listens on it
+        unused.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{unused.getsockname()[1]}"
         with pytest.raises(ValueError, match=f"--scheduler {address}: no scheduler with a worker answers"):
             preprocess(replace(options, scheduler=address))
 

@@ -1,4 +1,4 @@
-"""Kinds and settings of columns: what is stored is what a few lines of NumPy say, and requests get the same numbers."""
+"""Kinds and settings of columns: stored values equal those of a few lines of NumPy, and requests get the same numbers."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_categories(data: Path) -> None:
     assert columns["seen"].missing == (lengths == 0).sum()
 
 
-def test_logarithms_of_integers_beyond_those_that_floats_hold(tmp_path: Path) -> None:
+def test_logarithms_of_integers_that_floats_cannot_represent(tmp_path: Path) -> None:
     least = 57278848240196864
     (tmp_path / "log").write_text("".join(f"1\t{least + step}\n" for step in (0, 0, 80, 1 << 56)))
     schema = LogSchema(columns=(Column(name="label", kind="label"), Column(name="nanos", kind="int64")))
@@ -120,7 +120,7 @@ def test_logarithms_of_integers_beyond_those_that_floats_hold(tmp_path: Path) ->
     np.testing.assert_allclose(read(tmp_path / "data", "train")["nanos"], np.log([2, 2, 82, (1 << 56) + 2]), rtol=1e-6)
 
 
-def test_requests_and_new_logs_get_the_same(data: Path, tmp_path: Path) -> None:
+def test_requests_and_new_logs_get_the_same_numbers(data: Path, tmp_path: Path) -> None:
     rows, frame = whole(data), log().rename(columns={"stars": "rating"})
     requests = [
         {name: None if cell != cell else cell for name, cell in row.items()}
@@ -139,7 +139,7 @@ def test_requests_and_new_logs_get_the_same(data: Path, tmp_path: Path) -> None:
 
 
 def test_other_settings_are_refused(data: Path, tmp_path: Path) -> None:
-    """They would give other numbers than the model knows."""
+    """They would give numbers that differ from those that the model was trained on."""
     for before, after, message in (
         (
             ', transform = "standardize", column',
@@ -158,11 +158,11 @@ def test_other_settings_are_refused(data: Path, tmp_path: Path) -> None:
 def test_described(data: Path) -> None:
     text = to_text(describe(read_manifest(data), data))
     assert "rating" in text
-    assert "4,6" in text  # of nanos, about 2**62
+    assert "4,6" in text  # values of nanos, about 2**62
 
 
 @pytest.mark.parametrize("cell", ["inf", "nan", "1e999", "1,5", "0x1", "--1", "1e"])
-def test_numbers_that_are_none(tmp_path: Path, write_log: Callable[..., Path], cell: str) -> None:
+def test_texts_that_are_not_numbers(tmp_path: Path, write_log: Callable[..., Path], cell: str) -> None:
     (tmp_path / "schema.toml").write_text('separator = ";"\n[columns]\nx = "float"\n')
     log = write_log(f"1\n.5\n-2e3\n\n{cell}\n".replace("\n\n", "\n").encode())
     with pytest.raises(ValueError, match=rf"log.tsv:4: x '{cell}' is not a finite number"):

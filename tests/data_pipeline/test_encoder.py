@@ -1,4 +1,4 @@
-"""A request's numbers are those that the pipeline writes for the same row."""
+"""A request is encoded to the numbers that the pipeline writes for the same row."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ words = { kind = "list", separator = ";" }
 
 @pytest.fixture(scope="module", params=["criteo", "schema", "hashed"])
 def data(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data set of Criteo's columns, or of every kind, with vocabularies or hashed."""
+    """A data set with Criteo's columns or with columns of every kind, with vocabularies or hashed ids."""
     folder = tmp_path_factory.mktemp("encoder")
     log, schema, buckets = folder / "log", None, None
     if request.param == "criteo":
@@ -49,7 +49,7 @@ def data(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def cells(schema: LogSchema) -> st.SearchStrategy[dict[str, Any]]:
-    """Rows, with values that the data set has seen and others."""
+    """Rows with values that the data set contains, and with others."""
     text = st.sampled_from(["a", "b", "é1", "w1", "w3"]) | st.text(
         st.characters(exclude_characters=",;\t\r\n |", exclude_categories=["Cs"]), min_size=1, max_size=5
     )

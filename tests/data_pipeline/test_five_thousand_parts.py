@@ -1,4 +1,4 @@
-"""Five thousand parts, as many as 320 GB of text have, under `ulimit -n 1024`: how many files are open doesn't follow from them."""
+"""Five thousand parts, as for 320 GB of text, under `ulimit -n 1024`: the number of open files doesn't grow with the parts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from data_pipeline.schema import Column, LogSchema
 from data_pipeline.verify import verify
 
 PARTS, ROWS_PER_PART = 5000, 4
-MOST_FILES, MOST_MAPPINGS = 64, 256  # beside those before
+MOST_FILES, MOST_MAPPINGS = 64, 256  # in addition to those before
 SCHEMA = LogSchema(columns=(Column(name="label", kind="label"), Column(name="shop", kind="hex")))
 CELLS = [(row % 2, f"{row * row % 1009:08x}") for row in range(PARTS * ROWS_PER_PART)]
 
@@ -31,7 +31,7 @@ def files_and_mappings() -> tuple[int, int]:
 
 @contextmanager
 def peaks() -> Iterator[list[int]]:
-    """Files open and mappings at their peaks beside those before the block, once it ends; it runs under `ulimit -n 1024`."""
+    """Run the block under `ulimit -n 1024`; then yield how far the peaks of open files and mappings exceeded those before."""
     before = most = files_and_mappings()
     stop, result = threading.Event(), list[int]()
 

@@ -1,4 +1,4 @@
-"""One log in every format gives one data set; and what each format can get wrong is one line."""
+"""One log gives the same data set in every format, and each format's errors are reported in one line."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ NAMES = ("bought", "shop", "cents", "code", "tags")
 
 
 def orders(count: int) -> list[dict[str, Any]]:
-    """Rows as JSON would hold them; None is missing."""
+    """Rows as in JSON; None is missing."""
     draw = np.random.default_rng(0)
     shops = ["north", 'the "inn", town', "größe", "", "7"]
     return [
@@ -119,8 +119,8 @@ def test_one_log_in_all_formats(tmp_path: Path, schema: Callable[..., LogSchema]
         pq.write_table(as_table(ROWS), tmp_path / f"{number}.parquet", compression=codec, row_group_size=group_rows)
         logs[f"{number}.parquet"] = (b"", by_name)
     actual = {}
-    for number, (name, (_, of_log)) in enumerate(logs.items()):
-        options = PreprocessOptions(inputs=(tmp_path / name,), output=tmp_path / f"data{number}", schema=of_log)
+    for number, (name, (_, log_schema)) in enumerate(logs.items()):
+        options = PreprocessOptions(inputs=(tmp_path / name,), output=tmp_path / f"data{number}", schema=log_schema)
         preprocess(options)
         if number in (1, 3, 5, 8):
             parts = replace(options, output=tmp_path / f"parts{number}", part_bytes=3000, workers=2)
@@ -141,19 +141,19 @@ def test_a_log_as_pandas_writes_it(tmp_path: Path, schema: Callable[..., LogSche
     expected = preprocessed(tmp_path / "whole", as_csv(rows), by_name)
     assert b".0," in frame.to_csv().encode()
     for number, labels in enumerate([float, bool]):
-        of_type = frame.astype({"bought": labels})
+        typed_frame = frame.astype({"bought": labels})
         logs = {
-            "plain": (of_type.to_csv(index=False).encode(), by_name),
-            "quoted": (of_type.to_csv(index=False, quoting=csv.QUOTE_ALL).encode(), by_name),
-            "tabs": (of_type.to_csv(sep="\t").encode(), schema('header = true\nformat = "text"', columns)),
-            "lines": (of_type.to_json(orient="records", lines=True).encode(), schema('format = "jsonl"', columns)),
+            "plain": (typed_frame.to_csv(index=False).encode(), by_name),
+            "quoted": (typed_frame.to_csv(index=False, quoting=csv.QUOTE_ALL).encode(), by_name),
+            "tabs": (typed_frame.to_csv(sep="\t").encode(), schema('header = true\nformat = "text"', columns)),
+            "lines": (typed_frame.to_json(orient="records", lines=True).encode(), schema('format = "jsonl"', columns)),
         }
-        for name, (content, of_log) in logs.items():
-            assert preprocessed(tmp_path / f"{name}{number}", content, of_log) == expected, name
+        for name, (content, log_schema) in logs.items():
+            assert preprocessed(tmp_path / f"{name}{number}", content, log_schema) == expected, name
 
 
 def preprocessed(folder: Path, content: bytes, schema: LogSchema) -> dict[str, bytes]:
-    """Files of the data set of a log."""
+    """Preprocess a log; return the files of its data set."""
     folder.mkdir()
     (folder / "log").write_bytes(content)
     preprocess(PreprocessOptions(inputs=(folder / "log",), output=folder / "data", schema=schema))
@@ -308,7 +308,7 @@ def test_damaged_zstd(tmp_path: Path, schema: Callable[..., LogSchema]) -> None:
 
 
 def test_new_logs_in_another_format(tmp_path: Path, schema: Callable[..., LogSchema]) -> None:
-    """A model's requests, and new logs without labels, get the ids that CSV got."""
+    """A model's requests, and new logs without labels, get the same ids as the CSV log."""
     (tmp_path / "log.csv").write_bytes(as_csv(ROWS))
     options = PreprocessOptions(
         inputs=(tmp_path / "log.csv",), output=tmp_path / "data", schema=schema('separator = ","\nheader = true')
@@ -326,7 +326,7 @@ def test_new_logs_in_another_format(tmp_path: Path, schema: Callable[..., LogSch
 
 
 def test_damaged_footers_of_parquet(tmp_path: Path) -> None:
-    """Some state more rows than there are, which Arrow doesn't notice."""
+    """Some state more rows than exist, which Arrow doesn't detect."""
     file = io.BytesIO()
     pq.write_table(pa.table({"shop": ["a"] * 8}), file, row_group_size=4)
     content, schema = file.getvalue(), LogSchema(columns=(Column(name="shop", kind="category"),))
@@ -411,7 +411,7 @@ def test_parts_of_parquet(tmp_path: Path) -> None:
             assert part_bytes < 1 << 20 or len(parts) == 1
 
 
-def test_text_that_is_no_criteo(tmp_path: Path) -> None:
+def test_text_that_is_not_criteos(tmp_path: Path) -> None:
     (tmp_path / "log.tsv").write_bytes(to_text(random_rows(3)).replace(b"\t", b","))
     with pytest.raises(ValueError, match=r"log.tsv:1: 1 columns; Criteo logs have 40"):
         preprocess(PreprocessOptions(inputs=(tmp_path / "log.tsv",), output=tmp_path / "data"))

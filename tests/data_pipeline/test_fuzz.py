@@ -1,6 +1,6 @@
-"""Any bytes as any log: a data set that verifies and holds what pandas reads, or one line and nothing behind.
+"""Any bytes as any log give a data set that verifies and agrees with pandas, or a one-line error and no output.
 
-FUZZ=10000 pytest --timeout=0 tests/data_pipeline/test_fuzz.py        # cases in all; a quarter of an hour
+FUZZ=10000 pytest --timeout=0 tests/data_pipeline/test_fuzz.py        # number of cases; takes a quarter of an hour
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ def schemas(draw: Any, kinds: tuple[str, ...] = KINDS) -> LogSchema:
     chosen = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=5))
     columns = tuple(Column(name=f"c{number}", kind=kind) for number, kind in enumerate(chosen))
     separator = draw(st.sampled_from([",", "\t", ";"]))
-    of_format = draw(st.sampled_from(["text", "csv", "jsonl"]))
-    return LogSchema(columns=columns, separator=separator, header=draw(st.booleans()), format=of_format)
+    format_name = draw(st.sampled_from(["text", "csv", "jsonl"]))
+    return LogSchema(columns=columns, separator=separator, header=draw(st.booleans()), format=format_name)
 
 
 def make(folder: Path, schema: LogSchema, content: bytes, **options: Any) -> Path | None:
-    """Make a data set that verifies, or nothing at all."""
+    """Make a data set that verifies, or fail with one line and without output."""
     (folder / "log").write_bytes(content)
     output = folder / "data"
     line = ""
@@ -78,7 +78,7 @@ def make(folder: Path, schema: LogSchema, content: bytes, **options: Any) -> Pat
         line = str(error) or "an error without a line"
     if line:
         assert len(line.splitlines()) == 1
-        assert {path.name for path in folder.iterdir()} <= {"log", ".data.partial"}  # what is done of it is kept
+        assert {path.name for path in folder.iterdir()} <= {"log", ".data.partial"}  # finished work is kept
         return None
     verify(read_manifest(output), output)
     return output
@@ -119,31 +119,31 @@ def test_any_parquet(rows: list[list[Any]], data: st.DataObject) -> None:
         make(Path(folder), schema, bytes(content), max_bad_rows=data.draw(st.sampled_from([0, 99])))
 
 
-def written(rows: list[dict[str, Any]], of_format: str) -> bytes:
-    if of_format == "jsonl":
+def written(rows: list[dict[str, Any]], format_name: str) -> bytes:
+    if format_name == "jsonl":
         return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
-    if of_format == "parquet":
+    if format_name == "parquet":
         types = [pa.int8(), pa.int64(), pa.float64(), pa.string(), pa.list_(pa.string())]
         file = io.BytesIO()
         pq.write_table(pa.Table.from_pylist(rows, pa.schema(list(zip(rows[0], types, strict=True)))), file)
         return file.getvalue()
     text = io.StringIO()
-    quoting: dict[str, Any] = {"quoting": csv.QUOTE_NONE, "quotechar": None} if of_format == "text" else {}
-    writer = csv.writer(text, delimiter="\t" if of_format == "text" else ",", lineterminator="\n", **quoting)
+    quoting: dict[str, Any] = {"quoting": csv.QUOTE_NONE, "quotechar": None} if format_name == "text" else {}
+    writer = csv.writer(text, delimiter="\t" if format_name == "text" else ",", lineterminator="\n", **quoting)
     writer.writerow(rows[0])
     for row in rows:
         writer.writerow(["" if cell is None else "|".join(cell) if isinstance(cell, list) else cell for cell in row.values()])
     return text.getvalue().encode()
 
 
-def by_pandas(content: bytes, of_format: str) -> pd.DataFrame:
+def by_pandas(content: bytes, format_name: str) -> pd.DataFrame:
     file = io.BytesIO(content)
-    if of_format == "jsonl":
+    if format_name == "jsonl":
         return pd.read_json(file, lines=True, dtype=False, precise_float=True)
-    if of_format == "parquet":
+    if format_name == "parquet":
         return pd.read_parquet(file)
-    quoting: Any = csv.QUOTE_NONE if of_format == "text" else csv.QUOTE_MINIMAL
-    separator = "\t" if of_format == "text" else ","
+    quoting: Any = csv.QUOTE_NONE if format_name == "text" else csv.QUOTE_MINIMAL
+    separator = "\t" if format_name == "text" else ","
     types = {"shop": str, "tags": str}
     return pd.read_csv(
         file, sep=separator, quoting=quoting, dtype=types, na_values={"number": "", "price": ""}, keep_default_na=False,
@@ -151,25 +151,25 @@ def by_pandas(content: bytes, of_format: str) -> pd.DataFrame:
     )  # fmt: skip
 
 
-@given(rows=ROWS, of_format=FORMATS, part_bytes=st.sampled_from([9, 1 << 20]))
+@given(rows=ROWS, format_name=FORMATS, part_bytes=st.sampled_from([9, 1 << 20]))
 @ANY
-def test_agrees_with_pandas(rows: list[dict[str, Any]], of_format: str, part_bytes: int) -> None:
+def test_agrees_with_pandas(rows: list[dict[str, Any]], format_name: str, part_bytes: int) -> None:
     rows = [{column.name: row[column.name] for column in COLUMNS} for row in rows]
-    if of_format == "text":  # of which no cell can hold the separator
+    if format_name == "text":  # its cells can't contain the separator
         rows = [{name: cell.replace("\t", " ") if isinstance(cell, str) else cell for name, cell in row.items()} for row in rows]
         rows = [row | {"tags": [tag.replace("\t", " ") for tag in row["tags"]]} for row in rows]
-    content = written(rows, of_format)
+    content = written(rows, format_name)
     schema = LogSchema(
         columns=COLUMNS,
-        separator="\t" if of_format == "text" else ",",
-        header=of_format in ("text", "csv"),
-        format="csv" if of_format == "parquet" else of_format,  # type: ignore[arg-type]
+        separator="\t" if format_name == "text" else ",",
+        header=format_name in ("text", "csv"),
+        format="csv" if format_name == "parquet" else format_name,  # type: ignore[arg-type]
     )
     with tempfile.TemporaryDirectory() as folder:
         output = make(Path(folder), schema, content, part_bytes=part_bytes, test_fraction=0)
         assert output is not None
         actual = read(output, "train")
-    frame = by_pandas(content, of_format)
+    frame = by_pandas(content, format_name)
     assert actual["label"].tolist() == frame["label"].tolist()
     for name in ("number", "price"):
         numbers = pd.to_numeric(frame[name]).astype(np.float64).fillna(0)

@@ -1,4 +1,4 @@
-"""Ids and logarithms by compiled loops against the obvious ones."""
+"""Compiled loops for ids and logarithms agree with obvious implementations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DTYPES = [np.dtype(np.uint32), np.dtype(np.uint64)]
 def test_ids_equal_the_reference(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, dtype: np.dtype, buckets: int, room: int | None
 ) -> None:
-    """By table, in memory or not, and by hash; of rows in the middle of their array."""
+    """Ids by table, in memory or not, and by hash, for rows in the middle of an array."""
     key = st.one_of(st.integers(0, 9), st.integers(0, 2 ** (8 * dtype.itemsize) - 1))
     values = data.draw(st.lists(key, unique=True, max_size=20))
     path = tmp_path_factory.mktemp("table") / "C1.table"
@@ -56,8 +56,8 @@ def test_large_tables_are_written_range_by_range(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("pairs", [[], [[1, 7], [2, 8]]])
-def test_a_table_of_no_free_slot_is_searched_once(tmp_path: Path, pairs: list[list[int]]) -> None:
-    """Files may be anyone's."""
+def test_a_table_without_free_slots_is_searched_once(tmp_path: Path, pairs: list[list[int]]) -> None:
+    """A search must end even in a table from an untrusted file."""
     np.array(pairs, np.uint32).tofile(tmp_path / "C1.table")
     keys = np.array([[1, 2, 3]], np.uint32)
     ids, _ = encode_keys([TableIds(tmp_path / "C1.table", keys.dtype)], keys, np.zeros((1, 3), np.bool_))

@@ -1,4 +1,4 @@
-"""The compiled reader of JSON lines gives what the standard library gives, line by line."""
+"""The compiled reader of JSON lines agrees with the standard library, line by line."""
 
 from __future__ import annotations
 

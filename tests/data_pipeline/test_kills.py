@@ -1,6 +1,6 @@
-"""A run that is killed at random moments ends as one that was not, on every kind of log, on threads and on Dask.
+"""A run that is killed at random moments ends like an unbroken one, for every kind of log, on threads and on Dask.
 
-KILLS=100 pytest tests/data_pipeline/test_kills.py        # of each kind; a quarter of an hour
+KILLS=100 pytest tests/data_pipeline/test_kills.py        # kills per kind; takes a quarter of an hour
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROCESSES = multiprocessing.get_context("forkserver")
 
 @pytest.fixture(params=["text", "gz", "parquet", pytest.param("dask", marks=pytest.mark.distributed)])
 def options(request: pytest.FixtureRequest, tmp_path: Path, write_log: Callable[..., Path]) -> PreprocessOptions:
-    """Three logs of several parts each; split by position, or drawn from gzipped logs."""
+    """Three logs of several parts each, split by position, or gzipped and split at random."""
     if request.param == "dask":
         pytest.importorskip("distributed", reason="Dask is not installed")
     suffix = ".gz" if request.param == "gz" else ""
@@ -58,14 +58,14 @@ def run(options: PreprocessOptions) -> None:
 
 
 def kill_after(options: PreprocessOptions, seconds: float) -> None:
-    """Run, and kill the process and those that it started."""
+    """Start a run, and kill its process and all child processes after some seconds."""
     process = PROCESSES.Process(target=run, args=(options,))
     process.start()
     process.join(seconds)
     if process.is_alive():
         try:
             os.killpg(process.pid or 0, signal.SIGKILL)
-        except ProcessLookupError:  # it has no group yet
+        except ProcessLookupError:  # the process has no group yet
             process.kill()
     process.join()
 

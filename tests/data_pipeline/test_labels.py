@@ -1,4 +1,4 @@
-"""Several labels and weights of rows: what is stored is what the log holds, in every format, and what is wrong is one line."""
+"""Several labels, and weights of rows: stored values equal the log's in every format, and mistakes are reported in one line."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_two_labels_and_weights(tmp_path: Path, name: str) -> None:
     assert "<th>click rate<th>buy rate</tr>" in (tmp_path / "page.html").read_text()
 
 
-def test_plain_text_has_two_labels_too(tmp_path: Path) -> None:
+def test_two_labels_in_plain_text(tmp_path: Path) -> None:
     kinds = TWO | {"importance": "ignore"}
     _, with_names = made(tmp_path, kinds)
     plain = options(tmp_path, log(), "log.csv", kinds)

@@ -1,4 +1,4 @@
-"""`comera lookup`: ids and texts as the log and the data set's own shards pair them."""
+"""`comera lookup` pairs ids and texts as the log and the data set's shards do."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_texts_and_hashes(orders: tuple[Manifest, Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("column", "wanted", "message"),
+    ("column", "id_or_text", "message"),
     [
         ("shop", 1, "the vocabulary of shop stores hashes of texts, not texts; ask for the id of a text with --text"),
         ("tags", 7, "ids of tags are hashes, each shared by many texts; ask for the id of a text with --text"),
@@ -79,9 +79,9 @@ def test_texts_and_hashes(orders: tuple[Manifest, Path]) -> None:
         ("cents", 1, "--column cents: .* has no such categorical column; choose one of shop, code, tags"),
     ],
 )
-def test_what_has_no_answer(orders: tuple[Manifest, Path], column: str, wanted: int | str, message: str) -> None:
+def test_lookups_without_an_answer(orders: tuple[Manifest, Path], column: str, id_or_text: int | str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        _ = find_id(*orders, column, wanted) if isinstance(wanted, int) else find_text(*orders, column, wanted)
+        _ = find_id(*orders, column, id_or_text) if isinstance(id_or_text, int) else find_text(*orders, column, id_or_text)
 
 
 def test_command(orders: tuple[Manifest, Path]) -> None:

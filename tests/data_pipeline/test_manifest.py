@@ -1,4 +1,4 @@
-"""A manifest is read whole or refused with the key at fault, and a shard that is not as stated is named."""
+"""A manifest is read completely or refused with the key at fault, and shards that differ from it are named."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def edit(data: Path, change: Callable[[dict], object]) -> None:
 
 
 def test_keys_of_the_file(data: Path) -> None:
-    """The keys are a contract: other tools read them too."""
+    """The keys are a contract, because other tools read them."""
     content = json.loads((data / "manifest.json").read_text())
     assert set(content) == {field.name for field in dataclasses.fields(Manifest)}
     assert content["rows"] == {"in": 50, "written": 50, "rejected": 0}

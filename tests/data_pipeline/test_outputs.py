@@ -1,4 +1,4 @@
-"""What may be written where: inputs are never destroyed, links are followed, two runs don't meet, and names stay what they are."""
+"""Outputs: inputs are never destroyed, links are followed, runs don't write to the same place, and names are kept."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_other_files_in_the_output_stay(options: PreprocessOptions, name: str) -
         preprocess(replace(options, overwrite=True))
 
 
-def test_npy_never_over_its_data(options: PreprocessOptions, tmp_path: Path) -> None:
+def test_npy_never_overwrites_its_data(options: PreprocessOptions, tmp_path: Path) -> None:
     manifest = preprocess(options)
     (tmp_path / "link").symlink_to(options.output)
     for data, output in (
@@ -81,7 +81,7 @@ def test_npy_never_over_its_data(options: PreprocessOptions, tmp_path: Path) -> 
 
 
 def test_output_behind_a_link(options: PreprocessOptions, tmp_path: Path) -> None:
-    """The link stays, and the data set is at its end, on its file system."""
+    """The link stays, and the data set is written to its target, on the target's file system."""
     (tmp_path / "disk").mkdir()
     options.output.symlink_to(tmp_path / "disk" / "data")
     for overwrite in (False, True):
@@ -91,7 +91,7 @@ def test_output_behind_a_link(options: PreprocessOptions, tmp_path: Path) -> Non
     assert [path.name for path in (tmp_path / "disk").iterdir()] == ["data"]
 
 
-def test_urls_and_mounts_are_no_output(options: PreprocessOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_urls_and_mounts_are_refused_as_output(options: PreprocessOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"--output s3:/bucket/data is a URL, which this command can't write to; write to a local"):
         preprocess(replace(options, output=Path("s3://bucket/data")))
@@ -125,7 +125,7 @@ def _hold(output: Path, ready: object) -> None:
 
 
 def test_lock_of_a_process(options: PreprocessOptions) -> None:
-    """While it runs, it is respected; killed, it is taken over with a line."""
+    """It is respected while its process runs, and taken over with a message once the process is gone."""
     context = multiprocessing.get_context("forkserver")
     ready = context.Event()
     process = context.Process(target=_hold, args=(options.output, ready))
@@ -142,7 +142,7 @@ def test_lock_of_a_process(options: PreprocessOptions) -> None:
 
 
 def test_lock_of_another_machine(options: PreprocessOptions, tmp_path: Path) -> None:
-    """Whether its process runs can't be known here: the message says what to remove."""
+    """Whether its process runs is unknown here, so the message says which file to remove."""
     lock = tmp_path / ".data.lock"
     lock.write_text("1\nelsewhere\n")
     with pytest.raises(
@@ -153,7 +153,7 @@ def test_lock_of_another_machine(options: PreprocessOptions, tmp_path: Path) -> 
     preprocess(options)
 
 
-def test_everything_is_synced_before_it_is_in_place(options: PreprocessOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_is_synced_before_it_is_renamed(options: PreprocessOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: set[str] = set()
     sync = os.fsync
 
@@ -169,7 +169,7 @@ def test_everything_is_synced_before_it_is_in_place(options: PreprocessOptions, 
     assert str(options.output.parent) in synced
 
 
-def test_names_of_columns_as_names_of_files(tmp_path: Path, write_log: WriteLog) -> None:
+def test_column_names_as_file_names(tmp_path: Path, write_log: WriteLog) -> None:
     names = ("shop/town", ".hidden", "100%", "größe", "..")
     (tmp_path / "shop.toml").write_text('separator = ","\n[columns]\n' + "".join(f'"{name}" = "category"\n' for name in names))
     log = write_log(b"a,b,c,d,e\n" * 20)

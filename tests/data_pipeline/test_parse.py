@@ -1,4 +1,4 @@
-"""The fast parser against the obvious one, cell by cell, on well-formed and adversarial lines."""
+"""The fast parser agrees with the obvious one, cell by cell, on well-formed and adversarial lines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GOOD = b"\t".join([b"1"] + [b""] * 39)
 
 
 def cells_of(parsed: Parsed, schema: LogSchema, row: int) -> list[Cell]:
-    """A parsed row in the form of `parse_line`."""
+    """Convert a parsed row to the form of `parse_line`."""
     labels, integers, singles, lists = (iter(range(99)) for _ in range(4))
     cells: list[Cell] = []
     for column in schema.columns:
@@ -54,7 +54,7 @@ def cells_of(parsed: Parsed, schema: LogSchema, row: int) -> list[Cell]:
 
 
 def on_the_heap(text: bytes) -> memoryview:
-    """A copy without the zero that ends bytes, so that a sanitizer sees who reads on."""
+    """Copy text without the zero byte that ends `bytes`, so that a sanitizer detects reads past the end."""
     return memoryview(np.frombuffer(text, np.uint8).copy())
 
 
@@ -112,7 +112,7 @@ CELLS = st.one_of(NUMBERS, JUNK, st.sampled_from(["a|b", "|", "a|", "|a", "a||b"
 @settings(max_examples=300)
 @given(lines=st.lists(st.lists(CELLS, min_size=6, max_size=8), max_size=4), newline=st.sampled_from(["\n", "\r\n"]), data=st.data())
 def test_lines_of_other_logs(lines: list[list[str]], newline: str, data: st.DataObject) -> None:
-    """Most of such cells are malformed somewhere; lines between that are not keep their lists apart."""
+    """Most of these lines are malformed; the good ones between them must keep their own list elements."""
     good = [["7", data.draw(st.sampled_from(["", "x"])), "1", "a|b", "-5", "fF", "x y z"], ["", "", "0", "", "", "", ""]]
     rows = [row for line in lines for row in (line, *good)]
     assert_equals_reference("".join(",".join(row) + newline for row in rows).encode(), OTHER)
@@ -126,8 +126,8 @@ def test_any_bytes(text: bytes) -> None:
 
 
 @pytest.mark.parametrize("kind", ["label", "integer", "hex"])
-def test_every_byte_at_every_place(kind: str) -> None:
-    """Cells of 1 to 9 bytes are read eight at once; good and malformed lines take turns."""
+def test_every_byte_at_every_position(kind: str) -> None:
+    """Cells of 1 to 9 bytes, which are read eight bytes at a time, in alternating good and malformed lines."""
     digits = b"-1234567" if kind == "integer" else b"1.000000" if kind == "label" else b"0aF9Af12"
     cells = [digits[:size] for size in range(9)] + [digits[:4] + digits]
     places = [(cell, place) for cell in cells for place in range(len(cell))]
@@ -144,13 +144,13 @@ def test_short_lines(text: bytes) -> None:
 
 @pytest.mark.parametrize("text", [GOOD + b"\n", b"x," * 6 + b"a b c d\n", b"|".join([b"a"] * 40) + b"\n"])
 @pytest.mark.parametrize("schema", [CRITEO, OTHER, ONE_COLUMN])
-def test_blocks_take_what_they_may(text: bytes, schema: LogSchema) -> None:
-    """Their arrays fit, unless one line alone is larger; and no block is smaller than it need be."""
+def test_blocks_fill_their_room(text: bytes, schema: LogSchema) -> None:
+    """Their arrays fit, unless a single line is larger, and no block is smaller than necessary."""
     room = 2000
     blocks = list(parse_blocks(text * 50, schema, block_bytes=room))
     sizes = [sum(value.nbytes for value in vars(block).values() if isinstance(value, np.ndarray)) for block in blocks]
-    of_line = parse(text, schema)
-    most = sum(value.nbytes for value in vars(of_line).values() if isinstance(value, np.ndarray)) // max(of_line.rows, 1)
+    single_line = parse(text, schema)
+    most = sum(value.nbytes for value in vars(single_line).values() if isinstance(value, np.ndarray)) // max(single_line.rows, 1)
     assert sum(block.lines for block in blocks) == 50
     assert max(sizes) <= max(room, most)
     assert len({block.lines for block in blocks[:-1]}) <= 1

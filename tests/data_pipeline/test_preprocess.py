@@ -1,4 +1,4 @@
-"""The data set against a slow and obvious reference, cell by cell, whatever the way the text arrives."""
+"""The data set equals a slow and obvious reference, cell by cell, however the text arrives."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WriteLog = Callable[..., Path]
 
 
 def reference(rows: Rows, *, min_count: int = 2, val_fraction: float = 0.1, test_fraction: float = 0.1) -> dict[str, pd.DataFrame]:
-    """What each split must hold, one cell after the other."""
+    """Compute what each split must contain, one cell at a time."""
     names = (["label"] if len(rows[0]) == 40 else []) + INTEGERS + CATEGORIES
     val, test = int(len(rows) * val_fraction), int(len(rows) * test_fraction)
     train = len(rows) - val - test
@@ -124,7 +124,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def test_same_data_set_however_the_text_arrives(tmp_path: Path, write_log: WriteLog) -> None:
-    """Plain, gzipped, in members, again, by one thread or more: same files, byte by byte; only the logs' own sizes differ."""
+    """Plain, gzipped, in gzip members, repeated, by one or more threads: files are identical except for the logs' sizes."""
     rows = random_rows(600)
     members = gzip.compress(to_text(rows[:100])) + gzip.compress(to_text(rows[100:]))
     arrivals = {
@@ -141,14 +141,14 @@ def test_same_data_set_however_the_text_arrives(tmp_path: Path, write_log: Write
         results[name] = {path: content for path, content in files_of(output).items() if path != "manifest.json"}
     assert (tmp_path / "plain/manifest.json").read_bytes() == (tmp_path / "alone/manifest.json").read_bytes()
     first = results["plain"]
-    assert len(first) > 26 + 3, "several shards a split"
+    assert len(first) > 26 + 3, "several shards per split"
     assert all(files == first for files in results.values())
 
 
 @pytest.mark.parametrize("ended", [True, False])
 @pytest.mark.parametrize("name", ["log.tsv", "log.gz"])
 def test_cut_at_every_byte(write_log: WriteLog, name: str, ended: bool) -> None:
-    """Whatever the size of parts: every line once, in order, in the part where it begins, whichever way lines end."""
+    """For every part size, each line is read once, in order, in the part where it starts, whichever way lines end."""
     rows = random_rows(4)
     text = to_text(rows[:2], "\r\n") + to_text(rows[2:])
     log = write_log(text if ended else text[:-1], name)
@@ -239,7 +239,7 @@ def test_column_without_any_value(tmp_path: Path, write_log: WriteLog) -> None:
 def test_blocks_and_room_do_not_change_the_data_set(
     tmp_path: Path, write_log: WriteLog, monkeypatch: pytest.MonkeyPatch, split: SplitKind
 ) -> None:
-    """Many blocks a part, runs written before a part ends, and vocabularies that are let go of while they are read."""
+    """Many blocks per part, runs written before a part ends, and vocabularies freed while they are read."""
     rows = random_rows(300)
     options = {"inputs": (write_log(to_text(rows[:200]) + b"bad\n" + to_text(rows[200:])),), "split": split, "max_bad_rows": 1}
     expected = preprocess(PreprocessOptions(output=tmp_path / "at once", part_bytes=20_000, **options))
@@ -267,6 +267,6 @@ def test_one_row_is_a_training_row(tmp_path: Path, write_log: WriteLog) -> None:
 
 
 def test_exact_decimal_fractions(tmp_path: Path, write_log: WriteLog) -> None:
-    """0.29 * 100 is 28.999999999999996 in binary, and still 29 rows."""
+    """0.29 * 100 is 28.999999999999996 in floating point, but means 29 rows."""
     options = PreprocessOptions(inputs=(write_log(random_rows(100)),), output=tmp_path / "data", val_fraction=0.29)
     assert preprocess(options).splits["val"].rows == 29

@@ -1,4 +1,4 @@
-"""Logs behind URLs: the same data set as from local files, and one line for what can't be reached."""
+"""Logs at URLs give the same data set as local files, and one line for whatever can't be read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROWS = random_rows(400)
 
 @pytest.fixture
 def memory() -> Iterator[Any]:
-    """A file system that is no disk."""
+    """A file system in memory."""
     files = fsspec.filesystem("memory")
     yield files
     files.store.clear()
@@ -84,7 +84,7 @@ def test_pattern_without_match(memory: Any) -> None:
         expand(["memory://logs/day_*"])
 
 
-def test_only_the_order_of_letters_is_mended() -> None:
+def test_only_alphabetic_order_is_corrected() -> None:
     def logs(*numbers: int) -> tuple[Path, ...]:
         return tuple(Path(f"raw/day_{number}.gz") for number in numbers)
 
@@ -93,7 +93,7 @@ def test_only_the_order_of_letters_is_mended() -> None:
 
 
 class Denied(MemoryFileSystem):
-    """A file system that refuses with an error of its library, as botocore does, which is no OSError."""
+    """A file system that fails with its library's own error, which is not an OSError, as botocore does."""
 
     protocol = "denied"
 

@@ -1,4 +1,4 @@
-"""A run that stopped, out of disk or while cleaning up, resumes and ends as one that did not; `test_kills` kills it anywhere."""
+"""A run that stopped, on a full disk or during cleanup, resumes and ends like an unbroken one; `test_kills` kills it anywhere."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(params=["plain", "random gzip"])
 def options(request: pytest.FixtureRequest, tmp_path: Path, write_log: Callable[..., Path]) -> PreprocessOptions:
-    """Three logs of several parts each, and a malformed line; split by position, or drawn from gzipped logs."""
+    """Three logs of several parts each, with a malformed line, split by position, or gzipped and split at random."""
     gzipped = ".gz" if request.param == "random gzip" else ""
     logs = [write_log(to_text(ROWS[i::3]) + b"bad\n" * (i == 1), f"day_{i}{gzipped}") for i in range(3)]
     split = "random" if gzipped else "chronological"
@@ -36,7 +36,7 @@ def options(request: pytest.FixtureRequest, tmp_path: Path, write_log: Callable[
 
 @pytest.fixture
 def unbroken(options: PreprocessOptions) -> dict[str, bytes]:
-    """The files of a run without interruption."""
+    """The files that a run without interruption writes."""
     preprocess(replace(options, output=options.output.with_name("unbroken")))
     return files_of(options.output.with_name("unbroken"))
 
@@ -45,7 +45,7 @@ def unbroken(options: PreprocessOptions) -> dict[str, bytes]:
 def test_killed_while_cleaning_up(
     options: PreprocessOptions, unbroken: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, removed: int
 ) -> None:
-    """The data are in place and some of the work folder is gone: whoever removes the data and runs again gets them all."""
+    """The data are in place and part of the work folder is gone: a new run after removing the data writes all of them again."""
     left = removed
 
     def remove_until_killed(path: Path) -> None:
@@ -67,7 +67,7 @@ def test_killed_while_cleaning_up(
 
 @pytest.fixture
 def failing_writes(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """`failing_writes(n)`: from the n-th file on, the disk is full."""
+    """`failing_writes(n)` makes the disk full from the n-th file on."""
     files = itertools.count()
     limit = [0]
     sync = os.fsync
@@ -88,7 +88,7 @@ def failing_writes(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 def test_disk_full(
     options: PreprocessOptions, unbroken: dict[str, bytes], failing_writes: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Again and again, a little later each time: one clear line, and no part of the work is lost."""
+    """Repeated failures, each a little later, give one clear line each and lose no finished work."""
     progress: list[str] = []
     messages = []
     while not options.output.exists():
@@ -115,7 +115,7 @@ def _preprocess_with_small_files(options: PreprocessOptions, limit: int) -> None
 
 
 def test_files_may_not_grow(options: PreprocessOptions, unbroken: dict[str, bytes]) -> None:
-    """The system's own refusal, from wherever it comes: Python, NumPy, Arrow or a file that is to be mapped."""
+    """The system's own limit, whether it hits Python, NumPy, Arrow or a memory-mapped file."""
     reasons = set()
     for limit in (3000, 12_000):
         process = PROCESSES.Process(target=_preprocess_with_small_files, args=(options, limit))
@@ -139,7 +139,7 @@ def test_other_options_start_over(options: PreprocessOptions, failing_writes: Ca
     assert {column.min_count for column in manifest.categorical_columns} == {3}
 
 
-def test_more_bad_rows_are_no_new_run(options: PreprocessOptions, unbroken: dict[str, bytes]) -> None:
+def test_allowing_more_bad_rows_resumes_the_run(options: PreprocessOptions, unbroken: dict[str, bytes]) -> None:
     messages: list[str] = []
     with pytest.raises(ValueError, match=r"day_1[.gz]*:\d+: 1 columns where 40 are expected"):
         preprocess(replace(options, max_bad_rows=0), messages.append)
@@ -149,7 +149,7 @@ def test_more_bad_rows_are_no_new_run(options: PreprocessOptions, unbroken: dict
     assert files_of(options.output) == unbroken
 
 
-def test_lost_shard_is_written_again(
+def test_a_lost_shard_is_rewritten(
     options: PreprocessOptions, unbroken: dict[str, bytes], failing_writes: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("data_pipeline.preprocess.write_manifest", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))

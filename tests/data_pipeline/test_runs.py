@@ -1,4 +1,4 @@
-"""Runs of values: counted and merged as by a dictionary, whatever the room, and with few files open."""
+"""Runs of values are counted and merged as by a dictionary, whatever the memory, and with few open files."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_counts_beyond_32_bits(tmp_path: Path, dtype: np.dtype) -> None:
 
 
 def test_merging_in_levels_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stopped at any record: what is left merges to the same values."""
+    """After stopping at any record, the remaining runs merge to the same values."""
     monkeypatch.setattr(runs_module, "FAN_IN", 3)
     draw, dtype = np.random.default_rng(0), DTYPES[0]
     for stop in range(9):
@@ -110,7 +110,7 @@ def test_merging_in_levels_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @contextmanager
 def few_files(more: int) -> Iterator[None]:
-    """No more than `more` files beside those that are open."""
+    """Allow at most `more` open files in addition to the current ones."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + more, hard))
     try:
@@ -120,7 +120,7 @@ def few_files(more: int) -> Iterator[None]:
 
 
 def test_many_parts_with_few_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hundreds of parts, merged in levels, are the same data set as those merged at once."""
+    """Hundreds of parts, merged in levels, give the same data set as when merged at once."""
     log = tmp_path / "log"
     log.write_bytes(to_text(random_rows(300)))
     options = {"inputs": (log,), "part_bytes": 600, "workers": 2}

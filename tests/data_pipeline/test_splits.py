@@ -1,4 +1,4 @@
-"""Ways to split, other logs than Criteo's, lists and hashed ids: what comes out is what a few lines of Python say."""
+"""Splits, logs other than Criteo's, lists and hashed ids: outputs equal those of a few lines of Python."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def test_by_day(tmp_path: Path, write_log: WriteLog) -> None:
     assert all(shard.from_rows[0] >= 300 for shard in manifest.splits["val"].shards if shard.from_rows)
 
 
-def test_by_chance(tmp_path: Path, write_log: WriteLog) -> None:
-    """A row's split follows from the seed and its position alone; vocabularies come from the rows that train."""
+def test_by_random_draw(tmp_path: Path, write_log: WriteLog) -> None:
+    """A row's split depends only on the seed and the row's position; vocabularies come from the training rows."""
     rows = random_rows(3000)
     log = write_log(rows)
     starts = np.cumsum([0, *(len(line) for line in to_text(rows).splitlines(keepends=True))])[:-1]
@@ -80,17 +80,17 @@ def test_by_chance(tmp_path: Path, write_log: WriteLog) -> None:
     drawn = Splitting(kind="random", seed=5).drawn(0, starts)
     ids = ids_of([int(rows[i][14], 16) for i in np.flatnonzero(drawn == 0) if rows[i][14]])
     for number, split in enumerate(("train", "val", "test")):
-        of_split = [rows[i] for i in np.flatnonzero(drawn == number)]
+        split_rows = [rows[i] for i in np.flatnonzero(drawn == number)]
         pd.testing.assert_frame_equal(frames["a"][split], frames["b"][split])
-        assert frames["a"][split]["label"].tolist() == [int(row[0]) for row in of_split]
-        assert frames["a"][split]["C1"].tolist() == [ids.get(int(row[14], 16), 0) if row[14] else 0 for row in of_split]
+        assert frames["a"][split]["label"].tolist() == [int(row[0]) for row in split_rows]
+        assert frames["a"][split]["C1"].tolist() == [ids.get(int(row[14], 16), 0) if row[14] else 0 for row in split_rows]
         low = min(int(rows[i][1]) for i in np.flatnonzero(drawn == 0) if rows[i][1])
-        expected = [np.log(max(int(row[1]), low) + 2 - low) if row[1] else 0 for row in of_split]
+        expected = [np.log(max(int(row[1]), low) + 2 - low) if row[1] else 0 for row in split_rows]
         np.testing.assert_allclose(frames["a"][split]["I1"], expected, rtol=1e-6)
 
 
 def test_draws_are_fair() -> None:
-    """8 : 1 : 1, different for another seed or log; of 100,000 rows a share is within 5 standard deviations."""
+    """Shares of 100,000 rows are 8 : 1 : 1 within 5 standard deviations; other seeds or logs give other draws."""
     starts = np.arange(0, 24_000_000, 240)
     drawn = Splitting(kind="random").drawn(0, starts)
     shares = np.bincount(drawn, minlength=3) / len(drawn)
@@ -153,7 +153,7 @@ def test_min_count_of_one_column(tmp_path: Path, write_log: WriteLog) -> None:
 
 
 def test_hash_buckets(tmp_path: Path, write_log: WriteLog) -> None:
-    """Equal values get equal ids, 0 is for missing alone, and buckets fill evenly."""
+    """Equal values get equal ids, only missing values get 0, and buckets fill evenly."""
     rows = random_rows(4000)
     options = PreprocessOptions(
         inputs=(write_log(rows),), output=tmp_path / "data", hash_buckets=50, val_fraction=0, test_fraction=0
@@ -234,7 +234,7 @@ page = "category"
 
 @pytest.fixture
 def visits(tmp_path: Path) -> Callable[..., PreprocessOptions]:
-    """1000 visits of 40 users in no order of time, ten a day from 2026-01-01 on."""
+    """1000 visits of 40 users in random order of time, ten per day from 2026-01-01 on."""
     draw = np.random.default_rng(1)
     days = draw.permutation(np.repeat(np.datetime64("2026-01-01") + np.arange(100), 10))
     rows = [f"{draw.integers(2)},{day},u{draw.integers(40)},{number}" for number, day in enumerate(days)]
@@ -270,7 +270,7 @@ def visits(tmp_path: Path) -> Callable[..., PreprocessOptions]:
     ],
 )
 def test_by_time(visits: Callable[..., PreprocessOptions], others: dict[str, float], days: tuple[int, int]) -> None:
-    """Days are in one split each, those before in training; the rows stay in the log's order."""
+    """Each day is in one split, earlier days in training; rows keep the log's order."""
     options = visits("time", **others)
     manifest = preprocess(options)
     verify(manifest, options.output)
@@ -298,7 +298,7 @@ def test_by_user(visits: Callable[..., PreprocessOptions]) -> None:
     assert pd.Series(drawn).groupby(frame["who"]).nunique().eq(1).all()
 
 
-def test_new_rows_are_divided_by_the_same_times(visits: Callable[..., PreprocessOptions], tmp_path: Path) -> None:
+def test_new_rows_are_split_at_the_same_times(visits: Callable[..., PreprocessOptions], tmp_path: Path) -> None:
     options = visits("time")
     preprocess(options)
     (tmp_path / "today.csv").write_text("when,who,page\n2026-01-05,u,1\n2026-03-25T10:00,u,1\n2027-01-01T00:00:00.5Z,u,1\n")
@@ -325,7 +325,7 @@ ZONES = {"": 0, "Z": 0, "UTC": 0, " UTC": 0, "+00:00": 0, "+02:00": 120, "-0530"
     written=st.sampled_from(["%Y-%m-%d %H:%M:%S.%f", "%Y-%m-%dT%H:%M:%S.%f000", "%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M", "%Y-%m-%d"]),
 )
 def test_times_as_programs_write_them(moment: datetime, zone: str, written: str) -> None:
-    """Of ISO 8601, with zones and fractions as pandas, Spark and BigQuery write them."""
+    """ISO 8601 times, with zones and fractions as pandas, Spark and BigQuery write them."""
     if written == "%Y-%m-%d":
         zone = "Z" if zone else ""
     text = moment.strftime(written) + zone
@@ -340,7 +340,7 @@ def test_times_as_programs_write_them(moment: datetime, zone: str, written: str)
 @pytest.mark.parametrize(
     "text", ["2026-01-01+02:00", "2026-01-01 10:00 CET", "2026-01-01 10:00+2", "2026-01-01 10:00+25:00", "10:00"]
 )
-def test_texts_that_are_no_times(text: str) -> None:
+def test_texts_that_are_not_times(text: str) -> None:
     schema = LogSchema(columns=(Column(name="when", kind="time"),))
     parsed, good = to_parsed({"when": pa.array([text, "2026-01-01 10:00+02:00"])}, schema, rows=2)
     assert good.tolist() == [False, True]

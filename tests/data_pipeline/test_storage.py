@@ -1,4 +1,4 @@
-"""Data sets put to URLs: the same bytes as on disk, never half of one that looks whole, and one line for what goes wrong."""
+"""Data sets written to URLs: the same bytes as on disk, never an incomplete one that looks complete, one line for each error."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_same_bytes_as_on_disk(memory: Any, options: PreprocessOptions, tmp_path
     assert transform(new) == read_manifest("memory://bucket/new")
 
 
-def test_training_reads_it(memory: Any, options: PreprocessOptions, tmp_path: Path) -> None:
+def test_training_reads_a_data_set_at_a_url(memory: Any, options: PreprocessOptions, tmp_path: Path) -> None:
     preprocess(options)
     preprocess(replace(options, output=tmp_path / "disk"))
     remote, local = (list(ParquetBatches(data, "train", batch_size=64, shuffle=True)) for data in (URL, tmp_path / "disk"))
@@ -87,10 +87,10 @@ def test_training_reads_it(memory: Any, options: PreprocessOptions, tmp_path: Pa
 
 
 @pytest.mark.parametrize("fails_at", [1, 2, 30, 60])
-def test_interrupted_while_putting(
+def test_interrupted_while_uploading(
     memory: Any, options: PreprocessOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int
 ) -> None:
-    """Whatever was there before, there is no manifest until all files are; the same command finishes what was begun."""
+    """There is no manifest until all files are there, whatever was there before; the same command finishes the upload."""
     preprocess(replace(options, seed=1, min_count=1))
     put, calls = MemoryFileSystem.put_file, []
 
@@ -115,7 +115,7 @@ def test_interrupted_while_putting(
     assert actual == files_of(tmp_path / "disk")
 
 
-def test_what_is_there_is_kept(memory: Any, options: PreprocessOptions) -> None:
+def test_existing_files_are_kept(memory: Any, options: PreprocessOptions) -> None:
     preprocess(options)
     before = contents(memory)
     with pytest.raises(ValueError, match=r"--output memory://bucket/data already holds a finished result; add --overwrite"):
@@ -132,7 +132,7 @@ def test_locks(memory: Any, options: PreprocessOptions) -> None:
         ValueError, match=r"being written by another process \(elsewhere process 7\); .* or remove memory://bucket/d"
     ):
         preprocess(options)
-    memory.pipe_file("/bucket/data/.lock", f"{platform.node()} process 7".encode())  # killed, because the local lock is free
+    memory.pipe_file("/bucket/data/.lock", f"{platform.node()} process 7".encode())  # of a killed process: the local lock is free
     preprocess(options)
     assert ".lock" not in contents(memory)
 

@@ -1,4 +1,4 @@
-"""Synthetic logs: Criteo's format and distributions, one log per seed, and a truth that is the truth."""
+"""Synthetic logs: Criteo's format and distributions, one log per seed, and a truth file with the true probabilities."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_log_and_truth(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("columns", "interact"), [((5, 14), True), ((9, 23), True), ((7, 11), False), ((5, 11), False)])
 def test_pairs_of_paired_columns_interact(columns: tuple[int, int], interact: bool) -> None:
-    """What changing two cells together adds to changing each alone, in the logit."""
+    """If cells are paired, changing both changes the logit by something other than the sum of the single changes."""
     model = PlantedModel(seed=0, scale=1.0)
     draws = np.random.default_rng(0).random((4, DRAWS))
     draws[:] = draws[0]
@@ -87,7 +87,7 @@ def test_scale_bounds_cardinality(tmp_path: Path) -> None:
 
 
 def test_one_log_per_seed(tmp_path: Path) -> None:
-    """Neither the size of a chunk nor compression nor a second run changes it; a gzipped one is the same file again."""
+    """Chunk size, compression and repeated runs don't change the log; gzipped logs are byte for byte the same file."""
 
     def log(name: str, *, seed: int = 0, chunk_rows: int = 1 << 16) -> bytes:
         synth(SynthOptions(rows=1000, output=tmp_path / name, seed=seed, chunk_rows=chunk_rows))

@@ -1,4 +1,4 @@
-"""New logs get the numbers that the data set's rows got, unseen values 0, and the result is a data set like any other."""
+"""New logs are encoded like the data set's rows, unseen values as 0, and the result is a data set like any other."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ def to_options(data: Path, *logs: Path, **others: object) -> TransformOptions:
 
 
 def checked(options: TransformOptions) -> Manifest:
-    """The manifest of a finished transform, after its data set was verified."""
+    """Run a transform and verify its data set; return the manifest."""
     manifest = transform(options)
     verify(manifest, options.output)
     assert read_manifest(options.output) == manifest
     return manifest
 
 
-def test_its_own_rows_stay_what_they_are(data: Path, write_log: WriteLog) -> None:
-    """Divided as before, whatever the parts; the manifest differs in what the new rows don't tell alone."""
+def test_transforming_the_original_rows_reproduces_them(data: Path, write_log: WriteLog) -> None:
+    """They are split as before, whatever the parts; the manifest differs in what new rows alone don't determine."""
     manifest, source = checked(to_options(data, write_log(ROWS, "again.gz"), part_bytes=7_000)), read_manifest(data)
     for split in ("train", "val", "test"):
         pd.testing.assert_frame_equal(read(data.parent / "new", split), read(data, split))
@@ -91,8 +91,8 @@ def test_all_rows_to_one_split_and_without_labels(data: Path, write_log: WriteLo
     )
 
 
-def test_of_a_transformed_data_set(data: Path, write_log: WriteLog) -> None:
-    """Its vocabularies are the first one's, so a chain of days keeps its ids; DATA may go in between."""
+def test_from_a_transformed_data_set(data: Path, write_log: WriteLog) -> None:
+    """Its vocabularies are the original ones, so ids stay the same along a chain of days."""
     first = to_options(data, write_log(ROWS[:100], "day_1"), split="val")
     transform(first)
     second = checked(replace(first, data=first.output, output=data.parent / "second", split="source"))
@@ -100,8 +100,8 @@ def test_of_a_transformed_data_set(data: Path, write_log: WriteLog) -> None:
     pd.testing.assert_frame_equal(read(data.parent / "second", "val"), read(data, "train").iloc[:100])
 
 
-def test_described_by_its_rows(data: Path, write_log: WriteLog) -> None:
-    """Coverage is the share of new values that have an id, not that of the rows which made the vocabulary."""
+def test_descriptions_follow_the_rows(data: Path, write_log: WriteLog) -> None:
+    """Coverage is the share of the new rows' values that have an id, not that of the rows that made the vocabulary."""
     options = to_options(data, write_log([["1", *["3"] * 13, *["0"] * 25, "abcdef01"]] * 10, "new.tsv"), split="test")
     description = describe(checked(options), options.output)
     assert [category.coverage[-1] for category in description.categories] == [1.0] * 25 + [0.0]
@@ -110,7 +110,7 @@ def test_described_by_its_rows(data: Path, write_log: WriteLog) -> None:
 
 
 def test_hashed_and_lists_by_schema(tmp_path: Path, write_log: WriteLog) -> None:
-    """A schema is kept in the manifest; a log without labels names its columns."""
+    """The schema is kept in the manifest; for a log without labels, another schema names its columns."""
     (tmp_path / "shop.toml").write_text(SCHEMA.format(columns='click = "label"'))
     (tmp_path / "new.toml").write_text(SCHEMA.format(columns='visitor = "ignore"'))
     lines = ["1,a,5,x y", "0,b,,y", "0,a,7,", "1,a,5,x x x"] * 5
@@ -130,7 +130,7 @@ def test_hashed_and_lists_by_schema(tmp_path: Path, write_log: WriteLog) -> None
 
 
 def test_resumed(data: Path, write_log: WriteLog) -> None:
-    """Stopped by a malformed line in the last part, it resumes with the parts that are done, to the same bytes."""
+    """Stopped by a malformed line in the last part, it resumes after the finished parts and writes the same bytes."""
     log = write_log(to_text(ROWS) + b"bad\n", "new.tsv")
     options, messages = to_options(data, log, part_bytes=9_000), list[str]()
     with pytest.raises(ValueError, match=r"new\.tsv:301: 1 columns where 40 are expected; fix the log"):
@@ -177,7 +177,7 @@ def test_refused(data: Path, tmp_path: Path, write_log: WriteLog) -> None:
 
 
 def test_extended(data: Path, write_log: WriteLog) -> None:
-    """Known values keep their ids; new ones follow by count, rare ones and those of other splits don't; and so on, day by day."""
+    """Known values keep their ids, and new ones of the training split get the next ids by count unless rare, day after day."""
     source = read_manifest(data)
     first = source.categorical_columns[0]
     new = [["1", *["3"] * 13, code, *["0"] * 25] for code in ["aaaa0001"] * 2 + ["aaaa0002"] * 5 + ["aaaa0003"] + ["aaaa0000"] * 2]

@@ -1,4 +1,4 @@
-"""The .npy files of torchrec's own functions, and ours, read as logs."""
+""".npy files that torchrec's functions or ours wrote, read as logs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROWS = 500
 
 
 def save(folder: Path, sparse: np.ndarray, name: str = "day_0", **others: np.ndarray) -> Path:
-    """A triplet of random rows but for what is given."""
+    """Save a triplet of files, random except for the given arrays."""
     draw = np.random.default_rng(len(sparse))
     arrays = {
         "dense": draw.normal(size=(len(sparse), 13)).astype(np.float32),
@@ -46,14 +46,14 @@ def read_all(folder: Path, manifest: Manifest) -> pd.DataFrame:
 
 
 def ids_of(column: np.ndarray, train: int, min_count: int) -> list[int]:
-    """By training frequency; 0 is missing or rare."""
+    """Ids by training frequency; 0 is missing or rare."""
     counts = Counter(int(value) for value in column[:train] if value)
     frequent = sorted((value for value in counts if counts[value] >= min_count), key=lambda value: (-counts[value], value))
     ids = {value: number for number, value in enumerate(frequent, start=1)}
     return [ids.get(int(value), 0) for value in column]
 
 
-@pytest.mark.filterwarnings("ignore:Local function is not supported by pickle", "ignore:unclosed file")  # of torchrec
+@pytest.mark.filterwarnings("ignore:Local function is not supported by pickle", "ignore:unclosed file")  # warnings of torchrec
 def test_what_torchrec_wrote(tmp_path: Path, write_log: Callable[..., Path]) -> None:
     files = [str(tmp_path / f"day_0_{part}.npy") for part in ("dense", "sparse", "labels")]
     BinaryCriteoUtils.tsv_to_npys(str(write_log(random_rows(ROWS))), *files)
@@ -70,8 +70,8 @@ def test_what_torchrec_wrote(tmp_path: Path, write_log: Callable[..., Path]) -> 
             assert read[f"C{column + 1}"].tolist() == ids_of(sparse[:, column], ROWS * 8 // 10, 2)
 
 
-def test_there_and_back(tmp_path: Path, write_log: Callable[..., Path]) -> None:
-    """A data set exported and read again keeps its ids: they are ordered by frequency."""
+def test_export_and_import(tmp_path: Path, write_log: Callable[..., Path]) -> None:
+    """A data set that is exported and read again keeps its ids, because they are ordered by frequency."""
     options = PreprocessOptions(inputs=(write_log(random_rows(ROWS)),), output=tmp_path / "data", val_fraction=0, test_fraction=0)
     manifest = preprocess(options)
     export_npy(manifest, options.output, tmp_path / "npy")
@@ -82,7 +82,7 @@ def test_there_and_back(tmp_path: Path, write_log: Callable[..., Path]) -> None:
 
 
 def test_wrapped_and_wide_numbers_are_the_same(tmp_path: Path) -> None:
-    """Scripts store values of 32 bits as int32, where the upper half is negative, or as int64."""
+    """Scripts store 32-bit values as int32, where the upper half is negative, or as int64."""
     frames = []
     for dtype in ("int64", "int32", "uint32"):
         (tmp_path / dtype).mkdir()

@@ -1,4 +1,4 @@
-"""`verify` finds every kind of damage, `describe` tells the truth, and torchrec reads what `to-npy` writes."""
+"""`verify` finds every kind of damage, `describe` is correct, and torchrec reads what `to-npy` writes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def data(tmp_path: Path, write_log: Callable[..., Path]) -> tuple[Manifest, Path
 
 
 def with_first_shard(manifest: Manifest, folder: Path, change: Callable[[pd.DataFrame], None]) -> Manifest:
-    """The manifest after train's first shard was changed, with the checksum of what it is now."""
+    """Change train's first shard; return the manifest with its new checksum."""
     train = manifest.splits["train"]
     path = folder / train.shards[0].path
     schema, metadata = pq.read_schema(path), pq.read_metadata(path).metadata
@@ -93,7 +93,7 @@ def test_rows_in_two_splits(data: tuple[Manifest, Path]) -> None:
 
 
 def test_shard_copied_over_another(tmp_path: Path, write_log: Callable[..., Path]) -> None:
-    """Counts and checksums are right, and yet rows are in two splits."""
+    """Counts and checksums are correct, but rows are in two splits."""
     options = PreprocessOptions(inputs=(write_log(ROWS),), output=tmp_path / "data")
     manifest, folder = preprocess(options), options.output
     (val,), (test,) = manifest.splits["val"].shards, manifest.splits["test"].shards
@@ -107,7 +107,7 @@ def test_shard_copied_over_another(tmp_path: Path, write_log: Callable[..., Path
 
 
 def test_rows_of_equal_content_are_counted(tmp_path: Path, write_log: Callable[..., Path]) -> None:
-    """A copy of a log under another name can't be known by its name; its rows are."""
+    """A copy of a log can't be recognized by its name, but by its rows."""
     for logs, repeated in (
         ((ROWS[:200], ROWS[200:]), 0.0),
         ((ROWS[:200], ROWS[:200]), 1.0),
@@ -119,7 +119,7 @@ def test_rows_of_equal_content_are_counted(tmp_path: Path, write_log: Callable[.
 
 
 def with_vocabulary(manifest: Manifest, folder: Path, change: Callable[[Path, Path], None]) -> Manifest:
-    """The manifest after C3's vocabulary and table were changed, with the checksums of what they are now."""
+    """Change C3's vocabulary and table; return the manifest with their new checksums."""
     column = manifest.categorical_columns[2]
     assert column.vocabulary
     assert column.table
@@ -218,13 +218,13 @@ def test_description_of_steep_counts(tmp_path: Path, write_log: Callable[..., Pa
 def test_torchrec_reads_npy(data: tuple[Manifest, Path], tmp_path: Path) -> None:
     manifest, folder = data
     export_npy(manifest, folder, tmp_path / "npy")
-    for split, of_split in manifest.splits.items():
-        expected = pd.concat([pd.read_parquet(folder / shard.path) for shard in of_split.shards])
+    for split, split_entry in manifest.splits.items():
+        expected = pd.concat([pd.read_parquet(folder / shard.path) for shard in split_entry.shards])
         columns = {"dense": [f"I{i}" for i in range(1, 14)], "sparse": [f"C{i}" for i in range(1, 27)], "labels": ["label"]}
         for part, names in columns.items():
             path = str(tmp_path / "npy" / f"{split}_{part}.npy")
-            assert BinaryCriteoUtils.get_shape_from_npy(path) == (of_split.rows, len(names))
-            read = BinaryCriteoUtils.load_npy_range(path, 0, of_split.rows)
+            assert BinaryCriteoUtils.get_shape_from_npy(path) == (split_entry.rows, len(names))
+            read = BinaryCriteoUtils.load_npy_range(path, 0, split_entry.rows)
             assert read.dtype == (np.float32 if part == "dense" else np.int32)
             np.testing.assert_array_equal(read, expected[names].to_numpy())
     with pytest.raises(ValueError, match="already holds a finished result; add --overwrite"):

@@ -1,4 +1,4 @@
-"""The commands of docs/guides/your-logs.md run as they stand, and do what the page says."""
+"""The commands of docs/guides/your-logs.md run unchanged, and do what the page says."""
 
 from __future__ import annotations
 

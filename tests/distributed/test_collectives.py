@@ -1,4 +1,4 @@
-"""What processes say to each other, in the world, in a group of some of its processes, and alone."""
+"""Collectives of all processes, of a group of them, and of a single process."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def expected(rank: int, size: int) -> dict[str, Any]:
     }
 
 
-def test_the_world_and_a_group_agree_each_among_themselves() -> None:
+def test_all_processes_and_groups_agree_among_themselves() -> None:
     for rank, (world, group) in enumerate(run_processes(3, exchange_in_groups)):
         assert world == expected(rank, 3)
         if rank:

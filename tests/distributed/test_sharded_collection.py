@@ -37,18 +37,18 @@ KINDS = ("data_parallel", "table_wise", "row_wise")
 
 @dataclass(frozen=True)
 class Case:
-    """`kinds` of the trains in their order, or one for all."""
+    """`kinds` are the sharding types of the TT tables in order, or one for all."""
 
     kinds: tuple[str, ...]
     weighted: bool = False
-    truncates: bool = False  # after the first step
-    objective: str | None = None  # of a rank scheduler
-    spare: int = 0  # processes at the end that take no part; TorchRec's dense tables know processes by their number among all
+    truncates: bool = False  # ranks, after the first step
+    objective: str | None = None  # of the rank scheduler, if any
+    spare: int = 0  # processes at the end that don't take part; TorchRec's dense tables use global process ranks
 
 
 def tables(weighted: bool) -> list[Table]:
     return [
-        # Hot rows of several processes' shards, the second block of the rows of two.
+        # Hot rows in the shards of several processes; the second block spans two.
         Table(
             name="two",
             num_embeddings=1000,
@@ -58,8 +58,8 @@ def tables(weighted: bool) -> list[Table]:
             hot_rows=((30, 4), (600, 2)),
         ),
         Table(name="three", num_embeddings=700, embedding_dim=128, feature_names=["right"], tt_ranks=3),
-        # TorchRec initializes sharded dense tables anew, so this one is constant.
-        # Several dense tables, whose bags TorchRec puts into an order of its own.
+        # TorchRec reinitializes sharded dense tables, so this one is constant.
+        # Several dense tables, whose bags TorchRec reorders.
         Table(name="first", num_embeddings=900, embedding_dim=16, feature_names=["mean"], weight_init_min=0.3, weight_init_max=0.3),
         Table(name="small", num_embeddings=20, embedding_dim=24, feature_names=["small"], weight_init_min=0.1, weight_init_max=0.1),
         Table(
@@ -81,14 +81,14 @@ class Model(nn.Module):
         self.over = nn.Linear(sum(self.bags.output_lengths()), 3)
 
     def forward(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
-        """Loss as the pipeline wants it, and the logits."""
+        """Return the loss, in the form that the pipeline expects, and the logits."""
         pooled = self.bags(features)
         logits = self.over(pooled.values())
         return logits.square().mean(), logits
 
 
 def global_batch(step: int, samples: int, weighted: bool) -> list[KeyedJaggedTensor]:
-    """One KeyedJaggedTensor a sample: no, one or several ids; "left" is empty in the first sample, "right" in all of step 1."""
+    """One KeyedJaggedTensor per sample, with bags of any length; "left" is empty in the first sample, "right" in all of step 1."""
     generator = torch.Generator().manual_seed(step)
     batch = []
     for sample in range(samples):
@@ -106,9 +106,9 @@ def global_batch(step: int, samples: int, weighted: bool) -> list[KeyedJaggedTen
 
 def joined(samples: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
     lengths = torch.stack([sample.lengths() for sample in samples], dim=1)
-    pieces = [sample[key] for key in FEATURES for sample in samples]
-    weights = torch.cat([piece.weights() for piece in pieces]) if samples[0].weights_or_none() is not None else None
-    return KeyedJaggedTensor(FEATURES, torch.cat([piece.values() for piece in pieces]), weights, lengths=lengths.flatten())
+    bags = [sample[key] for key in FEATURES for sample in samples]
+    weights = torch.cat([bag.weights() for bag in bags]) if samples[0].weights_or_none() is not None else None
+    return KeyedJaggedTensor(FEATURES, torch.cat([bag.values() for bag in bags]), weights, lengths=lengths.flatten())
 
 
 def share(step: int, rank: int, case: Case, world: int | None = None) -> KeyedJaggedTensor:
@@ -128,12 +128,12 @@ def sharded(case: Case, group: dist.ProcessGroup | None = None) -> DistributedMo
     planner = cr.TTShardingPlanner(Topology(world_size=world, compute_device="cpu"), batch_size=8, constraints=constraints)
     model = Model(case)
     env = ShardingEnv(world, group.rank())
-    env.process_group = group  # `from_process_group` makes a mesh in which all processes must take part, whatever the group
+    env.process_group = group  # not `from_process_group`: its mesh needs all processes, whatever the group
     return DistributedModelParallel(model, env, plan=planner.collective_plan(model, sharders, group), sharders=sharders)
 
 
 def weaken_(model: nn.Module) -> None:
-    """Every other rank parameter of every train becomes small enough to be truncated."""
+    """Make every other rank parameter of every TT table small enough to be truncated."""
     with torch.no_grad():
         for _, module in named_tt_modules(model):
             for rank in module.rank_parameters():
@@ -141,7 +141,7 @@ def weaken_(model: nn.Module) -> None:
 
 
 def optimizer_of(model: nn.Module, case: Case) -> torch.optim.Optimizer:
-    """With state where that is sliced; the dense table, which TorchRec updates when it is sharded, never has any."""
+    """Build an optimizer, with state if ranks are truncated; the dense table, which TorchRec updates, never has any."""
     parameters = dict(model.named_parameters())
     dense = [parameters.pop(name) for name in list(parameters) if "dense_bags" in name]
     groups = [{"params": list(parameters.values()), "momentum": 0.9 if case.truncates or case.objective else 0}, {"params": dense}]
@@ -149,7 +149,7 @@ def optimizer_of(model: nn.Module, case: Case) -> torch.optim.Optimizer:
 
 
 def scheduler_of(model: nn.Module, optimizer: torch.optim.Optimizer, case: Case) -> cr.RankScheduler | None:
-    """Truncates after both the first and the second step."""
+    """Build a scheduler that truncates after the first and the second step."""
     if case.objective is None:
         return None
     schedule = {"early_steps": 1, "late_steps": 2, "truncate_every": 1, "target_size": 0.6, "beta": 0.1, "threshold": 0.0}
@@ -157,7 +157,7 @@ def scheduler_of(model: nn.Module, optimizer: torch.optim.Optimizer, case: Case)
 
 
 def train_sharded(rank: int, case: Case) -> dict[str, Tensor]:
-    """Train three steps: losses, the last logits and gradients, and parameters, of what this process holds of divided cores."""
+    """Train three steps; return losses, the last logits, and gradients and parameters, of divided cores this process's shard."""
     group = dist.new_group(list(range(dist.get_world_size() - case.spare)))
     if rank >= dist.get_world_size() - case.spare:
         return {}
@@ -208,9 +208,9 @@ def train_single(case: Case, world: int) -> dict[str, Tensor]:
         if case.truncates and step == 0:
             weaken_(model)
             cr.truncate_ranks_(model, optimizer, threshold=0.01)
-    held = {name: value for name, value in model.named_parameters() if name.startswith(("bags.tt_bags", "over"))}
-    gradients = {f"gradient of {name}": value.grad for name, value in held.items() if value.grad is not None}
-    parameters = {name: value.detach() for name, value in held.items()}
+    parts = {name: value for name, value in model.named_parameters() if name.startswith(("bags.tt_bags", "over"))}
+    gradients = {f"gradient of {name}": value.grad for name, value in parts.items() if value.grad is not None}
+    parameters = {name: value.detach() for name, value in parts.items()}
     return {**parameters, **gradients, "losses": torch.stack(losses), "logits": logits.detach()}
 
 
@@ -233,16 +233,16 @@ def test_losses_gradients_and_parameters_are_those_of_one_process(world: int, ca
     mean = torch.stack([result.pop("losses") for result in results]).mean(dim=0)
     torch.testing.assert_close(mean, expected.pop("losses"), atol=1e-5, rtol=0)
     for name, value in expected.items():
-        held = [result[name] for result in results if name in result]
-        assert held, f"nobody holds {name}"
-        # A divided core is put together; replicas must all be right.
-        pieces = [torch.cat(held, dim=1)] if held[0].shape != value.shape else held
-        for piece in pieces:
-            torch.testing.assert_close(piece, value, atol=1e-5, rtol=1e-6, msg=lambda error, name=name: f"{name}: {error}")
+        parts = [result[name] for result in results if name in result]
+        assert parts, f"nobody holds {name}"
+        # A divided core is joined; replicas must all be correct.
+        shards = [torch.cat(parts, dim=1)] if parts[0].shape != value.shape else parts
+        for shard in shards:
+            torch.testing.assert_close(shard, value, atol=1e-5, rtol=1e-6, msg=lambda error, name=name: f"{name}: {error}")
 
 
 def train_in_pipeline(rank: int, case: Case) -> list[Tensor]:
-    """Logits of three steps in TorchRec's pipeline, which sends the next batch's ids while this one is computed."""
+    """Logits of three steps in TorchRec's pipeline, which sends the next batch's ids during the current step."""
     model = sharded(case)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     pipeline = TrainPipelineSparseDist(model, optimizer, torch.device("cpu"))
@@ -271,7 +271,7 @@ def test_torchrecs_pipeline_trains_alike() -> None:
 
 
 def save(rank: int, case: Case, folder: str) -> Tensor:
-    torch.manual_seed(7)  # other values than Model's own seed gives
+    torch.manual_seed(7)  # values that differ from those of Model's seed
     model = sharded(case)
     with torch.no_grad():
         for parameter in model.module.bags.tt_bags.parameters():

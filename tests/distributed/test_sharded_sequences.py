@@ -1,4 +1,4 @@
-"""Sequences on two processes, sharded in every way, train as one process would on both batches."""
+"""Sequences on two processes, sharded in every way, train like one process on both batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from comera_rec.testing import run
 pytestmark = pytest.mark.distributed
 
 LR = 0.02
-# Ids of each feature, of samples of each process: unequal on purpose, and none of a feature on one process.
+# Ids of each feature, for the samples of each process: unequal on purpose, and one process has none of one feature.
 IDS = [{"seen": [[5, 899, 5], [], [17]], "site": [[2], [3], [2]]}, {"seen": [[899]], "site": [[]]}]
 
 
@@ -39,7 +39,7 @@ class Model(nn.Module):
         self.over = nn.Linear(8, 1)
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        """A sum over ids, so that losses of processes add."""
+        """Sum over ids, so that losses of processes add up."""
         rows = self.sequences(features)
         scores: Tensor = self.over(torch.cat([rows["seen"].values(), rows["site"].values()])).tanh()
         return scores

@@ -1,4 +1,4 @@
-"""Plans of TT tables beside dense tables."""
+"""Plans for TT tables and dense tables together."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def stock_model(*tables: Table) -> nn.Module:
 
 
 def at_ranks(tables: list[Table], names: set[str], rank: int) -> list[Table]:
-    """Those tables as TT tables of at most that rank."""
+    """Turn the named tables into TT tables of at most this rank."""
     changed = []
     for each in tables:
         if each.name in names:
@@ -93,9 +93,9 @@ def test_the_error_names_the_smallest_change_with_which_all_fits(
     room = 1 << 30
     with pytest.raises(PlannerError, match=r"the tables don't fit: '[ab]' takes .* GiB of a device") as error:
         plan(build(*tables), world_size=world_size, ddr_cap=room)
-    told = str(error.value).splitlines()[0].partition(" for all tables: ")[2]
-    assert set(re.findall(r"'(\w)'", told)) == changed
-    rank = int(re.search(r"ranks of at most (\d+)", told)[1])
+    advice = str(error.value).splitlines()[0].partition(" for all tables: ")[2]
+    assert set(re.findall(r"'(\w)'", advice)) == changed
+    rank = int(re.search(r"ranks of at most (\d+)", advice)[1])
     assert plan(model(*at_ranks(tables, changed, rank)), world_size=world_size, ddr_cap=room).plan
     with pytest.raises(PlannerError):
         plan(model(*at_ranks(tables, changed, rank + 1)), world_size=world_size, ddr_cap=room)
@@ -107,7 +107,7 @@ def test_the_error_names_a_few_of_many_tables() -> None:
     assert "(TTEmbeddingBagConfig with tt_ranks), or plan for more devices than 1\n" in str(error.value)
 
 
-def test_a_batch_too_large_for_any_rank_is_told_apart() -> None:
+def test_a_batch_too_large_for_any_rank_has_its_own_message() -> None:
     with pytest.raises(PlannerError, match=r"not even TT tables of rank 1 fit, .*: take a smaller batch than 4000000"):
         plan(model(table("users", 1_000_000, 8)), batch=4_000_000, ddr_cap=1 << 28)
 
@@ -117,12 +117,13 @@ LARGE = [table(name, 3_000_000) for name in ("clicked", "bought", "searched")]  
 
 
 def train_on_one_device(rank: int) -> tuple[list[float], int]:
-    """Losses, and bytes of all parameters."""
+    """Train; return losses and the bytes of all parameters."""
     torch.manual_seed(0)
-    trains = TTEmbeddingBagCollection([each.with_changes(tt_ranks=8) for each in LARGE])
+    tt_bags = TTEmbeddingBagCollection([each.with_changes(tt_ranks=8) for each in LARGE])
     sharders = [cr.TTEmbeddingBagCollectionSharder()]
     planner = cr.TTShardingPlanner(Topology(1, "cpu", ddr_cap=DEVICE), 256, stats=[])
-    sharded = DistributedModelParallel(trains, plan=planner.collective_plan(trains, sharders, dist.group.WORLD), sharders=sharders)
+    sharding = planner.collective_plan(tt_bags, sharders, dist.group.WORLD)
+    sharded = DistributedModelParallel(tt_bags, plan=sharding, sharders=sharders)
     optimizer = torch.optim.Adagrad(sharded.parameters(), lr=0.05)
     ids = torch.randint(3_000_000, (3 * 256,))
     features = KeyedJaggedTensor([f"f_{each.name}" for each in LARGE], ids, lengths=torch.ones(3 * 256, dtype=torch.int64))
@@ -136,7 +137,7 @@ def train_on_one_device(rank: int) -> tuple[list[float], int]:
     return losses, sum(p.numel() * p.element_size() for p in sharded.parameters())
 
 
-def test_what_two_devices_cannot_hold_dense_trains_on_one_of_them() -> None:
+def test_tables_too_large_for_two_devices_train_on_one_in_tt_form() -> None:
     with pytest.raises(PlannerError, match="make 'clicked', 'bought', 'searched' TT tables"):
         plan(stock_model(*LARGE), world_size=2, batch=256, ddr_cap=DEVICE)
     [(losses, size)] = run(1, train_on_one_device)
@@ -145,7 +146,7 @@ def test_what_two_devices_cannot_hold_dense_trains_on_one_of_them() -> None:
 
 
 def test_replicas_are_cheaper_the_larger_the_batch() -> None:
-    """All-reduced cores don't grow with the batch; bags do."""
+    """All-reduced cores don't grow with the batch, but bags do."""
     shape = cr.TTShape.for_table(1_000_000, 64, tt_ranks=8)
     sent = {
         kind: [
@@ -163,7 +164,7 @@ def test_replicas_are_cheaper_the_larger_the_batch() -> None:
 
 
 def option(config: Table, constraint: ParameterConstraints | None = None, **arguments: int) -> ShardingOption:
-    """The table-wise one on two processes."""
+    """The table-wise sharding option on two processes."""
     constraints = {config.name: constraint} if constraint else None
     enumerator = TTEnumerator(Topology(world_size=2, compute_device="cpu"), 1024, constraints, **arguments)
     options = enumerator.enumerate(model(config), [cr.TTEmbeddingBagCollectionSharder()])
@@ -190,7 +191,7 @@ def test_storage_counts_the_optimizers_states_and_the_tables_type() -> None:
     assert by_states[1] - by_states[0] == by_states[2] - by_states[1] == 4 * cores
     assert option(TWO).shards[0].storage.ddr == by_states[2], "the default is Adam's"
     milliseconds = [option(TWO, optimizer_states=states).shards[0].perf.bwd_compute for states in (0, 1, 2)]
-    bandwidth = Topology(world_size=2, compute_device="cpu").ddr_mem_bw  # bytes a millisecond
+    bandwidth = Topology(world_size=2, compute_device="cpu").ddr_mem_bw  # bytes per millisecond
     assert milliseconds[1] - milliseconds[0] == pytest.approx(2 * 4 * cores / bandwidth), "each is read and written"
     assert milliseconds[2] - milliseconds[1] == pytest.approx(2 * 4 * cores / bandwidth)
     half = option(TWO.with_changes(data_type=DataType.FP16))

@@ -22,9 +22,9 @@ EXAMPLES = ROOT / "examples" / "torchrec"
 
 
 def changed_lines() -> list[str]:
-    """Lines of the unified diff without its context; blank ones left out."""
-    dense, trains = ((EXAMPLES / name).read_text().splitlines() for name in ("train_dlrm.py", "train_dlrm_tt.py"))
-    diff = list(difflib.unified_diff(dense, trains, n=0, lineterm=""))[2:]
+    """Changed lines of the unified diff, without blank ones."""
+    dense, tensor_train = ((EXAMPLES / name).read_text().splitlines() for name in ("train_dlrm.py", "train_dlrm_tt.py"))
+    diff = list(difflib.unified_diff(dense, tensor_train, n=0, lineterm=""))[2:]
     return [line for line in diff if line[1:].strip() and not line.startswith("@@")]
 
 
@@ -47,7 +47,7 @@ def under_torchrun(example: Path) -> str:
 
 
 def in_forks(example: Path, folder: Path) -> str:
-    """As under torchrun, without importing torch and TorchRec three times more."""
+    """Run as under torchrun, but without importing torch and TorchRec three more times."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}

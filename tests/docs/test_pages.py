@@ -1,4 +1,4 @@
-"""README and docs: snippets run as they stand, and the files they name exist."""
+"""README and docs: snippets run unchanged, and the files that they name exist."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGES = {str(page.relative_to(ROOT)): page for page in [ROOT / "README.md", *sor
 
 @pytest.mark.parametrize("name", [name for name, page in PAGES.items() if PYTHON.search(page.read_text())])
 def test_snippets_run(name: str) -> None:
-    """One block after the other, in the names that those before have left."""
+    """Run the blocks in order in one namespace."""
     names: dict[str, object] = {"__name__": "__main__"}
     for snippet in PYTHON.findall(PAGES[name].read_text()):
         exec(compile(snippet, name, "exec"), names)
@@ -42,7 +42,7 @@ def test_commands_of_the_quickstart(tmp_path: Path, tmp_path_factory: pytest.Tem
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_files_it_names_exist(name: str) -> None:
+def test_named_files_exist(name: str) -> None:
     text = re.sub(r"(?s)^```.*?^```", "", PAGES[name].read_text(), flags=re.MULTILINE)
     for path in re.findall(r"\]\(([^)#:\s]+)[)#]", text):
         assert (PAGES[name].parent / path).exists(), path

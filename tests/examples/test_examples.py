@@ -1,4 +1,4 @@
-"""The examples run from end to end on tiny generated data, learn, shrink, and tell mistakes in one line."""
+"""The examples run from end to end on tiny generated data, learn, shrink, and report mistakes in one line."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 @pytest.fixture
 def sentences(tmp_path: Path) -> list[str]:
-    """Overrides that name two TSV files, in which one word decides the label."""
+    """Return overrides that name two TSV files in which one word determines the label."""
     generator = torch.Generator().manual_seed(0)
 
     def write(name: str, count: int) -> str:
@@ -77,7 +77,7 @@ def test_classification_learns(form: str, sentences: list[str], tmp_path: Path, 
     assert metrics["params"] == sum(tensor.numel() for tensor in saved.values())
     status, _, err = run(classify_text.classify, *arguments)
     assert status == 2
-    assert "holds a finished run: give another folder" in err
+    assert "holds a finished run: name another folder" in err
 
 
 def test_classification_with_shrinking_ranks(sentences: list[str], tmp_path: Path, run: Run) -> None:
@@ -101,7 +101,7 @@ def test_pretraining_on_code_in_two_phases(tmp_path: Path, run: Run) -> None:
     assert "400 tokens" in out
 
 
-def test_functions_are_found_wherever_they_are(tmp_path: Path) -> None:
+def test_nested_functions_and_methods_are_found(tmp_path: Path) -> None:
     file = tmp_path / "code.py"
     file.write_text("def f(x):\n    return x\n\nclass C:\n    async def g(self):\n        def h(): pass\n")
     assert sorted(pretrain_code.functions_of(file)) == [
@@ -111,18 +111,18 @@ def test_functions_are_found_wherever_they_are(tmp_path: Path) -> None:
     assert list(pretrain_code.functions_of(file)) == []
 
 
-def test_masks_hide_the_wanted_part_and_no_special_token() -> None:
+def test_the_right_fraction_of_tokens_is_masked_and_no_special_token() -> None:
     ids = torch.randint(len(SPECIAL), 1000, (200, 50))
     ids[:, 0], ids[:, -1] = CLS, PAD
     batch = TextBatch(ids, ids == PAD, None)
     masked, chosen = pretrain_code.mask_tokens(batch, 0.15, 1000, torch.Generator().manual_seed(0))
     assert not chosen[:, [0, -1]].any()
     assert torch.equal(masked.ids[~chosen], ids[~chosen])
-    usual = ids[:, 1:-1].numel()
-    assert int(chosen.sum()) / usual == pytest.approx(0.15, abs=0.02)
-    fates = masked.ids[chosen]
-    assert float((fates == MASK).double().mean()) == pytest.approx(0.8, abs=0.05)
-    assert float((fates == ids[chosen]).double().mean()) == pytest.approx(0.1, abs=0.05)
+    num_ordinary = ids[:, 1:-1].numel()
+    assert int(chosen.sum()) / num_ordinary == pytest.approx(0.15, abs=0.02)
+    masked_ids = masked.ids[chosen]
+    assert float((masked_ids == MASK).double().mean()) == pytest.approx(0.8, abs=0.05)
+    assert float((masked_ids == ids[chosen]).double().mean()) == pytest.approx(0.1, abs=0.05)
     one = TextBatch(torch.tensor([[CLS, 9, SEP]]), None, None)
     assert pretrain_code.mask_tokens(one, 1e-9, 1000, torch.Generator().manual_seed(0))[1].sum() == 1
 
@@ -157,13 +157,13 @@ def test_tokenizers_frame_and_truncate() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("text\tlabel\na\t1\n", "its first line must name `label` and one or two `sentence...`"),
-        ("sentence\tlabel\na\n", "train.tsv:2 has not as many columns as the first line"),
-        ("sentence\tlabel\na\t1\tb\n", "train.tsv:2 has not as many columns as the first line"),
-        ("", "its first line must name"),
+        ("text\tlabel\na\t1\n", "the first line must name `label` and one or two `sentence...`"),
+        ("sentence\tlabel\na\n", "train.tsv:2 and the first line have different numbers of columns"),
+        ("sentence\tlabel\na\t1\tb\n", "train.tsv:2 and the first line have different numbers of columns"),
+        ("", "the first line must name"),
     ],
 )
-def test_bad_tables_are_told_in_one_line(text: str, message: str, sentences: list[str], tmp_path: Path, run: Run) -> None:
+def test_bad_tables_are_reported_in_one_line(text: str, message: str, sentences: list[str], tmp_path: Path, run: Run) -> None:
     (tmp_path / "train.tsv").write_text(text)
     status, _, err = run(classify_text.classify, *sentences)
     assert status == 2
@@ -179,10 +179,10 @@ def test_bad_tables_are_told_in_one_line(text: str, message: str, sentences: lis
         (classify_text, "data.train=/nowhere.tsv", "No such file or directory: '/nowhere.tsv'"),
         (pretrain_code, 'data.packages=["no_such"]', "data.packages names no_such, which"),
         (pretrain_code, "data.masked=0", "data.masked is 0.0: give a fraction between 0 and 1"),
-        (pretrain_code, 'data.packages=["this.py"]', "hold 0 functions: name more of the library"),
+        (pretrain_code, 'data.packages=["this.py"]', "has only 0 functions: name more packages"),
     ],
 )
-def test_bad_settings_are_told_in_one_line(module: object, override: str, message: str, run: Run) -> None:
+def test_bad_settings_are_reported_in_one_line(module: object, override: str, message: str, run: Run) -> None:
     command = module.classify if module is classify_text else module.pretrain  # type: ignore[attr-defined]
     status, _, err = run(command, override)
     assert status == 2
@@ -190,7 +190,7 @@ def test_bad_settings_are_told_in_one_line(module: object, override: str, messag
     assert err.count("\n") == 1
 
 
-def test_labels_that_training_has_not_seen_are_named(sentences: list[str], tmp_path: Path, run: Run) -> None:
+def test_labels_missing_from_the_training_data_are_named(sentences: list[str], tmp_path: Path, run: Run) -> None:
     with (tmp_path / "dev.tsv").open("a") as file:
         file.write("maybe\tw1\n")
     status, _, err = run(classify_text.classify, *sentences)
@@ -208,7 +208,7 @@ def test_the_classification_example_has_the_papers_sizes() -> None:
 
 @pytest.fixture
 def interactions(tmp_path: Path) -> str:
-    """The override that names a file of users who walk through forty items one after the other, from anywhere."""
+    """Return the override for a file of users who step through forty items in order, from random starts."""
     generator = torch.Generator().manual_seed(0)
     starts = torch.randint(40, (300,), generator=generator).tolist()
     lines = [f"u{user} i{(start + step) % 40}" for user, start in enumerate(starts) for step in range(3 + user % 9)]
@@ -217,15 +217,15 @@ def interactions(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("form", ["tt", "dense"])
-def test_the_next_item_is_found(form: str, interactions: str, tmp_path: Path, run: Run) -> None:
+def test_next_items_rank_high(form: str, interactions: str, tmp_path: Path, run: Run) -> None:
     settings = [
         interactions, f"output={tmp_path / 'run'}", f"items.format={form}", "items.compression=2",
         "model.embed_dim=16", "model.ff_dim=32", "model.max_length=12", "model.dropout=0.0", "model.num_layers=1",
         "training.batch_size=64", "training.steps=150", "training.lr_dense=0.01", "training.lr_cores=0.02",
     ]  # fmt: skip
-    status, said, _ = run(next_item.recommend, *settings)
+    status, output, _ = run(next_item.recommend, *settings)
     assert status == 0
-    assert "300 users, 40 items" in said
+    assert "300 users, 40 items" in output
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert metrics["test"]["hr@10"] > 0.9
     assert metrics["test"]["ndcg@10"] > 0.5
@@ -234,7 +234,7 @@ def test_the_next_item_is_found(form: str, interactions: str, tmp_path: Path, ru
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [(None, "can't be read"), ("1 2\n3\n", "a line of fewer than two values"), ("1 2\n1 3\n", "no user of 3 interactions")],
+    [(None, "can't be read"), ("1 2\n3\n", "with fewer than two values"), ("1 2\n1 3\n", "no user with 3 or more")],
 )
 def test_files_without_histories_are_named(text: str | None, message: str, tmp_path: Path, run: Run) -> None:
     if text is not None:

@@ -1,4 +1,4 @@
-"""A stranger's first hour: swap, train, truncate, train on, save, load, export."""
+"""A new user's first hour: swap, train, truncate, train on, save, load, export."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""compress_linears_: which layers it takes, what it leaves, and what it says when it can do nothing."""
+"""compress_linears_: which layers it compresses, which it leaves, and its error if there is nothing to compress."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from comera_rec.rank import count_tt_params, size_surrogate
 
 
 class Tower(nn.Module):
-    """Two large layers, one of them used twice, and a small one."""
+    """A model with two large layers, one of them used twice, and a small one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,11 +84,11 @@ def test_policy_auto_leaves_layers_that_would_not_get_smaller_and_faster() -> No
     assert larger.shape is None
     assert larger.reason.startswith("stays dense: ranks (200,), not smaller, predicted ")
     assert TTLinearConfig(tt_ranks=200, order=2, policy="always").shape_for(256, 256) is not None
-    # Fewer parameters, but a middle rank of about as many multiply-adds as the dense layer.
+    # Fewer parameters, but the middle rank needs about as many multiply-adds as the dense layer.
     slower = TTLinearConfig(tt_ranks=(32, 500, 32)).decide(1024, 1024)
     assert slower.shape is None
     assert re.fullmatch(r"stays dense: ranks .*, 1.0x smaller, predicted .* at batch 4096, less than 1.2x", slower.reason)
-    # The same middle rank is no obstacle where the input can be contracted past it, at the small ranks beside it.
+    # The same middle rank is no obstacle if the input can be contracted past it, at the small ranks beside it.
     assert TTLinearConfig(tt_ranks=(4, 500, 4)).shape_for(1024, 1024) is not None
 
 
@@ -97,7 +97,7 @@ def test_policy_auto_decides_for_the_batch() -> None:
     assert TTLinearConfig(tt_ranks=16, batch=8).shape_for(256, 256) is None
 
 
-def test_what_becomes_of_each_layer_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_decision_for_each_layer_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="comera_rec"):
         compress_linears_(Tower(), TTLinearConfig(tt_ranks=8))
     first, body, head = caplog.messages
@@ -113,13 +113,13 @@ def test_compression_is_reached() -> None:
         assert target <= 512 * 384 / shape.num_params <= 1.2 * target
 
 
-def test_subclasses_that_are_read_by_name_are_left() -> None:
+def test_subclasses_are_left_dense() -> None:
     attention = nn.MultiheadAttention(128, 4)
     with pytest.raises(ValueError, match="no linear layer was compressed"):
         compress_linears_(attention, TTLinearConfig(tt_ranks=4))
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # torch's own path in evaluation
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # torch's fast path in evaluation
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_torchs_transformer_encoder_runs_in_both_modes(batch_first: bool) -> None:
     layer = nn.TransformerEncoderLayer(128, 4, 256, dropout=0.0, batch_first=batch_first)
@@ -131,7 +131,7 @@ def test_torchs_transformer_encoder_runs_in_both_modes(batch_first: bool) -> Non
     kept = ~padded[..., None] if batch_first else ~padded.T[..., None]
     trained = model(x, src_key_padding_mask=padded)
     torch.testing.assert_close(trained, dense(x, src_key_padding_mask=padded), rtol=1e-4, atol=1e-4)
-    with torch.no_grad():  # what padding yields differs between torch's own modes
+    with torch.no_grad():  # outputs at padding differ between torch's own modes
         torch.testing.assert_close(model.eval()(x, src_key_padding_mask=padded) * kept, trained * kept, rtol=1e-4, atol=1e-4)
 
 
@@ -139,7 +139,7 @@ def test_bert_of_transformers_is_compressed_throughout() -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
     dense = BertModel(BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)).eval()
     model = compress_linears_(copy.deepcopy(dense), TTLinearConfig(tt_ranks=10**6, policy="always"), init="tt_svd")
-    assert len(tt_names(model)) == 6 * 2 + 1  # query, key, value, attention's output and two of feed-forward a layer; the pooler
+    assert len(tt_names(model)) == 6 * 2 + 1  # per layer query, key, value, attention output and two feed-forward; and the pooler
     ids = torch.randint(100, (3, 7))
     mask = torch.tensor([[1] * 7, [1] * 5 + [0] * 2, [1] + [0] * 6])
     for evaluate in (True, False):
@@ -176,8 +176,8 @@ def test_compressed_transformers_and_their_dense_exports_train_alike(make: Calla
     gradients = [{name: p.grad for name, p in each.named_parameters() if p.grad is not None} for each in (model, dense)]
     for each, reached in zip((model, dense), gradients, strict=True):
         unreached = {name for name, _ in each.named_parameters()} - reached.keys()
-        assert all(name.startswith("pooler.") for name in unreached), "only BERT's pooler is behind the output that is compared"
-    shared = gradients[0].keys() & gradients[1].keys()  # all but the weights of the linear layers: biases, norms, embeddings
+        assert all(name.startswith("pooler.") for name in unreached), "only BERT's pooler comes after the compared output"
+    shared = gradients[0].keys() & gradients[1].keys()  # biases, norms, embeddings: all but the linear layers' weights
     assert {name.rpartition(".")[2] for name in gradients[1].keys() - shared} == {"weight"}
     torch.testing.assert_close(
         {name: gradients[0][name] for name in shared}, {name: gradients[1][name] for name in shared}, rtol=1e-3, atol=1e-3
@@ -197,7 +197,7 @@ def test_frozen_layers_stay_frozen(weight: bool, bias: bool, init: str) -> None:
 
 
 def tied(bias: bool = True) -> nn.Sequential:
-    """Two layers of one weight, each with a bias of its own, and a third."""
+    """Two layers that share a weight, with separate biases, and a third layer."""
     model = nn.Sequential(nn.Linear(256, 256, bias), nn.Tanh(), nn.Linear(256, 256, bias), nn.Linear(256, 256))
     model[2].weight = model[0].weight
     return model
@@ -216,7 +216,7 @@ def assert_tied(model: nn.Sequential) -> None:
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("init", ["random", "tt_svd"])
-def test_layers_of_one_weight_stay_tied(init: str, bias: bool) -> None:
+def test_layers_that_share_a_weight_stay_tied(init: str, bias: bool) -> None:
     dense = tied(bias).double()
     model = compress_linears_(copy.deepcopy(dense), TTLinearConfig(tt_ranks=10**6, policy="always"), init=init)
     assert tt_names(model) == ["0", "2", "3"]
@@ -274,7 +274,7 @@ def test_a_schedule_counts_tied_layers_once() -> None:
 
 
 class Scores(nn.Module):
-    """A token embedding whose table is the output layer's weight, as in language models."""
+    """A token embedding whose table is also the output layer's weight, as in language models."""
 
     def __init__(self) -> None:
         super().__init__()

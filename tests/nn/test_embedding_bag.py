@@ -1,4 +1,4 @@
-"""TTEmbeddingBag against nn.EmbeddingBag over the dense matrix: outputs and the gradients of every parameter."""
+"""TTEmbeddingBag agrees with nn.EmbeddingBag over the dense matrix: outputs and the gradients of every parameter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from comera_rec import TTEmbeddingBag, TTShape
 
-# Table sizes, modes and ranks: order 1 to 4, primes whose last rows and columns only pad, rank 1, sizes that fit exactly.
+# Table sizes, modes and ranks: orders 1 to 4, primes whose last rows and columns are padding, rank 1, sizes that fit exactly.
 SHAPES = [
     (35, 6, TTShape((7, 5), (3, 2), (4,))),
     (31, 7, TTShape((7, 5), (4, 2), (1,))),
@@ -27,7 +27,7 @@ every_mode = pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 
 
 def build(size: tuple[int, int, TTShape], dtype: torch.dtype = torch.float64, **arguments: object) -> TTEmbeddingBag:
-    """A bag whose rank parameters differ from one, so that their gradients are tested too."""
+    """Build a bag whose rank parameters differ from 1, so that their gradients are tested as well."""
     bag = TTEmbeddingBag(size[0], size[1], shape=size[2], dtype=dtype, **arguments)  # type: ignore[arg-type]
     with torch.no_grad():
         for rank in bag.rank_parameters():
@@ -36,7 +36,7 @@ def build(size: tuple[int, int, TTShape], dtype: torch.dtype = torch.float64, **
 
 
 def jagged(num_embeddings: int) -> tuple[Tensor, Tensor]:
-    """Bags of 3, 0, 1, 4, 0 ids: the first and the last row, repeats within a bag and between bags."""
+    """Bags of 3, 0, 1, 4, 0 ids, with the first and the last row, and repeats within and between bags."""
     last = num_embeddings - 1
     return torch.tensor([0, last, 0, last, 7, 7, 7, 3]), torch.tensor([0, 3, 3, 4, 8])
 
@@ -44,9 +44,9 @@ def jagged(num_embeddings: int) -> tuple[Tensor, Tensor]:
 def assert_same(actual: Tensor, expected: Tensor, parameters: list[Tensor]) -> None:
     torch.testing.assert_close(actual, expected)
     weights = torch.randn_like(expected)
-    found_grads = torch.autograd.grad((actual * weights).sum(), parameters)
+    actual_grads = torch.autograd.grad((actual * weights).sum(), parameters)
     expected_grads = torch.autograd.grad((expected * weights).sum(), parameters)
-    torch.testing.assert_close(found_grads, expected_grads)
+    torch.testing.assert_close(actual_grads, expected_grads)
 
 
 @pytest.mark.parametrize("index", [torch.int64, torch.int32])
@@ -87,7 +87,7 @@ def test_weights_of_samples_and_their_gradient(size: tuple[int, int, TTShape], d
 
 
 @pytest.mark.parametrize("mode", ["mean", "max"])
-def test_weights_are_for_sums_alone_as_in_torch(mode: str) -> None:
+def test_weights_need_mode_sum_as_in_torch(mode: str) -> None:
     bag = build(SHAPES[0], mode=mode)
     with pytest.raises(NotImplementedError, match="per_sample_weights need mode 'sum'"):
         bag(torch.tensor([[1, 2]]), per_sample_weights=torch.ones(1, 2, dtype=torch.float64))
@@ -98,10 +98,10 @@ def test_weights_are_for_sums_alone_as_in_torch(mode: str) -> None:
 @pytest.mark.parametrize(
     ("offsets", "ends"), [([0, 1, 2], False), ([0, 1, 1], False), ([0, 1, 2, 3], True), ([0, 1, 2, 2], True), ([0, 1, 3, 3], True)]
 )
-def test_bags_of_one_id_and_those_that_only_look_it(offsets: list[int], ends: bool, mode: str, dtype: torch.dtype) -> None:
+def test_as_many_bags_as_ids_with_one_id_each_or_not(offsets: list[int], ends: bool, mode: str, dtype: torch.dtype) -> None:
     bag = TTEmbeddingBag(101, 8, tt_ranks=3, mode=mode, include_last_offset=ends, dtype=dtype)
     ids, starts = torch.tensor([100, 7, 100]), torch.tensor(offsets)
-    in_bags = ids[: offsets[-1]] if ends else ids  # torch itself would put the others in the last bag
+    in_bags = ids[: offsets[-1]] if ends else ids  # torch would put the other ids into the last bag
     expected = F.embedding_bag(in_bags, bag.dense_matrix(), starts, mode=mode, include_last_offset=ends)
     assert_same(bag(ids, starts), expected, list(bag.parameters()))
 
@@ -137,7 +137,7 @@ def test_ids_beyond_32_bits() -> None:
     bag = TTEmbeddingBag(num_embeddings, 8, tt_ranks=2, dtype=torch.float64)
     ids = torch.tensor([num_embeddings - 1, 0, 2**31, 2**31 + 1, 2**32 - 2**31 - 1, num_embeddings - 1])
     actual = bag(ids, torch.arange(len(ids)))
-    # Two rows apart by 2^31 or 2^32 must not meet the same slices: spell each row out from its digits.
+    # Rows that are 2^31 or 2^32 apart must not use the same slices: contract each row from its digits.
     first, second = (core.detach() for core in bag.cores())
     radix = bag.shape.row_shape[1]
     for row, value in zip(ids.tolist(), actual, strict=True):
@@ -157,7 +157,7 @@ def test_ids_out_of_range_name_table_id_and_limit(ids: list[int], bad: int) -> N
         bag(torch.tensor(ids), torch.tensor([0]))
 
 
-def test_rows_that_only_pad_are_out_of_range() -> None:
+def test_padding_rows_are_out_of_range() -> None:
     bag = build(SHAPES[2])
     assert bag.shape.num_rows > bag.num_embeddings
     with pytest.raises(ValueError, match=r"id 101 is out of range for the table: its ids run from 0 to 100"):
@@ -182,7 +182,7 @@ def test_bfloat16_is_close() -> None:
     expected = bag(ids, offsets)
     actual = copy.deepcopy(bag).bfloat16()(ids, offsets)
     assert actual.dtype == torch.bfloat16
-    # Rounding three cores, their products and the sum: a few units of 2^-8 of the largest entry.
+    # Rounding of three cores, their products and the sum: a few times 2^-8 of the largest entry.
     torch.testing.assert_close(actual.float(), expected, rtol=0, atol=8 * 2**-8 * float(expected.detach().abs().max()))
 
 
@@ -199,7 +199,7 @@ def test_autocast_leaves_a_lookup_alone_as_in_torch(order: int) -> None:
 
 @pytest.fixture
 def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()  # else graphs of other modules count as recompilations
+    torch._dynamo.reset()  # otherwise graphs of other modules count as recompilations
     yield
     torch._dynamo.reset()
 
@@ -212,17 +212,17 @@ def compare_with_eager(bag: TTEmbeddingBag, compiled: Callable[..., Tensor], bat
 @pytest.mark.usefixtures("_fresh_compiler")
 @every_mode
 @every_size
-def test_torch_compile_takes_forward_and_backward_in_one_graph(size: tuple[int, int, TTShape], mode: str) -> None:
+def test_torch_compile_traces_forward_and_backward_in_one_graph(size: tuple[int, int, TTShape], mode: str) -> None:
     bag = build(size, torch.float32, mode=mode)
     ids, offsets = jagged(size[0])
-    # aot_eager traces forward and backward as every compiler does, and needs none on the machine.
+    # aot_eager traces forward and backward like every backend, and needs no compiler on the machine.
     compiled = torch.compile(bag, fullgraph=True, backend="aot_eager", dynamic=False)
     compare_with_eager(bag, compiled, [(ids, offsets), (ids.flip(0), offsets), (ids * 0, offsets)])
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize(("size", "mode"), [(SHAPES[3], "sum"), (SHAPES[2], "max"), (SHAPES[4], "mean")])
-def test_torch_compile_takes_batches_of_any_size_in_one_graph(size: tuple[int, int, TTShape], mode: str) -> None:
+def test_torch_compile_traces_batches_of_any_size_in_one_graph(size: tuple[int, int, TTShape], mode: str) -> None:
     bag = build(size, torch.float32, mode=mode)
     ids, offsets = jagged(size[0])
     compiled = torch.compile(bag, fullgraph=True, backend="aot_eager", dynamic=True)
@@ -232,9 +232,9 @@ def test_torch_compile_takes_batches_of_any_size_in_one_graph(size: tuple[int, i
 
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own doing
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # caused by the compiler itself
 @pytest.mark.parametrize("size", [SHAPES[0], SHAPES[3]])
-def test_torch_compile_with_its_own_compiler(size: tuple[int, int, TTShape]) -> None:
+def test_torch_compile_with_inductor(size: tuple[int, int, TTShape]) -> None:
     bag = build(size, torch.float32)
     ids, offsets = jagged(size[0])
     weights = torch.rand(len(ids))
@@ -317,14 +317,14 @@ SAVED, LOADING = TTShape((7, 5, 3), (3, 2, 2), (2, 5)), TTShape((7, 5, 3), (3, 2
 
 
 def spoil(state: dict[str, Tensor], how: str) -> dict[str, Tensor]:
-    """A state dict that a bag of the modes of `SAVED` can't take."""
+    """Change a state dict so that a bag with the modes of `SAVED` can't load it."""
     if how.startswith("without "):
         return {name: value for name, value in state.items() if name != how.removeprefix("without ")}
     if how == "other modes":
         return build((101, 11, TTShape((7, 3, 5), (3, 2, 2), (2, 5)))).state_dict()
     if how == "fewer cores":
         return build((35, 6, TTShape((7, 5), (3, 2), (4,)))).state_dict()
-    if how == "more cores":  # of which the first three would fit
+    if how == "more cores":  # the first three of them would fit
         more = build((101, 11, TTShape((7, 5, 3, 1), (3, 2, 2, 1), (2, 5, 1)))).state_dict()
         return {name: value for name, value in more.items() if name != "rank_3"}
     if how == "no numbers":
@@ -382,7 +382,7 @@ def test_a_state_dict_without_the_bag_is_an_error_only_if_strict() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"head.weight": torch.ones(2, 11)}, {"no.such": torch.ones(1)}], ids=["mismatch", "unexpected"])
-def test_where_another_module_fails_the_bag_holds_what_was_loaded(wrong: dict[str, Tensor]) -> None:
+def test_if_another_module_fails_the_bag_keeps_what_was_loaded(wrong: dict[str, Tensor]) -> None:
     saved = nn.ModuleDict({"user": build((101, 11, SAVED)), "head": nn.Linear(11, 1)})
     model = nn.ModuleDict({"user": build((101, 11, LOADING)), "head": nn.Linear(11, 1)})
     with pytest.raises(RuntimeError):

@@ -1,4 +1,4 @@
-"""TTLinear in float8: against the definition in every order of products, against float32, in transformers, compiled, recomputed."""
+"""TTLinear in float8 agrees with its definition for every order of products, and with float32; also compiled and recomputed."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def outcome(layer: nn.Module, x: Tensor, upstream: Tensor, call: Callable | None
     return [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(out.dtype), materialize_grads=True)]
 
 
-def distance(found: Tensor, expected: Tensor) -> float:
-    """Of norms, relative."""
-    found, expected = found.detach().double(), expected.detach().double()
-    return float((found - expected).norm() / expected.norm())
+def distance(actual: Tensor, expected: Tensor) -> float:
+    """Relative error by norms."""
+    actual, expected = actual.detach().double(), expected.detach().double()
+    return float((actual - expected).norm() / expected.norm())
 
 
 @pytest.fixture
 def forgetful_compiler() -> Iterator[None]:
-    """What is compiled here counts against no other test's limit of recompilations."""
+    """Keep compilations of this test from counting toward other tests' recompilation limits."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -50,22 +50,22 @@ def build(rank: int = 12) -> TTLinear:
 
 
 @pytest.mark.parametrize("order", [2, 3, 4, 5])
-def test_every_contraction_gives_the_definition_and_about_the_exact_numbers(order: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_contraction_equals_the_definition_and_nearly_the_exact_values(order: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, cols = (5, 4, 3)[: order // 2], (4, 6, 3)[: order - order // 2]
     shape = TTShape(rows + (1,) * len(cols), (1,) * len(rows) + cols, tuple(range(6, order + 5)))
     sizes = [*shape.core_shapes, *((rank,) for rank in shape.ranks)]
-    # Positive, so that what is rounded does not cancel.
-    *trains, x = (torch.rand(size).add_(0.5).requires_grad_() for size in (*sizes, (21, math.prod(rows) - 1)))
+    # Positive, so that rounded values don't cancel.
+    *tt_parameters, x = (torch.rand(size).add_(0.5).requires_grad_() for size in (*sizes, (21, math.prod(rows) - 1)))
     bias, upstream = torch.rand(math.prod(cols) - 1).requires_grad_(), torch.rand(21, math.prod(cols) - 1)
-    leaves = [x, bias, *trains]
+    leaves = [x, bias, *tt_parameters]
 
     def outcome_of(contraction: tuple, float8: bool) -> list[Tensor]:
-        out = tt_linear(x, trains[:order], trains[order:], math.prod(cols) - 1, bias, contraction, float8)
+        out = tt_linear(x, tt_parameters[:order], tt_parameters[order:], math.prod(cols) - 1, bias, contraction, float8)
         assert out.dtype == (torch.bfloat16 if float8 else torch.float32)
         return [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(out.dtype))]
 
     contractions = list(candidate_contractions(shape))
-    found = [outcome_of(contraction, True) for contraction in contractions]
+    actual = [outcome_of(contraction, True) for contraction in contractions]
     exact = outcome_of(contractions[0], False)
     products = []
 
@@ -74,26 +74,26 @@ def test_every_contraction_gives_the_definition_and_about_the_exact_numbers(orde
         return reference.float8_matmul(*arguments)
 
     monkeypatch.setattr(importlib.import_module(tt_linear.__module__), "float8_matmul", defined_matmul)
-    for contraction, parts in zip(contractions, found, strict=True):
+    for contraction, parts in zip(contractions, actual, strict=True):
         for part, defined, without in zip(parts, outcome_of(contraction, True), exact, strict=True):
             assert distance(part, defined) < 0.005, contraction
             assert distance(part, without) < 0.1, contraction
-        assert products.count(contraction) == order, "all products, those of cores with cores too"
+        assert products.count(contraction) == order, "all products, including those of cores with cores"
 
 
 @pytest.mark.parametrize("batch", [1, 16, 300])
 def test_a_layer_is_within_a_tenth_of_float32(batch: int) -> None:
     layer, x, upstream = TTLinear(512, 384, tt_ranks=30), torch.randn(batch, 512, requires_grad=True), torch.randn(batch, 384)
     exact = outcome(layer, x, upstream, call=lambda x: F.linear(x.double(), layer.dense_matrix().double().mT, layer.bias.double()))
-    found = outcome(use_float8_(layer), x, upstream)
-    assert found[0].dtype == torch.bfloat16
-    assert {part.dtype for part in found[1:]} == {torch.float32}
-    errors = [distance(*pair) for pair in zip(found, exact, strict=True)]
+    actual = outcome(use_float8_(layer), x, upstream)
+    assert actual[0].dtype == torch.bfloat16
+    assert {part.dtype for part in actual[1:]} == {torch.float32}
+    errors = [distance(*pair) for pair in zip(actual, exact, strict=True)]
     assert max(errors) < 0.2
     assert sum(errors) / len(errors) < 0.1
 
 
-def test_float8_is_for_autocast_to_bfloat16_alone() -> None:
+def test_float8_needs_autocast_to_bfloat16() -> None:
     layer, x = build(), torch.randn(40, 96)
     use_float8_(float8 := copy.deepcopy(layer))
     assert torch.equal(float8(x), layer(x))
@@ -108,12 +108,12 @@ def test_float8_is_for_autocast_to_bfloat16_alone() -> None:
 def test_any_leading_dimensions_and_zeros(leading: tuple[int, ...]) -> None:
     layer = use_float8_(build())
     x = torch.zeros(*leading, 96, requires_grad=True)
-    out, grad, *of_parameters = outcome(layer, x, torch.ones(*leading, 80))
+    out, grad, *parameter_grads = outcome(layer, x, torch.ones(*leading, 80))
     assert torch.equal(out, layer.bias.detach().bfloat16().expand(*leading, 80))
     assert grad.shape == x.shape
-    *of_trains, of_bias = of_parameters
-    assert not any(part.any() for part in of_trains)
-    assert torch.equal(of_bias, torch.full((80,), float(math.prod(leading))))
+    *tt_grads, bias_grad = parameter_grads
+    assert not any(part.any() for part in tt_grads)
+    assert torch.equal(bias_grad, torch.full((80,), float(math.prod(leading))))
 
 
 def test_a_vanished_layer_is_its_bias() -> None:
@@ -123,13 +123,13 @@ def test_a_vanished_layer_is_its_bias() -> None:
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_gradients_that_are_not_finite_are_seen(value: float) -> None:
+def test_gradients_that_are_not_finite_are_propagated(value: float) -> None:
     layer, upstream = use_float8_(build()), torch.randn(40, 80)
     upstream[3, 4] = value
     assert all(not part.isfinite().all() for part in outcome(layer, torch.randn(40, 96, requires_grad=True), upstream)[1:])
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own warning while tracing
 def test_compiled_layers_take_any_batch_in_one_graph(forgetful_compiler: None) -> None:
     layer = use_float8_(TTLinear(1000, 500, tt_ranks=30))
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -139,10 +139,10 @@ def test_compiled_layers_take_any_batch_in_one_graph(forgetful_compiler: None) -
 
 
 def test_recomputed_activations_are_the_same() -> None:
-    """Checkpointing calls the layer again in the backward pass, where no context of the caller is left but autocast's."""
+    """Checkpointing calls the layer again in the backward pass, where only autocast's context is restored."""
     layer, x, upstream = use_float8_(build()), torch.randn(40, 96, requires_grad=True), torch.randn(40, 80)
-    found = outcome(layer, x, upstream, lambda x: checkpoint(layer, x, use_reentrant=False))
-    assert all(map(torch.equal, found, outcome(layer, x, upstream)))
+    actual = outcome(layer, x, upstream, lambda x: checkpoint(layer, x, use_reentrant=False))
+    assert all(map(torch.equal, actual, outcome(layer, x, upstream)))
 
 
 def test_a_transformer_block_in_float8() -> None:
@@ -151,10 +151,10 @@ def test_a_transformer_block_in_float8() -> None:
     expected = outcome(block, x, upstream)
     use_float8_(block)
     assert sum(getattr(module, "float8", False) for module in block.modules()) == 6
-    found = outcome(block, x, upstream)
-    assert 0.001 < distance(found[0], expected[0]) < 0.1
-    assert distance(found[1], expected[1]) < 0.1
-    assert {part.dtype for part in found[1:]} == {torch.float32}
+    actual = outcome(block, x, upstream)
+    assert 0.001 < distance(actual[0], expected[0]) < 0.1
+    assert distance(actual[1], expected[1]) < 0.1
+    assert {part.dtype for part in actual[1:]} == {torch.float32}
 
 
 def test_training_reaches_the_loss_of_float32() -> None:
@@ -167,7 +167,7 @@ def test_training_reaches_the_loss_of_float32() -> None:
 
     def losses(student: nn.Module, autocast: bool) -> list[float]:
         optimizer = torch.optim.Adam(student.parameters(), lr=3e-3)
-        found = []
+        actual = []
         for _ in range(200):
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 out = student(x)
@@ -175,12 +175,12 @@ def test_training_reaches_the_loss_of_float32() -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            found.append(loss.item())
-        return found
+            actual.append(loss.item())
+        return actual
 
-    expected, found = losses(copy.deepcopy(start), False), losses(use_float8_(copy.deepcopy(start)), True)
+    expected, actual = losses(copy.deepcopy(start), False), losses(use_float8_(copy.deepcopy(start)), True)
     assert expected[-1] < 0.1 * expected[0], "it learns"
-    assert found[-1] == pytest.approx(expected[-1], abs=0.02 * expected[0])
+    assert actual[-1] == pytest.approx(expected[-1], abs=0.02 * expected[0])
 
 
 def test_layers_are_chosen_by_filter() -> None:

@@ -1,4 +1,4 @@
-"""Hot rows: what they add to a table, and that they are trains like others to everything that changes ranks."""
+"""Hot rows: what they add to a table, and that everything that changes ranks treats them like other TT modules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from comera_rec.nn import HotRows, TTModule, named_tt_modules
 from comera_rec.rank import keep_ranks_
 from comera_rec.tt import blocks_params, staircases
 
-with warnings.catch_warnings(action="ignore"):  # of torch.jit, which the module uses
+with warnings.catch_warnings(action="ignore"):  # about torch.jit, which the module uses
     from torch.distributed.optim import _apply_optimizer_in_backward
     from torchrec.optim import RowWiseAdagrad
 
@@ -25,7 +25,7 @@ BLOCKS = ((4, 3), (20, 2))
 
 
 def build(**arguments: object) -> TTEmbeddingBag:
-    """A table of 100 x 12 with hot rows that don't start at zero."""
+    """Build a table of 100 x 12 with hot rows that don't start at zero."""
     table = TTEmbeddingBag(100, 12, tt_ranks=4, hot_rows=BLOCKS, **arguments)  # type: ignore[arg-type]
     for block in table.hot_blocks():
         nn.init.normal_(block.core_0)
@@ -35,18 +35,18 @@ def build(**arguments: object) -> TTEmbeddingBag:
 
 def test_they_are_added_to_the_first_rows() -> None:
     table = build()
-    with_rows, train = table.dense_matrix(), TTModule.dense_matrix(table)
+    with_rows, without_rows = table.dense_matrix(), TTModule.dense_matrix(table)
     one, other = table.hot_blocks()
     assert (one.first, other.first, table.num_hot_rows) == (0, 4, 24)
-    of_block = other.core_0[0, :, 0] * other.rank_1 @ other.core_1[:, 0, :, 0]
-    torch.testing.assert_close(with_rows[4:24] - train[4:24], of_block, rtol=0, atol=1e-5)
-    assert torch.equal(with_rows[24:], train[24:])
+    block_rows = other.core_0[0, :, 0] * other.rank_1 @ other.core_1[:, 0, :, 0]
+    torch.testing.assert_close(with_rows[4:24] - without_rows[4:24], block_rows, rtol=0, atol=1e-5)
+    assert torch.equal(with_rows[24:], without_rows[24:])
     ids, offsets = torch.tensor([0, 3, 4, 23, 24, 99]), torch.tensor([0, 2, 5])
     torch.testing.assert_close(table(ids, offsets), F.embedding_bag(ids, with_rows, offsets, mode="sum"))
     torch.testing.assert_close(table.to_dense()(ids, offsets), table(ids, offsets))
 
 
-def test_a_table_starts_as_its_train_and_rows_learn_from_the_first_step() -> None:
+def test_hot_rows_start_at_zero_and_learn_from_the_first_step() -> None:
     table = TTEmbeddingBag(100, 12, tt_ranks=4, hot_rows=BLOCKS)
     assert not table.hot_matrix().any()
     table(torch.arange(100)[:, None]).square().sum().backward()
@@ -63,7 +63,7 @@ def test_tokens_and_the_scores_of_all_tokens() -> None:
         torch.testing.assert_close(embedding.logits(x), x @ dense.mT, rtol=1e-4, atol=1e-4)
 
 
-def test_a_dense_table_is_fitted_by_train_and_rows_together() -> None:
+def test_cores_and_hot_rows_are_fitted_together_to_a_dense_table() -> None:
     torch.manual_seed(0)
     dense = nn.EmbeddingBag(200, 16, mode="sum")
     with torch.no_grad():
@@ -91,14 +91,14 @@ def test_truncation_narrows_blocks_and_their_optimizer_state() -> None:
     torch.testing.assert_close(other.dense_matrix(), expected, rtol=0, atol=1e-5)
     assert torch.equal(optimizer.state[other.core_0]["sum"], sums[..., 1:])
     before = other.core_0.detach().clone()
-    table(ids).square().sum().backward()  # also with a block of no columns
+    table(ids).square().sum().backward()  # also with a block without columns
     assert not torch.equal(other.core_0, before)
     torch.testing.assert_close(table(ids), table.dense_matrix(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("is_gone", [False, True])
 def test_columns_are_added_without_a_change_of_the_rows(is_gone: bool) -> None:
-    table = TTEmbeddingBag(100, 12, tt_ranks=4, hot_rows=BLOCKS)  # whose A is zero
+    table = TTEmbeddingBag(100, 12, tt_ranks=4, hot_rows=BLOCKS)  # the blocks' A is zero
     if is_gone:
         keep_ranks_(list(table.hot_blocks()), [[torch.zeros(3, dtype=torch.bool)], [torch.zeros(2, dtype=torch.bool)]])
     before = table.dense_matrix().detach()
@@ -107,12 +107,12 @@ def test_columns_are_added_without_a_change_of_the_rows(is_gone: bool) -> None:
     assert torch.equal(table.dense_matrix(), before)
     table(torch.arange(100)[:, None]).square().sum().backward()
     for block in table.hot_blocks():
-        of_new = [block.core_0.grad[..., -1].abs().sum(), block.core_1.grad[-1].abs().sum()]
-        assert max(of_new) > 0, "they can learn"
+        new_gradients = [block.core_0.grad[..., -1].abs().sum(), block.core_1.grad[-1].abs().sum()]
+        assert max(new_gradients) > 0, "they can learn"
 
 
 def test_a_block_without_columns_has_no_state() -> None:
-    """Row-wise sums are means over a row's numbers, of which there are none."""
+    """Row-wise sums are means over a row's numbers, and such a block's rows have none."""
     table = build()
     cores = [core for module in (table, *table.hot_blocks()) for core in module.cores()]
     _apply_optimizer_in_backward(RowWiseAdagrad, cores, {"lr": 0.1})  # type: ignore[arg-type]
@@ -123,7 +123,7 @@ def test_a_block_without_columns_has_no_state() -> None:
     assert not any(value.isnan().any() for value in optimizer.state[one.core_0].values())
 
 
-def test_an_optimizer_stays_behind_where_a_table_is_pickled() -> None:
+def test_pickling_a_table_drops_its_optimizer() -> None:
     table = build()
     cr.update_in_backward_(table, torch.optim.Adagrad(table.parameters(), lr=0.1))
     again = pickle.loads(pickle.dumps(table))
@@ -132,7 +132,7 @@ def test_an_optimizer_stays_behind_where_a_table_is_pickled() -> None:
     assert len(pickle.dumps(table)) < 2 * len(pickle.dumps(build()))
 
 
-def test_a_state_dict_of_other_widths_is_taken_and_one_without_them_refused() -> None:
+def test_a_state_dict_of_other_widths_is_loaded_and_one_without_hot_rows_refused() -> None:
     table, other = build(), TTEmbeddingBag(100, 12, tt_ranks=2, hot_rows=((4, 1), (20, 6)))
     other.load_state_dict(table.state_dict())
     assert torch.equal(other.dense_matrix(), table.dense_matrix())
@@ -145,10 +145,10 @@ def test_a_state_dict_of_other_widths_is_taken_and_one_without_them_refused() ->
 
 
 def test_one_budget_prices_columns_and_ranks() -> None:
-    """Ids below 40 have rows of their own that no train of low rank holds; the target is met to a hundredth."""
+    """Ids below 40 have independent rows that low rank can't represent; the size is within one percent of the target."""
     torch.manual_seed(1)
-    wanted: Tensor = 0.1 * torch.randn(1000, 16)
-    wanted[:40] += 3 * torch.randn(40, 16)
+    target_rows: Tensor = 0.1 * torch.randn(1000, 16)
+    target_rows[:40] += 3 * torch.randn(40, 16)
     table = TTEmbeddingBag(1000, 16, tt_ranks=8, hot_rows=((40, 8), (200, 4)), std=0.1)
     optimizer = torch.optim.Adam(table.parameters(), lr=0.03)
     start = sum(parameter.numel() for parameter in table.parameters())
@@ -157,13 +157,13 @@ def test_one_budget_prices_columns_and_ranks() -> None:
     )
     for _ in range(200):
         ids = (1000 * torch.rand(256) ** 3).long()
-        loss = scheduler.loss((table(ids[:, None]) - wanted[ids]).square().mean())
+        loss = scheduler.loss((table(ids[:, None]) - target_rows[ids]).square().mean())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         scheduler.step()
-    held = sum(parameter.numel() for parameter in table.parameters())
-    assert 0.99 * (start // 2) <= held <= start // 2
+    num_params = sum(parameter.numel() for parameter in table.parameters())
+    assert 0.99 * (start // 2) <= num_params <= start // 2
     hot, rare = table.hot_blocks()
     assert hot.shape.ranks[0] > rare.shape.ranks[0]
     assert set(scheduler.history[-1]["ranks"]) == {"", "hot_rows.0", "hot_rows.1"}
@@ -179,7 +179,7 @@ def test_sizes_are_counted_once() -> None:
 
 
 @pytest.mark.parametrize("budget", [0, 100, 5_000, 80_000, 10**7])
-def test_staircases_fill_their_budget_and_narrow_with_frequency(budget: int) -> None:
+def test_staircases_fill_their_budget_and_narrow_for_rarer_ids(budget: int) -> None:
     actual = staircases([100_000, 3000, 50], 16, budget)
     assert sum(blocks_params(blocks, 16) for blocks in actual) <= budget
     assert staircases([], 16, budget) == []
@@ -206,6 +206,6 @@ def test_blocks_that_do_not_fit_are_refused(blocks: tuple[tuple[int, int], ...],
         cr.TTEmbeddingBagConfig(name="t", num_embeddings=100, embedding_dim=12, tt_ranks=2, hot_rows=blocks)
 
 
-def test_a_dense_table_takes_no_hot_rows() -> None:
+def test_hot_rows_of_a_dense_table_are_refused() -> None:
     with pytest.raises(ValueError, match="which a dense table can't have: give tt_ranks or shape"):
         cr.TTEmbeddingBagConfig(name="t", num_embeddings=100, embedding_dim=12, hot_rows=((4, 2),))

@@ -1,4 +1,4 @@
-"""Encoder blocks against torch's with the same weights: outputs, gradients, masks; and the same blocks as tensor trains."""
+"""Encoder blocks agree with torch's with the same weights (outputs, gradients, masks), and with the same blocks in TT form."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ tt_embedding = partial(TTEmbedding, shape=TTShape((6, 5, 4), (2, 2, 4), 5), std=
 
 
 def masks() -> dict[str, Tensor | None]:
-    """Padding of a batch of 3 x 7."""
+    """Padding masks of a batch of 3 x 7."""
     return {"none": None, "padded": torch.arange(7) >= torch.tensor([[7], [4], [1]])}
 
 
 def torch_block(block: EncoderBlock, *, gelu: bool, dropout: float = 0.0) -> nn.TransformerEncoderLayer:
-    """Torch's layer with a dense block's weights."""
+    """Build torch's layer with a dense block's weights."""
     attention, ff = block.attention, block.feed_forward
     activation = F.gelu if gelu else F.relu
     layer = nn.TransformerEncoderLayer(
@@ -59,7 +59,7 @@ def torch_block(block: EncoderBlock, *, gelu: bool, dropout: float = 0.0) -> nn.
 
 
 def dense_gradients(block: EncoderBlock) -> list[Tensor]:
-    """A block's gradients in the order of torch's parameters."""
+    """A block's gradients, in the order of torch's parameters."""
     attention, ff = block.attention, block.feed_forward
     projections = attention.query, attention.key, attention.value
     rest = [*attention.output.parameters(), *ff.expand.parameters(), *ff.contract.parameters()]
@@ -70,33 +70,33 @@ def dense_gradients(block: EncoderBlock) -> list[Tensor]:
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("padding", ["none", "padded"])
-def test_a_dense_block_is_torchs(norm_first: bool, causal: bool, padding: str) -> None:
+def test_a_dense_block_equals_torchs(norm_first: bool, causal: bool, padding: str) -> None:
     block = EncoderBlock(16, 4, 24, activation=F.relu, norm_first=norm_first).double()
     for norm in (block.attention_norm, block.feed_forward_norm):
         nn.init.normal_(norm.weight)
         nn.init.normal_(norm.bias)
-    theirs = torch_block(block, gelu=False)
+    torch_layer = torch_block(block, gelu=False)
     mask = masks()[padding]
     x_BLD = torch.randn(3, 7, 16, dtype=torch.float64, requires_grad=True)
     twin_BLD = x_BLD.detach().clone().requires_grad_()
     later = nn.Transformer.generate_square_subsequent_mask(7).isinf() if causal else None
-    expected = theirs(twin_BLD, src_mask=later, src_key_padding_mask=mask)
+    expected = torch_layer(twin_BLD, src_mask=later, src_key_padding_mask=mask)
     actual = block(x_BLD, key_padding_mask=mask, causal=causal)
     torch.testing.assert_close(actual, expected)
     upstream = torch.randn_like(actual)
     actual.backward(upstream)
     expected.backward(upstream)
     torch.testing.assert_close(x_BLD.grad, twin_BLD.grad)
-    torch.testing.assert_close(dense_gradients(block), [p.grad for p in theirs.parameters()])
+    torch.testing.assert_close(dense_gradients(block), [p.grad for p in torch_layer.parameters()])
 
 
-def test_the_activation_is_gelu_unless_told() -> None:
+def test_the_default_activation_is_gelu() -> None:
     block = EncoderBlock(16, 4, 24).double()
     x_BLD = torch.randn(3, 7, 16, dtype=torch.float64)
     torch.testing.assert_close(block(x_BLD), torch_block(block, gelu=True)(x_BLD))
 
 
-def test_dropout_drops_in_training_alone() -> None:
+def test_dropout_drops_only_in_training() -> None:
     block = EncoderBlock(16, 4, 24, dropout=0.5)
     x_BLD = torch.randn(3, 7, 16)
     assert not torch.equal(block(x_BLD), block(x_BLD))
@@ -104,7 +104,7 @@ def test_dropout_drops_in_training_alone() -> None:
     assert torch.equal(block(x_BLD), block(x_BLD))
 
 
-def test_padding_changes_nothing_elsewhere_and_sequences_of_padding_alone_are_finite() -> None:
+def test_padding_does_not_affect_other_positions_and_all_padding_is_finite() -> None:
     attention = MultiheadAttention(16, 4, linear=tt_linear)
     x_BLD = torch.randn(3, 7, 16, requires_grad=True)
     mask = torch.arange(7) >= torch.tensor([[7], [4], [0]])
@@ -117,7 +117,7 @@ def test_padding_changes_nothing_elsewhere_and_sequences_of_padding_alone_are_fi
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
-def test_a_tensor_train_block_is_its_dense_copy(norm_first: bool) -> None:
+def test_a_tt_block_equals_its_dense_copy(norm_first: bool) -> None:
     block = EncoderBlock(16, 4, 24, linear=tt_linear, norm_first=norm_first).double()
     dense = export_dense(block)
     assert not any(True for _ in named_tt_modules(dense))
@@ -146,7 +146,7 @@ def test_a_block_under_autocast_keeps_float_gradients() -> None:
     expected = block(x_BLD)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         actual = block(x_BLD)
-    torch.testing.assert_close(actual.float(), expected, rtol=0, atol=0.1)  # of entries of standard deviation 1
+    torch.testing.assert_close(actual.float(), expected, rtol=0, atol=0.1)  # entries have a standard deviation of 1
     actual.sum().backward()
     assert {parameter.grad.dtype for parameter in block.parameters()} == {torch.float32}
 
@@ -160,7 +160,7 @@ def test_a_batch_without_sequences() -> None:
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
-def test_an_encoder_of_trains_is_its_dense_copy(norm_first: bool) -> None:
+def test_a_tt_encoder_equals_its_dense_copy(norm_first: bool) -> None:
     config = TransformerConfig(**{**vars(SMALL), "norm_first": norm_first, "dropout": 0.0})
     encoder = TransformerEncoder(config, linear=tt_linear, embedding=tt_embedding)
     head = ClassificationHead(16, 3, linear=tt_linear)
@@ -189,11 +189,11 @@ def test_positions_matter() -> None:
 
 
 class MaskedModel(nn.Module):
-    """Encoder and language-model head."""
+    """An encoder and a language-model head."""
 
-    def __init__(self, *, tied: bool, trains: bool) -> None:
+    def __init__(self, *, tied: bool, is_tt: bool) -> None:
         super().__init__()
-        linear, embedding = (tt_linear, tt_embedding) if trains else (nn.Linear, dense_embedding)
+        linear, embedding = (tt_linear, tt_embedding) if is_tt else (nn.Linear, dense_embedding)
         self.encoder = TransformerEncoder(SMALL, linear=linear, embedding=embedding)
         projection = TiedProjection(self.encoder.tokens) if tied else linear(16, 90)
         self.head = LanguageModelHead(16, projection, linear=linear)
@@ -202,13 +202,13 @@ class MaskedModel(nn.Module):
         return self.head(self.encoder(ids))
 
 
-@pytest.mark.parametrize("trains", [False, True])
-def test_a_tied_projection_is_x_e_transposed_plus_bias(trains: bool) -> None:
-    tokens = (tt_embedding(90, 16) if trains else dense_embedding(90, 16)).double()
+@pytest.mark.parametrize("is_tt", [False, True])
+def test_a_tied_projection_is_x_e_transposed_plus_bias(is_tt: bool) -> None:
+    tokens = (tt_embedding(90, 16) if is_tt else dense_embedding(90, 16)).double()
     projection = TiedProjection(tokens)
     nn.init.normal_(projection.bias)
     names = [name for name, _ in projection.named_parameters()]
-    matrix = tokens.dense_matrix() if trains else tokens.weight
+    matrix = tokens.dense_matrix() if is_tt else tokens.weight
     x_D = torch.randn(2, 16, dtype=torch.float64, requires_grad=True)
     torch.testing.assert_close(projection(x_D), x_D @ matrix.mT + projection.bias)
 
@@ -219,9 +219,9 @@ def test_a_tied_projection_is_x_e_transposed_plus_bias(trains: bool) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("trains", [False, True])
-def test_a_language_model_stores_and_exports_a_tied_table_once(trains: bool, tied: bool) -> None:
-    model = MaskedModel(tied=tied, trains=trains).eval()
+@pytest.mark.parametrize("is_tt", [False, True])
+def test_a_language_model_stores_and_exports_a_tied_table_once(is_tt: bool, tied: bool) -> None:
+    model = MaskedModel(tied=tied, is_tt=is_tt).eval()
     assert (getattr(model.head.projection, "embedding", None) is model.encoder.tokens) == tied
     ids = torch.randint(90, (2, 7))
     dense = export_dense(model)
@@ -231,12 +231,12 @@ def test_a_language_model_stores_and_exports_a_tied_table_once(trains: bool, tie
     assert report.total("params") == sum(p.numel() for p in model.parameters())
     assert report.total("dense_params") == sum(p.numel() for p in dense.parameters())
     kinds = {layer.name: (layer.kind, layer.format) for layer in report.layers}
-    assert kinds["encoder.tokens"] == ("table", "tt" if trains else "dense")
-    assert kinds["encoder.blocks.1.feed_forward.expand"] == ("linear", "tt" if trains else "dense")
+    assert kinds["encoder.tokens"] == ("table", "tt" if is_tt else "dense")
+    assert kinds["encoder.blocks.1.feed_forward.expand"] == ("linear", "tt" if is_tt else "dense")
 
 
 def test_ranks_adapt_and_the_smaller_model_loads() -> None:
-    model = MaskedModel(tied=True, trains=True)
+    model = MaskedModel(tied=True, is_tt=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     config = RankConfig(early_steps=2, late_steps=4, target_size=0.6, truncate_every=1)
     scheduler = RankScheduler(model, optimizer, config)
@@ -251,13 +251,13 @@ def test_ranks_adapt_and_the_smaller_model_loads() -> None:
     assert scheduler.stage == "done"
     assert compression_report(model).total("params") < before
     assert sum(p.numel() for p in model.parameters()) == compression_report(model).total("params")
-    fresh = MaskedModel(tied=True, trains=True).eval()
+    fresh = MaskedModel(tied=True, is_tt=True).eval()
     fresh.load_state_dict(model.state_dict())
     assert torch.equal(fresh(ids), model.eval()(ids))
 
 
 def test_the_papers_sizes() -> None:
-    """Ranks of section 5.1: attention 12, 30, 30, 30, 12; feed-forward 12, 30, 30, 30, 16 and its mirror."""
+    """Ranks of section 5.1: attention 12, 30, 30, 30, 12; feed-forward 12, 30, 30, 30, 16 and the reverse."""
     linear = linear_factory(TTLinearConfig(tt_ranks=30, order=6))
     embedding = partial(TTEmbedding, shape=TTShape((16, 20, 10, 10), (4, 4, 8, 6), 32), device="meta")
     encoder = TransformerEncoder(TransformerConfig(), linear=linear, embedding=embedding)

@@ -1,4 +1,4 @@
-"""TTEmbedding against nn.Embedding over the dense matrix, and its logits against x E^T: outputs and all gradients."""
+"""TTEmbedding agrees with nn.Embedding over the dense matrix, and its logits with x E^T: outputs and all gradients."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from comera_rec import TTEmbedding, TTShape
 from comera_rec.nn.embedding import forming_is_cheaper, logits_path
 
-# Table sizes, modes and ranks: order 1 to 4, primes whose last rows and columns only pad, rank 1. Of the paths of `logits`, both
-# sides come first somewhere.
+# Table sizes, modes and ranks: orders 1 to 4, primes whose last rows and columns are padding, rank 1. Some shapes make `logits`
+# start from the left, others from the right.
 SHAPES = [
     (35, 6, TTShape((35,), (6,), ())),
     (31, 7, TTShape((7, 5), (4, 2), (1,))),
@@ -74,13 +74,13 @@ def test_any_modes_and_ranks(data: st.DataObject) -> None:
     torch.testing.assert_close(embedding.logits(x), x @ dense.mT)
 
 
-def test_logits_take_the_path_of_fewest_multiply_adds() -> None:
+def test_logits_use_the_path_with_the_fewest_multiply_adds() -> None:
     paths = {logits_path(shape)[:2] for _, _, shape in SHAPES if shape.order > 1}
     assert {right_first for _, right_first in paths} == {True, False}
     shape = TTShape((16, 20, 10, 10), (4, 4, 8, 6), 32)
     # x (16 x 48) by the right part (48 x 32*100), then the left part (320 x 16*32) by that (16*32 x 100)
     assert logits_path(shape) == (2, True, 16 * 48 * 32 * 100 + 320 * 16 * 32 * 100)
-    assert logits_path(shape)[2] < 32_000 * 768  # fewer than with the table itself
+    assert logits_path(shape)[2] < 32_000 * 768  # fewer than with the dense table
 
 
 def test_a_small_table_is_formed_for_many_tokens() -> None:
@@ -122,7 +122,7 @@ def test_a_vanished_table_is_zero() -> None:
     assert torch.equal(embedding.logits(torch.ones(2, 11, dtype=torch.float64)), torch.zeros(2, 101, dtype=torch.float64))
 
 
-def test_from_dense_at_full_rank_is_the_same_table() -> None:
+def test_from_dense_at_full_rank_gives_the_same_table() -> None:
     dense = nn.Embedding(53, 12, dtype=torch.float64)
     embedding = TTEmbedding.from_dense(dense, shape=TTShape((6, 3, 3), (2, 3, 2), 1000))
     ids = torch.tensor([[0, 52], [7, 7]])
@@ -131,7 +131,7 @@ def test_from_dense_at_full_rank_is_the_same_table() -> None:
     assert embedding.to_dense().weight.requires_grad
 
 
-def test_what_a_tt_table_lacks_is_refused() -> None:
+def test_options_that_a_tt_table_lacks_are_refused() -> None:
     with pytest.raises(ValueError, match=r"max_norm and scale_grad_by_freq .* build the Embedding without them"):
         TTEmbedding.from_dense(nn.Embedding(5, 4, max_norm=1.0))
 
@@ -141,7 +141,7 @@ def test_an_id_out_of_range_is_named() -> None:
         TTEmbedding(35, 6, tt_ranks=2, name="words")(torch.tensor([[3, 35]]))
 
 
-def test_torch_compile_sees_the_whole_table() -> None:
+def test_torch_compile_traces_the_whole_table() -> None:
     embedding = build(SHAPES[2], torch.float32)
     ids = torch.tensor([[0, 100, 3], [3, 3, 7]])
     compiled = torch.compile(embedding, fullgraph=True, backend="aot_eager")

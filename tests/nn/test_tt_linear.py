@@ -1,4 +1,4 @@
-"""TTLinear against nn.Linear over the dense weight: outputs and the gradients of every parameter and of the input."""
+"""TTLinear agrees with nn.Linear over the dense weight: outputs and the gradients of every parameter and of the input."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from comera_rec import TTLinear, TTShape, truncate_ranks_
 
-# in and out features, order: powers, odd sizes that need padding, primes, one feature
+# in_features, out_features, order: powers, odd sizes that need padding, primes, one feature
 SIZES = [(16, 8, 2), (15, 21, 4), (31, 17, 4), (64, 27, 6), (30, 16, 8), (1, 5, 2), (7, 1, 4)]
 
 
@@ -33,9 +33,9 @@ def assert_same_as_dense(layer: TTLinear, x: Tensor) -> None:
     torch.testing.assert_close(actual, layer.to_dense()(x))
     torch.testing.assert_close(actual, F.linear(x, layer.weight, layer.bias))
     weights = torch.randn_like(expected)
-    wanted = [*layer.parameters(), x]
+    inputs = [*layer.parameters(), x]
     torch.testing.assert_close(
-        torch.autograd.grad((actual * weights).sum(), wanted), torch.autograd.grad((expected * weights).sum(), wanted)
+        torch.autograd.grad((actual * weights).sum(), inputs), torch.autograd.grad((expected * weights).sum(), inputs)
     )
 
 
@@ -58,14 +58,14 @@ def test_any_leading_dimensions(leading: tuple[int, ...]) -> None:
     assert_same_as_dense(layer, torch.randn(*leading, 15, dtype=torch.float64))
 
 
-def test_inputs_of_another_size_are_refused() -> None:
+def test_inputs_of_a_wrong_size_are_refused() -> None:
     with pytest.raises(ValueError, match="input has 14 features and the layer takes 15"):
         build((15, 21, 4))(torch.randn(2, 14, dtype=torch.float64))
 
 
-# Small batches meet the cores one by one, large ones L and R; on either side of the limit the layer is the same.
+# Small batches are multiplied by one core after the other, large ones by L and R; both give the same result.
 @pytest.mark.parametrize("batch", [1, 300])
-def test_new_ranks_are_contracted_in_an_order_of_their_own(batch: int) -> None:
+def test_new_ranks_get_a_new_order_of_contraction(batch: int) -> None:
     layer = TTLinear(1024, 1024, tt_ranks=64, dtype=torch.float64)
     assert len({layer.contraction(batch) for batch in (1, 300)}) == 2
     with torch.no_grad():
@@ -76,7 +76,7 @@ def test_new_ranks_are_contracted_in_an_order_of_their_own(batch: int) -> None:
     assert_same_as_dense(layer, torch.randn(batch, 1024, dtype=torch.float64))
 
 
-def test_backward_keeps_the_input_and_what_has_rank_columns() -> None:
+def test_backward_keeps_only_the_input_and_tensors_of_rank_columns() -> None:
     layer, x = TTLinear(60, 70, tt_ranks=4), torch.randn(1000, 60, requires_grad=True)
     kept: list[Tensor] = []
 
@@ -89,15 +89,15 @@ def test_backward_keeps_the_input_and_what_has_rank_columns() -> None:
     assert max(tensor.numel() for tensor in kept if tensor.data_ptr() != x.data_ptr()) == 1000 * 4  # x L
 
 
-def test_compiled_layers_take_any_batch_in_one_graph() -> None:
+def test_compiled_layers_accept_any_batch_in_one_graph() -> None:
     layer = TTLinear(1000, 500, tt_ranks=64)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for leading in ((1,), (2, 3), (300,), (301,), (0,), (2,)):
         x = torch.randn(*leading, 1000, requires_grad=True)
         actual, expected = compiled(x), layer(x)
         torch.testing.assert_close(actual, expected)
-        wanted = [x, *layer.parameters()]
-        torch.testing.assert_close(torch.autograd.grad(actual.sum(), wanted), torch.autograd.grad(expected.sum(), wanted))
+        inputs = [x, *layer.parameters()]
+        torch.testing.assert_close(torch.autograd.grad(actual.sum(), inputs), torch.autograd.grad(expected.sum(), inputs))
 
 
 def test_a_compiled_layer_sees_truncated_ranks() -> None:
@@ -112,7 +112,7 @@ def test_a_compiled_layer_sees_truncated_ranks() -> None:
     torch.testing.assert_close(compiled(x), layer(x))
 
 
-def test_exported_layers_take_any_batch() -> None:
+def test_exported_layers_accept_any_batch() -> None:
     layer = TTLinear(1000, 500, tt_ranks=64)
     exported = torch.export.export(layer, (torch.randn(5, 1000),), dynamic_shapes=({0: torch.export.Dim("batch", min=0)},)).module()
     for batch in (0, 1, 7, 400):
@@ -166,7 +166,7 @@ def test_under_autocast_every_contraction_returns_bfloat16(batch: int) -> None:
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("order", [2, 4, 6, 8])
-def test_from_dense_at_full_rank_is_the_same_layer(order: int, bias: bool) -> None:
+def test_from_dense_at_full_rank_gives_the_same_layer(order: int, bias: bool) -> None:
     dense = nn.Linear(22, 13, bias, dtype=torch.float64)
     layer = TTLinear.from_dense(dense, shape=TTShape.for_linear(22, 13, tt_ranks=10**6, order=order))
     x = torch.randn(5, 22, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Cores updated in backward by the optimizer that holds them: the same numbers, and no gradients."""
+"""Cores updated in backward by their optimizer: the same values as by its step, and no gradients."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def train(model: nn.ModuleList, optimizer: torch.optim.Optimizer, steps: int = 4
 @pytest.mark.parametrize(
     ("kind", "settings"), [(torch.optim.SGD, {"lr": 1e-5}), (torch.optim.Adagrad, {"lr": 0.05, "lr_decay": 0.1, "eps": 1e-8})]
 )
-def test_it_learns_what_the_optimizer_would_have_learned(kind: type, settings: dict, shape: cr.TTShape) -> None:
+def test_it_learns_the_same_as_the_optimizers_step(kind: type, settings: dict, shape: cr.TTShape) -> None:
     plain = two_tables(shape)
     updated = copy.deepcopy(plain)
     optimizers = [kind(model.parameters(), **settings) for model in (plain, updated)]
@@ -51,7 +51,7 @@ def test_it_learns_what_the_optimizer_would_have_learned(kind: type, settings: d
             torch.testing.assert_close(optimizers[1].state[actual][key], value, rtol=1e-4, atol=1e-6)
 
 
-def test_settings_and_state_are_the_optimizers_own_through_a_state_dict() -> None:
+def test_settings_and_state_stay_the_optimizers_through_a_state_dict() -> None:
     model = two_tables(SHAPES[0])
     optimizer = torch.optim.Adagrad(cr.rank_param_groups(model, lr_cores=0.05, lr_ranks=0.01, lr_dense=0.1))
     cr.update_in_backward_(model, optimizer)
@@ -65,7 +65,7 @@ def test_settings_and_state_are_the_optimizers_own_through_a_state_dict() -> Non
     assert all(optimizer.state[core]["step"] == 5 for table in model for core in table.cores())
 
 
-def test_ranks_are_truncated_with_the_state_and_training_goes_on() -> None:
+def test_ranks_and_state_are_truncated_and_training_continues() -> None:
     model = two_tables(SHAPES[0])
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
     cr.update_in_backward_(model, optimizer)
@@ -81,7 +81,7 @@ def test_ranks_are_truncated_with_the_state_and_training_goes_on() -> None:
 
 
 @pytest.mark.parametrize("case", ["momentum", "others", "no tables"])
-def test_what_cannot_be_updated_is_refused(case: str) -> None:
+def test_optimizers_that_cannot_update_in_backward_are_refused(case: str) -> None:
     model = two_tables(SHAPES[0])
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if case == "others":
@@ -90,7 +90,7 @@ def test_what_cannot_be_updated_is_refused(case: str) -> None:
         cr.update_in_backward_(nn.ModuleList() if case == "no tables" else model, optimizer)
 
 
-def test_it_is_undone_and_done_again() -> None:
+def test_it_can_be_undone_and_redone() -> None:
     model = two_tables(SHAPES[0])
     first, second = (torch.optim.Adagrad(model.parameters(), lr=lr) for lr in (0.1, 0.0))
     cr.update_in_backward_(model, first)
@@ -104,7 +104,7 @@ def test_it_is_undone_and_done_again() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_state_follows_the_dtype_and_other_ranks_are_refused() -> None:
+def test_state_is_converted_with_the_dtype_and_other_ranks_are_refused() -> None:
     model = two_tables(SHAPES[0])
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
     cr.update_in_backward_(model, optimizer)
@@ -118,7 +118,7 @@ def test_state_follows_the_dtype_and_other_ranks_are_refused() -> None:
 
 
 def train_replicas(rank: int) -> list[torch.Tensor]:
-    """Parameters of all processes after some steps, each of ids of its own."""
+    """Parameters of all processes after some steps, each process with its own ids."""
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(cr.TTEmbeddingBag(63, 16, shape=SHAPES[0])))
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)

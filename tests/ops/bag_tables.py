@@ -1,4 +1,4 @@
-"""Tables of random shapes, and their bags, for tests of operators."""
+"""Random tables, and reference bags of them, for tests of operators."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from comera_rec.tt import TTShape
 every_impl = pytest.mark.parametrize("impl", ["auto", "reference"])
 every_order = pytest.mark.parametrize("order", [2, 3, 4])
 
-# Of the largest value: float32's for sums of thousands of products; of the others half the last digit, and the sums'.
+# Relative to the largest value: float32's for sums of thousands of products; for others half the last digit, and the sums'.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 6e-4}
 
 
@@ -29,15 +29,15 @@ def make_tables(
     dtype: torch.dtype = torch.float32,
     hot_rows: Sequence[Sequence[tuple[int, int]]] | None = None,
 ) -> list[TTEmbeddingBag]:
-    """Tables of random rank parameters that differ in row modes and hot rows, and in their ranks if these are given for each."""
+    """Build tables that differ in row modes and hot rows, and in ranks if these are given for each, with random rank parameters."""
     tables = []
     for t, row_shape in enumerate(row_shapes):
-        of_table = ranks[t] if ranks and not isinstance(ranks[0], int) else ranks
-        shape = TTShape(tuple(row_shape), tuple(col_shape), tuple(of_table))  # type: ignore[arg-type]
+        table_ranks = ranks[t] if ranks and not isinstance(ranks[0], int) else ranks
+        shape = TTShape(tuple(row_shape), tuple(col_shape), tuple(table_ranks))  # type: ignore[arg-type]
         hot = hot_rows[t] if hot_rows else ()
         table = TTEmbeddingBag(shape.num_rows, num_cols or shape.num_cols, shape=shape, dtype=dtype, hot_rows=hot)
         for block in table.hot_blocks():
-            nn.init.normal_(block.core_0)  # which starts at zero
+            nn.init.normal_(block.core_0)  # it starts at zero
         for parameter in (rank for module in (table, *table.hot_blocks()) for rank in module.rank_parameters()):
             nn.init.uniform_(parameter, 0.5, 1.5)
         tables.append(table)
@@ -63,14 +63,14 @@ def pool(
 
 
 def pool_by_definition(tables: list[TTEmbeddingBag], ids: list[Tensor], offsets: Tensor, **arguments: Any) -> Tensor:
-    """For tables that are too large to be dense; `test_any_bags` compares it with dense ones."""
+    """Pool bags of tables that are too large to be dense; `test_any_bags` compares it with dense ones."""
     return pool(tables, ids, offsets, **{**arguments, "impl": "reference"})
 
 
 def pool_dense(
     tables: list[TTEmbeddingBag], ids: list[Tensor], offsets: Tensor, *, features: int = 1, mode: str = "sum", **arguments: Any
 ) -> Tensor:
-    rows = torch.cat([table.dense_matrix()[of_table.long()] for table, of_table in zip(tables, ids, strict=True)])
-    # Torch takes the last bag to go on to the last id: here another one takes what is in none.
+    rows = torch.cat([table.dense_matrix()[table_ids.long()] for table, table_ids in zip(tables, ids, strict=True)])
+    # Torch's last bag extends to the last id, so an additional bag takes the ids that are in none.
     pooled = F.embedding_bag(torch.arange(len(rows)), rows, offsets.long(), mode=mode, **arguments)[:-1]
     return pooled.unflatten(0, (features, -1)).transpose(0, 1).flatten(1)

@@ -1,4 +1,4 @@
-"""Bags of rows of TT tables against torch's embedding_bag over the dense tables: values and every gradient."""
+"""Bags of rows of TT tables agree with torch's embedding_bag over the dense tables: values and every gradient."""
 
 from __future__ import annotations
 
@@ -29,35 +29,35 @@ def differentiate(
     dtype: torch.dtype | None = None,
     **arguments: Any,
 ) -> list[Tensor]:
-    """Output and the gradients of all parameters, and of weights if there are; in `dtype`, of numbers that the tables can hold."""
+    """Output and gradients of all parameters, and of weights if given; computed in `dtype` from numbers of the tables' type."""
     inputs: list[Tensor] = [parameter for table in tables for parameter in table.parameters()]
-    of_tables = inputs[0].dtype
-    dtype = dtype or of_tables
+    table_dtype = inputs[0].dtype
+    dtype = dtype or table_dtype
     tables = [copy.deepcopy(table).to(dtype) for table in tables]
     inputs = [parameter for table in tables for parameter in table.parameters()]
     if "per_sample_weights" in arguments:
         weights = arguments["per_sample_weights"]
-        arguments["per_sample_weights"] = weights.to(of_tables).to(dtype).detach().requires_grad_()
+        arguments["per_sample_weights"] = weights.to(table_dtype).to(dtype).detach().requires_grad_()
         inputs.append(arguments["per_sample_weights"])
     out = function(tables, *batch, **arguments)
     grad = torch.linspace(-1, 2, out.numel()).view_as(out) if grad is None else grad
-    return [out.detach(), *torch.autograd.grad(out, inputs, grad.to(of_tables).to(dtype))]
+    return [out.detach(), *torch.autograd.grad(out, inputs, grad.to(table_dtype).to(dtype))]
 
 
 def assert_near(actual: Sequence[Tensor], expected: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> None:
-    """Up to a part of the largest value of each tensor; of diagonals, whose long sums may cancel out, the largest of them all."""
+    """Compare relative to each tensor's largest value; for diagonals, whose long sums may cancel, to the largest of them all."""
     largest = [exact.abs().max().item() if exact.numel() else 0.0 for exact in expected]
-    of_vectors = max((value for value, exact in zip(largest, expected, strict=True) if exact.dim() == 1), default=0.0)
+    largest_of_diagonals = max((value for value, exact in zip(largest, expected, strict=True) if exact.dim() == 1), default=0.0)
     for k, (tensor, exact) in enumerate(zip(actual, expected, strict=True)):
         assert tensor.dtype == dtype
-        atol = TOLERANCE[dtype] * (of_vectors if exact.dim() == 1 else largest[k])
+        atol = TOLERANCE[dtype] * (largest_of_diagonals if exact.dim() == 1 else largest[k])
         torch.testing.assert_close(tensor.double(), exact, rtol=0, atol=atol, msg=lambda text, k=k: f"tensor {k}: {text}")
 
 
 def check(
     tables: list[TTEmbeddingBag], *batch: object, impl: str = "auto", oracle: Callable[..., Tensor] = pool_dense, **arguments: Any
 ) -> None:
-    """Compare with float64."""
+    """Compare outputs and gradients with those of the oracle in float64."""
     actual = differentiate(pool, tables, *batch, impl=impl, **arguments)
     expected = differentiate(oracle, tables, *batch, dtype=torch.float64, **arguments)
     assert_near(actual, expected, tables[0].core_0.dtype)
@@ -69,7 +69,7 @@ def numbers(lowest: int, highest: int, count: int) -> st.SearchStrategy[list[int
 
 @st.composite
 def blocks_of(draw: st.DrawFn, rows: int) -> list[tuple[int, int]]:
-    """Hot blocks of no more rows than there are."""
+    """Draw hot blocks with at most the table's rows."""
     blocks = draw(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 6)), max_size=3))
     ends = [sum(count for count, _ in blocks[: k + 1]) for k in range(len(blocks))]
     return [block for block, end in zip(blocks, ends, strict=True) if end <= rows]
@@ -111,7 +111,7 @@ def lookups(tables: list[TTEmbeddingBag], count: int) -> list[Tensor]:
 @pytest.mark.parametrize("is_padded", [False, True])
 @pytest.mark.parametrize(
     "columns",
-    # Those that are compiled of their own, and others: less than a vector, between vectors, and more than two.
+    # Columns with specialized kernels, and others: less than a vector, between vectors, and more than two vectors.
     [(4, 4), (4, 8), (8, 4), (8, 8), (8, 16), (16, 4), (16, 8), (16, 16), (1, 1), (3, 1), (17, 5), (2, 67), (31, 23)],
 )
 def test_columns_of_every_kernel(columns: tuple[int, int], is_padded: bool) -> None:
@@ -136,7 +136,7 @@ def test_columns_of_every_kernel(columns: tuple[int, int], is_padded: bool) -> N
 def test_batches_of_several_tasks(
     row_shapes: list[tuple[int, ...]], col_shape: tuple[int, ...], ranks: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    """Tens of tasks forward and several stripes of rows backward; of four cores thousands of right products."""
+    """Tens of tasks forward and several stripes of rows backward; for four cores, thousands of right products."""
     # Rows of several tasks in a block, and of several blocks in a task.
     hot_rows = [((5, 16), (1000, 3), (200, 4)), (), ((3, 2),) * 20, ((1, 1),)][: len(row_shapes)]
     tables = make_tables(row_shapes, col_shape, ranks, dtype=dtype, hot_rows=hot_rows)
@@ -144,7 +144,7 @@ def test_batches_of_several_tasks(
     ids = [(torch.rand(9000) ** 1.5 * table.num_embeddings).long() for table in tables]
     count = 9000 * features
     jagged = torch.cat([torch.tensor([0]), torch.randint(count + 1, (3000 * features,)).sort().values])
-    # Memory is used again: what such calls leave there must not be read.
+    # Memory is reused: leftovers of earlier calls must not be read.
     nans = make_tables(row_shapes, col_shape, ranks, dtype=dtype)
     for parameter in (parameter for table in nans for parameter in table.parameters()):
         nn.init.constant_(parameter, torch.nan)
@@ -155,8 +155,8 @@ def test_batches_of_several_tasks(
     check(tables, ids, jagged, oracle=pool_by_definition, features=features, per_sample_weights=torch.rand(count))
 
 
-def test_tables_too_large_to_be_differentiated_at_a_time() -> None:
-    """Sums of gradients of the three take some 90 MB."""
+def test_tables_too_large_to_be_differentiated_at_once() -> None:
+    """Gradient sums of the three tables take some 90 MB."""
     tables = make_tables([(10, 40_000), (30, 3), (3, 40_000)], (4, 8), (8,))
     ids = [torch.randint(table.num_embeddings, (12_000,)) for table in tables]
     check(tables, ids, torch.arange(36_001), oracle=pool_by_definition, features=3)
@@ -166,23 +166,23 @@ def test_tables_too_large_to_be_differentiated_at_a_time() -> None:
 @pytest.mark.parametrize(
     "offsets", [torch.arange(28), torch.tensor([0, 9, 9, *range(9, 34)]).clamp(max=27)], ids=["one id", "jagged"]
 )
-def test_gradients_from_above_in_any_layout(offsets: Tensor, grad: Tensor) -> None:
+def test_upstream_gradients_in_any_layout(offsets: Tensor, grad: Tensor) -> None:
     tables = make_tables([(5, 4), (7, 3), (2, 2)], (4, 4), (3,))
     check(tables, lookups(tables, 9), offsets, features=3, grad=grad)
 
 
 @every_order
 def test_cores_in_any_layout(order: int) -> None:
-    """Cores that don't lie slice after slice are copied, and have gradients all the same."""
+    """Cores whose slices aren't contiguous are copied, and still have gradients."""
     (table,) = make_tables([(5, 4, 2, 3)[:order]], (2, 3, 2, 2)[:order], (3, 2, 4)[: order - 1], hot_rows=[((10, 3),)])
     ids, offsets = torch.randint(table.num_embeddings, (9,)), torch.tensor([0, 4, 4, 9])
     expected = differentiate(pool, [table], [ids], offsets)
     cores, diagonals, (block,), _ = table.forward_parameters()
     for lay in LAYOUTS:
-        of_train, between, hot = [[lay(tensor.detach()).requires_grad_() for tensor in some] for some in (cores, diagonals, block)]
-        laid_out = Table(of_train, between, [HotBlock(*hot)])
+        copies = [[lay(tensor.detach()).requires_grad_() for tensor in group] for group in (cores, diagonals, block)]
+        laid_out = Table(copies[0], copies[1], [HotBlock(*copies[2])])
         out = tt_bags([laid_out], plan_of([table], [ids]), offsets, num_cols=table.embedding_dim)
-        inputs = [*of_train, *between, *hot]
+        inputs = [tensor for group in copies for tensor in group]
         actual = torch.autograd.grad(out, inputs, torch.linspace(-1, 2, out.numel()).view_as(out))
         torch.testing.assert_close([out.detach(), *actual], expected, rtol=0, atol=0)
 
@@ -194,7 +194,7 @@ def test_without_diagonals_they_are_ones(order: int, impl: str) -> None:
     for parameter in (parameter for table in tables for parameter in table.rank_parameters()):
         nn.init.ones_(parameter)
     cores, ids, offsets = [table.cores() for table in tables], lookups(tables, 9), torch.tensor([0, 4, 4, 18])
-    inputs = [core for of_table in cores for core in of_table]
+    inputs = [core for table_cores in cores for core in table_cores]
     results = []
     for diagonals in ([table.rank_parameters() for table in tables], [[], []]):
         pairs = list(zip(cores, diagonals, strict=True))
@@ -218,7 +218,7 @@ def test_ids_in_no_bag_have_no_gradient(mode: str, impl: str) -> None:
     weights = {"per_sample_weights": torch.randn(5)} if mode == "sum" else {}
     grad = torch.tensor([[torch.inf], [1.0]]).expand(2, 6)
     _, core, *_ = differentiate(pool, tables, ids, offsets, impl=impl, mode=mode, grad=grad)
-    assert core[:, 2:].eq(0).all(), "ids beyond the bags have leading digits from 3, and nothing of the first bag's gradient"
+    assert core[:, 2:].eq(0).all(), "ids beyond the bags have leading digits from 3 on, and get none of the first bag's gradient"
     check(tables, ids, offsets, mode=mode, impl=impl, **weights)
     check(tables, ids, torch.tensor([0]), mode=mode, impl=impl, **weights)
 
@@ -248,13 +248,13 @@ def test_threads_share_a_large_lookup(on_threads: Callable) -> None:
         return torch.ops.comera_rec.threads_used_last()
 
     assert on_threads(1, threads_used) == 1
-    # Where others keep a processor busy, the second thread may come too late for a task.
+    # If others keep a core busy, the second thread may start too late to get a task.
     assert any(on_threads(2, threads_used) == 2 for _ in range(50))
 
 
 @every_impl
 @pytest.mark.parametrize("order", [1, 2, 3, 4])
-def test_a_plan_can_be_used_again(order: int, impl: str) -> None:
+def test_a_plan_can_be_reused(order: int, impl: str) -> None:
     tables = make_tables([(4, 3, 2, 2)[:order], (5, 2, 2, 1)[:order]], (2, 3, 2, 2)[:order], (3, 2, 2)[: order - 1])
     ids, offsets = lookups(tables, 10), torch.arange(0, 21, 2)
     plan = plan_of(tables, ids, impl)
@@ -265,7 +265,7 @@ def test_a_plan_can_be_used_again(order: int, impl: str) -> None:
 
 @every_impl
 @every_order
-def test_a_graph_can_be_used_again(order: int, impl: str) -> None:
+def test_a_graph_can_be_reused(order: int, impl: str) -> None:
     tables = make_tables([(4, 3, 2, 2)[:order], (5, 2, 2, 3)[:order]], (2, 3, 2, 1)[:order], (3, 2, 3)[: order - 1])
     out = pool(tables, lookups(tables, 10), torch.arange(0, 21, 2), impl=impl)
     parameters = [parameter for table in tables for parameter in table.parameters()]
@@ -293,7 +293,7 @@ def test_tables_of_different_ranks_share_a_lookup(order: int, per_bag: int) -> N
 
 
 def test_tables_padded_with_zeros_to_common_ranks() -> None:
-    """What GPUs compute with."""
+    """This is how GPUs compute."""
     tables = make_tables([(5, 4, 2), (3, 1, 2)], (2, 3, 1), [(3, 2), (1, 4)])
     first, second, third = reference.stack_tables(
         [table.cores() for table in tables], [table.rank_parameters() for table in tables]

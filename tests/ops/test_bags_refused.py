@@ -1,4 +1,4 @@
-"""Arguments of bags that do not fit, and implementations that cannot run, are refused by name."""
+"""Bad arguments of bags, and implementations that can't run, are refused with an error that names them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_offsets_that_do_not_ascend_are_refused(impl: str, offsets: list[int], m
 
 
 @every_impl
-def test_weights_that_are_not_one_for_each_id_are_refused(impl: str) -> None:
+def test_a_wrong_number_of_weights_is_refused(impl: str) -> None:
     tables, ids = make_tables([(5, 4)], (2, 3), (2,)), [torch.tensor([3, 4, 3])]
     with pytest.raises(ValueError, match="there are 2 per_sample_weights for 3 ids: give one for each"):
         pool(tables, ids, torch.tensor([0, 3]), per_sample_weights=torch.ones(2), impl=impl)
@@ -48,7 +48,7 @@ def test_unknown_modes_are_refused(impl: str) -> None:
         [(99, 4)],  # larger
         [(5, 99)],
         [(2, 2)],  # smaller
-        [(4, 5)],  # of as many rows
+        [(4, 5)],  # the same number of rows
         [(5, 4), (5, 4)],  # one more
         [(5, 4, 1)],
     ],
@@ -61,8 +61,8 @@ def test_a_plan_for_other_tables_is_refused(mode: str, row_shapes: list[tuple[in
         pool(tables, [], torch.arange(2), plan=plan, mode=mode)
 
 
-def test_plans_whose_tables_share_their_slices_otherwise_are_refused() -> None:
-    """As many slices in all as the tables have."""
+def test_plans_that_divide_slices_differently_among_tables_are_refused() -> None:
+    """The total number of slices is that of the tables."""
     tables = make_tables([(5, 2), (2, 5)], (2, 3), (2,))
     plan = plan_lookup([torch.tensor([24]), torch.tensor([3])], [(5, 5), (2, 2)])
     with pytest.raises(
@@ -72,7 +72,7 @@ def test_plans_whose_tables_share_their_slices_otherwise_are_refused() -> None:
 
 
 class Arguments(dict[str, Any]):
-    """Those of the operators for two small tables of three cores, the second with a hot block, and five ids in two bags."""
+    """The operators' arguments for two small tables of three cores, the second with a hot block, and five ids in two bags."""
 
     def __init__(self) -> None:
         tables = make_tables([(3, 2, 4), (2, 2, 2)], (2, 1, 3), [(2, 3), (4, 1)], hot_rows=[(), ((4, 2),)])
@@ -229,7 +229,7 @@ REFUSED: list[tuple[str, Callable[[Any], Any], str]] = [
 
 
 @pytest.mark.parametrize(("name", "change", "message"), REFUSED)
-def test_the_operators_refuse_what_does_not_fit(name: str, change: Callable[[Any], Any], message: str) -> None:
+def test_the_operators_refuse_bad_arguments(name: str, change: Callable[[Any], Any], message: str) -> None:
     arguments = Arguments()
     arguments[name] = change(arguments[name])
     gradient, ops = torch.ones(1, 12), torch.ops.comera_rec

@@ -1,4 +1,4 @@
-"""Bags of rows in Triton against their definition: in Triton's interpreter on CPU, and on a GPU where there is one."""
+"""Bags of rows in Triton agree with their definition: in Triton's interpreter on CPU, and on a GPU if there is one."""
 
 from __future__ import annotations
 
@@ -65,17 +65,17 @@ def look_up(
 
 
 def differentiate(tables: nn.ModuleList, weights: Tensor | None, *arguments: Any, **how: Any) -> dict[str, Tensor]:
-    """Bags, and all gradients by a gradient of the bags that is the same for every implementation."""
+    """Bags and all gradients, for an upstream gradient that is the same for every implementation."""
     weights = None if weights is None else weights.to(tables[0].core_0).requires_grad_()
     out = look_up(tables, *arguments, per_sample_weights=weights, **how)
     operands = dict(tables.named_parameters()) | ({} if weights is None else {"weights": weights})
     upstream = torch.arange(out.numel(), device=out.device, dtype=out.dtype).view(out.shape).sin()
     gradients = torch.autograd.grad(out, list(operands.values()), upstream, allow_unused=True)
-    found = {
+    by_name = {
         name: torch.zeros_like(each) if grad is None else grad
         for (name, each), grad in zip(operands.items(), gradients, strict=True)
     }
-    return {"bags": out.detach(), **found}
+    return {"bags": out.detach(), **by_name}
 
 
 def check(
@@ -84,15 +84,16 @@ def check(
     weights = torch.rand(sum(map(len, ids))) + 0.5 if weighted else None
     plan_impl = how.pop("plan_impl", "")
     expected = differentiate(copy.deepcopy(tables).double(), weights, ids, offsets, "reference", **how)
-    found = differentiate(copy.deepcopy(tables).to(device), weights, ids, offsets, "triton", plan_impl=plan_impl, **how)
+    results = differentiate(copy.deepcopy(tables).to(device), weights, ids, offsets, "triton", plan_impl=plan_impl, **how)
     for name, right in expected.items():
         largest = right.abs().max().item() if right.numel() else 0.0
-        mine = found[name].double().cpu()
-        torch.testing.assert_close(mine, right, rtol=0, atol=tol * max(largest, 1.0), msg=lambda text, name=name: f"{name}: {text}")
+        result = results[name].double().cpu()
+        atol = tol * max(largest, 1.0)
+        torch.testing.assert_close(result, right, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def draw(tables: nn.ModuleList, lengths: list[int], spare: int = 0) -> tuple[list[Tensor], Tensor]:
-    """Ids of all tables in bags of these lengths, `spare` more in no bag; and offsets."""
+    """Draw offsets, and ids of all tables for bags of these lengths plus `spare` ids in no bag."""
     bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     cuts = [bounds[len(lengths) * t // len(tables)] for t in range(len(tables))] + [bounds[-1] + spare]
     ids = [torch.randint(table.num_embeddings, (end - first,)) for table, first, end in zip(tables, cuts, cuts[1:], strict=False)]
@@ -123,7 +124,7 @@ def test_hot_rows(mode: str, weighted: bool, plan_impl: str, device: str) -> Non
 
 @pytest.mark.parametrize(
     "lengths", [[5 * CHUNK], [CHUNK, CHUNK - 1, 1], [1, 20 * CHUNK, 1], [CHUNK + 1] * 2, [1] * 7], ids=str
-)  # of segments that end with chunks and near it, and of more chunks than are added up at once
+)  # segments that end at or near the end of a chunk, and more chunks than are summed at once
 def test_segments_of_any_length(lengths: list[int], device: str) -> None:
     tables = make_tables(shapes=[TTShape((len(lengths), 1), (1, 2), (2,))])
     ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
@@ -154,14 +155,14 @@ def test_cores_of_16_bits_are_multiplied_and_summed_in_float32(device: str) -> N
     assert tables[0].core_0.grad.dtype == torch.bfloat16
 
 
-def test_results_are_the_same_to_the_bit_every_time(device: str) -> None:
+def test_results_are_reproducible_bit_by_bit(device: str) -> None:
     tables = make_tables().to(device)
     ids, offsets = draw(tables, LENGTHS["jagged"])
     first, second = (differentiate(tables, None, ids, offsets, "triton") for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_gradients_lie_as_their_cores_do(device: str) -> None:
+def test_gradients_have_their_cores_layout(device: str) -> None:
     tables = make_tables().to(device)
     look_up(tables, *draw(tables, LENGTHS["jagged"]), "triton").sum().backward()
     for core in tables[0].cores():
@@ -192,18 +193,18 @@ def test_updates_in_backward_are_those_of_the_cpu(rule: str, device: str) -> Non
         for each, impl in ((on_cpu, "cpu"), (tables, "triton")):
             out = look_up(each, ids, offsets, impl)
             out.backward(torch.arange(out.numel()).view(out.shape).sin().to(out))
-    for mine, right in zip(tables.parameters(), on_cpu.parameters(), strict=True):
-        torch.testing.assert_close(mine.detach().cpu(), right.detach(), rtol=1e-4, atol=1e-5)
+    for actual, right in zip(tables.parameters(), on_cpu.parameters(), strict=True):
+        torch.testing.assert_close(actual.detach().cpu(), right.detach(), rtol=1e-4, atol=1e-5)
         if rule != "RowWiseAdagrad":
-            assert mine.grad is None, "it was updated instead"
-    for mine, right in zip(*(optimizers[n].state_dict()["state"].values() for n in (1, 0)), strict=True):
-        assert mine.keys() == right.keys()
+            assert actual.grad is None, "it was updated instead"
+    for actual, right in zip(*(optimizers[n].state_dict()["state"].values() for n in (1, 0)), strict=True):
+        assert actual.keys() == right.keys()
         for name, state in right.items():
-            torch.testing.assert_close(mine[name].cpu(), state, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(actual[name].cpu(), state, rtol=1e-4, atol=1e-5)
 
 
 def test_a_learning_rate_in_a_tensor(device: str) -> None:
-    # The interpreter's device is the CPU, whose numbers the host reads at once.
+    # The interpreter's device is the CPU, whose memory the host can read directly.
     tables = make_tables().to(device)
     before = [core.detach().clone() for core in tables[0].cores()]
     optimizer = torch.optim.SGD(tables.parameters(), lr=torch.tensor(0.0, device=device))
@@ -233,7 +234,7 @@ def test_small_steps_of_16_bits_add_up(dtype: torch.dtype, device: str) -> None:
         few = exact.dim() == 1  # eight numbers
         mean, true = (of_slice.detach().float().mean().item() for of_slice in slices)
         assert abs(mean - true) < (1 if few else 0.4) * torch.finfo(dtype).eps * true
-        assert value - true > torch.finfo(dtype).eps * value, "far enough to tell from cores that stay"
+        assert value - true > torch.finfo(dtype).eps * value, "far enough to differ from unchanged cores"
     sums = [
         optimizer.state[tables[0].core_0]["sum"][:, 0].float().mean().item()
         for tables, optimizer in zip(twins, optimizers, strict=True)
@@ -242,7 +243,7 @@ def test_small_steps_of_16_bits_add_up(dtype: torch.dtype, device: str) -> None:
     assert abs(sums[0] - sums[1]) < 0.1 * (sums[1] - 64)
 
 
-def test_adam_gets_gradients_since_its_moments_decay_everywhere(device: str) -> None:
+def test_adam_gets_gradients_because_its_moments_decay_everywhere(device: str) -> None:
     tables = make_tables().to(device)
     optimizer = torch.optim.Adam(tables.parameters())
     for parameter in tables.parameters():
@@ -298,7 +299,7 @@ def test_a_slice_of_very_many_ids_on_a_gpu() -> None:
     check(tables, [ids], torch.arange(200_001), "cuda", tol=1e-4)
 
 
-def test_modules_plan_for_their_implementation(device: str) -> None:
+def test_modules_make_plans_for_their_implementation(device: str) -> None:
     tables = make_tables().to(device)
     ids = [[torch.tensor([1, 2], device=device)], [torch.tensor([3, 4], device=device)]]
     plan = plan_tables(ids, list(tables), [["a"], ["b"]], impl="triton")

@@ -1,4 +1,4 @@
-"""float8_matmul against its definition in float64: outputs and both gradients; and what CUDA asks of its operands, without CUDA."""
+"""float8_matmul agrees with its definition in float64: outputs and both gradients; CUDA's layout rules are checked without CUDA."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from comera_rec.ops import float8_matmul, require_float8
 from comera_rec.ops.float8_matmul import BACKWARD, FORWARD, _scaled_mm, quantize, reference
 
-# M, K, N: whole tiles of 16, none, single rows and columns, whose strides say nothing, and ranks as they come
+# M, K, N: whole tiles of 16, partial ones, single rows and columns, whose strides are arbitrary, and typical ranks
 SIZES = [(32, 48, 16), (7, 30, 12), (1, 1, 1), (16, 1, 5), (1, 16, 16), (33, 100, 1), (64, 12, 30), (1, 16, 1)]
 DTYPES = [torch.float32, torch.bfloat16]
 
 
 def operands(size: tuple[int, int, int], dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[Tensor]:
-    """a, b, a bias and an upstream gradient."""
+    """Draw a, b, a bias and an upstream gradient."""
     m, k, n = size
     leaves = [torch.randn(*shape).to(device, dtype).requires_grad_() for shape in ((m, k), (k, n), (n,))]
     return [*leaves, torch.randn(m, n).to(device, torch.bfloat16)]
@@ -33,18 +33,18 @@ def outcome(matmul: Callable, a: Tensor, b: Tensor, bias: Tensor, upstream: Tens
     return [out.detach(), *torch.autograd.grad(out, (a, b, bias), upstream)]
 
 
-def distance(found: Tensor, expected: Tensor) -> float:
-    """Of norms, relative."""
-    found, expected = found.detach().double(), expected.detach().double()
-    return float((found - expected).norm() / expected.norm())
+def distance(actual: Tensor, expected: Tensor) -> float:
+    """Relative error by norms."""
+    actual, expected = actual.detach().double(), expected.detach().double()
+    return float((actual - expected).norm() / expected.norm())
 
 
-def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
-    for one, other in zip(found, expected, strict=True):
+def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(actual, expected, strict=True):
         assert (one.dtype, one.shape) == (other.dtype, other.shape)
         assert distance(one, other) < (
             1e-6 if one.dtype == torch.float32 else 2e-3
-        )  # sums in float32; now and then another rounding
+        )  # sums in float32 are sometimes rounded differently
 
 
 @given(
@@ -53,7 +53,7 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
     source=st.sampled_from(DTYPES),
 )
 def test_numbers_come_back_within_the_formats_precision(values: list[float], dtype: torch.dtype, source: torch.dtype) -> None:
-    x = torch.tensor(values).to(source).nan_to_num()  # the largest float32 are infinite in bfloat16
+    x = torch.tensor(values).to(source).nan_to_num()  # the largest float32 numbers are infinite in bfloat16
     info, back = torch.finfo(dtype), reference.rounded(x, dtype)
     values8, scale = quantize(x, dtype)
     smallest = info.smallest_normal * info.eps * float(scale)
@@ -67,7 +67,7 @@ def test_numbers_come_back_within_the_formats_precision(values: list[float], dty
 
 
 def test_precisions_of_the_formats() -> None:
-    """Three bits of mantissa and two: halfway to the next number is 1/16 and 1/8 of the greatest error."""
+    """With three and two bits of mantissa, the largest relative errors are 1/16 and 1/8, halfway to the next number."""
     x = torch.linspace(1, 2, 1000)
     errors = [float(((reference.rounded(x, dtype) - x) / x).abs().max()) for dtype in (FORWARD, BACKWARD)]
     assert errors == pytest.approx([1 / 17, 1 / 9], rel=0.1)
@@ -77,12 +77,12 @@ def test_precisions_of_the_formats() -> None:
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_outputs_and_gradients(size: tuple[int, int, int], dtype: torch.dtype) -> None:
     case = operands(size, dtype)
-    found = outcome(float8_matmul, *case)
-    assert_same(found, outcome(reference.float8_matmul, *case))
+    actual = outcome(float8_matmul, *case)
+    assert_same(actual, outcome(reference.float8_matmul, *case))
     a, b, bias, upstream = (part.detach().double() for part in case)
     exact = [a @ b + bias, upstream @ b.mT, a.mT @ upstream]
-    assert all(distance(*pair) < 0.1 for pair in zip(found[:3], exact, strict=True))
-    assert size == (1, 1, 1) or distance(found[1], exact[1]) > 0.005, "nothing was rounded to 8 bits"
+    assert all(distance(*pair) < 0.1 for pair in zip(actual[:3], exact, strict=True))
+    assert size == (1, 1, 1) or distance(actual[1], exact[1]) > 0.005, "nothing was rounded to 8 bits"
 
 
 @pytest.mark.parametrize("needed", [0, 1])
@@ -90,10 +90,10 @@ def test_operands_in_any_layout_and_gradients_of_one_of_them(needed: int) -> Non
     a, b, bias, upstream = operands((20, 30, 40))
     a, b = a.detach().mT.contiguous().mT, b.detach()[:, ::2]
     leaf, bias = (a, b)[needed].requires_grad_(), bias.detach()[::2]
-    found, expected = (
+    actual, expected = (
         torch.autograd.grad(matmul(a, b, bias), leaf, upstream[:, :20]) for matmul in (float8_matmul, reference.float8_matmul)
     )
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
     assert float8_matmul(a, b).is_contiguous()
 
 
@@ -102,8 +102,8 @@ def test_autocast_changes_nothing(dtype: torch.dtype) -> None:
     case = operands((20, 30, 40), dtype)
     expected = outcome(float8_matmul, *case)
     with torch.autocast("cpu", torch.bfloat16):
-        found = outcome(float8_matmul, *case)
-    assert all(map(torch.equal, found, expected))
+        actual = outcome(float8_matmul, *case)
+    assert all(map(torch.equal, actual, expected))
 
 
 def test_zeros_give_zeros() -> None:
@@ -128,8 +128,8 @@ def test_empty_products(size: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("where", [0, 1, 3], ids=["a", "b", "upstream"])
-def test_what_is_not_finite_comes_out_undefined(where: int, value: float) -> None:
-    """So that a check of the loss, or a GradScaler, sees it."""
+def test_values_that_are_not_finite_give_nan(where: int, value: float) -> None:
+    """A check of the loss, or a GradScaler, must detect them."""
     case = operands((20, 30, 40))
     with torch.no_grad():
         case[where][3, 5] = value
@@ -150,18 +150,18 @@ def test_backward_keeps_the_8_bit_operands() -> None:
 
 
 def test_nothing_waits_for_the_device() -> None:
-    """Fake tensors have no numbers: reading one fails."""
+    """Fake tensors have no values, so reading one fails."""
     with FakeTensorMode():
         case = operands((20, 30, 40))
-        found = outcome(float8_matmul, *case)
-        assert [tuple(part.shape) for part in found] == [(20, 40), (20, 30), (30, 40), (40,)]
+        actual = outcome(float8_matmul, *case)
+        assert [tuple(part.shape) for part in actual] == [(20, 40), (20, 30), (30, 40), (40,)]
         with pytest.raises(RuntimeError):
-            bool(found[0].any())
+            bool(actual[0].any())
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_operands_are_laid_out_as_cuda_asks(size: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch checks fake tensors of a GPU by the GPU's rules."""
+def test_operands_have_the_layout_that_cuda_requires(size: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch applies the GPU's rules to fake tensors on a GPU."""
     scaled_mm, formats = torch._scaled_mm, []
 
     def checked(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, **settings: object) -> Tensor:
@@ -201,12 +201,12 @@ def test_devices_without_such_products_are_refused(monkeypatch: pytest.MonkeyPat
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [*SIZES, (4096, 768, 64)], ids=str)
-def test_the_gpu_gives_the_definitions_numbers(size: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_the_gpu_agrees_with_the_definition(size: tuple[int, int, int], dtype: torch.dtype) -> None:
     try:
         require_float8(torch.device("cuda"))
     except ValueError as error:
         pytest.skip(str(error))
     case = operands(size, dtype, "cuda")
-    found, expected = outcome(float8_matmul, *case), outcome(reference.float8_matmul, *case)
-    # Tensor cores add fewer bits than float32 has.
-    assert all(distance(*pair) < 5e-3 for pair in zip(found, expected, strict=True))
+    actual, expected = outcome(float8_matmul, *case), outcome(reference.float8_matmul, *case)
+    # Tensor cores accumulate with fewer bits than float32 has.
+    assert all(distance(*pair) < 5e-3 for pair in zip(actual, expected, strict=True))

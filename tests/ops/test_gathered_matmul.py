@@ -1,4 +1,4 @@
-"""The hot primitive against its definition: output and every gradient, odd sizes and layouts, and what torch.library promises."""
+"""gathered_matmul agrees with its definition, output and gradients, for odd sizes and layouts, and obeys torch.library's rules."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ SIZES = [
     (5, 7, 3, 4, 2, 11),
     (1, 1, 1, 1, 1, 1),
     (13, 3, 5, 1, 7, 64),  # rank 1, primes, many repeats
-    (200, 2, 8, 32, 8, 3),  # most slices never met
-    (3, 4, 15, 40, 67, 9),  # all heights of tiles and all numbers of vectors
+    (200, 2, 8, 32, 8, 3),  # most slices unused
+    (3, 4, 15, 40, 67, 9),  # all tile heights and numbers of vectors
     (1, 50, 2, 3, 2, 700),  # one long sum
     (4, 4, 2, 3, 5, 0),  # nothing looked up
     (4, 4, 2, 0, 5, 6),  # every rank truncated away
@@ -41,7 +41,7 @@ SIZES = [
 def operands(
     size: tuple[int, ...], dtype: torch.dtype = torch.float32, padding: float = 0.0, skew: int = 1
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """a, b, the output's gradient, p and q; the higher `skew`, the more ids are zero."""
+    """Draw a, b, the output's gradient, p and q; the higher `skew`, the more ids are zero."""
     slices_p, slices_q, n1, rank, n2, products = size
     a, b, grad = (torch.randn(shape, dtype=dtype) for shape in ((slices_p, n1, rank), (slices_q, rank, n2), (products, n1, n2)))
     is_padding = torch.rand(products) < padding
@@ -63,7 +63,7 @@ def differentiate(function: Callable[..., Tensor], a: Tensor, b: Tensor, grad: T
 
 
 def check(impl: str, a: Tensor, b: Tensor, grad: Tensor, p: Tensor, q: Tensor, tol: float = 1e-5) -> None:
-    """Compare up to `tol` of the largest value; 1e-5 is float32's for sums of a thousand products."""
+    """Compare relative to the largest value; a `tol` of 1e-5 suits float32's sums of a thousand products."""
     found = differentiate(lambda *inputs: gathered_matmul(*inputs, impl), a, b, grad, p, q)
     expected = differentiate(definition, a.double(), b.double(), grad.double(), p, q)
     for name, tensor, exact in zip(("out", "da", "db"), found, expected, strict=True):
@@ -111,12 +111,12 @@ def test_any_sizes_ids_and_layouts(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_operands(dtype: torch.dtype, padding: float, impl: str) -> None:
     *floats, p, q = operands((5, 7, 3, 4, 18, 11), padding=padding)
-    # Of -1, 0 and 1 all sums here are exact in every type, so that no rounding has to be told from an error.
+    # Sums of products of -1, 0 and 1 are exact here in every type, so there is no rounding error to allow for.
     check(impl, *((tensor.sign() * (tensor.abs() > 0.5)).to(dtype) for tensor in floats), p, q, tol=0.0)
 
 
 @every_impl
-def test_padding_hides_a_gradient_that_is_no_number(impl: str) -> None:
+def test_padding_ignores_gradients_that_are_nan(impl: str) -> None:
     a, b, grad, p, q = operands((5, 7, 3, 4, 5, 40), padding=0.5)
     poisoned = grad.masked_fill(p[:, None, None] < 0, torch.nan)
     compute = lambda a, b, p, q: gathered_matmul(a, b, p, q, impl)  # noqa: E731
@@ -154,7 +154,7 @@ def test_results_do_not_depend_on_the_number_of_threads(size: tuple[int, ...], o
         ((4, 4, 2, 0, 5, 6), torch.bfloat16, transposed),
     ],
 )
-def test_the_registration_keeps_torch_librarys_promises(
+def test_the_registration_follows_torch_librarys_rules(
     size: tuple[int, ...], dtype: torch.dtype, lay: Callable[[Tensor], Tensor], impl: str
 ) -> None:
     a, b, grad, p, q = operands(size, dtype, padding=0.3)
@@ -175,18 +175,18 @@ def test_fake_and_meta_tensors_get_the_right_shape() -> None:
 
 
 @every_impl
-def test_torch_compile_sees_one_node(impl: str) -> None:
+def test_torch_compile_traces_one_node(impl: str) -> None:
     a, b, grad, p, q = operands(SIZES[0])
 
     def function(a: Tensor, b: Tensor, p: Tensor, q: Tensor) -> Tensor:
         return gathered_matmul(a.sin(), b.mT.contiguous().mT, p, q, impl).square()
 
-    # aot_eager traces forward and backward as every compiler does, and needs none on the machine.
+    # aot_eager traces forward and backward like every backend, and needs no compiler on the machine.
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(differentiate(compiled, a, b, grad, p, q), differentiate(function, a, b, grad, p, q))
 
 
-def test_torch_export_sees_one_node() -> None:
+def test_torch_export_traces_one_node() -> None:
     class Model(torch.nn.Module):
         def forward(self, a: Tensor, b: Tensor, p: Tensor, q: Tensor) -> Tensor:
             return gathered_matmul(a, b, p, q)

@@ -1,4 +1,4 @@
-"""The Triton kernels against the float64 reference: on CPU in Triton's interpreter, and on a GPU where there is one."""
+"""The Triton kernels agree with the float64 reference: on CPU in Triton's interpreter, and on a GPU if there is one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZES = [
     (5, 7, 3, 4, 2, 11),
     (1, 1, 1, 1, 1, 1),
     (13, 3, 5, 1, 7, 64),  # rank 1, primes, many repeats
-    (200, 2, 8, 32, 8, 30),  # most slices never met
+    (200, 2, 8, 32, 8, 30),  # most slices unused
     (40000, 3, 2, 3, 2, 50),  # ids of 32 bits
     (17, 29, 8, 8, 8, 100),
     (3, 50, 2, 17, 66, 20),  # sizes beyond one tile
@@ -51,22 +51,22 @@ def operands(size: tuple[int, ...], device: str, dtype: torch.dtype = torch.floa
 
 
 def ternary(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """-1, 0 and 1: sums of up to 256 products are exact in every dtype, so no rounding has to be told from an error."""
+    """Round to -1, 0 and 1: sums of up to 256 products are exact in every dtype, so there is no rounding error to allow for."""
     return tuple(tensor.sign() * (tensor.abs() > 0.5) if tensor.is_floating_point() else tensor for tensor in tensors)
 
 
 def check(
-    a: Tensor, b: Tensor, grad: Tensor, p: Tensor, q: Tensor, found: tuple[Tensor, ...] | None = None, tol: float = 1e-5
+    a: Tensor, b: Tensor, grad: Tensor, p: Tensor, q: Tensor, actual: tuple[Tensor, ...] | None = None, tol: float = 1e-5
 ) -> None:
-    """Compare output and gradients, up to `tol` of the largest value (1e-5 is float32's for sums of thousands of products)."""
-    found = found or (kernels.forward(a, b, p, q), *kernels.backward(grad, a, b, p, q))
+    """Compare output and gradients relative to the largest value; a `tol` of 1e-5 suits float32's sums of thousands of products."""
+    actual = actual or (kernels.forward(a, b, p, q), *kernels.backward(grad, a, b, p, q))
     p, q = p.cpu(), q.cpu()
     expected_grads = [torch.zeros(tensor.shape, dtype=torch.float64) for tensor in (a, b)]
     out = torch.zeros(grad.shape, dtype=torch.float64)
     if a.numel() and b.numel() and grad.numel():
         a64, b64, grad64 = (tensor.double().cpu() for tensor in (a, b, grad))
         out, expected_grads = reference.forward(a64, b64, p, q), reference.backward(grad64, a64, b64, p, q)
-    for name, tensor, expected in zip(("out", "da", "db"), found, (out, *expected_grads), strict=True):
+    for name, tensor, expected in zip(("out", "da", "db"), actual, (out, *expected_grads), strict=True):
         assert tensor.dtype == a.dtype, name
         largest = expected.abs().max().item() if expected.numel() else 0.0
         torch.testing.assert_close(
@@ -118,8 +118,8 @@ def test_padded_rows_give_zeros_and_no_gradient(padded, device: str) -> None:  #
     mask = padded(170).to(device)
     p, q = p.masked_fill(mask, -1), q.masked_fill(mask, -1)
     grad = grad.masked_fill(mask[:, None, None], torch.nan)
-    found = (kernels.forward(a, b, p, q), *kernels.backward(grad, a, b, p, q))
-    check(a, b, grad.nan_to_num(), p, q, found)
+    actual = (kernels.forward(a, b, p, q), *kernels.backward(grad, a, b, p, q))
+    check(a, b, grad.nan_to_num(), p, q, actual)
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
@@ -127,8 +127,8 @@ def test_padded_rows_give_zeros_and_no_gradient(padded, device: str) -> None:  #
     "lengths",
     [
         [5 * CHUNK],  # one slice has all rows
-        [CHUNK, CHUNK - 1, 1, 2 * CHUNK, 3, CHUNK, 0, 1],  # segments that end with chunks, and near it
-        [1, 40 * CHUNK, 1],  # more parts than are added up at once
+        [CHUNK, CHUNK - 1, 1, 2 * CHUNK, 3, CHUNK, 0, 1],  # segments that end at or near the end of a chunk
+        [1, 40 * CHUNK, 1],  # more parts than are summed at once
         [1] * (CHUNK + 3),
         [CHUNK + 1] * 3,
     ],
@@ -140,16 +140,16 @@ def test_segments_of_any_length(lengths: list[int], shuffled: bool, device: str)
 
 
 @pytest.mark.parametrize("real", [0, 1, CHUNK, 170])
-def test_ids_that_ascend_are_not_sorted(real: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ascending_ids_are_not_sorted(real: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b, grad, p, q = operands((9, 5, 3, 4, 5, 170), device)
     p, beyond = p.sort().values, torch.arange(170, device=device) >= real
     p, q = p.masked_fill(beyond, -1), q.masked_fill(beyond, -1)
     sorts, sort = [], torch.sort
     monkeypatch.setattr(torch, "sort", lambda *args, **options: sorts.append(args) or sort(*args, **options))
     out = kernels.forward(a, b, p, q, p_ascends=True).masked_fill((p < 0)[:, None, None], 0.0)
-    found = (out, *kernels.backward(grad, a, b, p, q, p_ascends=True))
+    actual = (out, *kernels.backward(grad, a, b, p, q, p_ascends=True))
     assert len(sorts) == 1, "one sort, of q"
-    check(a, b, grad, p, q, found)
+    check(a, b, grad, p, q, actual)
 
 
 def test_strided_operands(device: str) -> None:
@@ -160,7 +160,7 @@ def test_strided_operands(device: str) -> None:
     check(a[:, ::2], b[..., 1:], grad[:, ::2, 1:], p, q)
 
 
-def test_results_are_the_same_to_the_bit_every_time(device: str) -> None:
+def test_results_are_reproducible_bit_by_bit(device: str) -> None:
     a, b, grad, p, q = operands((4, 3, 3, 5, 4, 300), device)
     first, second = ((kernels.forward(a, b, p, q), *kernels.backward(grad, a, b, p, q)) for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
@@ -190,7 +190,7 @@ REAL_SIZES = [(3000, 2500, 8, rank, 8, 50_000) for rank in (8, 16, 32, 64)] + [
 
 
 def zipf_ids(slices: int, products: int) -> Tensor:
-    """Ids of which the first few have most of the products."""
+    """Draw ids of which the first few are used by most products."""
     return (slices ** torch.rand(products)).long() - 1
 
 
@@ -215,11 +215,11 @@ def test_a_cuda_graph_replays_with_new_ids() -> None:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        step()  # compiles the kernels, which a capture does not allow
+        step()  # compiles the kernels, which is not allowed during a capture
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = step()
+        actual = step()
     for real_rows in (5000, 700, 0):
         for buffer, fresh in zip((a, b, grad), operands(size, "cuda")[:3], strict=True):
             buffer.copy_(fresh)
@@ -228,7 +228,7 @@ def test_a_cuda_graph_replays_with_new_ids() -> None:
             buffer[:real_rows] = zipf_ids(slices, real_rows).cuda()
         graph.replay()
         torch.cuda.synchronize()
-        check(a, b, grad, p, q, found)
+        check(a, b, grad, p, q, actual)
 
 
 @pytest.mark.gpu

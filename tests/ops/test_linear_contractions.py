@@ -1,4 +1,4 @@
-"""tt_linear in every order of products against the dense matrix: outputs and all gradients."""
+"""tt_linear agrees with the dense matrix in every order of products: outputs and all gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from comera_rec.tt import Contraction, TTShape, candidate_contractions
 
 
 class Layer:
-    """Cores, diagonals, bias and input of a shape, positive so that no sum cancels; `features` may be fewer than the modes hold."""
+    """Cores, diagonals, bias and input of a shape, positive so that no sum cancels; `features` may be smaller than the modes."""
 
     def __init__(self, shape: TTShape, features: tuple[int, int], leading: tuple[int, ...], dtype: torch.dtype, bias: bool) -> None:
         def leaf(*size: int) -> Tensor:
@@ -30,7 +30,7 @@ class Layer:
         self.upstream = torch.rand(*leading, features[1], dtype=dtype)
 
     def outcome(self, contraction: Contraction | None) -> list[Tensor]:
-        """Output and gradients; of the reference for None."""
+        """Output and gradients; those of the reference if `contraction` is None."""
         arguments = (self.x, self.cores, self.diagonals, self.out_features, self.bias)
         out = reference.tt_linear(*arguments) if contraction is None else tt_linear(*arguments, contraction)
         assert out.is_contiguous()
@@ -41,16 +41,16 @@ class Layer:
 def assert_all_agree(layer: Layer, contractions: list[Contraction]) -> None:
     expected = layer.outcome(None)
     for contraction in contractions:
-        for actual, wanted in zip(layer.outcome(contraction), expected, strict=True):
-            torch.testing.assert_close(actual, wanted, msg=lambda text, c=contraction: f"{c}: {text}")
+        for actual, exact in zip(layer.outcome(contraction), expected, strict=True):
+            torch.testing.assert_close(actual, exact, msg=lambda text, c=contraction: f"{c}: {text}")
 
 
 @pytest.mark.parametrize("order", [2, 3, 4, 5, 6, 7, 8])
-def test_every_contraction_gives_the_reference(order: int) -> None:
+def test_every_contraction_equals_the_reference(order: int) -> None:
     rows, cols = (4, 3, 2, 2)[: order // 2], (2, 3, 2, 2)[: order - order // 2]
     shape = TTShape(rows + (1,) * len(cols), (1,) * len(rows) + cols, tuple(range(2, order + 1)))
     contractions = list(candidate_contractions(shape))
-    assert len(contractions) == 2**order - 1  # every way to cut, with D beside cores and, where there are cuts, on the rows
+    assert len(contractions) == 2**order - 1  # every way to cut, with D at the cores and, if there are cuts, also on the rows
     layer = Layer(shape, (math.prod(rows) - 1, math.prod(cols) - 1), (5,), torch.float64, bias=True)
     assert_all_agree(layer, contractions)
 

@@ -1,6 +1,6 @@
-"""Lookups as torch sees them: rows and gradients, traced and exported; under other defaults, and on other processors.
+"""Lookups in torch: rows and gradients, tracing and export; with other defaults, and with the kernels of other processors.
 
-Run as a program it looks up in processes of their own, and saves what they found.
+As a script it looks up in separate processes, and saves their results.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CPU = torch.device("cpu")
 
 
 def assert_near(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    """Up to what float32 makes of sums, as a part of the largest value."""
+    """Compare with float32's tolerance for sums, relative to the largest value."""
     for tensor, exact in zip(actual, expected, strict=True):
         atol = 1e-5 * exact.detach().abs().max().item() if exact.numel() else 0.0
         torch.testing.assert_close(tensor.to(exact.dtype), exact, rtol=0, atol=atol)
@@ -49,7 +49,7 @@ def assert_near(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"order{shape.order}-{shape.ranks}")
 def test_rows_and_gradients_match_the_dense_matrix(shape: TTShape, dtype: torch.dtype, plan_impl: str) -> None:
-    # A second table of other row modes shares the lookup.
+    # A second table with different row modes shares the lookup.
     shapes = [shape, TTShape(tuple(m + 1 for m in shape.row_shape), shape.col_shape, shape.ranks)]
     cores = [[torch.randn(size, dtype=dtype, requires_grad=True) for size in each.core_shapes] for each in shapes]
     for count in (2, 1):
@@ -85,7 +85,7 @@ def test_ids_out_of_range_are_named(ids: list[int], bad: int) -> None:
 
 @every_order
 def test_each_slice_product_is_computed_once(order: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peak memory follows unique rows and unique digit tuples: the plan, and the sizes of the products, show it."""
+    """Peak memory depends on unique rows and unique digit tuples, as the plan and the sizes of products show."""
     products = []
     original = reference.gathered_matmul
 
@@ -96,7 +96,7 @@ def test_each_slice_product_is_computed_once(order: int, monkeypatch: pytest.Mon
     monkeypatch.setattr(reference, "gathered_matmul", spy)
     shape = TTShape((10,) * order, (2,) * order, 3)
     cores = [torch.randn(size) for size in shape.core_shapes]
-    plan = plan_lookup([torch.arange(100)], [shape.row_shape])  # neighbours: their leading digits are few
+    plan = plan_lookup([torch.arange(100)], [shape.row_shape])  # neighbors, which share few leading digits
     rows, lefts, rights = plan.bounds[:3, -1].tolist()
     assert (rows, lefts, rights) == {2: (100, 0, 0), 3: (100, 10, 0), 4: (100, 1, 100)}[order]
     reference.make_rows([cores], [[]], plan)
@@ -107,7 +107,7 @@ def test_each_slice_product_is_computed_once(order: int, monkeypatch: pytest.Mon
 
 
 def arguments(order: int, weighted: bool) -> tuple[Any, ...]:
-    """Those of `pool` for two tables, some ids in no bag, some bags empty."""
+    """The arguments of `pool` for two tables, with ids in no bag and empty bags."""
     shape = BY_ORDER[order]
     ids = [torch.randint(shape.num_rows, (count,)) for count in (6, 4)]
     plan = plan_lookup(ids, [shape.row_shape] * 2)
@@ -122,7 +122,7 @@ def arguments(order: int, weighted: bool) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize(("order", "weighted"), [(2, False), (4, True)])
-def test_the_registrations_keep_torch_librarys_promises(order: int, weighted: bool) -> None:
+def test_the_registrations_follow_torch_librarys_rules(order: int, weighted: bool) -> None:
     ops, shape = torch.ops.comera_rec, BY_ORDER[order]
     ids = [torch.randint(shape.num_rows, (7,)), torch.randint(shape.num_rows, (2, 3), dtype=torch.int32)]
     torch.library.opcheck(ops.plan_lookup.default, (ids, [shape.num_rows, shape.num_rows - 1], list(shape.row_shape) * 2))
@@ -133,8 +133,8 @@ def test_the_registrations_keep_torch_librarys_promises(order: int, weighted: bo
 
 
 @every_order
-def test_gradients_lie_in_memory_as_cores_do(order: int) -> None:
-    """So that optimizers meet no copies; and as the fake kernel says."""
+def test_gradients_have_their_cores_layout(order: int) -> None:
+    """Optimizers then need no copies; the fake kernel has the same layout."""
     bag = bag_of(order)
     for core, gradient in zip(bag.cores(), torch.autograd.grad(bag(*BATCH).sum(), bag.cores()), strict=True):
         assert (gradient.shape, gradient.stride(), gradient.dtype) == (core.shape, core.stride(), core.dtype)
@@ -202,14 +202,14 @@ def test_torch_func_refuses_a_second_derivative() -> None:
 
 
 def calls(graph: torch.fx.Graph) -> list[str]:
-    """The nodes that are operators of ours."""
+    """Nodes of our operators in a graph."""
     names = (str(node.target) for node in graph.nodes if node.op == "call_function")
     return [name.removesuffix(".default") for name in names if name.startswith("comera_rec")]
 
 
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-def test_torch_export_sees_a_plan_and_bags(mode: str, strict: bool) -> None:
+def test_torch_export_traces_a_plan_and_bags(mode: str, strict: bool) -> None:
     bag = bag_of(3, mode=mode)
     exported = torch.export.export(bag, BATCH, strict=strict)
     assert calls(exported.graph) == ["comera_rec.plan_lookup", "comera_rec.pool"]
@@ -219,15 +219,15 @@ def test_torch_export_sees_a_plan_and_bags(mode: str, strict: bool) -> None:
 
 
 @every_order
-def test_torch_compile_sees_a_plan_and_bags(order: int) -> None:
+def test_torch_compile_traces_a_plan_and_bags(order: int) -> None:
     bag, graphs = bag_of(order), []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable:
         graphs.append(calls(graph.graph))
         return graph.forward
 
-    torch._dynamo.reset()  # else graphs of other modules count as recompilations
-    # What the graph is before autograd, and that aot_eager traces forward and backward, as every compiler does.
+    torch._dynamo.reset()  # otherwise graphs of other modules count as recompilations
+    # Checks the graph before autograd, and that aot_eager traces forward and backward, like every backend.
     assert torch.equal(torch.compile(bag, fullgraph=True, backend=backend)(*BATCH), bag(*BATCH))
     assert graphs == [["comera_rec.plan_lookup", "comera_rec.pool"]]
     torch._dynamo.reset()
@@ -238,11 +238,11 @@ def test_torch_compile_sees_a_plan_and_bags(order: int) -> None:
     assert all(map(torch.equal, *results))
 
 
-# Processes of their own
+# Separate processes
 
 
 def look_up(impl: str = "auto", dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Bags and all gradients, of tables of two to four cores: every tensor's device and type given."""
+    """Bags and all gradients of tables of two to four cores, with explicit devices and types for all tensors."""
     draw = torch.Generator(device=CPU).manual_seed(0)
     results: list[Tensor] = []
     for shape in (*BY_ORDER.values(), TTShape((40, 30), (8, 16), (11,)), TTShape((6, 5, 4), (2, 4, 12), (5, 9))):
@@ -256,10 +256,10 @@ def look_up(impl: str = "auto", dtype: torch.dtype = torch.float32) -> list[Tens
         plan = plan_lookup([ids], [shape.row_shape], impl=impl)
         offsets = torch.arange(0, 601, 4, device=CPU, dtype=torch.int64)
         for mode in ("sum", "max"):
-            of_mode = weights if mode == "sum" else None
-            inputs = parameters if of_mode is None else [*parameters, of_mode]
+            mode_weights = weights if mode == "sum" else None
+            inputs = parameters if mode_weights is None else [*parameters, mode_weights]
             tables = [(parameters[: shape.order], parameters[shape.order :])]
-            out = tt_bags(tables, plan, offsets, num_cols=shape.num_cols, mode=mode, per_sample_weights=of_mode, impl=impl)
+            out = tt_bags(tables, plan, offsets, num_cols=shape.num_cols, mode=mode, per_sample_weights=mode_weights, impl=impl)
             results += [out.detach(), *torch.autograd.grad((out * gradient).sum(), inputs)]
         if impl == "auto":
             results += plan.tensors
@@ -267,7 +267,7 @@ def look_up(impl: str = "auto", dtype: torch.dtype = torch.float32) -> list[Tens
 
 
 def look_up_by_module() -> list[Tensor]:
-    """The same by a module, whose parameters alone say where and in which type it computes."""
+    """The same by a module, which computes on its parameters' device and in their type."""
     shape = BY_ORDER[3]
     bag = TTEmbeddingBag(shape.num_rows, shape.num_cols, shape=shape, device=CPU, dtype=torch.float32)
     with torch.no_grad():
@@ -286,10 +286,10 @@ DEFAULTS: dict[str, Callable[[], object]] = {
 PROCESSORS = ("portable", "avx2", "avx512")
 
 
-def run_in_processes_of_their_own(folder: Path) -> None:
-    """Each looks up under other defaults, or by the kernels of another processor, and saves what it found or what was wrong.
+def run_in_separate_processes(folder: Path) -> None:
+    """Look up under other defaults, or with the kernels of another processor, and save the result or the error of each process.
 
-    They are forked, because importing torch takes seconds.
+    Processes are forked, because importing torch takes seconds.
     """
     changes = {
         **DEFAULTS,
@@ -299,7 +299,7 @@ def run_in_processes_of_their_own(folder: Path) -> None:
         if os.fork() == 0:
             try:
                 change()
-                actual = {"found": [*look_up(), *look_up_by_module()], "cpu": torch.ops.comera_rec.cpu()}
+                actual = {"results": [*look_up(), *look_up_by_module()], "cpu": torch.ops.comera_rec.cpu()}
             except Exception as error:
                 actual = {"error": repr(error)}
             torch.set_default_device(CPU)
@@ -310,7 +310,7 @@ def run_in_processes_of_their_own(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
-    """`processes(name)` -> what the process of that name found."""
+    """`processes(name)` -> the saved result or error of that process."""
     folder = tmp_path_factory.mktemp("processes")
     environment = {name: value for name, value in os.environ.items() if name != "COMERA_CPU"}
     subprocess.run([sys.executable, __file__, str(folder)], check=True, env=environment)
@@ -322,7 +322,7 @@ def test_defaults_do_not_matter(name: str, processes: Callable[[str], dict[str, 
     outcome = processes(name)
     assert "error" not in outcome, outcome["error"]
     expected = [*look_up(), *look_up_by_module()]
-    for tensor, same in zip(outcome["found"], expected, strict=True):
+    for tensor, same in zip(outcome["results"], expected, strict=True):
         assert tensor.dtype == same.dtype
         assert torch.equal(tensor, same)
 
@@ -334,7 +334,7 @@ def test_every_processors_kernels(name: str, processes: Callable[[str], dict[str
         assert f"COMERA_CPU is '{name}', which this machine doesn't run: choose portable, avx2 or avx512" in outcome["error"]
         pytest.skip(f"this machine runs {here} at best")
     assert outcome["cpu"] == name
-    actual = [tensor for tensor in outcome["found"] if tensor.is_floating_point()]
+    actual = [tensor for tensor in outcome["results"] if tensor.is_floating_point()]
     expected = look_up("reference", torch.float64)
     assert len(actual) == len(expected) + len(look_up_by_module())
     assert_near(actual[: len(expected)], expected)
@@ -347,4 +347,4 @@ def test_an_unknown_processor_is_refused(processes: Callable[[str], dict[str, An
 
 
 if __name__ == "__main__":
-    run_in_processes_of_their_own(Path(sys.argv[1]))
+    run_in_separate_processes(Path(sys.argv[1]))

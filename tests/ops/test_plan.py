@@ -1,4 +1,4 @@
-"""Plans against their definition in plain Python: every field of those of the compiled operator, and of those in plain torch."""
+"""Plans agree with their definition in plain Python: every field of the compiled operator's plans and of those in plain torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def definition(ids: Sequence[Tensor], row_shapes: Shapes) -> dict[str, list]:
     """The fields of a plan as lists."""
     order = len(row_shapes[0])
     cut = (order + 1) // 2
-    lookups = [(table, row) for table, of_table in enumerate(ids) for row in of_table.flatten().tolist()]
+    lookups = [(table, row) for table, table_ids in enumerate(ids) for row in table_ids.flatten().tolist()]
     rows, count = sorted(set(lookups)), Counter(lookups)
     number = {row: u for u, row in enumerate(rows)}
     first_slices = [[0, *accumulate(modes)] for modes in zip(*row_shapes, strict=True)]
@@ -36,7 +36,7 @@ def definition(ids: Sequence[Tensor], row_shapes: Shapes) -> dict[str, list]:
         digits = row_digits(torch.tensor(row), row_shapes[table])
         return tuple(firsts[table] + int(digit) for firsts, digit in zip(first_slices, digits, strict=True))
 
-    # Slices count over all tables, so products of ascending ones are ordered by table.
+    # Slices are numbered over all tables, so ascending products are ordered by table.
     halves = [(made[:cut], made[cut:]) for made in (slices(*row) for row in rows)]
     lefts, rights = (sorted({half[side] for half in halves}) for side in (0, 1))
     p = [left[0] if order < 3 else lefts.index(left) for left, _ in halves]
@@ -101,8 +101,8 @@ def test_any_batch(batch: tuple[list[Tensor], list[list[int]]]) -> None:
     skew=st.sampled_from([1, 6]),
     seed=st.integers(0, 99),
 )
-def test_about_as_many_ids_as_are_sorted_by_radix(order: int, counts: list[int], largest: int, skew: int, seed: int) -> None:
-    """From 513 ids on, and of four cores also from 513 rows on."""
+def test_ids_around_the_limit_of_the_radix_sort(order: int, counts: list[int], largest: int, skew: int, seed: int) -> None:
+    """It starts at 513 ids, and for four cores also at 513 rows."""
     torch.manual_seed(seed)
     row_shapes = [torch.randint(1, largest, (order,)).tolist() for _ in counts]
     ids = [
@@ -113,7 +113,7 @@ def test_about_as_many_ids_as_are_sorted_by_radix(order: int, counts: list[int],
 
 
 def ids_in(row_shapes: Shapes, count: int = 20) -> list[Tensor]:
-    """Of every table the first and the last row, and the first again; others at random."""
+    """Draw ids of every table: the first row twice, the last row, and random ones."""
     sizes = [math.prod(shape) for shape in row_shapes]
     return [torch.cat([torch.tensor([size - 1, 0, size // 2, size - 1]), torch.randint(size, (count,))]) for size in sizes]
 
@@ -121,7 +121,7 @@ def ids_in(row_shapes: Shapes, count: int = 20) -> list[Tensor]:
 @pytest.mark.parametrize(
     "row_shapes",
     [
-        # Sizes about those at which the sort of the ids takes one pass more.
+        # Sizes around those at which sorting the ids takes one more pass.
         pytest.param([(m,) for m in (1, 2, 3, 2**11 - 1, 2**11, 2**11 + 1, 2**22, 2**22 + 1, 2**31, 2**33 + 5)], id="one core"),
         pytest.param([(m, 1) for m in (1, 2, 2**12, 2**12 + 1, 2**24, 2**24 + 1, 2**30)], id="one to three passes"),
         pytest.param([(2**16, 2**15), (3, 7), (2**20 - 3, 2**20)], id="two cores, up to 2^40 rows"),
@@ -142,13 +142,13 @@ def test_large_tables(row_shapes: Shapes) -> None:
         pytest.param([(2**16, 2**15 - 1, 2**15, 2**16 - 1), (3, 5, 2, 2)], id="four cores"),
     ],
 )
-def test_ids_too_long_to_be_packed_with_their_places(row_shapes: Shapes, count: int) -> None:
-    """Some 2^61 rows; an id and its place are sorted in 128 bits."""
+def test_ids_too_large_to_be_packed_with_their_positions(row_shapes: Shapes, count: int) -> None:
+    """Some 2^61 rows; an id and its position are sorted in 128 bits."""
     check(ids_in(row_shapes, count), row_shapes, impls=["auto"])
 
 
-def test_more_than_a_word_of_ids_takes_many_places() -> None:
-    # 2^54 rows fit a word of 64 bits with 2^10 places and not with one more.
+def test_ids_and_positions_that_just_exceed_a_word() -> None:
+    # 2^54 rows fit into a word of 64 bits with 2^10 positions, but not with one more.
     for count in (1020, 1021):
         row_shapes = [(2**27, 2**27)]
         check(ids_in(row_shapes, count), row_shapes, impls=["auto"])
@@ -244,7 +244,7 @@ def test_ids_of_other_types_are_refused(dtype: torch.dtype, impl: str) -> None:
         ([torch.tensor([0, 1, 2])[::2]], [4], [2, 2], r"ids\[0\] is not a contiguous tensor on CPU: move it, or copy it"),
     ],
 )
-def test_the_operator_refuses_what_it_cannot_plan(
+def test_the_operator_refuses_bad_arguments(
     ids: list[Tensor], num_embeddings: list[int], row_shapes: list[int], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):

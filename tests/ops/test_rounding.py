@@ -1,4 +1,4 @@
-"""Updates of cores of 16 bits are rounded at random: small steps add up as those of float32 cores, and a seed repeats them."""
+"""Updates of 16-bit cores are rounded at random: small steps add up as in float32, and a seed reproduces them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 
 
 def train(kind: str, dtype: torch.dtype, value: float) -> tuple[TTEmbeddingBag, torch.optim.Optimizer]:
-    """Look up one row again and again, whose gradient is small beside the numbers of the cores and the optimizer's sums."""
+    """Train on one row, whose gradient is small compared with the numbers of the cores and the optimizer's sums."""
     bag = TTEmbeddingBag(6, 1024, shape=SHAPE, dtype=dtype)
     for parameter in bag.parameters():
         nn.init.constant_(parameter, value)
@@ -46,7 +46,7 @@ def test_small_steps_add_up(kind: str, dtype: torch.dtype) -> None:
             mean, true = narrow[:, 0].float().mean().item(), expected[:, 0].mean().item()
             assert abs(mean - true) < 0.5 * torch.finfo(dtype).eps * abs(true)
     moved = value - exact.core_0[:, 0].mean().item()
-    assert moved > 1.0 * torch.finfo(dtype).eps * value, "far enough to tell from cores that stay"
+    assert moved > 1.0 * torch.finfo(dtype).eps * value, "far enough to differ from unchanged cores"
     assert (bag.core_0[:, 1:] == value).all(), "slices that no row uses"
 
 
@@ -61,7 +61,7 @@ def test_a_seed_repeats_the_rounding() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_numbers_that_need_no_rounding_stay(dtype: torch.dtype) -> None:
-    """Infinite and undefined ones too, and those below the smallest normal number."""
+    """This includes infinities, NaN, and numbers below the smallest normal one."""
     numbers = torch.tensor([0.0, -1.0, 3.5, 2.0**-14, 2.0**-24, -3 * 2.0**-24, float("inf"), float("nan")] * 32).to(dtype)
     bag = TTEmbeddingBag(6, 1024, shape=SHAPE, dtype=dtype)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Bags for requests: the operator against its definition, and the definition against the dense matrix."""
+"""Bags for requests: the operator agrees with its definition, and the definition with the dense matrix."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def table(
 
 
 def request_of(tables: list[ServedTable], batch: int, longest: int = 3) -> tuple[Tensor, Tensor]:
-    """Ragged bags in which the first and the last id of every table occur; neighbouring bags share ids."""
+    """Draw ragged bags with every table's first and last id; neighboring bags share ids."""
     lengths = torch.randint(0, longest + 1, (len(tables), batch))
     lengths[:, batch // 2 :] = 1
     values = []
-    for feature, of_bags in zip(tables, lengths, strict=True):
-        ids = torch.randint(0, feature.rows, (int(of_bags.sum()),))
+    for feature, table_lengths in zip(tables, lengths, strict=True):
+        ids = torch.randint(0, feature.rows, (int(table_lengths.sum()),))
         ids[:1] = 0
         ids[-3:] = feature.rows - 1
         values.append(ids)
@@ -60,7 +60,7 @@ def request_of(tables: list[ServedTable], batch: int, longest: int = 3) -> tuple
 @pytest.mark.parametrize("mean", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_it_is_its_definition(shape: tuple, dtype: torch.dtype, mean: bool) -> None:
+def test_the_operator_equals_its_definition(shape: tuple, dtype: torch.dtype, mean: bool) -> None:
     columns = shape[3]
     dense = ServedTable(name="dense", rows=19, columns=columns, mean=mean, formed=torch.randn(19, columns))
     tables = [table(*shape, mean=mean), dense, table(*shape, mean=mean, formed=5)]
@@ -130,7 +130,7 @@ def test_bad_requests(packed: Packed, values: list[int], lengths: list[int], mes
 
 def test_random_layouts_never_read_outside_the_storage(packed: Packed) -> None:
     values, lengths = torch.tensor([75, 1, 75, 2]), torch.ones(4).long()
-    refused = 0  # the sanitizers watch the others
+    refused = 0  # sanitizers check the other calls
     for number in range(packed.layout.shape[1]):
         for changed in (-1, 3, 2**20, 2**40, 2**62):
             layout = packed.layout.clone()

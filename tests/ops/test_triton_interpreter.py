@@ -1,4 +1,4 @@
-"""The tests of Triton kernels in Triton's interpreter, in a process of their own."""
+"""Runs the tests of Triton kernels in Triton's interpreter, in a separate process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FILES = ("test_bags_triton.py", "test_gathered_matmul_triton.py", "test_gathered
 
 
 def test_kernels_in_the_interpreter() -> None:
-    # Triton reads the variable while it is imported, and other tests have imported it before.
+    # Triton reads the variable on import, and other tests may have imported it already.
     files = [str(Path(__file__).with_name(name)) for name in FILES]
     arguments = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not gpu", "-k", "triton", *files]
     run = subprocess.run(arguments, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)

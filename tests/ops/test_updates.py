@@ -1,4 +1,4 @@
-"""Optimizers applied in backward, slice by slice, against their formulas in plain torch: parameters and state after batches."""
+"""Optimizers applied in backward, slice by slice, agree with their formulas in plain torch: parameters and state after batches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from comera_rec import TTEmbeddingBag
 from comera_rec.ops import plan_lookup, tt_bags
 from comera_rec.tt import TTShape, row_digits
 
-with warnings.catch_warnings(action="ignore"):  # of torch.jit, which the module uses
+with warnings.catch_warnings(action="ignore"):  # about torch.jit, which the module uses
     from torch.distributed.optim import _apply_optimizer_in_backward
     from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
     from torchrec.optim import RowWiseAdagrad
@@ -25,9 +25,9 @@ SHAPES = {
     3: [TTShape((4, 5, 3), (2, 2, 4), (3, 6)), TTShape((2, 3, 6), (2, 2, 4), (4, 1))],
     4: [TTShape((3, 4, 2, 5), (2, 1, 3, 2), (4, 5, 3)), TTShape((2, 2, 3, 3), (2, 1, 3, 2), (1, 2, 2))],
 }
-HOT_ROWS: tuple[tuple[int, int], ...] = ((4, 3), (2, 2))  # of the first table, some met by every other batch
+HOT_ROWS: tuple[tuple[int, int], ...] = ((4, 3), (2, 2))  # of the first table; some are used by every other batch
 every_order = pytest.mark.parametrize("order", [2, 3, 4])
-EPS = {"eps": 1e-2}  # large beside what rounding makes of gradients that are zero
+EPS = {"eps": 1e-2}  # large compared with rounding errors of zero gradients
 SGD, ADAGRAD, ADAM = torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam
 CASES = {
     "SGD": (SGD, {"lr": 0.05}),
@@ -47,7 +47,7 @@ every_case = pytest.mark.parametrize(("kind", "settings"), CASES.values(), ids=C
 
 
 class Batch(NamedTuple):
-    """Jagged bags of two features, some ids in none; and the gradient of what is looked up."""
+    """Jagged bags of two features, with ids in no bag, and the gradient of the pooled rows."""
 
     ids: list[Tensor]
     offsets: Tensor
@@ -61,7 +61,7 @@ def make_tables(order: int, dtype: torch.dtype = torch.float32, shapes: Sequence
         hot_rows = () if len(tables) else HOT_ROWS
         table = TTEmbeddingBag(shape.num_rows, shape.num_cols, shape=shape, dtype=dtype, hot_rows=hot_rows)
         for block in table.hot_blocks():
-            nn.init.normal_(block.core_0)  # which starts at zero
+            nn.init.normal_(block.core_0)  # it starts at zero
         for rank in (rank for module in (table, *table.hot_blocks()) for rank in module.rank_parameters()):
             nn.init.uniform_(rank, 0.5, 1.5)
         tables.append(table)
@@ -69,11 +69,11 @@ def make_tables(order: int, dtype: torch.dtype = torch.float32, shapes: Sequence
 
 
 def make_batches(tables: nn.ModuleList, count: int = 4, lookups: int = 30, dtype: torch.dtype = torch.float32) -> list[Batch]:
-    """Each of few leading digits, and of other ones than the one before; of numbers that the type can hold."""
+    """Draw batches with few leading digits, each with others than the last, and numbers that the type can represent."""
     batches = []
     for step in range(count):
         ids = [(torch.rand(lookups) * 0.6 * table.num_embeddings).long() for table in tables]
-        ids = [of_table if step % 2 else table.num_embeddings - 1 - of_table for table, of_table in zip(tables, ids, strict=True)]
+        ids = [low if step % 2 else table.num_embeddings - 1 - low for table, low in zip(tables, ids, strict=True)]
         total = lookups * len(tables)
         offsets = torch.cat([torch.tensor([0]), torch.randint(total - 3, (10 * len(tables),)).sort().values])
         weights, gradient = torch.rand(total) + 0.5, torch.randn(10, len(tables) * tables[0].embedding_dim)
@@ -108,26 +108,26 @@ def backward(tables: nn.ModuleList, batch: Batch, **arguments: Any) -> None:
 
 
 def masks(tables: nn.ModuleList, batch: Batch) -> list[Tensor]:
-    """For all parameters, as they multiply these: which slices the batch met. Diagonals belong to every row."""
-    met = []
+    """Masks, shaped like all parameters, of the slices that the batch uses; every row uses the diagonals."""
+    used = []
     for table, ids in zip(tables, batch.ids, strict=True):
         digits = row_digits(ids, table.shape.row_shape)
-        for core, of_core in zip(table.cores(), digits, strict=True):
-            is_met = torch.zeros(core.shape[1], dtype=torch.bool).index_fill(0, of_core, True)
-            met.append(is_met.view(1, -1, 1, 1).expand(core.shape))
-        met += [torch.ones_like(rank, dtype=torch.bool) for rank in table.rank_parameters()]
+        for core, core_digits in zip(table.cores(), digits, strict=True):
+            is_used = torch.zeros(core.shape[1], dtype=torch.bool).index_fill(0, core_digits, True)
+            used.append(is_used.view(1, -1, 1, 1).expand(core.shape))
+        used += [torch.ones_like(rank, dtype=torch.bool) for rank in table.rank_parameters()]
         for block in table.hot_blocks():
             rows = torch.zeros(block.num_rows, dtype=torch.bool)
             rows[ids[(ids >= block.first) & (ids < block.first + block.num_rows)] - block.first] = True
-            met += [rows.view(1, -1, 1, 1).expand(block.core_0.shape), rows.any().expand(block.core_1.shape)]
-            met += [torch.ones_like(block.rank_1, dtype=torch.bool)]
-    return met
+            used += [rows.view(1, -1, 1, 1).expand(block.core_0.shape), rows.any().expand(block.core_1.shape)]
+            used += [torch.ones_like(block.rank_1, dtype=torch.bool)]
+    return used
 
 
 def step_by_formula(
-    kind: type, settings: dict[str, Any], parameter: Tensor, gradient: Tensor, is_met: Tensor, state: dict[str, Any]
+    kind: type, settings: dict[str, Any], parameter: Tensor, gradient: Tensor, is_used: Tensor, state: dict[str, Any]
 ) -> None:
-    """A step in place. State, and parameters, of slices that the batch did not meet stay as they are."""
+    """Take a step in place. Parameters and state of slices that the batch doesn't use stay unchanged."""
     lr, eps, (b1, b2) = settings["lr"], settings.get("eps"), settings.get("betas", (0.9, 0.999))
     state["step"] = state.get("step", 0) + 1
     lr /= 1 + (state["step"] - 1) * settings.get("lr_decay", 0)
@@ -138,15 +138,15 @@ def step_by_formula(
     elif kind is ADAM:
         for name, beta, value in (("exp_avg", b1, g), ("exp_avg_sq", b2, g * g)):
             before = state.setdefault(name, initial)
-            state[name] = torch.where(is_met, beta * before + (1 - beta) * value, before)
+            state[name] = torch.where(is_used, beta * before + (1 - beta) * value, before)
         first, second = state["exp_avg"] / (1 - b1 ** state["step"]), state["exp_avg_sq"] / (1 - b2 ** state["step"])
         change = lr * first / (second.sqrt() + eps)
     else:
-        of_slice = [0, 2, 3] if parameter.dim() == 4 else [0]
-        square = (g * g).mean(of_slice, keepdim=True).expand(g.shape) if kind is RowWiseAdagrad else g * g
-        state["sum"] = torch.where(is_met, state.get("sum", initial) + square, state.get("sum", initial))
+        slice_dims = [0, 2, 3] if parameter.dim() == 4 else [0]
+        square = (g * g).mean(slice_dims, keepdim=True).expand(g.shape) if kind is RowWiseAdagrad else g * g
+        state["sum"] = torch.where(is_used, state.get("sum", initial) + square, state.get("sum", initial))
         change = lr * g / (state["sum"].sqrt() + eps)
-    parameter.sub_(torch.where(is_met, change, torch.zeros_like(change)))
+    parameter.sub_(torch.where(is_used, change, torch.zeros_like(change)))
 
 
 def apply(kind: type, parameters: Iterable[Tensor], settings: dict[str, Any]) -> None:
@@ -159,18 +159,18 @@ def optimizer_of(parameter: Tensor) -> torch.optim.Optimizer:
 
 
 def chosen(tables: nn.ModuleList, kind: type, which: str = "all") -> list[nn.Parameter]:
-    """All parameters or the cores alone, and of these alone for an optimizer that takes no vectors."""
+    """All parameters, or only the cores, also if the optimizer doesn't accept vectors."""
     with_diagonals = which == "all" and kind is not RowWiseAdagrad
     return [parameter for parameter in tables.parameters() if with_diagonals or parameter.dim() == 4]
 
 
 def as_stored(state: Tensor, actual: Tensor) -> Tensor:
-    """Row-wise sums are one a slice."""
+    """Convert state to its stored form: row-wise sums have one number per slice."""
     return state[0, :, 0, 0] if actual.dim() == 1 and state.dim() == 4 else state
 
 
 def assert_near(actual: Tensor, expected: Tensor, tolerance: float = 1e-4) -> None:
-    """Up to a part of the largest value."""
+    """Compare relative to the largest value."""
     torch.testing.assert_close(actual.double(), expected, rtol=0, atol=tolerance * float(expected.abs().max()))
 
 
@@ -184,25 +184,23 @@ def test_parameters_and_states_follow_the_formulas(order: int, kind: type, setti
     expected = copy.deepcopy(tables).double().requires_grad_()
     states: list[dict[str, Any]] = [{} for _ in tables.parameters()]
     for step, batch in enumerate(make_batches(tables)):
-        now = {**settings, "lr": settings["lr"] / (1 + step)}  # as a schedule would
+        now = {**settings, "lr": settings["lr"] / (1 + step)}  # like a schedule
         for parameter in updated:
             optimizer_of(parameter).param_groups[0]["lr"] = now["lr"]
         before = [parameter.detach().clone() for parameter in tables.parameters()]
         backward(tables, batch, mode=mode)
         gradients = differentiate(expected, batch, mode)
-        of_parameters = zip(
-            tables.parameters(), expected.parameters(), gradients, masks(tables, batch), states, before, strict=True
-        )
-        for parameter, exact, gradient, is_met, state, value in of_parameters:
+        cases = zip(tables.parameters(), expected.parameters(), gradients, masks(tables, batch), states, before, strict=True)
+        for parameter, exact, gradient, is_used, state, value in cases:
             if not any(parameter is other for other in updated):
                 assert torch.equal(parameter, value)
                 assert_near(parameter.grad, gradient)
                 parameter.grad = None
                 continue
             assert parameter.grad is None
-            assert torch.equal(parameter[~is_met], value[~is_met])
+            assert torch.equal(parameter[~is_used], value[~is_used])
             assert not torch.equal(parameter, value) or not gradient.any()
-            step_by_formula(kind, now, exact.data, gradient, is_met, state)
+            step_by_formula(kind, now, exact.data, gradient, is_used, state)
             assert_near(parameter.detach(), exact.detach())
             actual = dict(optimizer_of(parameter).state[parameter])
             assert int(actual.pop("step", step + 1)) == state["step"] == step + 1
@@ -233,24 +231,24 @@ def test_it_makes_no_difference_to_what_torchs_optimizers_learn(order: int, name
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @every_case
 def test_cores_of_16_bits(kind: type, settings: dict[str, Any], dtype: torch.dtype) -> None:
-    """A step is computed in float32 and rounded once, in slices of more than one block of numbers."""
+    """A step is computed in float32 and rounded once, also for slices of several blocks of numbers."""
     tables = make_tables(2, dtype, [TTShape((5, 4), (15, 3), (21,))])
     (batch,) = make_batches(tables, 1, lookups=9, dtype=dtype)
     updated = chosen(tables, kind)
     apply(kind, updated, settings)
     expected = copy.deepcopy(tables).double()
     before = [parameter.detach().clone() for parameter in tables.parameters()]
-    gradients, met = differentiate(expected, batch), masks(tables, batch)
+    gradients, used = differentiate(expected, batch), masks(tables, batch)
     backward(tables, batch)
     rounding = torch.finfo(dtype).eps
-    of_parameters = zip(tables.parameters(), expected.parameters(), gradients, met, before, strict=True)
-    for parameter, exact, gradient, is_met, value in of_parameters:
+    cases = zip(tables.parameters(), expected.parameters(), gradients, used, before, strict=True)
+    for parameter, exact, gradient, is_used, value in cases:
         if not any(parameter is other for other in updated):
             continue
         state: dict[str, Any] = {}
-        step_by_formula(kind, settings, exact.data, gradient, is_met, state)
+        step_by_formula(kind, settings, exact.data, gradient, is_used, state)
         torch.testing.assert_close(parameter.detach().double(), exact.detach(), rtol=rounding, atol=1e-6)
-        assert torch.equal(parameter[~is_met], value[~is_met])
+        assert torch.equal(parameter[~is_used], value[~is_used])
         for name in state.keys() - {"step"}:
             actual = optimizer_of(parameter).state[parameter][name]
             torch.testing.assert_close(actual.double(), as_stored(state[name], actual), rtol=2 * rounding, atol=1e-6)
@@ -279,7 +277,7 @@ def test_updates_do_not_depend_on_the_number_of_threads(order: int, case: str, o
     assert all(map(torch.equal, one, two))
 
 
-def test_every_parameter_has_settings_of_its_own() -> None:
+def test_every_parameter_has_its_own_settings() -> None:
     tables = make_tables(3)
     (batch,) = make_batches(tables, 1)
     expected = copy.deepcopy(tables).double()
@@ -302,7 +300,7 @@ def test_weights_have_their_gradients() -> None:
     assert torch.equal(batch.weights.grad, expected)
 
 
-def test_states_of_a_checkpoint_that_keeps_no_strides_are_taken() -> None:
+def test_states_from_a_checkpoint_without_strides_are_accepted() -> None:
     tables = make_tables(3)
     batches = make_batches(tables)
     apply(ADAM, tables.parameters(), {"lr": 0.1})
@@ -322,7 +320,7 @@ def test_states_of_a_checkpoint_that_keeps_no_strides_are_taken() -> None:
     assert all(map(torch.equal, tables.parameters(), again.parameters()))
 
 
-# What is not updated in backward
+# Parameters that are not updated in backward
 
 
 OTHERS = {
@@ -338,7 +336,7 @@ OTHERS = {
 
 
 def train_by_step(kind: type, settings: dict[str, Any], tables: nn.ModuleList, batches: list[Batch]) -> nn.ModuleList:
-    """By an optimizer that steps after backward."""
+    """Train with an optimizer that steps after backward."""
     trained = copy.deepcopy(tables)
     optimizer = kind(trained.parameters(), **settings)
     for batch in batches:
@@ -360,7 +358,7 @@ def test_other_optimizers_step_by_torchs_hook(kind: type, settings: dict[str, An
 
 
 @pytest.mark.parametrize("which", ["two kinds", "some cores", "two of one core"])
-def test_optimizers_that_are_not_alike_step_by_torchs_hook(which: str) -> None:
+def test_optimizers_that_differ_step_by_torchs_hook(which: str) -> None:
     tables = make_tables(2)
     (batch,) = make_batches(tables, 1)
     expected = train_by_step(SGD, {"lr": 0.1}, tables, [batch])
@@ -392,8 +390,8 @@ def test_row_wise_adagrad_of_some_cores_is_refused() -> None:
         look_up(tables, batch)
 
 
-def test_gradients_can_be_asked_for() -> None:
-    """As where they are to be averaged over processes first; then torch's hook steps."""
+def test_gradients_can_be_requested() -> None:
+    """For example to average them over processes first; then torch's hook steps."""
     tables = make_tables(3)
     (batch,) = make_batches(tables, 1)
     expected = train_by_step(SGD, {"lr": 0.1}, tables, [batch])
@@ -403,7 +401,7 @@ def test_gradients_can_be_asked_for() -> None:
 
 
 def test_without_their_hooks_parameters_have_gradients() -> None:
-    """DistributedDataParallel removes them, to step when gradients are averaged."""
+    """DistributedDataParallel removes the hooks, to step after averaging gradients."""
     tables = make_tables(3)
     (batch,) = make_batches(tables, 1)
     values, gradients = [parameter.detach().clone() for parameter in tables.parameters()], differentiate(tables, batch)
@@ -417,7 +415,7 @@ def test_without_their_hooks_parameters_have_gradients() -> None:
         assert_near(parameter.grad, gradient.double())
 
 
-def test_other_tensors_in_a_tables_place_have_gradients() -> None:
+def test_tensors_in_place_of_parameters_have_gradients() -> None:
     table, bags = make_tables(3)[0], (torch.tensor([3, 7, 3, 50]), torch.tensor([0, 1]))
     values = {name: parameter.detach().clone().requires_grad_() for name, parameter in table.named_parameters()}
     expected = torch.autograd.grad(table(*bags).square().sum(), list(table.parameters()))
@@ -443,12 +441,12 @@ def test_nothing_is_updated_without_a_backward(context: Callable) -> None:
 
 def test_batches_without_ids_change_no_slice() -> None:
     tables = make_tables(3)
-    (met, *_) = make_batches(tables, 1)
+    (used, *_) = make_batches(tables, 1)
     apply(ADAM, chosen(tables, ADAM, "cores"), {"lr": 0.1})
-    backward(tables, met)
+    backward(tables, used)
     values = [core.detach().clone() for table in tables for core in table.cores()]
     none = torch.zeros(0, dtype=torch.int64)
-    backward(tables, Batch([none, none], torch.zeros(21, dtype=torch.int64), torch.zeros(0), met.gradient))
+    backward(tables, Batch([none, none], torch.zeros(21, dtype=torch.int64), torch.zeros(0), used.gradient))
     assert all(map(torch.equal, (core for table in tables for core in table.cores()), values))
 
 

@@ -1,4 +1,4 @@
-"""Targets are met: by both objectives, in every unit, over all layers, with accumulated and scaled gradients, across a resume."""
+"""Schedules reach targets: both objectives, every unit, over all layers, accumulated and scaled gradients, after resuming."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS = 240
 
 
 class Recommender(nn.Module):
-    """Six tables of several sizes, and a layer; a dense head."""
+    """A model with six tables of several sizes, a TT layer, and a dense head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def expected(seed: int) -> Tensor:
 
 
 class Run:
-    """A training whose parts can be taken apart."""
+    """A training run that can be stopped and resumed."""
 
     def __init__(self, config: RankConfig, seed: int = 0, optimizer: Any = None, accumulate: int = 1) -> None:
         torch.manual_seed(seed)
@@ -77,7 +77,7 @@ def test_the_size_ends_at_its_target(target: float, seed: int) -> None:
     assert 0.99 * target * early <= count_tt_params(run.model) <= target * early + 1
 
 
-def test_truncation_is_spread_over_the_stage_and_late_steps_take_less() -> None:
+def test_truncation_is_spread_over_the_stage_and_late_steps_remove_less() -> None:
     run = Run(config(objective="budget", target_size=0.2))
     run.go(51)
     sizes = [entry["params"] for entry in run.scheduler.history if entry["step"] >= 10]
@@ -100,7 +100,7 @@ def test_every_unit(target: dict, wanted_bytes: int | None) -> None:
     run = Run(config(objective="budget", **target))
     if wanted_bytes is None:
         dense = 4 * (8 * 3150 + 48 * 32)
-        others = 4 * (32 + 32 + 1)  # the layer's bias and the head
+        others = 4 * (32 + 32 + 1)  # the layer's bias, and the head
         wanted_bytes = int((dense + others) / 5) - others
     run.go(51)
     assert 0.99 * wanted_bytes <= run.scheduler.history[-1]["bytes"] <= wanted_bytes
@@ -172,7 +172,7 @@ def test_resuming_gives_the_same_run(stop: int) -> None:
 
 
 def test_ranks_go_where_the_loss_needs_them_though_magnitudes_lie() -> None:
-    """Half of the tables are not read; scale is moved between cores and D such that |D| prefers them."""
+    """Half of the tables are unused; scale is moved between cores and D so that |D| is largest for those."""
     kept = {}
     for score in ("taylor", "norm", "magnitude"):
         run = Run(config(objective="budget", target_size=0.3, score=score, early_steps=20))
@@ -212,8 +212,8 @@ def test_a_compression_beyond_what_the_dense_layers_allow_is_refused_at_once() -
         Run(config(objective="budget", target_compression=500.0))
 
 
-def test_a_small_layer_outlasts_a_large_table() -> None:
-    """Norms are relative: a table's is larger for its many rows, and a network without its layers says nothing."""
+def test_a_small_layer_keeps_its_ranks_beside_a_large_table() -> None:
+    """Norms are relative: a table's norm is larger due to its many rows, but without its layers a network predicts nothing."""
     model = nn.ModuleDict({"table": TTEmbeddingBag(100_000, 16, tt_ranks=8), "layer": TTLinear(32, 32, tt_ranks=8)})
     before = {name: module.shape.ranks for name, module in named_tt_modules(model)}
     scheduler = RankScheduler(

@@ -1,4 +1,4 @@
-"""Growing ranks: the same output, gradients that reach the new ones, optimizer state that fits, errors that say what to give."""
+"""Growing ranks: the output stays, gradients reach the new ranks, optimizer state fits, and errors name the remedy."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def train(model: nn.Module, optimizer: Optimizer, steps: int) -> list[float]:
     return losses
 
 
-def test_new_entries_are_drawn_as_widely_as_the_old_ones() -> None:
+def test_new_entries_have_the_standard_deviation_of_the_old_ones() -> None:
     table = TTEmbeddingBag(40_000, 64, tt_ranks=8, dtype=torch.float64)
     old = table.core_0.detach().std()
     grow_ranks_(table, {"": (24,)})
@@ -66,7 +66,7 @@ def test_a_table_that_was_truncated_away_grows_from_its_initial_scale() -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_same_output_and_training_goes_on(name: str) -> None:
+def test_same_output_and_training_continues(name: str) -> None:
     model = Net()
     optimizer = OPTIMIZERS[name](model.parameters())
     train(model, optimizer, 5)
@@ -86,11 +86,11 @@ def test_same_output_and_training_goes_on(name: str) -> None:
                 assert (optimizer.state[parameter][state] > 0).any()
     losses = train(model, optimizer, 40)
     assert losses[-1] < losses[0]
-    new = model.layer.core_2[3:, :, :, :2]  # from new ranks to old: zero at first
+    new = model.layer.core_2[3:, :, :, :2]  # from new ranks to old ones: zero at first
     assert (new != 0).all(), "the new ranks have learned"
 
 
-def test_truncation_takes_back_what_growth_added() -> None:
+def test_truncation_removes_what_growth_added() -> None:
     model = Net()
     state = {key: value.clone() for key, value in model.state_dict().items()}
     grow_ranks_(model, GROWN)
@@ -102,7 +102,7 @@ def test_truncation_takes_back_what_growth_added() -> None:
 
 
 @pytest.mark.parametrize("gone", ["table", "layer"])
-def test_a_train_that_was_gone_learns_again(gone: str) -> None:
+def test_a_vanished_tt_module_learns_again(gone: str) -> None:
     model = Net()
     optimizer = Adam(model.parameters(), lr=0.01)
     train(model, optimizer, 2)

@@ -1,4 +1,4 @@
-"""Scores of ranks are what their definitions say, and do not depend on how scale is spread over the cores."""
+"""Scores of ranks follow their definitions, and don't depend on how scale is spread over the cores."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def module(request: pytest.FixtureRequest) -> TTModule:
 
 
 def terms(module: TTModule, bond: int) -> list[Tensor]:
-    """The matrix that each rank of a bond adds."""
+    """The matrix that each rank of a bond contributes."""
     rank, terms = module.rank_parameters()[bond], []
     for j in range(len(rank)):
         kept = rank.detach().clone()
@@ -54,7 +54,7 @@ def observed(module: TTModule, scale: float = 1.0) -> list[Tensor]:
 
 
 def rescale_(module: TTModule) -> None:
-    """The same matrix: random factors move between the cores and D."""
+    """Move random factors between the cores and D, keeping the matrix the same."""
     generator = torch.Generator().manual_seed(9)
     with torch.no_grad():
         for k, rank in enumerate(module.rank_parameters()):
@@ -64,8 +64,8 @@ def rescale_(module: TTModule) -> None:
             rank.div_(left * right)
 
 
-def test_norms_count_what_is_left_of_their_matrix(module: TTModule) -> None:
-    """Whatever the scale of the matrix, which tells nothing about the layer's value; the last rank of a bond scores highest."""
+def test_norms_are_relative_to_what_is_left_of_the_matrix(module: TTModule) -> None:
+    """The scale of the matrix doesn't matter, as it says nothing about a layer's value; the last rank of a bond scores highest."""
     for factor in (1.0, 100.0):
         with torch.no_grad():
             module.core_0.mul_(factor)
@@ -84,11 +84,11 @@ def test_taylor_scores_are_squared_first_order_changes(module: TTModule) -> None
         for bond in range(module.shape.order - 1)
     ]
     total = torch.cat(expected).sum()
-    for actual, wanted in zip(observed(module), expected, strict=True):
-        torch.testing.assert_close(actual, wanted / total)
+    for actual, exact in zip(observed(module), expected, strict=True):
+        torch.testing.assert_close(actual, exact / total)
 
 
-def test_the_gauge_does_not_matter_but_to_the_magnitude(module: TTModule) -> None:
+def test_the_gauge_only_matters_to_the_magnitude(module: TTModule) -> None:
     before = norm_scores(module), observed(module), magnitude_scores(module)
     rescale_(module)
     after = norm_scores(module), observed(module), magnitude_scores(module)
@@ -103,7 +103,7 @@ def test_the_scale_of_the_loss_does_not_matter(module: TTModule) -> None:
 
 def test_scores_are_a_running_mean_of_shares() -> None:
     module, scores = MODULES["order 2"](), TaylorScores()
-    shares = torch.eye(5, dtype=torch.float64)[:3]  # each step's whole loss hangs on one rank
+    shares = torch.eye(5, dtype=torch.float64)[:3]  # each step's loss depends on one rank only
     for share in shares:
         module.rank_1.grad = share / module.rank_1.detach()
         scores.observe([module])
@@ -122,7 +122,7 @@ def test_steps_that_are_not_finite_leave_finite_scores() -> None:
         TaylorScores().scores([module])
 
 
-def test_a_train_that_is_gone_has_no_scores() -> None:
+def test_a_vanished_tt_module_has_no_scores() -> None:
     module = MODULES["order 3"]()
     module.resize_ranks_((0, 0))
     assert [len(scores) for scores in norm_scores(module)] == [0, 0]

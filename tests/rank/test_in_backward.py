@@ -1,4 +1,4 @@
-"""Ranks of parameters whose optimizers were applied in backward: the state follows, and training goes on."""
+"""Changing ranks of parameters whose optimizers were applied in backward: state is adapted, and training continues."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import comera_rec as cr
 
-with warnings.catch_warnings(action="ignore"):  # of torch.jit, which the module uses
+with warnings.catch_warnings(action="ignore"):  # about torch.jit, which the module uses
     from torch.distributed.optim import _apply_optimizer_in_backward, _get_in_backward_optimizers
     from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
     from torchrec.optim import RowWiseAdagrad
@@ -20,7 +20,7 @@ IDS = torch.arange(72)[:, None]
 
 
 def make(kind: type, settings: dict, parameters: str = "core") -> nn.Sequential:
-    """A table and a TT layer whose cores, or all of whose parameters, have separate optimizers."""
+    """Build a table and a TT layer whose cores, or all of whose parameters, have separate optimizers."""
     model = nn.Sequential(cr.TTEmbeddingBag(72, 16, shape=SHAPE), cr.TTLinear(16, 12, tt_ranks=4))
     chosen = [p for name, p in model.named_parameters() if parameters in name]
     _apply_optimizer_in_backward(kind, chosen, settings)
@@ -28,7 +28,7 @@ def make(kind: type, settings: dict, parameters: str = "core") -> nn.Sequential:
 
 
 def step(model: nn.Sequential) -> dict[str, Tensor]:
-    """The change of every parameter."""
+    """Take a step; return the change of every parameter."""
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     model(IDS).square().mean().backward()
     return {name: parameter.detach() - before[name] for name, parameter in model.named_parameters()}
@@ -40,10 +40,10 @@ def step(model: nn.Sequential) -> dict[str, Tensor]:
     [
         (torch.optim.Adagrad, {"lr": 0.05}),
         (torch.optim.Adam, {"lr": 0.01}),
-        (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}),  # which only torch's hook can step
+        (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}),  # only torch's hook can take its step
     ],
 )
-def test_training_goes_on_after_ranks_change(kind: type, settings: dict, change: str) -> None:
+def test_training_continues_after_ranks_change(kind: type, settings: dict, change: str) -> None:
     model = make(kind, settings)
     step(model)
     if change == "truncate":
@@ -69,7 +69,7 @@ def cut(model: nn.Sequential) -> None:
     assert (model[0].shape.ranks, model[1].shape.ranks[1]) == ((2,), 1)
 
 
-# With Adagrad the lookup updates the table's cores; with momentum the hooks on their gradients do, as they do for the layer's.
+# With Adagrad the lookup updates the table's cores; with momentum hooks on their gradients do, as they do for the layer's.
 every_way = pytest.mark.parametrize(
     ("kind", "settings"), [(torch.optim.Adagrad, {"lr": 0.05}), (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9})]
 )
@@ -104,9 +104,9 @@ def test_cores_that_are_frozen_while_ranks_change_learn_later(kind: type, settin
     assert all(changes[name].abs().sum() > 0 for name in changes if "core" in name)
 
 
-def test_hooks_that_were_taken_away_stay_away() -> None:
+def test_removed_hooks_stay_removed() -> None:
     model = make(torch.optim.Adagrad, {"lr": 0.05})
-    for core in model[0].cores():  # as DistributedDataParallel does, to step when gradients are averaged
+    for core in model[0].cores():  # as DistributedDataParallel does, to step after averaging gradients
         for handle in param_to_optim_hook_handle_map[core]:
             handle.remove()
     cut(model)
@@ -118,7 +118,7 @@ def test_hooks_that_were_taken_away_stay_away() -> None:
     assert step(model)["0.core_0"].any(), "a hook that comes later is not put where the old size was"
 
 
-def test_a_state_dict_of_other_ranks_leaves_the_hooks() -> None:
+def test_a_state_dict_of_other_ranks_keeps_the_hooks() -> None:
     model, saved = (make(torch.optim.SGD, {"lr": 0.1}) for _ in range(2))
     cut(saved)
     model.load_state_dict(saved.state_dict())
@@ -126,8 +126,8 @@ def test_a_state_dict_of_other_ranks_leaves_the_hooks() -> None:
     assert all(changes[name].abs().sum() > 0 for name in changes if "core" in name)
 
 
-def test_tables_that_no_batch_met_yet_may_change_too() -> None:
-    """Row-wise Adagrad lays out its sums for matrices when it is made; of cores it needs others, made in the first step."""
+def test_tables_that_were_not_used_yet_may_change_too() -> None:
+    """Row-wise Adagrad creates its sums for matrices when it is built; cores need others, which the first step creates."""
     model = nn.Sequential(cr.TTEmbeddingBag(72, 16, shape=SHAPE))
     _apply_optimizer_in_backward(RowWiseAdagrad, model[0].cores(), {"lr": 0.05})
     for ranks in ((9,), (12,)):
@@ -138,7 +138,7 @@ def test_tables_that_no_batch_met_yet_may_change_too() -> None:
     assert all(step(model)[name].abs().sum() > 0 for name in ("0.core_0", "0.core_1"))
 
 
-def test_row_wise_sums_stay_as_they_are() -> None:
+def test_row_wise_sums_stay_unchanged() -> None:
     model = nn.Sequential(cr.TTEmbeddingBag(72, 16, shape=SHAPE))
     _apply_optimizer_in_backward(RowWiseAdagrad, model[0].cores(), {"lr": 0.05})
     step(model)

@@ -1,4 +1,4 @@
-"""Parameter groups: every trainable parameter once, in the group whose learning rate is meant for it."""
+"""Parameter groups: every trainable parameter is in one group, the one with its learning rate."""
 
 from __future__ import annotations
 

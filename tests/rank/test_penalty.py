@@ -1,4 +1,4 @@
-"""The differentiable size: equal to the count while every |D| is one, and its gradient is what one rank costs."""
+"""The differentiable size equals the count while every |D| is 1, and its gradient is the cost of one rank."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_halved_rank_parameter_counts_half() -> None:
     assert float(size_surrogate([module]).detach()) == 40 * 1.5 + 1.5 * 40 + 1.5
 
 
-def test_sums_over_modules_that_hold_anything() -> None:
+def test_sums_skip_modules_without_parameters() -> None:
     model = nn.Sequential(TTLinear(64, 48, tt_ranks=6), nn.Linear(48, 8), TTLinear(8, 8, tt_ranks=2))
     assert float(size_surrogate([model[0], model[2]]).detach()) == count_tt_params(model)
     assert count_tt_params(model) == model[0].shape.num_params + model[2].shape.num_params

@@ -1,4 +1,4 @@
-"""The stages on a small regression whose answer has a known low rank."""
+"""The stages of a rank schedule on a small regression whose solution has a known low rank."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch.optim import Adam
 from comera_rec import RankConfig, RankScheduler, TTEmbeddingBag, rank_param_groups
 from comera_rec.rank import count_tt_params
 
-with warnings.catch_warnings(action="ignore"):  # of torch.jit, which the module uses
+with warnings.catch_warnings(action="ignore"):  # about torch.jit, which the module uses
     from torch.distributed.optim import _apply_optimizer_in_backward
 
 ROWS, DIM, RANK = 400, 16, 24
 
 
 class Regression:
-    """A table of rank 24 learns a matrix of rank 4; one process can be stopped and another take over."""
+    """A table of rank 24 learns a matrix of rank 4; a run can be stopped and resumed by another."""
 
     def __init__(self, config: RankConfig, seed: int = 0) -> None:
         torch.manual_seed(seed)
@@ -50,7 +50,7 @@ class Regression:
 def test_the_early_stage_prices_size() -> None:
     regression = Regression(RankConfig(early_steps=10, gamma=0.5))
     loss = regression.task_loss()
-    # No rank has shrunk yet: the size is 1 in units of the initial one.
+    # No rank has shrunk yet, so the size is 1 relative to the initial size.
     assert float(regression.scheduler.loss(loss).detach()) == pytest.approx(float(loss.detach()) + 0.5)
     normed = Regression(RankConfig(early_steps=10, gamma=0.5, beta=2.0))
     mean_square = sum(float(core.detach().square().mean()) for core in normed.model["table"].cores()) / 2
@@ -99,7 +99,7 @@ def test_the_late_stage_reaches_its_target_size_within_two_per_cent(target: floa
     assert scheduler.target_params - one_rank < size <= scheduler.target_params
 
 
-def test_two_per_cent_where_a_rank_is_cheaper_than_that() -> None:
+def test_two_per_cent_if_a_rank_is_cheaper_than_that() -> None:
     torch.manual_seed(0)
     model = nn.ModuleDict({str(i): TTEmbeddingBag(200 * (i + 1), DIM, tt_ranks=30) for i in range(4)})
     optimizer = Adam(model.parameters(), lr=0.01)
@@ -143,7 +143,7 @@ def test_achievement_is_the_published_formula(task: float, objective: str) -> No
     torch.testing.assert_close(by_core, 0.4 * table.core_0.detach() / table.core_0.numel())
 
 
-def test_achievement_removes_nothing_but_what_its_price_has_shrunk() -> None:
+def test_achievement_removes_only_ranks_that_its_price_has_shrunk() -> None:
     settings = {
         "objective": "achievement", "early_steps": 150, "late_steps": 150, "target_size": 0.2, "gamma": 0.0, "truncate_every": 5,
         "threshold": 0.05,
@@ -151,15 +151,15 @@ def test_achievement_removes_nothing_but_what_its_price_has_shrunk() -> None:
     free = Regression(RankConfig(**settings, w_size=0.0, rho=0.0))
     free.run(310)
     assert free.scheduler.stage == "done"
-    assert free.model["table"].shape.ranks == (RANK,), "no price, no ceiling"
+    assert free.model["table"].shape.ranks == (RANK,), "without a price there is no limit"
     priced = Regression(RankConfig(**settings, w_size=1.0))
     priced.run(310)
     assert 0 < priced.model["table"].shape.ranks[0] < RANK
     ends = [entry["step"] for entry in priced.scheduler.history if entry["stage"] == "done"]
-    assert ends[0] == 300, "not as soon as the size is met"
+    assert ends[0] == 300, "not as soon as the size is reached"
 
 
-def test_the_price_is_charged_once_a_step_however_many_parts_a_batch_has() -> None:
+def test_the_price_is_charged_once_per_step_however_many_parts_a_batch_has() -> None:
     for stage_steps in (0, 1):
         whole, parts = (
             Regression(
@@ -182,7 +182,7 @@ def test_the_price_is_charged_once_a_step_however_many_parts_a_batch_has() -> No
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("first", [True, False])
-def test_losses_that_are_not_finite_are_left_out_of_the_mean(bad: float, first: bool) -> None:
+def test_the_mean_ignores_losses_that_are_not_finite(bad: float, first: bool) -> None:
     scheduler = Regression(RankConfig(early_steps=9, late_steps=9, target_size=0.5)).scheduler
     losses = [bad, 2.0, 2.0] if first else [2.0, bad, 2.0]
     for loss in losses:
@@ -190,7 +190,7 @@ def test_losses_that_are_not_finite_are_left_out_of_the_mean(bad: float, first: 
     assert scheduler.state_dict()["mean_loss"] == 2.0
 
 
-def test_no_finite_loss_at_all_is_said_when_the_early_stage_ends() -> None:
+def test_an_early_stage_without_finite_losses_ends_with_an_error() -> None:
     config = RankConfig(objective="achievement", early_steps=1, late_steps=9, target_size=0.5)
     scheduler = Regression(config).scheduler
     scheduler.loss(torch.tensor(math.nan, requires_grad=True))
@@ -202,7 +202,7 @@ def test_no_finite_loss_at_all_is_said_when_the_early_stage_ends() -> None:
 def test_the_mean_of_bfloat16_losses_moves_and_survives_resuming() -> None:
     config = RankConfig(early_steps=999)
     scheduler = Regression(config).scheduler
-    for loss in [1.0] + [2.0] * 100:  # in bfloat16 a hundredth of the way rounds to nothing
+    for loss in [1.0] + [2.0] * 100:  # in bfloat16 a hundredth of the difference is rounded off
         scheduler.loss(torch.tensor(loss, dtype=torch.bfloat16, requires_grad=True))
     state = scheduler.state_dict()
     assert state["mean_loss"] == pytest.approx(2 - 0.99**100, rel=1e-3)
@@ -258,7 +258,7 @@ def test_resuming_gives_the_same_losses(stop: int) -> None:
     assert resumed.model["table"].shape == unbroken.model["table"].shape
 
 
-def test_a_state_taken_early_does_not_change_with_the_run() -> None:
+def test_a_saved_state_does_not_change_with_the_run() -> None:
     regression = Regression(RankConfig(early_steps=30, truncate_every=5))
     regression.run(7)
     state = regression.scheduler.state_dict()
@@ -308,7 +308,7 @@ LATE = {"late_steps": 5, "target_size": 0.5}
         ({"gamma": 0.0, "beta": 0.5}, "core", r"beta is 0\.5, a penalty on cores, which are updated in backward"),
     ],
 )
-def test_gradients_that_the_schedule_needs_must_not_be_used_up_in_backward(arguments: dict, part: str, message: str) -> None:
+def test_gradients_that_the_schedule_needs_must_not_be_consumed_in_backward(arguments: dict, part: str, message: str) -> None:
     model = nn.ModuleDict({"table": TTEmbeddingBag(ROWS, DIM, tt_ranks=4)})
     _apply_optimizer_in_backward(torch.optim.Adagrad, [p for name, p in model.named_parameters() if part in name], {"lr": 0.05})
     optimizer = Adam([torch.zeros(1)])
@@ -317,7 +317,7 @@ def test_gradients_that_the_schedule_needs_must_not_be_used_up_in_backward(argum
         RankScheduler(model, optimizer, RankConfig(early_steps=10, **arguments))
 
 
-def test_a_schedule_that_needs_no_gradients_takes_any_optimizer() -> None:
+def test_a_schedule_that_needs_no_gradients_accepts_any_optimizer() -> None:
     model = nn.ModuleDict({"table": TTEmbeddingBag(ROWS, DIM, tt_ranks=4)})
     _apply_optimizer_in_backward(torch.optim.Adagrad, model.parameters(), {"lr": 0.05})
     config = RankConfig(early_steps=2, gamma=0.0, threshold=0.0, score="norm", objective="budget", truncate_every=2, **LATE)
@@ -350,7 +350,7 @@ def test_frozen_modules_keep_their_ranks() -> None:
         RankScheduler(model.requires_grad_(False), optimizer, config)
 
 
-def test_a_module_that_is_frozen_later_is_not_shrunk_unnoticed() -> None:
+def test_a_module_that_is_frozen_later_is_an_error() -> None:
     regression = Regression(RankConfig(early_steps=2))
     regression.run(1)
     regression.model.requires_grad_(False)
@@ -372,7 +372,7 @@ def test_a_loss_for_each_sample_is_refused() -> None:
         Regression(RankConfig(early_steps=2)).scheduler.loss(torch.ones(3))
 
 
-def test_a_model_without_trains_is_refused() -> None:
+def test_a_model_without_tt_modules_is_refused() -> None:
     model = nn.Linear(3, 3)
     with pytest.raises(ValueError, match="the model has no TT module: swap tables or linear layers before"):
         RankScheduler(model, Adam(model.parameters()), RankConfig(early_steps=10))

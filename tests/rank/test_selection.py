@@ -1,4 +1,4 @@
-"""Selections within a budget: never above it, close below it where ranks allow, and the least valuable ranks go first."""
+"""Selections within a budget: at most the budget, close to it where ranks allow, and without the least valuable ranks."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ shapes = st.builds(
 )
 
 
-def random_scores(trains: list[TTShape], seed: int) -> list[list[Tensor]]:
+def random_scores(tables: list[TTShape], seed: int) -> list[list[Tensor]]:
     generator = torch.Generator().manual_seed(seed)
-    return [[torch.rand(rank, generator=generator) for rank in shape.ranks] for shape in trains]
+    return [[torch.rand(rank, generator=generator) for rank in shape.ranks] for shape in tables]
 
 
-def size(trains: list[TTShape], masks: list[list[Tensor]], units: list[int]) -> int:
-    kept = [shape.with_ranks([int(mask.sum()) for mask in each]) for shape, each in zip(trains, masks, strict=True)]
+def size(tables: list[TTShape], masks: list[list[Tensor]], units: list[int]) -> int:
+    kept = [shape.with_ranks([int(mask.sum()) for mask in each]) for shape, each in zip(tables, masks, strict=True)]
     return sum(unit * shape.num_params for unit, shape in zip(units, kept, strict=True))
 
 
 @given(st.lists(st.tuples(shapes, st.sampled_from([1, 2, 4])), min_size=1, max_size=4), st.floats(0, 1.2), st.integers(0, 99))
-def test_never_above_the_budget(trains: list[tuple[TTShape, int]], fraction: float, seed: int) -> None:
-    chosen, units = [shape for shape, _ in trains], [unit for _, unit in trains]
+def test_at_most_the_budget(tables: list[tuple[TTShape, int]], fraction: float, seed: int) -> None:
+    chosen, units = [shape for shape, _ in tables], [unit for _, unit in tables]
     scores = random_scores(chosen, seed)
     full = size(chosen, [[torch.ones(rank) for rank in shape.ranks] for shape in chosen], units)
-    fixed = sum(unit * shape.num_params for shape, unit in trains if shape.order == 1)  # no rank to remove
+    fixed = sum(unit * shape.num_params for shape, unit in tables if shape.order == 1)  # no rank to remove
     budget = max(fixed, int(fraction * full))
     for exact in (False, True):
         masks = within_budget(chosen, scores, budget, units, exact=exact)
@@ -50,16 +50,16 @@ def test_never_above_the_budget(trains: list[tuple[TTShape, int]], fraction: flo
 @pytest.mark.parametrize("fraction", [0.8, 0.5, 0.2, 0.1])
 @pytest.mark.parametrize("seed", range(3))
 def test_within_one_per_cent_where_ranks_cost_about_that(fraction: float, seed: int) -> None:
-    trains = [TTShape((40 + 7 * i, 30 + 3 * i), (4, 4), 20) for i in range(6)] + [TTShape((20, 12, 10), (4, 2, 2), (9, 7))]
-    full = sum(shape.num_params for shape in trains)
+    tables = [TTShape((40 + 7 * i, 30 + 3 * i), (4, 4), 20) for i in range(6)] + [TTShape((20, 12, 10), (4, 2, 2), (9, 7))]
+    full = sum(shape.num_params for shape in tables)
     budget = int(fraction * full)
-    actual = size(trains, within_budget(trains, random_scores(trains, seed), budget), [1] * len(trains))
+    actual = size(tables, within_budget(tables, random_scores(tables, seed), budget), [1] * len(tables))
     assert 0.99 * budget <= actual <= budget
 
 
 def test_value_is_weighed_against_cost() -> None:
     large, small = TTShape((100, 100), (4, 4), 2), TTShape((10, 10), (4, 4), 2)
-    scores = [[torch.tensor([9.0, 5.0])], [torch.tensor([9.0, 1.0])]]  # the large train's costs 10 times as much
+    scores = [[torch.tensor([9.0, 5.0])], [torch.tensor([9.0, 1.0])]]  # a rank of the large table costs 10 times as much
     budget = large.num_params + small.num_params - 1
     masks = within_budget([large, small], scores, budget, exact=False)
     assert [mask.tolist() for each in masks for mask in each] == [[True, False], [True, True]]
@@ -67,10 +67,10 @@ def test_value_is_weighed_against_cost() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_close_to_the_best_of_all_choices(seed: int) -> None:
-    trains = [TTShape((6 + 3 * i, 5 + i), (2, 2), 5) for i in range(4)]
-    scores = random_scores(trains, seed)
+    tables = [TTShape((6 + 3 * i, 5 + i), (2, 2), 5) for i in range(4)]
+    scores = random_scores(tables, seed)
     sums = [scores[i][0].sort(descending=True).values.cumsum(0).tolist() for i in range(4)]
-    budget = sum(shape.num_params for shape in trains) // 2
+    budget = sum(shape.num_params for shape in tables) // 2
 
     def value(ranks: tuple[int, ...]) -> float:
         return sum(sums[i][rank - 1] for i, rank in enumerate(ranks) if rank)
@@ -78,8 +78,8 @@ def test_close_to_the_best_of_all_choices(seed: int) -> None:
     fitting = [
         ranks
         for ranks in itertools.product(range(6), repeat=4)
-        if sum(shape.with_ranks([r]).num_params for shape, r in zip(trains, ranks, strict=True)) <= budget
+        if sum(shape.with_ranks([r]).num_params for shape, r in zip(tables, ranks, strict=True)) <= budget
     ]
-    masks = within_budget(trains, scores, budget)
+    masks = within_budget(tables, scores, budget)
     actual = value(tuple(int(mask.sum()) for each in masks for mask in each))
     assert actual >= 0.9 * max(map(value, fitting))

@@ -1,4 +1,4 @@
-"""Physical truncation: the same function, fewer numbers, and training goes on as if the model had always been that small."""
+"""Physical truncation: the same function, fewer numbers, and training continues as if the model had always been that small."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 
 
 class Small(nn.Module):
-    """A table and a layer, regressing a fixed target."""
+    """A model with a table and a layer, trained toward a fixed target."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def train(model: nn.Module, optimizer: Optimizer, steps: int) -> list[float]:
 
 
 def silence(model: Small, doomed: dict[str, list[int]]) -> None:
-    """Set rank parameters to zero, as training under a price of size would."""
+    """Set rank parameters to zero, as training with a price on size would."""
     with torch.no_grad():
         for name, indices in doomed.items():
             model.get_parameter(name)[indices] = 0.0
@@ -65,16 +65,16 @@ def test_outputs_stay_and_sizes_shrink() -> None:
     before, expected = dict(model.named_parameters()), model(IDS)
     size = count_tt_params(model)
     ranks = truncate_ranks_(model, threshold=0.01)
-    assert ranks == {"table": (3, 3), "layer": (4, 4, 4)}  # outer bonds: what their modes allow
+    assert ranks == {"table": (3, 3), "layer": (4, 4, 4)}  # outer bonds have the ranks that their modes allow
     torch.testing.assert_close(model(IDS), expected)
     after = dict(model.named_parameters())
     assert after.keys() == before.keys()
     assert all(after[name] is before[name] for name in before), "parameters keep their identity"
-    trains = [p for name, p in after.items() if not name.startswith("head") and name != "layer.bias"]
-    assert sum(p.numel() for p in trains) == count_tt_params(model) < size
-    assert sum(p.untyped_storage().nbytes() for p in trains) == 8 * count_tt_params(model), "the memory is given back"
+    tt_parameters = [p for name, p in after.items() if not name.startswith("head") and name != "layer.bias"]
+    assert sum(p.numel() for p in tt_parameters) == count_tt_params(model) < size
+    assert sum(p.untyped_storage().nbytes() for p in tt_parameters) == 8 * count_tt_params(model), "the memory is freed"
     assert model.table.core_1.shape[::3] == (3, 3)
-    assert truncate_ranks_(model, threshold=0.01) == ranks, "nothing is left to remove"
+    assert truncate_ranks_(model, threshold=0.01) == ranks, "nothing more to remove"
 
 
 def test_the_threshold_is_about_magnitude_and_strict() -> None:
@@ -88,7 +88,7 @@ def test_the_threshold_is_about_magnitude_and_strict() -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training_goes_on_as_if_the_model_had_always_been_small(name: str) -> None:
+def test_training_continues_as_if_the_model_had_always_been_small(name: str) -> None:
     model = Small().double()
     optimizer = OPTIMIZERS[name](model.parameters())
     train(model, optimizer, 3)
@@ -100,7 +100,7 @@ def test_training_goes_on_as_if_the_model_had_always_been_small(name: str) -> No
 
     kept = {key: [i for i in range(len(model.get_parameter(key))) if i not in doomed] for key, doomed in DOOMED.items()}
 
-    # Sliced by hand from the large model and optimizer, into new ones.
+    # Slice the large model's and optimizer's tensors by hand, into new ones.
     def cut(key: str, tensor: Tensor) -> Tensor:
         if tensor.dim() == 0:
             return tensor.clone()
@@ -134,7 +134,7 @@ def test_state_that_cannot_be_sliced_is_an_error_before_anything_changes() -> No
     optimizer = Adafactor(model.parameters())
     train(model, optimizer, 1)
     state = copy.deepcopy(optimizer.state_dict())
-    assert truncate_ranks_(model, optimizer, threshold=0.0)["table"] == (5, 4), "where nothing goes, any state may stay"
+    assert truncate_ranks_(model, optimizer, threshold=0.0)["table"] == (5, 4), "any state is fine if nothing is removed"
     silence(model, DOOMED)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     message = (
@@ -159,7 +159,7 @@ def test_gradients_are_sliced_too() -> None:
 
 
 def test_the_last_loss_may_still_be_alive() -> None:
-    """As in every training loop: the graph of the old shapes lives until the variable is assigned anew."""
+    """As in every training loop, the graph with the old shapes exists until the variable is reassigned."""
     model = Small()
     optimizer = Adam(model.parameters(), lr=0.01)
     for step in range(4):
@@ -194,7 +194,7 @@ def test_the_smallest_go_first_and_min_params_is_never_undercut() -> None:
 
 
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
-def test_whole_layers_may_vanish_and_training_goes_on(optimizer_name: str) -> None:
+def test_whole_layers_may_vanish_and_training_continues(optimizer_name: str) -> None:
     model = Small()
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
     train(model, optimizer, 2)
@@ -225,10 +225,10 @@ def test_a_state_dict_of_the_truncated_model_loads_into_a_fresh_one() -> None:
 
 
 @pytest.mark.parametrize("threshold", [-0.1, float("nan")])
-def test_thresholds_that_cannot_be_are_refused(threshold: float) -> None:
+def test_invalid_thresholds_are_refused(threshold: float) -> None:
     with pytest.raises(ValueError, match=r"threshold is .*: give a non-negative number"):
         truncate_ranks_(Small(), threshold=threshold)
 
 
-def test_a_model_without_trains_is_left() -> None:
+def test_a_model_without_tt_modules_is_unchanged() -> None:
     assert truncate_ranks_(nn.Linear(3, 3), threshold=1.0) == {}

@@ -1,4 +1,4 @@
-"""What TorchRec's own models and tools ask of an EmbeddingBagCollection, asked of ours."""
+"""Our collection does what TorchRec's models and tools expect of an EmbeddingBagCollection."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def test_models_over_tt_tables_are_traced(
     model = MODELS[name](make())
     traced = symbolic_trace(model)
     assert dict(traced.named_parameters()).keys() == dict(model.named_parameters()).keys()
-    for samples in (5, 3):  # nothing of one batch stays in the graph
+    for samples in (5, 3):  # the graph doesn't depend on one batch
         inputs = torch.randn(samples, 4), random_jagged(ROWS, samples)
         torch.testing.assert_close(traced(*inputs), model(*inputs))
 
 
 class Tower(nn.Module):
-    """The modules in plain torch, in one model."""
+    """A plain torch model of our modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Tower(nn.Module):
         return out
 
 
-def test_modules_are_one_call_to_torch_fx() -> None:
+def test_torch_fx_traces_modules_as_one_call() -> None:
     model = Tower()
     traced = torch.fx.symbolic_trace(model)
     calls = [node.target for node in traced.graph.nodes if node.op == "call_module"]
@@ -86,13 +86,13 @@ def test_modules_are_one_call_to_torch_fx() -> None:
         torch.fx.symbolic_trace(model.layer)
 
 
-def test_a_collection_may_be_without_tables() -> None:
+def test_a_collection_may_have_no_tables() -> None:
     empty = cr.TTEmbeddingBagCollection([])
     features = KeyedJaggedTensor(keys=["f"], values=torch.arange(3), lengths=torch.tensor([1, 2]))
     pooled = empty(features)
     assert pooled.keys() == []
     assert pooled.values().shape == (2, 0)
-    with pytest.raises(AssertionError, match="At least one embedding bag is required"):  # TorchRec's own answer
+    with pytest.raises(AssertionError, match="At least one embedding bag is required"):  # TorchRec's own error
         DLRM(empty, 4, [16, 8], [16, 1])
 
 
@@ -105,7 +105,7 @@ def test_tables_are_found_by_name() -> None:
 
 
 def managed(tables: list[EmbeddingBagConfig]) -> ManagedCollisionCollection:
-    """Ids of any size to rows, by table."""
+    """Build a module that maps ids of any size to rows, by table."""
     kept = {
         config.name: MCHManagedCollisionModule(
             zch_size=config.num_embeddings,
@@ -121,8 +121,8 @@ def managed(tables: list[EmbeddingBagConfig]) -> ManagedCollisionCollection:
 @pytest.mark.parametrize("swap", [False, True])
 def test_managed_collisions_around_tt_tables(swap: bool) -> None:
     if swap:
-        held = configs()
-        model = nn.Sequential(ManagedCollisionEmbeddingBagCollection(EmbeddingBagCollection(held), managed(held)))
+        stock = configs()
+        model = nn.Sequential(ManagedCollisionEmbeddingBagCollection(EmbeddingBagCollection(stock), managed(stock)))
         cr.swap_embedding_bag_collections_(model, cr.TTEmbeddingConfig(tt_ranks=4, min_rows=100))
     else:
         collection = ours()
@@ -130,7 +130,7 @@ def test_managed_collisions_around_tt_tables(swap: bool) -> None:
     assert any(isinstance(module, cr.TTEmbeddingBagCollection) for module in model.modules())
     ids = torch.tensor([10**12, 7, 10**12, 5])
     features = KeyedJaggedTensor(keys=["f1", "f2", "f3"], values=ids, lengths=torch.tensor([1, 1, 1, 0, 0, 1]))
-    for _ in range(3):  # an id has a row of its own from the second time on
+    for _ in range(3):  # an id has its own row from the second occurrence on
         pooled, _ = model(features)
     values = pooled.to_dict()
     torch.testing.assert_close(values["f1"][0], values["f2"][0])
@@ -151,7 +151,7 @@ def test_feature_processors_before_tt_tables(swap: bool, random_jagged: Callable
 
 
 def mixed_pooling() -> nn.Module:
-    """Dense tables of which TorchRec's quantized collections give those of one pooling first, and a TT table."""
+    """Dense tables, which TorchRec's quantized collections reorder by pooling, and a TT table."""
     tables = [
         EmbeddingBagConfig(
             name=f"t{number}", num_embeddings=50, embedding_dim=8, feature_names=[f"f{number}"],

@@ -1,4 +1,4 @@
-"""TTEmbeddingBagCollection against torchrec's EmbeddingBagCollection over the densified tables: keys, order, values, gradients."""
+"""TTEmbeddingBagCollection agrees with torchrec's EmbeddingBagCollection over dense tables: keys, order, values, gradients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def table(name: str, features: list[str], *, rows: int = 101, dim: int = 16, **a
 
 
 def limits(tables: list[EmbeddingBagConfig]) -> dict[str, int]:
-    """Smallest table of each feature, by which its ids are bounded."""
+    """Rows of each feature's smallest table, which bound its ids."""
     least: dict[str, int] = {}
     for config in tables:
         for feature in config.feature_names:
@@ -37,7 +37,7 @@ def limits(tables: list[EmbeddingBagConfig]) -> dict[str, int]:
 
 
 def gradients_of_rows(collection: TTEmbeddingBagCollection, dense: EmbeddingBagCollection) -> None:
-    """The gradient that reached every core must be the dense table's, pulled back through the contraction."""
+    """Check that every core's gradient is the dense table's, propagated through the contraction."""
     for name in collection.tt_bags:
         bag = collection.tt_bag(name)
         parameters = list(bag.parameters())
@@ -126,7 +126,7 @@ def test_bags_of_one_id(mix: str) -> None:
     assert_same_as_dense(tables, features)
 
 
-def test_a_table_without_feature_names_takes_the_feature_of_its_name(random_jagged: MakeJagged) -> None:
+def test_a_table_without_feature_names_looks_up_the_feature_of_its_name(random_jagged: MakeJagged) -> None:
     collection = TTEmbeddingBagCollection([table("a", [], tt_ranks=4), table("b", [])])
     assert collection(random_jagged({"b": 101, "a": 101}, 5)).keys() == ["a", "b"]
 
@@ -145,7 +145,7 @@ def test_weights_in_a_shared_lookup(random_jagged: MakeJagged) -> None:
     assert_same_as_dense(tables, random_jagged(limits(tables), 9, weighted=True), is_weighted=True)
 
 
-def test_tables_share_a_lookup_whatever_their_ranks_become(random_jagged: MakeJagged) -> None:
+def test_tables_still_share_a_lookup_after_their_ranks_change(random_jagged: MakeJagged) -> None:
     tables = [table(name, [name], rows=rows, tt_ranks=4) for name, rows in (("a", 101), ("b", 211), ("c", 57))]
     collection, features = TTEmbeddingBagCollection(tables), random_jagged(limits(tables), 9)
     with torch.no_grad():
@@ -158,7 +158,7 @@ def test_tables_share_a_lookup_whatever_their_ranks_become(random_jagged: MakeJa
     assert list(collection.plan(features)) == [("a", "b", "c")]
 
 
-def test_tables_of_any_ranks_share_a_lookup_on_cpu_and_of_like_ranks_elsewhere(random_jagged: MakeJagged) -> None:
+def test_tables_of_any_ranks_share_a_lookup_on_cpu_and_of_equal_ranks_elsewhere(random_jagged: MakeJagged) -> None:
     tables = [table(name, [name], tt_ranks=rank) for name, rank in [("a", 8), ("b", 9), ("c", 1), ("d", 16), ("e", 17)]]
     assert list(TTEmbeddingBagCollection(tables).plan(random_jagged(limits(tables), 3))) == [("a", "b", "c", "d", "e")]
     groups = TTEmbeddingBagCollection(tables, device="meta")._groups()
@@ -176,7 +176,7 @@ def test_ids_beyond_32_bits_in_a_shared_lookup() -> None:
     assert len(actual.detach().unique(dim=0)) == 3
 
 
-def test_features_the_collection_does_not_know_are_ignored(random_jagged: MakeJagged) -> None:
+def test_features_that_no_table_uses_are_ignored(random_jagged: MakeJagged) -> None:
     tables = [table("a", ["f"], tt_ranks=4), table("b", ["g"])]
     assert_same_as_dense(tables, random_jagged({"x": 10**6, "g": 101, "y": 3, "f": 101}, 6))
 
@@ -275,7 +275,7 @@ def test_padding_rows_of_a_table_are_out_of_range() -> None:
 
 
 @pytest.mark.parametrize("data_type", [DataType.FP16, DataType.BF16])
-def test_half_precision_tables_pool_to_float(data_type: DataType, random_jagged: MakeJagged) -> None:
+def test_half_precision_tables_pool_to_float32(data_type: DataType, random_jagged: MakeJagged) -> None:
     config = table("a", ["f"], tt_ranks=4, data_type=data_type)
     collection = TTEmbeddingBagCollection([config])
     features = random_jagged({"f": 101}, 5)
@@ -307,7 +307,7 @@ def test_meta_device_then_reset(random_jagged: MakeJagged) -> None:
     assert collection(random_jagged({"f": 101, "g": 101}, 4)).values().isfinite().all()
 
 
-def test_reset_draws_every_table_anew() -> None:
+def test_reset_redraws_every_table() -> None:
     collection = TTEmbeddingBagCollection([table("a", ["f"], tt_ranks=4), table("b", ["g"])])
     before = {name: value.clone() for name, value in collection.state_dict().items()}
     collection.reset_parameters()
@@ -337,7 +337,7 @@ def test_names_in_the_state_dict() -> None:
         ([table("a", ["f"], tt_ranks=4, data_type=DataType.INT8)], "table 'a' has data type .*: a TT table takes FP32"),
     ],
 )
-def test_collections_that_cannot_be_are_refused(tables: list[EmbeddingBagConfig], message: str) -> None:
+def test_invalid_collections_are_refused(tables: list[EmbeddingBagConfig], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TTEmbeddingBagCollection(tables)
 
@@ -368,6 +368,6 @@ def test_a_plan_made_ahead_is_found_by_its_batch(random_jagged: MakeJagged, monk
     monkeypatch.setattr(TTEmbeddingBagCollection, "_plan_group", lambda self, *args: made.append(self) or original(self, *args))
     assert torch.equal(collection(features).values(), expected)
     assert made == []
-    other(features)  # whose plan it is not
+    other(features)  # the plan is not for this collection
     collection(random_jagged(limits(tables), 5, seed=1))
     assert made == [other, collection]

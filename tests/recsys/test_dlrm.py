@@ -1,4 +1,4 @@
-"""build_dlrm: torchrec's own model, large parts as TT modules, and it learns."""
+"""build_dlrm: torchrec's own model with large parts as TT modules, which learns."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def build(**arguments: object) -> DLRM:
     return build_dlrm(tables(), **{**defaults, **arguments})  # type: ignore[arg-type]
 
 
-def test_large_layers_are_trains_and_small_ones_dense(random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
+def test_large_layers_are_tt_layers_and_small_ones_dense(random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
     model = build()
     assert type(model) is DLRM
     assert isinstance(model.sparse_arch.embedding_bag_collection, TTEmbeddingBagCollection)
@@ -148,7 +148,7 @@ def test_mistakes_of_deepfm_are_named(arguments: dict, message: str) -> None:
         deepfm(**arguments)
 
 
-def test_the_wide_part_is_one_weight_an_id(random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
+def test_the_wide_part_has_one_weight_per_id(random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
     model = wide_deep(dense_in_features=0).eval()
     assert list(model.wide_arch.embedding_bag_collection.tt_bags) == ["wide_t1"]
     sparse = random_jagged({"f1": 5000, "f2": 30}, 7)

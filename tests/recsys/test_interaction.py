@@ -1,4 +1,4 @@
-"""Interactions equal TorchRec's in values and gradients, products of pairs in gradients of both orders."""
+"""Interactions equal TorchRec's in values and gradients, products of pairs also in second-order gradients."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def inputs(batch: int, features: int, dim: int, dtype: torch.dtype = torch.float
 
 @pytest.mark.parametrize(("batch", "features", "dim"), [(5, 3, 4), (1, 1, 8), (64, 26, 16), (0, 3, 4)])
 def test_equals_torchrec(batch: int, features: int, dim: int) -> None:
-    ours, theirs = inputs(batch, features, dim), inputs(batch, features, dim)
-    out, expected = PairwiseInteraction(features)(*ours), InteractionArch(features)(*theirs)
+    ours, stock = inputs(batch, features, dim), inputs(batch, features, dim)
+    out, expected = PairwiseInteraction(features)(*ours), InteractionArch(features)(*stock)
     torch.testing.assert_close(out, expected)
     upstream = torch.randn_like(out)
     out.backward(upstream)
     expected.backward(upstream)
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine.grad, other.grad)
+    for one, other in zip(ours, stock, strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
 
 
 def test_gradients_of_both_orders() -> None:
@@ -37,7 +37,7 @@ def test_gradients_of_both_orders() -> None:
     assert torch.autograd.gradgradcheck(pairwise_products, (features, pairs))
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch.compile itself
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # caused by torch.compile itself
 def test_under_autocast_and_compile() -> None:
     module = PairwiseInteraction(6)
     dense, sparse = inputs(9, 6, 8, torch.float32)
@@ -68,7 +68,7 @@ def test_a_cross_network_computes_and_learns_what_torchrec_does(dtype: torch.dty
     torch.testing.assert_close(grads[0], grads[1], **tolerance)
 
 
-def test_a_cross_network_is_one_call_in_fx() -> None:
+def test_torch_fx_traces_a_cross_network_as_one_call() -> None:
     model = nn.Sequential(CrossNetwork(8, 2, 3))
     x = torch.randn(4, 8)
     torch.testing.assert_close(torch.fx.symbolic_trace(model)(x), model(x))

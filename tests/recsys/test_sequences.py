@@ -1,4 +1,4 @@
-"""TTEmbeddingCollection against torchrec's EmbeddingCollection over the densified tables; swapped in, exported, ranks truncated."""
+"""TTEmbeddingCollection agrees with torchrec's EmbeddingCollection over dense tables; swapping, export, rank truncation."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from comera_rec import TTEmbeddingCollection, TTEmbeddingCollectionConfig
 ROWS = {"seen": 900, "bought": 900, "site": 30}
 
 
-def configs(**of_large: object) -> list[EmbeddingConfig]:
-    """Two features of one table, and one feature of two tables."""
+def configs(**large: object) -> list[EmbeddingConfig]:
+    """Configs with two features of one table, and one feature of two tables."""
     return [
         TTEmbeddingCollectionConfig(
-            name="products", num_embeddings=900, embedding_dim=8, feature_names=["seen", "bought"], **(of_large or {"tt_ranks": 4})
+            name="products", num_embeddings=900, embedding_dim=8, feature_names=["seen", "bought"], **(large or {"tt_ranks": 4})
         ),
         EmbeddingConfig(name="sites", num_embeddings=30, embedding_dim=8, feature_names=["site"]),
         EmbeddingConfig(name="seen twice", num_embeddings=900, embedding_dim=8, feature_names=["seen"]),
@@ -45,12 +45,12 @@ def assert_same(actual: dict[str, JaggedTensor], expected: dict[str, JaggedTenso
         assert torch.equal(actual[key].lengths(), rows.lengths())
 
 
-@pytest.mark.parametrize("of_large", [{"tt_ranks": 4}, {"tt_ranks": 3, "hot_rows": ((20, 4), (100, 1))}], ids=str)
+@pytest.mark.parametrize("large", [{"tt_ranks": 4}, {"tt_ranks": 3, "hot_rows": ((20, 4), (100, 1))}], ids=str)
 @pytest.mark.parametrize("samples", [1, 7])
 def test_rows_and_gradients_are_those_of_the_dense_tables(
-    samples: int, of_large: dict[str, object], random_jagged: Callable[..., KeyedJaggedTensor]
+    samples: int, large: dict[str, object], random_jagged: Callable[..., KeyedJaggedTensor]
 ) -> None:
-    collection = TTEmbeddingCollection(configs(**of_large))
+    collection = TTEmbeddingCollection(configs(**large))
     for block in collection.tables.tt_bag("products").hot_blocks():
         nn.init.normal_(block.core_0)
     dense = cr.export_dense(collection)
@@ -79,7 +79,7 @@ def test_a_batch_without_ids() -> None:
     )
 
 
-def test_ids_come_with_their_rows_if_asked_for(random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
+def test_ids_are_returned_with_their_rows_on_request(random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
     features = random_jagged(ROWS, 5)
     collection = TTEmbeddingCollection(configs(), need_indices=True)
     assert collection.need_indices()
@@ -95,7 +95,7 @@ def test_ids_come_with_their_rows_if_asked_for(random_jagged: Callable[..., Keye
         ([configs()[0], configs()[0]], "two tables named 'products'"),
     ],
 )
-def test_collections_that_cannot_be_are_refused(tables: list[EmbeddingConfig], message: str) -> None:
+def test_invalid_collections_are_refused(tables: list[EmbeddingConfig], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TTEmbeddingCollection(tables)
 
@@ -122,7 +122,7 @@ def test_swapped_into_a_model(init: str, random_jagged: Callable[..., KeyedJagge
     assert_same(swapped(features), cr.export_dense(model)["sequences"](features))
 
 
-def test_a_swap_of_the_other_kind_is_advised() -> None:
+def test_the_error_suggests_the_swap_of_the_other_kind() -> None:
     sequences = nn.Sequential(EmbeddingCollection(dense_configs()))
     with pytest.raises(ValueError, match=r"no EmbeddingBagCollection was swapped: .*call swap_embedding_collections_"):
         cr.swap_embedding_bag_collections_(sequences, cr.TTEmbeddingConfig(tt_ranks=4, min_rows=100))
@@ -134,7 +134,7 @@ def test_a_swap_of_the_other_kind_is_advised() -> None:
 
 
 class NextItem(nn.Module):
-    """The mean of what was seen, as a score for each of what was bought."""
+    """Scores each bought item by the mean of the rows of seen items."""
 
     def __init__(self, tables: nn.Module) -> None:
         super().__init__()

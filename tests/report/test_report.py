@@ -1,4 +1,4 @@
-"""The report: right numbers, nothing fetched from elsewhere, unfinished runs shown, folders that are no runs refused."""
+"""The report: correct numbers, no external resources, unfinished runs are shown, folders that aren't runs are refused."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def running(tmp_path: Path) -> Path:
 
 
 class Page(HTMLParser):
-    """The texts of table cells, the tags, and whatever refers to something outside the page."""
+    """Collects the texts of table cells, the tags, and references to anything outside the page."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ def test_page(dense: Path, compressed: Path, running: Path, tmp_path: Path) -> N
     assert all(reference.startswith("#") for reference in page.references)
     assert not re.search(r"url\((?!#)|@import", text)
     assert len(page.ids) == len({*page.ids}), "ids of two drawings clash"
-    # Loss, NE, AUC, step time, size, size against NE, ranks, bytes of the one compressed run.
+    # Loss, NE, AUC, step time, size, size against NE, and ranks and bytes of the one compressed run.
     assert page.tags.count("svg") == 9
     assert "<script>alert" not in text
     for number in ("3,216,000", "50,567", "63.6x smaller", "-0.0021", "0.5x", "0.25x", "138,268", "12,800,000"):
@@ -143,7 +143,7 @@ def test_page(dense: Path, compressed: Path, running: Path, tmp_path: Path) -> N
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["report.html"]
 
 
-def test_colours_are_the_themes(dense: Path, compressed: Path, tmp_path: Path) -> None:
+def test_colors_are_those_of_the_theme(dense: Path, compressed: Path, tmp_path: Path) -> None:
     write_report([dense, compressed], tmp_path / "report.html")
     drawings = "".join(re.findall(r"<svg.*?</svg>", (tmp_path / "report.html").read_text(), flags=re.DOTALL))
     assert set(re.findall(r"(?:fill|stroke): ([^;\"]+)", drawings)) <= {
@@ -219,16 +219,16 @@ def test_damaged_files(compressed: Path) -> None:
         read_run(compressed)
 
 
-def test_the_pareto_front_leaves_out_what_another_run_beats() -> None:
+def test_the_pareto_front_omits_runs_that_another_run_beats() -> None:
     points = [(1, "small", 1e3, 0.9), (2, "beaten", 5e3, 0.95), (3, "good", 1e4, 0.85), (0, "dense", 1e6, 0.8)]
     drawings = [size_against_ne(chosen) for chosen in (points, [p for p in points if p[1] != "beaten"])]
     assert all(name in drawings[0] for name in ("small", "beaten", "good", "dense"))
     fronts = [re.findall(r'<path d="([^"]*)"[^>]*stroke-dasharray', drawing)[-1].count("L") for drawing in drawings]
-    assert fronts == [4, 4], "two steps, each across and down, from three runs"
+    assert fronts == [4, 4], "two steps, each across and down, between three runs"
     assert size_against_ne(points[:1]) == ""
 
 
-def test_names_are_no_formulas(tmp_path: Path) -> None:
+def test_names_are_not_parsed_as_formulas(tmp_path: Path) -> None:
     name = r"$\foo$"
     runs = [write_run(tmp_path / each, [layer(name, 1000, ranks=[4], params=500)], adapting=True) for each in (name, "$x", "dense")]
     write_report(runs, tmp_path / "report.html")

@@ -1,4 +1,4 @@
-"""A small trained run and packages of it, each compiled once."""
+"""Fixtures: a small trained run and its packages, each compiled once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ steps = 12
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a run of twelve steps, beside its data set."""
+    """The folder of a run of twelve steps, with its data set beside it."""
     folder = tmp_path_factory.mktemp("served")
     synth(SynthOptions(rows=4000, output=folder / "train.txt", seed=1, scale=0.001))
     preprocess(PreprocessOptions(inputs=(folder / "train.txt",), output=folder / "data", min_count=1))
@@ -52,19 +52,19 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def common_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that Inductor caches in while a package is written."""
+    """Inductor's cache folder while packages are written."""
     return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture(scope="session")
 def package(trained: Path, common_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`package(form)` -> MODEL.pt2 of float32; the portable one in a Triton repository."""
+    """`package(form)` -> a float32 MODEL.pt2; the portable form is in a Triton repository."""
 
     @cache
     def write(form: str) -> Path:
         folder = tmp_path_factory.mktemp(form)
         where = ["--triton", str(folder)] if form == "portable" else ["--output", str(folder / "model.pt2")]
-        pick_vec_isa()  # twenty seconds without the machine's own cache
+        pick_vec_isa()  # takes twenty seconds without the machine's own cache
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(common_cache))
             with pytest.raises(SystemExit, match="0"):

@@ -1,6 +1,6 @@
-"""A server under load while its model is replaced and malformed requests come in: good ones are answered, bad ones refused.
+"""A server under load while its model is replaced and bad requests arrive: good requests are answered, bad ones refused.
 
-python tests/serving/soak.py --seconds 60 --data DATA ONE.pt2 TWO.pt2      # two exports of one run
+python tests/serving/soak.py --seconds 60 --data DATA ONE.pt2 TWO.pt2      # two exports of the same run
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ CLIENTS = 3
 
 @dataclass
 class Outcome:
-    """What came of a load.
+    """What happened under the load.
 
-    growth_mib: of the server's resident memory between a third of the time and its end.
+    growth_mib: growth of the server's resident memory from a third of the time to the end.
     """
 
     answered: int = 0
@@ -50,7 +50,7 @@ class Outcome:
 
 @contextmanager
 def served(model: Path, *options: object) -> Iterator[tuple[int, int]]:
-    """Port and process id of `comera serve`, ready."""
+    """Run `comera serve`; yield its port and process id once it is ready."""
     command = [sys.executable, "-m", "comera_rec.cli.main", "serve", "--model", model, "--port", 0, *options]
     process = subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -68,14 +68,14 @@ def served(model: Path, *options: object) -> Iterator[tuple[int, int]]:
 
 
 def ask(connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None = None) -> tuple[int, Any]:
-    """Status and JSON of an answer."""
+    """Send a request; return the response's status and JSON."""
     connection.request(method, path, body)
     response = connection.getresponse()
     return response.status, json.loads(response.read())
 
 
 def infer_body(dense: list, values: list, lengths: list) -> dict[str, Any]:
-    """An inference request."""
+    """Build an inference request."""
     return {
         "inputs": [
             {"name": "dense", "datatype": "FP32", "shape": [len(dense), len(dense[0]) if dense else 0], "data": dense},
@@ -86,7 +86,7 @@ def infer_body(dense: list, values: list, lengths: list) -> dict[str, Any]:
 
 
 def good_rows(data: Path) -> tuple[dict[str, Any], tuple[torch.Tensor, ...]]:
-    """An inference request of some test rows, and the same as tensors."""
+    """Build an inference request of some test rows; also return the rows as tensors."""
     manifest = read_manifest(data)
     table = pq.read_table(data / manifest.splits["test"].shards[0].path).slice(0, ROWS)
     flat = flat_rows(table, manifest)
@@ -94,7 +94,7 @@ def good_rows(data: Path) -> tuple[dict[str, Any], tuple[torch.Tensor, ...]]:
 
 
 def bad_requests(name: str, good: dict[str, Any]) -> list[tuple[str, str, bytes | None]]:
-    """Requests with a mistake each."""
+    """Requests with one mistake each: method, path and body."""
     infer = f"/v2/models/{name}/infer"
 
     def changed(number: int, **changes: Any) -> bytes:
@@ -132,7 +132,7 @@ def bad_requests(name: str, good: dict[str, Any]) -> list[tuple[str, str, bytes 
 
 
 def soak(model: Path, other: Path, data: Path, *, seconds: float, swaps: int) -> Outcome:
-    """Load a server that starts with `model`; `other` and it take each other's place."""
+    """Load a server that starts with `model`, while `other` and `model` replace each other."""
     outcome, stop, lock = Outcome(), threading.Event(), threading.Lock()
     good, tensors = good_rows(data)
     expected = {file_sha256(path)[:12]: ServingModel.load(path)(*tensors).numpy() for path in (model, other)}
@@ -159,7 +159,7 @@ def soak(model: Path, other: Path, data: Path, *, seconds: float, swaps: int) ->
                     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
                     try:
                         status, answer = ask(connection, method, where, body)
-                    except (BrokenPipeError, ConnectionResetError):  # refused before all of a body was sent
+                    except (BrokenPipeError, ConnectionResetError):  # refused before the whole body was sent
                         assert len(body or b"") > 1 << 20, f"{method} {where} lost its connection"
                         continue
                     finally:
@@ -196,7 +196,7 @@ def soak(model: Path, other: Path, data: Path, *, seconds: float, swaps: int) ->
 
 
 def resident_mib(pid: int) -> float:
-    """Resident memory of a process."""
+    """Resident memory of a process in MiB."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) / 1024  # type: ignore[index]
 

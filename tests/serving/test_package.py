@@ -1,4 +1,4 @@
-"""What is exported answers as the trainer's model does, and refuses what it can't answer."""
+"""Exported models give the same scores as the trainer's, and refuse bad requests."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_metadata_is_the_data_sets(trained: Path, package: Callable) -> None:
 
 
 def test_exports_at_once_share_nothing(package: Callable, common_cache: Path) -> None:
-    """In a common cache one process's metadata came to lie in another's package."""
+    """In a shared cache one process's metadata once ended up in another's package."""
     package("fast")
     assert not list(common_cache.rglob("*.wrapper*"))
 
@@ -116,7 +116,7 @@ def test_bad_requests(form: str, number: int, change: Callable, message: str, pa
 
 
 def rewritten(package: Path, folder: Path, change: Callable[[dict], object]) -> Path:
-    """A copy whose metadata is another."""
+    """Copy a package with changed metadata."""
     output = folder / "changed.pt2"
     with zipfile.ZipFile(package) as old, zipfile.ZipFile(output, "w") as new:
         for name in old.namelist():
@@ -129,7 +129,7 @@ def rewritten(package: Path, folder: Path, change: Callable[[dict], object]) -> 
     return output
 
 
-def test_files_that_are_no_packages_of_ours(package: Callable, tmp_path: Path) -> None:
+def test_files_that_are_not_our_packages(package: Callable, tmp_path: Path) -> None:
     good = package("portable")
     with pytest.raises(ValueError, match=r"nowhere\.pt2 doesn't exist: give a MODEL\.pt2 that `comera export` wrote"):
         ServingModel.load(tmp_path / "nowhere.pt2")
@@ -157,7 +157,7 @@ print(*scores.tolist())
 """
 
 
-def test_the_portable_form_needs_torch_alone(trained: Path, package: Callable, request_of: Callable, tmp_path: Path) -> None:
+def test_the_portable_form_only_needs_torch(trained: Path, package: Callable, request_of: Callable, tmp_path: Path) -> None:
     request = request_of(5)
     torch.save(request, tmp_path / "request.pt")
     arguments = [sys.executable, "-c", PORTABLE, str(package("portable")), str(tmp_path / "request.pt")]
@@ -168,7 +168,7 @@ def test_the_portable_form_needs_torch_alone(trained: Path, package: Callable, r
 
 def test_the_program_without_python(trained: Path, package: Callable, request_of: Callable, tmp_path: Path) -> None:
     source = Path(__file__).parents[2] / "examples" / "serve_cpp"
-    cmake = str(Path(sys.executable).with_name("cmake"))  # of the extra `dev`
+    cmake = str(Path(sys.executable).with_name("cmake"))  # from the extra `dev`
     build = [cmake, "-S", str(source), "-B", str(tmp_path / "build"), f"-DTORCH_ROOT={Path(torch.__file__).parent}"]
     subprocess.run(build, check=True, capture_output=True)
     subprocess.run([cmake, "--build", str(tmp_path / "build")], check=True, capture_output=True)

@@ -1,4 +1,4 @@
-"""Scores of logs and data sets are the model's, in order, whatever the parts, and a stopped run resumes."""
+"""Scores of logs and data sets are the model's, in order, however they are divided into parts, and a stopped run resumes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def scores(options: ScoreOptions) -> pa.Table:
 
 
 def expected(model: Path, data: Path, split: str) -> np.ndarray:
-    """Scores of a split by the model itself."""
+    """Compute a split's scores directly by the model."""
     manifest = read_manifest(data)
     table = pa.concat_tables([pq.read_table(data / shard.path) for shard in manifest.splits[split].shards])
     with torch.inference_mode():
@@ -61,38 +61,38 @@ def test_a_split(model: Path, data: Path, tmp_path: Path) -> None:
 
 
 def test_a_log_is_scored_as_its_data_set(model: Path, data: Path, tmp_path: Path) -> None:
-    """In parts, on several processes, gzipped and without labels."""
+    """The log is read in parts, on several processes, gzipped and without labels."""
     log = data.parent / "train.txt"
-    wanted = np.concatenate([expected(model, data, split) for split in ("train", "val", "test")])
+    selected = np.concatenate([expected(model, data, split) for split in ("train", "val", "test")])
     table = scores(options(model, log, tmp_path / "scores", part_bytes=300_000, workers=2))
     assert table.schema.names == ["line", "score", "label"]
     assert table["line"].to_pylist() == list(range(1, 4001))
-    np.testing.assert_allclose(table["score"].to_numpy(), wanted, atol=1e-6)
+    np.testing.assert_allclose(table["score"].to_numpy(), selected, atol=1e-6)
     unlabelled = b"".join(line.partition(b"\t")[2] for line in log.read_bytes().splitlines(keepends=True)[:100])
     (tmp_path / "log.gz").write_bytes(gzip.compress(unlabelled))
     table = scores(options(model, tmp_path / "log.gz", tmp_path / "others"))
     assert table.schema.names == ["line", "score"]
-    np.testing.assert_allclose(table["score"].to_numpy(), wanted[:100], atol=1e-6)
+    np.testing.assert_allclose(table["score"].to_numpy(), selected[:100], atol=1e-6)
 
 
 def test_resumed_after_a_malformed_line(model: Path, data: Path, tmp_path: Path) -> None:
-    """The line is named; with leave to drop it the parts that are done stay done, and line numbers skip it."""
+    """The line is named; once it may be dropped, finished parts are kept, and line numbers skip it."""
     lines = (data.parent / "train.txt").read_bytes().splitlines(keepends=True)[:300]
-    log, told = tmp_path / "log", list[str]()
+    log, messages = tmp_path / "log", list[str]()
     log.write_bytes(b"".join([*lines[:250], b"bad\n", *lines[250:]]))
     stopped = options(model, log, tmp_path / "scores.parquet", part_bytes=10_000)
     with pytest.raises(ValueError, match="log:251: 1 columns where 40 are expected; fix the log"):
         score(stopped)
     assert not stopped.output.exists()
-    score(replace(stopped, max_bad_rows=1), told.append)
-    assert "resuming an interrupted run" in told[0]
+    score(replace(stopped, max_bad_rows=1), messages.append)
+    assert "resuming an interrupted run" in messages[0]
     table = pq.read_table(stopped.output)
     assert table["line"].to_pylist() == [*range(1, 251), *range(252, 302)]
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
 def test_new_days(model: Path, data: Path, tmp_path: Path) -> None:
-    """A data set that `transform` made is scored with the model; one with vocabularies of its own is refused."""
+    """A data set that `transform` made is scored with the model; one with other vocabularies is refused."""
     log = tmp_path / "log"
     log.write_bytes(b"".join((data.parent / "train.txt").read_bytes().splitlines(keepends=True)[:500]))
     transform(TransformOptions(inputs=(log,), data=data, output=tmp_path / "new", split="test"))

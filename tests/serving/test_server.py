@@ -1,4 +1,4 @@
-"""The server over a real package: every route, every refusal, and a load with replaced models."""
+"""The server with a real package: every route, every error, and load while models are replaced."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_raw_rows(client: TestClient, model: Path, data: Path) -> None:
     np.testing.assert_allclose(answer.json()["scores"], ServingModel.load(model)(*map(torch.from_numpy, flat)).numpy(), atol=1e-6)
 
 
-def test_every_mistake_is_a_line(client: TestClient, data: Path) -> None:
+def test_every_mistake_is_one_line(client: TestClient, data: Path) -> None:
     good, _ = good_rows(data)
     for method, path, body in bad_requests("model", good):
         answer = client.request(method, path, content=body)
@@ -116,7 +116,7 @@ def test_limits(model: Path, data: Path) -> None:
 
 
 def test_without_vocabularies(package: Callable[[str], Path], trained: Path, tmp_path: Path) -> None:
-    """The flat routes stay up, and /score says what is missing; other vocabularies are refused."""
+    """Inference routes still work, and /score says what is missing; other vocabularies are refused."""
     model, data = package("portable"), trained.parent / "data"
     aside = data.rename(data.with_name("aside"))
     try:
@@ -149,7 +149,7 @@ def test_port_in_use(model: Path) -> None:
 
 
 def test_merged_requests() -> None:
-    """Two columns; rows keep their values, lists of any length included."""
+    """Rows of two columns keep their values, including lists of any length."""
     one = Flat(np.ones((2, 1), np.float32), np.array([1, 2, 3, 10]), np.array([2, 1, 0, 1], np.int32))
     two = Flat(np.zeros((1, 1), np.float32), np.array([4, 5]), np.array([0, 2], np.int32))
     dense, values, lengths = merge([one, two, one])

@@ -20,7 +20,7 @@ from comera_rec.serving.tables import expand, served_tables, with_formed
 
 @pytest.fixture
 def collection() -> cr.TTEmbeddingBagCollection:
-    """A table of each order with hot rows, narrow and as wide as the table, and a dense one of two features."""
+    """A TT table of each order with hot rows, narrow and full-width, and a dense table with two features."""
     shapes = {
         2: cr.TTShape((40, 30), (4, 2), 3),
         3: cr.TTShape((12, 10, 10), (2, 2, 2), (2, 3)),
@@ -67,7 +67,7 @@ def test_expanded_rows_are_the_most_frequent(collection: cr.TTEmbeddingBagCollec
 
 
 @pytest.mark.parametrize("ranks", [2, 16])
-def test_a_tt_layer_keeps_its_numbers(ranks: int) -> None:
+def test_a_tt_layer_keeps_its_values(ranks: int) -> None:
     layer = cr.TTLinear(30, 20, tt_ranks=ranks)
     with torch.no_grad():
         for rank in layer.rank_parameters():
@@ -138,12 +138,12 @@ def test_every_architecture_is_served(
     inputs = torch.randn(5, dense), features.values(), features.lengths().long()
     with torch.no_grad():
         torch.testing.assert_close(flat(*inputs), model(inputs[0], features).squeeze(1).sigmoid(), rtol=1e-5, atol=1e-5)
-        if not dense:  # what is most unlike the runs that other tests compile
+        if not dense:  # the case that differs most from what other tests compile
             exported = torch.export.export(flat, inputs, strict=True).module()
             torch.testing.assert_close(exported(*inputs), flat(*inputs))
 
 
-def test_a_model_without_a_package_is_told_in_one_line(collection: cr.TTEmbeddingBagCollection) -> None:
+def test_a_model_that_cannot_be_packaged_is_refused_in_one_line(collection: cr.TTEmbeddingBagCollection) -> None:
     model = cr.build_wide_deep(collection.embedding_bag_configs(), dense_in_features=3, deep_layer_sizes=[8])
     with pytest.raises(ValueError, match="a Wide & Deep model has no package yet: export it dense, to a folder"):
         FlatModel(model, FORMS["portable"](served_tables(model.sparse_arch.embedding_bag_collection), torch.float32))

@@ -1,4 +1,4 @@
-"""The commands of docs/guides/serving.md run as they stand."""
+"""The commands of docs/guides/serving.md run unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small preprocessed data set for everything that trains."""
+"""Fixtures: a small preprocessed data set and a config for tests that train."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ checkpoint_every = 6
 
 @pytest.fixture(scope="session")
 def data_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """4,000 synthetic rows."""
+    """A data set of 4,000 synthetic rows."""
     folder = tmp_path_factory.mktemp("data_set")
     synth(SynthOptions(rows=4000, output=folder / "train.txt", seed=1, scale=0.001))
     preprocess(PreprocessOptions(inputs=(folder / "train.txt",), output=folder / "data"))
@@ -44,7 +44,7 @@ def data_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def config_file(tmp_path: Path, data_set: Path) -> Path:
-    """A run of twelve steps."""
+    """The config file of a run of twelve steps."""
     path = tmp_path / "run.toml"
     path.write_text(RUN.format(output=tmp_path / "run", data=data_set))
     return path

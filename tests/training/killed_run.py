@@ -1,7 +1,7 @@
 """`comera train` whose processes are killed: python killed_run.py [ATTEMPT:RANK:WHERE:STEP] ... train ARGUMENTS.
 
-On that attempt the process of that rank is killed at that step, WHERE is `step`, after it, or `checkpoint`, when the files of its
-checkpoint are written but don't have their name yet.
+On that attempt, the process of that rank is killed at that step: after it if WHERE is `step`; if WHERE is `checkpoint`, when the
+files of its checkpoint are written but not yet renamed.
 """
 
 from __future__ import annotations

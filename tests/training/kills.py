@@ -1,8 +1,8 @@
-"""Kill a run again and again at random moments, and compare what comes of it with one that was never stopped.
+"""Kill a run again and again at random moments, and compare its result with that of an unbroken run.
 
     python -m tests.training.kills --kills 20 --signal KILL --processes 2 --asynchronous
 
-Moments are drawn over start, steps, evaluations and checkpoints. A killed run is started anew until it ends. Losses, evaluations,
+Moments are drawn over start, steps, evaluations and checkpoints. A killed run is restarted until it finishes. Losses, evaluations,
 ranks, weights and optimizer state must equal the unbroken run's bit by bit, and SIGTERM must cost no step.
 """
 
@@ -44,7 +44,7 @@ PHASES = ("starting", "training", "evaluating", "writing a checkpoint")
 
 
 def run(rank: int, world_size: int, store: str, config_file: Path, overrides: Sequence[str], phase: Any) -> None:
-    """`comera train` in a process whose first one notes what it does."""
+    """Run `comera train` in a process; the first process records its phase."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
     sys.stderr = open(f"{store}.{rank}", "w")  # noqa: SIM115
@@ -61,11 +61,11 @@ def run(rank: int, world_size: int, store: str, config_file: Path, overrides: Se
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
-    os._exit(0)  # a process whose peers are gone may hang in its threads of communication
+    os._exit(0)  # a process without its peers may hang in its communication threads
 
 
 def noting(function: Any, phase: Any, number: int) -> Any:
-    """The function, which notes that it is at work."""
+    """Wrap a function so that it records its phase while it runs."""
 
     def noted(*args: Any, **options: Any) -> Any:
         before, phase.value = phase.value, number
@@ -93,34 +93,34 @@ class Attempt:
         return PHASES[self._phase.value]
 
     def wait_for_training(self) -> None:
-        """Wait until its first step is near, or it has ended."""
+        """Wait until the run is about to take its first step, or has ended."""
         while self.phase == "starting" and self._processes[0].is_alive():
             time.sleep(0.005)
 
     def finish(self) -> None:
-        """Wait for its end, which must be that of the run."""
-        assert self.wait(), "it does not end"
+        """Wait for the processes to end, and require that the run is finished."""
+        assert self.wait(), "the run does not end"
         printed = "".join(path.read_text() for path in Path(self._folder.name).glob("store.*"))
         self._folder.cleanup()
         assert {process.exitcode for process in self._processes} == {0}, printed
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Whether all of it ends within the time."""
+        """Wait; return whether all processes end within the time."""
         end = time.monotonic() + (seconds or 600)
         for process in self._processes:
             process.join(max(0.0, end - time.monotonic()))
         return not any(process.is_alive() for process in self._processes)
 
     def kill(self, number: signal.Signals) -> None:
-        """Send a signal to all of its processes, and wait for their end."""
+        """Send a signal to all processes, and wait for their end."""
         phase = self.phase
         for process in self._processes:
             if process.is_alive() and process.pid is not None:
                 os.kill(process.pid, number)
-        assert self.wait(300), f"a process has outlived {number.name}"
+        assert self.wait(300), f"a process survived {number.name}"
         self._folder.cleanup()
         expected = {0, -number, 128 + number}
-        if number == signal.SIGKILL or phase == "starting":  # a process may see that another is gone
+        if number == signal.SIGKILL or phase == "starting":  # a process may notice that another is gone
             expected.add(1)
         codes = [process.exitcode for process in self._processes]
         assert set(codes) <= expected, f"exit statuses {codes} after {number.name}"
@@ -129,18 +129,18 @@ class Attempt:
 def kill_until_done(
     config_file: Path, overrides: Sequence[str], *, processes: int, number: signal.Signals, kills: int, seed: int = 0
 ) -> Counter[str]:
-    """Train a run unbroken, and one killed at random moments; both must be equal. Returns how often it was killed at what.
+    """Train an unbroken run, and one killed at random moments, which must be equal; return how often it was killed in each phase.
 
     Args:
-        config_file: of the runs.
-        overrides: of it; must leave `output` alone.
-        processes: of each run.
+        config_file: config of the runs.
+        overrides: overrides of the config; `output` must not be among them.
+        processes: number of processes of each run.
         number: SIGKILL or SIGTERM, sent to all processes at once.
-        kills: as often, or until the run has ended.
-        seed: of the moments.
+        kills: number of kills, unless the run finishes earlier.
+        seed: seed of the moments.
 
     Raises:
-        AssertionError: the runs differ, or something half-written stays.
+        AssertionError: if the runs differ, or half-written files are left.
     """
     output = Path(load_config(config_file, overrides).output)
     unbroken, broken = (output.with_name(f"{output.name}_{kind}_{number.name}_{processes}") for kind in ("unbroken", "broken"))
@@ -152,7 +152,7 @@ def kill_until_done(
     moments, killed_at = random.Random(seed), Counter[str]()
     while killed_at.total() < kills and not (broken / "result.json").exists():
         attempt = Attempt(processes, config_file, [*overrides, f"output={broken}"])
-        if moments.random() < 0.9:  # else in its start
+        if moments.random() < 0.9:  # otherwise during the start
             attempt.wait_for_training()
         if not attempt.wait(moments.uniform(0, seconds / kills)):
             killed_at[attempt.phase] += 1
@@ -167,7 +167,7 @@ def kill_until_done(
 
 
 def require_last_step(folder: Path) -> None:
-    """Raise AssertionError if the last checkpoint is of an earlier step than the last line of metrics.jsonl."""
+    """Raise AssertionError if the last checkpoint is older than the last step in metrics.jsonl."""
     if (folder / "metrics.jsonl").exists() and (logged := lines(folder, "train")):
         path = latest_checkpoint(folder / "checkpoints")
         assert path is not None, f"step {logged[-1]['step']} is lost: there is no checkpoint"
@@ -185,7 +185,7 @@ def compare(unbroken: Path, broken: Path) -> None:
     differing = [name for name, value in expected.items() if not torch.equal(value, left_over[name])]
     assert not differing, f"tensors differ: {differing[:3]}"
     half = [path.name for path in (broken / "checkpoints").iterdir() if path.suffix]
-    assert not half, f"half-written checkpoints stay: {half}"
+    assert not half, f"half-written checkpoints are left: {half}"
 
 
 def lines(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -203,7 +203,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    """The script."""
+    """Run the script."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--signal", choices=("KILL", "TERM"), default="KILL")

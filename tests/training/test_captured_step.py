@@ -1,7 +1,7 @@
-"""Captured steps: the numbers of eager ones; captured anew when shapes, ranks or learning rates change; and lower precisions.
+"""Captured steps equal eager ones, and are recaptured when shapes, ranks or learning rates change; and lower precisions.
 
-Where there is no GPU a stand-in takes the graph's place. A graph is fixed to the memory and the numbers it was captured with; the
-stand-in checks that they still are what they were, and calls again what was captured.
+Without a GPU, a stand-in replaces the graph. A graph is bound to the memory and the numbers that it was captured with; the stand-in
+checks that these are unchanged, and calls the captured function again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ every_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", ma
 
 
 class StandIn:
-    """In place of a `CudaRecorder`; `frozen` tells what a graph would not see change."""
+    """Replaces a `CudaRecorder`; `frozen` returns everything whose changes a graph would not see."""
 
     def __init__(self, frozen: Callable[[], Hashable]) -> None:
         self._frozen = frozen
@@ -97,7 +97,7 @@ class Training:
 
 
 def batch(seed: int, lengths: tuple[int, int] = (1, 1), size: int = 12) -> tuple[Tensor, KeyedJaggedTensor, Tensor]:
-    """Every bag of a feature holds as many ids."""
+    """Draw a batch in which all bags of a feature have the same length."""
     generator = torch.Generator().manual_seed(seed)
     values = [torch.randint(limit, (size * n,), generator=generator) for limit, n in zip((5000, 30), lengths, strict=True)]
     per_bag = torch.tensor(lengths).repeat_interleave(size)
@@ -109,7 +109,7 @@ def batch(seed: int, lengths: tuple[int, int] = (1, 1), size: int = 12) -> tuple
 
 
 @every_device
-def test_captured_steps_give_the_numbers_of_eager_ones_while_ranks_shrink(device: str) -> None:
+def test_captured_steps_equal_eager_ones_while_ranks_shrink(device: str) -> None:
     batches = [batch(seed) for seed in range(32)]
     eager, captured = (Training(device, capture=capture, ranks=RANKS) for capture in (False, True))
     torch.testing.assert_close(captured.run(batches), eager.run(batches))
@@ -120,7 +120,7 @@ def test_captured_steps_give_the_numbers_of_eager_ones_while_ranks_shrink(device
     for actual, expected in zip(captured.scheduler.history, eager.scheduler.history, strict=True):
         assert actual.pop("loss") == pytest.approx(expected.pop("loss"))
         assert actual == expected
-    # Every truncation and change of stage leads through eager steps to another graph.
+    # After every truncation and change of stage, eager steps precede a new graph.
     recorded = len(eager.scheduler.history) - 1
     assert captured.calls.count("capture") > recorded / 2
     assert captured.calls.count("run") + captured.calls.count("replay") == len(batches)
@@ -128,7 +128,7 @@ def test_captured_steps_give_the_numbers_of_eager_ones_while_ranks_shrink(device
 
 @every_device
 def test_captured_steps_in_float8(device: str) -> None:
-    """The scales are of every step's own numbers, which a graph finds on the device."""
+    """Scales depend on each step's values, which a graph computes on the device."""
     if device == "cuda":
         try:
             require_float8(torch.device(device))
@@ -142,8 +142,8 @@ def test_captured_steps_in_float8(device: str) -> None:
 
 
 @every_device
-def test_a_graph_serves_inputs_of_its_own_layout_alone(device: str) -> None:
-    batches = [batch(0, size=12 + seed % 2) for seed in range(6)]  # never twice alike
+def test_a_graph_is_only_used_for_inputs_of_its_layout(device: str) -> None:
+    batches = [batch(0, size=12 + seed % 2) for seed in range(6)]  # never twice the same in a row
     batches += [batch(seed, lengths=(2, 1)) for seed in range(5)] + [batch(seed, lengths=(1, 2)) for seed in range(5)]
     eager, captured = (Training(device, capture=capture) for capture in (False, True))
     torch.testing.assert_close(captured.run(batches), eager.run(batches))
@@ -169,10 +169,10 @@ def test_learning_rates_that_change(device: str) -> None:
     assert calls.count("capture") == 2, "a number is part of the graph"
     actual, calls = losses(True, torch.tensor(0.01, device=device))
     torch.testing.assert_close(actual, expected)
-    assert calls.count("capture") == 1, "a tensor is read anew"
+    assert calls.count("capture") == 1, "a tensor is read by every replay"
 
 
-def test_reset_leads_through_eager_steps_to_another_graph() -> None:
+def test_after_a_reset_eager_steps_precede_a_new_graph() -> None:
     training = Training("cpu", capture=True)
     training.run([batch(seed) for seed in range(5)])
     state = copy.deepcopy((training.model.state_dict(), training.optimizer.state_dict()))
@@ -192,7 +192,7 @@ def test_reset_leads_through_eager_steps_to_another_graph() -> None:
     ],
 )
 @pytest.mark.gpu
-def test_optimizers_that_no_graph_can_hold_are_named(make: Callable, message: str) -> None:
+def test_optimizers_that_cannot_be_captured_are_named(make: Callable, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CapturedStep(lambda: torch.zeros(()), make(nn.Linear(2, 2, device="cuda").parameters()))
 
@@ -221,7 +221,7 @@ DEMO = [
 
 
 def test_lower_precisions_train_the_model_of_the_demo_like_float32(config_file: Path, tmp_path: Path) -> None:
-    """NE on the test split to half a per cent after 24 steps; and the products really are in bfloat16, or of 8-bit operands."""
+    """NE on the test split agrees to half a percent after 24 steps, and products are indeed in bfloat16 or of 8-bit operands."""
     results, seen = {}, set()
 
     def note(module: nn.Module, _: Any, logits: Tensor) -> None:

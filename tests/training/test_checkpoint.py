@@ -1,4 +1,4 @@
-"""Checkpoints: complete or absent, the newest kept, damage named."""
+"""Checkpoints are complete or absent, the newest are kept, and damage is named."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def names(folder: Path) -> list[str]:
 
 @pytest.fixture
 def full_disk() -> Iterator[None]:
-    """Let any file grow to 10 kB only, which is less than a state."""
+    """Limit all files to 10 kB, which is less than a state."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
@@ -42,7 +42,7 @@ def full_disk() -> Iterator[None]:
     signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_gives_back_what_was_saved(tmp_path: Path) -> None:
+def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path / "run" / "checkpoints", 1000, *state())
     assert path == tmp_path / "run" / "checkpoints" / "step_00001000"
     saved = open_checkpoint(path)
@@ -72,7 +72,7 @@ def test_latest(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path) == tmp_path / "step_00000020"
 
 
-def test_what_a_killed_process_left_half_written_is_cleaned_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_written_files_of_a_killed_process_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "_checksum", lambda path: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         save_checkpoint(tmp_path, 10, *state())
@@ -84,7 +84,7 @@ def test_what_a_killed_process_left_half_written_is_cleaned_up(tmp_path: Path, m
 
 
 @pytest.mark.usefixtures("full_disk")
-def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
+def test_a_full_disk_keeps_earlier_checkpoints(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, 10, {"small": 1}, {}, keep=1)
     with pytest.raises(OSError, match=r"^cannot write checkpoint .*step_00000020 \(File too large\); free some space or"):
         save_checkpoint(tmp_path, 20, *state(), keep=1)
@@ -107,7 +107,7 @@ def flip_a_bit(content: bytes) -> bytes:
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata"])
 @pytest.mark.parametrize("damage", [flip_a_bit, lambda content: content[:-100], lambda content: b"", lambda content: b"text"])
-def test_a_damaged_one_is_named_with_the_one_to_use(tmp_path: Path, damage: Any, file: str) -> None:
+def test_a_damaged_checkpoint_is_named_with_the_one_to_use(tmp_path: Path, damage: Any, file: str) -> None:
     earlier = save_checkpoint(tmp_path, 10, *state())
     latest = save_checkpoint(tmp_path, 20, *state())
     path = latest / file

@@ -1,4 +1,4 @@
-"""Checkpoints of several processes where the one that writes for all cannot: all learn of it, and nothing is lost."""
+"""Checkpoints of several processes when the one that writes for all fails: all processes learn of it, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def fail_in_every_way(rank: int, folder: Path) -> list[str]:
     (folder / "file").touch()
     messages = [try_to_save(folder / "file" / "checkpoints", 5)]
     rename = Path.rename
-    if rank == 0:  # at the moment when the new one would take the name of the old
+    if rank == 0:  # when the new checkpoint is about to be renamed to the old one's name
 
         def fail(path: Path, target: Path) -> Path:
             if path.suffix == ".partial":
@@ -47,7 +47,7 @@ def fail_in_every_way(rank: int, folder: Path) -> list[str]:
     return messages
 
 
-def test_a_failure_to_write_is_everyones_and_loses_nothing(tmp_path: Path) -> None:
+def test_all_processes_raise_a_write_error_and_nothing_is_lost(tmp_path: Path) -> None:
     first, second = run_processes(2, fail_in_every_way, tmp_path)
     assert first == second
     no_folder, no_space, kept, again, record = first

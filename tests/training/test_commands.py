@@ -1,4 +1,4 @@
-"""The subcommands that need a model, as a user calls them: what they print, what they leave, and how they fail."""
+"""The subcommands that need a model, as users call them: what they print, what they write, and how they fail."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_train_evaluate_report_export(
 
     other = shutil.copytree(data_set, tmp_path / "other")
     manifest = json.loads((other / "manifest.json").read_text())
-    manifest["categorical_columns"][1]["vocabulary"]["sha256"] = "0" * 64  # of as many values
+    manifest["categorical_columns"][1]["vocabulary"]["sha256"] = "0" * 64  # with the same number of values
     (other / "manifest.json").write_text(json.dumps(manifest))
     assert call("evaluate", "--checkpoint", str(run), "--data", str(other)) == 2
     assert "other columns or vocabularies than" in (error := capsys.readouterr().err)
@@ -107,7 +107,7 @@ def test_mistakes_are_one_line_and_status_two(
     ],
     ids=["comera_rec", "data_pipeline", "called by us", "called by torch"],
 )
-def test_faults_of_the_program_show_where_they_are(
+def test_bugs_show_a_traceback(
     call_it: Callable[[], object], ours: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(train_command, "load_config", lambda *_: call_it())
@@ -127,7 +127,7 @@ def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(("variable", "text"), [("WORLD_SIZE", "2"), ("WORLD_SIZE", "two")])
-def test_half_an_environment_of_torchrun_is_named(
+def test_missing_variables_of_torchrun_are_named(
     config_file: Path, variable: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):

@@ -1,4 +1,4 @@
-"""A trained dense run becomes the start of a compressed one: close at full ranks, within the budget, and trainable."""
+"""A trained dense run becomes the start of a compressed run: nearly equal at full ranks, within the budget, and trainable."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def dense(config_file: Path, tmp_path: Path) -> Path:
     return run
 
 
-def test_at_full_ranks_it_predicts_what_the_dense_run_does(dense: Path, config_file: Path, tmp_path: Path) -> None:
+def test_at_full_ranks_it_predicts_the_same_as_the_dense_run(dense: Path, config_file: Path, tmp_path: Path) -> None:
     large = ["tables.tt_ranks=10000", "linears.tt_ranks=10000", "linears.policy=always", f"output={tmp_path / 'full'}"]
     compressed = compress_run(dense, load_config(config_file, large))
     assert {"tt"} == {
@@ -48,7 +48,7 @@ def test_at_full_ranks_it_predicts_what_the_dense_run_does(dense: Path, config_f
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adagrad"])
-def test_then_train_goes_on_from_its_weights(
+def test_training_continues_from_its_weights(
     dense: Path, config_file: Path, tmp_path: Path, optimizer: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "compressed"
@@ -70,10 +70,10 @@ def test_then_train_goes_on_from_its_weights(
     assert json.loads((run / "result.json").read_text())["steps"] == 12
 
 
-def test_what_was_trained_most_is_kept_best(
+def test_rows_that_were_trained_most_are_approximated_best(
     dense: Path, config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Errors weighted by Adagrad's sums of squared gradients are smaller than where all rows count alike."""
+    """Errors weighted by Adagrad's sums of squared gradients are smaller than if all rows had equal weight."""
     checkpoint = open_checkpoint(dense / "checkpoints" / "step_00000012")
     errors = []
     for weighted in (True, False):

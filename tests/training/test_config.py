@@ -1,4 +1,4 @@
-"""Configs: defaults, overrides, and a line for each mistake."""
+"""Configs: defaults, overrides, and one line for each mistake."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
     assert config.data.batch_size == 2048
 
 
-def test_what_is_written_reads_back(tmp_path: Path) -> None:
+def test_a_written_config_is_read_back(tmp_path: Path) -> None:
     config = parse_config(
         {**MINIMAL, "ranks": {"early_steps": 7, "late_steps": 3, "target_size": 0.5}, "tables": {"compression": 50}}
     )

@@ -18,9 +18,9 @@ from comera_rec.training.evaluation import BestSoFar, evaluate
 from comera_rec.training.runs import load_run, open_run
 from comera_rec.training.trainer import Trainer
 
-# Rates at which the first steps are the best.
+# Learning rates at which the first steps are the best.
 OVERSHOOTING = ["training.eval_every=2", "training.keep_best=true", "optimizer.lr_dense=0.5", "optimizer.lr_cores=0.5"]
-WHOLE_GRADIENTS = ["training.clip_grad_norm=1e9", "optimizer.lr_tables=1e-9"]  # and dense tables stay as they are
+WHOLE_GRADIENTS = ["training.clip_grad_norm=1e9", "optimizer.lr_tables=1e-9"]  # so that dense tables stay unchanged
 
 
 def run(config_file: Path, *overrides: str) -> tuple[Trainer, dict[str, Any]]:
@@ -65,7 +65,7 @@ def test_parts_add_up_to_the_step_of_the_whole_batch(config_file: Path, tmp_path
         assert losses(unpriced) != pytest.approx(losses(whole), rel=1e-4)
 
 
-def test_a_batch_that_cannot_be_parted(config_file: Path) -> None:
+def test_a_batch_that_cannot_be_divided(config_file: Path) -> None:
     with pytest.raises(ValueError, match=r"data\.batch_size is 128, which 1 processes .* in 3 parts each: give a multiple of 3"):
         Trainer(load_config(config_file, ["training.accumulation=3"]))
 
@@ -88,7 +88,7 @@ def _weights(trainer: Trainer, kind: str) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in group["params"] if parameter.dim() > 1])
 
 
-def test_the_best_checkpoint_is_kept_and_read(config_file: Path, data_set: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_best_checkpoint_is_kept_and_loaded(config_file: Path, data_set: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer, result = run(config_file, *OVERSHOOTING, "training.keep_checkpoints=1")
     measured = validation(trainer)
     best = min(measured, key=lambda step: measured[step])
@@ -137,7 +137,7 @@ def test_patience_ends_a_run_that_resumes_as_if_it_had_never_stopped(config_file
     }
 
 
-def test_while_ranks_shrink_no_checkpoint_is_the_best(config_file: Path) -> None:
+def test_no_checkpoint_is_the_best_while_ranks_shrink(config_file: Path) -> None:
     ranks = ["ranks.early_steps=2", "ranks.late_steps=6", "ranks.target_size=0.5", "ranks.truncate_every=2"]
     trainer, result = run(config_file, *OVERSHOOTING, "training.patience=2", *ranks)
     measured = validation(trainer)
@@ -152,7 +152,7 @@ def test_best_so_far() -> None:
 
 
 @pytest.mark.parametrize("key", ["keep_best=true", "patience=3"])
-def test_what_needs_evaluations_says_so(config_file: Path, key: str) -> None:
+def test_settings_that_need_evaluations_require_them(config_file: Path, key: str) -> None:
     with pytest.raises(
         ValueError, match=r"training\.(keep_best|patience) is .* but nothing is evaluated: set training\.eval_every"
     ):

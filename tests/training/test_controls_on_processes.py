@@ -25,12 +25,12 @@ pytestmark = pytest.mark.distributed
 OVERSHOOTING = ["training.eval_every=2", "training.keep_best=true", "training.patience=2"]
 OVERSHOOTING += ["optimizer.lr_dense=0.3", "optimizer.lr_cores=0.3"]
 
-# Whole ones, and dense tables, which every part updates in backward, stay as they are.
+# Whole gradients; dense tables, which every part updates in backward, stay unchanged.
 GRADIENTS = ["training.clip_grad_norm=1e9", "optimizer.lr_tables=1e-9"]
 
 
 def terminated(trainer: Trainer, owner: Any, method: str, step: int) -> list[Any]:
-    """Train, this process alone sent SIGTERM in a method of a class at a step; what stopped it, and the latest checkpoint."""
+    """Train, and send SIGTERM only to this process, in a method at a step; return what stopped it, and the latest checkpoint."""
     original = getattr(owner, method)
 
     def terminate(self: Any, *args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""metrics.jsonl of a run that resumes: lines after its step go, and the file is whole at every moment."""
+"""metrics.jsonl of a run that resumes: lines after its step are dropped, and the file is complete at every moment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Peaks of memory over stretches of a run."""
+"""Peak memory in sections of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-# In a process of its own: what other tests held or freed would be part of the figures.
+# In a separate process, because memory that other tests use or freed would affect the numbers.
 STRETCHES = """
 import json, pathlib, torch
 from comera_rec.training.memory import PeakMemory
@@ -28,7 +28,7 @@ def _stretches(before: str = "") -> list[float]:
     return list(json.loads(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout))
 
 
-def _peaks_can_be_counted_anew() -> bool:
+def _peaks_can_be_reset() -> bool:
     try:
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")
@@ -37,16 +37,16 @@ def _peaks_can_be_counted_anew() -> bool:
     return True
 
 
-@pytest.mark.skipif(not _peaks_can_be_counted_anew(), reason="peaks can't be counted anew here")
+@pytest.mark.skipif(not _peaks_can_be_reset(), reason="peaks can't be reset here")
 @pytest.mark.parametrize("before", ["", "torch.ones(400 << 18).sum()"], ids=["first", "after a higher peak"])
-def test_a_peak_is_that_of_its_stretch(before: str) -> None:
+def test_a_peak_is_that_of_its_section(before: str) -> None:
     large, small, highest = _stretches(before)
     assert 190 < large < 260
     assert small < large - 100
     assert highest == large
 
 
-def test_peaks_are_of_the_whole_run_where_they_cannot_be_counted_anew() -> None:
+def test_peaks_are_of_the_whole_run_if_they_cannot_be_reset() -> None:
     absent = "import comera_rec.training.memory as module; module._CLEAR_REFS = pathlib.Path('/proc/absent')"
     first, second, highest = _stretches(absent)
     assert 190 < first < 260

@@ -1,4 +1,4 @@
-"""Metrics against their definitions, written out in plain Python."""
+"""Metrics agree with their definitions in plain Python."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def metrics_of(logits: list[float] | Tensor, labels: list[int] | Tensor) -> dict
 
 
 def auc_by_pairs(logits: list[float], labels: list[int]) -> float:
-    """The share of (positive, negative) pairs that the logits order rightly; a tie is half right."""
+    """The share of (positive, negative) pairs that the logits order correctly; a tie counts half."""
     pairs = [(p, n) for p, y in zip(logits, labels, strict=True) if y for n, z in zip(logits, labels, strict=True) if not z]
     return sum((p > n) + 0.5 * (p == n) for p, n in pairs) / len(pairs)
 
@@ -34,7 +34,7 @@ def logloss(logits: list[float], labels: list[int]) -> float:
     return -sum(math.log(p if y else 1 - p) for p, y in zip(probabilities, labels, strict=True)) / len(labels)
 
 
-# Eighths are exact in float32, and repeat often enough to tie.
+# Eighths are exact in float32, and repeat often enough for ties.
 rows = st.lists(st.tuples(st.integers(-40, 40).map(lambda n: n / 8), st.integers(0, 1)), min_size=2, max_size=40).filter(
     lambda rows: len({label for _, label in rows}) == 2
 )
@@ -70,7 +70,7 @@ def test_batches_add_up() -> None:
 
 
 def test_confident_logits_keep_their_order() -> None:
-    # In float32 sigmoid(20) and sigmoid(30) are both 1, and a batch of logits within 0..1 looks like probabilities.
+    # In float32 sigmoid(20) and sigmoid(30) are both 1, and logits within 0..1 look like probabilities.
     assert metrics_of([30.0, 20.0], [1, 0])["auc"] == 1
     assert metrics_of([0.5, 0.5], [1, 0])["logloss"] == pytest.approx(logloss([0.5, 0.5], [1, 0]), rel=1e-12)
 
@@ -89,7 +89,7 @@ def test_undefined() -> None:
 
 
 @pytest.mark.parametrize(("center", "spread"), [(0.0, 1.0), (-9.0, 2.0), (0.0, 30.0)])
-def test_binned_metrics_err_by_no_more_than_they_say(center: float, spread: float) -> None:
+def test_errors_of_binned_metrics_are_within_their_bounds(center: float, spread: float) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = center + spread * torch.randn(20_000, generator=generator)
     labels = (torch.rand(20_000, generator=generator) < logits.sigmoid()).float()
@@ -104,7 +104,7 @@ def test_binned_metrics_err_by_no_more_than_they_say(center: float, spread: floa
     assert approximate == pytest.approx(exact, rel=1e-12)
 
 
-def test_binned_metrics_know_ties_and_what_is_undefined() -> None:
+def test_binned_metrics_handle_ties_and_undefined_values() -> None:
     binned = BinnedMetrics()
     with pytest.raises(ValueError, match="no rows to evaluate"):
         binned.compute()
@@ -135,8 +135,8 @@ def compute_on_rank(rank: int, folder: str) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # spawning would import torch twice, for seconds
-def test_ranks_with_unequal_rows_get_the_metrics_of_all_rows(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # spawning would import torch twice, which takes seconds
+def test_processes_with_unequal_rows_get_the_metrics_of_all_rows(tmp_path: Path) -> None:
     torch.multiprocessing.start_processes(compute_on_rank, (str(tmp_path),), nprocs=2, start_method="fork")
     binned = BinnedMetrics()
     binned.update(*example())

@@ -1,4 +1,4 @@
-"""Runs of earlier versions: their checkpoints are read, and they resume on the batches that they would have had."""
+"""Runs of earlier versions: their checkpoints are read, and they resume with the batches that would have followed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from comera_rec.training.trainer import Trainer
 
 pytestmark = pytest.mark.distributed
 
-# A process of format 1 had one reader, with a buffer as large as all processes' together have now.
+# A process of format 1 had one reader, with a buffer as large as those of all readers together are now.
 BUFFER = 512
 
 
@@ -36,7 +36,7 @@ def train_on(processes: int, *arguments: Any) -> None:
 
 
 def write_as_format_1(folder: Path, processes: int) -> Path:
-    """Rewrite a run's last checkpoint as comera-rec 0.1 wrote it; returns its path."""
+    """Rewrite a run's last checkpoint in the form of comera-rec 0.1; return its path."""
     path = latest_checkpoint(folder / "checkpoints")
     assert path is not None
     checkpoint = open_checkpoint(path)
@@ -63,7 +63,7 @@ def losses(folder: Path) -> dict[int, float]:
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_runs_of_format_1_resume(config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int) -> None:
-    monkeypatch.setattr(trainer_module, "_READERS", 8)  # which `train` sets
+    monkeypatch.setattr(trainer_module, "_READERS", 8)  # as `train` sets it
     whole, part = tmp_path / "whole", tmp_path / "part"
     settings = ["training.log_every=1", f"data.shuffle_rows={BUFFER}", "optimizer.name=adagrad"]
     train_on(processes, config_file, [*settings, f"output={whole}"], processes)

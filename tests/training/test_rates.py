@@ -1,4 +1,4 @@
-"""Learning rates over a run, of the optimizer and of tables that are updated in the backward pass."""
+"""Learning rates over a run, for the optimizer and for tables that are updated in the backward pass."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_rates_rise_stay_and_fall() -> None:
     assert min(rates(decay=0.001)) > 0
 
 
-def test_a_rate_in_a_tensor_stays_in_it() -> None:
+def test_a_rate_in_a_tensor_is_changed_in_place() -> None:
     parameter = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.Adam([parameter], lr=0.5)
     schedule = LearningRates(optimizer, [], total_steps=4, decay=1.0, as_tensors=True)
@@ -46,7 +46,7 @@ def test_a_rate_in_a_tensor_stays_in_it() -> None:
 
 
 def moved(step: int) -> Tensor:
-    """By how much a fused table's first update moves its rows when it is that step of eight."""
+    """How far a fused table's first update moves its rows if it is this step out of eight."""
     torch.manual_seed(0)
     tables = [EmbeddingBagConfig(name="t", num_embeddings=6, embedding_dim=4, feature_names=["f"])]
     model = nn.Sequential(EmbeddingBagCollection(tables))

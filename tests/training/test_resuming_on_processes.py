@@ -1,4 +1,4 @@
-"""Runs on several processes: continued by another number of them, pipelined, in groups, and checkpoints beside steps."""
+"""Runs on several processes: resumed by another number of processes, pipelined, in groups, with asynchronous checkpoints."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ FORMATS = {
     "ranks and hot rows": ["tables.hot_rows=0.5", *RANKS],
     "dense": ["tables.format=dense", "linears.format=dense"],
 }
-# Adam's moments of cores decay in every step where tables are replicated, and in those that meet a slice on one process.
+# Adam's moments of a slice decay in every step if tables are replicated, and on one process only in steps that use it.
 SAME = ["optimizer.name=adagrad", "optimizer.lr_dense=0.02", "optimizer.lr_cores=0.02", "training.log_every=1"]
 
 
 def train(rank: int, config_file: Path, *runs: list[str]) -> list[bool]:
-    """Whether each of the runs was pipelined."""
+    """Train runs; return whether each one was pipelined."""
     pipelined = []
     for overrides in runs:
         trainer = Trainer(load_config(config_file, overrides))
@@ -79,7 +79,7 @@ def test_another_number_of_processes_continues_a_run(
 
 
 def test_a_number_of_processes_that_cannot_share_the_readers_is_refused(config_file: Path) -> None:
-    batch = ["data.batch_size=120"]  # of 8 readers, in which 3 processes have no part each
+    batch = ["data.batch_size=120"]  # 3 processes can't share 8 readers
     Trainer(load_config(config_file, [*batch, "training.steps=6"])).train()
     with pytest.raises(RuntimeError, match=r"8 readers dealt them, which 3 processes can't share: launch .* that divides 8"):
         run_processes(3, train, config_file, batch)
@@ -91,7 +91,7 @@ def test_a_pipelined_run_equals_the_plain_loop(config_file: Path, tmp_path: Path
         for pipeline in ("true", "false"):
             names.append(tmp_path / f"{name} {pipeline}")
             runs.append([*overrides, "training.eval_every=4", f"training.pipeline={pipeline}", f"output={names[-1]}"])
-    for setting in ("training.accumulation=2", "tables.format=off"):  # which no pipeline takes
+    for setting in ("training.accumulation=2", "tables.format=off"):  # these can't be pipelined
         runs.append([setting, f"output={tmp_path / setting}", "training.steps=2"])
     for pipelined in run_processes(2, train, config_file, *runs):
         assert pipelined == [True, False, True, False, False, False]
@@ -128,12 +128,12 @@ def test_controls_on_two_processes_equal_those_on_one(config_file: Path, tmp_pat
     monkeypatch.setattr(evaluation, "EXACT_ROWS", BINNED)
     on_one = train_with_binned_metrics(0, config_file, *runs("one"))
     for overrides in runs("two"):
-        Trainer(load_config(config_file, overrides)).save()  # dense tables made by TorchRec would begin with other values
+        Trainer(load_config(config_file, overrides)).save()  # dense tables that TorchRec builds would start with other values
     on_two, _ = run_processes(2, train_with_binned_metrics, config_file, *runs("two"))
     for name, one, two in zip(CONTROLS, on_one, on_two, strict=True):
         folders = [tmp_path / name / processes for processes in ("one", "two")]
         assert losses(folders[1]) == pytest.approx(losses(folders[0]), rel=1e-5), name
-        for key, tolerance in (("ne", 1e-5), ("auc", 1e-4)):  # AUC counts pairs of rows, of which one may change places
+        for key, tolerance in (("ne", 1e-5), ("auc", 1e-4)):  # AUC counts pairs of rows, one of which may swap
             measured = [[line[key] for line in lines(folder, "eval")] for folder in folders]
             assert measured[1] == pytest.approx(measured[0], rel=tolerance), (name, key)
         assert "auc_error" in one, "metrics were binned"
@@ -148,7 +148,7 @@ def train_in_groups(rank: int, config_file: Path, outputs: list[Path], overrides
     Trainer(load_config(config_file, settings), processes=Processes(groups[rank // 2])).train()
 
 
-def test_two_groups_of_processes_train_a_run_each(config_file: Path, tmp_path: Path) -> None:
+def test_two_groups_of_processes_train_one_run_each(config_file: Path, tmp_path: Path) -> None:
     overrides = [*FORMATS["ranks and hot rows"], "training.eval_every=4", "tables.min_rows=1", "checkpoints.asynchronous=true"]
     outputs = [tmp_path / "first", tmp_path / "second"]
     run_processes(4, train_in_groups, config_file, outputs, overrides)
@@ -165,7 +165,7 @@ def asynchronous(config_file: Path, *overrides: str) -> Trainer:
     return Trainer(load_config(config_file, settings))
 
 
-def test_checkpoints_written_beside_steps_are_those_of_their_step(config_file: Path, tmp_path: Path) -> None:
+def test_asynchronous_checkpoints_are_those_of_their_step(config_file: Path, tmp_path: Path) -> None:
     both = ["training.checkpoint_every=2", "training.keep_checkpoints=9", *FORMATS["ranks and hot rows"]]
     runs = [[*both, f"output={tmp_path / kind}", f"checkpoints.asynchronous={kind}"] for kind in ("true", "false")]
     run_processes(2, train, config_file, *runs)
@@ -173,7 +173,7 @@ def test_checkpoints_written_beside_steps_are_those_of_their_step(config_file: P
         assert_close(tensors(tmp_path / "true", step), tensors(tmp_path / "false", step), 0)
 
 
-def test_steps_go_on_while_a_checkpoint_is_written(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_continue_while_a_checkpoint_is_written(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     further, save, step = threading.Event(), writer.save_checkpoint, Trainer._step
     waited = []
 

@@ -1,4 +1,4 @@
-"""Several labels, a loss each, and weights of rows: in the loss, in metrics, in every architecture, and in scores."""
+"""Several labels with one loss each, and weights of rows: in the loss, in metrics, in every architecture, and in scores."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ steps = 15
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`log.csv`, `data`, and `run.toml` of a run of fifteen steps."""
+    """A folder with `log.csv`, `data`, and `run.toml` for a run of fifteen steps."""
     folder = tmp_path_factory.mktemp("tasks")
     draw = np.random.default_rng(0)
     item, user = draw.zipf(1.3, ROWS) % 400, draw.zipf(1.2, ROWS) % 900
@@ -150,14 +150,14 @@ def test_a_row_of_weight_n_counts_as_n_rows(rows: list[tuple[int, int, int]]) ->
         assert weighted.compute() == pytest.approx(expected, rel=1e-12)
 
 
-def test_rows_of_no_weight_are_told_from_rows_of_one_label() -> None:
+def test_all_zero_weights_are_distinguished_from_a_single_label() -> None:
     metrics = BinaryMetrics()
     metrics.update(torch.zeros(4), torch.tensor([0, 1, 0, 1]), torch.zeros(4))
     with pytest.raises(ValueError, match="all 4 weights are 0, so AUC and NE are undefined"):
         metrics.compute()
 
 
-def test_metrics_of_one_label_stay_as_they_are() -> None:
+def test_metrics_of_one_label_are_unchanged() -> None:
     assert mean_of_tasks({"label": {"auc": 0.7, "rows": 9}}) == {"auc": 0.7, "rows": 9}
     assert mean_of_tasks({"a": {"auc": 0.7, "rows": 9}, "b": {"auc": 0.5, "rows": 9}}) == {
         "auc": 0.6,

@@ -1,4 +1,4 @@
-"""Training: exact resume, ranks that shrink, clean stops, and numbers that agree with the checkpoint."""
+"""Training: exact resuming, shrinking ranks, clean stops, and reported sizes that agree with the checkpoint."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def metrics(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Of a run's last checkpoint."""
+    """Weights in a run's last checkpoint."""
     path = latest_checkpoint(folder / "checkpoints")
     assert path is not None
     checkpoint = open_checkpoint(path)
@@ -99,7 +99,7 @@ def test_reported_sizes_are_those_of_the_checkpoint(config_file: Path, overrides
 
 
 @pytest.mark.parametrize(("cores", "ahead"), [(1, False), (2, True)])
-def test_plans_are_made_ahead_where_a_core_is_spare(
+def test_plans_are_made_ahead_if_a_core_is_idle(
     config_file: Path, monkeypatch: pytest.MonkeyPatch, cores: int, ahead: bool
 ) -> None:
     monkeypatch.setattr(trainer_module, "available_cores", lambda: cores)  # the tests run on one thread
@@ -135,7 +135,7 @@ def test_loaded_run_predicts_as_it_was_trained(config_file: Path) -> None:
     assert again["ne"] == pytest.approx(result["ne"], rel=1e-5)
 
 
-def test_sigterm_leaves_a_checkpoint_and_the_run_goes_on(
+def test_sigterm_leaves_a_checkpoint_and_the_run_resumes(
     config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, _ = run(config_file, f"output={tmp_path / 'whole'}")
@@ -177,7 +177,7 @@ def test_weights_that_are_not_finite_are_not_saved(config_file: Path, monkeypatc
 
     def poison_at_twelve(self: Trainer, batch: Any) -> torch.Tensor:
         loss = step(self, batch)
-        if self.steps == 12:  # the loss is that of the weights before
+        if self.steps == 12:  # the loss is that of the previous weights
             next(self.module.parameters()).data[0] = float("nan")
         return loss
 
@@ -188,7 +188,7 @@ def test_weights_that_are_not_finite_are_not_saved(config_file: Path, monkeypatc
     assert all(weight.isfinite().all() for weight in weights(folder).values())
 
 
-def test_sigterm_in_an_evaluation_stops_it_and_the_next_run_evaluates_anew(
+def test_sigterm_stops_an_evaluation_and_the_next_run_repeats_it(
     config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     evaluating = ["training.eval_every=4", "data.eval_batch_size=100"]
@@ -199,14 +199,14 @@ def test_sigterm_in_an_evaluation_stops_it_and_the_next_run_evaluates_anew(
         os.kill(os.getpid(), signal.SIGTERM)
         update(self, *batch)
 
-    for due in (4, 12):
+    for last_step in (4, 12):
         with monkeypatch.context() as patch:
             patch.setattr(BinaryMetrics, "update", terminate)
-            with pytest.raises(Interrupted, match=f"stopped by SIGTERM at step {due} with a checkpoint"):
+            with pytest.raises(Interrupted, match=f"stopped by SIGTERM at step {last_step} with a checkpoint"):
                 run(config_file, *evaluating)
         folder = Path(load_config(config_file).output)
-        assert latest_checkpoint(folder / "checkpoints") == folder / "checkpoints" / f"step_{due:08d}"
-        if due == 4:
+        assert latest_checkpoint(folder / "checkpoints") == folder / "checkpoints" / f"step_{last_step:08d}"
+        if last_step == 4:
             run(config_file, *evaluating)
             assert metrics(folder, "eval") == metrics(whole, "eval")
             shutil.rmtree(folder)
@@ -242,7 +242,7 @@ def test_folder_of_another_run_is_refused(config_file: Path, data_set: Path, tmp
         run(config_file, f"data.path={other}")
 
 
-def test_a_run_goes_on_where_its_data_have_moved_but_not_on_other_data(config_file: Path, data_set: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_with_moved_data_but_not_with_other_data(config_file: Path, data_set: Path, tmp_path: Path) -> None:
     run(config_file, "training.steps=3")
     moved = tmp_path / "moved"
     shutil.copytree(data_set, moved)
@@ -277,7 +277,7 @@ def test_finished_run_is_left_alone(config_file: Path) -> None:
     assert (folder / "metrics.jsonl").read_text() == before
 
 
-def test_missing_gpu_is_told(config_file: Path) -> None:
+def test_a_missing_gpu_is_reported(config_file: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     with pytest.raises(ValueError, match=r"training\.device is cuda but torch sees no GPU"):

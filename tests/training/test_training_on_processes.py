@@ -1,4 +1,4 @@
-"""Training on several processes: resumed, killed, and loaded by another number of them."""
+"""Training on several processes: resumed, killed, and loaded by another number of processes."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_resumed_run_equals_an_unbroken_one_and_one_process_loads_it(
     if "ranks" in "".join(overrides):
         history = lines(whole, "ranks")
         assert history[-1]["stage"] == "done"
-        if "ranks.objective=achievement" not in overrides:  # which ends where its price leads
+        if "ranks.objective=achievement" not in overrides:  # its final size depends on its price
             assert 0.97 * history[-1]["target_params"] <= history[-1]["params"] <= history[-1]["target_params"] + 1
 
 
@@ -97,7 +97,7 @@ def resume_and_save(rank: int, config_file: Path, overrides: list[str]) -> None:
     trainer.save()
 
 
-def test_two_processes_go_on_from_what_one_compressed(config_file: Path, tmp_path: Path) -> None:
+def test_two_processes_resume_what_one_process_compressed(config_file: Path, tmp_path: Path) -> None:
     dense = ["tables.format=dense", "linears.format=dense", f"output={tmp_path / 'dense'}"]
     same = ["tables.tt_ranks=none", "tables.compression=4"]
     with pytest.raises(SystemExit):
@@ -135,11 +135,11 @@ def launch(config_file: Path, folder: Path, *kills: str, restarts: int = 0) -> s
     )
 
 
-def test_killed_in_a_step_and_in_a_checkpoint_it_goes_on_as_if_nothing_had_happened(config_file: Path, tmp_path: Path) -> None:
+def test_a_run_killed_in_a_step_and_in_a_checkpoint_equals_an_unbroken_one(config_file: Path, tmp_path: Path) -> None:
     unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
     run_processes(2, train, config_file, [f"output={unbroken}", *LONGER, *RANKS])
 
-    # A worker dies in the middle of training, and the launcher starts all anew; then one dies in the middle of a checkpoint.
+    # A worker dies during training, and the launcher restarts all of them; then one dies while writing a checkpoint.
     first = launch(config_file, broken, "0:1:step:6", "1:0:checkpoint:8", restarts=1)
     output, _ = first.communicate(timeout=300)
     assert first.returncode != 0, output

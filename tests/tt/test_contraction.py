@@ -1,4 +1,4 @@
-"""The order of products for a layer and a batch: counted work against torch's own count, and the choice against all others."""
+"""The order of products for a layer and a batch: work agrees with torch's count, and the choice is compared with all others."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHAPES = [
 
 @pytest.mark.parametrize("order", [2, 4, 6])
 def test_multiplies_are_those_that_torch_counts(order: int) -> None:
-    shape = TTShape.for_linear(64, 64, tt_ranks=8, order=order)  # whole vectors everywhere
+    shape = TTShape.for_linear(64, 64, tt_ranks=8, order=order)  # all sizes are multiples of a vector's
     shape = TTShape([max(m, 8) if m > 1 else 1 for m in shape.row_shape], [max(n, 8) if n > 1 else 1 for n in shape.col_shape], 8)
     cores = [torch.zeros(size) for size in shape.core_shapes]
     diagonals = [torch.zeros(rank) for rank in shape.ranks]
@@ -52,21 +52,21 @@ def test_the_choice_is_within_a_tenth_of_the_cheapest(shape: TTShape) -> None:
         assert chosen <= cheapest / 0.9
 
 
-def test_small_batches_meet_the_cores_one_by_one_and_large_ones_meet_l_and_r() -> None:
+def test_small_batches_use_cores_one_by_one_and_large_ones_use_l_and_r() -> None:
     contractions = best_contractions(TTShape.for_linear(4096, 4096, tt_ranks=128))
     assert contraction_for(contractions, 0).parts == (0, 1, 2, 3)
     assert contraction_for(contractions, 16_384).parts == ((0, 1), (2, 3))
 
 
-def test_a_train_of_full_rank_is_contracted_to_the_dense_matrix() -> None:
+def test_cores_of_full_rank_are_contracted_to_the_dense_matrix() -> None:
     (whole,) = contraction_for(best_contractions(TTShape.for_linear(512, 512, tt_ranks=10**6)), 16_384).parts
     assert span(whole) == (0, 4)
 
 
-def test_output_modes_are_joined_from_the_end_where_ranks_are_large() -> None:
+def test_output_modes_are_joined_from_the_end_if_ranks_are_large() -> None:
     shape = TTShape.for_linear(1000, 1000, tt_ranks=64, order=6)
     _, right = contraction_for(best_contractions(shape), 16_384).parts
-    assert right == (3, (4, 5))  # a product of the last two has no rank of its own on the right
+    assert right == (3, (4, 5))  # the product of the last two has no rank on the right
 
 
 def test_predictions_grow_with_the_batch_and_name_the_faster_form() -> None:

@@ -12,7 +12,7 @@ from comera_rec.tt import TTShape, init_cores_, tt_to_dense
 
 
 def mean_square(cores: list[Tensor]) -> float:
-    """Mean square of all dense entries, by contracting the cores with themselves: no matrix of a billion entries is formed."""
+    """Mean square of all dense entries, by contracting the cores with themselves instead of forming a billion entries."""
     gram = torch.ones(1, 1)
     for core in cores:
         gram = torch.einsum("ab,amnc,bmnd->cd", gram, core, core) / (core.shape[1] * core.shape[2])
@@ -27,9 +27,9 @@ def test_mean_square_is_that_of_the_dense_matrix() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 4, 16])
 @pytest.mark.parametrize("order", [2, 3, 4])
-def test_dense_entries_have_the_standard_deviation_asked_for(order: int, ranks: int) -> None:
+def test_dense_entries_have_the_requested_standard_deviation(order: int, ranks: int) -> None:
     shape = TTShape.for_table(10_000_000, 64, tt_ranks=ranks, order=order)
-    # Entries that share slices are dependent, so one draw is noisy: over 100 draws 3 % is four of its errors or more.
+    # Entries that share slices are dependent, so one draw is noisy: over 100 draws, 3 % is at least four standard errors.
     draws = []
     for _ in range(3 if order == 2 else 100):
         cores = [torch.empty(size) for size in shape.core_shapes]
@@ -45,12 +45,12 @@ def test_dense_entries_have_mean_zero() -> None:
     assert abs(float(tt_to_dense(cores, shape).mean())) < 0.02
 
 
-def test_initialization_of_a_vanished_train_is_a_no_op() -> None:
+def test_initializing_vanished_cores_is_a_no_op() -> None:
     shape = TTShape((3, 4), (2, 2), (0,))
     init_cores_([torch.empty(size) for size in shape.core_shapes], shape, 1.0)
 
 
-def test_uninitialised_memory_is_poisoned() -> None:
+def test_uninitialized_memory_is_poisoned() -> None:
     assert torch.empty(3).isnan().all()
 
 

@@ -1,4 +1,4 @@
-"""The cost model: its counts are those of a plan and of cores, and more work costs more."""
+"""The cost model: its counts are those of plans and cores, and more work costs more."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_products_are_as_many_as_a_plan_makes(row_shape: tuple[int, ...], lookup
     plan = plan_lookup([zipf(math.prod(row_shape), lookups, exponent)], [row_shape])
     rows, lefts, rights = plan.bounds[:3, -1].tolist()
     planned = [count for count in (rows, lefts, rights) if count]
-    # A TT table of ones: products of 1 x 1 slices, so that each takes one multiplication, and one for each of two gradients.
+    # Products of 1 x 1 slices take one multiplication each, and one for each of the two gradients.
     work = cost.work(row_shape, (1,) * len(row_shape), (1,) * (len(row_shape) - 1))
     assert work.calls == len(planned)
     assert work.multiplies == pytest.approx(3 * sum(planned), rel=0.06)
@@ -37,7 +37,7 @@ def test_an_order_2_step_counted_by_hand() -> None:
     U = COST.work((300, 200), (1, 1), (1,)).row_numbers
     assert COST.work((300, 200), (9, 20), (40,)) == Work(
         multiplies=pytest.approx(U * (40 * 9 * 2 + 20 * 9 * 3 + 9 * 40 * 2)),
-        # (9 rows: 2 tiles) x (20 columns: one pair of vectors); 40 columns are a pair and one more; 40 rows are 5 tiles.
+        # (9 rows: 2 tiles) x (20 columns: one pair of vectors); 40 columns are a pair and one vector; 40 rows are 5 tiles.
         tile_steps=pytest.approx(U * (40 * 2 + 20 * 2 * 2 + 9 * 5)),
         missed_bytes=0.0,  # 200 x 40 x 20 numbers fit into the cache
         slice_numbers=40 * (300 * 9 + 200 * 20),

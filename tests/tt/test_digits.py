@@ -1,4 +1,4 @@
-"""Mixed-radix digits, as index arithmetic on ids of any size."""
+"""Mixed-radix digits by index arithmetic, for ids of any size."""
 
 from __future__ import annotations
 

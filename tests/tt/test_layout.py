@@ -1,4 +1,4 @@
-"""Cores whose slices lie one after the other: what is stored where, and that tables keep their cores so."""
+"""Slice-major cores, whose slices are stored one after the other: their layout, and that tables keep it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ sizes = st.tuples(*[st.integers(0, 4)] * 4)
 
 
 def stored(core: Tensor, k: int, order: int) -> list[float]:
-    """The numbers of a core as a lookup reads them: slice by slice, rank by rank."""
+    """A core's numbers in the order in which a lookup reads them: slice by slice, rank by rank."""
     numbers = []
     for of_slice in core.unbind(1):  # (r_{k-1}, n, r_k)
         by_rank = of_slice.permute(0, 2, 1) if k < (order + 1) // 2 else of_slice.permute(2, 0, 1)
@@ -29,7 +29,7 @@ def stored(core: Tensor, k: int, order: int) -> list[float]:
 
 
 @given(size=sizes, order=st.integers(1, 4), data=st.data())
-def test_slices_lie_one_after_the_other(size: tuple[int, ...], order: int, data: st.DataObject) -> None:
+def test_slices_are_stored_one_after_the_other(size: tuple[int, ...], order: int, data: st.DataObject) -> None:
     k = data.draw(st.integers(0, order - 1))
     core = torch.randn(size).permute(data.draw(st.permutations(range(4))))
     laid = slice_major(core, k, order)
@@ -40,13 +40,13 @@ def test_slices_lie_one_after_the_other(size: tuple[int, ...], order: int, data:
 
 
 def relaid(core: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """The same core with its dimensions in this order in memory, outermost first."""
+    """Copy a core with its dimensions in this order in memory, outermost first."""
     return core.permute(axes).contiguous().permute([axes.index(axis) for axis in range(4)])
 
 
 @given(order=st.integers(2, 4), data=st.data())
-def test_the_operators_take_what_lies_so_and_nothing_else(order: int, data: st.DataObject) -> None:
-    """They read memory, whatever strides say."""
+def test_the_operators_accept_only_slice_major_cores(order: int, data: st.DataObject) -> None:
+    """They read memory in this order, regardless of strides."""
     k = data.draw(st.integers(0, order - 1))
     bonds = [1, *data.draw(st.lists(st.integers(0, 3), min_size=order - 1, max_size=order - 1)), 1]
     modes = data.draw(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=order, max_size=order))
@@ -66,37 +66,37 @@ def test_the_operators_take_what_lies_so_and_nothing_else(order: int, data: st.D
             torch.ops.comera_rec.pool(*arguments)
 
 
-def test_gaps_between_slices_are_seen() -> None:
+def test_gaps_between_slices_are_detected() -> None:
     core = slice_major(torch.randn(3, 8, 2, 4), 0, 2)
     assert not is_slice_major(core[:, ::2], 0, 2)
     assert not is_slice_major(core[..., :3], 0, 2)
     assert is_slice_major(core[:, 2:5], 0, 2)
 
 
-def test_gradients_pass() -> None:
+def test_gradients_pass_through() -> None:
     core = torch.randn(2, 3, 4, 5, requires_grad=True)
     slice_major(core, 1, 2).square().sum().backward()
     assert torch.equal(core.grad, 2 * core.detach())
 
 
-def lie(table: cr.TTEmbeddingBag) -> bool:
+def are_slice_major(table: cr.TTEmbeddingBag) -> bool:
     return all(is_slice_major(core, k, table.shape.order) for k, core in enumerate(table.cores()))
 
 
 @pytest.mark.parametrize("order", [1, 2, 3, 4])
-def test_tables_keep_their_cores_so(order: int) -> None:
+def test_tables_keep_their_cores_slice_major(order: int) -> None:
     shape = TTShape((5, 4, 3, 2)[:order], (2, 3, 2, 2)[:order], (3, 4, 2)[: order - 1])
 
     def build(**arguments: object) -> cr.TTEmbeddingBag:
         return cr.TTEmbeddingBag(shape.num_rows, shape.num_cols, shape=shape, **arguments)  # type: ignore[arg-type]
 
     table = build()
-    assert lie(table)
-    assert lie(copy.deepcopy(table))
-    assert lie(pickle.loads(pickle.dumps(table)))
-    assert lie(copy.deepcopy(table).bfloat16())
-    assert lie(build(device="meta").to_empty(device="cpu"))
-    assert lie(cr.TTEmbeddingBag.from_dense(table.to_dense(), shape=shape))
+    assert are_slice_major(table)
+    assert are_slice_major(copy.deepcopy(table))
+    assert are_slice_major(pickle.loads(pickle.dumps(table)))
+    assert are_slice_major(copy.deepcopy(table).bfloat16())
+    assert are_slice_major(build(device="meta").to_empty(device="cpu"))
+    assert are_slice_major(cr.TTEmbeddingBag.from_dense(table.to_dense(), shape=shape))
     file = io.BytesIO()
     torch.save(table.state_dict(), file)
     file.seek(0)
@@ -104,12 +104,12 @@ def test_tables_keep_their_cores_so(order: int) -> None:
     for values in (state, {name: value.contiguous() for name, value in state.items()}):
         loaded = build()
         loaded.load_state_dict(values)
-        assert lie(loaded)
+        assert are_slice_major(loaded)
         assert all(map(torch.equal, loaded.parameters(), table.parameters()))
 
 
 @pytest.mark.parametrize("order", [2, 3, 4])
-def test_tables_of_other_ranks_keep_their_cores_so(order: int) -> None:
+def test_tables_of_other_ranks_keep_their_cores_slice_major(order: int) -> None:
     shape = TTShape((5, 4, 3, 2)[:order], (2, 3, 2, 2)[:order], (3, 4, 2)[: order - 1])
     table = cr.TTEmbeddingBag(shape.num_rows, shape.num_cols, shape=shape)
     optimizer = torch.optim.Adam(table.parameters())
@@ -123,11 +123,11 @@ def test_tables_of_other_ranks_keep_their_cores_so(order: int) -> None:
     assert table.shape.ranks[0] == 2
     for ranks in (table.shape.ranks, shape.ranks):
         assert table.shape.ranks == ranks
-        assert lie(table)
+        assert are_slice_major(table)
         for core in table.cores():
             for tensor in (core.grad, optimizer.state[core]["exp_avg"], optimizer.state[core]["exp_avg_sq"]):
                 assert tensor.stride() == core.stride()
         other = cr.TTEmbeddingBag(shape.num_rows, shape.num_cols, shape=shape)
         other.load_state_dict(table.state_dict())
-        assert lie(other)
+        assert are_slice_major(other)
         cr.grow_ranks_(table, {"": shape.ranks}, optimizer)

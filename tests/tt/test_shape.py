@@ -1,4 +1,4 @@
-"""Sizes: how rows and columns split into modes, what ranks cost, and what is refused."""
+"""Shapes: how rows and columns are factored into modes, what ranks cost, and what is refused."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def test_factors_cover_the_size_in_balance_and_waste_little(size: tuple[int, int
     assert all(isinstance(factor, int) and factor >= 1 for factor in factors)
     assert list(factors) == sorted(factors, reverse=True)
     assert math.prod(factors) >= n
-    # No factor could be one smaller: the padding is less than one slice of the largest core.
+    # No factor could be smaller by one: the padding is less than one slice of the largest core.
     if factors[0] > 1:
         assert (factors[0] - 1) * math.prod(factors[1:]) < n
-    # Balanced: at most twice as many slices in all as a perfect d-th root would have.
+    # Balanced: at most twice as many slices in total as with d-th roots.
     root = n ** (1 / order)
     assert sum(factors) <= max(2.0 * order * root, order * (math.ceil(root) + 1))
 
@@ -78,13 +78,13 @@ def test_num_params_counts_every_number_stored(ranks: tuple[int, ...]) -> None:
     assert [size[3] for size in shape.core_shapes] == [*ranks, 1]
 
 
-def test_one_integer_is_the_largest_rank() -> None:
+def test_an_integer_is_the_largest_rank() -> None:
     shape = TTShape((2, 50, 3), (1, 4, 2), 100)
     assert shape.ranks == (2, 6) == max_ranks(shape.row_shape, shape.col_shape)
     assert shape.with_ranks(3).ranks == (2, 3)
 
 
-def test_a_rank_of_zero_takes_the_train_with_it() -> None:
+def test_a_rank_of_zero_leaves_no_parameters() -> None:
     shape = TTShape((4, 5, 6), (2, 2, 2), (3, 0))
     assert shape.ranks == (0, 0)
     assert shape.num_params == 0
@@ -108,7 +108,7 @@ def test_a_rank_of_zero_takes_the_train_with_it() -> None:
         ((1,) * 9, (1,) * 9, 1, r"order is 9: give an integer from 1 to 8"),
     ],
 )
-def test_shapes_that_cannot_be_are_refused(row_shape: tuple, col_shape: tuple, ranks: object, message: str) -> None:
+def test_invalid_shapes_are_refused(row_shape: tuple, col_shape: tuple, ranks: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TTShape(row_shape, col_shape, ranks)  # type: ignore[arg-type]
 
@@ -121,7 +121,7 @@ def test_tables_fit_their_shape_and_ranks_are_capped(rows: int, dim: int, rank: 
     assert shape.num_cols >= dim
     modes = [m * n for m, n in zip(shape.row_shape, shape.col_shape, strict=True)]
     for k, capped in enumerate(shape.ranks, start=1):
-        unfolding = min(math.prod(modes[:k]), math.prod(modes[k:]))  # rows and columns of the bond's unfolding bound its rank
+        unfolding = min(math.prod(modes[:k]), math.prod(modes[k:]))  # the bond's unfolding bounds its rank
         assert capped == min(rank, unfolding)
 
 
@@ -142,7 +142,7 @@ def test_a_budget_is_never_exceeded_and_nearly_used(rows: int, dim: int, saving:
         assert shape.num_cols >= dim
         assert shape == kind(rows, dim, budget_params=budget)
     larger = shape.with_ranks(max(shape.ranks) + 1)
-    assert larger.num_params > budget or larger == shape, "a larger rank would still fit"
+    assert larger.num_params > budget or larger == shape, "no larger rank fits"
 
 
 TABLES = [(10_131_227, 64), (1_000_000, 128), (100_000_000, 32), (30_000, 16), (999_983, 17), (500, 1), (3, 7)]
@@ -150,7 +150,7 @@ TABLES = [(10_131_227, 64), (1_000_000, 128), (100_000_000, 32), (30_000, 16), (
 
 @pytest.mark.parametrize("saving", [1, 20, 300])
 @pytest.mark.parametrize(("rows", "dim"), TABLES)
-def test_candidates_are_of_one_size_and_the_fastest_is_chosen(rows: int, dim: int, saving: int) -> None:
+def test_candidates_have_the_same_size_and_the_fastest_is_chosen(rows: int, dim: int, saving: int) -> None:
     budget = max(60, rows * dim // saving)
     candidates = table_candidates(rows, dim, budget)
     most = max(shape.num_params for shape in candidates)
@@ -169,7 +169,7 @@ def test_candidates_are_of_one_size_and_the_fastest_is_chosen(rows: int, dim: in
 
 @pytest.mark.parametrize("order", [2, 3, 4])
 @pytest.mark.parametrize(("rows", "dim"), TABLES)
-def test_a_budget_is_spent_on_the_order_asked_for(rows: int, dim: int, order: int) -> None:
+def test_a_budget_is_spent_on_the_requested_order(rows: int, dim: int, order: int) -> None:
     small, large = (
         TTShape.for_table(rows, dim, budget_params=budget, order=order) for budget in (rows * dim + 60, rows * dim * 2 + 120)
     )
@@ -183,12 +183,12 @@ def test_column_modes_of_candidates_are_ordered_factorizations() -> None:
     assert all(math.prod(col_shape) == 64 for col_shape in modes)
 
 
-def test_a_rank_is_worth_as_much_at_every_skew() -> None:
+def test_candidates_of_any_skew_have_similar_ranks() -> None:
     ranks = [shape.ranks[0] for shape in table_candidates(10_131_227, 64, 6_483_985, (2,))]
     assert min(ranks) >= 0.79 * max(ranks)
 
 
-def test_defaults_and_the_order_that_ranks_or_a_budget_ask_for() -> None:
+def test_defaults_and_the_order_that_ranks_or_a_budget_imply() -> None:
     assert TTShape.for_table(1_000_000, 64).order == 2
     assert TTShape.for_table(1_000_000, 64).ranks == (16,)
     assert TTShape.for_table(1_000_000, 64, tt_ranks=(4, 5, 6)).ranks == (4, 5, 6)

@@ -1,4 +1,4 @@
-"""TT-SVD: exact at full rank, within Oseledets' bound below it, and what it does with tolerance, padding and large unfoldings."""
+"""TT-SVD: exact at full rank, within Oseledets' bound below it; tolerance, padding and large unfoldings."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from comera_rec.tt import TTShape, init_cores_, max_ranks, svd, tt_svd, tt_to_de
 
 
 def rebuilt(weight: Tensor, shape: TTShape, rtol: float = 0.0) -> Tensor:
-    """The matrix that the cores stand for, cut to the size of the weight."""
+    """Decompose a weight and contract the cores to a matrix of the weight's size."""
     cores = tt_svd(weight, shape, rtol=rtol)
     dense = tt_to_dense(cores, shape.with_ranks([core.shape[-1] for core in cores[:-1]]))
     return dense[: weight.shape[0], : weight.shape[1]]
 
 
 def unfolding(weight: Tensor, shape: TTShape, k: int) -> Tensor:
-    """The matrix whose rank limits bond k: modes up to core k by modes after it."""
+    """The matrix whose rank bounds that of bond k: modes up to core k by modes after it."""
     padded = torch.zeros(shape.num_rows, shape.num_cols, dtype=weight.dtype)
     padded[: weight.shape[0], : weight.shape[1]] = weight
     modes = padded.reshape(*shape.row_shape, *shape.col_shape)
@@ -39,7 +39,7 @@ def test_full_rank_is_exact(order: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(rebuilt(weight, shape), weight)
 
 
-def test_cores_are_left_orthogonal_but_the_last() -> None:
+def test_all_cores_but_the_last_are_left_orthogonal() -> None:
     shape = TTShape((5, 4, 3), (2, 2, 2), (4, 3))
     cores = tt_svd(torch.randn(60, 8, dtype=torch.float64), shape)
     for core in cores[:-1]:
@@ -55,7 +55,7 @@ def test_low_rank_error_lies_between_the_best_and_the_bound(ranks: tuple[int, in
     lost = [torch.linalg.svdvals(unfolding(weight, shape, k))[shape.ranks[k - 1] :].norm() for k in (1, 2)]
     padding = max(lost) * 1e-9
     assert error <= torch.stack(lost).norm() + padding  # Oseledets 2011, theorem 2.2
-    # The padded matrix is at least as far away as its best approximation on any one bond; padding rows may hide a part of it.
+    # The error of the padded matrix is at least that of the best approximation on any bond; padding rows may have part of it.
     whole = torch.zeros(shape.num_rows, shape.num_cols, dtype=torch.float64)
     whole[:113, :7] = weight
     assert (rebuilt(whole, shape) - whole).norm() >= max(lost) - padding
@@ -79,8 +79,8 @@ def test_rtol_trades_error_for_ranks(rtol: float) -> None:
     assert sum(ranks) < sum(max_ranks(shape.row_shape, shape.col_shape))
 
 
-def test_rtol_counts_what_the_ranks_already_lost() -> None:
-    # Ranks alone lose 8 % of the norm; 10 % is allowed in all, so little more may go.
+def test_rtol_includes_the_error_of_the_given_ranks() -> None:
+    # Ranks alone lose 8 % of the norm; 10 % is allowed in total, so little more may be lost.
     spectrum = torch.tensor([1.0, 0.08, 0.08], dtype=torch.float64)
     shape = TTShape((6, 6), (1, 1), (2,))
     basis, _ = torch.linalg.qr(torch.randn(6, 3, dtype=torch.float64))
@@ -125,14 +125,14 @@ def test_half_precision_weights_come_back_in_their_type() -> None:
     assert {core.dtype for core in cores} == {torch.bfloat16}
 
 
-def test_large_unfoldings_take_the_randomized_way_to_the_same_end() -> None:
+def test_large_unfoldings_are_randomized_with_the_same_result() -> None:
     shape = TTShape.for_table(40_000, 64, tt_ranks=12)
     assert min(shape.row_shape[0] * shape.col_shape[0], shape.row_shape[1] * shape.col_shape[1]) > 1024
     cores = [torch.empty(size) for size in shape.core_shapes]
     init_cores_(cores, shape, 1.0)
     signal = tt_to_dense(cores, shape)
     noise = 0.05 * torch.randn(signal.shape)
-    # The best rank-12 matrix recovers the signal up to the noise that falls into its row and column spaces.
+    # The best rank-12 matrix recovers the signal up to the noise in its row and column spaces.
     rows, columns = (m * n for m, n in zip(shape.row_shape, shape.col_shape, strict=True))
     expected = 0.05 * math.sqrt(12 * (rows + columns - 12)) / signal.norm()
     error = (rebuilt(signal + noise, shape) - signal).norm() / signal.norm()
@@ -140,7 +140,7 @@ def test_large_unfoldings_take_the_randomized_way_to_the_same_end() -> None:
 
 
 def decaying(row_shape: tuple[int, ...], col_shape: tuple[int, ...], size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A matrix whose first and last unfolding have the same singular values, falling to a tenth every 6.3; and these."""
+    """A matrix whose first and last unfoldings have the same singular values, which fall to a tenth every 6.3; and these values."""
     spectrum = 10.0 ** (-torch.arange(size, dtype=torch.float64) / 6.3)
     first, last = row_shape[0] * col_shape[0], row_shape[-1] * col_shape[-1]
     middle = math.prod(row_shape[1:-1]) * math.prod(col_shape[1:-1])
@@ -160,11 +160,11 @@ def decaying(row_shape: tuple[int, ...], col_shape: tuple[int, ...], size: int, 
         ((300, 320), (4, 4), {}),  # both sides of the unfolding are longer than 1024
         ((40, 60), (4, 4), {"_WHOLE_LIMIT": 100, "_BLOCK": 7777}),  # in blocks, by the Gram matrix
         ((40, 60), (4, 4), {"_WHOLE_LIMIT": 100, "_BLOCK": 7777, "_EXACT_LIMIT": 100}),  # in blocks, by random subspaces
-        ((40, 3, 60), (4, 1, 4), {"_EXACT_LIMIT": 100}),  # the second unfolding, 192 x 240, too
+        ((40, 3, 60), (4, 1, 4), {"_EXACT_LIMIT": 100}),  # also the second unfolding, 192 x 240
     ],
     ids=["exact", "random", "blocks of the Gram matrix", "blocks of random subspaces", "three cores"],
 )
-def test_a_small_tolerance_finds_the_ranks_that_suffice(
+def test_a_small_tolerance_gives_the_smallest_sufficient_ranks(
     row_shape: tuple[int, ...],
     col_shape: tuple[int, ...],
     limits: dict[str, int],
@@ -175,7 +175,7 @@ def test_a_small_tolerance_finds_the_ranks_that_suffice(
         monkeypatch.setattr(svd, name, value)
     rtol, shape = 1e-4, TTShape(row_shape, col_shape, 64)
     weight, spectrum = decaying(row_shape, col_shape, 64, dtype)
-    tails = spectrum.flip(0).square().cumsum(0).sqrt().flip(0)  # what is lost by keeping 0, 1, ... ranks
+    tails = spectrum.flip(0).square().cumsum(0).sqrt().flip(0)  # errors when keeping 0, 1, ... ranks
     suffice = int((tails > rtol / (shape.order - 1) ** 0.5 * spectrum.norm()).sum())
     assert 20 < suffice < 30
     cores = tt_svd(weight, shape, rtol=rtol)

@@ -1,4 +1,4 @@
-"""TT-SVD of matrices that are read in blocks: the same cores' matrix, and memory that does not follow the matrix."""
+"""TT-SVD of matrices that are read in blocks: the same matrix, and memory that doesn't grow with it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from comera_rec.tt import TTShape, svd, tt_svd, tt_svd_spectra, tt_to_dense
 
 @pytest.mark.parametrize("order", [2, 3, 4])
 @pytest.mark.parametrize("size", [(997, 13), (1200, 16)])
-def test_blocks_give_what_the_whole_gives(order: int, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_give_the_same_as_the_whole(order: int, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     rows, columns = size
     shape = TTShape.for_table(rows, columns, tt_ranks=6, order=order)
     generator = torch.Generator().manual_seed(1)
@@ -22,7 +22,7 @@ def test_blocks_give_what_the_whole_gives(order: int, size: tuple[int, int], mon
     exact, spectra = tt_svd_spectra(weight, shape)
     monkeypatch.setattr(svd, "_WHOLE_LIMIT", 100)
     monkeypatch.setattr(svd, "_BLOCK", 777)
-    for limit in (1, 1024):  # the randomized basis, and that of the Gram matrix
+    for limit in (1, 1024):  # randomized basis, and basis from the Gram matrix
         monkeypatch.setattr(svd, "_EXACT_LIMIT", limit)
         actual, actual_spectra = tt_svd_spectra(weight, shape)
         assert [core.shape for core in actual] == [core.shape for core in exact]
@@ -36,7 +36,7 @@ def test_blocks_give_what_the_whole_gives(order: int, size: tuple[int, int], mon
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("columns", [13, 16])
 def test_errors_of_important_rows_weigh_more(blocks: bool, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At order 2, where the optimum is known: that of the matrix whose rows are scaled."""
+    """At order 2 the optimum is known: that of the matrix with scaled rows."""
     shape = TTShape((40, 30), (4, 4), 8)
     weight = torch.randn(1190, columns)  # the last leading digit has fewer rows
     importance = torch.logspace(0, -6, 1190)
@@ -83,9 +83,9 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB on Linux only")
 @pytest.mark.parametrize("order", [2, 3])
-def test_memory_beside_the_matrix_is_a_part_of_it(order: int) -> None:
-    # 244 MiB here; ten times the rows in under 4 GB leaves 0.6 of the matrix for everything else.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}  # else glibc keeps freed blocks, now more, now fewer
+def test_memory_besides_the_matrix_is_a_fraction_of_it(order: int) -> None:
+    # The matrix takes 244 MiB; for ten times the rows to fit into 4 GB, everything else may take 0.6 of the matrix.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}  # otherwise glibc keeps a varying number of freed blocks
     command = [sys.executable, "-c", _CHILD.format(order=order)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert float(done.stdout) < 0.6 * 244
