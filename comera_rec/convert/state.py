@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections import Counter
@@ -78,6 +79,10 @@ def compress_state(
         if weight is not None and weight.shape != state[key].shape[:1]:
             name, count = tables[key]["table"], len(state[key])
             raise ValueError(f"importance of {name!r} has shape {tuple(weight.shape)}: give {count} numbers")
+        if weight is not None and not (weight >= 0).logical_and(weight.isfinite()).all():
+            raise ValueError(f"importance of {tables[key]['table']!r} holds numbers that are negative or not finite: give none")
+        if not math.isfinite(torch.linalg.vector_norm(state[key], dtype=torch.float64)):
+            raise ValueError(f"{key} holds numbers that are not finite: give the state dict of a model that has not diverged")
     budget = sum(parameter.numel() for bag in bags.values() for parameter in bag.parameters())
     fit_tables_(list(bags.values()), [state[key].detach() for key in bags], budget, weights)
     for key, bag in bags.items():

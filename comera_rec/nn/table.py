@@ -122,7 +122,8 @@ class TTTable(TTModule):
                 span = slice(rows.first, rows.first + rows.num_rows)
                 rows.set_dense_matrix_(hot[span] - core_rows[span])
             residual[: len(hot)] = hot - self.hot_matrix().detach()
-            allowed = rtol * float(matrix.norm() / residual.norm().clamp_min(torch.finfo(residual.dtype).tiny))
+            norms = [float(torch.linalg.vector_norm(each, dtype=torch.float64)) for each in (matrix, residual)]
+            allowed = rtol * norms[0] / max(norms[1], torch.finfo(residual.dtype).tiny)
             super().set_dense_matrix_(residual, rtol=allowed if fitting_round == _FITTING_ROUNDS - 1 else 0.0)
             with torch.no_grad():
                 core_rows = first_rows(self.scaled_cores(), self.shape.row_shape, *hot.shape)

@@ -116,7 +116,7 @@ class TTModule(nn.Module):
 
     def set_cores_(self, cores: Sequence[Tensor]) -> None:
         """Set the cores and their ranks; the scale is spread evenly over the cores, and rank parameters become one."""
-        norms = [float(core.norm()) for core in cores]
+        norms = [float(torch.linalg.vector_norm(core, dtype=torch.float64)) for core in cores]  # of halves they may overflow
         mean_norm = torch.tensor(norms, dtype=torch.float64).log().mean().exp().item() if all(norms) else 0.0
         self.resize_ranks_([core.shape[-1] for core in cores[:-1]])
         with torch.no_grad():

@@ -347,7 +347,7 @@ def _check(configs: Sequence[TTEmbeddingBagConfig]) -> None:
         if config.name in seen:
             raise ValueError(f"tables holds two tables named {config.name!r}: give each a name of its own")
         seen.add(config.name)
-        if not config.name or "." in config.name or hasattr(nn.ModuleDict, config.name):
+        if not config.name or "." in config.name or hasattr(nn.ModuleDict(), config.name):
             raise ValueError(f"table name {config.name!r} can't name a submodule of an nn.ModuleDict: choose another, without dots")
         if config.pooling not in (PoolingType.SUM, PoolingType.MEAN):
             raise ValueError(f"table {config.name!r} has pooling {config.pooling}: choose SUM or MEAN")

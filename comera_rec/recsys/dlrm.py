@@ -32,7 +32,7 @@ class LearnedVector(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """[B, 0] -> [B, N]."""
-        return self.vector.expand(len(features), -1)
+        return self.vector.repeat(len(features), 1)  # contiguous, as operators want it
 
 
 def build_dlrm(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torchrec import KeyedJaggedTensor, KeyedTensor
 from torchrec.models.dlrm import InteractionArch, SparseArch
@@ -52,6 +52,13 @@ class CrossNetwork(LowRankCrossNet):
 
     x_{l+1} = x_0 * (W_l V_l x_l + b_l) + x_l (Wang et al., DCN V2, arXiv 2008.13535, section 3.3)
     """
+
+    def reset_parameters(self) -> None:
+        """Initialize as TorchRec does: V and W by Xavier's normal distribution, biases by zeros."""
+        for kernel in (*self.V_kernels, *self.W_kernels):
+            nn.init.xavier_normal_(kernel)
+        for bias in self.bias:
+            nn.init.zeros_(bias)
 
     @one_call_in_fx
     def forward(self, input: Tensor) -> Tensor:

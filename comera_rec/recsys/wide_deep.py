@@ -69,11 +69,15 @@ def wide_tables(tables: Sequence[EmbeddingBagConfig], buckets: int = 0, *, outpu
         outputs: weights an id has.
 
     Raises:
-        ValueError: for a negative number of buckets, or no outputs.
+        ValueError: for a negative number of buckets, no outputs, or tables named "x" and "wide_x".
     """
     if buckets < 0:
         raise ValueError(f"buckets is {buckets}: give how many weights a table may have, or 0 for one an id")
     require_positive(outputs=outputs)
+    names = {table.name for table in tables}
+    for name in sorted(names):
+        if f"wide_{name}" in names:
+            raise ValueError(f"tables {name!r} and 'wide_{name}' would share the name 'wide_{name}': rename one of them")
     return [
         EmbeddingBagConfig(
             name=f"wide_{table.name}",

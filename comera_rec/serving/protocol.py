@@ -49,10 +49,11 @@ def read_inputs(body: Any, metadata: ModelMetadata) -> Flat:
     """
     if not isinstance(body, Mapping) or not isinstance(body.get("inputs"), list):
         raise ValueError('the body is not an object with a list of tensors: give {"inputs": [{"name": "dense", ...}, ...]}')
-    for output in body.get("outputs") or ():
+    outputs = body.get("outputs") or []
+    for output in outputs if isinstance(outputs, list) else [outputs]:
         if not isinstance(output, Mapping) or output.get("name") != OUTPUT:
             raise ValueError(f"outputs names an unknown tensor: leave it out, or name {OUTPUT}")
-    tensors = {tensor.get("name"): tensor for tensor in body["inputs"] if isinstance(tensor, Mapping)}
+    tensors = {str(tensor.get("name")): tensor for tensor in body["inputs"] if isinstance(tensor, Mapping)}
     dense = _read(tensors, "dense", "FP32")
     values = _read(tensors, "values", "INT64")
     lengths = _read(tensors, "lengths", "INT32", "INT64")
@@ -63,7 +64,7 @@ def read_inputs(body: Any, metadata: ModelMetadata) -> Flat:
         raise ValueError(
             f"lengths has shape {list(lengths.shape)}: give [{features * len(dense)}], {features} columns of {len(dense)}"
         )
-    if (lengths < 0).any() or lengths.sum() != values.size or values.ndim != 1:
+    if (lengths < 0).any() or (lengths > values.size).any() or lengths.sum() != values.size or values.ndim != 1:
         raise ValueError(f"lengths add up to {lengths.sum()} for values of shape {list(values.shape)}: give as many, none below 0")
     if not np.isfinite(dense).all():
         row, column = np.argwhere(~np.isfinite(dense))[0]
@@ -89,6 +90,8 @@ def _read(tensors: Mapping[Any, Mapping[str, Any]], name: str, *datatypes: str) 
         raise ValueError(f"{name} has lists of several lengths as data: give one list, row by row") from error
     if data.size and data.dtype.kind not in kinds:
         raise ValueError(f"{name} has data other than {'integers' if kinds == 'iu' else 'numbers'}: give {datatype} data")
+    if data.size and kinds == "iu" and not np.iinfo(dtype).min <= data.min() <= data.max() <= np.iinfo(dtype).max:
+        raise ValueError(f"{name} has data beyond the range of {datatype}: give {datatype} data")
     if data.size != math.prod(shape):
         raise ValueError(f"{name} has {data.size} numbers for shape {shape}: give as many as the shape has")
     with np.errstate(over="ignore"):  # numbers too large become infinite, which is refused later

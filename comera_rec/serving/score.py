@@ -62,7 +62,8 @@ class ScoreOptions(PassOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         refuse_overlap(self.output, "model", [self.model])
-        refuse_overlap(self.output, "data", [self.data] if self.data else [])
+        refuse_overlap(self.output, "input", self.inputs, within=True)
+        refuse_overlap(self.output, "data", [self.data] if self.data else [], within=True)
 
     @property
     def folder(self) -> Path | None:
@@ -248,14 +249,16 @@ def _scores(path: Path, batches: Iterable[Flat]) -> dict[str, np.ndarray]:
 
 def flat_rows(rows: pa.Table, manifest: Manifest) -> Flat:
     """Convert rows of a shard to a model's inputs."""
-    dense = np.stack([rows.column(column.name).to_numpy() for column in manifest.integer_columns], axis=1)
+    dense = np.empty((len(rows), len(manifest.integer_columns)), np.float32)
+    for number, integer_column in enumerate(manifest.integer_columns):
+        dense[:, number] = rows.column(integer_column.name).to_numpy()
     columns = manifest.categorical_columns
     lengths = np.ones((len(columns), len(rows)), np.int32)
     for column_lengths, column in zip(lengths, columns, strict=True):
         if column.is_list:
             column_lengths[:] = np.diff(rows.column(column.name).combine_chunks().offsets.to_numpy())
     values = [ids_of(rows, column.name, is_list=column.is_list) for column in columns]
-    return Flat(dense, np.concatenate(values, dtype=np.int64), lengths.ravel())
+    return Flat(dense, np.concatenate([np.empty(0, np.int64), *values], dtype=np.int64), lengths.ravel())
 
 
 def _identity(options: ScoreOptions) -> dict[str, object]:

@@ -80,6 +80,8 @@ class ModelConfig:
         for name in ("dense_arch", "over_arch"):
             if any(size < 1 for size in getattr(self, name)):
                 raise ValueError(f"model.{name} is {list(getattr(self, name))}: give positive layer sizes")
+            if not getattr(self, name) and name == "over_arch" and self.architecture in ("dlrm", "dcn"):
+                raise ValueError(f"model.over_arch is empty: give at least one layer size, as {self.architecture} needs")
             if self.architecture == "deepfm" and len(getattr(self, name)) != 1:
                 raise ValueError(f"model.{name} is {list(getattr(self, name))}: give one layer size, as DeepFM takes")
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from comera_rec.data import BatchLoader, ParquetBatches
 from comera_rec.distributed import WORLD, Processes
-from comera_rec.training.metrics import BinaryMetrics, BinnedMetrics, mean_of_tasks
+from comera_rec.training.metrics import BinaryMetrics, BinnedMetrics, OneClass, mean_of_tasks
 
 EXACT_ROWS = 5_000_000  # above it AUC is binned: the exact one sorts all rows, at about 50 bytes each
 
@@ -50,7 +50,7 @@ def evaluate(
     """AUC, NE, logloss and rows of a model over all batches of a split; with several processes, over the batches of all.
 
     Rows count by their weights where they have some. A model of several labels has the means of theirs, and each one's own as
-    `auc_LABEL`, `ne_LABEL`, `logloss_LABEL`.
+    `auc_LABEL`, `ne_LABEL`, `logloss_LABEL`; labels of one class on this split are left out.
 
     Args:
         model: called as `model(dense, sparse)`; in evaluation mode meanwhile.
@@ -78,4 +78,11 @@ def evaluate(
                     of_label.update(logits[:, task], labels[:, task], weights)
     finally:
         model.train(training)
-    return mean_of_tasks({name: of_label.compute() for name, of_label in metrics.items()})
+    return mean_of_tasks({name: _computed(of_label) for name, of_label in metrics.items()})
+
+
+def _computed(metrics: BinaryMetrics | BinnedMetrics) -> dict[str, float | int] | OneClass:
+    try:
+        return metrics.compute()
+    except OneClass as error:
+        return error

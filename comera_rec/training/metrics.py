@@ -18,6 +18,10 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from comera_rec.distributed import WORLD, Processes
 
 
+class OneClass(ValueError):
+    """All labels of an evaluation are equal, so AUC and NE are undefined."""
+
+
 class BinaryMetrics:
     """Collects logits and labels, then computes exact metrics over all of them, and over all processes.
 
@@ -50,7 +54,8 @@ class BinaryMetrics:
         """The metrics `auc`, `ne`, `logloss` and the number of `rows` they are of; every process must call it, and gets the same.
 
         Raises:
-            ValueError: no rows; logits that are not finite; only one class among the labels, where AUC and NE are undefined.
+            ValueError: no rows; logits that are not finite.
+            OneClass: only one class among the labels.
         """
         rows = torch.cat(self._rows, dim=1) if self._rows else torch.empty(3, 0)
         # float64: a mean of 10^8 float32 losses would cost digits that runs are compared by.
@@ -98,10 +103,19 @@ class BinnedMetrics:
         return metrics | {"auc_error": float(positives @ negatives) / 2 / float(negatives.sum() * positives.sum())}
 
 
-def mean_of_tasks(by_label: dict[str, dict[str, float | int]]) -> dict[str, float | int]:
-    """Metrics of a model of one label as they are; of several their means, and each label's own as `auc_LABEL` and so on."""
-    (first, *others) = by_label.values()
-    if not others:
+def mean_of_tasks(computed: dict[str, dict[str, float | int] | OneClass]) -> dict[str, float | int]:
+    """Metrics of a model of one label as they are; of several their means, and each label's own as `auc_LABEL` and so on.
+
+    Labels of one class are left out, as rare ones may be on a small split.
+
+    Raises:
+        OneClass: if all are.
+    """
+    by_label = {label: metrics for label, metrics in computed.items() if not isinstance(metrics, OneClass)}
+    if not by_label:
+        raise next(error for error in computed.values() if isinstance(error, OneClass))
+    first = next(iter(by_label.values()))
+    if len(computed) == 1:
         return first
     means = {name: sum(metrics[name] for metrics in by_label.values()) / len(by_label) for name in first if name != "rows"}
     each = {f"{name}_{label}": metrics[name] for label, metrics in by_label.items() for name in means}
@@ -130,7 +144,7 @@ def _metrics(by_score: Tensor, loss: float, rows: int) -> dict[str, float | int]
         raise ValueError("no rows to evaluate; use a split that is not empty")
     if not all(weights):
         which = f"labels are {int(weights[1] > 0)}" if any(weights) else "weights are 0"
-        raise ValueError(f"all {rows} {which}, so AUC and NE are undefined; evaluate on more rows")
+        raise OneClass(f"all {rows} {which}, so AUC and NE are undefined; evaluate on more rows")
     base_rate = weights[1] / sum(weights)
     entropy = -(base_rate * math.log(base_rate) + (1 - base_rate) * math.log(1 - base_rate))
     below = negatives.cumsum(0) - negatives / 2

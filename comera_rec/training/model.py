@@ -144,8 +144,11 @@ def materialize_(model: nn.Module, device: torch.device) -> nn.Module:
     """Give a model of the meta device parameters, drawn in the order of its modules, and leave only its dense tables there."""
     tables = {child for module in model.modules() if isinstance(module, EmbeddingBagCollection) for child in module.modules()}
     for module in model.modules():
-        if module not in tables and any(parameter.is_meta for parameter in module.parameters(recurse=False)):
-            module.to_empty(device=device, recurse=False)
+        parts = [module, *(child for child in module.children() if isinstance(child, nn.ParameterList))]
+        is_meta = any(parameter.is_meta for part in parts for parameter in part.parameters(recurse=False))
+        if is_meta and module not in tables:
+            for part in parts:
+                part.to_empty(device=device, recurse=False)
             cast(Any, module).reset_parameters()
     return model
 
@@ -159,6 +162,12 @@ def fuse_dense_tables_(model: nn.Module, lr: float, device: torch.device) -> lis
     replacements: dict[nn.Module, nn.Module] = {}
     for module in model.modules():
         if isinstance(module, EmbeddingBagCollection):
+            for table in module.embedding_bag_configs():
+                if table.embedding_dim % 4:
+                    raise ValueError(
+                        f"table {table.name!r} is dense and has {table.embedding_dim} columns: FBGEMM takes multiples of 4, "
+                        "so change model.embedding_dim"
+                    )
             fused = FusedEmbeddingBagCollection(
                 module.embedding_bag_configs(), RowWiseAdagrad, {"lr": lr}, module.is_weighted(), device
             )

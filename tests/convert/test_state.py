@@ -137,6 +137,11 @@ def test_states_without_tables_are_refused() -> None:
         cr.compress_state(model().state_dict(), config, importance=rows)
     with pytest.raises(ValueError, match=r"importance lacks item: give it for all tables that are compressed, or for none"):
         cr.compress_state(model().state_dict(), config, importance={"user": torch.ones(2000)})
+    for bad in (-1.0, torch.nan):
+        with pytest.raises(ValueError, match="importance of 'item' holds numbers that are negative or not finite"):
+            cr.compress_state(model().state_dict(), config, importance={"user": torch.ones(2000), "item": torch.full((900,), bad)})
+    with pytest.raises(ValueError, match=r"t.weight holds numbers that are not finite: give"):
+        cr.compress_state({"embedding_bags.t.weight": torch.full((200, 8), torch.inf)}, config)
     swapped = cr.swap_embedding_bag_collections_(model(), config)
     with pytest.raises(ValueError, match=r"day.weight is a dense table beside TT tables: give .* before it was swapped"):
         cr.compress_state(swapped.state_dict(), config)
@@ -161,3 +166,13 @@ def test_layers_that_a_swap_leaves_alone_keep_their_names() -> None:
     assert "sparse.dense_bags.embedding_bags.user.weight" in state
     assert "small.embedding_bags.day.weight" in state
     cr.swap_embedding_bag_collections_(build(), config).load_state_dict(state)
+
+
+@pytest.mark.parametrize("hot_rows", [0, 0.5])
+def test_large_tables_of_halves_stay_finite(hot_rows: float) -> None:
+    """Their norms exceed the largest half."""
+    torch.manual_seed(0)
+    weight = (1000 * torch.randn(2000, 2) @ torch.randn(2, 8)).half()
+    config = cr.TTEmbeddingConfig(compression=3, min_rows=9, hot_rows=hot_rows)
+    state = cr.compress_state({"embedding_bags.t.weight": weight}, config)
+    assert all(value.isfinite().all() for value in state.values())

@@ -24,6 +24,7 @@ from comera_rec import (
     export_dense,
 )
 from comera_rec.recsys import wide_tables
+from comera_rec.training.model import materialize_
 
 
 def tables() -> list[EmbeddingBagConfig]:
@@ -178,3 +179,23 @@ def test_hashed_ids_share_weights() -> None:
     assert (weight_of(4208) - weight_of(7)).abs() > 1e-5
     with pytest.raises(ValueError, match="buckets is -1: give how many weights a table may have, or 0 for one an id"):
         build_wide_deep(tables(), dense_in_features=0, deep_layer_sizes=[], buckets=-1)
+
+
+def test_a_cross_network_is_materialized_and_initialized_as_torchrec_does() -> None:
+    torch.manual_seed(0)
+    model = build(cross_layers=2, cross_rank=8, device="meta")
+    network = materialize_(model, torch.device("cpu")).inter_arch.crossnet
+    for kernel in (*network.V_kernels, *network.W_kernels):
+        assert float(kernel.std()) == pytest.approx((2 / sum(kernel.shape)) ** 0.5, rel=0.2)
+    assert not any(bias.any() for bias in network.bias)
+
+
+def test_wide_tables_refuse_names_that_meet() -> None:
+    configs = [EmbeddingBagConfig(name=n, num_embeddings=9, embedding_dim=4, feature_names=[n]) for n in ("x", "wide_x")]
+    with pytest.raises(ValueError, match="tables 'x' and 'wide_x' would share the name 'wide_x': rename one"):
+        wide_tables(configs)
+
+
+def test_table_names_that_hide_attributes_of_modules_are_refused() -> None:
+    with pytest.raises(ValueError, match="table name 'training' can't name a submodule"):
+        TTEmbeddingBagCollection([EmbeddingBagConfig(name="training", num_embeddings=9, embedding_dim=4, feature_names=["f"])])

@@ -102,7 +102,8 @@ def bad_requests(name: str, good: dict[str, Any]) -> list[tuple[str, str, bytes 
         inputs[number] |= changes
         return json.dumps({"inputs": inputs}).encode()
 
-    dense, values, _ = (tensor["data"] for tensor in good["inputs"])
+    dense, values, lengths = (tensor["data"] for tensor in good["inputs"])
+    wrapped = [lengths[0] + (1 << 32), *lengths[1:]]  # as 32-bit integers these are the lengths
     return [
         ("POST", infer, b"{"),
         ("POST", infer, b"[]"),
@@ -117,6 +118,10 @@ def bad_requests(name: str, good: dict[str, Any]) -> list[tuple[str, str, bytes 
         ("POST", infer, changed(1, datatype="FP32")),
         ("POST", infer, changed(2, shape=[1])),
         ("POST", infer, changed(2, shape="all")),
+        ("POST", infer, changed(2, data=wrapped)),
+        ("POST", infer, changed(2, data=wrapped, datatype="INT64")),
+        ("POST", infer, changed(0, name=[1])),
+        ("POST", infer, json.dumps(good | {"outputs": 5}).encode()),
         ("POST", infer, json.dumps(good | {"outputs": [{"name": "logits"}]}).encode()),
         ("POST", infer, b" " * (9 << 20)),
         ("POST", f"{infer}?", b"\xff"),

@@ -52,6 +52,18 @@ def expected(model: Path, data: Path, split: str) -> np.ndarray:
     return actual
 
 
+def test_a_data_set_is_not_overwritten_by_its_scores(model: Path, data: Path) -> None:
+    with pytest.raises(ValueError, match=r"--output .*manifest.json and --input .* overlap"):
+        options(model, data, data / "manifest.json", overwrite=True)
+
+
+def test_rows_without_integer_columns(data: Path) -> None:
+    manifest = read_manifest(data)
+    table = pq.read_table(data / manifest.splits["test"].shards[0].path)
+    flat = flat_rows(table, replace(manifest, integer_columns=()))
+    assert flat.dense.shape == (len(table), 0)
+
+
 def test_a_split(model: Path, data: Path, tmp_path: Path) -> None:
     for split in ("train", "test"):
         table = scores(options(model, data, tmp_path / split, split=split))

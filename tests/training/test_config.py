@@ -49,6 +49,7 @@ def test_a_written_config_is_read_back(tmp_path: Path) -> None:
         ({"linears": {"tt_ranks": [4, -1, 4]}}, r"tt_ranks is -1: give a positive integer"),
         ({"ranks": {"early_steps": 1, "target_size": 0.5}}, r"a late stage needs both"),
         ({"training": {"steps": -1}}, r"training\.steps is -1"),
+        ({"model": {"over_arch": []}}, r"model\.over_arch is empty: give at least one layer size, as dlrm needs"),
         ({"model": {"dense_arch": [8, 0]}}, r"model\.dense_arch is \[8, 0\]: give positive layer sizes"),
         ({"data": {"path": "d", "batch_size": True}}, r"data\.batch_size: Input should be a valid integer"),
         ({"data": {"path": "d", "batch_size": "12"}}, r"data\.batch_size: Input should be a valid integer"),

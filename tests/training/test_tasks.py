@@ -17,7 +17,7 @@ from comera_rec.cli.main import main
 from comera_rec.data import ParquetBatches
 from comera_rec.serving.package import ServingModel
 from comera_rec.training.config import load_config
-from comera_rec.training.metrics import BinaryMetrics, BinnedMetrics, mean_of_tasks
+from comera_rec.training.metrics import BinaryMetrics, BinnedMetrics, OneClass, mean_of_tasks
 from comera_rec.training.trainer import Trainer
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.schema import read_schema
@@ -165,3 +165,10 @@ def test_metrics_of_one_label_are_unchanged() -> None:
         "auc_a": 0.7,
         "auc_b": 0.5,
     }
+
+
+def test_labels_of_one_class_are_left_out() -> None:
+    undefined = OneClass("all 9 labels are 0, so AUC and NE are undefined; evaluate on more rows")
+    assert mean_of_tasks({"a": {"auc": 0.7, "rows": 9}, "rare": undefined}) == {"auc": 0.7, "rows": 9, "auc_a": 0.7}
+    with pytest.raises(OneClass, match="all 9 labels are 0"):
+        mean_of_tasks({"a": undefined, "rare": undefined})
