@@ -78,14 +78,14 @@ def _best_rate(rows: Sequence[Row]) -> list[Row]:
 
 def trainer_loop() -> str:
     """Steps of the trainer and of a hand-written loop, on two processes."""
-    rows = committed(XEON, "trainer-loop")
+    rows = committed(EPYC_AVX2, "trainer-loop")
     providers = list(dict.fromkeys(row.provider for row in rows))
     forms = {"dense": "dense tables", "tt": "TT tables"}
     lines = [
         [title, *(f"{select(rows, provider=provider, format=form)[0].p50:.0f} ms" for provider in providers)]
         for form, title in forms.items()
     ]
-    return markdown(["a step of 4,096 rows", *providers], lines) + source(XEON, "trainer-loop")
+    return markdown(["a step of 4,096 rows", *providers], lines) + source(EPYC_AVX2, "trainer-loop")
 
 
 def distributed() -> str:

@@ -90,12 +90,17 @@ def _read(tensors: Mapping[Any, Mapping[str, Any]], name: str, *datatypes: str) 
         raise ValueError(f"{name} has lists of several lengths as data: give one list, row by row") from error
     if data.size and data.dtype.kind not in kinds:
         raise ValueError(f"{name} has data other than {'integers' if kinds == 'iu' else 'numbers'}: give {datatype} data")
-    if data.size and kinds == "iu" and not np.iinfo(dtype).min <= data.min() <= data.max() <= np.iinfo(dtype).max:
+    if data.size and kinds == "iu" and not _fits(data, np.int32 if datatype == "INT32" else np.int64):
         raise ValueError(f"{name} has data beyond the range of {datatype}: give {datatype} data")
     if data.size != math.prod(shape):
         raise ValueError(f"{name} has {data.size} numbers for shape {shape}: give as many as the shape has")
     with np.errstate(over="ignore"):  # numbers too large become infinite, which is refused later
         return data.astype(dtype).reshape(shape)
+
+
+def _fits(data: np.ndarray, dtype: type[np.int32] | type[np.int64]) -> bool:
+    limits = np.iinfo(dtype)
+    return bool(limits.min <= data.min() and data.max() <= limits.max)
 
 
 def write_outputs(name: str, version: str, scores: np.ndarray, request_id: Any) -> dict[str, Any]:
