@@ -1,6 +1,6 @@
 """Collectives: everything processes exchange except the ids and bags that TorchRec exchanges itself.
 
-processes = Processes()                 # all of the world, or this one alone where no process group exists
+processes = Processes()                 # every process of the world; without a process group, this one alone
 loss = processes.mean(loss)
 path = processes.on_first(lambda: latest_checkpoint(folder))
 """
@@ -24,7 +24,7 @@ class Processes:
     """The processes of a group. Each of them calls the same methods in the same order; alone, they return at once.
 
     Args:
-        group: None for the world, which may come to exist later, or this process alone where it doesn't.
+        group: None for the world, whose process group may be created later; without one, this process alone.
     """
 
     group: dist.ProcessGroup | None = None
@@ -41,7 +41,7 @@ class Processes:
 
     @property
     def several(self) -> bool:
-        """Whether there is more than one."""
+        """Whether there is more than one process."""
         return self.size > 1
 
     @property
@@ -75,19 +75,19 @@ class Processes:
 
     def merge(self, entries: dict[str, Value]) -> dict[str, Value]:
         """Merge the entries of all processes; where several have the same name, the lowest rank's entry stays."""
-        return {name: value for of_one in reversed(self.gather(entries)) for name, value in of_one.items()}
+        return {name: value for local in reversed(self.gather(entries)) for name, value in local.items()}
 
     def count(self, entries: Mapping[str, object]) -> dict[str, int]:
-        """Count the processes that have an entry of each name of this one."""
-        everyone = self.gather(list(entries))
-        return {name: sum(name in names for names in everyone) for name in entries}
+        """Count, for each name of this process's entries, the processes that have an entry of that name."""
+        names_by_process = self.gather(list(entries))
+        return {name: sum(name in names for names in names_by_process) for name in entries}
 
     def concatenate(self, values: Tensor) -> Tensor:
         """Concatenate the values [n] of all processes by rank; n may differ."""
         if not self.several:
             return values
         sizes = self.gather(len(values))
-        parts = [values.new_empty(max(sizes)) for _ in sizes]  # all_gather wants equal sizes
+        parts = [values.new_empty(max(sizes)) for _ in sizes]  # all_gather requires equal sizes
         dist.all_gather(parts, torch.cat([values, values.new_zeros(max(sizes) - len(values))]), group=self.group)
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
@@ -113,11 +113,11 @@ class Processes:
         work = dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group, async_op=True)
         assert work is not None
 
-        def answer() -> Tensor:
+        def wait_for_maximum() -> Tensor:
             work.wait()
             return values
 
-        return answer
+        return wait_for_maximum
 
     def any(self, flag: bool) -> bool:
         """Return whether the flag is set on any process."""
@@ -135,7 +135,7 @@ class Processes:
         return group
 
     def apart(self) -> Processes:
-        """Return the same processes as a separate group, whose collectives, on the CPU, may run beside those of this group."""
+        """Return the same processes as a separate gloo group, whose CPU collectives may overlap those of this group."""
         if not self.several:
             return self
         ranks = dist.get_process_group_ranks(self.require_group())
@@ -154,7 +154,7 @@ class _Outcome:
 def _outcome(act: Callable[[], Any]) -> _Outcome:
     try:
         return _Outcome(act())
-    except Exception as error:  # the others are waiting, whatever it is
+    except Exception as error:  # any error, because the other processes wait for an outcome
         return _Outcome(error=error)
 
 
@@ -178,10 +178,10 @@ def join_launched(device: torch.device) -> None:
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ValueError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but {', '.join(missing)} not set: launch with torchrun, or unset it"
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} without {', '.join(missing)}: launch with torchrun, or unset WORLD_SIZE"
         )
     launcher_number("RANK", 0)
-    # A launcher that starts all anew keeps its store, and with it the addresses of the processes that are gone.
+    # A launcher that restarts its processes keeps its store, with the addresses of the old ones: each attempt needs a prefix.
     store, rank, world_size = next(dist.rendezvous("env://"))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

@@ -1,4 +1,4 @@
-"""Commands on logs and data sets: `synth`, `preprocess`, `transform`, `verify`, `describe`, `lookup`, `to-npy`; without torch."""
+"""Commands on logs and data sets, without torch: `synth`, `preprocess`, `transform`, `verify`, `describe`, `lookup`, `to-npy`."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ class _Bytes(click.ParamType):
             self.fail(str(error), param, ctx)
 
 
-class _Place(click.ParamType):
-    """A path, or a URL as it is."""
+class _Location(click.ParamType):
+    """A path or a URL; URLs stay as they are."""
 
     name = "PATH"
 
@@ -84,7 +84,7 @@ class _Place(click.ParamType):
 
 
 class _Time(click.ParamType):
-    """A date or time of ISO 8601 as seconds since 1970 in UTC, or a number as it is."""
+    """An ISO 8601 date or time, converted to seconds since 1970 in UTC; numbers stay as they are."""
 
     name = "TIME"
 
@@ -95,7 +95,7 @@ class _Time(click.ParamType):
             try:
                 return datetime.fromisoformat(str(value).removesuffix("Z")).replace(tzinfo=UTC).timestamp()
             except ValueError:
-                self.fail(f"{value!r} is no time; write it like 2026-01-31 or 2026-01-31T12:00", param, ctx)
+                self.fail(f"{value!r} is not a time; write it like 2026-01-31 or 2026-01-31T12:00", param, ctx)
 
 
 def _pass_options(command: _Command) -> _Command:
@@ -107,7 +107,7 @@ def _pass_options(command: _Command) -> _Command:
             multiple=True,
             required=True,
             metavar="RAW [RAW ...]",
-            help="Logs in time order: files, URLs such as s3://bucket/day_*.gz, or torchrec's *_sparse.npy with their neighbours.",
+            help="Logs in time order: files, URLs such as s3://bucket/day_*.gz, or torchrec's *_sparse.npy with their neighbors.",
         ),
         click.argument("more_inputs", nargs=-1, metavar=""),
         click.option(
@@ -122,9 +122,9 @@ def _pass_options(command: _Command) -> _Command:
             help="Bytes of text in a part, the unit of work.",
         ),
         click.option(
-            "--memory-limit", type=_Bytes(), default="2GiB", show_default=True, help="Limits the number of parts in work at once."
+            "--memory-limit", type=_Bytes(), default="2GiB", show_default=True, help="Memory for the parts in work at once."
         ),
-        click.option("--workers", type=int, metavar="N", help="Threads; default one for each core, if memory allows."),
+        click.option("--workers", type=int, metavar="N", help="Threads; default one per core, if memory allows."),
         click.option(
             "--scheduler", metavar="ADDRESS|local", help="Work on a Dask cluster: tcp://host:8786, or processes on this machine."
         ),
@@ -139,23 +139,23 @@ def _inputs(first: tuple[str, ...], more: tuple[str, ...]) -> tuple[Source, ...]
     """Return the logs that --input names, in order."""
     if len(first) > 1 and more:
         raise ValueError("--input is given several times, once with several files; name all files after one --input")
-    given = expand(first + more)
-    inputs = by_number(given)
-    if inputs != given:
-        click.echo(f"taking the logs by their numbers: {inputs[0]} ... {inputs[-1]}", err=True)
+    sources = expand(first + more)
+    inputs = by_number(sources)
+    if inputs != sources:
+        click.echo(f"reading the logs in the order of their numbers: {inputs[0]} ... {inputs[-1]}", err=True)
     return inputs
 
 
 @click.command(short_help="Turn Criteo or other logs into Parquet shards and a manifest.")
 @_pass_options
-@click.option("--output", type=_Place(), required=True, metavar="DATA", help="Folder or URL of the data set, new or empty.")
+@click.option("--output", type=_Location(), required=True, metavar="DATA", help="Folder or URL of the data set, new or empty.")
 @click.option("--schema", type=_PATH, metavar="FILE", help="TOML file that names the columns of logs other than Criteo's.")
 @click.option(
     "--min-count",
     "min_counts",
     multiple=True,
     metavar="N|COLUMN=N",
-    help="Training rows that a category value needs to get an id; others are 0. Repeatable.  [default: 2]",
+    help="Training rows in which a category value must occur to get an id; rarer values are 0. Repeatable.  [default: 2]",
 )
 @click.option("--hash-buckets", type=int, metavar="N", help="Ids 1..N-1 by hash instead of vocabularies.")
 @click.option(
@@ -163,13 +163,13 @@ def _inputs(first: tuple[str, ...], more: tuple[str, ...]) -> tuple[Source, ...]
     type=click.Choice(get_args(SplitKind)),
     default="chronological",
     show_default=True,
-    help="By order; by file, halving the last one for validation and test; at random; by a column of times; or by users.",
+    help="In order; by file, halving the last one for validation and test; at random; by a column of times; or by users.",
 )
-@click.option("--val-fraction", default=0.1, show_default=True, help="Share of the rows, before the test rows, for validation.")
-@click.option("--test-fraction", default=0.1, show_default=True, help="Share of the rows, the last ones, for the test.")
-@click.option("--seed", default=0, show_default=True, help="Seed of a split by chance or by users.")
-@click.option("--val-from", type=_Time(), metavar="TIME", help="Of a split by time: 2026-01-31, 2026-01-31T12:00 or a number.")
-@click.option("--test-from", type=_Time(), metavar="TIME", help="Likewise; both instead of fractions.")
+@click.option("--val-fraction", default=0.1, show_default=True, help="Share of the rows for validation, just before the test rows.")
+@click.option("--test-fraction", default=0.1, show_default=True, help="Share of the rows for the test, at the end.")
+@click.option("--seed", default=0, show_default=True, help="Seed of a split at random or by users.")
+@click.option("--val-from", type=_Time(), metavar="TIME", help="Start of validation, by time: 2026-01-31T12:00 or a number.")
+@click.option("--test-from", type=_Time(), metavar="TIME", help="Start of the test, likewise; give both instead of fractions.")
 def preprocess(first_inputs: tuple[str, ...], more_inputs: tuple[str, ...], schema: Path | None, **chosen: Any) -> None:
     """Turn logs (plain or .gz; Criteo's, with or without label, or others by --schema) into Parquet shards and manifest.json.
 
@@ -194,7 +194,7 @@ def preprocess(first_inputs: tuple[str, ...], more_inputs: tuple[str, ...], sche
 @click.command(short_help="Encode new logs with a data set's vocabularies.")
 @_pass_options
 @click.option("--data", type=_PATH, required=True, help="The data set whose vocabularies to use.")
-@click.option("--output", type=_Place(), required=True, metavar="NEWDATA", help="Folder or URL of the new data set.")
+@click.option("--output", type=_Location(), required=True, metavar="NEWDATA", help="Folder or URL of the new data set.")
 @click.option(
     "--schema", type=_PATH, metavar="FILE", help="TOML file with the new logs' columns, if labels or ignored columns differ."
 )
@@ -205,7 +205,7 @@ def preprocess(first_inputs: tuple[str, ...], more_inputs: tuple[str, ...], sche
     show_default=True,
     help="Put all new rows in one split, or divide them as the data set's logs were.",
 )
-@click.option("--extend", is_flag=True, help="Give new values of training rows ids behind the known ones.")
+@click.option("--extend", is_flag=True, help="Give new values in training rows ids after the known ones.")
 def transform(first_inputs: tuple[str, ...], more_inputs: tuple[str, ...], schema: Path | None, **chosen: Any) -> None:
     """Encode new logs with the vocabularies of a data set, for models that were trained on it.
 
@@ -242,14 +242,14 @@ def _min_counts(texts: tuple[str, ...]) -> dict[str, Any]:
 @click.command(short_help="Check a data set against its manifest.")
 @click.option("--data", type=_PATH, required=True, help="The data set's folder.")
 def verify(data: Path) -> None:
-    """Read a whole data set and check checksums, rows, ranges of ids and labels, and that no row is in two splits.
+    """Read a whole data set and check its checksums, row counts, and ranges of ids and labels, and that no row is in two splits.
 
     \b
     Example:
       comera verify --data data/
     """
     verified = verify_data_set(read_manifest(data), data)
-    click.echo(f"{data} is as its manifest says: {verified.rows:,} rows, {verified.files:,} files, {format_bytes(verified.bytes)}")
+    click.echo(f"{data} matches its manifest: {verified.rows:,} rows, {verified.files:,} files, {format_bytes(verified.bytes)}")
     click.echo(f"{verified.repeated:.2%} of distinct validation and test rows equal a training row")
 
 
@@ -273,10 +273,10 @@ def describe(data: Path, html: Path | None) -> None:
 @click.command(short_help="Show a category's text beside its id.")
 @click.option("--data", type=_PATH, required=True, help="The data set's folder.")
 @click.option("--column", required=True, metavar="NAME", help="A categorical column.")
-@click.option("--id", "number", type=int, metavar="N", help="Show this id's text, where the column holds hex digits.")
-@click.option("--text", help="Show this text's id; 0 if it is rare or new.")
+@click.option("--id", "number", type=int, metavar="N", help="Show this id's text; for columns of hex digits.")
+@click.option("--text", help="Show this text's id, which is 0 if it is rare or new.")
 def lookup(data: Path, column: str, number: int | None, text: str | None) -> None:
-    """Print an id, its text and how many training rows hold it as one JSON line.
+    """Print an id, its text and its number of training rows as one JSON line.
 
     \b
     Example:

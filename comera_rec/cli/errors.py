@@ -1,4 +1,4 @@
-"""The one place where errors of a command become a line and an exit status; examples and benchmarks use it, too."""
+"""Conversion of a command's errors to one line and an exit status; examples and benchmarks use it, too."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def run_command(
 ) -> NoReturn:
     """Run a command and exit: 0 on success, 2 on a user's mistake, which is printed in one line on standard error.
 
-    A mistake is an OSError, or a ValueError from a `raise` of this project or of a file in `folder`. Any other error is a fault of
-    the program, whose traceback is shown; COMERA_TRACEBACK=1 shows that of mistakes, too.
+    A mistake is an OSError, or a ValueError from a `raise` of this project or of a file in `folder`. Any other error is a bug,
+    whose traceback is shown; COMERA_TRACEBACK=1 shows the traceback of mistakes, too.
     """
     name = program.split()[-1]
     try:
@@ -42,7 +42,7 @@ def run_command(
 
 
 def _raised_in(folders: tuple[Path, ...], error: BaseException) -> bool:
-    """Return whether a `raise` in one of the folders made the error, rather than a function that was called there."""
+    """Return whether a `raise` in one of the folders raised the error, rather than a function that was called there."""
     last = error.__traceback__
     assert last is not None
     while last.tb_next is not None:

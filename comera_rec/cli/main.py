@@ -14,9 +14,9 @@ import click
 
 from comera_rec.cli.errors import run_command
 
-# TorchRec asks on every start whether it is being traced, and torch answers with a warning about the question.
+# TorchRec checks at every start whether it is being traced, and torch warns about that check.
 logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
-# Warnings of torch and TorchRec about deprecated features that they use themselves.
+# torch and TorchRec warn about deprecated features that they use themselves.
 logging.getLogger("torchrec.distributed.planner.types").setLevel(logging.ERROR)
 for _message in ("Please use DTensor", "`broadcast_buffers` is deprecated"):
     warnings.filterwarnings("ignore", _message, FutureWarning)
@@ -32,10 +32,10 @@ COMMANDS = {
     "train": ("comera_rec.cli.train", "Train a DLRM, dense or compressed, from a TOML config."),
     "evaluate": ("comera_rec.cli.model", "Print AUC, NE and logloss of a trained run as one JSON line."),
     "compress": ("comera_rec.cli.model", "Compress a trained dense run, or any TorchRec model's state dict, by TT-SVD."),
-    "score": ("comera_rec.cli.serving", "Write a model's scores of a log or of a data set."),
+    "score": ("comera_rec.cli.serving", "Score a log or a data set with a model."),
     "serve": ("comera_rec.cli.serve", "Answer requests over HTTP."),
     "report": ("comera_rec.cli.report", "Compare runs on one self-contained HTML page."),
-    "export": ("comera_rec.cli.model", "Write a trained run as one file that answers requests, or without TT modules."),
+    "export": ("comera_rec.cli.model", "Export a trained run as one file for serving, or as a dense model."),
 }
 
 

@@ -25,11 +25,11 @@ from data_pipeline.manifest import read_manifest
 @click.command()
 @click.option("--checkpoint", "run", required=True, type=click.Path(), metavar="RUN", help="Folder of a run.")
 @click.option("--data", required=True, type=click.Path(), metavar="DATA", help="Folder of a preprocessed data set.")
-@click.option("--split", default="test", show_default=True, help="train, val or test.")
+@click.option("--split", default="test", show_default=True, help="Split to evaluate: train, val or test.")
 @click.option("--batch-size", default=2048, show_default=True, help="Rows in a batch.")
-@click.option("--last", is_flag=True, help="Take the last checkpoint even if the run keeps its best one.")
+@click.option("--last", is_flag=True, help="Use the last checkpoint even if the run keeps its best one.")
 def evaluate(run: str, data: str, split: str, batch_size: int, last: bool) -> None:
-    """Print AUC, NE and logloss of a run's last checkpoint, or the best one where training.keep_best kept it, as one JSON line.
+    """Print AUC, NE and logloss of a run's last checkpoint, or its best one if training.keep_best kept it, as one JSON line.
 
     \b
     Example:
@@ -39,7 +39,7 @@ def evaluate(run: str, data: str, split: str, batch_size: int, last: bool) -> No
     model, _, schema = load_run(run, last=last)
     if differing := schema.differences(Schema.of(read_manifest(data))):
         raise ValueError(
-            f"{run} was trained with other columns or vocabularies than {data} holds "
+            f"{run} was trained with other columns or vocabularies than {data} has "
             f"(they differ in {', '.join(differing)}): give the data set it was trained on"
         )
     click.echo(json.dumps(evaluate_model(model, batches, torch.device("cpu"))))
@@ -65,8 +65,8 @@ def compress(
     error is weighted by the sum of its squared gradients.
 
     --checkpoint starts a compressed run from a dense one; `comera train` with the same config and output then fine-tunes.
-    --state takes any TorchRec model's state dict, from torch.save or torch.distributed.checkpoint, and writes that of the model
-    after `swap_embedding_bag_collections_` with the same tables.*; set tables.hot_rows only where ids are ordered by frequency.
+    --state takes any TorchRec model's state dict, from torch.save or torch.distributed.checkpoint, and writes that of the same
+    model after `swap_embedding_bag_collections_` with the same tables.*; set tables.hot_rows only if ids are ordered by frequency.
 
     \b
     Example:
@@ -90,12 +90,12 @@ def _compress_state(state: Path, optimizer: Path | None, output: Path, overrides
     if output.exists():
         raise ValueError(f"{output} exists: give a new file")
     if not output.absolute().parent.is_dir():
-        raise ValueError(f"{output.parent} is not a folder: make it, or give another output")
+        raise ValueError(f"{output.parent} is not a folder: create it, or give another output")
     config = parse_overrides(TTEmbeddingConfig, "tables", overrides)
     dense = read_state(state)
     importance = row_importance(read_state(optimizer)) if optimizer else None
     if importance == {}:
-        raise ValueError(f"{optimizer} has no sums of row-wise Adagrad (TABLE.momentum1): leave --optimizer out")
+        raise ValueError(f"{optimizer} has no state of row-wise Adagrad (TABLE.momentum1): leave --optimizer out")
     compressed = compress_state(dense, config, importance=importance)
     partial = output.with_name(output.name + ".partial")
     torch.save(compressed, partial)
@@ -106,24 +106,24 @@ def _compress_state(state: Path, optimizer: Path | None, output: Path, overrides
 
 @click.command()
 @click.option("--checkpoint", "run", required=True, type=click.Path(path_type=Path), metavar="RUN", help="Folder of a run.")
-@click.option("--output", type=click.Path(path_type=Path), metavar="MODEL.pt2|DIR/", help="The file to write; a folder: dense.")
+@click.option("--output", type=click.Path(path_type=Path), metavar="MODEL.pt2|DIR/", help="The file, or a dense model's folder.")
 @click.option("--data", type=click.Path(path_type=Path), help="Folder of the data set; default the one the run was trained on.")
 @click.option(
     "--form",
     type=click.Choice(list(FORMS)),
     default="portable",
     show_default=True,
-    help="fast: also copies libcomera_rec.so beside it.",
+    help="fast: needs libcomera_rec.so, which is copied beside it.",
 )
 @click.option("--dtype", type=click.Choice(list(DTYPES)), default="float32", show_default=True, help="How tables are stored.")
-@click.option("--expand", default=0, metavar="BYTES", help="Bytes to spend on rows of the most frequent ids, formed in advance.")
-@click.option("--last", is_flag=True, help="Take the last checkpoint even if the run keeps its best one.")
+@click.option("--expand", default=0, metavar="BYTES", help="Bytes to spend on forming rows of the most frequent ids in advance.")
+@click.option("--last", is_flag=True, help="Use the last checkpoint even if the run keeps its best one.")
 @click.option("--triton", type=click.Path(path_type=Path), metavar="DIR", help="A Triton model repository, instead of --output.")
 def export(run: Path, output: Path | None, triton: Path | None, **options: Any) -> None:
-    """Write a run's model as one file that answers requests, or without TT modules.
+    """Export a run's model as one file for serving, or as a dense model.
 
-    MODEL.pt2 is compiled by AOTInductor: it runs in Python, C++ and Triton Inference Server, given dense [B, I] float32, values [V]
-    int64 column by column and lengths [F * B] int64, and gives probabilities [B]. The form `portable` needs torch alone.
+    MODEL.pt2 is compiled by AOTInductor: it runs in Python, C++ and Triton Inference Server, takes dense [B, I] float32, values [V]
+    int64 column by column and lengths [F * B] int64, and returns probabilities [B]. The form `portable` needs only torch.
     DIR/model.pt is the state dict of TorchRec's DLRM over an EmbeddingBagCollection, DIR/model.json its tables and layer sizes.
 
     \b

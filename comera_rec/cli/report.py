@@ -24,7 +24,7 @@ from comera_rec.report import summary_table, write_report, write_summary
 @click.option(
     "--truth",
     type=click.Path(path_type=Path),
-    help="The file that `comera synth` wrote beside its log; adds the best AUC on its last tenth, the default test split.",
+    help="The file that `comera synth` wrote beside its log; adds the best AUC possible on its last tenth, the default test split.",
 )
 def report(runs: tuple[Path, ...], output: Path | None, truth: Path | None) -> None:
     """Compare runs on one self-contained HTML page, and print the comparison.
@@ -49,4 +49,4 @@ def _best_auc(truth: Path) -> float:
     try:
         return float(json.loads(truth.read_text())["last_tenth"]["best_auc"])
     except (ValueError, KeyError, TypeError):
-        raise ValueError(f"--truth {truth} is not what `comera synth` writes beside its log: give that file") from None
+        raise ValueError(f"--truth {truth} is not what `comera synth` wrote beside its log: give its .truth.json") from None

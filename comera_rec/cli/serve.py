@@ -1,4 +1,4 @@
-"""`comera serve`, which needs the extra of the same name."""
+"""The subcommand `comera serve`, which needs the extra `serve`."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _PATH = click.Path(path_type=Path)
 
 
 @click.command(short_help="Answer requests over HTTP.")
-@click.option("--model", type=_PATH, required=True, metavar="MODEL.pt2", help="What `comera export` wrote.")
+@click.option("--model", type=_PATH, required=True, metavar="MODEL.pt2", help="A file that `comera export` wrote.")
 @click.option("--data", type=_PATH, help="Data set whose vocabularies encode raw rows; default the one the model was trained on.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
 @click.option("--port", default=8000, show_default=True, help="Port to listen on; 0 for a free one.")
-@click.option("--threads", default=1, show_default=True, help="Threads of the model.")
-@click.option("--max-batch", default=256, show_default=True, help="Rows of a call that joins requests.")
+@click.option("--threads", default=1, show_default=True, help="Threads that the model may use.")
+@click.option("--max-batch", default=256, show_default=True, help="Maximum rows of a model call that joins requests.")
 @click.option("--max-wait-ms", default=0.0, show_default=True, help="Milliseconds a request waits for others to join.")
-@click.option("--max-rows", default=4096, show_default=True, help="Rows of a request.")
-@click.option("--max-body", default=8 << 20, show_default=True, metavar="BYTES", help="Bytes of a request.")
+@click.option("--max-rows", default=4096, show_default=True, help="Maximum rows of a request.")
+@click.option("--max-body", default=8 << 20, show_default=True, metavar="BYTES", help="Maximum bytes of a request.")
 @click.option("--reload-seconds", default=1.0, show_default=True, help="Seconds between checks for a new version of the file.")
 def serve(**chosen: Any) -> None:
     """Answer requests over HTTP: encoded rows by the Open Inference Protocol, raw ones as plain JSON.
 
-    A new version that is renamed to MODEL.pt2 is loaded and takes over between two requests; if it can't be loaded, this is
-    reported and the old one stays. /metrics is for Prometheus.
+    To update the model, rename a new version to MODEL.pt2: it is loaded and takes over between two requests. If it can't be loaded,
+    this is reported and the old one stays. /metrics is for Prometheus.
 
     \b
     Example:

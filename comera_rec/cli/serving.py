@@ -1,4 +1,4 @@
-"""Subcommands on an exported model: score. They need torch, but neither TorchRec nor a checkpoint."""
+"""The subcommand `comera score`, on an exported model; it needs torch, but neither TorchRec nor a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,17 +14,24 @@ from data_pipeline.sources import source
 _PATH = click.Path(path_type=Path)
 
 
-@click.command(short_help="Write a model's scores of a log or of a data set.")
-@click.option("--model", type=_PATH, required=True, metavar="MODEL.pt2", help="What `comera export` wrote.")
-@click.option("--input", "scored", required=True, metavar="LOG|DATA", help="A raw log, gzipped or not, or a data set's folder.")
+@click.command(short_help="Score a log or a data set with a model.")
+@click.option("--model", type=_PATH, required=True, metavar="MODEL.pt2", help="A file that `comera export` wrote.")
+@click.option("--input", "target", required=True, metavar="LOG|DATA", help="A raw log, gzipped or not, or a data set's folder.")
 @click.option("--output", type=_PATH, required=True, metavar="SCORES", help="The Parquet file to write.")
 @click.option("--data", type=_PATH, help="Data set whose vocabularies encode a log; default the one that the model was trained on.")
 @click.option("--split", default="test", show_default=True, help="Split of a data set: train, val or test.")
 @click.option("--max-bad-rows", default=0, show_default=True, help="Malformed lines that may be dropped before the run stops.")
-@click.option("--workers", type=int, metavar="N", help="Processes; default one for each core.")
+@click.option("--workers", type=int, metavar="N", help="Processes; default one per core.")
 @click.option("--overwrite", is_flag=True, help="Replace a finished file.")
 def score(
-    model: Path, scored: str, output: Path, data: Path | None, split: str, max_bad_rows: int, workers: int | None, overwrite: bool
+    model: Path,
+    target: str,
+    output: Path,
+    data: Path | None,
+    split: str,
+    max_bad_rows: int,
+    workers: int | None,
+    overwrite: bool,
 ) -> None:
     """Write the probability of a click for every line of a log, or every row of a data set's split, in order.
 
@@ -36,7 +43,7 @@ def score(
       comera score --model model.pt2 --input today.gz --output scores.parquet
     """
     options = ScoreOptions(
-        model=model, inputs=(source(scored),), output=output, data=data, split=split, max_bad_rows=max_bad_rows,
+        model=model, inputs=(source(target),), output=output, data=data, split=split, max_bad_rows=max_bad_rows,
         workers=workers, overwrite=overwrite,
     )  # fmt: skip
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The subcommand that trains."""
+"""The subcommand `comera train`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from comera_rec.training.trainer import Diverged, Trainer
     "--config",
     "config_path",
     type=click.Path(exists=True, dir_okay=False),
-    help="The run's TOML file; defaults hold for other keys.",
+    help="The run's TOML file; keys that it lacks have their defaults.",
 )
 @click.argument("overrides", nargs=-1, metavar="[section.key=value ...]")
 @click.pass_context
 def train(context: click.Context, config_path: str | None, overrides: tuple[str, ...]) -> None:
     """Train a DLRM, dense or compressed.
 
-    Everything goes to the config's `output` folder, a report.html at the end. Running the command again resumes from the last
-    checkpoint. SIGTERM and Ctrl-C stop after the step at hand, with a checkpoint. Under torchrun tables are sharded over the
+    Everything is written to the config's `output` folder, with a report.html at the end. Running the command again resumes from the
+    last checkpoint. SIGTERM and Ctrl-C stop after the current step, with a checkpoint. Under torchrun tables are sharded over the
     processes, which share each batch; `--max-restarts` resumes from the last checkpoint.
 
     \b
@@ -47,7 +47,7 @@ def train(context: click.Context, config_path: str | None, overrides: tuple[str,
     except (RuntimeError, dist.DistError) as error:
         if not (trainer.processes.several and (isinstance(error, dist.DistError) or "gloo" in str(error))):
             raise
-        click.echo(f"comera: process {trainer.processes.rank} has lost another one ({str(error).splitlines()[0]})", err=True)
+        click.echo(f"comera: process {trainer.processes.rank} has lost another process ({str(error).splitlines()[0]})", err=True)
         context.exit(1)
     if not trainer.processes.is_first:
         return

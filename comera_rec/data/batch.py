@@ -20,9 +20,9 @@ class Batch(Pipelineable):
     """Rows of a data set.
 
     dense: [B, I] float32, the transformed integer columns in the manifest's order.
-    sparse: int64 ids by categorical column (key), one a row or, in columns of lists, any number; lengths and offsets given.
+    sparse: int64 ids by categorical column (key), one per row or, in columns of lists, any number; has lengths and offsets.
     labels: [B] float32, 0 or 1; [B, L] where the data set has several labels, in the order of `Manifest.labels`.
-    weights: [B] float32 of at least 0, what the rows' losses are multiplied with; None where the data set has none.
+    weights: [B] float32 of at least 0, factors of the rows' losses; None where the data set has none.
     """
 
     dense: Tensor
@@ -42,7 +42,7 @@ class Batch(Pipelineable):
         )
 
     def padded(self, rows: int) -> Batch:
-        """With rows of zeros, no ids, label 0 and weight 0 behind the others, as many as are missing."""
+        """Return the batch padded to a number of rows; added rows have zeros, no ids, label 0 and weight 0."""
         missing = rows - len(self)
         if not missing:
             return self
@@ -63,11 +63,11 @@ class Batch(Pipelineable):
         )
 
     def to_proxy_tuple(self, model: nn.Module) -> tuple[PHWithMeta, PHWithMeta]:
-        """Which attributes are the arguments of `model(dense, sparse)`; torchrec's train pipelines ask."""
+        """Name the attributes that are the arguments of `model(dense, sparse)`, for torchrec's train pipelines."""
         return PHWithMeta(ph_key="dense"), PHWithMeta(ph_key="sparse")
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the memory until the stream is done with it; torchrec's train pipelines call this."""
+        """Keep the memory until the stream is done with it, for torchrec's train pipelines."""
         for part in (self.dense, self.sparse, self.labels, self.weights):
             if part is not None:
                 part.record_stream(stream)

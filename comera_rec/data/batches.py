@@ -6,17 +6,17 @@
         logits = model(batch.dense, batch.sparse)
         checkpoint = loader.state_dict()           # resumes with the batch after this one
 
-The batches of an epoch are a function of (seed, epoch) and the batch's number alone. Row groups are permuted and laid end to end;
+The batches of an epoch depend on nothing but (seed, epoch) and the batch's number. Row groups are permuted and laid end to end;
 each of R readers takes an equal, contiguous share of that sequence of rows, permutes it within buffers of at least
-`shuffle_rows` / R rows, and gives B / r rows to every batch, where r of the readers are one rank's. A position is therefore two
+`shuffle_rows` / R rows, and gives B / r rows to every batch of its rank, which has r readers. A position is therefore two
 numbers, and resuming skips to the row groups that hold the next rows.
 
-So many ranks as divide R read the same rows in every step: their batches, one after the other, are the batch of one rank. A run
-resumes on any of these numbers.
+Any number of ranks that divides R reads the same rows in every step: their batches, one after the other, are the batch of one
+rank. So a run can resume on any of these numbers of ranks.
 
-Across ranks and torch's workers, of which each has R readers of its own, no row is read twice, and every rank gets equally many
-batches an epoch: rows / R, rounded up to whole batches where the last ones are shorter, or down with `drop_last`, which leaves out
-fewer rows than a batch of all ranks has, and one a reader. The state of one rank is that of all.
+Across ranks and torch's workers, each of which has R separate readers, no row is read twice, and every rank gets the same number of
+batches per epoch: rows / R, rounded up to whole batches where the last ones are shorter, or down with `drop_last`, which leaves out
+fewer rows than a batch of all ranks and one per reader together. The state of one rank is that of all.
 
 Letters: B rows in a batch of one rank, n rows of any other set, L labels, W columns of weights (0 or 1), I integer columns,
 C categorical columns.
@@ -50,26 +50,26 @@ class ParquetBatches(IterableDataset[Batch]):
     """The batches of one split for one rank; iterate it directly, by BatchLoader, or by torch's DataLoader(batch_size=None).
 
     Every row of an epoch is in exactly one batch of one rank and worker (with drop_last: in at most one), and all ranks get
-    equally many batches, so that collective operations of the model stay in step. Without drop_last the last batches are smaller.
+    the same number of batches, so that collectives of the model stay in step. Without drop_last the last batches are smaller.
 
     Args:
         data: the data set's folder, or a URL such as s3://bucket/data.
         split: "train", "val" or "test".
         batch_size: rows in a batch of this rank.
         shuffle: permute row groups and rows anew in every epoch; False keeps the order of the files.
-        shuffle_rows: rows that are permuted at once, in the buffers of all ranks together; of a reader at least a row group. They
-            cost 4 B x (I + C + L + W) each, those of one reader up to three times at once.
-        seed: decides the permutations together with the epoch.
+        shuffle_rows: rows that are permuted at once, in the buffers of all ranks together; a reader's buffer has at least one row
+            group. A row takes 4 bytes x (I + C + L + W); a reader may hold its buffer up to three times.
+        seed: determines the permutations, together with the epoch.
         epochs: passes over the split in one iteration; None = endless.
         rank, world_size: which share of the rows this process takes.
-        readers: of all ranks together, among which the rows are divided: a multiple of world_size, such that every batch has
-            equally many rows of each of its rank's readers. None for one a rank.
+        readers: readers of all ranks together, among which the rows are divided: a multiple of world_size such that a rank's
+            readers give equally many rows to every batch. None for one per rank.
         drop_last: leave out the rows that do not fill a batch on every rank.
 
     Raises:
-        ValueError: an argument out of range; an unlabelled data set; an empty split; fewer rows than one batch needs; a shard that
-            does not match the manifest. While iterating: an id outside its table, a label other than 0 or 1,
-            a weight below 0 or not finite, an empty cell.
+        ValueError: for an argument out of range, an unlabeled data set, an empty split, fewer rows than one batch needs, or a shard
+            that does not match the manifest. While iterating: for an id outside its table, a label other than 0 or 1,
+            a weight below 0 or not finite, or an empty cell.
     """
 
     def __init__(
@@ -123,18 +123,18 @@ class ParquetBatches(IterableDataset[Batch]):
         return readers > 0 and readers % world_size == 0 and batch_size * world_size % readers == 0
 
     def batches_per_epoch(self, workers: int = 1) -> int:
-        """Batches that each worker of each rank yields per epoch; ValueError if there are too few rows for that."""
+        """Return the batches that each worker of each rank yields per epoch; ValueError if there are too few rows for that."""
         readers, rows = self.readers * workers, self._rows_of_a_reader()
         batches = self.rows // readers // rows if self.drop_last else math.ceil(math.ceil(self.rows / readers) / rows)
         if not 0 < batches <= self.rows // readers:
             raise ValueError(
-                f"batch_size {self.batch_size} on {readers} readers cuts no equal batches from {self.rows} rows; "
+                f"batch_size {self.batch_size} on {readers} readers doesn't divide {self.rows} rows into equal batches; "
                 f"lower batch_size, use fewer ranks or workers, or set drop_last=False (it is {self.drop_last})"
             )
         return batches
 
     def _rows_of_a_reader(self) -> int:
-        """In a full batch."""
+        """Return the rows that a reader gives to a full batch."""
         return self.batch_size * self.world_size // self.readers
 
     def __iter__(self) -> Iterator[Batch]:
@@ -146,11 +146,11 @@ class ParquetBatches(IterableDataset[Batch]):
             epoch, batch = epoch + 1, 0
 
     def state_dict(self) -> dict[str, int]:
-        """The position after the last batch that iteration gave, and what it depends on. It is the same on every rank."""
+        """Return the position after the last batch that iteration gave, and what it depends on; the same on every rank."""
         return {"epoch": self._next[0], "batch": self._next[1], **self._identity()}
 
     def state_after(self, batches: int) -> dict[str, int]:
-        """`state_dict()` of an iteration from the beginning that has given so many batches."""
+        """Return the `state_dict()` of an iteration from the beginning that has given a number of batches."""
         epoch, batch = divmod(batches, self.batches_per_epoch())
         return {"epoch": epoch, "batch": batch, **self._identity()}
 
@@ -158,13 +158,13 @@ class ParquetBatches(IterableDataset[Batch]):
         """Let the next iteration begin where `state` was taken, with as many readers as there.
 
         Raises:
-            ValueError: the batches there were cut differently (batch size, seed, data), or their readers are not for so many ranks.
+            ValueError: if the batches there were cut differently (batch size, seed, data), or the ranks can't share their readers.
         """
         readers = state.get("readers", 0)
         if state.get("batch_size") == self.batch_size * self.world_size:
             if not self._can_share(readers, self.batch_size, self.world_size):
                 raise ValueError(
-                    f"cannot resume the batches: {readers} readers dealt them, which {self.world_size} processes can't share: "
+                    f"cannot resume the batches: {readers} readers made them, which {self.world_size} processes can't share: "
                     f"launch a number of processes that divides {readers}, or start anew"
                 )
             self.readers = readers
@@ -178,22 +178,22 @@ class ParquetBatches(IterableDataset[Batch]):
         return {"batch_size": self.batch_size * self.world_size} | {name: int(getattr(self, name)) for name in names}
 
     def _epoch(self, epoch: int, first: int) -> Iterator[Rows]:
-        """The rows of batches first, first + 1, ... of this rank in an epoch."""
+        """Yield the rows of batches first, first + 1, ... of this rank in an epoch."""
         worker = get_worker_info()
         workers, worker_id = (worker.num_workers, worker.id) if worker else (1, 0)
-        of_rank, readers = self.readers // self.world_size, self.readers * workers
-        local_readers = range(self.rank * of_rank * workers + worker_id, (self.rank + 1) * of_rank * workers, workers)
+        rank_readers, readers = self.readers // self.world_size, self.readers * workers
+        local_readers = range(self.rank * rank_readers * workers + worker_id, (self.rank + 1) * rank_readers * workers, workers)
         shares = [(self.rows * reader // readers, self.rows * (reader + 1) // readers) for reader in local_readers]
         count = self.batches_per_epoch(workers)
         for parts in zip(*(self._parts(epoch, share, first, count) for share in shares), strict=True):
             yield concatenate(list(parts))
 
     def _parts(self, epoch: int, share: tuple[int, int], first: int, count: int) -> Iterator[Rows]:
-        """The rows that a reader gives to batches first, first + 1, ... of `count`."""
+        """Yield the rows that a reader gives to batches first, first + 1, ... of `count`."""
         size = self._rows_of_a_reader()
 
         def end(batch: int) -> int:
-            # Shares differ by a row. Where that would cost a reader its last batch, the batch before gives a row to it.
+            # Shares differ by a row. Where a reader would have no row left for its last batch, the batch before leaves it one.
             full = (batch + 1) * size
             return full if self.drop_last else min(full, share[1] - share[0] - (count - 1 - batch))
 
@@ -212,7 +212,7 @@ class ParquetBatches(IterableDataset[Batch]):
             yield concatenate(parts)
 
     def _chunks(self, epoch: int, share: tuple[int, int], skip: int) -> Iterator[Rows]:
-        """A reader's share of an epoch's rows from its row `skip` on, buffer by buffer, permuted within each."""
+        """Yield a reader's share of an epoch's rows from its row `skip` on, buffer by buffer, permuted within each."""
         order = np.arange(len(self._row_groups))
         if self.shuffle:
             np.random.default_rng((self.seed, epoch)).shuffle(order)
@@ -222,13 +222,13 @@ class ParquetBatches(IterableDataset[Batch]):
                 continue
             rows = concatenate([self._read(span) for span in buffer])
             if self.shuffle:
-                # The buffer's first row, counted over all readers, tells it from every other buffer of the epoch.
+                # The buffer's first row, counted over all readers, distinguishes it from every other buffer of the epoch.
                 rows = rows.take(np.random.default_rng((self.seed, epoch, start)).permutation(size))
             yield rows.slice(max(0, skip - (start - share[0])), size)
 
     def _buffers(self, order: np.ndarray, share: tuple[int, int]) -> Iterator[tuple[int, list[RowRange]]]:
-        """The share's row ranges in groups of a reader's part of shuffle_rows (the last has fewer), and each group's first row."""
-        wanted = self.shuffle_rows / self.readers if self.shuffle else 1
+        """Yield the share's row ranges in buffers of at least shuffle_rows / readers rows (but the last), with their first rows."""
+        buffer_rows = self.shuffle_rows / self.readers if self.shuffle else 1
         begin, buffer, buffered, position = share[0], [], 0, 0
         for group in (self._row_groups[index] for index in order):
             start, stop = max(share[0] - position, 0), min(share[1] - position, group.stop)
@@ -237,7 +237,7 @@ class ParquetBatches(IterableDataset[Batch]):
                 continue
             buffer.append(group._replace(start=start, stop=stop))
             buffered += stop - start
-            if buffered >= wanted or position >= share[1]:
+            if buffered >= buffer_rows or position >= share[1]:
                 yield begin, buffer
                 begin, buffer, buffered = begin + buffered, [], 0
 
@@ -266,11 +266,11 @@ class ParquetBatches(IterableDataset[Batch]):
         for name in self._list_names:
             column = table.column(name).combine_chunks()
             lists.append(Lists(column.offsets.to_numpy(), column.values.to_numpy(zero_copy_only=False)))
-        of_columns = [*zip(self._single_names, ids, strict=True), *zip(self._list_names, (of.flat for of in lists), strict=True)]
-        for name, of_column in of_columns:
+        flat_lists = (column.flat for column in lists)
+        for name, column_ids in [*zip(self._single_names, ids, strict=True), *zip(self._list_names, flat_lists, strict=True)]:
             limit = self._num_embeddings[name]
-            if of_column.size and not 0 <= of_column.min() <= of_column.max() < limit:
-                wrong = of_column[~((of_column >= 0) & (of_column < limit))][0]
+            if column_ids.size and not 0 <= column_ids.min() <= column_ids.max() < limit:
+                wrong = column_ids[~((column_ids >= 0) & (column_ids < limit))][0]
                 raise ValueError(f"{span.path}: table {name}: id {wrong} is not in 0..{limit - 1}; {REMEDY}")
         return Rows(dense, ids, labels, weights, tuple(lists))
 
@@ -293,7 +293,7 @@ class ParquetBatches(IterableDataset[Batch]):
             length_per_key=length_per_key,
             offset_per_key=[0, *itertools.accumulate(length_per_key)],
         )
-        # The copies let go of the buffer that the rows are a view of.
+        # Copies, so that the buffer that the rows are a view of can be freed.
         dense = torch.from_numpy(np.ascontiguousarray(rows.dense.T))
         labels = rows.labels[0].copy() if len(rows.labels) == 1 else np.ascontiguousarray(rows.labels.T)
         weights = torch.from_numpy(rows.weights[0].copy()) if len(rows.weights) else None
@@ -301,7 +301,7 @@ class ParquetBatches(IterableDataset[Batch]):
 
 
 def _stacked(table: pa.Table, names: Sequence[str], dtype: npt.DTypeLike) -> np.ndarray:
-    """Columns of numbers as [columns, n]."""
+    """Stack columns of numbers to [columns, n]."""
     stacked = np.empty((len(names), len(table)), dtype)
     for row, name in zip(stacked, names, strict=True):
         row[:] = table.column(name).to_numpy()
@@ -310,5 +310,5 @@ def _stacked(table: pa.Table, names: Sequence[str], dtype: npt.DTypeLike) -> np.
 
 @functools.lru_cache(maxsize=4)
 def _one_per_row(keys: int, size: int) -> tuple[Tensor, Tensor]:
-    """lengths and offsets of a KeyedJaggedTensor with one id everywhere; batches share them, nothing writes to them."""
+    """Return lengths and offsets of a KeyedJaggedTensor with one id per row and key; batches share them, nothing writes to them."""
     return torch.ones(keys * size, dtype=torch.int64), torch.arange(keys * size + 1, dtype=torch.int64)

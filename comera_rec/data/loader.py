@@ -20,10 +20,10 @@ class BatchLoader:
         batches: what to read; one loader at a time may iterate it.
         prefetch: batches read ahead and kept.
         pin_memory: put them in page-locked memory, for asynchronous copies to a GPU.
-        prepare: called with every batch by the thread, before the consumer gets it; to plan its lookups, say.
+        prepare: called with every batch by the thread, before the consumer gets it; for example to plan its lookups.
 
     Raises:
-        ValueError: prefetch below 1. Iterating raises what reading raises.
+        ValueError: if prefetch is below 1. Iterating raises the errors of reading.
     """
 
     def __init__(
@@ -41,10 +41,10 @@ class BatchLoader:
 
     def __iter__(self) -> Generator[Batch]:
         ready: queue.Queue[tuple[Batch, dict[str, int]] | BaseException | None] = queue.Queue(self.prefetch)
-        left = threading.Event()
+        stopped = threading.Event()
 
         def put(item: tuple[Batch, dict[str, int]] | BaseException | None) -> None:
-            while not left.is_set():
+            while not stopped.is_set():
                 try:
                     return ready.put(item, timeout=0.1)
                 except queue.Full:
@@ -56,7 +56,7 @@ class BatchLoader:
                     if self.prepare is not None:
                         self.prepare(batch)
                     put((batch.pin_memory() if self.pin_memory else batch, self.batches.state_dict()))
-                    if left.is_set():
+                    if stopped.is_set():
                         return
                 put(None)
             except BaseException as error:  # handed to the consumer, who raises it
@@ -71,14 +71,14 @@ class BatchLoader:
                 batch, self._state = item
                 yield batch
         finally:
-            left.set()
+            stopped.set()
             thread.join()
 
     def state_dict(self) -> dict[str, int]:
-        """The position after the batch last given out; whatever was read ahead of it will be read again."""
+        """Return the position after the batch last given out; batches read ahead of it will be read again."""
         return dict(self._state)
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Let the next iteration begin where `state` was taken. Raises ValueError if the batches were cut differently there."""
+        """Let the next iteration begin where `state` was taken; ValueError if the batches were cut differently there."""
         self.batches.load_state_dict(state)
         self._state = self.batches.state_dict()

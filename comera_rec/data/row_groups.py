@@ -1,4 +1,4 @@
-"""The row groups of a data set's Parquet files, and what must hold before they are read."""
+"""The row groups of a data set's Parquet files, and the checks before they are read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _is_lists(kind: pa.DataType) -> bool:
 
 
 def row_groups(manifest: Manifest, data: Source, split: str) -> list[RowRange]:
-    """The split's row groups in the order of its files, after comparing every file's size, rows and columns with the manifest."""
+    """List a split's row groups in the order of its files, after comparing each file's size, rows and columns with the manifest."""
     if split not in manifest.splits:
         raise ValueError(f"split {split!r} is not in {data}; it has {', '.join(manifest.splits)}")
     if manifest.label is None:

@@ -1,6 +1,6 @@
 """Rows on their way from Parquet to a batch, column by column.
 
-n rows, L labels, W columns of weights (0 or 1), I integer columns, S categorical columns with one id a row.
+n rows, L labels, W columns of weights (0 or 1), I integer columns, S categorical columns with one id per row.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 class Lists(NamedTuple):
     """A column of lists, as Arrow holds it: row i is values[offsets[i] : offsets[i + 1]]."""
 
-    offsets: np.ndarray  # [n + 1], from anywhere
+    offsets: np.ndarray  # [n + 1], starting at any number
     values: np.ndarray  # [...] int32
 
     @classmethod
@@ -38,7 +38,7 @@ class Lists(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows column by column, as Parquet gives them and a KeyedJaggedTensor wants them. S columns hold one id a row."""
+    """Rows column by column, as in Parquet and in a KeyedJaggedTensor. S columns have one id per row."""
 
     dense: np.ndarray  # [I, n] float32
     ids: np.ndarray  # [S, n] int32

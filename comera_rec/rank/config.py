@@ -69,7 +69,8 @@ class RankConfig:
             raise ValueError(f"score is {self.score!r}: choose one of {', '.join(map(repr, SCORES))}")
         if self.score == "taylor" and self.objective == "achievement":
             raise ValueError(
-                "score is 'taylor' and objective 'achievement', whose price biases gradients: choose 'norm', or 'budget'"
+                "score is 'taylor', which reads gradients that objective 'achievement' biases: choose score 'norm', "
+                "or objective 'budget'"
             )
         self._check_targets()
         if self.target_loss is not None and not math.isfinite(self.target_loss):
@@ -79,13 +80,13 @@ class RankConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}: give a non-negative number")
 
     def _check_targets(self) -> None:
-        given = {name: getattr(self, name) for name in TARGETS if getattr(self, name) is not None}
-        if len(given) > 1:
-            raise ValueError(f"{' and '.join(f'{name} {value}' for name, value in given.items())} are given: give one target")
-        if bool(given) != (self.late_steps > 0):
-            target = next(iter(given.items()), ("target_size", None))
+        targets = {name: getattr(self, name) for name in TARGETS if getattr(self, name) is not None}
+        if len(targets) > 1:
+            raise ValueError(f"{' and '.join(f'{name} {value}' for name, value in targets.items())} are given: give one target")
+        if bool(targets) != (self.late_steps > 0):
+            target = next(iter(targets.items()), ("target_size", None))
             raise ValueError(f"{target[0]} is {target[1]} and late_steps is {self.late_steps}: a late stage needs both")
-        for name, value in given.items():
+        for name, value in targets.items():
             if not (isinstance(value, int | float) and value > 0):
                 raise ValueError(f"{name} is {value!r}: give a positive number")
         if self.target_size is not None and self.target_size > 1:

@@ -40,11 +40,11 @@ def norm_scores(module: TTModule) -> list[Tensor]:
     left = _left_grams(cores, ranks, module.sum_over_shards)
     right = _left_grams([core.permute(3, 1, 2, 0) for core in reversed(cores)], ranks[::-1])[::-1]
     bonds = zip(ranks, left, right, strict=True)
-    return [_falls_of_logarithm(rank.square() * before.diagonal() * after.diagonal()) for rank, before, after in bonds]
+    return [_log_decreases(rank.square() * before.diagonal() * after.diagonal()) for rank, before, after in bonds]
 
 
-def _falls_of_logarithm(squares: Tensor) -> Tensor:
-    """Return [r] decreases of the logarithm of the sum as squares are removed, smallest first; the sum stays above 1e-9 of all."""
+def _log_decreases(squares: Tensor) -> Tensor:
+    """Return by how much each square [r] lowers the sum's logarithm when removed, smallest first; 1e-9 of the sum always stays."""
     ascending, order = squares.sort(stable=True)
     sums = ascending.flip(0).cumsum(0).flip(0)
     sums = torch.cat([sums, sums.new_zeros(1)]).clamp_min(1e-9 * squares.sum())
@@ -122,7 +122,7 @@ class TaylorScores:
     def slice_(self, masks: Sequence[Sequence[Tensor]]) -> None:
         """Keep the scores of the ranks that a truncation keeps; a mask per module and bond."""
         if self.mean is not None:
-            self.mean = self.mean[torch.cat([mask for each in masks for mask in each]).to(self.mean.device)]
+            self.mean = self.mean[torch.cat([mask for bonds in masks for mask in bonds]).to(self.mean.device)]
 
 
 STATIC_SCORES: dict[str, Callable[[TTModule], list[Tensor]]] = {"norm": norm_scores, "magnitude": magnitude_scores}

@@ -1,7 +1,7 @@
-"""Objectives of the stages of rank-adaptive training, and how large TT modules may be meanwhile.
+"""Objectives of the stages of rank-adaptive training, and the size that TT modules may have meanwhile.
 
 L task loss, S size of all TT modules relative to that at the start of the stage, L0 and S0 their targets. A new
-objective takes a class with the three members of `Objective` and a line in `RankScheduler._stage_objective`.
+objective needs a class with the three members of `Objective` and a line in `RankScheduler._stage_objective`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Objective(Protocol):
 
     @property
     def threshold(self) -> float:
-        """Bound of |D| below which ranks are truncated; 0 for none."""
+        """Truncate ranks with |D| below this; 0 truncates none."""
 
     def loss(self, task_loss: Tensor, modules: Sequence[TTModule]) -> tuple[Tensor, str | Tensor]:
-        """Return the scalar to minimize, and which part dominates it: "loss" or "size", or a tensor of 0 or 1."""
+        """Return the scalar to minimize, and the part that dominates it: "loss" or "size", or a tensor with 0 or 1 for these."""
 
     def ceiling(self, progress: float) -> float | None:
         """Return the largest size allowed at a progress of 0 to 1, relative to the start of the stage; None for any size."""

@@ -32,8 +32,8 @@ def rank_param_groups(model: nn.Module, *, lr_cores: float, lr_ranks: float, lr_
             raise ValueError(f"{name} is {rate}: give a non-negative learning rate")
     cores = [core for _, module in named_tt_modules(model) for core in module.cores()]
     ranks = [rank for _, module in named_tt_modules(model) for rank in module.rank_parameters()]
-    special = {id(parameter) for parameter in (*cores, *ranks)}
-    dense = [parameter for parameter in model.parameters() if id(parameter) not in special]
+    tt_parameters = {id(parameter) for parameter in (*cores, *ranks)}
+    dense = [parameter for parameter in model.parameters() if id(parameter) not in tt_parameters]
     groups = [("cores", lr_cores, cores), ("ranks", lr_ranks, ranks), ("dense", lr_dense, dense)]
     trainable = [(name, rate, [p for p in parameters if _is_free(p)]) for name, rate, parameters in groups]
     return [{"name": name, "lr": rate, "params": parameters} for name, rate, parameters in trainable if parameters]

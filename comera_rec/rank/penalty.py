@@ -57,7 +57,7 @@ def _indices(
 ) -> tuple[Tensor, ...]:
     """Return the bond of each entry of the rank parameters, and each core's left bond, right bond and size.
 
-    Cached, because a copy to a GPU waits for it.
+    Cached, because copying to a GPU blocks the host.
     """
     bond_of = torch.arange(len(ranks)).repeat_interleave(torch.tensor(ranks, dtype=torch.int64))
     indices = bond_of, torch.tensor(left), torch.tensor(right), torch.tensor(sizes, dtype=dtype)

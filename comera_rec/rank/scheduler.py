@@ -41,7 +41,7 @@ class RankScheduler:
         optimizer: the optimizer of the model's parameters, whose state is sliced with them. Of several, give
             `torchrec.optim.CombinedOptimizer`.
         config: the schedule.
-        other_bytes: bytes of all other layers, where processes have parts of these; default those of `model`.
+        other_bytes: bytes of all other layers; give it where each process has only part of them. Default: those of `model`.
         processes: the processes that share the model.
 
     Raises:
@@ -90,13 +90,13 @@ class RankScheduler:
         # Running mean of the task loss; NaN before the first finite one. A tensor, so that no step waits for the device.
         self._mean_loss = torch.tensor(math.nan, dtype=torch.float32, device=next(model.parameters()).device)
         self._other_bytes = bytes_outside(model, self._modules.values()) if other_bytes is None else other_bytes
-        # A replica on each of several processes counts once in all.
-        self._part_of_one = {name: 1 / count for name, count in self._processes.count(self._modules).items()}
+        # Replicas on several processes together count once.
+        self._replica_share = {name: 1 / count for name, count in self._processes.count(self._modules).items()}
         if config.target_compression is not None:
             self._compressed_bytes(config.target_compression, summaries)  # checks the target before hours of training
         self._record(summaries)
 
-    # -- what is minimized -----------------------------------------------------------------------------------------------------
+    # -- the objective ---------------------------------------------------------------------------------------------------------
 
     def loss(self, task_loss: Tensor, *, accumulation: int = 1) -> Tensor:
         """Return the objective of the current stage for a task loss; call `backward` on it.
@@ -113,7 +113,7 @@ class RankScheduler:
         if task_loss.numel() != 1:
             raise ValueError(f"task_loss has shape {tuple(task_loss.shape)}: give the mean over the batch, a scalar")
         if self._processes.several and self.stage != "done":
-            task_loss = task_loss + (self._processes.mean(task_loss) - task_loss.detach())  # value of all, gradient of this one
+            task_loss = task_loss + (self._processes.mean(task_loss) - task_loss.detach())  # mean of all, gradient of this one
         self._observe(task_loss.detach(), 0.01 / accumulation)
         if self.stage == "done":
             self.objective = "loss"
@@ -154,14 +154,14 @@ class RankScheduler:
             return 0.0
         sizes = {name: size_surrogate([module]).detach() for name, module in self._modules.items() if module.shape.num_params}
         local_size = torch.stack([self._mean_loss.new_zeros(()), *sizes.values()]).sum()
-        shared = torch.stack([self._mean_loss.new_zeros(()), *(self._part_of_one[name] * size for name, size in sizes.items())])
+        shared = torch.stack([self._mean_loss.new_zeros(()), *(self._replica_share[name] * size for name, size in sizes.items())])
         return self._processes.sum(shared.sum()) - local_size
 
     def _observe(self, loss: Tensor, weight: float) -> None:
         # About the last hundred steps: long enough to smooth batches, short enough to follow training. In place, for CUDA graphs.
         mean = self._mean_loss
-        moved = torch.where(mean.isnan(), loss, mean.lerp(loss.to(mean.dtype), weight))
-        mean.copy_(torch.where(loss.isfinite(), moved, mean))
+        updated = torch.where(mean.isnan(), loss, mean.lerp(loss.to(mean.dtype), weight))
+        mean.copy_(torch.where(loss.isfinite(), updated, mean))
 
     def _mean(self) -> float | None:
         mean = float(self._mean_loss)
@@ -192,7 +192,7 @@ class RankScheduler:
 
     def _truncate(self, *, last: bool) -> None:
         if frozen := [name for name, module in self._modules.items() if _is_frozen(module)]:
-            raise ValueError(f"{frozen[0]!r} was frozen after the RankScheduler was built, which would shrink it: freeze it before")
+            raise ValueError(f"{frozen[0]!r} was frozen after the RankScheduler was built: freeze modules before building it")
         objective = self._stage_objective()
         if objective.threshold:
             summaries = self._summaries({name: magnitudes_of(module) for name, module in self._modules.items()})
@@ -229,7 +229,7 @@ class RankScheduler:
         if not self._processes.several:
             return shares.sum()
         modules = self._modules
-        weights = [self._part_of_one[name] for name, module in modules.items() for _ in range(sum(module.shape.ranks))]
+        weights = [self._replica_share[name] for name, module in modules.items() for _ in range(sum(module.shape.ranks))]
         return self._processes.sum(shares @ shares.new_tensor(weights))
 
     def _end_early(self) -> None:
@@ -246,7 +246,7 @@ class RankScheduler:
             self.target_loss = self._mean()
         if self.target_loss is None and self.config.objective == "achievement":
             raise ValueError(
-                f"none of the early stage's {self.steps} losses is known and finite: take every step's loss from `loss`, "
+                f"no finite loss was seen in the {self.steps} steps of the early stage: pass every step's loss through `loss`, "
                 "or lower the learning rates"
             )
 
@@ -274,7 +274,7 @@ class RankScheduler:
         return target
 
     def _compressed_bytes(self, compression: float, summaries: dict[str, ModuleSummary]) -> int:
-        """Return the bytes left for TT modules when the whole model is to be so many times smaller than dense."""
+        """Return the bytes left for TT modules when the whole model is `compression` times smaller than its dense form."""
         others = self._other_bytes
         dense = others + sum(summary.dense_params * summary.unit for summary in summaries.values())
         if others >= dense / compression:
@@ -355,12 +355,12 @@ def _require_gradients(modules: Collection[TTModule], config: RankConfig) -> Non
         raise ValueError(
             f"beta is {config.beta}, a penalty on cores, which are updated in backward: a step would update them twice; set beta=0"
         )
-    needs = None
+    need = None
     if config.late_steps and config.score_used == "taylor":
-        needs = "score 'taylor' needs the gradients of rank parameters"
+        need = "score 'taylor' needs the gradients of rank parameters"
     elif config.late_steps and config.objective == "achievement":
-        needs = "objective 'achievement' puts a price on rank parameters"
+        need = "objective 'achievement' puts a price on rank parameters"
     elif config.gamma:
-        needs = f"gamma is {config.gamma}, a price of rank parameters"
-    if needs and any(hasattr(rank, "_in_backward_optimizers") for module in modules for rank in module.rank_parameters()):
-        raise ValueError(f"{needs}, which are updated in backward: leave rank parameters to an optimizer of their own")
+        need = f"gamma is {config.gamma}, a price of rank parameters"
+    if need and any(hasattr(rank, "_in_backward_optimizers") for module in modules for rank in module.rank_parameters()):
+        raise ValueError(f"{need}, which are updated in backward: give rank parameters a separate optimizer")

@@ -16,10 +16,10 @@ from comera_rec.tt import TTShape
 Masks = list[list[Tensor]]
 """Per module and bond, a boolean mask [r_k] of the ranks to keep."""
 CLOSE = 0.99
-"""Least share of its budget that a selection fills, where whole ranks allow it."""
-_MOST_EXCHANGES = 100_000
+"""Smallest share of its budget that a selection fills, where whole ranks allow it."""
+_MAX_EXCHANGES = 100_000
 Move = tuple[int, int, int]
-"""(module, bond, +1 or -1 ranks), by numbers."""
+"""(index of a module, index of a bond, +1 or -1 ranks)."""
 
 
 def above_threshold(
@@ -32,10 +32,10 @@ def above_threshold(
     """Keep the ranks with |D| of at least a threshold; remove the smallest |D| first, but never go below a size of `floor`.
 
     Args:
-        shapes: of the TT modules.
+        shapes: one per TT module.
         magnitudes: |D| [r_k], per module and bond.
         threshold: ranks with |D| below it are removed.
-        floor: the least that all modules together keep, in units.
+        floor: size that all modules together keep at least, in units.
         units: size of one parameter of each module; default 1.
     """
     selection = _Selection(shapes, magnitudes, units)
@@ -62,19 +62,19 @@ def within_budget(
 ) -> Masks:
     """Keep the ranks of the highest scores within a budget.
 
-    Ranks go in the order of score per unit saved, lowest first; what they save depends on the ranks left at neighbouring bonds.
+    Ranks with the lowest score per unit saved are removed first; what one saves depends on the ranks left at neighboring bonds.
 
     Args:
-        shapes: of the TT modules.
+        shapes: one per TT module.
         scores: the scores [r_k], per module and bond: non-negative, and additive over ranks.
-        budget: the most that all modules together may take, in units.
+        budget: size that all modules together may have at most, in units.
         units: size of one parameter of each module; default 1.
         exact: fill the budget to 99 % where whole ranks allow it, even at a loss of score: besides restoring ranks that fit,
             exchange two or three ranks of different sizes.
     """
     selection = _Selection(shapes, scores, units)
     shrunk = selection.total > budget
-    prices = {move: selection.price(move) for move in selection.downs()} if shrunk else {}
+    prices = {move: selection.price(move) for move in selection.removals()} if shrunk else {}
     while selection.total > budget and prices:
         cheapest = min(prices, key=lambda move: (prices[move], move))
         selection.apply([cheapest])
@@ -129,9 +129,9 @@ class _Selection:
             self.scores[i][k][self.ranks[i][k] - 1] if by < 0 else -self.scores[i][k][self.ranks[i][k]] for i, k, by in moves
         )
 
-    def price(self, down: Move) -> float:
+    def price(self, removal: Move) -> float:
         """Return the score lost per unit saved by removing a rank."""
-        return self.loss([down]) / -self.change([down])
+        return self.loss([removal]) / -self.change([removal])
 
     def apply(self, moves: Sequence[Move]) -> None:
         """Make the moves."""
@@ -139,19 +139,19 @@ class _Selection:
         for i, ranks in self._moved(moves).items():
             self.ranks[i] = ranks
 
-    def downs(self) -> list[Move]:
+    def removals(self) -> list[Move]:
         """List the removals of one rank that are possible."""
         return [(i, k, -1) for i, ranks in enumerate(self.ranks) for k, rank in enumerate(ranks) if rank > 0]
 
-    def ups(self) -> list[Move]:
+    def restorations(self) -> list[Move]:
         """List the restorations of one rank that are possible."""
         full = self.full
         return [(i, k, 1) for i, ranks in enumerate(self.ranks) for k, rank in enumerate(ranks) if rank < full[i][k]]
 
     def fill(self, budget: int, *, exact: bool) -> None:
         """Spend the rest of a budget: restore ranks that fit; if `exact`, exchange ranks until it is nearly full."""
-        while ups := [[move] for move in self.ups() if 0 < self.change([move]) <= budget - self.total]:
-            self.apply(min(ups, key=lambda moves: self.loss(moves) / self.change(moves)))
+        while restorations := [[move] for move in self.restorations() if 0 < self.change([move]) <= budget - self.total]:
+            self.apply(min(restorations, key=lambda moves: self.loss(moves) / self.change(moves)))
         while exact and self.total < CLOSE * budget and (exchange := self._exchange(budget)):
             self.apply(exchange)
 
@@ -161,9 +161,10 @@ class _Selection:
         If no exchange nearly fills it, return the one that fills it most, or None if none helps.
         """
         fullest, filling = self.total, None
-        for kinds in ((self.downs(), self.ups()), (self.downs(), self.ups(), self.ups()), (self.downs(), self.downs(), self.ups())):
+        removals, restorations = self.removals(), self.restorations()
+        for kinds in ((removals, restorations), (removals, restorations, restorations), (removals, removals, restorations)):
             best, least = None, float("inf")
-            for moves in itertools.islice(itertools.product(*kinds), _MOST_EXCHANGES):
+            for moves in itertools.islice(itertools.product(*kinds), _MAX_EXCHANGES):
                 if self._interfere(moves):
                     continue
                 total = self.total + self.change(moves)

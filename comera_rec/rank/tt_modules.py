@@ -18,7 +18,7 @@ from comera_rec.tt import TTShape
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleSummary:
-    """What a decision about the ranks of a TT module needs.
+    """The facts about a TT module on which decisions about its ranks depend.
 
     Attributes:
         shape: modes and ranks of the whole module, also where it is sharded.
@@ -59,7 +59,7 @@ def gather_tt_modules(
 
 
 def bytes_outside(model: nn.Module, modules: Iterable[TTModule]) -> int:
-    """Count the bytes of a model's parameters outside some of its TT modules."""
+    """Count the bytes of a model's parameters outside the given TT modules."""
     in_tt_modules = {id(p) for module in modules for p in (*module.cores(), *module.rank_parameters())}
     return sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in in_tt_modules)
 

@@ -39,13 +39,13 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     child EmbeddingBagCollection, `dense_bags`, which stock TorchRec can shard or fuse by itself; the others in `tt_bags`.
 
     Args:
-        tables: one config a table; `torchrec.EmbeddingBagConfig` or `TTEmbeddingBagConfig` without ranks mean dense.
+        tables: one config per table; `torchrec.EmbeddingBagConfig` or `TTEmbeddingBagConfig` without ranks mean dense.
         is_weighted: whether the input carries per-sample weights.
         device: default the CPU.
 
     Raises:
-        ValueError: for two tables of one name, a name that torch keeps for itself, or a pooling or data type that a
-        table can't take.
+        ValueError: for two tables of one name, a name that torch reserves, or a pooling or data type that a table doesn't
+            support.
 
     Example:
         >>> from torchrec import KeyedJaggedTensor
@@ -91,9 +91,9 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         *,
         update_in_backward: bool = True,
     ) -> TTEmbeddingBagCollection:
-        """A collection that looks up embedding bags which exist already, one a table by its name.
+        """Build a collection over existing embedding bags, one per table, by the table's name.
 
-        `update_in_backward` is as for `tt_bags`: false where gradients are to be averaged over processes first.
+        `update_in_backward` is as for `tt_bags`: false where gradients must first be averaged over processes.
         """
         collection = cls(tables, is_weighted, "meta")
         collection.update_in_backward = update_in_backward
@@ -103,9 +103,9 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         return collection
 
     def plan_ahead(self, features: KeyedJaggedTensor) -> None:
-        """Make the plan of a batch before `forward` is called with it: in a loading thread, say, and on that alone.
+        """Make a batch's plan before `forward` is called with it, for example in a loading thread; starts no other threads.
 
-        The plan is found again by the batch's values, and goes with them.
+        `forward` finds the plan by the batch's tensor of values; it is freed with that tensor.
 
         Raises:
             ValueError: as `plan`.
@@ -113,7 +113,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         _planned[features.values()] = (weakref.ref(self), self.plan(features, parallel=False))
 
     def plan(self, features: KeyedJaggedTensor, *, parallel: bool = True) -> dict[tuple[str, ...], LookupPlan | PairPlan]:
-        """What `forward` will look up, for each group of tables that share a lookup.
+        """Return the plans of `forward`'s lookups, one for each group of tables that share a lookup.
 
         It depends on the ids and the row modes alone, so a pipelined trainer can make the next batch's plan while this one trains.
 
@@ -127,7 +127,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         features = maybe_td_to_kjt(features, None)
         self._require_features(features)
         by_feature = features.to_dict()
-        if parallel:  # else `forward` does
+        if parallel:  # otherwise `forward` checks them
             self._check_dense_ids(by_feature)
         return {_names(configs): self._plan_group(configs, by_feature, parallel=parallel) for configs in self._groups()}
 
@@ -138,8 +138,8 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         """Pool every feature's bags.
 
         Args:
-            features: F features of B bags each (or of their own number of bags, with inverse indices).
-            plans: from `plan` for the same features; made here where there is none.
+            features: F features of B bags each (with inverse indices, the number of bags may differ between features).
+            plans: from `plan` for the same features; made here if not given.
 
         Raises:
             ValueError: naming the table, the id and the limit, if an id is out of range (checked on CPU); naming the table, if its
@@ -155,10 +155,10 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         self._check_dense_ids(by_feature)
         if not self._configs:
             return KeyedTensor(keys=[], length_per_key=[], values=torch.empty(features.stride(), 0, device=features.device()))
-        pieces: list[tuple[list[str], Tensor]] = []  # keys, and their bags side by side
+        pooled_groups: list[tuple[list[str], Tensor]] = []  # keys, and their bags side by side
         if self.dense_bags is not None:
-            dense = self.dense_bags(features)  # sharded, fused or quantized by TorchRec it has an order of its own
-            pieces.append(([self._dense_keys[name] for name in dense.keys()], dense.values()))  # noqa: SIM118  of a KeyedTensor
+            dense = self.dense_bags(features)  # its keys may be in another order once TorchRec shards, fuses or quantizes it
+            pooled_groups.append(([self._dense_keys[name] for name in dense.keys()], dense.values()))  # noqa: SIM118  of a KeyedTensor
         names = [feature for config in self._tt_configs for feature in config.feature_names]
         inverse_indices = reorder_inverse_indices(inverse_indices=features.inverse_indices_or_none(), feature_names=names)
         if inverse_indices.numel():  # every feature has its own number of bags
@@ -167,15 +167,16 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
                 pooled |= zip(
                     self._keys_of(configs), self._pool_group(configs, features, by_feature, plans, per_feature=True), strict=True
                 )
-            pieces.append((self._tt_keys, process_pooled_embeddings([pooled[key] for key in self._tt_keys], inverse_indices)))
+            bags = process_pooled_embeddings([pooled[key] for key in self._tt_keys], inverse_indices)
+            pooled_groups.append((self._tt_keys, bags))
         else:
-            pieces += [
+            pooled_groups += [
                 (self._keys_of(configs), self._pool_group(configs, features, by_feature, plans)[0]) for configs in self._groups()
             ]
-        return KeyedTensor(keys=self._keys, length_per_key=self._lengths, values=self._side_by_side(pieces))
+        return KeyedTensor(keys=self._keys, length_per_key=self._lengths, values=self._concatenated(pooled_groups))
 
     def _planned(self, features: KeyedJaggedTensor) -> Mapping[tuple[str, ...], LookupPlan | PairPlan]:
-        """What `plan_ahead` made of a batch, if it did."""
+        """Return the plans that `plan_ahead` made for a batch; empty if it made none."""
         if torch.compiler.is_compiling() or not _planned:
             return {}
         owner, plans = _planned.get(features.values(), (None, {}))
@@ -184,14 +185,14 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     def _keys_of(self, configs: Sequence[EmbeddingBagConfig]) -> list[str]:
         return [key for config in configs for key in self._names[config.name]]
 
-    def _side_by_side(self, pieces: Sequence[tuple[list[str], Tensor]]) -> Tensor:
-        """[B, sum of N_f] in the order of the collection's keys."""
-        keys, values = pieces[0]
-        if len(pieces) == 1 and keys == self._keys:
+    def _concatenated(self, pooled_groups: Sequence[tuple[list[str], Tensor]]) -> Tensor:
+        """Return the bags [B, sum of N_f] in the order of the collection's keys."""
+        keys, values = pooled_groups[0]
+        if len(pooled_groups) == 1 and keys == self._keys:
             return values
         widths = dict(zip(self._keys, self._lengths, strict=True))
         pooled: dict[str, Tensor] = {}
-        for keys, values in pieces:
+        for keys, values in pooled_groups:
             pooled |= zip(keys, values.split([widths[key] for key in keys], dim=1), strict=True)
         return torch.cat([pooled[key] for key in self._keys], dim=1)
 
@@ -199,26 +200,26 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         require_keys(features, self._configs)
         if features.variable_stride_per_key() and features.inverse_indices_or_none() is None:
             raise ValueError(
-                "features have batch sizes of their own: give the KeyedJaggedTensor inverse indices, or one batch size"
+                "features have different batch sizes: give the KeyedJaggedTensor inverse indices, or one batch size for all"
             )
 
     def _check_dense_ids(self, by_feature: dict[str, JaggedTensor]) -> None:
-        """FBGEMM answers an id out of range with an anonymous error or another table's row; plans check those of TT tables."""
+        """Check the ids of dense tables: FBGEMM may return another table's row for a wrong id. Plans check those of TT tables."""
         for config in (config for config in self._configs if not config.is_tt):
             for feature in config.feature_names:
                 check_ids(by_feature[feature].values(), config.num_embeddings, f"table {config.name!r} (feature {feature!r})")
 
     def _groups(self) -> list[list[TTEmbeddingBagConfig]]:
-        """Tables that share a lookup: they differ in row modes and ranks only; on GPUs in ranks by few, made equal by zeros."""
+        """Group tables that differ only in row modes and ranks, which share a lookup; on GPUs zeros pad ranks of similar size."""
         groups: dict[Hashable, list[TTEmbeddingBagConfig]] = {}
         for config in self._tt_configs:
             table = self.tt_bag(config.name)
             ranks: tuple[int, ...] = ()
             if table.core_0.device.type != "cpu":
-                ranks = tuple(max(_LEAST_RANKS, 1 << (rank - 1).bit_length()) for rank in table.shape.ranks)
+                ranks = tuple(max(_MIN_RANKS, 1 << (rank - 1).bit_length()) for rank in table.shape.ranks)
             updated = update_kind(table.core_0)
-            alike = (table.mode, table.core_0.dtype, table.embedding_dim, table.shape.col_shape, ranks, updated)
-            groups.setdefault(alike, []).append(config)
+            group_key = (table.mode, table.core_0.dtype, table.embedding_dim, table.shape.col_shape, ranks, updated)
+            groups.setdefault(group_key, []).append(config)
         return list(groups.values())
 
     def _plan_group(
@@ -240,11 +241,11 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         *,
         per_feature: bool = False,
     ) -> Sequence[Tensor]:
-        """The bags of a group's F features: side by side in one tensor [B, F * N], or in a tensor [B_f, N] each."""
+        """Pool the bags of a group's F features: in one tensor [B, F * N], or with `per_feature` in a tensor [B_f, N] each."""
         tables = [self.tt_bag(config.name) for config in configs]
         names = [feature for config in configs for feature in config.feature_names]
         features = [by_feature[feature] for feature in names]
-        if names == batch.keys():  # its offsets are those of all bags, and counted already
+        if names == batch.keys():  # the batch has these offsets already
             offsets = batch.offsets()
         else:
             offsets = F.pad(_joined([feature.lengths() for feature in features]).long().cumsum(0), (1, 0))
@@ -273,11 +274,11 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         return list(self._lengths)
 
     def dense_keys(self) -> dict[str, str]:
-        """The keys of what `dense_bags` returns, and those of `output_keys` that they become."""
+        """Map the keys that `dense_bags` returns to those of `output_keys`."""
         return dict(self._dense_keys)
 
     def keys_of(self, table: str) -> list[str]:
-        """Those of `output_keys` that a table makes, one for each of its features."""
+        """The `output_keys` of a table, one for each of its features."""
         return list(self._names[table])
 
     @property
@@ -304,7 +305,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         return list(self._configs)
 
     def embedding_configs(self) -> list[EmbeddingBagConfig]:
-        """The same, as TorchRec's managed collision modules ask for it."""
+        """The same as `embedding_bag_configs`, for TorchRec's managed collision modules."""
         return self.embedding_bag_configs()
 
     def is_weighted(self) -> bool:
@@ -318,11 +319,11 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
 
 
 _planned: MutableMapping[Tensor, tuple[Any, dict[tuple[str, ...], LookupPlan | PairPlan]]] = WeakTensorKeyDictionary()
-_LEAST_RANKS = 8  # ranks 0 to 8 share a lookup on GPUs, 9 to 16, 17 to 32, and so on
+_MIN_RANKS = 8  # ranks 0 to 8 share a lookup on GPUs, 9 to 16, 17 to 32, and so on
 
 
 def require_keys(features: KeyedJaggedTensor, configs: Sequence[BaseEmbeddingConfig]) -> None:
-    """Raise unless the features of all tables are given: TypeError for another type, ValueError naming the table."""
+    """Raise TypeError for anything but a KeyedJaggedTensor, ValueError naming the table if a table's feature is missing."""
     if not isinstance(features, KeyedJaggedTensor):
         raise TypeError(f"features is a {type(features).__name__}: give a KeyedJaggedTensor")
     keys = features.keys()
@@ -337,7 +338,7 @@ def _names(configs: Sequence[TTEmbeddingBagConfig]) -> tuple[str, ...]:
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    """torch.cat without the copy where there is only one."""
+    """Concatenate tensors; a single one is returned without a copy."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
@@ -345,7 +346,7 @@ def _check(configs: Sequence[TTEmbeddingBagConfig]) -> None:
     seen = set()
     for config in configs:
         if config.name in seen:
-            raise ValueError(f"tables holds two tables named {config.name!r}: give each a name of its own")
+            raise ValueError(f"two tables are named {config.name!r}: give each table a different name")
         seen.add(config.name)
         if not config.name or "." in config.name or hasattr(nn.ModuleDict(), config.name):
             raise ValueError(f"table name {config.name!r} can't name a submodule of an nn.ModuleDict: choose another, without dots")

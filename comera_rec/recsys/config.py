@@ -1,4 +1,4 @@
-"""Table configuration: TorchRec's own, plus ranks."""
+"""Table configs: TorchRec's, plus TT ranks and hot rows."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from comera_rec.nn.hot_rows import require_blocks
 from comera_rec.nn.table import table_shape
 from comera_rec.tt import Blocks, TTShape, blocks_params, require_positive
 
-_SAMPLED_ROWS = 10_000  # by an `init_fn`, to see its spread
+_SAMPLED_ROWS = 10_000  # initialized by an `init_fn` to estimate its standard deviation
 DTYPES = {DataType.FP32: torch.float32, DataType.FP16: torch.float16, DataType.BF16: torch.bfloat16}
 
 
 class _TTFields(BaseEmbeddingConfig):
-    """What configs of pooled and of unpooled tables share; each adds the three fields to a config of TorchRec."""
+    """Common part of the configs of pooled and unpooled tables; each adds the three fields to a TorchRec config."""
 
     tt_ranks: int | tuple[int, ...] | None
     shape: TTShape | None
@@ -50,7 +50,7 @@ class _TTFields(BaseEmbeddingConfig):
 
     @property
     def num_params(self) -> int:
-        """Numbers that the table holds."""
+        """Number of the table's parameters."""
         if not self.is_tt:
             return self.num_embeddings * self.embedding_dim
         return self.tt_shape().num_params + blocks_params(self.hot_rows, self.embedding_dim)
@@ -63,8 +63,8 @@ class _TTFields(BaseEmbeddingConfig):
             return (init_fn.keywords["b"] - init_fn.keywords["a"]) / math.sqrt(12)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             sample = torch.empty(min(self.num_embeddings, _SAMPLED_ROWS), self.embedding_dim, device="cpu")
-            made = init_fn(sample)
-        return float((sample if made is None else made).std(correction=0))
+            returned = init_fn(sample)
+        return float((sample if returned is None else returned).std(correction=0))
 
 
 @dataclass
@@ -90,7 +90,7 @@ class TTEmbeddingBagConfig(_TTFields, EmbeddingBagConfig):
         return EmbeddingBagConfig(**_fields(self, EmbeddingBagConfig))
 
     def with_changes(self, **changes: Any) -> TTEmbeddingBagConfig:
-        """A copy with some fields changed."""
+        """Return a copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
     @classmethod
@@ -101,7 +101,7 @@ class TTEmbeddingBagConfig(_TTFields, EmbeddingBagConfig):
 
 @dataclass
 class TTEmbeddingCollectionConfig(_TTFields, EmbeddingConfig):
-    """`torchrec.EmbeddingConfig`, of a table whose rows are not pooled, plus its TT ranks.
+    """`torchrec.EmbeddingConfig`, for a table whose rows are not pooled, plus the TT ranks of the table.
 
     Args:
         tt_ranks, shape, hot_rows: as for `TTEmbeddingBagConfig`.
@@ -119,7 +119,7 @@ class TTEmbeddingCollectionConfig(_TTFields, EmbeddingConfig):
         return EmbeddingConfig(**_fields(self, EmbeddingConfig))
 
     def pooled(self) -> TTEmbeddingBagConfig:
-        """The same table where its rows are pooled."""
+        """The config of the same table with pooled rows."""
         return TTEmbeddingBagConfig(**_fields(self, TTEmbeddingCollectionConfig))
 
     @classmethod

@@ -20,7 +20,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class LearnedVector(nn.Module):
-    """What the bottom MLP would make of dense features, where there are none: the same N numbers for all samples."""
+    """Learned stand-in for the bottom MLP's output where there are no dense features: the same N numbers for every sample."""
 
     def __init__(self, size: int, device: torch.device | None = None) -> None:
         super().__init__()
@@ -49,19 +49,19 @@ def build_dlrm(
     """Build TorchRec's own DLRM (Naumov et al., arXiv 1906.00091) with large tables and large MLP layers in tensor-train form.
 
     Args:
-        tables: one config a table; those with `tt_ranks` or `shape` become TT tables, the others stay dense.
+        tables: one config per table; those with `tt_ranks` or `shape` become TT tables, the others stay dense.
         dense_in_features: number of dense features; with 0 one learned vector takes the place of the bottom MLP.
         dense_arch_layer_sizes: outputs of the bottom MLP's layers; the last is the embedding dimension.
         over_arch_layer_sizes: outputs of the top MLP's layers; the last is 1, or the number of labels L.
         linears: which MLP layers become TT layers (see `TTLinearConfig`); None keeps all dense. Small layers stay dense.
         cross_layers: layers of a low-rank cross network in place of products of pairs, DLRM-DCNv2 (Wang et al., DCN V2,
             arXiv 2008.13535, section 3.3); 0 for DLRM.
-        cross_rank: their rank.
+        cross_rank: rank of the cross network's layers.
         device: default the CPU.
 
     Raises:
-        ValueError: for sizes below 1, a negative number of dense features, no tables, tables of several
-            dimensions, or a last bottom layer of another size than theirs.
+        ValueError: for sizes below 1, a negative number of dense features, no tables, tables of different
+            dimensions, or a last bottom layer whose size is not the tables' dimension.
 
     Returns:
         A model called as `model(dense_features, sparse_features) -> logits [B, L]`.
@@ -79,7 +79,7 @@ def build_dlrm(
     if dims != {dense_arch_layer_sizes[-1]}:
         raise ValueError(
             f"tables have dimensions {sorted(dims)} and dense_arch_layer_sizes ends with {dense_arch_layer_sizes[-1]}: "
-            "DLRM needs one for all"
+            "DLRM needs the same number for all"
         )
     dense_device = torch.device(device or "cpu")
     widths = max(1, dense_in_features), list(dense_arch_layer_sizes), list(over_arch_layer_sizes)
@@ -111,12 +111,12 @@ def build_deepfm(
 
     Args:
         tables, dense_in_features, linears, device: as for `build_dlrm`; tables of one dimension.
-        hidden_layer_size: of the MLP over dense features.
+        hidden_layer_size: size of the hidden layer of the MLP over dense features.
         deep_fm_dimension: outputs of the deep part over all features.
         outputs: L, one logit for each label.
 
     Raises:
-        ValueError: for sizes below 1, a negative number of dense features, no tables, or tables of several dimensions.
+        ValueError: for sizes below 1, a negative number of dense features, no tables, or tables of different dimensions.
 
     Returns:
         A model called as `model(dense_features, sparse_features) -> logits [B, L]`, without the sigmoid that TorchRec's ends with.
@@ -125,7 +125,7 @@ def build_deepfm(
     require_positive(hidden_layer_size=hidden_layer_size, deep_fm_dimension=deep_fm_dimension, outputs=outputs)
     dims = sorted({config.embedding_dim for config in tables})
     if len(dims) > 1:
-        raise ValueError(f"tables have dimensions {dims}: DeepFM needs one for all")
+        raise ValueError(f"tables have dimensions {dims}: DeepFM needs the same for all")
     collection = TTEmbeddingBagCollection(tables, device=device)
     model = SimpleDeepFMNN(max(1, dense_in_features), collection, hidden_layer_size, deep_fm_dimension)
     head = model.over_arch.model[0]  # without TorchRec's sigmoid
@@ -144,7 +144,7 @@ def require_inputs(tables: Sequence[EmbeddingBagConfig], dense_in_features: int)
 
 
 def compress_large_linears_(model: Model, linears: TTLinearConfig | None) -> Model:
-    """Compress the linear layers that a config takes, if there are any."""
+    """Compress the linear layers that a config selects, if any."""
     layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
     if linears is not None and any(linears.shape_for(layer.in_features, layer.out_features) for layer in layers):
         compress_linears_(model, linears)

@@ -1,4 +1,4 @@
-"""How DLRM's features meet: pooled rows as one tensor, then dot products of all pairs, or a cross network.
+"""Feature interactions of DLRM: pooled rows as one tensor, then dot products of all pairs, or a cross network.
 
 B batch size, F features (the dense one included), P = F (F - 1) / 2 pairs, N embedding dimension.
 """
@@ -39,7 +39,7 @@ def stack_features(pooled: KeyedTensor, names: Sequence[str], width: int) -> Ten
 
 
 class PairwiseInteraction(InteractionArch):
-    """TorchRec's interaction with half of its work backward: products are symmetric, so one matrix holds both sides' gradients."""
+    """TorchRec's interaction with half the work in backward: products are symmetric, so one matrix holds both sides' gradients."""
 
     def forward(self, dense_features: Tensor, sparse_features: Tensor) -> Tensor:
         """[B, N] and [B, F - 1, N] -> [B, N + P]: the dense features, and the products (0, 1), (0, 2), ..., (F - 2, F - 1)."""
@@ -48,7 +48,7 @@ class PairwiseInteraction(InteractionArch):
 
 
 class CrossNetwork(LowRankCrossNet):
-    """TorchRec's low-rank cross network with fewer passes over [B, F * N] in both directions, and less kept for the way back.
+    """TorchRec's low-rank cross network with fewer passes over [B, F * N] in both directions, and less memory kept for backward.
 
     x_{l+1} = x_0 * (W_l V_l x_l + b_l) + x_l (Wang et al., DCN V2, arXiv 2008.13535, section 3.3)
     """
@@ -62,7 +62,7 @@ class CrossNetwork(LowRankCrossNet):
 
     @one_call_in_fx
     def forward(self, input: Tensor) -> Tensor:
-        """[B, F * N] -> [B, F * N]; autocast's type is that of products, and of what is kept of them."""
+        """[B, F * N] -> [B, F * N]; under autocast, products and what backward keeps of them have its type."""
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             crossed: Tensor = super().forward(input)
             return crossed
@@ -88,7 +88,7 @@ class _Crossing(torch.autograd.Function):
                 kept += [rounded, inner, outer]
                 x = torch.addcmul(x, first, outer)
         ctx.save_for_backward(first, *parameters[: 2 * layers])
-        ctx.kept = kept  # a list that backward empties, as torch would hold what it saves until the last layer is done
+        ctx.kept = kept  # a list that backward empties layer by layer; torch would keep saved tensors until backward ends
         return x
 
     @staticmethod
@@ -98,19 +98,19 @@ class _Crossing(torch.autograd.Function):
         layers = len(saved) // 2
         narrows, wides = saved[:layers], saved[layers:]
         if not ctx.kept:
-            raise RuntimeError("backward through a cross network a second time: compute its output again")
-        of_first = torch.zeros_like(first)
-        of_parameters: list[list[Tensor]] = [[], [], []]
+            raise RuntimeError("backward ran twice through the same output of a cross network: call the network again before it")
+        grad_first = torch.zeros_like(first)
+        grads: list[list[Tensor]] = [[], [], []]
         for k in reversed(range(layers)):
             outer, inner, rounded = ctx.kept.pop(), ctx.kept.pop(), ctx.kept.pop()
-            of_first.addcmul_(grad, outer)
+            grad_first.addcmul_(grad, outer)
             del outer
-            of_outer = (grad * first).to(inner.dtype)
-            of_inner = of_outer @ wides[k].to(inner.dtype)
-            grad = grad + of_inner @ narrows[k].to(inner.dtype)
-            for kind, value in enumerate((of_inner.mT @ rounded, of_outer.mT @ inner, of_outer.sum(0))):
-                of_parameters[kind].insert(0, value.to(first.dtype))
-        return of_first.add_(grad), None, *(value for values in of_parameters for value in values)
+            grad_outer = (grad * first).to(inner.dtype)
+            grad_inner = grad_outer @ wides[k].to(inner.dtype)
+            grad = grad + grad_inner @ narrows[k].to(inner.dtype)
+            for kind, value in enumerate((grad_inner.mT @ rounded, grad_outer.mT @ inner, grad_outer.sum(0))):
+                grads[kind].insert(0, value.to(first.dtype))
+        return grad_first.add_(grad), None, *(value for values in grads for value in values)
 
 
 def pairwise_products(features: Tensor, pairs: Tensor) -> Tensor:
@@ -133,10 +133,10 @@ class _PairwiseProducts(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         features, pairs = ctx.saved_tensors
         size, (first, second) = features.shape[1], pairs.unbind()
-        place = torch.full((size, size), len(first), device=grad.device)  # of the diagonal: a zero behind all pairs
-        place[first, second] = place[second, first] = torch.arange(len(first), device=grad.device)
-        both = F.pad(grad, (0, 1)).index_select(1, place.flatten()).unflatten(1, (size, size))
-        return torch.bmm(both, features), None
+        pair_index = torch.full((size, size), len(first), device=grad.device)  # the diagonal points to a zero after all pairs
+        pair_index[first, second] = pair_index[second, first] = torch.arange(len(first), device=grad.device)
+        symmetric_grad = F.pad(grad, (0, 1)).index_select(1, pair_index.flatten()).unflatten(1, (size, size))
+        return torch.bmm(symmetric_grad, features), None
 
 
 torch.fx.wrap("stack_features")

@@ -23,20 +23,20 @@ from comera_rec.recsys.config import TTEmbeddingCollectionConfig
 class TTEmbeddingCollection(EmbeddingCollectionInterface):
     """`torchrec.EmbeddingCollection` whose large tables are TT tables.
 
-    Takes a KeyedJaggedTensor, returns a JaggedTensor a feature with the keys, order and values of an EmbeddingCollection that holds
-    the densified tables. A row is the bag of one id: the tables are those of a `TTEmbeddingBagCollection`, the child `tables`,
-    which `TTEmbeddingBagCollectionSharder` shards (data-parallel, table-wise or row-wise) under `DistributedModelParallel`.
+    Takes a KeyedJaggedTensor, returns a JaggedTensor for each feature, with the keys, order and values of an EmbeddingCollection
+    that holds the densified tables. A row is the bag of one id: the tables are those of a `TTEmbeddingBagCollection`, the child
+    `tables`. `TTEmbeddingBagCollectionSharder` shards it (data-parallel, table-wise or row-wise) under `DistributedModelParallel`.
 
-    Features with fewer ids than the longest one give rows of zeros inside, up to as many: collections of features of alike lengths
-    lose nothing by it.
+    Internally, features are padded with rows of zeros to the length of the longest one, so put features of similar lengths into one
+    collection.
 
     Args:
-        tables: one config a table; `torchrec.EmbeddingConfig` or `TTEmbeddingCollectionConfig` without ranks mean dense.
+        tables: one config per table; `torchrec.EmbeddingConfig` or `TTEmbeddingCollectionConfig` without ranks mean dense.
         device: default the CPU.
         need_indices: whether the JaggedTensors carry the ids as their weights.
 
     Raises:
-        ValueError: for no tables, tables of several dimensions, and as `TTEmbeddingBagCollection`.
+        ValueError: for no tables, tables of different dimensions, and as `TTEmbeddingBagCollection`.
 
     Example:
         >>> from torchrec import KeyedJaggedTensor
@@ -59,7 +59,7 @@ class TTEmbeddingCollection(EmbeddingCollectionInterface):
             raise ValueError("tables is empty: give at least one table config")
         dims = sorted({table.embedding_dim for table in tables})
         if len(dims) > 1:
-            raise ValueError(f"tables have dimensions {dims}: an embedding collection takes one for all")
+            raise ValueError(f"tables have dimensions {dims}: an embedding collection needs the same for all")
         self._configs = [
             t if isinstance(t, TTEmbeddingCollectionConfig) else TTEmbeddingCollectionConfig.from_dense(t, None) for t in tables
         ]
@@ -88,14 +88,14 @@ class TTEmbeddingCollection(EmbeddingCollectionInterface):
         features = maybe_td_to_kjt(features, None)
         require_keys(features, self._configs)
         by_feature = features.to_dict()
-        asked = {feature: by_feature[feature] for feature in self._features}
-        rows_of_keys = self.tables(_bags_of_one_id(asked)).values().split(self.embedding_dim(), dim=1)
+        selected = {feature: by_feature[feature] for feature in self._features}
+        rows_of_keys = self.tables(_bags_of_one_id(selected)).values().split(self.embedding_dim(), dim=1)
         keys = [key for names in self._names for key in names]
         return {
             key: JaggedTensor(
-                values=rows[: len(asked[feature].values())],
-                lengths=asked[feature].lengths(),
-                weights=asked[feature].values() if self._need_indices else None,
+                values=rows[: len(selected[feature].values())],
+                lengths=selected[feature].lengths(),
+                weights=selected[feature].values() if self._need_indices else None,
             )
             for key, feature, rows in zip(keys, self._features, rows_of_keys, strict=True)
         }
@@ -109,7 +109,7 @@ class TTEmbeddingCollection(EmbeddingCollectionInterface):
         return self._need_indices
 
     def embedding_dim(self) -> int:
-        """N."""
+        """Columns N of every table."""
         return self._configs[0].embedding_dim
 
     def embedding_names_by_table(self) -> list[list[str]]:
@@ -132,8 +132,8 @@ class TTEmbeddingCollection(EmbeddingCollectionInterface):
 
 
 def _bags_of_one_id(features: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
-    """A bag for each id, and empty ones up to as many as the longest feature has: one batch size for all."""
+    """Put each id into its own bag, and pad features with empty bags to the length of the longest: one batch size for all."""
     ids = [feature.values() for feature in features.values()]
     longest = max(1, *map(len, ids))
-    lengths = [F.pad(torch.ones_like(of_feature, dtype=torch.long), (0, longest - len(of_feature))) for of_feature in ids]
+    lengths = [F.pad(torch.ones_like(feature_ids, dtype=torch.long), (0, longest - len(feature_ids))) for feature_ids in ids]
     return KeyedJaggedTensor(keys=list(features), values=torch.cat(ids), lengths=torch.cat(lengths), stride=longest)

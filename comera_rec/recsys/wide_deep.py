@@ -20,19 +20,19 @@ from comera_rec.recsys.dlrm import compress_large_linears_, require_inputs
 from comera_rec.tt import require_positive
 
 _COLUMNS = 4
-"""Of a wide table, whose sum is an id's weight: FBGEMM's fused and sharded tables take multiples of four."""
-_LARGEST = 0.005  # of their numbers before training, so that the model starts from its deep part
+"""Columns of a wide table, whose sum is an id's weight: FBGEMM's fused and sharded tables require multiples of four."""
+_INIT_BOUND = 0.005  # bound on a wide table's initial entries: small, so that the deep part dominates at first
 
 
 class WideDeep(nn.Module):
     """Wide & Deep (Cheng et al., arXiv 1606.07792, section 3): the sum of a linear model's logits and an MLP's, trained together.
 
     Args:
-        deep: makes embeddings of the categorical features.
-        wide: makes weights of them, sums of a row's few numbers.
-        mlp: over dense features and embeddings, with L outputs.
+        deep: looks up embeddings of the categorical features.
+        wide: looks up their weights, each the sum of a short row.
+        mlp: takes dense features and embeddings; has L outputs.
         dense_in_features: I.
-        buckets: what the wide part takes ids modulo of; 0 where it has a weight for each.
+        buckets: modulus of the wide part's ids; 0 where every id has a weight.
         outputs: L.
     """
 
@@ -60,19 +60,19 @@ class WideDeep(nn.Module):
 
 
 def wide_tables(tables: Sequence[EmbeddingBagConfig], buckets: int = 0, *, outputs: int = 1) -> list[EmbeddingBagConfig]:
-    """Tables of a weight an id for the features of others, "wide_" before their names.
+    """Configs of tables with one weight per id, for the features of other tables, whose names get the prefix "wide_".
 
     Args:
-        tables: of the embeddings.
-        buckets: the most rows of a table, whose ids are taken modulo of it: where ids are ordered by frequency, the most frequent
-            ones have weights that they share with rarer ones only. 0 for as many rows as the others.
-        outputs: weights an id has.
+        tables: configs of the embedding tables.
+        buckets: largest number of rows of a wide table, and the modulus of its ids: where ids are ordered by frequency, the most
+            frequent ones share their weights only with rarer ones. 0 for as many rows as the embedding table has.
+        outputs: weights per id.
 
     Raises:
         ValueError: for a negative number of buckets, no outputs, or tables named "x" and "wide_x".
     """
     if buckets < 0:
-        raise ValueError(f"buckets is {buckets}: give how many weights a table may have, or 0 for one an id")
+        raise ValueError(f"buckets is {buckets}: give the largest number of weights per table, or 0 for one per id")
     require_positive(outputs=outputs)
     names = {table.name for table in tables}
     for name in sorted(names):
@@ -85,8 +85,8 @@ def wide_tables(tables: Sequence[EmbeddingBagConfig], buckets: int = 0, *, outpu
             embedding_dim=_COLUMNS * outputs,
             feature_names=list(table.feature_names),
             pooling=PoolingType.SUM,
-            weight_init_min=-_LARGEST,
-            weight_init_max=_LARGEST,
+            weight_init_min=-_INIT_BOUND,
+            weight_init_max=_INIT_BOUND,
         )
         for table in tables
     ]
@@ -103,15 +103,15 @@ def build_wide_deep(
     linears: TTLinearConfig | None = TTLinearConfig(tt_ranks=32),  # noqa: B008  frozen
     device: torch.device | str | None = None,
 ) -> WideDeep:
-    """Build a Wide & Deep model (Cheng et al., arXiv 1606.07792) of TorchRec's modules, with large tables and layers as TT modules.
+    """Build a Wide & Deep model (Cheng et al., arXiv 1606.07792) from TorchRec's modules, large tables and layers in TT form.
 
     Args:
-        tables: of the embeddings, one config a table; those with `tt_ranks` or `shape` become TT tables, the others stay dense.
+        tables: one config per embedding table; those with `tt_ranks` or `shape` become TT tables, the others stay dense.
         dense_in_features: number of dense features, 0 or more, which both parts take.
         deep_layer_sizes: outputs of the MLP's hidden layers.
-        wide: tables for the same features, dense or TT, a row's sum being the id's weight; default `wide_tables(tables, buckets)`,
-            which are dense.
-        buckets: what ids of the wide part are taken modulo of; 0 for ids as they are.
+        wide: tables for the same features, dense or TT; the sum of a row is the id's weight. Default: the dense
+            `wide_tables(tables, buckets)`.
+        buckets: modulus of the wide part's ids; 0 for ids as they are.
         outputs: L, one logit for each label.
         linears, device: as for `build_dlrm`.
 

@@ -1,4 +1,4 @@
-"""Charts and a self-contained page of runs, from the files that training writes."""
+"""Reports on runs: charts and a self-contained page, from the files that training writes."""
 
 from comera_rec.report.page import summary_table, write_report, write_summary
 

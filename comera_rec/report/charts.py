@@ -1,4 +1,4 @@
-"""The report's drawings: matplotlib figures as inline SVG, coloured by the page's CSS variables so that they follow its theme."""
+"""The report's drawings: matplotlib figures as inline SVG, colored by the page's CSS variables so that they follow its theme."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
-# Colours that stand for CSS variables until the SVG is written. None of them is meant to be seen.
+# Colors that stand for CSS variables until the SVG is written; none of them is shown.
 INK, MUTED, LINE = "#010101", "#020202", "#030303"
 SERIES = tuple(f"#0400{i:02x}" for i in range(7))
 _VARIABLES = {INK: "--ink", MUTED: "--muted", LINE: "--line"} | {color: f"--series-{i}" for i, color in enumerate(SERIES)}
@@ -46,7 +46,7 @@ _STYLE: Any = {
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """A run's lines of metrics.jsonl and the number of its colour."""
+    """A run's lines of metrics.jsonl and the number of its color."""
 
     color: int
     train: list[dict[str, Any]]
@@ -55,7 +55,7 @@ class Series:
 
 
 def curves(runs: list[Series], *, best_auc: float | None) -> list[tuple[str, str]]:
-    """(title, SVG) of loss, validation NE and AUC, time per step and memory over steps; those that no run has are left out."""
+    """Draw loss, validation NE and AUC, time per step and memory over steps, as (title, SVG); skip those that no run has."""
     panels = [
         ("Training loss, smoothed", "train", "loss"),
         ("Validation NE, lower is better", "val", "ne"),
@@ -94,7 +94,7 @@ def _curve(runs: list[Series], kind: str, key: str, reference: float | None) -> 
 
 
 def model_size(runs: list[Series]) -> str:
-    """SVG of the TT layers' parameters over steps with the target as a dashed line; empty if no run's size changes."""
+    """Draw the TT modules' parameters over steps as SVG, with the target as a dashed line; empty if no run's size changes."""
     adapting = [run for run in runs if len(run.ranks) > 1]
     if not adapting:
         return ""
@@ -113,10 +113,10 @@ def model_size(runs: list[Series]) -> str:
 
 
 def size_against_ne(points: list[tuple[int, str, float, float]]) -> str:
-    """SVG of runs by size and NE with their Pareto front: the runs than which none is both smaller and better.
+    """Draw runs by size and NE as SVG, with their Pareto front: the runs for which no other is both smaller and better.
 
     Args:
-        points: (colour, name, bytes, NE) of each run; fewer than two give an empty string.
+        points: (color, name, bytes, NE) of each run; fewer than two give an empty string.
     """
     if len(points) < 2:
         return ""
@@ -139,7 +139,7 @@ def size_against_ne(points: list[tuple[int, str, float, float]]) -> str:
 
 
 def ranks_over_time(history: list[dict[str, Any]], last: int, name: Callable[[str], str], color: int) -> str:
-    """SVG with a bar per layer up to step `last`: the stronger its colour, the more of its largest rank sum is left."""
+    """Draw a bar per layer up to step `last` as SVG: the stronger its color, the more of its largest rank sum is left."""
     layers = list(dict.fromkeys(layer for line in history for layer in line["ranks"]))
     steps = [line["step"] for line in history]
     end = max(last, steps[-1] + 1)
@@ -171,7 +171,7 @@ def ranks_over_time(history: list[dict[str, Any]], last: int, name: Callable[[st
 
 
 def table_bytes(layers: list[dict[str, Any]], color: int) -> str:
-    """SVG with two bars per TT table on a logarithmic axis, its bytes when dense and as a tensor train; empty without TT tables."""
+    """Draw two bars per TT table on a logarithmic axis as SVG, its bytes when dense and as TT table; empty without TT tables."""
     tables = [layer for layer in layers if layer["kind"] == "table" and layer["format"] == "tt"]
     if not tables:
         return ""
@@ -206,7 +206,7 @@ def _steps_below(axes: Axes) -> None:
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-    """Mean over a centred window of a twentieth of the points, narrower at the ends."""
+    """Average over a centered window of a twentieth of the points, narrower at the ends."""
     half = len(values) // 40
     sums = np.concatenate([[0.0], np.cumsum(values)])
     left, right = np.maximum(np.arange(len(values)) - half, 0), np.minimum(np.arange(len(values)) + half + 1, len(values))
@@ -215,7 +215,7 @@ def _smooth(values: np.ndarray) -> np.ndarray:
 
 
 def _short(value: float, _: int | None = None) -> str:
-    """12000 -> 12k, 3400000 -> 3.4M"""
+    """Shorten a number: 12000 -> 12k, 3400000 -> 3.4M."""
     for unit, symbol in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= unit:
             return f"{value / unit:g}{symbol}"
@@ -223,7 +223,7 @@ def _short(value: float, _: int | None = None) -> str:
 
 
 def _svg(figure: Figure, name: str) -> str:
-    """The drawing as an <svg> element. `name` keeps the ids in it apart from those of the page's other drawings."""
+    """Return the drawing as an <svg> element. `name` keeps its ids different from those of the page's other drawings."""
     text = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": name}):
         figure.savefig(text, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))

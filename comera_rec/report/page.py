@@ -1,7 +1,7 @@
-"""What runs came to: one self-contained HTML page, a table for the terminal, and summary.json.
+"""Results of runs: one self-contained HTML page, a table for the terminal, and summary.json.
 
 A run's folder holds config.json, metrics.jsonl and, once it has finished, result.json. A run without a result is shown with what it
-has. Runs are compared with the one named "dense", where there is one.
+has so far. Runs are compared with the one named "dense", if there is one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SUMMARY_KEYS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run's folder, read. `result` is empty while the run is not finished; lines are those of metrics.jsonl, by kind."""
+    """The contents of a run's folder: an empty `result` until the run has finished, and the lines of metrics.jsonl by kind."""
 
     folder: Path
     config: dict[str, Any]
@@ -48,18 +48,18 @@ class Run:
 
     @property
     def layers(self) -> list[dict[str, Any]]:
-        """The result's layers with a `label` short enough for charts, largest when dense first."""
+        """The result's layers with a `label` short enough for charts, in descending order of their dense size."""
         layers = [{**layer, "label": short_name(layer["name"])} for layer in self.result.get("layers", [])]
         return sorted(layers, key=lambda layer: -layer["dense_bytes"])
 
     def value(self, key: str) -> Any:
-        """A number of the result, or of the last evaluation while there is none; None if neither has it or it is not finite."""
+        """Return a number of the result, or of the last evaluation if there is no result; None if it is missing or not finite."""
         value = self.result.get(key, self.val[-1].get(key) if self.val and not self.result else None)
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def short_name(layer: str) -> str:
-    """A layer's name without the parts that only say how it is wrapped: `over_arch.model.0._mlp.1._linear` -> `over_arch.0.1`."""
+    """Drop the parts of a layer's name that only name wrappers: `over_arch.model.0._mlp.1._linear` -> `over_arch.0.1`."""
     parts = layer.split(".")
     if parts[0] == "sparse_arch":
         return parts[-1]
@@ -70,7 +70,7 @@ def read_run(folder: Path) -> Run:
     """Read a run's folder, finished or not.
 
     Raises:
-        ValueError: the folder is no run, or one of its files cannot be read.
+        ValueError: if the folder is not a run, or one of its files cannot be read.
     """
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} is not a run: it holds no config.json; give a folder that `comera train` wrote")
@@ -94,7 +94,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _read_lines(path: Path) -> list[dict[str, Any]]:
     text = path.read_text() if path.exists() else ""
     lines = []
-    # What follows the last line break is a line that is being written, or that a crash cut off.
+    # After the last line break there may be a line that is being written, or that a crash cut off.
     for number, line in enumerate(text.split("\n")[:-1], start=1):
         try:
             lines.append({"kind": "", "step": 0, **json.loads(line)})
@@ -110,7 +110,7 @@ def _read_runs(folders: list[Path]) -> list[Run]:
 
 
 def write_summary(runs: list[Path], path: Path) -> None:
-    """Write a JSON file that maps each run's folder name to its numbers; those that a run has not (yet) are null.
+    """Write a JSON file that maps each run's folder name to its numbers; those that a run lacks are null.
 
     Raises:
         ValueError: a folder is not a run.
@@ -124,7 +124,7 @@ def write_summary(runs: list[Path], path: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """A number of the comparison: how it is written, and how it compares with the baseline's (value, baseline -> text)."""
+    """A number of the comparison: how it is written, and how it is compared with the baseline's (value, baseline -> text)."""
 
     key: str
     title: str
@@ -133,19 +133,19 @@ class Column:
 
 
 def count(value: float) -> str:
-    """12345.6 -> 12,346"""
+    """Write a number without decimals: 12345.6 -> 12,346."""
     return f"{value:,.0f}"
 
 
 def size(value: float) -> str:
-    """Bytes in the largest binary unit that leaves at least 1."""
+    """Write bytes in the largest binary unit that leaves at least 1."""
     units = ("B", "KiB", "MiB", "GiB")
     power = min(int(math.log(max(value, 1), 1024)), len(units) - 1)
     return f"{value / 1024**power:,.{2 if power else 0}f} {units[power]}"
 
 
 def ratio(value: float, other: float) -> str:
-    """value / other with three digits, as 0.51x or 99.4x."""
+    """Write value / other with three digits, such as 0.51x or 99.4x."""
     quotient = value / other
     return f"{quotient:,.0f}x" if quotient >= 100 else f"{quotient:.3g}x"
 
@@ -188,7 +188,7 @@ def _baseline(runs: list[Run]) -> Run | None:
 
 
 def summary_table(runs: list[Path]) -> str:
-    """The comparison as lines of text, one run a row, under it how it compares with the dense run.
+    """Return the comparison as text, one line per run, followed by a line that relates it to the dense run.
 
     Raises:
         ValueError: a folder is not a run.
@@ -220,7 +220,7 @@ def write_report(runs: list[Path], output: Path, *, best_auc: float | None = Non
     """
     read = _read_runs(runs)
     baseline = _baseline(read)
-    # The baseline is grey wherever it stands; the others take the colours in order.
+    # The baseline is gray wherever it stands; the others take the colors in order.
     others = [run for run in read if run is not baseline]
     colors = [0 if run is baseline else 1 + others.index(run) % (len(charts.SERIES) - 1) for run in read]
     series = [
@@ -257,7 +257,7 @@ def _sizes_and_ne(runs: list[Run], colors: list[int]) -> list[tuple[int, str, fl
 
 
 def _highlights(runs: list[Run], baseline: Run | None) -> list[tuple[str, str, str]]:
-    """The smallest finished run against the baseline: (number, what it is, detail)."""
+    """Compare the smallest finished run with the baseline: (number, what it is, detail)."""
     finished = [run for run in runs if run.result and run is not baseline]
     if not baseline or not baseline.result or not finished:
         return []
@@ -279,7 +279,7 @@ def _highlights(runs: list[Run], baseline: Run | None) -> list[tuple[str, str, s
 
 
 def _write(path: Path, text: str) -> None:
-    """Write beside, then rename, so that a reader never finds half a file."""
+    """Write beside, then rename, so that a reader never finds a partial file."""
     temporary = path.with_name(f".{path.name}.partial")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary.write_text(text, encoding="utf-8")

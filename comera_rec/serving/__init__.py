@@ -1,1 +1,1 @@
-"""Serving: a trained run as one file that answers requests, with or without this library and Python."""
+"""Serving: a trained run exported as one file that answers requests, with or without this library and Python."""

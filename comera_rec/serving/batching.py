@@ -29,7 +29,7 @@ class Batcher:
     The model runs in the event loop's thread. It holds Python's lock anyway, so another thread would add switches but no speed.
 
     Args:
-        max_rows: the most rows of a call, unless a single request has more.
+        max_rows: largest number of rows in a call, unless a single request has more.
         max_wait: seconds that the first request of a call waits for others.
         observe: called with the number of rows of every call.
     """

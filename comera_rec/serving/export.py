@@ -51,8 +51,8 @@ class ExportOptions:
         data: folder of the data set that the run was trained on; None takes the one in the run's config.
         form: "portable", with torch's operators alone, or "fast", with this library's.
         dtype: type that tables are stored in: "float32", "bfloat16" or "int8".
-        expand: bytes to spend on rows of the most frequent ids, formed in advance.
-        last: take the last checkpoint even if the run keeps its best one.
+        expand: bytes to spend on forming rows of the most frequent ids in advance.
+        last: use the last checkpoint even if the run keeps its best one.
 
     Raises:
         ValueError: for an unknown form or type, or negative bytes.
@@ -81,7 +81,7 @@ def export_run(options: ExportOptions, output: Path) -> ModelMetadata:
         The metadata of the package.
 
     Raises:
-        ValueError: for a folder without a checkpoint, a model without tables, or a data set that is missing or not the run's.
+        ValueError: for a folder without a checkpoint, a model without tables, or a data set that is missing or isn't the run's.
     """
     if output.is_dir():
         raise ValueError(f"{output} is a folder: name a file, such as {output / PACKAGE}")
@@ -156,7 +156,7 @@ def compile_package(flat: nn.Module, path: Path, metadata: ModelMetadata) -> Non
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = torch.export.export(flat, inputs, dynamic_shapes=shapes, strict=True)
-        pick_vec_isa()  # compiles programs to learn what the CPU can: into the common cache, or every export would repeat it
+        pick_vec_isa()  # compiles programs to detect CPU features: in the common cache, or every export would repeat it
         with fresh_cache():  # a shared cache can mix weights and metadata of packages compiled at once
             aoti_compile_and_package(program, package_path=str(path), inductor_configs=settings)
 

@@ -11,7 +11,7 @@ from comera_rec.ops.served_bags import Packed, ServedTable, pack, served_bags
 
 
 class FastTables(nn.Module):
-    """`PortableTables` in one call; raises an error where that returns NaN."""
+    """`PortableTables` as a single operator; raises an error where that returns NaN."""
 
     storage: Tensor
     layout: Tensor

@@ -1,4 +1,4 @@
-"""The form of the whole model that is exported: its inputs are plain tensors.
+"""The exported form of a whole model: its inputs are plain tensors.
 
 B rows, I integer columns, F categorical columns, V values, N embedding dimension, L labels.
 """
@@ -55,7 +55,7 @@ class FlatModel(nn.Module):
 
 
 class _Products(nn.Module):
-    """DLRM's interaction: the features of the integers, and products of all pairs."""
+    """DLRM's interaction: the integer columns' features, and products of all pairs."""
 
     pairs: Tensor
 
@@ -83,7 +83,7 @@ class _Crosses(nn.Module):
 
 
 class _Factors(nn.Module):
-    """DeepFM's interaction: the features of the integers, the deep part, and the factorization machine."""
+    """DeepFM's interaction: the integer columns' features, the deep part, and the factorization machine."""
 
     def __init__(self, model: FMInteractionArch) -> None:
         super().__init__()

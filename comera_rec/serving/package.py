@@ -19,7 +19,7 @@ from data_pipeline.columns import LABEL
 
 FORMAT_VERSION = 1
 METADATA_KEY = "comera_rec"
-OPERATOR = "served_bags"  # of the form "fast"
+OPERATOR = "served_bags"  # the operator that the form "fast" calls
 
 Offset = int | float | tuple[float, float] | None
 
@@ -140,7 +140,7 @@ class ServingModel:
             reason = str(error).splitlines()[0]
             raise ValueError(
                 f"{path} can't be loaded ({reason}): it was written by comera-rec {self.metadata.library_version} on torch "
-                f"{self.metadata.torch_version}, here is {torch.__version__}; export the run again on this machine"
+                f"{self.metadata.torch_version}, and this is torch {torch.__version__}; export the run again on this machine"
             ) from error
 
     @classmethod
@@ -187,13 +187,13 @@ class ServingModel:
             )
         total = int(lengths.sum())
         if total != len(values):
-            raise ValueError(f"lengths add up to {total} for {len(values)} values: give as many")
+            raise ValueError(f"lengths add up to {total} for {len(values)} values: the two must be equal")
 
     def _require_numbers(self, dense: Tensor, values: Tensor, lengths: Tensor) -> None:
         """Raise ValueError for the lengths, number or id that made scores invalid, if there is one."""
         names = list(self.metadata.categorical)
         if bool((lengths < 0).any()):
-            raise ValueError(f"lengths hold {int(lengths.min())}: give numbers of values, from 0 on")
+            raise ValueError(f"lengths hold {int(lengths.min())}: give numbers of values, at least 0")
         if not bool(dense.isfinite().all()):
             row, column = dense.isfinite().logical_not().nonzero()[0].tolist()
             raise ValueError(

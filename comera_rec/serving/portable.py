@@ -1,4 +1,4 @@
-"""Lookups by torch's operators alone, so that an exported model runs wherever torch does.
+"""Lookups with torch's operators alone, so that an exported model runs wherever torch does.
 
 F features of B bags each, V values, N columns. Every value is looked up in every group of tables, and rows from groups without its
 table are masked out, because an exported program can't split values by feature.

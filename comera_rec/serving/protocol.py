@@ -65,7 +65,9 @@ def read_inputs(body: Any, metadata: ModelMetadata) -> Flat:
             f"lengths has shape {list(lengths.shape)}: give [{features * len(dense)}], {features} columns of {len(dense)}"
         )
     if (lengths < 0).any() or (lengths > values.size).any() or lengths.sum() != values.size or values.ndim != 1:
-        raise ValueError(f"lengths add up to {lengths.sum()} for values of shape {list(values.shape)}: give as many, none below 0")
+        raise ValueError(
+            f"lengths add up to {lengths.sum()} for values of shape {list(values.shape)}: the two must match, no length be below 0"
+        )
     if not np.isfinite(dense).all():
         row, column = np.argwhere(~np.isfinite(dense))[0]
         raise ValueError(f"dense column {metadata.dense[column]} of row {row} is not a finite number: give one")
@@ -87,7 +89,7 @@ def _read(tensors: Mapping[Any, Mapping[str, Any]], name: str, *datatypes: str) 
     try:
         data = np.array(tensor["data"])
     except ValueError as error:
-        raise ValueError(f"{name} has lists of several lengths as data: give one list, row by row") from error
+        raise ValueError(f"{name} has lists of different lengths as data: give one list, row by row") from error
     if data.size and data.dtype.kind not in kinds:
         raise ValueError(f"{name} has data other than {'integers' if kinds == 'iu' else 'numbers'}: give {datatype} data")
     if data.size and kinds == "iu" and not _fits(data, np.int32 if datatype == "INT32" else np.int64):

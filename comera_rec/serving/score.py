@@ -1,7 +1,7 @@
-"""Scores of a log, or of a split of a data set, in one Parquet file; made in parts, to bound memory and to let a killed run resume.
+"""Scores of a log, or of a split of a data set, in one Parquet file; made in parts to bound memory and let a killed run resume.
 
 Columns of the file: `line` of the log from 1, or `row` of the split from 0; `score`, the probability of label 1, float32, or
-`score_LABEL` for each of several labels; the labels themselves if there are some. Parts of a log are those of
+`score_LABEL` for each of several labels; the labels themselves if there are any. Parts of a log are those of
 `data_pipeline.parts`; parts of a split are its row groups.
 """
 
@@ -39,7 +39,7 @@ from data_pipeline.splits import Splitting
 from data_pipeline.verify import ids_of
 from data_pipeline.work import Tell, WorkFolder, work_folder
 
-BATCH_ROWS = 512  # rows of a call: few enough for the caches, enough to make calls cheap
+BATCH_ROWS = 512  # rows of a call: few enough to fit the caches, enough to amortize the call
 PART_BYTES = 16 << 20
 
 
@@ -96,8 +96,8 @@ def score(options: ScoreOptions, tell: Tell = lambda line: None) -> Scored:
     """Write the scores of a log or a split; after an interruption, the same call resumes.
 
     Args:
-        options: what to score, and where to.
-        tell: called with each line for people.
+        options: what to score, and where to write it.
+        tell: called with each message.
 
     Raises:
         ValueError: if the model or the input is invalid, or they don't fit each other.
@@ -237,7 +237,7 @@ def _load(model: Path) -> ServingModel:
 
 
 def _scores(path: Path, batches: Iterable[Flat]) -> dict[str, np.ndarray]:
-    """Columns of scores: `score`, or `score_LABEL` for each of several labels."""
+    """Return the columns of scores: `score`, or `score_LABEL` for each of several labels."""
     model = _load(path)
     with torch.inference_mode():
         scores = [model(*map(torch.from_numpy, batch)).numpy() for batch in batches]

@@ -49,10 +49,10 @@ class ServeOptions:
         data: folder of the vocabularies for /score; None takes the one that the model names.
         host, port: address to listen on; port 0 takes a free one.
         threads: number of threads that the model may use.
-        max_batch: the most rows of a call that joins requests.
+        max_batch: largest number of rows in a call that joins requests.
         max_wait_ms: milliseconds that a request waits for others.
-        max_rows: the most rows of a request.
-        max_body: the most bytes of a request.
+        max_rows: largest number of rows in a request.
+        max_body: largest number of bytes in a request.
         reload_seconds: seconds between checks of the file.
 
     Raises:
@@ -71,7 +71,7 @@ class ServeOptions:
     reload_seconds: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, least in {
+        for name, minimum in {
             "threads": 1,
             "max_batch": 1,
             "max_wait_ms": 0,
@@ -79,8 +79,8 @@ class ServeOptions:
             "max_body": 1,
             "reload_seconds": 0.01,
         }.items():
-            if not getattr(self, name) >= least:
-                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least {least}")
+            if not getattr(self, name) >= minimum:
+                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least {minimum}")
         if not 0 <= self.port < 1 << 16:
             raise ValueError(f"--port is {self.port}; it must be 0 to 65535")
 
@@ -137,10 +137,10 @@ class Server:
             except HTTPException as error:
                 response = _error(error.status_code, error.detail)
             except ClientDisconnect:
-                response = _error(400, "the client left")
+                response = _error(400, "the client disconnected")
             except Exception:
                 log.exception("a request to %s failed", route)
-                response = _error(500, "the server failed; its log says why")
+                response = _error(500, "the server failed; see its log")
             self._requests.labels(route, response.status_code).inc()
             seconds.observe(time.perf_counter() - start)
             return response
@@ -179,7 +179,7 @@ class Server:
     async def _score(self, request: Request) -> dict[str, Any]:
         body, version = await self._body(request), self.file.current
         if version.encoder is None:
-            raise HTTPException(404, f"/score is down, there are no vocabularies: {version.reason}")
+            raise HTTPException(404, f"/score is unavailable without vocabularies: {version.reason}")
         rows = body.get("rows") if isinstance(body, dict) else None
         if not isinstance(rows, list):
             raise ValueError('the body is not an object with a list of rows: give {"rows": [{"I1": 3, ...}, ...]}')
@@ -189,14 +189,14 @@ class Server:
 
     async def _body(self, request: Request) -> Any:
         """Read the body as JSON; refuse it as soon as it is too long."""
-        most = self.options.max_body
+        limit = self.options.max_body
         if "inference-header-content-length" in request.headers:
             raise ValueError("binary tensors are not supported: give data as JSON")
-        content, too_long = bytearray(), int(request.headers.get("content-length") or 0) > most
+        content, too_long = bytearray(), int(request.headers.get("content-length") or 0) > limit
         async for chunk in request.stream():
-            too_long = too_long or len(content) + len(chunk) > most
+            too_long = too_long or len(content) + len(chunk) > limit
             if too_long:
-                raise HTTPException(413, f"the body has more than {most} bytes: send fewer rows at a time")
+                raise HTTPException(413, f"the body has more than {limit} bytes: send fewer rows at a time")
             content += chunk
         try:
             return orjson.loads(content)
@@ -224,7 +224,7 @@ def _error(status: int, error: object) -> Response:
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException), "the only kind that this is registered for"
+    assert isinstance(error, HTTPException), "registered for HTTPException only"
     return _error(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
 
 
@@ -258,7 +258,7 @@ def serve(options: ServeOptions, tell: Callable[[str], None] = lambda line: None
 
     Args:
         options: what to serve.
-        tell: called with each line for people, such as the address.
+        tell: called with each message, such as the address.
 
     Raises:
         ValueError: if the model can't be loaded, the vocabularies don't fit it, or the port is taken.
@@ -268,7 +268,7 @@ def serve(options: ServeOptions, tell: Callable[[str], None] = lambda line: None
         server = Server(options)
         version, (host, port, *_) = server.file.current, sock.getsockname()
         if version.encoder is None:
-            tell(f"/score is down, there are no vocabularies: {version.reason}")
+            tell(f"/score is unavailable without vocabularies: {version.reason}")
         tell(f"serving {server.file.name}, version {version.number}, on http://{f'[{host}]' if ':' in host else host}:{port}")
         config = uvicorn.Config(server.app, log_level="warning", access_log=False, timeout_graceful_shutdown=5)
         uvicorn.Server(config).run(sockets=[sock])

@@ -18,11 +18,11 @@ from comera_rec.ops.served_bags import ServedTable, Slab
 from comera_rec.recsys import TTEmbeddingBagCollection
 from comera_rec.tt import first_rows
 
-_WIDE = 0.75  # share of a row: wider slabs are formed in advance, because adding them would read about as much
+_WIDE = 0.75  # share of the columns: rows of wider slabs are formed in advance, because adding them would read about as much
 
 
 def served_tables(collection: TTEmbeddingBagCollection | EmbeddingBagCollection) -> list[ServedTable]:
-    """Convert the tables of a collection, one for each feature in the order of its configs; features of a table share tensors."""
+    """Convert the tables of a collection, one per feature in the order of its configs; features of one table share tensors."""
     tables = [_table(collection, config) for config in collection.embedding_bag_configs()]
     features = [config.feature_names for config in collection.embedding_bag_configs()]
     return [replace(table, name=name) for table, names in zip(tables, features, strict=True) for name in names]
@@ -57,8 +57,8 @@ def _folded(table: TTTable) -> tuple[tuple[Tensor, ...], tuple[Slab, ...]]:
     cores: list[Tensor] = [core.detach().float() for core in table.cores()]
     for k, diagonal in enumerate(table.rank_parameters(), start=1):
         scale = diagonal.detach().float()
-        before, behind = cores[k - 1].pow(2).sum((0, 1, 2)).sqrt(), cores[k].pow(2).sum((1, 2, 3)).sqrt()
-        balance = (behind * scale.abs() / before).sqrt()
+        before, after = cores[k - 1].pow(2).sum((0, 1, 2)).sqrt(), cores[k].pow(2).sum((1, 2, 3)).sqrt()
+        balance = (after * scale.abs() / before).sqrt()
         balance = torch.where(balance.isfinite() & (balance > 0), balance, 1.0)
         cores[k - 1 : k + 1] = cores[k - 1] * balance, cores[k] * (scale / balance)[:, None, None, None]
     slabs = []

@@ -1,4 +1,4 @@
-"""The served model, which is replaced when its file is."""
+"""The served model, which is replaced when its file is replaced."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Version:
     """A loaded model and its vocabularies; a request keeps the version that it started with.
 
     Args:
-        number: the first digits of the file's SHA-256.
+        number: first digits of the file's SHA-256.
         model: the model.
         encoder: encoder of raw rows; None if the vocabularies are missing.
         reason: why there is no encoder.
@@ -76,7 +76,7 @@ class ModelFile:
         return status.st_ino, status.st_size, status.st_mtime_ns
 
     async def watch(self, seconds: float) -> None:
-        """Check the file at an interval of seconds until cancelled; load a new one, then switch to it.
+        """Check the file every `seconds` until canceled; load a new one, then switch to it.
 
         A file that can't be loaded is reported once, and the present version stays.
         """

@@ -23,14 +23,14 @@ def open_vocabularies(metadata: ModelMetadata, data: Path | None = None) -> Requ
     try:
         encoder = RequestEncoder(folder)
     except ValueError as error:
-        hint = "" if data else "; the model names this folder as the one it was trained on, name another with --data"
+        hint = "" if data else "; the model was trained on this folder: name another with --data"
         raise ValueError(f"{error}{hint}") from error
     check_vocabularies(metadata, encoder.manifest, folder)
     return encoder
 
 
 def offsets_of(manifest: Manifest) -> tuple[Offset, ...]:
-    """Return what each integer column's values are shifted by before their logarithm, or mean and scale; None where they stay."""
+    """Return the number added to each integer column before its logarithm, or its mean and scale; None for neither."""
     return tuple(
         column.offset
         if column.transform == "log"

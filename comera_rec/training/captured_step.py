@@ -4,7 +4,7 @@
     for batch in batches:
         loss = step(batch.dense, batch.sparse, batch.labels)
 
-Every call is one step on its inputs. The first calls run eagerly, because lookups and optimizers allocate what they keep in their
+Every call is one step on its inputs. The first calls run eagerly, because lookups and optimizers allocate their state in their
 first steps; then a call is captured and replayed, and the next ones only copy their inputs and replay.
 """
 
@@ -28,19 +28,19 @@ Input: TypeAlias = Tensor | KeyedJaggedTensor
 class CapturedStep:
     """Forward, backward, optimizer and rank scheduler, with all but the scheduler's truncations in a CUDA graph.
 
-    The graph is captured anew when it no longer holds: after inputs of other shapes, a learning rate set to another number, and
-    whatever the scheduler records (truncated ranks, a new stage). Inputs whose shapes change with every batch therefore run
+    The graph is captured anew when it is no longer valid: after inputs of other shapes, a learning rate set to another number, and
+    any change that the scheduler records (truncated ranks, a new stage). Inputs whose shapes change with every batch therefore run
     eagerly. On the CPU every step does.
 
     Args:
-        loss_of: inputs -> task loss, a scalar. What it reads beside its inputs is as it was when captured; it must not wait for the
-            device.
-        optimizer: of the model's parameters, made with `fused=True` or `capturable=True`. Where the learning rate follows a
-            schedule make it a tensor, which a graph reads anew in every step.
+        loss_of: inputs -> task loss, a scalar. Python values that are not its inputs stay as they were when captured; it must not
+            wait for the device.
+        optimizer: the model's optimizer, made with `fused=True` or `capturable=True`. If the learning rate follows a schedule, make
+            it a tensor, which a graph reads anew in every step.
         scheduler: the rank schedule, if there is one.
         capture: False runs every step eagerly.
-        clip: called when all gradients are there, before the optimizer's step.
-        accumulation: parts whose gradients add up to a step; its inputs are those of one part after the other.
+        clip: called after backward, before the optimizer's step.
+        accumulation: parts whose gradients add up to a step; a call has the inputs of all parts, one after the other.
         warmup: eager steps on inputs of the same shapes before one is captured.
 
     Raises:
@@ -74,14 +74,14 @@ class CapturedStep:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the graph: call it when parameters or optimizer state were replaced, as by loading a state dict."""
-        self._seen: Hashable = None  # the layout of the last inputs
-        self._times = 0  # in a row
-        self._inputs: tuple[Input, ...] | None = None  # the graph's own
+        """Forget the graph; call it after parameters or optimizer state were replaced, such as by loading a state dict."""
+        self._last_layout: Hashable = None
+        self._repeats = 0  # calls in a row with that layout
+        self._inputs: tuple[Input, ...] | None = None  # the graph's buffers
         self._loss: Tensor | None = None
 
     def __call__(self, *inputs: Input) -> Tensor:
-        """One step; returns the task loss, the mean over its parts, which stays on the device."""
+        """Take one step; return the task loss, the mean over its parts, which stays on the device."""
         loss = self._step(*inputs) if self._recorder is None else self._recorded(self._recorder, inputs)
         if self._scheduler is not None:
             entries = len(self._scheduler.history)
@@ -107,19 +107,19 @@ class CapturedStep:
 
     def _recorded(self, recorder: CudaRecorder, inputs: tuple[Input, ...]) -> Tensor:
         layout = tuple(map(_layout, inputs)), tuple(_constant(group["lr"]) for group in self._optimizer.param_groups)
-        if layout != self._seen:
+        if layout != self._last_layout:
             self.reset()
-            self._seen = layout
+            self._last_layout = layout
         if self._inputs is None:
-            self._times += 1
-            if self._times <= self._warmup:
+            self._repeats += 1
+            if self._repeats <= self._warmup:
                 return recorder.run(lambda: self._step(*inputs))
-            static_inputs = self._inputs = tuple(_over(part, [tensor.clone() for tensor in _tensors(part)]) for part in inputs)
+            static_inputs = self._inputs = tuple(_rebuilt(part, [tensor.clone() for tensor in _tensors(part)]) for part in inputs)
             with _capturable(self._optimizer):
                 self._loss = recorder.capture(lambda: self._step(*static_inputs))
         else:
-            for static, given in zip(self._inputs, inputs, strict=True):
-                for tensor, value in zip(_tensors(static), _tensors(given), strict=True):
+            for buffer, new_input in zip(self._inputs, inputs, strict=True):
+                for tensor, value in zip(_tensors(buffer), _tensors(new_input), strict=True):
                     tensor.copy_(value, non_blocking=True)
         recorder.replay()
         assert self._loss is not None
@@ -138,7 +138,7 @@ class CudaRecorder:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def run(self, call: Callable[[], Tensor]) -> Tensor:
-        """Call eagerly on the side stream."""
+        """Run a call eagerly on the side stream."""
         self._graph = None
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
@@ -148,14 +148,14 @@ class CudaRecorder:
         return result
 
     def capture(self, call: Callable[[], Tensor]) -> Tensor:
-        """Record a call without running it; what it returns is valid after `replay`."""
+        """Record a call without running it; its result is valid after `replay`."""
         self._graph = torch.cuda.CUDAGraph()
-        # Only this thread's calls are checked: the one that reads batches ahead pins memory meanwhile.
+        # Only this thread's calls are checked, because the thread that reads batches ahead may pin memory meanwhile.
         with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
             return call()
 
     def replay(self) -> None:
-        """Run what was captured."""
+        """Run the captured graph."""
         assert self._graph is not None
         self._graph.replay()
 
@@ -167,13 +167,13 @@ def _tensors(part: Input) -> list[Tensor]:
 
 
 def _layout(part: Input) -> Hashable:
-    """What must be alike for a graph to take another input in place of one."""
+    """Return what two inputs must have in common for one graph to serve both."""
     sizes = tuple((tensor.shape, tensor.dtype) for tensor in _tensors(part))
     return sizes if isinstance(part, Tensor) else (sizes, tuple(part.keys()), tuple(part.length_per_key()))
 
 
-def _over(part: Input, tensors: Sequence[Tensor]) -> Input:
-    """The same input in other memory."""
+def _rebuilt(part: Input, tensors: Sequence[Tensor]) -> Input:
+    """Return the same input over other tensors."""
     if isinstance(part, Tensor):
         return tensors[0]
     values, lengths, offsets, *weights = tensors
@@ -206,7 +206,7 @@ def _require_capturable(optimizer: Optimizer) -> None:
 
 @contextmanager
 def _capturable(optimizer: Optimizer) -> Iterator[None]:
-    """Tell an optimizer that its step is being captured; elsewhere the flag makes it warn and slow."""
+    """Tell an optimizer that its step is being captured; otherwise the flag causes warnings and slows it down."""
     flags = [group["capturable"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["capturable"] = True

@@ -3,7 +3,7 @@
     checkpoints/step_00001000/      torch.distributed.checkpoint's files, a part from each process
         record.json                 numbers, strings, lists and dictionaries; the format; checksums of the files
 
-What any number of processes saved, any number loads.
+A checkpoint can be loaded by any number of processes, whatever number saved it.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from comera_rec.distributed import WORLD, Processes
 from comera_rec.training.migration import FORMAT, migrated
 
 _TEMPORARY = ".partial"
-_REPLACED = ".replaced"  # of a checkpoint whose successor of the same step is taking its name
+_REPLACED = ".replaced"  # suffix of a checkpoint while a new one of the same step takes its name
 _RECORD = "record.json"
-_FILE = ".pt"  # of format 1
+_FILE = ".pt"  # suffix of a checkpoint of format 1
 
-warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # torch's remark on a process by itself
+warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # raised on a single process
 
 
 class Checkpoint:
-    """A checkpoint that is there and not damaged. Tensors stay in its files until they are used; loading runs no code from them.
+    """A checkpoint that exists and is not damaged. Tensors stay in its files until they are used; loading runs no code from them.
 
     Attributes:
         record: what was saved beside the tensors.
-        sizes: of the whole tensors, by name.
+        sizes: sizes of the whole tensors, by name.
     """
 
     def __init__(self, path: Path, record: dict[str, Any], processes: Processes) -> None:
@@ -52,7 +52,7 @@ class Checkpoint:
         self.sizes = {name: entry.size for name, entry in self._entries.items()}
 
     def read(self, names: list[str]) -> dict[str, Tensor]:
-        """Whole tensors by name, on the CPU; they lie in a temporary file that is mapped, so that large ones take no memory."""
+        """Read whole tensors by name, on the CPU; temporary files are mapped for them, so that large ones take no memory."""
         tensors = {name: _mapped(self.sizes[name], self._entries[name].properties.dtype) for name in names}
         self.read_into(tensors)
         return tensors
@@ -82,16 +82,16 @@ def save_checkpoint(
 ) -> Path:
     """Write the state of a step, then delete all but the newest `keep` checkpoints and whatever a killed process left half-written.
 
-    Where there are several processes, each calls this; the first one's record is kept, and every tensor that any of them gives.
+    With several processes, each calls this; the first one's record is saved, and the tensors of all.
 
     Args:
-        folder: where the checkpoints lie; made if need be. One run writes to it.
+        folder: folder of the checkpoints, created if needed; only one run writes to it.
         step: optimizer steps taken.
         record: numbers, strings, and dictionaries and lists of them.
         tensors: by name; tensors sharded over processes are DTensors or ShardedTensors.
-        keep: how many checkpoints stay.
-        kept_step: whose checkpoint stays beside them.
-        processes: that call this.
+        keep: number of latest checkpoints to keep.
+        kept_step: step whose checkpoint is kept, too.
+        processes: the processes that call this.
 
     Raises:
         ValueError: keep or step out of range.
@@ -103,7 +103,7 @@ def save_checkpoint(
     if keep < 1:
         raise ValueError(f"keep must be at least 1 checkpoint, got {keep}")
     if not 0 <= step <= 99_999_999:
-        raise ValueError(f"step must be in 0..99999999, for file names that sort, got {step}")
+        raise ValueError(f"step must be in 0..99999999, so that file names sort, got {step}")
     path = Path(folder) / _name(step)
     try:
         _write(path, record, tensors, processes)
@@ -125,7 +125,7 @@ def _write(path: Path, record: dict[str, Any], tensors: Mapping[str, Any], proce
     checksums = processes.on_each(lambda: {file.name: _checksum(file) for file in temporary.glob(pattern)})
 
     def finish() -> None:
-        merged = {name: checksum for each in checksums for name, checksum in each.items()}
+        merged = {name: checksum for local in checksums for name, checksum in local.items()}
         merged[".metadata"] = _checksum(temporary / ".metadata")
         with (temporary / _RECORD).open("w") as file:
             json.dump({"format": FORMAT, "record": record, "checksums": merged}, file)
@@ -153,13 +153,13 @@ def checkpoint_at(folder: str | Path, step: int | None) -> Path | None:
 
 
 def open_checkpoint(path: str | Path, processes: Processes = WORLD) -> Checkpoint:
-    """Check a checkpoint for damage and open it; where there are several processes, each calls this.
+    """Check a checkpoint for damage and open it; with several processes, each calls this.
 
     A file of format 1 becomes a folder of the present format.
 
     Raises:
-        ValueError: on every process, if the checkpoint is missing, damaged, of a later format or not one of ours; names an earlier
-            one to use instead, if there is one.
+        ValueError: on every process, if the checkpoint is missing, damaged, of a later format or another program's; names an
+            earlier one to use instead, if there is one.
     """
     path = Path(path)
     try:
@@ -167,7 +167,7 @@ def open_checkpoint(path: str | Path, processes: Processes = WORLD) -> Checkpoin
             path = _rewrite(path, processes)
         saved = json.loads((path / _RECORD).read_text())
         if not isinstance(saved, dict):
-            raise TypeError(f"its {_RECORD} holds something else")
+            raise TypeError(f"{_RECORD} is not a JSON object")
         record = migrated(saved["record"], saved.get("format", 1))
         checksums = sorted(saved["checksums"].items())[processes.rank :: processes.size]
 
@@ -223,7 +223,7 @@ def _clear(folder: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    # Under another name first, so that a run that is killed now leaves no half of a checkpoint.
+    # Renamed first, so that a run that is killed now leaves no partial checkpoint.
     doomed = path.with_suffix(f"{path.suffix}.old{_TEMPORARY}") if path.suffix != _TEMPORARY else path
     shutil.rmtree(path.rename(doomed))
 
@@ -251,7 +251,7 @@ def _checksum(path: Path) -> int:
 
 
 def _reason(error: BaseException) -> str:
-    if isinstance(error, CheckpointException):  # of one or several processes
+    if isinstance(error, CheckpointException):  # wraps the errors of one or several processes
         error = next(iter(error.failures.values()))[0]
     cause = error if isinstance(error, OSError) else error.__context__
     return (isinstance(cause, OSError) and cause.strerror) or str(error).splitlines()[0]

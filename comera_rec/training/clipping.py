@@ -1,4 +1,4 @@
-"""Gradients whose common norm has a limit, on one process and on several.
+"""Gradient clipping by the norm of all gradients together, on one process and on several.
 
 Pascanu et al., "On the difficulty of training recurrent neural networks", ICML 2013, section 3.2.
 """
@@ -18,7 +18,7 @@ class GradientClipping:
     With several processes, each calls it. A replicated gradient counts once; a sharded one counts as a whole.
 
     Args:
-        model: without wrappers, so that names are those of an unsharded model.
+        model: the model without wrappers, so that names are those of an unsharded model.
         max_norm: above 0.
         processes: the processes that share the model.
     """
@@ -30,7 +30,7 @@ class GradientClipping:
         self._shares = {name: 1.0 if name in divided else 1.0 / count for name, count in counts.items()}
 
     def __call__(self) -> None:
-        """Scale the gradients; waits for no device, so that it can be captured."""
+        """Scale the gradients; doesn't wait for the device, so that a CUDA graph can capture it."""
         gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
         factor = (self._max_norm / (self.norm() + 1e-6)).clamp(max=1.0)
         if gradients:

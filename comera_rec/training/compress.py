@@ -1,4 +1,4 @@
-"""A trained dense run to the start of a compressed one: tables and layers by TT-SVD, everything else copied."""
+"""Start of a compressed run from a trained dense one: tables and layers by TT-SVD, everything else copied."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from comera_rec.training.trainer import Trainer
 def compress_run(dense: str | Path, config: RunConfig) -> Trainer:
     """Write a run's first checkpoint from the weights of a trained dense one; `comera train` resumes from it.
 
-    Tables together take what `tables.compression` (or the ranks given) allows, ranks spread over them by their singular values.
-    Errors of a row are weighed by its squared gradients, which the dense tables' Adagrad has summed up. The dense model is
-    mapped from a temporary file: beside it, memory holds one table's blocks and the compressed model.
+    All tables share the size that `tables.compression` (or the given ranks) allows; their singular values decide how. A row's
+    errors are weighted by its squared gradients, which the dense tables' Adagrad has summed up. The dense model is mapped from
+    temporary files, so memory holds only one table's blocks and the compressed model.
 
     Args:
         dense: folder of a run with dense tables on the same data.
@@ -58,7 +58,7 @@ def compress_run(dense: str | Path, config: RunConfig) -> Trainer:
 
 
 def _named(checkpoint: Checkpoint, prefix: str, suffix: str) -> dict[str, Tensor]:
-    """Tensors by what stands between prefix and suffix."""
+    """Read tensors, keyed by the part of their name between prefix and suffix."""
     names = [name for name in checkpoint.sizes if name.startswith(prefix) and name.endswith(suffix)]
     return {name.removeprefix(prefix).removesuffix(suffix): value for name, value in checkpoint.read(names).items()}
 
@@ -66,16 +66,16 @@ def _named(checkpoint: Checkpoint, prefix: str, suffix: str) -> dict[str, Tensor
 def copy_weights_(model: nn.Module, dense: dict[str, Tensor], table_budget: int, importance: dict[str, Tensor]) -> None:
     """Give a model the weights of its dense twin: TT modules by TT-SVD, all tables within one budget, the rest copied.
 
-    `importance` has what squared errors of a table's rows count, by the table's name.
+    `importance` has the weights of the squared errors of a table's rows, by the table's name.
     """
     tt_modules = dict(named_tt_modules(model))
     tables = {name: module for name, module in tt_modules.items() if isinstance(module, TTEmbeddingBag)}
-    of_tables = {module for table in tables.values() for module in (table, *table.hot_blocks())}
+    table_modules = {module for table in tables.values() for module in (table, *table.hot_blocks())}
     weights = [_dense_weight(name, module, dense) for name, module in tables.items()]
     rows = [importance.get(name.rpartition(".")[2]) for name in tables]
     fit_tables_(list(tables.values()), weights, table_budget, rows)
     for name, module in tt_modules.items():
-        if module not in of_tables:
+        if module not in table_modules:
             module.set_dense_matrix_(_dense_weight(name, module, dense).mT)
     tt_keys = {f"{name}.{key}" for name, module in tt_modules.items() for key in _tt_keys(module)}
     with torch.no_grad():
@@ -90,7 +90,7 @@ def _tt_keys(module: TTModule) -> list[str]:
 
 
 def _dense_weight(name: str, module: TTModule, dense: dict[str, Tensor]) -> Tensor:
-    """The weight that a TT module replaces, by the names of `TTEmbeddingBagCollection` and `TTLinear`."""
+    """Return the dense weight that a TT module replaces, by the names of `TTEmbeddingBagCollection` and `TTLinear`."""
     key = f"{name}.weight"
     if isinstance(module, TTEmbeddingBag):
         collection, _, table = name.rpartition(".tt_bags.")
@@ -101,7 +101,7 @@ def _dense_weight(name: str, module: TTModule, dense: dict[str, Tensor]) -> Tens
 
 
 def _table_budget(config: RunConfig, schema: Schema) -> int:
-    """Parameters for all TT tables."""
+    """Return the number of parameters for all TT tables."""
     budget = 0
     for configs in table_configs(config, schema):
         dense = sum(table.num_embeddings * table.embedding_dim for table in configs)

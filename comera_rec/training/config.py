@@ -1,4 +1,4 @@
-"""What a run is: one TOML file, `section.key=value` on top of it, validated into frozen dataclasses."""
+"""Configs of runs: a TOML file and `section.key=value` overrides, validated into frozen dataclasses."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ class ModelConfig:
         architecture: "dlrm"; "dcn" for DLRM-DCNv2, with a cross network in place of products of pairs; "deepfm"; or "wide_deep",
             a linear model beside an MLP over dense features and embeddings.
         embedding_dim: columns of every table.
-        dense_arch: outputs of the bottom MLP's hidden layers; a last layer of `embedding_dim` outputs is added. DeepFM takes one,
-            wide_deep has no bottom MLP.
-        over_arch: outputs of the top MLP's hidden layers; a last layer of one output is added. DeepFM takes one.
-        cross_layers, cross_rank: of the cross network.
-        wide_buckets: of wide_deep, the most weights of a column in the linear model, which ids share modulo of it; 0 for one an id,
-            in TT form where [tables] says so.
+        dense_arch: outputs of the bottom MLP's hidden layers; a last layer of `embedding_dim` outputs is added. DeepFM needs
+            exactly one; wide_deep has no bottom MLP.
+        over_arch: outputs of the top MLP's hidden layers; a last layer of one output is added. DeepFM needs exactly one.
+        cross_layers, cross_rank: number and rank of the cross network's layers.
+        wide_buckets: for wide_deep, the largest number of weights per column in the linear model, which ids share modulo this
+            number; 0 for one weight per id, in TT form where [tables] says so.
     """
 
     architecture: Literal["dlrm", "dcn", "deepfm", "wide_deep"] = "dlrm"
@@ -83,7 +83,7 @@ class ModelConfig:
             if not getattr(self, name) and name == "over_arch" and self.architecture in ("dlrm", "dcn"):
                 raise ValueError(f"model.over_arch is empty: give at least one layer size, as {self.architecture} needs")
             if self.architecture == "deepfm" and len(getattr(self, name)) != 1:
-                raise ValueError(f"model.{name} is {list(getattr(self, name))}: give one layer size, as DeepFM takes")
+                raise ValueError(f"model.{name} is {list(getattr(self, name))}: give exactly one layer size for DeepFM")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ class LinearsConfig(TTLinearConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """Adam or Adagrad over everything that has a gradient; dense tables always by TorchRec's fused rowwise Adagrad.
+    """Adam or Adagrad for everything that has a gradient; dense tables always use TorchRec's fused row-wise Adagrad.
 
     Attributes:
         name: "adam" or "adagrad".
@@ -120,10 +120,10 @@ class OptimizerConfig:
         lr_cores: learning rate of tensor-train cores.
         lr_ranks: learning rate of the rank parameters D_k, which start at 1: with Adam, the most they move in a step.
         lr_tables: learning rate of dense tables.
-        warmup_steps: over which all rates rise from zero.
-        decay: the share of a run's steps, at its end, over which all rates fall to zero.
-        weight_decay_dense: times an MLP weight (not a bias) is added to its gradient.
-        weight_decay_cores: the same of tensor-train cores; where they are updated in backward, of the slices that a batch meets.
+        warmup_steps: steps over which all rates rise from zero.
+        decay: share of a run's steps, at its end, over which all rates fall to zero.
+        weight_decay_dense: factor of an MLP weight (not a bias) that is added to its gradient.
+        weight_decay_cores: the same for tensor-train cores; if they are updated in backward, only for the slices that a batch uses.
     """
 
     name: Literal["adam", "adagrad"] = "adam"
@@ -149,29 +149,29 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """How long, and what is written on the way.
+    """How long to train, and what to log, evaluate and save on the way.
 
     Attributes:
-        steps: optimizer steps; None takes `epochs`.
+        steps: optimizer steps; None to use `epochs`.
         epochs: passes over the training split.
         log_every: steps between log lines, also between checks that the loss is finite.
         eval_every: steps between evaluations on the validation split; 0 for none before the end.
         checkpoint_every: steps between checkpoints; 0 for none before the end.
-        keep_checkpoints: how many of the latest checkpoints stay.
-        keep_best: also keep the checkpoint of the lowest validation NE, which the result, `evaluate` and `export` are then of. With
+        keep_checkpoints: number of latest checkpoints to keep.
+        keep_best: also keep the checkpoint of the lowest validation NE, and use it for the result, `evaluate` and `export`. With
             [ranks] only evaluations at the final size count.
         patience: evaluations in a row without a lower validation NE, counted likewise, after which training ends; 0 for no end.
-        clip_grad_norm: the largest norm of all gradients together, to which they are scaled down; None for no limit. It turns off
-            updates of cores in backward; dense tables are updated there all the same, neither counted nor scaled.
-        accumulation: parts of a batch, one after the other, whose gradients add up to a step. It turns off updates of cores in
-            backward; dense tables are updated there with every part.
-        device: "cpu", "cuda", or "auto" for a GPU where there is one.
+        clip_grad_norm: largest norm of all gradients together; larger gradients are scaled down to it. None for no limit. A limit
+            turns off updates of cores in backward; dense tables are still updated there, neither counted nor scaled.
+        accumulation: parts of a batch that are computed one after the other, and whose gradients add up to a step. More than one
+            turns off updates of cores in backward; dense tables are updated there with every part.
+        device: "cpu", "cuda", or "auto" for a GPU if there is one.
         precision: "float32", or "bfloat16" for matrix products in training; parameters, lookups and the loss stay float32. "float8"
             is bfloat16 with 8-bit operands in the TT layers.
-        capture: on a GPU whether steps are captured in a CUDA graph once their shapes have settled.
-        pipeline: on several processes whether ids of the next batch travel while one is trained (TorchRec's
-            TrainPipelineSparseDist), where tables are sharded and `accumulation` is 1.
-        task_weights: of each label's loss in the mean of all, in the order of the data set's labels; empty for equal ones.
+        capture: on a GPU, whether steps are captured in a CUDA graph once their shapes have settled.
+        pipeline: on several processes, whether ids of the next batch are sent while one is trained (TorchRec's
+            TrainPipelineSparseDist), if tables are sharded and `accumulation` is 1.
+        task_weights: weight of each label's loss in their mean, in the order of the data set's labels; empty for equal weights.
     """
 
     steps: int | None = None
@@ -207,8 +207,8 @@ class CheckpointsConfig:
     """How checkpoints are written.
 
     Attributes:
-        asynchronous: by a thread beside the next steps, which wait only for a copy (of the weights and optimizer state, in memory)
-            and for the checkpoint before it to be written.
+        asynchronous: let a thread write them during the next steps, which wait only for a copy (of the weights and optimizer state,
+            in memory) and until the previous checkpoint is written.
     """
 
     asynchronous: bool = False
@@ -220,8 +220,8 @@ class RunConfig:
 
     Attributes:
         output: folder of the run.
-        seed: of initialization and shuffling.
-        ranks: rank adaptation; None keeps the ranks as they start.
+        seed: seed of initialization and shuffling.
+        ranks: rank adaptation; None keeps the initial ranks.
     """
 
     output: str
@@ -240,7 +240,7 @@ class RunConfig:
             raise ValueError(f"seed is {self.seed}: give a number from 0 to 2**63 - 1")
 
     def to_dict(self) -> dict[str, Any]:
-        """The config as plain numbers, strings, lists and sections."""
+        """Return the config as plain numbers, strings, lists and sections."""
         plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
         return plain
 
@@ -257,10 +257,10 @@ def load_settings(schema: type[Settings], path: str | Path | None, overrides: Se
     """Read settings from a TOML (or, as written into a run's folder, JSON) file.
 
     Args:
-        schema: the dataclass that the file is validated into, of plain values and of such dataclasses.
+        schema: the dataclass that the file is validated into; its fields are plain values or such dataclasses.
         path: the file; None for overrides alone.
         overrides: `section.key=value` or `key=value`; values are TOML (true, 3, 0.1, [1, 2], "x"), bare words are strings, and
-            `none` removes the key, so that its default holds.
+            `none` removes the key, so that its default applies.
 
     Raises:
         ValueError: one line, for unknown keys (with the nearest known one), values of the wrong type, or a file that is not TOML.
@@ -279,12 +279,12 @@ def load_settings(schema: type[Settings], path: str | Path | None, overrides: Se
 
 
 def parse_overrides(schema: type[Settings], section: str, overrides: Sequence[str]) -> Settings:
-    """Settings of one section from `section.key=value` alone; errors as in `load_settings`."""
+    """Parse the settings of one section from `section.key=value` alone; errors as in `load_settings`."""
     raw: dict[str, Any] = {section: {}}
     for override in overrides:
         _apply(raw, override)
     if others := raw.keys() - {section}:
-        raise ValueError(f"override of {', '.join(sorted(others))}: only {section}.key=value goes here")
+        raise ValueError(f"override of {', '.join(sorted(others))}: only {section}.key=value is allowed here")
     _reject_unknown(raw[section], schema, f"{section}.")
     return _parse(schema, raw[section])
 
@@ -297,19 +297,19 @@ def parse_config(raw: dict[str, Any]) -> RunConfig:
 def _parse(schema: type[Settings], raw: dict[str, Any]) -> Settings:
     _reject_unknown(raw, schema, "")
     try:
-        # As JSON, whose strict rules take a list for a tuple but neither true nor "3" for a number.
+        # Through JSON, whose strict rules accept a list as a tuple, but neither true nor "3" as a number.
         return TypeAdapter(schema).validate_json(json.dumps(_required_sections(schema) | raw, default=str), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
         if first["type"] == "missing":
-            raise ValueError(f"config: {key} is missing: give it in the file, or as {key}=VALUE behind the command") from None
+            raise ValueError(f"config: {key} is missing: set it in the file, or as {key}=VALUE on the command line") from None
         message = first["msg"].removeprefix("Value error, ")
         raise ValueError(f"config: {key}: {message}" if key and not message.startswith(key) else f"config: {message}") from None
 
 
 def _required_sections(schema: type) -> dict[str, dict[str, Any]]:
-    """Return an empty section for each that a file must have, so that the key which is missing there is named."""
+    """Return an empty section for each required one, so that errors name the key that it lacks."""
     types = get_type_hints(schema)
     required = [f for f in dataclasses.fields(schema) if f.default is f.default_factory is dataclasses.MISSING]
     return {f.name: {} for f in required if dataclasses.is_dataclass(types[f.name])}

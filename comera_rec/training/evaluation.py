@@ -1,4 +1,4 @@
-"""A model over a whole split, and which of a run's evaluations was the best."""
+"""Evaluation of a model on a whole split, and the best of a run's evaluations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from comera_rec.data import BatchLoader, ParquetBatches
 from comera_rec.distributed import WORLD, Processes
 from comera_rec.training.metrics import BinaryMetrics, BinnedMetrics, OneClass, mean_of_tasks
 
-EXACT_ROWS = 5_000_000  # above it AUC is binned: the exact one sorts all rows, at about 50 bytes each
+EXACT_ROWS = 5_000_000  # for more rows AUC is binned: the exact one sorts all rows, at about 50 bytes each
 
 
 @dataclass
@@ -31,7 +31,7 @@ class BestSoFar:
     since: int = 0
 
     def observe(self, step: int, ne: float) -> bool:
-        """Take note of an evaluation; whether it is the best."""
+        """Record an evaluation; return whether it is the best so far."""
         if self.ne is not None and ne >= self.ne:
             self.since += 1
             return False
@@ -47,17 +47,17 @@ def evaluate(
     between: Callable[[], object] | None = None,
     processes: Processes = WORLD,
 ) -> dict[str, Any]:
-    """AUC, NE, logloss and rows of a model over all batches of a split; with several processes, over the batches of all.
+    """Return AUC, NE, logloss and rows of a model over all batches of a split; with several processes, over the batches of all.
 
-    Rows count by their weights where they have some. A model of several labels has the means of theirs, and each one's own as
+    Rows are weighted if they have weights. For several labels these are the means over labels, and each label has its metrics as
     `auc_LABEL`, `ne_LABEL`, `logloss_LABEL`; labels of one class on this split are left out.
 
     Args:
         model: called as `model(dense, sparse)`; in evaluation mode meanwhile.
         batches: the batches of this process.
-        device: the model's.
+        device: the model's device.
         between: called between two batches; what it raises ends the evaluation.
-        processes: that evaluate together.
+        processes: the processes that evaluate together.
     """
     kind = BinaryMetrics if batches.rows <= EXACT_ROWS else BinnedMetrics
     metrics = {label.name: kind(processes) for label in batches.manifest.labels}
@@ -74,11 +74,11 @@ def evaluate(
                     batch = batch.padded(int(processes.max(rows)))
                 logits, labels = model(batch.dense, batch.sparse)[:rows], batch.labels[:rows].view(rows, -1)
                 weights = None if batch.weights is None else batch.weights[:rows]
-                for task, of_label in enumerate(metrics.values()):
-                    of_label.update(logits[:, task], labels[:, task], weights)
+                for task, label_metrics in enumerate(metrics.values()):
+                    label_metrics.update(logits[:, task], labels[:, task], weights)
     finally:
         model.train(training)
-    return mean_of_tasks({name: _computed(of_label) for name, of_label in metrics.items()})
+    return mean_of_tasks({name: _computed(label_metrics) for name, label_metrics in metrics.items()})
 
 
 def _computed(metrics: BinaryMetrics | BinnedMetrics) -> dict[str, float | int] | OneClass:

@@ -1,4 +1,4 @@
-"""The numbers of a run as it goes: metrics.jsonl and TensorBoard events."""
+"""The log of a run: metrics.jsonl and TensorBoard events."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class MetricsLog:
     """metrics.jsonl and TensorBoard events of a run.
 
     Args:
-        folder: the run's.
-        step: from which the run continues; lines after it are dropped.
-        evaluated: whether the evaluations of that step are done; their lines are dropped otherwise.
+        folder: the run's folder.
+        step: step from which the run resumes; lines after it are dropped.
+        evaluated: whether the evaluations of that step are done; if not, their lines are dropped, too.
     """
 
     def __init__(self, folder: Path, step: int, *, evaluated: bool = True) -> None:
@@ -50,17 +50,17 @@ class MetricsLog:
 
 
 class NoLog:
-    """Of processes that don't write."""
+    """The log of processes that don't write."""
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def log_ranks(log: MetricsLog | NoLog, module: nn.Module, processes: Processes) -> None:
-    """Write down the ranks of a model whose ranks stay as they are; each process calls this."""
+    """Log the ranks of a model whose ranks don't change; each process calls this."""
     summaries = gather_tt_modules(dict(named_tt_modules(module)), processes=processes)
     if ranks := {name: list(summary.shape.ranks) for name, summary in summaries.items()}:
         log.write("ranks", 0, stage="fixed", objective=None, params=total_params(summaries), target_params=None, ranks=ranks)

@@ -1,4 +1,4 @@
-"""How much memory training takes, as a peak over the whole run and over stretches of it; and what becomes of freed memory."""
+"""Peak memory of training, over the whole run and over parts of it; and what happens to freed memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def keep_freed_memory() -> None:
 
 
 class PeakMemory:
-    """Peak memory in MiB: allocated on a GPU; elsewhere resident, beyond what the process held when this was made.
+    """Peak memory in MiB: allocated on a GPU; elsewhere resident, beyond what the process held when this object was made.
 
     Args:
         device: where training allocates.
@@ -37,18 +37,18 @@ class PeakMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._highest = 0.0
-        self._take()  # the peak before this was made, which is not training's
+        self._take()  # drops the earlier peak, which is not training's
         self._resident_mib = self._take() if device.type != "cuda" else 0.0
 
     def take(self) -> float:
-        """The peak since the last call; since the beginning where the system can't start counting anew."""
+        """Return the peak since the last call; since the beginning where the system can't reset it."""
         peak = self._take() - self._resident_mib
         self._highest = max(self._highest, peak)
         return peak
 
     @property
     def highest(self) -> float:
-        """The peak of all."""
+        """The peak over the whole run."""
         self.take()
         return self._highest
 
@@ -59,7 +59,7 @@ class PeakMemory:
             return peak
         try:
             line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
-        except (OSError, StopIteration):  # not Linux, where alone this peak includes that of the process that started this one
+        except (OSError, StopIteration):  # not Linux; only on Linux does this peak include the parent process's
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
         with suppress(OSError):  # a container may forbid it
             _CLEAR_REFS.write_text("5")  # the peak becomes what is resident now

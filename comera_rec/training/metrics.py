@@ -28,7 +28,7 @@ class BinaryMetrics:
     It keeps 12 bytes per row on the device of the logits: AUC is the rank statistic itself, not one of binned scores.
 
     Args:
-        processes: each with rows of its own.
+        processes: the processes, each with different rows.
     """
 
     def __init__(self, processes: Processes = WORLD) -> None:
@@ -51,11 +51,11 @@ class BinaryMetrics:
         self._rows.append(torch.stack([each.detach().flatten().float() for each in (logits, labels, weights)]))
 
     def compute(self) -> dict[str, float | int]:
-        """The metrics `auc`, `ne`, `logloss` and the number of `rows` they are of; every process must call it, and gets the same.
+        """Return the metrics `auc`, `ne`, `logloss` and the number of `rows`; every process must call it, and all get the same.
 
         Raises:
-            ValueError: no rows; logits that are not finite.
-            OneClass: only one class among the labels.
+            ValueError: for no rows, or logits that are not finite.
+            OneClass: for labels of one class, for which AUC and NE are undefined.
         """
         rows = torch.cat(self._rows, dim=1) if self._rows else torch.empty(3, 0)
         # float64: a mean of 10^8 float32 losses would cost digits that runs are compared by.
@@ -64,16 +64,16 @@ class BinaryMetrics:
         loss = binary_cross_entropy_with_logits(logits, labels, weights, reduction="sum")
         scores, score_of_row = logits.unique(return_inverse=True)
         by_score = logits.new_zeros(2, len(scores))
-        for which, of_class in enumerate((weights * (1 - labels), weights * labels)):
-            by_score[which].scatter_add_(0, score_of_row, of_class)
+        for label, class_weights in enumerate((weights * (1 - labels), weights * labels)):
+            by_score[label].scatter_add_(0, score_of_row, class_weights)
         return _metrics(by_score, float(loss), logits.numel())
 
 
 class BinnedMetrics:
-    """The same in constant memory (16 MiB), whatever the rows: AUC is that of logits rounded to bins of 2^-14 between -32 and 32.
+    """The same metrics in constant memory (16 MiB): AUC is that of logits rounded to bins of 2^-14 between -32 and 32.
 
-    Rows of a bin count as equal, so AUC errs by at most half of the share of pairs that fall into one bin, which `compute` returns
-    as `auc_error`. All else is exact.
+    Rows of a bin count as equal, so the error of AUC is at most half the share of pairs that fall into one bin, which `compute`
+    returns as `auc_error`. All else is exact.
     """
 
     LIMIT, BINS = 32, 1 << 20
@@ -104,12 +104,12 @@ class BinnedMetrics:
 
 
 def mean_of_tasks(computed: dict[str, dict[str, float | int] | OneClass]) -> dict[str, float | int]:
-    """Metrics of a model of one label as they are; of several their means, and each label's own as `auc_LABEL` and so on.
+    """Return one label's metrics as they are; for several labels, the means and each label's metrics as `auc_LABEL` and so on.
 
-    Labels of one class are left out, as rare ones may be on a small split.
+    Labels of one class are left out: a small split may lack a rare label.
 
     Raises:
-        OneClass: if all are.
+        OneClass: if no label is left.
     """
     by_label = {label: metrics for label, metrics in computed.items() if not isinstance(metrics, OneClass)}
     if not by_label:
@@ -124,16 +124,16 @@ def mean_of_tasks(computed: dict[str, dict[str, float | int] | OneClass]) -> dic
 
 def _check_counts(logits: Tensor, labels: Tensor) -> None:
     if logits.numel() != labels.numel():
-        raise ValueError(f"logits and labels must be equally many, got {tuple(logits.shape)} and {tuple(labels.shape)}")
+        raise ValueError(f"logits and labels must match in size, got {tuple(logits.shape)} and {tuple(labels.shape)}")
 
 
 def _check_finite(bad: int, rows: int) -> None:
     if bad:
-        raise ValueError(f"{bad} of {rows} logits are not finite: the model has diverged; lower its rates")
+        raise ValueError(f"{bad} of {rows} logits are not finite: the model has diverged; lower its learning rates")
 
 
 def _metrics(by_score: Tensor, loss: float, rows: int) -> dict[str, float | int]:
-    """From weights of negative and positive rows by ascending score [2, scores], and the weighted sum of their losses.
+    """Compute metrics from weights [2, scores] of negative and positive rows by ascending score, and the sum of weighted losses.
 
     AUC is the probability that a row of label 1 scores above one of label 0, where equal scores count half: Mann-Whitney's U.
     Hanley and McNeil, "The Meaning and Use of the Area under a Receiver Operating Characteristic (ROC) Curve", Radiology 1982.

@@ -1,12 +1,12 @@
-"""Records of checkpoints that earlier versions wrote, as the present version writes them."""
+"""Conversion of earlier versions' checkpoint records to the present format."""
 
 from __future__ import annotations
 
 from typing import Any
 
 FORMAT = 2
-"""Format of the checkpoints that are written. Format 1 (comera-rec 0.1) had one reader of batches a process, and a file,
-`step_*.pt`, where one process wrote."""
+"""Format of new checkpoints. Format 1 (comera-rec 0.1) had one reader of batches per process, and on a single process a file
+`step_*.pt`."""
 
 
 def migrated(record: dict[str, Any], written: int) -> dict[str, Any]:
@@ -24,5 +24,6 @@ def _from_format_1(record: dict[str, Any]) -> dict[str, Any]:
     batches["batch_size"] *= processes
     for section in (data, batches):
         section["shuffle_rows"] *= processes
-    later = {"data": None, "evaluated": record["step"], "best": {"step": None, "ne": None, "since": 0}}  # not in the first records
-    return later | record | {"config": record["config"] | {"data": data}, "batches": batches}
+    # The first records lack these.
+    defaults = {"data": None, "evaluated": record["step"], "best": {"step": None, "ne": None, "since": 0}}
+    return defaults | record | {"config": record["config"] | {"data": data}, "batches": batches}

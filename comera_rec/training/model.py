@@ -1,4 +1,4 @@
-"""From a config and a data set's columns to a model and its optimizers.
+"""Models and their optimizers, built from a config and a data set's columns.
 
 B batch size, I integer columns, L labels.
 """
@@ -28,9 +28,9 @@ from data_pipeline.manifest import Manifest
 
 @dataclass(frozen=True, kw_only=True)
 class Schema:
-    """What a model must know of its data: labels, the integer columns, and the categorical ones with their table sizes.
+    """What a model must know about its data: labels, the integer columns, and the categorical ones with their table sizes.
 
-    `vocabularies` has the SHA-256 of the files that say which id a value has, for columns that have one.
+    `vocabularies` has the SHA-256 of the vocabulary file of each column that has one.
     """
 
     dense: tuple[str, ...]
@@ -40,7 +40,7 @@ class Schema:
 
     @classmethod
     def of(cls, manifest: Manifest) -> Schema:
-        """The schema of a preprocessed data set."""
+        """Return the schema of a preprocessed data set."""
         return cls(
             dense=tuple(column.name for column in manifest.integer_columns),
             sparse={column.name: column.num_embeddings for column in manifest.categorical_columns},
@@ -51,7 +51,7 @@ class Schema:
         )
 
     def differences(self, other: Schema) -> list[str]:
-        """What is not alike: columns by name, "the labels" or "the integers". Vocabularies count where both are known."""
+        """List what differs: columns by name, "the labels" or "the integers". Vocabularies count where both are known."""
         sizes = {name for name in {*self.sparse, *other.sparse} if self.sparse.get(name) != other.sparse.get(name)}
         known = self.vocabularies.keys() & other.vocabularies.keys()
         ids = {name for name in known if self.vocabularies[name] != other.vocabularies[name]}
@@ -59,13 +59,13 @@ class Schema:
         return ["the labels"] * labels + ["the integers"] * integers + sorted(sizes | ids)
 
     def to_dict(self) -> dict[str, Any]:
-        """The schema as plain lists and numbers."""
+        """Return the schema as plain lists and numbers."""
         plain = {"dense": list(self.dense), "sparse": dict(self.sparse), "vocabularies": dict(self.vocabularies)}
         return plain | {"labels": list(self.labels)}
 
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> Schema:
-        """The inverse of `to_dict`, also of one of before vocabularies or labels were recorded."""
+        """Invert `to_dict`; earlier versions recorded no vocabularies or labels."""
         return cls(
             dense=tuple(plain["dense"]),
             sparse=dict(plain["sparse"]),
@@ -83,13 +83,13 @@ class IntegersOnly(nn.Module):
         self.head = nn.Linear(layer_sizes[-1] if layer_sizes else in_features, outputs)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """[B, I] and features that are left out -> [B, L] logits."""
+        """[B, I] and features that are ignored -> [B, L] logits."""
         logits: Tensor = self.head(self.hidden(dense_features))
         return logits
 
 
 def build_model(config: RunConfig, schema: Schema, device: str = "cpu") -> nn.Module:
-    """The model a config asks for on data of a schema.
+    """Build the model that a config describes, for data of a schema.
 
     It is called as `model(dense_features, sparse_features)` and returns [B, L] logits, one for each label.
     """
@@ -124,7 +124,7 @@ def build_model(config: RunConfig, schema: Schema, device: str = "cpu") -> nn.Mo
 
 
 def table_configs(config: RunConfig, schema: Schema) -> tuple[list[EmbeddingBagConfig], list[EmbeddingBagConfig]]:
-    """The tables of a model's embeddings, and those of its linear part if it has one; each within the compression asked for."""
+    """Return configs of a model's embedding tables, and of its linear part's tables if it has one, compressed as configured."""
     dim = config.model.embedding_dim
     tables = [
         EmbeddingBagConfig(name=name, num_embeddings=num_embeddings, embedding_dim=dim, feature_names=[name])
@@ -141,7 +141,7 @@ def table_configs(config: RunConfig, schema: Schema) -> tuple[list[EmbeddingBagC
 
 
 def materialize_(model: nn.Module, device: torch.device) -> nn.Module:
-    """Give a model of the meta device parameters, drawn in the order of its modules, and leave only its dense tables there."""
+    """Initialize a model on the meta device, in the order of its modules; only its dense tables stay on the meta device."""
     tables = {child for module in model.modules() if isinstance(module, EmbeddingBagCollection) for child in module.modules()}
     for module in model.modules():
         parts = [module, *(child for child in module.children() if isinstance(child, nn.ParameterList))]
@@ -154,7 +154,7 @@ def materialize_(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def fuse_dense_tables_(model: nn.Module, lr: float, device: torch.device) -> list[KeyedOptimizer]:
-    """Put FBGEMM's fused tables, updated in the backward pass by rowwise Adagrad, in place of every EmbeddingBagCollection.
+    """Replace every EmbeddingBagCollection by FBGEMM's fused tables, which row-wise Adagrad updates in the backward pass.
 
     Returns:
         Their optimizers, which hold state and need no `step`.
@@ -180,7 +180,7 @@ def fuse_dense_tables_(model: nn.Module, lr: float, device: torch.device) -> lis
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The torch optimizer over everything but fused tables."""
+    """Build the torch optimizer of all parameters but those of fused tables."""
     groups = rank_param_groups(model, lr_cores=config.lr_cores, lr_ranks=config.lr_ranks, lr_dense=config.lr_dense)
     for group in list(groups):
         group["weight_decay"] = {"cores": config.weight_decay_cores, "dense": config.weight_decay_dense}.get(group["name"], 0.0)

@@ -1,4 +1,4 @@
-"""Steps whose batches go through TorchRec's train pipeline: ids of the next batch travel while this one is trained."""
+"""Steps whose batches go through TorchRec's train pipeline: the next batch's ids are sent while this one is trained."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from comera_rec.rank import RankScheduler
 
 
 def is_pipelined(model: nn.Module) -> bool:
-    """Whether a model has sharded tables, whose ids can travel ahead."""
+    """Whether a model has sharded tables, whose ids can be sent ahead."""
     return any(isinstance(module, ShardedModule) for module in model.modules())
 
 
@@ -23,12 +23,12 @@ class PipelinedStep:
     """Optimizer steps of a sharded model, with two batches in flight behind the one that is trained.
 
     Args:
-        model: to train, a `DistributedModelParallel`.
+        model: the `DistributedModelParallel` to train.
         loss_of: a batch -> its task loss, by that model.
-        optimizer: of the model's parameters.
+        optimizer: the optimizer of the model's parameters.
         scheduler: the rank schedule, if there is one.
-        clip: called when all gradients are there.
-        device: of this process.
+        clip: called after the backward pass.
+        device: device of this process.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class PipelinedStep:
         self._paused = False
 
     def __call__(self, batches: Iterator[Batch]) -> Tensor:
-        """One step; returns the task loss, which stays on the device. Raises StopIteration after the last batch."""
+        """Take one step; return the task loss, which stays on the device. Raises StopIteration after the last batch."""
         if self._paused:
             self._pipeline.attach()  # which sends the next batch's ids anew
             if self._pipeline.contexts:
@@ -63,11 +63,11 @@ class PipelinedStep:
         self._paused = True
 
     def zero_grad(self) -> None:
-        """Called by the pipeline before the forward pass."""
+        """Clear gradients; the pipeline calls this before the forward pass."""
         self._optimizer.zero_grad()
 
     def step(self) -> None:
-        """Called by the pipeline after the backward pass."""
+        """Clip gradients and update parameters; the pipeline calls this after the backward pass."""
         if self._clip is not None:
             self._clip()
         self._optimizer.step()

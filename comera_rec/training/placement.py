@@ -1,4 +1,4 @@
-"""Where a run's model lies: on one device, or its tables sharded over several processes and the rest replicated."""
+"""Placement of a run's model: on one device, or its tables sharded over several processes and the rest replicated."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from comera_rec.training.model import Schema, build_model, fuse_dense_tables_, m
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """A model where it is trained.
+    """A model placed where it is trained.
 
     Attributes:
-        model: to call.
+        model: the model to call.
         module: the same without wrappers, so that names are those of an unsharded model.
-        table_optimizers: of its dense tables, which are updated in the backward pass.
+        table_optimizers: optimizers of its dense tables, which are updated in the backward pass.
     """
 
     model: nn.Module
@@ -47,12 +47,12 @@ def place(
     """Build a model, or take the given one, and move or shard it to where it trains.
 
     Args:
-        config: whose model it is.
-        schema: of the data.
-        model: None for a new one; for one process.
-        processes: among which tables are divided.
-        device: of this process.
-        batch_size: rows of a process.
+        config: the run's config.
+        schema: schema of the data.
+        model: the model to place, on one process only; None to build it.
+        processes: processes that the tables are sharded over.
+        device: device of this process.
+        batch_size: rows per process.
 
     Raises:
         ValueError: if a model is given and there are several processes.
@@ -64,15 +64,15 @@ def place(
         tables = fuse_dense_tables_(model, lr, device)
         return Placed(model=model, module=model, table_optimizers=tables)
     if model is not None:
-        raise ValueError("a model that is given is trained on one process: save it, and continue from its folder on several")
-    # Dense tables that no process could hold are made where they will be.
+        raise ValueError("a given model trains on one process only: save it there, then resume from its folder on several")
+    # Dense tables, which may be too large for one process, are made in shards on the processes that keep them.
     whole = materialize_(build_model(config, schema, device="meta"), device)
     sharded = _shard(whole, processes, device, batch_size, lr)
     return Placed(model=sharded, module=sharded.module, table_optimizers=[sharded.fused_optimizer])
 
 
 def whole_model(config: RunConfig, schema: Schema, module: nn.Module, processes: Processes) -> nn.Module:
-    """The model as one process would hold it, at the present ranks of `module`: on the meta device, or `module` itself."""
+    """Return the unsharded model at the present ranks of `module`: on the meta device or, on one process, `module` itself."""
     if not processes.several:
         return module
     whole = build_model(config, schema, device="meta")
@@ -85,23 +85,23 @@ def whole_model(config: RunConfig, schema: Schema, module: nn.Module, processes:
 def _shard(
     model: nn.Module, processes: Processes, device: torch.device, batch_size: int, lr_tables: float
 ) -> DistributedModelParallel:
-    """Place the tables of a model, the same on every process, by plan, and replicate the rest.
+    """Shard the tables of a model that is the same on every process by plan, and replicate the rest.
 
-    TT tables go where `TTShardingPlanner` estimates them cheapest. Dense tables are updated in backward by rowwise Adagrad, each
-    whole or divided by rows; TorchRec gives them new values if they are on the meta device.
+    TT tables go where `TTShardingPlanner` estimates them cheapest. Dense tables are updated in backward by row-wise Adagrad, each
+    whole or divided by rows; TorchRec initializes those on the meta device.
     """
     fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": lr_tables}
     dense_sharder = EmbeddingBagCollectionSharder(fused_params=fused)
     sharders: list[Any] = [TTEmbeddingBagCollectionSharder(dense_sharder), dense_sharder]
-    # A replicated dense table would have a dense gradient, and another optimizer than the others.
+    # A replicated dense table would have a dense gradient, and an optimizer different from the others'.
     constraints = {
         config.name: ParameterConstraints(sharding_types=["table_wise", "row_wise"])
         for module in model.modules()
         if isinstance(module, EmbeddingBagCollection)
         for config in module.embedding_bag_configs()
     }
-    of_host = min(launcher_number("LOCAL_WORLD_SIZE", processes.size), processes.size)
-    topology = Topology(processes.size, device.type, local_world_size=of_host, **_room(device, of_host))
+    local_world_size = min(launcher_number("LOCAL_WORLD_SIZE", processes.size), processes.size)
+    topology = Topology(processes.size, device.type, local_world_size=local_world_size, **_room(device, local_world_size))
     planner = TTShardingPlanner(topology, batch_size, constraints=constraints)
     plan = processes.on_first(lambda: planner.plan(model, sharders))
     env = ShardingEnv.from_process_group(processes.require_group())
@@ -109,14 +109,14 @@ def _shard(
 
 
 def _room(device: torch.device, processes_of_host: int) -> dict[str, int]:
-    """Bytes of memory that a process may fill, by the planner's names."""
+    """Return the bytes of memory that a process may use, by the planner's names."""
     if device.type == "cuda":
         return {"hbm_cap": torch.cuda.get_device_properties(device).total_memory}
     return {"ddr_cap": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // processes_of_host}
 
 
 def device_of(name: str) -> torch.device:
-    """The device of this process: "cpu", "cuda" (a GPU for each process of a host), or "auto" for a GPU where there is one.
+    """Return the device of this process: "cpu", "cuda" (a GPU for each process of a host), or "auto" for a GPU if there is one.
 
     Raises:
         ValueError: for "cuda" without a GPU, or with fewer GPUs than processes.
@@ -128,13 +128,13 @@ def device_of(name: str) -> torch.device:
     if not count:
         return torch.device("cpu")
     if local_rank >= count:
-        raise ValueError(f"{local_rank + 1} processes or more share {count} GPUs: launch one process a GPU, or training.device=cpu")
+        raise ValueError(f"{local_rank + 1} or more processes share {count} GPUs: launch one per GPU, or set training.device=cpu")
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 
 
 def name_of(device: torch.device) -> str:
-    """What results are measured on."""
+    """Name the hardware that results are measured on."""
     return (
         torch.cuda.get_device_name(device)
         if device.type == "cuda"
@@ -143,5 +143,5 @@ def name_of(device: torch.device) -> str:
 
 
 def available_cores() -> int:
-    """CPU cores this process may run on."""
+    """Count the CPU cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -11,16 +11,16 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 
 class LearningRates:
-    """Multiplies all rates by one factor: up in a straight line over the warmup, 1, and down in a straight line to the last step.
+    """Multiplies all rates by a factor that rises linearly to 1 over the warmup, and falls linearly at the end of the run.
 
-    The factor follows from the number of the step alone, so a resumed run has the rates of one that never stopped.
+    The factor follows from the step number alone, so a resumed run has the rates of one that never stopped.
 
     Args:
-        optimizer: of the model's parameters.
-        table_optimizers: of dense tables, which are updated in the backward pass.
-        total_steps: of the run.
-        warmup_steps: over which rates rise.
-        decay: the share of all steps, at the end, over which they fall.
+        optimizer: optimizer of the model's parameters.
+        table_optimizers: optimizers of dense tables, which are updated in the backward pass.
+        total_steps: steps of the run.
+        warmup_steps: steps over which rates rise.
+        decay: share of all steps, at the end, over which rates fall.
         as_tensors: hold the optimizer's rates in tensors, which a CUDA graph reads anew in every step.
     """
 
@@ -47,7 +47,7 @@ class LearningRates:
         return self._warmup > 0 or self._falling > 0
 
     def factor(self, step: int) -> float:
-        """Of a step, the first being 1: above 0, at most 1."""
+        """Return the factor of a step, counted from 1: above 0, at most 1."""
         rising = step / (self._warmup + 1)
         falling = (self._total - step + 1) / self._falling if self._falling else 1.0
         return max(0.0, min(1.0, rising, falling))
@@ -62,4 +62,4 @@ class LearningRates:
             else:
                 group["lr"] = rate * self.factor(step)
         for optimizer in self._tables:
-            optimizer.step()  # FBGEMM's tables take their rate here, and nothing else
+            optimizer.step()  # only passes the rate to FBGEMM's tables

@@ -1,4 +1,4 @@
-"""A run's folder: whether a config continues what is in it, and which of its checkpoints counts."""
+"""A run's folder: whether a config can resume the run in it, and which of its checkpoints to use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from comera_rec.training.state import load_model_
 from data_pipeline.manifest import Manifest
 
 CHECKPOINTS = "checkpoints"
-# What may differ between a run and its continuation: all of [training], [checkpoints] and `output`, and of [data] this.
+# What may change when a run resumes: `output`, all of [training] and [checkpoints], and these keys of [data].
 _FREE_SECTIONS = ("training", "checkpoints", "output")
 _FREE_DATA = ("path", "prefetch", "eval_batch_size")
 
@@ -26,8 +26,8 @@ def require_fit(config: RunConfig, schema: Schema, manifest: Manifest, processes
     """Return the number of equal parts that a batch is divided into, by processes and accumulation.
 
     Raises:
-        ValueError: for data without validation rows that are asked for, weights that are not one a label, or a batch that can't be
-            divided.
+        ValueError: if evaluations need validation rows that the data lacks, if there isn't one task weight per label, or if a batch
+            can't be divided equally.
     """
     training, data = config.training, config.data
     if training.eval_every and not manifest.splits["val"].rows:
@@ -69,10 +69,10 @@ def require_same_run(config: RunConfig, schema: Schema, manifest: Manifest, reco
 
 
 def open_run(folder: str | Path, *, last: bool = False) -> Checkpoint:
-    """The checkpoint of a run's best step where it keeps one (`training.keep_best`), else or if asked for its last.
+    """Open the checkpoint of a run's best step if it keeps that (`training.keep_best`); otherwise, or with `last`, its last one.
 
     Raises:
-        ValueError: if the folder holds no checkpoint, or not that of its best step.
+        ValueError: if the folder holds no checkpoint, or no longer that of its best step.
     """
     checkpoints = Path(folder) / CHECKPOINTS
     path = latest_checkpoint(checkpoints)
@@ -89,7 +89,7 @@ def open_run(folder: str | Path, *, last: bool = False) -> Checkpoint:
 
 
 def load_run(folder: str | Path, *, last: bool = False) -> tuple[nn.Module, RunConfig, Schema]:
-    """The model of the checkpoint that `open_run` gives, its config and the schema of its data; errors as there."""
+    """Return the model of the checkpoint that `open_run` opens, its config and the schema of its data; errors as there."""
     opened = open_run(folder, last=last)
     config = parse_config(opened.record["config"])
     schema = Schema.from_dict(opened.record["schema"])
@@ -97,12 +97,12 @@ def load_run(folder: str | Path, *, last: bool = False) -> tuple[nn.Module, RunC
 
 
 def fingerprint(manifest: Manifest) -> str:
-    """What tells a data set's rows from those of any other."""
+    """Return a hash that identifies a data set's rows."""
     shards = [(name, s.rows, s.bytes, s.sha256) for name, split in manifest.splits.items() for s in split.shards]
     return hashlib.sha256(json.dumps(shards).encode()).hexdigest()
 
 
 def _decisive(config: dict[str, Any]) -> dict[str, Any]:
-    """What the result of a run depends on, [training] and [checkpoints] apart, which may change on the way."""
+    """Return the part of a config that must stay the same when a run resumes."""
     kept = {key: value for key, value in config.items() if key not in _FREE_SECTIONS}
     return kept | {"data": {key: value for key, value in kept["data"].items() if key not in _FREE_DATA}}

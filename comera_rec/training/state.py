@@ -23,12 +23,12 @@ from comera_rec.training.checkpoint import Checkpoint
 
 
 class TrainingState:
-    """What changes in training, of this process's part of a model.
+    """The tensors that training changes, of this process's part of a model.
 
     Args:
-        model: without wrappers, so that names are those of an unsharded model.
-        optimizer: over its parameters but those of dense tables.
-        table_optimizers: of the dense tables.
+        model: the model without wrappers, so that names are those of an unsharded model.
+        optimizer: optimizer of its parameters but those of dense tables.
+        table_optimizers: optimizers of the dense tables.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, table_optimizers: Sequence[KeyedOptimizer]) -> None:
@@ -37,26 +37,26 @@ class TrainingState:
         self._table_optimizers = table_optimizers
 
     def tensors(self) -> dict[str, Any]:
-        """What to save; parts of tensors that are spread over processes are DTensors or ShardedTensors."""
+        """Return the tensors to save; those that are spread over processes are DTensors or ShardedTensors."""
         weights = self._model.state_dict()
         tensors = {f"model/{name}": value for name, value in weights.items()}
         for name, parameter in self._model.named_parameters():
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 whole = weights[name] if value.shape == parameter.shape else None
                 tensors[f"optimizer/{name}/{key}"] = divided_like(value, whole) if isinstance(whole, DTensor) else value
-        return tensors | self._of_tables()
+        return tensors | self._table_states()
 
     def is_finite(self) -> bool:
-        """Whether all numbers of this process's parts are."""
+        """Whether all numbers of this process's parts are finite."""
         extremes = [torch.stack(part.aminmax()) for value in self.tensors().values() for part in _parts(value) if part.numel()]
-        return all(bool(of_part.isfinite().all()) for of_part in extremes)
+        return all(bool(extreme.isfinite().all()) for extreme in extremes)
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Take ranks, weights and optimizer state from a checkpoint, whatever processes it was saved by."""
+        """Load ranks, weights and optimizer state from a checkpoint, whatever number of processes saved it."""
         for name, module in named_tt_modules(self._model):
             module.resize_ranks_(_ranks(checkpoint, name, module.shape.order))
         weights = self._model.state_dict()
-        tensors = {f"model/{name}": value for name, value in weights.items()} | self._of_tables()
+        tensors = {f"model/{name}": value for name, value in weights.items()} | self._table_states()
         parameters = dict(self._model.named_parameters())
         states: dict[str, tuple[nn.Parameter, str]] = {}
         for entry, size in checkpoint.sizes.items():
@@ -74,8 +74,8 @@ class TrainingState:
             value = tensors[entry]
             self._optimizer.state[parameter][key] = padded_to(value, parameter.shape) if isinstance(value, DTensor) else value
 
-    def _of_tables(self) -> dict[str, Any]:
-        """The state tensors themselves, which are read into in place."""
+    def _table_states(self) -> dict[str, Any]:
+        """Return the optimizer state of dense tables: the tensors themselves, so that loading can fill them in place."""
         tensors: dict[str, Any] = {}
         for optimizer in self._table_optimizers:
             for name, state in optimizer.state_dict()["state"].items():
@@ -86,7 +86,7 @@ class TrainingState:
 
 
 def _parts(value: Any) -> list[Tensor]:
-    """What of a tensor this process holds."""
+    """List this process's parts of a tensor."""
     if isinstance(value, ShardedTensor):
         return [shard.tensor for shard in value.local_shards()]
     return [value.to_local() if isinstance(value, DTensor) else value]

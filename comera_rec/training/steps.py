@@ -1,4 +1,4 @@
-"""Optimizer steps of a run: which way a batch takes through the model, at which learning rates."""
+"""Optimizer steps of a run: how a batch goes through the model, and at which learning rates."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from comera_rec.training.rates import LearningRates
 
 
 class Steps:
-    """Takes a step's batches, updates the model, and lets ranks follow.
+    """Takes a step's batches, updates the model, and adapts its ranks.
 
-    Sharded tables take TorchRec's pipeline where a step has one part (`training.pipeline`); all else the plain loop, on a GPU as a
-    CUDA graph if asked for (`training.capture`).
+    Sharded tables use TorchRec's pipeline if a step has one part (`training.pipeline`); all else uses the plain loop, on a GPU as
+    a CUDA graph if asked for (`training.capture`).
 
     Args:
-        config: of the run.
+        config: the run's config.
         placed: the model.
-        optimizer: of its parameters.
-        scheduler: of its ranks, if they adapt.
-        processes: of the run.
-        device: of this process.
-        total_steps: of the run.
+        optimizer: optimizer of its parameters.
+        scheduler: scheduler of its ranks, if they adapt.
+        processes: processes of the run.
+        device: device of this process.
+        total_steps: steps of the run.
 
     Attributes:
-        is_pipelined: whether batches take the pipeline.
+        is_pipelined: whether batches go through the pipeline.
     """
 
     def __init__(
@@ -74,25 +74,25 @@ class Steps:
         self.is_pipelined = self._pipelined_step is not None
 
     def take(self, step: int, batches: Iterator[Batch]) -> Tensor:
-        """Take step number `step` of the run, from 1; returns the task loss, the mean over its parts, which stays on the device."""
-        changes = len(self._scheduler.history) if self._scheduler else 0
+        """Take step number `step` of the run, from 1; return the task loss, the mean over its parts, which stays on the device."""
+        entries = len(self._scheduler.history) if self._scheduler else 0
         self._rates.set(step)
         if self._pipelined_step is not None:
             loss = self._pipelined_step(batches)
         else:
             parts = [next(batches).to(self._device, non_blocking=True) for _ in range(self._training.accumulation)]
             loss = self._captured_step(*(each for part in parts for each in _inputs(part)))
-        if self._scheduler and len(self._scheduler.history) > changes:
+        if self._scheduler and len(self._scheduler.history) > entries:
             self.replicate_anew()
         return loss
 
     def pause(self) -> None:
-        """Let the model be called for something else than the next step, or changed."""
+        """Allow the model to be called outside of a step, or to be changed, before the next step."""
         if self._pipelined_step is not None:
             self._pipelined_step.pause()
 
     def replicate_anew(self) -> None:
-        """Let replicas be averaged at their present sizes, after ranks have changed."""
+        """Set up gradient averaging for the present sizes of replicas, after ranks have changed."""
         self.pause()
         if isinstance(self._model, DistributedModelParallel):
             rewrap_data_parallel_(self._model)

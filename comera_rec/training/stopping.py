@@ -25,44 +25,44 @@ class Interrupted(Exception):
 
 
 class StopSignals:
-    """Notes SIGTERM and SIGINT while it is entered; the next SIGINT then ends the process at once, wherever it is.
+    """Context manager that records SIGTERM and SIGINT; a SIGINT after either ends the process at once, wherever it is.
 
     With several processes, each calls the same methods at the same step.
 
     Args:
-        processes: of the run.
+        processes: processes of the run.
     """
 
     def __init__(self, processes: Processes = WORLD) -> None:
         self._processes = processes
         self._received = 0
-        self._answer: Callable[[], Tensor] | None = None
+        self._pending: Callable[[], Tensor] | None = None
 
     def __enter__(self) -> StopSignals:
-        self._before: dict[int, Any] = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        self._handlers: dict[int, Any] = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        if self._answer is not None:
+        if self._pending is not None:
             with contextlib.suppress(RuntimeError):  # another process is gone
-                self._answer()
-            self._answer = None
+                self._pending()
+            self._pending = None
 
     def after_step(self, failed: bool = False) -> tuple[int, bool]:
-        """The signal to stop for, or 0, and whether something has failed: of any process, seen by all at the same step.
+        """Return the signal to stop for, or 0, and whether something has failed, on any process; all see it at the same step.
 
-        Where there are several, a step later, so that no step waits for the answer.
+        With several processes this is what they said a step ago, so that no step waits for the others.
         """
         if not self._processes.several:
             return self._received, failed
-        before, self._answer = self._answer, self._processes.start_max(torch.tensor([self._received, failed]))
-        signal_number, failures = before().tolist() if before is not None else (0, 0)
+        previous, self._pending = self._pending, self._processes.start_max(torch.tensor([self._received, failed]))
+        signal_number, failures = previous().tolist() if previous is not None else (0, 0)
         return signal_number, bool(failures)
 
     def now(self) -> int:
-        """The signal to stop for, waiting for the other processes."""
+        """Wait for the other processes, and return the signal to stop for, or 0."""
         return int(self._processes.max(self._received))
 
     def _note(self, number: int, frame: FrameType | None) -> None:

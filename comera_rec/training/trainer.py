@@ -44,7 +44,7 @@ from comera_rec.training.writer import CheckpointWriter
 from data_pipeline.atomic import replacing
 from data_pipeline.manifest import read_manifest
 
-_READERS = 8  # of a run's batches, so that 1, 2, 4 and 8 processes share them alike
+_READERS = 8  # readers of a run's batches, which 1, 2, 4 and 8 processes can share equally
 
 
 class Diverged(Exception):
@@ -56,17 +56,17 @@ class Diverged(Exception):
 class Trainer:
     """One run, from the config to result.json.
 
-    Where a launcher has started several processes, each builds one of these and calls the same methods: tables are sharded by plan,
+    Where a launcher has started several processes, each builds a Trainer and calls the same methods: tables are sharded by plan,
     the rest is replicated, each process reads its own rows, and the first one writes. The folder must be the same for all.
 
     Args:
-        config: the run; a folder that already holds a part of it is continued from its last checkpoint.
-        model: trained from here instead of from a new model; of the config's sizes, ranks apart. For one process.
-        processes: of the run.
+        config: the run; if its folder already holds a part of it, it resumes from the last checkpoint.
+        model: the model to start from instead of a new one; its sizes but not its ranks are the config's. For one process.
+        processes: processes of the run.
 
     Raises:
         ValueError: for data that does not fit, a batch that can't be shared equally, a folder that holds another run, or float8
-            where there are no layers or no products for it (`use_float8_`).
+            without layers or a device for it (`use_float8_`).
     """
 
     def __init__(self, config: RunConfig, model: nn.Module | None = None, *, processes: Processes = WORLD) -> None:
@@ -81,7 +81,7 @@ class Trainer:
         self.manifest = read_manifest(config.data.path)
         self.schema = Schema.of(self.manifest)
         parts = require_fit(config, self.schema, self.manifest, processes)
-        self.part_size = config.data.batch_size // parts  # rows of a forward pass of this process
+        self.part_size = config.data.batch_size // parts  # rows per forward pass of this process
         self.loader = BatchLoader(
             self._batches("train", shuffle=True), prefetch=config.data.prefetch, pin_memory=self.device.type == "cuda"
         )
@@ -95,7 +95,7 @@ class Trainer:
         self.optimizer = build_optimizer(self.module, config.optimizer)
         if self._updates_in_backward():
             update_in_backward_(self.module, self.optimizer)
-        # Where torch's threads take all cores, another one that works beside them costs more than it saves.
+        # Where torch's threads take all cores, another thread costs more than it saves.
         if self.device.type == "cpu" and not processes.several and torch.get_num_threads() < available_cores():
             self.loader.prepare = self._plan_ahead
         self.scheduler = None
@@ -120,11 +120,11 @@ class Trainer:
         self.first_step_ms = float("nan")
 
     def _updates_in_backward(self) -> bool:
-        """Whether cores of tables are updated slice by slice: on CPU, and where nothing asks for their whole gradients."""
+        """Whether table cores are updated slice by slice: on CPU, unless something needs their whole gradients."""
         training, ranks = self.config.training, self.config.ranks
-        whole = training.clip_grad_norm is not None or training.accumulation > 1 or bool(ranks and ranks.beta)
+        need_gradients = training.clip_grad_norm is not None or training.accumulation > 1 or bool(ranks and ranks.beta)
         has_tables = any(isinstance(module, TTTable) for module in self.module.modules())
-        return has_tables and self.device.type == "cpu" and not whole
+        return has_tables and self.device.type == "cpu" and not need_gradients
 
     def _plan_ahead(self, batch: Batch) -> None:
         for module in self.module.modules():
@@ -211,7 +211,7 @@ class Trainer:
         return self.processes.on_first(lambda: dict(json.loads(result_path.read_text())))
 
     def _open_log(self) -> None:
-        (self.folder / "result.json").unlink(missing_ok=True)  # of fewer steps
+        (self.folder / "result.json").unlink(missing_ok=True)  # left by a run of fewer steps
         self.log = MetricsLog(self.folder, self.steps, evaluated=self.evaluated == self.steps)
 
     def _unfinished(self) -> bool:
@@ -224,7 +224,7 @@ class Trainer:
         training = self.config.training
         losses: list[Tensor] = []
         self._log_ranks()
-        if self.steps and self._evaluation_is_due():  # it was interrupted
+        if self.steps and self._evaluation_is_due():  # the evaluation was interrupted
             self._validate()
             self.save()
         hidden = not self.processes.is_first or None
@@ -251,7 +251,7 @@ class Trainer:
                     self._require_finite_weights()
                 if last:  # before anything else can go wrong
                     self.save()
-                if evaluating:  # before saving, so that a run that resumes from the checkpoint has this evaluation behind it
+                if evaluating:  # before saving, so that a run that resumes from the checkpoint doesn't repeat it
                     best = self._validate()
                     last = last or self._out_of_patience()
                     saving = (saving and self.steps < self.total_steps) or self._out_of_patience() or (best and training.keep_best)
@@ -266,7 +266,7 @@ class Trainer:
                     break
 
     def _losses(self) -> Iterator[Tensor]:
-        """Task losses of the steps that are left, which stay on the device."""
+        """Yield the task losses of the remaining steps, which stay on the device."""
         if not self._unfinished():
             return
         with contextlib.closing(iter(self.loader)) as batches:
@@ -274,7 +274,7 @@ class Trainer:
                 yield self._step(batches)
 
     def _step(self, batches: Iterator[Batch]) -> Tensor:
-        """One optimizer step; returns the task loss."""
+        """Take one optimizer step; return the task loss."""
         loss = self.step.take(self.steps + 1, batches)
         self.steps += 1
         return loss
@@ -291,12 +291,12 @@ class Trainer:
         if self.processes.any(not self.state.is_finite()):
             raise self._diverged(f"weights or their optimizer's state are not finite at step {self.steps}")
 
-    def _diverged(self, what: str) -> Diverged:
+    def _diverged(self, problem: str) -> Diverged:
         with contextlib.suppress(OSError):
             self.writer.wait()
         kept = latest_checkpoint(self.checkpoints)
         last = f"the last good checkpoint is {kept}" if kept else "there is no checkpoint yet"
-        return Diverged(f"{what}: lower the learning rates; {last}")
+        return Diverged(f"{problem}: lower the learning rates; {last}")
 
     def _log_losses(self, losses: list[Tensor], interval_start: float) -> float:
         loss = self._checked_mean(losses)
@@ -322,7 +322,7 @@ class Trainer:
         return due and self.evaluated != self.steps and self._rows("val") > 0
 
     def _validate(self) -> bool:
-        """Evaluate on the validation split; whether the model is the best so far, of those of the final size."""
+        """Evaluate on the validation split; return whether the model is the best so far among those of the final size."""
         try:
             metrics = self._evaluate("val")
         except Interrupted:
@@ -347,7 +347,7 @@ class Trainer:
         peak = self.processes.max(self.memory.highest)
         if self.scheduler and self.scheduler.stage != "done" and self.processes.is_first:
             tqdm.write(
-                f"the run ended in the {self.scheduler.stage} stage of its ranks, off the target size: "
+                f"the run ended in the {self.scheduler.stage} stage of its ranks, off their target size: "
                 "raise training.steps and resume, or lower ranks.early_steps and ranks.late_steps",
                 file=sys.stderr,
             )

@@ -1,4 +1,4 @@
-"""Checkpoints written in the step that asks for one, or by a thread beside the steps that follow."""
+"""A writer of checkpoints, in the step that asks for one or by a thread during the following steps."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from comera_rec.training.checkpoint import save_checkpoint
 
 
 class CheckpointWriter:
-    """Writes a run's checkpoints, one at a time. Where there are several processes, each calls the same methods at the same step.
+    """Writes a run's checkpoints, one at a time. With several processes, each calls the same methods at the same step.
 
     Args:
-        folder: where they lie.
-        keep: how many of the latest stay.
-        processes: of the run.
+        folder: folder of the checkpoints.
+        keep: number of latest checkpoints to keep.
+        processes: processes of the run.
         asynchronous: let `save` return as soon as the tensors are copied (in memory, for as long as the write takes); a thread
-            writes, with collectives of its own. A write that failed shows in `failed`, and is raised by the next `wait` or `save`.
+            writes, in a separate process group. A write that failed shows in `failed`, and is raised by the next `wait` or `save`.
     """
 
     def __init__(self, folder: Path, *, keep: int, processes: Processes, asynchronous: bool) -> None:
@@ -34,7 +34,7 @@ class CheckpointWriter:
         self._writing: Future[Path] | None = None
 
     def save(self, step: int, record: dict[str, Any], tensors: Mapping[str, Any], *, kept_step: int | None) -> None:
-        """Write a checkpoint when the one before is written; arguments and errors as of `save_checkpoint`."""
+        """Write a checkpoint once the previous one is written; arguments and errors as for `save_checkpoint`."""
         self.wait()
         options: dict[str, Any] = {"keep": self._keep, "kept_step": kept_step, "processes": self._processes}
         if self._thread is None:
@@ -47,17 +47,17 @@ class CheckpointWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        """Wait; what a write raises is raised unless something else is."""
+        """Wait for the write; raise its error unless the block has raised another."""
         with contextlib.suppress(OSError) if error is not None else contextlib.nullcontext():
             self.wait()
 
     @property
     def failed(self) -> bool:
-        """Whether the write at hand has failed."""
+        """Whether the current write has failed."""
         return self._writing is not None and self._writing.done() and self._writing.exception() is not None
 
     def wait(self) -> None:
-        """Wait until nothing is being written; raise what the write raised, once."""
+        """Wait until nothing is being written; raise an error of the write, once."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()

@@ -125,7 +125,7 @@ def test_logs_are_ordered_by_their_numbers(log: Path, tmp_path: Path, capsys: py
         shutil.copy(log, day)
     assert run("preprocess", "--input", *days, "--output", tmp_path / "data", "--split", "day") == 0
     assert [file.name for file in read_manifest(tmp_path / "data").inputs] == ["day_0", "day_2", "day_10"]
-    assert capsys.readouterr().err == f"taking the logs by their numbers: {days[0]} ... {days[1]}\n"
+    assert capsys.readouterr().err == f"reading the logs in the order of their numbers: {days[0]} ... {days[1]}\n"
 
 
 def test_transform(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -109,7 +109,7 @@ def test_compress_takes_files_and_distributed_checkpoints(kind: str, tmp_path: P
     for again, message in (
         ([*arguments, str(small), *tables], "exists: give a new file"),
         ([*arguments, str(tmp_path / "new.pt"), "tables.ranks=4"], "unknown key tables.ranks; did you mean tables.tt_ranks?"),
-        ([*arguments, str(tmp_path / "new.pt"), "model.dim=4"], "override of model: only tables.key=value goes here"),
+        ([*arguments, str(tmp_path / "new.pt"), "model.dim=4"], "override of model: only tables.key=value is allowed here"),
         (["compress", "--state", str(tmp_path / "no"), "--output", str(tmp_path / "new.pt")], "does not exist"),
         (["compress", "--state", str(tmp_path), "--output", str(tmp_path / "new.pt")], "holds no .metadata"),
         (

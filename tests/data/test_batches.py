@@ -337,7 +337,7 @@ class TestRows:
         for batches in resumed:
             batches.load_state_dict(state)
         assert numbers_of_all(resumed) == one[20:]
-        with pytest.raises(ValueError, match=r"8 readers dealt them, which 16 processes can't share: launch .* that divides 8"):
+        with pytest.raises(ValueError, match=r"8 readers made them, which 16 processes can't share: launch .* that divides 8"):
             make(0, 16, readers=16).load_state_dict(state)
 
     def test_readers_share_batches_equally(self, data: Path) -> None:
@@ -459,8 +459,8 @@ class TestBadInput:
             ({"batch_size": 8, "epochs": 0}, "epochs must be at least 1, or None for endless, got 0"),
             ({"batch_size": 8, "seed": -1}, "seed must be at least 0, got -1"),
             ({"batch_size": 8, "rank": 2, "world_size": 2}, r"rank must be in 0..1 \(world_size 2\), got 2"),
-            ({"batch_size": 101, "drop_last": True}, "batch_size 101 on 1 readers cuts no equal batches from 100 rows"),
-            ({"batch_size": 8, "world_size": 101}, "batch_size 8 on 101 readers cuts no equal batches from 100 rows"),
+            ({"batch_size": 101, "drop_last": True}, "batch_size 101 on 1 readers doesn't divide 100 rows into equal batches"),
+            ({"batch_size": 8, "world_size": 101}, "batch_size 8 on 101 readers doesn't divide 100 rows into equal batches"),
         ],
     )
     def test_arguments(self, data: Path, arguments: dict[str, Any], message: str) -> None:
@@ -528,7 +528,7 @@ class TestBadInput:
 
     def test_workers_beyond_the_rows(self, data: Path) -> None:
         loader = DataLoader(ParquetBatches(data, "val", batch_size=15, epochs=None, drop_last=True), batch_size=None, num_workers=2)
-        with pytest.raises(ValueError, match="batch_size 15 on 2 readers cuts no equal batches from 20 rows"):
+        with pytest.raises(ValueError, match="batch_size 15 on 2 readers doesn't divide 20 rows into equal batches"):
             next(iter(loader))
 
     def test_resuming_with_other_batches(self, data: Path) -> None:

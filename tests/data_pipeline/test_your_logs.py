@@ -24,7 +24,7 @@ def test_commands_run(tmp_path: Path) -> None:
     done = subprocess.run(["sh", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "report.html").exists()
-    assert "extended is as its manifest says: 500 rows" in done.stdout
+    assert "extended matches its manifest: 500 rows" in done.stdout
     columns = {column.name: column for column in read_manifest(tmp_path / "data").categorical_columns}
     assert columns["customer"].num_embeddings == 1000
     assert 50 < columns["shop"].num_embeddings <= 101

@@ -92,7 +92,7 @@ def test_the_launchers_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="WORLD_SIZE is 2 but RANK, MASTER_ADDR, MASTER_PORT not set: launch with torchrun"):
+    with pytest.raises(ValueError, match="WORLD_SIZE is 2 without RANK, MASTER_ADDR, MASTER_PORT: launch with torchrun"):
         join_launched(torch.device("cpu"))
     monkeypatch.setenv("WORLD_SIZE", "two")
     with pytest.raises(ValueError, match="the environment variable WORLD_SIZE is 'two': launch with torchrun, or unset it"):

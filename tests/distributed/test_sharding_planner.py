@@ -102,13 +102,15 @@ def test_the_error_names_the_smallest_change_with_which_all_fits(
 
 
 def test_the_error_names_a_few_of_many_tables() -> None:
-    with pytest.raises(PlannerError, match=r"make 't0', 't1', 't2' and the 3 next largest TT tables of ranks of at most") as error:
+    with pytest.raises(
+        PlannerError, match=r"make 't0', 't1', 't2' and the 3 next largest TT tables with ranks of at most"
+    ) as error:
         plan(model(*(table(f"t{k}", 4_000_000) for k in range(6))), world_size=1, ddr_cap=1 << 29)
     assert "(TTEmbeddingBagConfig with tt_ranks), or plan for more devices than 1\n" in str(error.value)
 
 
 def test_a_batch_too_large_for_any_rank_has_its_own_message() -> None:
-    with pytest.raises(PlannerError, match=r"not even TT tables of rank 1 fit, .*: take a smaller batch than 4000000"):
+    with pytest.raises(PlannerError, match=r"not even TT tables of rank 1 fit, .*: use a batch smaller than 4000000"):
         plan(model(table("users", 1_000_000, 8)), batch=4_000_000, ddr_cap=1 << 28)
 
 
@@ -181,7 +183,9 @@ def test_every_feature_of_a_constrained_table_counts() -> None:
         assert constrained.input_lengths == expected
         same = constrained.shards[0].storage.ddr == free.shards[0].storage.ddr
         assert same == (sum(expected) == 2), "storage follows the ids"
-    with pytest.raises(PlannerError, match="table 'users' has 2 features and its constraint 3 pooling_factors: give one a feature"):
+    with pytest.raises(
+        PlannerError, match="table 'users' has 2 features and its constraint 3 pooling_factors: give one per feature"
+    ):
         option(TWO, ParameterConstraints(pooling_factors=[1.0, 2.0, 3.0]))
 
 

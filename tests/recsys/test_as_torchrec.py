@@ -205,5 +205,5 @@ def test_wrong_inputs_are_named() -> None:
     with pytest.raises(ValueError, match=r"ids of table 't2' \(feature 'f3'\) are torch.float32: give int32 or int64"):
         model(KeyedJaggedTensor(keys=["f1", "f2", "f3"], values=values.float(), lengths=lengths))
     strides = [[3], [1], [2]]
-    with pytest.raises(ValueError, match="features have batch sizes of their own: give the KeyedJaggedTensor inverse indices"):
+    with pytest.raises(ValueError, match="features have different batch sizes: give the KeyedJaggedTensor inverse indices"):
         model(KeyedJaggedTensor(keys=["f1", "f2", "f3"], values=values, lengths=lengths, stride_per_key_per_rank=strides))

@@ -330,7 +330,7 @@ def test_names_in_the_state_dict() -> None:
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
-        ([table("a", ["f"], tt_ranks=4), table("a", ["g"])], "tables holds two tables named 'a'"),
+        ([table("a", ["f"], tt_ranks=4), table("a", ["g"])], "two tables are named 'a'"),
         ([table("items", ["f"], tt_ranks=4)], "table name 'items' can't name a submodule of an nn.ModuleDict: choose another"),
         ([table("user.id", ["f"])], "table name 'user.id' can't name a submodule"),
         ([table("a", ["f"], tt_ranks=4, pooling=PoolingType.NONE)], "table 'a' has pooling .*: choose SUM or MEAN"),

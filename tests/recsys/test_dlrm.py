@@ -177,7 +177,7 @@ def test_hashed_ids_share_weights() -> None:
 
     torch.testing.assert_close(weight_of(4207), weight_of(7), rtol=0, atol=1e-6)
     assert (weight_of(4208) - weight_of(7)).abs() > 1e-5
-    with pytest.raises(ValueError, match="buckets is -1: give how many weights a table may have, or 0 for one an id"):
+    with pytest.raises(ValueError, match="buckets is -1: give the largest number of weights per table, or 0 for one per id"):
         build_wide_deep(tables(), dense_in_features=0, deep_layer_sizes=[], buckets=-1)
 
 

@@ -92,7 +92,7 @@ def test_ids_are_returned_with_their_rows_on_request(random_jagged: Callable[...
     [
         ([], "tables is empty: give at least one table config"),
         ([configs()[0], EmbeddingConfig(name="b", num_embeddings=9, embedding_dim=4)], r"tables have dimensions \[4, 8\]"),
-        ([configs()[0], configs()[0]], "two tables named 'products'"),
+        ([configs()[0], configs()[0]], "two tables are named 'products'"),
     ],
 )
 def test_invalid_collections_are_refused(tables: list[EmbeddingConfig], message: str) -> None:

@@ -105,8 +105,8 @@ def setting(index: object, value: object) -> Callable[[Tensor], Tensor]:
         (1, setting(0, -1), "id -1 is out of range in column C1: its ids run from 0 to"),
         (1, setting(4, 10**12), "id 1000000000000 is out of range in column C2: its ids run from 0 to"),
         (2, lambda lengths: lengths[1:], r"lengths is int64 \[77\]: give int64 \[78\], 26 columns of 3 rows"),
-        (2, setting(0, 0), "lengths add up to 77 for 78 values: give as many"),
-        (2, setting(slice(2), torch.tensor([-1, 3])), "lengths hold -1: give numbers of values, from 0 on"),
+        (2, setting(0, 0), "lengths add up to 77 for 78 values: the two must be equal"),
+        (2, setting(slice(2), torch.tensor([-1, 3])), "lengths hold -1: give numbers of values, at least 0"),
     ],
 )
 def test_bad_requests(form: str, number: int, change: Callable, message: str, package: Callable, request_of: Callable) -> None:

@@ -80,7 +80,7 @@ def test_train_evaluate_report_export(
         (["evaluate", "--checkpoint", "{tmp}/nowhere", "--data", "{data}"], "holds no checkpoint"),
         (["evaluate", "--checkpoint", "{tmp}", "--data", "{data}", "--split", "exam"], "split 'exam' is not in"),
         (["report", "--run", "{tmp}/nowhere"], "nowhere"),
-        (["report", "--run", "{tmp}/nowhere", "--truth", "{config}"], "is not what `comera synth` writes beside its log"),
+        (["report", "--run", "{tmp}/nowhere", "--truth", "{config}"], "is not what `comera synth` wrote beside its log"),
         (["train", "--config", "{data}/train/part-00000.parquet"], "can't be parsed"),
         (["trian"], "No such command 'trian'"),
     ],
@@ -158,7 +158,7 @@ def test_other_architectures_are_trained(
     assert "12 steps, test AUC" in capsys.readouterr().out
     assert call("evaluate", "--checkpoint", str(tmp_path / "run"), "--data", str(data_set)) == 0
     assert call("train", "--config", str(config_file), "model.architecture=deepfm", "model.over_arch=[32,32]") == 2
-    assert "model.over_arch is [32, 32]: give one layer size, as DeepFM takes" in capsys.readouterr().err
+    assert "model.over_arch is [32, 32]: give exactly one layer size for DeepFM" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("columns", [{"site": "category", "ad": "category"}, {"tags": "list"}, {"ad": "category"}])

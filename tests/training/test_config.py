@@ -42,7 +42,7 @@ def test_a_written_config_is_read_back(tmp_path: Path) -> None:
         ({"zzz": 1}, r"unknown key zzz; known keys: output, data"),
         ({"data": {"path": "d", "batch_size": 0}}, r"data\.batch_size is 0: give a positive number"),
         ({"data": {"path": "d", "batch_size": "many"}}, r"data\.batch_size: Input should be a valid integer"),
-        ({"data": {}}, r"data\.path is missing: give it in the file, or as data\.path=VALUE behind the command"),
+        ({"data": {}}, r"data\.path is missing: set it in the file, or as data\.path=VALUE on the command line"),
         ({"tables": {"format": "sparse"}}, r"tables\.format: Input should be 'tt', 'dense' or 'off'"),
         ({"tables": {"tt_ranks": 4, "compression": 9}}, r"tt_ranks 4 and compression 9\.0 are both given"),
         ({"tables": {"tt_ranks": 0}}, r"tt_ranks is 0: give a positive integer"),

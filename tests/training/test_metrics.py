@@ -84,7 +84,7 @@ def test_undefined() -> None:
         metrics_of([1.0], [1])
     with pytest.raises(ValueError, match="2 of 3 logits are not finite"):
         metrics_of([math.nan, 2.0, math.inf], [0, 1, 0])
-    with pytest.raises(ValueError, match=r"equally many, got \(2, 1\) and \(3,\)"):
+    with pytest.raises(ValueError, match=r"logits and labels must match in size, got \(2, 1\) and \(3,\)"):
         BinaryMetrics().update(torch.zeros(2, 1), torch.zeros(3))
 
 

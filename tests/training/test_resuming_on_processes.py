@@ -81,7 +81,7 @@ def test_another_number_of_processes_continues_a_run(
 def test_a_number_of_processes_that_cannot_share_the_readers_is_refused(config_file: Path) -> None:
     batch = ["data.batch_size=120"]  # 3 processes can't share 8 readers
     Trainer(load_config(config_file, [*batch, "training.steps=6"])).train()
-    with pytest.raises(RuntimeError, match=r"8 readers dealt them, which 3 processes can't share: launch .* that divides 8"):
+    with pytest.raises(RuntimeError, match=r"8 readers made them, which 3 processes can't share: launch .* that divides 8"):
         run_processes(3, train, config_file, batch)
 
 

@@ -1,4 +1,4 @@
-"""A TTEmbeddingBagCollection on several processes: ids out, bags back, as TorchRec's pipelines want it.
+"""A TTEmbeddingBagCollection on several processes: ids out, bags back, as TorchRec's pipelines expect.
 
 B samples of this process, N_f embedding_dim of feature f's table.
 """
@@ -34,7 +34,7 @@ from comera_rec.recsys.sharding.parts import DataParallel, Part, RowShard, RowWi
 
 @dataclass
 class ShardedContext(Multistreamable):
-    """What one batch leaves behind on its way through the input dist for the output dist."""
+    """What the input dist records about a batch for the output dist."""
 
     sharding_contexts: list[EmbeddingShardingContext] = field(default_factory=list)
     dense: Any = None
@@ -50,17 +50,17 @@ class ShardedContext(Multistreamable):
 
 
 class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], KeyedTensor, ShardedContext]):
-    """What `TTEmbeddingBagCollectionSharder` makes of a `TTEmbeddingBagCollection`.
+    """A `TTEmbeddingBagCollection` as sharded by `TTEmbeddingBagCollectionSharder`.
 
     Parameters have the names of the unsharded collection. TT tables are sharded data-parallel, table-wise or row-wise, each
     table as the plan says; dense tables by TorchRec. In a state dict a leading core that is divided row-wise is a DTensor.
 
     Args:
-        module: the collection; the TT tables' values are taken, unless they are on the meta device.
+        module: the collection; its TT tables keep their values, unless they are on the meta device.
         plan: parameter sharding of every table, by name.
         env: the processes.
         dense_sharder: shards the dense tables.
-        device: of this process.
+        device: device of this process.
         module_fqn: the collection's name in the model, for traces.
 
     Raises:
@@ -86,12 +86,12 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
             kind: [config for config in tables if plan[config.name].sharding_type == kind]
             for kind in (ShardingType.DATA_PARALLEL.value, ShardingType.TABLE_WISE.value, ShardingType.ROW_WISE.value)
         }
-        known = {config.name for configs in by_type.values() for config in configs}
+        supported = {config.name for configs in by_type.values() for config in configs}
         for config in tables:
-            if config.name not in known:
+            if config.name not in supported:
                 raise ValueError(
-                    f"table {config.name!r}: sharding type {plan[config.name].sharding_type!r} divides columns or hosts, which a "
-                    f"TT table can't: choose one of {', '.join(by_type)}"
+                    f"table {config.name!r}: TT tables don't support sharding type {plan[config.name].sharding_type!r}: choose one "
+                    f"of {', '.join(by_type)}"
                 )
         replicated, whole, divided = by_type.values()
         owner = {config.name: plan[config.name].ranks[0] for config in whole}
@@ -131,7 +131,7 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
         return ShardedContext()
 
     def input_dist(self, ctx: ShardedContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
-        """Send every id to where its row is.
+        """Send every id to the process that has its row.
 
         Raises:
             ValueError: naming table and id, for an id out of range (checked on CPU); for batch sizes that vary by feature.
@@ -175,7 +175,7 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
         return [part.output_dist(bags, context) for part, bags, context in zip(self._parts, output, contexts, strict=True)]
 
     def assemble(self, ctx: ShardedContext, pooled: Sequence[Tensor], dense: KeyedTensor | None) -> KeyedTensor:
-        """The bags of all tables in the order of the unsharded collection, [B, sum of N_f]."""
+        """Combine the bags of all tables in the order of the unsharded collection, [B, sum of N_f]."""
         columns: dict[str, Tensor] = {}
         for part, keys, bags, divisor in zip(self._parts, self._part_keys, pooled, ctx.divisors, strict=True):
             bags = bags if divisor is None else bags / divisor
@@ -186,7 +186,7 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
         return KeyedTensor(self._keys, self._lengths, torch.cat([columns[key] for key in self._keys], dim=1))
 
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
-        """Parameters that data parallelism is to leave alone."""
+        """Names of the parameters that data parallelism must not touch."""
         sharded = {parameter for part in self._parts for parameter in part.sharded_parameters()}
         for name, parameter in self.tt_bags.named_parameters(_join(prefix, "tt_bags")):
             if parameter in sharded:
@@ -216,7 +216,7 @@ class _Bags(LazyAwaitable[KeyedTensor]):
 
 
 def _check_ids(part: Part, features: KeyedJaggedTensor) -> None:
-    """Here, where an id is still that of its table."""
+    """Check ids before the input dist, which may count them from the first row of a shard."""
     if features.device().type == "cpu":
         for config, name in zip(part.tables, part.features, strict=True):
             check_ids(features[name].values(), config.num_embeddings, f"table {config.name!r} (feature {name!r})")
@@ -229,7 +229,7 @@ def _row_shards(module: ShardedTTEmbeddingBagCollection, prefix: str) -> Iterato
 
 
 def _without_dists(module: ShardedTTEmbeddingBagCollection, *args: Any) -> None:
-    """What dists keep, made at their first use, follows from the plan: it belongs in no state dict."""
+    """Leave the dists' buffers out of state dicts: they follow from the plan and are made at first use."""
     for dist in module.dists.modules():
         dist._non_persistent_buffers_set.update(dist._buffers)
 
@@ -243,7 +243,7 @@ def _to_dtensors(module: ShardedTTEmbeddingBagCollection, state: dict[str, Any],
 
 
 def divided_like(local: Tensor, entry: DTensor) -> DTensor:
-    """What belongs to the leading core of a row shard (such as its momenta), as that core stands in a state dict."""
+    """Convert a tensor like a row shard's leading core, such as its momenta, to a DTensor placed like that core's `entry`."""
     cut = local[:, : entry.to_local().shape[1]].contiguous()
     placed = DTensor.from_local(cut, entry.device_mesh, entry.placements, run_check=False, shape=entry.shape, stride=entry.stride())
     assert isinstance(placed, DTensor)
@@ -251,7 +251,7 @@ def divided_like(local: Tensor, entry: DTensor) -> DTensor:
 
 
 def padded_to(entry: DTensor, size: Sequence[int]) -> Tensor:
-    """The inverse of `divided_like`: this process's part, with zeros up to the size of a shard."""
+    """Invert `divided_like`: return this process's part, padded with zeros to the size of a shard."""
     local = entry.to_local()
     return torch.cat([local, local.new_zeros(local.shape[0], size[1] - local.shape[1], *local.shape[2:])], dim=1)
 

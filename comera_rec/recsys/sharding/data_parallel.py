@@ -9,7 +9,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 
 def rewrap_data_parallel_(model: DistributedModelParallel) -> DistributedModelParallel:
-    """Let a model's replicas be averaged at their present sizes; call it on every process after `truncate_ranks_`.
+    """Set up gradient averaging for the present sizes of a model's replicas; call it on every process after `truncate_ranks_`.
 
     DistributedDataParallel lays out its gradient buckets once, for the sizes it first saw. Gradients are dropped.
 
@@ -24,8 +24,8 @@ def rewrap_data_parallel_(model: DistributedModelParallel) -> DistributedModelPa
     """
     if not isinstance(model, DistributedModelParallel):
         raise TypeError(
-            f"model is a {type(model).__name__}: give a DistributedModelParallel. One under DistributedDataParallel alone is "
-            "wrapped anew by hand: ddp = DistributedDataParallel(ddp.module)"
+            f"model is a {type(model).__name__}: give a DistributedModelParallel. Wrap a model under plain DistributedDataParallel "
+            "again yourself: ddp = DistributedDataParallel(ddp.module)"
         )
     wrapped = model._dmp_wrapped_module
     if isinstance(wrapped, DistributedDataParallel):

@@ -1,6 +1,6 @@
 """The tables of a collection that are sharded alike: where their ids go, the lookup there, and how the bags come back.
 
-Ids and bags travel by TorchRec's own input and output dists. W processes; the k-th core has m_k slices, one a row digit.
+Ids and bags travel by TorchRec's own input and output dists. W processes; the k-th core has m_k slices, one per row digit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Part(nn.Module):
     """Tables sharded alike.
 
     Attributes:
-        features: of all the tables, in the order of `input_dist`; two tables may share one.
+        features: features of all the tables, in the order of `input_dist`; two tables may share one.
         tables: config of each feature's table, in the same order.
         bags: the TT tables this process holds, whole or a shard of each, by table.
         input_dist: KeyedJaggedTensor of the features -> awaitable of an awaitable of what this process looks up.
@@ -58,7 +58,7 @@ class Part(nn.Module):
         self.bags = bags
         self.input_dist = input_dist
         self.output_dist = output_dist
-        # Names of their own, because ids of a feature that tables share differ where they count from the first row of a shard.
+        # A feature that tables share gets a name for each table, because ids may count from the first row of different shards.
         local = [
             config.with_changes(feature_names=[f"{config.name}/{feature}" for feature in config.feature_names])
             for config in (configs if local is None else local)
@@ -80,11 +80,11 @@ class Part(nn.Module):
         return torch.empty(features.stride(), 0, device=features.device(), requires_grad=True)
 
     def sharded_parameters(self) -> set[nn.Parameter]:
-        """Those that other processes don't hold; the others are replicas, and their gradients are averaged."""
+        """Parameters that only this process holds; the others are replicas, whose gradients are averaged."""
         return set()
 
     def divisor(self, features: KeyedJaggedTensor) -> Tensor | None:
-        """What the bags that come back are still to be divided by, [B, sum of N]."""
+        """Return the divisors [B, sum of N] of the bags that come back; None if they need no division."""
         return None
 
 
@@ -94,8 +94,8 @@ class DataParallel(Part):
     def __init__(
         self, configs: Sequence[TTEmbeddingBagConfig], bags: Mapping[str, TTEmbeddingBag], is_weighted: bool, device: torch.device
     ) -> None:
-        owned = {config.name: bags[config.name] for config in configs}
-        super().__init__(configs, owned, is_weighted, device, DpSparseFeaturesDist(), DpPooledEmbeddingDist())
+        replicas = {config.name: bags[config.name] for config in configs}
+        super().__init__(configs, replicas, is_weighted, device, DpSparseFeaturesDist(), DpPooledEmbeddingDist())
 
 
 class TableWise(Part):
@@ -103,7 +103,7 @@ class TableWise(Part):
 
     Args:
         configs: the tables, in the order of their owners.
-        owners: the process of each.
+        owners: process rank of each table's owner.
     """
 
     def __init__(
@@ -155,8 +155,8 @@ class RowWise(Part):
                 num_embeddings=shards[config.name].num_embeddings,
                 shape=shards[config.name].shape,
                 tt_ranks=None,
-                hot_rows=(),  # those of the whole table, of which shards have replicas
-                pooling=PoolingType.SUM,  # means are divided when they are whole
+                hot_rows=(),  # shards have replicas of the whole table's hot rows
+                pooling=PoolingType.SUM,  # `divisor` turns complete sums into means
             )
             for config in configs
         ]
@@ -188,7 +188,7 @@ class RowWise(Part):
 
 
 class RowWiseOutputDist(RwPooledEmbeddingDist):
-    """TorchRec's, and where gloo can't scatter batches of several sizes: each padded to the largest, and cut again."""
+    """TorchRec's output dist; gloo can't scatter batches of different sizes, so there each is padded to the largest, then cut."""
 
     def forward(self, local_embs: Tensor, sharding_ctx: EmbeddingShardingContext | None = None) -> Awaitable[Tensor]:
         sizes = sharding_ctx.batch_size_per_rank if sharding_ctx else []
@@ -206,7 +206,7 @@ class RowShard(TTEmbeddingBag):
     """One process's rows of a table: those whose leading digit is in its range; ids count from the first of them.
 
     Args:
-        bag: the whole table, whose values are taken.
+        bag: the whole table, whose values are copied.
         group: the processes among which the table is divided, in order.
 
     Raises:
@@ -256,7 +256,7 @@ class RowShard(TTEmbeddingBag):
         return self._first_row
 
     def sum_over_shards(self, local: Tensor) -> Tensor:
-        """Every process calls this, for the same shards in the same order."""
+        """Sum over the shards; every process calls this for the same shards in the same order."""
         total = local.clone()
         dist.all_reduce(total, group=self.group)
         return total

@@ -1,6 +1,6 @@
 """TorchRec's planner with TT tables at their true cost.
 
-B samples a process, W processes, L ids a process, N embedding_dim; sizes in bytes, times in ms, as everywhere in that planner.
+B samples per process, W processes, L ids per process, N embedding_dim; sizes in bytes, times in ms, as in all of that planner.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ from comera_rec.recsys.sharding.remedy import find_remedy
 from comera_rec.recsys.sharding.sharder import SHARDING_TYPES, TTEmbeddingBagCollectionSharder
 from comera_rec.tt import TTShape
 
-_FLOPS = {"cpu": 5e7, "cuda": 1e10}  # a ms, of products as small as these; an order of magnitude is enough to rank plans
-_ITEM = 4  # bytes of a float32: of bags and of what a lookup keeps, whatever the table's type
+_FLOPS = {"cpu": 5e7, "cuda": 1e10}  # per ms, for products as small as these; an order of magnitude is enough to rank plans
+_ITEM = 4  # bytes of a float32, the type of bags and of a lookup's workspace whatever the table's type
 ADAM_STATES = 2
-_MAX_PROPOSALS = 1000  # rated by the grid search in about a second; plans of the other proposers took at most 3 % more time
-_BUCKETS = 2  # copies of replicas' gradients that DistributedDataParallel holds while it arranges them anew after its first step
+_MAX_PROPOSALS = 1000  # rated by the grid search in about a second; the other proposers' plans took at most 3 % longer
+_BUCKETS = 2  # copies of replicas' gradients that DistributedDataParallel holds while it rebuilds its buckets after the first step
 
 
 class TTShardingPlanner(EmbeddingShardingPlanner):
-    """`EmbeddingShardingPlanner` that also places the TT tables of `TTEmbeddingBagCollection`s, dense tables beside them.
+    """`EmbeddingShardingPlanner` that also places the TT tables of `TTEmbeddingBagCollection`s beside dense tables.
 
     A TT table takes the storage of its cores, their gradients, the optimizer's states, and the workspace of its lookup; replicas
-    take that of their gradients' buckets, too. Its time counts the lookup's bytes and multiply-adds, the optimizer's bytes, ids and
+    also take that of their gradients' buckets. Its time counts the lookup's bytes and multiply-adds, the optimizer's bytes, ids and
     bags sent table-wise and row-wise, and gradients of replicated cores.
 
     Args:
-        topology, batch_size, constraints, and others: as in TorchRec; a constraint's `sharding_types` and `pooling_factors` hold
-            for TT tables as well, the factors one a feature, or one for all.
-        optimizer_states: tensors that the optimizer holds beside each core: 2 of Adam, 1 of Adagrad, 0 of SGD.
-        storage_reservation: default 15 % of every device for what is not a table.
+        topology, batch_size, constraints, and others: as in TorchRec; a constraint's `sharding_types` and `pooling_factors` apply
+            to TT tables as well; give one pooling factor per feature, or one for all.
+        optimizer_states: tensors that the optimizer holds beside each core: 2 for Adam, 1 for Adagrad, 0 for SGD.
+        storage_reservation: default 15 % of every device for everything but tables.
 
     Raises:
         ValueError: for a negative number of states.
-        PlannerError: from `plan`, if nothing fits, naming the largest table and the smallest change of ranks that would do; for as
-            many pooling factors as a table has no features.
+        PlannerError: from `plan`, if nothing fits, naming the largest table and the smallest change of ranks that would do; if the
+            number of pooling factors is neither 1 nor that of the table's features.
 
     Example:
         >>> topology = Topology(world_size=2, compute_device="cpu")
@@ -82,7 +82,7 @@ class TTShardingPlanner(EmbeddingShardingPlanner):
             self._enumerator = TTEnumerator(self._topology, self._batch_size, constraints, optimizer_states=optimizer_states)
 
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
-        """The sharding plan of a model; see TorchRec."""
+        """Return the sharding plan of a model; see TorchRec."""
         try:
             return super().plan(module, sharders)
         except PlannerError as error:
@@ -97,18 +97,18 @@ class TTShardingPlanner(EmbeddingShardingPlanner):
         sharders: list[ModuleSharder[nn.Module]] | None = None,
         pg: dist.ProcessGroup | None = None,
     ) -> ShardingPlan:
-        """The plan of a group's first process, on each of its processes; the default group is that of all."""
+        """Return the plan of a group's first process, on each of its processes; the default group has all processes."""
         group = pg or dist.group.WORLD
         assert group is not None, "a collective plan needs a process group"
         plans = [self.plan(module, sharders or get_default_sharders()) if group.rank() == 0 else None]
-        # TorchRec's names the process that sends by its number among all, and so waits for ever for groups without the first.
+        # TorchRec's version broadcasts from the world's first process, and so hangs for groups without it.
         dist.broadcast_object_list(plans, group=group, group_src=0)
         [plan] = plans
         assert plan is not None
         return plan
 
     def _fits(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> bool:
-        """Whether a plan is found by the quick ones of this planner's proposers; so the planner itself finds one, too."""
+        """Whether this planner's quick proposers find a plan, which implies that the planner finds one, too."""
         quick = EmbeddingShardingPlanner(
             topology=self._topology,
             batch_size=self._batch_size,
@@ -146,7 +146,7 @@ class TTEnumerator(EmbeddingEnumerator):
         self._topology, self._optimizer_states = topology, optimizer_states
 
     def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:
-        """Options of all tables, dense and TT."""
+        """List the sharding options of all tables, dense and TT."""
         # To TorchRec a collection is a module like any other, in which it finds the child that holds the dense tables.
         stock = [sharder for sharder in sharders if not isinstance(sharder, TTEmbeddingBagCollectionSharder)]
         ours = [sharder for sharder in sharders if isinstance(sharder, TTEmbeddingBagCollectionSharder)]
@@ -179,7 +179,7 @@ class TTEnumerator(EmbeddingEnumerator):
         rows, cols, world = config.num_embeddings, config.embedding_dim, self._world_size
         constraint = (self._constraints or {}).get(config.name)
         pooling = _pooling_factors(config, constraint)
-        wanted = (constraint.sharding_types if constraint else None) or SHARDING_TYPES
+        allowed_types = (constraint.sharding_types if constraint else None) or SHARDING_TYPES
         shards: dict[str, Callable[[], list[tuple[int, int]]]] = {
             ShardingType.DATA_PARALLEL.value: lambda: [(0, rows)] * world,
             ShardingType.TABLE_WISE.value: lambda: [(0, rows)],
@@ -187,7 +187,7 @@ class TTEnumerator(EmbeddingEnumerator):
         }
         options = []
         for kind in SHARDING_TYPES:
-            if kind not in wanted or (kind == ShardingType.ROW_WISE.value and not _is_divisible(shape, world)):
+            if kind not in allowed_types or (kind == ShardingType.ROW_WISE.value and not _is_divisible(shape, world)):
                 continue
             storage, perf = self._estimate(kind, config, shape, hot_params, sum(pooling) * self._batch_size)
             options.append(
@@ -210,7 +210,7 @@ class TTEnumerator(EmbeddingEnumerator):
             )
         if not options:
             raise PlannerError(
-                f"table {config.name!r}: none of the sharding types {list(wanted)} suits a TT table on {world} processes: "
+                f"table {config.name!r}: none of the sharding types {list(allowed_types)} suits a TT table on {world} processes: "
                 f"allow one of {', '.join(SHARDING_TYPES)}"
             )
         return options
@@ -218,9 +218,9 @@ class TTEnumerator(EmbeddingEnumerator):
     def _estimate(
         self, kind: str, config: TTEmbeddingBagConfig, shape: TTShape, hot_params: int, ids: float
     ) -> tuple[Storage, Perf]:
-        """Storage and time of a shard, where each process has `ids` ids of the table."""
+        """Estimate the storage and time of a shard when each process has `ids` ids of the table."""
         features = len(config.feature_names)
-        counted = count_bytes(
+        costs = count_bytes(
             kind, shape, config.embedding_dim, features, self._batch_size, ids, self._world_size, hot_params,
             DTYPES[config.data_type].itemsize, self._optimizer_states,
         )  # fmt: skip
@@ -228,14 +228,14 @@ class TTEnumerator(EmbeddingEnumerator):
         bandwidth = self._topology.hbm_mem_bw if on_gpu else self._topology.ddr_mem_bw
         many_hosts = self._world_size > self._local_world_size
         network = self._topology.inter_host_bw if many_hosts else self._topology.intra_host_bw
-        compute = counted["memory"] / bandwidth + counted["flops"] / _FLOPS["cuda" if on_gpu else "cpu"]
+        compute = costs["memory"] / bandwidth + costs["flops"] / _FLOPS["cuda" if on_gpu else "cpu"]
         perf = Perf(
             fwd_compute=compute,
-            fwd_comms=(counted["ids"] + counted["bags"]) / network,
-            bwd_compute=2 * compute + counted["update"] / bandwidth,
-            bwd_comms=(counted["bags"] + counted["gradients"]) / network,
+            fwd_comms=(costs["ids"] + costs["bags"]) / network,
+            bwd_compute=2 * compute + costs["update"] / bandwidth,
+            bwd_comms=(costs["bags"] + costs["gradients"]) / network,
         )
-        size = round(counted["storage"])
+        size = round(costs["storage"])
         return Storage(hbm=size if on_gpu else 0, ddr=0 if on_gpu else size), perf
 
 
@@ -251,19 +251,19 @@ def count_bytes(
     item: int = _ITEM,
     optimizer_states: int = ADAM_STATES,
 ) -> Mapping[str, float]:
-    """What a step of a process counts for a TT table.
+    """Count the bytes and operations that a TT table costs a process in one step.
 
     Args:
         kind: sharding type.
-        shape: of the whole TT table.
+        shape: shape of the whole TT table.
         embedding_dim: N.
-        features: that share the table.
+        features: number of features that share the table.
         batch: B.
         ids: L, over all features.
         world_size: W.
-        hot_params: numbers in the table's hot rows, of which every process that looks up the table has a replica.
-        item: bytes of a number of a core, its gradient and its optimizer states.
-        optimizer_states: of each number.
+        hot_params: parameters of the table's hot rows, of which every process that looks up the table has a replica.
+        item: bytes of one entry of a core, its gradient or an optimizer state.
+        optimizer_states: optimizer states per core.
 
     Returns:
         "ids" (with the lengths of bags), "bags" (one way) and "gradients": bytes that the process sends; "memory": bytes that its
@@ -286,12 +286,12 @@ def count_bytes(
         # Every process sends its part of all samples' bags, with lengths for every process, and looks up its share of all ids.
         sent |= {"bags": bags * (world_size - 1), "ids": (ids * others + batch * features * (world_size - 1)) * 8}
         per_process, replicated = params - leading * others, params - leading
-    sent["gradients"] = 2 * others * replicated * item  # a ring's all-reduce
+    sent["gradients"] = 2 * others * replicated * item  # ring all-reduce
     cut = (shape.order + 1) // 2
     left, right = _product(shape.col_shape[:cut]), _product(shape.col_shape[cut:])
     rank = shape.bonds[cut] if shape.order > 1 else 1
-    made = batch * features * (world_size if kind == ShardingType.ROW_WISE.value else 1)  # bags, of which each process has a part
-    workspace = max(lookups, made) * embedding_dim * _ITEM
+    num_bags = batch * features * (world_size if kind == ShardingType.ROW_WISE.value else 1)  # row-wise: parts of all samples'
+    workspace = max(lookups, num_bags) * embedding_dim * _ITEM
     return {
         **sent,
         "memory": workspace + per_process * item,
@@ -302,14 +302,14 @@ def count_bytes(
 
 
 def _pooling_factors(config: TTEmbeddingBagConfig, constraint: ParameterConstraints | None) -> list[float]:
-    """Ids of a bag, one number a feature."""
+    """Ids per bag, one number for each feature."""
     features = len(config.feature_names)
     factors = list(constraint.pooling_factors) if constraint else [1.0]
     if len(factors) == 1:  # TorchRec's default, whatever the features
         return factors * features
     if len(factors) != features:
         raise PlannerError(
-            f"table {config.name!r} has {features} features and its constraint {len(factors)} pooling_factors: give one a "
+            f"table {config.name!r} has {features} features and its constraint {len(factors)} pooling_factors: give one per "
             "feature, or one for all"
         )
     return factors

@@ -1,4 +1,4 @@
-"""What to change where no plan fits: the fewest tables, and the largest ranks, with which the planner does find one."""
+"""What to change if no plan fits: the fewest tables, and the largest ranks, with which the planner finds one."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from comera_rec.tt import TTShape
 @dataclass(frozen=True, kw_only=True)
 class _Table:
     path: str
-    """Of its collection in the model."""
+    """Path of its collection in the model."""
     config: TTEmbeddingBagConfig
     size: int
-    """Bytes of a device that its least shard takes."""
+    """Bytes that its largest shard takes on a device, with the sharding type for which they are fewest."""
 
     def at_rank(self, rank: int) -> TTEmbeddingBagConfig:
-        """Every bond at most `rank`, without hot rows; a dense table becomes a TT table."""
+        """Limit every bond to `rank` and drop hot rows; a dense table becomes a TT table."""
         if self.config.is_tt:
             shape = self.config.tt_shape()
             shape = shape.with_ranks([min(rank, r) for r in shape.ranks])
@@ -35,17 +35,17 @@ class _Table:
 
     @property
     def limit(self) -> int:
-        """Ranks from which on nothing would change."""
+        """Largest rank with which `at_rank` changes the table."""
         return max(self.at_rank(self.config.num_embeddings).tt_shape().ranks) - self.config.is_tt
 
 
 def find_remedy(module: nn.Module, options: Sequence[ShardingOption], room: Topology, fits: Callable[[nn.Module], bool]) -> str:
-    """One sentence: which table takes most, and the smallest change of ranks with which everything fits.
+    """Say in a sentence which table takes most, and the smallest change of ranks with which everything fits.
 
     Args:
         module: the model that could not be planned.
-        options: of its tables.
-        room: what devices have for tables.
+        options: sharding options of its tables.
+        room: the storage that devices have for tables.
         fits: whether a model can be planned.
     """
     kind = "hbm" if room.compute_device == "cuda" else "ddr"
@@ -59,13 +59,13 @@ def find_remedy(module: nn.Module, options: Sequence[ShardingOption], room: Topo
         return fits(_with_tables(module, [(table.path, table.at_rank(rank)) for table in tables[:count]]))
 
     problem = (
-        f"the tables don't fit: {largest.config.name!r} takes {_gib(largest.size)} of a device even where it is divided best, and "
-        f"a device has {_gib(free)} for all tables"
+        f"the tables don't fit: {largest.config.name!r} takes {_gib(largest.size)} of a device even when divided best, and a "
+        f"device has {_gib(free)} for all tables"
     )
     count = 1 + bisect_left(range(1, len(tables) + 1), True, key=lambda count: fits_at(count, 1))
     if count > len(tables):
         return (
-            f"{problem}: not even TT tables of rank 1 fit, because of what their lookup takes: take a smaller batch than "
+            f"{problem}: not even TT tables of rank 1 fit, because of the memory of their lookups: use a batch smaller than "
             f"{options[0].batch_size}, or larger devices"
         )
     changed = tables[:count]
@@ -77,7 +77,7 @@ def find_remedy(module: nn.Module, options: Sequence[ShardingOption], room: Topo
         has_hot_rows = any(table.config.hot_rows for table in changed)
         remedies.append(f"give {_listed(compressed)} ranks of at most {rank}{' and no hot rows' * has_hot_rows}")
     if dense:
-        remedies.append(f"make {_listed(dense)} TT tables of ranks of at most {rank} (TTEmbeddingBagConfig with tt_ranks)")
+        remedies.append(f"make {_listed(dense)} TT tables with ranks of at most {rank} (TTEmbeddingBagConfig with tt_ranks)")
     return f"{problem}: {' and '.join(remedies)}, or plan for more devices than {room.world_size}"
 
 
@@ -88,7 +88,7 @@ def _listed(names: Sequence[str], most: int = 3) -> str:
 
 
 def _tables(module: nn.Module, options: Sequence[ShardingOption], kind: str) -> list[_Table]:
-    """Tables of collections of bags, which can be TT tables; each at the size of its smallest option."""
+    """List the tables that are or can become TT tables, each with the size of its smallest option."""
     smallest: dict[tuple[str, str], _Table] = {}
     modules = dict(module.named_modules())
     for option in options:
@@ -104,7 +104,7 @@ def _tables(module: nn.Module, options: Sequence[ShardingOption], kind: str) -> 
 
 
 def _configs(collection: TTEmbeddingBagCollection | EmbeddingBagCollection) -> list[TTEmbeddingBagConfig]:
-    """As they are now: ranks may have changed since the collection was made."""
+    """Return the configs of a collection's tables with their present ranks, which may have changed since it was built."""
     if isinstance(collection, EmbeddingBagCollection):
         return [TTEmbeddingBagConfig.from_dense(config, None) for config in collection.embedding_bag_configs()]
     return [
@@ -115,7 +115,7 @@ def _configs(collection: TTEmbeddingBagCollection | EmbeddingBagCollection) -> l
 
 
 def _with_tables(module: nn.Module, changes: Sequence[tuple[str, TTEmbeddingBagConfig]]) -> nn.Module:
-    """A model for the planner that shares everything with `module` but these tables, which are on the meta device."""
+    """Return a model for the planner that shares everything with `module` but the changed tables, which are on the meta device."""
     modules = dict(module.named_modules())
     by_path: dict[str, dict[str, TTEmbeddingBagConfig]] = {}
     for path, config in changes:

@@ -1,4 +1,4 @@
-"""Tells TorchRec how a TTEmbeddingBagCollection is sharded."""
+"""The sharders that tell TorchRec how to shard a TTEmbeddingBagCollection."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ SHARDING_TYPES = (ShardingType.DATA_PARALLEL.value, ShardingType.TABLE_WISE.valu
 class TTEmbeddingBagCollectionSharder(ModuleSharder[TTEmbeddingBagCollection]):
     """Shards `TTEmbeddingBagCollection` under `DistributedModelParallel`: each TT table data-parallel, table-wise or row-wise.
 
-    Data-parallel replicates a TT table and averages its gradients: nothing of the table's bags is sent. Table-wise gives it to one
+    Data-parallel replicates a TT table and averages its gradients: no ids or bags are sent. Table-wise gives it to one
     process. Row-wise divides the leading core's slices and replicates the other cores. Dense tables of the same collection go to
     TorchRec's own sharder. Plan with `TTShardingPlanner`.
 
     Args:
-        dense_sharder: of the dense tables; default `EmbeddingBagCollectionSharder()`.
+        dense_sharder: shards the dense tables; default `EmbeddingBagCollectionSharder()`.
 
     Example:
         >>> sharders = [TTEmbeddingBagCollectionSharder(), *get_default_sharders()]  # doctest: +SKIP
@@ -43,7 +43,7 @@ class TTEmbeddingBagCollectionSharder(ModuleSharder[TTEmbeddingBagCollection]):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> ShardedTTEmbeddingBagCollection:
-        """The sharded module; `params` holds one parameter sharding a table, dense ones included."""
+        """Shard a collection; `params` has a parameter sharding for each table, dense ones included."""
         missing = [config.name for config in module.embedding_bag_configs() if config.name not in params]
         if missing:
             raise ValueError(f"the sharding plan has no entry for table {missing[0]!r}: make it with TTShardingPlanner")
@@ -51,7 +51,7 @@ class TTEmbeddingBagCollectionSharder(ModuleSharder[TTEmbeddingBagCollection]):
         return ShardedTTEmbeddingBagCollection(module, params, env, self.dense_sharder, device, module_fqn)
 
     def shardable_parameters(self, module: TTEmbeddingBagCollection) -> dict[str, nn.Parameter]:
-        """By table a tensor [num_embeddings, embedding_dim]: of a TT table on the meta device, because it is nowhere formed."""
+        """Return a tensor [num_embeddings, embedding_dim] for each table; a TT table's is on the meta device and never formed."""
         tables = {
             config.name: nn.Parameter(torch.empty(config.num_embeddings, config.embedding_dim, device="meta"))
             for config in module.tt_configs()
