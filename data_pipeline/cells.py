@@ -153,7 +153,7 @@ def _read_numbers(array: pa.Array, column: Column) -> _Cells:
     if kind == "time" and _is_text(array.type):
         array = _times(array)
     if pa.types.is_temporal(array.type):
-        array = pc.divide(array.cast(pa.timestamp("us")).cast(pa.int64()).cast(pa.float64()), 1e6)
+        array = _seconds(array.cast(pa.timestamp("us"), safe=False))  # without nanoseconds
     if _is_text(array.type) and kind in ("label", "integer"):
         cells = _read_each(array, native.read_labels if kind == "label" else native.read_integers)
         values, missing, bad = cells.values.view(np.int64).astype(np.float64), cells.missing, cells.bad
@@ -173,8 +173,10 @@ def _read_numbers(array: pa.Array, column: Column) -> _Cells:
     if kind in ("label", "integer", "int64"):
         low, high = {"label": (0, 2), "integer": (-(2.0**31), 2.0**31), "int64": (-(2.0**63), 2.0**63)}[kind]
         bad |= (values != np.floor(values)) | (values < low) | (values >= high)
+    if kind == "weight" or (kind == "float" and not column.bucketized):
+        bad |= np.abs(values) > np.finfo(np.float32).max
     if kind == "weight":
-        bad |= (values < 0) | (values > np.finfo(np.float32).max)
+        bad |= values < 0
     if kind in ("label", "weight", "time"):
         bad |= missing
     return _Cells(values=np.where(bad, 0, values), missing=missing & ~bad, bad=bad)
@@ -198,8 +200,11 @@ def _times(array: pa.Array) -> pa.Array:
         stamps = dates.cast(_TIME)
     except pa.ArrowInvalid:  # which doesn't name the row
         stamps = pa.array([_stamp(date) for date in dates], _TIME)
-    seconds = pc.divide(stamps.cast(pa.int64()).cast(pa.float64()), 1e6)
-    return pc.if_else(stamps.is_valid(), seconds.cast(pa.large_string()).cast(pa.large_binary()), text)
+    return pc.if_else(stamps.is_valid(), _seconds(stamps).cast(pa.large_string()).cast(pa.large_binary()), text)
+
+
+def _seconds(stamps: pa.Array) -> pa.Array:
+    return pc.divide(stamps.cast(pa.int64()).cast(pa.float64(), safe=False), 1e6)  # exact up to the year 2255
 
 
 def _stamp(date: pa.LargeStringScalar) -> pa.TimestampScalar | None:

@@ -35,6 +35,7 @@ from data_pipeline.splits import Rows
 
 _HEX = re.compile(r"[0-9a-fA-F]{1,8}")
 _SHOWN = 40
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 class Flat(NamedTuple):
@@ -173,7 +174,7 @@ class RequestEncoder:
         for number, row in enumerate(rows):
             if not isinstance(row, Mapping):
                 raise ValueError(f"row {number} is {_show(row)}, which is not an object with a value for each column")
-        number_readers = _NUMBER_OF if not schema.transformed else dict.fromkeys(_NUMBER_OF, _finite)
+        number_readers = _NUMBER_OF | {"float": _float32} if not schema.transformed else dict.fromkeys(_NUMBER_OF, _finite)
         numbers = [self._cells(rows, name, number_readers[self._columns[name].kind]) for name in schema.integers]
         keys = [self._cells(rows, name, _key_of(self._columns[name])) for name in schema.singles]
         lists = [self._cells(rows, name, _list) for name in schema.lists]
@@ -237,6 +238,12 @@ def _int64(cell: Any) -> int | None:
 
 def _float(cell: Any) -> float | None:
     if cell is None or (type(cell) in (int, float) and math.isfinite(cell)):
+        return cell
+    raise ValueError
+
+
+def _float32(cell: Any) -> float | None:
+    if cell is None or (type(cell) in (int, float) and abs(cell) <= _LARGEST):
         return cell
     raise ValueError
 

@@ -16,7 +16,7 @@ from data_pipeline.parts import Part, Skip, parquet_names, read_parts
 from data_pipeline.schema import LogSchema
 from data_pipeline.sources import LogIdentity
 from data_pipeline.splits import Splitting, rows_by_draw
-from data_pipeline.tables import table_blocks, text_blocks
+from data_pipeline.tables import BOM, table_blocks, text_blocks
 from data_pipeline.triplets import Rows, parse_rows
 from data_pipeline.work import WorkFolder
 
@@ -61,10 +61,15 @@ class Job:
         elif isinstance(part.content, pa.Table):
             blocks, start = table_blocks(part.content, self.schema), part.start
         else:
-            header = part.content.find(b"\n") + 1 if self.schema.header and not part.start else 0
+            header = 0
+            if not part.start:
+                header = part.content.find(b"\n") + 1 if self._has_header() else len(BOM) * part.content.startswith(BOM)
             blocks, start = self._text_blocks(part.content, header, self.names[part.log]), part.start + header
         for parsed in blocks:
             yield truncate_lists(replace(parsed, starts=parsed.starts + start), self.schema)
+
+    def _has_header(self) -> bool:
+        return self.schema.header and self.schema.format != "jsonl"
 
     def _text_blocks(self, content: bytearray, header: int, names: tuple[str, ...] | None) -> Iterator[Parsed]:
         schema_names = tuple(column.source for column in self.schema.columns)
@@ -76,7 +81,7 @@ class Job:
 
     def first_line(self, log: int) -> int:
         """Return the line number of a log's first row: 2 after a header line, else 1."""
-        return 2 if self.schema.header and parquet_names(self.options.inputs[log]) is None else 1
+        return 2 if self._has_header() and parquet_names(self.options.inputs[log]) is None else 1
 
     def malformed(self, log: int, number: int, nth: int) -> tuple[int, str]:
         """Read a part again to find its nth malformed line, from 0; return its number in the part, and what is wrong."""

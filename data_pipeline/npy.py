@@ -51,6 +51,7 @@ def export_npy(manifest: Manifest, folder: Path, output: Path, *, overwrite: boo
                     for shard in split.shards:
                         for _, group in read_row_groups(folder / shard.path, columns):
                             cells = [group.column(column).to_numpy().astype(dtype, copy=False) for column in columns]
-                            file.write(np.stack(cells, axis=1).data)
+                            if cells:
+                                file.write(np.stack(cells, axis=1).data)
                             bar.update(len(group))
         write_manifest(manifest, work)

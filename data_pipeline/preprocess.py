@@ -53,6 +53,8 @@ from data_pipeline.time_pass import find_times
 from data_pipeline.work import Tell, work_folder
 from data_pipeline.write_pass import count_zeros, describe_splits, describe_targets, write_logs
 
+_ROUNDING = 1e-12  # of a standard deviation, relative to the largest value
+
 
 def preprocess(options: PreprocessOptions, tell: Tell = lambda line: None) -> Manifest:
     """Write the data set and return its manifest. After an interruption, calling it again resumes.
@@ -133,7 +135,7 @@ def _identity(options: PreprocessOptions, schema: LogSchema, logs: tuple[LogIden
     """Return everything that determines the work folder's contents; `max_bad_rows` doesn't change them."""
     recorded = {name: value for name, value in options.recorded().items() if name != "max_bad_rows"}
     files = {"inputs": [asdict(log) for log in logs], "columns": asdict(schema), "versions": versions()}
-    return files | recorded | {"min_counts": dict(options.min_counts)}
+    return files | recorded | {"min_count": options.min_count, "min_counts": dict(options.min_counts)}
 
 
 def _integer_column(job: Job, column: int, groups: Sequence[Group]) -> IntegerColumn:
@@ -149,6 +151,8 @@ def _integer_column(job: Job, column: int, groups: Sequence[Group]) -> IntegerCo
     if kind != "float":  # integer columns, even if parsed as float64
         low, high = (int(bound) if bound is not None else None for bound in (low, high))
     mean, scale = _moments(train) if transform == "standardize" else (None, None)
+    if scale is not None and low is not None and high is not None and scale <= _ROUNDING * max(abs(low), abs(high)):
+        scale = 1.0  # of equal values, whose mean is rounded
     # 2 - min makes the smallest value log(2) > 0. If training has no values, later ones are assumed to be counts from 0.
     offset = 2 - (low or 0) if transform == "log" else 0
     return IntegerColumn(name=name, missing=missing, offset=offset, min=low, max=high, transform=transform, mean=mean, scale=scale)

@@ -33,6 +33,7 @@ _ROW_GROUP_BYTES = 16 << 20
 _DICTIONARY_IDS = 1 << 14
 _LOGARITHMS = Array(np.log(np.arange(1, 1 << 16)).astype(np.float32), np.float32)
 _ROWS_KEY = "comera_rec.rows"
+_LARGEST = np.finfo(np.float32).max
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +132,8 @@ def _encode_numbers(values: np.ndarray, missing: np.ndarray, column: IntegerColu
     if column.transform == "none":
         return values.astype(np.float32)
     if column.mean is not None and column.scale is not None:
-        return np.where(missing, 0, (values - column.mean) / column.scale).astype(np.float32)
+        standardized = np.where(missing, 0, (values - column.mean) / column.scale)
+        return standardized.clip(-_LARGEST, _LARGEST).astype(np.float32)
     low = 2 - column.offset
     if values.dtype == np.float64:
         return np.where(missing, 0, np.log(np.maximum(values, low) - low + 2)).astype(np.float32)

@@ -24,14 +24,14 @@ _ARRAYS_PER_TEXT = 8  # bytes of a block's arrays per byte of text: Arrow and th
 _COPIES = 4  # of a cell's bytes, between Parquet's array and the hashes
 _NUMBER_BYTES = 8 + 1  # of a number or key and its missing flag
 _KEY_BYTES = 8  # of a list's element
-_BOM = b"\xef\xbb\xbf"
+BOM = b"\xef\xbb\xbf"
 _BROKEN_QUOTE = "a quoted value doesn't end on its line"
 _RETURN = "a carriage return within the line"
 
 
 def read_names(line: bytes, schema: LogSchema) -> tuple[str, ...]:
     """Parse the column names in a log's header line."""
-    text = line.removeprefix(_BOM).decode("utf-8", "replace").rstrip("\r\n")
+    text = line.removeprefix(BOM).decode("utf-8", "replace").rstrip("\r\n")
     if schema.format == "text":
         return tuple(text.split(schema.separator))
     return tuple(next(csv.reader([text], delimiter=schema.separator), []))

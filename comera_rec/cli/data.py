@@ -84,7 +84,7 @@ class _Location(click.ParamType):
 
 
 class _Time(click.ParamType):
-    """An ISO 8601 date or time, converted to seconds since 1970 in UTC; numbers stay as they are."""
+    """An ISO 8601 date or time, in UTC unless it has a zone, converted to seconds since 1970; numbers stay as they are."""
 
     name = "TIME"
 
@@ -93,7 +93,8 @@ class _Time(click.ParamType):
             return float(value)
         except ValueError:
             try:
-                return datetime.fromisoformat(str(value).removesuffix("Z")).replace(tzinfo=UTC).timestamp()
+                time = datetime.fromisoformat(str(value))
+                return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
             except ValueError:
                 self.fail(f"{value!r} is not a time; write it like 2026-01-31 or 2026-01-31T12:00", param, ctx)
 

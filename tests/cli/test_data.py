@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from comera_rec.cli.data import _Time
 from comera_rec.cli.main import main
 from data_pipeline.manifest import read_manifest
 
@@ -144,3 +145,10 @@ def test_transform(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     capsys.readouterr()
     assert run(*new, tmp_path / "data") == 2
     assert "data overlap; choose another --output" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "hours"), [("1970-01-01T12:00", 12), ("1970-01-01T12:00Z", 12), ("1970-01-01T12:00+06:00", 6), ("7200", 2)]
+)
+def test_times_have_the_zone_they_state(text: str, hours: float) -> None:
+    assert _Time().convert(text, None, None) == 3600 * hours

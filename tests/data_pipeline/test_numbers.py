@@ -1,0 +1,88 @@
+"""Numbers at the limits of their types, and logs whose first bytes are not a row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from data_pipeline.manifest import Manifest, read_manifest
+from data_pipeline.npy import export_npy
+from data_pipeline.options import PreprocessOptions
+from data_pipeline.preprocess import preprocess
+from data_pipeline.schema import Column, LogSchema
+from data_pipeline.verify import verify
+
+LABEL = Column(name="y", kind="label")
+NO_SPLITS: dict[str, Any] = {"val_fraction": 0, "test_fraction": 0}
+
+
+def made(folder: Path, content: bytes, columns: Sequence[Column], **options: Any) -> tuple[Manifest, pa.Table]:
+    """Preprocess a log without a test split; return the manifest and the rows."""
+    schema = LogSchema(columns=(LABEL, *columns), **options)
+    (folder / "log").write_bytes(content)
+    options = PreprocessOptions(
+        inputs=(folder / "log",), output=folder / "data", schema=schema, max_bad_rows=9, min_count=1, **NO_SPLITS
+    )
+    preprocess(options)
+    manifest = read_manifest(folder / "data")
+    verify(manifest, folder / "data")
+    return manifest, pa.concat_tables([pq.read_table(folder / "data" / shard.path) for shard in manifest.splits["train"].shards])
+
+
+def test_equal_values_are_standardized_to_zero(tmp_path: Path) -> None:
+    x = Column(name="x", kind="float", transform="standardize")
+    manifest, rows = made(tmp_path, b"0,0.1\n" * 30, [x], separator=",")
+    assert manifest.integer_columns[0].scale == 1
+    np.testing.assert_allclose(rows["x"].to_numpy(), 0, atol=1e-12)
+
+
+@pytest.mark.parametrize("transform", ["none", "log", "standardize"])
+def test_floats_that_32_bits_do_not_hold_are_malformed(transform: Any, tmp_path: Path) -> None:
+    x = Column(name="x", kind="float", transform=transform)
+    manifest, rows = made(tmp_path, b"0,1e39\n1,-1e300\n1,2\n0,-3e38\n0,5\n", [x], separator=",", format="csv")
+    assert (manifest.rows.rejected, len(rows)) == (2, 3)
+    assert np.isfinite(rows["x"].to_numpy()).all()
+
+
+def test_json_lines_have_no_header(tmp_path: Path) -> None:
+    x = Column(name="x", kind="float", transform="none")
+    content = b"".join(json.dumps({"y": 0, "x": k}).encode() + b"\n" for k in range(5))
+    _, rows = made(tmp_path, content, [x], header=True, format="jsonl")
+    assert rows["x"].to_pylist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("quoted", [b"a", b'"a"'])
+def test_a_byte_order_mark_is_not_a_part_of_the_first_value(quoted: bytes, tmp_path: Path) -> None:
+    columns = (Column(name="c", kind="category"), LABEL)
+    (tmp_path / "log").write_bytes(b"\xef\xbb\xbf" + quoted + b",0\na,1\n")
+    schema = LogSchema(columns=columns, separator=",", format="csv")
+    options = PreprocessOptions(inputs=(tmp_path / "log",), output=tmp_path / "data", schema=schema, min_count=1, **NO_SPLITS)
+    preprocess(options)
+    assert read_manifest(tmp_path / "data").categorical_columns[0].distinct == 1
+
+
+@pytest.mark.parametrize("unit", ["s", "us", "ns"])
+def test_far_times_and_nanoseconds(unit: str, tmp_path: Path) -> None:
+    times = [datetime(2260, 1, 1, tzinfo=UTC), datetime(2026, 1, 1, tzinfo=UTC), datetime(1970, 1, 1, tzinfo=UTC)]
+    stamps = pa.array(times, pa.timestamp("us", "UTC")).cast(pa.timestamp(unit, "UTC"))
+    if unit == "ns":
+        stamps = pa.array(np.asarray(stamps.cast(pa.int64())) + 7, pa.timestamp("ns", "UTC"))
+    pq.write_table(pa.table({"y": [0, 1, 0], "t": stamps}), tmp_path / "log")
+    schema = LogSchema(columns=(LABEL, Column(name="t", kind="time")), format="csv")
+    options = PreprocessOptions(inputs=(tmp_path / "log",), output=tmp_path / "data", schema=schema, split="time", **NO_SPLITS)
+    preprocess(options)
+    assert read_manifest(tmp_path / "data").rows.written == 3
+
+
+def test_arrays_of_no_columns(tmp_path: Path) -> None:
+    manifest, _ = made(tmp_path, b"0,a\n1,b\n" * 5, [Column(name="c", kind="category")], separator=",")
+    export_npy(manifest, tmp_path / "data", tmp_path / "npy")
+    assert np.load(tmp_path / "npy" / "train_dense.npy").shape == (10, 0)
