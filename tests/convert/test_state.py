@@ -117,7 +117,7 @@ def test_compress_takes_files_and_distributed_checkpoints(kind: str, tmp_path: P
             "holds a Tensor: give a state dict",
         ),
         (["compress", "--output", str(tmp_path / "new.pt")], "give --checkpoint and --config, or --state"),
-        ([*arguments, str(tmp_path / "no" / "new.pt"), *tables], "is not a folder: make it"),
+        ([*arguments, str(tmp_path / "no" / "new.pt"), *tables], "is not a folder: create it"),
     ):
         with pytest.raises(SystemExit) as stop:
             main(again)

@@ -123,7 +123,7 @@ def test_without_vocabularies(package: Callable[[str], Path], trained: Path, tmp
         with TestClient(Server(ServeOptions(model=model)).app) as client:
             answer = client.post("/score", json={"rows": []})
             assert answer.status_code == 404
-            assert "there are no vocabularies: " in answer.json()["error"]
+            assert "unavailable without vocabularies: " in answer.json()["error"]
             assert "name another with --data" in answer.json()["error"]
             assert client.post("/v2/models/model/infer", json=good_rows(aside)[0]).status_code == 200
     finally:
