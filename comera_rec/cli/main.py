@@ -23,7 +23,7 @@ for _message in ("Please use DTensor", "`broadcast_buffers` is deprecated"):
 
 COMMANDS = {
     "synth": ("comera_rec.cli.data", "Write Criteo-format logs with a planted signal of known best AUC."),
-    "preprocess": ("comera_rec.cli.data", "Turn Criteo logs into Parquet shards and a manifest."),
+    "preprocess": ("comera_rec.cli.data", "Turn Criteo or other logs into Parquet shards and a manifest."),
     "transform": ("comera_rec.cli.data", "Encode new logs with a data set's vocabularies."),
     "verify": ("comera_rec.cli.data", "Check a data set against its manifest."),
     "describe": ("comera_rec.cli.data", "Show what is in a data set."),

@@ -24,14 +24,7 @@ _PATH = click.Path(path_type=Path)
 @click.option("--workers", type=int, metavar="N", help="Processes; default one per core.")
 @click.option("--overwrite", is_flag=True, help="Replace a finished file.")
 def score(
-    model: Path,
-    target: str,
-    output: Path,
-    data: Path | None,
-    split: str,
-    max_bad_rows: int,
-    workers: int | None,
-    overwrite: bool,
+    model: Path, target: str, output: Path, data: Path | None, split: str, max_bad_rows: int, workers: int | None, overwrite: bool
 ) -> None:
     """Write the probability of a click for every line of a log, or every row of a data set's split, in order.
 

@@ -69,8 +69,7 @@ class RankConfig:
             raise ValueError(f"score is {self.score!r}: choose one of {', '.join(map(repr, SCORES))}")
         if self.score == "taylor" and self.objective == "achievement":
             raise ValueError(
-                "score is 'taylor', which reads gradients that objective 'achievement' biases: choose score 'norm', "
-                "or objective 'budget'"
+                "score is 'taylor', which reads gradients that objective 'achievement' biases: choose 'norm', or 'budget'"
             )
         self._check_targets()
         if self.target_loss is not None and not math.isfinite(self.target_loss):

@@ -27,8 +27,7 @@ class TTEmbeddingCollection(EmbeddingCollectionInterface):
     that holds the densified tables. A row is the bag of one id: the tables are those of a `TTEmbeddingBagCollection`, the child
     `tables`. `TTEmbeddingBagCollectionSharder` shards it (data-parallel, table-wise or row-wise) under `DistributedModelParallel`.
 
-    Internally, features are padded with rows of zeros to the length of the longest one, so put features of similar lengths into one
-    collection.
+    Internally, features are padded with rows of zeros to the longest one's length: put features of similar lengths together.
 
     Args:
         tables: one config per table; `torchrec.EmbeddingConfig` or `TTEmbeddingCollectionConfig` without ranks mean dense.

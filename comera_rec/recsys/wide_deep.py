@@ -109,8 +109,7 @@ def build_wide_deep(
         tables: one config per embedding table; those with `tt_ranks` or `shape` become TT tables, the others stay dense.
         dense_in_features: number of dense features, 0 or more, which both parts take.
         deep_layer_sizes: outputs of the MLP's hidden layers.
-        wide: tables for the same features, dense or TT; the sum of a row is the id's weight. Default: the dense
-            `wide_tables(tables, buckets)`.
+        wide: dense or TT tables for the same features; a row's sum is the id's weight. Default: `wide_tables(tables, buckets)`.
         buckets: modulus of the wide part's ids; 0 for ids as they are.
         outputs: L, one logit for each label.
         linears, device: as for `build_dlrm`.

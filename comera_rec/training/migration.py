@@ -24,6 +24,5 @@ def _from_format_1(record: dict[str, Any]) -> dict[str, Any]:
     batches["batch_size"] *= processes
     for section in (data, batches):
         section["shuffle_rows"] *= processes
-    # The first records lack these.
-    defaults = {"data": None, "evaluated": record["step"], "best": {"step": None, "ne": None, "since": 0}}
-    return defaults | record | {"config": record["config"] | {"data": data}, "batches": batches}
+    added = {"data": None, "evaluated": record["step"], "best": {"step": None, "ne": None, "since": 0}}  # not in the first records
+    return added | record | {"config": record["config"] | {"data": data}, "batches": batches}

@@ -65,7 +65,7 @@ def find_remedy(module: nn.Module, options: Sequence[ShardingOption], room: Topo
     count = 1 + bisect_left(range(1, len(tables) + 1), True, key=lambda count: fits_at(count, 1))
     if count > len(tables):
         return (
-            f"{problem}: not even TT tables of rank 1 fit, because of the memory of their lookups: use a batch smaller than "
+            f"{problem}: not even TT tables of rank 1 fit, because their lookups need too much memory: use a batch smaller than "
             f"{options[0].batch_size}, or larger devices"
         )
     changed = tables[:count]
