@@ -99,17 +99,23 @@ class _Crossing(torch.autograd.Function):
         narrows, wides = saved[:layers], saved[layers:]
         if not ctx.kept:
             raise RuntimeError("backward ran twice through the same output of a cross network: call the network again before it")
-        grad_first = torch.zeros_like(first)
+        grad_first: Tensor | None = None
         grads: list[list[Tensor]] = [[], [], []]
-        for k in reversed(range(layers)):
+        for k in reversed(range(layers)):  # each [B, d] is written over the last one that had its memory
             outer, inner, rounded = ctx.kept.pop(), ctx.kept.pop(), ctx.kept.pop()
-            grad_first.addcmul_(grad, outer)
+            is_rounded = inner.dtype != first.dtype
+            if grad_first is None:
+                grad_first = torch.mul(grad, outer, out=None if is_rounded else outer)
+            else:
+                grad_first.addcmul_(grad, outer)
             del outer
             grad_outer = (grad * first).to(inner.dtype)
             grad_inner = grad_outer @ wides[k].to(inner.dtype)
-            grad = grad + grad_inner @ narrows[k].to(inner.dtype)
             for kind, value in enumerate((grad_inner.mT @ rounded, grad_outer.mT @ inner, grad_outer.sum(0))):
                 grads[kind].insert(0, value.to(first.dtype))
+            product = torch.mm(grad_inner, narrows[k].to(inner.dtype), out=grad_outer)
+            grad = grad + product if is_rounded else product.add_(grad)
+        assert grad_first is not None
         return grad_first.add_(grad), None, *(value for values in grads for value in values)
 
 
