@@ -14,7 +14,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "equal-bytes": quality.equal_bytes,
     "quality-ne": partial(quality.quality, "ne"),
     "quality-auc": partial(quality.quality, "auc"),
-    "quality-val-ne": partial(quality.quality, "val_ne", "video"),
     "quality-int8": quality.quality_of_int8,
     "quality-splits": quality.quality_of_splits,
     "lookup": lookup.lookup,

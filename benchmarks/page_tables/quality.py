@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from statistics import mean
 
-from benchmarks.page_tables.rows import XEON, committed, markdown, select, source
+from benchmarks.harness.rows import Row
+from benchmarks.page_tables.rows import EPYC_AVX2, XEON, committed, markdown, select, source
 from benchmarks.quality.embeddings import SPLITS
 from benchmarks.quality.runs import SEEDS, VARIANTS, chosen
 from benchmarks.quality.summary import BEST, DATA_SETS, METRICS, NAMES, NOT_EQUAL, short_table
 
 
-def quality(metric: str, data: str = "") -> str:
+def _measured() -> list[Row]:
+    """Rows of all data sets: the logs and MovieLens ran on one machine, the games on another."""
+    return [*committed(XEON, "quality"), *committed(EPYC_AVX2, "quality")]
+
+
+def _sources() -> str:
+    return source(XEON, "quality") + source(EPYC_AVX2, "quality", "quality --only data=video")
+
+
+def quality(metric: str) -> str:
     """NE or AUC at equal bytes, of our tables and the rivals'."""
-    rows = [row for row in committed(XEON, "quality") if data in ("", row.shapes["data"])]
-    return short_table(rows, metric) + source(XEON, "quality")
+    return short_table(_measured(), metric) + _sources()
 
 
 def quality_of_int8() -> str:
@@ -57,7 +66,7 @@ def equal_bytes() -> str:
     """Large tables compressed 100 times: TT with hot rows, the best rival at equal bytes, and dense tables."""
     lines = []
     for data, metric in (("synth", "ne"), ("synth", "auc"), ("ml1m", "ne"), ("video", "ne"), ("video", "auc")):
-        runs = [row for row in chosen(committed(XEON, "quality")) if row.shapes["data"] == data and row.provider not in VARIANTS]
+        runs = [row for row in chosen(_measured()) if row.shapes["data"] == data and row.provider not in VARIANTS]
         dense = mean(METRICS[metric](row) for row in runs if row.provider == "dense")
         by_method: dict[str, list[float]] = {}
         for row in runs:
@@ -70,4 +79,4 @@ def equal_bytes() -> str:
         cells = [f"**{value:.4f}**" if value == best else f"{value:.4f}" for value in (dense, ours, rivals[rival])]
         cells[2] += f", {NAMES.get(rival, rival)}"
         lines.append([f"{DATA_SETS[data]}: {metric.upper()}", *cells])
-    return markdown(["", "dense", "TT with hot rows", "best rival"], lines) + source(XEON, "quality")
+    return markdown(["", "dense", "TT with hot rows", "best rival"], lines) + _sources()

@@ -29,11 +29,11 @@ class Clustered(Table):
     parts = 4
     codes_MD: Tensor  # noqa: N815  shapes
 
-    def __init__(self, counts: Tensor, dim: int, budget: int) -> None:
+    def __init__(self, counts: Tensor, dim: int, budget: int, std: float = STD) -> None:
         super().__init__()
         self.size = budget // (2 * dim)
         shape = (self.parts * self.size, dim // self.parts)
-        self.clustered, self.hashed = (nn.Parameter(STD * 2**-0.5 * torch.randn(shape)) for _ in range(2))
+        self.clustered, self.hashed = (nn.Parameter(std * 2**-0.5 * torch.randn(shape)) for _ in range(2))
         self.register_buffer("codes_MD", self._hashes(torch.arange(len(counts)), 0))
         self.clusterings = 0
 
@@ -86,15 +86,15 @@ def _nearest(points: Tensor, vectors: Tensor) -> Tensor:
 class MultiGranular(Table):
     """MGQE: product quantization of a table while it is trained, coarser for rare ids."""
 
-    def __init__(self, counts: Tensor, dim: int, budget: int) -> None:
+    def __init__(self, counts: Tensor, dim: int, budget: int, std: float = STD) -> None:
         super().__init__()
         self.rows, self.dim = len(counts), dim
         self.head = ceil(self.rows / 10)
         choices = [(2**d, 2**k, 2**t) for d in range(dim.bit_length()) for k in range(9) for t in range(max(1, k))]
         fitting = [c for c in choices if dim % c[0] == 0 and sum(self._bytes(*c)) <= 4 * budget]
         self.parts, self.size, self.tail_size = max(fitting, key=lambda c: sum(self._bytes(*c)))
-        self.weight = nn.Parameter(STD * torch.randn(self.rows, dim))
-        self.codebooks_DKn = nn.Parameter(STD * torch.randn(self.parts, self.size, dim // self.parts))
+        self.weight = nn.Parameter(std * torch.randn(self.rows, dim))
+        self.codebooks_DKn = nn.Parameter(std * torch.randn(self.parts, self.size, dim // self.parts))
 
     def _bytes(self, parts: int, size: int, tail_size: int) -> tuple[float, float]:
         tail = self.rows - self.head

@@ -115,9 +115,8 @@ class ImplicitFeedback(DataSet):
         self.name = name
         pairs = np.concatenate([train, val, test])
         sizes = pairs.max(0) + 1
-        for field in (0, 1):  # number ids by descending frequency
-            seen = np.concatenate([train[:, field], val[:, field]])
-            order = np.argsort(-np.bincount(seen, minlength=sizes[field]), kind="stable")
+        for field in (0, 1):  # number ids by descending frequency in training
+            order = np.argsort(-np.bincount(train[:, field], minlength=sizes[field]), kind="stable")
             place = np.empty_like(order)
             place[order] = np.arange(len(order))
             for split in (train, val, test):

@@ -86,10 +86,10 @@ def shares(rows: Sequence[int], dim: int, compression: float, method: type[Table
 class TT(Table):
     """A TT table, with or without hot rows."""
 
-    def __init__(self, config: TTEmbeddingBagConfig) -> None:
+    def __init__(self, config: TTEmbeddingBagConfig, std: float = STD) -> None:
         super().__init__()
         self.bag = TTEmbeddingBag(
-            config.num_embeddings, config.embedding_dim, shape=config.tt_shape(), hot_rows=config.hot_rows, std=STD
+            config.num_embeddings, config.embedding_dim, shape=config.tt_shape(), hot_rows=config.hot_rows, std=std
         )
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -106,6 +106,7 @@ class Embeddings(nn.Module):
         method: a key of `PER_TABLE` or `WHOLE`, "TT", or "TT + rows".
         compression: dense parameters of the large tables divided by the compressed ones.
         configs: for "TT" and "TT + rows"; defaults to those that `TTEmbeddingConfig(compression=...)` chooses.
+        std: standard deviation of initial entries.
 
     Raises:
         DoesNotFit: if the method has no form this small.
@@ -120,6 +121,7 @@ class Embeddings(nn.Module):
         method: str,
         compression: float,
         configs: Sequence[TTEmbeddingBagConfig] | None = None,
+        std: float = STD,
     ) -> None:
         super().__init__()
         self.large = [f for f, count in enumerate(counts) if len(count) >= MIN_ROWS]
@@ -129,18 +131,18 @@ class Embeddings(nn.Module):
             configs = tt_tables(sizes, dim, compression, "auto" if "rows" in method else 0)
         small = [f for f in range(len(counts)) if f not in self.large]
         # All small tables share one: overhead of twenty separate ones would take half of a step.
-        self.small = Dense(sum(len(counts[f]) for f in small), dim) if small else None
+        self.small = Dense(sum(len(counts[f]) for f in small), dim, std) if small else None
         self.register_buffer("starts", torch.tensor([0, *(len(counts[f]) for f in small)]).cumsum(0)[:-1], persistent=False)
         self.columns = [*small, *self.large]
         tables: list[Table]
         if method in WHOLE:
-            tables = [WHOLE[method](m, dim) for m in sizes]
+            tables = [WHOLE[method](m, dim, std) for m in sizes]
         elif configs is not None:
-            tables = [TT(config) for config in configs]
+            tables = [TT(config, std) for config in configs]
         else:
             kind = PER_TABLE[method]
             budgets = shares(sizes, dim, compression, kind)
-            tables = [kind(counts[f], dim, budget) for f, budget in zip(self.large, budgets, strict=True)]
+            tables = [kind(counts[f], dim, budget, std) for f, budget in zip(self.large, budgets, strict=True)]
         self.tables = nn.ModuleList(tables)
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.quality.tables import Dense
+from benchmarks.quality.tables import STD, Dense
 
 CHOICES = 40
 """How often during training the remaining entries are counted, and, by pruning, chosen again."""
@@ -36,7 +36,7 @@ class Thresholded(Dense):
 
     mask: Tensor | None
 
-    def __init__(self, rows: int, dim: int) -> None:
+    def __init__(self, rows: int, dim: int, _: float = STD) -> None:
         super().__init__(rows, dim, std=(2 / (rows + dim)) ** 0.5)
         self.logits = nn.Parameter(torch.full((rows, dim), LOGITS[0]))
         self.register_buffer("mask", None)

@@ -39,7 +39,7 @@ from benchmarks.quality.embeddings import MIN_ROWS, PER_TABLE, SPLITS, TT, Embed
 from benchmarks.quality.pruning import Pruning, ThresholdSearch
 from benchmarks.quality.storage import DTYPES, round_, round_stochastically_, stored_bytes
 from benchmarks.quality.storage import METHODS as STORED_METHODS
-from benchmarks.quality.tables import DoesNotFit
+from benchmarks.quality.tables import STD, DoesNotFit
 from comera_rec import RankConfig, RankScheduler, fit_tables_, rank_param_groups
 from comera_rec.training.metrics import BinaryMetrics
 
@@ -48,6 +48,10 @@ TT_METHODS = ("TT + rows", "TT + rows adaptive", "TT fixed", "TT adaptive", "TT 
 METHODS = ("dense", *TT_METHODS, *PER_TABLE, "pruning", "PEP")
 SEEDS = 3
 RATES = (0.003, 0.01, 0.03)
+MORE_RATES = (0.00003, 0.0001, 0.0003, 0.001, *RATES, 0.1, 0.3)
+"""While the best rate of a case is the smallest or largest one tried, its neighbor here is tried, too."""
+STDS = {"video": 0.001}
+"""Standard deviations of initial entries that suit the dense table better than `STD`, by its NE on the validation split."""
 LR_HEAD = 0.002
 DECAY = 0.5  # of the steps
 TWICE = (20, ("TT fixed", "TT SVD"))
@@ -66,13 +70,14 @@ VARIANTS = {*SCORES, *SPLITS} - {*METHODS}
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A data set, how long to train on it, and the learning rates to choose from."""
+    """A data set, how long to train on it, the learning rates to try first, and the standard deviation of initial entries."""
 
     data: DataSet
     dim: int
     batch: int
     steps: int
     rates: tuple[float, ...] = RATES
+    std: float = STD
 
 
 class Head(nn.Module):
@@ -116,7 +121,7 @@ class Model(nn.Module):
             elif method in SCORES:  # the modes chosen for the budget, at a larger size
                 start = 1.5 if hot_rows else 2
                 configs = tt_tables(sizes, task.dim, compression / start, hot_rows, configs[0].tt_shape().order)
-        self.embeddings = Embeddings(counts, task.dim, kind, compression, configs)
+        self.embeddings = Embeddings(counts, task.dim, kind, compression, configs, task.std)
         self.head = Head(len(counts), task.dim, task.data.test.dense.shape[1])
 
     def forward(self, rows: Rows) -> Tensor:
@@ -283,6 +288,7 @@ def tasks(settings: Settings) -> list[Task]:
                 batch=2048,
                 steps=20 if settings.quick else min(2000, 3 * epoch),  # longer training overfits with every method
                 rates=RATES[:1] if settings.quick else RATES,
+                std=STDS.get(feedback.name, STD),
             )
         )
     return [task for task in selected if wanted in (None, task.data.name)]
@@ -297,44 +303,58 @@ def run(settings: Settings) -> Iterator[list[Row]]:
     rows = [row for row in settings.finished if row.dtype == dtype]
     done = {_key(row) for row in rows}
     for task in tasks(settings):
-        for method, compression, steps, lr, seed in tqdm(_plan(task, settings), desc=task.data.name, unit="run", disable=None):
-            shapes = {"data": task.data.name, "method": method, "compression": compression, "steps": steps}
-            lr = lr or best_rate(rows, shapes)
-            shapes = {**shapes, "lr": lr, "dim": task.dim, "batch": task.batch}
-            if lr is None or (tuple(shapes.values()), seed) in done:
-                continue
-            try:
-                measured = train(task, method, compression, lr, seed, steps, dtype)
-            except DoesNotFit:
-                continue
-            ne = measured.pop("ne")
-            row = Row(
-                op="quality", provider=method, shapes=shapes, dtype=dtype,
-                pass_="test", p20=ne, p50=ne, p80=ne, unit="NE", samples=1, ratios={}, counted=measured, **environment, seed=seed,
-                date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            )  # fmt: skip
-            rows.append(row)
-            yield [row]
+        for (method, compression, steps), seed in tqdm(_plan(task, settings), desc=task.data.name, unit="case", disable=None):
+            case = {"data": task.data.name, "method": method, "compression": compression, "steps": steps}
+            is_tuned = seed == settings.seed and method not in VARIANTS
+            for lr in _rates(task, rows, case) if is_tuned else filter(None, [best_rate(rows, case)]):
+                shapes = {**case, "lr": lr, "dim": task.dim, "batch": task.batch}
+                if (tuple(shapes.values()), seed) in done:
+                    continue
+                try:
+                    measured = train(task, method, compression, lr, seed, steps, dtype)
+                except DoesNotFit:
+                    break
+                ne = measured.pop("ne")
+                row = Row(
+                    op="quality", provider=method, shapes=shapes, dtype=dtype,
+                    pass_="test", p20=ne, p50=ne, p80=ne, unit="NE", samples=1, ratios={}, counted=measured, **environment,
+                    seed=seed, date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                )  # fmt: skip
+                rows.append(row)
+                yield [row]
 
 
-def _plan(task: Task, settings: Settings) -> list[tuple[str, float, int, float | None, int]]:
-    """(method, compression, steps, learning rate or None for the best one, seed)."""
+def _rates(task: Task, rows: Sequence[Row], case: dict[str, Any]) -> Iterator[float]:
+    """Yield the task's rates, then further ones, until the best of those in `rows` has worse ones on both sides."""
+    yield from task.rates
+    while len(task.rates) > 1:
+        tried = [row.shapes["lr"] for row in _select(rows, case)]
+        best = best_rate(rows, case)
+        if best == min(tried):
+            further = [rate for rate in MORE_RATES if rate < best][-1:]
+        elif best == max(tried):
+            further = [rate for rate in MORE_RATES if rate > best][:1]
+        else:
+            return
+        if not further:
+            return
+        yield from further
+
+
+def _plan(task: Task, settings: Settings) -> list[tuple[tuple[str, float, int], int]]:
+    """List ((method, compression, steps), seed): all cases of the first seed, then those of the others."""
     cases = [(method, compression, task.steps) for compression in BUDGETS for method in METHODS]
     cases = [case for case in cases if case[0] != "dense" or case[1] == BUDGETS[0]]
     if settings.only.get("dtype", "float32") != "float32":
         cases = [case for case in cases if case[0] in STORED_METHODS]
-    scores = [(method, 50, task.steps) for method in SCORES if method in VARIANTS]
+    cases += [(method, TWICE[0], 2 * task.steps) for method in TWICE[1]]
+    cases += [(method, 50, task.steps) for method in SCORES if method in VARIANTS]
     if "method" in settings.only:  # too many to run by default
-        scores += [(method, compression, task.steps) for compression in BUDGETS for method in SPLITS]
-    twice = [(method, TWICE[0], 2 * task.steps) for method in TWICE[1]]
-    cases, scores, twice = ([case for case in group if _is_selected(case, settings.only)] for group in (cases, scores, twice))
+        cases += [(method, compression, task.steps) for compression in BUDGETS for method in SPLITS]
+    cases = [case for case in cases if _is_selected(case, settings.only)]
     if settings.quick:
-        cases, scores, twice = [case for case in cases if case[1] == BUDGETS[0]], [], []
-    first = settings.seed
-    plan: list[tuple[str, float, int, float | None, int]]
-    plan = [(*case, lr, first) for case in cases + twice for lr in task.rates] + [(*case, None, first) for case in scores]
-    seeds = range(first + 1, first + (1 if settings.quick else SEEDS))
-    return plan + [(*case, None, seed) for seed in seeds for case in cases + twice + scores]
+        cases = [case for case in cases if case[1:] == (BUDGETS[0], task.steps)]
+    return [(case, seed) for seed in range(settings.seed, settings.seed + (1 if settings.quick else SEEDS)) for case in cases]
 
 
 def _is_selected(case: tuple[str, float, int], only: Mapping[str, str]) -> bool:
@@ -349,8 +369,14 @@ def best_rate(rows: Sequence[Row], shapes: dict[str, Any]) -> float | None:
         shapes = {**shapes, "method": "TT adaptive"}
     if shapes["method"] in SPLITS:
         shapes = {**shapes, "method": "TT + rows"}
-    tuned = [row for row in rows if all(row.shapes[name] == value for name, value in shapes.items())]
+    tuned = _select(rows, shapes)
     return min(tuned, key=lambda row: row.counted["val_ne"]).shapes["lr"] if tuned else None
+
+
+def _select(rows: Sequence[Row], shapes: dict[str, Any]) -> list[Row]:
+    """The rows of a case's first seed, which tried all rates."""
+    rows = [row for row in rows if all(row.shapes[name] == value for name, value in shapes.items())]
+    return [row for row in rows if row.seed == min(row.seed for row in rows)]
 
 
 def _key(row: Row) -> tuple[tuple[Any, ...], int]:

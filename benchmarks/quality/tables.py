@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-STD = 0.1  # standard deviation of initial entries, for all methods
+STD = 0.1  # standard deviation of initial entries, unless a task has another
 
 
 class DoesNotFit(Exception):
@@ -32,7 +32,7 @@ class DoesNotFit(Exception):
 
 
 class Table(nn.Module):
-    """Maps ids [B] to rows [B, N]; constructed as `Table(counts [M], N, budget)`."""
+    """Maps ids [B] to rows [B, N]; constructed as `Table(counts [M], N, budget, std)`, std that of initial entries."""
 
     @classmethod
     def least(cls, rows: int, dim: int) -> int:
@@ -58,8 +58,8 @@ class Dense(Table):
 class Hashed(Dense):
     """Rows that ids with the same hash share."""
 
-    def __init__(self, counts: Tensor, dim: int, budget: int) -> None:
-        super().__init__(budget // dim, dim)
+    def __init__(self, counts: Tensor, dim: int, budget: int, std: float = STD) -> None:
+        super().__init__(budget // dim, dim, std)
 
     def forward(self, ids: Tensor) -> Tensor:
         # Fibonacci hashing, 31 bits: it spreads neighboring ids.
@@ -83,10 +83,10 @@ class TwoHashes(Hashed):
 class Robe(Table):
     """Rows whose parts lie in one array."""
 
-    def __init__(self, counts: Tensor, dim: int, budget: int) -> None:
+    def __init__(self, counts: Tensor, dim: int, budget: int, std: float = STD) -> None:
         super().__init__()
         self.part = dim // 4
-        self.array = nn.Parameter(STD * torch.randn(budget))
+        self.array = nn.Parameter(std * torch.randn(budget))
 
     def forward(self, ids: Tensor) -> Tensor:
         starts = torch.stack([hashed(ids, part) for part in range(4)], dim=1)[:, :, None]
@@ -103,7 +103,7 @@ class DeepHash(Table):
     def least(cls, rows: int, dim: int) -> int:
         return cls.hashes + 1 + 2 * dim
 
-    def __init__(self, counts: Tensor, dim: int, budget: int) -> None:
+    def __init__(self, counts: Tensor, dim: int, budget: int, std: float = STD) -> None:
         super().__init__()
         hidden = (budget - dim) // (self.hashes + 1 + dim)
         self.mlp = nn.Sequential(nn.Linear(self.hashes, hidden), nn.Mish(), nn.Linear(hidden, dim))
@@ -118,10 +118,10 @@ class DeepHash(Table):
 class HotAndHashed(Table):
     """Separate rows for some ids, hashing for the rest."""
 
-    def __init__(self, counts: Tensor, dim: int, budget: int) -> None:
+    def __init__(self, counts: Tensor, dim: int, budget: int, std: float = STD) -> None:
         super().__init__()
         self.rows = min(int(0.7 * budget) // dim, len(counts))
-        self.table = Dense(budget // dim, dim)
+        self.table = Dense(budget // dim, dim, std)
 
     def forward(self, ids: Tensor) -> Tensor:
         shared = self.rows + hashed(ids, 1) % (len(self.table.weight) - self.rows)
@@ -138,11 +138,11 @@ class Digits(Table):
     def least(cls, rows: int, dim: int) -> int:
         return min(k * cls._base(rows, k) for k in cls.parts) * dim
 
-    def __init__(self, counts: Tensor, dim: int, budget: int) -> None:
+    def __init__(self, counts: Tensor, dim: int, budget: int, std: float = STD) -> None:
         super().__init__()
         parts = next(k for k in self.parts if k * self._base(len(counts), k) * dim <= budget)
         self.base = self._base(len(counts), parts)
-        self.tables = nn.ParameterList(nn.Parameter(STD * torch.randn(self.base, dim) + (part > 0)) for part in range(parts))
+        self.tables = nn.ParameterList(nn.Parameter(std * torch.randn(self.base, dim) + (part > 0)) for part in range(parts))
 
     @staticmethod
     def _base(rows: int, parts: int) -> int:
@@ -163,12 +163,12 @@ class QuotientRemainder(Table):
     def least(cls, rows: int, dim: int) -> int:
         return min(b + -(-rows // b) for b in (isqrt(rows), isqrt(rows) + 1)) * dim
 
-    def __init__(self, counts: Tensor, dim: int, budget: int) -> None:
+    def __init__(self, counts: Tensor, dim: int, budget: int, std: float = STD) -> None:
         super().__init__()
         rows, most = len(counts), budget // dim
         self.base = max((b for b in range(1, most) if b + -(-rows // b) <= most), key=lambda b: b + -(-rows // b))
-        self.quotients = nn.Parameter(1 + STD * torch.randn(-(-rows // self.base), dim))
-        self.remainders = nn.Parameter(STD * torch.randn(self.base, dim))
+        self.quotients = nn.Parameter(1 + std * torch.randn(-(-rows // self.base), dim))
+        self.remainders = nn.Parameter(std * torch.randn(self.base, dim))
 
     def forward(self, ids: Tensor) -> Tensor:
         return F.embedding(ids // self.base, self.quotients) * F.embedding(ids % self.base, self.remainders)
@@ -181,11 +181,11 @@ class LowRank(Table):
     def least(cls, rows: int, dim: int) -> int:
         return rows + dim
 
-    def __init__(self, counts: Tensor, dim: int, budget: int) -> None:
+    def __init__(self, counts: Tensor, dim: int, budget: int, std: float = STD) -> None:
         super().__init__()
         rank = budget // (len(counts) + dim)
-        self.left = nn.Parameter((STD / rank**0.5) ** 0.5 * torch.randn(len(counts), rank))
-        self.right = nn.Parameter((STD / rank**0.5) ** 0.5 * torch.randn(rank, dim))
+        self.left = nn.Parameter((std / rank**0.5) ** 0.5 * torch.randn(len(counts), rank))
+        self.right = nn.Parameter((std / rank**0.5) ** 0.5 * torch.randn(rank, dim))
 
     def forward(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self.left) @ self.right
@@ -194,7 +194,7 @@ class LowRank(Table):
 class MixedDimension(Table):
     """Blocks of ids by frequency, narrower for rarer ids."""
 
-    def __init__(self, counts: Tensor, dim: int, budget: int) -> None:
+    def __init__(self, counts: Tensor, dim: int, budget: int, std: float = STD) -> None:
         super().__init__()
         self.dim = dim
         edges = [0, *(16 * 2**k for k in range(40) if 16 * 2**k < len(counts)), len(counts)]
@@ -204,7 +204,7 @@ class MixedDimension(Table):
         if not any(dims):
             raise DoesNotFit
         self.rest = nn.Parameter(torch.zeros(dim))
-        self.blocks = nn.ModuleList(self._block(b - a, d) for a, b, d in zip(self.starts, self.stops, dims, strict=True))
+        self.blocks = nn.ModuleList(self._block(b - a, d, std) for a, b, d in zip(self.starts, self.stops, dims, strict=True))
 
     def _choices(self, frequency: Sequence[float]) -> list[list[int]]:
         scales = torch.logspace(-4, 4, 500).tolist()
@@ -214,10 +214,10 @@ class MixedDimension(Table):
         sizes = zip(self.starts, self.stops, dims, strict=True)
         return self.dim + sum((b - a) * d + (d * self.dim if d < self.dim else 0) for a, b, d in sizes)
 
-    def _block(self, rows: int, width: int) -> nn.Module:
+    def _block(self, rows: int, width: int, std: float) -> nn.Module:
         if width == 0:
             return nn.Identity()
-        return Dense(rows, self.dim) if width == self.dim else _Projected(rows, width, self.dim)
+        return Dense(rows, self.dim, std) if width == self.dim else _Projected(rows, width, self.dim, std)
 
     def forward(self, ids: Tensor) -> Tensor:
         out_BN = self.rest.expand(len(ids), -1)
@@ -229,9 +229,9 @@ class MixedDimension(Table):
 
 
 class _Projected(nn.Module):
-    def __init__(self, rows: int, width: int, dim: int) -> None:
+    def __init__(self, rows: int, width: int, dim: int, std: float) -> None:
         super().__init__()
-        self.left = nn.Parameter(STD * torch.randn(rows, width))
+        self.left = nn.Parameter(std * torch.randn(rows, width))
         self.right = nn.Parameter(width**-0.5 * torch.randn(width, dim))
 
     def forward(self, ids: Tensor) -> Tensor:
