@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, stdev
@@ -119,9 +121,9 @@ def test_splits_give_a_share_of_the_bytes_to_one_block_and_are_off_unless_named(
     assert 0.9 * model.embeddings.budget < model.embeddings.num_bytes()[0] / 4 <= model.embeddings.budget
     with pytest.raises(DoesNotFit):
         quality.Model(task, "TT + 0.25 at N", 50)
-    assert not {case[0] for case in quality._plan(task, Settings())} & set(SPLITS)
+    assert not {case[0] for case, _ in quality._plan(task, Settings())} & set(SPLITS)
     asked = quality._plan(task, Settings(only={"method": "TT + * at 4|hashing", "compression": "50|100"}))
-    assert {case[:2] for case in asked} == {
+    assert {case[:2] for case, _ in asked} == {
         (method, size) for method in ("hashing", *(f"TT + {s} at 4" for s in (0.25, 0.5, 0.75, 0.95))) for size in (50, 100)
     }
 
@@ -214,6 +216,7 @@ def test_it_resumes_where_it_stopped(task: quality.Task, monkeypatch: pytest.Mon
     monkeypatch.setattr(quality, "SCORES", {})
     monkeypatch.setattr(quality, "TWICE", (20, ("hashing",)))
     monkeypatch.setattr(quality, "SEEDS", 2)
+    monkeypatch.setattr(quality, "MORE_RATES", ())
     monkeypatch.setattr("benchmarks.quality.summary.SEEDS", 2)
     whole = [case[0] for case in quality.run(Settings())]
     assert [(row.provider, row.shapes["steps"], row.seed) for row in whole] == [
@@ -243,6 +246,23 @@ def test_it_resumes_where_it_stopped(task: quality.Task, monkeypatch: pytest.Mon
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
+@pytest.mark.parametrize(("best", "further"), [(0.01, set()), (0.03, {0.1}), (0.001, {0.001, 0.0003}), (1.0, {0.1, 0.3})])
+def test_rates_are_tried_until_the_best_lies_inside(
+    best: float, further: set[float], task: quality.Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trained(task: quality.Task, method: str, compression: float, lr: float, *_: object) -> dict[str, float]:
+        return {"ne": 1.0, "val_ne": abs(math.log(lr / best))}
+
+    monkeypatch.setattr(quality, "tasks", lambda settings: [dataclasses.replace(task, rates=(0.003, 0.01, 0.03))])
+    monkeypatch.setattr(quality, "METHODS", ("dense",))
+    monkeypatch.setattr(quality, "TWICE", (20, ()))
+    monkeypatch.setattr(quality, "SCORES", {})
+    monkeypatch.setattr(quality, "train", trained)
+    rows = [case[0] for case in quality.run(Settings())]
+    assert {row.shapes["lr"] for row in rows if row.seed == 0} == {0.003, 0.01, 0.03, *further}
+    assert {row.shapes["lr"] for row in rows if row.seed > 0} == {min(best, 0.3)}
+
+
 def test_implicit_feedback_draws_no_negative_that_the_user_had(tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text(
         "".join(f"{user} " + " ".join(str((user + i) % 40) for i in range(15)) + "\n" for user in range(30))
@@ -267,6 +287,6 @@ def test_the_last_interactions_of_a_user_are_for_test_and_validation(tmp_path: P
     data = ImplicitFeedback.read(path)
     assert (data.name, [len(count) for count in data.counts]) == ("games", [3, 5])
     pairs = {split: rows.ids[rows.labels == 1].tolist() for split, rows in (("val", data.val), ("test", data.test))}
-    users, items = {5: 0, 9: 2, 7: 1}, {10: 0, 20: 1, 30: 2, 50: 3, 40: 4}  # by frequency outside the test split, then by number
+    users, items = {5: 0, 7: 1, 9: 2}, {10: 0, 30: 1, 50: 2, 20: 3, 40: 4}  # by frequency in training, then by number
     assert pairs == {"val": [[users[5], items[20]], [users[9], items[20]]], "test": [[users[5], items[40]], [users[9], items[30]]]}
     assert sum(int(count.sum()) for count in data.counts) == 2 * 5
