@@ -329,7 +329,8 @@ def _rates(task: Task, rows: Sequence[Row], case: dict[str, Any]) -> Iterator[fl
     yield from task.rates
     while len(task.rates) > 1:
         tried = [row.shapes["lr"] for row in _select(rows, case)]
-        best = best_rate(rows, case)
+        if (best := best_rate(rows, case)) is None:
+            return
         if best == min(tried):
             further = [rate for rate in MORE_RATES if rate < best][-1:]
         elif best == max(tried):
