@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from comera_rec.training.memory import return_freed_memory
+
 Call = Callable[[int], object]
 Prepared = tuple[Mapping[str, Call], Callable[[], None]]
 
@@ -98,9 +100,7 @@ def return_freed_memory_at_once() -> None:
 
 
 def resident_peak(call: Call, turn: int) -> float:
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)
+    return_freed_memory()
     _CLEAR_REFS.write_text("5")  # sets VmHWM to VmRSS
     before = _kib("VmRSS")
     result = call(turn)

@@ -43,6 +43,7 @@ from comera_rec.convert import compression_report
 from comera_rec.nn import update_in_backward_
 from comera_rec.recsys import TTEmbeddingBagCollection
 from comera_rec.training.config import RunConfig, load_config
+from comera_rec.training.memory import keep_freed_memory, return_freed_memory
 from comera_rec.training.model import Schema, build_model, build_optimizer, fuse_dense_tables_
 
 CONFIG = FOLDER.parent / "examples" / "mlperf_dcnv2.toml"
@@ -119,6 +120,7 @@ def train(case: MLPerfCase, seed: int, threads: int) -> tuple[dict[str, list[flo
     Raises:
         Disagreement: if bags differ from the definition, or the loss is not finite.
     """
+    keep_freed_memory()
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
     config = case.config()
@@ -129,6 +131,7 @@ def train(case: MLPerfCase, seed: int, threads: int) -> tuple[dict[str, list[flo
     fuse_dense_tables_(model, config.optimizer.lr_tables, torch.device("cpu"))
     optimizer = build_optimizer(model, config.optimizer)
     update_in_backward_(model, optimizer)
+    return_freed_memory()
     step = Step(model, collection, optimizer, case.precision)
     samples: dict[str, list[float]] = {name: [] for name in (*PARTS, STEP)}
     losses = []

@@ -27,6 +27,13 @@ def keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
+def return_freed_memory() -> None:
+    """Return to the system what glibc holds of freed memory, such as what initialization needed for a while."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
+
+
 class PeakMemory:
     """Peak memory in MiB: allocated on a GPU; elsewhere resident, beyond what the process held when this object was made.
 

@@ -33,7 +33,7 @@ from comera_rec.training.checkpoint import checkpoint_at, latest_checkpoint, ope
 from comera_rec.training.config import RunConfig
 from comera_rec.training.evaluation import BestSoFar, evaluate
 from comera_rec.training.log import MetricsLog, NoLog, log_ranks
-from comera_rec.training.memory import PeakMemory, keep_freed_memory
+from comera_rec.training.memory import PeakMemory, keep_freed_memory, return_freed_memory
 from comera_rec.training.model import Schema, build_optimizer
 from comera_rec.training.placement import available_cores, device_of, name_of, place, whole_model
 from comera_rec.training.runs import CHECKPOINTS, fingerprint, require_fit, require_same_run
@@ -118,6 +118,7 @@ class Trainer:
         self.signals = StopSignals(processes)
         self.step_ms: list[float] = []
         self.first_step_ms = float("nan")
+        return_freed_memory()
 
     def _updates_in_backward(self) -> bool:
         """Whether table cores are updated slice by slice: on CPU, unless something needs their whole gradients."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
 import subprocess
 import sys
 
@@ -51,3 +53,26 @@ def test_peaks_are_of_the_whole_run_if_they_cannot_be_reset() -> None:
     first, second, highest = _stretches(absent)
     assert 190 < first < 260
     assert first <= second == highest < 260
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc" or not os.access("/proc/self/statm", os.R_OK), reason="glibc on Linux")
+def test_freed_memory_is_returned() -> None:
+    script = """
+import pathlib, torch
+from comera_rec.training.memory import keep_freed_memory, return_freed_memory
+
+def resident_mib():
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) / 256  # pages of 4 KiB
+
+keep_freed_memory()
+before = resident_mib()
+blocks = [torch.ones(1 << 20) for _ in range(50)]  # 200 MiB
+del blocks
+kept = resident_mib()
+return_freed_memory()
+print(kept - before, resident_mib() - before)
+"""
+    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    kept, returned = map(float, output.split())
+    assert kept > 150
+    assert returned < 50
