@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from comera_rec.convert.folders import TensorReader
 from comera_rec.distributed import WORLD, Processes
-from comera_rec.training.migration import FORMAT, migrated
+from comera_rec.training.migration import FORMAT, LaterFormat, migrated
 
 _TEMPORARY = ".partial"
 _REPLACED = ".replaced"  # suffix of a checkpoint while a new one of the same step takes its name
@@ -128,7 +128,7 @@ def _write(path: Path, record: dict[str, Any], tensors: Mapping[str, Any], proce
         merged = {name: checksum for local in checksums for name, checksum in local.items()}
         merged[".metadata"] = _checksum(temporary / ".metadata")
         with (temporary / _RECORD).open("w") as file:
-            json.dump({"format": FORMAT, "record": record, "checksums": merged}, file)
+            json.dump({"format": FORMAT, "record": record, "record_checksum": _json_checksum(record), "checksums": merged}, file)
             file.flush()
             os.fsync(file.fileno())
         aside = path.with_suffix(_REPLACED)
@@ -158,8 +158,8 @@ def open_checkpoint(path: str | Path, processes: Processes = WORLD) -> Checkpoin
     A file of format 1 becomes a folder of the present format.
 
     Raises:
-        ValueError: on every process, if the checkpoint is missing, damaged, of a later format or another program's; names an
-            earlier one to use instead, if there is one.
+        ValueError: on every process, if the checkpoint is missing, damaged, of a later format or another program's; names the
+            earlier one that is used without it, if there is one.
     """
     path = Path(path)
     try:
@@ -168,6 +168,8 @@ def open_checkpoint(path: str | Path, processes: Processes = WORLD) -> Checkpoin
         saved = json.loads((path / _RECORD).read_text())
         if not isinstance(saved, dict):
             raise TypeError(f"{_RECORD} is not a JSON object")
+        if saved.get("record_checksum") not in (None, _json_checksum(saved["record"])):  # earlier versions wrote none
+            raise ValueError(f"{_RECORD} fails its checksum")
         record = migrated(saved["record"], saved.get("format", 1))
         checksums = sorted(saved["checksums"].items())[processes.rank :: processes.size]
 
@@ -178,12 +180,16 @@ def open_checkpoint(path: str | Path, processes: Processes = WORLD) -> Checkpoin
 
         processes.on_each(check)
         return Checkpoint(path, record, processes)
+    except LaterFormat as error:
+        raise ValueError(f"checkpoint {path} {error}") from None
     except (
-        OSError, EOFError, RuntimeError, TypeError, ValueError, KeyError, pickle.UnpicklingError, zipfile.BadZipFile
+        OSError, EOFError, RuntimeError, TypeError, ValueError, LookupError, AttributeError, pickle.UnpicklingError,
+        zipfile.BadZipFile,
     ) as error:  # fmt: skip
         earlier = max((c for c in _checkpoints(path.parent) if _step(c) < _step(path)), default=None, key=_step)
-        remedy = f"use {earlier}" if earlier else "start the run anew"
-        raise ValueError(f"checkpoint {path} cannot be loaded ({str(error).splitlines()[0]}); {remedy}") from error
+        remedy = f"to go on from {earlier.stem}" if earlier else "to start the run anew"
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ValueError(f"checkpoint {path} cannot be loaded ({reason}): remove it {remedy}") from error
 
 
 def _rewrite(path: Path, processes: Processes) -> Path:
@@ -248,6 +254,10 @@ def _checksum(path: Path) -> int:
         while block := file.read(1 << 20):
             checksum = zlib.crc32(block, checksum)
     return checksum
+
+
+def _json_checksum(value: Any) -> int:
+    return zlib.crc32(json.dumps(value).encode())
 
 
 def _reason(error: BaseException) -> str:

@@ -26,7 +26,7 @@ class MetricsLog:
 
     def __init__(self, folder: Path, step: int, *, evaluated: bool = True) -> None:
         path = folder / "metrics.jsonl"
-        lines = path.read_text().splitlines() if step and path.exists() else []
+        lines = path.read_text(errors="replace").splitlines() if step and path.exists() else []
         with replacing(path) as beside:
             beside.write_text("".join(f"{line}\n" for line in lines if _is_before(line, step, evaluated)))
         self._file = path.open("a")
@@ -70,5 +70,5 @@ def _is_before(line: str, step: int, evaluated: bool) -> bool:
     try:
         entry = json.loads(line)
         return bool(entry["step"] < step or (entry["step"] == step and (evaluated or entry["kind"] != "eval")))
-    except (ValueError, KeyError, TypeError):  # a line cut off by a crash
+    except (ValueError, KeyError, TypeError):  # a line cut off by a crash, or damaged
         return False

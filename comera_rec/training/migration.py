@@ -9,10 +9,14 @@ FORMAT = 2
 `step_*.pt`."""
 
 
+class LaterFormat(ValueError):
+    """A later version wrote the checkpoint."""
+
+
 def migrated(record: dict[str, Any], written: int) -> dict[str, Any]:
-    """Return a record of format `written` in the present format; ValueError for a later one."""
+    """Return a record of format `written` in the present format; LaterFormat for a later one."""
     if written > FORMAT:
-        raise ValueError(f"it is of format {written}, and this comera-rec reads formats up to {FORMAT}: install a later version")
+        raise LaterFormat(f"is of format {written}, and this comera-rec reads formats up to {FORMAT}: install a later version")
     return _from_format_1(record) if written == 1 else record
 
 

@@ -156,6 +156,8 @@ def materialize_(model: nn.Module, device: torch.device) -> nn.Module:
 def fuse_dense_tables_(model: nn.Module, lr: float, device: torch.device) -> list[KeyedOptimizer]:
     """Replace every EmbeddingBagCollection by FBGEMM's fused tables, which row-wise Adagrad updates in the backward pass.
 
+    Collections on the meta device are initialized as their configs say.
+
     Returns:
         Their optimizers, which hold state and need no `step`.
     """
@@ -171,7 +173,9 @@ def fuse_dense_tables_(model: nn.Module, lr: float, device: torch.device) -> lis
             fused = FusedEmbeddingBagCollection(
                 module.embedding_bag_configs(), RowWiseAdagrad, {"lr": lr}, module.is_weighted(), device
             )
-            fused.load_state_dict(module.state_dict())
+            on_meta = any(weight.is_meta for weight in module.parameters())
+            source = EmbeddingBagCollection(module.embedding_bag_configs(), device=device) if on_meta else module
+            fused.load_state_dict(source.state_dict())
             for weight in fused.parameters():
                 weight.requires_grad_(False)  # updated in place by the kernel: no other optimizer may take it
             replacements[module] = fused

@@ -59,14 +59,14 @@ def place(
         PlannerError: naming a table and what would make it fit, if the tables don't fit.
     """
     lr = config.optimizer.lr_tables
-    if not processes.several:
-        model = (build_model(config, schema) if model is None else model).to(device)
-        tables = fuse_dense_tables_(model, lr, device)
-        return Placed(model=model, module=model, table_optimizers=tables)
-    if model is not None:
+    if processes.several and model is not None:
         raise ValueError("a given model trains on one process only: save it there, then resume from its folder on several")
-    # Dense tables, which may be too large for one process, are made in shards on the processes that keep them.
-    whole = materialize_(build_model(config, schema, device="meta"), device)
+    # On the meta device at first, so that initial values don't depend on the number of processes, and dense tables, which may be
+    # too large for one process, are made in shards on the processes that keep them.
+    whole = materialize_(build_model(config, schema, device="meta"), device) if model is None else model.to(device)
+    if not processes.several:
+        tables = fuse_dense_tables_(whole, lr, device)
+        return Placed(model=whole, module=whole, table_optimizers=tables)
     sharded = _shard(whole, processes, device, batch_size, lr)
     return Placed(model=sharded, module=sharded.module, table_optimizers=[sharded.fused_optimizer])
 

@@ -17,19 +17,24 @@ from comera_rec.training.state import load_model_
 from data_pipeline.manifest import Manifest
 
 CHECKPOINTS = "checkpoints"
-# What may change when a run resumes: `output`, all of [training] and [checkpoints], and these keys of [data].
-_FREE_SECTIONS = ("training", "checkpoints", "output")
+# What may change when a run resumes: `output`, [checkpoints], and these keys of [data] and all but these of [training].
+_FREE = ("output", "checkpoints")
 _FREE_DATA = ("path", "prefetch", "eval_batch_size")
+_FIXED_TRAINING = ("accumulation",)  # decides which rows are read together
 
 
 def require_fit(config: RunConfig, schema: Schema, manifest: Manifest, processes: Processes) -> int:
     """Return the number of equal parts that a batch is divided into, by processes and accumulation.
 
     Raises:
-        ValueError: if evaluations need validation rows that the data lacks, if there isn't one task weight per label, or if a batch
-            can't be divided equally.
+        ValueError: if the output is a file, the model would have no inputs, evaluations need validation rows that the data lacks,
+            there isn't one task weight per label, or a batch can't be divided equally.
     """
     training, data = config.training, config.data
+    if Path(config.output).exists() and not Path(config.output).is_dir():
+        raise ValueError(f"output is {config.output}, which is a file: give a folder")
+    if config.tables.format == "off" and not schema.dense:
+        raise ValueError(f"tables.format is off and {data.path} has no numbers, so nothing is left to learn from: use tt or dense")
     if training.eval_every and not manifest.splits["val"].rows:
         raise ValueError(
             f"training.eval_every is {training.eval_every} but {data.path} has no validation rows: "
@@ -104,5 +109,6 @@ def fingerprint(manifest: Manifest) -> str:
 
 def _decisive(config: dict[str, Any]) -> dict[str, Any]:
     """Return the part of a config that must stay the same when a run resumes."""
-    kept = {key: value for key, value in config.items() if key not in _FREE_SECTIONS}
-    return kept | {"data": {key: value for key, value in kept["data"].items() if key not in _FREE_DATA}}
+    kept = {key: value for key, value in config.items() if key not in (*_FREE, "data", "training")}
+    data = {f"data.{key}": value for key, value in config["data"].items() if key not in _FREE_DATA}
+    return kept | data | {f"training.{key}": config["training"][key] for key in _FIXED_TRAINING}

@@ -196,9 +196,9 @@ class Trainer:
         Returns:
             The contents of result.json.
         """
-        result_path = self.folder / "result.json"
+        path = self.folder / "result.json"
         self._resume()
-        if self.processes.any(self._unfinished() or not result_path.exists()):
+        if self.processes.any(self._unfinished() or not _is_whole(path)):
             self._write_config()
             self.processes.on_first(self._open_log)
             try:
@@ -206,10 +206,10 @@ class Trainer:
                     self._run()
                     self.writer.wait()
                     result = self._result()
-                self.processes.on_first(lambda: _write_json(result_path, result))
+                self.processes.on_first(lambda: _write_json(path, result))
             finally:
                 self.log.close()
-        return self.processes.on_first(lambda: dict(json.loads(result_path.read_text())))
+        return self.processes.on_first(lambda: dict(json.loads(path.read_text())))
 
     def _open_log(self) -> None:
         (self.folder / "result.json").unlink(missing_ok=True)  # left by a run of fewer steps
@@ -384,6 +384,13 @@ class Trainer:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        return isinstance(json.loads(path.read_text()), dict)
+    except (OSError, ValueError):
+        return False
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

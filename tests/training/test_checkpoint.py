@@ -106,23 +106,40 @@ def flip_a_bit(content: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata"])
-@pytest.mark.parametrize("damage", [flip_a_bit, lambda content: content[:-100], lambda content: b"", lambda content: b"text"])
+@pytest.mark.parametrize(
+    "damage",
+    [flip_a_bit, lambda content: content[:-100], lambda content: b"", lambda content: b"text"],
+    ids=["bit", "end", "empty", "text"],
+)
 def test_a_damaged_checkpoint_is_named_with_the_one_to_use(tmp_path: Path, damage: Any, file: str) -> None:
     earlier = save_checkpoint(tmp_path, 10, *state())
     latest = save_checkpoint(tmp_path, 20, *state())
     path = latest / file
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ValueError, match=rf"^checkpoint {latest} cannot be loaded \(.*\); use {earlier}$"):
+    with pytest.raises(ValueError, match=rf"^checkpoint {latest} cannot be loaded \(.*\): remove it to go on from {earlier.name}$"):
         open_checkpoint(latest)
     shutil.rmtree(earlier)
-    with pytest.raises(ValueError, match=r"; start the run anew$"):
+    with pytest.raises(ValueError, match=r": remove it to start the run anew$"):
         open_checkpoint(latest)
+
+
+def test_a_changed_record_fails_its_checksum(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, 10, {"step": 10}, {})
+    text = (path / "record.json").read_text()
+    (path / "record.json").write_text(text.replace('"step": 10', '"step": 11'))
+    with pytest.raises(ValueError, match=r"cannot be loaded \(record\.json fails its checksum\)"):
+        open_checkpoint(path)
+    saved = json.loads(text)
+    del saved["record_checksum"]  # as earlier versions wrote it
+    (path / "record.json").write_text(json.dumps(saved))
+    assert open_checkpoint(path).record == {"step": 10}
 
 
 def test_not_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot be loaded \(.*No such file"):
         open_checkpoint(tmp_path / "step_00000010")
-    for text in ("[]", "no JSON", json.dumps({"format": FORMAT})):
+    whole = {"format": FORMAT, "record": {}, "checksums": {}}
+    for text in ("[]", "no JSON", json.dumps({"format": FORMAT}), *(json.dumps(whole | {name: None}) for name in whole)):
         (tmp_path / "step_00000010").mkdir(exist_ok=True)
         (tmp_path / "step_00000010" / "record.json").write_text(text)
         with pytest.raises(ValueError, match=r"cannot be loaded \("):
@@ -147,7 +164,7 @@ def test_foreign_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"its \.metadata names posix\.system, which describes no tensor"):
         open_checkpoint(path)
     torch.save({"record": os.system, "tensors": {}}, tmp_path / "step_00000020.pt")
-    with pytest.raises(ValueError, match=r"step_00000020\.pt cannot be loaded \(.*; use .*step_00000010"):
+    with pytest.raises(ValueError, match=r"step_00000020\.pt cannot be loaded \(.*remove it to go on from step_00000010"):
         open_checkpoint(tmp_path / "step_00000020.pt")
 
 

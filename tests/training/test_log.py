@@ -21,7 +21,8 @@ def steps(folder: Path, kind: str) -> list[int]:
 
 def test_lines_after_the_step_are_dropped(tmp_path: Path) -> None:
     for evaluated in (True, False):
-        (tmp_path / "metrics.jsonl").write_text(LINES + '{"kind": "tra')  # the last one is cut off
+        damaged, cut_off = b'{"kind": "train", "step": \xff}\n', b'{"kind": "tra'
+        (tmp_path / "metrics.jsonl").write_bytes(damaged + LINES.encode() + cut_off)
         log = MetricsLog(tmp_path, 7, evaluated=evaluated)
         log.write("train", 8, loss=0.25)
         log.close()

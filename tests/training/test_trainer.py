@@ -23,6 +23,7 @@ from comera_rec.training.runs import load_run
 from comera_rec.training.stopping import Interrupted, StopSignals
 from comera_rec.training.trainer import Diverged, Trainer
 from data_pipeline.preprocess import PreprocessOptions, preprocess
+from data_pipeline.schema import read_schema
 from data_pipeline.synth import SynthOptions, synth
 
 RANKS = ["ranks.early_steps=4", "ranks.late_steps=4", "ranks.target_size=0.5", "ranks.truncate_every=2", "ranks.threshold=0.9"]
@@ -67,6 +68,31 @@ def test_resumed_run_equals_unbroken_run(config_file: Path, tmp_path: Path, over
         assert resumed[name] == result[name], name
     states = [weights(folder) for folder in (whole, part)]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_a_damaged_result_is_made_again(config_file: Path) -> None:
+    folder, result = run(config_file)
+    for damage in ('{"name": "ru', "null", "\\udcff"):
+        (folder / "result.json").write_text(damage, errors="surrogateescape")
+        assert run(config_file)[1]["ne"] == result["ne"]
+        assert json.loads((folder / "result.json").read_text())["ne"] == result["ne"]
+
+
+def test_a_model_without_inputs_and_a_file_as_output_are_refused(config_file: Path, tmp_path: Path) -> None:
+    log, data = tmp_path / "log.csv", tmp_path / "no numbers"
+    log.write_text("label,color\n" + "1,red\n0,blue\n" * 200)
+    (tmp_path / "schema.toml").write_text('separator = ","\nheader = true\n[columns]\nlabel = "label"\ncolor = "category"\n')
+    preprocess(PreprocessOptions(inputs=(log,), output=data, schema=read_schema(tmp_path / "schema.toml")))
+    for overrides, message in (
+        ([f"output={config_file}"], "run.toml, which is a file: give a folder"),
+        (['output=""'], "output is empty: give the run's folder"),
+        (
+            ["tables.format=off", f"data.path={data}"],
+            "no numbers has no numbers, so nothing is left to learn from: use tt or dense",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(config_file, *overrides)
 
 
 def test_ranks_shrink_to_the_target(config_file: Path) -> None:
@@ -231,8 +257,10 @@ def test_a_second_ctrl_c_ends_the_process_at_once(second: signal.Signals) -> Non
 
 def test_folder_of_another_run_is_refused(config_file: Path, data_set: Path, tmp_path: Path) -> None:
     run(config_file)
-    with pytest.raises(ValueError, match="holds another run: its config differs in seed, tables"):
-        run(config_file, "seed=4", "tables.tt_ranks=2")
+    with pytest.raises(ValueError, match=r"holds another run: its config differs in seed, tables, data\.batch_size"):
+        run(config_file, "seed=4", "tables.tt_ranks=2", "data.batch_size=32")
+    with pytest.raises(ValueError, match=r"its config differs in training\.accumulation;"):
+        run(config_file, "training.accumulation=2")
     other = tmp_path / "other"
     shutil.copytree(data_set, other)
     manifest = json.loads((other / "manifest.json").read_text())

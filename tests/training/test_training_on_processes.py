@@ -97,6 +97,19 @@ def resume_and_save(rank: int, config_file: Path, overrides: list[str]) -> None:
     trainer.save()
 
 
+@pytest.mark.parametrize("architecture", ["dlrm", "dcn", "deepfm", "wide_deep"])
+def test_two_processes_start_from_the_initial_values_of_one(config_file: Path, tmp_path: Path, architecture: str) -> None:
+    model = [f"model.architecture={architecture}"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    resume_and_save(0, config_file, [*model, f"output={one}"])
+    run_processes(2, resume_and_save, config_file, [*model, f"output={two}"])
+    initial = {name: values for name, values in tensors(one).items() if name.startswith("model/")}
+    assert any("tt_bags" in name for name in initial)
+    for name, values in tensors(two).items():
+        if name in initial and "dense_bags" not in name:  # whose shards are initialized where they are kept
+            assert torch.equal(values, initial[name]), name
+
+
 def test_two_processes_resume_what_one_process_compressed(config_file: Path, tmp_path: Path) -> None:
     dense = ["tables.format=dense", "linears.format=dense", f"output={tmp_path / 'dense'}"]
     same = ["tables.tt_ranks=none", "tables.compression=4"]
