@@ -34,7 +34,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_lookup(
   for (int64_t t = 0; t < T; ++t) {
     const ScalarType type = ids[t].scalar_type();
     require(type == ScalarType::Long || type == ScalarType::Int, "ids[", t, "] is neither int64 nor int32: convert it");
-    require(ids[t].is_cpu() && ids[t].is_contiguous(), "ids[", t, "] is not a contiguous tensor on CPU: move it, or copy it");
+    require(ids[t].is_cpu(), "ids[", t, "] is not on CPU: move it");
+    ids[t] = torch::stable::contiguous(ids[t]);
     const int64_t* modes = &row_shapes[t * d];
     double rows = 1, products = 1;  // may exceed the range of integers
     for (int64_t k = 0; k < d; ++k) {

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <limits>
 #include <optional>
 #include <vector>
 
@@ -116,7 +117,8 @@ Tensor served_bags(Tensor storage, Tensor layout, Tensor slabs, Tensor lead, Ten
   const bool parallel = B > kBagsOfATask;
   const int64_t threads = parallel ? torch::stable::get_num_threads() : 1;
   const Buffer<float> scratch(threads * scratch_floats);
-  std::atomic<int64_t> invalid_lookup{-1};
+  constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
+  std::atomic<int64_t> invalid_lookup{kNone};  // the first one's place among the values, times F, plus its feature
   run_tasks(
       tasks,
       [&](int64_t task, int64_t thread) {
@@ -125,12 +127,16 @@ Tensor served_bags(Tensor storage, Tensor layout, Tensor slabs, Tensor lead, Ten
             values_at + starts[task], lengths_at + f * B + first, std::min(kBagsOfATask, B - first), N,
             out_at + (first * (1 + F) + 1 + f) * N, (1 + F) * N};
         const int64_t invalid = kernels().serve_bags(features[f], bags, scratch.get() + thread * scratch_floats);
-        if (invalid >= 0) invalid_lookup.store((starts[task] + invalid) * F + f);  // the value, and its feature
+        if (invalid < 0) return;
+        const int64_t lookup = (starts[task] + invalid) * F + f;
+        int64_t first_lookup = invalid_lookup.load();
+        while (lookup < first_lookup && !invalid_lookup.compare_exchange_weak(first_lookup, lookup)) {
+        }
       },
       parallel);
-  if (invalid_lookup.load() >= 0)
-    refuse("id ", values_at[invalid_lookup.load() / F], " is out of range for feature ", invalid_lookup.load() % F,
-           ": its ids run from 0 to ", features[invalid_lookup.load() % F].rows - 1);
+  if (const int64_t lookup = invalid_lookup.load(); lookup != kNone)
+    refuse("id ", values_at[lookup / F], " is out of range for feature ", lookup % F, ": its ids run from 0 to ",
+           features[lookup % F].rows - 1);
   return out;
 }
 

@@ -124,11 +124,11 @@ class TTEmbedding(TTTable):
         return cls(rows, dim, padding_idx=module.padding_idx, **sizes, **traits(module.weight))
 
     def to_dense(self) -> nn.Embedding:
-        """Return a `torch.nn.Embedding` with the same rows."""
+        """Return a `torch.nn.Embedding` with the same rows, frozen if this table is."""
         rows = self.dense_matrix().detach().contiguous()
         if self.padding_idx is not None:
             rows[self.padding_idx] = 0
-        return nn.Embedding.from_pretrained(rows, freeze=False, padding_idx=self.padding_idx)
+        return nn.Embedding.from_pretrained(rows, freeze=not self.core_0.requires_grad, padding_idx=self.padding_idx)
 
 
 def logits_path(shape: TTShape) -> tuple[int, bool, int]:

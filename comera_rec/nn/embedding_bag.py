@@ -149,11 +149,12 @@ class TTEmbeddingBag(TTTable):
         return cls(rows, dim, mode=module.mode, include_last_offset=last, **sizes, **traits(module.weight))
 
     def to_dense(self) -> nn.EmbeddingBag:
-        """Return a `torch.nn.EmbeddingBag` with the same rows."""
-        return nn.EmbeddingBag(
+        """Return a `torch.nn.EmbeddingBag` with the same rows, frozen if this table is."""
+        bag = nn.EmbeddingBag(
             self.num_embeddings,
             self.embedding_dim,
             mode=self.mode,
             include_last_offset=self.include_last_offset,
             _weight=self.dense_matrix().detach().contiguous(),
         )
+        return bag.requires_grad_(self.core_0.requires_grad)

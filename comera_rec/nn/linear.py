@@ -151,7 +151,7 @@ class TTLinear(TTModule):
         return layer
 
     def to_dense(self) -> nn.Linear:
-        """Return a `torch.nn.Linear` with the same weight and bias."""
+        """Return a `torch.nn.Linear` with the same weight and bias, frozen where this layer is."""
         layer = nn.Linear(
             self.in_features, self.out_features, self.bias is not None, device=self.core_0.device, dtype=self.core_0.dtype
         )
@@ -159,6 +159,8 @@ class TTLinear(TTModule):
             layer.weight.copy_(self.weight)
             if self.bias is not None:
                 layer.bias.copy_(self.bias)
+                layer.bias.requires_grad_(self.bias.requires_grad)
+        layer.weight.requires_grad_(self.core_0.requires_grad)
         return layer
 
 

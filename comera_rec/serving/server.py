@@ -37,6 +37,7 @@ from data_pipeline.encoder import Flat
 log = logging.getLogger("comera_rec.serving")
 Handler = Callable[[Request], Awaitable[Any]]
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2)
+_READ_LIMITS = 4  # what is read of a body that is too long, in multiples of the limit
 _ROWS = (1, 4, 16, 64, 256, 1024, 4096)
 
 
@@ -188,16 +189,19 @@ class Server:
         return {"scores": await self.batcher.score(version.model, flat), "model_version": version.number}
 
     async def _body(self, request: Request) -> Any:
-        """Read the body as JSON; refuse it as soon as it is too long."""
+        """Read the body as JSON. One that is too long is read on for a while, since few clients read an answer before that."""
         limit = self.options.max_body
         if "inference-header-content-length" in request.headers:
             raise ValueError("binary tensors are not supported: give data as JSON")
-        content, too_long = bytearray(), int(request.headers.get("content-length") or 0) > limit
+        content, read = bytearray(), 0
         async for chunk in request.stream():
-            too_long = too_long or len(content) + len(chunk) > limit
-            if too_long:
-                raise HTTPException(413, f"the body has more than {limit} bytes: send fewer rows at a time")
-            content += chunk
+            read += len(chunk)
+            if read <= limit:
+                content += chunk
+            elif read > _READ_LIMITS * limit:
+                break
+        if read > limit:
+            raise HTTPException(413, f"the body has more than {limit} bytes: send fewer rows at a time")
         try:
             return orjson.loads(content)
         except orjson.JSONDecodeError as error:

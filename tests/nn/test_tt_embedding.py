@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from comera_rec import TTEmbedding, TTShape
+from comera_rec import TTEmbedding, TTEmbeddingBag, TTLinear, TTShape
 from comera_rec.nn.embedding import forming_is_cheaper, logits_path
 
 # Table sizes, modes and ranks: orders 1 to 4, primes whose last rows and columns are padding, rank 1. Some shapes make `logits`
@@ -113,6 +113,20 @@ def test_scores_are_exported_for_any_number_of_tokens() -> None:
     for tokens in (2, 5000):
         x = torch.randn(tokens, 64)
         torch.testing.assert_close(exported.module()(x), model(x), rtol=1e-4, atol=1e-3)
+
+
+def test_an_exported_lookup_takes_ids_in_any_layout() -> None:
+    embedding = TTEmbedding(300, 32, tt_ranks=8)
+    exported = torch.export.export(embedding, (torch.randint(300, (4, 6)),), strict=False).module()
+    ids = torch.randint(300, (6, 4)).mT
+    torch.testing.assert_close(exported(ids), embedding(ids))
+
+
+def test_dense_forms_are_frozen_where_layers_are() -> None:
+    layers = TTEmbedding(300, 32, tt_ranks=8), TTEmbeddingBag(300, 32, tt_ranks=8), TTLinear(64, 64, tt_ranks=8)
+    for layer in layers:
+        assert all(parameter.requires_grad for parameter in layer.to_dense().parameters())
+        assert not any(parameter.requires_grad for parameter in layer.requires_grad_(False).to_dense().parameters())
 
 
 def test_a_vanished_table_is_zero() -> None:

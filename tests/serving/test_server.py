@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import uvicorn
 from soak import bad_requests, good_rows, soak
 from starlette.testclient import TestClient
 
@@ -113,6 +116,24 @@ def test_limits(model: Path, data: Path) -> None:
             413,
             "the body has more than 100000 bytes: send fewer rows at a time",
         )
+
+
+def test_a_body_that_is_too_long_is_answered_after_it_was_sent(model: Path, data: Path) -> None:
+    config = uvicorn.Config(Server(ServeOptions(model=model, data=data, max_body=5_000_000)).app, log_level="error")
+    server, sock = uvicorn.Server(config), listen("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+    thread.start()
+    try:
+        connection = HTTPConnection(*sock.getsockname(), timeout=60)
+        connection.request("POST", "/score", body=b" " * 19_000_000, headers={"Connection": "close"})
+        answer = connection.getresponse()
+        assert answer.status == 413
+        assert b"the body has more than 5000000 bytes" in answer.read()
+        connection.close()
+    finally:
+        server.should_exit = True
+        thread.join()
+        sock.close()
 
 
 def test_without_vocabularies(package: Callable[[str], Path], trained: Path, tmp_path: Path) -> None:
