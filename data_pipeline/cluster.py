@@ -31,7 +31,7 @@ def dask_schedule(address: str, *, workers: int) -> Iterator[Schedule]:
     try:
         import distributed
     except ImportError as error:
-        raise ValueError(f"--scheduler {address} needs Dask; install it with pip install 'comera-rec[dask]'") from error
+        raise ValueError(f"--scheduler {address} needs Dask: run pip install distributed") from error
     with ExitStack() as stack:
         scheduler_address = address
         if address == "local":

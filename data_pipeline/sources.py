@@ -201,7 +201,7 @@ def file_system(url: str, *, option: str = "input") -> tuple[Any, str]:
     try:
         files, path = fsspec.core.url_to_fs(url)
     except ImportError as error:
-        raise ValueError(f"--{option} {url}: {error}; comera-rec[remote] installs what s3:// and gs:// need") from error
+        raise ValueError(f"--{option} {url}: {error}; run pip install s3fs for s3://, gcsfs for gs://") from error
     except ValueError as error:
         raise ValueError(f"--{option} {url}: {error}") from error
     return files, path

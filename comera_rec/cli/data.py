@@ -32,7 +32,7 @@ _PATH = click.Path(path_type=Path)
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
-@click.command(short_help="Write Criteo-format logs with a planted signal of known best AUC.")
+@click.command()
 @click.option("--rows", type=int, required=True, help="Lines to write.")
 @click.option("--output", type=_PATH, required=True, metavar="RAW", help="The log; a name ending in .gz compresses it.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the planted model and of its rows.")
@@ -147,7 +147,7 @@ def _inputs(first: tuple[str, ...], more: tuple[str, ...]) -> tuple[Source, ...]
     return inputs
 
 
-@click.command(short_help="Turn Criteo or other logs into Parquet shards and a manifest.")
+@click.command()
 @_pass_options
 @click.option("--output", type=_Location(), required=True, metavar="DATA", help="Folder or URL of the data set, new or empty.")
 @click.option("--schema", type=_PATH, metavar="FILE", help="TOML file that names the columns of logs other than Criteo's.")
@@ -192,7 +192,7 @@ def preprocess(first_inputs: tuple[str, ...], more_inputs: tuple[str, ...], sche
     click.echo(_summary(manifest, options.output, time.perf_counter() - start))
 
 
-@click.command(short_help="Encode new logs with a data set's vocabularies.")
+@click.command()
 @_pass_options
 @click.option("--data", type=_PATH, required=True, help="The data set whose vocabularies to use.")
 @click.option("--output", type=_Location(), required=True, metavar="NEWDATA", help="Folder or URL of the new data set.")
@@ -240,7 +240,7 @@ def _min_counts(texts: tuple[str, ...]) -> dict[str, Any]:
     return counts
 
 
-@click.command(short_help="Check a data set against its manifest.")
+@click.command()
 @click.option("--data", type=_PATH, required=True, help="The data set's folder.")
 def verify(data: Path) -> None:
     """Read a whole data set and check its checksums, row counts, and ranges of ids and labels, and that no row is in two splits.
@@ -254,7 +254,7 @@ def verify(data: Path) -> None:
     click.echo(f"{verified.repeated:.2%} of distinct validation and test rows equal a training row")
 
 
-@click.command(short_help="Show what is in a data set.")
+@click.command()
 @click.option("--data", type=_PATH, required=True, help="The data set's folder.")
 @click.option("--html", type=_PATH, metavar="FILE", help="Also write a page with histograms to this file.")
 def describe(data: Path, html: Path | None) -> None:
@@ -271,7 +271,7 @@ def describe(data: Path, html: Path | None) -> None:
         click.echo(f"\nwrote {html}")
 
 
-@click.command(short_help="Show a category's text beside its id.")
+@click.command()
 @click.option("--data", type=_PATH, required=True, help="The data set's folder.")
 @click.option("--column", required=True, metavar="NAME", help="A categorical column.")
 @click.option("--id", "number", type=int, metavar="N", help="Show this id's text; for columns of hex digits.")
@@ -294,7 +294,7 @@ def lookup(data: Path, column: str, number: int | None, text: str | None) -> Non
     click.echo(json.dumps(asdict(entry), ensure_ascii=False))
 
 
-@click.command("to-npy", short_help="Write a data set as torchrec's .npy files.")
+@click.command("to-npy")
 @click.option("--data", type=_PATH, required=True, help="The data set's folder.")
 @click.option("--output", type=_PATH, required=True, metavar="DIR", help="Folder of the files, new or empty.")
 @click.option("--overwrite", is_flag=True, help="Replace finished files.")

@@ -23,13 +23,13 @@ for _message in ("Please use DTensor", "`broadcast_buffers` is deprecated"):
 
 COMMANDS = {
     "synth": ("comera_rec.cli.data", "Write Criteo-format logs with a planted signal of known best AUC."),
-    "preprocess": ("comera_rec.cli.data", "Turn Criteo or other logs into Parquet shards and a manifest."),
+    "preprocess": ("comera_rec.cli.data", "Turn logs, Criteo's or others, into Parquet shards and a manifest."),
     "transform": ("comera_rec.cli.data", "Encode new logs with a data set's vocabularies."),
     "verify": ("comera_rec.cli.data", "Check a data set against its manifest."),
     "describe": ("comera_rec.cli.data", "Show what is in a data set."),
     "lookup": ("comera_rec.cli.data", "Show a category's text beside its id."),
     "to-npy": ("comera_rec.cli.data", "Write a data set as torchrec's .npy files."),
-    "train": ("comera_rec.cli.train", "Train a DLRM, dense or compressed, from a TOML config."),
+    "train": ("comera_rec.cli.train", "Train a model, dense or compressed, from a TOML config."),
     "evaluate": ("comera_rec.cli.model", "Print AUC, NE and logloss of a trained run as one JSON line."),
     "compress": ("comera_rec.cli.model", "Compress a trained dense run, or any TorchRec model's state dict, by TT-SVD."),
     "score": ("comera_rec.cli.serving", "Score a log or a data set with a model."),
@@ -59,7 +59,7 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(package_name="comera-rec")
 def cli() -> None:
-    """Train recommendation models in compressed form: raw Criteo logs in, a DLRM with tensor-train tables out.
+    """Train recommendation models in compressed form: raw logs in, a model with tensor-train tables out.
 
     \b
     Example:

@@ -11,12 +11,13 @@ try:
     from comera_rec.serving.server import ServeOptions
     from comera_rec.serving.server import serve as answer_requests
 except ModuleNotFoundError as error:
-    raise click.ClickException(f"{error.name} is not installed; comera serve needs pip install 'comera-rec[serve]'") from error
+    needed = "httptools orjson prometheus-client starlette uvicorn uvloop"  # the extra `serve`
+    raise click.ClickException(f"{error.name} is not installed: run pip install {needed}") from error
 
 _PATH = click.Path(path_type=Path)
 
 
-@click.command(short_help="Answer requests over HTTP.")
+@click.command()
 @click.option("--model", type=_PATH, required=True, metavar="MODEL.pt2", help="A file that `comera export` wrote.")
 @click.option("--data", type=_PATH, help="Data set whose vocabularies encode raw rows; default the one the model was trained on.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")

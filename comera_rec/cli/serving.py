@@ -14,7 +14,7 @@ from data_pipeline.sources import source
 _PATH = click.Path(path_type=Path)
 
 
-@click.command(short_help="Score a log or a data set with a model.")
+@click.command()
 @click.option("--model", type=_PATH, required=True, metavar="MODEL.pt2", help="A file that `comera export` wrote.")
 @click.option("--input", "target", required=True, metavar="LOG|DATA", help="A raw log, gzipped or not, or a data set's folder.")
 @click.option("--output", type=_PATH, required=True, metavar="SCORES", help="The Parquet file to write.")

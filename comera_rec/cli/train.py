@@ -22,7 +22,7 @@ from comera_rec.training.trainer import Diverged, Trainer
 @click.argument("overrides", nargs=-1, metavar="[section.key=value ...]")
 @click.pass_context
 def train(context: click.Context, config_path: str | None, overrides: tuple[str, ...]) -> None:
-    """Train a DLRM, dense or compressed.
+    """Train a model, dense or compressed: DLRM, or another `model.architecture`.
 
     Everything is written to the config's `output` folder, with a report.html at the end. Running the command again resumes from the
     last checkpoint. SIGTERM and Ctrl-C stop after the current step, with a checkpoint. Under torchrun tables are sharded over the

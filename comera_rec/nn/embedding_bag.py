@@ -91,12 +91,17 @@ class TTEmbeddingBag(TTTable):
             per_sample_weights: weights of the shape of `input`; mode "sum" only.
 
         Raises:
-            ValueError: naming the table, the id and the limit, if an id is out of range (checked on CPU); for input or offsets of
+            ValueError: naming the table, the id and the limit, if an id is out of range (checked on CPU); for arguments of
                 other shapes or types.
 
         Returns:
             [B, N].
         """
+        if per_sample_weights is not None and per_sample_weights.shape != input.shape:
+            raise ValueError(
+                f"per_sample_weights has shape {tuple(per_sample_weights.shape)} for ids of shape {tuple(input.shape)}: "
+                "give a weight for each id, in the same shape"
+            )
         return tt_bags(
             [self.forward_parameters()],
             self.plan(input),

@@ -154,10 +154,12 @@ _FITTING_ROUNDS = 3  # in which cores and hot rows are fitted to a matrix
 def update_in_backward_(model: nn.Module, optimizer: Optimizer | None) -> list[str]:
     """Let an optimizer update the cores of a model's TT tables in backward, slice by slice, instead of in its `step`.
 
-    A batch uses few slices. On CPU, only these then get a gradient, which stays in the cache, and only their parameters and state
-    are read and written. SGD and Adagrad give the same results as in `step`; weight decay, and the decay of Adam's moments, act
-    only in steps that use the slice, as with `torch.optim.SparseAdam`. Settings such as the learning rate are read in every step
-    and the state stays in the optimizer, so schedulers, checkpoints and `truncate_ranks_` work as before.
+    A batch uses few slices. Only these then get a gradient, which on CPU stays in the cache, and only their parameters and state
+    are read and written. On a GPU this holds for tables of order 2 and hot rows, updated by SGD or Adagrad without learning rate
+    decay; cores of other tables keep their gradients there. SGD and Adagrad give the same results as in `step`; weight decay, and
+    the decay of Adam's moments, act only in steps that use the slice, as with `torch.optim.SparseAdam`. Settings such as the
+    learning rate are read in every step and the state stays in the optimizer, so schedulers, checkpoints and `truncate_ranks_` work
+    as before.
 
     Cores have no `grad` afterwards: gradients can't be clipped, accumulated over batches or scaled (`GradScaler`), and the loss
     can't include a penalty on cores. A table that is looked up twice in a step is updated twice. Before another optimizer takes
@@ -167,7 +169,7 @@ def update_in_backward_(model: nn.Module, optimizer: Optimizer | None) -> list[s
     number still add up, as they do in float32.
 
     Args:
-        model: any module. Tables in float64, on other devices, or replicated by data parallelism keep their gradients.
+        model: any module. Tables in float64, or replicated by data parallelism, keep their gradients.
         optimizer: the optimizer of the cores; SGD without momentum, Adagrad or Adam (without amsgrad). With None, cores have
             gradients again.
 

@@ -97,7 +97,7 @@ def test_urls_and_mounts_are_refused_as_output(options: PreprocessOptions, tmp_p
         preprocess(replace(options, output=Path("s3://bucket/data")))
     result = CliRunner().invoke(preprocess_command, ["--input", str(options.inputs[0]), "--output", "gs://bucket/data"])
     assert "--output gs://bucket/data: " in str(result.exception)
-    assert "comera-rec[remote] installs what s3:// and gs:// need" in str(result.exception)
+    assert "run pip install s3fs for s3://, gcsfs for gs://" in str(result.exception)
     mounted = Path("/proc")
     with pytest.raises(ValueError, match=r"--output /proc is a mount point; name a folder in it, such as /proc/d"):
         preprocess(replace(options, output=mounted))

@@ -86,6 +86,14 @@ def test_weights_of_samples_and_their_gradient(size: tuple[int, int, TTShape], d
     assert_same(bag(square, per_sample_weights=weights.reshape(4, 2)), expected, [*bag.parameters(), weights])
 
 
+def test_weights_of_another_shape_are_refused() -> None:
+    bag = build(SHAPES[0])
+    with pytest.raises(
+        ValueError, match=r"per_sample_weights has shape \(3, 1\) for ids of shape \(3,\): give a weight for each id"
+    ):
+        bag(torch.tensor([0, 1, 2]), torch.tensor([0, 2]), torch.ones(3, 1, dtype=torch.float64))
+
+
 @pytest.mark.parametrize("mode", ["mean", "max"])
 def test_weights_need_mode_sum_as_in_torch(mode: str) -> None:
     bag = build(SHAPES[0], mode=mode)
