@@ -1,7 +1,7 @@
 """Conversion of Arrow columns to `data_pipeline.parse.Parsed`, with equal results for text and numeric cells.
 
 Integers, hex digits and labels are read from text as `data_pipeline.reference` reads them. An integer in a category column is
-hashed as its decimal digits, so 7 in Parquet, 7 and "7" in JSON and 7 in CSV are one value.
+hashed as its decimal digits, so 7 in Parquet, 7 and "7" in JSON and 7 in CSV are one value; true in Parquet and JSON is 1.
 
 Letters: n rows of a part.
 """
@@ -118,6 +118,8 @@ def _take(cells: _Cells, good: np.ndarray) -> _Cells:
 
 
 def _read(array: pa.Array, column: Column) -> _Cells:
+    if isinstance(array, pa.UuidArray):
+        array = pa.array([None if uuid is None else str(uuid) for uuid in array.to_pylist()], pa.large_string())
     if pa.types.is_dictionary(array.type):
         return _read_dictionary(array, column)
     try:
@@ -172,7 +174,8 @@ def _read_numbers(array: pa.Array, column: Column) -> _Cells:
     bad |= ~np.isfinite(values)
     if kind in ("label", "integer", "int64"):
         low, high = {"label": (0, 2), "integer": (-(2.0**31), 2.0**31), "int64": (-(2.0**63), 2.0**63)}[kind]
-        bad |= (values != np.floor(values)) | (values < low) | (values >= high)
+        # 2**63 - 1, the largest, is 2**63 in float64.
+        bad |= (values != np.floor(values)) | (values < low) | (values > high if kind == "int64" else values >= high)
     if kind == "weight" or (kind == "float" and not column.bucketized):
         bad |= np.abs(values) > np.finfo(np.float32).max
     if kind == "weight":
@@ -238,7 +241,9 @@ def _read_each(array: pa.Array, read: Callable[..., int]) -> _Cells:
 
 def _read_texts(array: pa.Array) -> _Cells:
     bad = np.zeros(len(array), np.bool_)
-    if pa.types.is_floating(array.type):  # pandas stores integer columns with missing values as floats
+    if pa.types.is_boolean(array.type):
+        array = array.cast(pa.int8())
+    elif pa.types.is_floating(array.type):  # pandas stores integer columns with missing values as floats
         values = _numpy(array.cast(pa.float64()), np.nan)
         missing = np.isnan(values)
         bad = ~missing & ~((values == np.floor(values)) & (np.abs(values) < _EXACT))
@@ -262,7 +267,9 @@ def _read_lists(array: pa.Array, column: Column) -> _Cells:
 
 def _is_text(of_type: pa.DataType) -> bool:
     types = pa.types
-    return any(is_type(of_type) for is_type in (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary))
+    texts = types.is_string, types.is_large_string, types.is_string_view
+    bytes_ = types.is_binary, types.is_large_binary, types.is_binary_view, types.is_fixed_size_binary
+    return any(is_type(of_type) for is_type in (*texts, *bytes_))
 
 
 def is_list(of_type: pa.DataType) -> bool:

@@ -147,8 +147,8 @@ def flatten(encoder: Encoder, parsed: Parsed, rows: Rows = slice(None)) -> Flat:
 class RequestEncoder:
     """Encodes rows given as values by column.
 
-    Integers are int, hex columns str of 1 to 8 hex digits, other categories str, list columns lists of non-empty str. None, an
-    empty list and, in a categorical column, "" stand for a missing value. Unknown names are ignored.
+    Integers are int, hex columns str of 1 to 8 hex digits, other categories str or int (or bool, as 1 or 0), list columns lists of
+    these. None, an empty list and, in a categorical column, "" stand for a missing value. Unknown names are ignored.
 
     Args:
         data: folder of a data set.
@@ -265,6 +265,8 @@ def _hex(cell: Any) -> int | None:
 def _text(cell: Any) -> int | None:
     if cell is None or cell == "":
         return None
+    if type(cell) in (int, bool):
+        return hash_text(b"%d" % cell)
     if type(cell) is str:
         return hash_text(cell.encode())  # half of a surrogate pair raises UnicodeEncodeError, a ValueError
     raise ValueError
@@ -273,10 +275,12 @@ def _text(cell: Any) -> int | None:
 def _list(cell: Any) -> list[int]:
     if cell is None:
         return []
-    if type(cell) is not list or not all(cell):
+    if type(cell) is not list:
         raise ValueError
-    keys = [_text(element) for element in cell]
-    return [key for key in keys if key is not None]
+    keys = [key for element in cell if (key := _text(element)) is not None]
+    if len(keys) < len(cell):
+        raise ValueError
+    return keys
 
 
 _NUMBER_OF: dict[str, Callable[[Any], float | None]] = {"integer": _integer, "int64": _int64, "float": _float}
@@ -300,8 +304,8 @@ def _expected(column: Column) -> str:
         "int64": "a 64-bit integer or null",
         "float": "a finite number or null",
         "hex": "a string of 1 to 8 hex digits or null",
-        "category": "a string or null",
-        "list": "a list of non-empty strings or null",
+        "category": "a string, an integer or null",
+        "list": "a list of non-empty strings or integers, or null",
     }[column.kind]
 
 

@@ -73,9 +73,10 @@ class Job:
 
     def _text_blocks(self, content: bytearray, header: int, names: tuple[str, ...] | None) -> Iterator[Parsed]:
         schema_names = tuple(column.source for column in self.schema.columns)
-        is_quoted = self.schema.format == "csv" and content.find(b'"', header) >= 0
+        has_lone_returns = content.count(b"\r") != content.count(b"\r\n")
+        is_plain = self.schema.format != "csv" or not (has_lone_returns or content.find(b'"', header) >= 0)
         text = memoryview(content)[header:]
-        if self.schema.of_text and not is_quoted and names in (None, schema_names):
+        if self.schema.of_text and is_plain and names in (None, schema_names):
             return parse_blocks(text, self.schema)
         return text_blocks(text, self.schema, names or schema_names)
 

@@ -6,6 +6,7 @@ digits can be recovered from an id.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,7 @@ def find_id(manifest: Manifest, folder: Path, column: str, number: int) -> Entry
     if not 0 <= number < described.num_embeddings:
         raise ValueError(f"--id is {number}; ids of {column} are 0 to {described.num_embeddings - 1}")
     if described.boundaries is not None and number:
-        ends = ["...", *map("{:g}".format, described.boundaries), "..."]
+        ends = ["...", *(repr(end).removesuffix(".0") for end in described.boundaries), "..."]
         return Entry(column=column, id=number, text=f"from {ends[number - 1]} to below {ends[number]}", count=None)
     if not described.vocabulary and number:
         raise ValueError(f"ids of {column} are hashes, each shared by many texts; ask for the id of a text with --text")
@@ -67,9 +68,12 @@ def find_text(manifest: Manifest, folder: Path, column: str, text: str) -> Entry
     kind, described, schema = _column(manifest, folder, column)
     if described.boundaries is not None and text:
         try:
-            return Entry(column=column, id=bucket(float(text), described.boundaries), text=text, count=None)
-        except ValueError as error:
-            raise ValueError(f"--text is {text!r}; values of {column} are numbers") from error
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not math.isfinite(number):
+            raise ValueError(f"--text is {text!r}; values of {column} are finite numbers")
+        return Entry(column=column, id=bucket(number, described.boundaries), text=text, count=None)
     if kind == "hex" and text and not _HEX.fullmatch(text):
         raise ValueError(f"--text is {text!r}; values of {column} are 1 to 8 hex digits")
     if not text:

@@ -31,7 +31,8 @@ LONGEST_LINE = 1 << 20  # bytes without the newline; lists of a hundred thousand
 _DETECTED_BYTES = 1 << 16
 _GZIP_MAGIC = b"\x1f\x8b"
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
-_COMPRESSED = (_GZIP_MAGIC, _ZSTD_MAGIC)
+_SKIPPABLE_MAGICS = tuple(bytes([byte]) + b"\x2a\x4d\x18" for byte in range(0x50, 0x60))  # such frames open files of pzstd
+_COMPRESSED = (_GZIP_MAGIC, _ZSTD_MAGIC, *_SKIPPABLE_MAGICS)
 _BLOCK = 1 << 20
 Skip = Callable[[int], bool]
 
@@ -151,9 +152,9 @@ def _parquet_parts(log: int, source: Source, part_bytes: int, skip: Skip, column
 
 
 def _decompressed(file: BufferedIOBase) -> BufferedIOBase:
-    magic = file.read(len(_ZSTD_MAGIC))
+    magic = file.read(len(_GZIP_MAGIC))
     file.seek(0)
-    if magic != _ZSTD_MAGIC:
+    if magic == _GZIP_MAGIC:
         return cast(BufferedIOBase, gzip.open(file))
     return cast(BufferedIOBase, pa.CompressedInputStream(pa.PythonFile(file, mode="r"), "zstd"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -63,6 +64,12 @@ def test_content(tmp_path: Path, write_log: WriteLog, content: bytes, message: s
         run(log, tmp_path / "data", workers=workers)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "data").exists()
+
+
+def test_a_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match=r"--input .*pipe is a pipe or a device, and logs are read twice; write it to a file"):
+        run(tmp_path / "pipe", tmp_path / "data")
 
 
 def test_second_log_with_other_columns(tmp_path: Path, write_log: WriteLog) -> None:

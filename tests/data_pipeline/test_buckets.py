@@ -116,8 +116,12 @@ def test_lookup(data: tuple[Manifest, Path]) -> None:
         "from 30.5 to below 60",
         "from 60 to below ...",
     ]
-    with pytest.raises(ValueError, match="--text is 'old'; values of age are numbers"):
-        find_text(*data, "age", "old")
+    for text in ("old", "nan", "inf"):
+        with pytest.raises(ValueError, match=f"--text is '{text}'; values of age are finite numbers"):
+            find_text(*data, "age", text)
+    manifest, folder = data
+    columns = [replace(c, boundaries=(0.1, 1234567.25)) if c.name == "age" else c for c in manifest.categorical_columns]
+    assert find_id(replace(manifest, categorical_columns=tuple(columns)), folder, "age", 2).text == "from 0.1 to below 1234567.25"
 
 
 @given(numbers=st.lists(NUMBERS, min_size=1), boundaries=st.lists(NUMBERS, unique=True).map(sorted))

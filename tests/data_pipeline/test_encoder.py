@@ -144,11 +144,11 @@ def test_criteo_rows_refused(tmp_path: Path, write_log: Callable[..., Path], cha
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"shop": 5}, "row 0: shop is 5, which is not a string or null"),
+        ({"shop": 5.0}, r"row 0: shop is 5\.0, which is not a string, an integer or null"),
         ({"shop": "\ud800"}, r"row 0: shop is '\\ud800', which is not a string"),
-        ({"tags": "a b"}, "row 0: tags is 'a b', which is not a list of non-empty strings or null"),
+        ({"tags": "a b"}, "row 0: tags is 'a b', which is not a list of non-empty strings or integers, or null"),
         ({"tags": ["a", ""]}, r"row 0: tags is \['a', ''\], which is not a list"),
-        ({"tags": ["a", 1]}, r"row 0: tags is \['a', 1\], which is not a list"),
+        ({"tags": ["a", 1.5]}, r"row 0: tags is \['a', 1\.5\], which is not a list"),
         ({"tags": [None]}, r"row 0: tags is \[None\], which is not a list"),
     ],
 )

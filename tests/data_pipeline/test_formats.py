@@ -99,6 +99,8 @@ def schema(tmp_path: Path) -> Callable[..., LogSchema]:
 
 def test_one_log_in_all_formats(tmp_path: Path, schema: Callable[..., LogSchema]) -> None:
     zstd = pa.compress(as_csv(ROWS), codec="zstd", asbytes=True)
+    skipped, (first, second) = b"\x50\x2a\x4d\x18\4\0\0\0size", (as_csv(ROWS)[:999], as_csv(ROWS)[999:])  # as pzstd writes
+    frames = b"".join(skipped + pa.compress(half, codec="zstd", asbytes=True) for half in (first, second))
     lines = "\n".join(json.dumps({"other": {"a": 1}} | row, ensure_ascii=False) for row in ROWS).encode()
     by_name, by_line = schema('separator = ","\nheader = true'), schema('format = "jsonl"')
     logs = {
@@ -106,6 +108,7 @@ def test_one_log_in_all_formats(tmp_path: Path, schema: Callable[..., LogSchema]
         "other order.csv": (as_csv(ROWS, (4, 2, 0, 3, 1)), schema('format = "csv"\nheader = true')),
         "quoted.csv.gz": (gzip.compress(as_csv(ROWS)), by_name),
         "quoted.csv.zst": (zstd, by_name),
+        "frames.csv.zst": (frames, by_name),
         "tabs.tsv": (
             "\n".join("\t".join(cells) for cells in [NAMES, *map(texts, ROWS)]).encode(),
             schema('separator = "\\t"\nheader = true'),
@@ -122,7 +125,7 @@ def test_one_log_in_all_formats(tmp_path: Path, schema: Callable[..., LogSchema]
     for number, (name, (_, log_schema)) in enumerate(logs.items()):
         options = PreprocessOptions(inputs=(tmp_path / name,), output=tmp_path / f"data{number}", schema=log_schema)
         preprocess(options)
-        if number in (1, 3, 5, 8):
+        if number in (1, 3, 4, 6, 9):
             parts = replace(options, output=tmp_path / f"parts{number}", part_bytes=3000, workers=2)
             preprocess(parts)
             for split in ("train", "val", "test"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,20 @@ def test_a_byte_order_mark_is_not_a_part_of_the_first_value(quoted: bytes, tmp_p
     options = PreprocessOptions(inputs=(tmp_path / "log",), output=tmp_path / "data", schema=schema, min_count=1, **NO_SPLITS)
     preprocess(options)
     assert read_manifest(tmp_path / "data").categorical_columns[0].distinct == 1
+
+
+@pytest.mark.parametrize("part_bytes", [1 << 20, 40])
+def test_a_lone_carriage_return_is_malformed_in_any_part(part_bytes: int, tmp_path: Path) -> None:
+    (tmp_path / "log").write_bytes(b"0,a\n" * 9 + b"0,x\ry\n" + b"1,b\r\n" * 9 + b'1,"c"\n' * 9)
+    schema = LogSchema(columns=(LABEL, Column(name="c", kind="category")), separator=",", format="csv")
+    options = PreprocessOptions(inputs=(tmp_path / "log",), output=tmp_path / "data", schema=schema, max_bad_rows=1, **NO_SPLITS)
+    assert preprocess(replace(options, part_bytes=part_bytes)).rows.rejected == 1
+
+
+def test_the_largest_integer_of_64_bits(tmp_path: Path) -> None:
+    x = Column(name="x", kind="int64", transform="none")
+    manifest, rows = made(tmp_path, b"0,9223372036854775807\n1,-9223372036854775808\n1,9300000000000000000\n", [x], separator=",")
+    assert (manifest.rows.rejected, rows["x"].to_pylist()) == (1, [2.0**63, -(2.0**63)])
 
 
 @pytest.mark.parametrize("unit", ["s", "us", "ns"])

@@ -15,6 +15,7 @@ import pytest
 from random_logs import random_rows, to_text
 
 from data_pipeline import atomic, work
+from data_pipeline.parts import identify
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 
 ROWS = random_rows(700)
@@ -137,6 +138,29 @@ def test_other_options_start_over(options: PreprocessOptions, failing_writes: Ca
     manifest = preprocess(replace(options, min_count=3), messages.append)
     assert messages == [f"--output {options.output}: an interrupted run had different min_count; starting over"]
     assert {column.min_count for column in manifest.categorical_columns} == {3}
+
+
+def test_another_log_of_the_same_name_size_and_time_starts_over(
+    options: PreprocessOptions, failing_writes: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing_writes(24)
+    with pytest.raises(OSError, match="No space left"):
+        preprocess(options)
+    monkeypatch.undo()
+    first, elsewhere = options.inputs[0], options.output.with_name("elsewhere") / options.inputs[0].name
+    elsewhere.parent.mkdir()
+    content = bytearray(first.read_bytes())
+    status = first.stat()
+    messages: list[str] = []
+    elsewhere.write_bytes(content)
+    os.utime(elsewhere, ns=(status.st_atime_ns, status.st_mtime_ns))
+    moved = replace(options, inputs=(elsewhere, *options.inputs[1:]))
+    assert identify(moved.inputs) == identify(options.inputs)
+    content[4 if first.suffix == ".gz" else 0] ^= 1  # gzip's time, or the first label
+    elsewhere.write_bytes(content)
+    os.utime(elsewhere, ns=(status.st_atime_ns, status.st_mtime_ns))
+    preprocess(moved, messages.append)
+    assert messages == [f"--output {options.output}: an interrupted run had different inputs; starting over"]
 
 
 def test_allowing_more_bad_rows_resumes_the_run(options: PreprocessOptions, unbroken: dict[str, bytes]) -> None:
