@@ -194,6 +194,10 @@ def replacing(path: Path) -> Iterator[Path]:
         sync(temporary)
         temporary.replace(path)
         sync(path.parent)
+    except OSError as error:
+        if error.filename == str(temporary):
+            error.filename = str(path)  # the one that the user knows
+        raise
     finally:
         remove(temporary)
 

@@ -96,7 +96,7 @@ def _check_disjoint(manifest: Manifest, folder: Path) -> None:
             if shard.from_rows is None:
                 raise _differs(folder, f"{shard.path} doesn't say which input rows it holds")
             if shard.from_rows[0] < last_of_split.get(name, 0):
-                raise _differs(folder, f"{shard.path} repeats rows of an earlier shard of {name}")
+                raise _differs(folder, f"{shard.path} starts before the end of the shard listed before it, or repeats its rows")
             last_of_split[name] = shard.from_rows[1]
             taken[shard.from_rows] += shard.rows
     position = 0

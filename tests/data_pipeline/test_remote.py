@@ -75,7 +75,7 @@ def test_mistakes(memory: Any, tmp_path: Path, url: str, message: str) -> None:
 def test_file_system_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = {"class": "no_such_module.Files", "err": "Install no_such_module to read xyz"}
     monkeypatch.setitem(known_implementations, "xyz", missing)
-    with pytest.raises(ValueError, match=r"xyz://log: Install no_such_module to read xyz; comera-rec\[remote\] installs"):
+    with pytest.raises(ValueError, match=r"xyz://log: Install no_such_module to read xyz; run pip install s3fs"):
         preprocess(PreprocessOptions(inputs=("xyz://log",), output=tmp_path / "data"))
 
 

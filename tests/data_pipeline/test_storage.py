@@ -18,6 +18,7 @@ from test_formats import files_of
 
 from comera_rec.cli.data import preprocess as preprocess_command
 from comera_rec.data import ParquetBatches
+from data_pipeline.atomic import replacing
 from data_pipeline.manifest import check_shards, read_manifest
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.storage import Destination
@@ -172,3 +173,9 @@ def test_refused_by_the_store(
 def test_unknown_stores() -> None:
     with pytest.raises(ValueError, match=r"--output nonsense://a: Protocol not known: nonsense"):
         Destination("nonsense://a", ("manifest.json",))
+
+
+def test_errors_name_the_file_and_not_its_temporary_one(tmp_path: Path) -> None:
+    path = tmp_path / "absent" / "page.html"
+    with pytest.raises(OSError, match=f"No such file or directory: '{path}'$"), replacing(path) as beside:
+        beside.write_text("")
