@@ -35,19 +35,21 @@ demo: install
 test: install
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadscope
 
-# Runs the compiled code's tests under the address and undefined-behavior sanitizers, with separately built libraries. -s lets
-# their reports through pytest; PYTHONMALLOC=malloc bypasses Python's own allocator, which hides accesses beyond an array.
+# Runs the compiled code's tests under the address and undefined-behavior sanitizers, with separately built libraries. A fault ends
+# its process with a report; PYTHONMALLOC=malloc bypasses Python's own allocator, which hides accesses beyond an array.
 SANITIZED := build/sanitized
 test-sanitized: install
 	COMERA_SANITIZE=1 $(BIN)/python -c "from pathlib import Path; from hatch_build import build, build_pipeline; \
 		build(Path('.'), Path('$(SANITIZED)/libcomera_rec.so')); \
 		build_pipeline(Path('.'), Path('$(SANITIZED)/libdata_pipeline.so'))"
+	rm -f $(SANITIZED)/report.*
 	LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so)" \
-		ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc \
+		ASAN_OPTIONS=detect_leaks=0:log_path=$(SANITIZED)/report PYTHONMALLOC=malloc \
 		COMERA_LIBRARY=$(SANITIZED)/libcomera_rec.so DATA_PIPELINE_LIBRARY=$(SANITIZED)/libdata_pipeline.so \
-		$(BIN)/python -m pytest -s tests/ops/test_plan.py tests/ops/test_bags.py tests/ops/test_bags_refused.py tests/ops/test_updates.py tests/ops/test_lookup.py \
-		tests/ops/test_served_bags.py tests/data_pipeline/test_parse.py tests/data_pipeline/test_hashing.py \
-		tests/data_pipeline/test_runs.py::test_counts_equal_a_dictionary
+		$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 tests/ops/test_plan.py tests/ops/test_bags.py \
+		tests/ops/test_bags_refused.py tests/ops/test_updates.py tests/ops/test_lookup.py tests/ops/test_served_bags.py \
+		tests/data_pipeline/test_parse.py tests/data_pipeline/test_hashing.py \
+		tests/data_pipeline/test_runs.py::test_counts_equal_a_dictionary || { cat $(SANITIZED)/report.*; exit 1; }
 
 # Runs the tests of a package of comera_rec against mutants of it: always the same sample, those whose number ends in SAMPLE.
 MUTATE ?= rank
