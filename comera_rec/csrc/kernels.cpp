@@ -2,6 +2,7 @@
 #include "kernels.h"
 
 #include "halves.h"
+#include "interaction_kernel.h"
 #include "products.h"
 #include "serve_kernel.h"
 #include "slices.h"
@@ -378,6 +379,9 @@ const Kernels COMERA_TABLE(COMERA_KERNELS) = {
     update_slice,
     serve_scratch_floats,
     serve_bags,
+    interaction_scratch_floats,
+    interact,
+    interact_backward,
 };
 
 }  // namespace comera

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "interaction.h"
 #include "serve.h"
 
 namespace comera {
@@ -153,6 +154,13 @@ struct Kernels {
   // The scratch memory and the bags of a feature; see serve_kernel.h.
   int64_t (*serve_scratch_floats)(const ServedFeature&, int64_t columns);
   int64_t (*serve_bags)(const ServedFeature&, const ServedBags&, float* scratch);
+
+  // DLRM's interaction of samples [first, beyond); see interaction_kernel.h.
+  int64_t (*interaction_scratch_floats)(const Samples&);
+  void (*interact)(const Samples&, int64_t first, int64_t beyond, float* out, float* scratch);
+  void (*interact_backward)(
+      const Samples&, const float* gradient, int64_t first, int64_t beyond, float* lead_gradient, float* rows_gradient,
+      float* scratch);
 };
 
 extern const Kernels kernels_portable;

@@ -77,3 +77,14 @@ def _like_diagonals(gradient: Tensor, cores: Sequence[Tensor], plan: Sequence[Te
     order, tables = plan[-1].shape[0] - 3, plan[-1].shape[1] - 1
     with_right_bond = [core for k, core in enumerate(cores[: order * tables]) if k % order != order - 1]
     return [gradient.new_empty(core.shape[3]) for core in (*with_right_bond, *cores[order * tables :: 2])]
+
+
+@torch.library.register_fake("comera_rec::interact")
+def _(lead: Tensor, rows: Tensor) -> Tensor:
+    features = rows.shape[1] + 1
+    return lead.new_empty(lead.shape[0], lead.shape[1] + features * (features - 1) // 2)
+
+
+@torch.library.register_fake("comera_rec::interact_backward")
+def _(gradient: Tensor, lead: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(lead), rows.new_empty(rows.shape)

@@ -17,6 +17,7 @@ from torchrec.models.dlrm import InteractionArch, SparseArch
 from torchrec.modules.crossnet import LowRankCrossNet
 
 from comera_rec.nn.tracing import one_call_in_fx
+from comera_rec.ops import interact
 
 
 class StackedFeatures(SparseArch):
@@ -39,12 +40,12 @@ def stack_features(pooled: KeyedTensor, names: Sequence[str], width: int) -> Ten
 
 
 class PairwiseInteraction(InteractionArch):
-    """TorchRec's interaction with half the work in backward: products are symmetric, so one matrix holds both sides' gradients."""
+    """TorchRec's interaction without copies of the features, and with half the work in backward."""
 
     def forward(self, dense_features: Tensor, sparse_features: Tensor) -> Tensor:
-        """[B, N] and [B, F - 1, N] -> [B, N + P]: the dense features, and the products (0, 1), (0, 2), ..., (F - 2, F - 1)."""
-        features = torch.cat([dense_features.unsqueeze(1), sparse_features], dim=1)
-        return torch.cat([dense_features, pairwise_products(features, self.triu_indices)], dim=1)
+        """[B, N] and [B, F - 1, N] -> [B, N + P]: see `comera_rec.ops.interact`."""
+        interaction: Tensor = interact(dense_features, sparse_features, self.triu_indices)
+        return interaction
 
 
 class CrossNetwork(LowRankCrossNet):
@@ -119,31 +120,5 @@ class _Crossing(torch.autograd.Function):
         return grad_first.add_(grad), None, *(value for values in grads for value in values)
 
 
-def pairwise_products(features: Tensor, pairs: Tensor) -> Tensor:
-    """Dot products of features [B, F, N] by pairs [2, P] -> [B, P], of autocast's type where it is on."""
-    device = features.device
-    if torch.is_autocast_enabled(device.type):
-        features = features.to(torch.get_autocast_dtype(device.type))
-    products: Tensor = _PairwiseProducts.apply(features, pairs.to(device))
-    return products
-
-
-class _PairwiseProducts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, features: Tensor, pairs: Tensor) -> Tensor:
-        ctx.save_for_backward(features, pairs)
-        first, second = pairs.unbind()
-        return torch.bmm(features, features.mT).flatten(1).index_select(1, first * features.shape[1] + second)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        features, pairs = ctx.saved_tensors
-        size, (first, second) = features.shape[1], pairs.unbind()
-        pair_index = torch.full((size, size), len(first), device=grad.device)  # the diagonal points to a zero after all pairs
-        pair_index[first, second] = pair_index[second, first] = torch.arange(len(first), device=grad.device)
-        symmetric_grad = F.pad(grad, (0, 1)).index_select(1, pair_index.flatten()).unflatten(1, (size, size))
-        return torch.bmm(symmetric_grad, features), None
-
-
 torch.fx.wrap("stack_features")
-torch.fx.wrap("pairwise_products")
+torch.fx.wrap("interact")

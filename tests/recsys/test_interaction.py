@@ -9,7 +9,9 @@ from torchrec import KeyedTensor
 from torchrec.models.dlrm import InteractionArch
 from torchrec.modules.crossnet import LowRankCrossNet
 
-from comera_rec.recsys.interaction import CrossNetwork, PairwiseInteraction, pairwise_products, stack_features
+from comera_rec.ops import interact
+from comera_rec.ops.interaction import pairwise_products
+from comera_rec.recsys.interaction import CrossNetwork, PairwiseInteraction, stack_features
 
 
 def inputs(batch: int, features: int, dim: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -18,9 +20,13 @@ def inputs(batch: int, features: int, dim: int, dtype: torch.dtype = torch.float
     return dense.requires_grad_(), sparse.requires_grad_()
 
 
-@pytest.mark.parametrize(("batch", "features", "dim"), [(5, 3, 4), (1, 1, 8), (64, 26, 16), (0, 3, 4)])
-def test_equals_torchrec(batch: int, features: int, dim: int) -> None:
-    ours, stock = inputs(batch, features, dim), inputs(batch, features, dim)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(
+    ("batch", "features", "dim"),
+    [(5, 3, 4), (1, 1, 8), (64, 26, 16), (0, 3, 4), (33, 7, 13), (40, 15, 64), (70, 16, 65)],
+)
+def test_equals_torchrec(batch: int, features: int, dim: int, dtype: torch.dtype) -> None:
+    ours, stock = inputs(batch, features, dim, dtype), inputs(batch, features, dim, dtype)
     out, expected = PairwiseInteraction(features)(*ours), InteractionArch(features)(*stock)
     torch.testing.assert_close(out, expected)
     upstream = torch.randn_like(out)
@@ -28,6 +34,66 @@ def test_equals_torchrec(batch: int, features: int, dim: int) -> None:
     expected.backward(upstream)
     for one, other in zip(ours, stock, strict=True):
         torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_rows_may_be_parts_of_wider_ones() -> None:
+    module, wide = PairwiseInteraction(3), torch.randn(9, 5, 8)
+    dense = torch.randn(9, 16)[:, ::2]
+    for rows in (
+        wide[:, 1:4],
+        wide[:, ::2],
+        wide[:, 1:4].flip(0),
+        wide[:1, 1:4].expand(9, -1, -1),
+        wide.mT.contiguous().mT[:, 1:4],
+    ):
+        torch.testing.assert_close(module(dense, rows), module(dense.double(), rows.double()).float())
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_results_do_not_depend_on_threads(threads: int) -> None:
+    dense, rows = inputs(300, 9, 24, torch.float32)
+    expected = interact(dense, rows, torch.triu_indices(10, 10, offset=1))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert torch.equal(interact(dense, rows, torch.triu_indices(10, 10, offset=1)), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_second_derivatives_in_float32() -> None:
+    def penalty(dtype: torch.dtype) -> list[Tensor]:
+        dense, rows = (values.detach().to(dtype).requires_grad_() for values in inputs(4, 3, 5))
+        out = interact(dense, rows, torch.triu_indices(4, 4, offset=1))
+        grads = torch.autograd.grad(out.square().sum(), (dense, rows), create_graph=True)
+        return [grad.float() for grad in torch.autograd.grad(sum(grad.square().sum() for grad in grads), (dense, rows))]
+
+    torch.testing.assert_close(penalty(torch.float32), penalty(torch.float64), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("lead", "rows", "message"),
+    [
+        (torch.ones(2, 4), torch.ones(3, 1, 4), r"lead has shape \(2, 4\) and rows \(3, 1, 4\): give \(B, N\) and \(B, F - 1, N\)"),
+        (torch.ones(2, 4).double(), torch.ones(2, 1, 4), "lead is not float32: convert it"),
+        (torch.ones(2, 4), torch.ones(2, 1, 4).double(), "rows is not float32 on CPU: convert it, or move it"),
+        (torch.ones(2, 4), torch.ones(2, 4, 3).mT, "rows has rows apart from each other: copy it"),
+    ],
+)
+def test_the_operator_refuses_bad_arguments(lead: Tensor, rows: Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        torch.ops.comera_rec.interact(lead, rows)
+
+
+def test_the_registrations_follow_torch_librarys_rules() -> None:
+    lead, rows = torch.randn(5, 4), torch.randn(5, 3, 4)
+    torch.library.opcheck(torch.ops.comera_rec.interact.default, (lead, rows))
+    torch.library.opcheck(torch.ops.comera_rec.interact_backward.default, (torch.randn(5, 10), lead, rows))
+
+
+def test_the_operator_refuses_gradients_of_another_size() -> None:
+    with pytest.raises(ValueError, match="but there are 2 samples with 5 outputs each"):
+        torch.ops.comera_rec.interact_backward(torch.ones(2, 6), torch.ones(2, 4), torch.ones(2, 1, 4))
 
 
 def test_gradients_of_both_orders() -> None:
