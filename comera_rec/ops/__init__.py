@@ -3,7 +3,7 @@
 from comera_rec.ops.bags import check_ids, tt_bags
 from comera_rec.ops.float8_matmul import float8_matmul, require_float8
 from comera_rec.ops.gathered_matmul import gathered_matmul
-from comera_rec.ops.interaction import interact
+from comera_rec.ops.interaction import interact, interact_features
 from comera_rec.ops.plan import LookupPlan, PairPlan, plan_lookup
 from comera_rec.ops.tt_linear import tt_linear
 
@@ -14,6 +14,7 @@ __all__ = [
     "float8_matmul",
     "gathered_matmul",
     "interact",
+    "interact_features",
     "plan_lookup",
     "require_float8",
     "tt_bags",

@@ -85,6 +85,12 @@ def _(lead: Tensor, rows: Tensor) -> Tensor:
     return lead.new_empty(lead.shape[0], lead.shape[1] + features * (features - 1) // 2)
 
 
+@torch.library.register_fake("comera_rec::interact_features")
+def _(features: Tensor) -> Tensor:
+    samples, size, width = features.shape
+    return features.new_empty(samples, width + size * (size - 1) // 2)
+
+
 @torch.library.register_fake("comera_rec::interact_backward")
 def _(gradient: Tensor, lead: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(lead), rows.new_empty(rows.shape)

@@ -15,7 +15,9 @@ from torchrec.models.deepfm import FMInteractionArch, SimpleDeepFMNN
 from torchrec.models.dlrm import DLRM, InteractionArch, InteractionDCNArch
 
 from comera_rec.nn import TTLinear
+from comera_rec.ops import interact_features
 from comera_rec.recsys import WideDeep
+from comera_rec.serving.fast import FastTables
 from comera_rec.tt import contract
 
 
@@ -34,7 +36,8 @@ class FlatModel(nn.Module):
         self.tables = tables
         self.dense_arch, self.over_arch = (_served(part) for part in (model.dense_arch, model.over_arch))
         kind = next(kind for kind in _INTERACTIONS if isinstance(model.inter_arch, kind))
-        self.interaction = _INTERACTIONS[kind](model.inter_arch)
+        is_fast = kind is InteractionArch and isinstance(tables, FastTables)
+        self.interaction = _FastProducts() if is_fast else _INTERACTIONS[kind](model.inter_arch)
 
     def forward(self, dense: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
         """Return probabilities [B]; [B, L] of a model of several labels.
@@ -68,6 +71,13 @@ class _Products(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         products = torch.bmm(features, features.mT).flatten(1).index_select(1, self.pairs)
         return torch.cat([features[:, 0], products], dim=1)
+
+
+class _FastProducts(nn.Module):
+    """`_Products` as an operator of the library that fast tables need."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        return interact_features(features)
 
 
 class _Crosses(nn.Module):

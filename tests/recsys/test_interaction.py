@@ -9,7 +9,7 @@ from torchrec import KeyedTensor
 from torchrec.models.dlrm import InteractionArch
 from torchrec.modules.crossnet import LowRankCrossNet
 
-from comera_rec.ops import interact
+from comera_rec.ops import interact, interact_features
 from comera_rec.ops.interaction import pairwise_products
 from comera_rec.recsys.interaction import CrossNetwork, PairwiseInteraction, stack_features
 
@@ -61,6 +61,12 @@ def test_results_do_not_depend_on_threads(threads: int) -> None:
         torch.set_num_threads(before)
 
 
+def test_features_may_be_one_tensor() -> None:
+    dense, rows = inputs(40, 5, 24, torch.float32)
+    expected = interact(dense, rows, torch.triu_indices(6, 6, offset=1))
+    assert torch.equal(interact_features(torch.cat([dense.unsqueeze(1), rows], dim=1).detach()), expected)
+
+
 def test_second_derivatives_in_float32() -> None:
     def penalty(dtype: torch.dtype) -> list[Tensor]:
         dense, rows = (values.detach().to(dtype).requires_grad_() for values in inputs(4, 3, 5))
@@ -88,7 +94,13 @@ def test_the_operator_refuses_bad_arguments(lead: Tensor, rows: Tensor, message:
 def test_the_registrations_follow_torch_librarys_rules() -> None:
     lead, rows = torch.randn(5, 4), torch.randn(5, 3, 4)
     torch.library.opcheck(torch.ops.comera_rec.interact.default, (lead, rows))
+    torch.library.opcheck(torch.ops.comera_rec.interact_features.default, (torch.cat([lead.unsqueeze(1), rows], dim=1),))
     torch.library.opcheck(torch.ops.comera_rec.interact_backward.default, (torch.randn(5, 10), lead, rows))
+
+
+def test_features_of_other_shapes_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"features has shape \(2, 4\): give \(B, F, N\)"):
+        interact_features(torch.ones(2, 4))
 
 
 def test_the_operator_refuses_gradients_of_another_size() -> None:

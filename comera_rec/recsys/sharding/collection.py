@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import register_pytree_node
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor, KeyedTensor
 from torchrec.distributed.embedding_sharding import EmbeddingShardingContext, KJTListSplitsAwaitable
 from torchrec.distributed.embedding_types import KJTList
@@ -213,6 +214,10 @@ class _Bags(LazyAwaitable[KeyedTensor]):
     def _wait_impl(self) -> KeyedTensor:
         dense = None if self._dense is None else self._dense.wait()
         return self._module.assemble(self._ctx, [bags.wait() for bags in self._pooled], dense)
+
+
+# DistributedDataParallel looks for the tensors of a model's output; without any it would never average gradients.
+register_pytree_node(_Bags, lambda bags: ([bags.wait()], None), lambda pooled, _: next(iter(pooled)))
 
 
 def _check_ids(part: Part, features: KeyedJaggedTensor) -> None:
