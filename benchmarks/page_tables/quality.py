@@ -17,7 +17,7 @@ def _measured() -> list[Row]:
 
 
 def _sources() -> str:
-    return source(XEON, "quality") + source(EPYC_AVX2, "quality", "quality --only data=video")
+    return source(XEON, "quality") + source(EPYC_AVX2, "quality")
 
 
 def quality(metric: str) -> str:

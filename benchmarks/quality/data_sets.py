@@ -10,7 +10,7 @@ R rows, F categorical fields, I integer columns.
     others  implicit feedback in a file, one line "user item" per interaction, each user's in chronological order: a user's last
             interaction is for testing and the one before it for validation, if there are at least three; negatives as above.
 
-Ids are ordered by frequency outside the test split, 0 being the most frequent, much as `comera preprocess` orders them.
+Ids are ordered by frequency in the training split, 0 being the most frequent, much as `comera preprocess` orders them.
 """
 
 from __future__ import annotations

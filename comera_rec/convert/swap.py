@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -72,7 +73,8 @@ class TTEmbeddingConfig:
             ValueError: if not even rank 1 reaches the compression.
         """
         large = [table for table in tables if table.num_embeddings >= self.min_rows and table.name not in dense]
-        budget = None
+        budget: float | None = None
+        total = small = 0
         if self.compression is not None and large:
             total = sum(table.num_embeddings * table.embedding_dim for table in tables)
             small = total - sum(table.num_embeddings * table.embedding_dim for table in large)
@@ -85,10 +87,12 @@ class TTEmbeddingConfig:
             if shapes is not None:
                 sizes = {table.name: size for table, *size in zip(large, shapes, hot, strict=True)}
                 return [_with_tt(table, *sizes.get(table.name, (None,))) for table in tables]
+        least = min(self._params(large, 1, order) for order in ((self.order,) if self.order else (2, 3, 4)))
+        most = math.floor(10 * total / (small + least / (1 - shares[-1]))) / 10
         raise ValueError(
             f"compression {self.compression} can't be reached: the tables below {self.min_rows} rows, which stay dense, and "
-            f"the others at rank 1{f' beside hot_rows {self.hot_rows}' if self.hot_rows else ''} are larger than that; lower "
-            "min_rows or compression"
+            f"the others at rank 1{f' beside hot_rows {self.hot_rows}' if shares[-1] else ''} are larger than that; lower "
+            f"min_rows, or lower compression to {most:g}"
         )
 
     def _sizes(

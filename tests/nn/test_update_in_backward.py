@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -136,3 +137,13 @@ def test_replicas_stay_equal_under_distributed_data_parallel() -> None:
     first, second = run_processes(2, train_replicas)
     for one, other in zip(first, second, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_an_optimizer_of_the_same_name_is_not_torchs() -> None:
+    class Adagrad(torch.optim.Adagrad):
+        def step(self, closure: Any = None) -> None:
+            """Do nothing."""
+
+    bag = cr.TTEmbeddingBag(1000, 8, tt_ranks=2)
+    with pytest.raises(ValueError, match="no TT table's cores are updated by this Adagrad: give"):
+        cr.update_in_backward_(bag, Adagrad(bag.parameters(), lr=0.1))
