@@ -86,7 +86,8 @@ class TTEmbeddingConfig:
                 sizes = {table.name: size for table, *size in zip(large, shapes, hot, strict=True)}
                 return [_with_tt(table, *sizes.get(table.name, (None,))) for table in tables]
         raise ValueError(
-            f"compression {self.compression} can't be reached: the tables below {self.min_rows} rows, which stay dense, and "
+            f"compression {self.compression} can't be reached: the tables that stay dense (below {self.min_rows} rows"
+            f"{', or with a shared weight' if dense else ''}) and "
             f"the others at rank 1{f' beside hot_rows {self.hot_rows}' if self.hot_rows else ''} are larger than that; lower "
             "min_rows or compression"
         )
@@ -225,7 +226,7 @@ def _swap_(
             shared = {table: sharers for table, sharers in owner_names.items() if len(sharers) > 1}
             for table, sharers in shared.items():
                 _LOGGER.info("table %r stays dense: its weight is shared by %s", table, " and ".join(map(repr, sorted(sharers))))
-            all_shared |= shared.keys()
+            all_shared |= {table.name for table in _configs(module) if table.num_embeddings >= config.min_rows} & shared.keys()
             tables = config.table_configs(_configs(module), dense=shared)
             if any(table.is_tt for table in tables):
                 replacements[module] = _swapped(module, tables, init)
@@ -239,8 +240,13 @@ def _why_none(
     model: nn.Module, kind: type[nn.Module], config: TTEmbeddingConfig, matched: int, shared: set[str], swapped_before: set[Any]
 ) -> str:
     if matched:
-        others = f", or share their weight with other modules ({', '.join(map(repr, sorted(shared)))})" if shared else ""
-        return f"all tables have fewer than {config.min_rows} rows{others}; lower min_rows"
+        if shared:
+            names = ", ".join(map(repr, sorted(shared)))
+            return (
+                f"all tables of at least {config.min_rows} rows share their weight with other modules ({names}): "
+                "give them weights of their own, or lower min_rows for the others"
+            )
+        return f"all tables have fewer than {config.min_rows} rows; lower min_rows"
     types = {type(module) for module in model.modules() if module not in swapped_before}
     if kind in types:
         return "filter_fn rejected all"
