@@ -25,8 +25,8 @@ _PATH = click.Path(path_type=Path)
 @click.option("--threads", default=1, show_default=True, help="Threads that the model may use.")
 @click.option("--max-batch", default=256, show_default=True, help="Maximum rows of a model call that joins requests.")
 @click.option("--max-wait-ms", default=0.0, show_default=True, help="Milliseconds a request waits for others to join.")
-@click.option("--max-rows", default=4096, show_default=True, help="Maximum rows of a request.")
-@click.option("--max-body", default=8 << 20, show_default=True, metavar="BYTES", help="Maximum bytes of a request.")
+@click.option("--max-rows", default=4096, show_default=True, help="Maximum rows of a request, 1 or more; a longer one is refused.")
+@click.option("--max-body", default=8 << 20, show_default=True, metavar="BYTES", help="Maximum bytes of a request, 1 or more.")
 @click.option("--reload-seconds", default=1.0, show_default=True, help="Seconds between checks for a new version of the file.")
 def serve(**chosen: Any) -> None:
     """Answer requests over HTTP: encoded rows by the Open Inference Protocol, raw ones as plain JSON.

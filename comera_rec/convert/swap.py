@@ -90,7 +90,8 @@ class TTEmbeddingConfig:
         least = min(self._params(large, 1, order) for order in ((self.order,) if self.order else (2, 3, 4)))
         most = math.floor(10 * total / (small + least / (1 - shares[-1]))) / 10
         raise ValueError(
-            f"compression {self.compression} can't be reached: the tables below {self.min_rows} rows, which stay dense, and "
+            f"compression {self.compression} can't be reached: the tables that stay dense (below {self.min_rows} rows"
+            f"{', or with a shared weight' if dense else ''}) and "
             f"the others at rank 1{f' beside hot_rows {self.hot_rows}' if shares[-1] else ''} are larger than that; lower "
             f"min_rows, or lower compression to {most:g}"
         )
@@ -229,7 +230,7 @@ def _swap_(
             shared = {table: sharers for table, sharers in owner_names.items() if len(sharers) > 1}
             for table, sharers in shared.items():
                 _LOGGER.info("table %r stays dense: its weight is shared by %s", table, " and ".join(map(repr, sorted(sharers))))
-            all_shared |= shared.keys()
+            all_shared |= {table.name for table in _configs(module) if table.num_embeddings >= config.min_rows} & shared.keys()
             tables = config.table_configs(_configs(module), dense=shared)
             if any(table.is_tt for table in tables):
                 replacements[module] = _swapped(module, tables, init)
@@ -243,8 +244,13 @@ def _why_none(
     model: nn.Module, kind: type[nn.Module], config: TTEmbeddingConfig, matched: int, shared: set[str], swapped_before: set[Any]
 ) -> str:
     if matched:
-        others = f", or share their weight with other modules ({', '.join(map(repr, sorted(shared)))})" if shared else ""
-        return f"all tables have fewer than {config.min_rows} rows{others}; lower min_rows"
+        if shared:
+            names = ", ".join(map(repr, sorted(shared)))
+            return (
+                f"all tables of at least {config.min_rows} rows share their weight with other modules ({names}): "
+                "give them weights of their own, or lower min_rows for the others"
+            )
+        return f"all tables have fewer than {config.min_rows} rows; lower min_rows"
     types = {type(module) for module in model.modules() if module not in swapped_before}
     if kind in types:
         return "filter_fn rejected all"

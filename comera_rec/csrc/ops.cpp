@@ -230,9 +230,9 @@ struct Arguments {
 
   void take_bags(const Tensor& offsets, const std::optional<Tensor>& weights, bool mean, int64_t features) {
     const int64_t L = batch.num_lookups;
-    require_plain(offsets, "offsets", ScalarType::Long, "int64");
-    batch.offsets = static_cast<const int64_t*>(offsets.data_ptr());
-    batch.bags = offsets.numel() - 1;
+    offsets_ = contiguous(offsets, "offsets", ScalarType::Long, "int64");
+    batch.offsets = static_cast<const int64_t*>(offsets_.data_ptr());
+    batch.bags = offsets_.numel() - 1;
     batch.features = features;
     batch.mean = mean;
     bool ascends = batch.bags >= 0 && batch.offsets[0] == 0;
@@ -241,13 +241,14 @@ struct Arguments {
     require(features >= 1 && batch.bags % features == 0, "offsets holds ", batch.bags, " bags, which is not a multiple of ",
             features, " features");
     if (!weights) return;
-    require_plain(*weights, "per_sample_weights", ScalarType::Float, "float32");
-    require(weights->numel() == L && !mean, "per_sample_weights holds ", weights->numel(), " numbers for ", L,
+    weights_ = contiguous(*weights, "per_sample_weights", ScalarType::Float, "float32");
+    require(weights_.numel() == L && !mean, "per_sample_weights holds ", weights_.numel(), " numbers for ", L,
             " ids: give one for each, and mode 'sum'");
-    batch.weights = static_cast<const float*>(weights->data_ptr());
+    batch.weights = static_cast<const float*>(weights_.data_ptr());
   }
 
   Buffer<float> diagonals_;
+  Tensor offsets_, weights_;
 };
 
 Tensor pool(

@@ -46,6 +46,13 @@ inline void require_plain(const Tensor& tensor, const char* name, ScalarType typ
   require(tensor.is_cpu() && tensor.is_contiguous(), name, " is not a contiguous tensor on CPU: move it, or copy it");
 }
 
+// The tensor, or a contiguous copy: torch.export drops the copies that callers make.
+inline Tensor contiguous(const Tensor& tensor, const char* name, ScalarType type, const char* type_name) {
+  require(tensor.scalar_type() == type, name, " is not ", type_name, ": convert it");
+  require(tensor.is_cpu(), name, " is not on CPU: move it");
+  return torch::stable::contiguous(tensor);
+}
+
 inline Tensor empty(std::vector<int64_t> sizes, ScalarType type) {
   return torch::stable::empty(
       sizes, type, std::nullopt, torch::stable::Device(torch::headeronly::DeviceType::CPU));

@@ -253,15 +253,16 @@ class RankScheduler:
     # -- sizes, in bytes where the target is one of bytes, else in parameters ----------------------------------------------------
 
     @property
-    def _in_bytes(self) -> bool:
+    def in_bytes(self) -> bool:
+        """Whether `target` counts bytes; otherwise it counts parameters."""
         return self.config.target_bytes is not None or self.config.target_compression is not None
 
     def _units(self, summaries: dict[str, ModuleSummary]) -> list[int]:
-        return [summary.unit if self._in_bytes else 1 for summary in summaries.values()]
+        return [summary.unit if self.in_bytes else 1 for summary in summaries.values()]
 
     def _size(self) -> int:
         summaries = self._summaries()
-        return total_bytes(summaries) if self._in_bytes else total_params(summaries)
+        return total_bytes(summaries) if self.in_bytes else total_params(summaries)
 
     def _target(self, summaries: dict[str, ModuleSummary]) -> int:
         config = self.config

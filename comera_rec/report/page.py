@@ -85,17 +85,17 @@ def read_run(folder: Path) -> Run:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value: dict[str, Any] = json.loads(path.read_text())
+        value: dict[str, Any] = json.loads(path.read_bytes())
         return value
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}); train the run again") from error
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    text = path.read_text() if path.exists() else ""
+    text = path.read_bytes() if path.exists() else b""
     lines = []
     # After the last line break there may be a line that is being written, or that a crash cut off.
-    for number, line in enumerate(text.split("\n")[:-1], start=1):
+    for number, line in enumerate(text.split(b"\n")[:-1], start=1):
         try:
             lines.append({"kind": "", "step": 0, **json.loads(line)})
         except (TypeError, ValueError) as error:

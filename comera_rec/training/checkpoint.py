@@ -170,6 +170,8 @@ def open_checkpoint(path: str | Path, processes: Processes = WORLD) -> Checkpoin
             raise TypeError(f"{_RECORD} is not a JSON object")
         if saved.get("record_checksum") not in (None, _json_checksum(saved["record"])):  # earlier versions wrote none
             raise ValueError(f"{_RECORD} fails its checksum")
+        if not isinstance(saved["record"], dict):
+            raise TypeError(f"{_RECORD} holds no record")
         record = migrated(saved["record"], saved.get("format", 1))
         checksums = sorted(saved["checksums"].items())[processes.rank :: processes.size]
 
@@ -187,7 +189,7 @@ def open_checkpoint(path: str | Path, processes: Processes = WORLD) -> Checkpoin
         zipfile.BadZipFile,
     ) as error:  # fmt: skip
         earlier = max((c for c in _checkpoints(path.parent) if _step(c) < _step(path)), default=None, key=_step)
-        remedy = f"to go on from {earlier.stem}" if earlier else "to start the run anew"
+        remedy = f"to resume from {earlier.stem}" if earlier else "to start the run anew"
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(f"checkpoint {path} cannot be loaded ({reason}): remove it {remedy}") from error
 

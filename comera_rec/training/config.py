@@ -236,8 +236,6 @@ class RunConfig:
     checkpoints: CheckpointsConfig = field(default_factory=CheckpointsConfig)
 
     def __post_init__(self) -> None:
-        if not self.output.strip():
-            raise ValueError("output is empty: give the run's folder")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed is {self.seed}: give a number from 0 to 2**63 - 1")
 

@@ -27,10 +27,12 @@ def require_fit(config: RunConfig, schema: Schema, manifest: Manifest, processes
     """Return the number of equal parts that a batch is divided into, by processes and accumulation.
 
     Raises:
-        ValueError: if the output is a file, the model would have no inputs, evaluations need validation rows that the data lacks,
-            there isn't one task weight per label, or a batch can't be divided equally.
+        ValueError: if the output is empty or a file, the model would have no inputs, evaluations need validation rows that the data
+            lacks, there isn't one task weight per label, or a batch can't be divided equally.
     """
     training, data = config.training, config.data
+    if not config.output.strip():  # earlier versions recorded runs in the current folder so, and these are still loaded
+        raise ValueError("output is empty: give the run's folder")
     if Path(config.output).exists() and not Path(config.output).is_dir():
         raise ValueError(f"output is {config.output}, which is a file: give a folder")
     if config.tables.format == "off" and not schema.dense:

@@ -346,12 +346,8 @@ class Trainer:
 
     def _result(self) -> dict[str, Any]:
         peak = self.processes.max(self.memory.highest)
-        if self.scheduler and self.scheduler.stage != "done" and self.processes.is_first:
-            tqdm.write(
-                f"the run ended in the {self.scheduler.stage} stage of its ranks, off their target size: "
-                "raise training.steps and resume, or lower ranks.early_steps and ranks.late_steps",
-                file=sys.stderr,
-            )
+        if self.scheduler and self.processes.is_first and (problem := _off_target(self.scheduler)):
+            tqdm.write(problem, file=sys.stderr)
         best = self.best.step if self.config.training.keep_best else None
         if best not in (None, self.steps):
             kept = self.processes.on_first(lambda: checkpoint_at(self.checkpoints, best))
@@ -380,6 +376,22 @@ class Trainer:
             | {"python": platform.python_version()},
             "data_rows": self.manifest.rows.written,
         }
+
+
+def _off_target(scheduler: RankScheduler) -> str | None:
+    """Say why ranks have not reached their target size, and what would help; None if they have, or have no target."""
+    if scheduler.stage != "done":
+        return (
+            f"the run ended in the {scheduler.stage} stage of its ranks, off their target size: "
+            "raise training.steps and resume, or lower ranks.early_steps and ranks.late_steps"
+        )
+    size, unit = scheduler.history[-1]["bytes" if scheduler.in_bytes else "params"], "bytes" if scheduler.in_bytes else "parameters"
+    if scheduler.target is None or size <= 1.01 * scheduler.target:
+        return None
+    return (
+        f"TT modules ended with {size:,} {unit}, above their target of {scheduler.target:,}: start a new run with a larger "
+        "ranks.w_size, ranks.threshold or ranks.late_steps, or with ranks.objective=budget"
+    )
 
 
 def _due(step: int, every: int) -> bool:

@@ -122,6 +122,15 @@ def test_an_exported_lookup_takes_ids_in_any_layout() -> None:
     torch.testing.assert_close(exported(ids), embedding(ids))
 
 
+def test_exported_bags_take_arguments_in_any_layout() -> None:
+    bag = TTEmbeddingBag(300, 32, tt_ranks=8, include_last_offset=True)
+    arguments = torch.randint(300, (12,)), torch.tensor([0, 4, 12]), torch.rand(12)
+    exported = torch.export.export(bag, arguments, strict=False).module()
+    strided = [torch.stack([argument, argument], dim=1)[:, 0] for argument in arguments]
+    assert not any(argument.is_contiguous() for argument in strided)
+    torch.testing.assert_close(exported(*strided), bag(*arguments))
+
+
 def test_dense_forms_are_frozen_where_layers_are() -> None:
     layers = TTEmbedding(300, 32, tt_ranks=8), TTEmbeddingBag(300, 32, tt_ranks=8), TTLinear(64, 64, tt_ranks=8)
     for layer in layers:

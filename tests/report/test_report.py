@@ -210,10 +210,12 @@ def test_not_a_run(tmp_path: Path, compressed: Path) -> None:
 
 def test_damaged_files(compressed: Path) -> None:
     metrics = (compressed / "metrics.jsonl").read_text().splitlines()
-    (compressed / "metrics.jsonl").write_text("\n".join([*metrics[:2], "text", *metrics[2:], ""]))
-    with pytest.raises(ValueError, match=r"metrics.jsonl, line 3, is damaged"):
-        read_run(compressed)
-    (compressed / "result.json").write_text("{")
+    for damaged in (b"text", b'{"kind": "tr\xffin"}'):
+        lines = [*(line.encode() for line in metrics[:2]), damaged, *(line.encode() for line in metrics[2:]), b""]
+        (compressed / "metrics.jsonl").write_bytes(b"\n".join(lines))
+        with pytest.raises(ValueError, match=r"metrics.jsonl, line 3, is damaged .*; remove the line"):
+            read_run(compressed)
+    (compressed / "result.json").write_bytes(b'{"auc": "\xff"}')
     (compressed / "metrics.jsonl").unlink()
     with pytest.raises(ValueError, match=r"result.json is damaged .*; train the run again"):
         read_run(compressed)

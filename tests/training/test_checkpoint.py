@@ -116,7 +116,9 @@ def test_a_damaged_checkpoint_is_named_with_the_one_to_use(tmp_path: Path, damag
     latest = save_checkpoint(tmp_path, 20, *state())
     path = latest / file
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ValueError, match=rf"^checkpoint {latest} cannot be loaded \(.*\): remove it to go on from {earlier.name}$"):
+    with pytest.raises(
+        ValueError, match=rf"^checkpoint {latest} cannot be loaded \(.*\): remove it to resume from {earlier.name}$"
+    ):
         open_checkpoint(latest)
     shutil.rmtree(earlier)
     with pytest.raises(ValueError, match=r": remove it to start the run anew$"):
@@ -133,6 +135,9 @@ def test_a_changed_record_fails_its_checksum(tmp_path: Path) -> None:
     del saved["record_checksum"]  # as earlier versions wrote it
     (path / "record.json").write_text(json.dumps(saved))
     assert open_checkpoint(path).record == {"step": 10}
+    (path / "record.json").write_text(json.dumps(saved | {"record": None}))
+    with pytest.raises(ValueError, match=r"cannot be loaded \(record\.json holds no record\): remove it"):
+        open_checkpoint(path)
 
 
 def test_not_a_checkpoint(tmp_path: Path) -> None:
@@ -164,7 +169,7 @@ def test_foreign_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"its \.metadata names posix\.system, which describes no tensor"):
         open_checkpoint(path)
     torch.save({"record": os.system, "tensors": {}}, tmp_path / "step_00000020.pt")
-    with pytest.raises(ValueError, match=r"step_00000020\.pt cannot be loaded \(.*remove it to go on from step_00000010"):
+    with pytest.raises(ValueError, match=r"step_00000020\.pt cannot be loaded \(.*remove it to resume from step_00000010"):
         open_checkpoint(tmp_path / "step_00000020.pt")
 
 

@@ -113,6 +113,16 @@ def test_a_run_too_short_for_its_schedule_says_so(config_file: Path, capsys: pyt
     assert "off their target size" not in capsys.readouterr().err
 
 
+def test_a_run_that_ends_above_its_target_size_says_so(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["ranks.early_steps=4", "ranks.late_steps=4", "ranks.target_params=200", "ranks.truncate_every=2"]
+    _, result = run(config_file, *settings, "ranks.objective=achievement")
+    params = sum(layer["params"] for layer in result["layers"] if layer["ranks"])
+    assert params > 200
+    assert "above their target of 200: start a new run with" in capsys.readouterr().err
+    run(config_file, *settings, f"output={config_file.parent / 'budget'}")
+    assert "above their target" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("overrides", FORMATS.values(), ids=FORMATS)
 def test_reported_sizes_are_those_of_the_checkpoint(config_file: Path, overrides: list[str]) -> None:
     folder, result = run(config_file, *overrides)
@@ -159,6 +169,17 @@ def test_loaded_run_predicts_as_it_was_trained(config_file: Path) -> None:
     again = evaluate(model, trainer._batches("test", shuffle=False), torch.device("cpu"))
     assert again["auc"] == pytest.approx(result["auc"], abs=1e-6)
     assert again["ne"] == pytest.approx(result["ne"], rel=1e-5)
+
+
+def test_a_run_that_an_earlier_version_wrote_into_the_current_folder_is_loaded(config_file: Path) -> None:
+    folder, _ = run(config_file, "training.steps=1")
+    path = latest_checkpoint(folder / "checkpoints")
+    assert path is not None
+    saved = json.loads((path / "record.json").read_text())
+    del saved["record_checksum"]
+    saved["record"]["config"]["output"] = ""
+    (path / "record.json").write_text(json.dumps(saved))
+    assert load_run(folder)[1].seed == 3
 
 
 def test_sigterm_leaves_a_checkpoint_and_the_run_resumes(

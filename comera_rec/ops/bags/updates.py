@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -244,16 +243,11 @@ def update_kind(core: Tensor) -> str | None:
 
 def kind_of(optimizer: Optimizer, number: int) -> str | None:
     """Return the kind of an optimizer with the settings of one of its groups; None if it can't be applied slice by slice."""
-    name, group = _class_name(type(optimizer)), optimizer.param_groups[number]
-    if name not in _KINDS:
+    cls, group = type(optimizer), optimizer.param_groups[number]
+    name = cls.__name__
+    if name not in _KINDS or not cls.__module__.startswith(("torch.optim.", "torchrec.optim.")):  # others may step differently
         return None
     return name if all(group.get(setting, value) == value for setting, value in _KINDS[name].required.items()) else None
-
-
-@cache
-def _class_name(cls: type) -> str:
-    """Return the name of one of torch's or torchrec's optimizers; "" for others, whose steps are unknown, whatever their names."""
-    return cls.__name__ if cls.__module__.startswith(("torch.optim.", "torchrec.optim.")) else ""
 
 
 _AVERAGED: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()  # ids of parameters, by the module that averages them
