@@ -23,6 +23,10 @@ class _Waiting(NamedTuple):
     scores: asyncio.Future[np.ndarray]
 
 
+class Overloaded(Exception):
+    """More rows wait than the queue holds."""
+
+
 class Batcher:
     """A queue of requests that fills while the model runs, and for a short time before.
 
@@ -31,20 +35,28 @@ class Batcher:
     Args:
         max_rows: largest number of rows in a call, unless a single request has more.
         max_wait: seconds that the first request of a call waits for others.
+        max_queue: largest number of rows that wait, unless a single request has more.
         observe: called with the number of rows of every call.
     """
 
-    def __init__(self, *, max_rows: int, max_wait: float, observe: Callable[[int], object] = lambda rows: None) -> None:
-        self._max_rows, self._max_wait, self._observe = max_rows, max_wait, observe
+    def __init__(
+        self, *, max_rows: int, max_wait: float, max_queue: int, observe: Callable[[int], object] = lambda rows: None
+    ) -> None:
+        self._max_rows, self._max_wait, self._max_queue, self._observe = max_rows, max_wait, max_queue, observe
         self._waiting: deque[_Waiting] = deque()
+        self._rows = 0  # that wait
         self._arrived = asyncio.Event()
 
     async def score(self, model: ServingModel, rows: Flat) -> np.ndarray:
         """Return the probabilities of a request's rows.
 
         Raises:
+            Overloaded: too many rows wait already.
             ValueError: as raised by the model; other requests of the same call are not affected.
         """
+        if self._rows and self._rows + len(rows.dense) > self._max_queue:
+            raise Overloaded
+        self._rows += len(rows.dense)
         scores: asyncio.Future[np.ndarray] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Waiting(model, rows, scores))
         self._arrived.set()
@@ -54,7 +66,7 @@ class Batcher:
         """Answer requests until cancelled."""
         while True:
             await self._arrived.wait()
-            if sum(len(waiting.rows.dense) for waiting in self._waiting) < self._max_rows:
+            if self._rows < self._max_rows:
                 await asyncio.sleep(self._max_wait)
             _answer(self._take())
             if not self._waiting:
@@ -70,7 +82,9 @@ class Batcher:
             if rows > self._max_rows:
                 break
             taken.append(self._waiting.popleft())
-        self._observe(sum(len(waiting.rows.dense) for waiting in taken))
+        rows = sum(len(waiting.rows.dense) for waiting in taken)
+        self._rows -= rows
+        self._observe(rows)
         return taken
 
 

@@ -29,7 +29,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from comera_rec.serving.batching import Batcher
+from comera_rec.serving.batching import Batcher, Overloaded
 from comera_rec.serving.protocol import describe_model, read_inputs, write_outputs
 from comera_rec.serving.versions import ModelFile
 from data_pipeline.encoder import Flat
@@ -52,6 +52,7 @@ class ServeOptions:
         threads: number of threads that the model may use.
         max_batch: largest number of rows in a call that joins requests.
         max_wait_ms: milliseconds that a request waits for others.
+        max_queue: largest number of rows that wait; further requests are answered 503.
         max_rows: largest number of rows in a request.
         max_body: largest number of bytes in a request.
         reload_seconds: seconds between checks of the file.
@@ -67,6 +68,7 @@ class ServeOptions:
     threads: int = 1
     max_batch: int = 256
     max_wait_ms: float = 0.0
+    max_queue: int = 16_384
     max_rows: int = 4096
     max_body: int = 8 << 20
     reload_seconds: float = 1.0
@@ -76,6 +78,7 @@ class ServeOptions:
             "threads": 1,
             "max_batch": 1,
             "max_wait_ms": 0,
+            "max_queue": 1,
             "max_rows": 1,
             "max_body": 1,
             "reload_seconds": 0.01,
@@ -100,7 +103,9 @@ class Server:
         self.file = ModelFile(
             options.model, data=options.data, threads=options.threads, observe=lambda result: self._versions.labels(result).inc()
         )
-        self.batcher = Batcher(max_rows=options.max_batch, max_wait=options.max_wait_ms / 1000, observe=self._rows.observe)
+        self.batcher = Batcher(
+            max_rows=options.max_batch, max_wait=options.max_wait_ms / 1000, max_queue=options.max_queue, observe=self._rows.observe
+        )
         gets: dict[str, Handler] = {
             "/v2": self._server,
             "/v2/health/live": self._live,
@@ -137,6 +142,9 @@ class Server:
                 response = _error(400, error)
             except HTTPException as error:
                 response = _error(error.status_code, error.detail)
+            except Overloaded:
+                response = _error(503, f"more than {self.options.max_queue} rows wait: try again, or start more servers")
+                response.headers["Retry-After"] = "1"
             except ClientDisconnect:
                 response = _error(400, "the client disconnected")
             except Exception:

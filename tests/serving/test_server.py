@@ -118,6 +118,19 @@ def test_limits(model: Path, data: Path) -> None:
         )
 
 
+def test_requests_beyond_the_queue_are_told_to_come_back(model: Path, data: Path) -> None:
+    good, _ = good_rows(data)
+    server = Server(ServeOptions(model=model, data=data, max_queue=7))
+    with TestClient(server.app) as client:
+        assert client.post("/v2/models/model/infer", json=good).status_code == 200
+        server.batcher._rows += 3  # as if others waited
+        answer = client.post("/v2/models/model/infer", json=good)
+        assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
+        assert answer.json()["error"] == "more than 7 rows wait: try again, or start more servers"
+        server.batcher._rows -= 3
+        assert client.post("/v2/models/model/infer", json=good).status_code == 200
+
+
 def test_a_body_that_is_too_long_is_answered_after_it_was_sent(model: Path, data: Path) -> None:
     config = uvicorn.Config(Server(ServeOptions(model=model, data=data, max_body=5_000_000)).app, log_level="error")
     server, sock = uvicorn.Server(config), listen("127.0.0.1", 0)
