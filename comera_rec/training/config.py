@@ -115,7 +115,8 @@ class OptimizerConfig:
     """Adam or Adagrad for everything that has a gradient; dense tables always use TorchRec's fused row-wise Adagrad.
 
     Attributes:
-        name: "adam" or "adagrad".
+        name: "adam" or "adagrad". On CPU, Adam's moments of TT tables change only for slices that a batch uses, as with
+            `torch.optim.SparseAdam`, except in replicas and where updates in backward are off.
         lr_dense: learning rate of MLP weights and biases.
         lr_cores: learning rate of tensor-train cores.
         lr_ranks: learning rate of the rank parameters D_k, which start at 1: with Adam, the most they move in a step.
