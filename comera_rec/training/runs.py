@@ -60,6 +60,8 @@ def require_fit(config: RunConfig, schema: Schema, manifest: Manifest, processes
 def require_same_run(config: RunConfig, schema: Schema, manifest: Manifest, record: dict[str, Any]) -> None:
     """Raise ValueError if a run of this config on this data set can't continue the one that a checkpoint recorded."""
     present, recorded = (_decisive(each.to_dict()) for each in (config, parse_config(record["config"])))
+    if not record["step"]:  # no rows were read yet
+        present = {key: value for key, value in present.items() if not key.startswith("training.")}
     differing = [key for key in present if present[key] != recorded[key]]
     if differing:
         raise ValueError(
