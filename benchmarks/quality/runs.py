@@ -4,7 +4,7 @@ A small DLRM on synthetic Criteo logs of Kaggle's cardinalities, and a factoriza
 with large tables in every form of `embeddings.py`, at 10 to 500 times fewer bytes including index buffers. Batches, steps,
 optimizer (Adam, all rates falling to zero over the second half of the steps), and the rest of the model are the same for all. Every
 method tries every learning rate of its tables at every size with seed 0; the other seeds use the rate with the best NE on the
-validation split. Each run yields one row: NE on the test split; validation NE, AUC, logloss and bytes are in `counted`. `--only
+validation split. On data sets that every method overfits (`Task.evaluations`), the state with the best validation NE is kept. Each run yields one row: NE on the test split; validation NE, AUC, logloss and bytes are in `counted`. `--only
 dtype=int8` or `dtype=bfloat16` stores tables in that type, with four or two numbers in the bytes of a float32 one (`storage.py`).
 
     TT adaptive     starts at twice the budget and shrinks to it between 10 % and 50 % of the steps, by Taylor scores of ranks
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,6 +53,8 @@ MORE_RATES = (0.00003, 0.0001, 0.0003, 0.001, *RATES, 0.1, 0.3)
 """While the best rate of a case is the smallest or largest one tried, its neighbor here is tried, too."""
 STDS = {"video": 0.001}
 """Standard deviations of initial entries that suit the dense table better than `STD`, by its NE on the validation split."""
+EVALUATIONS = {"video": 15}
+"""Data sets that every method overfits -> how often the validation split is evaluated to keep the best state."""
 LR_HEAD = 0.002
 DECAY = 0.5  # of the steps
 TWICE = (20, ("TT fixed", "TT SVD"))
@@ -62,7 +65,8 @@ SCORES = {
     "TT adaptive magnitude": "magnitude",
     "TT + rows adaptive": "taylor",
 }
-
+SHRINKING = {*SCORES, "TT SVD", "CCE", "pruning"}
+"""These have their final form after half of the steps."""
 
 VARIANTS = {*SCORES, *SPLITS} - {*METHODS}
 """Variants of one method, compared only with each other; figures and tables of all methods omit them."""
@@ -70,7 +74,10 @@ VARIANTS = {*SCORES, *SPLITS} - {*METHODS}
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A data set, how long to train on it, the learning rates to try first, and the standard deviation of initial entries."""
+    """A data set, how long to train on it, the learning rates to try first, and the standard deviation of initial entries.
+
+    With `evaluations` > 0 the validation split is evaluated so often during training, and the best state is kept: early stopping.
+    """
 
     data: DataSet
     dim: int
@@ -78,6 +85,7 @@ class Task:
     steps: int
     rates: tuple[float, ...] = RATES
     std: float = STD
+    evaluations: int = 0
 
 
 class Head(nn.Module):
@@ -206,6 +214,9 @@ def _fit_(
     optimizer = optimizer_for(model, lr)
     scheduler = _scheduler(model, optimizer, method, steps)
     times = []
+    best_ne, best_state = math.inf, None
+    first = steps // 2 + 1 if method in SHRINKING else 1
+    evaluations = 0 if isinstance(shrink, ThresholdSearch) else task.evaluations
     for step, rows in enumerate(task.data.batches(task.batch, steps, seed), start=1):
         start = time.perf_counter()
         for group in optimizer.param_groups:
@@ -226,6 +237,11 @@ def _fit_(
             optimizer = optimizer_for(model, lr)
         if method == "CCE" and step in (steps // 4, steps // 2):
             _cluster_(model, optimizer)
+        is_due = step * evaluations // steps > (step - 1) * evaluations // steps
+        if is_due and step >= first and (ne := evaluate(model, task.data.val)["ne"]) < best_ne:
+            best_ne, best_state = ne, copy.deepcopy(model.state_dict())
+    if best_state is not None:
+        model.load_state_dict(best_state)
     return times
 
 
@@ -289,6 +305,7 @@ def tasks(settings: Settings) -> list[Task]:
                 steps=20 if settings.quick else min(2000, 3 * epoch),  # longer training overfits with every method
                 rates=RATES[:1] if settings.quick else RATES,
                 std=STDS.get(feedback.name, STD),
+                evaluations=EVALUATIONS.get(feedback.name, 0),
             )
         )
     return [task for task in selected if wanted in (None, task.data.name)]
