@@ -3,7 +3,8 @@
     logit = b + sum_i a_i s(I_i) + sum_c w_c(C_c) + sum_{c<c'} <v_c(C_c), v_c'(C_c')>
 
 s is the standardized logarithm of a count. The effect w and the latent vector v of a value are Gaussians hashed from (seed, column,
-value), so no table of them exists; they shrink with the value's frequency rank, so that learnable effects dominate.
+value), so no table of them exists; they shrink with the value's frequency rank by the power `decay`, so that
+learnable effects dominate.
 The pairs are summed by the identity of factorization machines (Rendle, ICDM 2010, section III.B): with s = sum_c v_c,
 sum_{c<c'} <v_c, v_c'> = (|s|^2 - sum_c |v_c|^2) / 2. Missing cells contribute nothing.
 
@@ -23,8 +24,9 @@ from data_pipeline.planted_columns import CATEGORY_SPECS, INTEGER_SPECS, LARGEST
 LABEL_RATE = 0.25
 # Standard deviations of the logit's three parts: the best AUC is then about 0.80, and that of the counts alone about 0.65.
 PART_STDS = (0.7, 0.9, 0.75)
-# The effects of the value at rank k have standard deviations proportional to 1 / sqrt(1 + k / HEAD).
+# The effects of the value at rank k have standard deviations proportional to (1 + k / HEAD)^-decay.
 HEAD = 100
+DECAY = 0.5
 # Pairs of few-valued columns can be learned from a few hundred thousand rows.
 PAIRED_COLUMNS = ("C2", "C5", "C8", "C9", "C14", "C17", "C20", "C23")
 _PILOT_ROWS = 20_000
@@ -47,14 +49,16 @@ class PlantedRows:
 
 
 class PlantedModel:
-    """The click model determined by a seed and a scale.
+    """The click model determined by a seed, a scale and a decay.
 
     Args:
         seed: chooses effects, latent vectors and the values that stand for ranks.
         scale: multiplies the cardinalities of Criteo's Kaggle log; each column keeps at least 3 values.
+        decay: how fast effects and latent vectors shrink with frequency rank; with 0 those of rare values are as large as others.
     """
 
-    def __init__(self, *, seed: int, scale: float) -> None:
+    def __init__(self, *, seed: int, scale: float, decay: float = DECAY) -> None:
+        self._decay = np.float32(decay)
         self._cardinalities = {name: max(3, round(spec.cardinality * scale)) for name, spec in CATEGORY_SPECS.items()}
         pilot = np.random.default_rng([seed, 1])
         self._keys = dict(zip(CATEGORY_SPECS, pilot.integers(2**63, size=len(CATEGORY_SPECS), dtype=np.uint64), strict=True))
@@ -106,7 +110,7 @@ class PlantedModel:
         sum_DB = np.zeros((4, rows), np.float32)
         squares = np.zeros(rows, np.float32)
         for name, rank in ranks.items():
-            size = np.where(missing[name], 0, 1 / np.sqrt(1 + rank.astype(np.float32) / HEAD))
+            size = np.where(missing[name], 0, (1 + rank.astype(np.float32) / HEAD) ** -self._decay)
             mixed = _mix64(rank.astype(np.uint64) + self._keys[name])
             main_part += size * self._normal_quantiles[mixed >> np.uint64(48)]
             if name in PAIRED_COLUMNS:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from data_pipeline.atomic import finished_file
 from data_pipeline.columns import CATEGORIES, INTEGERS, LABEL
-from data_pipeline.planted import DRAWS, PlantedModel, PlantedRows
+from data_pipeline.planted import DECAY, DRAWS, PlantedModel, PlantedRows
 
 _BINS = 1 << 18
 # The four hex digits of every 16-bit number, as one 32-bit word.
@@ -33,6 +33,7 @@ class SynthOptions:
         output: the log; a name ending in .gz compresses it.
         seed: of the model and of the draws.
         scale: multiplies the cardinalities of Criteo's Kaggle log.
+        decay: how fast effects shrink with a value's frequency rank k: their standard deviations by (1 + k / 100)^-decay.
         overwrite: replace an existing log.
         chunk_rows: rows in memory at a time; the log does not depend on it.
 
@@ -44,6 +45,7 @@ class SynthOptions:
     output: Path
     seed: int = 0
     scale: float = 1.0
+    decay: float = DECAY
     overwrite: bool = False
     chunk_rows: int = 1 << 16
 
@@ -53,6 +55,8 @@ class SynthOptions:
                 raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least {least}")
         if not 0 < self.scale <= 100:
             raise ValueError(f"--scale is {self.scale}; it must be above 0 and at most 100")
+        if not 0 <= self.decay <= 10:
+            raise ValueError(f"--decay is {self.decay}; it must be between 0 and 10")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,13 +108,14 @@ class Truth:
 
     seed: int
     scale: float
+    decay: float
     whole: Score
     last_tenth: Score | None
 
     def to_dict(self) -> dict[str, object]:
-        """Return the truth file's contents: seed, scale and the whole log's scores; the last tenth's scores under "last_tenth"."""
+        """Return the truth file's contents: seed, scale, decay, the whole log's scores, and the last tenth's under "last_tenth"."""
         last_tenth = asdict(self.last_tenth) if self.last_tenth else None
-        return {"seed": self.seed, "scale": self.scale} | asdict(self.whole) | {"last_tenth": last_tenth}
+        return {"seed": self.seed, "scale": self.scale, "decay": self.decay} | asdict(self.whole) | {"last_tenth": last_tenth}
 
 
 def truth_path(output: Path) -> Path:
@@ -120,13 +125,13 @@ def truth_path(output: Path) -> Path:
 
 
 def synth(options: SynthOptions) -> Truth:
-    """Write a log and its truth file; both depend only on rows, seed and scale.
+    """Write a log and its truth file; both depend only on rows, seed, scale and decay.
 
     Raises:
         ValueError: the output exists.
         OSError: it cannot be written.
     """
-    model = PlantedModel(seed=options.seed, scale=options.scale)
+    model = PlantedModel(seed=options.seed, scale=options.scale, decay=options.decay)
     uniform = np.random.default_rng([options.seed, 0])
     whole, last_tenth = _Scorer(), _Scorer()
     test_start = options.rows - options.rows // 10
@@ -144,7 +149,7 @@ def synth(options: SynthOptions) -> Truth:
             bar.update(len(rows.label))
     score = whole.score()
     assert score is not None  # there is at least one row
-    truth = Truth(seed=options.seed, scale=options.scale, whole=score, last_tenth=last_tenth.score())
+    truth = Truth(seed=options.seed, scale=options.scale, decay=options.decay, whole=score, last_tenth=last_tenth.score())
     with finished_file(truth_path(options.output), overwrite=True) as work:
         work.write_text(json.dumps(truth.to_dict(), indent=2) + "\n")
     return truth

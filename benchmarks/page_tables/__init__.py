@@ -18,6 +18,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "quality-int8": quality.quality_of_int8,
     "quality-splits": quality.quality_of_splits,
     "lookup": lookup.lookup,
+    "lookup-avx2": lookup.lookup_of_avx2,
     "mlperf": models.mlperf,
     "lookup-memory": lookup.lookup_memory,
     "hot-rows": lookup.hot_rows,

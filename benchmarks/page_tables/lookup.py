@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from benchmarks.page_tables.rows import OURS, XEON, committed, markdown, one, select, source
+from benchmarks.page_tables.rows import EPYC_AVX2, OURS, XEON, committed, markdown, one, select, source
 
 
 def lookup() -> str:
     """A training step over the seven largest tables of Criteo-Kaggle."""
-    rows = select(committed(XEON, "lookup"), batch=16384, dim=64)
+    return _lookup(XEON)
+
+
+def lookup_of_avx2() -> str:
+    """The same on a machine without AVX-512."""
+    return _lookup(EPYC_AVX2)
+
+
+def _lookup(machine: str) -> str:
+    rows = select(committed(machine, "lookup"), batch=16384, dim=64)
     columns = {
         "nn.EmbeddingBag sparse": "`nn.EmbeddingBag`",
         "FBGEMM": "FBGEMM",
@@ -30,7 +39,7 @@ def lookup() -> str:
             ]
         )
     header = ["TT tables", "smaller", *columns.values(), "of FBGEMM's", "extra memory, FBGEMM / ours"]
-    return markdown(header, lines) + source(XEON, "lookup")
+    return markdown(header, lines) + source(machine, "lookup")
 
 
 def lookup_memory() -> str:

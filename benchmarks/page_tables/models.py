@@ -144,13 +144,18 @@ def scale_model() -> str:
 
 def mlperf() -> str:
     """A step of MLPerf's DLRM-DCNv2 at its original sizes, part by part, and its peak memory."""
-    rows = committed(XEON, "mlperf")
-    types = list(dict.fromkeys(row.shapes["products"] for row in rows))
-    parts = list(dict.fromkeys(row.provider for row in rows if row.unit == "ms"))
-    lines = [[part, *(f"{one(rows, provider=part, products=name).p50:,.0f} ms" for name in types)] for part in parts]
-    whole = [one(rows, provider="whole step", products=name) for name in types]
+    runs: dict[str, list[Row]] = {}  # by column
+    for machine, name in ((XEON, "AVX-512"), (EPYC_AVX2, "AVX2")):
+        rows = committed(machine, "mlperf")
+        runs |= {
+            f"{name}, products in {kind}": select(rows, products=kind)
+            for kind in dict.fromkeys(row.shapes["products"] for row in rows)
+        }
+    parts = dict.fromkeys(row.provider for rows in runs.values() for row in rows if row.unit == "ms")
+    lines = [[part, *(f"{one(rows, provider=part).p50:,.0f} ms" for rows in runs.values())] for part in parts]
+    whole = [one(rows, provider="whole step") for rows in runs.values()]
     lines.append(["samples a second", *(f"{1000 * row.shapes['batch'] / row.p50:,.0f}" for row in whole)])
     lines.append(["tables, dense", *(f"{row.counted['dense_gb']:.1f} GB" for row in whole)])
     lines.append(["tables, TT", *(f"{row.counted['table_mib']:.1f} MiB" for row in whole)])
     lines.append(["peak memory of the process", *(f"{row.counted['peak_mib'] / 1000 * 1.048576:.2f} GB" for row in whole)])
-    return markdown(["", *(f"products in {name}" for name in types)], lines) + source(XEON, "mlperf")
+    return markdown(["", *runs], lines) + source(XEON, "mlperf") + source(EPYC_AVX2, "mlperf")

@@ -2,7 +2,8 @@
 
 R rows, F categorical fields, I integer columns.
 
-    synth   `comera synth` and `comera preprocess`: Criteo's format, a planted signal, chronological splits.
+    synth   `comera synth` and `comera preprocess`: Criteo's format, a planted signal, chronological splits. In synth-even, effects
+            of rare values are as large as those of frequent ones; in synth-steep, they shrink twice as fast as in synth.
     ml1m    implicit feedback in a folder with train.txt and test.txt, one line per user: the user's id, then the items' ids. A
             random tenth of the training pairs is for validation. Each positive pair gets one negative: the same user with an item
             drawn uniformly from those that the user never had in any split (as in He et al., Neural Collaborative Filtering,
@@ -27,8 +28,12 @@ from torch import Tensor
 
 from comera_rec.data import ParquetBatches
 from data_pipeline.manifest import read_manifest
+from data_pipeline.planted import DECAY
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.synth import SynthOptions, synth
+
+DECAYS = {"synth": DECAY, "synth-even": 0.0, "synth-steep": 2 * DECAY}
+"""How fast the effects of values shrink with their rarity in each of the synthetic logs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,14 +79,13 @@ class DataSet(ABC):
 
 
 class Synth(DataSet):
-    """Criteo-format logs with a planted signal."""
+    """Criteo-format logs with a planted signal, whose effects shrink with a value's frequency rank as `DECAYS` says."""
 
-    name = "synth"
-
-    def __init__(self, rows: int, scale: float) -> None:
+    def __init__(self, name: str, rows: int, scale: float) -> None:
+        self.name = name
         with tempfile.TemporaryDirectory() as folder:
             log, data = Path(folder) / "train.txt", Path(folder) / "data"
-            synth(SynthOptions(rows=rows, output=log, seed=1, scale=scale))
+            synth(SynthOptions(rows=rows, output=log, seed=1, scale=scale, decay=DECAYS[name]))
             preprocess(PreprocessOptions(inputs=(log,), output=data))
             sizes = [column.num_embeddings for column in read_manifest(data).categorical_columns]
             train, self.val, self.test = (_read_split(data, split) for split in ("train", "val", "test"))

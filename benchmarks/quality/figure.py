@@ -11,14 +11,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
 from benchmarks.harness.rows import Row
-from benchmarks.quality.runs import METHODS, TT_METHODS, VARIANTS, chosen
+from benchmarks.quality.runs import METHODS, TT_METHODS, VARIANTS, VARIED, chosen
 
 MARKERS = "osD^v<>Ph*"
 
 
 def quality_figure(rows: Sequence[Row]) -> Figure:
     """Plot medians over seeds with bars from best to worst, TT tables in bold, and the dense model as a dashed line."""
-    rows = [row for row in chosen(rows) if row.provider not in VARIANTS]
+    rows = [row for row in chosen(rows) if row.provider not in VARIANTS and row.shapes["data"] not in VARIED]
     data_sets = list(dict.fromkeys(row.shapes["data"] for row in rows))
     methods = [method for method in dict.fromkeys([*METHODS, *(row.provider for row in rows)]) if method != "dense"]
     figure = Figure(figsize=(5.5 * len(data_sets), 6.5), layout="constrained")

@@ -36,7 +36,7 @@ from benchmarks.harness.environment import describe
 from benchmarks.harness.measure import Settings
 from benchmarks.harness.rows import Row
 from benchmarks.quality.codes import Clustered
-from benchmarks.quality.data_sets import DataSet, ImplicitFeedback, Rows, Synth
+from benchmarks.quality.data_sets import DECAYS, DataSet, ImplicitFeedback, Rows, Synth
 from benchmarks.quality.embeddings import MIN_ROWS, PER_TABLE, SPLITS, TT, Embeddings, split_tables, tt_tables
 from benchmarks.quality.pruning import Pruning, ThresholdSearch
 from benchmarks.quality.storage import DTYPES, round_, round_stochastically_, stored_bytes
@@ -71,6 +71,8 @@ SHRINKING = {*SCORES, "TT SVD", "CCE", "pruning"}
 
 VARIANTS = {*SCORES, *SPLITS} - {*METHODS}
 """Variants of one method, compared only with each other; figures and tables of all methods omit them."""
+VARIED = {*DECAYS} - {"synth"}
+"""Variants of the logs, at one size only, which have a table of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,13 +291,14 @@ def evaluate(model: Model, rows: Rows) -> dict[str, float]:
 def tasks(settings: Settings) -> list[Task]:
     """The tasks: synthetic logs always, implicit feedback if `--data` names it."""
     selected, wanted = [], settings.only.get("data")
-    if wanted in (None, Synth.name):
+    if wanted is None or wanted in DECAYS:
+        name = wanted or "synth"
         if settings.quick:
-            selected = [Task(data=Synth(20_000, 0.02), dim=8, batch=128, steps=20, rates=RATES[:1])]
+            selected = [Task(data=Synth(name, 20_000, 0.02), dim=8, batch=128, steps=20, rates=RATES[:1])]
         else:
             # The first rate was the worst for every method at 10x and 50x.
-            selected = [Task(data=Synth(1_000_000, 1.0), dim=16, batch=2048, steps=390, rates=RATES[1:])]
-    if settings.data and wanted != Synth.name:
+            selected = [Task(data=Synth(name, 1_000_000, 1.0), dim=16, batch=2048, steps=390, rates=RATES[1:])]
+    if settings.data and wanted not in DECAYS:
         feedback = ImplicitFeedback.read(settings.data)
         epoch = 2 * int(feedback.counts[0].sum()) // 2048
         selected.append(

@@ -18,6 +18,7 @@ from data_pipeline.lookup import find_id, find_text
 from data_pipeline.manifest import SPLITS, Manifest, read_manifest
 from data_pipeline.npy import export_npy
 from data_pipeline.options import PreprocessOptions, format_bytes, parse_bytes
+from data_pipeline.planted import DECAY
 from data_pipeline.preprocess import preprocess as write_data_set
 from data_pipeline.schema import read_schema
 from data_pipeline.sources import Source, by_number, expand, source
@@ -37,8 +38,9 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 @click.option("--output", type=_PATH, required=True, metavar="RAW", help="The log; a name ending in .gz compresses it.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the planted model and of its rows.")
 @click.option("--scale", default=1.0, show_default=True, help="Factor on the cardinalities of the Kaggle log.")
+@click.option("--decay", default=DECAY, show_default=True, help="How fast effects shrink with a value's rarity; with 0 they don't.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing log.")
-def synth(rows: int, output: Path, seed: int, scale: float, overwrite: bool) -> None:
+def synth(rows: int, output: Path, seed: int, scale: float, decay: float, overwrite: bool) -> None:
     """Write logs in Criteo's format from a planted model, and the best reachable scores beside them.
 
     Values are distributed like those of the Kaggle log. Labels are drawn from main effects and pairs of hidden vectors. The scores
@@ -49,7 +51,7 @@ def synth(rows: int, output: Path, seed: int, scale: float, overwrite: bool) -> 
       comera synth --rows 500000 --scale 0.05 --output raw/train.txt
     """
     start = time.perf_counter()
-    truth = write_log(SynthOptions(rows=rows, output=output, seed=seed, scale=scale, overwrite=overwrite))
+    truth = write_log(SynthOptions(rows=rows, output=output, seed=seed, scale=scale, decay=decay, overwrite=overwrite))
     seconds = time.perf_counter() - start
     for name, score in (("all rows", truth.whole), ("last tenth", truth.last_tenth)):
         if score and score.best_auc and score.best_ne:

@@ -66,6 +66,21 @@ def test_pairs_of_paired_columns_interact(columns: tuple[int, int], interact: bo
     assert (abs(both - one - other + none) > 1e-2) == interact
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.5, 1.0])
+def test_effects_of_rare_values(decay: float) -> None:
+    """In C3, which has no pairs, effects near rank 5,000 are (51 / 1.2)^-decay times as large as those near rank 20."""
+    model = PlantedModel(seed=0, scale=1.0, decay=decay)
+
+    def spread(first: float, last: float) -> float:
+        draws = np.tile(np.random.default_rng(1).random(DRAWS), (400, 1))
+        draws[:, -1 - len(MISSING_RATES) : -1] = 1  # no cell is missing
+        draws[:, 2] = np.linspace(first, last, 400)
+        rows = model.rows(draws)
+        return float(np.log(rows.probability / (1 - rows.probability)).std())
+
+    assert spread(0.6, 0.62) / spread(0.15, 0.25) == pytest.approx((51 / 1.2) ** -decay, rel=0.3)
+
+
 def test_columns_are_like_criteo(tmp_path: Path) -> None:
     synth(SynthOptions(rows=10_000, output=tmp_path / "log.txt"))
     manifest = preprocess(PreprocessOptions(inputs=(tmp_path / "log.txt",), output=tmp_path / "data"))
@@ -112,6 +127,7 @@ def test_one_row(tmp_path: Path) -> None:
         ({"rows": 0}, "--rows is 0; it must be at least 1"),
         ({"rows": 1, "seed": -1}, "--seed is -1; it must be at least 0"),
         ({"rows": 1, "scale": 0.0}, "--scale is 0.0; it must be above 0 and at most 100"),
+        ({"rows": 1, "decay": -0.5}, "--decay is -0.5; it must be between 0 and 10"),
         ({"rows": 1, "scale": float("nan")}, "--scale is nan"),
     ],
 )
