@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from comera_rec.tt import TTShape, contract, init_cores_, tt_svd
 
 _IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"  # not imported here, because it takes a second
+_CONVERT = "convert tables with comera_rec.compress_state, and layers with from_dense"
 
 
 class TTModule(nn.Module):
@@ -147,7 +149,10 @@ class TTModule(nn.Module):
         parameters = {name: parameter for name, parameter in self._parameters.items() if parameter is not None}
         stored = {name: state_dict[prefix + name] for name in parameters if isinstance(state_dict.get(prefix + name), Tensor)}
         ranks, refusal = self._stored_ranks(parameters, stored), ""
-        if stored.keys() != parameters.keys():
+        is_dense = prefix + "weight" in state_dict and "core_0" not in stored
+        if is_dense:
+            refusal = f"the state dict has a dense weight: {_CONVERT}"
+        elif stored.keys() != parameters.keys():
             refusal = f"the state dict lacks {', '.join(name for name in parameters if name not in stored)}: complete it"
         elif f"{prefix}core_{self.shape.order}" in state_dict:
             refusal = f"the state dict has more than {self.shape.order} cores: load one of a module of the same modes"
@@ -155,6 +160,8 @@ class TTModule(nn.Module):
             refusal = "the state dict is on the meta device, without values: load one that has them"
         if ranks is not None and not refusal:
             self.resize_ranks_(ranks)
+        elif is_dense and not stored:
+            warnings.warn(f"the state dict has dense weights for TT modules, which keep their values: {_CONVERT}", stacklevel=2)
         elif stored:
             # torch copies tensors that fit and reports the others. The module's tensors replace those that fit, so nothing changes.
             kept = {prefix + name: parameters[name] for name, value in stored.items() if value.shape == parameters[name].shape}

@@ -169,26 +169,31 @@ class RankScheduler:
 
     # -- steps and stages ------------------------------------------------------------------------------------------------------
 
-    def step(self) -> None:
+    def step(self) -> bool:
         """Count one optimizer step; truncate and change stage when they are due.
 
         Call it after `optimizer.step()` and before gradients are cleared.
+
+        Returns:
+            Whether it truncated: ranks, the stage or the objective may differ, so captured graphs are outdated, and data parallel
+            replicas must be wrapped anew. `history` got an entry.
         """
         self.steps += 1
         if self.stage == "done":
-            return
+            return False
         if self.stage == "late" and self.config.score_used == "taylor":
             self._taylor.observe(list(self._modules.values()), self._total_of_shares)
         early_ends = self.stage == "early" and self.steps >= self.config.early_steps
         late_ends = self.stage == "late" and self.steps - self.late_start >= self.config.late_steps
         if not (early_ends or late_ends or self.steps % self.config.truncate_every == 0):
-            return
+            return False
         self._truncate(last=late_ends)
         if early_ends:
             self._end_early()
         elif late_ends:
             self.stage = "done"
         self._record(self._summaries())
+        return True
 
     def _truncate(self, *, last: bool) -> None:
         if frozen := [name for name, module in self._modules.items() if _is_frozen(module)]:

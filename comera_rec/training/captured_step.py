@@ -83,11 +83,8 @@ class CapturedStep:
     def __call__(self, *inputs: Input) -> Tensor:
         """Take one step; return the task loss, the mean over its parts, which stays on the device."""
         loss = self._step(*inputs) if self._recorder is None else self._recorded(self._recorder, inputs)
-        if self._scheduler is not None:
-            entries = len(self._scheduler.history)
-            self._scheduler.step()
-            if len(self._scheduler.history) != entries:
-                self.reset()
+        if self._scheduler is not None and self._scheduler.step():
+            self.reset()
         return loss
 
     def _step(self, *inputs: Input) -> Tensor:

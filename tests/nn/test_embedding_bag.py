@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from comera_rec import TTEmbeddingBag, TTShape
+from comera_rec import TTEmbeddingBag, TTLinear, TTShape
 
 # Table sizes, modes and ranks: orders 1 to 4, primes whose last rows and columns are padding, rank 1, sizes that fit exactly.
 SHAPES = [
@@ -377,6 +377,22 @@ def test_what_a_state_dict_lacks_is_named() -> None:
     for strict in (True, False):
         with pytest.raises(RuntimeError, match=message):
             model.load_state_dict(state, strict=strict)
+
+
+def test_a_dense_state_dict_says_how_to_convert_it() -> None:
+    """With strict=False, which loads the rest of a model, tables keep their values; a layer's bias alone is never loaded."""
+    model = nn.ModuleDict({"user": build((101, 11, LOADING)), "head": TTLinear(11, 64, tt_ranks=2)})
+    before = values(model["user"])
+    with (
+        pytest.raises(RuntimeError, match="Missing key"),
+        pytest.warns(UserWarning, match=r"tables with comera_rec\.compress_state"),
+    ):
+        model.load_state_dict({"user.weight": torch.ones(101, 11)})
+    with pytest.warns(UserWarning, match="dense weights for TT modules, which keep their values"):
+        model.load_state_dict({"user.weight": torch.ones(101, 11)}, strict=False)
+    torch.testing.assert_close(values(model["user"]), before, rtol=0, atol=0)
+    with pytest.raises(RuntimeError, match="head: a TTLinear loads all .* a dense weight: convert .* layers with from_dense"):
+        model.load_state_dict({"head.weight": torch.ones(64, 11), "head.bias": torch.ones(64)}, strict=False)
 
 
 def test_a_state_dict_without_the_bag_is_an_error_only_if_strict() -> None:

@@ -57,6 +57,17 @@ def test_the_early_stage_prices_size() -> None:
     assert float(normed.scheduler.loss(loss).detach()) == pytest.approx(float(loss.detach()) + 0.5 + 2.0 * mean_square)
 
 
+def test_a_step_says_whether_it_truncated() -> None:
+    regression = Regression(RankConfig(early_steps=4, late_steps=4, target_size=0.5, truncate_every=3))
+    truncated = []
+    for _ in range(10):
+        regression.scheduler.loss(regression.task_loss()).backward()
+        regression.optimizer.step()
+        truncated.append(regression.scheduler.step())
+    assert [step for step, was in enumerate(truncated, 1) if was] == [3, 4, 6, 8]  # every third, and at the ends of both stages
+    assert [entry["step"] for entry in regression.scheduler.history] == [0, 3, 4, 6, 8]
+
+
 def test_without_a_price_nothing_is_lost_and_with_one_ranks_fall() -> None:
     free = Regression(RankConfig(early_steps=150, gamma=0.0, threshold=0.0, truncate_every=10))
     free.run(150)
