@@ -50,7 +50,7 @@ TT_METHODS = ("TT + rows", "TT + rows adaptive", "TT fixed", "TT adaptive", "TT 
 METHODS = ("dense", *TT_METHODS, *PER_TABLE, "pruning", "PEP")
 SEEDS = 3
 RATES = (0.003, 0.01, 0.03)
-MORE_RATES = (0.00003, 0.0001, 0.0003, 0.001, *RATES, 0.1, 0.3)
+MORE_RATES = (0.00001, 0.00003, 0.0001, 0.0003, 0.001, *RATES, 0.1, 0.3, 1.0)
 """While the best rate of a case is the smallest or largest one tried, its neighbor here is tried, too."""
 STDS = {"video": 0.001}
 """Standard deviations of initial entries that suit the dense table better than `STD`, by its NE on the validation split."""
