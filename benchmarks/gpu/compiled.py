@@ -24,7 +24,6 @@ _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _WARP = 32
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
 _LABEL, _TARGET = re.compile(r"^(\.L_x_\d+):"), re.compile(r"BRA.*`\((\.L_x_\d+)\)")
-MULTIPLYING = ("FFMA", "FMUL", "HFMA2", "HMMA", "HGMMA")
 KINDS = {
     "multiply-add": ("FFMA", "HMMA", "HGMMA"),
     "global memory": ("LDG", "STG", "LDGSTS", "RED", "ATOMG"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,11 @@ def run(*arguments: object) -> int:
 def log(tmp_path: Path) -> Path:
     assert run("synth", "--rows", 200, "--output", tmp_path / "raw" / "log.txt", "--scale", 0.001) == 0
     return tmp_path / "raw" / "log.txt"
+
+
+def test_the_package_runs_as_a_module() -> None:
+    shown = subprocess.run([sys.executable, "-m", "comera_rec", "--version"], capture_output=True, text=True, check=True)
+    assert shown.stdout.startswith("comera, version ")
 
 
 def test_synth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
