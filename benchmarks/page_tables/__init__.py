@@ -17,6 +17,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "quality-auc": partial(quality.quality, "auc"),
     "quality-int8": quality.quality_of_int8,
     "quality-splits": quality.quality_of_splits,
+    "quality-decays": quality.quality_of_decays,
     "lookup": lookup.lookup,
     "lookup-avx2": lookup.lookup_of_avx2,
     "mlperf": models.mlperf,
