@@ -46,7 +46,7 @@ BENCHMARKS = {
         "training a six-encoder transformer: dense, GaLore in three forms, LTE, low rank, TT",
     ),
     "conversion": ("benchmarks.lookup.conversion", "peak memory of TT-SVD of a table of 10 million rows, besides the table"),
-    "dlrm": ("benchmarks.training.dlrm", "a whole DLRM: dense, and 99 times smaller; resumes"),
+    "dlrm": ("benchmarks.training.dlrm", "a whole DLRM: dense, and 99 to 1,000 times smaller; resumes"),
     "mlperf": (
         "benchmarks.training.mlperf",
         "MLPerf's DLRM-DCNv2 at its original sizes, tables 1,000 times smaller: a step part by part, peak memory",

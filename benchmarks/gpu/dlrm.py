@@ -29,10 +29,11 @@ class GpuDlrmCase:
     dtype: str = "float32"
 
     def shapes(self) -> dict[str, Any]:
-        return {"rows": self.size.rows, "batch": self.size.batch, "steps": self.size.steps, "compression": self.size.compression}
+        compression = self.size.compressions[0]
+        return {"rows": self.size.rows, "batch": self.size.batch, "steps": self.size.steps, "compression": compression}
 
 
-FULL = replace(dlrm.SIZES[0], rows=400_000, batch=16_384, steps=120, early=20, late=20, tuned=False, seeds=1)
+FULL = replace(dlrm.SIZES[0], rows=400_000, batch=16_384, steps=120, early=20, late=20)
 
 QUICK = dlrm.QUICK[1]
 
@@ -40,6 +41,7 @@ QUICK = dlrm.QUICK[1]
 def run(settings: Settings) -> Iterator[list[Row]]:
     """Yield a row for each form."""
     case = GpuDlrmCase(size=QUICK if settings.quick else FULL)
+    compression = case.size.compressions[0]
     on_gpu = settings.device.startswith("cuda")
     forms = {DENSE: dlrm.FORMS["dense"], TT: dlrm.FORMS["TT + rows adaptive"]}
     if on_gpu:
@@ -51,6 +53,6 @@ def run(settings: Settings) -> Iterator[list[Row]]:
             where = (f"training.device={settings.device}", f"training.capture={str(name == GRAPH).lower()}")
             form = replace(form, overrides=form.overrides + where)
             rate = form.rates[len(form.rates) // 2]
-            by_form[name] = dlrm.train(Path(folder, name), data, case.size, form, rate, settings.seed)
+            by_form[name] = dlrm.train(Path(folder, name), data, case.size, compression, form, rate, settings.seed)
     times = {name: [of.pop("step_ms")] for name, of in by_form.items()}
     yield case_rows("gpu-dlrm", case, settings, describe(settings.device), "step", "ms", times, by_form, (DENSE, TT))

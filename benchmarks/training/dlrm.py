@@ -1,11 +1,10 @@
-"""A whole DLRM on synthetic Criteo logs of Kaggle's cardinalities: dense, and 99 times smaller, MLPs included.
+"""A whole DLRM on synthetic Criteo logs of Kaggle's cardinalities: dense, and 99 to 1,000 times smaller, MLPs included.
 
 Also every architecture on the demo's logs, dense and with tables 50 times smaller, with fixed ranks.
 
-Every run is `comera train --config examples/kaggle.toml` in its own process. On a log of a million rows each form tries the
-learning rates of its tables with seed 0; the other seeds use the rate with the best NE on the validation split. On a log of ten
-million rows, where every value keeps a row, runs are short and only their time and memory are compared. Forms take turns. Each run
-yields one row: NE on the test split; `counted` has the best NE and AUC that any model can reach there, ms per step and peak MiB.
+Every run is `comera train --config examples/kaggle.toml` in its own process. Each form tries the learning rates of its tables with
+seed 0 at each compression; the other seeds use the rate with the best NE on the validation split. Each run yields one row: NE on
+the test split; `counted` has the best NE and AUC that any model can reach there, ms per step and peak MiB.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Form:
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Rows of the log, scale of its cardinalities, occurrences that a value needs to be kept, and a run's length."""
+    """Rows of the log, scale of its cardinalities, occurrences that a value needs to be kept, a run's length, and compressions."""
 
     data: str
     rows: int
@@ -56,8 +55,7 @@ class Size:
     steps: int
     early: int
     late: int
-    compression: int
-    tuned: bool
+    compressions: tuple[int, ...]
     seeds: int
     forms: tuple[str, ...] = ("dense", "TT adaptive", "TT + rows adaptive")
 
@@ -85,20 +83,20 @@ OF_ARCHITECTURES = {  # on half a million rows lower rates are best
 }
 SIZES = (
     Size(
-        data="synth", rows=1_000_000, scale=1.0, min_count=2, batch=2048, steps=390, early=80, late=120, compression=99,
-        tuned=True, seeds=SEEDS,
+        data="synth", rows=1_000_000, scale=1.0, min_count=2, batch=2048, steps=390, early=80, late=120, compressions=(99,),
+        seeds=SEEDS,
     ),
     Size(
-        data="synth-10M", rows=10_000_000, scale=1.0, min_count=1, batch=2048, steps=200, early=40, late=60, compression=99,
-        tuned=False, seeds=3,
+        data="synth-10M", rows=10_000_000, scale=1.0, min_count=1, batch=2048, steps=1000, early=200, late=300,
+        compressions=(99, 500, 1000), seeds=SEEDS, forms=("dense", "TT + rows adaptive"),
     ),
     Size(
-        data="demo", rows=500_000, scale=1.0, min_count=1, batch=1024, steps=430, early=80, late=160, compression=50,
-        tuned=True, seeds=SEEDS, forms=tuple(OF_ARCHITECTURES),
+        data="demo", rows=500_000, scale=1.0, min_count=1, batch=1024, steps=430, early=80, late=160, compressions=(50,),
+        seeds=SEEDS, forms=tuple(OF_ARCHITECTURES),
     ),
 )  # fmt: skip
 QUICK = tuple(
-    replace(size, rows=20_000, scale=0.02, batch=128, steps=40, early=10, late=20, compression=20, seeds=1) for size in SIZES
+    replace(size, rows=20_000, scale=0.02, batch=128, steps=40, early=10, late=20, compressions=(20,), seeds=1) for size in SIZES
 )
 
 
@@ -112,14 +110,15 @@ def run(settings: Settings) -> Iterator[list[Row]]:
         with tempfile.TemporaryDirectory(dir=settings.data) as folder:
             data: Path | None = None
             reachable: dict[str, float] = {}
-            for name, rate, seed in tqdm(plan, desc=f"dlrm, {size.data}", unit="run", disable=None):
-                shapes = {"data": size.data, "method": name, "compression": size.compression, "steps": size.steps}
+            for name, compression, rate, seed in tqdm(plan, desc=f"dlrm, {size.data}", unit="run", disable=None):
+                shapes = {"data": size.data, "method": name, "compression": compression, "steps": size.steps}
                 shapes["lr"] = rate or best_rate(rows, shapes)
                 if any(row.shapes == shapes and row.seed == seed for row in rows):
                     continue
                 if data is None:
                     data, reachable = prepare(Path(folder), size)
-                measured = train(Path(folder, f"run-{len(rows)}"), data, size, (FORMS | OF_ARCHITECTURES)[name], shapes["lr"], seed)
+                form = (FORMS | OF_ARCHITECTURES)[name]
+                measured = train(Path(folder, f"run-{len(rows)}"), data, size, compression, form, shapes["lr"], seed)
                 ne = measured.pop("ne")
                 rows.append(
                     Row(
@@ -132,18 +131,21 @@ def run(settings: Settings) -> Iterator[list[Row]]:
                 yield rows[-1:]
 
 
-def _plan(size: Size, settings: Settings) -> list[tuple[str, float | None, int]]:
-    """Form, rate and seed of each run; rate None is the best one so far. `only` may name methods, separated by `|`."""
+def _plan(size: Size, settings: Settings) -> list[tuple[str, int, float | None, int]]:
+    """Form, compression, rate and seed of each run; rate None is the best one so far. `only` may name methods, separated by `|`."""
     selected = settings.only.get("method", "|".join(size.forms)).split("|")
     forms = {name: form for name, form in (FORMS | OF_ARCHITECTURES).items() if name in size.forms and name in selected}
-    if not size.tuned:
-        return [
-            (name, form.rates[len(form.rates) // 2], settings.seed + k) for k in range(size.seeds) for name, form in forms.items()
-        ]
+    cases = [  # a dense form has one size
+        (name, compression)
+        for compression in size.compressions
+        for name in forms
+        if settings.only.get("compression", str(compression)) == str(compression)
+        and (compression == size.compressions[0] or not name.endswith("dense"))
+    ]
     tried = None if size.seeds > 1 else 1
-    plan: list[tuple[str, float | None, int]]
-    plan = [(name, rate, settings.seed) for name, form in forms.items() for rate in form.rates[:tried]]
-    return plan + [(name, None, settings.seed + k) for k in range(1, size.seeds) for name in forms]
+    plan: list[tuple[str, int, float | None, int]]
+    plan = [(*case, rate, settings.seed) for case in cases for rate in forms[case[0]].rates[:tried]]
+    return plan + [(*case, None, settings.seed + k) for k in range(1, size.seeds) for case in cases]
 
 
 def prepare(folder: Path, size: Size) -> tuple[Path, dict[str, float]]:
@@ -157,11 +159,11 @@ def prepare(folder: Path, size: Size) -> tuple[Path, dict[str, float]]:
     return data, {"best_ne": float(best.best_ne or 0), "best_auc": float(best.best_auc or 0), "kept_ids": float(kept)}
 
 
-def train(output: Path, data: Path, size: Size, form: Form, lr: float, seed: int) -> dict[str, float]:
+def train(output: Path, data: Path, size: Size, compression: int, form: Form, lr: float, seed: int) -> dict[str, float]:
     """Train; return val_ne; ne, auc and logloss of the test split; params, bytes, dense_bytes, step_ms and peak_mib."""
     settings = {
         "output": output, "seed": seed, "training.steps": size.steps, "data.path": data, "data.batch_size": size.batch,
-        form.key: lr, "ranks.early_steps": size.early, "ranks.late_steps": size.late, "ranks.target_compression": size.compression,
+        form.key: lr, "ranks.early_steps": size.early, "ranks.late_steps": size.late, "ranks.target_compression": compression,
     }  # fmt: skip
     overrides = [f"{key}={value}" for key, value in settings.items()] + list(form.overrides)
     subprocess.run(

@@ -11,7 +11,7 @@ from benchmarks.training import dlrm
 
 
 def test_a_run_has_the_size_it_claims(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, form in (("FORMS", "TT adaptive"), ("OF_ARCHITECTURES", "DCN TT + rows")):
+    for name, form in (("FORMS", "TT + rows adaptive"), ("OF_ARCHITECTURES", "DCN TT + rows")):
         monkeypatch.setattr(dlrm, name, {form: getattr(dlrm, name)[form]})
     settings = Settings(quick=True)
     rows = [row for (row,) in dlrm.run(settings)]
