@@ -8,6 +8,7 @@ A checkpoint can be loaded by any number of processes, whatever number saved it.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -24,6 +25,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import WriteItem
 
 from comera_rec.convert.folders import TensorReader
 from comera_rec.distributed import WORLD, Processes
@@ -68,6 +70,16 @@ def _mapped(size: torch.Size, dtype: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype)
     with tempfile.NamedTemporaryFile() as file:
         return torch.from_file(file.name, shared=True, size=size.numel(), dtype=dtype).view(size)
+
+
+class _Planner(dcp.DefaultSavePlanner):
+    """Hands the writer views that end where a tensor ends: it copies tensors in larger memory, and keeps the copies to the end."""
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        data: Tensor | io.BytesIO = super().resolve_data(write_item)
+        if not isinstance(data, Tensor) or not data.is_cpu or not data.is_contiguous():
+            return data
+        return torch.from_dlpack(data.detach()) if 0 < data.nbytes < data.untyped_storage().nbytes() else data
 
 
 def save_checkpoint(
@@ -120,7 +132,7 @@ def _write(path: Path, record: dict[str, Any], tensors: Mapping[str, Any], proce
     temporary = path.with_suffix(_TEMPORARY)
     processes.on_first(lambda: _clear(path.parent))
     writer = dcp.FileSystemWriter(temporary)  # syncs its files
-    dcp.save(dict(tensors), storage_writer=writer, process_group=processes.group, no_dist=not processes.several)
+    dcp.save(dict(tensors), storage_writer=writer, planner=_Planner(), process_group=processes.group, no_dist=not processes.several)
     pattern = f"__{processes.rank}_*"
     checksums = processes.on_each(lambda: {file.name: _checksum(file) for file in temporary.glob(pattern)})
 

@@ -18,6 +18,7 @@ import torch
 
 from comera_rec.training import checkpoint
 from comera_rec.training.checkpoint import latest_checkpoint, open_checkpoint, save_checkpoint
+from comera_rec.training.memory import PeakMemory
 from comera_rec.training.migration import FORMAT
 
 RECORD: dict[str, Any] = {"step": 7, "stage": "late", "history": [{"size": None}]}
@@ -52,6 +53,16 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
     weight = torch.zeros(100, 100)
     saved.read_into({"model/weight": weight})
     assert torch.equal(weight, torch.ones(100, 100))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_saving_parts_of_larger_memory_copies_none(tmp_path: Path, dtype: torch.dtype) -> None:
+    parts = {f"table_{k}": part for k, part in enumerate(torch.ones(8, 5_000_000, dtype=dtype))}
+    save_checkpoint(tmp_path, 1, {}, {"warm": torch.ones(8, 8)[0]})
+    memory = PeakMemory(torch.device("cpu"))
+    path = save_checkpoint(tmp_path, 2, {}, parts)
+    assert memory.highest < parts["table_0"].nbytes / 2**20
+    assert all(torch.equal(part, parts[name]) for name, part in open_checkpoint(path).read([*parts]).items())
 
 
 def test_keeps_the_newest_and_always_the_one_just_written(tmp_path: Path) -> None:
