@@ -23,7 +23,8 @@ Samples samples_of(const Tensor& lead, const Tensor& rows) {
           "lead has shape ", shape_of(lead), " and rows ", shape_of(rows), ": give (B, N) and (B, F - 1, N)");
   Samples samples{rows.size(1) + 1, lead.size(1), static_cast<const float*>(lead.data_ptr()),
                   static_cast<const float*>(rows.data_ptr()), lead.size(1), rows.stride(0)};
-  const bool is_dense = rows.numel() == 0 || (rows.stride(2) == 1 && rows.stride(1) == rows.size(2));
+  const auto steps = [&](int64_t dim, int64_t step) { return rows.size(dim) == 1 || rows.stride(dim) == step; };
+  const bool is_dense = rows.numel() == 0 || (steps(2, 1) && steps(1, rows.size(2)));
   require(is_dense, "rows has rows apart from each other: copy it");
   return samples;
 }

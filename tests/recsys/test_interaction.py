@@ -49,6 +49,13 @@ def test_rows_may_be_parts_of_wider_ones() -> None:
         torch.testing.assert_close(module(dense, rows), module(dense.double(), rows.double()).float())
 
 
+@pytest.mark.parametrize("rows", [torch.randn(9, 1, 3).mT, torch.randn(63).as_strided((9, 1, 4), (4, 7, 1))])
+def test_strides_of_a_single_row_or_column_do_not_matter(rows: Tensor) -> None:
+    assert rows.is_contiguous()
+    module, dense = PairwiseInteraction(rows.shape[1]), torch.randn(9, rows.shape[2])
+    torch.testing.assert_close(module(dense, rows), module(dense.double(), rows.double()).float())
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_results_do_not_depend_on_threads(threads: int) -> None:
     dense, rows = inputs(300, 9, 24, torch.float32)
