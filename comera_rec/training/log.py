@@ -11,6 +11,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from comera_rec.distributed import Processes
 from comera_rec.nn import named_tt_modules
+from comera_rec.rank import RankScheduler
 from comera_rec.rank.tt_modules import gather_tt_modules, total_params
 from data_pipeline.atomic import replacing
 
@@ -72,3 +73,19 @@ def _is_before(line: str, step: int, evaluated: bool) -> bool:
         return bool(entry["step"] < step or (entry["step"] == step and (evaluated or entry["kind"] != "eval")))
     except (ValueError, KeyError, TypeError):  # a line cut off by a crash, or damaged
         return False
+
+
+def off_target(scheduler: RankScheduler) -> str | None:
+    """Say why ranks have not reached their target size, and what would help; None if they have, or have no target."""
+    if scheduler.stage != "done":
+        return (
+            f"the run ended in the {scheduler.stage} stage of its ranks, off their target size: "
+            "raise training.steps and resume, or lower ranks.early_steps and ranks.late_steps"
+        )
+    size, unit = scheduler.history[-1]["bytes" if scheduler.in_bytes else "params"], "bytes" if scheduler.in_bytes else "parameters"
+    if scheduler.target is None or size <= 1.01 * scheduler.target:
+        return None
+    return (
+        f"TT modules ended with {size:,} {unit}, above their target of {scheduler.target:,}: start a new run with a larger "
+        "ranks.w_size, ranks.threshold or ranks.late_steps, or with ranks.objective=budget"
+    )

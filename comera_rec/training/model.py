@@ -173,9 +173,12 @@ def fuse_dense_tables_(model: nn.Module, lr: float, device: torch.device) -> lis
             fused = FusedEmbeddingBagCollection(
                 module.embedding_bag_configs(), RowWiseAdagrad, {"lr": lr}, module.is_weighted(), device
             )
-            on_meta = any(weight.is_meta for weight in module.parameters())
-            source = EmbeddingBagCollection(module.embedding_bag_configs(), device=device) if on_meta else module
-            fused.load_state_dict(source.state_dict())
+            if any(weight.is_meta for weight in module.parameters()):
+                weights = fused.state_dict()
+                for table in module.embedding_bag_configs():  # in place: another copy may not fit
+                    cast(Any, table).init_fn(weights[f"embedding_bags.{table.name}.weight"])
+            else:
+                fused.load_state_dict(module.state_dict())
             for weight in fused.parameters():
                 weight.requires_grad_(False)  # updated in place by the kernel: no other optimizer may take it
             replacements[module] = fused

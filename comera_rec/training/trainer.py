@@ -32,7 +32,7 @@ from comera_rec.recsys import TTEmbeddingBagCollection
 from comera_rec.training.checkpoint import checkpoint_at, latest_checkpoint, open_checkpoint
 from comera_rec.training.config import RunConfig
 from comera_rec.training.evaluation import BestSoFar, evaluate
-from comera_rec.training.log import MetricsLog, NoLog, log_ranks
+from comera_rec.training.log import MetricsLog, NoLog, log_ranks, off_target
 from comera_rec.training.memory import PeakMemory, keep_freed_memory, return_freed_memory
 from comera_rec.training.model import Schema, build_optimizer
 from comera_rec.training.placement import available_cores, device_of, name_of, place, whole_model
@@ -241,29 +241,28 @@ class Trainer:
                 stopping, failed = self.signals.after_step(self.writer.failed)
                 if failed:
                     self.writer.wait()  # which raises, on every process
-                last = self.steps >= self.total_steps
-                saving = bool(last or stopping or _due(self.steps, training.checkpoint_every))
+                finished = self.steps >= self.total_steps
+                saving = bool(stopping or _due(self.steps, training.checkpoint_every)) and not finished
                 evaluating = not stopping and self._evaluation_is_due()
-                if _due(self.steps, training.log_every) or saving or evaluating:
+                if finished or saving or evaluating or _due(self.steps, training.log_every):
                     bar.set_postfix(loss=f"{self._log_losses(losses, interval_start):.4f}")
                     losses = []
                 self._log_ranks()
-                if saving or evaluating:
+                if finished or saving or evaluating:
                     self._require_finite_weights()
-                if last:  # before anything else can go wrong
+                if finished:  # before anything else can go wrong
                     self.save()
                 if evaluating:  # before saving, so that a run that resumes from the checkpoint doesn't repeat it
                     best = self._validate()
-                    last = last or self._out_of_patience()
-                    saving = (saving and self.steps < self.total_steps) or self._out_of_patience() or (best and training.keep_best)
-                if saving and (evaluating or not last):
+                    saving = saving or self._out_of_patience() or (best and training.keep_best)
+                if saving:
                     self.save()
                 if stopping:
                     self.writer.wait()
                     raise Interrupted(stopping, self.steps)
                 if not losses:
                     interval_start = time.perf_counter()
-                if last:
+                if not self._unfinished():
                     break
 
     def _losses(self) -> Iterator[Tensor]:
@@ -346,7 +345,7 @@ class Trainer:
 
     def _result(self) -> dict[str, Any]:
         peak = self.processes.max(self.memory.highest)
-        if self.scheduler and self.processes.is_first and (problem := _off_target(self.scheduler)):
+        if self.scheduler and self.processes.is_first and (problem := off_target(self.scheduler)):
             tqdm.write(problem, file=sys.stderr)
         best = self.best.step if self.config.training.keep_best else None
         if best not in (None, self.steps):
@@ -376,22 +375,6 @@ class Trainer:
             | {"python": platform.python_version()},
             "data_rows": self.manifest.rows.written,
         }
-
-
-def _off_target(scheduler: RankScheduler) -> str | None:
-    """Say why ranks have not reached their target size, and what would help; None if they have, or have no target."""
-    if scheduler.stage != "done":
-        return (
-            f"the run ended in the {scheduler.stage} stage of its ranks, off their target size: "
-            "raise training.steps and resume, or lower ranks.early_steps and ranks.late_steps"
-        )
-    size, unit = scheduler.history[-1]["bytes" if scheduler.in_bytes else "params"], "bytes" if scheduler.in_bytes else "parameters"
-    if scheduler.target is None or size <= 1.01 * scheduler.target:
-        return None
-    return (
-        f"TT modules ended with {size:,} {unit}, above their target of {scheduler.target:,}: start a new run with a larger "
-        "ranks.w_size, ranks.threshold or ranks.late_steps, or with ranks.objective=budget"
-    )
 
 
 def _due(step: int, every: int) -> bool:

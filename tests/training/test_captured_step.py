@@ -235,7 +235,7 @@ def test_lower_precisions_train_the_model_of_the_demo_like_float32(config_file: 
         assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
         assert any(getattr(module, "float8", False) for module in trainer.model.modules()) == (precision == "float8")
     assert seen == {torch.float32, torch.bfloat16}
-    assert results["float32"]["ne"] < 0.9, "it learns"
+    assert results["float32"]["ne"] < 0.95, "it learns"
     assert len({result["ne"] for result in results.values()}) == 3
     for precision in ("bfloat16", "float8"):
         assert results[precision]["ne"] == pytest.approx(results["float32"]["ne"], rel=0.005)
