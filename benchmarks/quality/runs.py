@@ -1,291 +1,50 @@
 """How well models with tables of equal bytes predict.
 
 A small DLRM on synthetic Criteo logs of Kaggle's cardinalities, and a factorization model on implicit feedback (`data_sets.py`),
-with large tables in every form of `embeddings.py`, at 10 to 500 times fewer bytes including index buffers. Batches, steps,
-optimizer (Adam, all rates falling to zero over the second half of the steps), and the rest of the model are the same for all. Every
-method tries every learning rate of its tables at every size with seed 0; the other seeds use the rate with the best NE on the
-validation split. On data sets that every method overfits (`Task.evaluations`), the state with the best validation NE is kept. Each
-run yields one row: NE on the test split; validation NE, AUC, logloss and bytes are in `counted`. `--only dtype=int8` or
+with large tables in every form of `embeddings.py` and `models.py`, at 10 to 500 times fewer bytes including index buffers. Batches,
+steps, optimizer (Adam, all rates falling to zero over the second half of the steps), and the rest of the model are the same for
+all. Every method tries every learning rate of its tables at every size with seed 0; the other seeds use the rate with the best NE on
+the validation split. On data sets that every method overfits (`Task.evaluations`), the state with the best validation NE is kept.
+Each run yields one row: NE on the test split; validation NE, AUC, logloss and bytes are in `counted`. `--only dtype=int8` or
 `dtype=bfloat16` stores tables in that type, with four or two numbers in the bytes of a float32 one (`storage.py`).
-
-    TT adaptive     starts at twice the budget and shrinks to it between 10 % and 50 % of the steps, by Taylor scores of ranks
-    TT + rows adaptive
-                    starts at one and a half times the budget and shrinks likewise, in ranks and in columns of hot rows
-    TT SVD          trains dense for half of the steps, then applies TT-SVD within the budget, with ranks spread over tables and
-                    errors weighted by how often rows are read, then trains on
 """
 
 from __future__ import annotations
 
-import copy
 import datetime
-import math
-import statistics
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 from tqdm import tqdm
 
 from benchmarks.harness.environment import describe
 from benchmarks.harness.measure import Settings
 from benchmarks.harness.rows import Row
-from benchmarks.quality.codes import Clustered
-from benchmarks.quality.data_sets import DECAYS, DataSet, ImplicitFeedback, Rows, Synth
-from benchmarks.quality.embeddings import MIN_ROWS, PER_TABLE, SPLITS, TT, Embeddings, split_tables, tt_tables
-from benchmarks.quality.pruning import Pruning, ThresholdSearch
-from benchmarks.quality.storage import DTYPES, round_, round_stochastically_, stored_bytes
+from benchmarks.quality.data_sets import DECAYS, ImplicitFeedback, Synth
+from benchmarks.quality.embeddings import PER_TABLE, SPLITS
+from benchmarks.quality.models import RATES, SCORES, Task, train
+from benchmarks.quality.storage import DTYPES
 from benchmarks.quality.storage import METHODS as STORED_METHODS
 from benchmarks.quality.tables import STD, DoesNotFit
-from comera_rec import RankConfig, RankScheduler, fit_tables_, rank_param_groups
-from comera_rec.training.metrics import BinaryMetrics
 
 BUDGETS = (10, 50, 100, 200, 500)
 TT_METHODS = ("TT + rows", "TT + rows adaptive", "TT fixed", "TT adaptive", "TT SVD")
 METHODS = ("dense", *TT_METHODS, *PER_TABLE, "pruning", "PEP")
 SEEDS = 3
-RATES = (0.003, 0.01, 0.03)
 MORE_RATES = (0.00001, 0.00003, 0.0001, 0.0003, 0.001, *RATES, 0.1, 0.3, 1.0)
 """While the best rate of a case is the smallest or largest one tried, its neighbor here is tried, too."""
 STDS = {"video": 0.001}
 """Standard deviations of initial entries that suit the dense table better than `STD`, by its NE on the validation split."""
 EVALUATIONS = {"video": 15}
 """Data sets that every method overfits -> how often the validation split is evaluated to keep the best state."""
-LR_HEAD = 0.002
-DECAY = 0.5  # of the steps
 TWICE = (20, ("TT fixed", "TT SVD"))
 """At this size these methods also train for twice the steps, so that TT SVD's dense half is as long as the other runs."""
-SCORES = {
-    "TT adaptive": "taylor",
-    "TT adaptive norm": "norm",
-    "TT adaptive magnitude": "magnitude",
-    "TT + rows adaptive": "taylor",
-}
-SHRINKING = {*SCORES, "TT SVD", "CCE", "pruning"}
-"""These have their final form after half of the steps."""
 
 VARIANTS = {*SCORES, *SPLITS} - {*METHODS}
 """Variants of one method, compared only with each other; figures and tables of all methods omit them."""
 VARIED = {*DECAYS} - {"synth"}
 """Variants of the logs, at one size only, which have a table of their own."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """A data set, how long to train on it, the learning rates to try first, and the standard deviation of initial entries.
-
-    With `evaluations` > 0 the validation split is evaluated so often during training, and the best state is kept: early stopping.
-    """
-
-    data: DataSet
-    dim: int
-    batch: int
-    steps: int
-    rates: tuple[float, ...] = RATES
-    std: float = STD
-    evaluations: int = 0
-
-
-class Head(nn.Module):
-    """Maps rows [B, F, N] and integers [B, I] to logits [B]: DLRM's interaction and MLPs.
-
-    Without integers it is a weighted inner product and a linear part, as in a factorization machine.
-    """
-
-    def __init__(self, fields: int, dim: int, integers: int) -> None:
-        super().__init__()
-        self.bottom = nn.Sequential(nn.Linear(integers, 32), nn.ReLU(), nn.Linear(32, dim), nn.ReLU()) if integers else None
-        width = dim + (fields + 1) * fields // 2 if integers else (fields + 1) * dim
-        self.top = nn.Sequential(nn.Linear(width, 32), nn.ReLU(), nn.Linear(32, 1)) if integers else nn.Linear(width, 1)
-
-    def forward(self, rows_BFN: Tensor, dense_BI: Tensor) -> Tensor:  # noqa: N803  shapes
-        if self.bottom is None:
-            logits: Tensor = self.top(torch.cat([rows_BFN.prod(dim=1) * rows_BFN.shape[2], rows_BFN.flatten(1)], dim=1))
-            return logits.squeeze(1)
-        dense_BN = self.bottom(dense_BI)
-        all_BFN = torch.cat([dense_BN[:, None], rows_BFN], dim=1)
-        left, right = torch.tril_indices(all_BFN.shape[1], all_BFN.shape[1], offset=-1)
-        dots = (all_BFN @ all_BFN.mT)[:, left, right]
-        logits = self.top(torch.cat([dense_BN, dots], dim=1))
-        return logits.squeeze(1)
-
-
-class Model(nn.Module):
-    """Tables and head."""
-
-    def __init__(self, task: Task, method: str, compression: float) -> None:
-        super().__init__()
-        counts = task.data.counts
-        kind, configs = method, None
-        if method.startswith("TT"):
-            kind = "dense" if method == "TT SVD" else method
-            sizes = [len(count) for count in counts if len(count) >= MIN_ROWS]
-            hot_rows: Literal["auto", 0] = "auto" if "rows" in method else 0
-            configs = tt_tables(sizes, task.dim, compression, hot_rows)
-            if method in SPLITS:
-                configs = split_tables(sizes, task.dim, compression, *SPLITS[method])
-            elif method in SCORES:  # the modes chosen for the budget, at a larger size
-                start = 1.5 if hot_rows else 2
-                configs = tt_tables(sizes, task.dim, compression / start, hot_rows, configs[0].tt_shape().order)
-        self.embeddings = Embeddings(counts, task.dim, kind, compression, configs, task.std)
-        self.head = Head(len(counts), task.dim, task.data.test.dense.shape[1])
-
-    def forward(self, rows: Rows) -> Tensor:
-        logits: Tensor = self.head(self.embeddings(rows.ids), rows.dense)
-        return logits
-
-
-def optimizer_for(model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    """Adam with rate `lr` for tables, a tenth of it for rank parameters, and `LR_HEAD` for the head."""
-    assert isinstance(model, Model)
-    groups = [g for g in rank_param_groups(model, lr_cores=lr, lr_ranks=lr / 10, lr_dense=LR_HEAD) if g["name"] != "dense"]
-    special = {id(p) for group in groups for p in group["params"]}
-    tables = [p for p in model.embeddings.parameters() if id(p) not in special]
-    groups += [{"params": tables, "lr": lr}] if tables else []
-    groups += [{"params": list(model.head.parameters()), "lr": LR_HEAD}]
-    return torch.optim.Adam([{**group, "initial_lr": group["lr"]} for group in groups], fused=True)
-
-
-def train(
-    task: Task, method: str, compression: float, lr: float, seed: int, steps: int, dtype: str = "float32"
-) -> dict[str, float]:
-    """Train one model; return val_ne; ne, auc and logloss of the test split; bytes, dense_bytes, optimizer_bytes and step_ms.
-
-    Raises:
-        DoesNotFit: if the method has no form this small.
-    """
-    torch.manual_seed(seed)
-    compression = _compression_of_numbers(task, method, compression, DTYPES[dtype])
-    model = Model(task, method, compression)
-    embeddings = model.embeddings
-    if method == "PEP":  # keep the initial values, without the entries that a trained copy's thresholds drop
-        copied = copy.deepcopy(model)
-        search = ThresholdSearch(copied.embeddings.tables, embeddings.budget, steps)
-        _fit_(copied, task, method, compression, lr, seed, steps, search)
-        for table, mask in zip(embeddings.tables, search.masks(), strict=True):
-            table.mask = mask.float()
-    pruning = Pruning(list(embeddings.tables.parameters()), embeddings.budget, steps) if method == "pruning" else None
-    times = _fit_(model, task, method, compression, lr, seed, steps, pruning, is_bfloat16=dtype == "bfloat16")
-    if dtype == "int8":
-        round_(embeddings.tables, torch.int8)
-    params = sum(p.numel() for p in embeddings.tables.parameters())
-    values, indices = embeddings.num_bytes()
-    if dtype != "float32":
-        values = stored_bytes(embeddings.tables, DTYPES[dtype])
-    return {
-        **evaluate(model, task.data.test),
-        "val_ne": evaluate(model, task.data.val)["ne"],
-        "bytes": values + indices,
-        "dense_bytes": 4 * sum(len(task.data.counts[f]) for f in embeddings.large) * task.dim,
-        "index_bytes": indices,
-        "optimizer_bytes": 8 * params,
-        "other_bytes": 4 * (sum(p.numel() for p in model.parameters()) - params),
-        "step_ms": statistics.median(times),
-    }
-
-
-def _compression_of_numbers(task: Task, method: str, compression: float, dtype: torch.dtype) -> float:
-    """The compression in numbers that fills the budget of bytes."""
-    budget = 4 * Model(task, method, compression).embeddings.budget
-    fewer = compression * dtype.itemsize / 4
-    while dtype != torch.float32:
-        taken = stored_bytes(Model(task, method, fewer).embeddings.tables, dtype)
-        if taken <= budget:
-            break
-        fewer *= max(taken / budget, 1.002)
-    return fewer
-
-
-def _fit_(
-    model: Model,
-    task: Task,
-    method: str,
-    compression: float,
-    lr: float,
-    seed: int,
-    steps: int,
-    shrink: Pruning | ThresholdSearch | None,
-    *,
-    is_bfloat16: bool = False,
-) -> list[float]:
-    """Train for `steps` steps, or until `shrink` is done; return the milliseconds of each step."""
-    optimizer = optimizer_for(model, lr)
-    scheduler = _scheduler(model, optimizer, method, steps)
-    times = []
-    best_ne, best_state = math.inf, None
-    first = steps // 2 + 1 if method in SHRINKING else 1
-    evaluations = 0 if isinstance(shrink, ThresholdSearch) else task.evaluations
-    for step, rows in enumerate(task.data.batches(task.batch, steps, seed), start=1):
-        start = time.perf_counter()
-        for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * min(1.0, (1 - (step - 1) / steps) / DECAY)
-        loss = F.binary_cross_entropy_with_logits(model(rows), rows.labels)
-        optimizer.zero_grad()
-        (scheduler.loss(loss) if scheduler else loss).backward()
-        optimizer.step()
-        if is_bfloat16:
-            round_stochastically_(model.embeddings.tables)
-        times.append(1e3 * (time.perf_counter() - start))
-        if scheduler:
-            scheduler.step()
-        if shrink and shrink.step():
-            break
-        if method == "TT SVD" and step == steps // 2:
-            _to_tt_(model, task, compression)
-            optimizer = optimizer_for(model, lr)
-        if method == "CCE" and step in (steps // 4, steps // 2):
-            _cluster_(model, optimizer)
-        is_due = step * evaluations // steps > (step - 1) * evaluations // steps
-        if is_due and step >= first and (ne := evaluate(model, task.data.val)["ne"]) < best_ne:
-            best_ne, best_state = ne, copy.deepcopy(model.state_dict())
-    if best_state is not None:
-        model.load_state_dict(best_state)
-    return times
-
-
-def _scheduler(model: Model, optimizer: torch.optim.Optimizer, method: str, steps: int) -> RankScheduler | None:
-    if method not in SCORES:
-        return None
-    score: Any = SCORES[method]
-    config = RankConfig(
-        early_steps=steps // 10, late_steps=2 * steps // 5, objective="budget", target_params=model.embeddings.budget,
-        gamma=0.0, threshold=0.0, truncate_every=max(1, steps // 40), score=score,
-    )  # fmt: skip
-    return RankScheduler(model, optimizer, config)
-
-
-@torch.no_grad()
-def _to_tt_(model: Model, task: Task, compression: float) -> None:
-    embeddings = model.embeddings
-    weights = [weight.detach() for weight in embeddings.tables.parameters()]
-    tables = [TT(config) for config in tt_tables([len(weight) for weight in weights], task.dim, compression)]
-    fit_tables_([table.bag for table in tables], weights, embeddings.budget, [task.data.counts[f] for f in embeddings.large])
-    embeddings.tables = nn.ModuleList(tables)
-
-
-def _cluster_(model: Model, optimizer: torch.optim.Optimizer) -> None:
-    """Cluster the rows of CCE's tables, and drop the optimizer's state of their old values."""
-    for table in model.embeddings.tables:
-        assert isinstance(table, Clustered)
-        table.cluster_()
-        for parameter in table.parameters():
-            optimizer.state.pop(parameter, None)
-
-
-@torch.no_grad()
-def evaluate(model: Model, rows: Rows) -> dict[str, float]:
-    """Compute ne, auc and logloss of a model on rows."""
-    metrics = BinaryMetrics()
-    for index in torch.arange(len(rows.labels)).split(16_384):
-        part = rows.take(index)
-        metrics.update(model(part), part.labels)
-    computed = metrics.compute()
-    return {name: float(computed[name]) for name in ("ne", "auc", "logloss")}
 
 
 def tasks(settings: Settings) -> list[Task]:

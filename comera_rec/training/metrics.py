@@ -25,7 +25,7 @@ class OneClass(ValueError):
 class BinaryMetrics:
     """Collects logits and labels, then computes exact metrics over all of them, and over all processes.
 
-    It keeps 12 bytes per row on the device of the logits: AUC is the rank statistic itself, not one of binned scores.
+    It keeps 12 to 24 bytes per row on the device of the logits: AUC is the rank statistic itself, not one of binned scores.
 
     Args:
         processes: the processes, each with different rows.
@@ -33,7 +33,8 @@ class BinaryMetrics:
 
     def __init__(self, processes: Processes = WORLD) -> None:
         self._processes = processes
-        self._rows: list[Tensor] = []
+        self._rows = torch.empty(3, 0)
+        self._num_rows = 0
 
     def update(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
         """Add a batch.
@@ -48,7 +49,14 @@ class BinaryMetrics:
         """
         _check_counts(logits, labels)
         weights = torch.ones_like(logits) if weights is None else weights
-        self._rows.append(torch.stack([each.detach().flatten().float() for each in (logits, labels, weights)]))
+        end = self._num_rows + logits.numel()
+        if end > self._rows.shape[1]:  # one tensor that doubles: small ones would keep others from reusing the memory of batches
+            larger = torch.empty(3, max(end, 2 * self._rows.shape[1], 1 << 16), device=logits.device)
+            larger[:, : self._num_rows] = self._rows[:, : self._num_rows]
+            self._rows = larger
+        for kept, each in zip(self._rows, (logits, labels, weights), strict=True):
+            kept[self._num_rows : end] = each.detach().flatten()
+        self._num_rows = end
 
     def compute(self) -> dict[str, float | int]:
         """Return the metrics `auc`, `ne`, `logloss` and the number of `rows`; every process must call it, and all get the same.
@@ -57,7 +65,7 @@ class BinaryMetrics:
             ValueError: for no rows, or logits that are not finite.
             OneClass: for labels of one class, for which AUC and NE are undefined.
         """
-        rows = torch.cat(self._rows, dim=1) if self._rows else torch.empty(3, 0)
+        rows = self._rows[:, : self._num_rows]
         # float64: a mean of 10^8 float32 losses would cost digits that runs are compared by.
         logits, labels, weights = (self._processes.concatenate(each).double() for each in rows)
         _check_finite(int((~logits.isfinite()).sum()), logits.numel())

@@ -20,6 +20,7 @@ from benchmarks.quality import runs as quality
 from benchmarks.quality.codes import Clustered, MultiGranular, k_means
 from benchmarks.quality.data_sets import DataSet, ImplicitFeedback, Rows
 from benchmarks.quality.embeddings import MIN_ROWS, PER_TABLE, SPLITS, Embeddings, shares
+from benchmarks.quality.models import Model, Task, train
 from benchmarks.quality.pruning import Thresholded, ThresholdSearch
 from benchmarks.quality.storage import METHODS as STORED_METHODS
 from benchmarks.quality.storage import round_, round_stochastically_
@@ -49,13 +50,13 @@ class Tiny(DataSet):
 
 
 @pytest.fixture
-def task() -> quality.Task:
-    return quality.Task(data=Tiny(), dim=8, batch=100, steps=20, rates=(0.01, 0.03))
+def task() -> Task:
+    return Task(data=Tiny(), dim=8, batch=100, steps=20, rates=(0.01, 0.03))
 
 
 @pytest.mark.parametrize("compression", [4, 10, 50])
 @pytest.mark.parametrize("method", [*PER_TABLE, "TT", "TT + rows"])
-def test_methods_stay_within_the_budget(method: str, compression: int, task: quality.Task) -> None:
+def test_methods_stay_within_the_budget(method: str, compression: int, task: Task) -> None:
     try:
         embeddings = Embeddings(task.data.counts, 8, method, compression)
     except DoesNotFit:
@@ -71,8 +72,8 @@ def test_methods_stay_within_the_budget(method: str, compression: int, task: qua
 
 
 @pytest.mark.parametrize("method", ["TT adaptive", "TT + rows adaptive", "TT SVD", "pruning", "PEP"])
-def test_methods_that_shrink_while_training_end_within_the_budget(method: str, task: quality.Task) -> None:
-    found = quality.train(task, method, 10, 0.01, 0, 20)
+def test_methods_that_shrink_while_training_end_within_the_budget(method: str, task: Task) -> None:
+    found = train(task, method, 10, 0.01, 0, 20)
     budget = found["dense_bytes"] / 10
     assert 0.9 * budget <= found["bytes"] <= budget
     assert found["index_bytes"] == (found["bytes"] / 2 if method in ("pruning", "PEP") else 0)
@@ -80,8 +81,8 @@ def test_methods_that_shrink_while_training_end_within_the_budget(method: str, t
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize("method", STORED_METHODS)
-def test_tables_of_narrow_numbers_fill_the_bytes_of_float32_ones(method: str, dtype: str, task: quality.Task) -> None:
-    narrow, wide = (quality.train(task, method, 6, 0.01, 0, 3, each) for each in (dtype, "float32"))
+def test_tables_of_narrow_numbers_fill_the_bytes_of_float32_ones(method: str, dtype: str, task: Task) -> None:
+    narrow, wide = (train(task, method, 6, 0.01, 0, 3, each) for each in (dtype, "float32"))
     assert narrow["bytes"] <= narrow["dense_bytes"] / 6
     assert narrow["optimizer_bytes"] >= wide["optimizer_bytes"], "at least as many numbers"
 
@@ -113,14 +114,14 @@ def test_tables_share_a_budget_by_size_unless_the_smallest_form_is_larger() -> N
         shares((4000, 1000), 8, 200, Digits)
 
 
-def test_splits_give_a_share_of_the_bytes_to_one_block_and_are_off_unless_named(task: quality.Task) -> None:
-    model = quality.Model(task, "TT + 0.75 at 4", 10)
+def test_splits_give_a_share_of_the_bytes_to_one_block_and_are_off_unless_named(task: Task) -> None:
+    model = Model(task, "TT + 0.75 at 4", 10)
     assert [len(table.bag.hot_rows) for table in model.embeddings.tables] == [1, 1]
     hot = [table.bag.num_hot_rows * 4 + 4 * (8 + 1) for table in model.embeddings.tables]
     assert sum(hot) == pytest.approx(0.75 * model.embeddings.budget, rel=0.02)
     assert 0.9 * model.embeddings.budget < model.embeddings.num_bytes()[0] / 4 <= model.embeddings.budget
     with pytest.raises(DoesNotFit):
-        quality.Model(task, "TT + 0.25 at N", 50)
+        Model(task, "TT + 0.25 at N", 50)
     assert not {case[0] for case, _ in quality._plan(task, Settings())} & set(SPLITS)
     asked = quality._plan(task, Settings(only={"method": "TT + * at 4|hashing", "compression": "50|100"}))
     assert {case[:2] for case, _ in asked} == {
@@ -209,7 +210,7 @@ def test_pep_keeps_the_entries_that_exceed_their_thresholds_most() -> None:
     assert tables[0].num_bytes() == (12, 12)
 
 
-def test_it_resumes_where_it_stopped(task: quality.Task, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_it_resumes_where_it_stopped(task: Task, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(quality, "tasks", lambda settings: [task])
     monkeypatch.setattr(quality, "METHODS", ("dense", "hashing"))
     monkeypatch.setattr(quality, "BUDGETS", (10,))
@@ -248,9 +249,9 @@ def test_it_resumes_where_it_stopped(task: quality.Task, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(("best", "further"), [(0.01, set()), (0.03, {0.1}), (0.001, {0.001, 0.0003}), (3.0, {0.1, 0.3, 1.0})])
 def test_rates_are_tried_until_the_best_lies_inside(
-    best: float, further: set[float], task: quality.Task, monkeypatch: pytest.MonkeyPatch
+    best: float, further: set[float], task: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def trained(task: quality.Task, method: str, compression: float, lr: float, *_: object) -> dict[str, float]:
+    def trained(task: Task, method: str, compression: float, lr: float, *_: object) -> dict[str, float]:
         return {"ne": 1.0, "val_ne": abs(math.log(lr / best))}
 
     monkeypatch.setattr(quality, "tasks", lambda settings: [dataclasses.replace(task, rates=(0.003, 0.01, 0.03))])
