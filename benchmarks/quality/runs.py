@@ -4,8 +4,8 @@ A small DLRM on synthetic Criteo logs of Kaggle's cardinalities, and a factoriza
 with large tables in every form of `embeddings.py` and `models.py`, at 10 to 500 times fewer bytes including index buffers. Batches,
 steps, optimizer (Adam, all rates falling to zero over the second half of the steps), and the rest of the model are the same for
 all. Every method tries every learning rate of its tables at every size with seed 0; the other seeds use the rate with the best NE
-on the validation split. On data sets that every method overfits (`Task.evaluations`), the state with the best validation NE is kept.
-Each run yields one row: NE on the test split; validation NE, AUC, logloss and bytes are in `counted`. `--only dtype=int8` or
+on the validation split. On data sets that every method overfits (`Task.evaluations`), the state with the best validation NE is
+kept. Each run yields one row: NE on the test split; validation NE, AUC, logloss and bytes are in `counted`. `--only dtype=int8` or
 `dtype=bfloat16` stores tables in that type, with four or two numbers in the bytes of a float32 one (`storage.py`).
 """
 
