@@ -74,10 +74,10 @@ struct Bags {
 
 // An optimizer's update of a slice; see `Kind` for the formulas.
 struct Update {
-  enum class Kind : int32_t { sgd, adagrad, row_wise_adagrad, adam };
+  enum class Kind : int32_t { sgd, adagrad, row_wise_adagrad, adam, adamw };
   Kind kind = Kind::sgd;
   float lr = 0, eps = 0, weight_decay = 0;
-  float beta1 = 0, beta2 = 0, correction1 = 1, correction2 = 1;  // of Adam; corrections are 1 - beta^step
+  float beta1 = 0, beta2 = 0, correction1 = 1, correction2 = 1;  // of Adam and AdamW; corrections are 1 - beta^step
   void* first = nullptr;   // Adagrad's sums or Adam's first moments, like the core; row-wise Adagrad's sums: float [slices]
   void* second = nullptr;  // Adam's second moments
   uint64_t seed = 0;       // of the rounding to 16 bits, below 2^51

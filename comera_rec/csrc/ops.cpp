@@ -320,13 +320,14 @@ std::tuple<std::vector<Tensor>, Tensor> pool_backward_update(
     std::optional<Tensor> weights, bool mean, int64_t features, int64_t num_cols, std::vector<int64_t> hot,
     std::vector<Tensor> first, std::vector<Tensor> second, int64_t kind, std::vector<double> settings) {
   const Arguments arguments(cores, diagonals, plan, offsets, weights, mean, features, num_cols, hot);
-  require(kind >= 0 && kind <= int64_t(Update::Kind::adam), "kind is ", kind, ": choose 0 to 3");
+  require(kind >= 0 && kind <= int64_t(Update::Kind::adamw), "kind is ", kind, ": choose 0 to 4");
   const Update::Kind chosen = Update::Kind(kind);
   // Diagonals are updated too if there are settings for them.
   const size_t count = settings.size() / kSettings;
   require(settings.size() == count * kSettings && (count == cores.size() || count == cores.size() + diagonals.size()),
           "settings holds ", settings.size(), " numbers: give ", kSettings, " for each core, or for each core and diagonal");
-  require(first.size() == (chosen == Update::Kind::sgd ? 0 : count) && second.size() == (chosen == Update::Kind::adam ? count : 0),
+  const bool has_second = chosen == Update::Kind::adam || chosen == Update::Kind::adamw;
+  require(first.size() == (chosen == Update::Kind::sgd ? 0 : count) && second.size() == (has_second ? count : 0),
           "first and second hold ", first.size(), " and ", second.size(), " states for ", count, " parameters");
   std::vector<Update> updates(count);
   std::vector<Target> targets(cores.size());

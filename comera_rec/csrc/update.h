@@ -9,9 +9,12 @@ namespace {
 // The optimizers' formulas, on a slice of n numbers and its state.
 COMERA_INLINE void update_floats(
     const Update& update, int64_t n, float* __restrict x, float* __restrict g, float* __restrict m, float* __restrict v) {
-  if (update.weight_decay != 0)
-    for (int64_t i = 0; i < n; ++i) g[i] += update.weight_decay * x[i];
   const float lr = update.lr, eps = update.eps;
+  if (update.weight_decay != 0 && update.kind == Update::Kind::adamw) {
+    for (int64_t i = 0; i < n; ++i) x[i] *= 1 - lr * update.weight_decay;
+  } else if (update.weight_decay != 0) {
+    for (int64_t i = 0; i < n; ++i) g[i] += update.weight_decay * x[i];
+  }
   switch (update.kind) {
     case Update::Kind::sgd:
       for (int64_t i = 0; i < n; ++i) x[i] -= lr * g[i];
@@ -28,7 +31,8 @@ COMERA_INLINE void update_floats(
       for (int64_t i = 0; i < n; ++i) x[i] -= step * g[i];
       break;
     }
-    case Update::Kind::adam: {  // Kingma and Ba, ICLR 2015
+    case Update::Kind::adam:  // Kingma and Ba, ICLR 2015
+    case Update::Kind::adamw: {  // Loshchilov and Hutter, ICLR 2019
       const float b1 = update.beta1, b2 = update.beta2, step = lr / update.correction1;
       const float root = __builtin_sqrtf(update.correction2);
       for (int64_t i = 0; i < n; ++i) {

@@ -170,7 +170,7 @@ def update_in_backward_(model: nn.Module, optimizer: Optimizer | None) -> list[s
 
     Args:
         model: any module. Tables in float64, or replicated by data parallelism, keep their gradients.
-        optimizer: the optimizer of the cores; SGD without momentum, Adagrad or Adam (without amsgrad). With None, cores have
+        optimizer: the optimizer of the cores; SGD without momentum, Adagrad, Adam or AdamW (without amsgrad). With None, cores have
             gradients again.
 
     Raises:
@@ -191,7 +191,7 @@ def update_in_backward_(model: nn.Module, optimizer: Optimizer | None) -> list[s
     if not updated and optimizer is not None:
         raise ValueError(
             f"no TT table's cores are updated by this {type(optimizer).__name__}: give the optimizer of the cores, "
-            "SGD without momentum, Adagrad or Adam without amsgrad"
+            "SGD without momentum, Adagrad, Adam or AdamW without amsgrad"
         )
     return updated
 

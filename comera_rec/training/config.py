@@ -112,10 +112,10 @@ class LinearsConfig(TTLinearConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """Adam or Adagrad for everything that has a gradient; dense tables always use TorchRec's fused row-wise Adagrad.
+    """Adam, AdamW or Adagrad for everything that has a gradient; dense tables always use TorchRec's fused row-wise Adagrad.
 
     Attributes:
-        name: "adam" or "adagrad". On CPU, Adam's moments of TT tables change only for slices that a batch uses, as with
+        name: "adam", "adamw" or "adagrad". On CPU, Adam's moments of TT tables change only for slices that a batch uses, as with
             `torch.optim.SparseAdam`, except in replicas and where updates in backward are off.
         lr_dense: learning rate of MLP weights and biases.
         lr_cores: learning rate of tensor-train cores.
@@ -123,11 +123,12 @@ class OptimizerConfig:
         lr_tables: learning rate of dense tables.
         warmup_steps: steps over which all rates rise from zero.
         decay: share of a run's steps, at its end, over which all rates fall to zero.
-        weight_decay_dense: factor of an MLP weight (not a bias) that is added to its gradient.
+        weight_decay_dense: factor of an MLP weight (not a bias) that is added to its gradient or, with AdamW, subtracted times the
+            learning rate.
         weight_decay_cores: the same for tensor-train cores; if they are updated in backward, only for the slices that a batch uses.
     """
 
-    name: Literal["adam", "adagrad"] = "adam"
+    name: Literal["adam", "adamw", "adagrad"] = "adam"
     lr_dense: float = 0.002
     lr_cores: float = 0.003
     lr_ranks: float = 0.0003

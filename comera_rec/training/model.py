@@ -196,6 +196,6 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
             group["params"] = [parameter for parameter in group["params"] if parameter.dim() >= 2]
             groups.append({**group, "name": "biases", "weight_decay": 0.0, "params": biases})
     groups = [group for group in groups if group["params"]]
-    if config.name == "adam":
-        return torch.optim.Adam(groups, fused=True)
+    if config.name != "adagrad":
+        return {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.name](groups, fused=True)
     return torch.optim.Adagrad(groups, eps=1e-8, fused=True)

@@ -258,8 +258,8 @@ SGD, ADAGRAD, ROW_WISE, ADAM = range(4)
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
     [
-        (4, {}, "kind is 4: choose 0 to 3"),
-        (-1, {}, "kind is -1: choose 0 to 3"),
+        (5, {}, "kind is 5: choose 0 to 4"),
+        (-1, {}, "kind is -1: choose 0 to 4"),
         (SGD, {"settings": [0.1, 0, 0, 0, 0, 1, 1, -1] * 8}, r"settings\[7\] is -1: a seed is from 0 to 2\^51 - 1"),
         (SGD, {"settings": [0.1] * 41}, "settings holds 41 numbers: give 8 for each core, or for each core and diagonal"),
         (SGD, {"settings": [0.1] * 56}, "settings holds 56 numbers: give 8 for each core, or for each core and diagonal"),

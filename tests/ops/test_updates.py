@@ -28,7 +28,7 @@ SHAPES = {
 HOT_ROWS: tuple[tuple[int, int], ...] = ((4, 3), (2, 2))  # of the first table; some are used by every other batch
 every_order = pytest.mark.parametrize("order", [2, 3, 4])
 EPS = {"eps": 1e-2}  # large compared with rounding errors of zero gradients
-SGD, ADAGRAD, ADAM = torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam
+SGD, ADAGRAD, ADAM, ADAMW = torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW
 CASES = {
     "SGD": (SGD, {"lr": 0.05}),
     "SGD, weight decay": (SGD, {"lr": 0.05, "weight_decay": 0.3}),
@@ -37,6 +37,7 @@ CASES = {
     "Adagrad, weight decay": (ADAGRAD, {"lr": 0.1, "weight_decay": 0.3, **EPS}),
     "Adam": (ADAM, {"lr": 0.02, "betas": (0.8, 0.95), **EPS}),
     "Adam, weight decay": (ADAM, {"lr": 0.02, "weight_decay": 0.3, **EPS}),
+    "AdamW": (ADAMW, {"lr": 0.02, "weight_decay": 0.3, **EPS}),
     "row-wise Adagrad": (RowWiseAdagrad, {"lr": 0.1, **EPS}),
     "row-wise Adagrad, all settings": (
         RowWiseAdagrad,
@@ -131,16 +132,17 @@ def step_by_formula(
     lr, eps, (b1, b2) = settings["lr"], settings.get("eps"), settings.get("betas", (0.9, 0.999))
     state["step"] = state.get("step", 0) + 1
     lr /= 1 + (state["step"] - 1) * settings.get("lr_decay", 0)
-    g = gradient + settings.get("weight_decay", 0) * parameter
+    decay = settings.get("weight_decay", 0) * parameter
+    g = gradient if kind is ADAMW else gradient + decay
     initial = torch.full_like(parameter, settings.get("initial_accumulator_value", 0.0))
     if kind is SGD:
         change = lr * g
-    elif kind is ADAM:
+    elif kind in (ADAM, ADAMW):
         for name, beta, value in (("exp_avg", b1, g), ("exp_avg_sq", b2, g * g)):
             before = state.setdefault(name, initial)
             state[name] = torch.where(is_used, beta * before + (1 - beta) * value, before)
         first, second = state["exp_avg"] / (1 - b1 ** state["step"]), state["exp_avg_sq"] / (1 - b2 ** state["step"])
-        change = lr * first / (second.sqrt() + eps)
+        change = lr * first / (second.sqrt() + eps) + (lr * decay if kind is ADAMW else 0)
     else:
         slice_dims = [0, 2, 3] if parameter.dim() == 4 else [0]
         square = (g * g).mean(slice_dims, keepdim=True).expand(g.shape) if kind is RowWiseAdagrad else g * g
@@ -330,7 +332,7 @@ OTHERS = {
     "maximize Adagrad": (ADAGRAD, {"lr": 0.01, "maximize": True}),
     "maximize Adam": (ADAM, {"lr": 0.01, "maximize": True}),
     "amsgrad": (ADAM, {"lr": 0.01, "amsgrad": True}),
-    "AdamW": (torch.optim.AdamW, {"lr": 0.01}),
+    "amsgrad AdamW": (ADAMW, {"lr": 0.01, "amsgrad": True}),
     "RMSprop": (torch.optim.RMSprop, {"lr": 0.01}),
 }
 

@@ -36,6 +36,7 @@ _KINDS = {
     "RowWiseAdagrad": _Kind(2, {"maximize": False}, ("sum",)),
     "Adam": _Kind(3, {"amsgrad": False, "maximize": False, "differentiable": False, "decoupled_weight_decay": False},
                   ("exp_avg", "exp_avg_sq")),
+    "AdamW": _Kind(4, {"amsgrad": False, "maximize": False, "differentiable": False}, ("exp_avg", "exp_avg_sq")),
 }  # fmt: skip
 ROW_WISE = "RowWiseAdagrad"
 _UPDATING = "_comera_updating"  # attribute of a parameter that an optimizer updates in backward
