@@ -19,6 +19,7 @@ from benchmarks.harness.workload import PASSES
 from benchmarks.lookup.figure import sweep_figure
 from benchmarks.quality.figure import quality_figure
 from benchmarks.sharding.figures import distributed_figure, grid_figure, scale_figure
+from benchmarks.training.figure import dlrm_figure
 
 LABELS = {"ms": "time, ms (p20, p50, p80)", "MiB": "peak extra memory, MiB (p20, p50, p80)"}
 
@@ -79,6 +80,7 @@ FIGURES = {
     "preprocess": _volume_figure,
     "preprocess-memory": _memory_figure,
     "distributed": distributed_figure,
+    "dlrm": dlrm_figure,
     "scale-model": scale_figure,
     "sharding-grid": grid_figure,
 }

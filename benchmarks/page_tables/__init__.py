@@ -9,7 +9,6 @@ from benchmarks.page_tables import data, layers, lookup, models, quality
 
 TABLES: dict[str, Callable[[], str]] = {
     "whole-model": models.whole_model,
-    "short-runs": models.short_runs,
     "kaggle-model": models.kaggle_model,
     "architectures": models.architectures,
     "equal-bytes": quality.equal_bytes,

@@ -11,11 +11,13 @@ from typing import Any
 from benchmarks.harness.rows import Row, read_rows
 
 RESULTS = Path(__file__).parents[1] / "results"
-XEON, EPYC, EPYC_AVX2 = "cpu-2-intel-xeon-processor-avx512", "cpu-2-amd-epyc", "cpu-2-amd-epyc-avx2"
+XEON, EPYC = "cpu-2-intel-xeon-processor-avx512", "cpu-2-amd-epyc"
+EPYC_AVX2, EPYC_AVX512 = "cpu-2-amd-epyc-avx2", "cpu-2-amd-epyc-avx512"
 MACHINES = {
     XEON: "2 cores of an Intel Xeon with AVX-512",
     EPYC: "2 cores of an AMD EPYC",
     EPYC_AVX2: "2 cores of an AMD EPYC with AVX2",
+    EPYC_AVX512: "2 cores of an AMD EPYC with AVX-512",
 }
 OURS = "TTEmbeddingBagCollection, updated in backward"
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from benchmarks.harness.measure import Settings
+from benchmarks.plot import plot_rows
 from benchmarks.training import dlrm
 
 
-def test_a_run_has_the_size_it_claims(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_has_the_size_it_claims(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, form in (("FORMS", "TT + rows adaptive"), ("OF_ARCHITECTURES", "DCN TT + rows")):
         monkeypatch.setattr(dlrm, name, {form: getattr(dlrm, name)[form]})
     settings = Settings(quick=True)
@@ -24,3 +26,5 @@ def test_a_run_has_the_size_it_claims(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows[0].counted["bytes"] > 0.99 * rows[0].counted["dense_bytes"] / 20
     assert rows[0].counted["kept_ids"] < rows[1].counted["kept_ids"]
     assert not list(dlrm.run(replace(settings, finished=rows)))
+    plot_rows(rows, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
