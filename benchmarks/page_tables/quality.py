@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import product
 from operator import itemgetter
 from statistics import mean, stdev
 
 from benchmarks.harness.rows import Row
-from benchmarks.page_tables.rows import EPYC_AVX2, XEON, committed, markdown, select, source
+from benchmarks.page_tables.rows import EPYC_AVX2, EPYC_AVX512, XEON, committed, markdown, select, source
 from benchmarks.quality.data_sets import DECAYS
 from benchmarks.quality.embeddings import SPLITS
 from benchmarks.quality.runs import SEEDS, VARIANTS, VARIED, chosen
 from benchmarks.quality.summary import BEST, DATA_SETS, METRICS, NAMES, NOT_EQUAL, short_table
+
+SPLIT_DATA = {"synth": "logs", "ml1m": "MovieLens", "video": "games"}
+FOUND_OR_FIXED = ("TT fixed", "TT + rows", *SPLITS)
 
 
 def _measured() -> list[Row]:
@@ -49,21 +53,25 @@ def quality_of_int8() -> str:
 
 
 def quality_of_splits() -> str:
-    """NE of fixed splits between TT tables and hot rows of one width, and of the split that is found; one seed, on the logs."""
-    rows = [row for row in committed(XEON, "quality") if row.shapes["data"] == "synth" and row.shapes["compression"] == 100]
-    runs = {row.provider: METRICS["ne"](row) for row in chosen(rows) if row.seed == 0}
-    widths = dict.fromkeys(width or "N" for _, width in SPLITS.values())
-    shares = dict.fromkeys(share for share, _ in SPLITS.values())
-    lines = [
-        [
-            f"{share:g} of the bytes",
-            *(f"{runs[name]:.4f}" if (name := f"TT + {share:g} at {width}") in runs else "" for width in widths),
-        ]
-        for share in shares
-    ]
-    none, found = runs["TT fixed"], runs["TT + rows"]
-    header = [f"NE; no hot rows {none:.4f}, as found {found:.4f}", *(f"width {width}" for width in widths)]
-    return markdown(header, lines) + source(XEON, "quality", "quality --only method=TT + 0*")
+    """NE of the split between TT tables and hot rows that is found, and of the best of twenty fixed ones, at equal bytes."""
+    runs = [row for row in chosen([*_measured(), *committed(EPYC_AVX512, "quality")]) if row.provider in FOUND_OR_FIXED]
+    lines = []
+    for data, name in SPLIT_DATA.items():
+        of_data = select(runs, data=data)
+        counts = Counter((row.provider, row.shapes["compression"]) for row in of_data)
+        seeds = range(min(counts.values()))  # those that all cases have
+        for size in sorted({size for _, size in counts}):
+            of_size = [row for row in of_data if row.shapes["compression"] == size and row.seed in seeds]
+            nes = {provider: mean(row.p50 for row in select(of_size, provider=provider)) for provider, at in counts if at == size}
+            found, fixed = nes["TT + rows"], {provider: ne for provider, ne in nes.items() if provider in SPLITS}
+            best = min(fixed, key=fixed.__getitem__)
+            share, width = SPLITS[best]
+            best_cell = f"{fixed[best]:.4f}, {share:.0%} at width {width or 'N'}"
+            better = f"{sum(ne < found for ne in fixed.values())} of {len(fixed)}"
+            lines.append([name, f"{size:g}x", str(len(seeds)), f"{nes['TT fixed']:.4f}", f"{found:.4f}", best_cell, better])
+    header = ["NE", "size", "seeds", "no hot rows", "hot rows as found", "best fixed split", "fixed splits that are better"]
+    sources = [source(machine, "quality", "quality --only method=TT + 0*") for machine in (EPYC_AVX2, EPYC_AVX512)]
+    return markdown(header, lines) + "".join(sources)
 
 
 def quality_of_decays() -> str:
