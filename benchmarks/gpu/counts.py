@@ -27,7 +27,7 @@ from comera_rec.nn import TTEmbeddingBag
 from comera_rec.nn.table import plan_tables
 from comera_rec.ops import tt_bags
 from comera_rec.ops.bags import gpu as bags
-from comera_rec.ops.bags import updates
+from comera_rec.ops.bags import kernel_calls, updates
 from comera_rec.ops.bags.updates import register_update
 from comera_rec.ops.gathered_matmul import triton as products
 from comera_rec.ops.launch import Launch, recorded_launches
@@ -173,8 +173,8 @@ def _constants(rows: list[Any], device: torch.device) -> Tensor:
 @contextmanager
 def _triton_on_fake_tensors() -> Iterator[None]:
     """Make the CPU appear to be a device on which Triton runs, as it can in its interpreter."""
-    aligned = mock.patch.object(bags, "_address", return_value=0)  # fake tensors have no address
-    constants = [mock.patch.object(module, "on_device", _constants) for module in (bags, pairs)]  # on a GPU these are cached
+    aligned = mock.patch.object(kernel_calls, "_address", return_value=0)  # fake tensors have no address
+    constants = [mock.patch.object(module, "on_device", _constants) for module in (bags, kernel_calls, pairs)]  # cached on a GPU
     # On a GPU the flag is created once, and steps are counted on the host.
     flag = mock.patch.object(pairs, "_in_range", _flag)
     host = mock.patch.object(updates, "_count", return_value=None)
