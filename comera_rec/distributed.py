@@ -7,6 +7,8 @@ path = processes.on_first(lambda: latest_checkpoint(folder))
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -183,13 +185,14 @@ def join_launched(device: torch.device) -> None:
     launcher_number("RANK", 0)
     # A launcher that restarts its processes keeps its store, with the addresses of the old ones: each attempt needs a prefix.
     store, rank, world_size = next(dist.rendezvous("env://"))
+    atexit.register(gc.collect)  # ends gloo's threads with the objects that hold the group: as Python exits, they may abort it
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.PrefixStore(f"attempt_{attempt}", store), rank=rank, world_size=world_size)
 
 
 def leave() -> None:
-    """Wait for the other processes, then destroy the group: otherwise communication threads may abort a process that exits."""
+    """Wait for the other processes, then destroy the group."""
     if WORLD.several:
         WORLD.barrier()
         dist.destroy_process_group()

@@ -1,5 +1,6 @@
 """TorchRec's DLRM on random clicks, sharded by its planner: torchrun --standalone --nproc-per-node 2 FILE"""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -68,3 +69,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    gc.collect()  # the model and its process group, whose threads could abort Python later, as it exits

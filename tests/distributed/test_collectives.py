@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -97,3 +101,37 @@ def test_the_launchers_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "two")
     with pytest.raises(ValueError, match="the environment variable WORLD_SIZE is 'two': launch with torchrun, or unset it"):
         launcher_number("WORLD_SIZE", 1)
+
+
+JOIN_AND_LEAVE = """
+import atexit
+from pathlib import Path
+
+@atexit.register  # runs after the functions registered later
+def print_threads():
+    print(*(path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")), sep=",")
+
+import torch
+import torch.distributed as dist
+from comera_rec.distributed import join_launched, leave
+
+join_launched(torch.device("cpu"))
+cycle = [dist.group.WORLD]
+cycle.append(cycle)  # as a model has that holds the group
+del cycle
+leave()
+"""
+
+
+def test_gloos_threads_end_before_python_does() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    command = [sys.executable, "-c", JOIN_AND_LEAVE]
+    processes = [
+        subprocess.Popen(command, env={**os.environ, **variables, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    printed = [process.communicate()[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert all("python" in threads and "gloo" not in threads for threads in printed), printed
