@@ -32,7 +32,7 @@ from comera_rec.ops.bags.updates import register_update
 from comera_rec.ops.gathered_matmul import triton as products
 from comera_rec.ops.launch import Launch, recorded_launches
 from comera_rec.ops.plan import pairs
-from comera_rec.tt import TTShape
+from comera_rec.tt import Blocks, TTShape
 
 SORT = 4
 """Kernels of a radix sort besides one pass per byte of the keys: histograms, their sums, values to move, a copy."""
@@ -119,7 +119,9 @@ _INSIDE: dict[str, Callable[..., Any]] = {
 }
 
 
-def count_step(shapes: list[TTShape], batch: int, *, bag: int = 1, optimizer: str = "Adagrad") -> Step:
+def count_step(
+    shapes: list[TTShape], batch: int, *, bag: int = 1, optimizer: str = "Adagrad", hot_rows: Blocks = ()
+) -> Step:
     """Count a step of tables that share a lookup: plan, bags and updates.
 
     Args:
@@ -127,6 +129,7 @@ def count_step(shapes: list[TTShape], batch: int, *, bag: int = 1, optimizer: st
         batch: bags of each table.
         bag: ids per bag.
         optimizer: "Adagrad" or "SGD", which update slices in backward; or "Adam", fused, over whole cores after it.
+        hot_rows: blocks of hot rows of each table.
 
     Raises:
         torch._subclasses.fake_tensor.DataDependentOutputException: where the step would wait for the device.
@@ -135,7 +138,9 @@ def count_step(shapes: list[TTShape], batch: int, *, bag: int = 1, optimizer: st
     dim = math.prod(shapes[0].col_shape)
     slices = [sum(modes) for modes in zip(*(shape.row_shape for shape in shapes), strict=True)]
     with _triton_on_fake_tensors(), recorded_launches() as launches:
-        tables = [TTEmbeddingBag(math.prod(shape.row_shape), dim, shape=shape, impl="triton") for shape in shapes]
+        tables = [
+            TTEmbeddingBag(math.prod(shape.row_shape), dim, shape=shape, hot_rows=hot_rows, impl="triton") for shape in shapes
+        ]
         parameters = [parameter for table in tables for parameter in table.parameters()]
         step = _optimizer(optimizer, parameters)
         ids = [torch.empty(batch * bag, dtype=torch.int64) for _ in tables]

@@ -47,6 +47,12 @@ def test_a_step_is_18_kernels_however_many_tables_there_are(tables: int) -> None
     assert counted.kernels == 18
 
 
+def test_hot_rows_add_as_many_kernels_however_many_tables_and_blocks_there_are() -> None:
+    shapes = [TTShape(ROWS[2], COLS[2], 8)] * 12
+    few, many = (count_step(shapes[:n], 64, hot_rows=((9, 2),) * blocks) for n, blocks in ((2, 1), (12, 3)))
+    assert many.kernels == few.kernels <= 60
+
+
 def test_adam_steps_over_whole_cores() -> None:
     names = {work.name for work in step(2, 8, 8, optimizer="Adam").torch}
     assert "_fused_adam_" in names

@@ -8,7 +8,6 @@ need them and never stored.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -24,6 +23,9 @@ from comera_rec.ops.plan import LookupPlan
 from comera_rec.ops.plan.pairs import PairPlan, pair_up
 from comera_rec.ops.plan.reference import first_keys, on_device
 from comera_rec.tt import slice_major
+
+
+_MOST_ROWS = 1 << 40  # of a table
 
 
 def pool(
@@ -87,18 +89,29 @@ def _pool_hot_rows(
     """Pool what hot blocks add: products of a row of A, as a leading slice, and P, as the block's only trailing slice."""
     ids, table_of = _row_ids(plan, tables)
     blocks = [block for table in tables for block in table.hot]
+    bounds = on_device(_hot_bounds(tables), ids.device)
+    interval = torch.searchsorted(bounds[0], table_of * _MOST_ROWS + ids, right=True) - 1
+    block_of, first = bounds[1:, interval]
+    left_out = block_of < 0
+    p = torch.where(left_out, -1, ids - first)
     counts = [block.rows.shape[1] for block in blocks]
-    p, block_of = torch.full_like(ids, -1), torch.zeros_like(ids)
-    numbers = iter(range(len(blocks)))
-    for t, table in enumerate(tables):
-        for first, end in pairwise(accumulate((block.rows.shape[1] for block in table.hot), initial=-table.first)):
-            in_block = (table_of == t) & (ids >= first) & (ids < end)
-            p = torch.where(in_block, ids - first, p)
-            block_of = torch.where(in_block, next(numbers), block_of)
     firsts = on_device([first_keys(counts)[:-1], range(len(blocks))], ids.device)
-    pairs = pair_up(p, p.clamp(max=0), (sum(counts), len(blocks)), block_of, firsts)
+    pairs = pair_up(p, p.clamp(max=0), (sum(counts), len(blocks)), block_of.clamp(min=0), firsts)
     rows, projections, diagonals = zip(*blocks, strict=True)
     return pool_pairs(rows, projections, diagonals, pairs, offsets, weights, settings, update=update)
+
+
+def _hot_bounds(tables: Sequence[Table]) -> list[list[int]]:
+    """Return where intervals of ids start, ids of table t counting from t `_MOST_ROWS` on; the interval's block, -1 if none; and
+    the id of that block's first row."""
+    bounds, number = [], 0
+    for t, table in enumerate(tables):
+        first = -table.first
+        for block in table.hot:
+            bounds.append((t * _MOST_ROWS + max(first, 0), number, first))
+            first, number = first + block.rows.shape[1], number + 1
+        bounds.append((t * _MOST_ROWS + max(first, 0), -1, 0))
+    return [list(column) for column in zip(*bounds, strict=True)]
 
 
 def _row_ids(plan: LookupPlan | PairPlan, tables: Sequence[Table]) -> tuple[Tensor, Tensor]:
