@@ -119,9 +119,7 @@ _INSIDE: dict[str, Callable[..., Any]] = {
 }
 
 
-def count_step(
-    shapes: list[TTShape], batch: int, *, bag: int = 1, optimizer: str = "Adagrad", hot_rows: Blocks = ()
-) -> Step:
+def count_step(shapes: list[TTShape], batch: int, *, bag: int = 1, optimizer: str = "Adagrad", hot_rows: Blocks = ()) -> Step:
     """Count a step of tables that share a lookup: plan, bags and updates.
 
     Args:

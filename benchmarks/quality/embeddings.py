@@ -8,7 +8,7 @@ its smallest form if that is larger, and the others share what is left (`shares`
 
     pruning, PEP  entries become zero during training, see `pruning.py`
     TT          TT tables of one rank
-    TT + rows   TT tables of one rank on a fifth of the bytes; on the rest, rows of the most frequent ids, narrower for rarer ids
+    TT + rows   TT tables of one rank on a fifth of the bytes; on the rest, narrow rows of as many frequent ids as fit
                 (`TTEmbeddingConfig(hot_rows="auto")`)
     TT + s at w  the same with a share s of the bytes in one block of width w per table, for the same share of each table's rows
 """

@@ -21,7 +21,7 @@ from comera_rec.recsys import (
     TTEmbeddingCollection,
     TTEmbeddingCollectionConfig,
 )
-from comera_rec.tt import Blocks, TTShape, blocks_params, staircases
+from comera_rec.tt import Blocks, TTShape, blocks_params, choose_hot_blocks
 
 AUTO_SHARES = (0.8, 0.5, 0.25, 0.0)  # of hot rows; "auto" takes the first that leaves room for TT rank 1
 _LOGGER = logging.getLogger(__name__)
@@ -38,10 +38,10 @@ class TTEmbeddingConfig:
         order: number of cores, 2 to 4. Default 2; with `compression` the lowest order at which the rank reaches 8, or else the
             one with the largest rank.
         min_rows: tables with fewer rows stay dense.
-        hot_rows: share of the parameters of TT tables, from 0 to below 1, that is spent on hot rows, which get narrower as ids get
-            rarer (`comera_rec.tt.staircases`); with given ranks, hot rows are extra. "auto" is 0.8, or less if TT rank 1 would not
-            fit beside that, and 0 with given ranks. Use it only where ids are ordered by frequency, 0 being the most frequent,
-            as `comera preprocess` numbers them.
+        hot_rows: share of the parameters of TT tables, from 0 to below 1, that is spent on hot rows, narrow ones for as many ids as
+            possible (`comera_rec.tt.choose_hot_blocks`); with given ranks, hot rows are extra. "auto" is 0.8, or less if TT rank 1
+            would not fit beside that, and 0 with given ranks. Use it only where ids are ordered by frequency, 0 being the most
+            frequent, as `comera preprocess` numbers them.
 
     Raises:
         ValueError: for values out of range, or both `tt_ranks` and `compression`.
@@ -144,9 +144,8 @@ def _hot_rows(tables: Sequence[BaseEmbeddingConfig], budget_params: float) -> li
     for dim in dims:  # each gets a part of the budget in proportion to its tables' dense parameters
         same_dim = [table for table in tables if table.embedding_dim == dim]
         part = sum(table.num_embeddings * dim for table in same_dim) / sum(t.num_embeddings * t.embedding_dim for t in tables)
-        blocks |= zip(
-            [t.name for t in same_dim], staircases([t.num_embeddings for t in same_dim], dim, part * budget_params), strict=True
-        )
+        chosen = choose_hot_blocks([table.num_embeddings for table in same_dim], dim, part * budget_params)
+        blocks |= zip([table.name for table in same_dim], chosen, strict=True)
     return [blocks[table.name] for table in tables]
 
 

@@ -18,7 +18,7 @@ class HotRows(TTModule):
 
     A [rows, k] has k numbers for each id of the block, and P [k, N] maps them to columns. This is a TT matrix of modes
     (rows, 1) x (1, N) and rank k, so its ranks are scored, priced and truncated like any others, which makes a block narrower.
-    Blocks with smaller k for rarer ids are mixed dimension embeddings (Ginart et al., arXiv 1909.11810) beside the cores.
+    With several blocks these are mixed dimension embeddings (Ginart et al., arXiv 1909.11810) beside the cores.
 
     A starts at zero and P with variance 1/k, so hot rows change nothing until they are trained.
 

@@ -10,11 +10,11 @@ from comera_rec.tt.contraction import (
 from comera_rec.tt.cores import contract, first_rows, init_cores_, tt_to_dense
 from comera_rec.tt.cost import LookupCost, Work
 from comera_rec.tt.digits import row_digits, rows_from_digits
+from comera_rec.tt.hot_blocks import Blocks, blocks_params, choose_hot_blocks
 from comera_rec.tt.layout import is_slice_major, slice_major
 from comera_rec.tt.linear_cost import Contraction, LinearWork, Tree, contraction_work, dense_work, span
 from comera_rec.tt.modes import factorize, require_positive
 from comera_rec.tt.shape import TTShape, max_ranks, table_candidates
-from comera_rec.tt.staircase import Blocks, blocks_params, staircases
 from comera_rec.tt.svd import tt_svd, tt_svd_spectra
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "best_contractions",
     "blocks_params",
     "candidate_contractions",
+    "choose_hot_blocks",
     "contract",
     "contraction_for",
     "contraction_work",
@@ -43,7 +44,6 @@ __all__ = [
     "rows_from_digits",
     "slice_major",
     "span",
-    "staircases",
     "table_candidates",
     "tt_milliseconds",
     "tt_svd",

@@ -15,7 +15,7 @@ import comera_rec as cr
 from comera_rec import RankConfig, RankScheduler, TTEmbedding, TTEmbeddingBag, TTShape
 from comera_rec.nn import HotRows, TTModule, named_tt_modules
 from comera_rec.rank import keep_ranks_
-from comera_rec.tt import blocks_params, staircases
+from comera_rec.tt import blocks_params, choose_hot_blocks
 
 with warnings.catch_warnings(action="ignore"):  # about torch.jit, which the module uses
     from torch.distributed.optim import _apply_optimizer_in_backward
@@ -178,17 +178,20 @@ def test_sizes_are_counted_once() -> None:
     assert sum(isinstance(module, HotRows) for _, module in named_tt_modules(model)) == 2
 
 
-@pytest.mark.parametrize("budget", [0, 100, 5_000, 80_000, 10**7])
-def test_staircases_fill_their_budget_and_narrow_for_rarer_ids(budget: int) -> None:
-    actual = staircases([100_000, 3000, 50], 16, budget)
+@pytest.mark.parametrize("budget", [0, 100, 5_000, 80_000, 200_000, 10**7])
+def test_blocks_fill_their_budget_with_rows_of_one_width_for_as_many_ids_in_each_table(budget: int) -> None:
+    sizes = [100_000, 3000, 50]
+    actual = choose_hot_blocks(sizes, 16, budget)
     assert sum(blocks_params(blocks, 16) for blocks in actual) <= budget
-    assert staircases([], 16, budget) == []
-    for rows, blocks in zip([100_000, 3000, 50], actual, strict=True):
-        assert sum(count for count, _ in blocks) <= rows
-        widths = [width for _, width in blocks]
-        assert widths == sorted(widths, reverse=True)
-    if budget >= 5_000:
-        assert sum(blocks_params(blocks, 16) for blocks in actual) > 0.8 * min(budget, 1.6e6)
+    assert choose_hot_blocks([], 16, budget) == []
+    if budget < 5_000:
+        assert actual == [(), (), ()]
+        return
+    counts = [sum(rows for rows, _ in blocks) for blocks in actual]
+    assert counts == [min(max(counts), rows) for rows in sizes]
+    assert {width for blocks in actual for _, width in blocks} == {{5_000: 1, 80_000: 1, 200_000: 2, 10**7: 16}[budget]}
+    full = sum(blocks_params(blocks, 16) for blocks in choose_hot_blocks(sizes, 16, 1e12))
+    assert sum(blocks_params(blocks, 16) for blocks in actual) > 0.99 * min(budget, full)
 
 
 @pytest.mark.parametrize(

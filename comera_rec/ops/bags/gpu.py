@@ -24,7 +24,6 @@ from comera_rec.ops.plan.pairs import PairPlan, pair_up
 from comera_rec.ops.plan.reference import first_keys, on_device
 from comera_rec.tt import slice_major
 
-
 _MOST_ROWS = 1 << 40  # of a table
 
 
