@@ -1,4 +1,4 @@
-"""Plot a results file: `python -m benchmarks.plot RESULTS.jsonl [--output FILE.svg]`."""
+"""Plot results: `python -m benchmarks.plot RESULTS.jsonl ... [--output FILE.svg]`."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def plot_rows(rows: Sequence[Row], path: Path) -> None:
     if not rows:
         raise ValueError("there are no rows to plot: run the benchmark first")
     figure = FIGURES.get(rows[0].op, _dot_figure)(rows)
-    first = rows[0]
-    threads = f", {first.threads} threads" * (first.threads > 0)
-    title = textwrap.fill(f"{first.op}: {_common(rows)}", width=int(13 * figure.get_figwidth()))
-    figure.suptitle(f"{title}\n{first.machine}{threads}, commit {first.commit}", fontsize=9)
+    title = textwrap.fill(f"{rows[0].op}: {_common(rows)}", width=int(13 * figure.get_figwidth()))
+    first_rows = {row.machine: row for row in reversed(rows)}.values()  # of each machine
+    runs = [f"{row.machine}{f', {row.threads} threads' * (row.threads > 0)}, commit {row.commit}" for row in first_rows]
+    figure.suptitle("\n".join([title, *runs]), fontsize=9)
     handles, names = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=3)
     with matplotlib.rc_context({"svg.hashsalt": "comera-rec"}):
@@ -140,17 +140,17 @@ def _draw(panel: Any, rows: Sequence[Row], labels: Mapping[str, str], providers:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("results", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.argument("results", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="PNG, SVG or PDF; default beside RESULTS as .svg.")
-def plot(results: Path, output: Path | None) -> None:
-    """Plot the rows of a results file.
+def plot(results: Sequence[Path], output: Path | None) -> None:
+    """Plot the rows of one or more results files of a benchmark.
 
     \b
     Example:
       python -m benchmarks.plot lookup.jsonl --output lookup.png
     """
-    output = output or results.with_suffix(".svg")
-    plot_rows(read_rows(results), output)
+    output = output or results[0].with_suffix(".svg")
+    plot_rows([row for path in results for row in read_rows(path)], output)
     click.echo(f"wrote {output}")
 
 

@@ -18,14 +18,20 @@ SPLIT_DATA = {"synth": "logs", "ml1m": "MovieLens", "video": "games"}
 FOUND_OR_FIXED = ("TT fixed", "TT + rows", *SPLITS)
 
 
+RAN_ON = (XEON, EPYC_AVX2, EPYC_AVX512)
+"""Machines on which the benchmark's parts ran; predictions hardly depend on them."""
+
+
+def _committed() -> list[Row]:
+    return [row for machine in RAN_ON for row in committed(machine, "quality")]
+
+
 def _measured() -> list[Row]:
-    """Rows of all data sets: the logs and MovieLens ran on one machine, the games on another."""
-    rows = [*committed(XEON, "quality"), *committed(EPYC_AVX2, "quality")]
-    return [row for row in rows if row.shapes["data"] not in VARIED]
+    return [row for row in _committed() if row.shapes["data"] not in VARIED]
 
 
 def _sources() -> str:
-    return source(XEON, "quality") + source(EPYC_AVX2, "quality")
+    return "".join(source(machine, "quality") for machine in RAN_ON)
 
 
 def quality(metric: str) -> str:
@@ -35,7 +41,7 @@ def quality(metric: str) -> str:
 
 def quality_of_int8() -> str:
     """NE and AUC of int8 tables and of float32 tables that take equal bytes, on the logs."""
-    rows = [row for row in committed(XEON, "quality") if row.shapes["data"] == "synth"]
+    rows = [row for row in _committed() if row.shapes["data"] == "synth"]
     by_dtype = {dtype: chosen(rows, dtype) for dtype in ("float32", "int8")}
     methods = [name for name in NAMES | {"hashing": ""} if any(row.provider == name for row in by_dtype["int8"])]
     sizes = sorted({row.shapes["compression"] for row in by_dtype["int8"]})
@@ -49,12 +55,12 @@ def quality_of_int8() -> str:
                 cells.append(f"{mean(map(METRICS['ne'], runs)):.4f}, {mean(map(METRICS['auc'], runs)):.4f}" if enough else "")
         lines.append(cells)
     titles = [f"{size:g}x, {dtype}" for size in sizes for dtype in by_dtype]
-    return markdown(["NE, AUC", *titles], lines) + source(XEON, "quality")
+    return markdown(["NE, AUC", *titles], lines) + source(XEON, "quality") + source(EPYC_AVX512, "quality")
 
 
 def quality_of_splits() -> str:
     """NE of the split between TT tables and hot rows that is found, and of the best of twenty fixed ones, at equal bytes."""
-    runs = [row for row in chosen([*_measured(), *committed(EPYC_AVX512, "quality")]) if row.provider in FOUND_OR_FIXED]
+    runs = [row for row in chosen(_measured()) if row.provider in FOUND_OR_FIXED]
     lines = []
     for data, name in SPLIT_DATA.items():
         of_data = select(runs, data=data)
@@ -77,7 +83,7 @@ def quality_of_splits() -> str:
 def quality_of_decays() -> str:
     """NE at 100x on logs whose rare values have large, smaller and small effects."""
     decays = dict(sorted(DECAYS.items(), key=itemgetter(1)))
-    runs = [row for row in chosen([*committed(XEON, "quality"), *committed(EPYC_AVX2, "quality")]) if row.shapes["data"] in decays]
+    runs = [row for row in chosen(_committed()) if row.shapes["data"] in decays]
     runs = [row for row in runs if row.provider == "dense" or row.shapes["compression"] == 100]
     methods = [method for method in dict.fromkeys(["dense", *NAMES, *(row.provider for row in runs)]) if method not in VARIANTS]
     lines = []

@@ -145,12 +145,10 @@ def _is_selected(case: tuple[str, float, int], only: Mapping[str, str]) -> bool:
 
 
 def best_rate(rows: Sequence[Row], shapes: dict[str, Any]) -> float | None:
-    """The rate with the smallest validation NE at this size; variants of rank scores share one, and so do fixed splits."""
-    if shapes["method"] in SCORES and shapes["method"] in VARIANTS:
-        shapes = {**shapes, "method": "TT adaptive"}
-    if shapes["method"] in SPLITS:
-        shapes = {**shapes, "method": "TT + rows"}
-    tuned = _select(rows, shapes)
+    """The rate with the smallest validation NE at this size; a variant that has not run takes that of the method it varies."""
+    method = shapes["method"]
+    varied = "TT + rows" if method in SPLITS else "TT adaptive" if method in VARIANTS else method
+    tuned = _select(rows, shapes) or _select(rows, {**shapes, "method": varied})
     return min(tuned, key=lambda row: row.counted["val_ne"]).shapes["lr"] if tuned else None
 
 

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import pairwise
+from math import ceil, log2
 
 Blocks = tuple[tuple[int, int], ...]
 """(rows, width) of each block, from the most frequent ids on."""
-_ENDS = (1 / 64, 1 / 8, 1.0)  # of blocks, as shares of a table's hot rows
-_LEAST_ROWS = 64  # of a block, unless the table has fewer
+_WIDE, _WIDE_AND_MIDDLE = 0.05, 0.15  # shares of the budget: full rows for the most frequent ids, and these with the next block
 
 
 def choose_hot_blocks(num_embeddings: Sequence[int], embedding_dim: int, budget_params: float) -> list[Blocks]:
     """Choose blocks of hot rows for tables whose ids are ordered by frequency.
 
-    A few numbers for each of many ids predict better than many numbers for each of a few, so all rows have one width: the smallest
-    power of two at which rows for all ids would use up the budget. Each table gets rows for the same number of its most frequent
-    ids, or for all of them if it has fewer. If tables are read equally often and ids follow Zipf's law, all ids that get a row
-    are thus read at least about as often as those that don't. Rows are cut into three blocks, each with its own projection, of
-    which training can remove those of rarer ids.
+    A few numbers for each of many ids predict better than many numbers for each of a few. So most of the budget goes to narrow
+    rows: their width is the smallest power of two at which rows for all ids would use up the budget. Only the most frequent ids,
+    which see enough data to train them, get wider rows: a first block on 5 % of the budget has the table's own width, a second one
+    on 10 % the geometric mean of both widths, rounded up to a power of two. These are mixed dimension embeddings (Ginart et al.,
+    arXiv 1909.11810) of three dimensions. Narrow rows are cut into two blocks, so that training can remove those of rarer ids.
+
+    As many ids get rows of each width in all tables that have so many. If tables are read equally often and ids follow Zipf's law,
+    ids of equal width are thus read about equally often, whatever their table.
 
     Args:
         num_embeddings: rows of each table.
@@ -31,32 +33,36 @@ def choose_hot_blocks(num_embeddings: Sequence[int], embedding_dim: int, budget_
 
     Example:
         >>> choose_hot_blocks([100_000, 3_000], 16, 12_000)
-        [((139, 1), (975, 1), (7801, 1)), ((375, 1), (2625, 1))]
+        [((208, 4), (3670, 1), (3670, 1)), ((208, 4), (1396, 1), (1396, 1))]
     """
-    if not num_embeddings:
-        return []
-    width = 1
-    while width < embedding_dim and width * sum(num_embeddings) < budget_params:
-        width = min(2 * width, embedding_dim)
+    narrow = _power_of_two(budget_params / max(1, sum(num_embeddings)), embedding_dim)
+    middle = _power_of_two((narrow * embedding_dim) ** 0.5, embedding_dim)
+    tables: list[Blocks] = [()] * len(num_embeddings)
+    limits = {embedding_dim: (_WIDE, 1), middle: (_WIDE_AND_MIDDLE, 1), narrow: (1.0, 2)}  # equal widths make one block
+    for width, (share, parts) in limits.items():
 
-    def blocks(rows: int) -> list[Blocks]:
-        return [_blocks(min(rows, most), width) for most in num_embeddings]
+        def extended(rows: int, width: int = width, parts: int = parts, tables: Sequence[Blocks] = tables) -> list[Blocks]:
+            counts = [min(rows, most - sum(n for n, _ in blocks)) for blocks, most in zip(tables, num_embeddings, strict=True)]
+            return [(*blocks, *_cut(n, width, parts, embedding_dim)) for blocks, n in zip(tables, counts, strict=True)]
 
-    def params(rows: int) -> int:
-        return sum(blocks_params(each, embedding_dim) for each in blocks(rows))
+        rows = bisect_right(
+            range(1, max(num_embeddings, default=0) + 1),
+            share * budget_params,
+            key=lambda rows: sum(blocks_params(blocks, embedding_dim) for blocks in extended(rows)),
+        )
+        if rows >= width:  # a block of fewer rows would consist of its projection
+            tables = extended(rows)
+    return tables
 
-    sizes = range(_LEAST_ROWS, max(_LEAST_ROWS, *num_embeddings) + 1)
-    fitting = bisect_right(sizes, budget_params, key=params)
-    return blocks(sizes[fitting - 1]) if fitting else [()] * len(num_embeddings)
+
+def _power_of_two(least: float, most: int) -> int:
+    return min(most, 1 << max(0, ceil(log2(max(least, 1)))))
 
 
-def _blocks(rows: int, width: int) -> Blocks:
-    """Cut rows into blocks, leaving out ends that would make one too short."""
-    cuts = [0]
-    for end in _ENDS:
-        if (stop := round(rows * end)) - cuts[-1] >= _LEAST_ROWS or end == 1.0:
-            cuts.append(stop)
-    return tuple((stop - start, width) for start, stop in pairwise(cuts))
+def _cut(rows: int, width: int, parts: int, columns: int) -> Blocks:
+    """Cut rows into equal blocks, or leave them whole if projections would be larger; none is wider than it has rows."""
+    size = -(-rows // parts) if rows >= parts * columns else max(rows, 1)
+    return tuple((n, min(width, n)) for first in range(0, rows, size) if (n := min(size, rows - first)))
 
 
 def blocks_params(blocks: Blocks, columns: int) -> int:
