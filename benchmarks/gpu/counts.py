@@ -114,6 +114,7 @@ _INSIDE: dict[str, Callable[..., Any]] = {
     "gathered_matmul": _multiply,
     "gathered_matmul_backward": _multiply_backward,
     "plan_pairs": pairs.split_and_sort,
+    "plan_hot_rows": pairs.find_and_sort,
     "pool_pairs": bags.pool_into_bags,
     "pool_pairs_backward": bags.gradients,
 }
@@ -177,7 +178,7 @@ def _constants(rows: list[Any], device: torch.device) -> Tensor:
 def _triton_on_fake_tensors() -> Iterator[None]:
     """Make the CPU appear to be a device on which Triton runs, as it can in its interpreter."""
     aligned = mock.patch.object(kernel_calls, "_address", return_value=0)  # fake tensors have no address
-    constants = [mock.patch.object(module, "on_device", _constants) for module in (bags, kernel_calls, pairs)]  # cached on a GPU
+    constants = [mock.patch.object(module, "on_device", _constants) for module in (kernel_calls, pairs)]  # cached on a GPU
     # On a GPU the flag is created once, and steps are counted on the host.
     flag = mock.patch.object(pairs, "_in_range", _flag)
     host = mock.patch.object(updates, "_count", return_value=None)

@@ -32,6 +32,7 @@ class Bounds(NamedTuple):
 # What Triton 3.9 needs for sm_80, sm_90 and sm_100, with room for other versions.
 BOUNDS = {
     "plan 7": Bounds(64, 1024, 0.45),
+    "plan of hot rows": Bounds(64, 1024, 0.45),
     "pool 8x8x8": Bounds(80, 1024, 0.35, 0.3),
     "pool 8x16x8": Bounds(104, 4096, 0.25, 0.5),
     "pool 8x32x8": Bounds(112, 4096, 0.25, 0.5),

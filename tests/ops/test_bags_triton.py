@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 from typing import Any
 
@@ -14,6 +15,7 @@ from comera_rec import TTEmbeddingBag
 from comera_rec.nn.table import plan_tables
 from comera_rec.ops import PairPlan, plan_lookup, tt_bags
 from comera_rec.ops.bags.updates import register_update
+from comera_rec.ops.plan.pairs import plan_hot_rows
 from comera_rec.tt import TTShape, row_digits
 
 kernels = pytest.importorskip("comera_rec.ops.bags.triton", reason="triton is not installed")
@@ -120,6 +122,28 @@ def test_hot_rows(mode: str, weighted: bool, plan_impl: str, device: str) -> Non
     ids, offsets = draw(tables, LENGTHS["jagged"])
     ids[0] = ids[0] % 8
     check(tables, ids, offsets, device, mode=mode, weighted=weighted, plan_impl=plan_impl)
+
+
+@pytest.mark.parametrize("trailing", [1, 7])
+def test_hot_rows_are_found_in_shards_too(trailing: int, device: str) -> None:
+    blocks, first_rows = [[3, 4], [], [2, 1, 5]], [0, 0, 4]  # the last table's first block is on another shard
+    ids = torch.cartesian_prod(torch.arange(3), torch.arange(12))
+    pairs = torch.stack([ids[:, 1] // trailing, ids[:, 1] % trailing, ids[:, 0]]).to(device)
+    plan = plan_hot_rows(pairs, [trailing] * 3, first_rows, blocks)
+    block_of, key_of = itertools.count(), itertools.count()
+    by_table = [
+        [(row, 0, block, next(key_of), 16 + block) for count in table for block in [next(block_of)] for row in range(count)]
+        for table in blocks
+    ]
+    left_out = [(-1, -1, 0, 15, 16 + 5)] * 12
+    by_table = [[*rows[first:], *left_out][:12] for rows, first in zip(by_table, first_rows, strict=True)]
+    right = torch.tensor(by_table).flatten(0, 1).T
+    assert plan.counts == (15, 5)
+    assert torch.equal(plan.pairs.cpu().long(), right[:3])
+    for side in (0, 1):
+        keys, order = right[3 + side].sort(stable=True)
+        assert torch.equal(plan.slices[side].cpu().long(), keys)
+        assert torch.equal(plan.order[side].cpu() - side * len(ids), order)
 
 
 @pytest.mark.parametrize(

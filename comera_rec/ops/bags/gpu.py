@@ -20,11 +20,8 @@ from comera_rec.ops.bags.table import Table
 from comera_rec.ops.bags.updates import Updates, find_updates
 from comera_rec.ops.gathered_matmul import gathered_matmul
 from comera_rec.ops.plan import LookupPlan
-from comera_rec.ops.plan.pairs import PairPlan, pair_up
-from comera_rec.ops.plan.reference import first_keys, on_device
+from comera_rec.ops.plan.pairs import PairPlan, pair_up, plan_hot_rows
 from comera_rec.tt import slice_major
-
-_MOST_ROWS = 1 << 40  # of a table
 
 
 def pool(
@@ -86,41 +83,18 @@ def _pool_hot_rows(
     tables: Sequence[Table], plan: LookupPlan | PairPlan, offsets: Tensor, weights: Tensor | None, settings: Any, *, update: bool
 ) -> Tensor:
     """Pool what hot blocks add: products of a row of A, as a leading slice, and P, as the block's only trailing slice."""
-    ids, table_of = _row_ids(plan, tables)
+    if isinstance(plan, PairPlan):
+        ids, trailing = plan.pairs, [table.cores[-1].shape[1] for table in tables]
+    else:
+        inverse = plan.inverse.long()
+        table_of = torch.searchsorted(plan.bounds[0, 1:-1].long().contiguous(), inverse, right=True)
+        ids = torch.stack([reference.row_ids(plan)[inverse], torch.zeros_like(inverse), table_of])
+        trailing = [1] * len(tables)
+    counts = [[block.rows.shape[1] for block in table.hot] for table in tables]
+    pairs = plan_hot_rows(ids, trailing, [table.first for table in tables], counts)
     blocks = [block for table in tables for block in table.hot]
-    bounds = on_device(_hot_bounds(tables), ids.device)
-    interval = torch.searchsorted(bounds[0], table_of * _MOST_ROWS + ids, right=True) - 1
-    block_of, first = bounds[1:, interval]
-    left_out = block_of < 0
-    p = torch.where(left_out, -1, ids - first)
-    counts = [block.rows.shape[1] for block in blocks]
-    firsts = on_device([first_keys(counts)[:-1], range(len(blocks))], ids.device)
-    pairs = pair_up(p, p.clamp(max=0), (sum(counts), len(blocks)), block_of.clamp(min=0), firsts)
     rows, projections, diagonals = zip(*blocks, strict=True)
     return pool_pairs(rows, projections, diagonals, pairs, offsets, weights, settings, update=update)
-
-
-def _hot_bounds(tables: Sequence[Table]) -> list[list[int]]:
-    """Return where intervals of ids start, ids of table t counting from t `_MOST_ROWS` on; the interval's block, -1 if none; and
-    the id of that block's first row."""
-    bounds, number = [], 0
-    for t, table in enumerate(tables):
-        first = -table.first
-        for block in table.hot:
-            bounds.append((t * _MOST_ROWS + max(first, 0), number, first))
-            first, number = first + block.rows.shape[1], number + 1
-        bounds.append((t * _MOST_ROWS + max(first, 0), -1, 0))
-    return [list(column) for column in zip(*bounds, strict=True)]
-
-
-def _row_ids(plan: LookupPlan | PairPlan, tables: Sequence[Table]) -> tuple[Tensor, Tensor]:
-    """Return each id within its table, and the number of that table, [L]."""
-    if isinstance(plan, PairPlan):
-        p, q, table_of = plan.pairs.long()
-        (trailing,) = on_device([[table.cores[-1].shape[1] for table in tables]], p.device)
-        return p * trailing[table_of] + q, table_of
-    inverse = plan.inverse.long()
-    return reference.row_ids(plan)[inverse], torch.searchsorted(plan.bounds[0, 1:-1].long().contiguous(), inverse, right=True)
 
 
 def pool_pairs(

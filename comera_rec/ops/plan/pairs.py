@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -94,24 +95,73 @@ def _(ids: Tensor, modes: list[int], rows: list[int], ids_of_table: int) -> tupl
     return ids.new_empty(3, len(ids), dtype=torch.int32), keys, torch.empty_like(keys, dtype=torch.int64)
 
 
-def pair_up(p: Tensor, q: Tensor, counts: tuple[int, int], table: Tensor | None = None, firsts: Tensor | None = None) -> PairPlan:
-    """Return the plan of given pairs of slices.
+def plan_hot_rows(pairs: Tensor, trailing: Sequence[int], first_rows: Sequence[int], blocks: Sequence[Sequence[int]]) -> PairPlan:
+    """Plan a lookup of hot rows: a leading slice is a row of a block's A, a trailing one is the block's P.
+
+    Ids without hot rows are left out.
 
     Args:
-        p, q: [L] slices of each id within its table; -1, in both, for what is left out.
-        counts: P and Q.
-        table: [L]; default 0.
-        firsts: [2, T] numbers of each table's first slices; given with `table`.
+        pairs: [3, L]: for each id two numbers p and q, and its table; the id is p * trailing + q.
+        trailing: the factor of each table.
+        first_rows: the row that id 0 refers to, of each table.
+        blocks: the numbers of rows of each table's blocks.
     """
-    left_out, tables = p < 0, torch.zeros_like(p) if table is None else table
-    keys = torch.stack([p, q])
-    if firsts is not None:
-        keys = keys + firsts[:, tables]
+    rows = [count for table in blocks for count in table]
+    found, slices, order = _plan_hot_rows(pairs, list(trailing), list(first_rows), [len(table) for table in blocks], rows)
+    return PairPlan(pairs=found, slices=slices, order=order, counts=(sum(rows), len(rows)))
+
+
+@torch.library.custom_op("comera_rec::plan_hot_rows", mutates_args=())
+def _plan_hot_rows(
+    pairs: Tensor, trailing: list[int], first_rows: list[int], num_blocks: list[int], rows: list[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    return find_and_sort(pairs, trailing, first_rows, num_blocks, rows)
+
+
+def find_and_sort(
+    pairs: Tensor, trailing: Sequence[int], first_rows: Sequence[int], num_blocks: Sequence[int], rows: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return pairs, slices and order of hot rows: rows of each block, and the number of blocks of each table."""
+    first_blocks = first_keys(num_blocks)
+    tables = zip(trailing, first_rows, first_blocks, num_blocks, strict=False)
+    blocks = []
+    for start, end in pairwise(first_blocks):
+        bounds = first_keys(rows[start:end])
+        blocks += [(first, after) for first, after in pairwise(bounds)]
+    columns = [(*bounds, key) for bounds, key in zip(blocks, first_keys(rows), strict=False)]
+    found = torch.empty_like(pairs, dtype=torch.int32)
+    keys = torch.empty_like(pairs[:2], dtype=key_type(sum(rows), len(rows)))
+    if pairs.shape[1]:
+        kernels = importlib.import_module("comera_rec.ops.plan.triton")  # needs triton to be installed
+        launch = kernels.blocks_launch(pairs.shape[1], sum(rows), len(rows), max(num_blocks))
+        device = pairs.device
+        launch(
+            pairs_ptr=pairs, tables_ptr=on_device(list(tables), device), blocks_ptr=on_device(columns, device), found_ptr=found,
+            keys_ptr=keys,
+        )  # fmt: skip
+    return found, *sort_keys(keys)
+
+
+@_plan_hot_rows.register_fake
+def _(
+    pairs: Tensor, trailing: list[int], first_rows: list[int], num_blocks: list[int], rows: list[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    keys = torch.empty_like(pairs[:2], dtype=key_type(sum(rows), len(rows)))
+    return torch.empty_like(pairs, dtype=torch.int32), keys, torch.empty_like(keys, dtype=torch.int64)
+
+
+def pair_up(p: Tensor, q: Tensor, counts: tuple[int, int]) -> PairPlan:
+    """Return the plan of given pairs of slices of one table.
+
+    Args:
+        p, q: [L] slices of each id; -1, in both, for what is left out.
+        counts: P and Q.
+    """
     ends = on_device([[counts[0]], [counts[1]]], p.device)
-    keys = torch.where(left_out, ends, keys)
+    keys = torch.where(p < 0, ends, torch.stack([p, q]))
     keys = keys + on_device([[0], [counts[0] + 1]], p.device)
     slices, order = sort_keys(keys.to(key_type(*counts)))
-    return PairPlan(pairs=torch.stack([p, q, tables]).int(), slices=slices, order=order, counts=counts)
+    return PairPlan(pairs=torch.stack([p, q, torch.zeros_like(p)]).int(), slices=slices, order=order, counts=counts)
 
 
 def sort_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
