@@ -67,9 +67,7 @@ FORMS = {
         rates=(0.0125, 0.025, 0.05, 0.1),
     ),
     "TT adaptive": Form(overrides=("tables.hot_rows=0",), key="optimizer.lr_cores", rates=(0.0015, 0.003, 0.006, 0.01)),
-    "TT + rows adaptive": Form(
-        overrides=("tables.hot_rows=auto",), key="optimizer.lr_cores", rates=(0.0004, 0.0008, 0.0015, 0.003, 0.006, 0.01)
-    ),
+    "TT + rows adaptive": Form(overrides=("tables.hot_rows=auto",), key="optimizer.lr_cores", rates=(0.0008, 0.0015, 0.003, 0.006)),
 }
 ARCHITECTURES = {
     "DLRM": (),
