@@ -38,6 +38,8 @@ STDS = {"video": 0.001}
 """Standard deviations of initial entries that suit the dense table better than `STD`, by its NE on the validation split."""
 EVALUATIONS = {"video": 15}
 """Data sets that every method overfits -> how often the validation split is evaluated to keep the best state."""
+EARLY_RATES = (0.0003, 0.001, *RATES)
+"""Rates tried first on these: low and high ones may each be better than those between them."""
 TWICE = (20, ("TT fixed", "TT SVD"))
 """At this size these methods also train for twice the steps, so that TT SVD's dense half is as long as the other runs."""
 
@@ -60,13 +62,14 @@ def tasks(settings: Settings) -> list[Task]:
     if settings.data and wanted not in DECAYS:
         feedback = ImplicitFeedback.read(settings.data)
         epoch = 2 * int(feedback.counts[0].sum()) // 2048
+        rates = EARLY_RATES if feedback.name in EVALUATIONS else RATES
         selected.append(
             Task(
                 data=feedback,
                 dim=32,
                 batch=2048,
                 steps=20 if settings.quick else min(2000, 3 * epoch),  # longer training overfits with every method
-                rates=RATES[:1] if settings.quick else RATES,
+                rates=rates[:1] if settings.quick else rates,
                 std=STDS.get(feedback.name, STD),
                 evaluations=EVALUATIONS.get(feedback.name, 0),
             )

@@ -14,7 +14,15 @@ PANELS = {"NE on the test split": "ne", "peak memory, MiB": "peak_mib", "time of
 
 
 def dlrm_figure(rows: Sequence[Row]) -> Figure:
-    """Plot medians over seeds at each size's best learning rate, with bars from lowest to highest, a line for each form."""
+    """Plot medians over seeds at each size's best learning rate, with bars from lowest to highest, a line for each form.
+
+    Only data sets of the most sizes are drawn: where there is one size, there is no line.
+    """
+    sizes_of: dict[str, set[float]] = {}
+    for row in rows:
+        sizes_of.setdefault(row.shapes["data"], set()).add(row.shapes["compression"])
+    most = max(map(len, sizes_of.values()))
+    rows = [row for row in rows if len(sizes_of[row.shapes["data"]]) == most]
     cases: dict[tuple[str, ...], dict[float, list[Row]]] = {}
     for row in rows:
         sizes = {name: value for name, value in row.shapes.items() if name != "lr"}

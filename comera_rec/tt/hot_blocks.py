@@ -18,7 +18,8 @@ def choose_hot_blocks(num_embeddings: Sequence[int], embedding_dim: int, budget_
     rows: their width is the smallest power of two at which rows for all ids would use up the budget. Only the most frequent ids,
     which see enough data to train them, get wider rows: a first block on 5 % of the budget has the table's own width, a second one
     on 10 % the geometric mean of both widths, rounded up to a power of two. These are mixed dimension embeddings (Ginart et al.,
-    arXiv 1909.11810) of three dimensions. Narrow rows are cut into two blocks, so that training can remove those of rarer ids.
+    arXiv 1909.11810) of three dimensions. Rows of one or two columns are cut into two blocks: a second projection costs little, and
+    training can remove the block of rarer ids.
 
     As many ids get rows of each width in all tables that have so many. If tables are read equally often and ids follow Zipf's law,
     ids of equal width are thus read about equally often, whatever their table.
@@ -38,12 +39,12 @@ def choose_hot_blocks(num_embeddings: Sequence[int], embedding_dim: int, budget_
     narrow = _power_of_two(budget_params / max(1, sum(num_embeddings)), embedding_dim)
     middle = _power_of_two((narrow * embedding_dim) ** 0.5, embedding_dim)
     tables: list[Blocks] = [()] * len(num_embeddings)
-    limits = {embedding_dim: (_WIDE, 1), middle: (_WIDE_AND_MIDDLE, 1), narrow: (1.0, 2)}  # equal widths make one block
-    for width, (share, parts) in limits.items():
+    limits = {embedding_dim: _WIDE, middle: _WIDE_AND_MIDDLE, narrow: 1.0}  # equal widths make one block
+    for width, share in limits.items():
 
-        def extended(rows: int, width: int = width, parts: int = parts, tables: Sequence[Blocks] = tables) -> list[Blocks]:
+        def extended(rows: int, width: int = width, tables: Sequence[Blocks] = tables) -> list[Blocks]:
             counts = [min(rows, most - sum(n for n, _ in blocks)) for blocks, most in zip(tables, num_embeddings, strict=True)]
-            return [(*blocks, *_cut(n, width, parts, embedding_dim)) for blocks, n in zip(tables, counts, strict=True)]
+            return [(*blocks, *_cut(n, width, embedding_dim)) for blocks, n in zip(tables, counts, strict=True)]
 
         rows = bisect_right(
             range(1, max(num_embeddings, default=0) + 1),
@@ -59,9 +60,9 @@ def _power_of_two(least: float, most: int) -> int:
     return min(most, 1 << max(0, ceil(log2(max(least, 1)))))
 
 
-def _cut(rows: int, width: int, parts: int, columns: int) -> Blocks:
-    """Cut rows into equal blocks, or leave them whole if projections would be larger; none is wider than it has rows."""
-    size = -(-rows // parts) if rows >= parts * columns else max(rows, 1)
+def _cut(rows: int, width: int, columns: int) -> Blocks:
+    """Return rows as one block or two; none has fewer rows than its projection has columns, or is wider than it has rows."""
+    size = -(-rows // 2) if width <= 2 and rows >= 2 * columns else max(rows, 1)
     return tuple((n, min(width, n)) for first in range(0, rows, size) if (n := min(size, rows - first)))
 
 
