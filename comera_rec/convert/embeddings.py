@@ -63,6 +63,7 @@ def swap_embeddings_(
         EmbeddingBagConfig(num_embeddings=layer.num_embeddings, embedding_dim=layer.embedding_dim, name=name, feature_names=[name])
         for name, layer in layers.items()
     ]
+    config.require_tables(layers)
     tables = config.table_configs(configs, dense=dense)
     replacements: dict[nn.Module, nn.Module] = {
         layer: _swapped(layer, table, init) for layer, table in zip(layers.values(), tables, strict=True) if table.is_tt

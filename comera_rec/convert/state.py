@@ -52,6 +52,7 @@ def compress_state(
             raise ValueError(f"{key} holds {state[key].dtype}: give a table of floating point numbers")
     sharers = Counter(_address(value) for value in state.values())
     compressed = {key: value for key, value in state.items() if key not in tables}
+    config.require_tables([match["table"] for match in tables.values()])
     bags: dict[str, TTEmbeddingBag] = {}
     for collection in dict.fromkeys(match["collection"] for match in tables.values()):
         keys = {match["table"]: key for key, match in tables.items() if match["collection"] == collection}

@@ -38,6 +38,7 @@ class TTEmbeddingConfig:
         order: number of cores, 2 to 4. Default 2; with `compression` the lowest order at which the rank reaches 8, or else the
             one with the largest rank.
         min_rows: tables with fewer rows stay dense.
+        dense_tables: names of tables that stay dense whatever their size; for `swap_embeddings_`, of layers.
         hot_rows: share of the parameters of TT tables, from 0 to below 1, that is spent on hot rows, narrow ones for as many ids as
             possible (`comera_rec.tt.choose_hot_blocks`); with given ranks, hot rows are extra. "auto" is 0.8, or less if TT rank 1
             would not fit beside that, and 0 with given ranks. Use it only where ids are ordered by frequency, 0 being the most
@@ -52,6 +53,7 @@ class TTEmbeddingConfig:
     order: int | None = None
     min_rows: int = 10_000
     hot_rows: float | Literal["auto"] = 0
+    dense_tables: Collection[str] = ()
 
     def __post_init__(self) -> None:
         require_one_size(self.tt_ranks, self.compression)
@@ -61,18 +63,26 @@ class TTEmbeddingConfig:
             raise ValueError(f"min_rows is {self.min_rows!r}: give a number of rows")
         if self.hot_rows != "auto" and not (isinstance(self.hot_rows, int | float) and 0 <= self.hot_rows < 1):
             raise ValueError(f"hot_rows is {self.hot_rows!r}: give 'auto', or a share of the parameters from 0 to below 1")
+        if isinstance(self.dense_tables, str):
+            raise ValueError(f"dense_tables is {self.dense_tables!r}: give a tuple of names")
+
+    def require_tables(self, names: Collection[str]) -> None:
+        """Raise ValueError if `dense_tables` has a name that is not one of the tables'."""
+        if unknown := [name for name in self.dense_tables if name not in names]:
+            raise ValueError(f"dense_tables names {unknown[0]!r}, which is no table: choose from {', '.join(map(repr, names))}")
 
     def table_configs(self, tables: Sequence[Any], *, dense: Collection[str] = ()) -> list[Any]:
         """Return the configs of a collection's tables with the shapes that this config gives them.
 
         Args:
             tables: TorchRec's configs of the collection's tables.
-            dense: names of tables that stay dense whatever their size.
+            dense: names of further tables that stay dense.
 
         Raises:
             ValueError: if not even rank 1 reaches the compression.
         """
-        large = [table for table in tables if table.num_embeddings >= self.min_rows and table.name not in dense]
+        kept = {*dense, *self.dense_tables}
+        large = [table for table in tables if table.num_embeddings >= self.min_rows and table.name not in kept]
         budget: float | None = None
         total = small = 0
         if self.compression is not None and large:
@@ -91,7 +101,7 @@ class TTEmbeddingConfig:
         most = math.floor(10 * total / (small + least / (1 - shares[-1]))) / 10
         raise ValueError(
             f"compression {self.compression} can't be reached: the tables that stay dense (below {self.min_rows} rows"
-            f"{', or with a shared weight' if dense else ''}) and "
+            f"{', in dense_tables' if self.dense_tables else ''}{', or with a shared weight' if dense else ''}) and "
             f"the others at rank 1{f' beside hot_rows {self.hot_rows}' if shares[-1] else ''} are larger than that; lower "
             f"min_rows, or lower compression to {most:g}"
         )
@@ -214,33 +224,37 @@ def _swap_(
 ) -> nn.Module:
     require_init(init)
     replacements: dict[nn.Module, nn.Module] = {}
-    matched, all_shared = 0, set[str]()
+    all_shared = set[str]()
     owners, paths = parameter_owners(model), _paths(model)
     swapped_before = {module.dense_bags for module in model.modules() if isinstance(module, TTEmbeddingBagCollection)}
-    for name, module in model.named_modules():
-        if type(module) is not kind or module in swapped_before:
-            continue
-        if filter_fn is None or filter_fn(module, name):
-            matched += 1
-            owner_names = {
-                table: {owner for owner, _ in owners[bag.weight]} | _paths_outside(module, bag, paths)
-                for table, bag in _tables(module).items()
-            }
-            shared = {table: sharers for table, sharers in owner_names.items() if len(sharers) > 1}
-            for table, sharers in shared.items():
-                _LOGGER.info("table %r stays dense: its weight is shared by %s", table, " and ".join(map(repr, sorted(sharers))))
-            all_shared |= {table.name for table in _configs(module) if table.num_embeddings >= config.min_rows} & shared.keys()
-            tables = config.table_configs(_configs(module), dense=shared)
-            if any(table.is_tt for table in tables):
-                replacements[module] = _swapped(module, tables, init)
+    collections = [
+        module
+        for name, module in model.named_modules()
+        if type(module) is kind and module not in swapped_before and (filter_fn is None or filter_fn(module, name))
+    ]
+    config.require_tables(
+        [table.name for module in collections for table in _configs(module)] if collections else config.dense_tables
+    )
+    for module in collections:
+        owner_names = {
+            table: {owner for owner, _ in owners[bag.weight]} | _paths_outside(module, bag, paths)
+            for table, bag in _tables(module).items()
+        }
+        shared = {table: sharers for table, sharers in owner_names.items() if len(sharers) > 1}
+        for table, sharers in shared.items():
+            _LOGGER.info("table %r stays dense: its weight is shared by %s", table, " and ".join(map(repr, sorted(sharers))))
+        all_shared |= {table.name for table in _configs(module) if table.num_embeddings >= config.min_rows} & shared.keys()
+        tables = config.table_configs(_configs(module), dense=shared)
+        if any(table.is_tt for table in tables):
+            replacements[module] = _swapped(module, tables, init)
     if not replacements:
-        reason = _why_none(model, kind, config, matched, all_shared, swapped_before)
+        reason = _why_none(model, kind, config, bool(collections), all_shared, swapped_before)
         raise ValueError(f"no {kind.__name__} was swapped: {reason}")
     return replace_modules_(model, replacements)
 
 
 def _why_none(
-    model: nn.Module, kind: type[nn.Module], config: TTEmbeddingConfig, matched: int, shared: set[str], swapped_before: set[Any]
+    model: nn.Module, kind: type[nn.Module], config: TTEmbeddingConfig, matched: bool, shared: set[str], swapped_before: set[Any]
 ) -> str:
     if matched:
         if shared:
@@ -249,7 +263,8 @@ def _why_none(
                 f"all tables of at least {config.min_rows} rows share their weight with other modules ({names}): "
                 "give them weights of their own, or lower min_rows for the others"
             )
-        return f"all tables have fewer than {config.min_rows} rows; lower min_rows"
+        named = " or are in dense_tables" if config.dense_tables else ""
+        return f"all tables have fewer than {config.min_rows} rows{named}; lower min_rows"
     types = {type(module) for module in model.modules() if module not in swapped_before}
     if kind in types:
         return "filter_fn rejected all"

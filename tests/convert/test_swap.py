@@ -44,6 +44,17 @@ def swapped_names(model: nn.Module) -> list[str]:
     return [name for name, module in named if isinstance(module, TTEmbeddingBagCollection)]
 
 
+def test_named_tables_stay_dense() -> None:
+    config = TTEmbeddingConfig(compression=2, min_rows=100, dense_tables=("t_item",))
+    swapped = swap_embedding_bag_collections_(collection(), config)
+    assert isinstance(swapped, TTEmbeddingBagCollection)
+    assert sorted(swapped.tt_bags) == ["t_user"]
+    with pytest.raises(ValueError, match="dense_tables names 'item', which is no table: choose from 't_user', 't_item', 't_day'"):
+        swap_embedding_bag_collections_(collection(), TTEmbeddingConfig(min_rows=100, dense_tables=("item",)))
+    with pytest.raises(ValueError, match="dense_tables is 't_item': give a tuple of names"):
+        TTEmbeddingConfig(dense_tables="t_item")
+
+
 def test_collections_are_replaced_wherever_they_are(random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
     model = Nested().eval()
     day, head = model.sparse.embedding_bags["t_day"], model.head
