@@ -174,7 +174,9 @@ def _inputs(first: tuple[str, ...], more: tuple[str, ...]) -> tuple[Source, ...]
 @click.option("--val-from", type=_Time(), metavar="TIME", help="Start of validation, by time: 2026-01-31T12:00 or a number.")
 @click.option("--test-from", type=_Time(), metavar="TIME", help="Start of the test, likewise; give both instead of fractions.")
 def preprocess(first_inputs: tuple[str, ...], more_inputs: tuple[str, ...], schema: Path | None, **chosen: Any) -> None:
-    """Turn logs (plain or .gz; Criteo's, with or without label, or others by --schema) into Parquet shards and manifest.json.
+    """Turn logs into Parquet shards and manifest.json: Criteo's, with or without label, or others by --schema.
+
+    Logs are text, CSV, JSON lines or Parquet; text may be gzip or zstd.
 
     Ids are ordered by frequency in the training split, with 0 for missing and rare values; counts become log(x + offset), with 0.0
     for missing ones. An interrupted run resumes when the same command is given again.

@@ -53,7 +53,7 @@ class TTEmbeddingConfig:
     order: int | None = None
     min_rows: int = 10_000
     hot_rows: float | Literal["auto"] = 0
-    dense_tables: Collection[str] = ()
+    dense_tables: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         require_one_size(self.tt_ranks, self.compression)
@@ -63,7 +63,7 @@ class TTEmbeddingConfig:
             raise ValueError(f"min_rows is {self.min_rows!r}: give a number of rows")
         if self.hot_rows != "auto" and not (isinstance(self.hot_rows, int | float) and 0 <= self.hot_rows < 1):
             raise ValueError(f"hot_rows is {self.hot_rows!r}: give 'auto', or a share of the parameters from 0 to below 1")
-        if isinstance(self.dense_tables, str):
+        if not isinstance(self.dense_tables, tuple) or not all(self.dense_tables):
             raise ValueError(f"dense_tables is {self.dense_tables!r}: give a tuple of names")
 
     def require_tables(self, names: Collection[str]) -> None:

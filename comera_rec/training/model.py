@@ -135,6 +135,7 @@ def table_configs(config: RunConfig, schema: Schema) -> tuple[list[EmbeddingBagC
         wide = wide_tables(tables, config.model.wide_buckets, outputs=len(schema.labels))
     if config.tables.format != "tt":
         return tables, wide
+    config.tables.require_tables([table.name for table in (*tables, *wide)])
     if wide and not config.model.wide_buckets:
         wide = config.tables.table_configs(wide)
     return config.tables.table_configs(tables), wide
