@@ -143,10 +143,10 @@ def export(run: Path, output: Path | None, triton: Path | None, **options: Any) 
         assert output is not None
         _export_dense(run, output, last=options["last"])
         return
-    assert metadata.ne is not None
-    assert metadata.trained_ne is not None
-    change = 100 * (metadata.ne / metadata.trained_ne - 1)
-    quality = f"test AUC {metadata.auc:.4f}, NE {metadata.ne:.4f} ({change:+.3f} % of the run's)"
+    quality = "AUC and NE are undefined, because all labels are equal"
+    if metadata.ne is not None and metadata.trained_ne is not None:
+        change = 100 * (metadata.ne / metadata.trained_ne - 1)
+        quality = f"AUC {metadata.auc:.4f}, NE {metadata.ne:.4f} ({change:+.3f} % of the run's)"
     click.echo(f"wrote {written}: {written.stat().st_size:,} bytes, {quality}")
 
 

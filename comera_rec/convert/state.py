@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from comera_rec.convert.budget import fit_tables_
@@ -50,7 +50,10 @@ def compress_state(
             raise ValueError(f"{key} is a dense table beside TT tables: give the state dict of a model before it was swapped")
         if not state[key].is_floating_point():
             raise ValueError(f"{key} holds {state[key].dtype}: give a table of floating point numbers")
-    sharers = Counter(_address(value) for value in state.values())
+    for key in tables:
+        if type(state[key]) not in (Tensor, nn.Parameter):
+            raise ValueError(f"{key} is a {type(state[key]).__name__}, spread over processes: save it with dcp, and use read_state")
+    sharers = Counter(_address(value) for value in state.values() if type(value) in (Tensor, nn.Parameter))
     compressed = {key: value for key, value in state.items() if key not in tables}
     config.require_tables([match["table"] for match in tables.values()])
     bags: dict[str, TTEmbeddingBag] = {}

@@ -14,7 +14,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, EmbeddingConfig
 
 from comera_rec.nn import TTEmbeddingBag, keep_buffers_and_mode_, parameter_owners, replace_modules_
-from comera_rec.nn.compress import require_init, require_one_size
+from comera_rec.nn.compress import require_init, require_one_size, require_values
 from comera_rec.recsys import (
     TTEmbeddingBagCollection,
     TTEmbeddingBagConfig,
@@ -336,8 +336,7 @@ def _swapped(module: nn.Module, tables: Sequence[Any], init: str) -> nn.Module:
         if isinstance(bag, TTEmbeddingBag):
             bag.to(weight.dtype)
             if init == "tt_svd":
-                if weight.is_meta:
-                    raise ValueError(f"table {name!r} is on the meta device, without values to start from: swap with init='random'")
+                require_values(weight, name)
                 bag.set_dense_matrix_(weight.detach())
             keep_buffers_and_mode_(bag.requires_grad_(weight.requires_grad), replaced[name])
         elif isinstance(replaced[name], nn.EmbeddingBag):

@@ -104,6 +104,12 @@ def require_init(init: str) -> None:
         raise ValueError(f"init is {init!r}: choose one of {', '.join(map(repr, INITS))}")
 
 
+def require_values(weight: torch.Tensor, name: str) -> None:
+    """Raise ValueError for a weight on the meta device, which TT-SVD can't start from."""
+    if weight.is_meta:
+        raise ValueError(f"{name!r} is on the meta device, without values to start from: swap with init='random'")
+
+
 def compress_linears_(
     model: nn.Module, config: TTLinearConfig, *, filter_fn: Callable[[nn.Module, str], bool] | None = None, init: str = "random"
 ) -> nn.Module:
@@ -150,6 +156,8 @@ def compress_linears_(
             decision = LinearDecision(None, f"stays dense: {reason}")
         _LOGGER.info("%s: %d x %d, %s", name or "the model", module.in_features, module.out_features, decision.reason)
         if decision.shape is not None:
+            if init == "tt_svd":
+                require_values(module.weight, name)
             layer = _compressed(module, decision.shape, init)
             if module.bias is not None and len(owners.get(module.bias, ())) > 1:
                 layer.bias = module.bias

@@ -67,8 +67,14 @@ class TTEmbedding(TTTable):
             input: [..., N].
 
         Returns:
-            [..., M].
+            [..., M]; 0 for `padding_idx`, whose row is zero.
         """
+        scores = self._all_logits(input)
+        if self.padding_idx is None:
+            return scores
+        return scores.masked_fill(torch.arange(self.num_embeddings, device=scores.device) == self.padding_idx, 0)
+
+    def _all_logits(self, input: Tensor) -> Tensor:
         tokens = math.prod(input.shape[:-1])
         # A symbolic number of tokens, as torch.export has, must not decide.
         if self.shape.order == 1 or (isinstance(tokens, int) and forming_is_cheaper(self.shape, tokens)):

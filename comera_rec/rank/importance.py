@@ -26,6 +26,7 @@ from torch import Tensor
 from comera_rec.nn import TTModule
 
 SCORES = ("taylor", "norm", "magnitude")
+NO_GRADIENTS = "score is 'taylor' but step() found no gradients: call it after optimizer.step(), before zero_grad()"
 
 
 def magnitude_scores(module: TTModule) -> list[Tensor]:
@@ -79,21 +80,23 @@ class TaylorScores:
     def __init__(self) -> None:
         self.mean: Tensor | None = None  # [ranks of all bonds of all modules]
 
-    def observe(self, modules: Sequence[TTModule], total: Callable[[Tensor], Tensor] = torch.sum) -> None:
+    def observe(self, modules: Sequence[TTModule], total: Callable[[Tensor], Tensor] | None = None) -> None:
         """Add a step's gradients to the mean, before they are cleared; doesn't wait for the device.
 
         Args:
-            modules: the TT modules of this process.
-            total: sums the squares [ranks of these modules] over the modules of all processes.
+            modules: the TT modules of this process, which may be none.
+            total: sums the squares [ranks of these modules] over the modules of all processes, each of which must call it in every
+                step; None for one process.
         """
         ranks = [rank for module in modules for rank in module.rank_parameters()]
-        if all(rank.grad is None for rank in ranks):
+        if total is None and all(rank.grad is None for rank in ranks):
             return
-        values = torch.cat([rank.detach() for rank in ranks]).double()
-        gradients = torch.cat([torch.zeros_like(rank) if rank.grad is None else rank.grad for rank in ranks]).double()
-        squares = (values * gradients).square()
-        shares = torch.nan_to_num(squares / total(squares), nan=0.0, posinf=0.0)
-        self.mean = shares if self.mean is None else self.mean.lerp(shares, 1 - self.decay)
+        values = [rank.detach().double() * (0.0 if rank.grad is None else rank.grad.double()) for rank in ranks]
+        squares = torch.cat(values or [torch.zeros(0, dtype=torch.float64)]).square()
+        sum_ = squares.sum() if total is None else total(squares)
+        shares = torch.nan_to_num(squares / sum_, nan=0.0, posinf=0.0)
+        mean = shares if self.mean is None else self.mean
+        self.mean = torch.where(sum_.isfinite() & (sum_ > 0), mean.lerp(shares, 1 - self.decay), mean)
 
     def scores(self, modules: Sequence[TTModule]) -> list[list[Tensor]]:
         """Return the scores [r_k] of every module and bond.
@@ -101,8 +104,10 @@ class TaylorScores:
         Raises:
             ValueError: if no gradients were seen.
         """
+        if self.mean is None and modules:
+            raise ValueError(NO_GRADIENTS)
         if self.mean is None:
-            raise ValueError("score is 'taylor' but step() found no gradients: call it after optimizer.step(), before zero_grad()")
+            return []
         bonds = iter(self.mean.split([len(rank) for module in modules for rank in module.rank_parameters()]))
         return [[next(bonds) for _ in module.rank_parameters()] for module in modules]
 
@@ -121,7 +126,7 @@ class TaylorScores:
 
     def slice_(self, masks: Sequence[Sequence[Tensor]]) -> None:
         """Keep the scores of the ranks that a truncation keeps; a mask per module and bond."""
-        if self.mean is not None:
+        if self.mean is not None and masks:
             self.mean = self.mean[torch.cat([mask for bonds in masks for mask in bonds]).to(self.mean.device)]
 
 

@@ -17,7 +17,7 @@ from comera_rec.distributed import WORLD, Processes
 from comera_rec.nn import TTModule, named_tt_modules
 from comera_rec.ops.bags.updates import update_kind
 from comera_rec.rank.config import RankConfig
-from comera_rec.rank.importance import STATIC_SCORES, TaylorScores
+from comera_rec.rank.importance import NO_GRADIENTS, STATIC_SCORES, TaylorScores
 from comera_rec.rank.objectives import Achievement, Budget, Objective, Price
 from comera_rec.rank.penalty import size_surrogate
 from comera_rec.rank.selection import Masks, above_threshold, within_budget
@@ -112,6 +112,8 @@ class RankScheduler:
         """
         if task_loss.numel() != 1:
             raise ValueError(f"task_loss has shape {tuple(task_loss.shape)}: give the mean over the batch, a scalar")
+        if task_loss.dim():
+            task_loss = task_loss.reshape(())
         if self._processes.several and self.stage != "done":
             task_loss = task_loss + (self._processes.mean(task_loss) - task_loss.detach())  # mean of all, gradient of this one
         self._observe(task_loss.detach(), 0.01 / accumulation)
@@ -182,7 +184,7 @@ class RankScheduler:
         if self.stage == "done":
             return False
         if self.stage == "late" and self.config.score_used == "taylor":
-            self._taylor.observe(list(self._modules.values()), self._total_of_shares)
+            self._taylor.observe(list(self._modules.values()), self._total_of_shares if self._processes.several else None)
         early_ends = self.stage == "early" and self.steps >= self.config.early_steps
         late_ends = self.stage == "late" and self.steps - self.late_start >= self.config.late_steps
         if not (early_ends or late_ends or self.steps % self.config.truncate_every == 0):
@@ -226,16 +228,18 @@ class RankScheduler:
     def _scores(self) -> dict[str, list[Tensor]]:
         modules = self._modules
         if self.config.score_used == "taylor":
+            scores = self._taylor.mean
+            if self._processes.several and scores is not None and not float(self._total_of_shares(scores)):
+                raise ValueError(NO_GRADIENTS)  # on all processes at once
             return dict(zip(modules, self._taylor.scores(list(modules.values())), strict=True))
         return {name: STATIC_SCORES[self.config.score_used](module) for name, module in modules.items()}
 
     def _total_of_shares(self, shares: Tensor) -> Tensor:
         """Sum shares [ranks of this process's modules] over the modules of all processes."""
-        if not self._processes.several:
-            return shares.sum()
         modules = self._modules
         weights = [self._replica_share[name] for name, module in modules.items() for _ in range(sum(module.shape.ranks))]
-        return self._processes.sum(shares @ shares.new_tensor(weights))
+        total = self._processes.sum((shares @ shares.new_tensor(weights)).to(self._mean_loss.device))
+        return total.to(shares.device)
 
     def _end_early(self) -> None:
         if self.config.late_steps == 0:

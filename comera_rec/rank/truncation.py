@@ -127,5 +127,9 @@ def require_known_states(modules: Sequence[TTModule], optimizer: Optimizer | Non
 
 
 def _optimizers_of(parameter: nn.Parameter, optimizer: Optimizer | None) -> list[Optimizer]:
-    """List the given optimizer and those applied in backward."""
-    return [*filter(None, [optimizer]), *getattr(parameter, "_in_backward_optimizers", ())]
+    """List the given optimizer and those applied in backward, each without TorchRec's wrappers, whose `state` is outdated."""
+    optimizers = [*filter(None, [optimizer]), *getattr(parameter, "_in_backward_optimizers", ())]
+    for n, each in enumerate(optimizers):
+        while isinstance(inner := getattr(each, "_optimizer", None), Optimizer):
+            optimizers[n] = each = inner
+    return optimizers

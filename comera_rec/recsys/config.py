@@ -16,7 +16,7 @@ from comera_rec.nn.hot_rows import require_blocks
 from comera_rec.nn.table import table_shape
 from comera_rec.tt import Blocks, TTShape, blocks_params, require_positive
 
-_SAMPLED_ROWS = 10_000  # initialized by an `init_fn` to estimate its standard deviation
+_SAMPLED = 1 << 24  # the most numbers that are initialized by an `init_fn` to learn its standard deviation
 DTYPES = {DataType.FP32: torch.float32, DataType.FP16: torch.float16, DataType.BF16: torch.bfloat16}
 
 
@@ -62,7 +62,8 @@ class _TTFields(BaseEmbeddingConfig):
         if isinstance(init_fn, partial) and init_fn.func is nn.init.uniform_ and init_fn.keywords.keys() == {"a", "b"}:
             return (init_fn.keywords["b"] - init_fn.keywords["a"]) / math.sqrt(12)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            sample = torch.empty(min(self.num_embeddings, _SAMPLED_ROWS), self.embedding_dim, device="cpu")
+            rows = min(self.num_embeddings, _SAMPLED // self.embedding_dim)  # all, if possible: Xavier's depends on their number
+            sample = torch.empty(rows, self.embedding_dim, device="cpu")
             returned = init_fn(sample)
         return float((sample if returned is None else returned).std(correction=0))
 

@@ -34,6 +34,7 @@ from comera_rec.serving.portable import PortableTables
 from comera_rec.serving.tables import expand, served_tables
 from comera_rec.serving.vocabularies import offsets_of
 from comera_rec.training.evaluation import evaluate
+from comera_rec.training.metrics import OneClass
 from comera_rec.training.model import Schema
 from comera_rec.training.runs import load_run
 from data_pipeline.manifest import CategoricalColumn, Manifest, read_manifest
@@ -127,8 +128,12 @@ def flatten_run(options: ExportOptions) -> tuple[FlatModel, ModelMetadata]:
         counts = [_counts(column, manifest, data) for column in manifest.categorical_columns]
         tables = expand(tables, counts, options.expand, row_bytes(tables[0].columns, DTYPES[options.dtype]))
     flat = FlatModel(model, FORMS[options.form](tables, DTYPES[options.dtype])).eval()
-    test = ParquetBatches(data, "test", batch_size=config.data.eval_batch_size)
-    trained, served = (evaluate(each, test, torch.device("cpu")) for each in (model, _Logits(flat, list(schema.sparse))))
+    split = next(name for name in ("test", "val", "train") if manifest.splits[name].rows)  # as the run was evaluated
+    batches = ParquetBatches(data, split, batch_size=config.data.eval_batch_size)
+    try:
+        trained, served = (evaluate(each, batches, torch.device("cpu")) for each in (model, _Logits(flat, list(schema.sparse))))
+    except OneClass:
+        trained = served = {"auc": None, "ne": None}
     return flat, _metadata(options, schema, manifest, data.absolute(), tables, trained, served)
 
 

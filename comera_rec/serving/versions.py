@@ -55,7 +55,8 @@ class ModelFile:
     ) -> None:
         self.path, self.data, self._threads, self._observe = path, data, threads, observe
         self.name = path.stem
-        self.current, self._signature = self._load(), self._stat()
+        self._signature = self._stat()  # before loading: a file that arrives meanwhile is a new version
+        self.current = self._load()
 
     def _load(self) -> Version:
         model = ServingModel.load(self.path, threads=self._threads)

@@ -126,6 +126,12 @@ def test_compress_takes_files_and_distributed_checkpoints(kind: str, tmp_path: P
     assert not (tmp_path / "new.pt").exists()
 
 
+def test_entries_that_are_no_tensors_are_kept() -> None:
+    state = {**model().state_dict(), "over._extra_state": {"scale": 2}}
+    compressed = cr.compress_state(state, cr.TTEmbeddingConfig(compression=4, min_rows=100))
+    assert compressed["over._extra_state"] == {"scale": 2}
+
+
 def test_states_without_tables_are_refused() -> None:
     config = cr.TTEmbeddingConfig(compression=4, min_rows=100)
     with pytest.raises(ValueError, match="holds no table"):

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
-from comera_rec import TTEmbeddingBagCollection, TTEmbeddingConfig, export_dense, swap_embedding_bag_collections_
+from comera_rec import (
+    TTEmbeddingBagCollection,
+    TTEmbeddingConfig,
+    TTLinearConfig,
+    compress_linears_,
+    export_dense,
+    swap_embedding_bag_collections_,
+    swap_embeddings_,
+)
 
 LIMITS = {"user": 400, "item": 300, "day": 7}
 
@@ -304,8 +312,25 @@ def test_a_table_of_zeros_starts_at_zero_and_trains() -> None:
 
 
 def test_weights_on_the_meta_device_have_no_svd() -> None:
-    with pytest.raises(ValueError, match="table 't_user' is on the meta device, without values to start from"):
-        swap_embedding_bag_collections_(collection().to("meta"), TTEmbeddingConfig(min_rows=100), init="tt_svd")
+    config = TTEmbeddingConfig(min_rows=100)
+    with pytest.raises(ValueError, match="'t_user' is on the meta device, without values to start from"):
+        swap_embedding_bag_collections_(collection().to("meta"), config, init="tt_svd")
+    with pytest.raises(ValueError, match="'0' is on the meta device, without values to start from"):
+        swap_embeddings_(nn.Sequential(nn.Embedding(400, 8, device="meta")), config, init="tt_svd")
+    linear = nn.Sequential(nn.Linear(64, 64, device="meta"))
+    with pytest.raises(ValueError, match="'0' is on the meta device, without values to start from"):
+        compress_linears_(linear, TTLinearConfig(tt_ranks=2, min_features=8, policy="always"), init="tt_svd")
+
+
+def test_the_spread_of_an_init_fn_that_depends_on_the_number_of_rows() -> None:
+    pretrained = torch.randn(20_000, 8)
+    for init_fn in (nn.init.xavier_uniform_, lambda weight: weight.detach().copy_(pretrained)):
+        config = EmbeddingBagConfig(name="t", num_embeddings=20_000, embedding_dim=8, feature_names=["f"], init_fn=init_fn)
+        dense = EmbeddingBagCollection([config])
+        std = float(dense.embedding_bags["t"].weight.detach().std())
+        swapped = swap_embedding_bag_collections_(dense, TTEmbeddingConfig(tt_ranks=4))
+        assert isinstance(swapped, TTEmbeddingBagCollection)
+        assert float(swapped.tt_bag("t").dense_matrix().detach().std()) == pytest.approx(std, rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from comera_rec.nn import named_tt_modules
 from comera_rec.recsys import TTEmbeddingBagCollection
 from comera_rec.recsys import TTEmbeddingBagConfig as Table
 from comera_rec.recsys.sharding import ShardedTTEmbeddingBagCollection
+from comera_rec.recsys.sharding.parts import RowShard
 from comera_rec.testing import run
 
 pytestmark = pytest.mark.distributed
@@ -222,6 +223,7 @@ def train_single(case: Case, world: int) -> dict[str, Tensor]:
         (4, Case(("table_wise", "data_parallel", "row_wise"))),
         (2, Case(("row_wise", "table_wise", "data_parallel"), truncates=True)),
         *((2, Case(("row_wise", "table_wise", "data_parallel"), objective=name)) for name in ("budget", "achievement")),
+        *((4, Case(("table_wise",), objective=name)) for name in ("budget", "achievement")),  # one process has no TT table
         (2, Case(("row_wise", "table_wise", "data_parallel"), spare=1)),
     ],
     ids=str,
@@ -312,6 +314,27 @@ def bad_input(rank: int) -> list[str]:
             model(KeyedJaggedTensor(FEATURES, values, lengths=lengths))
         messages.append(str(error.value))
     return messages
+
+
+def missing_feature(rank: int) -> str:
+    model = sharded(Case(("row_wise",)))
+    with pytest.raises(ValueError, match="table 'three' looks up feature 'right', which the batch lacks") as error:
+        model(KeyedJaggedTensor(["shared", "left", "mean", "small"], torch.tensor([1]), lengths=torch.tensor([1, 0, 0, 0])))
+    return str(error.value)
+
+
+def test_a_missing_feature_is_named() -> None:
+    assert len(run(2, missing_feature)) == 2
+
+
+def frozen_shard(rank: int) -> list[bool]:
+    bag = cr.TTEmbeddingBag(100, 8, tt_ranks=2, hot_rows=((4, 2),), include_last_offset=True).requires_grad_(False)
+    shard = RowShard(bag, dist.distributed_c10d._get_default_group(), torch.device("cpu"))
+    return [parameter.requires_grad for parameter in shard.parameters()]
+
+
+def test_frozen_tables_stay_frozen_in_shards() -> None:
+    assert not any(any(flags) for flags in run(2, frozen_shard))
 
 
 def test_an_id_out_of_range_is_named_before_it_is_sent() -> None:

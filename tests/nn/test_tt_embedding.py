@@ -74,6 +74,15 @@ def test_any_modes_and_ranks(data: st.DataObject) -> None:
     torch.testing.assert_close(embedding.logits(x), x @ dense.mT)
 
 
+@pytest.mark.parametrize("size", [(101, 11, SHAPES[2][2]), (60, 24, SHAPES[4][2])], ids=str)
+def test_padding_has_no_score_in_either_form(size: tuple[int, int, TTShape]) -> None:
+    embedding = TTEmbedding(size[0], size[1], shape=size[2], padding_idx=3, dtype=torch.float64)
+    x = torch.randn(2, size[1], dtype=torch.float64)
+    scores = embedding.logits(x)
+    assert not scores[:, 3].any()
+    torch.testing.assert_close(scores, x @ embedding.to_dense().weight.mT)
+
+
 def test_logits_use_the_path_with_the_fewest_multiply_adds() -> None:
     paths = {logits_path(shape)[:2] for _, _, shape in SHAPES if shape.order > 1}
     assert {right_first for _, right_first in paths} == {True, False}

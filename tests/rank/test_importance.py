@@ -122,6 +122,30 @@ def test_steps_that_are_not_finite_leave_finite_scores() -> None:
         TaylorScores().scores([module])
 
 
+def test_a_process_without_modules_takes_part_in_every_sum() -> None:
+    scores, sums = TaylorScores(), []
+
+    def total(squares: Tensor) -> Tensor:
+        sums.append(squares)
+        return squares.sum() + 1
+
+    scores.observe([], total)
+    scores.slice_([])
+    assert [len(each) for each in sums] == [0]
+    assert scores.scores([]) == TaylorScores().scores([]) == []
+
+
+def test_a_step_without_gradients_changes_no_score() -> None:
+    module = MODULES["order 2"]()
+    scores = TaylorScores()
+    module.rank_1.grad = torch.ones(5).double()
+    scores.observe([module], torch.sum)
+    before = scores.scores([module])[0][0]
+    module.rank_1.grad = None
+    scores.observe([module], torch.sum)
+    assert torch.equal(scores.scores([module])[0][0], before)
+
+
 def test_a_vanished_tt_module_has_no_scores() -> None:
     module = MODULES["order 3"]()
     module.resize_ranks_((0, 0))

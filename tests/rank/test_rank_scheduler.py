@@ -78,6 +78,12 @@ def test_without_a_price_nothing_is_lost_and_with_one_ranks_fall() -> None:
     assert losses[-1] < losses[0]
 
 
+def test_a_loss_of_one_number_in_a_vector() -> None:
+    regression = Regression(RankConfig(early_steps=30))
+    loss = regression.scheduler.loss(regression.task_loss().view(1))
+    assert loss.shape == ()
+
+
 def test_early_then_done_without_a_target() -> None:
     regression = Regression(RankConfig(early_steps=30, truncate_every=10))
     scheduler = regression.scheduler

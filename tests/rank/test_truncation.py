@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, RMSprop
+from torchrec.optim import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 
 from comera_rec import TTEmbeddingBag, TTLinear, truncate_ranks_
 from comera_rec.rank import count_tt_params
@@ -232,3 +234,15 @@ def test_invalid_thresholds_are_refused(threshold: float) -> None:
 
 def test_a_model_without_tt_modules_is_unchanged() -> None:
     assert truncate_ranks_(nn.Linear(3, 3), threshold=1.0) == {}
+
+
+def test_state_behind_torchrecs_wrappers_is_sliced() -> None:
+    model = Small()
+    keyed = KeyedOptimizerWrapper(dict(model.named_parameters()), lambda parameters: Adam(parameters, lr=0.01))
+    optimizer = GradientClippingOptimizer(CombinedOptimizer([keyed]), clipping=GradientClipping.NORM, max_gradient=1.0)
+    train(model, optimizer, 3)
+    silence(model, DOOMED)
+    truncate_ranks_(model, optimizer, threshold=1e-6)
+    moments = keyed.state[model.table.core_1]["exp_avg"]
+    assert moments.shape == model.table.core_1.shape
+    train(model, optimizer, 2)

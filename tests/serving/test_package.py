@@ -18,8 +18,12 @@ from torchrec import KeyedJaggedTensor
 from comera_rec.serving.export import ExportOptions, flatten_run
 from comera_rec.serving.package import FORMAT_VERSION, METADATA_KEY, ServingModel, read_metadata
 from comera_rec.serving.vocabularies import check_vocabularies
+from comera_rec.training.config import load_config
 from comera_rec.training.runs import load_run
+from comera_rec.training.trainer import Trainer
 from data_pipeline.manifest import read_manifest
+from data_pipeline.preprocess import PreprocessOptions, preprocess
+from data_pipeline.synth import SynthOptions, synth
 
 Request = tuple[Tensor, Tensor, Tensor]
 FORMS = ["portable", "fast"]
@@ -73,6 +77,17 @@ def test_metadata_is_the_data_sets(trained: Path, package: Callable) -> None:
     check_vocabularies(metadata, manifest, trained.parent / "data")
     with pytest.raises(ValueError, match="data has other offsets of integer columns than the model was trained with"):
         check_vocabularies(replace(metadata, offsets=(9, *metadata.offsets[1:])), manifest, Path("data"))
+
+
+def test_a_run_without_test_rows_is_measured_where_it_was_evaluated(trained: Path, tmp_path: Path) -> None:
+    synth(SynthOptions(rows=1500, output=tmp_path / "train.txt", seed=1, scale=0.001))
+    options = PreprocessOptions(inputs=(tmp_path / "train.txt",), output=tmp_path / "data", min_count=1, test_fraction=0.0)
+    preprocess(options)
+    config = (trained.parent / "run.toml").read_text().replace(str(trained.parent), str(tmp_path))
+    (tmp_path / "run.toml").write_text(config)
+    result = Trainer(load_config(tmp_path / "run.toml", ["training.steps=2"])).train()
+    _, metadata = flatten_run(ExportOptions(run=tmp_path / "run"))
+    assert metadata.trained_ne == pytest.approx(result["ne"], rel=1e-4)
 
 
 def test_exports_at_once_share_nothing(package: Callable, common_cache: Path) -> None:

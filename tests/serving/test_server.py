@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -19,6 +21,7 @@ from starlette.testclient import TestClient
 from comera_rec.serving.batching import merge
 from comera_rec.serving.package import ServingModel
 from comera_rec.serving.server import ServeOptions, Server, listen, serve
+from comera_rec.serving.versions import ModelFile, Version
 from data_pipeline.encoder import Flat, RequestEncoder
 from data_pipeline.options import PreprocessOptions
 from data_pipeline.preprocess import preprocess
@@ -45,6 +48,28 @@ def raw_rows(data: Path, count: int) -> list[dict[str, Any]]:
     lines = (data.parent / "train.txt").read_text().splitlines()[:count]
     cells = [dict(zip(names, line.split("\t"), strict=True)) for line in lines]
     return [{name: int(cell) if cell and name[0] == "I" else cell or None for name, cell in row.items()} for row in cells]
+
+
+def test_a_file_that_arrives_while_another_is_loaded_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, numbers = tmp_path / "model.pt2", iter("12")
+
+    def load(file: ModelFile) -> Version:
+        number = next(numbers)
+        if number == "1":  # the new file arrives after the old one was read
+            (tmp_path / "new").write_text("second")
+            (tmp_path / "new").rename(path)
+        return Version(number=number, model=None, encoder=None)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ModelFile, "_load", load)
+    path.write_text("first")
+    file = ModelFile(path, data=None, threads=1)
+
+    async def watch() -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(file.watch(0.01), timeout=0.3)
+
+    asyncio.run(watch())
+    assert file.current.number == "2"
 
 
 def test_open_inference_protocol(client: TestClient, model: Path, data: Path) -> None:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from comera_rec import TTEmbeddingBagConfig
 from comera_rec.training.config import load_config, parse_config
+from comera_rec.training.model import Schema, table_configs
 
 MINIMAL = {"output": "runs/x", "data": {"path": "data"}}
 
@@ -30,6 +32,14 @@ def test_a_written_config_is_read_back(tmp_path: Path) -> None:
         {**MINIMAL, "ranks": {"early_steps": 7, "late_steps": 3, "target_size": 0.5}, "tables": {"compression": 50}}
     )
     assert parse_config(config.to_dict()) == config
+
+
+def test_named_tables_stay_dense() -> None:
+    schema = Schema(dense=("I1",), sparse={"C1": 20_000, "C2": 20_000})
+    tables, _ = table_configs(parse_config({**MINIMAL, "tables": {"dense_tables": ["C2"]}}), schema)
+    assert [isinstance(table, TTEmbeddingBagConfig) and table.is_tt for table in tables] == [True, False]
+    with pytest.raises(ValueError, match="dense_tables names 'C3', which is no table: choose from 'C1', 'C2'"):
+        table_configs(parse_config({**MINIMAL, "tables": {"dense_tables": ["C3"]}}), schema)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from torchrec.distributed.types import (
 from torchrec.streamable import Multistreamable
 
 from comera_rec.ops import check_ids
-from comera_rec.recsys.collection import TTEmbeddingBagCollection
+from comera_rec.recsys.collection import TTEmbeddingBagCollection, require_keys
 from comera_rec.recsys.sharding.parts import DataParallel, Part, RowShard, RowWise, TableWise
 
 
@@ -81,6 +81,7 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
         group = env.process_group
         assert group is not None, "sharding needs a process group"
         self._keys, self._lengths = module.output_keys(), module.output_lengths()
+        self._tables = module.embedding_bag_configs()
         tables = module.tt_configs()
         bags = {config.name: module.tt_bag(config.name) for config in tables}
         by_type = {
@@ -135,10 +136,12 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
         """Send every id to the process that has its row.
 
         Raises:
-            ValueError: naming table and id, for an id out of range (checked on CPU); for batch sizes that vary by feature.
+            ValueError: naming table and id, for an id out of range (checked on CPU); for batch sizes that vary by feature; for a
+                feature that is missing.
         """
         if features.variable_stride_per_key():
             raise ValueError("sharded TT tables take one batch size for all features: give inputs without inverse indices")
+        require_keys(features, self._tables)
         keys = features.keys()
         awaitables: list[Any] = []
         with torch.no_grad():

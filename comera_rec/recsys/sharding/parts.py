@@ -234,10 +234,12 @@ class RowShard(TTEmbeddingBag):
         self.num_digits = max(0, min(digits, first - rank * digits))
         self._first_row = rank * digits * math.prod(others)
         self.hot_rows = copy.deepcopy(bag.hot_rows)  # replicas, like all cores but the first
+        local, whole = [*self.cores(), *self.rank_parameters()], [*bag.cores(), *bag.rank_parameters()]
+        for parameter, value in zip(local, whole, strict=True):
+            parameter.requires_grad_(value.requires_grad)
         if bag.core_0.is_meta:
             return
         with torch.no_grad():
-            local, whole = [*self.cores(), *self.rank_parameters()], [*bag.cores(), *bag.rank_parameters()]
             for parameter, value in zip(local[1:], whole[1:], strict=True):
                 parameter.copy_(value)
             self.core_0.zero_()[:, : self.num_digits] = bag.core_0[:, rank * digits : rank * digits + self.num_digits]
