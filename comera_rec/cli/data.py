@@ -201,7 +201,10 @@ def preprocess(first_inputs: tuple[str, ...], more_inputs: tuple[str, ...], sche
 @click.option("--data", type=_PATH, required=True, help="The data set whose vocabularies to use.")
 @click.option("--output", type=_Location(), required=True, metavar="NEWDATA", help="Folder or URL of the new data set.")
 @click.option(
-    "--schema", type=_PATH, metavar="FILE", help="TOML file with the new logs' columns, if labels or ignored columns differ."
+    "--schema",
+    type=_PATH,
+    metavar="FILE",
+    help="TOML file with the new logs' columns, if labels, ignored columns or, with --extend, max_ids differ.",
 )
 @click.option(
     "--split",
