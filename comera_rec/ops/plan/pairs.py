@@ -124,11 +124,8 @@ def find_and_sort(
     """Return pairs, slices and order of hot rows: rows of each block, and the number of blocks of each table."""
     first_blocks = first_keys(num_blocks)
     tables = zip(trailing, first_rows, first_blocks, num_blocks, strict=False)
-    blocks = []
-    for start, end in pairwise(first_blocks):
-        bounds = first_keys(rows[start:end])
-        blocks += [(first, after) for first, after in pairwise(bounds)]
-    columns = [(*bounds, key) for bounds, key in zip(blocks, first_keys(rows), strict=False)]
+    bounds = [each for start, end in pairwise(first_blocks) for each in pairwise(first_keys(rows[start:end]))]
+    columns = [(*each, key) for each, key in zip(bounds, first_keys(rows), strict=False)]
     found = torch.empty_like(pairs, dtype=torch.int32)
     keys = torch.empty_like(pairs[:2], dtype=key_type(sum(rows), len(rows)))
     if pairs.shape[1]:
