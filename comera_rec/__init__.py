@@ -53,6 +53,8 @@ if TYPE_CHECKING:
         TTEmbeddingBagCollectionSharder,
         TTEmbeddingCollectionSharder,
         TTShardingPlanner,
+        load_optimizer_state_,
+        optimizer_state,
         rewrap_data_parallel_,
     )
     from comera_rec.tt import TTShape, factorize, tt_svd, tt_to_dense
@@ -95,6 +97,8 @@ __all__ = [
     "fit_tables_",
     "grow_ranks_",
     "linear_factory",
+    "load_optimizer_state_",
+    "optimizer_state",
     "rank_param_groups",
     "read_state",
     "rewrap_data_parallel_",

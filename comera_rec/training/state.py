@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torchrec.optim.keyed import KeyedOptimizer
 
 from comera_rec.nn import named_tt_modules
-from comera_rec.recsys.sharding import divided_like, padded_to
+from comera_rec.recsys.sharding import divided_like, optimizer_state, padded_to
 from comera_rec.training.checkpoint import Checkpoint
 
 
@@ -38,13 +38,9 @@ class TrainingState:
 
     def tensors(self) -> dict[str, Any]:
         """Return the tensors to save; those that are spread over processes are DTensors or ShardedTensors."""
-        weights = self._model.state_dict()
-        tensors = {f"model/{name}": value for name, value in weights.items()}
-        for name, parameter in self._model.named_parameters():
-            for key, value in self._optimizer.state.get(parameter, {}).items():
-                whole = weights[name] if value.shape == parameter.shape else None
-                tensors[f"optimizer/{name}/{key}"] = divided_like(value, whole) if isinstance(whole, DTensor) else value
-        return tensors | self._table_states()
+        tensors = {f"model/{name}": value for name, value in self._model.state_dict().items()}
+        state = optimizer_state(self._model, self._optimizer)
+        return tensors | {f"optimizer/{name}": value for name, value in state.items()} | self._table_states()
 
     def is_finite(self) -> bool:
         """Whether all numbers of this process's parts are finite."""

@@ -316,6 +316,55 @@ def bad_input(rank: int) -> list[str]:
     return messages
 
 
+def momenta(optimizer: torch.optim.Optimizer, model: nn.Module) -> Tensor:
+    """The momenta of the leading core of table "two", without a shard's padding."""
+    name, parameter = next(each for each in model.named_parameters() if "two.core_0" in each[0])
+    whole = model.state_dict()[name]
+    width = whole.to_local().shape[1] if hasattr(whole, "to_local") else whole.shape[1]
+    return optimizer.state[parameter]["exp_avg"][:, :width].clone()
+
+
+def step_with_adam(model: nn.Module, step: int) -> torch.optim.Optimizer:
+    inner = getattr(model, "module", model)
+    optimizer = torch.optim.Adam([p for n, p in inner.named_parameters() if "dense_bags" not in n], lr=LR)
+    model(joined(global_batch(step, 4, False)))[0].backward()
+    optimizer.step()
+    return optimizer
+
+
+def save_optimizer(rank: int, case: Case, folder: str) -> Tensor:
+    model = sharded(case)
+    optimizer = step_with_adam(model, rank)
+    dcp.save({"optimizer": cr.optimizer_state(model.module, optimizer)}, checkpoint_id=folder)
+    return momenta(optimizer, model.module)
+
+
+def load_optimizer(rank: int, case: Case, folder: str) -> Tensor:
+    model = sharded(case)
+    optimizer = step_with_adam(model, 7)
+    state = {"optimizer": cr.optimizer_state(model.module, optimizer)}
+    dcp.load(state, checkpoint_id=folder)
+    cr.load_optimizer_state_(model.module, optimizer, state["optimizer"])
+    return momenta(optimizer, model.module)
+
+
+def test_momenta_of_divided_cores_are_saved_by_all_and_loaded_on_any_number_of_processes(tmp_path: Path) -> None:
+    case = Case(("row_wise",))
+    saved = run(2, save_optimizer, case, str(tmp_path))
+    expected = torch.cat(saved, dim=1)
+    assert not torch.equal(*(each[:, : saved[1].shape[1]] for each in saved))
+    for world in (2, 4):
+        assert torch.equal(torch.cat(run(world, load_optimizer, case, str(tmp_path)), dim=1), expected)
+    single = Model(case)
+    optimizer = step_with_adam(single, 7)
+    state = {"optimizer": cr.optimizer_state(single, optimizer)}
+    dcp.load(state, checkpoint_id=str(tmp_path), no_dist=True)
+    cr.load_optimizer_state_(single, optimizer, state["optimizer"])
+    assert torch.equal(momenta(optimizer, single), expected)
+    with pytest.raises(ValueError, match=r"the state lacks 'step' of 'bags\.tt_bags\.two\.core_0': give what optimizer_state returns"):
+        cr.load_optimizer_state_(single, optimizer, {})
+
+
 def missing_feature(rank: int) -> str:
     model = sharded(Case(("row_wise",)))
     with pytest.raises(ValueError, match="table 'three' looks up feature 'right', which the batch lacks") as error:

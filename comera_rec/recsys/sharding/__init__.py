@@ -2,6 +2,7 @@
 
 from comera_rec.recsys.sharding.collection import ShardedTTEmbeddingBagCollection, divided_like, padded_to
 from comera_rec.recsys.sharding.data_parallel import rewrap_data_parallel_
+from comera_rec.recsys.sharding.optimizer_state import load_optimizer_state_, optimizer_state
 from comera_rec.recsys.sharding.planner import TTShardingPlanner
 from comera_rec.recsys.sharding.sharder import TTEmbeddingBagCollectionSharder, TTEmbeddingCollectionSharder
 
@@ -11,6 +12,8 @@ __all__ = [
     "TTEmbeddingCollectionSharder",
     "TTShardingPlanner",
     "divided_like",
+    "load_optimizer_state_",
+    "optimizer_state",
     "padded_to",
     "rewrap_data_parallel_",
 ]
