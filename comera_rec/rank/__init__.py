@@ -8,7 +8,7 @@ from comera_rec.rank.param_groups import rank_param_groups
 from comera_rec.rank.penalty import core_norm, size_surrogate
 from comera_rec.rank.scheduler import RankScheduler
 from comera_rec.rank.selection import within_budget
-from comera_rec.rank.truncation import count_tt_params, keep_ranks_, optimizers_of, truncate_ranks_
+from comera_rec.rank.truncation import count_tt_params, keep_ranks_, truncate_ranks_, unwrapped
 
 __all__ = [
     "Achievement",
@@ -23,9 +23,9 @@ __all__ = [
     "keep_ranks_",
     "magnitude_scores",
     "norm_scores",
-    "optimizers_of",
     "rank_param_groups",
     "size_surrogate",
     "truncate_ranks_",
+    "unwrapped",
     "within_budget",
 ]

@@ -94,7 +94,7 @@ def replace_parameter_(parameter: nn.Parameter, change: Callable[..., Tensor], o
         change: (tensor, key=...) -> tensor of the new size; key is "data", "grad", or the name of an optimizer state.
         optimizer: the optimizer that updates the parameter, if there is one.
     """
-    for each in optimizers_of(parameter, optimizer):
+    for each in _optimizers_of(parameter, optimizer):
         state = each.state.get(parameter, {})
         for key, value in state.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape:
@@ -112,7 +112,7 @@ def require_known_states(modules: Sequence[TTModule], optimizer: Optimizer | Non
     row-wise Adagrad keeps; before its first step that optimizer has state of another shape, which it then replaces.
     """
     for parameter in (p for module in modules for p in (*module.cores(), *module.rank_parameters())):
-        for each in optimizers_of(parameter, optimizer):
+        for each in _optimizers_of(parameter, optimizer):
             state = each.state.get(parameter, {})
             if type(each).__name__ == ROW_WISE and not state.get("step"):
                 continue
@@ -126,10 +126,13 @@ def require_known_states(modules: Sequence[TTModule], optimizer: Optimizer | Non
                     )
 
 
-def optimizers_of(parameter: nn.Parameter, optimizer: Optimizer | None) -> list[Optimizer]:
-    """List the given optimizer and those applied in backward, each without TorchRec's wrappers, whose `state` is outdated."""
-    optimizers = [*filter(None, [optimizer]), *getattr(parameter, "_in_backward_optimizers", ())]
-    for n, each in enumerate(optimizers):
-        while isinstance(inner := getattr(each, "_optimizer", None), Optimizer):
-            optimizers[n] = each = inner
-    return optimizers
+def _optimizers_of(parameter: nn.Parameter, optimizer: Optimizer | None) -> list[Optimizer]:
+    """List the given optimizer and those applied in backward."""
+    return [*([unwrapped(optimizer)] if optimizer else []), *getattr(parameter, "_in_backward_optimizers", ())]
+
+
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer within TorchRec's wrappers, which copy its `state` once and don't see what it becomes."""
+    while isinstance(inner := getattr(optimizer, "_optimizer", None), Optimizer):
+        optimizer = inner
+    return optimizer

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from comera_rec.rank import optimizers_of
+from comera_rec.rank import unwrapped
 from comera_rec.recsys.sharding.collection import divided_like, padded_to
 
 
@@ -62,8 +62,8 @@ def load_optimizer_state_(model: nn.Module, optimizer: Optimizer, state: Mapping
 
 def _entries(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, str, nn.Parameter, dict[str, Any]]]:
     """Yield name, key, parameter and the parameter's state, for each entry of it."""
+    states = unwrapped(optimizer).state
     for name, parameter in model.named_parameters():
-        for each in optimizers_of(parameter, optimizer):
-            state = each.state.get(parameter, {})
-            for key in list(state):
-                yield name, key, parameter, state
+        state = states.get(parameter, {})
+        for key in list(state):
+            yield name, key, parameter, state
