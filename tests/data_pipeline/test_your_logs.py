@@ -25,7 +25,7 @@ def test_commands_run(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "report.html").exists()
     assert "extended matches its manifest: 500 rows" in done.stdout
-    columns = {column.name: column for column in read_manifest(tmp_path / "data").categorical_columns}
+    columns = {column.name: column for column in read_manifest(tmp_path / "orders").categorical_columns}
     assert columns["customer"].num_embeddings == 1000
     assert 50 < columns["shop"].num_embeddings <= 101
     orders = pd.read_csv(tmp_path / "orders.csv", parse_dates=["time"])
