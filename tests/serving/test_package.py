@@ -19,6 +19,7 @@ from comera_rec.serving.export import ExportOptions, flatten_run
 from comera_rec.serving.package import FORMAT_VERSION, METADATA_KEY, ServingModel, read_metadata
 from comera_rec.serving.vocabularies import check_vocabularies
 from comera_rec.training.config import load_config
+from comera_rec.training.metrics import OneClass
 from comera_rec.training.runs import load_run
 from comera_rec.training.trainer import Trainer
 from data_pipeline.manifest import read_manifest
@@ -88,6 +89,15 @@ def test_a_run_without_test_rows_is_measured_where_it_was_evaluated(trained: Pat
     result = Trainer(load_config(tmp_path / "run.toml", ["training.steps=2"])).train()
     _, metadata = flatten_run(ExportOptions(run=tmp_path / "run"))
     assert metadata.trained_ne == pytest.approx(result["ne"], rel=1e-4)
+
+
+def test_labels_of_one_class_leave_the_metrics_open(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_one_class(*_: object) -> dict[str, float]:
+        raise OneClass
+
+    monkeypatch.setattr("comera_rec.serving.export.evaluate", of_one_class)
+    _, metadata = flatten_run(ExportOptions(run=trained))
+    assert metadata.ne is metadata.auc is metadata.trained_ne is None
 
 
 def test_exports_at_once_share_nothing(package: Callable, common_cache: Path) -> None:

@@ -35,7 +35,10 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]
         value, whole = state[key], weights[name]
         if isinstance(whole, DTensor) and isinstance(value, Tensor) and value.numel() > 1:
             if value.shape != parameter.shape:
-                raise ValueError(f"{key!r} of {name!r} has shape {tuple(value.shape)}, which can't be divided as the core is")
+                raise ValueError(
+                    f"{key!r} of {name!r} has shape {tuple(value.shape)}, which can't be divided as the core is: use an optimizer "
+                    "whose state has the parameter's shape"
+                )
             value = divided_like(value, whole)
         tensors[f"{name}/{key}"] = value
     return tensors
