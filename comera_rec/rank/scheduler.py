@@ -212,7 +212,9 @@ class RankScheduler:
         assert self.target is not None
         if self._size() > ceiling and (last or ceiling > 1.1 * self.target):
             summaries = self._summaries(self._scores())
-            self._keep(summaries, within_budget(*_shapes_and_scores(summaries), ceiling, self._units(summaries), exact=last))
+            shapes_and_scores, units = _shapes_and_scores(summaries), self._units(summaries)
+            lasting = [summary.has_hot_rows for summary in summaries.values()]
+            self._keep(summaries, within_budget(*shapes_and_scores, ceiling, units, lasting=lasting, exact=last))
 
     def _summaries(self, scores: dict[str, list[Tensor]] | None = None) -> dict[str, ModuleSummary]:
         """Summarize the TT modules of all processes, by name."""

@@ -58,6 +58,7 @@ def within_budget(
     budget: int,
     units: Sequence[int] | None = None,
     *,
+    lasting: Sequence[bool] | None = None,
     exact: bool = True,
 ) -> Masks:
     """Keep the ranks of the highest scores within a budget.
@@ -69,22 +70,19 @@ def within_budget(
         scores: the scores [r_k], per module and bond: non-negative, and additive over ranks.
         budget: size that all modules together may have at most, in units.
         units: size of one parameter of each module; default 1.
+        lasting: modules that lose the last rank of a bond only if nothing else is left to remove; default none.
         exact: fill the budget to 99 % where whole ranks allow it, even at a loss of score: besides restoring ranks that fit,
             exchange two or three ranks of different sizes.
     """
     selection = _Selection(shapes, scores, units)
-    shrunk = selection.total > budget
-    prices = {move: selection.price(move) for move in selection.removals()} if shrunk else {}
-    while selection.total > budget and prices:
-        cheapest = min(prices, key=lambda move: (prices[move], move))
-        selection.apply([cheapest])
-        for move in [move for move in prices if move[0] == cheapest[0]]:  # prices in other modules don't change
-            if selection.ranks[move[0]][move[1]]:
-                prices[move] = selection.price(move)
-            else:
-                del prices[move]
-    if shrunk:
-        selection.fill(budget, exact=exact)
+    if selection.total <= budget:
+        return selection.masks()
+    selection.least = [int(lasts) for lasts in lasting or selection.least]
+    selection.shrink(budget)
+    if selection.total > budget:
+        selection.least = [0] * len(shapes)
+        selection.shrink(budget)
+    selection.fill(budget, exact=exact)
     return selection.masks()
 
 
@@ -94,6 +92,7 @@ class _Selection:
     def __init__(self, shapes: Sequence[TTShape], scores: Sequence[Sequence[Tensor]], units: Sequence[int] | None) -> None:
         self.full = [shape.ranks for shape in shapes]
         self.ranks = [list(ranks) for ranks in self.full]
+        self.least = [0] * len(shapes)
         self.order = [[bond.argsort(descending=True, stable=True).cpu() for bond in bonds] for bonds in scores]
         self.scores = [[bond.double().sort(descending=True).values.tolist() for bond in bonds] for bonds in scores]
         self.units = list(units or [1] * len(shapes))
@@ -140,13 +139,25 @@ class _Selection:
             self.ranks[i] = ranks
 
     def removals(self) -> list[Move]:
-        """List the removals of one rank that are possible."""
-        return [(i, k, -1) for i, ranks in enumerate(self.ranks) for k, rank in enumerate(ranks) if rank > 0]
+        """List the removals of one rank that are possible and leave each module its least ranks."""
+        return [(i, k, -1) for i, ranks in enumerate(self.ranks) for k, rank in enumerate(ranks) if rank > self.least[i]]
 
     def restorations(self) -> list[Move]:
         """List the restorations of one rank that are possible."""
         full = self.full
         return [(i, k, 1) for i, ranks in enumerate(self.ranks) for k, rank in enumerate(ranks) if rank < full[i][k]]
+
+    def shrink(self, budget: int) -> None:
+        """Remove the ranks that lose the least score per unit saved until the rest fits, or until only least ranks are left."""
+        prices = {move: self.price(move) for move in self.removals()}
+        while self.total > budget and prices:
+            cheapest = min(prices, key=lambda move: (prices[move], move))
+            self.apply([cheapest])
+            for move in [move for move in prices if move[0] == cheapest[0]]:  # prices in other modules don't change
+                if self.ranks[move[0]][move[1]] > self.least[move[0]]:
+                    prices[move] = self.price(move)
+                else:
+                    del prices[move]
 
     def fill(self, budget: int, *, exact: bool) -> None:
         """Spend the rest of a budget: restore ranks that fit; if `exact`, exchange ranks until it is nearly full."""

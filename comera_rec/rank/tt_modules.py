@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from comera_rec.distributed import WORLD, Processes
-from comera_rec.nn import TTModule
+from comera_rec.nn import TTModule, TTTable
 from comera_rec.tt import TTShape
 
 
@@ -25,12 +25,14 @@ class ModuleSummary:
         dense_params: parameters of the dense module that it replaces.
         unit: bytes of a parameter.
         scores: the score of each rank, [r_k] per bond; empty where no scores are needed.
+        has_hot_rows: whether it is a table with hot rows. They share its scores, although many ids have its cores alone.
     """
 
     shape: TTShape
     dense_params: int
     unit: int
     scores: tuple[Tensor, ...] = ()
+    has_hot_rows: bool = False
 
 
 def gather_tt_modules(
@@ -52,6 +54,7 @@ def gather_tt_modules(
                 dense_params=module.dense_params,
                 unit=module.core_0.element_size(),
                 scores=tuple(score.cpu() for score in scores[name]) if scores else (),
+                has_hot_rows=isinstance(module, TTTable) and module.num_hot_rows > 0,
             )
             for name, module in modules.items()
         }

@@ -189,6 +189,24 @@ def test_ranks_go_where_the_loss_needs_them_though_magnitudes_lie() -> None:
     assert kept["norm"] < kept["magnitude"]
 
 
+def test_hot_rows_that_explain_all_gradients_leave_their_table_a_rank() -> None:
+    """Only ids with hot rows are read, and the cores' scale is tiny: by their scores, the cores would go first."""
+    torch.manual_seed(0)
+    table = TTEmbeddingBag(400, 8, tt_ranks=(8,), hot_rows=((ROWS, 4),), std=1e-4)
+    optimizer = AdamW(table.parameters(), lr=0.01)
+    scheduler = RankScheduler(table, optimizer, config(objective="budget", target_size=0.4))
+    target = torch.randn(ROWS, 8)
+    for _ in range(51):
+        optimizer.zero_grad()
+        scheduler.loss((table(IDS) - target).square().mean()).backward()
+        table.rank_1.grad.zero_()
+        optimizer.step()
+        scheduler.step()
+    (block,) = table.hot_blocks()
+    assert table.shape.ranks == (1,)
+    assert 0 < block.shape.ranks[0] < 4
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

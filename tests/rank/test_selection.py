@@ -83,3 +83,28 @@ def test_close_to_the_best_of_all_choices(seed: int) -> None:
     masks = within_budget(tables, scores, budget)
     actual = value(tuple(int(mask.sum()) for each in masks for mask in each))
     assert actual >= 0.9 * max(map(value, fitting))
+
+
+def test_a_lasting_module_is_emptied_only_if_the_budget_leaves_no_choice() -> None:
+    table, block = TTShape((10, 10), (4, 4), 2), TTShape((50, 1), (1, 16), 2)
+    scores = [[torch.tensor([1e-6, 1e-6])], [torch.tensor([9.0, 8.0])]]
+    rank_1 = table.with_ranks([1]).num_params
+    for budget, lasting, expected in (
+        (rank_1 + block.num_params, [True, False], [1, 2]),
+        (rank_1 + block.num_params // 2, [True, False], [1, 1]),
+        (rank_1, [True, False], [1, 0]),
+        (rank_1 - 1, [True, False], [0, 1]),
+        (block.num_params // 2 - 1, [True, False], [0, 0]),
+        (block.num_params, None, [0, 2]),
+    ):
+        masks = within_budget([table, block], scores, budget, lasting=lasting, exact=False)
+        assert [int(mask.sum()) for (mask,) in masks] == expected
+
+
+@given(st.lists(shapes, min_size=1, max_size=4), st.floats(0, 1), st.integers(0, 99))
+def test_no_lasting_module_is_emptied_where_all_fit_at_rank_1(tables: list[TTShape], fraction: float, seed: int) -> None:
+    least = sum(shape.with_ranks([1] * len(shape.ranks)).num_params for shape in tables)
+    budget = least + int(fraction * (sum(shape.num_params for shape in tables) - least))
+    for exact in (False, True):
+        masks = within_budget(tables, random_scores(tables, seed), budget, lasting=[True] * len(tables), exact=exact)
+        assert all(mask.any() for each in masks for mask in each)
