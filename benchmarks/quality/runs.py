@@ -45,6 +45,8 @@ TWICE = (20, ("TT fixed", "TT SVD"))
 
 VARIANTS = {*SCORES, *SPLITS} - {*METHODS}
 """Variants of one method, compared only with each other; figures and tables of all methods omit them."""
+AT_RATE_OF_METHOD = VARIANTS - {*SPLITS}
+"""Variants that run at the best rate of the method that they vary."""
 VARIED = {*DECAYS} - {"synth"}
 """Variants of the logs, at one size only, which have a table of their own."""
 
@@ -88,7 +90,7 @@ def run(settings: Settings) -> Iterator[list[Row]]:
     for task in tasks(settings):
         for (method, compression, steps), seed in tqdm(_plan(task, settings), desc=task.data.name, unit="case", disable=None):
             case = {"data": task.data.name, "method": method, "compression": compression, "steps": steps}
-            is_tuned = seed == settings.seed and method not in VARIANTS
+            is_tuned = seed == settings.seed and method not in AT_RATE_OF_METHOD
             for lr in _rates(task, rows, case) if is_tuned else filter(None, [best_rate(rows, case)]):
                 shapes = {**case, "lr": lr, "dim": task.dim, "batch": task.batch}
                 if (tuple(shapes.values()), seed) in done:
@@ -148,9 +150,8 @@ def _is_selected(case: tuple[str, float, int], only: Mapping[str, str]) -> bool:
 
 
 def best_rate(rows: Sequence[Row], shapes: dict[str, Any]) -> float | None:
-    """The rate with the smallest validation NE at this size; a variant that has not run takes that of the method it varies."""
-    method = shapes["method"]
-    varied = "TT + rows" if method in SPLITS else "TT adaptive" if method in VARIANTS else method
+    """The rate with the smallest validation NE at this size; some variants take that of the method they vary."""
+    varied = "TT adaptive" if shapes["method"] in AT_RATE_OF_METHOD else shapes["method"]
     tuned = _select(rows, shapes) or _select(rows, {**shapes, "method": varied})
     return min(tuned, key=lambda row: row.counted["val_ne"]).shapes["lr"] if tuned else None
 
