@@ -14,7 +14,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "equal-bytes": quality.equal_bytes,
     "quality-ne": partial(quality.quality, "ne"),
     "quality-auc": partial(quality.quality, "auc"),
-    "quality-int8": quality.quality_of_int8,
+    "quality-types": quality.quality_of_dtypes,
     "quality-splits": quality.quality_of_splits,
     "quality-decays": quality.quality_of_decays,
     "lookup": lookup.lookup,

@@ -12,6 +12,7 @@ from benchmarks.page_tables.rows import EPYC_AVX2, EPYC_AVX512, XEON, committed,
 from benchmarks.quality.data_sets import DECAYS
 from benchmarks.quality.embeddings import SPLITS
 from benchmarks.quality.runs import SEEDS, VARIANTS, VARIED, chosen
+from benchmarks.quality.storage import DTYPES
 from benchmarks.quality.summary import BEST, DATA_SETS, METRICS, NAMES, NOT_EQUAL, short_table
 
 SPLIT_DATA = {"synth": "logs", "ml1m": "MovieLens", "video": "games"}
@@ -39,10 +40,10 @@ def quality(metric: str) -> str:
     return short_table(_measured(), metric) + _sources()
 
 
-def quality_of_int8() -> str:
-    """NE and AUC of int8 tables and of float32 tables that take equal bytes, on the logs."""
+def quality_of_dtypes() -> str:
+    """NE and AUC of tables of each type that take equal bytes, on the logs."""
     rows = [row for row in _committed() if row.shapes["data"] == "synth"]
-    by_dtype = {dtype: chosen(rows, dtype) for dtype in ("float32", "int8")}
+    by_dtype = {dtype: chosen(rows, dtype) for dtype in DTYPES}
     methods = [name for name in NAMES | {"hashing": ""} if any(row.provider == name for row in by_dtype["int8"])]
     sizes = sorted({row.shapes["compression"] for row in by_dtype["int8"]})
     lines = []

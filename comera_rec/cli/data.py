@@ -6,22 +6,22 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import click
 
+from comera_rec.cli.types import Bytes, Location, Time
 from data_pipeline.describe import describe as describe_data_set
 from data_pipeline.describe import to_text, write_html
 from data_pipeline.lookup import find_id, find_text
 from data_pipeline.manifest import SPLITS, Manifest, read_manifest
 from data_pipeline.npy import export_npy
-from data_pipeline.options import PreprocessOptions, format_bytes, parse_bytes
+from data_pipeline.options import PreprocessOptions, format_bytes
 from data_pipeline.planted import DECAY
 from data_pipeline.preprocess import preprocess as write_data_set
 from data_pipeline.schema import read_schema
-from data_pipeline.sources import Source, by_number, expand, source
+from data_pipeline.sources import Source, by_number, expand
 from data_pipeline.splits import SplitKind
 from data_pipeline.synth import SynthOptions, truth_path
 from data_pipeline.synth import synth as write_log
@@ -62,45 +62,6 @@ def synth(rows: int, output: Path, seed: int, scale: float, decay: float, overwr
     click.echo(f"wrote {output} and {truth_path(output).name} in {seconds:.1f} s ({rows / seconds:,.0f} rows/s)")
 
 
-class _Bytes(click.ParamType):
-    """A size such as 64MiB."""
-
-    name = "SIZE"
-
-    def convert(self, value: str | int, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        try:
-            return parse_bytes(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-
-
-class _Location(click.ParamType):
-    """A path or a URL; URLs stay as they are."""
-
-    name = "PATH"
-
-    def convert(self, value: str | Path, param: click.Parameter | None, ctx: click.Context | None) -> Source:
-        return source(value) if isinstance(value, str) else value
-
-
-class _Time(click.ParamType):
-    """An ISO 8601 date or time, in UTC unless it has a zone, converted to seconds since 1970; numbers stay as they are."""
-
-    name = "TIME"
-
-    def convert(self, value: str | float, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        try:
-            return float(value)
-        except ValueError:
-            try:
-                time = datetime.fromisoformat(str(value))
-                return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
-            except ValueError:
-                self.fail(f"{value!r} is not a time; write it like 2026-01-31 or 2026-01-31T12:00", param, ctx)
-
-
 def _pass_options(command: _Command) -> _Command:
     """Add the options of every pass over logs, `PassOptions`; --output is the command's."""
     options = (
@@ -119,13 +80,13 @@ def _pass_options(command: _Command) -> _Command:
         click.option(
             "--part-size",
             "part_bytes",
-            type=_Bytes(),
+            type=Bytes(),
             default="64MiB",
             show_default=True,
             help="Bytes of text in a part, the unit of work.",
         ),
         click.option(
-            "--memory-limit", type=_Bytes(), default="2GiB", show_default=True, help="Memory for the parts in work at once."
+            "--memory-limit", type=Bytes(), default="2GiB", show_default=True, help="Memory for the parts in work at once."
         ),
         click.option("--workers", type=int, metavar="N", help="Threads; default one per core, if memory allows."),
         click.option(
@@ -151,7 +112,7 @@ def _inputs(first: tuple[str, ...], more: tuple[str, ...]) -> tuple[Source, ...]
 
 @click.command()
 @_pass_options
-@click.option("--output", type=_Location(), required=True, metavar="DATA", help="Folder or URL of the data set, new or empty.")
+@click.option("--output", type=Location(), required=True, metavar="DATA", help="Folder or URL of the data set, new or empty.")
 @click.option("--schema", type=_PATH, metavar="FILE", help="TOML file that names the columns of logs other than Criteo's.")
 @click.option(
     "--min-count",
@@ -171,8 +132,8 @@ def _inputs(first: tuple[str, ...], more: tuple[str, ...]) -> tuple[Source, ...]
 @click.option("--val-fraction", default=0.1, show_default=True, help="Share of the rows for validation, just before the test rows.")
 @click.option("--test-fraction", default=0.1, show_default=True, help="Share of the rows for the test, at the end.")
 @click.option("--seed", default=0, show_default=True, help="Seed of a split at random or by users.")
-@click.option("--val-from", type=_Time(), metavar="TIME", help="Start of validation, by time: 2026-01-31T12:00 or a number.")
-@click.option("--test-from", type=_Time(), metavar="TIME", help="Start of the test, likewise; give both instead of fractions.")
+@click.option("--val-from", type=Time(), metavar="TIME", help="Start of validation, by time: 2026-01-31T12:00 or a number.")
+@click.option("--test-from", type=Time(), metavar="TIME", help="Start of the test, likewise; give both instead of fractions.")
 def preprocess(first_inputs: tuple[str, ...], more_inputs: tuple[str, ...], schema: Path | None, **chosen: Any) -> None:
     """Turn logs into Parquet shards and manifest.json: Criteo's, with or without label, or others by --schema.
 
@@ -199,7 +160,7 @@ def preprocess(first_inputs: tuple[str, ...], more_inputs: tuple[str, ...], sche
 @click.command()
 @_pass_options
 @click.option("--data", type=_PATH, required=True, help="The data set whose vocabularies to use.")
-@click.option("--output", type=_Location(), required=True, metavar="NEWDATA", help="Folder or URL of the new data set.")
+@click.option("--output", type=Location(), required=True, metavar="NEWDATA", help="Folder or URL of the new data set.")
 @click.option(
     "--schema",
     type=_PATH,

@@ -9,6 +9,7 @@ from typing import Any
 import click
 import torch
 
+from comera_rec.cli.types import Bytes
 from comera_rec.convert import TTEmbeddingConfig, compress_state, compression_report, export_dense, read_state, row_importance
 from comera_rec.data import ParquetBatches
 from comera_rec.ops.served_bags import DTYPES
@@ -116,7 +117,7 @@ def _compress_state(state: Path, optimizer: Path | None, output: Path, overrides
     help="fast: needs libcomera_rec.so, which is copied beside it.",
 )
 @click.option("--dtype", type=click.Choice(list(DTYPES)), default="float32", show_default=True, help="How tables are stored.")
-@click.option("--expand", default=0, metavar="BYTES", help="Bytes to spend on forming rows of the most frequent ids in advance.")
+@click.option("--expand", type=Bytes(), default=0, help="Size to spend on forming rows of the most frequent ids in advance: 4MiB.")
 @click.option("--last", is_flag=True, help="Use the last checkpoint even if the run keeps its best one.")
 @click.option("--triton", type=click.Path(path_type=Path), metavar="DIR", help="A Triton model repository, instead of --output.")
 def export(run: Path, output: Path | None, triton: Path | None, **options: Any) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from comera_rec.cli.data import _Time
+from comera_rec.cli.types import Time
 from comera_rec.cli.main import main
 from data_pipeline.manifest import read_manifest
 
@@ -158,4 +158,4 @@ def test_transform(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ("text", "hours"), [("1970-01-01T12:00", 12), ("1970-01-01T12:00Z", 12), ("1970-01-01T12:00+06:00", 6), ("7200", 2)]
 )
 def test_times_have_the_zone_they_state(text: str, hours: float) -> None:
-    assert _Time().convert(text, None, None) == 3600 * hours
+    assert Time().convert(text, None, None) == 3600 * hours

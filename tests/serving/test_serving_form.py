@@ -97,7 +97,7 @@ def test_the_library_lies_beside_the_fast_form(package: Callable[[str], Path]) -
     ("arguments", "message"),
     [
         (["--output", "{folder}/m.pt2", "--dtype", "int4"], "int4"),
-        (["--output", "{folder}/m.pt2", "--expand", "-1"], "expand is -1: give bytes, or 0 for none"),
+        (["--output", "{folder}/m.pt2", "--expand", "-1"], "'-1' is not a size; write it like 64MiB or 2GiB"),
         (["--output", "{folder}/m.pt2", "--data", "{folder}"], "is not a preprocessed data set"),
         (["--output", "{folder}/m.pt2", "--checkpoint", "{folder}"], "holds no checkpoint"),
         ([], "give --output or --triton"),
