@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from comera_rec.cli.types import Time
 from comera_rec.cli.main import main
+from comera_rec.cli.types import Time
 from data_pipeline.manifest import read_manifest
 
 
