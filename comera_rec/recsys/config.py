@@ -61,11 +61,19 @@ class _TTFields(BaseEmbeddingConfig):
         assert init_fn is not None  # TorchRec fills it in
         if isinstance(init_fn, partial) and init_fn.func is nn.init.uniform_ and init_fn.keywords.keys() == {"a", "b"}:
             return (init_fn.keywords["b"] - init_fn.keywords["a"]) / math.sqrt(12)
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            rows = min(self.num_embeddings, _SAMPLED // self.embedding_dim)  # all, if possible: Xavier's depends on their number
+
+        def initialized(rows: int) -> torch.Tensor:
             sample = torch.empty(rows, self.embedding_dim, device="cpu")
             returned = init_fn(sample)
-        return float((sample if returned is None else returned).std(correction=0))
+            return sample if returned is None else returned
+
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            rows = min(self.num_embeddings, _SAMPLED // self.embedding_dim)  # all, if possible: Xavier's depends on their number
+            try:
+                entries = initialized(rows)
+            except RuntimeError:  # it copies a whole table
+                entries = initialized(self.num_embeddings)
+        return float(entries.std(correction=0))
 
 
 @dataclass

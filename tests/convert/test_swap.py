@@ -14,6 +14,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 
 from comera_rec import (
     TTEmbeddingBagCollection,
+    TTEmbeddingBagConfig,
     TTEmbeddingConfig,
     TTLinearConfig,
     compress_linears_,
@@ -331,6 +332,20 @@ def test_the_spread_of_an_init_fn_that_depends_on_the_number_of_rows() -> None:
         swapped = swap_embedding_bag_collections_(dense, TTEmbeddingConfig(tt_ranks=4))
         assert isinstance(swapped, TTEmbeddingBagCollection)
         assert float(swapped.tt_bag("t").dense_matrix().detach().std()) == pytest.approx(std, rel=0.1)
+
+
+def test_the_spread_of_an_init_fn_that_copies_a_table_larger_than_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("comera_rec.recsys.config._SAMPLED", 1024)
+    pretrained = torch.randn(2_000, 8)
+    config = TTEmbeddingBagConfig(
+        name="t",
+        num_embeddings=2_000,
+        embedding_dim=8,
+        feature_names=["f"],
+        tt_ranks=4,
+        init_fn=lambda weight: weight.copy_(pretrained),
+    )
+    assert config.init_std() == pytest.approx(float(pretrained.std()), rel=1e-3)
 
 
 @pytest.mark.parametrize(
