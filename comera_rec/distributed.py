@@ -1,4 +1,4 @@
-"""Collectives: everything processes exchange except the ids and bags that TorchRec exchanges itself.
+"""Collectives: everything that processes exchange, except for the ids and bags that TorchRec exchanges itself.
 
 processes = Processes()                 # every process of the world; without a process group, this one alone
 loss = processes.mean(loss)
@@ -37,8 +37,8 @@ class Processes:
         return dist.get_world_size(self.group) if dist.is_available() and dist.is_initialized() else 1
 
     @property
-    def rank(self) -> int:
-        """Rank of this process, from 0."""
+    def process_rank(self) -> int:
+        """Number of this process in the group, from 0."""
         return dist.get_rank(self.group) if self.several else 0
 
     @property
@@ -49,10 +49,10 @@ class Processes:
     @property
     def is_first(self) -> bool:
         """Whether this process writes and prints for all."""
-        return self.rank == 0
+        return self.process_rank == 0
 
     def on_first(self, act: Callable[[], Value]) -> Value:
-        """Call `act` on the first process; every process returns or raises what it returns or raises."""
+        """Call `act` on process 0 only; every process returns its result, or raises its error."""
         if not self.several:
             return act()
         outcome = [_outcome(act) if self.is_first else None]
@@ -62,13 +62,13 @@ class Processes:
         return value
 
     def on_each(self, act: Callable[[], Value]) -> list[Value]:
-        """Call `act` on every process; all return the results by rank, or raise the error of the lowest rank that failed."""
+        """Call `act` on every process; all return the results by process rank, or raise the error of the lowest that failed."""
         if not self.several:
             return [act()]
         return [_value(outcome) for outcome in self.gather(_outcome(act))]
 
     def gather(self, value: Value) -> list[Value]:
-        """Gather every process's value, by rank."""
+        """Return the values of all processes, in their order."""
         if not self.several:
             return [value]
         values: list[Any] = [None] * self.size
@@ -76,7 +76,7 @@ class Processes:
         return values
 
     def merge(self, entries: dict[str, Value]) -> dict[str, Value]:
-        """Merge the entries of all processes; where several have the same name, the lowest rank's entry stays."""
+        """Merge the entries of all processes; where several have the same name, that of the lowest process rank stays."""
         return {name: value for local in reversed(self.gather(entries)) for name, value in local.items()}
 
     def count(self, entries: Mapping[str, object]) -> dict[str, int]:
@@ -85,7 +85,7 @@ class Processes:
         return {name: sum(name in names for names in names_by_process) for name in entries}
 
     def concatenate(self, values: Tensor) -> Tensor:
-        """Concatenate the values [n] of all processes by rank; n may differ."""
+        """Concatenate the values [n] of all processes, in their order; n may differ."""
         if not self.several:
             return values
         sizes = self.gather(len(values))
@@ -136,7 +136,7 @@ class Processes:
         assert group is not None, "there is no process group"
         return group
 
-    def apart(self) -> Processes:
+    def separate_group(self) -> Processes:
         """Return the same processes as a separate gloo group, whose CPU collectives may overlap those of this group."""
         if not self.several:
             return self

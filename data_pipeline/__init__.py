@@ -1,1 +1,1 @@
-"""Criteo logs to Parquet shards and a manifest; the manifest is the whole contract with training."""
+"""Click logs, Criteo's or others, to Parquet shards and a manifest, which is the whole contract with training."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 _SIGN = np.uint64(1 << 63)
-Counted = tuple[np.ndarray, np.ndarray]  # ascending keys and their counts
+Counted = tuple[np.ndarray, np.ndarray]  # ascending keys and their uint64 counts
 
 
 def keys_of_numbers(numbers: np.ndarray) -> np.ndarray:

@@ -265,16 +265,16 @@ def _read_lists(array: pa.Array, column: Column) -> _Cells:
     return _Cells(values=elements.values, missing=lengths == 0, bad=bad, lengths=lengths)
 
 
-def _is_text(of_type: pa.DataType) -> bool:
+def _is_text(arrow_type: pa.DataType) -> bool:
     types = pa.types
     texts = types.is_string, types.is_large_string, types.is_string_view
     bytes_ = types.is_binary, types.is_large_binary, types.is_binary_view, types.is_fixed_size_binary
-    return any(is_type(of_type) for is_type in (*texts, *bytes_))
+    return any(is_type(arrow_type) for is_type in (*texts, *bytes_))
 
 
-def is_list(of_type: pa.DataType) -> bool:
+def is_list(arrow_type: pa.DataType) -> bool:
     """Whether an array of this type holds lists."""
-    return any(is_type(of_type) for is_type in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list))
+    return any(is_type(arrow_type) for is_type in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list))
 
 
 def _numpy(array: pa.Array | pa.ChunkedArray, null: object = None) -> np.ndarray:

@@ -10,13 +10,14 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from tqdm import tqdm
 
+from data_pipeline.buckets import Counted
 from data_pipeline.counts import GroupCounts, PartCounts, count_part
 from data_pipeline.job import Job, part_name
 from data_pipeline.manifest import SPLITS, InputFile, RejectedLine
 from data_pipeline.parse import Parsed
 from data_pipeline.parts import Part
 from data_pipeline.pool import Schedule, Work
-from data_pipeline.runs import Counted, Run, merge, merge_in_levels
+from data_pipeline.runs import Run, merge, merge_in_levels
 from data_pipeline.splits import Rows
 
 _REJECTED_LINES_KEPT = 100

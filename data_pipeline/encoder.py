@@ -15,6 +15,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from data_pipeline.names import names_of
 from data_pipeline.parse import Parsed
 from data_pipeline.parts import detect_schema
 from data_pipeline.reference import hash_text
-from data_pipeline.schema import OF_NO_FEATURE, Column, LogSchema, criteo_schema
+from data_pipeline.schema import NOT_FEATURES, Column, LogSchema, criteo_schema
 from data_pipeline.shards import Encoder
 from data_pipeline.sources import Source
 from data_pipeline.splits import Rows
@@ -59,10 +60,10 @@ def recorded_log(manifest: Manifest, folder: str | Path) -> LogSchema:
 
 def new_logs_schema(known: LogSchema, log: Source) -> LogSchema:
     """Return the schema of new logs: detected for Criteo's and .npy, else `known` less absent labels, weights, times and users."""
-    if known.transformed or known in (criteo_schema(labelled=True), criteo_schema(labelled=False)):
+    if known.transformed or known in (criteo_schema(labeled=True), criteo_schema(labeled=False)):
         return detect_schema(log)
     names = names_of(log, known)
-    kept = [column for column in known.columns if names is None or column.kind not in OF_NO_FEATURE or column.source in names]
+    kept = [column for column in known.columns if names is None or column.kind not in NOT_FEATURES or column.source in names]
     return replace(known, columns=tuple(kept))
 
 
@@ -74,7 +75,7 @@ def check_columns(schema: LogSchema, known: LogSchema, *, log: Source, data: str
     """
 
     def columns(log_schema: LogSchema) -> list[str]:
-        return [f"{column.name} ({_settings(column)})" for column in log_schema.columns if column.kind not in OF_NO_FEATURE]
+        return [f"{column.name} ({_settings(column)})" for column in log_schema.columns if column.kind not in NOT_FEATURES]
 
     log_columns, data_columns = [*columns(schema), "none"], [*columns(known), "none"]
     if schema.labels and known.labels and schema.labels != known.labels:
@@ -122,7 +123,7 @@ def open_encoder(
     return Encoder(
         schema=schema,
         integers=integers,
-        ids_of=tuple(next(tables) if column.table else computed_ids(column) for column in columns),
+        id_sources=tuple(next(tables) if column.table else computed_ids(column) for column in columns),
         num_embeddings=tuple(column.num_embeddings for column in columns),
     )
 
@@ -137,7 +138,7 @@ def flatten(encoder: Encoder, parsed: Parsed, rows: Rows = slice(None)) -> Flat:
     size = len(parsed.starts[rows])
     dense = np.ascontiguousarray(encoder.numbers(parsed, rows).T)
     ids, _ = encoder.singles(parsed, rows)
-    values, lengths = [ids.ravel()], np.ones((len(encoder.ids_of), size), np.int32)
+    values, lengths = [ids.ravel()], np.ones((len(encoder.id_sources), size), np.int32)
     for number in range(len(parsed.list_ends)):
         elements, lengths[len(ids) + number], _ = encoder.list(parsed, number, rows)
         values.append(elements)
@@ -174,9 +175,9 @@ class RequestEncoder:
         for number, row in enumerate(rows):
             if not isinstance(row, Mapping):
                 raise ValueError(f"row {number} is {_show(row)}, which is not an object with a value for each column")
-        number_readers = _NUMBER_OF | {"float": _float32} if not schema.transformed else dict.fromkeys(_NUMBER_OF, _finite)
+        number_readers = _READ_NUMBER | {"float": _float32} if not schema.transformed else dict.fromkeys(_READ_NUMBER, _finite)
         numbers = [self._cells(rows, name, number_readers[self._columns[name].kind]) for name in schema.integers]
-        keys = [self._cells(rows, name, _key_of(self._columns[name])) for name in schema.singles]
+        keys = [self._cells(rows, name, _key_reader(self._columns[name])) for name in schema.singles]
         lists = [self._cells(rows, name, _list) for name in schema.lists]
         integers, integer_missing = _columns(numbers, len(rows), schema.number_dtype)
         singles, key_missing = _columns(keys, len(rows), schema.key_dtype)
@@ -224,14 +225,8 @@ def _columns(columns: list[list[Any]], rows: int, dtype: np.dtype) -> tuple[np.n
     return np.array(filled, dtype).reshape(len(columns), rows), missing
 
 
-def _integer(cell: Any) -> int | None:
-    if cell is None or (type(cell) is int and -(1 << 31) <= cell < 1 << 31):
-        return cell
-    raise ValueError
-
-
-def _int64(cell: Any) -> int | None:
-    if cell is None or (type(cell) is int and -(1 << 63) <= cell < 1 << 63):
+def _integer(cell: Any, bits: int = 32) -> int | None:
+    if cell is None or (type(cell) is int and -(1 << bits - 1) <= cell < 1 << bits - 1):
         return cell
     raise ValueError
 
@@ -283,16 +278,16 @@ def _list(cell: Any) -> list[int]:
     return keys
 
 
-_NUMBER_OF: dict[str, Callable[[Any], float | None]] = {"integer": _integer, "int64": _int64, "float": _float}
-_KEY_OF: dict[str, Callable[[Any], int | None]] = {"hex": _hex, "category": _text}
+_READ_NUMBER: dict[str, Callable[[Any], float | None]] = {"integer": _integer, "int64": partial(_integer, bits=64), "float": _float}
+_READ_KEY: dict[str, Callable[[Any], int | None]] = {"hex": _hex, "category": _text}
 
 
-def _key_of(column: Column) -> Callable[[Any], int | None]:
+def _key_reader(column: Column) -> Callable[[Any], int | None]:
     if not column.bucketized:
-        return _KEY_OF[column.kind]
+        return _READ_KEY[column.kind]
 
     def read(cell: Any) -> int | None:
-        number = _NUMBER_OF[column.kind](cell)
+        number = _READ_NUMBER[column.kind](cell)
         return None if number is None else int(keys_of_numbers(np.array([number], np.float64))[0])
 
     return read

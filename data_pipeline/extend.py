@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
+from data_pipeline.buckets import Counted
 from data_pipeline.hashing import TableIds, encode_keys
 from data_pipeline.manifest import CategoricalColumn, check_file
-from data_pipeline.runs import Counted
 from data_pipeline.verify import read_row_groups
 from data_pipeline.vocabulary import MOST_IDS, ranked, write_vocabulary
 
@@ -49,9 +49,9 @@ def extend_vocabulary(
     assert column.vocabulary, "only columns with a vocabulary are extended"
     assert column.table, "`recorded_log` refuses data sets without tables"
     known_rows, vocabulary = column.vocabulary.rows, check_file(column.vocabulary, known)
-    ids_of = TableIds(check_file(column.table, known), key_dtype, room)
+    id_source = TableIds(check_file(column.table, known), key_dtype, room)
     most = None if max_ids is None else max(0, max_ids - known_rows)
-    new_values = _without_id(values, ids_of)
+    new_values = _without_id(values, id_source)
     with ranked(column.name, new_values, key_dtype=key_dtype, min_count=column.min_count, most=most, work=work) as new:
         if not new.rows:
             return column
@@ -68,7 +68,7 @@ def extend_vocabulary(
     return replace(column, num_embeddings=rows + 1, vocabulary=file, table=table, grown=(*column.grown, column.num_embeddings))
 
 
-def _without_id(values: Iterable[Counted], ids_of: TableIds) -> Iterator[Counted]:
+def _without_id(values: Iterable[Counted], id_source: TableIds) -> Iterator[Counted]:
     for keys, counts in values:
-        ids, _ = encode_keys([ids_of], keys[np.newaxis], np.zeros((1, len(keys)), np.bool_))
+        ids, _ = encode_keys([id_source], keys[np.newaxis], np.zeros((1, len(keys)), np.bool_))
         yield keys[ids[0] == 0], counts[ids[0] == 0]

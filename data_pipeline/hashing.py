@@ -14,7 +14,7 @@ import numpy as np
 
 from data_pipeline import native
 from data_pipeline.buckets import keys_of_numbers
-from data_pipeline.native import Array, IdsOf, Matrix
+from data_pipeline.native import Array, IdSourceStruct, Matrix
 
 _RANGE_BYTES = 128 << 20  # written at a time; it determines the order of insertion and thus the bytes of the file
 
@@ -77,7 +77,7 @@ class TableIds:
         self._arguments = (path, dtype, room)
         self._pairs = map_array(path, dtype)
         is_whole = room is None or room >= self._pairs.nbytes
-        self.native = IdsOf(pairs=Array(self._pairs, dtype), room=0 if is_whole or room is None else max(room, 1))
+        self.native = IdSourceStruct(pairs=Array(self._pairs, dtype), room=0 if is_whole or room is None else max(room, 1))
 
     def __reduce__(self) -> tuple[type, tuple[Path, np.dtype, int | None]]:
         return TableIds, self._arguments
@@ -106,7 +106,7 @@ class HashedIds:
 
     def __init__(self, buckets: int) -> None:
         self._arguments = (buckets,)
-        self.native = IdsOf(buckets=buckets)
+        self.native = IdSourceStruct(buckets=buckets)
 
     def __reduce__(self) -> tuple[type, tuple[int]]:
         return HashedIds, self._arguments
@@ -118,7 +118,7 @@ class BucketIds:
     def __init__(self, boundaries: Sequence[float]) -> None:
         self._arguments = (tuple(boundaries),)
         self._keys = keys_of_numbers(np.array(boundaries or [np.inf], np.float64))  # above all numbers
-        self.native = IdsOf(bounds=Array(self._keys, np.uint64))
+        self.native = IdSourceStruct(bounds=Array(self._keys, np.uint64))
 
     def __reduce__(self) -> tuple[type, tuple[tuple[float, ...]]]:
         return BucketIds, self._arguments
@@ -127,10 +127,10 @@ class BucketIds:
 IdSource = TableIds | HashedIds | BucketIds
 
 
-def encode_keys(ids_of: Sequence[IdSource], keys: np.ndarray, missing: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def encode_keys(id_sources: Sequence[IdSource], keys: np.ndarray, missing: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return ids int32 [C, n] for keys [C, n], 0 where missing or unknown, and how many in each column are 0, int64 [C]."""
     ids, zeros, dtype = np.empty(keys.shape, np.int32), np.empty(len(keys), np.int64), keys.dtype
-    columns = IdsOf.array([source.native for source in ids_of])
+    columns = IdSourceStruct.array([source.native for source in id_sources])
     arrays = (Matrix(keys, dtype), Matrix(missing, np.bool_), Matrix(ids, np.int32), Array(zeros, np.int64))
     native.encode_keys[dtype](columns, *arrays)
     return ids, zeros

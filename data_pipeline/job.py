@@ -76,7 +76,7 @@ class Job:
         has_lone_returns = content.count(b"\r") != content.count(b"\r\n")
         is_plain = self.schema.format != "csv" or not (has_lone_returns or content.find(b'"', header) >= 0)
         text = memoryview(content)[header:]
-        if self.schema.of_text and is_plain and names in (None, schema_names):
+        if self.schema.is_plain_text and is_plain and names in (None, schema_names):
             return parse_blocks(text, self.schema)
         return text_blocks(text, self.schema, names or schema_names)
 
@@ -106,7 +106,7 @@ class Job:
 
     def rows_by_draw(self, part: Part, parsed: Parsed) -> dict[str, np.ndarray]:
         """Return each split's rows of a parsed block, if splits don't go by position."""
-        return rows_by_draw(self.splitting.of_rows(part.log, parsed.starts, parsed.split_keys))
+        return rows_by_draw(self.splitting.splits_of_rows(part.log, parsed.starts, parsed.split_keys))
 
 
 def _halves(part: Part) -> tuple[Part, Part]:

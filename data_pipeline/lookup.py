@@ -80,10 +80,10 @@ def find_text(manifest: Manifest, folder: Path, column: str, text: str) -> Entry
         return Entry(column=column, id=0, text=None, count=None)
     keys = np.array([[int(text, 16) if kind == "hex" else hash_text(text.encode("utf-8", "surrogateescape"))]], schema.key_dtype)
     if described.table:
-        ids_of: IdSource = TableIds(check_file(described.table, folder), schema.key_dtype)
+        id_source: IdSource = TableIds(check_file(described.table, folder), schema.key_dtype)
     else:
-        ids_of = computed_ids(described)
-    ids, _ = encode_keys([ids_of], keys, np.zeros((1, 1), np.bool_))
+        id_source = computed_ids(described)
+    ids, _ = encode_keys([id_source], keys, np.zeros((1, 1), np.bool_))
     number = int(ids[0, 0])
     count = _entry(described, folder, number)[1] if described.vocabulary and number else None
     return Entry(column=column, id=number, text=text, count=count)

@@ -219,9 +219,9 @@ def read_manifest(folder: str | Path) -> Manifest:
     text = read(path)
     try:
         header = _HEADER.validate_json(text)
-        found = (header.get("format"), header.get("format_version"))
-        if found != (FORMAT, FORMAT_VERSION):
-            raise ValueError(f"{path}: format {found[0]} version {found[1]}, expected {FORMAT} version {FORMAT_VERSION}; {REMEDY}")
+        name, version = header.get("format"), header.get("format_version")
+        if (name, version) != (FORMAT, FORMAT_VERSION):
+            raise ValueError(f"{path}: format {name} version {version}, expected {FORMAT} version {FORMAT_VERSION}; {REMEDY}")
         manifest = _MANIFEST.validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]

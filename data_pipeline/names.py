@@ -22,8 +22,8 @@ def names_of(log: Source, schema: LogSchema) -> tuple[str, ...] | None:
         try:
             names = read_names(read_first_line(log), schema)
         except csv.Error as error:  # Python advises to open the file in another way
-            reason = "has a carriage return within" if "new-line" in str(error) else f"is not CSV ({error})"
-            raise ValueError(f"the line of column names of {log} {reason}; mend it, or set header = false") from None
+            reason = "has a carriage return within it" if "new-line" in str(error) else f"is not CSV ({error})"
+            raise ValueError(f"the line of column names of {log} {reason}; correct it, or set header = false") from None
     return names
 
 
@@ -39,5 +39,5 @@ def check_names(log: Source, schema: LogSchema) -> tuple[str, ...] | None:
         if names is not None and column.kind != "ignore" and counts[column.source] != 1:
             number = "more than one column" if counts[column.source] else "no column"
             shown = ", ".join(repr(name)[1:-1] for name in names)  # escaped: names may contain line breaks
-            raise ValueError(f"{log} has {number} {column.source!r}; its columns are {shown[:200]}")
+            raise ValueError(f"{log} has {number} {column.source!r}; its columns are {shown[:200]}; correct the schema or the log")
     return names

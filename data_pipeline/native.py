@@ -52,16 +52,16 @@ class Matrix(ctypes.Structure):
         self.array = array
 
 
-class IdsOf(ctypes.Structure):
-    """`IdsOf` of encode.cpp."""
+class IdSourceStruct(ctypes.Structure):
+    """`IdSource` of encode.cpp."""
 
     _fields_ = (("pairs", Array), ("bounds", Array), ("room", _int), ("buckets", _int))
 
     @staticmethod
-    def array(columns: Sequence[IdsOf]) -> Array:
+    def array(columns: Sequence[IdSourceStruct]) -> Array:
         """Pack the id sources of several columns."""
-        structures: Any = (IdsOf * len(columns))(*columns)
-        return Array(np.frombuffer(structures, np.dtype(IdsOf)), np.dtype(IdsOf))
+        structures: Any = (IdSourceStruct * len(columns))(*columns)
+        return Array(np.frombuffer(structures, np.dtype(IdSourceStruct)), np.dtype(IdSourceStruct))
 
 
 class Schema(ctypes.Structure):

@@ -6,6 +6,7 @@ columns and C categorical columns; and <split>_weights.npy float32 [n, 1] if row
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,10 @@ def export_npy(manifest: Manifest, folder: Path, output: Path, *, overwrite: boo
     if lists or len(manifest.labels) != 1:
         names = ", ".join(label.name for label in manifest.labels)
         contents = f"lists of ids in {lists[0]}" if lists else f"the labels {names}" if names else "no labels"
-        raise ValueError(f"{folder} has {contents}; torchrec's files hold exactly one label per row and one id per cell")
+        raise ValueError(
+            f"{folder} has {contents}; torchrec's files hold exactly one label per row and one id per cell, "
+            "so preprocess logs with one label and without lists"
+        )
     parts: dict[str, tuple[list[str], npt.DTypeLike]] = {
         "dense": ([column.name for column in manifest.integer_columns], np.float32),
         "sparse": ([column.name for column in manifest.categorical_columns], np.int32),
@@ -44,14 +48,21 @@ def export_npy(manifest: Manifest, folder: Path, output: Path, *, overwrite: boo
         tqdm(desc="exporting", total=len(parts) * manifest.rows.written, unit="row", unit_scale=True, disable=None) as bar,
     ):
         for name, split in manifest.splits.items():
+            shards = [folder / shard.path for shard in split.shards]
             for part, (columns, dtype) in parts.items():
-                with (work / f"{name}_{part}.npy").open("wb") as file:
-                    header = {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": (split.rows, len(columns))}
-                    np.lib.format.write_array_header_1_0(file, header)
-                    for shard in split.shards:
-                        for _, group in read_row_groups(folder / shard.path, columns):
-                            cells = [group.column(column).to_numpy().astype(dtype, copy=False) for column in columns]
-                            if cells:
-                                file.write(np.stack(cells, axis=1).data)
-                            bar.update(len(group))
+                for rows in _write_array(work / f"{name}_{part}.npy", shards, split.rows, columns, dtype):
+                    bar.update(rows)
         write_manifest(manifest, work)
+
+
+def _write_array(path: Path, shards: list[Path], rows: int, columns: list[str], dtype: npt.DTypeLike) -> Iterator[int]:
+    """Write columns of shards as one array [rows, columns]; yield the number of rows of each row group written."""
+    with path.open("wb") as file:
+        header = {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": (rows, len(columns))}
+        np.lib.format.write_array_header_1_0(file, header)
+        for shard in shards:
+            for _, group in read_row_groups(shard, columns):
+                cells = [group.column(column).to_numpy().astype(dtype, copy=False) for column in columns]
+                if cells:
+                    file.write(np.stack(cells, axis=1).data)
+                yield len(group)

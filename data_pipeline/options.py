@@ -114,7 +114,7 @@ class PreprocessOptions(PassOptions):
         val_fraction: share of the rows for validation.
         test_fraction: share of the rows for the test.
         seed: of a random split, or one by users.
-        val_from, test_from: times at which validation and test begin, in a split by time; fractions tell where None.
+        val_from, test_from: times at which validation and test begin, in a split by time; None to derive them from the fractions.
 
     Raises:
         ValueError: an option is out of range.

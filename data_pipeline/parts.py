@@ -75,7 +75,7 @@ def detect_schema(log: Source) -> LogSchema:
         return open_triplet(log).schema()
     names = parquet_names(log)
     if names is not None:
-        schema = criteo_schema(labelled=LABEL in names)
+        schema = criteo_schema(labeled=LABEL in names)
         if missing := [column.name for column in schema.columns if column.name not in names]:
             raise ValueError(f"{log} has no column {missing[0]}, as Criteo's logs have; describe other logs with --schema")
         return schema

@@ -3,9 +3,8 @@
     logit = b + sum_i a_i s(I_i) + sum_c w_c(C_c) + sum_{c<c'} <v_c(C_c), v_c'(C_c')>
 
 s is the standardized logarithm of a count. The effect w and the latent vector v of a value are Gaussians hashed from (seed, column,
-value), so no table of them exists; they shrink with the value's frequency rank by the power `decay`, so that
-learnable effects dominate.
-The pairs are summed by the identity of factorization machines (Rendle, ICDM 2010, section III.B): with s = sum_c v_c,
+value), so no table of them exists. They shrink with the value's frequency rank by the power `decay`, so that learnable effects
+dominate. The pairs are summed by the identity of factorization machines (Rendle, ICDM 2010, section III.B): with s = sum_c v_c,
 sum_{c<c'} <v_c, v_c'> = (|s|^2 - sum_c |v_c|^2) / 2. Missing cells contribute nothing.
 
 Arrays without a suffix hold one number per row. Suffixes: B rows, N normals, D latent dimensions. Categories are represented by
@@ -20,6 +19,7 @@ from statistics import NormalDist
 import numpy as np
 
 from data_pipeline.planted_columns import CATEGORY_SPECS, INTEGER_SPECS, LARGEST_COUNT, MISSING_RATES, CategorySpec
+from data_pipeline.splitmix import mix64
 
 LABEL_RATE = 0.25
 # Standard deviations of the logit's three parts: the best AUC is then about 0.80, and that of the counts alone about 0.65.
@@ -111,10 +111,10 @@ class PlantedModel:
         squares = np.zeros(rows, np.float32)
         for name, rank in ranks.items():
             size = np.where(missing[name], 0, (1 + rank.astype(np.float32) / HEAD) ** -self._decay)
-            mixed = _mix64(rank.astype(np.uint64) + self._keys[name])
+            mixed = mix64(rank.astype(np.uint64) + self._keys[name])
             main_part += size * self._normal_quantiles[mixed >> np.uint64(48)]
             if name in PAIRED_COLUMNS:
-                quantile_numbers_DB = _mix64(mixed).view(np.uint16).reshape(-1, 4).T
+                quantile_numbers_DB = mix64(mixed).view(np.uint16).reshape(-1, 4).T
                 latent_DB = size * self._normal_quantiles[quantile_numbers_DB]
                 sum_DB += latent_DB
                 squares += np.square(latent_DB).sum(axis=0)
@@ -140,15 +140,6 @@ def _box_muller(uniform: np.ndarray) -> np.ndarray:
     radius_BN = np.sqrt(-2 * np.log1p(-uniform[:, :half]))
     angle_BN = 2 * np.pi * uniform[:, half:]
     return np.concatenate([radius_BN * np.cos(angle_BN), radius_BN * np.sin(angle_BN)], axis=1)
-
-
-def _mix64(x: np.ndarray) -> np.ndarray:
-    """Return splitmix64's next output for every state x, a bijection on uint64 (Steele, Lea, Flood, OOPSLA 2014)."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    x ^= x >> np.uint64(31)
-    return x
 
 
 def _spell(rank: np.ndarray, key: np.uint64) -> np.ndarray:

@@ -20,7 +20,7 @@ from data_pipeline.parts import Part, Skip, count_parts
 
 Result = TypeVar("Result")
 Work = Callable[[Job, Part, Any], Result]
-PARTS_HELD_PER_WORKER = 2
+PARTS_PER_WORKER = 2
 
 
 class Schedule(Protocol):
@@ -73,7 +73,7 @@ def work_on_parts(
     One part is read ahead for each worker. Closing the generator, or an error while reading or working, stops the rest.
     """
     events: queue.Queue[_Done[Result] | _LogEnd | _Failed] = queue.Queue()
-    room, stop = threading.Semaphore(PARTS_HELD_PER_WORKER * workers), threading.Event()
+    room, stop = threading.Semaphore(PARTS_PER_WORKER * workers), threading.Event()
 
     def work_on(part: Part) -> None:
         try:

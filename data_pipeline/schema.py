@@ -37,11 +37,11 @@ Kind = Literal["ignore", "label", "integer", "hex", "category", "list", "int64",
 KINDS = ("ignore", "label", "integer", "hex", "category", "list")  # those that `parse` reads
 Transform = Literal["log", "standardize", "bucketize", "none"]
 Format = Literal["text", "csv", "jsonl"]
-OF_NO_FEATURE: tuple[Kind, ...] = ("ignore", "label", "weight", "time", "user")
+NOT_FEATURES: tuple[Kind, ...] = ("ignore", "label", "weight", "time", "user")
 _NUMBERS: tuple[Kind, ...] = ("integer", "int64", "float")
 _CATEGORIES: tuple[Kind, ...] = ("hex", "category", "list")
 _LONGEST_NAME = 150  # in bytes; file systems allow 255, and unfinished files have longer names
-_UNLABELLED = len(INTEGERS) + len(CATEGORIES)
+_UNLABELED = len(INTEGERS) + len(CATEGORIES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ class LogSchema:
         return tuple(column.name for column in self.columns if column.kind in kinds)
 
     @property
-    def labelled(self) -> bool:
+    def labeled(self) -> bool:
         return bool(self.of_kind("label"))
 
     @property
@@ -131,7 +131,7 @@ class LogSchema:
         return np.dtype(np.float64 if wide else np.int32)
 
     @property
-    def of_text(self) -> bool:
+    def is_plain_text(self) -> bool:
         """Whether `parse` can read logs of this format and these kinds of columns."""
         return self.format != "jsonl" and all(column.kind in KINDS and not column.bucketized for column in self.columns)
 
@@ -160,9 +160,9 @@ class LogSchema:
         return np.dtype(np.uint64 if wide else np.uint32)
 
 
-def criteo_schema(*, labelled: bool) -> LogSchema:
+def criteo_schema(*, labeled: bool) -> LogSchema:
     """Return the schema of Criteo's logs."""
-    label = [Column(name=LABEL, kind="label")] if labelled else []
+    label = [Column(name=LABEL, kind="label")] if labeled else []
     integers = [Column(name=name, kind="integer") for name in INTEGERS]
     return LogSchema(columns=(*label, *integers, *(Column(name=name, kind="hex") for name in CATEGORIES)))
 
@@ -174,14 +174,14 @@ def detect_criteo_schema(text: bytes) -> LogSchema:
         ValueError: no line has 40 or 39 columns.
     """
     counts = Counter(line.count(b"\t") + 1 for line in text.split(b"\n", 100)[:100])
-    labelled, unlabelled = counts[_UNLABELLED + 1], counts[_UNLABELLED]
-    if not labelled and not unlabelled:
+    labeled, unlabeled = counts[_UNLABELED + 1], counts[_UNLABELED]
+    if not labeled and not unlabeled:
         columns = counts.most_common(1)[0][0]
         raise ValueError(
             f"{columns} columns; Criteo logs have 40 (label, I1..I13, C1..C26), or 39 without label, separated by tabs; "
             "describe other logs with --schema"
         )
-    return criteo_schema(labelled=labelled >= unlabelled)
+    return criteo_schema(labeled=labeled >= unlabeled)
 
 
 def read_schema(path: Path) -> LogSchema:
@@ -214,7 +214,8 @@ def _schema(content: Mapping[str, Any]) -> LogSchema:
     kinds: tuple[tuple[Kind, str], ...] = (("weight", "weights"), ("time", "times"), ("user", "users"))
     for kind, plural in kinds:
         if len(schema.of_kind(kind)) > 1:
-            raise ValueError(f"columns {', '.join(schema.of_kind(kind))} are all {plural}; there can be only one")
+            names = ", ".join(schema.of_kind(kind))
+            raise ValueError(f"columns {names} are all {plural}; there can be only one, so ignore the others")
     if schema.of_kind("time") and schema.of_kind("user"):
         raise ValueError("one column is of kind time and one of kind user; rows are split by one of them, so ignore the other")
     if not schema.integers + schema.categories:

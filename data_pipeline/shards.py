@@ -61,13 +61,13 @@ class Encoder:
     Args:
         schema: of the log.
         integers: its numeric columns.
-        ids_of: the id source of each categorical column.
+        id_sources: the id source of each categorical column.
         num_embeddings: of each categorical column.
     """
 
     schema: LogSchema
     integers: tuple[IntegerColumn, ...]
-    ids_of: tuple[IdSource, ...]
+    id_sources: tuple[IdSource, ...]
     num_embeddings: tuple[int, ...]
 
     @property
@@ -105,12 +105,12 @@ class Encoder:
     def singles(self, parsed: Parsed, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of the single-valued categorical columns, int32 [C, n], and how many in each are 0."""
         keys = _select(parsed.keys, rows)
-        return encode_keys(self.ids_of[: len(keys)], keys, _select(parsed.key_missing, rows))
+        return encode_keys(self.id_sources[: len(keys)], keys, _select(parsed.key_missing, rows))
 
     def list(self, parsed: Parsed, number: int, rows: Rows) -> tuple[np.ndarray, np.ndarray, int]:
         """Return a list column's int32 ids, concatenated, the lengths of its lists, and how many ids are 0."""
         keys, lengths = list_elements(parsed, number, rows)
-        id_source = self.ids_of[len(parsed.keys) + number]
+        id_source = self.id_sources[len(parsed.keys) + number]
         ids, zeros = encode_keys((id_source,), keys[np.newaxis], np.zeros((1, len(keys)), np.bool_))
         return ids[0], lengths, int(zeros[0])
 
@@ -196,7 +196,7 @@ class _ShardWriter:
         self._waiting = encoder.columns.empty_table()
         self.rows, self.weight = 0, 0.0
         self.positives = np.zeros(len(encoder.schema.labels), np.int64)
-        self.zeros = np.zeros(len(encoder.ids_of), np.int64)
+        self.zeros = np.zeros(len(encoder.id_sources), np.int64)
 
     def __enter__(self) -> _ShardWriter:
         return self

@@ -11,6 +11,7 @@ import numpy as np
 
 from data_pipeline.manifest import SPLITS
 from data_pipeline.schema import Kind, LogSchema
+from data_pipeline.splitmix import mix64
 
 SplitKind = Literal["chronological", "day", "random", "time", "user"]
 _NAMES = {"val_fraction": "val", "test_fraction": "test", "seed": "seed", "val_from": "val_from", "test_from": "test_from"}
@@ -21,7 +22,7 @@ Rows = slice | np.ndarray  # of indices, ascending
 class Splitting:
     """Rule that assigns rows to splits, by kind:
 
-    chronological: the last `test` share of the rows is the test split, the `val` share before is for validation; both rounded down.
+    chronological: the last `test` share of the rows is the test split, the `val` share before it validation; both are rounded down.
     day: all logs but the last are for training; the first half of the last log (rounded up) is for validation, the rest is the test
         split, as is the convention for Criteo's terabyte.
     random: each row is drawn independently by a hash of the seed, its log and its position in the log's text. So fractions hold on
@@ -65,7 +66,7 @@ class Splitting:
         if self.kind in ("time", "user") and not schema.of_kind(cast(Kind, self.kind)):
             raise ValueError(f"--split {self.kind} needs a column of kind {self.kind}; name one in --schema")
 
-    def of_rows(self, log: int, starts: np.ndarray, split_keys: np.ndarray | None) -> np.ndarray:
+    def splits_of_rows(self, log: int, starts: np.ndarray, split_keys: np.ndarray | None) -> np.ndarray:
         """Return rows' splits as indices into SPLITS, int8 [n].
 
         Args:
@@ -84,8 +85,8 @@ class Splitting:
 
     def drawn(self, log: int, keys: np.ndarray) -> np.ndarray:
         """Draw random splits as indices into SPLITS, int8 [n], from keys [n], such as the positions of rows in their log."""
-        key = _mix64(np.array([self.seed], np.uint64) ^ _mix64(np.array([log], np.uint64)))
-        uniform = (_mix64(keys.astype(np.uint64) ^ key) >> np.uint64(11)).astype(np.float64) / (1 << 53)
+        key = mix64(np.array([self.seed], np.uint64) ^ mix64(np.array([log], np.uint64)))
+        uniform = (mix64(keys.astype(np.uint64) ^ key) >> np.uint64(11)).astype(np.float64) / (1 << 53)
         return np.searchsorted([1 - self.val - self.test, 1 - self.test], uniform, side="right").astype(np.int8)
 
     def bounds(self, rows_of_logs: Sequence[int]) -> tuple[int, int]:
@@ -105,13 +106,5 @@ def rows_by_position(first: int, rows: int, bounds: tuple[int, int]) -> dict[str
 
 
 def rows_by_draw(drawn: np.ndarray) -> dict[str, np.ndarray]:
-    """Return each split's rows, ascending, from `Splitting.of_rows`."""
+    """Return each split's rows, ascending, from `Splitting.splits_of_rows`."""
     return {name: np.flatnonzero(drawn == number) for number, name in enumerate(SPLITS)}
-
-
-def _mix64(x: np.ndarray) -> np.ndarray:
-    """Return splitmix64's next output for every state x (Steele, Lea, Flood, OOPSLA 2014)."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))

@@ -126,12 +126,12 @@ def _open(log: Source, kinds: str) -> _File:
             raise ValueError(f"{log} is not a .npy file ({error}); write it again") from error
     if not 1 <= len(shape) <= 2 or dtype.kind not in kinds or fortran:
         order = "columns first" if fortran else "rows first"
-        raise ValueError(f"{log} holds {dtype} {list(shape)}, {order}; torchrec's scripts write integers, and float32 for dense")
+        raise ValueError(f"{log} holds {dtype} {list(shape)}, {order}; write integers, and float32 for dense, as torchrec does")
     return _File(log=log, rows=shape[0], columns=shape[1] if len(shape) == 2 else 1, dtype=dtype, offset=offset)
 
 
 def parse_rows(rows: Rows) -> Iterator[Parsed]:
-    """Parse rows, block by block; malformed are labels other than 0 and 1, dense values that aren't finite, and ids beyond 32 bits.
+    """Parse rows, block by block; other labels than 0 and 1, dense values that aren't finite and ids beyond 32 bits are malformed.
 
     `starts` and the lines of `reasons` count from the first row.
     """

@@ -144,7 +144,7 @@ def _check_contents(manifest: Manifest, folder: Path, split: str, shard: Shard) 
             zeros[column.name] += int(np.count_nonzero(ids == 0))
             if len(ids) and not 0 <= ids.min() <= ids.max() < column.num_embeddings:
                 raise ValueError(f"{where}: {column.name} holds ids that are not in 0..{column.num_embeddings - 1}; {REMEDY}")
-            row_hashes = _mix(row_hashes, ids if lengths is None else _sums(ids, lengths))
+            row_hashes = _mix(row_hashes, ids if lengths is None else _hash_lists(ids, lengths))
         hashes.append(np.unique(row_hashes[row_hashes & sampled == 0]))
     return _Contents(
         ids=id_counts, zeros=zeros, positives=ones, weight=weight, hashes=np.concatenate([np.empty(0, np.uint64), *hashes])
@@ -157,7 +157,7 @@ def _mix(hashes: np.ndarray, values: np.ndarray) -> np.ndarray:
     return mixed ^ (mixed >> np.uint64(29))
 
 
-def _sums(ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def _hash_lists(ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Hash each list, by its ids and their order."""
     ends = np.cumsum(lengths)
     positions = np.arange(len(ids)) - np.repeat(ends - lengths, lengths)

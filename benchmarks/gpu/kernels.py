@@ -83,7 +83,7 @@ def calls() -> list[Call]:
     for n1, rank, n2 in SIZES:
         for call in step_calls(n1, rank, n2):
             by_variant.setdefault((call.launch.variant, tuple(sorted(call.tensors.items()))), call)
-    hot_rows = {"pairs_ptr": _INT, "tables_ptr": _LONG, "blocks_ptr": _LONG, "found_ptr": _INT, "keys_ptr": _INT}
+    hot_rows = {"pairs_ptr": _INT, "tables_ptr": _LONG, "blocks_ptr": _LONG, "hot_pairs_ptr": _INT, "keys_ptr": _INT}
     of_hot_rows = Call(launch=plans.blocks_launch(114_688, 1_000_000, 28, 4), tensors=hot_rows, size=(), what="plan of hot rows")
     updates_of_float32 = [call for call in step_calls(*MOST_USED) if call.what.startswith("update")]
     return [

@@ -144,7 +144,7 @@ def _require_right_scores(url: str, body: Path, model: Path, data: Path) -> None
         answer = json.loads(response.read())
     scores = answer["scores"] if "scores" in answer else answer["outputs"][0]["data"]
     with torch.inference_mode():
-        expected = ServingModel.load(model)(*map(torch.from_numpy, _first_rows(data, len(scores)))).numpy()
+        expected = ServingModel(model)(*map(torch.from_numpy, _first_rows(data, len(scores)))).numpy()
     if not np.allclose(scores, expected, atol=1e-5):
         raise Disagreement(f"serve-http: {url} answers with other scores than the model's")
 

@@ -137,7 +137,7 @@ def providers(
         frequent = expand(tables, [_frequencies(table) for table in tables], budget, row_bytes(case.dim, DTYPES[dtype]))
         packages[name] = folder / f"{name}.pt2"
         _compile(FlatModel(model, FORMS[form](frequent, DTYPES[dtype])), case, packages[name], form)
-        calls[name] = ServingModel.load(packages[name])
+        calls[name] = ServingModel(packages[name])
     dense = cr.export_dense(copy.deepcopy(model.dense_arch)), cr.export_dense(copy.deepcopy(model.over_arch))
     for name, bits in ((EAGER_4, 4), (EAGER_8, 8)):
         collection = quantized_collection(tables, bits)

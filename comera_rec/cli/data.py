@@ -121,7 +121,7 @@ def _inputs(first: tuple[str, ...], more: tuple[str, ...]) -> tuple[Source, ...]
     metavar="N|COLUMN=N",
     help="Training rows in which a category value must occur to get an id; rarer values are 0. Repeatable.  [default: 2]",
 )
-@click.option("--hash-buckets", type=int, metavar="N", help="Ids 1..N-1 by hash instead of vocabularies.")
+@click.option("--hash-buckets", type=int, metavar="N", help="Give ids 1..N-1 by hash, without vocabularies.")
 @click.option(
     "--split",
     type=click.Choice(get_args(SplitKind)),

@@ -38,7 +38,7 @@ def evaluate(run: str, data: str, split: str, batch_size: int, last: bool) -> No
     """
     batches = ParquetBatches(data, split, batch_size=batch_size)
     model, _, schema = load_run(run, last=last)
-    if differing := schema.differences(Schema.of(read_manifest(data))):
+    if differing := schema.differences(Schema.from_manifest(read_manifest(data))):
         raise ValueError(
             f"{run} was trained with other columns or vocabularies than {data} has "
             f"(they differ in {', '.join(differing)}): give the data set it was trained on"

@@ -47,7 +47,11 @@ def train(context: click.Context, config_path: str | None, overrides: tuple[str,
     except (RuntimeError, dist.DistError) as error:
         if not (trainer.processes.several and (isinstance(error, dist.DistError) or "gloo" in str(error))):
             raise
-        click.echo(f"comera: process {trainer.processes.rank} has lost another process ({str(error).splitlines()[0]})", err=True)
+        click.echo(
+            f"comera: process {trainer.processes.process_rank} has lost another process ({str(error).splitlines()[0]}): "
+            "run the same command again to resume from the last checkpoint",
+            err=True,
+        )
         context.exit(1)
     if not trainer.processes.is_first:
         return

@@ -1,4 +1,4 @@
-"""Approximation of dense matrices by TT tables within one budget, spent on the ranks and hot-row widths that save most error."""
+"""Approximation of dense matrices by TT tables within a budget, which goes to the ranks and hot rows that reduce the error most."""
 
 from __future__ import annotations
 

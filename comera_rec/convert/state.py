@@ -84,7 +84,8 @@ def compress_state(
             name, count = tables[key]["table"], len(state[key])
             raise ValueError(f"importance of {name!r} has shape {tuple(weight.shape)}: give {count} numbers")
         if weight is not None and not (weight >= 0).logical_and(weight.isfinite()).all():
-            raise ValueError(f"importance of {tables[key]['table']!r} holds numbers that are negative or not finite: give none")
+            name = tables[key]["table"]
+            raise ValueError(f"importance of {name!r} holds numbers that are not finite or below 0: give finite ones of at least 0")
         if not math.isfinite(torch.linalg.vector_norm(state[key], dtype=torch.float64)):
             raise ValueError(f"{key} holds numbers that are not finite: give the state dict of a model that has not diverged")
     budget = sum(parameter.numel() for bag in bags.values() for parameter in bag.parameters())
@@ -123,7 +124,7 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
     """Read the tensors of a state dict from a file of torch.save (memory-mapped) or a folder of a distributed checkpoint.
 
     If a file nests the state dict, as in {"model": ..., "epoch": 3}, only the mapping that contains tables is returned; without
-    tables, all is returned. Names nested below that are joined by dots.
+    tables, all is returned. Names of nested mappings are joined by dots.
 
     Raises:
         ValueError: for a path that is neither, or a file with anything but tensors, numbers and strings.

@@ -267,11 +267,11 @@ def _why_none(
         return f"all tables have fewer than {config.min_rows} rows{named}; lower min_rows"
     types = {type(module) for module in model.modules() if module not in swapped_before}
     if kind in types:
-        return "filter_fn rejected all"
+        return "filter_fn rejected all: leave it out, or accept at least one"
     if other := next((_SWAPS[each] for each in types if each in _SWAPS), "swap_embeddings_" if plain_embeddings(model) else ""):
         return f"the model has none; for the tables that it has, call {other}"
     return (
-        "all of the model's are swapped already"
+        "all of the model's are swapped already: swap each model once"
         if swapped_before
         else "the model has none, or they are sharded already: swap before sharding"
     )

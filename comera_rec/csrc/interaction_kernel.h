@@ -81,13 +81,13 @@ void interact_backward(
   gradient += first * samples.outputs();
   for (int64_t sample = first; sample < beyond; ++sample) {
     scratch.read(samples, sample);
-    const float* of_lead = gradient;
+    const float* lead_part = gradient;
     gradient += N;
     for (int64_t i = 0; i < F; ++i)
       for (int64_t j = i + 1; j < F; ++j) scratch.square[i * rows + j] = scratch.square[j * rows + i] = *gradient++;
     multiply_padded(used, columns, scratch.square, rows, scratch.features, scratch.ones, F, scratch.transposed, false);
     float* to = lead_gradient + sample * N;
-    for (int64_t n = 0; n < N; ++n) to[n] = scratch.transposed[n] + of_lead[n];
+    for (int64_t n = 0; n < N; ++n) to[n] = scratch.transposed[n] + lead_part[n];
     to = rows_gradient + sample * (F - 1) * N;
     for (int64_t f = 1; f < F; ++f, to += N) std::memcpy(to, scratch.transposed + f * columns, 4 * N);
   }

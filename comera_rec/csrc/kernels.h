@@ -72,7 +72,7 @@ struct Bags {
   bool streams = false;     // whether bags are whole cache lines, which are then written past the caches
 };
 
-// An optimizer's update of a slice; see `Kind` for the formulas.
+// An optimizer's update of a slice; `update_floats` in update.h has the formulas.
 struct Update {
   enum class Kind : int32_t { sgd, adagrad, row_wise_adagrad, adam, adamw };
   Kind kind = Kind::sgd;
@@ -146,7 +146,7 @@ struct Kernels {
   void (*finish_sums)(
       const Sums* stripes, int count, const float* diagonal, int64_t rows, const Target&, int64_t first, int64_t beyond,
       float* diagonal_gradient, float* scratch);
-  // Returns a core's only slice as floats, with its rows times a diagonal.
+  // Writes a core's only slice as floats, its rows times a diagonal, to `out`.
   void (*scaled_rows)(const Core&, const float* diagonal, int64_t rows, float* out);
   // Makes an optimizer's step for one slice, numbered from the core's first.
   void (*update_slice)(const Core&, const Update&, int64_t slice, float* gradient);

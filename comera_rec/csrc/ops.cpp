@@ -71,7 +71,7 @@ Number number_of(const Tensor& tensor, const char* name) {
   return type == ScalarType::Float ? Number::float32 : type == ScalarType::BFloat16 ? Number::bfloat16 : Number::float16;
 }
 
-// Checks that a core (r0, m, n, r1) is slice-major: (m, r0, r1, n) in the leading half, (m, r1, r0, n) in the trailing half.
+// Returns whether a core (r0, m, n, r1) is slice-major: (m, r0, r1, n) in the leading half, (m, r1, r0, n) in the trailing half.
 bool is_slice_major(const Tensor& core, bool is_leading) {
   const int order[4] = {2, is_leading ? 3 : 0, is_leading ? 0 : 3, 1};  // fastest first
   int64_t step = 1;

@@ -113,7 +113,7 @@ void sort_by_q(const Part& part, uint64_t* words, uint64_t* other, const Plan& p
   for (int64_t t = 0; t < part.rows; ++t) words[t] = uint64_t(part.first_row) + (words[t] & mask);
 }
 
-// Replaces digits of rows, in ascending order, by numbers of products, whose slices are appended to `outer` and `inner`.
+// Replaces digits of rows, in ascending order, by numbers of products, whose two digits are appended to `high_digit` and `low_digit`.
 template <class RowAt>
 int64_t number_products(const Part& part, int32_t* digits, const RowAt& row_at, int64_t low, int32_t* high_digit, int32_t* low_digit) {
   int64_t products = 0, previous = -1;

@@ -118,7 +118,7 @@ Tensor served_bags(Tensor storage, Tensor layout, Tensor slabs, Tensor lead, Ten
   const int64_t threads = parallel ? torch::stable::get_num_threads() : 1;
   const Buffer<float> scratch(threads * scratch_floats);
   constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
-  std::atomic<int64_t> invalid_lookup{kNone};  // the first one's place among the values, times F, plus its feature
+  std::atomic<int64_t> invalid_lookup{kNone};  // the smallest position among the values, times F, plus its feature
   run_tasks(
       tasks,
       [&](int64_t task, int64_t thread) {

@@ -8,17 +8,18 @@
 
 The batches of an epoch depend on nothing but (seed, epoch) and the batch's number. Row groups are permuted and laid end to end;
 each of R readers takes an equal, contiguous share of that sequence of rows, permutes it within buffers of at least
-`shuffle_rows` / R rows, and gives B / r rows to every batch of its rank, which has r readers. A position is therefore two
+`shuffle_rows` / R rows, and gives B / r rows to every batch of its process, which has r readers. A position is therefore two
 numbers, and resuming skips to the row groups that hold the next rows.
 
-Any number of ranks that divides R reads the same rows in every step: their batches, one after the other, are the batch of one
-rank. So a run can resume on any of these numbers of ranks.
+Any number of processes that divides R reads the same rows in every step: their batches, joined in order, are the batch of a single
+process. So a run can resume on any such number of processes.
 
-Across ranks and torch's workers, each of which has R separate readers, no row is read twice, and every rank gets the same number of
-batches per epoch: rows / R, rounded up to whole batches where the last ones are shorter, or down with `drop_last`, which leaves out
-fewer rows than a batch of all ranks and one per reader together. The state of one rank is that of all.
+No row is read twice, neither by two processes nor by two of torch's workers, each of which has R separate readers. Every process
+gets the same number of batches per epoch: rows / R, rounded up to whole batches where the last ones are shorter, or rounded down
+with `drop_last`, which leaves out fewer rows than one batch of all processes plus one row per reader. All processes have the same
+state.
 
-Letters: B rows in a batch of one rank, n rows of any other set, L labels, W columns of weights (0 or 1), I integer columns,
+Letters: B rows in a batch of one process, n rows of any other set, L labels, W columns of weights (0 or 1), I integer columns,
 C categorical columns.
 """
 
@@ -40,31 +41,31 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchrec import KeyedJaggedTensor
 
 from comera_rec.data.batch import Batch
-from comera_rec.data.row_groups import REMEDY, RowRange, row_groups
+from comera_rec.data.row_groups import RowRange, row_groups
 from comera_rec.data.rows import Lists, Rows, concatenate
-from data_pipeline.manifest import read_manifest
+from data_pipeline.manifest import REMEDY, read_manifest
 from data_pipeline.storage import open_ranges
 
 
 class ParquetBatches(IterableDataset[Batch]):
-    """The batches of one split for one rank; iterate it directly, by BatchLoader, or by torch's DataLoader(batch_size=None).
+    """The batches of one split for one process; iterate it directly, by BatchLoader, or by torch's DataLoader(batch_size=None).
 
-    Every row of an epoch is in exactly one batch of one rank and worker (with drop_last: in at most one), and all ranks get
+    Every row of an epoch is in exactly one batch of one process and worker (with drop_last: in at most one), and all processes get
     the same number of batches, so that collectives of the model stay in step. Without drop_last the last batches are smaller.
 
     Args:
         data: the data set's folder, or a URL such as s3://bucket/data.
         split: "train", "val" or "test".
-        batch_size: rows in a batch of this rank.
+        batch_size: rows in a batch of this process.
         shuffle: permute row groups and rows anew in every epoch; False keeps the order of the files.
-        shuffle_rows: rows that are permuted at once, in the buffers of all ranks together; a reader's buffer has at least one row
-            group. A row takes 4 bytes x (I + C + L + W); a reader may hold its buffer up to three times.
+        shuffle_rows: rows that are permuted at once, in the buffers of all processes together; a reader's buffer has at least one
+            row group. A row takes 4 bytes x (I + C + L + W); a reader may hold its buffer up to three times.
         seed: determines the permutations, together with the epoch.
         epochs: passes over the split in one iteration; None = endless.
-        rank, world_size: which share of the rows this process takes.
-        readers: readers of all ranks together, among which the rows are divided: a multiple of world_size such that a rank's
-            readers give equally many rows to every batch. None for one per rank.
-        drop_last: leave out the rows that do not fill a batch on every rank.
+        process_rank, world_size: which share of the rows this process takes.
+        readers: readers of all processes together, among which the rows are divided: a multiple of world_size such that a
+            process's readers give equally many rows to every batch. None for one per process.
+        drop_last: leave out the rows that do not fill a batch on every process.
 
     Raises:
         ValueError: for an argument out of range, an unlabeled data set, an empty split, fewer rows than one batch needs, or a shard
@@ -82,7 +83,7 @@ class ParquetBatches(IterableDataset[Batch]):
         shuffle_rows: int = 131_072,
         seed: int = 0,
         epochs: int | None = 1,
-        rank: int = 0,
+        process_rank: int = 0,
         world_size: int = 1,
         readers: int | None = None,
         drop_last: bool = False,
@@ -94,17 +95,17 @@ class ParquetBatches(IterableDataset[Batch]):
             raise ValueError(f"epochs must be at least 1, or None for endless, got {epochs}")
         if seed < 0:
             raise ValueError(f"seed must be at least 0, got {seed}")
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank must be in 0..{world_size - 1} (world_size {world_size}), got {rank}")
+        if not 0 <= process_rank < world_size:
+            raise ValueError(f"process_rank must be in 0..{world_size - 1} (world_size {world_size}), got {process_rank}")
         readers = world_size if readers is None else readers
         if not self._can_share(readers, batch_size, world_size):
             raise ValueError(
                 f"readers must be a multiple of world_size ({world_size}) that divides the {batch_size * world_size} rows of all "
-                f"ranks' batches, got {readers}"
+                f"processes' batches, got {readers}"
             )
         self.manifest = read_manifest(data)
         self.batch_size, self.shuffle, self.shuffle_rows, self.seed, self.epochs = batch_size, shuffle, shuffle_rows, seed, epochs
-        self.rank, self.world_size, self.readers, self.drop_last = rank, world_size, readers, drop_last
+        self.process_rank, self.world_size, self.readers, self.drop_last = process_rank, world_size, readers, drop_last
         self._dense_names = [column.name for column in self.manifest.integer_columns]
         self._label_names = [label.name for label in self.manifest.labels]
         self._weight_names = [self.manifest.weight.name] if self.manifest.weight else []
@@ -123,13 +124,13 @@ class ParquetBatches(IterableDataset[Batch]):
         return readers > 0 and readers % world_size == 0 and batch_size * world_size % readers == 0
 
     def batches_per_epoch(self, workers: int = 1) -> int:
-        """Return the batches that each worker of each rank yields per epoch; ValueError if there are too few rows for that."""
+        """Return how many batches each worker of each process yields per epoch; ValueError if there are too few rows for that."""
         readers, rows = self.readers * workers, self._rows_of_a_reader()
         batches = self.rows // readers // rows if self.drop_last else math.ceil(math.ceil(self.rows / readers) / rows)
         if not 0 < batches <= self.rows // readers:
             raise ValueError(
                 f"batch_size {self.batch_size} on {readers} readers doesn't divide {self.rows} rows into equal batches; "
-                f"lower batch_size, use fewer ranks or workers, or set drop_last=False (it is {self.drop_last})"
+                f"lower batch_size, use fewer processes or workers, or set drop_last=False (it is {self.drop_last})"
             )
         return batches
 
@@ -146,7 +147,7 @@ class ParquetBatches(IterableDataset[Batch]):
             epoch, batch = epoch + 1, 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position after the last batch that iteration gave, and what it depends on; the same on every rank."""
+        """Return the position after the last batch that iteration gave, and what it depends on; the same on every process."""
         return {"epoch": self._next[0], "batch": self._next[1], **self._identity()}
 
     def state_after(self, batches: int) -> dict[str, int]:
@@ -158,7 +159,7 @@ class ParquetBatches(IterableDataset[Batch]):
         """Let the next iteration begin where `state` was taken, with as many readers as there.
 
         Raises:
-            ValueError: if the batches there were cut differently (batch size, seed, data), or the ranks can't share their readers.
+            ValueError: if batch size, seed or data differed there, or the processes can't share its readers.
         """
         readers = state.get("readers", 0)
         if state.get("batch_size") == self.batch_size * self.world_size:
@@ -178,11 +179,12 @@ class ParquetBatches(IterableDataset[Batch]):
         return {"batch_size": self.batch_size * self.world_size} | {name: int(getattr(self, name)) for name in names}
 
     def _epoch(self, epoch: int, first: int) -> Iterator[Rows]:
-        """Yield the rows of batches first, first + 1, ... of this rank in an epoch."""
+        """Yield the rows of batches first, first + 1, ... of this process in an epoch."""
         worker = get_worker_info()
         workers, worker_id = (worker.num_workers, worker.id) if worker else (1, 0)
-        rank_readers, readers = self.readers // self.world_size, self.readers * workers
-        local_readers = range(self.rank * rank_readers * workers + worker_id, (self.rank + 1) * rank_readers * workers, workers)
+        readers, process_readers = self.readers * workers, self.readers // self.world_size * workers
+        first_reader = self.process_rank * process_readers
+        local_readers = range(first_reader + worker_id, first_reader + process_readers, workers)
         shares = [(self.rows * reader // readers, self.rows * (reader + 1) // readers) for reader in local_readers]
         count = self.batches_per_epoch(workers)
         for parts in zip(*(self._parts(epoch, share, first, count) for share in shares), strict=True):

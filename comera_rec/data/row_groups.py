@@ -7,11 +7,9 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_pipeline.manifest import Manifest, check_shards
+from data_pipeline.manifest import REMEDY, Manifest, check_shards
 from data_pipeline.sources import Source
 from data_pipeline.storage import join, open_ranges
-
-REMEDY = "run `comera preprocess` again"
 
 
 class RowRange(NamedTuple):

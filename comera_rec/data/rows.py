@@ -17,7 +17,7 @@ class Lists(NamedTuple):
     values: np.ndarray  # [...] int32
 
     @classmethod
-    def of(cls, lengths: np.ndarray, values: np.ndarray) -> Lists:
+    def from_lengths(cls, lengths: np.ndarray, values: np.ndarray) -> Lists:
         return cls(np.append(0, np.cumsum(lengths)), values)
 
     @property
@@ -34,7 +34,7 @@ class Lists(NamedTuple):
     def take(self, order: np.ndarray) -> Lists:
         lengths, begins = self.lengths[order], self.offsets[:-1][order]
         before = np.cumsum(lengths) - lengths
-        return Lists.of(lengths, self.values[np.repeat(begins - before, lengths) + np.arange(lengths.sum())])
+        return Lists.from_lengths(lengths, self.values[np.repeat(begins - before, lengths) + np.arange(lengths.sum())])
 
 
 class Rows(NamedTuple):
@@ -66,7 +66,7 @@ def concatenate(parts: list[Rows]) -> Rows:
     dense, ids, labels, weights = (np.concatenate(cells, axis=1) for cells in zip(*(part[:4] for part in parts), strict=True))
     columns = zip(*(part.lists for part in parts), strict=True)
     lists = (
-        Lists.of(np.concatenate([part.lengths for part in column]), np.concatenate([part.flat for part in column]))
+        Lists.from_lengths(np.concatenate([part.lengths for part in column]), np.concatenate([part.flat for part in column]))
         for column in columns
     )
     return Rows(dense, ids, labels, weights, tuple(lists))

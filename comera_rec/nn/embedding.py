@@ -96,7 +96,9 @@ class TTEmbedding(TTTable):
         scores = scores.reshape(*input.shape[:-1], m1 * m2)[..., : self.num_embeddings]
         if not self.num_hot_rows:
             return scores
-        hot_scores = [(input @ rows.core_1[:, 0, :, 0].mT * rows.rank_1) @ rows.core_0[0, :, 0].mT for rows in self.hot_blocks()]
+        hot_scores = [
+            (input @ block.core_1[:, 0, :, 0].mT * block.rank_1) @ block.core_0[0, :, 0].mT for block in self.hot_blocks()
+        ]
         return scores + F.pad(torch.cat(hot_scores, dim=-1), (0, self.num_embeddings - self.num_hot_rows))
 
     @classmethod

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from comera_rec.nn.table import TTTable, require_plain_rows, traits
 from comera_rec.nn.tracing import one_call_in_fx
 from comera_rec.ops import tt_bags
+from comera_rec.ops.bags import MODES
 from comera_rec.tt import TTShape
-
-MODES = ("sum", "mean", "max")
 
 
 class TTEmbeddingBag(TTTable):

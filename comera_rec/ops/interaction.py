@@ -64,8 +64,8 @@ class _Interaction(torch.autograd.Function):
         if not torch.is_grad_enabled():
             return *ops.interact_backward(grad.contiguous(), dense, rows), None
         features, width = torch.cat([dense.unsqueeze(1), rows], dim=1), dense.shape[1]
-        of_features = torch.bmm(_symmetric(grad[:, width:], pairs, features.shape[1]), features)
-        return grad[:, :width] + of_features[:, 0], of_features[:, 1:], None
+        feature_gradients = torch.bmm(_symmetric(grad[:, width:], pairs, features.shape[1]), features)
+        return grad[:, :width] + feature_gradients[:, 0], feature_gradients[:, 1:], None
 
 
 class _PairwiseProducts(torch.autograd.Function):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 LEAST_RANK = 8
+LEAST_DOT = 16  # the shortest sum that `tl.dot` takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,3 +71,8 @@ def rank_bucket(rank: int) -> int:
 def block(size: int, largest: int) -> int:
     """Return the smallest power of two that covers a size, or the largest allowed."""
     return min(1 << max(size - 1, 0).bit_length(), largest)
+
+
+def warps(accumulators: int) -> int:
+    """Return warps for sixteen accumulators per thread: in a 4 x 4 tile, every operand that is read serves four products."""
+    return max(1, min(4, accumulators // 512))

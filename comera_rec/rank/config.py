@@ -84,7 +84,9 @@ class RankConfig:
             raise ValueError(f"{' and '.join(f'{name} {value}' for name, value in targets.items())} are given: give one target")
         if bool(targets) != (self.late_steps > 0):
             target = next(iter(targets.items()), ("target_size", None))
-            raise ValueError(f"{target[0]} is {target[1]} and late_steps is {self.late_steps}: a late stage needs both")
+            raise ValueError(
+                f"{target[0]} is {target[1]} and late_steps is {self.late_steps}: a late stage needs both; give both or neither"
+            )
         for name, value in targets.items():
             if not (isinstance(value, int | float) and value > 0):
                 raise ValueError(f"{name} is {value!r}: give a positive number")

@@ -38,8 +38,8 @@ class RankScheduler:
     Args:
         model: contains the TT modules; build the scheduler after all swaps and after freezing, because it keeps their names.
             Under `DistributedModelParallel`, give its `module`, so that names are those of one process.
-        optimizer: the optimizer of the model's parameters, whose state is sliced with them. Of several, give
-            `torchrec.optim.CombinedOptimizer`.
+        optimizer: the optimizer of the model's parameters, whose state is sliced with them. Combine several
+            with `torchrec.optim.CombinedOptimizer`.
         config: the schedule.
         other_bytes: bytes of all other layers; give it where each process has only part of them. Default: those of `model`.
         processes: the processes that share the model.
@@ -357,7 +357,7 @@ def _require_optimized(modules: Mapping[str, TTModule], optimizer: Optimizer) ->
             if parameter.requires_grad and not is_optimized:
                 raise ValueError(
                     f"{parameter_name!r} is in no parameter group of this {type(optimizer).__name__}: build the optimizer after "
-                    "all swaps, and give torchrec.optim.CombinedOptimizer of several"
+                    "all swaps, and combine several optimizers with torchrec.optim.CombinedOptimizer"
                 )
 
 

@@ -28,6 +28,7 @@ from comera_rec.nn.table import plan_tables
 from comera_rec.nn.tracing import one_call_in_fx
 from comera_rec.ops import LookupPlan, PairPlan, check_ids, tt_bags
 from comera_rec.ops.bags.updates import update_kind
+from comera_rec.ops.launch import rank_bucket
 from comera_rec.recsys.config import DTYPES, TTEmbeddingBagConfig
 
 
@@ -64,7 +65,9 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     ) -> None:
         super().__init__()
         configs = [t if isinstance(t, TTEmbeddingBagConfig) else TTEmbeddingBagConfig.from_dense(t, None) for t in tables]
-        _check(configs)
+        _require_valid(configs)
+        for config in configs:
+            config.feature_names = config.feature_names or [config.name]
         self.update_in_backward = True
         self._configs = configs
         self._is_weighted = is_weighted
@@ -82,7 +85,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         self._lengths = [config.embedding_dim for config in configs for _ in config.feature_names]
 
     @classmethod
-    def over(
+    def from_bags(
         cls,
         tables: Sequence[TTEmbeddingBagConfig],
         bags: Mapping[str, TTEmbeddingBag],
@@ -151,7 +154,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         """
         features = maybe_td_to_kjt(features, None)
         self._require_features(features)
-        by_feature, plans = features.to_dict(), plans or self._planned(features)
+        by_feature, plans = features.to_dict(), plans or self._plans_made_ahead(features)
         self._check_dense_ids(by_feature)
         if not self._configs:
             return KeyedTensor(keys=[], length_per_key=[], values=torch.empty(features.stride(), 0, device=features.device()))
@@ -175,7 +178,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             ]
         return KeyedTensor(keys=self._keys, length_per_key=self._lengths, values=self._concatenated(pooled_groups))
 
-    def _planned(self, features: KeyedJaggedTensor) -> Mapping[tuple[str, ...], LookupPlan | PairPlan]:
+    def _plans_made_ahead(self, features: KeyedJaggedTensor) -> Mapping[tuple[str, ...], LookupPlan | PairPlan]:
         """Return the plans that `plan_ahead` made for a batch; empty if it made none."""
         if torch.compiler.is_compiling() or not _planned:
             return {}
@@ -216,7 +219,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             table = self.tt_bag(config.name)
             ranks: tuple[int, ...] = ()
             if table.core_0.device.type != "cpu":
-                ranks = tuple(max(_MIN_RANKS, 1 << (rank - 1).bit_length()) for rank in table.shape.ranks)
+                ranks = tuple(map(rank_bucket, table.shape.ranks))
             updated = update_kind(table.core_0)
             group_key = (table.mode, table.core_0.dtype, table.embedding_dim, table.shape.col_shape, ranks, updated)
             groups.setdefault(group_key, []).append(config)
@@ -319,7 +322,6 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
 
 
 _planned: MutableMapping[Tensor, tuple[Any, dict[tuple[str, ...], LookupPlan | PairPlan]]] = WeakTensorKeyDictionary()
-_MIN_RANKS = 8  # ranks 0 to 8 share a lookup on GPUs, 9 to 16, 17 to 32, and so on
 
 
 def require_keys(features: KeyedJaggedTensor, configs: Sequence[BaseEmbeddingConfig]) -> None:
@@ -342,7 +344,8 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
-def _check(configs: Sequence[TTEmbeddingBagConfig]) -> None:
+def _require_valid(configs: Sequence[TTEmbeddingBagConfig]) -> None:
+    """Raise ValueError unless tables have different, valid names, and poolings and data types that are supported."""
     seen = set()
     for config in configs:
         if config.name in seen:
@@ -354,8 +357,6 @@ def _check(configs: Sequence[TTEmbeddingBagConfig]) -> None:
             raise ValueError(f"table {config.name!r} has pooling {config.pooling}: choose SUM or MEAN")
         if config.is_tt and config.data_type not in DTYPES:
             raise ValueError(f"table {config.name!r} has data type {config.data_type}: a TT table takes FP32, FP16 or BF16")
-        if not config.feature_names:
-            config.feature_names = [config.name]
 
 
 def _tt_bag(config: TTEmbeddingBagConfig, device: torch.device) -> TTEmbeddingBag:

@@ -72,14 +72,14 @@ def build_dlrm(
             raise ValueError(f"{name} is empty: give at least one layer size")
         require_positive(**{f"{name}[{i}]": size for i, size in enumerate(sizes)})
     if cross_layers < 0:
-        raise ValueError(f"cross_layers is {cross_layers}: give how many there are, or 0")
+        raise ValueError(f"cross_layers is {cross_layers}: give a number of layers, or 0 for products of pairs")
     require_positive(cross_rank=cross_rank)
     collection = TTEmbeddingBagCollection(tables, device=device)
     dims = {config.embedding_dim for config in tables}
     if dims != {dense_arch_layer_sizes[-1]}:
         raise ValueError(
             f"tables have dimensions {sorted(dims)} and dense_arch_layer_sizes ends with {dense_arch_layer_sizes[-1]}: "
-            "DLRM needs the same number for all"
+            "give the same number for all"
         )
     dense_device = torch.device(device or "cpu")
     widths = max(1, dense_in_features), list(dense_arch_layer_sizes), list(over_arch_layer_sizes)
@@ -125,7 +125,7 @@ def build_deepfm(
     require_positive(hidden_layer_size=hidden_layer_size, deep_fm_dimension=deep_fm_dimension, outputs=outputs)
     dims = sorted({config.embedding_dim for config in tables})
     if len(dims) > 1:
-        raise ValueError(f"tables have dimensions {dims}: DeepFM needs the same for all")
+        raise ValueError(f"tables have dimensions {dims}: give the same for all, as DeepFM needs")
     collection = TTEmbeddingBagCollection(tables, device=device)
     model = SimpleDeepFMNN(max(1, dense_in_features), collection, hidden_layer_size, deep_fm_dimension)
     head = model.over_arch.model[0]  # without TorchRec's sigmoid

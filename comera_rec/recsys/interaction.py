@@ -30,7 +30,7 @@ class StackedFeatures(SparseArch):
 
 
 def stack_features(pooled: KeyedTensor, names: Sequence[str], width: int) -> Tensor:
-    """The columns of features of N = `width` columns each, in the order of `names`: [B, F, N], a view where that is their order."""
+    """Return the pooled rows of the named features, [B, F, width]; a view if they are in that order already."""
     if list(pooled.keys()) == list(names):
         values: Tensor = pooled.values()
     else:
@@ -99,10 +99,10 @@ class _Crossing(torch.autograd.Function):
         layers = len(saved) // 2
         narrows, wides = saved[:layers], saved[layers:]
         if not ctx.kept:
-            raise RuntimeError("backward ran twice through the same output of a cross network: call the network again before it")
+            raise RuntimeError("backward ran twice through the same output of a cross network: call it again before the second")
         grad_first: Tensor | None = None
         grads: list[list[Tensor]] = [[], [], []]
-        for k in reversed(range(layers)):  # each [B, d] is written over the last one that had its memory
+        for k in reversed(range(layers)):  # each new [B, d] reuses the memory of one that is no longer needed
             outer, inner, rounded = ctx.kept.pop(), ctx.kept.pop(), ctx.kept.pop()
             is_rounded = inner.dtype != first.dtype
             if grad_first is None:

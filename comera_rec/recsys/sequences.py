@@ -58,7 +58,7 @@ class TTEmbeddingCollection(EmbeddingCollectionInterface):
             raise ValueError("tables is empty: give at least one table config")
         dims = sorted({table.embedding_dim for table in tables})
         if len(dims) > 1:
-            raise ValueError(f"tables have dimensions {dims}: an embedding collection needs the same for all")
+            raise ValueError(f"tables have dimensions {dims}: give the same for all, or make several collections")
         self._configs = [
             t if isinstance(t, TTEmbeddingCollectionConfig) else TTEmbeddingCollectionConfig.from_dense(t, None) for t in tables
         ]

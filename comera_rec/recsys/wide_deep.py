@@ -28,8 +28,8 @@ class WideDeep(nn.Module):
     """Wide & Deep (Cheng et al., arXiv 1606.07792, section 3): the sum of a linear model's logits and an MLP's, trained together.
 
     Args:
-        deep: looks up embeddings of the categorical features.
-        wide: looks up their weights, each the sum of a short row.
+        embeddings: looks up embeddings of the categorical features.
+        weights: looks up their weights, each the sum of a short row.
         mlp: takes dense features and embeddings; has L outputs.
         dense_in_features: I.
         buckets: modulus of the wide part's ids; 0 where every id has a weight.
@@ -37,10 +37,10 @@ class WideDeep(nn.Module):
     """
 
     def __init__(
-        self, deep: SparseArch, wide: SparseArch, mlp: nn.Module, dense_in_features: int, buckets: int, outputs: int = 1
+        self, embeddings: SparseArch, weights: SparseArch, mlp: nn.Module, dense_in_features: int, buckets: int, outputs: int = 1
     ) -> None:
         super().__init__()
-        self.sparse_arch, self.wide_arch, self.deep_arch = deep, wide, mlp
+        self.sparse_arch, self.wide_arch, self.deep_arch = embeddings, weights, mlp
         self.dense_weights = nn.Linear(dense_in_features, outputs, bias=False) if dense_in_features else None
         self.buckets, self.outputs = buckets, outputs
 

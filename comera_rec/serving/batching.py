@@ -44,7 +44,7 @@ class Batcher:
     ) -> None:
         self._max_rows, self._max_wait, self._max_queue, self._observe = max_rows, max_wait, max_queue, observe
         self._waiting: deque[_Waiting] = deque()
-        self._rows = 0  # that wait
+        self._waiting_rows = 0
         self._arrived = asyncio.Event()
 
     async def score(self, model: ServingModel, rows: Flat) -> np.ndarray:
@@ -54,19 +54,19 @@ class Batcher:
             Overloaded: too many rows wait already.
             ValueError: as raised by the model; other requests of the same call are not affected.
         """
-        if self._rows and self._rows + len(rows.dense) > self._max_queue:
+        if self._waiting_rows and self._waiting_rows + len(rows.dense) > self._max_queue:
             raise Overloaded
-        self._rows += len(rows.dense)
+        self._waiting_rows += len(rows.dense)
         scores: asyncio.Future[np.ndarray] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Waiting(model, rows, scores))
         self._arrived.set()
         return await scores
 
     async def run(self) -> None:
-        """Answer requests until cancelled."""
+        """Answer requests until canceled."""
         while True:
             await self._arrived.wait()
-            if self._rows < self._max_rows:
+            if self._waiting_rows < self._max_rows:
                 await asyncio.sleep(self._max_wait)
             _answer(self._take())
             if not self._waiting:
@@ -83,7 +83,7 @@ class Batcher:
                 break
             taken.append(self._waiting.popleft())
         rows = sum(len(waiting.rows.dense) for waiting in taken)
-        self._rows -= rows
+        self._waiting_rows -= rows
         self._observe(rows)
         return taken
 

@@ -117,7 +117,7 @@ def flatten_run(options: ExportOptions) -> tuple[FlatModel, ModelMetadata]:
     model, config, schema = load_run(options.run, last=options.last)
     data = options.data or Path(config.data.path)
     manifest = read_manifest(data)
-    if schema.differences(Schema.of(manifest)):
+    if schema.differences(Schema.from_manifest(manifest)):
         raise ValueError(
             f"{options.run} was trained with other columns or vocabularies than {data} has: give the data set of the run"
         )

@@ -143,11 +143,6 @@ class ServingModel:
                 f"{self.metadata.torch_version}, and this is torch {torch.__version__}; export the run again on this machine"
             ) from error
 
-    @classmethod
-    def load(cls, path: str | Path, *, threads: int | None = None) -> ServingModel:
-        """Load a package; arguments and errors as for the class."""
-        return cls(path, threads=threads)
-
     def __call__(self, dense: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
         """Return the probabilities of label 1, [B] float32; [B, L] for a model of several labels.
 

@@ -233,7 +233,7 @@ def _executor(workers: int) -> Iterator[Executor]:
 
 @cache
 def _load(model: Path) -> ServingModel:
-    return ServingModel.load(model, threads=1)
+    return ServingModel(model, threads=1)
 
 
 def _scores(path: Path, batches: Iterable[Flat]) -> dict[str, np.ndarray]:

@@ -50,7 +50,7 @@ class ServeOptions:
         data: folder of the vocabularies for /score; None takes the one that the model names.
         host, port: address to listen on; port 0 takes a free one.
         threads: number of threads that the model may use.
-        max_batch: largest number of rows in a call that joins requests.
+        max_batch: largest number of rows in a model call that answers several requests.
         max_wait_ms: milliseconds that a request waits for others.
         max_queue: largest number of rows that wait; further requests are answered 503.
         max_rows: largest number of rows in a request.
@@ -197,7 +197,7 @@ class Server:
         return {"scores": await self.batcher.score(version.model, flat), "model_version": version.number}
 
     async def _body(self, request: Request) -> Any:
-        """Read the body as JSON. One that is too long is read on for a while, since few clients read an answer before that."""
+        """Read the body as JSON; one that is too long is read on for a while, because few clients read an answer while sending."""
         limit = self.options.max_body
         if "inference-header-content-length" in request.headers:
             raise ValueError("binary tensors are not supported: give data as JSON")

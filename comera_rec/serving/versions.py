@@ -59,7 +59,7 @@ class ModelFile:
         self.current = self._load()
 
     def _load(self) -> Version:
-        model = ServingModel.load(self.path, threads=self._threads)
+        model = ServingModel(self.path, threads=self._threads)
         encoder, reason = None, ""
         try:
             encoder = open_vocabularies(model.metadata, self.data)

@@ -42,7 +42,7 @@ def offsets_of(manifest: Manifest) -> tuple[Offset, ...]:
 
 
 def check_vocabularies(metadata: ModelMetadata, manifest: Manifest, folder: Path) -> None:
-    """Raise ValueError unless a data set's ids mean what the model's do.
+    """Check that a data set's ids mean the same as the model's.
 
     Raises:
         ValueError: naming the columns that differ.
@@ -50,7 +50,7 @@ def check_vocabularies(metadata: ModelMetadata, manifest: Manifest, folder: Path
     dense = tuple(column.name for column in manifest.integer_columns)
     if dense != metadata.dense:
         raise ValueError(
-            f"{folder} has integer columns {', '.join(dense)}, the model {', '.join(metadata.dense)}: give its data set"
+            f"{folder} has integer columns {', '.join(dense)}, the model {', '.join(metadata.dense)}: give the model's data set"
         )
     actual = {
         column.name: (column.num_embeddings, column.vocabulary.sha256 if column.vocabulary else None)
@@ -64,4 +64,4 @@ def check_vocabularies(metadata: ModelMetadata, manifest: Manifest, folder: Path
             "give the model's data set, or one that `comera transform` made with it"
         )
     if offsets_of(manifest) != metadata.offsets:
-        raise ValueError(f"{folder} has other offsets of integer columns than the model was trained with: give its data set")
+        raise ValueError(f"{folder} has other offsets of integer columns than the model has: give the model's data set")

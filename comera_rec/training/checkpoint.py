@@ -1,4 +1,4 @@
-"""Checkpoints that are either whole or not there: written beside, synced to disk, then renamed.
+"""Checkpoints that are either complete or absent: written under a temporary name, synced to disk, then renamed.
 
     checkpoints/step_00001000/      torch.distributed.checkpoint's files, a part from each process
         record.json                 numbers, strings, lists and dictionaries; the format; checksums of the files
@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from comera_rec.convert.folders import TensorReader
 from comera_rec.distributed import WORLD, Processes
 from comera_rec.training.migration import FORMAT, LaterFormat, migrated
+from data_pipeline.atomic import sync
 
 _TEMPORARY = ".partial"
 _REPLACED = ".replaced"  # suffix of a checkpoint while a new one of the same step takes its name
@@ -72,8 +73,8 @@ def _mapped(size: torch.Size, dtype: torch.dtype) -> Tensor:
         return torch.from_file(file.name, shared=True, size=size.numel(), dtype=dtype).view(size)
 
 
-class _Planner(dcp.DefaultSavePlanner):
-    """Hands the writer views that end where a tensor ends: it copies tensors in larger memory, and keeps the copies to the end."""
+class _SavePlanner(dcp.DefaultSavePlanner):
+    """Gives the writer tensors that seem to fill their memory: it would copy one in larger memory and keep the copy to the end."""
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         data: Tensor | io.BytesIO = super().resolve_data(write_item)
@@ -94,7 +95,7 @@ def save_checkpoint(
 ) -> Path:
     """Write the state of a step, then delete all but the newest `keep` checkpoints and whatever a killed process left half-written.
 
-    With several processes, each calls this; the first one's record is saved, and the tensors of all.
+    With several processes, each calls this: the record of process 0 is saved, and the tensors of all processes.
 
     Args:
         folder: folder of the checkpoints, created if needed; only one run writes to it.
@@ -107,7 +108,7 @@ def save_checkpoint(
 
     Raises:
         ValueError: keep or step out of range.
-        OSError: on every process, if one cannot write, for want of space or permission; earlier checkpoints are then untouched.
+        OSError: on every process, if one of them lacks space or permission to write; earlier checkpoints stay untouched.
 
     Returns:
         The checkpoint's path.
@@ -132,8 +133,10 @@ def _write(path: Path, record: dict[str, Any], tensors: Mapping[str, Any], proce
     temporary = path.with_suffix(_TEMPORARY)
     processes.on_first(lambda: _clear(path.parent))
     writer = dcp.FileSystemWriter(temporary)  # syncs its files
-    dcp.save(dict(tensors), storage_writer=writer, planner=_Planner(), process_group=processes.group, no_dist=not processes.several)
-    pattern = f"__{processes.rank}_*"
+    dcp.save(
+        dict(tensors), storage_writer=writer, planner=_SavePlanner(), process_group=processes.group, no_dist=not processes.several
+    )
+    pattern = f"__{processes.process_rank}_*"
     checksums = processes.on_each(lambda: {file.name: _checksum(file) for file in temporary.glob(pattern)})
 
     def finish() -> None:
@@ -147,7 +150,7 @@ def _write(path: Path, record: dict[str, Any], tensors: Mapping[str, Any], proce
         if path.exists():
             path.rename(aside)
         temporary.rename(path)
-        _sync_folder(path.parent)
+        sync(path.parent)  # or a power cut may undo the renames
         if aside.exists():
             _remove(aside)
 
@@ -155,12 +158,12 @@ def _write(path: Path, record: dict[str, Any], tensors: Mapping[str, Any], proce
 
 
 def latest_checkpoint(folder: str | Path) -> Path | None:
-    """The checkpoint of the highest step, or None if there is none."""
+    """Return the checkpoint of the highest step, or None if there is none."""
     return max(_checkpoints(Path(folder)), default=None, key=_step)
 
 
 def checkpoint_at(folder: str | Path, step: int | None) -> Path | None:
-    """The checkpoint of a step, or None if there is none."""
+    """Return the checkpoint of a step, or None if there is none."""
     return next((path for path in _checkpoints(Path(folder)) if path.stem == _name(step)), None)
 
 
@@ -170,8 +173,8 @@ def open_checkpoint(path: str | Path, processes: Processes = WORLD) -> Checkpoin
     A file of format 1 becomes a folder of the present format.
 
     Raises:
-        ValueError: on every process, if the checkpoint is missing, damaged, of a later format or another program's; names the
-            earlier one that is used without it, if there is one.
+        ValueError: on every process, if the checkpoint is missing, damaged, of a later format or another program's. The message
+            names the earlier checkpoint from which the run resumes once this one is removed, if there is one.
     """
     path = Path(path)
     try:
@@ -185,7 +188,7 @@ def open_checkpoint(path: str | Path, processes: Processes = WORLD) -> Checkpoin
         if not isinstance(saved["record"], dict):
             raise TypeError(f"{_RECORD} holds no record")
         record = migrated(saved["record"], saved.get("format", 1))
-        checksums = sorted(saved["checksums"].items())[processes.rank :: processes.size]
+        checksums = sorted(saved["checksums"].items())[processes.process_rank :: processes.size]
 
         def check() -> None:
             for name, checksum in checksums:
@@ -279,12 +282,3 @@ def _reason(error: BaseException) -> str:
         error = next(iter(error.failures.values()))[0]
     cause = error if isinstance(error, OSError) else error.__context__
     return (isinstance(cause, OSError) and cause.strerror) or str(error).splitlines()[0]
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the rename itself last through a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

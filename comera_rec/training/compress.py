@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +37,7 @@ def compress_run(dense: str | Path, config: RunConfig) -> Trainer:
         The compressed run, at step 0.
     """
     if config.tables.format != "tt":
-        raise ValueError(f"tables.format is {config.tables.format!r}: compressing needs 'tt'")
+        raise ValueError(f"tables.format is {config.tables.format!r}: compressing needs 'tt', so set tables.format=tt")
     if latest_checkpoint(Path(config.output) / CHECKPOINTS) is not None:
         raise ValueError(f"{config.output} holds checkpoints already: give a new output")
     checkpoint = open_run(dense)
@@ -109,11 +110,11 @@ def _table_budget(config: RunConfig, schema: Schema) -> int:
         if small == dense:
             continue
         if config.tables.compression is None:
-            budget += sum(table.num_params for table in configs if isinstance(table, TTEmbeddingBagConfig) and table.is_tt)
+            budget += sum(table.num_params for table in configs if _is_tt(table))
         else:
             budget += int(dense / config.tables.compression) - small
     return budget
 
 
-def _is_tt(table: EmbeddingBagConfig) -> bool:
+def _is_tt(table: EmbeddingBagConfig) -> TypeGuard[TTEmbeddingBagConfig]:
     return isinstance(table, TTEmbeddingBagConfig) and table.is_tt

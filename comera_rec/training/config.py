@@ -119,12 +119,12 @@ class OptimizerConfig:
             `torch.optim.SparseAdam`, except in replicas and where updates in backward are off.
         lr_dense: learning rate of MLP weights and biases.
         lr_cores: learning rate of tensor-train cores.
-        lr_ranks: learning rate of the rank parameters D_k, which start at 1: with Adam, the most they move in a step.
+        lr_ranks: learning rate of the rank parameters D_k, which start at 1; with Adam, about the most that a step changes them.
         lr_tables: learning rate of dense tables.
         warmup_steps: steps over which all rates rise from zero.
         decay: share of a run's steps, at its end, over which all rates fall to zero.
-        weight_decay_dense: factor of an MLP weight (not a bias) that is added to its gradient or, with AdamW, subtracted times the
-            learning rate.
+        weight_decay_dense: factor of MLP weights (not biases); weight times factor is added to the gradient or, with AdamW, weight
+            times factor times learning rate is subtracted from the weight.
         weight_decay_cores: the same for tensor-train cores; if they are updated in backward, only for the slices that a batch uses.
     """
 
@@ -162,7 +162,7 @@ class TrainingConfig:
         keep_checkpoints: number of latest checkpoints to keep.
         keep_best: also keep the checkpoint of the lowest validation NE, and use it for the result, `evaluate` and `export`. With
             [ranks] only evaluations at the final size count.
-        patience: evaluations in a row without a lower validation NE, counted likewise, after which training ends; 0 for no end.
+        patience: evaluations in a row without a lower validation NE, counted likewise, that end training; 0 to take all steps.
         clip_grad_norm: largest norm of all gradients together; larger gradients are scaled down to it. None for no limit. A limit
             turns off updates of cores in backward; dense tables are still updated there, neither counted nor scaled.
         accumulation: parts of a batch that are computed one after the other, and whose gradients add up to a step. More than one

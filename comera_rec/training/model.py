@@ -39,7 +39,7 @@ class Schema:
     labels: tuple[str, ...] = (LABEL,)
 
     @classmethod
-    def of(cls, manifest: Manifest) -> Schema:
+    def from_manifest(cls, manifest: Manifest) -> Schema:
         """Return the schema of a preprocessed data set."""
         return cls(
             dense=tuple(column.name for column in manifest.integer_columns),

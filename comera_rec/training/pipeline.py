@@ -24,7 +24,7 @@ class PipelinedStep:
 
     Args:
         model: the `DistributedModelParallel` to train.
-        loss_of: a batch -> its task loss, by that model.
+        loss_of: a batch -> its task loss, computed with that model.
         optimizer: the optimizer of the model's parameters.
         scheduler: the rank schedule, if there is one.
         clip: called after the backward pass.

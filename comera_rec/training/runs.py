@@ -17,7 +17,7 @@ from comera_rec.training.state import load_model_
 from data_pipeline.manifest import Manifest
 
 CHECKPOINTS = "checkpoints"
-# What may change when a run resumes: `output`, [checkpoints], and these keys of [data] and all but these of [training].
+# When a run resumes, these may change: `output`, [checkpoints], the keys _FREE_DATA of [data], and [training] but _FIXED_TRAINING.
 _FREE = ("output", "checkpoints")
 _FREE_DATA = ("path", "prefetch", "eval_batch_size")
 _FIXED_TRAINING = ("accumulation",)  # decides which rows are read together
@@ -31,7 +31,7 @@ def require_fit(config: RunConfig, schema: Schema, manifest: Manifest, processes
             lacks, there isn't one task weight per label, or a batch can't be divided equally.
     """
     training, data = config.training, config.data
-    if not config.output.strip():  # earlier versions recorded runs in the current folder so, and these are still loaded
+    if not config.output.strip():  # checked here, because earlier versions recorded '' for the current folder
         raise ValueError("output is empty: give the run's folder")
     if Path(config.output).exists() and not Path(config.output).is_dir():
         raise ValueError(f"output is {config.output}, which is a file: give a folder")

@@ -53,7 +53,7 @@ class StopSignals:
     def after_step(self, failed: bool = False) -> tuple[int, bool]:
         """Return the signal to stop for, or 0, and whether something has failed, on any process; all see it at the same step.
 
-        With several processes this is what they said a step ago, so that no step waits for the others.
+        With several processes, these are the reports of the step before, so that no step waits for the other processes.
         """
         if not self._processes.several:
             return self._received, failed

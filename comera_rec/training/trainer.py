@@ -57,7 +57,7 @@ class Trainer:
     """One run, from the config to result.json.
 
     Where a launcher has started several processes, each builds a Trainer and calls the same methods: tables are sharded by plan,
-    the rest is replicated, each process reads its own rows, and the first one writes. The folder must be the same for all.
+    the rest is replicated, each process reads different rows, and process 0 writes. The folder must be the same for all.
 
     Args:
         config: the run; if its folder already holds a part of it, it resumes from the last checkpoint.
@@ -79,7 +79,7 @@ class Trainer:
         keep_freed_memory()
         self.memory = PeakMemory(self.device)
         self.manifest = read_manifest(config.data.path)
-        self.schema = Schema.of(self.manifest)
+        self.schema = Schema.from_manifest(self.manifest)
         parts = require_fit(config, self.schema, self.manifest, processes)
         self.part_size = config.data.batch_size // parts  # rows per forward pass of this process
         self.loader = BatchLoader(
@@ -104,7 +104,7 @@ class Trainer:
             other_bytes = bytes_outside(whole, [module for _, module in named_tt_modules(whole)])
             self.scheduler = RankScheduler(self.module, self.optimizer, config.ranks, other_bytes=other_bytes, processes=processes)
         self.state = TrainingState(self.module, self.optimizer, placed.table_optimizers)
-        self.step = Steps(
+        self.stepper = Steps(
             config, placed, self.optimizer, self.scheduler, processes=processes, device=self.device, total_steps=self.total_steps
         )
         self.writer = CheckpointWriter(
@@ -133,14 +133,14 @@ class Trainer:
                 module.plan_ahead(batch.sparse)
 
     def _batches(self, split: str, *, shuffle: bool) -> ParquetBatches:
-        data, rank, world_size = self.config.data, self.processes.rank, self.processes.size
+        data, process_rank, world_size = self.config.data, self.processes.process_rank, self.processes.size
         if shuffle:
             readers = math.lcm(world_size, math.gcd(_READERS, self.part_size * world_size))
             return ParquetBatches(
                 data.path, split, batch_size=self.part_size, shuffle=True, shuffle_rows=data.shuffle_rows, seed=self.config.seed,
-                epochs=None, drop_last=True, rank=rank, world_size=world_size, readers=readers,
+                epochs=None, drop_last=True, process_rank=process_rank, world_size=world_size, readers=readers,
             )  # fmt: skip
-        return ParquetBatches(data.path, split, batch_size=data.eval_batch_size, rank=rank, world_size=world_size)
+        return ParquetBatches(data.path, split, batch_size=data.eval_batch_size, process_rank=process_rank, world_size=world_size)
 
     # -- state ---------------------------------------------------------------------------------------------------------------
 
@@ -174,7 +174,7 @@ class Trainer:
         if record["step"]:  # the first checkpoint of a compressed dense run has seen no batch
             self.loader.load_state_dict(record["batches"])
         self.state.load(checkpoint)
-        self.step.replicate_anew()
+        self.stepper.replicate_anew()
         if self.scheduler:
             self.scheduler.load_state_dict(record["scheduler"])
             self.history_written = len(self.scheduler.history)
@@ -275,7 +275,7 @@ class Trainer:
 
     def _step(self, batches: Iterator[Batch]) -> Tensor:
         """Take one optimizer step; return the task loss."""
-        loss = self.step.take(self.steps + 1, batches)
+        loss = self.stepper.take(self.steps + 1, batches)
         self.steps += 1
         return loss
 
@@ -333,7 +333,7 @@ class Trainer:
         return (self.scheduler is None or self.scheduler.stage == "done") and self.best.observe(self.steps, metrics["ne"])
 
     def _evaluate(self, split: str) -> dict[str, Any]:
-        self.step.pause()
+        self.stepper.pause()
         batches = self._batches(split, shuffle=False)
         metrics = evaluate(self.model, batches, self.device, between=self._stop_if_asked, processes=self.processes)
         self.log.write("eval", self.steps, split=split, **metrics)
@@ -352,7 +352,7 @@ class Trainer:
             kept = self.processes.on_first(lambda: checkpoint_at(self.checkpoints, best))
             assert kept is not None
             self.state.load(open_checkpoint(kept, self.processes))
-            self.step.replicate_anew()
+            self.stepper.replicate_anew()
         split = next(name for name in ("test", "val", "train") if self._rows(name))
         metrics = self._evaluate(split)
         whole = whole_model(self.config, self.schema, self.module, self.processes)

@@ -29,7 +29,7 @@ class CheckpointWriter:
 
     def __init__(self, folder: Path, *, keep: int, processes: Processes, asynchronous: bool) -> None:
         self._folder, self._keep = folder, keep
-        self._processes = processes.apart() if asynchronous else processes
+        self._processes = processes.separate_group() if asynchronous else processes
         self._thread = ThreadPoolExecutor(1, "CheckpointWriter") if asynchronous else None
         self._writing: Future[Path] | None = None
 

@@ -21,8 +21,8 @@ def choose_hot_blocks(num_embeddings: Sequence[int], embedding_dim: int, budget_
     arXiv 1909.11810) of three dimensions. Rows of one or two columns are cut into two blocks: a second projection costs little, and
     training can remove the block of rarer ids.
 
-    As many ids get rows of each width in all tables that have so many. If tables are read equally often and ids follow Zipf's law,
-    ids of equal width are thus read about equally often, whatever their table.
+    Every table gives rows of a width to the same number of ids, or to all that it has left if these are fewer. If tables are read
+    equally often and ids follow Zipf's law, ids of equal width are thus read about equally often, whatever their table.
 
     Args:
         num_embeddings: rows of each table.
@@ -51,7 +51,7 @@ def choose_hot_blocks(num_embeddings: Sequence[int], embedding_dim: int, budget_
             share * budget_params,
             key=lambda rows: sum(blocks_params(blocks, embedding_dim) for blocks in extended(rows)),
         )
-        if rows >= width:  # a block of fewer rows would consist of its projection
+        if rows >= width:  # the projection of a smaller block would be larger than its rows
             tables = extended(rows)
     return tables
 

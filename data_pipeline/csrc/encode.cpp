@@ -35,8 +35,8 @@ class Table {
   Slot<Key>* find(Key key) const {
     int64_t slot = home(key);
     for (int64_t probes = 0; probes < slots_.size; ++probes) {
-      Slot<Key>* found = slots_.data + slot;
-      if (found->key == key || found->id == 0) return found;
+      Slot<Key>* candidate = slots_.data + slot;
+      if (candidate->key == key || candidate->id == 0) return candidate;
       slot = slot + 1 == slots_.size ? 0 : slot + 1;
     }
     return nullptr;
@@ -74,7 +74,7 @@ void release(Array<T> file) {
 // A column's id source: ranges between ascending `bounds` if there are any, else hashes into `buckets` if that isn't 0, else a
 // table's pairs, of which at most `room` bytes may be in memory if that isn't 0.
 template <class Key>
-struct IdsOf {
+struct IdSource {
   Array<Key> pairs;
   Array<const Key> bounds;
   int64_t room;
@@ -84,7 +84,7 @@ struct IdsOf {
 // Calls `look(i, ahead)` for every key i, where `ahead` is a key to prefetch. If room is limited, the table is visited range by
 // range, and pages are released after each: in the keys' order, nearly every key would map pages again.
 template <class Key, class Look>
-void visit(const Table<Key>& table, const IdsOf<Key>& column, Array<const Key> keys, Look look) {
+void visit(const Table<Key>& table, const IdSource<Key>& column, Array<const Key> keys, Look look) {
   if (!column.room) {
     for (int64_t i = 0; i < keys.size; ++i) look(i, std::min(i + kAhead, keys.size - 1));
     return;
@@ -106,7 +106,7 @@ void visit(const Table<Key>& table, const IdsOf<Key>& column, Array<const Key> k
 
 // Fills ids, 0 where a key is missing or not in the table, and returns how many are 0.
 template <class Key>
-int64_t look_up(const IdsOf<Key>& column, Array<const Key> keys, Array<const bool> missing, Array<int32_t> ids) {
+int64_t look_up(const IdSource<Key>& column, Array<const Key> keys, Array<const bool> missing, Array<int32_t> ids) {
   const Table<Key> table(column.pairs);
   int64_t zeros = 0;
   visit(table, column, keys, [&](int64_t i, int64_t ahead) {
@@ -144,10 +144,10 @@ int64_t bucketize(Array<const Key> bounds, Array<const Key> keys, Array<const bo
 
 template <class Key>
 int64_t encode_keys(
-    Array<const IdsOf<Key>> ids_of, Matrix<const Key> keys, Matrix<const bool> missing, Matrix<int32_t> ids, Array<int64_t> zeros) {
-  if (!keys.is_like(missing) || !keys.is_like(ids) || ids_of.size != keys.columns || zeros.size != keys.columns) return kWrongSizes;
+    Array<const IdSource<Key>> id_sources, Matrix<const Key> keys, Matrix<const bool> missing, Matrix<int32_t> ids, Array<int64_t> zeros) {
+  if (!keys.is_like(missing) || !keys.is_like(ids) || id_sources.size != keys.columns || zeros.size != keys.columns) return kWrongSizes;
   for (int64_t c = 0; c < keys.columns; ++c) {
-    const IdsOf<Key>& column = ids_of[c];
+    const IdSource<Key>& column = id_sources[c];
     zeros[c] = column.bounds.size ? bucketize(column.bounds, keys[c], missing[c], ids[c])
                : column.buckets   ? hash(column.buckets, keys[c], missing[c], ids[c])
                                   : look_up(column, keys[c], missing[c], ids[c]);
@@ -184,14 +184,14 @@ EXPORTED int64_t return_freed_arrays() {
 
 // Fills each column's ids, 0 where a key is missing or not in the table, and how many are 0.
 EXPORTED int64_t encode_keys_u32(
-    Array<const IdsOf<uint32_t>> ids_of, Matrix<const uint32_t> keys, Matrix<const bool> missing, Matrix<int32_t> ids,
+    Array<const IdSource<uint32_t>> id_sources, Matrix<const uint32_t> keys, Matrix<const bool> missing, Matrix<int32_t> ids,
     Array<int64_t> zeros) {
-  return encode_keys(ids_of, keys, missing, ids, zeros);
+  return encode_keys(id_sources, keys, missing, ids, zeros);
 }
 EXPORTED int64_t encode_keys_u64(
-    Array<const IdsOf<uint64_t>> ids_of, Matrix<const uint64_t> keys, Matrix<const bool> missing, Matrix<int32_t> ids,
+    Array<const IdSource<uint64_t>> id_sources, Matrix<const uint64_t> keys, Matrix<const bool> missing, Matrix<int32_t> ids,
     Array<int64_t> zeros) {
-  return encode_keys(ids_of, keys, missing, ids, zeros);
+  return encode_keys(id_sources, keys, missing, ids, zeros);
 }
 
 // Fills `encoded` with log(max(value, low) - low + 2), 0 where a value is missing; `low` is by column, logarithms[i] is log(i + 1).

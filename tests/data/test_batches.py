@@ -56,7 +56,7 @@ def tags(number: int) -> list[int]:
 
 
 def write_dataset(
-    folder: Path, *, row_group: int = 8, shard: int = 30, labelled: bool = True, lists: bool = False, **rows: int
+    folder: Path, *, row_group: int = 8, shard: int = 30, labeled: bool = True, lists: bool = False, **rows: int
 ) -> Path:
     """Write a data set with splits of the given sizes. I1 is the row's number within its split, C1 = I1 mod 50, label = I1 mod 2.
 
@@ -92,7 +92,7 @@ def write_dataset(
         inputs=(),
         rows=RowCounts(read=total, written=total, rejected=0),
         rejected_lines=(),
-        label=Label(mean=0.5, split_means={}) if labelled else None,
+        label=Label(mean=0.5, split_means={}) if labeled else None,
         integer_columns=tuple(IntegerColumn(name=name, missing=0, offset=2, min=0, max=9) for name in ("I1", "I2")),
         categorical_columns=tuple(
             dataclasses.replace(_C1, name=f"C{i}", num_embeddings=size) for i, size in enumerate(NUM_EMBEDDINGS, start=1)
@@ -173,7 +173,9 @@ class TestLists:
         batches = [
             batch
             for rank in range(2)
-            for batch in ParquetBatches(data, "train", batch_size=7, shuffle=shuffle, shuffle_rows=20, rank=rank, world_size=2)
+            for batch in ParquetBatches(
+                data, "train", batch_size=7, shuffle=shuffle, shuffle_rows=20, process_rank=rank, world_size=2
+            )
         ]
         assert sorted(numbers(batches)) == list(range(100))
         for batch in batches:
@@ -241,7 +243,7 @@ class TestRows:
                 shuffle=shuffle_rows > 0,
                 shuffle_rows=max(1, shuffle_rows),
                 epochs=epochs,
-                rank=rank,
+                process_rank=rank,
                 world_size=world_size,
                 drop_last=drop_last,
             )
@@ -294,7 +296,7 @@ class TestRows:
                 shuffle_rows=max(1, shuffle_rows),
                 seed=5,
                 epochs=3,
-                rank=world_size - 1,
+                process_rank=world_size - 1,
                 world_size=world_size,
                 drop_last=drop_last,
             )
@@ -320,7 +322,7 @@ class TestRows:
 
         def make(rank: int, world_size: int, readers: int | None = 8) -> ParquetBatches:
             return ParquetBatches(
-                data, "train", batch_size=16 // world_size, shuffle=True, shuffle_rows=64, seed=5, epochs=2, rank=rank,
+                data, "train", batch_size=16 // world_size, shuffle=True, shuffle_rows=64, seed=5, epochs=2, process_rank=rank,
                 world_size=world_size, readers=readers, drop_last=drop_last,
             )  # fmt: skip
 
@@ -458,7 +460,7 @@ class TestBadInput:
             ({"batch_size": 8, "shuffle_rows": 0}, "shuffle_rows must be at least 1, got 0"),
             ({"batch_size": 8, "epochs": 0}, "epochs must be at least 1, or None for endless, got 0"),
             ({"batch_size": 8, "seed": -1}, "seed must be at least 0, got -1"),
-            ({"batch_size": 8, "rank": 2, "world_size": 2}, r"rank must be in 0..1 \(world_size 2\), got 2"),
+            ({"batch_size": 8, "process_rank": 2, "world_size": 2}, r"process_rank must be in 0..1 \(world_size 2\), got 2"),
             ({"batch_size": 101, "drop_last": True}, "batch_size 101 on 1 readers doesn't divide 100 rows into equal batches"),
             ({"batch_size": 8, "world_size": 101}, "batch_size 8 on 101 readers doesn't divide 100 rows into equal batches"),
         ],
@@ -477,8 +479,8 @@ class TestBadInput:
         with pytest.raises(ValueError, match=r"split test of .* is empty; preprocess more rows"):
             ParquetBatches(data, "test", batch_size=8)
 
-    def test_unlabelled(self, tmp_path: Path) -> None:
-        data = write_dataset(tmp_path / "data", train=10, labelled=False)
+    def test_unlabeled(self, tmp_path: Path) -> None:
+        data = write_dataset(tmp_path / "data", train=10, labeled=False)
         with pytest.raises(ValueError, match=r"has no labels, .* preprocess logs with labels"):
             ParquetBatches(data, "train", batch_size=8)
 

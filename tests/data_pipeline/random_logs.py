@@ -7,7 +7,7 @@ import random
 Rows = list[list[str]]
 
 
-def random_rows(count: int, *, labelled: bool = True, seed: int = 0) -> Rows:
+def random_rows(count: int, *, labeled: bool = True, seed: int = 0) -> Rows:
     """Draw rows with frequent, rare and single values, and about a quarter of the cells missing."""
     draw = random.Random(seed)
 
@@ -18,7 +18,7 @@ def random_rows(count: int, *, labelled: bool = True, seed: int = 0) -> Rows:
         return draw.choice(["", "0", f"{draw.randint(1, 4):08x}", f"{draw.getrandbits(32):08x}", f"{draw.randint(0, 40):X}"])
 
     return [
-        ([str(draw.randint(0, 1))] if labelled else []) + [count_cell() for _ in range(13)] + [category_cell() for _ in range(26)]
+        ([str(draw.randint(0, 1))] if labeled else []) + [count_cell() for _ in range(13)] + [category_cell() for _ in range(26)]
         for _ in range(count)
     ]
 

@@ -73,7 +73,7 @@ def test_a_pipe_is_refused(tmp_path: Path) -> None:
 
 
 def test_second_log_with_other_columns(tmp_path: Path, write_log: WriteLog) -> None:
-    logs = (write_log(ROWS, "day_0"), write_log(random_rows(5, labelled=False), "day_1"))
+    logs = (write_log(ROWS, "day_0"), write_log(random_rows(5, labeled=False), "day_1"))
     with pytest.raises(ValueError, match="day_1:1: 39 columns where 40 are expected"):
         preprocess(PreprocessOptions(inputs=logs, output=tmp_path / "data"))
 

@@ -109,7 +109,7 @@ def test_no_rows(data: Path) -> None:
     assert len(values) == len(lengths) == 0
 
 
-CRITEO: dict[str, Any] = {name: "1" if name[0] == "C" else 1 for name in criteo_schema(labelled=False).of_kind("integer", "hex")}
+CRITEO: dict[str, Any] = {name: "1" if name[0] == "C" else 1 for name in criteo_schema(labeled=False).of_kind("integer", "hex")}
 EVERY_KIND: dict[str, Any] = {"cents": 1, "tags": [], "code": "1", "shop": "a", "words": []}
 
 

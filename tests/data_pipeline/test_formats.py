@@ -174,7 +174,7 @@ def test_names_are_checked_before_anything_is_read(tmp_path: Path, schema: Calla
     for name, message in {
         "bad.csv": r"bad.csv has no column 'cents'; its columns are bought, shop, eu\\x0bros, code, tags, more",
         "twice.csv": r"twice.csv has more than one column 'shop'; its columns are bought, shop, shop",
-        "return.csv": r"the line of column names of .*return.csv has a carriage return within; mend it",
+        "return.csv": r"the line of column names of .*return.csv has a carriage return within it; correct it",
         "long.csv": r"the line of column names of .*long.csv is not CSV \(field larger than field limit",
         "bad.parquet": r"bad.parquet has no column 'code'; its columns are bought, shop, cents, tags, other",
     }.items():
@@ -189,7 +189,7 @@ def test_names_are_checked_before_anything_is_read(tmp_path: Path, schema: Calla
 
 def test_criteo_in_parquet(tmp_path: Path, write_log: Callable[..., Path]) -> None:
     rows = random_rows(200)
-    names = [column.name for column in criteo_schema(labelled=True).columns]
+    names = [column.name for column in criteo_schema(labeled=True).columns]
     frame = pd.DataFrame([[cell or None for cell in row] for row in rows], columns=names)
     frame = frame.astype(dict.fromkeys(names[:14], "Int64"))
     frame["C1"] = [int(cell, 16) if cell else None for cell in (row[14] for row in rows)]  # as numbers, float64 with NaN

@@ -37,7 +37,7 @@ def options(request: pytest.FixtureRequest, tmp_path: Path, write_log: Callable[
     suffix = ".gz" if request.param == "gz" else ""
     logs = [write_log(to_text(ROWS[i::3]) + b"bad\n" * (i == 1), f"day_{i}{suffix}") for i in range(3)]
     if request.param == "parquet":
-        names = [column.name for column in criteo_schema(labelled=True).columns]
+        names = [column.name for column in criteo_schema(labeled=True).columns]
         for number, log in enumerate(logs):
             columns = [[cell or None for cell in column] for column in zip(*ROWS[number::3], strict=True)]
             pq.write_table(pa.table(dict(zip(names, columns, strict=True))), log, row_group_size=60)

@@ -11,7 +11,7 @@ from data_pipeline.parse import REASONS_KEPT, Parsed, parse, parse_blocks
 from data_pipeline.reference import Cell, Malformed, parse_line
 from data_pipeline.schema import Column, LogSchema, criteo_schema, detect_criteo_schema
 
-CRITEO = criteo_schema(labelled=True)
+CRITEO = criteo_schema(labeled=True)
 OTHER = LogSchema(
     columns=(
         Column(name="id", kind="ignore"),
@@ -162,6 +162,6 @@ def test_text_without_an_end_is_refused() -> None:
 
 
 def test_schema_by_majority() -> None:
-    unlabelled = GOOD[2:]
-    assert not detect_criteo_schema(b"\n".join([unlabelled, GOOD, unlabelled, b""])).labelled
-    assert detect_criteo_schema(b"\n".join([unlabelled, GOOD, GOOD, b""])).labelled
+    unlabeled = GOOD[2:]
+    assert not detect_criteo_schema(b"\n".join([unlabeled, GOOD, unlabeled, b""])).labeled
+    assert detect_criteo_schema(b"\n".join([unlabeled, GOOD, GOOD, b""])).labeled

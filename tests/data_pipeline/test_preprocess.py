@@ -104,10 +104,10 @@ def test_equals_reference_on_adversarial_rows(
         assert_equals_reference(output, rows, **options)
 
 
-@pytest.mark.parametrize("labelled", [True, False])
+@pytest.mark.parametrize("labeled", [True, False])
 @pytest.mark.parametrize("min_count", [1, 4])
-def test_equals_reference_on_many_rows(tmp_path: Path, write_log: WriteLog, labelled: bool, min_count: int) -> None:
-    rows = random_rows(2500, labelled=labelled)
+def test_equals_reference_on_many_rows(tmp_path: Path, write_log: WriteLog, labeled: bool, min_count: int) -> None:
+    rows = random_rows(2500, labeled=labeled)
     preprocess(PreprocessOptions(inputs=(write_log(rows),), output=tmp_path / "data", min_count=min_count, part_bytes=100_000))
     assert_equals_reference(tmp_path / "data", rows, min_count=min_count)
 
@@ -222,7 +222,7 @@ def test_manifest_accounts_for_everything(tmp_path: Path, write_log: WriteLog) -
 
 
 def test_no_label_no_label_column(tmp_path: Path, write_log: WriteLog) -> None:
-    manifest = preprocess(PreprocessOptions(inputs=(write_log(random_rows(20, labelled=False)),), output=tmp_path / "data"))
+    manifest = preprocess(PreprocessOptions(inputs=(write_log(random_rows(20, labeled=False)),), output=tmp_path / "data"))
     assert manifest.label is None
     assert "label" not in read_split(tmp_path / "data", manifest, "train")
 

@@ -82,8 +82,8 @@ def test_unseen_values_are_0_and_counts_keep_their_offset(data: Path, write_log:
 
 @pytest.mark.parametrize("split", ["train", "val", "test"])
 def test_all_rows_to_one_split_and_without_labels(data: Path, write_log: WriteLog, split: str) -> None:
-    unlabelled = write_log([row[1:] for row in ROWS], "new.tsv")
-    manifest = checked(to_options(data, unlabelled, split=split, part_bytes=20_000))
+    unlabeled = write_log([row[1:] for row in ROWS], "new.tsv")
+    manifest = checked(to_options(data, unlabeled, split=split, part_bytes=20_000))
     assert {name: of_split.rows for name, of_split in manifest.splits.items()} == {"train": 0, "val": 0, "test": 0} | {split: 300}
     assert manifest.label is None
     pd.testing.assert_frame_equal(
@@ -122,11 +122,11 @@ def test_hashed_and_lists_by_schema(tmp_path: Path, write_log: WriteLog) -> None
         preprocess(options)
         again = TransformOptions(inputs=(log,), data=options.output, output=tmp_path / f"again{number}")
         checked(again)
-        unlabelled = replace(again, inputs=(new,), schema=read_schema(tmp_path / "new.toml"), output=tmp_path / f"new{number}")
-        checked(unlabelled)
+        unlabeled = replace(again, inputs=(new,), schema=read_schema(tmp_path / "new.toml"), output=tmp_path / f"new{number}")
+        checked(unlabeled)
         for split in ("train", "val", "test"):
             pd.testing.assert_frame_equal(read(again.output, split), read(options.output, split))
-            pd.testing.assert_frame_equal(read(unlabelled.output, split), read(options.output, split).drop(columns="label"))
+            pd.testing.assert_frame_equal(read(unlabeled.output, split), read(options.output, split).drop(columns="label"))
 
 
 def test_resumed(data: Path, write_log: WriteLog) -> None:
@@ -159,7 +159,7 @@ def test_refused(data: Path, tmp_path: Path, write_log: WriteLog) -> None:
     short = write_log(b"1\t2\n", "short.tsv")
     with pytest.raises(ValueError, match=r"short\.tsv:1: 2 columns; Criteo logs have 40"):
         transform(to_options(data, short))
-    criteo = criteo_schema(labelled=True)
+    criteo = criteo_schema(labeled=True)
     renamed = replace(criteo, columns=(criteo.columns[0], replace(criteo.columns[1], name="J1"), *criteo.columns[2:]))
     with pytest.raises(ValueError, match=r"other columns than the logs of .*data: J1 \(integer\) where I1 \(integer\) is expected"):
         transform(to_options(data, log, schema=renamed))

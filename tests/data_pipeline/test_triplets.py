@@ -115,8 +115,8 @@ BAD[7, 3] = 2**32
         (random_sparse(), {"dense": np.full((ROWS, 13), np.nan)}, "day_0_sparse.npy:1: a dense value is not finite"),
         (random_sparse(), {"dense": np.ones((ROWS - 1, 13))}, r"day_0_dense.npy has shape \[499, 13\], .* has 500 rows"),
         (random_sparse(), {"labels": np.ones((ROWS, 2), int)}, r"day_0_labels.npy has shape \[500, 2\]"),
-        (random_sparse().astype(float), {}, r"day_0_sparse.npy holds float64 \[500, 26\], rows first; torchrec's scripts write"),
-        (np.asfortranarray(random_sparse()), {}, "columns first; torchrec's scripts write"),
+        (random_sparse().astype(float), {}, r"day_0_sparse.npy holds float64 \[500, 26\], rows first; write integers"),
+        (np.asfortranarray(random_sparse()), {}, "columns first; write integers"),
     ],
 )
 def test_bad_files(tmp_path: Path, sparse: np.ndarray, others: dict[str, np.ndarray], message: str) -> None:

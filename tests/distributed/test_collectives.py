@@ -26,12 +26,12 @@ def fail_if(condition: bool, value: int) -> int:
 
 def message_of(processes: Processes, on: str, failing: bool) -> str:
     with pytest.raises(ValueError) as caught:
-        getattr(processes, on)(lambda: fail_if(failing, processes.rank))
+        getattr(processes, on)(lambda: fail_if(failing, processes.process_rank))
     return str(caught.value)
 
 
 def exchange(processes: Processes) -> dict[str, Any]:
-    rank = processes.rank
+    rank = processes.process_rank
     return {
         "rank": rank,
         "size": processes.size,
@@ -44,7 +44,7 @@ def exchange(processes: Processes) -> dict[str, Any]:
         "mean": processes.mean(torch.tensor(float(rank))).item(),
         "max": processes.max(rank),
         "any": [processes.any(rank == 1), processes.any(rank == 9)],
-        "apart": processes.apart().sum(torch.tensor(1)).item(),
+        "apart": processes.separate_group().sum(torch.tensor(1)).item(),
         "messages": [message_of(processes, "on_first", rank == 0), message_of(processes, "on_each", rank > 0)],
     }
 

@@ -77,7 +77,7 @@ def test_meta_device() -> None:
     ("arguments", "message"),
     [
         ({"dense_in_features": -1}, "dense_in_features is -1: give how many there are, or 0"),
-        ({"cross_layers": -1}, "cross_layers is -1: give how many there are, or 0"),
+        ({"cross_layers": -1}, "cross_layers is -1: give a number of layers, or 0"),
         ({"dense_arch_layer_sizes": []}, "dense_arch_layer_sizes is empty: give at least one layer size"),
         ({"over_arch_layer_sizes": [64, -1]}, r"over_arch_layer_sizes\[1\] is -1: give a positive integer"),
         ({"dense_arch_layer_sizes": [64, 8]}, r"tables have dimensions \[16\] and dense_arch_layer_sizes ends with 8"),

@@ -43,13 +43,13 @@ def test_scores_are_the_trainers(
     form: str, rows: int, trained: Path, package: Callable, request_of: Callable[[int], Request]
 ) -> None:
     request = request_of(rows)
-    scores = ServingModel.load(package(form))(*request)
+    scores = ServingModel(package(form))(*request)
     torch.testing.assert_close(scores, trained_scores(trained, request), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_ragged_and_empty_bags(form: str, trained: Path, package: Callable, request_of: Callable) -> None:
-    model, dense = ServingModel.load(package(form)), request_of(3)[0]
+    model, dense = ServingModel(package(form)), request_of(3)[0]
     features = len(model.metadata.categorical)
     for lengths in (torch.zeros(features * 3), torch.arange(features * 3) % 4, torch.arange(features * 3) == 5):
         request = dense, torch.arange(int(lengths.sum())) % 3, lengths.long()
@@ -135,7 +135,7 @@ def setting(index: object, value: object) -> Callable[[Tensor], Tensor]:
     ],
 )
 def test_bad_requests(form: str, number: int, change: Callable, message: str, package: Callable, request_of: Callable) -> None:
-    model = ServingModel.load(package(form))
+    model = ServingModel(package(form))
     with pytest.raises(ValueError, match=message):
         model(*replaced(request_of(3), number, change))
 
@@ -157,20 +157,20 @@ def rewritten(package: Path, folder: Path, change: Callable[[dict], object]) -> 
 def test_files_that_are_not_our_packages(package: Callable, tmp_path: Path) -> None:
     good = package("portable")
     with pytest.raises(ValueError, match=r"nowhere\.pt2 doesn't exist: give a MODEL\.pt2 that `comera export` wrote"):
-        ServingModel.load(tmp_path / "nowhere.pt2")
+        ServingModel(tmp_path / "nowhere.pt2")
     (tmp_path / "text.pt2").write_text("not a zip")
     with pytest.raises(ValueError, match=r"text\.pt2 is not a package"):
-        ServingModel.load(tmp_path / "text.pt2")
+        ServingModel(tmp_path / "text.pt2")
     (tmp_path / "half.pt2").write_bytes(good.read_bytes()[:10_000])
     with pytest.raises(ValueError, match=r"half\.pt2 is not a package"):
-        ServingModel.load(tmp_path / "half.pt2")
+        ServingModel(tmp_path / "half.pt2")
     with pytest.raises(ValueError, match="is a package of another program"):
-        ServingModel.load(rewritten(good, tmp_path, lambda record: record.pop(METADATA_KEY)))
+        ServingModel(rewritten(good, tmp_path, lambda record: record.pop(METADATA_KEY)))
     other = json.dumps({"format_version": FORMAT_VERSION + 1})
     with pytest.raises(ValueError, match=f"has format version {FORMAT_VERSION + 1} and this library reads {FORMAT_VERSION}"):
-        ServingModel.load(rewritten(good, tmp_path, lambda record: record.update({METADATA_KEY: other})))
+        ServingModel(rewritten(good, tmp_path, lambda record: record.update({METADATA_KEY: other})))
     with pytest.raises(ValueError, match=r"has metadata that can't be read \(dense\): export the run again"):
-        ServingModel.load(rewritten(good, tmp_path, lambda record: record.update({METADATA_KEY: '{"format_version": 1}'})))
+        ServingModel(rewritten(good, tmp_path, lambda record: record.update({METADATA_KEY: '{"format_version": 1}'})))
 
 
 PORTABLE = """

@@ -48,7 +48,7 @@ def expected(model: Path, data: Path, split: str) -> np.ndarray:
     manifest = read_manifest(data)
     table = pa.concat_tables([pq.read_table(data / shard.path) for shard in manifest.splits[split].shards])
     with torch.inference_mode():
-        actual: np.ndarray = ServingModel.load(model)(*map(torch.from_numpy, flat_rows(table, manifest))).numpy()
+        actual: np.ndarray = ServingModel(model)(*map(torch.from_numpy, flat_rows(table, manifest))).numpy()
     return actual
 
 
@@ -80,8 +80,8 @@ def test_a_log_is_scored_as_its_data_set(model: Path, data: Path, tmp_path: Path
     assert table.schema.names == ["line", "score", "label"]
     assert table["line"].to_pylist() == list(range(1, 4001))
     np.testing.assert_allclose(table["score"].to_numpy(), selected, atol=1e-6)
-    unlabelled = b"".join(line.partition(b"\t")[2] for line in log.read_bytes().splitlines(keepends=True)[:100])
-    (tmp_path / "log.gz").write_bytes(gzip.compress(unlabelled))
+    unlabeled = b"".join(line.partition(b"\t")[2] for line in log.read_bytes().splitlines(keepends=True)[:100])
+    (tmp_path / "log.gz").write_bytes(gzip.compress(unlabeled))
     table = scores(options(model, tmp_path / "log.gz", tmp_path / "others"))
     assert table.schema.names == ["line", "score"]
     np.testing.assert_allclose(table["score"].to_numpy(), selected[:100], atol=1e-6)

@@ -89,7 +89,7 @@ def test_open_inference_protocol(client: TestClient, model: Path, data: Path) ->
     assert answer["model_version"] == described["versions"][0]
     (output,) = answer["outputs"]
     assert (output["name"], output["datatype"], output["shape"]) == ("probabilities", "FP32", [5])
-    np.testing.assert_allclose(output["data"], ServingModel.load(model)(*tensors).numpy(), atol=1e-6)
+    np.testing.assert_allclose(output["data"], ServingModel(model)(*tensors).numpy(), atol=1e-6)
 
 
 def test_raw_rows(client: TestClient, model: Path, data: Path) -> None:
@@ -97,7 +97,7 @@ def test_raw_rows(client: TestClient, model: Path, data: Path) -> None:
     answer = client.post("/score", json={"rows": rows})
     assert answer.status_code == 200
     flat = RequestEncoder(data)(rows)
-    np.testing.assert_allclose(answer.json()["scores"], ServingModel.load(model)(*map(torch.from_numpy, flat)).numpy(), atol=1e-6)
+    np.testing.assert_allclose(answer.json()["scores"], ServingModel(model)(*map(torch.from_numpy, flat)).numpy(), atol=1e-6)
 
 
 def test_every_mistake_is_one_line(client: TestClient, data: Path) -> None:

@@ -34,7 +34,7 @@ def terminated(trainer: Trainer, owner: Any, method: str, step: int) -> list[Any
     original = getattr(owner, method)
 
     def terminate(self: Any, *args: Any) -> Any:
-        if trainer.steps == step and trainer.processes.rank == 1:
+        if trainer.steps == step and trainer.processes.process_rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return original(self, *args)
 

@@ -35,7 +35,7 @@ def train(rank: int, config_file: Path, *runs: list[str]) -> list[bool]:
     for overrides in runs:
         trainer = Trainer(load_config(config_file, overrides))
         trainer.train()
-        pipelined.append(trainer.step.is_pipelined)
+        pipelined.append(trainer.stepper.is_pipelined)
     return pipelined
 
 

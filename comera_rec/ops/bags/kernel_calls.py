@@ -1,4 +1,4 @@
-"""The kernels of `triton.py` and `triton_updates.py`, called for one lookup: bags, sums over slices, and what is made of them."""
+"""The kernels of `triton.py` and `triton_updates.py`, called for one lookup: bags, sums over slices, and gradients or updates."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class KernelCalls:
         return out, bags, chosen
 
     def owners(self) -> tuple[Tensor, Tensor]:
-        """Allocate an id for each slice of either side; it stays -1 for slices that the batch doesn't use."""
+        """Allocate, for each slice of either side, an id that uses it; -1 stays where none does."""
         left, right = self.sizes.counts
         aligned = -(-left // 4) * 4
         both = torch.full((aligned + right,), -1, dtype=torch.int32, device=self.first.device)

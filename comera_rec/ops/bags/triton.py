@@ -18,13 +18,12 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from comera_rec.ops.launch import Launch, block
+from comera_rec.ops.launch import LEAST_DOT, Launch, block, warps
 
 CHUNK = 32
 """Ids of one program of `_sum_slices`: enough to reuse its accumulator, few enough to keep a GPU busy with 50,000 ids."""
 TABLE = tl.constexpr(4)
 RANK, LEADING, TRAILING, DIAGONAL = (tl.constexpr(column) for column in range(4))
-_LEAST_DOT = 16  # the shortest sum that `tl.dot` takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,7 +263,7 @@ def pool_launch(sizes: Sizes, *, num_bags: int, features: int, mode: str, weight
         grid=tuple(triton.cdiv(*size) for size in grid),
         numbers={"num_ids": sizes.num_ids, "num_bags": num_bags, "bags_of_feature": num_bags // features},
         constants={**sizes.constants, "MODE": mode, "WEIGHTED": weighted, **blocks},
-        num_warps=_warps(blocks["BLOCK_U"] * blocks["BLOCK_1"] * blocks["BLOCK_2"]),
+        num_warps=warps(blocks["BLOCK_U"] * blocks["BLOCK_1"] * blocks["BLOCK_2"]),
     )
 
 
@@ -276,7 +275,7 @@ def weights_launch(sizes: Sizes, *, num_bags: int, features: int) -> Launch:
         grid=(triton.cdiv(sizes.num_ids, blocks["BLOCK_U"]),),
         numbers={"num_ids": sizes.num_ids, "num_bags": num_bags, "bags_of_feature": num_bags // features},
         constants={**sizes.constants, **blocks},
-        num_warps=_warps(blocks["BLOCK_U"] * blocks["BLOCK_1"] * blocks["BLOCK_2"]),
+        num_warps=warps(blocks["BLOCK_U"] * blocks["BLOCK_1"] * blocks["BLOCK_2"]),
     )
 
 
@@ -296,16 +295,11 @@ def slices_launch(sizes: Sizes, side: int, *, num_bags: int, features: int, mode
             "MODE": mode, "WEIGHTED": weighted,
             "CHUNK": CHUNK, "BLOCK_U": 32 // block_y, "BLOCK_X": block_x, "BLOCK_Y": block_y, "BLOCK_R": block_r,
         },
-        num_warps=_warps(block_x * block_r),
+        num_warps=warps(block_x * block_r),
     )  # fmt: skip
 
 
 def _row_blocks(sizes: Sizes) -> dict[str, int]:
     block_1, block_2 = block(sizes.n1, 32), block(sizes.n2, 64)
     rows = max(1, min(16, 256 // (block_1 * block_2)))
-    return {"BLOCK_U": rows, "BLOCK_1": block_1, "BLOCK_R": _LEAST_DOT, "BLOCK_2": block_2}
-
-
-def _warps(accumulators: int) -> int:
-    """Return warps for sixteen accumulators per thread: in a 4 x 4 tile, every operand that is read serves four products."""
-    return max(1, min(4, accumulators // 512))
+    return {"BLOCK_U": rows, "BLOCK_1": block_1, "BLOCK_R": LEAST_DOT, "BLOCK_2": block_2}

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 
 class _Kind(NamedTuple):
-    number: int  # of the kind in the operator
+    number: int  # the kind's number in the C++ operator
     required: dict[str, Any]  # settings that must have these values
     states: tuple[str, ...] = ()
 

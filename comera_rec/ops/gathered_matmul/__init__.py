@@ -1,4 +1,4 @@
-"""`gathered_matmul`: batched products of gathered slices, the critical operation of a GPU lookup; CPUs use `ops.bags.cpu`.
+"""`gathered_matmul`: batched products of gathered slices, which form the halves of rows in a GPU lookup of three or four cores.
 
 Registered with torch.library, so that torch.compile and torch.export see one node with a gradient. Its implementations are modules
 beside this one, imported when first used.

@@ -21,11 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from comera_rec.ops.launch import Launch, block
+from comera_rec.ops.launch import LEAST_DOT, Launch, block, warps
 
 CHUNK = 32
 """Rows of one program of `_sum_segments`: enough to reuse its accumulator, few enough to keep a GPU busy with 50,000 rows."""
-_LEAST_DOT = 16  # the shortest sum that `tl.dot` takes
 _CHUNKS = 32  # parts that `_sum_parts` adds up at once
 
 
@@ -178,9 +177,9 @@ def multiply_launch(num_rows: int, n1: int, rank: int, n2: int, *, ascends: bool
         numbers={"num_rows": num_rows},
         constants={
             "N1": n1, "R": rank, "N2": n2, "WIDE": wide, "ASCENDS": ascends,
-            "BLOCK_U": rows, "BLOCK_1": block_1, "BLOCK_R": _LEAST_DOT, "BLOCK_2": block_2,
+            "BLOCK_U": rows, "BLOCK_1": block_1, "BLOCK_R": LEAST_DOT, "BLOCK_2": block_2,
         },
-        num_warps=_warps(rows * block_1 * block_2),
+        num_warps=warps(rows * block_1 * block_2),
     )  # fmt: skip
 
 
@@ -195,7 +194,7 @@ def segments_launch(num_rows: int, num_sums: int, size_x: int, size_y: int, size
             "X": size_x, "Y": size_y, "Z": size_z, "FLIPPED": flipped, "ORDERED": ordered,
             "CHUNK": CHUNK, "BLOCK_U": 32 // block_y, "BLOCK_X": block_x, "BLOCK_Y": block_y, "BLOCK_Z": block_z,
         },
-        num_warps=_warps(block_x * block_z),
+        num_warps=warps(block_x * block_z),
     )  # fmt: skip
 
 
@@ -261,8 +260,3 @@ def _narrowed(ids: Tensor, count: int) -> Tensor:
     """Return ids in the smallest type, because a radix sort takes one pass per byte; padding becomes `count`, to come last."""
     dtype = next(dtype for dtype in (torch.int16, torch.int32, torch.int64) if count <= torch.iinfo(dtype).max)
     return torch.where(ids < 0, count, ids).to(dtype)
-
-
-def _warps(accumulators: int) -> int:
-    """Return warps for sixteen accumulators per thread: in a 4 x 4 tile, every operand that is read serves four products."""
-    return max(1, min(4, accumulators // 512))

@@ -107,8 +107,8 @@ def plan_hot_rows(pairs: Tensor, trailing: Sequence[int], first_rows: Sequence[i
         blocks: the numbers of rows of each table's blocks.
     """
     rows = [count for table in blocks for count in table]
-    found, slices, order = _plan_hot_rows(pairs, list(trailing), list(first_rows), [len(table) for table in blocks], rows)
-    return PairPlan(pairs=found, slices=slices, order=order, counts=(sum(rows), len(rows)))
+    hot_pairs, slices, order = _plan_hot_rows(pairs, list(trailing), list(first_rows), [len(table) for table in blocks], rows)
+    return PairPlan(pairs=hot_pairs, slices=slices, order=order, counts=(sum(rows), len(rows)))
 
 
 @torch.library.custom_op("comera_rec::plan_hot_rows", mutates_args=())
@@ -126,17 +126,17 @@ def find_and_sort(
     tables = zip(trailing, first_rows, first_blocks, num_blocks, strict=False)
     bounds = [each for start, end in pairwise(first_blocks) for each in pairwise(first_keys(rows[start:end]))]
     columns = [(*each, key) for each, key in zip(bounds, first_keys(rows), strict=False)]
-    found = torch.empty_like(pairs, dtype=torch.int32)
+    hot_pairs = torch.empty_like(pairs, dtype=torch.int32)
     keys = torch.empty_like(pairs[:2], dtype=key_type(sum(rows), len(rows)))
     if pairs.shape[1]:
         kernels = importlib.import_module("comera_rec.ops.plan.triton")  # needs triton to be installed
         launch = kernels.blocks_launch(pairs.shape[1], sum(rows), len(rows), max(num_blocks))
         device = pairs.device
         launch(
-            pairs_ptr=pairs, tables_ptr=on_device(list(tables), device), blocks_ptr=on_device(columns, device), found_ptr=found,
-            keys_ptr=keys,
+            pairs_ptr=pairs, tables_ptr=on_device(list(tables), device), blocks_ptr=on_device(columns, device),
+            hot_pairs_ptr=hot_pairs, keys_ptr=keys,
         )  # fmt: skip
-    return found, *sort_keys(keys)
+    return hot_pairs, *sort_keys(keys)
 
 
 @_plan_hot_rows.register_fake

@@ -119,11 +119,12 @@ def _sizes(modes: Sequence[Sequence[int]]) -> list[int]:
 def on_device(constants: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """Return constants as a tensor. On a GPU it is kept, because copying constants again would break a graph's capture."""
     rows = tuple(map(tuple, constants))
-    return _kept(rows, device) if device.type == "cuda" and not torch.compiler.is_compiling() else torch.tensor(rows, device=device)
+    is_kept = device.type == "cuda" and not torch.compiler.is_compiling()
+    return _cached(rows, device) if is_kept else torch.tensor(rows, device=device)
 
 
 @cache  # without a limit, because captured graphs read these tensors; there are as many as models have shapes
-def _kept(constants: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+def _cached(constants: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
     return torch.tensor(constants, device=device)
 
 

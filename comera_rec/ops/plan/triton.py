@@ -71,9 +71,9 @@ def split_ids(ids: Tensor, tables: Tensor, pairs: Tensor, keys: Tensor, in_range
 
 @triton.jit(do_not_specialize=["num_ids", "num_rows", "num_blocks", "most_blocks"])
 def _find_blocks(
-    pairs_ptr, tables_ptr, blocks_ptr, found_ptr, keys_ptr, num_ids, num_rows, num_blocks, most_blocks, BLOCK: tl.constexpr
+    pairs_ptr, tables_ptr, blocks_ptr, hot_pairs_ptr, keys_ptr, num_ids, num_rows, num_blocks, most_blocks, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """found[:, l] = the row of id l within its block of hot rows, 0, and the block; keys[:, l] = both, numbered through all blocks.
+    """hot_pairs[:, l] = id l's row within its block of hot rows, 0, and the block; keys[:, l] = both, numbered through all blocks.
 
     `tables_ptr` [T, 4] holds trailing slices, the row of id 0, the first block and the number of blocks; `blocks_ptr` [., 3] a
     block's first row, its last row + 1, and the number of its first row among those of all blocks.
@@ -94,9 +94,9 @@ def _find_blocks(
         within = tl.where(inside, row - first, within)
         block = tl.where(inside, first_block + k, block)
         key = tl.where(inside, tl.load(block_ptr + 2, mask=k < count, other=0) + row - first, key)
-    tl.store(found_ptr + position, within.to(tl.int32), mask=is_id)
-    tl.store(found_ptr + num_ids + position, tl.minimum(within, 0).to(tl.int32), mask=is_id)
-    tl.store(found_ptr + 2 * num_ids + position, tl.where(within < 0, 0, block).to(tl.int32), mask=is_id)
+    tl.store(hot_pairs_ptr + position, within.to(tl.int32), mask=is_id)
+    tl.store(hot_pairs_ptr + num_ids + position, tl.minimum(within, 0).to(tl.int32), mask=is_id)
+    tl.store(hot_pairs_ptr + 2 * num_ids + position, tl.where(within < 0, 0, block).to(tl.int32), mask=is_id)
     tl.store(keys_ptr + position, key.to(keys_ptr.dtype.element_ty), mask=is_id)
     tl.store(keys_ptr + num_ids + position, (num_rows + 1 + block).to(keys_ptr.dtype.element_ty), mask=is_id)
 

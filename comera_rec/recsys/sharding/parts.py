@@ -67,7 +67,7 @@ class Part(nn.Module):
         # In a list, so that parameters are registered once, under the names of the unsharded collection.
         self._lookup: list[TTEmbeddingBagCollection] = []
         if local:
-            lookup = TTEmbeddingBagCollection.over(local, bags, is_weighted, device, update_in_backward=update_in_backward)
+            lookup = TTEmbeddingBagCollection.from_bags(local, bags, is_weighted, device, update_in_backward=update_in_backward)
             self._lookup.append(lookup)
 
     def lookup(self, features: KeyedJaggedTensor) -> Tensor:
@@ -89,7 +89,7 @@ class Part(nn.Module):
 
 
 class DataParallel(Part):
-    """Every process holds all of the tables and looks up its own samples: gradients travel, bags don't."""
+    """Every process has a replica of each table and looks up the ids of its samples: gradients are sent, bags aren't."""
 
     def __init__(
         self, configs: Sequence[TTEmbeddingBagConfig], bags: Mapping[str, TTEmbeddingBag], is_weighted: bool, device: torch.device
@@ -99,7 +99,7 @@ class DataParallel(Part):
 
 
 class TableWise(Part):
-    """Every table is held by one process, which looks up the samples of all.
+    """Each table is on one process, which looks up the ids of all processes' samples.
 
     Args:
         configs: the tables, in the order of their owners.
@@ -116,9 +116,10 @@ class TableWise(Part):
         owners: Sequence[int],
     ) -> None:
         by_process = [
-            [config for config, owner in zip(configs, owners, strict=True) if owner == rank] for rank in range(group.size())
+            [config for config, owner in zip(configs, owners, strict=True) if owner == process_rank]
+            for process_rank in range(group.size())
         ]
-        dims = [[config.embedding_dim for config in owned for _ in config.feature_names] for owned in by_process]
+        dims = [[config.embedding_dim for config in placed for _ in config.feature_names] for placed in by_process]
         local = by_process[group.rank()]
         super().__init__(
             configs,
@@ -138,7 +139,7 @@ class TableWise(Part):
 class RowWise(Part):
     """The leading core's slices are divided among the processes; the other cores are replicas.
 
-    A process looks up the rows of its own slices for the samples of all, and parts of bags are summed on their way back.
+    A process looks up the rows of its slices for the samples of all processes; partial bags are summed on their way back.
     """
 
     def __init__(
@@ -203,7 +204,7 @@ class RowWiseOutputDist(RwPooledEmbeddingDist):
 
 
 class RowShard(TTEmbeddingBag):
-    """One process's rows of a table: those whose leading digit is in its range; ids count from the first of them.
+    """The rows of a table that one process has: those whose leading digit is in its range. Ids count from the first of them.
 
     Args:
         bag: the whole table, whose values are copied.
@@ -215,7 +216,7 @@ class RowShard(TTEmbeddingBag):
 
     def __init__(self, bag: TTEmbeddingBag, group: dist.ProcessGroup, device: torch.device) -> None:
         first, *others = bag.shape.row_shape
-        rank, world_size = group.rank(), group.size()
+        process_rank, world_size = group.rank(), group.size()
         digits = digits_per_process(bag.name, bag.shape.row_shape, world_size)
         shape = replace(bag.shape, row_shape=(digits, *others))
         super().__init__(
@@ -231,8 +232,9 @@ class RowShard(TTEmbeddingBag):
         self.std = bag.std
         self.group = group
         self._whole, self._whole_rows = bag.shape, bag.num_embeddings
-        self.num_digits = max(0, min(digits, first - rank * digits))
-        self._first_row = rank * digits * math.prod(others)
+        self.num_digits = max(0, min(digits, first - process_rank * digits))
+        first_digit = process_rank * digits
+        self._first_row = first_digit * math.prod(others)
         self.hot_rows = copy.deepcopy(bag.hot_rows)  # replicas, like all cores but the first
         local, whole = [*self.cores(), *self.rank_parameters()], [*bag.cores(), *bag.rank_parameters()]
         for parameter, value in zip(local, whole, strict=True):
@@ -242,7 +244,7 @@ class RowShard(TTEmbeddingBag):
         with torch.no_grad():
             for parameter, value in zip(local[1:], whole[1:], strict=True):
                 parameter.copy_(value)
-            self.core_0.zero_()[:, : self.num_digits] = bag.core_0[:, rank * digits : rank * digits + self.num_digits]
+            self.core_0.zero_()[:, : self.num_digits] = bag.core_0[:, first_digit : first_digit + self.num_digits]
         self.to(device)
 
     @property

@@ -5,6 +5,8 @@ B samples per process, W processes, L ids per process, N embedding_dim; sizes in
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -97,7 +99,7 @@ class TTShardingPlanner(EmbeddingShardingPlanner):
         sharders: list[ModuleSharder[nn.Module]] | None = None,
         pg: dist.ProcessGroup | None = None,
     ) -> ShardingPlan:
-        """Return the plan of a group's first process, on each of its processes; the default group has all processes."""
+        """Plan on process 0 of a group and return that plan on every process of the group; the default group has all processes."""
         group = pg or dist.group.WORLD
         assert group is not None, "a collective plan needs a process group"
         plans = [self.plan(module, sharders or get_default_sharders()) if group.rank() == 0 else None]
@@ -148,12 +150,12 @@ class TTEnumerator(EmbeddingEnumerator):
     def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:
         """List the sharding options of all tables, dense and TT."""
         # To TorchRec a collection is a module like any other, in which it finds the child that holds the dense tables.
-        stock = [sharder for sharder in sharders if not isinstance(sharder, TTEmbeddingBagCollectionSharder)]
-        ours = [sharder for sharder in sharders if isinstance(sharder, TTEmbeddingBagCollectionSharder)]
-        if ours and not any(isinstance(sharder, EmbeddingBagCollectionSharder) for sharder in stock):
-            stock.append(ours[0].dense_sharder)
-        options = super().enumerate(module, stock)
-        if not ours:
+        tt_sharders = [sharder for sharder in sharders if isinstance(sharder, TTEmbeddingBagCollectionSharder)]
+        other_sharders = [sharder for sharder in sharders if sharder not in tt_sharders]
+        if tt_sharders and not any(isinstance(sharder, EmbeddingBagCollectionSharder) for sharder in other_sharders):
+            other_sharders.append(tt_sharders[0].dense_sharder)
+        options = super().enumerate(module, other_sharders)
+        if not tt_sharders:
             return options
         for path, collection in module.named_modules():
             if not isinstance(collection, TTEmbeddingBagCollection):
@@ -162,7 +164,7 @@ class TTEnumerator(EmbeddingEnumerator):
             for option in options:
                 if option.module[0] == dense_path:
                     option._module = (path, collection)
-            tensors = ours[0].shardable_parameters(collection)
+            tensors = tt_sharders[0].shardable_parameters(collection)
             for config in collection.tt_configs():
                 options += self._options(path, collection, config, collection.tt_bag(config.name), tensors[config.name])
         return options
@@ -288,7 +290,7 @@ def count_bytes(
         per_process, replicated = params - leading * others, params - leading
     sent["gradients"] = 2 * others * replicated * item  # ring all-reduce
     cut = (shape.order + 1) // 2
-    left, right = _product(shape.col_shape[:cut]), _product(shape.col_shape[cut:])
+    left, right = math.prod(shape.col_shape[:cut]), math.prod(shape.col_shape[cut:])
     rank = shape.bonds[cut] if shape.order > 1 else 1
     num_bags = batch * features * (world_size if kind == ShardingType.ROW_WISE.value else 1)  # row-wise: parts of all samples'
     workspace = max(lookups, num_bags) * embedding_dim * _ITEM
@@ -315,13 +317,6 @@ def _pooling_factors(config: TTEmbeddingBagConfig, constraint: ParameterConstrai
     return factors
 
 
-def _product(sizes: tuple[int, ...]) -> int:
-    product = 1
-    for size in sizes:
-        product *= size
-    return product
-
-
 def _is_divisible(shape: TTShape, world_size: int) -> bool:
     try:
         digits_per_process("", shape.row_shape, world_size)
@@ -331,5 +326,6 @@ def _is_divisible(shape: TTShape, world_size: int) -> bool:
 
 
 def _row_ranges(table: str, shape: TTShape, rows: int, world_size: int) -> list[tuple[int, int]]:
-    block = digits_per_process(table, shape.row_shape, world_size) * _product(shape.row_shape[1:])
-    return [(min(rank * block, rows), min((rank + 1) * block, rows)) for rank in range(world_size)]
+    block = digits_per_process(table, shape.row_shape, world_size) * math.prod(shape.row_shape[1:])
+    starts = [min(process_rank * block, rows) for process_rank in range(world_size + 1)]
+    return list(itertools.pairwise(starts))
