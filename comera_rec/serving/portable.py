@@ -121,7 +121,7 @@ class _Cores(nn.Module):
         cores = []
         for k in range(order):
             unpadded = [tables[t].cores[k] for t in members]
-            left, right = (max(core.shape[axis] for core in unpadded) for axis in (1, 2))
+            left, right = (max(1, *(core.shape[axis] for core in unpadded)) for axis in (1, 2))  # 1 if all were truncated to rank 0
             modes[k, members] = torch.tensor([len(core) for core in unpadded])
             firsts[k, members] = torch.tensor([0, *(len(core) for core in unpadded[:-1])]).cumsum(0)
             padded = [F.pad(core, (0, 0, 0, right - core.shape[2], 0, left - core.shape[1])) for core in unpadded]
@@ -189,7 +189,7 @@ def _by_width(tables: Sequence[ServedTable]) -> Iterator[dict[int, tuple[int, Sl
             bits, turn = (slab.rows.shape[1] - 1).bit_length(), 0
             while t in groups.get((bits, turn), {}):
                 turn += 1
-            if first + len(slab.rows) > len(table.formed):
+            if slab.rows.shape[1] and first + len(slab.rows) > len(table.formed):
                 groups.setdefault((bits, turn), {})[t] = first, slab
             first += len(slab.rows)
     yield from groups.values()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torchrec import KeyedJaggedTensor, PoolingType
 
 import comera_rec as cr
 from comera_rec.cli.main import main
+from comera_rec.nn import TTModule
 from comera_rec.ops.served_bags.reference import rows_of
 from comera_rec.serving.export import FORMS, ExportOptions
 from comera_rec.serving.flat import FlatModel, _serving_layer
@@ -56,6 +58,25 @@ def test_served_rows_are_the_tables(collection: cr.TTEmbeddingBagCollection) -> 
             rows = rows_of(with_formed(table, formed), torch.arange(1111))
             torch.testing.assert_close(rows, matrix, rtol=1e-4, atol=1e-4)
         assert with_formed(table, 1111).cores == ()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("emptied", ["t2$", "t.$", r"t2.hot_rows.1", "t..hot_rows", "t"])
+@torch.no_grad()
+def test_parts_truncated_to_rank_0_add_nothing(form: str, emptied: str, collection: cr.TTEmbeddingBagCollection) -> None:
+    for name, module in collection.tt_bags.named_modules():
+        if isinstance(module, TTModule) and re.match(emptied, name):
+            for rank in module.rank_parameters():
+                rank.zero_()
+    cr.truncate_ranks_(collection, threshold=1e-12)
+    features = [f"f{order}" for order in (2, 3, 4)] + ["a", "b"]
+    lengths = torch.randint(0, 3, (5 * 7,))
+    values = torch.cat([torch.randint(0, 1111 if k < 3 else 30, (int(lengths[7 * k : 7 * k + 7].sum()),)) for k in range(5)])
+    expected = collection(KeyedJaggedTensor(features, values, lengths=lengths))
+    tables = FORMS[form](served_tables(collection), torch.float32)
+    lead = torch.zeros(7, 8)
+    actual = tables(lead, values, lengths)[:, 1:]
+    torch.testing.assert_close(actual.flatten(1), torch.cat([expected[name] for name in features], dim=1), rtol=1e-4, atol=1e-4)
 
 
 def test_expanded_rows_are_the_most_frequent(collection: cr.TTEmbeddingBagCollection) -> None:
