@@ -21,8 +21,8 @@ def fit_tables_(
     """Set tables to approximations of matrices, with ranks chosen to lose the least squared error within one budget.
 
     Every matrix is decomposed at more ranks than fit. Then ranks are removed by smallest squared singular value per parameter until
-    all tables together fit. The squared errors sum to at most the squares removed (Oseledets, Tensor-Train Decomposition, SIAM J.
-    Sci. Comput. 2011, theorem 2.2).
+    all tables together fit; a table's last rank goes only if nothing else is left. The squared errors sum to at most the squares
+    removed (Oseledets, Tensor-Train Decomposition, SIAM J. Sci. Comput. 2011, theorem 2.2).
 
     Columns of hot rows are treated as ranks: a block's singular values are those of its rows, each scaled by the root of its
     importance. Cores and blocks are fitted in turns, each to the residual of the others, while the size shrinks to the budget.
@@ -43,7 +43,8 @@ def fit_tables_(
             fit.solve()
         shapes = [shape for fit in fits for shape in fit.shapes]
         scores = [scores for fit in fits for scores in fit.scores]
-        masks = iter(within_budget(shapes, scores, int(factor * budget_params), exact=False))
+        lasting = [k == 0 for fit in fits for k in range(len(fit.shapes))]  # cores of rank 0 could never be trained again
+        masks = iter(within_budget(shapes, scores, int(factor * budget_params), lasting=lasting, exact=False))
         for fit in fits:
             fit.cut([[int(mask.sum()) for mask in next(masks)] for _ in fit.shapes])
     for fit in fits:
