@@ -88,7 +88,8 @@ def _dense_sequences(module: TTEmbeddingCollection) -> EmbeddingCollection:
 
 def _dense_collection(module: TTEmbeddingBagCollection) -> EmbeddingBagCollection:
     configs = [config.dense() for config in module.embedding_bag_configs()]
-    device = next(module.parameters()).device  # where the tables are now; module.device is where they were made
+    # Where the tables are now; module.device is where they were made.
+    device = next((parameter.device for parameter in module.parameters()), module.device)
     dense = EmbeddingBagCollection(configs, module.is_weighted(), device)
     for name, bag in dense.embedding_bags.items():
         if name in module.tt_bags:

@@ -17,7 +17,8 @@ from comera_rec.nn import TTModule, named_tt_modules
 from comera_rec.rank.truncation import replace_parameter_, require_known_states
 from comera_rec.tt import max_ranks
 
-_SECOND_MOMENTS = ("sum", "exp_avg_sq", "max_exp_avg_sq", "square_avg")
+_SCALES = ("sum", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "step_size")
+"""Optimizer state that sets the size of updates: second moments, and Rprop's steps."""
 
 
 def grow_ranks_(
@@ -27,9 +28,9 @@ def grow_ranks_(
 
     New entries of a core are Gaussian, with the standard deviation of the old ones, where they lead into new ranks, and zero where
     they lead from new ranks to old ones: no path through a new rank reaches the output yet, but the gradient of its last core is
-    not zero. New rank parameters are one. Momenta and gradients are padded with zeros, and second moments (Adam's, Adagrad's) with
-    their mean, so that the first updates of new entries are no larger than those of old ones. A module that was truncated away
-    starts at its initial scale.
+    not zero. New rank parameters are one. Momenta and gradients are padded with zeros; second moments (Adam's, Adagrad's) and
+    Rprop's step sizes are padded with their mean, so that the first updates of new entries are no larger than those of old ones. A
+    module that was truncated away starts at its initial scale.
 
     Args:
         model: any module that contains TT modules.
@@ -77,7 +78,7 @@ def _grow_(module: TTModule, ranks: tuple[int, ...], optimizer: Optimizer | None
 
 
 def _filler(tensor: Tensor, key: str) -> float:
-    return float(tensor.mean()) if key in _SECOND_MOMENTS and tensor.numel() else 0.0
+    return float(tensor.mean()) if key in _SCALES and tensor.numel() else 0.0
 
 
 def _padded(tensor: Tensor, *, key: str, size: tuple[int, ...], old_b: int, spread: float) -> Tensor:

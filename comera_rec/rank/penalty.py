@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import lru_cache, reduce
 
 import torch
 from torch import Tensor
@@ -35,13 +35,11 @@ def size_surrogate(modules: Iterable[TTModule]) -> Tensor:
         sizes += [m * n for m, n in zip(shape.row_shape, shape.col_shape, strict=True)]
     if not modules:
         return torch.zeros(())
-    like = modules[0].core_0
-    bond_of, left_of, right_of, weights = _indices(
-        tuple(map(len, ranks)), tuple(left), tuple(right), tuple(sizes), like.device, like.dtype
-    )
-    norms = torch.zeros(outer, device=like.device, dtype=like.dtype)
+    device, dtype = modules[0].core_0.device, _at_least_32_bits(module.core_0 for module in modules)
+    bond_of, left_of, right_of, weights = _indices(tuple(map(len, ranks)), tuple(left), tuple(right), tuple(sizes), device, dtype)
+    norms = torch.zeros(outer, device=device, dtype=dtype)
     if ranks:
-        norms = norms.index_add(0, bond_of, torch.cat(ranks).abs())
+        norms = norms.index_add(0, bond_of, torch.cat([rank.to(dtype) for rank in ranks]).abs())
     bonds = torch.cat([norms, norms.new_ones(1)])
     return (bonds[left_of] * bonds[right_of] * weights).sum() + norms.sum()
 
@@ -71,10 +69,17 @@ def core_norm(modules: Iterable[TTModule], num_cores: int | None = None) -> Tens
         modules: TT modules of this process.
         num_cores: cores of all processes' modules; default the non-empty ones here.
     """
+    modules = list(modules)
+    dtype = _at_least_32_bits(module.core_0 for module in modules)
     terms = [
-        core.square().sum() / math.prod(size)
+        core.to(dtype).square().sum() / math.prod(size)
         for module in modules
         for core, size in zip(module.cores(), module.whole_shape.core_shapes, strict=True)
         if core.numel()
     ]
     return torch.stack(terms).sum() / (num_cores or len(terms)) if terms else torch.zeros(())
+
+
+def _at_least_32_bits(tensors: Iterable[Tensor]) -> torch.dtype:
+    """Return the type in which tensors are summed: sizes exceed what 16-bit floats hold."""
+    return reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)

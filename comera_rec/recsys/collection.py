@@ -108,12 +108,13 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     def plan_ahead(self, features: KeyedJaggedTensor) -> None:
         """Make a batch's plan before `forward` is called with it, for example in a loading thread; starts no other threads.
 
-        `forward` finds the plan by the batch's tensor of values; it is freed with that tensor.
+        `forward` finds the plan by the batch's tensor of values, unless that has changed or is read as other features; the plan is
+        freed with the tensor.
 
         Raises:
             ValueError: as `plan`.
         """
-        _planned[features.values()] = (weakref.ref(self), self.plan(features, parallel=False))
+        _planned[features.values()] = (weakref.ref(self), _version(features), self.plan(features, parallel=False))
 
     def plan(self, features: KeyedJaggedTensor, *, parallel: bool = True) -> dict[tuple[str, ...], LookupPlan | PairPlan]:
         """Return the plans of `forward`'s lookups, one for each group of tables that share a lookup.
@@ -163,14 +164,15 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             dense = self.dense_bags(features)  # its keys may be in another order once TorchRec shards, fuses or quantizes it
             pooled_groups.append(([self._dense_keys[name] for name in dense.keys()], dense.values()))  # noqa: SIM118  of a KeyedTensor
         names = [feature for config in self._tt_configs for feature in config.feature_names]
-        inverse_indices = reorder_inverse_indices(inverse_indices=features.inverse_indices_or_none(), feature_names=names)
-        if inverse_indices.numel():  # every feature has its own number of bags
+        inverse_indices = features.inverse_indices_or_none() if names else None
+        if inverse_indices is not None:  # every feature has its own number of bags
+            order = reorder_inverse_indices(inverse_indices=inverse_indices, feature_names=names)
             pooled: dict[str, Tensor] = {}
             for configs in self._groups():
                 pooled |= zip(
                     self._keys_of(configs), self._pool_group(configs, features, by_feature, plans, per_feature=True), strict=True
                 )
-            bags = process_pooled_embeddings([pooled[key] for key in self._tt_keys], inverse_indices)
+            bags = process_pooled_embeddings([pooled[key] for key in self._tt_keys], order)
             pooled_groups.append((self._tt_keys, bags))
         else:
             pooled_groups += [
@@ -182,8 +184,8 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         """Return the plans that `plan_ahead` made for a batch; empty if it made none."""
         if torch.compiler.is_compiling() or not _planned:
             return {}
-        owner, plans = _planned.get(features.values(), (None, {}))
-        return plans if owner is not None and owner() is self else {}
+        owner, version, plans = _planned.get(features.values(), (None, None, {}))
+        return plans if owner is not None and owner() is self and version == _version(features) else {}
 
     def _keys_of(self, configs: Sequence[EmbeddingBagConfig]) -> list[str]:
         return [key for config in configs for key in self._names[config.name]]
@@ -258,7 +260,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             offsets,
             num_cols=configs[0].embedding_dim,
             mode=tables[0].mode,
-            per_sample_weights=_joined([f.weights() for f in features]).to(tables[0].core_0.dtype) if self._is_weighted else None,
+            per_sample_weights=_joined([feature.weights() for feature in features]) if self._is_weighted else None,
             features=1 if per_feature else len(features),
             update_in_backward=self.update_in_backward,
         ).float()
@@ -321,7 +323,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         return self._device
 
 
-_planned: MutableMapping[Tensor, tuple[Any, dict[tuple[str, ...], LookupPlan | PairPlan]]] = WeakTensorKeyDictionary()
+_planned: MutableMapping[Tensor, tuple[Any, Any, dict[tuple[str, ...], LookupPlan | PairPlan]]] = WeakTensorKeyDictionary()
 
 
 def require_keys(features: KeyedJaggedTensor, configs: Sequence[BaseEmbeddingConfig]) -> None:
@@ -337,6 +339,12 @@ def require_keys(features: KeyedJaggedTensor, configs: Sequence[BaseEmbeddingCon
 
 def _names(configs: Sequence[TTEmbeddingBagConfig]) -> tuple[str, ...]:
     return tuple(config.name for config in configs)
+
+
+def _version(features: KeyedJaggedTensor) -> Hashable:
+    """Return what a plan depends on besides the storage of the ids: their version, and which ids each feature has."""
+    values = features.values()
+    return None if values.is_inference() else values._version, *features.keys(), *features.length_per_key()
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:

@@ -133,3 +133,7 @@ def test_built_models_load_without_this_library(tmp_path: Path, random_jagged: C
     command = [sys.executable, "-W", "ignore", "-c", WITHOUT_THIS_LIBRARY, str(file)]
     loaded = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert loaded.returncode == 0, loaded.stderr.strip().splitlines()[-1]
+
+
+def test_a_collection_of_no_tables() -> None:
+    assert export_dense(TTEmbeddingBagCollection([])).embedding_bag_configs() == []

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, Rprop
 
 from comera_rec import TTEmbeddingBag, TTLinear, grow_ranks_, truncate_ranks_
 from comera_rec.rank import count_tt_params
@@ -17,6 +17,7 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "AdamW amsgrad": lambda p: AdamW(p, lr=0.01, amsgrad=True),
     "Adagrad": lambda p: Adagrad(p, lr=0.05),
     "SGD momentum": lambda p: SGD(p, lr=0.01, momentum=0.9),
+    "Rprop": lambda p: Rprop(p, lr=0.01),
 }
 IDS = torch.arange(60).reshape(20, 3)
 TARGET = torch.linspace(-1, 1, 20)[:, None]
@@ -84,6 +85,8 @@ def test_same_output_and_training_continues(name: str) -> None:
         for state in ("exp_avg_sq", "sum", "max_exp_avg_sq"):
             if state in optimizer.state[parameter]:
                 assert (optimizer.state[parameter][state] > 0).any()
+        if "step_size" in optimizer.state[parameter]:
+            assert (optimizer.state[parameter]["step_size"] > 1e-4).all()
     losses = train(model, optimizer, 40)
     assert losses[-1] < losses[0]
     new = model.layer.core_2[3:, :, :, :2]  # from new ranks to old ones: zero at first

@@ -54,6 +54,18 @@ def test_sums_skip_modules_without_parameters() -> None:
     assert float(size_surrogate([model[0], model[2]]).detach()) == model[0].shape.num_params == count_tt_params(model)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sizes_of_16_bit_modules_are_exact(dtype: torch.dtype) -> None:
+    modules = [TTEmbeddingBag(1_000_000, 64, tt_ranks=16, dtype=dtype), TTLinear(64, 48, tt_ranks=6)]
+    for ordered in (modules, modules[::-1]):
+        size = size_surrogate(ordered)
+        assert float(size.detach()) == sum(module.shape.num_params for module in modules)
+        assert all(grad.isfinite().all() for grad in torch.autograd.grad(size + core_norm(ordered), modules[0].rank_parameters()))
+    with torch.no_grad():
+        modules[0].core_0.fill_(300.0)  # whose square float16 can't hold
+    assert core_norm(modules).isfinite()
+
+
 def test_core_norm_is_the_mean_square_of_the_cores() -> None:
     module = TTEmbeddingBag(100, 16, tt_ranks=5)
     with torch.no_grad():

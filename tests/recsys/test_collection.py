@@ -140,6 +140,14 @@ def test_weights(random_jagged: MakeJagged) -> None:
     assert_same_as_dense(tables, random_jagged(limits(tables), 9, weighted=True), is_weighted=False)
 
 
+def test_weights_keep_their_precision_beside_16_bit_tables() -> None:
+    collection = TTEmbeddingBagCollection([table("a", ["f"], tt_ranks=4, data_type=DataType.BF16)], is_weighted=True)
+    weights = torch.tensor([1.0 + 2**-10, -1.0])  # in bfloat16 they would cancel out
+    features = KeyedJaggedTensor(keys=["f"], values=torch.tensor([5, 5]), lengths=torch.tensor([2]), weights=weights)
+    row = collection.tt_bag("a").dense_matrix().detach().float()[5]
+    torch.testing.assert_close(collection(features).values()[0].detach(), row * 2**-10, rtol=0.02, atol=1e-6)
+
+
 def test_weights_in_a_shared_lookup(random_jagged: MakeJagged) -> None:
     tables = [table("a", ["f", "g"], tt_ranks=4), table("b", ["h"], rows=57, tt_ranks=4), table("c", ["f"], rows=211, tt_ranks=4)]
     assert_same_as_dense(tables, random_jagged(limits(tables), 9, weighted=True), is_weighted=True)
@@ -230,6 +238,17 @@ def test_variable_batch_with_inverse_indices(random_jagged: MakeJagged) -> None:
     values = assert_same_as_dense(tables, features)
     assert values.shape == (5, 16 + 16 + 8 + 24)
     torch.testing.assert_close(values[0, :16], values[2, :16])  # both are bag 0 of feature f
+
+
+def test_variable_batch_of_dense_tables_alone() -> None:
+    features = KeyedJaggedTensor(
+        keys=["f"], values=torch.tensor([3, 9, 3]), lengths=torch.tensor([2, 1]), stride_per_key_per_rank=[[2]],
+        inverse_indices=(["f"], torch.tensor([[0, 1, 0]])),
+    )  # fmt: skip
+    collection = TTEmbeddingBagCollection([table("a", ["f"], rows=10, dim=4)])
+    actual, expected = collection(features).values(), export_dense(collection)(features).values()
+    assert actual.shape == (3, 4)
+    assert torch.equal(actual, expected)
 
 
 @st.composite
@@ -371,3 +390,18 @@ def test_a_plan_made_ahead_is_found_by_its_batch(random_jagged: MakeJagged, monk
     other(features)  # the plan is not for this collection
     collection(random_jagged(limits(tables), 5, seed=1))
     assert made == [other, collection]
+
+
+def test_a_plan_made_ahead_is_not_used_for_other_ids(random_jagged: MakeJagged) -> None:
+    tables = [table("a", ["f"], tt_ranks=4), table("b", ["g"], tt_ranks=3)]
+    collection = TTEmbeddingBagCollection(tables)
+    values = torch.tensor([1, 2, 3, 4])
+    features = KeyedJaggedTensor(keys=["f", "g"], values=values, lengths=torch.tensor([2, 2]))
+    collection.plan_ahead(features)
+    for other in (
+        KeyedJaggedTensor(keys=["f", "g"], values=values, lengths=torch.tensor([1, 3])),
+        KeyedJaggedTensor(keys=["g", "f"], values=values, lengths=torch.tensor([2, 2])),
+    ):
+        assert torch.equal(collection(other).values(), collection(other, collection.plan(other)).values())
+    values.copy_(torch.tensor([5, 6, 7, 8]))
+    assert torch.equal(collection(features).values(), collection(features, collection.plan(features)).values())

@@ -75,13 +75,15 @@ def tt_bags(
     offsets = offsets.long().contiguous()
     if isinstance(plan, PairPlan) and impl != "triton":
         raise ValueError(f"impl is {impl!r}, but the plan is for GPUs: make it with plan_lookup(..., impl='auto')")
+    weights = per_sample_weights
+    if weights is not None:  # the CPU operator sums in float32, whatever the tables' type
+        weights = weights.to(torch.float32 if impl == "cpu" else first.dtype).contiguous()
     if impl != "cpu":
         _require_ascending(offsets, plan)
         options: dict[str, Any] = {"mode": mode, "features": features, "num_cols": num_cols}
         if impl == "reference":
             assert isinstance(plan, LookupPlan)
-            return reference.pool(unpacked, plan, offsets, per_sample_weights, **options)
-        weights = None if per_sample_weights is None else per_sample_weights.contiguous()
+            return reference.pool(unpacked, plan, offsets, weights, **options)
         return gpu.pool(unpacked, plan, offsets, weights, update=update_in_backward, **options)
     assert isinstance(plan, LookupPlan)
     cores = [slice_major(core, k, order) for table in unpacked for k, core in enumerate(table.cores)]
@@ -106,7 +108,7 @@ def tt_bags(
             diagonals,
             plan,
             offsets,
-            None if per_sample_weights is None else per_sample_weights.float().contiguous(),
+            weights,
             mean=mode == "mean",
             features=features,
             num_cols=num_cols,
