@@ -9,8 +9,8 @@ from torch import nn
 from torchrec import EmbeddingBagConfig
 
 from comera_rec.convert.swap import TTEmbeddingConfig, plain_embeddings
-from comera_rec.nn import TTEmbedding, TTEmbeddingBag, keep_buffers_and_mode_, parameter_owners, replace_modules_
-from comera_rec.nn.compress import require_init, require_values
+from comera_rec.nn import TTEmbedding, TTEmbeddingBag, keep_buffers_hooks_and_mode_, parameter_owners, replace_modules_
+from comera_rec.nn.compress import COMPUTED_WEIGHT, require_init, require_values
 from comera_rec.nn.table import require_plain_rows
 from comera_rec.recsys import TTEmbeddingBagConfig
 
@@ -56,7 +56,7 @@ def swap_embeddings_(
     }
     dense = []
     for name, layer in layers.items():
-        if reason := _reason_to_stay_dense(layer, [owner for owner, other in owners[layer.weight] if other is not layer]):
+        if reason := _reason_to_stay_dense(layer, [owner for owner, other in owners.get(layer.weight, ()) if other is not layer]):
             dense.append(name)
             _LOGGER.info("%s stays dense: %s", name, reason)
     configs = [
@@ -77,6 +77,8 @@ def swap_embeddings_(
 
 
 def _reason_to_stay_dense(layer: Layer, sharers: list[str]) -> str | None:
+    if "weight" not in layer._parameters:
+        return COMPUTED_WEIGHT
     if sharers:
         return f"its weight is also that of {sharers[0]!r}"
     try:
@@ -92,5 +94,5 @@ def _swapped(layer: Layer, table: TTEmbeddingBagConfig, init: str) -> nn.Module:
     if init == "tt_svd":
         require_values(layer.weight, table.name)
         swapped.set_dense_matrix_(layer.weight.detach())
-    keep_buffers_and_mode_(swapped.requires_grad_(layer.weight.requires_grad), layer)
+    keep_buffers_hooks_and_mode_(swapped.requires_grad_(layer.weight.requires_grad), layer)
     return swapped

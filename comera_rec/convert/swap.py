@@ -13,7 +13,7 @@ from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, EmbeddingConfig
 
-from comera_rec.nn import TTEmbeddingBag, keep_buffers_and_mode_, parameter_owners, replace_modules_
+from comera_rec.nn import TTEmbeddingBag, keep_buffers_hooks_and_mode_, parameter_owners, replace_modules_
 from comera_rec.nn.compress import require_init, require_one_size, require_values
 from comera_rec.recsys import (
     TTEmbeddingBagCollection,
@@ -329,7 +329,7 @@ def _swapped(module: nn.Module, tables: Sequence[Any], init: str) -> nn.Module:
     else:
         assert isinstance(module, EmbeddingBagCollection)
         swapped = collection = TTEmbeddingBagCollection(tables, module.is_weighted(), device)
-    keep_buffers_and_mode_(swapped, module)
+    keep_buffers_hooks_and_mode_(swapped, module)
     replaced = _tables(module)
     for name, bag in collection.embedding_bags.items():
         weight = replaced[name].weight
@@ -338,7 +338,7 @@ def _swapped(module: nn.Module, tables: Sequence[Any], init: str) -> nn.Module:
             if init == "tt_svd":
                 require_values(weight, name)
                 bag.set_dense_matrix_(weight.detach())
-            keep_buffers_and_mode_(bag.requires_grad_(weight.requires_grad), replaced[name])
+            keep_buffers_hooks_and_mode_(bag.requires_grad_(weight.requires_grad), replaced[name])
         elif isinstance(replaced[name], nn.EmbeddingBag):
             assert isinstance(collection.dense_bags, EmbeddingBagCollection)
             collection.dense_bags.embedding_bags[name] = replaced[name]

@@ -12,7 +12,7 @@ from comera_rec.nn.table import TTTable, update_in_backward_
 from comera_rec.nn.transformer import EncoderBlock, FeedForward, TransformerConfig, TransformerEncoder
 from comera_rec.nn.tt_module import (
     TTModule,
-    keep_buffers_and_mode_,
+    keep_buffers_hooks_and_mode_,
     named_tt_modules,
     parameter_owners,
     replace_data_,
@@ -38,7 +38,7 @@ __all__ = [
     "TransformerEncoder",
     "compress_linears_",
     "dense_embedding",
-    "keep_buffers_and_mode_",
+    "keep_buffers_hooks_and_mode_",
     "linear_factory",
     "named_tt_modules",
     "parameter_owners",

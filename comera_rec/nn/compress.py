@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from comera_rec.nn.linear import TTLinear
-from comera_rec.nn.tt_module import keep_buffers_and_mode_, parameter_owners, replace_modules_
+from comera_rec.nn.tt_module import keep_buffers_hooks_and_mode_, parameter_owners, replace_modules_
 from comera_rec.tt import TTShape, dense_milliseconds, require_positive, tt_milliseconds
 
 INITS = ("random", "tt_svd")
@@ -104,6 +104,9 @@ def require_init(init: str) -> None:
         raise ValueError(f"init is {init!r}: choose one of {', '.join(map(repr, INITS))}")
 
 
+COMPUTED_WEIGHT = "its weight is computed from other parameters, as weight_norm, spectral_norm and pruning do"
+
+
 def require_values(weight: torch.Tensor, name: str) -> None:
     """Raise ValueError for a weight on the meta device, which TT-SVD can't start from."""
     if weight.is_meta:
@@ -149,6 +152,8 @@ def compress_linears_(
     layers: dict[torch.Tensor, TTLinear] = {}  # by the weight that they replace
     for module, name in linears.items():
         decision = config.decide(module.in_features, module.out_features)
+        if "weight" not in module._parameters:
+            decision = LinearDecision(None, f"stays dense: {COMPUTED_WEIGHT}")
         others = [(owner, each) for owner, each in owners.get(module.weight, ()) if each not in linears]
         if decision.shape is not None and others:
             owner, other = others[0]
@@ -185,5 +190,5 @@ def _compressed(module: nn.Linear, shape: TTShape, init: str) -> TTLinear:
         parameter.requires_grad_(module.weight.requires_grad)
     if layer.bias is not None:
         layer.bias.requires_grad_(module.bias.requires_grad)
-    keep_buffers_and_mode_(layer, module)
+    keep_buffers_hooks_and_mode_(layer, module)
     return layer

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from comera_rec.nn import TTModule, named_tt_modules
-from comera_rec.rank.truncation import replace_parameter_, require_known_states
+from comera_rec.rank.truncation import replace_parameter_, require_known_states, require_optimized
 from comera_rec.tt import max_ranks
 
 _SCALES = ("sum", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "step_size")
@@ -39,7 +39,7 @@ def grow_ranks_(
 
     Raises:
         ValueError: before anything is changed, for a name that is not a TT module, ranks that are smaller than now or larger than
-            the modes can use, or optimizer state of a shape that can't grow.
+            the modes can use, for an optimizer without parameters that would change, or with state of a shape that can't grow.
 
     Returns:
         The ranks of every TT module, by fully qualified name.
@@ -58,6 +58,8 @@ def grow_ranks_(
             raise ValueError(
                 f"ranks of {name!r} are {new_ranks}: it has {shape.ranks} and can use {limits}; give ranks between these"
             )
+    if optimizer:
+        require_optimized({name: modules[name] for name in ranks}, optimizer)
     require_known_states([modules[name] for name in ranks], optimizer)
     for name, new_ranks in ranks.items():
         _grow_(modules[name], tuple(new_ranks), optimizer)

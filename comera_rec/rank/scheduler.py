@@ -6,7 +6,7 @@ CoMERA, section 3.3 (arXiv 2405.14377).
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from comera_rec.rank.importance import NO_GRADIENTS, STATIC_SCORES, TaylorScores
 from comera_rec.rank.objectives import Achievement, Budget, Objective, Price
 from comera_rec.rank.penalty import size_surrogate
 from comera_rec.rank.selection import Masks, above_threshold, within_budget
-from comera_rec.rank.truncation import keep_ranks_, magnitudes_of
+from comera_rec.rank.truncation import keep_ranks_, magnitudes_of, require_optimized
 from comera_rec.rank.tt_modules import ModuleSummary, bytes_outside, gather_tt_modules, total_bytes, total_params
 from comera_rec.tt import TTShape
 
@@ -73,7 +73,7 @@ class RankScheduler:
             remedy = "unfreeze some" if modules else "swap tables or linear layers before building a RankScheduler"
             raise ValueError(f"the model has no TT module{' that is trained' if modules else ''}: {remedy}")
         _require_gradients(self._modules.values(), config)
-        _require_optimized(self._modules, optimizer)
+        require_optimized(self._modules, optimizer)
         self.optimizer = optimizer
         self.config = config
         self.stage = "early"
@@ -346,19 +346,6 @@ def _shapes_and_scores(summaries: dict[str, ModuleSummary]) -> tuple[list[TTShap
 
 def _is_frozen(module: TTModule) -> bool:
     return not any(parameter.requires_grad for parameter in (*module.cores(), *module.rank_parameters()))
-
-
-def _require_optimized(modules: Mapping[str, TTModule], optimizer: Optimizer) -> None:
-    """Raise ValueError unless the optimizer, or one that is applied in backward, has the parameters of TT modules."""
-    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for name, module in modules.items():
-        for parameter_name, parameter in module.named_parameters(name, recurse=False):
-            is_optimized = id(parameter) in optimized or hasattr(parameter, "_in_backward_optimizers")
-            if parameter.requires_grad and not is_optimized:
-                raise ValueError(
-                    f"{parameter_name!r} is in no parameter group of this {type(optimizer).__name__}: build the optimizer after "
-                    "all swaps, and combine several optimizers with torchrec.optim.CombinedOptimizer"
-                )
 
 
 def _require_gradients(modules: Collection[TTModule], config: RankConfig) -> None:

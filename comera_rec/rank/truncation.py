@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -34,7 +34,8 @@ def truncate_ranks_(
         min_params: least number of parameters that all TT modules together keep.
 
     Raises:
-        ValueError: for a negative threshold; before anything is changed, for optimizer state of a shape that can't be sliced.
+        ValueError: for a negative threshold; before anything is changed, for an optimizer without parameters that would change, or
+            with state of a shape that can't be sliced.
 
     Returns:
         The ranks of every TT module after truncation, by fully qualified name.
@@ -44,7 +45,10 @@ def truncate_ranks_(
     modules = dict(named_tt_modules(model))
     shapes = [module.whole_shape for module in modules.values()]
     magnitudes = [magnitudes_of(module) for module in modules.values()]
-    keep_ranks_(list(modules.values()), above_threshold(shapes, magnitudes, threshold, min_params), optimizer)
+    masks = above_threshold(shapes, magnitudes, threshold, min_params)
+    if optimizer:
+        require_optimized({name: modules[name] for name, kept in zip(modules, masks, strict=True) if _cuts(kept)}, optimizer)
+    keep_ranks_(list(modules.values()), masks, optimizer)
     return {name: module.shape.ranks for name, module in modules.items()}
 
 
@@ -59,10 +63,14 @@ def keep_ranks_(modules: Sequence[TTModule], masks: Masks, optimizer: Optimizer 
     Raises:
         ValueError: before anything is changed, for optimizer state of a shape that can't be sliced.
     """
-    changing = [pair for pair in zip(modules, masks, strict=True) if not all(bool(mask.all()) for mask in pair[1])]
+    changing = [(module, kept) for module, kept in zip(modules, masks, strict=True) if _cuts(kept)]
     require_known_states([module for module, _ in changing], optimizer)
     for module, kept in changing:
         _slice_module_(module, kept, optimizer)
+
+
+def _cuts(masks: Sequence[Tensor]) -> bool:
+    return not all(bool(mask.all()) for mask in masks)
 
 
 def _slice_module_(module: TTModule, masks: Sequence[Tensor], optimizer: Optimizer | None) -> None:
@@ -105,6 +113,19 @@ def replace_parameter_(parameter: nn.Parameter, change: Callable[..., Tensor], o
         parameter.grad = change(gradient, key="grad")
 
 
+def require_optimized(modules: Mapping[str, TTModule], optimizer: Optimizer) -> None:
+    """Raise ValueError unless the optimizer, or one that is applied in backward, has the parameters of TT modules."""
+    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for name, module in modules.items():
+        for parameter_name, parameter in module.named_parameters(name, recurse=False):
+            is_optimized = id(parameter) in optimized or hasattr(parameter, "_in_backward_optimizers")
+            if parameter.requires_grad and not is_optimized:
+                raise ValueError(
+                    f"{parameter_name!r} is in no parameter group of this {type(optimizer).__name__}: build the optimizer after "
+                    "all swaps, and combine several optimizers with torchrec.optim.CombinedOptimizer"
+                )
+
+
 def require_known_states(modules: Sequence[TTModule], optimizer: Optimizer | None) -> None:
     """Raise ValueError unless all optimizer state of TT modules can follow a change of their ranks.
 
@@ -132,7 +153,10 @@ def _optimizers_of(parameter: nn.Parameter, optimizer: Optimizer | None) -> list
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer within TorchRec's wrappers, which copy its `state` once and don't see what it becomes."""
-    while isinstance(inner := getattr(optimizer, "_optimizer", None), Optimizer):
+    """Return the optimizer that holds the state, within TorchRec's wrappers or torch's `ZeroRedundancyOptimizer`.
+
+    Wrappers copy its `state` once, and don't see what it becomes.
+    """
+    while isinstance(inner := getattr(optimizer, "_optimizer", getattr(optimizer, "optim", None)), Optimizer):
         optimizer = inner
     return optimizer

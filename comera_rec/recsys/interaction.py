@@ -78,32 +78,22 @@ class _Crossing(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, first: Tensor, dtype: torch.dtype, *parameters: Tensor) -> Tensor:
-        layers = len(parameters) // 3
-        kept, x = [], first
-        with torch.autocast(first.device.type, enabled=False):
-            for k in range(layers):
-                narrow, wide, bias = (parameter.to(dtype) for parameter in parameters[k::layers])
-                rounded = x.to(dtype)
-                inner = F.linear(rounded, narrow)
-                outer = F.linear(inner, wide, bias)
-                kept += [rounded, inner, outer]
-                x = torch.addcmul(x, first, outer)
-        ctx.save_for_backward(first, *parameters[: 2 * layers])
-        ctx.kept = kept  # a list that backward empties layer by layer; torch would keep saved tensors until backward ends
+        x, ctx.kept = _cross(first, dtype, parameters)  # a list that backward empties; torch would keep saved tensors until its end
+        ctx.dtype = dtype
+        ctx.save_for_backward(first, *parameters)
         return x
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        first, *saved = ctx.saved_tensors
-        layers = len(saved) // 2
-        narrows, wides = saved[:layers], saved[layers:]
-        if not ctx.kept:
-            raise RuntimeError("backward ran twice through the same output of a cross network: call it again before the second")
+        first, *parameters = ctx.saved_tensors
+        layers = len(parameters) // 3
+        narrows, wides = parameters[:layers], parameters[layers : 2 * layers]
+        kept = ctx.kept or _cross(first, ctx.dtype, parameters)[1]  # a further backward through a retained graph
         grad_first: Tensor | None = None
         grads: list[list[Tensor]] = [[], [], []]
         for k in reversed(range(layers)):  # each new [B, d] reuses the memory of one that is no longer needed
-            outer, inner, rounded = ctx.kept.pop(), ctx.kept.pop(), ctx.kept.pop()
+            outer, inner, rounded = kept.pop(), kept.pop(), kept.pop()
             is_rounded = inner.dtype != first.dtype
             if grad_first is None:
                 grad_first = torch.mul(grad, outer, out=None if is_rounded else outer)
@@ -118,6 +108,21 @@ class _Crossing(torch.autograd.Function):
             grad = grad + product if is_rounded else product.add_(grad)
         assert grad_first is not None
         return grad_first.add_(grad), None, *(value for values in grads for value in values)
+
+
+def _cross(first: Tensor, dtype: torch.dtype, parameters: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Return the network's output, and each layer's rounded input and two products."""
+    layers = len(parameters) // 3
+    kept, x = [], first
+    with torch.autocast(first.device.type, enabled=False):
+        for k in range(layers):
+            narrow, wide, bias = (parameter.to(dtype) for parameter in parameters[k::layers])
+            rounded = x.to(dtype)
+            inner = F.linear(rounded, narrow)
+            outer = F.linear(inner, wide, bias)
+            kept += [rounded, inner, outer]
+            x = torch.addcmul(x, first, outer)
+    return x, kept
 
 
 torch.fx.wrap("stack_features")

@@ -6,6 +6,7 @@ F categorical columns, I integer columns, B rows of a request, V values.
 from __future__ import annotations
 
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,8 +95,9 @@ def read_metadata(path: str | Path) -> ModelMetadata:
         with zipfile.ZipFile(path) as archive:
             names = [name for name in archive.namelist() if name.endswith("_metadata.json")]
             texts = [_PACKED.validate_json(archive.read(name)).get(METADATA_KEY) for name in names]
-    except (zipfile.BadZipFile, ValidationError, OSError) as error:
-        raise ValueError(f"{path} is not a package ({str(error).splitlines()[0]}): {remedy}") from error
+    except (zipfile.BadZipFile, zlib.error, ValidationError, OSError, EOFError, RuntimeError) as error:  # of zipfile, for bad bytes
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{path} is not a package ({reason}): {remedy}") from error
     metadata = next((text for text in texts if isinstance(text, str)), None)
     if metadata is None:
         raise ValueError(f"{path} is a package of another program: {remedy}")

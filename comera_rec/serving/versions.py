@@ -89,7 +89,7 @@ class ModelFile:
             self._signature = signature
             try:
                 version = await asyncio.to_thread(self._load)
-            except (ValueError, OSError) as error:
+            except Exception as error:  # whatever a broken file causes: the next one may be good
                 log.error("%s stays at version %s: %s", self.name, self.current.number, " ".join(str(error).split()))
                 self._observe("refused")
                 continue

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from transformers import BertConfig, BertModel
 
 from comera_rec import (
@@ -314,6 +315,22 @@ def test_a_bias_that_layers_share_stays_shared() -> None:
     assert model[0].bias is model[1].bias
     assert torch.equal(model[0].bias, values)
     assert model[0].core_0 is not model[1].core_0
+
+
+def test_hooks_stay_and_computed_weights_stay_dense(caplog: pytest.LogCaptureFixture) -> None:
+    pruned = prune.random_unstructured(nn.Linear(64, 64), "weight", 0.5)
+    model = nn.Sequential(nn.Linear(64, 64), nn.utils.spectral_norm(nn.Linear(64, 64)), pruned)
+    handle = model[0].register_forward_hook(lambda module, inputs, output: 2 * output)
+    x = torch.randn(3, 64)
+    expected = model.eval()(x)
+    with caplog.at_level(logging.INFO):
+        compress_linears_(model, TTLinearConfig(tt_ranks=256, min_features=8, policy="always"), init="tt_svd")
+    assert [type(layer) for layer in model] == [TTLinear, nn.Linear, nn.Linear]
+    assert caplog.text.count("stays dense: its weight is computed from other parameters") == 2
+    torch.testing.assert_close(model(x), expected, rtol=1e-3, atol=1e-4)
+    doubled = model[0](x)
+    handle.remove()
+    torch.testing.assert_close(model[0](x), doubled / 2)
 
 
 @pytest.mark.parametrize("filter_fn", [None, lambda module, name: False])

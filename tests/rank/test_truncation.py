@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torchrec.optim import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 
-from comera_rec import TTEmbeddingBag, TTLinear, truncate_ranks_
+from comera_rec import TTEmbeddingBag, TTLinear, grow_ranks_, truncate_ranks_
 from comera_rec.rank import count_tt_params
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
@@ -246,3 +248,30 @@ def test_state_behind_torchrecs_wrappers_is_sliced() -> None:
     moments = keyed.state[model.table.core_1]["exp_avg"]
     assert moments.shape == model.table.core_1.shape
     train(model, optimizer, 2)
+
+
+def test_an_optimizer_that_lacks_what_changes_is_refused() -> None:
+    model = Small()
+    silence(model, DOOMED)
+    others = SGD([parameter for name, parameter in model.named_parameters() if not name.startswith("table")], lr=0.1)
+    with pytest.raises(ValueError, match=r"'table.core_0' is in no parameter group of this SGD"):
+        truncate_ranks_(model, others, threshold=1e-6)
+    with pytest.raises(ValueError, match=r"'table.core_0' is in no parameter group of this SGD"):
+        grow_ranks_(model, {"table": model.table.shape.ranks}, others)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # by the import
+def test_state_within_zero_redundancy_optimizer_is_sliced(tmp_path: Path) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = Small()
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=Adam, lr=0.01)
+        train(model, optimizer, 3)
+        silence(model, DOOMED)
+        truncate_ranks_(model, optimizer, threshold=1e-6)
+        assert optimizer.optim.state[model.table.core_1]["exp_avg"].shape == model.table.core_1.shape
+        train(model, optimizer, 2)
+    finally:
+        dist.destroy_process_group()

@@ -153,6 +153,15 @@ def test_a_cross_network_computes_and_learns_what_torchrec_does(dtype: torch.dty
     torch.testing.assert_close(grads[0], grads[1], **tolerance)
 
 
+def test_a_graph_of_a_cross_network_may_be_retained() -> None:
+    network, x = CrossNetwork(24, 3, 5), torch.randn(7, 24, requires_grad=True)
+    inputs = (x, *network.parameters())
+    crossed = network(x)
+    once = torch.autograd.grad(crossed.sum(), inputs, retain_graph=True)
+    again = torch.autograd.grad(crossed.sum(), inputs)
+    torch.testing.assert_close(again, once)
+
+
 def test_torch_fx_traces_a_cross_network_as_one_call() -> None:
     model = nn.Sequential(CrossNetwork(8, 2, 3))
     x = torch.randn(4, 8)

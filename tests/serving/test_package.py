@@ -69,6 +69,18 @@ def test_few_bits_lose_little(form: str, dtype: str, lost: float, trained: Path)
     assert metadata.ne == pytest.approx(metadata.trained_ne, rel=lost)
 
 
+@pytest.mark.parametrize("at", [6, 8, 10])  # version, flags and method of the entry's record
+def test_damaged_packages_are_refused_in_one_line(at: int, tmp_path: Path) -> None:
+    path = tmp_path / "model.pt2"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("model_metadata.json", "{}")
+    damaged = bytearray(path.read_bytes())
+    damaged[damaged.index(b"PK\x01\x02") + at] ^= 0xFF
+    path.write_bytes(damaged)
+    with pytest.raises(ValueError, match="is not a package"):
+        read_metadata(path)
+
+
 def test_metadata_is_the_data_sets(trained: Path, package: Callable) -> None:
     metadata, manifest = read_metadata(package("fast")), read_manifest(trained.parent / "data")
     assert (metadata.form, metadata.dtype, metadata.data) == ("fast", "float32", str(trained.parent / "data"))
@@ -76,7 +88,7 @@ def test_metadata_is_the_data_sets(trained: Path, package: Callable) -> None:
     assert metadata.checksums["C1"] == manifest.categorical_columns[0].vocabulary.sha256
     assert metadata.ne == pytest.approx(metadata.trained_ne, rel=1e-6)
     check_vocabularies(metadata, manifest, trained.parent / "data")
-    with pytest.raises(ValueError, match="data has other offsets of integer columns than the model was trained with"):
+    with pytest.raises(ValueError, match="data has other offsets of integer columns than the model has"):
         check_vocabularies(replace(metadata, offsets=(9, *metadata.offsets[1:])), manifest, Path("data"))
 
 

@@ -72,6 +72,34 @@ def test_a_file_that_arrives_while_another_is_loaded_is_noticed(tmp_path: Path, 
     assert file.current.number == "2"
 
 
+def test_a_file_that_fails_in_any_way_does_not_end_the_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, observed = tmp_path / "model.pt2", list[str]()
+
+    def load(file: ModelFile) -> Version:
+        if file.path.read_text() == "odd":
+            raise NotImplementedError
+        return Version(number=file.path.read_text(), model=None, encoder=None)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ModelFile, "_load", load)
+    path.write_text("first")
+    file = ModelFile(path, data=None, threads=1, observe=observed.append)
+
+    async def watch() -> None:
+        watching = asyncio.create_task(file.watch(0.01))
+        for text in ("odd", "second"):
+            (tmp_path / "new").write_text(text)
+            (tmp_path / "new").rename(path)
+            for _ in range(500):
+                if len(observed) == (1 if text == "odd" else 2):
+                    break
+                await asyncio.sleep(0.01)
+        watching.cancel()
+
+    asyncio.run(watch())
+    assert observed == ["refused", "loaded"]
+    assert file.current.number == "second"
+
+
 def test_open_inference_protocol(client: TestClient, model: Path, data: Path) -> None:
     good, tensors = good_rows(data)
     assert client.get("/v2").json()["name"] == "comera-rec"
@@ -148,11 +176,11 @@ def test_requests_beyond_the_queue_are_told_to_come_back(model: Path, data: Path
     server = Server(ServeOptions(model=model, data=data, max_queue=7))
     with TestClient(server.app) as client:
         assert client.post("/v2/models/model/infer", json=good).status_code == 200
-        server.batcher._rows += 3  # as if others waited
+        server.batcher._waiting_rows += 3  # as if others waited
         answer = client.post("/v2/models/model/infer", json=good)
         assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
         assert answer.json()["error"] == "more than 7 rows wait: try again, or start more servers"
-        server.batcher._rows -= 3
+        server.batcher._waiting_rows -= 3
         assert client.post("/v2/models/model/infer", json=good).status_code == 200
 
 
