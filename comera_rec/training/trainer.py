@@ -10,7 +10,6 @@ import json
 import math
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -20,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from comera_rec.convert import compression_report
 from comera_rec.data import Batch, BatchLoader, ParquetBatches
@@ -36,6 +34,7 @@ from comera_rec.training.log import MetricsLog, NoLog, log_ranks, off_target
 from comera_rec.training.memory import PeakMemory, keep_freed_memory, return_freed_memory
 from comera_rec.training.model import Schema, build_optimizer
 from comera_rec.training.placement import available_cores, device_of, name_of, place, whole_model
+from comera_rec.training.progress import Progress, tell
 from comera_rec.training.runs import CHECKPOINTS, fingerprint, require_fit, require_same_run
 from comera_rec.training.state import TrainingState
 from comera_rec.training.steps import Steps
@@ -209,6 +208,8 @@ class Trainer:
                 self.processes.on_first(lambda: _write_json(path, result))
             finally:
                 self.log.close()
+        else:
+            self.processes.on_first(lambda: tell(f"{self.folder.name}: finished already, after {self.steps:,} steps"))
         return self.processes.on_first(lambda: dict(json.loads(path.read_text())))
 
     def _open_log(self) -> None:
@@ -228,16 +229,14 @@ class Trainer:
         if self.steps and self._evaluation_is_due():  # the evaluation was interrupted
             self._validate()
             self.save()
-        hidden = not self.processes.is_first or None
-        bar = tqdm(total=self.total_steps, initial=self.steps, unit="step", desc=self.folder.name, disable=hidden)
         interval_start = time.perf_counter()
-        with bar:
+        with Progress(self.folder.name, self.steps, self.total_steps, shown=self.processes.is_first) as progress:
             for loss in self._losses():
                 losses.append(loss)
                 if math.isnan(self.first_step_ms):
                     losses[0].cpu()  # waits for the device
                     self.first_step_ms = 1e3 * (time.perf_counter() - interval_start)
-                bar.update()
+                progress.step()
                 stopping, failed = self.signals.after_step(self.writer.failed)
                 if failed:
                     self.writer.wait()  # which raises, on every process
@@ -245,7 +244,7 @@ class Trainer:
                 saving = bool(stopping or _due(self.steps, training.checkpoint_every)) and not finished
                 evaluating = not stopping and self._evaluation_is_due()
                 if finished or saving or evaluating or _due(self.steps, training.log_every):
-                    bar.set_postfix(loss=f"{self._log_losses(losses, interval_start):.4f}")
+                    progress.observe(self.steps, self._log_losses(losses, interval_start))
                     losses = []
                 self._log_ranks()
                 if finished or saving or evaluating:
@@ -346,7 +345,7 @@ class Trainer:
     def _result(self) -> dict[str, Any]:
         peak = self.processes.max(self.memory.highest)
         if self.scheduler and self.processes.is_first and (problem := off_target(self.scheduler)):
-            tqdm.write(problem, file=sys.stderr)
+            tell(problem)
         best = self.best.step if self.config.training.keep_best else None
         if best not in (None, self.steps):
             kept = self.processes.on_first(lambda: checkpoint_at(self.checkpoints, best))
