@@ -244,7 +244,7 @@ def _column(name: str, entry: object) -> Column:
         raise ValueError(f"{name}: kind {kind!r} is unknown; choose one of {', '.join(get_args(Kind))}")
     allowed = {"kind", "column"} | ({"transform", "boundaries", "buckets"} if kind in _NUMBERS else set())
     allowed |= {"hash_buckets", "max_ids"} if kind in _CATEGORIES else set()
-    _refuse_unknown(settings, allowed | ({"separator", "max_length"} if kind == "list" else set()))
+    _refuse_unknown(settings, allowed | ({"separator", "max_length"} if kind == "list" else set()), f"{name}: ")
     for setting, least in (("hash_buckets", 2), ("max_ids", 1), ("max_length", 1), ("buckets", 2)):
         number = settings.get(setting, least)
         if type(number) is not int or not least <= number <= 1 << 31:
@@ -293,7 +293,7 @@ def _byte(separator: object, refused: str = '\r\n-"') -> str:
     return separator
 
 
-def _refuse_unknown(content: Mapping[str, Any], known: set[str]) -> None:
+def _refuse_unknown(content: Mapping[str, Any], known: set[str], where: str = "") -> None:
     unknown = sorted(set(content) - known)
     if unknown:
-        raise ValueError(f"{unknown[0]} is unknown; choose from {', '.join(sorted(known))}")
+        raise ValueError(f"{where}{unknown[0]} is unknown; choose from {', '.join(sorted(known))}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -163,7 +164,7 @@ def errors_of(log: Source) -> Iterator[None]:
 
 
 def expand(texts: Iterable[str]) -> tuple[Source, ...]:
-    """Convert texts to paths and URLs; URLs with * or ? are replaced by matching files, because no shell expands them.
+    """Convert texts to paths and URLs; those with * or ? are replaced by matching files, where no shell has done so.
 
     Raises:
         ValueError: no file matches.
@@ -171,15 +172,19 @@ def expand(texts: Iterable[str]) -> tuple[Source, ...]:
     logs: list[Source] = []
     for text in texts:
         log = source(text)
-        if isinstance(log, Path) or not re.search(r"[*?]", log):
+        if not re.search(r"[*?]", str(log)) or (isinstance(log, Path) and log.exists()):
             logs.append(log)
             continue
-        try:
-            with errors_of(log):
-                files, pattern = file_system(log)
-                matches = [str(files.unstrip_protocol(path)) for path in files.glob(pattern)]
-        except OSError as error:
-            raise unreadable(log, error) from error
+        matches: list[Any]
+        if isinstance(log, Path):
+            matches = [Path(path) for path in glob.glob(text)]
+        else:
+            try:
+                with errors_of(log):
+                    files, pattern = file_system(log)
+                    matches = [str(files.unstrip_protocol(path)) for path in files.glob(pattern)]
+            except OSError as error:
+                raise unreadable(log, error) from error
         if not matches:
             raise ValueError(f"--input {log} matches no file; check its name")
         logs += sorted(matches)

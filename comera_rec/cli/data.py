@@ -36,7 +36,12 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 @click.command()
 @click.option("--rows", type=int, required=True, help="Lines to write.")
 @click.option("--output", type=_PATH, required=True, metavar="RAW", help="The log; a name ending in .gz compresses it.")
-@click.option("--seed", default=0, show_default=True, help="Seed of the planted model, its values and its rows: logs of different seeds share no values.")
+@click.option(
+    "--seed",
+    default=0,
+    show_default=True,
+    help="Seed of the planted model, its values and its rows: logs of different seeds share no values.",
+)
 @click.option("--scale", default=1.0, show_default=True, help="Factor on the cardinalities of the Kaggle log.")
 @click.option("--decay", default=DECAY, show_default=True, help="How fast effects shrink with a value's rarity; with 0 they don't.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing log.")
@@ -192,6 +197,12 @@ def transform(first_inputs: tuple[str, ...], more_inputs: tuple[str, ...], schem
     options = TransformOptions(inputs=inputs, schema=read_schema(schema) if schema else None, **chosen)
     manifest = transform_logs(options, tell=lambda line: click.echo(line, err=True))
     click.echo(_summary(manifest, options.output, time.perf_counter() - start))
+    if strange := _columns_of_new_values(manifest, read_manifest(options.data)):
+        click.echo(
+            f"most values of {', '.join(strange)} have no id in {options.data}, though few of its training rows lacked one: "
+            "check that both logs are from the same source",
+            err=True,
+        )
 
 
 def _min_counts(texts: tuple[str, ...]) -> dict[str, Any]:
@@ -277,11 +288,22 @@ def to_npy(data: Path, output: Path, overwrite: bool) -> None:
     click.echo(f"wrote {output}")
 
 
+def _columns_of_new_values(manifest: Manifest, known: Manifest) -> list[str]:
+    """List the columns in which far more cells have id 0 than among the training rows of the data set that encoded them."""
+    shares = [
+        (sum(new.rows_at_zero.values()) / max(1, manifest.rows.written), old.rows_at_zero["train"] / known.splits["train"].rows)
+        for new, old in zip(manifest.categorical_columns, known.categorical_columns, strict=True)
+    ]
+    columns = zip(manifest.categorical_columns, shares, strict=True)
+    return [column.name for column, (new, old) in columns if new > old + 0.5 and not column.is_list]
+
+
 def _summary(manifest: Manifest, output: Source, seconds: float) -> str:
     rows = manifest.rows
     lines = [
         f"rows: {rows.read:,} read, {rows.written:,} written, {rows.rejected:,} rejected",
         "splits: " + ", ".join(f"{name} {split.rows:,}" for name, split in manifest.splits.items()),
+        *(f"  no row is in {name}" for name, split in manifest.splits.items() if not split.rows and "val_from" in manifest.options),
         *([f"{label.name} mean: {label.mean:.4f}" for label in manifest.labels] or ["label mean: no label"]),
         f"embedding rows: {sum(column.num_embeddings for column in manifest.categorical_columns):,}",
         f"wrote {output} in {seconds:.1f} s ({rows.read / seconds:,.0f} rows/s)",

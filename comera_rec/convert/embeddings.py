@@ -10,7 +10,7 @@ from torchrec import EmbeddingBagConfig
 
 from comera_rec.convert.swap import TTEmbeddingConfig, plain_embeddings
 from comera_rec.nn import TTEmbedding, TTEmbeddingBag, keep_buffers_hooks_and_mode_, parameter_owners, replace_modules_
-from comera_rec.nn.compress import COMPUTED_WEIGHT, require_init, require_values
+from comera_rec.nn.compress import COMPUTED_WEIGHT, require_config, require_init, require_values
 from comera_rec.nn.table import require_plain_rows
 from comera_rec.recsys import TTEmbeddingBagConfig
 
@@ -49,6 +49,7 @@ def swap_embeddings_(
         >>> swap_embeddings_(model, TTEmbeddingConfig(tt_ranks=4))["clicks"].shape.ranks
         (4,)
     """
+    require_config(config, TTEmbeddingConfig)
     require_init(init)
     owners = parameter_owners(model)
     layers = {

@@ -19,6 +19,7 @@ from comera_rec.convert.budget import fit_tables_
 from comera_rec.convert.folders import TensorReader
 from comera_rec.convert.swap import TTEmbeddingConfig
 from comera_rec.nn import TTEmbeddingBag
+from comera_rec.nn.compress import require_config
 
 _TABLE = re.compile(r"(?P<collection>.*?)embedding_bags\.(?P<table>[^.]+)\.weight")
 
@@ -42,6 +43,7 @@ def compress_state(
         ValueError: if there is no table, none with `config.min_rows` rows, or an integer table; if the model was swapped already;
             if `importance` lacks a table or its length is not the table's.
     """
+    require_config(config, TTEmbeddingConfig)
     tables = {key: match for key in state if (match := _TABLE.fullmatch(key)) and state[key].dim() == 2}
     if not tables:
         raise ValueError("the state dict holds no table (....embedding_bags.TABLE.weight): give that of a TorchRec model")

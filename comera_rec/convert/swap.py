@@ -14,7 +14,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, EmbeddingConfig
 
 from comera_rec.nn import TTEmbeddingBag, keep_buffers_hooks_and_mode_, parameter_owners, replace_modules_
-from comera_rec.nn.compress import require_init, require_one_size, require_values
+from comera_rec.nn.compress import require_config, require_init, require_one_size, require_values
 from comera_rec.recsys import (
     TTEmbeddingBagCollection,
     TTEmbeddingBagConfig,
@@ -222,6 +222,7 @@ def _swap_(
     filter_fn: Callable[[nn.Module, str], bool] | None,
     init: str,
 ) -> nn.Module:
+    require_config(config, TTEmbeddingConfig)
     require_init(init)
     replacements: dict[nn.Module, nn.Module] = {}
     all_shared = set[str]()

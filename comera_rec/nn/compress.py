@@ -98,6 +98,12 @@ def require_one_size(tt_ranks: int | Sequence[int] | None, compression: float | 
         raise ValueError(f"compression is {compression!r}: give a number above 1, e.g. 100 for tables 100 times smaller")
 
 
+def require_config(config: object, kind: type) -> None:
+    """Raise TypeError unless a config is of this kind."""
+    if not isinstance(config, kind):
+        raise TypeError(f"config is {config!r}: give a {kind.__name__}, such as {kind.__name__}(compression=100)")
+
+
 def require_init(init: str) -> None:
     """Raise ValueError unless `init` is one of `INITS`."""
     if init not in INITS:
@@ -140,6 +146,7 @@ def compress_linears_(
     Returns:
         The model; or the new layer, if the model itself is a linear layer.
     """
+    require_config(config, TTLinearConfig)
     require_init(init)
     # Exact type: subclasses may be read by name and never called.
     linears = {

@@ -83,9 +83,10 @@ class RankConfig:
         if len(targets) > 1:
             raise ValueError(f"{' and '.join(f'{name} {value}' for name, value in targets.items())} are given: give one target")
         if bool(targets) != (self.late_steps > 0):
-            target = next(iter(targets.items()), ("target_size", None))
+            target = next((f"{name} is {value}" for name, value in targets.items()), "no target is given")
             raise ValueError(
-                f"{target[0]} is {target[1]} and late_steps is {self.late_steps}: a late stage needs both; give both or neither"
+                f"{target} and late_steps is {self.late_steps}: a late stage needs both; "
+                f"give late_steps and one of {', '.join(TARGETS)}"
             )
         for name, value in targets.items():
             if not (isinstance(value, int | float) and value > 0):

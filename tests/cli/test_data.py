@@ -136,6 +136,33 @@ def test_logs_are_ordered_by_their_numbers(log: Path, tmp_path: Path, capsys: py
     assert capsys.readouterr().err == f"reading the logs in the order of their numbers: {days[0]} ... {days[1]}\n"
 
 
+def test_patterns_that_no_shell_expanded(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for day in (0, 10, 2):
+        shutil.copy(log, log.parent / f"day_{day}")
+    assert run("preprocess", "--input", log.parent / "day_*", "--output", tmp_path / "data", "--split", "day") == 0
+    assert [file.name for file in read_manifest(tmp_path / "data").inputs] == ["day_0", "day_2", "day_10"]
+    assert run("preprocess", "--input", log.parent / "night_*", "--output", tmp_path / "none") == 2
+    assert "night_* matches no file; check its name" in capsys.readouterr().err
+
+
+def test_new_logs_of_another_source_are_pointed_out(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("preprocess", "--input", log, "--output", tmp_path / "data", "--min-count", "1") == 0
+    other = tmp_path / "other.txt"
+    assert run("synth", "--rows", "500", "--scale", "0.01", "--seed", "77", "--output", other) == 0
+    capsys.readouterr()
+    for name, new, strange in (("same", log, False), ("new", other, True)):
+        assert run("transform", "--data", tmp_path / "data", "--input", new, "--output", tmp_path / name) == 0
+        assert ("most values of C1, C2" in capsys.readouterr().err) is strange
+
+
+def test_empty_splits_are_pointed_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "log.csv").write_text("".join(f"{day % 2},2026-01-{day:02},{day % 3}\n" for day in range(1, 29)))
+    (tmp_path / "schema.toml").write_text('separator = ","\n[columns]\nlabel = "label"\nday = "time"\nshop = "category"\n')
+    times = ("--split", "time", "--val-from", "2026-01-20", "--test-from", "2027-01-01")
+    run("preprocess", "--input", tmp_path / "log.csv", "--schema", tmp_path / "schema.toml", "--output", tmp_path / "data", *times)
+    assert "\n  no row is in test\n" in capsys.readouterr().out
+
+
 def test_transform(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("preprocess", "--input", log, "--output", tmp_path / "data") == 0
     capsys.readouterr()

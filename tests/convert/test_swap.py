@@ -18,6 +18,7 @@ from comera_rec import (
     TTEmbeddingConfig,
     TTLinearConfig,
     compress_linears_,
+    compress_state,
     export_dense,
     swap_embedding_bag_collections_,
     swap_embeddings_,
@@ -346,6 +347,14 @@ def test_the_spread_of_an_init_fn_that_copies_a_table_larger_than_the_sample(mon
         init_fn=lambda weight: weight.copy_(pretrained),
     )
     assert config.init_std() == pytest.approx(float(pretrained.std()), rel=1e-3)
+
+
+def test_configs_of_another_kind_are_refused() -> None:
+    for swap, model in ((swap_embedding_bag_collections_, collection()), (swap_embeddings_, nn.Embedding(9, 4))):
+        with pytest.raises(TypeError, match="config is 100: give a TTEmbeddingConfig"):
+            swap(model, 100)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="config is 100: give a TTEmbeddingConfig"):
+        compress_state(collection().state_dict(), 100)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

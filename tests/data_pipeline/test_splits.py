@@ -183,7 +183,7 @@ def test_hash_buckets(tmp_path: Path, write_log: WriteLog) -> None:
         ('[columns]\na = "number"', "a: kind 'number' is unknown; choose one of ignore, label, integer, hex, category, list"),
         (
             '[columns]\na = { kind = "list", sep = "|" }',
-            "sep is unknown; choose from column, hash_buckets, kind, max_ids, max_length",
+            "tags: sep is unknown; choose from column, hash_buckets, kind, max_ids, max_length",
         ),
         ("[columns]\na = 3", "a: write its kind, one of ignore"),
         ('[columns]\na = "weight"\nb = "weight"', "columns a, b are all weights; there can be only one"),
@@ -196,7 +196,7 @@ def test_hash_buckets(tmp_path: Path, write_log: WriteLog) -> None:
         ),
         (
             '[columns]\na = { kind = "hex", transform = "log" }',
-            "transform is unknown; choose from column, hash_buckets",
+            ": transform is unknown; choose from column, hash_buckets",
         ),
         ('[columns]\na = { kind = "hex", hash_buckets = 1 }', "a: hash_buckets is 1; it must be an integer from 2 to 2**31"),
         ('[columns]\na = { kind = "list", max_length = true }', "a: max_length is True; it must be an integer from 1"),

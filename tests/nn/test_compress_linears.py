@@ -356,6 +356,11 @@ def test_configs_name_what_is_wrong(arguments: dict, message: str) -> None:
         TTLinearConfig(**arguments)
 
 
+def test_configs_of_another_kind_are_refused() -> None:
+    with pytest.raises(TypeError, match="config is 100: give a TTLinearConfig"):
+        compress_linears_(Tower(), 100)  # type: ignore[arg-type]
+
+
 def test_unknown_init_is_refused() -> None:
     with pytest.raises(ValueError, match="init is 'zeros': choose one of 'random', 'tt_svd'"):
         compress_linears_(Tower(), TTLinearConfig(), init="zeros")

@@ -404,7 +404,7 @@ def test_a_model_without_tt_modules_is_refused() -> None:
         ({"target_size": 0.0, "late_steps": 5}, "target_size is 0.0: give a positive number"),
         ({"target_size": "0.5", "late_steps": 5}, "target_size is '0.5': give a positive number"),
         ({"target_size": 0.5}, "target_size is 0.5 and late_steps is 0: a late stage needs both"),
-        ({"late_steps": 5}, "target_size is None and late_steps is 5: a late stage needs both"),
+        ({"late_steps": 5}, "no target is given and late_steps is 5: a late stage needs both"),
         ({"target_loss": math.nan}, "target_loss is nan: give a finite number"),
         *[({name: -1.0}, f"{name} is -1.0: give a non-negative number") for name in ("gamma", "beta", "w_loss", "w_size", "rho")],
         ({"threshold": float("nan")}, "threshold is nan: give a non-negative number"),

@@ -82,7 +82,7 @@ def test_train_evaluate_report_export(
         (["report", "--run", "{tmp}/nowhere"], "nowhere"),
         (["report", "--run", "{tmp}/nowhere", "--truth", "{config}"], "is not what `comera synth` wrote beside its log"),
         (["train", "--config", "{data}/train/part-00000.parquet"], "can't be parsed"),
-        (["trian"], "No such command 'trian'"),
+        (["trian"], "No such command 'trian'. Did you mean 'train'?"),
     ],
 )
 def test_mistakes_are_one_line_and_status_two(
