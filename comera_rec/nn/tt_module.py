@@ -77,7 +77,13 @@ class TTModule(nn.Module):
     def _registered(self, kind: str, numbers: range) -> list[nn.Parameter]:
         # Faster than looking up attributes of a module, of which a model has hundreds.
         parameters: dict[str, Any] = self._parameters
-        return [parameters[f"{kind}_{k}"] for k in numbers]
+        try:
+            return [parameters[f"{kind}_{k}"] for k in numbers]
+        except KeyError as error:
+            raise ValueError(
+                f"{error.args[0]} of a {type(self).__name__} isn't a parameter any more: don't parametrize or prune TT modules, and "
+                "replicate them, or shard them by TorchRec, instead of FullyShardedDataParallel"
+            ) from None
 
     @property
     def whole_shape(self) -> TTShape:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from comera_rec import TTLinear, TTShape, truncate_ranks_
 
@@ -242,3 +243,9 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(nested: bool, rank: int,
 def test_construction_names_what_is_wrong(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TTLinear(**{"in_features": 16, "out_features": 8, **arguments})
+
+
+def test_cores_must_stay_parameters() -> None:
+    layer = prune.l1_unstructured(TTLinear(16, 16, tt_ranks=2), "core_0", 0.5)
+    with pytest.raises(ValueError, match=r"core_0 of a TTLinear isn't a parameter any more: don't parametrize or prune TT modules"):
+        layer(torch.ones(1, 16))
