@@ -81,8 +81,8 @@ class TTModule(nn.Module):
             return [parameters[f"{kind}_{k}"] for k in numbers]
         except KeyError as error:
             raise ValueError(
-                f"{error.args[0]} of a {type(self).__name__} isn't a parameter any more: don't parametrize or prune TT modules, and "
-                "replicate them, or shard them by TorchRec, instead of FullyShardedDataParallel"
+                f"{error.args[0]} of a {type(self).__name__} isn't a parameter any more: don't parametrize or prune TT modules; "
+                "replicate them, or shard them by TorchRec, instead of wrapping them by FullyShardedDataParallel"
             ) from None
 
     @property
