@@ -51,8 +51,8 @@ test-sanitized: install
 		tests/recsys/test_interaction.py tests/data_pipeline/test_parse.py tests/data_pipeline/test_hashing.py \
 		tests/data_pipeline/test_runs.py::test_counts_equal_a_dictionary || { cat $(SANITIZED)/report.*; exit 1; }
 
-# Runs the tests of a package of comera_rec against mutants of it: always the same sample, those whose number ends in SAMPLE.
-MUTATE ?= rank
+# Runs the tests of a package against mutants of it: always the same sample, those whose number ends in SAMPLE.
+MUTATE ?= comera_rec/rank
 SAMPLE ?= 7
 MUTATED := build/mutate
 mutate: install
@@ -60,9 +60,9 @@ mutate: install
 	rm -rf $(MUTATED) && mkdir -p $(MUTATED)
 	git ls-files -z -- ':!benchmarks/results' | xargs -0 cp --parents --target-directory=$(MUTATED)
 	cp -r comera_rec/lib $(MUTATED)/comera_rec && cp -r data_pipeline/lib $(MUTATED)/data_pipeline
-	printf '%s\n' '[tool.mutmut]' 'source_paths = ["comera_rec", "data_pipeline"]' 'only_mutate = ["comera_rec/$(MUTATE)/*"]' \
-		'pytest_add_cli_args_test_selection = ["tests/$(MUTATE)"]' >> $(MUTATED)/pyproject.toml
-	cd $(MUTATED) && $(CURDIR)/$(BIN)/python -m mutmut run --max-children 2 'comera_rec.$(MUTATE).*__mutmut_*$(SAMPLE)'
+	printf '%s\n' '[tool.mutmut]' 'source_paths = ["comera_rec", "data_pipeline"]' 'only_mutate = ["$(MUTATE)/*"]' \
+		'pytest_add_cli_args_test_selection = ["tests/$(notdir $(MUTATE))"]' >> $(MUTATED)/pyproject.toml
+	cd $(MUTATED) && $(CURDIR)/$(BIN)/python -m mutmut run --max-children 2 '$(subst /,.,$(MUTATE)).*__mutmut_*$(SAMPLE)'
 
 lint: install
 	$(BIN)/ruff check .
