@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="triton is not installed: pip install trito
 
 from benchmarks.gpu.counts import Step, count_step
 from comera_rec.ops.launch import rank_bucket
-from comera_rec.ops.plan.reference import _kept as keep
+from comera_rec.ops.plan.reference import _cached as keep
 from comera_rec.tt import TTShape
 
 ROWS = {2: (40, 50), 3: (12, 10, 12), 4: (6, 6, 6, 6)}

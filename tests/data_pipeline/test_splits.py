@@ -183,7 +183,7 @@ def test_hash_buckets(tmp_path: Path, write_log: WriteLog) -> None:
         ('[columns]\na = "number"', "a: kind 'number' is unknown; choose one of ignore, label, integer, hex, category, list"),
         (
             '[columns]\na = { kind = "list", sep = "|" }',
-            "tags: sep is unknown; choose from column, hash_buckets, kind, max_ids, max_length",
+            "a: sep is unknown; choose from column, hash_buckets, kind, max_ids, max_length",
         ),
         ("[columns]\na = 3", "a: write its kind, one of ignore"),
         ('[columns]\na = "weight"\nb = "weight"', "columns a, b are all weights; there can be only one"),

@@ -207,7 +207,7 @@ def test_a_run_trains_through_graphs(config_file: Path, tmp_path: Path) -> None:
     eager = Trainer(load_config(config_file, [*ranks, f"output={tmp_path / 'eager'}"]))
     graphed = Trainer(load_config(config_file, [*ranks, f"output={tmp_path / 'graphed'}", "training.capture=true"]))
     recorder = StandIn(lambda: tuple(p.data_ptr() for p in graphed.model.parameters()))
-    graphed.step._captured_step._recorder = recorder  # type: ignore[assignment]
+    graphed.stepper._captured_step._recorder = recorder  # type: ignore[assignment]
     names = ("loss", "auc", "ne", "params")
     actual, expected = graphed.train(), eager.train()
     assert [actual[name] for name in names if name in actual] == [expected[name] for name in names if name in expected]
