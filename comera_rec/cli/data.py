@@ -15,7 +15,7 @@ from comera_rec.cli.types import Bytes, Location, Time
 from data_pipeline.describe import describe as describe_data_set
 from data_pipeline.describe import to_text, write_html
 from data_pipeline.lookup import find_id, find_text
-from data_pipeline.manifest import SPLITS, Manifest, read_manifest
+from data_pipeline.manifest import SPLITS, CategoricalColumn, Manifest, read_manifest
 from data_pipeline.npy import export_npy
 from data_pipeline.options import PreprocessOptions, format_bytes
 from data_pipeline.planted import DECAY
@@ -199,7 +199,7 @@ def transform(first_inputs: tuple[str, ...], more_inputs: tuple[str, ...], schem
     click.echo(_summary(manifest, options.output, time.perf_counter() - start))
     if strange := _columns_of_new_values(manifest, read_manifest(options.data)):
         click.echo(
-            f"most values of {', '.join(strange)} have no id in {options.data}, though few of its training rows lacked one: "
+            f"most values of {', '.join(strange)} have no id in {options.data}, though few of its rows lack one: "
             "check that both logs are from the same source",
             err=True,
         )
@@ -289,13 +289,17 @@ def to_npy(data: Path, output: Path, overwrite: bool) -> None:
 
 
 def _columns_of_new_values(manifest: Manifest, known: Manifest) -> list[str]:
-    """List the columns in which far more cells have id 0 than among the training rows of the data set that encoded them."""
-    shares = [
-        (sum(new.rows_at_zero.values()) / max(1, manifest.rows.written), old.rows_at_zero["train"] / known.splits["train"].rows)
-        for new, old in zip(manifest.categorical_columns, known.categorical_columns, strict=True)
+    """List the columns in which far more cells have id 0 than in the data set that encoded them."""
+
+    def share_at_zero(column: CategoricalColumn, rows: int) -> float:
+        return sum(column.rows_at_zero.values()) / max(1, rows)
+
+    columns = zip(manifest.categorical_columns, known.categorical_columns, strict=True)
+    return [
+        new.name
+        for new, old in columns
+        if not new.is_list and share_at_zero(new, manifest.rows.written) > share_at_zero(old, known.rows.written) + 0.5
     ]
-    columns = zip(manifest.categorical_columns, shares, strict=True)
-    return [column.name for column, (new, old) in columns if new > old + 0.5 and not column.is_list]
 
 
 def _summary(manifest: Manifest, output: Source, seconds: float) -> str:
