@@ -307,6 +307,8 @@ def _parse(schema: type[Settings], raw: dict[str, Any]) -> Settings:
         if first["type"] == "missing":
             raise ValueError(f"config: {key} is missing: set it in the file, or as {key}=VALUE on the command line") from None
         message = first["msg"].removeprefix("Value error, ")
+        if first["type"] != "value_error":  # ours name the value
+            message += f", not {first['input']!r}"
         raise ValueError(f"config: {key}: {message}" if key and not message.startswith(key) else f"config: {message}") from None
 
 
@@ -340,7 +342,7 @@ def _reject_unknown(raw: dict[str, Any], owner: type, prefix: str) -> None:
     known = [f.name for f in dataclasses.fields(owner)]
     for key, value in raw.items():
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
+            near = [name for name in known if name.startswith(key)] or difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {prefix}{near[0]}?" if near else f"known keys: {', '.join(known)}"
             raise ValueError(f"config: unknown key {prefix}{key}; {hint}")
         if isinstance(value, float) and not math.isfinite(value):

@@ -57,6 +57,8 @@ def test_named_tables_stay_dense() -> None:
         ({"tables": {"tt_ranks": 4, "compression": 9}}, r"tt_ranks 4 and compression 9\.0 are both given"),
         ({"tables": {"tt_ranks": 0}}, r"tt_ranks is 0: give a positive integer"),
         ({"linears": {"tt_ranks": [4, -1, 4]}}, r"tt_ranks is -1: give a positive integer"),
+        ({"training": {"checkpoint": 5}}, r"unknown key training.checkpoint; did you mean training.checkpoint_every\?"),
+        ({"tables": {"compression": "ten"}}, r"tables.compression: Input should be a valid number, not 'ten'"),
         ({"ranks": {"early_steps": 1, "target_size": 0.5}}, r"a late stage needs both"),
         ({"training": {"steps": -1}}, r"training\.steps is -1"),
         ({"model": {"over_arch": []}}, r"model\.over_arch is empty: give at least one layer size, as dlrm needs"),
