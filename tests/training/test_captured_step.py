@@ -242,7 +242,9 @@ def test_lower_precisions_train_the_model_of_the_demo_like_float32(config_file: 
 
 
 def test_other_precisions_are_refused_in_one_line(config_file: Path) -> None:
-    with pytest.raises(ValueError, match=r"^config: training\.precision: Input should be 'float32', 'bfloat16' or 'float8'$"):
+    with pytest.raises(
+        ValueError, match=r"^config: training\.precision: Input should be 'float32', 'bfloat16' or 'float8', not 'float16'$"
+    ):
         load_config(config_file, ["training.precision=float16"])
 
 
