@@ -255,16 +255,16 @@ def parameter_owners(model: nn.Module) -> dict[Tensor, list[tuple[str, nn.Module
     return owners
 
 
-_HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
-_HOOK_SETTINGS = (
-    "forward_hooks_with_kwargs", "forward_hooks_always_called", "forward_pre_hooks_with_kwargs", "is_full_backward_hook",
+_HOOKS = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook",
 )  # fmt: skip
 
 
 def keep_buffers_hooks_and_mode_(module: nn.Module, replaced: nn.Module) -> nn.Module:
     """Give a module the buffers, the hooks of calls, and the training mode of the one that it replaces; return the module."""
-    for name in (*_HOOKS, *_HOOK_SETTINGS):  # the same objects, so that handles still remove hooks
-        setattr(module, f"_{name}", getattr(replaced, f"_{name}"))
+    for name in _HOOKS:  # the same objects, so that handles still remove hooks
+        setattr(module, name, getattr(replaced, name))
     for name, buffer in replaced.named_buffers(recurse=False):
         module.register_buffer(name, buffer, persistent=name not in replaced._non_persistent_buffers_set)
     return module.train(replaced.training)
