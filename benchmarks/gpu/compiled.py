@@ -25,7 +25,7 @@ _WARP = 32
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
 _LABEL, _TARGET = re.compile(r"^(\.L_x_\d+):"), re.compile(r"BRA.*`\((\.L_x_\d+)\)")
 KINDS = {
-    "multiply-add": ("FFMA", "HMMA", "HGMMA"),
+    "multiply-add": ("FFMA", "FFMA2", "HMMA", "HGMMA"),
     "global memory": ("LDG", "STG", "LDGSTS", "RED", "ATOMG"),
     "shared memory": ("LDS", "STS", "LDSM", "STSM"),
     "barriers": ("BAR", "WARPSYNC", "DEPBAR", "LDGDEPBAR"),
@@ -53,6 +53,18 @@ MULTIPROCESSORS = {
 }
 _RESERVED_SHARED = 1 << 10
 _REGISTERS_AT_ONCE = 256  # unit in which a warp's registers are allocated
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """A loop of a kernel that contains no other loop."""
+
+    products: int
+    """Multiply-adds in its body; Blackwell's packed instruction is two."""
+    size: int
+    """Instructions of its body."""
+    around: int
+    """Instructions of the loop around it, with its body once; of the whole kernel if there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,33 +110,26 @@ class Compiled:
         counts = {kind: sum(self.instructions[name] for name in names) for kind, names in KINDS.items()}
         return counts | {"integer and other": sum(self.instructions.values()) - sum(counts.values())}
 
-    @property
-    def inner(self) -> tuple[int, int]:
-        """Count multiply-adds, and all instructions, from the first operand read for a product to the last product.
-
-        That is the body of an unrolled inner loop. Operands are read from shared memory, or directly from global memory.
-        """
-        names = [name.split(".")[0] for name in self._names]
-        products = [index for index, name in enumerate(names) if name in KINDS["multiply-add"]]
-        reads = [index for index, name in enumerate(names) if name == "LDS" and index < products[-1]]
-        span = names[min(reads + products) : products[-1] + 1]
-        return len(products), len(span)
-
-    @property
-    def loop(self) -> int:
-        """Instructions of the innermost loop that multiplies and adds; of the whole kernel if there is no such loop."""
-        at, labels, loops = 0, {}, []
+    @cached_property
+    def loops(self) -> list[Loop]:
+        """The innermost loops that multiply and add, in the order of the code."""
+        at, labels, spans = 0, {}, []
         for line in self.sass.splitlines():
             if label := _LABEL.match(line):
                 labels[label[1]] = at
             elif _INSTRUCTION.match(line):
                 target = _TARGET.search(line)
-                if target and target[1] in labels:
-                    loops.append((labels[target[1]], at + 1))
+                if target and target[1] in labels and at < len(self._names):  # a jump to itself ends the code
+                    spans.append(range(labels[target[1]], at + 1))
                 at += 1
         names = [name.split(".")[0] for name in self._names]
-        sizes = [end - start for start, end in loops if set(names[start:end]) & set(KINDS["multiply-add"])]
-        return min(sizes, default=len(names))
+        loops = []
+        for span in sorted(spans, key=lambda span: span.start):
+            products = sum(1 + (names[index] == "FFMA2") for index in span if names[index] in KINDS["multiply-add"])
+            if products and not any(other.start in span and other != span for other in spans):
+                around = [len(other) for other in spans if span.start in other and other != span]
+                loops.append(Loop(products=products, size=len(span), around=min(around, default=len(names))))
+        return loops
 
     @property
     def occupancy(self) -> float:

@@ -142,7 +142,7 @@ def count_step(shapes: list[TTShape], batch: int, *, bag: int = 1, optimizer: st
         ]
         parameters = [parameter for table in tables for parameter in table.parameters()]
         step = _optimizer(optimizer, parameters)
-        ids = [torch.empty(batch * bag, dtype=torch.int64) for _ in tables]
+        ids = torch.empty(len(tables) * batch * bag, dtype=torch.int64).chunk(len(tables))
         offsets, upstream = torch.empty(len(tables) * batch + 1, dtype=torch.int64), torch.empty(batch, len(tables) * dim)
         for warm in (True, False):  # the first step creates the optimizer's state
             if not warm:

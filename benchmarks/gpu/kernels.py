@@ -49,22 +49,25 @@ def step_calls(n1: int, rank: int, n2: int) -> list[Call]:
     how, mode = {"num_bags": ids, "features": tables}, {"mode": "sum", "weighted": False}
     no_settings = {"lr": 0.1, "eps": 1e-8, "weight_decay": 0.0}
     operands = {"a_ptr": _FLOAT, "b_ptr": _FLOAT, "d_ptr": _FLOAT, "tables_ptr": _LONG, "pairs_ptr": _INT}
-    pooled = {"offsets_ptr": _LONG, "weights_ptr": _FLOAT, "bags_ptr": _INT, "chosen_ptr": _INT}
-    parts = {"parts_ptr": _FLOAT, "slices_ptr": "*i16"}
+    pooled = {"offsets_ptr": _LONG, "weights_ptr": _FLOAT, "targets_ptr": _INT, "chosen_ptr": _INT}
     met = {"tables_ptr": _LONG, "owners_ptr": _INT}
-    summed = {**parts, **met, **pooled, "pairs_ptr": _INT, "order_ptr": _LONG, "grad_ptr": _FLOAT, "other_ptr": _FLOAT}
+    parts = {"left_ptr": _FLOAT, "right_ptr": _FLOAT, "slices_ptr": "*i16"}
+    summed = {
+        **parts, **pooled, "tables_ptr": _LONG, "pairs_ptr": _INT, "order_ptr": _LONG, "grad_ptr": _FLOAT, "a_ptr": _FLOAT,
+        "b_ptr": _FLOAT, "left_owners_ptr": _INT, "right_owners_ptr": _INT,
+    }  # fmt: skip
     ends = {**met, "d_ptr": _FLOAT, "result_ptr": _FLOAT, "products_ptr": _FLOAT, "lr_ptr": _FLOAT, "seed_ptr": _LONG}
     finished = {**ends, "pairs_ptr": _INT, "parts_ptr": _FLOAT, "core_ptr": _FLOAT}
     split = {"ids_ptr": _LONG, "tables_ptr": _LONG, "pairs_ptr": _INT, "keys_ptr": "*i16", "in_range_ptr": _INT}
     launches = [
         ("plan", plans.split_launch(ids, ids // tables, sizes.counts[0], tables), split, (tables,)),
         ("pool", bags.pool_launch(sizes, **how, **mode), {**operands, **pooled, "out_ptr": _FLOAT}, size),
-        ("gradient of weights", bags.weights_launch(sizes, **how),
-         {**operands, "grad_ptr": _FLOAT, "bags_ptr": _INT, "offsets_ptr": _LONG, "out_ptr": _FLOAT}, size),
+        ("gradient of weights", bags.weights_launch(sizes, num_bags=ids),
+         {**operands, "grad_ptr": _FLOAT, "targets_ptr": _INT, "offsets_ptr": _LONG, "out_ptr": _FLOAT}, size),
+        ("gradient of slices", bags.slices_launch(sizes, **how, **mode), summed, size),
+        ("parts of slices", updates.parts_launch(sizes), parts, ()),
     ]  # fmt: skip
     for side, name in enumerate(("leading", "trailing")):
-        launches.append((f"gradient of {name} slices", bags.slices_launch(sizes, side, **how, **mode), summed, size))
-        launches.append((f"parts of {name} slices", updates.parts_launch(sizes, side), parts, ()))
         launch = updates.finish_launch(sizes, side, updates.ADAGRAD, no_settings, of_diagonal=bool(side))
         launches.append((f"update of {name} slices", launch, finished, (n2 if side else n1,)))
     launch = updates.diagonals_launch(sizes, tables, updates.ADAGRAD, no_settings)

@@ -2,7 +2,8 @@
 
 Our kernels are compiled for the GPU's architecture and disassembled, and the whole step is counted on fake tensors (`counts.py`). A
 kernel takes the longer of two times, its bytes at the memory's bandwidth and its instructions at the rate at which schedulers issue
-them, but at least `KERNEL`; kernels follow one another, as in a CUDA graph. Caches, load latency and uneven work are ignored.
+them, but at least `KERNEL`; kernels follow one another, as in a CUDA graph. Load latency and uneven work are ignored, and so is the
+cache, with one exception: a gradient that is read twice counts once if the second reading comes soon enough (`CACHED`).
 
 U unique rows of L ids, N columns; a table is of order 2, its slices n1 x r and r x n2.
 """
@@ -25,7 +26,7 @@ from benchmarks.harness.ids import draw_ids
 from benchmarks.harness.measure import Settings, case_rows, chosen
 from benchmarks.harness.rows import Row
 from benchmarks.harness.text import aligned, case_title
-from comera_rec.ops.bags.triton import CHUNK
+from comera_rec.ops.bags.triton import CHUNK, LANES, UNROLL
 from comera_rec.ops.launch import Launch
 from comera_rec.tt import TTShape
 
@@ -34,6 +35,7 @@ ZIPF = 1.05
 SCHEDULERS = 4  # per multiprocessor, one instruction a cycle each (CUDA C++ Programming Guide, "Compute Capability 8.x" to "10.x")
 KERNEL = 2e-6  # seconds from a kernel's start to the next one's in a graph, however little it does: an assumption
 ATTAINED = 0.85  # fraction of the memory's bandwidth that a kernel reaches: an assumption; large copies reach 0.9
+CACHED = 0.5  # fraction of the second-level cache that holds gradients between two readings: an assumption
 _OURS, _FBGEMM = "TT", "FBGEMM"
 
 
@@ -46,14 +48,16 @@ class Gpu:
     hertz: float
     """Boost clock."""
     bytes_per_s: float
+    cache: float
+    """Bytes of the second-level cache."""
 
 
-# NVIDIA's data sheets and architecture white papers: A100 80GB SXM, H100 SXM, H200 SXM, B200 SXM.
+# NVIDIA's data sheets, architecture white papers and tuning guides: A100 80GB SXM, H100 SXM, H200 SXM, B200 SXM.
 GPUS = {
-    "A100": Gpu(architecture=80, multiprocessors=108, hertz=1.41e9, bytes_per_s=2.039e12),
-    "H100": Gpu(architecture=90, multiprocessors=132, hertz=1.98e9, bytes_per_s=3.35e12),
-    "H200": Gpu(architecture=90, multiprocessors=132, hertz=1.98e9, bytes_per_s=4.8e12),
-    "B200": Gpu(architecture=100, multiprocessors=148, hertz=1.965e9, bytes_per_s=8e12),
+    "A100": Gpu(architecture=80, multiprocessors=108, hertz=1.41e9, bytes_per_s=2.039e12, cache=40e6),
+    "H100": Gpu(architecture=90, multiprocessors=132, hertz=1.98e9, bytes_per_s=3.35e12, cache=50e6),
+    "H200": Gpu(architecture=90, multiprocessors=132, hertz=1.98e9, bytes_per_s=4.8e12, cache=50e6),
+    "B200": Gpu(architecture=100, multiprocessors=148, hertz=1.965e9, bytes_per_s=8e12, cache=126e6),
 }
 
 
@@ -146,7 +150,9 @@ class Batch:
     segments: tuple[int, int]
     """Slices that each chunk of the sorted ids uses, summed over the chunks."""
     rounds: tuple[int, int]
-    """Blocks of ids that the segments are split into."""
+    """Groups of ids that the segments are split into, those that lanes take at once."""
+    distances: Tensor
+    """[L]: how many ids programs read between an id's two turns, one for each of its slices."""
 
 
 class Model:
@@ -159,8 +165,7 @@ class Model:
         self._ids = len(ROWS) * case.batch
         shape = case.tt_shapes[0]
         self._cols = shape.col_shape[0], shape.col_shape[1]
-        blocks = tuple(launch.constants["BLOCK_U"] for launch, _ in self._step.launches if launch.kernel.__name__ == "_sum_slices")
-        self._batch = _drawn(case.batch, case.dim, case.rank, blocks)
+        self._batch = _drawn(case.batch, case.dim, case.rank)
 
     def ours(self) -> list[Kernel]:
         """Kernels of torch's operators, and our own."""
@@ -173,12 +178,13 @@ class Model:
         """Kernels of FBGEMM 1.8's fused forward pass and exact row-wise Adagrad, unweighted.
 
         They are those of `embedding_forward_split_template.cu`, `transpose_embedding_input.cu` and
-        `embedding_backward_split_template.cu`; the sort is CUB's over the bits of a row's number.
+        `embedding_backward_split_template.cu`; the sort is CUB's over the bits of a row's number. Ids are checked, as by default.
         """
         dim, ids, unique = self._case.dim, self._ids, self._batch.unique
         rows, bags = 4.0 * unique * dim, 4.0 * ids * dim
         passes = math.ceil(math.log2(sum(ROWS)) / 8)
         return [
+            Kernel(name="bounds check", kernels=1, bytes=16.0 * ids),
             Kernel(name="forward", kernels=1, bytes=rows + bags + 16.0 * ids),
             Kernel(name="linearize", kernels=1, bytes=20.0 * ids),
             Kernel(name="sort", kernels=2 + passes, bytes=8.0 * ids + passes * 24.0 * ids),
@@ -190,10 +196,10 @@ class Model:
     def describe(self, name: str) -> dict[str, float]:
         """What a kernel compiles to."""
         launch, _, compiled = self._launches[name]
-        products, inner = compiled.inner if compiled.kinds["multiply-add"] else (0, 1)
+        shares = [loop.products / loop.size for loop in compiled.loops]
         return {
             "registers": compiled.registers, "spilled bytes": compiled.spilled, "shared bytes": compiled.shared,
-            "occupancy": compiled.occupancy, "inner multiply-adds": products / inner,
+            "occupancy": compiled.occupancy, "inner multiply-adds": min(shares, default=0.0),
             "bytes per id": self._bytes(launch) / self._ids, **compiled.kinds,
         }  # fmt: skip
 
@@ -207,13 +213,18 @@ class Model:
         return by_name
 
     def _issued(self, launch: Launch, compiled: Compiled) -> float:
-        """Instructions of all warps: the whole code once for each program or segment, the loop for a segment's further blocks."""
-        code, name = sum(compiled.instructions.values()), launch.kernel.__name__
+        """Instructions of all warps: the whole code once for each program or segment, and loops for what follows in it."""
+        code, name = float(sum(compiled.instructions.values())), launch.kernel.__name__
+        if name == "_pool":  # the ranks' remainders, which these ranks don't have, are counted too
+            code += (self._case.rank // UNROLL.value - 1) * compiled.loops[0].size
         if name == "_sum_slices":
-            side = launch.constants["SIDE"]
-            tiles = launch.grid[1] * launch.grid[2]
-            segments, rounds = self._batch.segments[side], self._batch.rounds[side]
-            return float(launch.num_warps * tiles * (segments * code + (rounds - segments) * compiled.loop))
+            issued = 0.0
+            for side, loop in enumerate(compiled.loops):
+                turns = 4 * 4 * self._cols[1 - side] / loop.products  # 1 where the loop over columns is unrolled
+                of_round = loop.size if turns == 1 else loop.around + (turns - 1) * loop.size
+                segments, rounds = self._batch.segments[side], self._batch.rounds[side]
+                issued += segments * (code / 2 + (turns - 1) * loop.size) + (rounds - segments) * of_round
+            return launch.grid[1] * issued
         if name == "_sum_parts":  # few chunks have a sum that extends beyond them; programs of the others exit at once
             code = compiled.entry
         return float(math.prod(launch.grid) * launch.num_warps * code)
@@ -222,23 +233,23 @@ class Model:
         """Bytes that a kernel reads and writes, each counted once; of slices, only those that the batch uses."""
         ids, rank, name = self._ids, self._case.rank, launch.kernel.__name__
         out, key = 4.0 * ids * self._case.dim, 2.0 if sum(self._step.slices) < 1 << 15 else 4.0
-        slices = [4.0 * slices_used * cols * rank for slices_used, cols in zip(self._batch.slices_used, self._cols, strict=True)]
+        slices_used, segments = self._batch.slices_used, self._batch.segments
+        slices = [4.0 * used * cols * rank for used, cols in zip(slices_used, self._cols, strict=True)]
+        later = sum(4.0 * (all_ - used) * cols * rank for all_, used, cols in zip(segments, slices_used, self._cols, strict=True))
         if name == "_split_ids":
             return ids * (8.0 + 12.0 + 2 * key)
-        if name == "_pool":  # offsets, pairs, bags of ids
+        if name == "_pool":  # offsets, pairs, targets of ids
             return out + ids * (8.0 + 12.0 + 4.0) + sum(slices)
-        if name == "_finish_diagonals":
-            return 4.0 * self._batch.slices_used[1] * rank + 4.0 * self._step.slices[1]
-        side = launch.constants["SIDE"]
-        slices_used, segments = self._batch.slices_used[side], self._batch.segments[side]
-        if name == "_sum_slices":  # keys, order, the other slice, the table, the bag; sums and owners
-            of_sums = segments * 4.0 * self._cols[side] * rank + 4.0 * slices_used
-            return out + ids * (key + 8.0 + 4.0 + 4.0 + 4.0) + slices[1 - side] + of_sums
-        later = (segments - slices_used) * 4.0 * self._cols[side] * rank
+        if name == "_sum_slices":  # for each side: keys, order, the other slice, the target; slices; sums and owners
+            again = float((4.0 * self._case.dim * self._batch.distances > CACHED * self._gpu.cache).float().mean())
+            return out * (1 + again) + 2 * ids * (key + 8.0 + 4.0 + 4.0) + 2 * sum(slices) + later + 4.0 * sum(slices_used)
         if name == "_sum_parts":
-            return later + 4 * key * launch.grid[0]
+            return later + 2 * 4 * key * launch.grid[0]
+        if name == "_finish_diagonals":
+            return 4.0 * slices_used[1] * rank + 4.0 * self._step.slices[1]
         assert name == "_finish_slices"  # sums; the slice and its state, read and written; owners; the diagonal's products
-        return 5 * slices[side] + 4.0 * self._step.slices[side] + 8.0 * slices_used + side * 4.0 * slices_used * rank
+        side = launch.constants["SIDE"]
+        return 5 * slices[side] + 4.0 * self._step.slices[side] + 8.0 * slices_used[side] + side * 4.0 * slices_used[side] * rank
 
 
 @cache
@@ -247,27 +258,31 @@ def _counted(batch: int, dim: int, rank: int) -> Step:
 
 
 @cache
-def _drawn(batch: int, dim: int, rank: int, blocks: tuple[int, int]) -> Batch:
+def _drawn(batch: int, dim: int, rank: int) -> Batch:
     keys: tuple[list[Tensor], list[Tensor]] = ([], [])
     unique, firsts = 0, [0, 0]
     for rows in ROWS:
-        ids, modes = draw_ids(rows, batch, ZIPF), TTShape.for_table(rows, dim, tt_ranks=rank, order=2).row_shape
+        shape = TTShape.for_table(rows, dim, tt_ranks=rank, order=2)
+        ids, modes = draw_ids(rows, batch, ZIPF), shape.row_shape
         unique += len(ids.unique())
         for side, digits in enumerate((ids // modes[1], ids % modes[1])):
             keys[side].append(digits + firsts[side])
             firsts[side] += modes[side]
-    slices_used, segments, rounds = zip(
-        *(_segments(torch.cat(side_keys), block) for side_keys, block in zip(keys, blocks, strict=True)), strict=True
+    both = [torch.cat(side_keys) for side_keys in keys]
+    lanes = [LANES // min(LANES, (rank // 4) * (cols // 4)) for cols in shape.col_shape]
+    slices_used, segments, rounds = zip(*map(_segments, both, lanes), strict=True)
+    turns = [side_keys.argsort(stable=True).argsort() for side_keys in both]
+    return Batch(
+        unique=unique, slices_used=slices_used, segments=segments, rounds=rounds, distances=2 * (turns[0] - turns[1]).abs()
     )
-    return Batch(unique=unique, slices_used=slices_used, segments=segments, rounds=rounds)
 
 
-def _segments(keys: Tensor, block: int) -> tuple[int, int, int]:
-    """Count distinct keys, those of each chunk of the sorted keys, and the blocks that the latter make."""
+def _segments(keys: Tensor, at_once: int) -> tuple[int, int, int]:
+    """Count distinct keys, those of each chunk of the sorted keys, and the groups that the latter make."""
     keys = keys.sort().values
     of_chunks = (torch.arange(len(keys)) // CHUNK) * (keys.max() + 1) + keys
     lengths = of_chunks.unique(return_counts=True)[1]
-    return len(keys.unique()), len(lengths), int(((lengths + block - 1) // block).sum())
+    return len(keys.unique()), len(lengths), int(((lengths + at_once - 1) // at_once).sum())
 
 
 _TYPES = {torch.float32: "*fp32", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64"}

@@ -26,35 +26,27 @@ class Bounds(NamedTuple):
     occupancy: float
     """Smallest share of a multiprocessor's warps."""
     inner: float = 0.0
-    """Smallest share of multiply-adds among the inner loop's instructions."""
+    """Smallest share of multiply-adds among the instructions of any innermost loop that has some."""
+    spilled: int = 0
+    """Bytes of a thread's stack."""
 
 
 # What Triton 3.9 needs for sm_80, sm_90 and sm_100, with room for other versions.
 BOUNDS = {
     "plan 7": Bounds(64, 1024, 0.45),
     "plan of hot rows": Bounds(64, 1024, 0.45),
-    "pool 8x8x8": Bounds(80, 1024, 0.35, 0.3),
-    "pool 8x16x8": Bounds(104, 4096, 0.25, 0.5),
-    "pool 8x32x8": Bounds(112, 4096, 0.25, 0.5),
-    "pool 4x16x16": Bounds(80, 5120, 0.35, 0.5),
-    "pool 8x16x16": Bounds(80, 3072, 0.35, 0.5),
-    "gradient of weights 8x8x8": Bounds(80, 1024, 0.35, 0.2),
-    "gradient of weights 8x16x8": Bounds(80, 4096, 0.35, 0.35),
-    "gradient of weights 8x32x8": Bounds(80, 4096, 0.35, 0.35),
-    "gradient of weights 4x16x16": Bounds(80, 5120, 0.35, 0.35),
-    "gradient of weights 8x16x16": Bounds(80, 3072, 0.35, 0.25),
-    "gradient of leading slices 8x8x8": Bounds(80, 2048, 0.35, 0.4),
-    "gradient of leading slices 8x16x8": Bounds(104, 3072, 0.25, 0.5),
-    "gradient of leading slices 8x32x8": Bounds(144, 5120, 0.2, 0.5),
-    "gradient of leading slices 4x16x16": Bounds(80, 2560, 0.35, 0.35),
-    "gradient of leading slices 8x16x16": Bounds(104, 3072, 0.25, 0.5),
-    "gradient of trailing slices 8x8x8": Bounds(80, 2048, 0.35, 0.5),
-    "gradient of trailing slices 8x16x8": Bounds(104, 3072, 0.25, 0.5),
-    "gradient of trailing slices 8x32x8": Bounds(104, 5120, 0.25, 0.5),
-    "gradient of trailing slices 4x16x16": Bounds(80, 4096, 0.35, 0.5),
-    "gradient of trailing slices 8x16x16": Bounds(80, 4096, 0.35, 0.5),
-    "parts of leading slices": Bounds(64, 1024, 0.45),
-    "parts of trailing slices": Bounds(64, 1024, 0.45),
+    "pool 8x8x8": Bounds(72, 0, 0.4, 0.5),
+    "pool 4x16x16": Bounds(72, 0, 0.4, 0.5),
+    "pool 8x16x16": Bounds(72, 0, 0.4, 0.5),
+    "gradient of weights 8x8x8": Bounds(72, 0, 0.4, 0.5),
+    "gradient of weights 4x16x16": Bounds(72, 0, 0.4, 0.5),
+    "gradient of weights 8x16x16": Bounds(72, 0, 0.4, 0.5),
+    "gradient of slices 8x8x8": Bounds(104, 1024, 0.3, 0.5, 8),
+    "gradient of slices 8x16x8": Bounds(104, 1024, 0.3, 0.5, 8),
+    "gradient of slices 8x32x8": Bounds(104, 1024, 0.3, 0.5, 8),
+    "gradient of slices 4x16x16": Bounds(104, 1024, 0.3, 0.5, 8),
+    "gradient of slices 8x16x16": Bounds(104, 1024, 0.3, 0.5, 8),
+    "parts of slices": Bounds(64, 1024, 0.45),
     "update of leading slices 8": Bounds(80, 1024, 0.35),
     "update of leading slices 4": Bounds(80, 1024, 0.35),
     "update of trailing slices 8": Bounds(80, 1024, 0.35),
@@ -73,15 +65,15 @@ BOUNDS = {
 def test_kernels_stay_within_their_bounds(call: Call, architecture: int) -> None:
     compiled = compile_launch(call.launch, call.tensors, architecture)
     bounds = BOUNDS[str(call)]
-    assert compiled.spilled == 0
+    assert compiled.spilled <= bounds.spilled
     assert compiled.registers <= bounds.registers
     assert compiled.shared <= bounds.shared
     assert compiled.occupancy >= bounds.occupancy
     if bounds.inner:
-        products, instructions = compiled.inner
-        assert products >= bounds.inner * instructions, f"{products} multiply-adds of {instructions} instructions"
+        assert compiled.loops
+        assert all(loop.products >= bounds.inner * loop.size for loop in compiled.loops), compiled.loops
 
 
-@pytest.mark.parametrize("call", [call for call in CALLS if call.what in ("pool", "gradient of leading slices")][-2:], ids=str)
+@pytest.mark.parametrize("call", [call for call in CALLS if call.what in ("pool", "gradient of slices")][-2:], ids=str)
 def test_kernels_compile_for_amd(call: Call) -> None:
     assert ".vgpr_spill_count: 0" in compile_for_amd(call.launch, call.tensors)

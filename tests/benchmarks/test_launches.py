@@ -41,16 +41,16 @@ def test_slices_are_sorted_once_for_tables_of_order_2(order: int, sorts: int) ->
 
 
 @pytest.mark.parametrize("tables", [2, 12])
-def test_a_step_is_18_kernels_however_many_tables_there_are(tables: int) -> None:
+def test_a_step_is_15_kernels_however_many_tables_there_are(tables: int) -> None:
     counted = step(2, *[8] * tables)
-    assert len(counted.launches) == 9
-    assert counted.kernels == 18
+    assert len(counted.launches) == 7
+    assert counted.kernels == 15
 
 
 @pytest.mark.parametrize(("tables", "blocks"), [(2, 1), (12, 3)])
-def test_hot_rows_add_17_kernels_however_many_tables_and_blocks_there_are(tables: int, blocks: int) -> None:
+def test_hot_rows_add_15_kernels_however_many_tables_and_blocks_there_are(tables: int, blocks: int) -> None:
     counted = count_step([TTShape(ROWS[2], COLS[2], 8)] * tables, 64, hot_rows=((9, 2),) * blocks)
-    assert counted.kernels == 18 + 17
+    assert counted.kernels == 15 + 15
     assert not {work.name for work in counted.torch} & WAIT
 
 
@@ -66,11 +66,11 @@ def test_nothing_is_as_large_as_the_rows_of_a_batch() -> None:
     assert grown <= 576 * 200
 
 
-def test_a_truncation_recompiles_at_most_three_kernels() -> None:
+def test_a_truncation_recompiles_at_most_one_kernel() -> None:
     before = {launch.variant for launch, _ in step(2, 40).launches}
     for rank in (37, 20, 15, 9, 3):
         variants = {launch.variant for launch, _ in step(2, rank).launches}
-        assert len(variants - before) <= 3, f"at rank {rank}"
+        assert len(variants - before) <= 1, f"at rank {rank}"
         before |= variants
     assert not {launch.variant for launch, _ in step(2, 1).launches} - before
 

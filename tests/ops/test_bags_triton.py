@@ -115,6 +115,17 @@ def test_tables_of_any_order_under_either_plan(order: int, plan_impl: str, devic
     check(tables, *draw(tables, LENGTHS["jagged"]), device, plan_impl=plan_impl)
 
 
+@pytest.mark.parametrize(
+    ("cols", "ranks"),
+    [((8, 8), (16, 7)), ((1, 5), (3, 1)), ((5, 1), (2, 4)), ((4, 6), (13, 8)), ((12, 40), (3, 1)), ((2, 8), (70, 5))],
+)
+@pytest.mark.parametrize(("mode", "weighted"), [("sum", True), ("max", False)])
+def test_rows_and_sums_of_any_size(cols: tuple[int, int], ranks: tuple[int, int], mode: str, weighted: bool, device: str) -> None:
+    # Up to more tiles than a program's lanes, of rows as of sums.
+    tables = make_tables(shapes=[TTShape((3, 2), cols, rank) for rank in ranks])
+    check(tables, *draw(tables, LENGTHS["jagged"]), device, mode=mode, weighted=weighted)
+
+
 @pytest.mark.parametrize(("mode", "weighted"), MODES[1:])
 @pytest.mark.parametrize("plan_impl", ["reference", "triton"])
 def test_hot_rows(mode: str, weighted: bool, plan_impl: str, device: str) -> None:

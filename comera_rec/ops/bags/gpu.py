@@ -158,12 +158,12 @@ _pool = torch.library.custom_op("comera_rec::pool_pairs", pool_into_bags, mutate
 def _(cores, diagonals, plan, counts, offsets, weights, mode, features, num_cols):  # type: ignore[no-untyped-def]
     num_bags = offsets.shape[0] - 1
     out = cores[0].new_empty(num_bags // features, features * num_cols)
-    bags = out.new_empty(plan[0].shape[1], dtype=torch.int32)
-    return out, bags, out.new_empty(num_bags if mode == "max" else 0, num_cols, dtype=torch.int32)
+    targets = out.new_empty(plan[0].shape[1], dtype=torch.int32)
+    return out, targets, out.new_empty(num_bags if mode == "max" else 0, num_cols, dtype=torch.int32)
 
 
 def gradients(
-    grad: Tensor, bags: Tensor, chosen: Tensor, cores: Sequence[Tensor], diagonals: Sequence[Tensor], plan: Sequence[Tensor],
+    grad: Tensor, targets: Tensor, chosen: Tensor, cores: Sequence[Tensor], diagonals: Sequence[Tensor], plan: Sequence[Tensor],
     counts: Sequence[int], offsets: Tensor, weights: Tensor | None, mode: str, features: int, num_cols: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return flat gradients: of the cores (slice-major, concatenated), of the diagonals (concatenated), and of the weights."""
@@ -174,42 +174,48 @@ def gradients(
         return core_gradients, diagonal_gradients, grad.new_zeros(0 if weights is None else call.num_ids)
     half, products = len(cores) // 2, call.products()
     results = core_gradients.split([core.numel() for core in cores])
-    for side, owners in enumerate(call.owners()):
-        sums = call.sum_slices(side, owners, grad, bags, chosen)
-        call.finish(side, sums, results[side * half : (side + 1) * half], products if side else None, "gradient", _NO_SETTINGS)
+    sums = call.sum_slices(grad, targets, chosen)
+    for side in (0, 1):
+        call.finish(
+            side, sums[side], results[side * half : (side + 1) * half], products if side else None, "gradient", _NO_SETTINGS
+        )
     if products is not None:
         results = diagonal_gradients.split([len(each) for each in diagonals])
-        call.finish_diagonals(products, sums[1], results, "gradient", _NO_SETTINGS)
-    return core_gradients, diagonal_gradients, call.gradients_of_weights(grad, bags) if weights is not None else grad.new_empty(0)
+        call.finish_diagonals(products, sums[1][1], results, "gradient", _NO_SETTINGS)
+    return (
+        core_gradients,
+        diagonal_gradients,
+        call.gradients_of_weights(grad, targets) if weights is not None else grad.new_empty(0),
+    )
 
 
 _NO_SETTINGS = {"lr": 0.0, "eps": 0.0, "weight_decay": 0.0}
 _gradients = torch.library.custom_op("comera_rec::pool_pairs_backward", gradients, mutates_args=(), schema=(
-    "(Tensor grad, Tensor bags, Tensor chosen, Tensor[] cores, Tensor[] diagonals, Tensor[] plan, int[] counts, Tensor offsets, "
+    "(Tensor grad, Tensor targets, Tensor chosen, Tensor[] cores, Tensor[] diagonals, Tensor[] plan, int[] counts, Tensor offsets, "
     "Tensor? weights, str mode, int features, int num_cols) -> (Tensor, Tensor, Tensor)"
 ))  # fmt: skip
 
 
 @_gradients.register_fake
-def _(grad, bags, chosen, cores, diagonals, plan, counts, offsets, weights, mode, features, num_cols):  # type: ignore[no-untyped-def]
+def _(grad, targets, chosen, cores, diagonals, plan, counts, offsets, weights, mode, features, num_cols):  # type: ignore[no-untyped-def]
     sizes = (sum(each.numel() for each in tensors) for tensors in (cores, diagonals))
     return *(cores[0].new_empty(size) for size in sizes), grad.new_empty(0 if weights is None else weights.shape[0])
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     cores, diagonals, plan, ctx.counts, offsets, weights, *ctx.settings = inputs
-    _, bags, chosen = output
-    ctx.mark_non_differentiable(bags, chosen)
+    _, targets, chosen = output
+    ctx.mark_non_differentiable(targets, chosen)
     ctx.lengths = len(cores), len(diagonals)
-    ctx.save_for_backward(offsets, weights, bags, chosen, *plan, *cores, *diagonals)
+    ctx.save_for_backward(offsets, weights, targets, chosen, *plan, *cores, *diagonals)
 
 
 def _differentiate(ctx, grad: Tensor, *_: Tensor):  # type: ignore[no-untyped-def]
-    offsets, weights, bags, chosen, *tensors = ctx.saved_tensors
+    offsets, weights, targets, chosen, *tensors = ctx.saved_tensors
     plan, num_cores = tensors[:3], ctx.lengths[0]
     cores, diagonals = tensors[3 : 3 + num_cores], tensors[3 + num_cores :]
     arguments = (cores, diagonals, plan, ctx.counts, offsets, weights, *ctx.settings)
-    core_gradients, diagonal_gradients, weight_gradients = _gradients(grad.contiguous(), bags, chosen, *arguments)
+    core_gradients, diagonal_gradients, weight_gradients = _gradients(grad.contiguous(), targets, chosen, *arguments)
     split = core_gradients.split([core.numel() for core in cores])
     shaped = [part.as_strided(core.shape, core.stride(), part.storage_offset()) for part, core in zip(split, cores, strict=True)]
     split_diagonals = list(diagonal_gradients.split([len(each) for each in diagonals])) if diagonals else []
@@ -228,15 +234,15 @@ class _UpdatingPool(torch.autograd.Function):
         weights: Tensor | None, *diagonals: Tensor,
     ) -> Tensor:  # fmt: skip
         (pooling, counts), plan = settings, (pairs, slices, order)
-        out, bags, chosen = pool_into_bags(updates.cores, diagonals, plan, counts, offsets, weights, *pooling)
+        out, targets, chosen = pool_into_bags(updates.cores, diagonals, plan, counts, offsets, weights, *pooling)
         ctx.settings, ctx.updates = settings, updates
-        ctx.save_for_backward(*plan, offsets, weights, bags, chosen, *diagonals)
+        ctx.save_for_backward(*plan, offsets, weights, targets, chosen, *diagonals)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *plan, offsets, weights, bags, chosen = ctx.saved_tensors[:7]
+        *plan, offsets, weights, targets, chosen = ctx.saved_tensors[:7]
         diagonals, updates, (pooling, counts) = list(ctx.saved_tensors[7:]), ctx.updates, ctx.settings
         call = KernelCalls(updates.cores, diagonals, plan, counts, offsets, weights, *pooling)
         grad = grad.contiguous()
@@ -246,9 +252,9 @@ class _UpdatingPool(torch.autograd.Function):
         diagonal_gradients: list[Tensor | None] = [None] * len(diagonals)
         if not (grad.numel() and call.num_ids):
             return *(None,) * 7, None if weights is None else torch.zeros_like(weights), *map(torch.zeros_like, diagonals)
-        sums = [call.sum_slices(side, owners, grad, bags, chosen) for side, owners in enumerate(call.owners())]
+        sums = call.sum_slices(grad, targets, chosen)
         if weights is not None:
-            weight_gradients = call.gradients_of_weights(grad, bags)
+            weight_gradients = call.gradients_of_weights(grad, targets)
         for side in (0, 1):
             span = slice(side * half, (side + 1) * half)
             call.finish(side, sums[side], states[span] or updates.cores[span], products if side else None, kind, core_rule)

@@ -56,39 +56,42 @@ class KernelCalls:
         return {"a_ptr": left, "b_ptr": right, "d_ptr": diagonal, "tables_ptr": self._tables, "pairs_ptr": self._pairs}
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return bags, the bag of each id [L] and, for mode "max", the id that each number of a bag comes from."""
+        """Return bags, the target of each id [L] and, for mode "max", the id that each number of a target comes from.
+
+        A target is a row of the bags as a matrix [B * F, N].
+        """
         features, num_cols = self._bag_counts["features"], self.sizes.num_cols
         out = self.first.new_empty(self.num_bags // features, features * num_cols)
-        bags = torch.empty(self.num_ids, dtype=torch.int32, device=out.device)
+        targets = torch.empty(self.num_ids, dtype=torch.int32, device=out.device)
         rows = self.num_bags if self._pooling["mode"] == "max" else 0
         chosen = torch.empty(rows, num_cols, dtype=torch.int32, device=out.device)
         if out.numel():
             self._kernels.pool_launch(self.sizes, **self._bag_counts, **self._pooling)(
                 **self._operands, offsets_ptr=self._offsets, weights_ptr=self.first if self._weights is None else self._weights,
-                out_ptr=out, bags_ptr=bags, chosen_ptr=chosen,
+                out_ptr=out, targets_ptr=targets, chosen_ptr=chosen,
             )  # fmt: skip
-        return out, bags, chosen
+        return out, targets, chosen
 
-    def owners(self) -> tuple[Tensor, Tensor]:
-        """Allocate, for each slice of either side, an id that uses it; -1 stays where none does."""
-        left, right = self.sizes.counts
-        aligned = -(-left // 4) * 4
-        both = torch.full((aligned + right,), -1, dtype=torch.int32, device=self.first.device)
-        return both[:left], both[aligned:]
-
-    def sum_slices(self, side: int, owners: Tensor, grad: Tensor, bags: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Return sums over the ids of each slice of a side, and the owners."""
-        sizes, size_x = self.sizes, self._sides[side][0].shape[2]
-        rows = sizes.counts[side] + -(-self.num_ids // self._kernels.CHUNK)
-        sums = torch.empty(rows, sizes.rank * size_x, dtype=torch.float32, device=grad.device)
-        self._kernels.slices_launch(sizes, side, **self._bag_counts, **self._pooling)(
-            grad_ptr=grad, other_ptr=self._sides[1 - side][0], tables_ptr=self._tables, pairs_ptr=self._pairs,
-            slices_ptr=self._slices, order_ptr=self._order, bags_ptr=bags, offsets_ptr=self._offsets,
-            weights_ptr=self.first if self._weights is None else self._weights, chosen_ptr=chosen, parts_ptr=sums,
-            owners_ptr=owners,
+    def sum_slices(self, grad: Tensor, targets: Tensor, chosen: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return, for each side, sums over the ids of each slice, and an id that uses the slice, -1 where none does."""
+        sizes, (num_left, num_right) = self.sizes, self.sizes.counts
+        aligned = -(-num_left // 4) * 4
+        owners = torch.full((aligned + num_right,), -1, dtype=torch.int32, device=grad.device)
+        left_owners, right_owners = owners[:num_left], owners[aligned:]
+        chunks = -(-self.num_ids // self._kernels.CHUNK)
+        left, right = (
+            torch.empty(count + chunks, sizes.rank * size, dtype=torch.float32, device=grad.device)
+            for count, size in zip(sizes.counts, (sizes.n1, sizes.n2), strict=True)
+        )
+        sizes = replace(sizes, aligned=sizes.aligned and _address(grad) % 16 == 0)
+        self._kernels.slices_launch(sizes, **self._bag_counts, **self._pooling)(
+            grad_ptr=grad, a_ptr=self._sides[0][0], b_ptr=self._sides[1][0], tables_ptr=self._tables, pairs_ptr=self._pairs,
+            slices_ptr=self._slices, order_ptr=self._order, targets_ptr=targets, offsets_ptr=self._offsets,
+            weights_ptr=self.first if self._weights is None else self._weights, chosen_ptr=chosen,
+            left_ptr=left, right_ptr=right, left_owners_ptr=left_owners, right_owners_ptr=right_owners,
         )  # fmt: skip
-        self._updates.parts_launch(sizes, side)(parts_ptr=sums, slices_ptr=self._slices)
-        return sums, owners
+        self._updates.parts_launch(sizes)(left_ptr=left, right_ptr=right, slices_ptr=self._slices)
+        return [(left, left_owners), (right, right_owners)]
 
     def finish(
         self, side: int, sums: tuple[Tensor, Tensor], results: Sequence[Tensor], products: Tensor | None, kind: str,
@@ -132,11 +135,11 @@ class KernelCalls:
         """Allocate what each trailing slice contributes to the diagonal's gradient; None without diagonals."""
         return torch.empty(self.sizes.counts[1], self.sizes.rank, device=self.first.device) if self._diagonals else None
 
-    def gradients_of_weights(self, grad: Tensor, bags: Tensor) -> Tensor:
+    def gradients_of_weights(self, grad: Tensor, targets: Tensor) -> Tensor:
         """Return the gradients of the weights, [L]."""
         out = grad.new_empty(self.num_ids)
-        launch = self._kernels.weights_launch(self.sizes, **self._bag_counts)
-        launch(grad_ptr=grad, **self._operands, bags_ptr=bags, offsets_ptr=self._offsets, out_ptr=out)
+        launch = self._kernels.weights_launch(self.sizes, num_bags=self.num_bags)
+        launch(grad_ptr=grad, **self._operands, targets_ptr=targets, offsets_ptr=self._offsets, out_ptr=out)
         return out
 
 

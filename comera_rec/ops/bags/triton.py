@@ -3,8 +3,11 @@
 """Triton kernels for bags of rows on a GPU, each for all tables of a lookup; `gpu.py` calls them.
 
 L ids, T tables, F features of B bags each; rows of N columns are products of a leading slice (n1 x r) and a trailing one (r x n2).
-Slices are stored with the bond outermost: r x n1 and r x n2. Kernels are compiled for a rank R; tables may have smaller ranks, and
-what lies beyond them is masked. A segment is the ids of one slice, in the order of the plan.
+Slices are stored with the bond outermost: r x n1 and r x n2. A segment is the ids of one slice, in the order of the plan.
+
+Every lane, a thread of one warp, computes tiles of 4 x 4 numbers in registers from operands that it reads itself: products of
+slices are too small for shared memory or tensor cores to pay. Lanes are the last dimension of tensors, so that Triton leaves the
+others to each thread.
 
 `tables_ptr` [T, TABLE] holds the rank of each table and where its leading core, trailing core and diagonal start, in elements from
 those of the first table. Every sum has a fixed order, so that results do not change from run to run.
@@ -18,10 +21,12 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from comera_rec.ops.launch import LEAST_DOT, Launch, block, warps
+from comera_rec.ops.launch import Launch, block
 
 CHUNK = 32
-"""Ids of one program of `_sum_slices`: enough to reuse its accumulator, few enough to keep a GPU busy with 50,000 ids."""
+"""Ids that a program of `_sum_slices` takes: enough to reuse its accumulator, few enough to keep a GPU busy with 50,000 ids."""
+LANES = 32
+UNROLL = tl.constexpr(4)
 TABLE = tl.constexpr(4)
 RANK, LEADING, TRAILING, DIAGONAL = (tl.constexpr(column) for column in range(4))
 
@@ -35,7 +40,7 @@ class Sizes:
     """Leading and trailing slices of all tables."""
     n1: int
     rank: int
-    """R."""
+    """R, the largest rank that sums of slices have room for."""
     n2: int
     num_cols: int
     """N, at most n1 n2."""
@@ -44,135 +49,212 @@ class Sizes:
     aligned: bool
     """Whether every slice starts at a multiple of 16 bytes."""
 
-    @property
-    def constants(self) -> dict[str, Any]:
-        """Return the constants of kernels that form rows."""
-        return {
-            "N1": self.n1, "R": self.rank, "N2": self.n2, "N": self.num_cols, "SCALED": self.scaled, "ALIGNED": self.aligned,
-        }  # fmt: skip
-
     def first_slice(self, side: int) -> int:
         """Return the number of the first leading (side 0) or trailing (side 1) slice in a plan."""
         return side * (self.counts[0] + 1)
 
 
 @triton.jit
-def _bag_at(bag, num_bags, bags_of_feature, N: tl.constexpr):
-    """Return where a bag starts in [B, F * N]. Bag numbers are 32-bit, because 64-bit divisions take a hundred instructions."""
-    features = num_bags // bags_of_feature
-    feature = bag // bags_of_feature
-    return ((bag - feature * bags_of_feature).to(tl.int64) * features + feature) * N
+def _load(pointers, mask, WHOLE: tl.constexpr):
+    """Load float32 numbers; if WHOLE, the mask is true everywhere and costs nothing."""
+    values = tl.load(pointers) if WHOLE else tl.load(pointers, mask=mask, other=0.0)
+    return values.to(tl.float32)
 
 
 @triton.jit
-def _form_rows(
-    a_ptr, b_ptr, d_ptr, tables_ptr, pairs_ptr, id_, real, num_ids, i, j,
-    N1: tl.constexpr, R: tl.constexpr, N2: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK_U: tl.constexpr, BLOCK_1: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_2: tl.constexpr,
+def _add_product(
+    total, a_ptrs, b_ptrs, d_ptr, factor, i, j,
+    N1: tl.constexpr, N2: tl.constexpr, SCALED: tl.constexpr, WHOLE_1: tl.constexpr, WHOLE_2: tl.constexpr,
 ):  # fmt: skip
-    """Form the rows of ids [U], a tile of n1 x n2 each; zero where an id isn't real or is left out.
+    """Add factor times the product of one column of leading slices and one row of trailing ones."""
+    if SCALED:
+        factor *= tl.load(d_ptr).to(tl.float32)
+    a = _load(a_ptrs, i < N1, WHOLE_1) * factor[None, :]
+    b = _load(b_ptrs, j < N2, WHOLE_2)
+    return total + a[:, None, :] * b[None, :, :]
 
-    Nearly always all ids belong to one table, so the loop runs over tables and reads the numbers of each once.
+
+@triton.jit
+def _add_rows(
+    total, a_ptr, b_ptr, d_ptr, tables_ptr, pairs_ptr, id_, real, weight, num_ids, i, j,
+    N1: tl.constexpr, N2: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr, WHOLE_1: tl.constexpr, WHOLE_2: tl.constexpr,
+):  # fmt: skip
+    """Add the weighted rows of ids, a tile for each lane; nothing for an id that isn't real or is left out.
+
+    Nearly always all ids belong to one table, so the loop runs over tables and reads the numbers of each once. Lanes of another
+    table read slice 0 of this one and add zero.
     """
     p = tl.load(pairs_ptr + id_, mask=real, other=-1)
     q = tl.load(pairs_ptr + num_ids + id_, mask=real, other=0)
     table_of = tl.load(pairs_ptr + 2 * num_ids + id_, mask=real, other=0)
     is_used = p >= 0
-    row = tl.zeros([BLOCK_U, BLOCK_1, BLOCK_2], dtype=tl.float32)
     for table in range(tl.min(tl.where(is_used, table_of, 0x7FFFFFFF)), tl.max(tl.where(is_used, table_of, -1)) + 1):
         table_ptr = tables_ptr + table * TABLE
         rank = tl.load(table_ptr + RANK).to(tl.int32)
-        selected = (is_used & (table_of == table))[:, None, None]
-        a_ptrs = a_ptr + tl.load(table_ptr + LEADING) + tl.where(is_used, p, 0).to(tl.int64)[:, None, None] * (rank * N1)
-        b_ptrs = b_ptr + tl.load(table_ptr + TRAILING) + q.to(tl.int64)[:, None, None] * (rank * N2)
-        diagonal_ptr = d_ptr + tl.load(table_ptr + DIAGONAL)
+        selected = is_used & (table_of == table)
+        a_ptrs = a_ptr + tl.load(table_ptr + LEADING) + (tl.where(selected, p, 0).to(tl.int64) * (rank * N1))[None, :] + i
+        b_ptrs = b_ptr + tl.load(table_ptr + TRAILING) + (tl.where(selected, q, 0).to(tl.int64) * (rank * N2))[None, :] + j
         if ALIGNED:
-            a_ptrs, b_ptrs = tl.multiple_of(a_ptrs, (16, 16, 16)), tl.multiple_of(b_ptrs, (16, 16, 16))
-        if R < BLOCK_R:  # shorter than any dot
-            used_rank = tl.where(selected, rank, 0)
-            for k in tl.static_range(R):
-                a = tl.load(a_ptrs + (k * N1 + i), mask=(k < used_rank) & (i < N1), other=0.0).to(tl.float32)
-                b = tl.load(b_ptrs + (k * N2 + j), mask=(k < used_rank) & (j < N2), other=0.0).to(tl.float32)
-                if SCALED:
-                    b *= tl.load(diagonal_ptr + k, mask=k < rank, other=0.0).to(tl.float32)
-                row += a * b
-        else:
-            for start in tl.static_range(0, R, BLOCK_R):
-                k = start + tl.arange(0, BLOCK_R)
-                k_a, k_b = k[None, None, :], k[None, :, None]
-                a = tl.load(a_ptrs + (k_a * N1 + i), mask=selected & (k_a < rank) & (i < N1), other=0.0).to(tl.float32)
-                b = tl.load(b_ptrs + (k_b * N2 + j), mask=selected & (k_b < rank) & (j < N2), other=0.0).to(tl.float32)
-                if SCALED:
-                    b *= tl.load(diagonal_ptr + k_b, mask=k_b < rank, other=0.0).to(tl.float32)
-                row = tl.dot(a, b, row, input_precision="ieee", out_dtype=tl.float32)
-    return row
+            a_ptrs, b_ptrs = tl.multiple_of(a_ptrs, (16, 16)), tl.multiple_of(b_ptrs, (16, 16))
+        diagonal_ptr = d_ptr + tl.load(table_ptr + DIAGONAL)
+        factor = tl.where(selected, weight, 0.0)
+        for _ in range(rank // UNROLL):
+            for k in tl.static_range(UNROLL):
+                total = _add_product(
+                    total, a_ptrs + k * N1, b_ptrs + k * N2, diagonal_ptr + k, factor, i, j, N1, N2, SCALED, WHOLE_1, WHOLE_2
+                )  # fmt: skip
+            a_ptrs += UNROLL * N1
+            b_ptrs += UNROLL * N2
+            diagonal_ptr += UNROLL
+        for k in tl.static_range(UNROLL - 1):
+            if k < rank % UNROLL:
+                total = _add_product(
+                    total, a_ptrs + k * N1, b_ptrs + k * N2, diagonal_ptr + k, factor, i, j, N1, N2, SCALED, WHOLE_1, WHOLE_2
+                )  # fmt: skip
+    return total
 
 
 @triton.jit(do_not_specialize=["num_ids", "num_bags", "bags_of_feature"])
 def _pool(
-    a_ptr, b_ptr, d_ptr, tables_ptr, pairs_ptr, offsets_ptr, weights_ptr, out_ptr, bags_ptr, chosen_ptr,
+    a_ptr, b_ptr, d_ptr, tables_ptr, pairs_ptr, offsets_ptr, weights_ptr, out_ptr, targets_ptr, chosen_ptr,
     num_ids, num_bags, bags_of_feature,
-    N1: tl.constexpr, R: tl.constexpr, N2: tl.constexpr, N: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr,
+    N1: tl.constexpr, N2: tl.constexpr, N: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr,
     MODE: tl.constexpr, WEIGHTED: tl.constexpr,
-    BLOCK_U: tl.constexpr, BLOCK_1: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_2: tl.constexpr,
+    LANES: tl.constexpr, TILE_1: tl.constexpr, TILE_2: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
-    """out[b, f, :] = the pooled rows of bag f * B + b; bags[l] = the bag of id l; for "max", chosen[bag, :] = its entries' ids."""
-    bag = tl.program_id(0) * BLOCK_U + tl.arange(0, BLOCK_U)
-    i = (tl.program_id(1) * BLOCK_1 + tl.arange(0, BLOCK_1))[None, :, None]
-    j = (tl.program_id(2) * BLOCK_2 + tl.arange(0, BLOCK_2))[None, None, :]
+    """Pool rows to bags; bag f * B + b is target b * F + f, a row of out [B * F, N].
+
+    targets[l] = the target of id l; for "max", chosen[target, :] = the ids of its numbers. A row is DOWN x ACROSS tiles.
+    """
+    TILES: tl.constexpr = min(DOWN * ACROSS, LANES)
+    WHOLE_1: tl.constexpr = N1 == DOWN * TILE_1
+    WHOLE_2: tl.constexpr = N2 == ACROSS * TILE_2
+    lane = tl.arange(0, LANES)
+    bag = tl.program_id(0) * (LANES // TILES) + lane // TILES
+    tile = tl.program_id(1) * TILES + lane % TILES
+    i = ((tile // ACROSS) * TILE_1)[None, :] + tl.arange(0, TILE_1)[:, None]
+    j = ((tile % ACROSS) * TILE_2)[None, :] + tl.arange(0, TILE_2)[:, None]
     is_bag = bag < num_bags
+    # 32-bit, because 64-bit divisions take a hundred instructions.
+    features = num_bags // bags_of_feature
+    feature = bag // bags_of_feature
+    target = (bag - feature * bags_of_feature) * features + feature
     start = tl.load(offsets_ptr + bag, mask=is_bag, other=0).to(tl.int32)
     end = tl.load(offsets_ptr + bag + 1, mask=is_bag, other=0).to(tl.int32)
-    total = tl.zeros([BLOCK_U, BLOCK_1, BLOCK_2], dtype=tl.float32)
+    total = tl.zeros([TILE_1, TILE_2, LANES], dtype=tl.float32)
+    weight = tl.full([LANES], 1.0, dtype=tl.float32)
     if MODE == "max":
-        chosen = tl.full([BLOCK_U, BLOCK_1, BLOCK_2], -1, dtype=tl.int32)
+        chosen = tl.full([TILE_1, TILE_2, LANES], -1, dtype=tl.int32)
     for step in range(tl.max(end - start)):
         id_ = start + step
         real = id_ < end
-        if (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
-            tl.store(bags_ptr + id_, bag, mask=real)
-        row = _form_rows(
-            a_ptr, b_ptr, d_ptr, tables_ptr, pairs_ptr, id_, real, num_ids, i, j,
-            N1, R, N2, SCALED, ALIGNED, BLOCK_U, BLOCK_1, BLOCK_R, BLOCK_2,
-        )  # fmt: skip
+        tl.store(targets_ptr + id_, target, mask=real & (tile == 0))
         if WEIGHTED:
-            row *= tl.load(weights_ptr + id_, mask=real, other=0.0).to(tl.float32)[:, None, None]
+            weight = tl.load(weights_ptr + id_, mask=real, other=0.0).to(tl.float32)
+        row = tl.zeros_like(total) if MODE == "max" else total
+        row = _add_rows(
+            row, a_ptr, b_ptr, d_ptr, tables_ptr, pairs_ptr, id_, real, weight, num_ids, i, j,
+            N1, N2, SCALED, ALIGNED, WHOLE_1, WHOLE_2,
+        )  # fmt: skip
         if MODE == "max":
-            larger = real[:, None, None] & ((row > total) | (chosen < 0))
+            larger = real[None, None, :] & ((row > total) | (chosen < 0))
             total = tl.where(larger, row, total)
-            chosen = tl.where(larger, id_[:, None, None], chosen)
+            chosen = tl.where(larger, id_[None, None, :], chosen)
         else:
-            total += row
+            total = row
     if MODE == "mean":
-        total = total / tl.maximum(end - start, 1)[:, None, None].to(tl.float32)
-    column = i * N2 + j
-    inside = is_bag[:, None, None] & (i < N1) & (j < N2) & (column < N)
+        total = total / tl.maximum(end - start, 1)[None, None, :].to(tl.float32)
+    column = i[:, None, :] * N2 + j[None, :, :]
+    inside = is_bag[None, None, :] & (i < N1)[:, None, :] & (j < N2)[None, :, :] & (column < N)
+    at = (target.to(tl.int64) * N)[None, None, :] + column
     if MODE == "max":
-        tl.store(chosen_ptr + bag.to(tl.int64)[:, None, None] * N + column, chosen, mask=inside)
-    at = _bag_at(bag, num_bags, bags_of_feature, N)[:, None, None] + column
+        tl.store(chosen_ptr + at, chosen, mask=inside)
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_ids", "num_bags", "bags_of_feature", "first_slice", "num_slices"])
-def _sum_slices(
-    grad_ptr, other_ptr, tables_ptr, pairs_ptr, slices_ptr, order_ptr, bags_ptr, offsets_ptr, weights_ptr, chosen_ptr, parts_ptr,
-    owners_ptr, num_ids, num_bags, bags_of_feature, first_slice, num_slices,
+@triton.jit
+def _load_columns(pointers, column, mask, other, ALIGNED: tl.constexpr):
+    """Load the numbers of pointers [A, LANES] plus columns [C]: [C, A, LANES].
+
+    Columns are neighbors in memory, and a thread loads all of its lanes' at once. In three dimensions it would not: which threads
+    load what would then depend on the version of Triton. ALIGNED says that pointers are multiples of 16 bytes.
+    """
+    C: tl.constexpr = column.shape[0]
+    A: tl.constexpr = pointers.shape[0]
+    LANES: tl.constexpr = pointers.shape[1]
+    flat = tl.reshape(pointers, [A * LANES])
+    if ALIGNED:
+        flat = tl.multiple_of(flat, 16)
+    flat = flat[None, :] + column[:, None]
+    values = tl.load(flat) if mask is None else tl.load(flat, mask=tl.reshape(mask, [C, A * LANES]), other=other)
+    return tl.reshape(values, [C, A, LANES])
+
+
+@triton.jit
+def _load_of_targets(
+    pointer, target, real, first_x, y, other, SIDE: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, N: tl.constexpr,
+    TILE_X: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Load numbers [y, x] of targets: x along the slice that is summed, y along the other one."""
+    x = tl.arange(0, TILE_X)
+    pointers = (pointer + target.to(tl.int64) * N)[None, :]
+    mask = real[None, None, :]
+    if not WHOLE:
+        x_of_lane = first_x[None, None, :] + x[None, :, None]
+        column = x_of_lane * Y + y[:, None, None] if SIDE == 0 else x_of_lane + y[:, None, None] * X
+        mask = mask & (x_of_lane < X) & (column < N)
+    if SIDE == 0:
+        mask = tl.broadcast_to(mask, [y.shape[0], TILE_X, target.shape[0]])
+        return _load_columns(pointers + (first_x[None, :] + x[:, None]) * Y, y, mask, other, ALIGNED and N % 4 == 0 and Y % 4 == 0)
+    mask = tl.permute(tl.broadcast_to(mask, [y.shape[0], TILE_X, target.shape[0]]), [1, 0, 2])
+    pointers += first_x[None, :] + (y * X)[:, None]
+    return tl.permute(_load_columns(pointers, x, mask, other, ALIGNED and N % 4 == 0 and X % 4 == 0), [1, 0, 2])
+
+
+@triton.jit
+def _gradients(
+    grad_ptr, chosen_ptr, target, u, factor, real, first_x, y,
+    SIDE: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, N: tl.constexpr, TILE_X: tl.constexpr, WHOLE: tl.constexpr,
+    ALIGNED: tl.constexpr, MODE: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """Return the gradients [y, x] of the rows of ids u: those of their bags, scaled; for "max", where the id was chosen."""
+    g = _load_of_targets(grad_ptr, target, real, first_x, y, 0.0, SIDE, X, Y, N, TILE_X, WHOLE, ALIGNED).to(tl.float32)
+    if MODE == "max":
+        chosen = _load_of_targets(chosen_ptr, target, real, first_x, y, -1, SIDE, X, Y, N, TILE_X, WHOLE, ALIGNED)
+        g = tl.where(chosen == u[None, None, :], g, 0.0)
+    if MODE == "mean" or WEIGHTED:
+        g *= factor[None, None, :]
+    return g
+
+
+@triton.jit
+def _four(x):
+    """Return x[0], x[1], x[2] and x[3]; nothing moves, because a thread holds all of its lanes' numbers."""
+    x = tl.permute(tl.reshape(x, [2, 2, x.shape[1], x.shape[2]]), [2, 3, 0, 1])
+    even, odd = tl.split(x)
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _sum_side(
+    grad_ptr, other_ptr, tables_ptr, pairs_ptr, slices_ptr, order_ptr, targets_ptr, offsets_ptr, weights_ptr, chosen_ptr, parts_ptr,
+    owners_ptr, chunk, num_ids, num_bags, bags_of_feature, first_slice, num_slices,
     SIDE: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, R: tl.constexpr, N: tl.constexpr, ALIGNED: tl.constexpr,
     MODE: tl.constexpr, WEIGHTED: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_U: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Y: tl.constexpr, BLOCK_R: tl.constexpr,
+    CHUNK: tl.constexpr, LANES: tl.constexpr, TILE_X: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
-    """parts[s] = sum over the ids of slice s of the other slice [r, Y] times the gradient of the id's bag [Y, X].
+    """Sum the products of one chunk for one side: of leading slices if SIDE is 0, of trailing ones if it is 1.
 
-    This is the gradient of the slice before scaling by the diagonal: of leading slices if SIDE is 0, of trailing ones if it is 1.
-    If a segment continues in later chunks, their sums are in parts[num_slices + chunk]. owners[s] = an id of slice s.
+    A sum has DOWN tiles of 4 along the rank and ACROSS tiles along X; what lanes remain take other ids.
     """
-    BLOCK: tl.constexpr = BLOCK_U * BLOCK_Y
-    X_STEP: tl.constexpr = Y if SIDE == 0 else 1
-    Y_STEP: tl.constexpr = 1 if SIDE == 0 else X
-    chunk = tl.program_id(0).to(tl.int64)
-    k = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
-    x = tl.program_id(2) * BLOCK_X + tl.arange(0, BLOCK_X)[None, :]
-    step = tl.arange(0, BLOCK)  # runs over ids and, within each, over Y
+    TILES: tl.constexpr = min(DOWN * ACROSS, LANES)
+    lane = tl.arange(0, LANES)
+    tile = tl.program_id(1) * TILES + lane % TILES
+    k = ((tile // ACROSS) * 4)[None, :] + tl.arange(0, 4)[:, None]
+    first_x = (tile % ACROSS) * TILE_X
+    WHOLE: tl.constexpr = (X == ACROSS * TILE_X) and (N == X * Y)
     slices_ptr += SIDE * num_ids
     order_ptr += SIDE * num_ids
     start = chunk * CHUNK
@@ -181,125 +263,178 @@ def _sum_slices(
     # Ids that are left out come last, as those of slice number `num_slices`.
     end = start + tl.sum(((slices >= 0) & (slices < num_slices)).to(tl.int32))
     before = tl.load(slices_ptr + start - 1, mask=start > 0, other=-1).to(tl.int32) - first_slice
-    end_of_bags = tl.load(offsets_ptr + num_bags)
+    end_of_bags = tl.load(offsets_ptr + num_bags).to(tl.int32)
     first = start
     while first < end:
         segment = tl.load(slices_ptr + first).to(tl.int32) - first_slice
         last = first + tl.sum((slices == segment).to(tl.int32))
-        id_ = tl.load(order_ptr + first) - SIDE * num_ids
+        id_ = (tl.load(order_ptr + first) - SIDE * num_ids).to(tl.int32)
         table_ptr = tables_ptr + tl.load(pairs_ptr + 2 * num_ids + id_).to(tl.int64) * TABLE
         rank = tl.load(table_ptr + RANK).to(tl.int32)
         others = other_ptr + tl.load(table_ptr + (TRAILING if SIDE == 0 else LEADING))
-        total = tl.zeros([BLOCK_R, BLOCK_X], dtype=tl.float32)
-        for position in range(first, last, BLOCK_U):
-            n = position + step // BLOCK_Y
-            real = n < last
-            u = tl.load(order_ptr + n, mask=real, other=SIDE * num_ids) - SIDE * num_ids
-            other = tl.load(pairs_ptr + (1 - SIDE) * num_ids + u, mask=real, other=0).to(tl.int64)
-            real = real & (u < end_of_bags)
-            bag = tl.load(bags_ptr + u, mask=real, other=0)
-            bag_at = _bag_at(bag, num_bags, bags_of_feature, N)
+        row_of_k = tl.minimum(k, rank - 1) * Y  # nobody reads sums beyond the rank
+        total = tl.zeros([4, TILE_X, LANES], dtype=tl.float32)
+        for position in range(first, tl.where(rank > 0, last, first), LANES // TILES):
+            n = position + lane // TILES
+            u = (tl.load(order_ptr + tl.minimum(n, last - 1)) - SIDE * num_ids).to(tl.int32)
+            real = (n < last) & (u < end_of_bags)
+            other = tl.load(pairs_ptr + (1 - SIDE) * num_ids + u).to(tl.int64)
+            target = tl.load(targets_ptr + u, mask=real, other=0)
+            factor = tl.full([LANES], 1.0, dtype=tl.float32)
             if MODE == "mean":
+                features = num_bags // bags_of_feature
+                bag = (target % features) * bags_of_feature + target // features
                 length = tl.load(offsets_ptr + bag + 1) - tl.load(offsets_ptr + bag)
                 factor = 1.0 / tl.maximum(length, 1).to(tl.float32)
             if WEIGHTED:
                 factor = tl.load(weights_ptr + u, mask=real, other=0.0).to(tl.float32)
-            for start_y in tl.static_range(0, Y, BLOCK_Y):
-                y = start_y + step % BLOCK_Y
-                column = (y * Y_STEP)[:, None] + x * X_STEP
-                inside = (real & (y < Y))[:, None] & (x < X) & (column < N)
-                grad = tl.load(grad_ptr + bag_at[:, None] + column, mask=inside, other=0.0).to(tl.float32)
-                if MODE == "max":
-                    chosen = tl.load(chosen_ptr + (bag.to(tl.int64) * N)[:, None] + column, mask=inside, other=-1)
-                    grad = tl.where(chosen == u[:, None].to(tl.int32), grad, 0.0)
-                if MODE == "mean" or WEIGHTED:
-                    grad *= factor[:, None]
-                slice_ = others + (other * (rank * Y))[None, :]
-                if ALIGNED:
-                    slice_ = tl.multiple_of(slice_, (16, 16))
-                o = tl.load(slice_ + (k * Y + y[None, :]), mask=(real & (y < Y))[None, :] & (k < rank), other=0.0).to(tl.float32)
-                total = tl.dot(o, grad, total, input_precision="ieee", out_dtype=tl.float32)
+            o_ptrs = (others + other * (rank * Y))[None, :] + row_of_k
+            for column in range(Y // 4):
+                y = column * 4 + tl.arange(0, 4)
+                o0, o1, o2, o3 = _four(_load_columns(o_ptrs, y, None, None, ALIGNED and Y % 4 == 0).to(tl.float32))
+                g = _gradients(
+                    grad_ptr, chosen_ptr, target, u, factor, real, first_x, y,
+                    SIDE, X, Y, N, TILE_X, WHOLE, ALIGNED, MODE, WEIGHTED,
+                )  # fmt: skip
+                g0, g1, g2, g3 = _four(g)
+                total += o0[:, None, :] * g0[None, :, :]
+                total += o1[:, None, :] * g1[None, :, :]
+                total += o2[:, None, :] * g2[None, :, :]
+                total += o3[:, None, :] * g3[None, :, :]
+            for column in tl.static_range(Y - Y % 4, Y):
+                g = _gradients(
+                    grad_ptr, chosen_ptr, target, u, factor, real, first_x, column + tl.arange(0, 1),
+                    SIDE, X, Y, N, TILE_X, WHOLE, ALIGNED, MODE, WEIGHTED,
+                )  # fmt: skip
+                total += tl.load(o_ptrs + column).to(tl.float32)[:, None, :] * g
         is_later = (first == start) & (before == segment)
-        if (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
-            tl.store(owners_ptr + segment, id_.to(tl.int32), mask=~is_later)
-        slot = tl.where(is_later, num_slices + chunk, segment.to(tl.int64))
-        tl.store(parts_ptr + slot * (R * X) + (k * X + x), total, mask=(k < R) & (x < X))
+        if tl.program_id(1) == 0:
+            tl.store(owners_ptr + segment, id_, mask=~is_later)
+        slot = tl.where(is_later, num_slices + chunk, segment).to(tl.int64)
+        # Groups of TILES lanes have taken one id after another; add up their sums.
+        sums = tl.sum(tl.reshape(total, [4, TILE_X, LANES // TILES, TILES]), 2)
+        of_sum = tl.program_id(1) * TILES + tl.arange(0, TILES)
+        sum_k = ((of_sum // ACROSS) * 4)[None, None, :] + tl.arange(0, 4)[:, None, None]
+        sum_x = ((of_sum % ACROSS) * TILE_X)[None, None, :] + tl.arange(0, TILE_X)[None, :, None]
+        tl.store(parts_ptr + slot * (R * X) + (sum_k * X + sum_x), sums, mask=(sum_k < R) & (sum_x < X))
         first = last
+
+
+@triton.jit(do_not_specialize=["num_ids", "num_bags", "bags_of_feature", "num_left", "num_right"])
+def _sum_slices(
+    grad_ptr, a_ptr, b_ptr, tables_ptr, pairs_ptr, slices_ptr, order_ptr, targets_ptr, offsets_ptr, weights_ptr, chosen_ptr,
+    left_ptr, right_ptr, left_owners_ptr, right_owners_ptr, num_ids, num_bags, bags_of_feature, num_left, num_right,
+    N1: tl.constexpr, R: tl.constexpr, N2: tl.constexpr, N: tl.constexpr, ALIGNED: tl.constexpr,
+    MODE: tl.constexpr, WEIGHTED: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr,
+    TILE_1: tl.constexpr, TILE_2: tl.constexpr, DOWN: tl.constexpr, ACROSS_1: tl.constexpr, ACROSS_2: tl.constexpr,
+):  # fmt: skip
+    """left[s] = sum over the ids of leading slice s of the trailing slice [r, n2] times the gradient of the id's row [n1, n2]^T.
+
+    right[s] likewise. These are the gradients of slices before scaling by the diagonal. If a segment continues in later chunks,
+    their sums are in left[num_left + chunk]. left_owners[s] = an id of slice s. Programs of both sides alternate, because both are
+    sorted by table: a table's gradients, read for one side, are still in the cache for the other.
+    """
+    chunk = tl.program_id(0) // 2
+    is_leading = tl.program_id(0) % 2 == 0
+    if is_leading & (tl.program_id(1) * LANES < DOWN * ACROSS_1):
+        _sum_side(
+            grad_ptr, b_ptr, tables_ptr, pairs_ptr, slices_ptr, order_ptr, targets_ptr, offsets_ptr, weights_ptr, chosen_ptr,
+            left_ptr, left_owners_ptr, chunk, num_ids, num_bags, bags_of_feature, 0, num_left,
+            0, N1, N2, R, N, ALIGNED, MODE, WEIGHTED, CHUNK, LANES, TILE_1, DOWN, ACROSS_1,
+        )  # fmt: skip
+    if (not is_leading) & (tl.program_id(1) * LANES < DOWN * ACROSS_2):
+        _sum_side(
+            grad_ptr, a_ptr, tables_ptr, pairs_ptr, slices_ptr, order_ptr, targets_ptr, offsets_ptr, weights_ptr, chosen_ptr,
+            right_ptr, right_owners_ptr, chunk, num_ids, num_bags, bags_of_feature, num_left + 1, num_right,
+            1, N2, N1, R, N, ALIGNED, MODE, WEIGHTED, CHUNK, LANES, TILE_2, DOWN, ACROSS_2,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_ids", "num_bags", "bags_of_feature"])
 def _weight_gradients(
-    grad_ptr, a_ptr, b_ptr, d_ptr, tables_ptr, pairs_ptr, bags_ptr, offsets_ptr, out_ptr, num_ids, num_bags, bags_of_feature,
-    N1: tl.constexpr, R: tl.constexpr, N2: tl.constexpr, N: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK_U: tl.constexpr, BLOCK_1: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_2: tl.constexpr,
+    grad_ptr, a_ptr, b_ptr, d_ptr, tables_ptr, pairs_ptr, targets_ptr, offsets_ptr, out_ptr, num_ids, num_bags,
+    N1: tl.constexpr, N2: tl.constexpr, N: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr,
+    LANES: tl.constexpr, TILE_1: tl.constexpr, TILE_2: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
     """out[l] = the gradient of id l's bag times its row; 0 for ids in no bag."""
-    id_ = tl.program_id(0) * BLOCK_U + tl.arange(0, BLOCK_U)
-    real = id_ < num_ids
-    pooled = real & (id_ < tl.load(offsets_ptr + num_bags))
-    at = _bag_at(tl.load(bags_ptr + id_, mask=pooled, other=0), num_bags, bags_of_feature, N)
-    total = tl.zeros([BLOCK_U], dtype=tl.float32)
-    for start_i in tl.static_range(0, N1, BLOCK_1):
-        for start_j in tl.static_range(0, N2, BLOCK_2):
-            i = (start_i + tl.arange(0, BLOCK_1))[None, :, None]
-            j = (start_j + tl.arange(0, BLOCK_2))[None, None, :]
-            row = _form_rows(
-                a_ptr, b_ptr, d_ptr, tables_ptr, pairs_ptr, id_, pooled, num_ids, i, j,
-                N1, R, N2, SCALED, ALIGNED, BLOCK_U, BLOCK_1, BLOCK_R, BLOCK_2,
-            )  # fmt: skip
-            column = i * N2 + j
-            inside = pooled[:, None, None] & (i < N1) & (j < N2) & (column < N)
-            grad = tl.load(grad_ptr + at[:, None, None] + column, mask=inside, other=0.0).to(tl.float32)
-            total += tl.sum(tl.sum(grad * row, 2), 1)
-    tl.store(out_ptr + id_, total, mask=real)
+    TILES: tl.constexpr = min(DOWN * ACROSS, LANES)
+    WHOLE_1: tl.constexpr = N1 == DOWN * TILE_1
+    WHOLE_2: tl.constexpr = N2 == ACROSS * TILE_2
+    lane = tl.arange(0, LANES)
+    id_ = tl.program_id(0) * (LANES // TILES) + lane // TILES
+    pooled = (id_ < num_ids) & (id_ < tl.load(offsets_ptr + num_bags))
+    target = tl.load(targets_ptr + id_, mask=pooled, other=0)
+    products = tl.zeros([LANES], dtype=tl.float32)
+    for first in range(0, DOWN * ACROSS, TILES):
+        tile = first + lane % TILES
+        i = ((tile // ACROSS) * TILE_1)[None, :] + tl.arange(0, TILE_1)[:, None]
+        j = ((tile % ACROSS) * TILE_2)[None, :] + tl.arange(0, TILE_2)[:, None]
+        row = _add_rows(
+            tl.zeros([TILE_1, TILE_2, LANES], dtype=tl.float32), a_ptr, b_ptr, d_ptr, tables_ptr, pairs_ptr, id_, pooled,
+            tl.full([LANES], 1.0, dtype=tl.float32), num_ids, i, j, N1, N2, SCALED, ALIGNED, WHOLE_1, WHOLE_2,
+        )  # fmt: skip
+        column = i[:, None, :] * N2 + j[None, :, :]
+        inside = pooled[None, None, :] & (i < N1)[:, None, :] & (j < N2)[None, :, :] & (column < N)
+        grad = tl.load(grad_ptr + (target.to(tl.int64) * N)[None, None, :] + column, mask=inside, other=0.0).to(tl.float32)
+        products += tl.sum(tl.sum(grad * row, 1), 0)
+    out = tl.program_id(0) * (LANES // TILES) + tl.arange(0, LANES // TILES)
+    tl.store(out_ptr + out, tl.sum(tl.reshape(products, [LANES // TILES, TILES]), 1), mask=out < num_ids)
 
 
 def pool_launch(sizes: Sizes, *, num_bags: int, features: int, mode: str, weighted: bool) -> Launch:
     """Return the launch of `_pool`."""
-    blocks = _row_blocks(sizes)
-    grid = (num_bags, blocks["BLOCK_U"]), (sizes.n1, blocks["BLOCK_1"]), (sizes.n2, blocks["BLOCK_2"])
+    tiles, tiled = _row_tiles(sizes)
+    at_once = min(tiles, LANES)
     return Launch(
         kernel=_pool,
-        grid=tuple(triton.cdiv(*size) for size in grid),
+        grid=(triton.cdiv(num_bags, LANES // at_once), tiles // at_once),
         numbers={"num_ids": sizes.num_ids, "num_bags": num_bags, "bags_of_feature": num_bags // features},
-        constants={**sizes.constants, "MODE": mode, "WEIGHTED": weighted, **blocks},
-        num_warps=warps(blocks["BLOCK_U"] * blocks["BLOCK_1"] * blocks["BLOCK_2"]),
+        constants={**tiled, "MODE": mode, "WEIGHTED": weighted},
+        num_warps=1,
     )
 
 
-def weights_launch(sizes: Sizes, *, num_bags: int, features: int) -> Launch:
-    """Return the launch of `_weight_gradients`."""
-    blocks = _row_blocks(sizes)
-    return Launch(
-        kernel=_weight_gradients,
-        grid=(triton.cdiv(sizes.num_ids, blocks["BLOCK_U"]),),
-        numbers={"num_ids": sizes.num_ids, "num_bags": num_bags, "bags_of_feature": num_bags // features},
-        constants={**sizes.constants, **blocks},
-        num_warps=warps(blocks["BLOCK_U"] * blocks["BLOCK_1"] * blocks["BLOCK_2"]),
-    )
-
-
-def slices_launch(sizes: Sizes, side: int, *, num_bags: int, features: int, mode: str, weighted: bool) -> Launch:
+def slices_launch(sizes: Sizes, *, num_bags: int, features: int, mode: str, weighted: bool) -> Launch:
     """Return the launch of `_sum_slices`."""
-    x, y = (sizes.n1, sizes.n2) if side == 0 else (sizes.n2, sizes.n1)
-    block_r, block_x, block_y = block(sizes.rank, 32), block(x, 32), block(y, 32)
+    (tile_1, across_1), (tile_2, across_2), (_, down) = _tiles(sizes.n1), _tiles(sizes.n2), _tiles(sizes.rank)
     return Launch(
         kernel=_sum_slices,
-        grid=(triton.cdiv(sizes.num_ids, CHUNK), triton.cdiv(sizes.rank, block_r), triton.cdiv(x, block_x)),
+        grid=(2 * triton.cdiv(sizes.num_ids, CHUNK), triton.cdiv(down * max(across_1, across_2), LANES)),
         numbers={
             "num_ids": sizes.num_ids, "num_bags": num_bags, "bags_of_feature": num_bags // features,
-            "first_slice": sizes.first_slice(side), "num_slices": sizes.counts[side],
+            "num_left": sizes.counts[0], "num_right": sizes.counts[1],
         },
         constants={
-            "SIDE": side, "X": x, "Y": y, "R": sizes.rank, "N": sizes.num_cols, "ALIGNED": sizes.aligned,
-            "MODE": mode, "WEIGHTED": weighted,
-            "CHUNK": CHUNK, "BLOCK_U": 32 // block_y, "BLOCK_X": block_x, "BLOCK_Y": block_y, "BLOCK_R": block_r,
+            "N1": sizes.n1, "R": sizes.rank, "N2": sizes.n2, "N": sizes.num_cols, "ALIGNED": sizes.aligned,
+            "MODE": mode, "WEIGHTED": weighted, "CHUNK": CHUNK, "LANES": LANES,
+            "TILE_1": tile_1, "TILE_2": tile_2, "DOWN": down, "ACROSS_1": across_1, "ACROSS_2": across_2,
         },
-        num_warps=warps(block_x * block_r),
+        num_warps=1,
     )  # fmt: skip
 
 
-def _row_blocks(sizes: Sizes) -> dict[str, int]:
-    block_1, block_2 = block(sizes.n1, 32), block(sizes.n2, 64)
-    rows = max(1, min(16, 256 // (block_1 * block_2)))
-    return {"BLOCK_U": rows, "BLOCK_1": block_1, "BLOCK_R": LEAST_DOT, "BLOCK_2": block_2}
+def weights_launch(sizes: Sizes, *, num_bags: int) -> Launch:
+    """Return the launch of `_weight_gradients`."""
+    tiles, tiled = _row_tiles(sizes)
+    return Launch(
+        kernel=_weight_gradients,
+        grid=(triton.cdiv(sizes.num_ids, LANES // min(tiles, LANES)),),
+        numbers={"num_ids": sizes.num_ids, "num_bags": num_bags},
+        constants=tiled,
+        num_warps=1,
+    )
+
+
+def _row_tiles(sizes: Sizes) -> tuple[int, dict[str, Any]]:
+    """Return the number of a row's tiles, and the constants of kernels that form rows."""
+    (tile_1, down), (tile_2, across) = _tiles(sizes.n1), _tiles(sizes.n2)
+    return down * across, {
+        "N1": sizes.n1, "N2": sizes.n2, "N": sizes.num_cols, "SCALED": sizes.scaled, "ALIGNED": sizes.aligned,
+        "LANES": LANES, "TILE_1": tile_1, "TILE_2": tile_2, "DOWN": down, "ACROSS": across,
+    }  # fmt: skip
+
+
+def _tiles(size: int) -> tuple[int, int]:
+    """Return the side of a tile, and how many cover a size: powers of two."""
+    side = block(size, 4)
+    return side, block(triton.cdiv(size, side), 1 << 30)

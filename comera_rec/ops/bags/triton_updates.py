@@ -24,20 +24,29 @@ _SLICES_AT_ONCE = 8
 _CHUNKS = 16  # chunks whose parts `_sum_parts` adds up at once
 
 
-@triton.jit(do_not_specialize=["num_ids", "first_slice", "num_slices", "size"])
+@triton.jit(do_not_specialize=["num_ids", "num_left", "num_right", "size_left", "size_right"])
 def _sum_parts(
-    parts_ptr, slices_ptr, num_ids, first_slice, num_slices, size,
-    SIDE: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+    left_ptr, right_ptr, slices_ptr, num_ids, num_left, num_right, size_left, size_right,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """If a segment starts in this chunk and continues beyond it, add the parts of later chunks to its sum."""
+    """If a segment starts in this chunk and continues beyond it, add the parts of later chunks to its sum; for both sides."""
+    if tl.program_id(2) == 0:
+        _sum_parts_of_side(left_ptr, slices_ptr, num_ids, 0, num_left, size_left, CHUNK, CHUNKS, BLOCK)
+    else:
+        _sum_parts_of_side(
+            right_ptr, slices_ptr + num_ids, num_ids, num_left + 1, num_right, size_right, CHUNK, CHUNKS, BLOCK
+        )  # fmt: skip
+
+
+@triton.jit
+def _sum_parts_of_side(
+    parts_ptr, slices_ptr, num_ids, first_slice, num_slices, size, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     chunk = tl.program_id(0)
-    slices_ptr += SIDE * num_ids
     start, after = chunk * CHUNK, (chunk + 1) * CHUNK
-    if after >= num_ids:
-        return
     # Triton's `&` evaluates both sides: every load has a mask of its own.
-    segment = tl.load(slices_ptr + after).to(tl.int32)
-    ending = tl.load(slices_ptr + after - 1).to(tl.int32)
+    segment = tl.load(slices_ptr + after, mask=after < num_ids, other=-1).to(tl.int32)
+    ending = tl.load(slices_ptr + after - 1, mask=after < num_ids, other=-2).to(tl.int32)
     before = tl.load(slices_ptr + start - 1, mask=start > 0, other=-1).to(tl.int32)
     if (ending == segment) & (before != segment) & (segment < first_slice + num_slices):
         element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -186,17 +195,18 @@ def _finish_diagonals(
         tl.store(at, _rounded(value, seed_ptr, 0, k, d_ptr.dtype.element_ty), mask=mask)
 
 
-def parts_launch(sizes: Sizes, side: int) -> Launch:
+def parts_launch(sizes: Sizes) -> Launch:
     """Return the launch of `_sum_parts`, which is compiled once for all ranks."""
-    size = sizes.rank * (sizes.n1, sizes.n2)[side]
+    size_left, size_right = sizes.rank * sizes.n1, sizes.rank * sizes.n2
     columns = 128
     return Launch(
         kernel=_sum_parts,
-        grid=(triton.cdiv(sizes.num_ids, CHUNK), triton.cdiv(size, columns)),
+        grid=(triton.cdiv(sizes.num_ids, CHUNK), triton.cdiv(max(size_left, size_right), columns), 2),
         numbers={
-            "num_ids": sizes.num_ids, "first_slice": sizes.first_slice(side), "num_slices": sizes.counts[side], "size": size,
+            "num_ids": sizes.num_ids, "num_left": sizes.counts[0], "num_right": sizes.counts[1],
+            "size_left": size_left, "size_right": size_right,
         },
-        constants={"SIDE": side, "CHUNK": CHUNK, "CHUNKS": _CHUNKS, "BLOCK": columns},
+        constants={"CHUNK": CHUNK, "CHUNKS": _CHUNKS, "BLOCK": columns},
         num_warps=4,
     )  # fmt: skip
 

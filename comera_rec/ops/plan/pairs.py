@@ -52,13 +52,25 @@ def plan_pairs(ids: Sequence[Tensor], row_shapes: Sequence[Sequence[int]], num_e
     firsts = first_keys(rows)
     lengths = {table.shape[0] for table in ids}
     if len(lengths) == 1:
-        joined, ids_of_table = torch.cat(list(ids)) if len(ids) > 1 else ids[0].contiguous(), lengths.pop()
+        joined, ids_of_table = _join(ids), lengths.pop()
     else:
         joined, ids_of_table = torch.cat(_offset_ids(ids, firsts, rows)), 0
     leading, trailing = (sum(modes) for modes in zip(*row_shapes, strict=True))
     modes = [number for shape in row_shapes for number in shape]
     pairs, slices, order = _plan_pairs(joined, modes, rows, ids_of_table)
     return PairPlan(pairs=pairs, slices=slices, order=order, counts=(leading, trailing))
+
+
+def _join(ids: Sequence[Tensor]) -> Tensor:
+    """Concatenate ids; without a copy if they are neighbors in memory, as those of a KeyedJaggedTensor are."""
+    if len(ids) == 1:
+        return ids[0].contiguous()
+    if not torch.compiler.is_compiling():
+        memory = {(table.untyped_storage()._cdata, table.dtype) for table in ids}
+        neighbors = all(one.storage_offset() + len(one) == other.storage_offset() for one, other in pairwise(ids))
+        if len(memory) == 1 and neighbors and all(table.is_contiguous() for table in ids):
+            return ids[0].as_strided((sum(map(len, ids)),), (1,))
+    return torch.cat(list(ids))
 
 
 def _offset_ids(ids: Sequence[Tensor], firsts: Sequence[int], rows: Sequence[int]) -> list[Tensor]:
