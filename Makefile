@@ -21,8 +21,13 @@ install: .venv/installed
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-build-isolation --no-deps -e .
 	touch $@
 
+# Replaces only a folder that it made itself.
 demo: install
+	@test -z "$$(ls -A $(DEMO) 2>/dev/null)" || test -e $(DEMO)/.demo || \
+		{ echo "$(DEMO) holds files that make demo didn't write: name another folder, as in make demo DEMO=folder"; exit 1; }
 	rm -rf $(DEMO)
+	mkdir -p $(DEMO)
+	touch $(DEMO)/.demo
 	$(COMERA) synth --rows 500000 --seed 1 --output $(DEMO)/raw/train.txt
 	$(COMERA) preprocess --input $(DEMO)/raw/train.txt --output $(DEMO)/data --min-count 1
 	$(TRAIN) output=$(DEMO)/integers tables.format=off linears.format=dense ranks=none

@@ -33,6 +33,25 @@ def test_the_package_runs_as_a_module() -> None:
     assert shown.stdout.startswith("comera, version ")
 
 
+def test_a_missing_config_is_refused_without_torch(tmp_path: Path) -> None:
+    command = "import sys; from comera_rec.cli.main import main\ntry: main(['train', '--config', 'absent.toml'])\n"
+    command += "finally: assert 'torch' not in sys.modules"
+    shown = subprocess.run([sys.executable, "-c", command], cwd=tmp_path, capture_output=True, text=True)
+    assert (shown.returncode, shown.stderr) == (2, "comera: Invalid value for '--config': File 'absent.toml' does not exist.\n")
+
+
+def test_the_demo_replaces_only_its_own_folder(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("")
+    demo = ["make", "--old-file=install", "demo", f"DEMO={tmp_path}", "COMERA=false"]
+    shown = subprocess.run(demo, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert shown.stdout == f"{tmp_path} holds files that make demo didn't write: name another folder, as in make demo DEMO=folder\n"
+    assert (tmp_path / "mine").exists()
+    (tmp_path / "mine").rename(tmp_path / ".demo")
+    (tmp_path / "left over").write_text("")
+    subprocess.run(demo, cwd=Path(__file__).parents[2], capture_output=True)
+    assert [path.name for path in tmp_path.iterdir()] == [".demo"]
+
+
 def test_synth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("synth", "--rows", 200, "--output", tmp_path / "log.txt", "--seed", 7) == 0
     output = capsys.readouterr().out
