@@ -179,6 +179,8 @@ def _cell(column: Column, run: Run, baseline: Run | None) -> tuple[str, str]:
     value = run.value(column.key)
     if value is None:
         return "-", ""
+    if column.key == "table_bytes" and run.value("dense_table_bytes") == 0:
+        return "none", ""
     reference = baseline.value(column.key) if baseline and baseline is not run else None
     return column.text(value), column.relative(value, reference) if value and reference else ""
 
@@ -200,7 +202,7 @@ def summary_table(runs: list[Path]) -> str:
         cells = [_cell(column, run, baseline) for column in COLUMNS]
         rows.append([run.name if run.result else f"{run.name} (step {run.step}, not finished)", *(value for value, _ in cells)])
         if any(relative for _, relative in cells):
-            rows.append([f"  vs {BASELINE}", *(relative for _, relative in cells)])
+            rows.append([f"  vs {BASELINE}", *(relative or "-" for _, relative in cells)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]) for row in rows]
     return "\n".join(line.rstrip() for line in [lines[0], "-" * len(lines[0]), *lines[1:]])

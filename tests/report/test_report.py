@@ -175,6 +175,14 @@ def test_summary_table(dense: Path, compressed: Path, running: Path) -> None:
     assert lines[5] == ["running (step 300, not finished)", "-", "-", "-", "0.7300", "0.9000", "0.4500", "-", "-"]
 
 
+def test_a_run_without_tables_is_compared_in_all_else(dense: Path, tmp_path: Path) -> None:
+    layers = [layer("C1", 1_000) | {"kind": "linear"}]
+    integers = write_run(tmp_path / "integers", layers, table_bytes=0, dense_table_bytes=0)
+    lines = [re.split(r"\s{2,}", line) for line in summary_table([dense, integers]).splitlines()]
+    assert lines[3][:4] == ["integers", "16,000", "62.50 KiB", "none"]
+    assert lines[4][:6] == ["", "vs dense", "201x smaller", "201x smaller", "-", "+0.0000"]
+
+
 def test_summary(compressed: Path, running: Path, tmp_path: Path) -> None:
     write_summary([compressed, running], tmp_path / "summary.json")
     summary = json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail)
