@@ -77,8 +77,8 @@ def compress_state(
                 compressed[f"{collection}{child}embedding_bags.{table.name}.weight"] = state[key]
     if not bags:
         raise ValueError(f"no table with an unshared weight has at least {config.min_rows} rows: lower min_rows")
-    names = {tables[key]["table"] for key in bags}
-    if importance is not None and (missing := sorted(names - importance.keys())):
+    names = [tables[key]["table"] for key in bags]
+    if importance is not None and (missing := [name for name in names if name not in importance]):
         raise ValueError(f"importance lacks {', '.join(missing)}: give it for all tables that are compressed, or for none")
     weights = [(importance or {}).get(tables[key]["table"]) for key in bags]
     for key, weight in zip(bags, weights, strict=True):

@@ -78,9 +78,10 @@ def _is_before(line: str, step: int, evaluated: bool) -> bool:
 def off_target(scheduler: RankScheduler) -> str | None:
     """Say why ranks have not reached their target size, and what would help; None if they have, or have no target."""
     if scheduler.stage != "done":
+        steps = scheduler.config.early_steps + scheduler.config.late_steps
         return (
-            f"the run ended in the {scheduler.stage} stage of its ranks, off their target size: "
-            "raise training.steps and resume, or lower ranks.early_steps and ranks.late_steps"
+            f"the run ended after {scheduler.steps:,} steps, in the {scheduler.stage} stage of its ranks, which reach their final "
+            f"size after {steps:,}: raise training.steps and resume, or lower ranks.early_steps and ranks.late_steps"
         )
     size, unit = scheduler.history[-1]["bytes" if scheduler.in_bytes else "params"], "bytes" if scheduler.in_bytes else "parameters"
     if scheduler.target is None or size <= 1.01 * scheduler.target:

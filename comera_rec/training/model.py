@@ -52,11 +52,13 @@ class Schema:
 
     def differences(self, other: Schema) -> list[str]:
         """List what differs: columns by name, "the labels" or "the numbers". Vocabularies count where both are known."""
-        sizes = {name for name in {*self.sparse, *other.sparse} if self.sparse.get(name) != other.sparse.get(name)}
-        known = self.vocabularies.keys() & other.vocabularies.keys()
-        ids = {name for name in known if self.vocabularies[name] != other.vocabularies[name]}
+
+        def differs(name: str) -> bool:
+            known = self.vocabularies.get(name), other.vocabularies.get(name)
+            return self.sparse.get(name) != other.sparse.get(name) or (None not in known and known[0] != known[1])
+
         labels, integers = self.labels != other.labels, self.dense != other.dense
-        return ["the labels"] * labels + ["the numbers"] * integers + sorted(sizes | ids)
+        return ["the labels"] * labels + ["the numbers"] * integers + list(filter(differs, self.sparse | other.sparse))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the schema as plain lists and numbers."""

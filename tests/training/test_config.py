@@ -42,6 +42,12 @@ def test_named_tables_stay_dense() -> None:
         table_configs(parse_config({**MINIMAL, "tables": {"dense_tables": ["C3"]}}), schema)
 
 
+def test_differing_columns_are_listed_in_their_order() -> None:
+    schema = Schema(dense=(), sparse={f"C{number}": 10 for number in range(1, 12)}, vocabularies={"C3": "a", "C4": "a"})
+    other = Schema(dense=(), sparse=schema.sparse | {"C2": 9, "C10": 9, "D1": 9}, vocabularies={"C3": "b", "C5": "b"})
+    assert schema.differences(other) == ["C2", "C3", "C10", "D1"]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

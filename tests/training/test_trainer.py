@@ -108,9 +108,9 @@ def test_ranks_shrink_to_the_target(config_file: Path) -> None:
 def test_a_run_too_short_for_its_schedule_says_so(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(config_file, *RANKS, "ranks.late_steps=9")
     printed = capsys.readouterr().err
-    assert "the run ended in the late stage of its ranks, off their target size: raise training.steps and resume" in printed
+    assert "the run ended after 12 steps, in the late stage of its ranks, which reach their final size after 13:" in printed
     run(config_file, *RANKS, "training.steps=13", "ranks.late_steps=9", f"output={config_file.parent / 'long enough'}")
-    assert "off their target size" not in capsys.readouterr().err
+    assert "the run ended" not in capsys.readouterr().err
 
 
 def test_a_run_that_ends_above_its_target_size_says_so(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
