@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 from tqdm import tqdm
@@ -14,9 +15,9 @@ from data_pipeline.buckets import Counted
 from data_pipeline.counts import GroupCounts, PartCounts, count_part
 from data_pipeline.job import Job, part_name
 from data_pipeline.manifest import SPLITS, InputFile, RejectedLine
-from data_pipeline.parse import Parsed
+from data_pipeline.parse import Parsed, PartRecord
 from data_pipeline.parts import Part
-from data_pipeline.pool import Schedule, Work
+from data_pipeline.pool import Schedule
 from data_pipeline.runs import Run, merge, merge_in_levels
 from data_pipeline.splits import Rows
 
@@ -28,14 +29,13 @@ _NO_ROWS, _ALL_ROWS = slice(0, 0), slice(None)
 class CountedPart:
     """A part after pass 1: the number of its first row among all rows, and its counts.
 
-    name: of its count files. If splits go by position, these count all rows as training rows, because positions are known only
-        after all parts are counted; `train_and_rest` corrects that.
+    If splits go by position, all its rows are counted as training rows, because positions are known only after all parts are
+    counted; `train_and_rest` corrects that.
     """
 
     log: int
     number: int
     first_row: int
-    name: str
     counts: PartCounts
 
     @property
@@ -52,40 +52,21 @@ def count_logs(job: Job, schedule: Schedule) -> list[CountedPart]:
     parts, row = [], 0
     for log, counted in enumerate(pass_over(job, schedule, _count, PartCounts, folder="counts", description="counting")):
         for number, counts in counted.items():
-            parts.append(CountedPart(log=log, number=number, first_row=row, name=part_name(log, number), counts=counts))
+            parts.append(CountedPart(log=log, number=number, first_row=row, counts=counts))
             row += counts.rows
     return parts
-
-
-class PartRecord(Protocol):
-    """A part's record from a pass that checks for malformed lines; `PartCounts` documents the members."""
-
-    @property
-    def lines(self) -> int: ...
-    @property
-    def rows(self) -> int: ...
-    @property
-    def rejected(self) -> int: ...
-    @property
-    def reasons(self) -> tuple[tuple[int, str], ...]: ...
-    @property
-    def last(self) -> bool: ...
 
 
 Record = TypeVar("Record", bound=PartRecord)
 
 
 def pass_over(
-    job: Job, schedule: Schedule, work: Work[tuple[int, int, Record]], kind: type[Record], *, folder: str, description: str
+    job: Job, schedule: Schedule, work: Callable[[Job, Part], Record], kind: type[Record], *, folder: str, description: str
 ) -> list[dict[int, Record]]:
     """Run a pass over every part that is not done yet, and return each log's records by part number, in order.
 
     Args:
-        job: the run.
-        schedule: runs the pass.
-        work: returns a part's log, number and record, and saves the record.
-        kind: the type of the records.
-        folder: where records are saved in the work folder.
+        work: makes a part's record, which is of type `kind` and is saved in `folder` of the work folder.
         description: for the progress bar.
 
     Raises:
@@ -99,13 +80,24 @@ def pass_over(
     rows_done = sum(record.rows for records in records_of_logs for record in records.values())
     with (
         tqdm(desc=description, unit="row", unit_scale=True, disable=None, initial=rows_done) as bar,
-        closing(schedule(job, work, done_parts, {})) as results,
+        closing(schedule(job, partial(_recorded, work, kind, folder), done_parts, {})) as results,
     ):
         for part_log, number, record in results:
             bar.update(record.rows)
             records_of_logs[part_log][number] = record
             rejects.check(part_log, records_of_logs[part_log])
     return [dict(sorted(records.items())) for records in records_of_logs]
+
+
+def _recorded(
+    work: Callable[[Job, Part], Record], kind: type[Record], folder: str, job: Job, part: Part, detail: None
+) -> tuple[int, int, Record]:
+    name = f"{folder}/{part_name(part.log, part.number)}"
+    record = job.work.load(name, kind)
+    if record is None:  # else saved by a worker that died before it could report it
+        record = work(job, part)
+        job.work.save(name, record)
+    return part.log, part.number, record
 
 
 def _load_records(job: Job, log: int, kind: type[Record], folder: str) -> dict[int, Record]:
@@ -119,11 +111,7 @@ def _is_complete(records: Mapping[int, PartRecord]) -> bool:
     return any(record.last and len(records) == number + 1 for number, record in records.items())
 
 
-def _count(job: Job, part: Part, detail: None) -> tuple[int, int, PartCounts]:
-    name = f"counts/{part_name(part.log, part.number)}"
-    counts = job.work.load(name, PartCounts)
-    if counts:  # saved by a worker that died before it could report them
-        return part.log, part.number, counts
+def _count(job: Job, part: Part) -> PartCounts:
     drawn = np.zeros(len(SPLITS), np.int64)
 
     def rows_of(parsed: Parsed, first: int) -> tuple[Rows, Rows]:
@@ -133,11 +121,11 @@ def _count(job: Job, part: Part, detail: None) -> tuple[int, int, PartCounts]:
         drawn[:] += [len(split_rows) for split_rows in rows.values()]
         return rows["train"], np.sort(np.concatenate([rows["val"], rows["test"]]))
 
-    counts = count_part(job.blocks(part), job.schema, job.work.path / name, rows_of=rows_of, last=part.last, counted=job.counted)
+    path = job.work.path / "counts" / part_name(part.log, part.number)
+    counts = count_part(job.blocks(part), job.schema, path, rows_of=rows_of, last=part.last, counted=job.counted)
     if job.splitting.by_row:
-        counts = replace(counts, split_rows=tuple(drawn.tolist()))
-    job.work.save(name, counts)
-    return part.log, part.number, counts
+        counts.split_rows = tuple(drawn.tolist())
+    return counts
 
 
 class _Rejects:
@@ -202,22 +190,21 @@ def train_and_rest(job: Job, parts: Sequence[CountedPart], train_rows: int) -> l
     """Group all parts' counts. If splits go by position, a part with training and other rows is counted again as two groups."""
     groups = []
     for part in parts:
-        if job.splitting.by_row or part.end_row <= train_rows:
-            flags = (True, False)
-        elif part.first_row >= train_rows:
-            flags = (False, False)
-        else:
-            part, flags = _count_apart(job, part, train_rows - part.first_row), (True, False)
-        both = (part.counts.train, part.counts.rest)
-        groups += [Group(counts=counts, trains=trains) for counts, trains in zip(both, flags, strict=True) if counts.rows]
+        counts, trains = part.counts, True
+        if not job.splitting.by_row and part.end_row > train_rows:
+            trains = part.first_row < train_rows
+            if trains:
+                counts = _count_apart(job, part, train_rows - part.first_row)
+        both = Group(counts=counts.train, trains=trains), Group(counts=counts.rest, trains=False)
+        groups += [group for group in both if group.counts.rows]
     return groups
 
 
-def _count_apart(job: Job, part: CountedPart, train_rows: int) -> CountedPart:
-    name = f"{part.name}-apart"
+def _count_apart(job: Job, part: CountedPart, train_rows: int) -> PartCounts:
+    name = f"{part_name(part.log, part.number)}-apart"
     counts = job.work.load(f"counts/{name}", PartCounts)
     if counts is None:
-        reread = next(job.reader(part.log, lambda number: number != part.number)())
+        reread = next(job.reader(part.log, part.number.__ne__)())
         counts = count_part(
             job.blocks(reread),
             job.schema,
@@ -227,7 +214,7 @@ def _count_apart(job: Job, part: CountedPart, train_rows: int) -> CountedPart:
             counted=job.counted,
         )
         job.work.save(f"counts/{name}", counts)
-    return replace(part, name=name, counts=counts)
+    return counts
 
 
 def merged_values(job: Job, groups: Sequence[Group]) -> Callable[[int], Iterator[Counted]]:

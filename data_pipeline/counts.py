@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipeline.parse import REASONS_KEPT, Parsed
+from data_pipeline.parse import Parsed, PartRecord
 from data_pipeline.runs import Counter, Run
 from data_pipeline.schema import LogSchema
 from data_pipeline.splits import Rows
@@ -42,22 +42,13 @@ class GroupCounts:
     runs: tuple[Run, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PartCounts:
-    """Results of pass 1 for a part.
+@dataclass(kw_only=True)
+class PartCounts(PartRecord):
+    """Results of pass 1 for a part; split_rows: rows of each split, None if splits go by position."""
 
-    reasons: the first malformed lines, as (line of the part from 0, what is wrong).
-    split_rows: rows of each split; None if splits go by position.
-    """
-
-    lines: int
-    rows: int
-    rejected: int
-    reasons: tuple[tuple[int, str], ...]
-    split_rows: tuple[int, ...] | None
+    split_rows: tuple[int, ...] | None = None
     train: GroupCounts
     rest: GroupCounts
-    last: bool
 
 
 RowsOf = Callable[[Parsed, int], tuple[Rows, Rows]]
@@ -77,17 +68,13 @@ def count_part(
         counted: numbers of the categorical columns whose values to count.
     """
     groups = [_Group(path.with_name(f"{path.name}-{name}"), schema, counted) for name in ("train", "rest")]
-    lines = rows = rejected = 0
-    reasons: list[tuple[int, str]] = []
+    record = PartRecord(last=last)
     for parsed in blocks:
-        for group, chosen in zip(groups, rows_of(parsed, rows), strict=True):
+        for group, chosen in zip(groups, rows_of(parsed, record.rows), strict=True):
             group.add(parsed, chosen)
-        reasons += parsed.reasons[: REASONS_KEPT - len(reasons)]
-        lines, rows, rejected = lines + parsed.lines, rows + parsed.rows, rejected + parsed.rejected
+        record.add(parsed)
     train, rest = (group.counts() for group in groups)
-    return PartCounts(
-        lines=lines, rows=rows, rejected=rejected, reasons=tuple(reasons), split_rows=None, train=train, rest=rest, last=last
-    )
+    return PartCounts(**vars(record), train=train, rest=rest)
 
 
 class _Group:

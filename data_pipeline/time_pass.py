@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from data_pipeline.count_pass import pass_over
-from data_pipeline.job import Job, part_name
-from data_pipeline.parse import REASONS_KEPT
+from data_pipeline.job import Job
+from data_pipeline.parse import PartRecord
 from data_pipeline.parts import Part
 from data_pipeline.pool import Schedule
 from data_pipeline.splits import Splitting
@@ -20,15 +20,10 @@ from data_pipeline.splits import Splitting
 _QUANTILES = 1024
 
 
-@dataclass(frozen=True, kw_only=True)
-class PartTimes:
-    """A part's times, ascending, each representing equally many rows. Other members are as in `PartRecord`."""
+@dataclass(kw_only=True)
+class PartTimes(PartRecord):
+    """A part's times, ascending, each representing equally many rows."""
 
-    lines: int
-    rows: int
-    rejected: int
-    reasons: tuple[tuple[int, str], ...]
-    last: bool
     times: tuple[float, ...]
 
 
@@ -44,31 +39,16 @@ def find_times(job: Job, schedule: Schedule) -> Splitting:
     return replace(job.splitting, val_from=_time_after(parts, 1 - val - test), test_from=_time_after(parts, 1 - test))
 
 
-def _record_times(job: Job, part: Part, detail: None) -> tuple[int, int, PartTimes]:
-    name = f"times/{part_name(part.log, part.number)}"
-    record = job.work.load(name, PartTimes)
-    if record is None:
-        blocks, reasons = [np.empty(0)], list[tuple[int, str]]()
-        lines = 0
-        for parsed in job.blocks(part):
-            assert parsed.split_keys is not None, "`Splitting.check_column` has been called"
-            blocks.append(parsed.split_keys)
-            reasons += parsed.reasons[: REASONS_KEPT - len(reasons)]
-            lines += parsed.lines
-        times = np.sort(np.concatenate(blocks))
-        rows = len(times)
-        if len(times) > _QUANTILES:
-            times = times[((np.arange(_QUANTILES) + 0.5) / _QUANTILES * len(times)).astype(np.int64)]
-        record = PartTimes(
-            lines=lines,
-            rows=rows,
-            rejected=lines - rows,
-            reasons=tuple(reasons),
-            last=part.last,
-            times=tuple(times.tolist()),
-        )
-        job.work.save(name, record)
-    return part.log, part.number, record
+def _record_times(job: Job, part: Part) -> PartTimes:
+    record, blocks = PartRecord(last=part.last), [np.empty(0)]
+    for parsed in job.blocks(part):
+        assert parsed.split_keys is not None, "`Splitting.check_column` has been called"
+        blocks.append(parsed.split_keys)
+        record.add(parsed)
+    times = np.sort(np.concatenate(blocks))
+    if len(times) > _QUANTILES:
+        times = times[((np.arange(_QUANTILES) + 0.5) / _QUANTILES * len(times)).astype(np.int64)]
+    return PartTimes(**vars(record), times=tuple(times.tolist()))
 
 
 def _time_after(parts: Sequence[PartTimes], share: float) -> float:

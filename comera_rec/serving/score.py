@@ -31,7 +31,7 @@ from data_pipeline.job import Job, part_name
 from data_pipeline.manifest import Manifest, check_shards, file_sha256, read_manifest
 from data_pipeline.names import check_names
 from data_pipeline.options import PassOptions
-from data_pipeline.parse import REASONS_KEPT
+from data_pipeline.parse import PartRecord
 from data_pipeline.parts import Part, count_parts, identify, inputs_changed
 from data_pipeline.pool import on_executor
 from data_pipeline.shards import Encoder
@@ -72,15 +72,10 @@ class ScoreOptions(PassOptions):
         return first if isinstance(first, Path) and first.is_dir() else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScoredPart:
-    """Record of a part whose scores are on disk: members as in `PartRecord`, and the seconds of the worker."""
+@dataclass(kw_only=True)
+class ScoredPart(PartRecord):
+    """Record of a part whose scores are on disk, with the seconds of the worker."""
 
-    lines: int
-    rows: int
-    rejected: int
-    reasons: tuple[tuple[int, str], ...]
-    last: bool
     seconds: float
 
 
@@ -135,23 +130,17 @@ def _score_log(options: ScoreOptions, tell: Tell) -> Scored:
     return _scored(records, min(options.threads, units))
 
 
-def _score_part(encoder: Encoder, model: Path, job: Job, part: Part, detail: None) -> tuple[int, int, ScoredPart]:
-    name = part_name(part.log, part.number)
-    record = job.work.load(f"shards/{name}", ScoredPart)
-    if record:
-        return part.log, part.number, record
+def _score_part(encoder: Encoder, model: Path, job: Job, part: Part) -> ScoredPart:
     _load(model)
     start = time.perf_counter()
-    starts, labels, reasons = [np.empty(0, np.int64)], [np.empty((len(job.schema.labels), 0), np.int8)], list[tuple[int, str]]()
-    lines = 0
+    starts, labels = [np.empty(0, np.int64)], [np.empty((len(job.schema.labels), 0), np.int8)]
+    record = PartRecord(last=part.last)
 
     def batches() -> Iterator[Flat]:
-        nonlocal lines
         for parsed in job.blocks(part):
             starts.append(parsed.starts)
             labels.append(parsed.labels)
-            reasons.extend(parsed.reasons[: REASONS_KEPT - len(reasons)])
-            lines += parsed.lines
+            record.add(parsed)
             yield from (flatten(encoder, parsed, slice(at, at + BATCH_ROWS)) for at in range(0, parsed.rows, BATCH_ROWS))
 
     scores = _scores(model, batches())
@@ -161,10 +150,8 @@ def _score_part(encoder: Encoder, model: Path, job: Job, part: Part, detail: Non
         line = np.searchsorted(newlines, line) - (1 if job.schema.header and not part.start else 0)
     columns = {"line": line} | scores | dict(zip(job.schema.labels, np.concatenate(labels, axis=1), strict=True))
     seconds = time.perf_counter() - start
-    rejected = lines - len(line)
-    record = ScoredPart(lines=lines, rows=len(line), rejected=rejected, reasons=tuple(reasons), last=part.last, seconds=seconds)
-    _save(job.work, name, columns, record)
-    return part.log, part.number, record
+    _save(job.work, part_name(part.log, part.number), columns)
+    return ScoredPart(**vars(record), seconds=seconds)
 
 
 def _score_data_set(options: ScoreOptions, tell: Tell) -> Scored:
@@ -213,8 +200,9 @@ def _score_group(work: WorkFolder, manifest: Manifest, model: Path, number: int,
     rows = len(table)
     scores = _scores(model, (flat_rows(table.slice(start, BATCH_ROWS), manifest) for start in range(0, rows, BATCH_ROWS)))
     columns = {"row": np.arange(rows)} | scores
-    record = ScoredPart(lines=rows, rows=rows, rejected=0, reasons=(), last=False, seconds=time.perf_counter() - start)
-    _save(work, name, columns | {label.name: table.column(label.name).to_numpy() for label in manifest.labels}, record)
+    record = ScoredPart(lines=rows, rows=rows, last=False, seconds=time.perf_counter() - start)
+    _save(work, name, columns | {label.name: table.column(label.name).to_numpy() for label in manifest.labels})
+    work.save(f"shards/{name}", record)
     return record
 
 
@@ -265,10 +253,9 @@ def _identity(options: ScoreOptions) -> dict[str, object]:
     return {"model": file_sha256(options.model)}
 
 
-def _save(work: WorkFolder, name: str, columns: Mapping[str, np.ndarray], record: ScoredPart) -> None:
+def _save(work: WorkFolder, name: str, columns: Mapping[str, np.ndarray]) -> None:
     with replacing(work.data / f"{name}.parquet") as beside:
         pq.write_table(pa.table(dict(columns)), beside)
-    work.save(f"shards/{name}", record)
 
 
 def _join(work: WorkFolder, records: Mapping[int, ScoredPart], output: Path, counter: str, first: int) -> None:

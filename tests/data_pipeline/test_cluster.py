@@ -61,9 +61,9 @@ def _die_once(job: Job, part: Part, what: str, log: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def dying_count(job: Job, part: Part, detail: Any) -> Any:
+def dying_count(job: Job, part: Part) -> Any:
     _die_once(job, part, "counting", 1)
-    return COUNT(job, part, detail)
+    return COUNT(job, part)
 
 
 def dying_write(encoder: Any, job: Job, part: Part, detail: Any) -> Any:
@@ -71,7 +71,7 @@ def dying_write(encoder: Any, job: Job, part: Part, detail: Any) -> Any:
     return WRITE(encoder, job, part, detail)
 
 
-def deadly_count(job: Job, part: Part, detail: Any) -> Any:
+def deadly_count(job: Job, part: Part) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
