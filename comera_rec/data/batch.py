@@ -5,7 +5,9 @@ B rows, L labels, I integer columns, C categorical columns.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,12 +36,7 @@ class Batch(Pipelineable):
         return len(self.labels)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        return Batch(
-            dense=self.dense.to(device, non_blocking=non_blocking),
-            sparse=self.sparse.to(torch.device(device), non_blocking=non_blocking),
-            labels=self.labels.to(device, non_blocking=non_blocking),
-            weights=None if self.weights is None else self.weights.to(device, non_blocking=non_blocking),
-        )
+        return self._each(lambda part: part.to(torch.device(device), non_blocking=non_blocking))
 
     def padded(self, rows: int) -> Batch:
         """Return the batch padded to a number of rows; added rows have zeros, no ids, label 0 and weight 0."""
@@ -55,12 +52,11 @@ class Batch(Pipelineable):
         )
 
     def pin_memory(self) -> Batch:
-        return Batch(
-            dense=self.dense.pin_memory(),
-            sparse=self.sparse.pin_memory(),
-            labels=self.labels.pin_memory(),
-            weights=None if self.weights is None else self.weights.pin_memory(),
-        )
+        return self._each(lambda part: part.pin_memory())
+
+    def _each(self, change: Callable[[Any], Any]) -> Batch:
+        weights = None if self.weights is None else change(self.weights)
+        return Batch(dense=change(self.dense), sparse=change(self.sparse), labels=change(self.labels), weights=weights)
 
     def to_proxy_tuple(self, model: nn.Module) -> tuple[PHWithMeta, PHWithMeta]:
         """Name the attributes that are the arguments of `model(dense, sparse)`, for torchrec's train pipelines."""

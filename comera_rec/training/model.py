@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -60,20 +61,10 @@ class Schema:
         labels, integers = self.labels != other.labels, self.dense != other.dense
         return ["the labels"] * labels + ["the numbers"] * integers + list(filter(differs, self.sparse | other.sparse))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the schema as plain lists and numbers."""
-        plain = {"dense": list(self.dense), "sparse": dict(self.sparse), "vocabularies": dict(self.vocabularies)}
-        return plain | {"labels": list(self.labels)}
-
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> Schema:
-        """Invert `to_dict`; earlier versions recorded no vocabularies or labels."""
-        return cls(
-            dense=tuple(plain["dense"]),
-            sparse=dict(plain["sparse"]),
-            vocabularies=dict(plain.get("vocabularies", {})),
-            labels=tuple(plain.get("labels", (LABEL,))),
-        )
+        """Read what `asdict` and JSON made; earlier versions recorded no vocabularies or labels."""
+        return TypeAdapter(cls).validate_python(plain)
 
 
 class IntegersOnly(nn.Module):

@@ -150,7 +150,7 @@ class Trainer:
             "step": self.steps,
             "processes": self.processes.size,
             "config": self.config.to_dict(),
-            "schema": self.schema.to_dict(),
+            "schema": asdict(self.schema),
             "data": fingerprint(self.manifest),
             "evaluated": self.evaluated,
             "best": asdict(self.best),
