@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from tqdm import tqdm
 
-from data_pipeline.buckets import Counted
 from data_pipeline.counts import GroupCounts, PartCounts, count_part
 from data_pipeline.job import Job, part_name
 from data_pipeline.manifest import SPLITS, InputFile, RejectedLine
 from data_pipeline.parse import Parsed, PartRecord
 from data_pipeline.parts import Part
 from data_pipeline.pool import Schedule
-from data_pipeline.runs import Run, merge, merge_in_levels
+from data_pipeline.runs import Run
 from data_pipeline.splits import Rows
 
 _REJECTED_LINES_KEPT = 100
@@ -173,6 +172,11 @@ def describe_inputs(job: Job, parts: Sequence[CountedPart]) -> tuple[tuple[Input
     return tuple(inputs), tuple(rejected)
 
 
+def split_bounds(job: Job, parts: Sequence[CountedPart]) -> tuple[int, int]:
+    """Return the numbers of the first validation and test rows, if splits go by position."""
+    return job.splitting.bounds([sum(part.counts.rows for part in parts if part.log == log) for log in range(len(job.logs))])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Group:
     """Counts of a part's training rows, or of its other rows."""
@@ -215,25 +219,3 @@ def _count_apart(job: Job, part: CountedPart, train_rows: int) -> PartCounts:
         )
         job.work.save(f"counts/{name}", counts)
     return counts
-
-
-def merged_values(job: Job, groups: Sequence[Group]) -> Callable[[int], Iterator[Counted]]:
-    """Merge the groups' runs in levels; return a function from a categorical column to its values and their training counts."""
-    folder = job.work.path / "counts"
-    merging: dict[str, Any] = {"key_dtype": job.schema.key_dtype, "entries": job.options.merged_entries}
-    all_runs = [run for group in groups for run in group.runs]
-    runs = merge_in_levels(all_runs, job.work, folder, columns=len(job.schema.categories), workers=job.options.threads, **merging)
-    return lambda column: merge(runs, folder, column, **merging)
-
-
-def remove_runs(job: Job) -> None:
-    """Remove the runs after all vocabularies are recorded."""
-    for pattern in ("*.keys", "*.counts"):
-        for file in (job.work.path / "counts").glob(pattern):
-            file.unlink()
-
-
-def no_training_rows(parts: Sequence[CountedPart]) -> ValueError:
-    """Return the error for inputs without a training row."""
-    rows = sum(part.counts.rows for part in parts)
-    return ValueError(f"--input holds {rows} well-formed lines, which leaves no row for training; give more logs")

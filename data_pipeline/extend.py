@@ -34,7 +34,7 @@ def extend_vocabulary(
 
     Args:
         column: from the known data set; it has a vocabulary.
-        values, key_dtype, work: as for `data_pipeline.vocabulary.build_vocabulary`, for the new logs.
+        values, key_dtype, work: as for `data_pipeline.vocabulary.ranked`, for the new logs.
         max_ids: the most values that get an id, known ones included; None for no limit.
         room: the most bytes of the known table to hold in memory.
         known: the known data set's folder.

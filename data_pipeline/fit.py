@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from tqdm import tqdm
 
 from data_pipeline.buckets import Counted, quantiles
-from data_pipeline.count_pass import Group, merged_values, remove_runs
+from data_pipeline.count_pass import Group
 from data_pipeline.job import Job
 from data_pipeline.manifest import CategoricalColumn
 from data_pipeline.options import PreprocessOptions
+from data_pipeline.runs import Run, merge, merge_in_levels
 from data_pipeline.schema import Column
-from data_pipeline.vocabulary import build_vocabulary
+from data_pipeline.vocabulary import ranked, write_vocabulary
 
 
 def is_counted(options: PreprocessOptions, column: Column) -> bool:
@@ -22,41 +25,51 @@ def is_counted(options: PreprocessOptions, column: Column) -> bool:
     return column.buckets is not None if column.bucketized else options.buckets_of(column) is None
 
 
-def fit_categories(job: Job, options: PreprocessOptions, groups: Sequence[Group]) -> tuple[CategoricalColumn, ...]:
-    """Write the vocabularies, and describe all categorical columns except for what is known only after encoding.
+def fit_counted(
+    job: Job, groups: Sequence[Group], fit: Callable[[int, Iterable[Counted]], CategoricalColumn]
+) -> dict[int, CategoricalColumn]:
+    """Merge the values of the counted columns, and fit each to them: ascending, with their training counts, block by block.
 
-    An interrupted call resumes, because each finished column is recorded.
+    An interrupted call resumes, because each finished column is recorded. The runs of values are removed at the end.
     """
     records = {number: f"tables/{number:03d}" for number in sorted(job.counted)}
-    recorded = {number: job.work.load(record, CategoricalColumn) for number, record in records.items()}
-    fitted = {number: column for number, column in recorded.items() if column}
+    fitted = {number: column for number in records if (column := job.work.load(records[number], CategoricalColumn))}
+    folder, columns = job.work.path / "counts", len(job.schema.categories)
+    merging: dict[str, Any] = {"key_dtype": job.schema.key_dtype, "entries": job.options.merged_entries}
+    runs: Sequence[Run] = [run for group in groups for run in group.runs]
     if len(fitted) < len(records):
-        values_of = merged_values(job, groups)
+        runs = merge_in_levels(runs, job.work, folder, columns=columns, workers=job.options.threads, **merging)
 
-    def fit(number: int) -> CategoricalColumn:
+    def fit_column(number: int) -> None:
         if number not in fitted:
-            fitted[number] = _fit(job, options, groups, number, values_of(number))
+            fitted[number] = fit(number, merge(runs, folder, number, **merging))
             job.work.save(records[number], fitted[number])
-        return fitted[number]
 
-    with ThreadPoolExecutor(options.threads) as pool:
-        list(tqdm(pool.map(fit, records), total=len(records), desc="merging", unit="column", disable=None))
-    remove_runs(job)
+    with ThreadPoolExecutor(job.options.threads) as pool:
+        list(tqdm(pool.map(fit_column, records), total=len(records), desc="merging", unit="column", disable=None))
+    for pattern in ("*.keys", "*.counts"):
+        for file in folder.glob(pattern):
+            file.unlink()
+    return fitted
+
+
+def fit_categories(job: Job, options: PreprocessOptions, groups: Sequence[Group]) -> tuple[CategoricalColumn, ...]:
+    """Write the vocabularies, and describe all categorical columns except for what is known only after encoding."""
+    fitted = fit_counted(job, groups, partial(_fit, job, options, groups))
     columns = range(len(job.schema.categories))
-    return tuple(fitted[number] if number in fitted else _fit(job, options, groups, number, ()) for number in columns)
+    return tuple(fitted.get(number) or _fit(job, options, groups, number, ()) for number in columns)
 
 
 def _fit(
     job: Job, options: PreprocessOptions, groups: Sequence[Group], number: int, values: Iterable[Counted]
 ) -> CategoricalColumn:
-    """Describe a column by its values: ascending, block by block; empty if they were not counted."""
+    """Describe a column by its values, which are empty if they were not counted."""
     column = job.schema.column_of(job.schema.categories[number])
-    missing = sum(group.counts.missing[number] for group in groups)
     described = CategoricalColumn(
         name=column.name,
         num_embeddings=options.buckets_of(column) or 0,
         distinct=None,
-        missing=missing,
+        missing=sum(group.counts.missing[number] for group in groups),
         min_count=0,
         rows_at_zero={},
         vocabulary=None,
@@ -70,20 +83,8 @@ def _fit(
         return replace(described, num_embeddings=len(boundaries) + 2, boundaries=boundaries)
     if not is_counted(options, column):
         return described
-    vocabulary = build_vocabulary(
-        column.name,
-        values,
-        key_dtype=job.schema.key_dtype,
-        min_count=options.min_count_of(column.name),
-        max_ids=column.max_ids,
-        data=job.work.data,
-        work=job.work.path / "tables",
-    )
-    return replace(
-        described,
-        num_embeddings=vocabulary.num_embeddings,
-        distinct=vocabulary.distinct,
-        min_count=options.min_count_of(column.name),
-        vocabulary=vocabulary.file,
-        table=vocabulary.table,
-    )
+    min_count, dtype, work = options.min_count_of(column.name), job.schema.key_dtype, job.work.path / "tables"
+    with ranked(column.name, values, key_dtype=dtype, min_count=min_count, most=column.max_ids, work=work) as frequent:
+        file, table = write_vocabulary(column.name, frequent.blocks, frequent.rows, key_dtype=dtype, data=job.work.data)
+        vocabulary: dict[str, Any] = {"distinct": frequent.distinct, "num_embeddings": frequent.rows + 1}
+    return replace(described, **vocabulary, min_count=min_count, vocabulary=file, table=table)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, get_args
 
 from data_pipeline.atomic import refuse_overlap
@@ -162,14 +162,7 @@ class PreprocessOptions(PassOptions):
 
     @property
     def splitting(self) -> Splitting:
-        return Splitting(
-            kind=self.split,
-            val=self.val_fraction,
-            test=self.test_fraction,
-            seed=self.seed,
-            val_from=self.val_from,
-            test_from=self.test_from,
-        )
+        return Splitting(**{option.name: getattr(self, option.name) for option in fields(Splitting)})
 
     def buckets_of(self, column: Column) -> int | None:
         """Return the hash buckets of a categorical column; None if it has a vocabulary."""

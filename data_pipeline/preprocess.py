@@ -13,45 +13,27 @@ runs resume part by part (`work`). The result depends only on inputs and options
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
-import numpy as np
-
 from data_pipeline.cluster import dask_schedule
-from data_pipeline.count_pass import (
-    Group,
-    count_logs,
-    describe_inputs,
-    no_training_rows,
-    train_and_rest,
-)
+from data_pipeline.count_pass import Group, count_logs, split_bounds, train_and_rest
 from data_pipeline.counts import IntegerCounts
 from data_pipeline.encoder import open_encoder
 from data_pipeline.fit import fit_categories, is_counted
 from data_pipeline.job import Job
-from data_pipeline.manifest import (
-    FILES,
-    FORMAT,
-    FORMAT_VERSION,
-    SPLITS,
-    IntegerColumn,
-    Manifest,
-    RowCounts,
-    versions,
-    write_manifest,
-)
+from data_pipeline.manifest import FILES, FORMAT, FORMAT_VERSION, SPLITS, IntegerColumn, Manifest, versions, write_manifest
 from data_pipeline.names import check_names
-from data_pipeline.options import PreprocessOptions
+from data_pipeline.options import PassOptions, PreprocessOptions
 from data_pipeline.parts import detect_schema, identify, inputs_changed
 from data_pipeline.pool import Schedule, on_threads
 from data_pipeline.schema import LogSchema
-from data_pipeline.sources import LogIdentity
+from data_pipeline.splits import Splitting
 from data_pipeline.time_pass import find_times
 from data_pipeline.work import Tell, work_folder
-from data_pipeline.write_pass import count_zeros, describe_splits, describe_targets, write_logs
+from data_pipeline.write_pass import count_zeros, describe_rows, write_logs
 
 _ROUNDING = 1e-12  # of a standard deviation, relative to the largest value
 
@@ -67,75 +49,78 @@ def preprocess(options: PreprocessOptions, tell: Tell = lambda line: None) -> Ma
         ValueError: an input is missing, damaged or malformed, or the output exists; the message says what to do.
         OSError: the output cannot be written.
     """
-    logs = identify(options.inputs)
     schema = options.schema or detect_schema(options.inputs[0])
     unknown = sorted(set(options.min_counts) - set(schema.categories))
     if unknown:
         raise ValueError(f"--min-count {unknown[0]}=...: no such categorical column; choose one of {', '.join(schema.categories)}")
+    # Everything that determines the work folder's contents; `max_bad_rows` doesn't change them.
+    identity = {name: value for name, value in options.recorded().items() if name != "max_bad_rows"}
+    identity |= {"min_count": options.min_count, "min_counts": dict(options.min_counts)}
+    counted = [number for number, name in enumerate(schema.categories) if is_counted(options, schema.column_of(name))]
+    with open_job(options, schema, options.splitting, counted=counted, identity=identity, tell=tell) as (job, schedule):
+        manifest = _run(job, options, schedule)
+        write_manifest(manifest, job.work.data)
+    return manifest
+
+
+@contextmanager
+def open_job(
+    options: PassOptions,
+    schema: LogSchema,
+    splitting: Splitting,
+    *,
+    counted: Iterable[int],
+    identity: dict[str, Any],
+    tell: Tell,
+) -> Iterator[tuple[Job, Schedule]]:
+    """Yield a run that writes a data set, and what schedules its passes; the data set is put in place when the block ends.
+
+    Args:
+        options, schema, splitting, counted: of the run, see `Job`.
+        identity: what determines the results besides logs, columns and versions, as JSON values.
+        tell: takes messages for the user.
+    """
+    logs = identify(options.inputs)
     names = tuple(check_names(log, schema) for log in options.inputs)
-    options.splitting.check_column(schema)
-    identity = _identity(options, schema, logs)
+    splitting.check_column(schema)
+    identity = {"inputs": [asdict(log) for log in logs], "columns": asdict(schema), "versions": versions()} | identity
     scheduled = dask_schedule(options.scheduler, workers=options.threads) if options.scheduler else nullcontext(on_threads)
     with (
         scheduled as schedule,
         work_folder(options.output, identity=identity, files=FILES, overwrite=options.overwrite, tell=tell) as work,
     ):
-        counted = [is_counted(options, schema.column_of(name)) for name in schema.categories]
+        for folder in (*SPLITS, "vocabulary"):
+            (work.data / folder).mkdir(exist_ok=True)
         job = Job(
-            options=options,
-            schema=schema,
-            logs=logs,
-            work=work,
-            splitting=options.splitting,
-            names=names,
-            counted=frozenset(np.flatnonzero(counted).tolist()),
+            options=options, schema=schema, logs=logs, work=work, splitting=splitting, names=names, counted=frozenset(counted)
         )
-        manifest = _run(job, options, schedule)
+        yield job, schedule
         work.remove_unfinished()
         if identify(options.inputs) != logs:
             raise inputs_changed()
-        write_manifest(manifest, work.data)
-    return manifest
 
 
 def _run(job: Job, options: PreprocessOptions, schedule: Schedule) -> Manifest:
-    for folder in (*SPLITS, "vocabulary"):
-        (job.work.data / folder).mkdir(exist_ok=True)
-    if job.splitting.kind == "time" and job.splitting.val_from is None:
+    if job.splitting.split == "time" and job.splitting.val_from is None:
         job = replace(job, splitting=find_times(job, schedule))
     parts = count_logs(job, schedule)
-    rows_of_logs = [sum(part.counts.rows for part in parts if part.log == log) for log in range(len(job.logs))]
-    bounds = job.splitting.bounds(rows_of_logs)
+    bounds = split_bounds(job, parts)
     groups = train_and_rest(job, parts, bounds[0])
     if not any(group.trains for group in groups):
-        raise no_training_rows(parts)
+        rows = sum(part.counts.rows for part in parts)
+        raise ValueError(f"--input holds {rows} well-formed lines, which leaves no row for training; give more logs")
     integers = tuple(_integer_column(job, column, groups) for column in range(len(job.schema.integers)))
     categories = fit_categories(job, options, groups)
     encoder = open_encoder(integers, categories, job.work.data, job.schema, **options.table_room)
     written = write_logs(job, schedule, parts, bounds, encoder)
-    inputs, rejected_lines = describe_inputs(job, parts)
-    rejected = sum(log.rows_rejected for log in inputs)
     return Manifest(
         format=FORMAT,
         format_version=FORMAT_VERSION,
-        versions=versions(),
         options=options.recorded() | job.splitting.times(),
-        inputs=inputs,
-        rows=RowCounts(read=sum(rows_of_logs) + rejected, written=sum(rows_of_logs), rejected=rejected),
-        rejected_lines=rejected_lines,
-        **describe_targets(written, job.schema),
         integer_columns=integers,
         categorical_columns=count_zeros(categories, written),
-        splits=describe_splits(written),
-        log=job.schema,
+        **describe_rows(job, parts, written),
     )
-
-
-def _identity(options: PreprocessOptions, schema: LogSchema, logs: tuple[LogIdentity, ...]) -> dict[str, Any]:
-    """Return everything that determines the work folder's contents; `max_bad_rows` doesn't change them."""
-    recorded = {name: value for name, value in options.recorded().items() if name != "max_bad_rows"}
-    files = {"inputs": [asdict(log) for log in logs], "columns": asdict(schema), "versions": versions()}
-    return files | recorded | {"min_count": options.min_count, "min_counts": dict(options.min_counts)}
 
 
 def _integer_column(job: Job, column: int, groups: Sequence[Group]) -> IntegerColumn:

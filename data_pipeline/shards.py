@@ -48,13 +48,6 @@ class WrittenShard:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartShards:
-    """The shards that pass 2 wrote for a part."""
-
-    written: tuple[WrittenShard, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Encoder:
     """Encodes parsed columns for a shard: int8 labels, float32 weights (if any) and numbers, then int32 ids or lists of ids.
 
@@ -147,7 +140,7 @@ RowsOf = Callable[[Parsed, int], Mapping[str, Rows]]
 
 def write_part(
     blocks: Iterable[Parsed], encoder: Encoder, data: Path, *, rows_of: RowsOf, shards: Mapping[str, Shard]
-) -> PartShards:
+) -> tuple[WrittenShard, ...]:
     """Encode a part, and write its shards.
 
     Args:
@@ -178,7 +171,7 @@ def write_part(
         described = replace(describe_file(shard.path, data, rows=shard.rows), from_rows=shard.from_rows)
         positives, zeros = (tuple(sums.tolist()) for sums in (writers[split].positives, writers[split].zeros))
         written.append(WrittenShard(split=split, shard=described, positives=positives, zeros=zeros, weight=writers[split].weight))
-    return PartShards(written=tuple(written))
+    return tuple(written)
 
 
 class _ShardWriter:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import numpy as np
 
@@ -14,43 +14,35 @@ from data_pipeline.schema import Kind, LogSchema
 from data_pipeline.splitmix import mix64
 
 SplitKind = Literal["chronological", "day", "random", "time", "user"]
-_NAMES = {"val_fraction": "val", "test_fraction": "test", "seed": "seed", "val_from": "val_from", "test_from": "test_from"}
 Rows = slice | np.ndarray  # of indices, ascending
 
 
 @dataclass(frozen=True, kw_only=True)
 class Splitting:
-    """Rule that assigns rows to splits, by kind:
+    """Rule that assigns rows to splits, by the kind `split`; if that is the name of a split, it takes all rows.
 
-    chronological: the last `test` share of the rows is the test split, the `val` share before it validation; both are rounded down.
+    chronological: the last `test_fraction` of the rows is the test split, the `val_fraction` before it validation; both are rounded
+        down.
     day: all logs but the last are for training; the first half of the last log (rounded up) is for validation, the rest is the test
         split, as is the convention for Criteo's terabyte.
     random: each row is drawn independently by a hash of the seed, its log and its position in the log's text. So fractions hold on
         average, and workers and part sizes don't matter. The default fractions are 8 : 1 : 1, as in BARS.
     time: rows from the time `test_from` on are the test split, those from `val_from` on before it are for validation. By default,
-        the times are chosen to match `val` and `test` (`data_pipeline.time_pass`). Rows of equal times are in one split.
+        the times are chosen to match the fractions (`data_pipeline.time_pass`). Rows of equal times are in one split.
     user: each user is drawn with all rows, by a hash of the seed and the user.
     """
 
-    kind: SplitKind = "chronological"
-    val: float = 0.1
-    test: float = 0.1
+    split: SplitKind | Literal["train", "val", "test"] = "chronological"
+    val_fraction: float = 0.1
+    test_fraction: float = 0.1
     seed: int = 0
     val_from: float | None = None
     test_from: float | None = None
 
-    @classmethod
-    def recorded(cls, options: Mapping[str, Any]) -> Splitting:
-        """Create the splitting from a manifest's options; if their "split" is the name of a split, it takes all rows."""
-        kind = options["split"]
-        if kind in SPLITS:
-            return cls(val=float(kind == "val"), test=float(kind == "test"))
-        return cls(kind=kind, **{argument: options[name] for name, argument in _NAMES.items() if name in options})
-
     @property
     def by_row(self) -> bool:
         """Whether a row's split depends on the row itself, not on its position among all rows."""
-        return self.kind in ("random", "time", "user")
+        return self.split in ("random", "time", "user")
 
     def times(self) -> dict[str, float]:
         """Return the times that a manifest records besides the fractions."""
@@ -63,8 +55,8 @@ class Splitting:
         Raises:
             ValueError: the column is missing.
         """
-        if self.kind in ("time", "user") and not schema.of_kind(cast(Kind, self.kind)):
-            raise ValueError(f"--split {self.kind} needs a column of kind {self.kind}; name one in --schema")
+        if self.split in ("time", "user") and not schema.of_kind(cast(Kind, self.split)):
+            raise ValueError(f"--split {self.split} needs a column of kind {self.split}; name one in --schema")
 
     def splits_of_rows(self, log: int, starts: np.ndarray, split_keys: np.ndarray | None) -> np.ndarray:
         """Return rows' splits as indices into SPLITS, int8 [n].
@@ -74,10 +66,10 @@ class Splitting:
             starts: where they begin in it, int64 [n].
             split_keys: their times or users, as in `Parsed`.
         """
-        if self.kind == "random":
+        if self.split == "random":
             return self.drawn(log, starts)
         assert split_keys is not None, "`check_column` has been called"
-        if self.kind == "user":
+        if self.split == "user":
             return self.drawn(0, split_keys)
         assert self.val_from is not None, "times are known before rows are split by them"
         assert self.test_from is not None, "times are known before rows are split by them"
@@ -87,15 +79,19 @@ class Splitting:
         """Draw random splits as indices into SPLITS, int8 [n], from keys [n], such as the positions of rows in their log."""
         key = mix64(np.array([self.seed], np.uint64) ^ mix64(np.array([log], np.uint64)))
         uniform = (mix64(keys.astype(np.uint64) ^ key) >> np.uint64(11)).astype(np.float64) / (1 << 53)
-        return np.searchsorted([1 - self.val - self.test, 1 - self.test], uniform, side="right").astype(np.int8)
+        return np.searchsorted([1 - self.val_fraction - self.test_fraction, 1 - self.test_fraction], uniform, side="right").astype(
+            np.int8
+        )
 
     def bounds(self, rows_of_logs: Sequence[int]) -> tuple[int, int]:
         """Return the numbers of the first validation and test rows, if splits go by position."""
         total = sum(rows_of_logs)
-        if self.kind == "day":
+        if self.split in SPLITS:
+            return total * (self.split == "train"), total * (self.split != "test")
+        if self.split == "day":
             return total - rows_of_logs[-1], total - rows_of_logs[-1] // 2
         # Rounding first keeps 0.29 * 100 = 28.999999999999996 from losing a row.
-        val, test = (math.floor(round(total * fraction, 6)) for fraction in (self.val, self.test))
+        val, test = (math.floor(round(total * fraction, 6)) for fraction in (self.val_fraction, self.test_fraction))
         return total - val - test, total - test
 
 

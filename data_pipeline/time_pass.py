@@ -35,7 +35,7 @@ def find_times(job: Job, schedule: Schedule) -> Splitting:
     """
     records = pass_over(job, schedule, _record_times, PartTimes, folder="times", description="reading times")
     parts = [part for log_records in records for part in log_records.values() if part.rows]
-    val, test = job.splitting.val, job.splitting.test
+    val, test = job.splitting.val_fraction, job.splitting.test_fraction
     return replace(job.splitting, val_from=_time_after(parts, 1 - val - test), test_from=_time_after(parts, 1 - test))
 
 

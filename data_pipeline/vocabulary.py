@@ -31,45 +31,6 @@ MOST_IDS = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Vocabulary:
-    """A column's vocabulary on disk: a Parquet file for people, and a hash table for encoding."""
-
-    distinct: int
-    num_embeddings: int
-    file: Shard
-    table: Shard
-
-
-def build_vocabulary(
-    name: str,
-    values: Iterable[Counted],
-    *,
-    key_dtype: np.dtype,
-    min_count: int,
-    max_ids: int | None,
-    data: Path,
-    work: Path,
-) -> Vocabulary:
-    """Write `data`/vocabulary/<name>.parquet (value and count in id order from 1) and .table (the hash table).
-
-    Args:
-        name: of the column.
-        values: distinct keys, ascending, with their counts, block by block.
-        key_dtype: of the keys.
-        min_count: values seen fewer times in training get no id.
-        max_ids: the most values that get an id; None for all that are frequent enough.
-        data: the data set's folder.
-        work: a folder for temporary files.
-
-    Raises:
-        ValueError: there are more ids than an int32 can hold.
-    """
-    with ranked(name, values, key_dtype=key_dtype, min_count=min_count, most=max_ids, work=work) as frequent:
-        file, table = write_vocabulary(name, frequent.blocks, frequent.rows, key_dtype=key_dtype, data=data)
-        return Vocabulary(distinct=frequent.distinct, num_embeddings=frequent.rows + 1, file=file, table=table)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Ranked:
     """Values from the most frequent on, equal counts by value.
 
@@ -97,8 +58,12 @@ def ranked(
     """Yield a column's frequent values, which stay on disk until the block ends.
 
     Args:
-        name, values, key_dtype, min_count, work: as for `build_vocabulary`.
+        name: of the column.
+        values: distinct keys, ascending, with their counts, block by block.
+        key_dtype: of the keys.
+        min_count: values seen fewer times in training are left out.
         most: the most values to keep; None for all.
+        work: a folder for temporary files.
 
     Raises:
         ValueError: there are more ids than an int32 can hold.
@@ -125,7 +90,7 @@ def ranked(
 def write_vocabulary(
     name: str, blocks: Callable[[], Iterable[Counted]], rows: int, *, key_dtype: np.dtype, data: Path
 ) -> tuple[Shard, Shard]:
-    """Write `data`/vocabulary/<name>.parquet and .table.
+    """Write `data`/vocabulary/<name>.parquet (value and count in id order from 1) and .table (the hash table for encoding).
 
     Args:
         name: of the column.

@@ -57,12 +57,12 @@ class WorkFolder:
             file.unlink()
 
     def save(self, name: str, record: object) -> None:
-        """Write a dataclass as <name>.json."""
+        """Write a dataclass, or a tuple of dataclasses, as <name>.json."""
         with replacing(self.path / f"{name}.json") as temporary:
             temporary.write_bytes(TypeAdapter(type(record)).dump_json(record))
 
     def load(self, name: str, kind: type[Record]) -> Record | None:
-        """Read a saved dataclass; None if there is none."""
+        """Read what was saved; None if there is nothing."""
         path = self.path / f"{name}.json"
         return TypeAdapter(kind).validate_json(path.read_bytes()) if path.exists() else None
 

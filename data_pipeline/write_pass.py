@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,14 +11,14 @@ from typing import Any
 
 from tqdm import tqdm
 
-from data_pipeline.count_pass import CountedPart
+from data_pipeline.count_pass import CountedPart, describe_inputs
 from data_pipeline.job import Job, part_name
-from data_pipeline.manifest import SPLITS, CategoricalColumn, Label, Shard, Split, Weight
+from data_pipeline.manifest import SPLITS, CategoricalColumn, Label, RowCounts, Shard, Split, Weight, versions
 from data_pipeline.parse import Parsed
 from data_pipeline.parts import Part
 from data_pipeline.pool import Schedule
 from data_pipeline.schema import LogSchema
-from data_pipeline.shards import Encoder, PartShards, WrittenShard, write_part
+from data_pipeline.shards import Encoder, WrittenShard, write_part
 from data_pipeline.splits import Rows, rows_by_position
 
 
@@ -52,7 +52,7 @@ def write_logs(
             done[part.log].add(part.number)
     total = sum(part.counts.rows for part in parts)
     with (
-        tqdm(desc="writing", total=total, unit="row", unit_scale=True, disable=None, initial=_rows(list(records.values()))) as bar,
+        tqdm(desc="writing", total=total, unit="row", unit_scale=True, disable=None, initial=_rows(records.values())) as bar,
         closing(schedule(job, partial(_write, encoder), done, planned)) as results,
     ):
         for key, shards in results:
@@ -60,18 +60,28 @@ def write_logs(
             records[key] = shards
     by_split = defaultdict(list)
     for key in sorted(records):
-        for written in records[key].written:
+        for written in records[key]:
             by_split[written.split].append(written)
     return by_split
 
 
-def describe_splits(written: Mapping[str, Sequence[WrittenShard]]) -> dict[str, Split]:
-    """Return the splits' records for the manifest."""
+def describe_rows(job: Job, parts: Sequence[CountedPart], written: Mapping[str, Sequence[WrittenShard]]) -> dict[str, Any]:
+    """Return what the manifest says of all rows: the logs and their rejected lines, versions, labels, weights and splits."""
+    inputs, rejected_lines = describe_inputs(job, parts)
+    rejected, rows = sum(log.rows_rejected for log in inputs), sum(part.counts.rows for part in parts)
     shards = {name: tuple(record.shard for record in written[name]) for name in SPLITS}
-    return {name: Split(rows=sum(shard.rows for shard in split), shards=split) for name, split in shards.items()}
+    return {
+        "versions": versions(),
+        "inputs": inputs,
+        "rows": RowCounts(read=rows + rejected, written=rows, rejected=rejected),
+        "rejected_lines": rejected_lines,
+        **_targets(written, job.schema),
+        "splits": {name: Split(rows=sum(shard.rows for shard in split), shards=split) for name, split in shards.items()},
+        "log": job.schema,
+    }
 
 
-def describe_targets(written: Mapping[str, Sequence[WrittenShard]], schema: LogSchema) -> dict[str, Any]:
+def _targets(written: Mapping[str, Sequence[WrittenShard]], schema: LogSchema) -> dict[str, Any]:
     """Return the labels' and weights' records for the manifest."""
     rows = {split: sum(shard.shard.rows for shard in written[split]) for split in SPLITS}
 
@@ -99,7 +109,7 @@ def count_zeros(
     return tuple(replace(column, rows_at_zero=zeros(number)) for number, column in enumerate(columns))
 
 
-def _write(encoder: Encoder, job: Job, part: Part, planned: PlannedPart) -> tuple[tuple[int, int], PartShards]:
+def _write(encoder: Encoder, job: Job, part: Part, planned: PlannedPart) -> tuple[tuple[int, int], tuple[WrittenShard, ...]]:
     key = part.log, part.number
     shards = _load_shards(job, key)
     if not shards:
@@ -114,9 +124,9 @@ def _write(encoder: Encoder, job: Job, part: Part, planned: PlannedPart) -> tupl
     return key, shards
 
 
-def _load_shards(job: Job, key: tuple[int, int]) -> PartShards | None:
-    shards = job.work.load(f"shards/{part_name(*key)}", PartShards)
-    return shards if shards and all(_is_complete(job, written.shard) for written in shards.written) else None
+def _load_shards(job: Job, key: tuple[int, int]) -> tuple[WrittenShard, ...] | None:
+    shards = job.work.load(f"shards/{part_name(*key)}", tuple[WrittenShard, ...])
+    return shards if shards and all(_is_complete(job, written.shard) for written in shards) else None
 
 
 def _plan(job: Job, parts: Sequence[CountedPart], bounds: tuple[int, int]) -> dict[tuple[int, int], PlannedPart]:
@@ -147,5 +157,5 @@ def _is_complete(job: Job, shard: Shard) -> bool:
     return path.exists() and path.stat().st_size == shard.bytes
 
 
-def _rows(parts: Sequence[PartShards]) -> int:
-    return sum(written.shard.rows for shards in parts for written in shards.written)
+def _rows(parts: Iterable[Sequence[WrittenShard]]) -> int:
+    return sum(written.shard.rows for shards in parts for written in shards)

@@ -51,7 +51,7 @@ def test_change_while_it_is_read(memory: Any, tmp_path: Path, monkeypatch: pytes
     def change(*_: object) -> None:
         memory.pipe("/log", to_text(ROWS[::-1]))
 
-    monkeypatch.setattr("data_pipeline.preprocess.describe_inputs", lambda job, parts: (change(), ((), ()))[1])
+    monkeypatch.setattr("data_pipeline.write_pass.describe_inputs", lambda job, parts: (change(), ((), ()))[1])
     with pytest.raises(ValueError, match="an --input changed while it was read"):
         preprocess(PreprocessOptions(inputs=("memory://log",), output=tmp_path / "data"))
 

@@ -77,7 +77,7 @@ def test_by_random_draw(tmp_path: Path, write_log: WriteLog) -> None:
         manifest = preprocess(options)
         verify(manifest, options.output)
         frames[name] = {split: read_split(options.output, manifest, split) for split in manifest.splits}
-    drawn = Splitting(kind="random", seed=5).drawn(0, starts)
+    drawn = Splitting(split="random", seed=5).drawn(0, starts)
     ids = ids_of([int(rows[i][14], 16) for i in np.flatnonzero(drawn == 0) if rows[i][14]])
     for number, split in enumerate(("train", "val", "test")):
         split_rows = [rows[i] for i in np.flatnonzero(drawn == number)]
@@ -92,12 +92,12 @@ def test_by_random_draw(tmp_path: Path, write_log: WriteLog) -> None:
 def test_draws_are_fair() -> None:
     """Shares of 100,000 rows are 8 : 1 : 1 within 5 standard deviations; other seeds or logs give other draws."""
     starts = np.arange(0, 24_000_000, 240)
-    drawn = Splitting(kind="random").drawn(0, starts)
+    drawn = Splitting(split="random").drawn(0, starts)
     shares = np.bincount(drawn, minlength=3) / len(drawn)
     np.testing.assert_allclose(shares, [0.8, 0.1, 0.1], atol=0.0065)
-    for other in (Splitting(kind="random", seed=1).drawn(0, starts), Splitting(kind="random").drawn(1, starts)):
+    for other in (Splitting(split="random", seed=1).drawn(0, starts), Splitting(split="random").drawn(1, starts)):
         assert (drawn == other).mean() == pytest.approx(0.66, abs=0.01)
-    uneven = np.bincount(Splitting(kind="random", val=0.0, test=0.5).drawn(0, starts), minlength=3) / len(starts)
+    uneven = np.bincount(Splitting(split="random", val_fraction=0.0, test_fraction=0.5).drawn(0, starts), minlength=3) / len(starts)
     np.testing.assert_allclose(uneven, [0.5, 0, 0.5], atol=0.01)
 
 
