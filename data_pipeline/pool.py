@@ -9,10 +9,9 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from data_pipeline import native
 from data_pipeline.job import Job
@@ -32,7 +31,6 @@ class Schedule(Protocol):
         """Yield the result of `work` for every part that is not done, in the order of completion.
 
         Args:
-            job: the run.
             work: takes the job, a part and its entry in `details` or None; it may be called more than once for a part.
             done: for each log that has parts left to process, the numbers of the parts to skip.
             details: by (log, part number).
@@ -48,23 +46,6 @@ def on_threads(
     return work_on_parts(readers, lambda part: work(job, part, details.get((part.log, part.number))), workers=job.options.threads)
 
 
-@dataclass(frozen=True)
-class _Done(Generic[Result]):
-    result: Result
-
-
-@dataclass(frozen=True)
-class _LogEnd:
-    """A log has been read to its end; it has this many parts."""
-
-    parts: int
-
-
-@dataclass(frozen=True)
-class _Failed:
-    error: BaseException
-
-
 def work_on_parts(
     logs: Sequence[Callable[[], Iterator[Part]]], work: Callable[[Part], Result], *, workers: int
 ) -> Generator[Result]:
@@ -72,50 +53,49 @@ def work_on_parts(
 
     One part is read ahead for each worker. Closing the generator, or an error while reading or working, stops the rest.
     """
-    events: queue.Queue[_Done[Result] | _LogEnd | _Failed] = queue.Queue()
+    done: queue.Queue[Future[Any]] = queue.Queue()  # reads of logs, which return the number of parts, and work on parts
     room, stop = threading.Semaphore(PARTS_PER_WORKER * workers), threading.Event()
 
-    def work_on(part: Part) -> None:
+    def work_on(part: Part) -> Result | None:
         try:
-            if not stop.is_set():
-                events.put(_Done(work(part)))
+            if stop.is_set():
+                return None
+            result = work(part)
             part.release()
-        except BaseException as error:
-            events.put(_Failed(error))
+            return result
         finally:
             room.release()
 
-    def read(log: Callable[[], Iterator[Part]]) -> None:
+    def read(log: Callable[[], Iterator[Part]]) -> int:
         parts, count = log(), 0
-        while not stop.is_set():
+        while True:
             room.acquire()
             try:
-                part = next(parts, None)
-            except BaseException as error:
-                events.put(_Failed(error))
-                part = None
+                part = None if stop.is_set() else next(parts, None)
+            except BaseException:
+                room.release()
+                raise
             if part is None:
                 room.release()
-                break
-            pool.submit(work_on, part)
+                return count
+            pool.submit(work_on, part).add_done_callback(done.put)
             del part  # only the worker refers to it from here on
             count += 1
-        events.put(_LogEnd(count))
 
     with ThreadPoolExecutor(workers) as pool, ThreadPoolExecutor(workers) as readers:
-        for log in logs:
-            readers.submit(read, log)
+        reads = {readers.submit(read, log) for log in logs}
+        for log_read in reads:
+            log_read.add_done_callback(done.put)
         try:
-            reading, expected, yielded = len(logs), 0, 0
-            while reading or yielded < expected:
-                match events.get():
-                    case _LogEnd(parts):
-                        reading, expected = reading - 1, expected + parts
-                    case _Failed(error):
-                        raise error
-                    case _Done(result):
-                        yielded += 1
-                        yield result
+            expected = yielded = 0
+            while reads or yielded < expected:
+                future = done.get()
+                if future in reads:
+                    reads.remove(future)
+                    expected += future.result()
+                else:
+                    yielded += 1
+                    yield future.result()
         finally:
             stop.set()
 
