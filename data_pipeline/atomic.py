@@ -38,13 +38,7 @@ def resolved(output: Path) -> Path:
 
 
 def refuse_overlap(output: Path | str, option: str, paths: Iterable[Path | str], *, within: bool = False) -> None:
-    """Refuse an output that contains its own inputs, symbolic links included.
-
-    Args:
-        output: to be written.
-        option: the command-line option that names the paths.
-        paths: files and folders that are read.
-        within: also refuse an output inside one of them.
+    """Refuse an output that contains the paths of `--option`, symbolic links included, or with `within` lies in one of them.
 
     Raises:
         ValueError: they overlap; the message names both.
@@ -60,10 +54,8 @@ def check_output_folder(output: Path, *, files: tuple[str, ...], overwrite: bool
     """Refuse an output folder that must not be written.
 
     Args:
-        output: the folder to create.
         files: patterns of the paths in a finished output. The first names a file that is always present: only a folder that
             contains it, and nothing but matching files, is ever overwritten.
-        overwrite: replace a finished output.
 
     Raises:
         ValueError: output is not a finished output, has other files in it, or is finished and overwrite is false.
@@ -150,9 +142,6 @@ def _holder(lock: SoftFileLock) -> str:
 @contextmanager
 def finished_folder(output: Path, *, files: tuple[str, ...], overwrite: bool) -> Iterator[Path]:
     """Yield a work folder that is renamed to `output` when the block ends, or removed if it raises.
-
-    Args:
-        output, files, overwrite: as for `check_output_folder`; parents are created.
 
     Raises:
         ValueError: output must not be written.

@@ -26,8 +26,6 @@ def quantiles(values: Iterable[Counted], total: int, buckets: int) -> tuple[floa
 
     Args:
         values: keys of numbers, ascending, block by block.
-        total: the sum of the counts.
-        buckets: the largest number of ranges.
     """
     ranks = np.arange(1, buckets) * total // buckets  # of each range's first value, from 0; the first range is left out
     before, first_keys = 0, [np.empty(0, np.uint64)]

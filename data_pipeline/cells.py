@@ -59,7 +59,6 @@ def to_parsed(columns: Mapping[str, pa.Array], schema: LogSchema, *, rows: int) 
 
     Args:
         columns: by name, the schema's columns except ignored ones; of any Arrow type that fits their kinds.
-        schema: of the log.
         rows: the length of every column; row numbers become the starts and lines of the result.
 
     Returns:

@@ -60,11 +60,8 @@ def count_part(
     """Count a part.
 
     Args:
-        blocks: its rows.
-        schema: of the log.
         path: name prefix of the runs to write.
         rows_of: takes a block and the number of its first row in the part; returns its training rows and its other rows.
-        last: the log ends with this part.
         counted: numbers of the categorical columns whose values to count.
     """
     groups = [_Group(path.with_name(f"{path.name}-{name}"), schema, counted) for name in ("train", "rest")]

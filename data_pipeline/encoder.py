@@ -108,12 +108,7 @@ def open_encoder(
     room: int | None = None,
     threads: int = 1,
 ) -> Encoder:
-    """Open a data set's encoder, with its tables mapped into memory.
-
-    Args:
-        integers, columns, folder: of the data set.
-        schema: of the logs.
-        room, threads: as for `open_tables`.
+    """Open a data set's encoder, with its tables mapped into memory by `open_tables`.
 
     Raises:
         ValueError: a table is missing, or its size differs from the manifest's.
@@ -150,9 +145,6 @@ class RequestEncoder:
 
     Integers are int, hex columns str of 1 to 8 hex digits, other categories str or int (or bool, as 1 or 0), list columns lists of
     these. None, an empty list and, in a categorical column, "" stand for a missing value. Unknown names are ignored.
-
-    Args:
-        data: folder of a data set.
 
     Raises:
         ValueError: it is not a data set, an earlier version wrote it, or its tables are missing.

@@ -38,7 +38,6 @@ def extend_vocabulary(
         max_ids: the most values that get an id, known ones included; None for no limit.
         room: the most bytes of the known table to hold in memory.
         known: the known data set's folder.
-        data: the new data set's folder.
 
     Returns:
         The column with its new files, or unchanged if there are no new values.

@@ -49,10 +49,7 @@ def write_table(path: Path, blocks: Callable[[], Iterable[np.ndarray]], keys: in
     """Write a table of keys with ids 1, 2, ... in bounded memory.
 
     Args:
-        path: of the file.
         blocks: returns the keys in id order; it is called several times.
-        keys: the number of keys.
-        dtype: of the keys.
     """
     pairs = allocate(path, dtype, (capacity_for(keys), 2))
     step = _RANGE_BYTES // (2 * dtype.itemsize)
@@ -68,8 +65,6 @@ class TableIds:
     """Ids from a table in a file; 0 for unknown keys. Pickling stores the file's path, not its contents.
 
     Args:
-        path: of the file.
-        dtype: of its keys.
         room: the most bytes of it that a thread may hold in memory; None for all.
     """
 
@@ -87,7 +82,6 @@ def open_tables(paths: Sequence[Path], dtype: np.dtype, *, room: int | None = No
     """Open the tables of several columns, which share the room.
 
     Args:
-        paths, dtype: of the tables.
         room: the most bytes of them to hold in memory; None for all. The smallest tables are held whole and shared by all threads.
         threads: how many look up ids at once; each holds its own range of a table that isn't held whole.
     """

@@ -32,9 +32,7 @@ def read_cells(
     """Read the cells of all columns except ignored ones.
 
     Args:
-        text: whole lines.
         starts, ends: of the lines, int64 [n].
-        schema: of the log.
         leave_out: numbers of lines to skip.
 
     Returns:

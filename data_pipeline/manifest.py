@@ -202,10 +202,7 @@ def write_manifest(manifest: Manifest, folder: str | Path) -> None:
 
 
 def read_manifest(folder: str | Path) -> Manifest:
-    """Read and validate a data set's manifest.json.
-
-    Args:
-        folder: the data set's folder or URL, written by `comera preprocess`.
+    """Read and validate the manifest.json in a data set's folder or at its URL.
 
     Raises:
         ValueError: the manifest is missing, not JSON, of an unknown format or version, or has a missing key or one of wrong type.
@@ -243,12 +240,7 @@ def files_of(manifest: Manifest) -> Iterator[Shard]:
 
 
 def check_shards(manifest: Manifest, folder: str | Path, *, contents: bool = False) -> None:
-    """Check that every shard of every split exists and has the size that the manifest states.
-
-    Args:
-        manifest: what the folder must hold.
-        folder: the data set's folder.
-        contents: also read every file and compare its row count and SHA-256.
+    """Check that every shard of every split exists and has the size, and optionally the rows and SHA-256, that the manifest states.
 
     Raises:
         ValueError: a shard is missing or differs; the message names the first.

@@ -107,9 +107,6 @@ def measure(text: np.ndarray, schema: LogSchema, room: int, *, element_ends: str
     """Measure the first lines of a text: as many as fit arrays of `room` bytes, but at least one.
 
     Args:
-        text: whole lines, uint8.
-        schema: of the log.
-        room: in bytes.
         element_ends: characters that end list elements, besides the columns' separators.
     """
     numbers = schema.number_dtype.itemsize + (4 if schema.number_dtype != np.int32 else 0)  # parsed as int32, then converted

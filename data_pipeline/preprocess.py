@@ -41,10 +41,6 @@ _ROUNDING = 1e-12  # of a standard deviation, relative to the largest value
 def preprocess(options: PreprocessOptions, tell: Tell = lambda line: None) -> Manifest:
     """Write the data set and return its manifest. After an interruption, calling it again resumes.
 
-    Args:
-        options: of the run.
-        tell: takes messages for the user, such as that an earlier run is resumed.
-
     Raises:
         ValueError: an input is missing, damaged or malformed, or the output exists; the message says what to do.
         OSError: the output cannot be written.
@@ -76,9 +72,7 @@ def open_job(
     """Yield a run that writes a data set, and what schedules its passes; the data set is put in place when the block ends.
 
     Args:
-        options, schema, splitting, counted: of the run, see `Job`.
         identity: what determines the results besides logs, columns and versions, as JSON values.
-        tell: takes messages for the user.
     """
     logs = identify(options.inputs)
     names = tuple(check_names(log, schema) for log in options.inputs)

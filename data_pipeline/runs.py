@@ -76,8 +76,6 @@ class Counter:
 
     Args:
         path: name prefix of the runs.
-        columns: the number of columns.
-        key_dtype: of their keys.
         room: the most bytes to hold.
     """
 
@@ -151,9 +149,6 @@ def merge(runs: Sequence[Run], folder: Path, column: int, *, key_dtype: np.dtype
 
     Args:
         runs: at most `FAN_IN`, to keep the buffers large.
-        folder: of their files.
-        column: the number of the column.
-        key_dtype: of their keys.
         entries: the most entries of all buffers together.
     """
     lengths = [run.lengths[column] for run in runs]
@@ -189,12 +184,7 @@ def merge_in_levels(
 
     Args:
         runs: in the same order in every call.
-        work: stores the records.
-        folder: of the files of runs, including merged ones.
-        columns: the number of columns.
-        key_dtype: of their keys.
         entries: the most entries that a worker may hold.
-        workers: the number of threads.
     """
     remaining, level = list(runs), 0
     while len(remaining) > FAN_IN:

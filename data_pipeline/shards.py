@@ -52,8 +52,6 @@ class Encoder:
     """Encodes parsed columns for a shard: int8 labels, float32 weights (if any) and numbers, then int32 ids or lists of ids.
 
     Args:
-        schema: of the log.
-        integers: its numeric columns.
         id_sources: the id source of each categorical column.
         num_embeddings: of each categorical column.
     """
@@ -144,9 +142,6 @@ def write_part(
     """Encode a part, and write its shards.
 
     Args:
-        blocks: its rows.
-        encoder: of its columns.
-        data: the data set's folder.
         rows_of: takes a block and the number of its first row in the part; returns the rows of each split.
         shards: by split, the shards to write, with path, rows and range of input rows.
     """
@@ -178,8 +173,6 @@ class _ShardWriter:
     """Collects a split's rows from several blocks into row groups.
 
     Args:
-        encoder: of the columns.
-        path: of the file.
         rows: the split and its range of input rows, as `recorded_rows` reads them.
     """
 

@@ -62,7 +62,6 @@ class Splitting:
         """Return rows' splits as indices into SPLITS, int8 [n].
 
         Args:
-            log: the number of the rows' log.
             starts: where they begin in it, int64 [n].
             split_keys: their times or users, as in `Parsed`.
         """

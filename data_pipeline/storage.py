@@ -75,7 +75,6 @@ class Destination:
     """A URL to upload a data set to.
 
     Args:
-        url: of the folder.
         files: patterns of the paths in a data set; the first names the file that marks it as complete.
 
     Raises:

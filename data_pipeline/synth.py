@@ -29,12 +29,10 @@ class SynthOptions:
     """Options of `synth`.
 
     Args:
-        rows: lines to write.
         output: the log; a name ending in .gz compresses it.
         seed: of the model and of the draws.
         scale: multiplies the cardinalities of Criteo's Kaggle log.
         decay: how fast effects shrink with a value's frequency rank k: their standard deviations by (1 + k / 100)^-decay.
-        overwrite: replace an existing log.
         chunk_rows: rows in memory at a time; the log does not depend on it.
 
     Raises:

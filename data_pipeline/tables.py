@@ -43,8 +43,6 @@ def text_blocks(text: memoryview, schema: LogSchema, names: Sequence[str], *, bl
     `starts` and the lines of `reasons` count from the text's beginning.
 
     Args:
-        text: whole lines.
-        schema: of the log.
         names: of the columns in the order of a line; JSON ignores them.
     """
     is_json = schema.format == "jsonl"
@@ -92,13 +90,7 @@ def _split_table(table: pa.Table, lists: int, block_bytes: int) -> Iterator[pa.T
 
 
 def parse_delimited(text: bytes, schema: LogSchema, names: Sequence[str]) -> Parsed:
-    """Parse lines of separated values.
-
-    Args:
-        text: whole lines.
-        schema: of the log; values may be quoted if its format is "csv".
-        names: of the columns in the order of a line.
-    """
+    """Parse whole lines of separated values, quoted if the format is "csv", with columns in the order of `names`."""
     starts, ends, reasons = _lines(text)
     for line, reason in _misshapen(text, starts, ends, schema, len(names)):
         reasons.setdefault(line, reason)

@@ -69,10 +69,6 @@ class TransformOptions(PassOptions):
 def transform(options: TransformOptions, tell: Tell = lambda line: None) -> Manifest:
     """Write the new data set and return its manifest. After an interruption, calling it again resumes.
 
-    Args:
-        options: of the run.
-        tell: takes messages for the user, such as that an earlier run is resumed.
-
     Raises:
         ValueError: an input is missing, damaged or malformed, or has other columns than the data set; or the output exists.
         OSError: the output cannot be written.

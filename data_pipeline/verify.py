@@ -210,8 +210,6 @@ def check_vocabulary(column: CategoricalColumn, folder: Path, *, train_ids: int 
     """Check that a column's vocabulary lists its ids' values by falling count, and that its table gives the same ids.
 
     Args:
-        column: from the manifest; nothing is checked if its ids are hashes.
-        folder: of the data set.
         train_ids: how many ids other than 0 training rows hold; None if the vocabulary is another data set's.
 
     Raises:

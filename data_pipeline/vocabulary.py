@@ -58,9 +58,7 @@ def ranked(
     """Yield a column's frequent values, which stay on disk until the block ends.
 
     Args:
-        name: of the column.
         values: distinct keys, ascending, with their counts, block by block.
-        key_dtype: of the keys.
         min_count: values seen fewer times in training are left out.
         most: the most values to keep; None for all.
         work: a folder for temporary files.
@@ -93,11 +91,7 @@ def write_vocabulary(
     """Write `data`/vocabulary/<name>.parquet (value and count in id order from 1) and .table (the hash table for encoding).
 
     Args:
-        name: of the column.
         blocks: returns values and counts in id order from 1; it is called several times.
-        rows: the number of values.
-        key_dtype: of the values.
-        data: the data set's folder.
     """
     path, table = (f"vocabulary/{file_name(name)}.{suffix}" for suffix in ("parquet", "table"))
     with replacing(data / table) as temporary:

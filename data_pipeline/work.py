@@ -79,7 +79,6 @@ def work_folder(
     Args:
         output, files, overwrite: as for `check_output_folder`.
         identity: everything that determines the results, as JSON values; the names appear in messages.
-        tell: takes messages for the user.
 
     Raises:
         ValueError: output must not be written, or another process is writing it.

@@ -37,11 +37,7 @@ def write_logs(
     """Write every part that has not been written yet, and return all shards of each split in order.
 
     Args:
-        job: the run.
-        schedule: runs the pass.
-        parts: all parts in order.
         bounds: the numbers of the first validation and test rows, if splits go by position.
-        encoder: of the columns.
     """
     planned = _plan(job, parts, bounds)
     records = {key: shards for key in planned if (shards := _load_shards(job, key))}

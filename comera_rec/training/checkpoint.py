@@ -99,12 +99,9 @@ def save_checkpoint(
 
     Args:
         folder: folder of the checkpoints, created if needed; only one run writes to it.
-        step: optimizer steps taken.
         record: numbers, strings, and dictionaries and lists of them.
         tensors: by name; tensors sharded over processes are DTensors or ShardedTensors.
-        keep: number of latest checkpoints to keep.
         kept_step: step whose checkpoint is kept, too.
-        processes: the processes that call this.
 
     Raises:
         ValueError: keep or step out of range.

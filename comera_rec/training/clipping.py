@@ -19,8 +19,6 @@ class GradientClipping:
 
     Args:
         model: the model without wrappers, so that names are those of an unsharded model.
-        max_norm: above 0.
-        processes: the processes that share the model.
     """
 
     def __init__(self, model: nn.Module, max_norm: float, processes: Processes = WORLD) -> None:

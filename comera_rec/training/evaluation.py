@@ -54,10 +54,7 @@ def evaluate(
 
     Args:
         model: called as `model(dense, sparse)`; in evaluation mode meanwhile.
-        batches: the batches of this process.
-        device: the model's device.
         between: called between two batches; what it raises ends the evaluation.
-        processes: the processes that evaluate together.
     """
     kind = BinaryMetrics if batches.rows <= EXACT_ROWS else BinnedMetrics
     metrics = {label.name: kind(processes) for label in batches.manifest.labels}

@@ -35,11 +35,7 @@ def return_freed_memory() -> None:
 
 
 class PeakMemory:
-    """Peak memory in MiB: allocated on a GPU; elsewhere resident, beyond what the process held when this object was made.
-
-    Args:
-        device: where training allocates.
-    """
+    """Peak memory in MiB: allocated on a GPU; elsewhere resident, beyond what the process held when this object was made."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -26,9 +26,6 @@ class BinaryMetrics:
     """Collects logits and labels, then computes exact metrics over all of them, and over all processes.
 
     It keeps 12 to 24 bytes per row on the device of the logits: AUC is the rank statistic itself, not one of binned scores.
-
-    Args:
-        processes: the processes, each with different rows.
     """
 
     def __init__(self, processes: Processes = WORLD) -> None:

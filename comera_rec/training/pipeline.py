@@ -25,10 +25,6 @@ class PipelinedStep:
     Args:
         model: the `DistributedModelParallel` to train.
         loss_of: a batch -> its task loss, computed with that model.
-        optimizer: the optimizer of the model's parameters.
-        scheduler: the rank schedule, if there is one.
-        clip: called after the backward pass.
-        device: device of this process.
     """
 
     def __init__(

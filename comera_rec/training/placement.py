@@ -47,11 +47,7 @@ def place(
     """Build a model, or take the given one, and move or shard it to where it trains.
 
     Args:
-        config: the run's config.
-        schema: schema of the data.
         model: the model to place, on one process only; None to build it.
-        processes: processes that the tables are sharded over.
-        device: device of this process.
         batch_size: rows per process.
 
     Raises:

@@ -12,14 +12,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class Progress:
-    """Shows how far a run is; a context manager.
-
-    Args:
-        name: name of the run.
-        steps: steps taken before.
-        total: steps in all.
-        shown: whether this process shows anything.
-    """
+    """Shows how far a run is, of which `steps` of `total` steps were taken before; a context manager."""
 
     def __init__(self, name: str, steps: int, total: int, *, shown: bool) -> None:
         self._name, self._total = name, total

@@ -16,10 +16,7 @@ class LearningRates:
     The factor follows from the step number alone, so a resumed run has the rates of one that never stopped.
 
     Args:
-        optimizer: optimizer of the model's parameters.
         table_optimizers: optimizers of dense tables, which are updated in the backward pass.
-        total_steps: steps of the run.
-        warmup_steps: steps over which rates rise.
         decay: share of all steps, at the end, over which rates fall.
         as_tensors: hold the optimizer's rates in tensors, which a CUDA graph reads anew in every step.
     """

@@ -27,8 +27,6 @@ class TrainingState:
 
     Args:
         model: the model without wrappers, so that names are those of an unsharded model.
-        optimizer: optimizer of its parameters but those of dense tables.
-        table_optimizers: optimizers of the dense tables.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, table_optimizers: Sequence[KeyedOptimizer]) -> None:

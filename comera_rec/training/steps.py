@@ -29,15 +29,6 @@ class Steps:
     Sharded tables use TorchRec's pipeline if a step has one part (`training.pipeline`); all else uses the plain loop, on a GPU as
     a CUDA graph if asked for (`training.capture`).
 
-    Args:
-        config: the run's config.
-        placed: the model.
-        optimizer: optimizer of its parameters.
-        scheduler: scheduler of its ranks, if they adapt.
-        processes: processes of the run.
-        device: device of this process.
-        total_steps: steps of the run.
-
     Attributes:
         is_pipelined: whether batches go through the pipeline.
     """

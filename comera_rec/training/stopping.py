@@ -28,9 +28,6 @@ class StopSignals:
     """Context manager that records SIGTERM and SIGINT; a SIGINT after either ends the process at once, wherever it is.
 
     With several processes, each calls the same methods at the same step.
-
-    Args:
-        processes: processes of the run.
     """
 
     def __init__(self, processes: Processes = WORLD) -> None:

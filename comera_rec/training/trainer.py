@@ -61,7 +61,6 @@ class Trainer:
     Args:
         config: the run; if its folder already holds a part of it, it resumes from the last checkpoint.
         model: the model to start from instead of a new one; its sizes but not its ranks are the config's. For one process.
-        processes: processes of the run.
 
     Raises:
         ValueError: for data that does not fit, a batch that can't be shared equally, a folder that holds another run, or float8

@@ -20,9 +20,6 @@ class CheckpointWriter:
     """Writes a run's checkpoints, one at a time. With several processes, each calls the same methods at the same step.
 
     Args:
-        folder: folder of the checkpoints.
-        keep: number of latest checkpoints to keep.
-        processes: processes of the run.
         asynchronous: let `save` return as soon as the tensors are copied (in memory, for as long as the write takes); a thread
             writes, in a separate process group. A write that failed shows in `failed`, and is raised by the next `wait` or `save`.
     """
