@@ -17,7 +17,6 @@ from data_pipeline.manifest import SPLITS, InputFile, RejectedLine
 from data_pipeline.parse import Parsed, PartRecord
 from data_pipeline.parts import Part
 from data_pipeline.pool import Schedule
-from data_pipeline.runs import Run
 from data_pipeline.splits import Rows
 
 _REJECTED_LINES_KEPT = 100
@@ -159,17 +158,13 @@ def describe_inputs(job: Job, parts: Sequence[CountedPart]) -> tuple[tuple[Input
     inputs: list[InputFile] = []
     rejected: list[RejectedLine] = []
     for log, identity in enumerate(job.logs):
-        lines, malformed, first_line = 0, 0, job.first_line(log)
-        for part in parts:
-            if part.log == log:
-                rejected += [
-                    RejectedLine(file=identity.name, line=first_line + lines + line, reason=reason)
-                    for line, reason in part.counts.reasons[: _REJECTED_LINES_KEPT - len(rejected)]
-                ]
-                lines += part.counts.lines
-                malformed += part.counts.rejected
+        line, records = job.first_line(log), [part.counts for part in parts if part.log == log]
+        for record in records:
+            rejected += [RejectedLine(file=identity.name, line=line + at, reason=reason) for at, reason in record.reasons]
+            line += record.lines
+        lines, malformed = sum(record.lines for record in records), sum(record.rejected for record in records)
         inputs.append(InputFile(name=identity.name, bytes=identity.bytes, rows_in=lines, rows_rejected=malformed))
-    return tuple(inputs), tuple(rejected)
+    return tuple(inputs), tuple(rejected[:_REJECTED_LINES_KEPT])
 
 
 def split_bounds(job: Job, parts: Sequence[CountedPart]) -> tuple[int, int]:
@@ -177,20 +172,7 @@ def split_bounds(job: Job, parts: Sequence[CountedPart]) -> tuple[int, int]:
     return job.splitting.bounds([sum(part.counts.rows for part in parts if part.log == log) for log in range(len(job.logs))])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Group:
-    """Counts of a part's training rows, or of its other rows."""
-
-    counts: GroupCounts
-    trains: bool
-
-    @property
-    def runs(self) -> tuple[Run, ...]:
-        """Runs of the rows' values."""
-        return tuple(replace(run, trains=self.trains) for run in self.counts.runs)
-
-
-def train_and_rest(job: Job, parts: Sequence[CountedPart], train_rows: int) -> list[Group]:
+def train_and_rest(job: Job, parts: Sequence[CountedPart], train_rows: int) -> list[GroupCounts]:
     """Group all parts' counts. If splits go by position, a part with training and other rows is counted again as two groups."""
     groups = []
     for part in parts:
@@ -199,8 +181,8 @@ def train_and_rest(job: Job, parts: Sequence[CountedPart], train_rows: int) -> l
             trains = part.first_row < train_rows
             if trains:
                 counts = _count_apart(job, part, train_rows - part.first_row)
-        both = Group(counts=counts.train, trains=trains), Group(counts=counts.rest, trains=False)
-        groups += [group for group in both if group.counts.rows]
+        both = replace(counts.train, trains=trains), replace(counts.rest, trains=False)
+        groups += [group for group in both if group.rows]
     return groups
 
 

@@ -36,6 +36,7 @@ class IntegerCounts:
 class GroupCounts:
     """Counts of a part's training rows, or of its others: rows, numbers and missing categories by column, and runs of values."""
 
+    trains: bool = True
     rows: int
     integers: tuple[IntegerCounts, ...]
     missing: tuple[int, ...]

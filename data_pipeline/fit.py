@@ -11,7 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from data_pipeline.buckets import Counted, quantiles
-from data_pipeline.count_pass import Group
+from data_pipeline.counts import GroupCounts
 from data_pipeline.job import Job
 from data_pipeline.manifest import CategoricalColumn
 from data_pipeline.options import PreprocessOptions
@@ -26,7 +26,7 @@ def is_counted(options: PreprocessOptions, column: Column) -> bool:
 
 
 def fit_counted(
-    job: Job, groups: Sequence[Group], fit: Callable[[int, Iterable[Counted]], CategoricalColumn]
+    job: Job, groups: Sequence[GroupCounts], fit: Callable[[int, Iterable[Counted]], CategoricalColumn]
 ) -> dict[int, CategoricalColumn]:
     """Merge the values of the counted columns, and fit each to them: ascending, with their training counts, block by block.
 
@@ -36,7 +36,7 @@ def fit_counted(
     fitted = {number: column for number in records if (column := job.work.load(records[number], CategoricalColumn))}
     folder, columns = job.work.path / "counts", len(job.schema.categories)
     merging: dict[str, Any] = {"key_dtype": job.schema.key_dtype, "entries": job.options.merged_entries}
-    runs: Sequence[Run] = [run for group in groups for run in group.runs]
+    runs: Sequence[Run] = [replace(run, trains=group.trains) for group in groups for run in group.runs]
     if len(fitted) < len(records):
         runs = merge_in_levels(runs, job.work, folder, columns=columns, workers=job.options.threads, **merging)
 
@@ -53,7 +53,7 @@ def fit_counted(
     return fitted
 
 
-def fit_categories(job: Job, options: PreprocessOptions, groups: Sequence[Group]) -> tuple[CategoricalColumn, ...]:
+def fit_categories(job: Job, options: PreprocessOptions, groups: Sequence[GroupCounts]) -> tuple[CategoricalColumn, ...]:
     """Write the vocabularies, and describe all categorical columns except for what is known only after encoding."""
     fitted = fit_counted(job, groups, partial(_fit, job, options, groups))
     columns = range(len(job.schema.categories))
@@ -61,7 +61,7 @@ def fit_categories(job: Job, options: PreprocessOptions, groups: Sequence[Group]
 
 
 def _fit(
-    job: Job, options: PreprocessOptions, groups: Sequence[Group], number: int, values: Iterable[Counted]
+    job: Job, options: PreprocessOptions, groups: Sequence[GroupCounts], number: int, values: Iterable[Counted]
 ) -> CategoricalColumn:
     """Describe a column by its values, which are empty if they were not counted."""
     column = job.schema.column_of(job.schema.categories[number])
@@ -69,7 +69,7 @@ def _fit(
         name=column.name,
         num_embeddings=options.buckets_of(column) or 0,
         distinct=None,
-        missing=sum(group.counts.missing[number] for group in groups),
+        missing=sum(group.missing[number] for group in groups),
         min_count=0,
         rows_at_zero={},
         vocabulary=None,
@@ -78,12 +78,12 @@ def _fit(
     if column.bucketized:
         boundaries = column.boundaries
         if column.buckets is not None:
-            total = sum(group.counts.rows - group.counts.missing[number] for group in groups if group.trains)
+            total = sum(group.rows - group.missing[number] for group in groups if group.trains)
             boundaries = quantiles(values, total, column.buckets)
         return replace(described, num_embeddings=len(boundaries) + 2, boundaries=boundaries)
     if not is_counted(options, column):
         return described
-    min_count, dtype, work = options.min_count_of(column.name), job.schema.key_dtype, job.work.path / "tables"
+    min_count, dtype, work = options.min_counts.get(column.name, options.min_count), job.schema.key_dtype, job.work.path / "tables"
     with ranked(column.name, values, key_dtype=dtype, min_count=min_count, most=column.max_ids, work=work) as frequent:
         file, table = write_vocabulary(column.name, frequent.blocks, frequent.rows, key_dtype=dtype, data=job.work.data)
         vocabulary: dict[str, Any] = {"distinct": frequent.distinct, "num_embeddings": frequent.rows + 1}

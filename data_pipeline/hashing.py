@@ -35,11 +35,6 @@ def map_array(path: Path, dtype: np.dtype, shape: tuple[int, ...] = (-1,), *, wr
     return np.memmap(path, dtype, "r+" if writable else "r").reshape(shape)
 
 
-def capacity_for(keys: int) -> int:
-    """Return the slots of a table; a third stays free to keep probes short."""
-    return keys * 3 // 2 + 1
-
-
 def release(array: np.ndarray) -> None:
     """Release the pages of a mapped file, which count as this process's memory; the file keeps what was written."""
     native.release_pages(Array(array.reshape(-1).view(np.uint8), np.uint8))
@@ -51,7 +46,7 @@ def write_table(path: Path, blocks: Callable[[], Iterable[np.ndarray]], keys: in
     Args:
         blocks: returns the keys in id order; it is called several times.
     """
-    pairs = allocate(path, dtype, (capacity_for(keys), 2))
+    pairs = allocate(path, dtype, (keys * 3 // 2 + 1, 2))  # a third of the slots stays free to keep probes short
     step = _RANGE_BYTES // (2 * dtype.itemsize)
     for first_slot in range(0, len(pairs), step):
         first_id = 1

@@ -10,12 +10,13 @@ import numpy as np
 import pyarrow as pa
 
 from data_pipeline.lists import truncate_lists
+from data_pipeline.manifest import SPLITS
 from data_pipeline.options import PassOptions
 from data_pipeline.parse import Parsed, parse_blocks
 from data_pipeline.parts import Part, Skip, parquet_names, read_parts
 from data_pipeline.schema import LogSchema
 from data_pipeline.sources import LogIdentity
-from data_pipeline.splits import Splitting, rows_by_draw
+from data_pipeline.splits import Splitting
 from data_pipeline.tables import BOM, table_blocks, text_blocks
 from data_pipeline.triplets import Rows, parse_rows
 from data_pipeline.work import WorkFolder
@@ -106,7 +107,8 @@ class Job:
 
     def rows_by_draw(self, part: Part, parsed: Parsed) -> dict[str, np.ndarray]:
         """Return each split's rows of a parsed block, if splits don't go by position."""
-        return rows_by_draw(self.splitting.splits_of_rows(part.log, parsed.starts, parsed.split_keys))
+        drawn = self.splitting.splits_of_rows(part.log, parsed.starts, parsed.split_keys)
+        return {name: np.flatnonzero(drawn == number) for number, name in enumerate(SPLITS)}
 
 
 def _halves(part: Part) -> tuple[Part, Part]:

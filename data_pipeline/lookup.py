@@ -46,13 +46,13 @@ def find_id(manifest: Manifest, folder: Path, column: str, number: int) -> Entry
     kind, described, _ = _column(manifest, folder, column)
     if not 0 <= number < described.num_embeddings:
         raise ValueError(f"--id is {number}; ids of {column} are 0 to {described.num_embeddings - 1}")
-    if described.boundaries is not None and number:
+    if not number:
+        return Entry(column=column, id=0, text=None, count=None)
+    if described.boundaries is not None:
         ends = ["...", *(repr(end).removesuffix(".0") for end in described.boundaries), "..."]
         return Entry(column=column, id=number, text=f"from {ends[number - 1]} to below {ends[number]}", count=None)
-    if not described.vocabulary and number:
+    if not described.vocabulary:
         raise ValueError(f"ids of {column} are hashes, each shared by many texts; ask for the id of a text with --text")
-    if number == 0:
-        return Entry(column=column, id=0, text=None, count=None)
     if kind != "hex":
         raise ValueError(f"the vocabulary of {column} stores hashes of texts, not texts; ask for the id of a text with --text")
     value, count = _entry(described, folder, number)
@@ -66,7 +66,9 @@ def find_text(manifest: Manifest, folder: Path, column: str, text: str) -> Entry
         ValueError: there is no such column, or the text can't be one of its values.
     """
     kind, described, schema = _column(manifest, folder, column)
-    if described.boundaries is not None and text:
+    if not text:
+        return Entry(column=column, id=0, text=None, count=None)
+    if described.boundaries is not None:
         try:
             number = float(text)
         except ValueError:
@@ -74,10 +76,8 @@ def find_text(manifest: Manifest, folder: Path, column: str, text: str) -> Entry
         if not math.isfinite(number):
             raise ValueError(f"--text is {text!r}; values of {column} are finite numbers")
         return Entry(column=column, id=bucket(number, described.boundaries), text=text, count=None)
-    if kind == "hex" and text and not _HEX.fullmatch(text):
+    if kind == "hex" and not _HEX.fullmatch(text):
         raise ValueError(f"--text is {text!r}; values of {column} are 1 to 8 hex digits")
-    if not text:
-        return Entry(column=column, id=0, text=None, count=None)
     keys = np.array([[int(text, 16) if kind == "hex" else hash_text(text.encode("utf-8", "surrogateescape"))]], schema.key_dtype)
     if described.table:
         id_source: IdSource = TableIds(check_file(described.table, folder), schema.key_dtype)

@@ -76,19 +76,10 @@ class Columns(ctypes.Structure):
     _fields_ = tuple(
         (name, Array)
         for name in (
-            "labels",
-            "integers",
-            "integer_missing",
-            "keys",
-            "key_missing",
-            "list_keys",
-            "list_ends",
-            "starts",
-            "bad_lines",
-            "bad_starts",
-            "bad_ends",
+            "labels", "integers", "integer_missing", "keys", "key_missing", "list_keys", "list_ends", "starts",
+            "bad_lines", "bad_starts", "bad_ends",
         )
-    )
+    )  # fmt: skip
 
 
 class Block(ctypes.Structure):

@@ -168,9 +168,6 @@ class PreprocessOptions(PassOptions):
         """Return the hash buckets of a categorical column; None if it has a vocabulary."""
         return self.hash_buckets if column.hash_buckets is None and column.max_ids is None else column.hash_buckets
 
-    def min_count_of(self, column: str) -> int:
-        return self.min_counts.get(column, self.min_count)
-
     def recorded(self) -> dict[str, Any]:
         """Return the options that the manifest records: those that took effect, defaults included."""
         names = ["split"]

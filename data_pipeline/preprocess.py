@@ -19,8 +19,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from data_pipeline.cluster import dask_schedule
-from data_pipeline.count_pass import Group, count_logs, split_bounds, train_and_rest
-from data_pipeline.counts import IntegerCounts
+from data_pipeline.count_pass import count_logs, split_bounds, train_and_rest
+from data_pipeline.counts import GroupCounts, IntegerCounts
 from data_pipeline.encoder import open_encoder
 from data_pipeline.fit import fit_categories, is_counted
 from data_pipeline.job import Job
@@ -117,13 +117,13 @@ def _run(job: Job, options: PreprocessOptions, schedule: Schedule) -> Manifest:
     )
 
 
-def _integer_column(job: Job, column: int, groups: Sequence[Group]) -> IntegerColumn:
+def _integer_column(job: Job, column: int, groups: Sequence[GroupCounts]) -> IntegerColumn:
     name = job.schema.integers[column]
     kind, transform = job.schema.column_of(name).kind, job.schema.column_of(name).transform
-    missing = sum(group.counts.integers[column].missing for group in groups)
+    missing = sum(group.integers[column].missing for group in groups)
     if job.schema.transformed:
         return IntegerColumn(name=name, missing=missing, offset=0, min=None, max=None, transform="none")
-    train = [(group.counts.rows, group.counts.integers[column]) for group in groups if group.trains]
+    train = [(group.rows, group.integers[column]) for group in groups if group.trains]
     train = [(rows - counts.missing, counts) for rows, counts in train if counts.min is not None]
     low = min((counts.min for _, counts in train if counts.min is not None), default=None)
     high = max((counts.max for _, counts in train if counts.max is not None), default=None)

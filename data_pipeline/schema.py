@@ -102,10 +102,6 @@ class LogSchema:
         return tuple(column.name for column in self.columns if column.kind in kinds)
 
     @property
-    def labeled(self) -> bool:
-        return bool(self.of_kind("label"))
-
-    @property
     def labels(self) -> tuple[str, ...]:
         """Names of the labels in the data set: `label` if there is only one, else the column names."""
         names = self.of_kind("label")

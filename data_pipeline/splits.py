@@ -98,8 +98,3 @@ def rows_by_position(first: int, rows: int, bounds: tuple[int, int]) -> dict[str
     """Return each split's rows among `rows` rows, of which the first is number `first` of all."""
     edges = [0, *(min(max(bound - first, 0), rows) for bound in bounds), rows]
     return {name: slice(edges[i], edges[i + 1]) for i, name in enumerate(SPLITS)}
-
-
-def rows_by_draw(drawn: np.ndarray) -> dict[str, np.ndarray]:
-    """Return each split's rows, ascending, from `Splitting.splits_of_rows`."""
-    return {name: np.flatnonzero(drawn == number) for number, name in enumerate(SPLITS)}

@@ -17,7 +17,8 @@ from typing import Any, Literal
 
 from data_pipeline.atomic import refuse_overlap, replacing
 from data_pipeline.buckets import Counted
-from data_pipeline.count_pass import Group, count_logs, split_bounds, train_and_rest
+from data_pipeline.count_pass import count_logs, split_bounds, train_and_rest
+from data_pipeline.counts import GroupCounts
 from data_pipeline.encoder import check_columns, new_logs_schema, open_encoder, recorded_log
 from data_pipeline.extend import extend_vocabulary
 from data_pipeline.fit import fit_counted
@@ -118,7 +119,7 @@ def _run(job: Job, source: Manifest, data: Path, schedule: Schedule) -> Manifest
     )
 
 
-def _extended(job: Job, source: Manifest, data: Path, groups: Sequence[Group]) -> tuple[CategoricalColumn, ...]:
+def _extended(job: Job, source: Manifest, data: Path, groups: Sequence[GroupCounts]) -> tuple[CategoricalColumn, ...]:
     """Return the data set's categorical columns, with extended vocabularies."""
 
     def extend(number: int, values: Iterable[Counted]) -> CategoricalColumn:

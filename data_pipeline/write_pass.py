@@ -24,11 +24,11 @@ from data_pipeline.splits import Rows, rows_by_position
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedPart:
-    """A part's shards by split and its first row; if splits go by position, also the first rows of validation and test."""
+    """A part's shards by split, its first row, and the first rows of validation and test if splits go by position."""
 
     shards: Mapping[str, Shard]
     first_row: int
-    bounds: tuple[int, int] | None
+    bounds: tuple[int, int]
 
 
 def write_logs(
@@ -111,7 +111,7 @@ def _write(encoder: Encoder, job: Job, part: Part, planned: PlannedPart) -> tupl
     if not shards:
 
         def rows_of(parsed: Parsed, first: int) -> Mapping[str, Rows]:
-            if planned.bounds is None:
+            if job.splitting.by_row:
                 return job.rows_by_draw(part, parsed)
             return rows_by_position(planned.first_row + first, parsed.rows, planned.bounds)
 
@@ -142,9 +142,7 @@ def _plan(job: Job, parts: Sequence[CountedPart], bounds: tuple[int, int]) -> di
                 shards[split] = Shard(path=path, rows=rows, from_rows=(part.first_row, part.end_row))
                 numbers[split] += 1
         if shards:
-            planned[part.log, part.number] = PlannedPart(
-                shards=shards, first_row=part.first_row, bounds=None if job.splitting.by_row else bounds
-            )
+            planned[part.log, part.number] = PlannedPart(shards=shards, first_row=part.first_row, bounds=bounds)
     return planned
 
 

@@ -163,5 +163,5 @@ def test_text_without_an_end_is_refused() -> None:
 
 def test_schema_by_majority() -> None:
     unlabeled = GOOD[2:]
-    assert not detect_criteo_schema(b"\n".join([unlabeled, GOOD, unlabeled, b""])).labeled
-    assert detect_criteo_schema(b"\n".join([unlabeled, GOOD, GOOD, b""])).labeled
+    assert not detect_criteo_schema(b"\n".join([unlabeled, GOOD, unlabeled, b""])).labels
+    assert detect_criteo_schema(b"\n".join([unlabeled, GOOD, GOOD, b""])).labels
