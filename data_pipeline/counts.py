@@ -103,10 +103,7 @@ class _Group:
 
     def counts(self) -> GroupCounts:
         return GroupCounts(
-            rows=self._rows,
-            integers=tuple(self._integers),
-            missing=tuple(self._missing.tolist()),
-            runs=self._values.finish(),
+            rows=self._rows, integers=tuple(self._integers), missing=tuple(self._missing.tolist()), runs=self._values.finish()
         )
 
 

@@ -61,13 +61,7 @@ def preprocess(options: PreprocessOptions, tell: Tell = lambda line: None) -> Ma
 
 @contextmanager
 def open_job(
-    options: PassOptions,
-    schema: LogSchema,
-    splitting: Splitting,
-    *,
-    counted: Iterable[int],
-    identity: dict[str, Any],
-    tell: Tell,
+    options: PassOptions, schema: LogSchema, splitting: Splitting, *, counted: Iterable[int], identity: dict[str, Any], tell: Tell
 ) -> Iterator[tuple[Job, Schedule]]:
     """Yield a run that writes a data set, and what schedules its passes; the data set is put in place when the block ends.
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
@@ -14,9 +12,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
+from comera_rec.report.runs import COLORS, Run, short_name
+
 # Colors that stand for CSS variables until the SVG is written; none of them is shown.
 INK, MUTED, LINE = "#010101", "#020202", "#030303"
-SERIES = tuple(f"#0400{i:02x}" for i in range(7))
+SERIES = tuple(f"#0400{i:02x}" for i in range(COLORS))
 _VARIABLES = {INK: "--ink", MUTED: "--muted", LINE: "--line"} | {color: f"--series-{i}" for i, color in enumerate(SERIES)}
 
 _STYLE: Any = {
@@ -44,17 +44,7 @@ _STYLE: Any = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Series:
-    """A run's lines of metrics.jsonl and the number of its color."""
-
-    color: int
-    train: list[dict[str, Any]]
-    val: list[dict[str, Any]]
-    ranks: list[dict[str, Any]]
-
-
-def curves(runs: list[Series], *, best_auc: float | None) -> list[tuple[str, str]]:
+def curves(runs: list[Run], *, best_auc: float | None) -> list[tuple[str, str]]:
     """Draw loss, validation NE and AUC, time per step and memory over steps, as (title, SVG); skip those that no run has."""
     panels = [
         ("Training loss, smoothed", "train", "loss"),
@@ -67,7 +57,7 @@ def curves(runs: list[Series], *, best_auc: float | None) -> list[tuple[str, str
     return [(title, svg) for title, svg in drawn if svg]
 
 
-def _curve(runs: list[Series], kind: str, key: str, reference: float | None) -> str:
+def _curve(runs: list[Run], kind: str, key: str, reference: float | None) -> str:
     with matplotlib.rc_context(_STYLE):
         figure, axes = _figure(6.4, 3.2)
         shown: list[float] = [] if reference is None else [reference]
@@ -93,7 +83,7 @@ def _curve(runs: list[Series], kind: str, key: str, reference: float | None) -> 
         return _svg(figure, f"{kind}-{key}")
 
 
-def model_size(runs: list[Series]) -> str:
+def model_size(runs: list[Run]) -> str:
     """Draw the TT modules' parameters over steps as SVG, with the target as a dashed line; empty if no run's size changes."""
     adapting = [run for run in runs if len(run.ranks) > 1]
     if not adapting:
@@ -138,11 +128,12 @@ def size_against_ne(points: list[tuple[int, str, float, float]]) -> str:
         return _svg(figure, "pareto")
 
 
-def ranks_over_time(history: list[dict[str, Any]], last: int, name: Callable[[str], str], color: int) -> str:
-    """Draw a bar per layer up to step `last` as SVG: the stronger its color, the more of its largest rank sum is left."""
+def ranks_over_time(run: Run) -> str:
+    """Draw a bar per layer up to the last step as SVG: the stronger its color, the more of its largest rank sum is left."""
+    history = run.ranks
     layers = list(dict.fromkeys(layer for line in history for layer in line["ranks"]))
     steps = [line["step"] for line in history]
-    end = max(last, steps[-1] + 1)
+    end = max(run.step, steps[-1] + 1)
     with matplotlib.rc_context(_STYLE):
         figure, axes = _figure(14, 0.6 + 0.31 * len(layers))
         for row, layer in enumerate(layers):
@@ -152,7 +143,7 @@ def ranks_over_time(history: list[dict[str, Any]], last: int, name: Callable[[st
             for start, stop in zip(starts, [*starts[1:], len(ranks)], strict=True):
                 left, right = steps[start], end if stop == len(ranks) else steps[stop]
                 share = sum(ranks[start]) / largest
-                axes.barh(row, right - left, left=left, height=0.86, color=SERIES[color], alpha=0.08 + 0.6 * share, linewidth=0)
+                axes.barh(row, right - left, left=left, height=0.86, color=SERIES[run.color], alpha=0.08 + 0.6 * share, linewidth=0)
                 text = " ".join(map(str, ranks[start])) or "gone"
                 if (right - left) / (end - steps[0]) > 0.009 * (len(text) + 1):
                     axes.text((left + right) / 2, row, text, ha="center", va="center", fontsize=9, color=INK)
@@ -161,25 +152,25 @@ def ranks_over_time(history: list[dict[str, Any]], last: int, name: Callable[[st
             if i == 0 or stage != stages[i - 1]:
                 axes.text(steps[i], -0.75, stage, fontsize=9.5, color=MUTED, ha="left", va="bottom")
                 axes.axvline(steps[i], color=MUTED, linewidth=0.8, zorder=1.5)
-        axes.set_yticks(range(len(layers)), [name(layer) for layer in layers])
+        axes.set_yticks(range(len(layers)), [short_name(layer) for layer in layers])
         axes.tick_params(axis="y", labelcolor=INK, labelsize=10)
         axes.set_ylim(len(layers) - 0.4, -0.7)
         axes.set_xlim(steps[0], end)
         axes.grid(False)
         _steps_below(axes)
-        return _svg(figure, f"ranks-{color}")
+        return _svg(figure, f"ranks-{run.color}")
 
 
-def table_bytes(layers: list[dict[str, Any]], color: int) -> str:
+def table_bytes(run: Run) -> str:
     """Draw two bars per TT table on a logarithmic axis as SVG, its bytes when dense and as TT table; empty without TT tables."""
-    tables = [layer for layer in layers if layer["kind"] == "table" and layer["format"] == "tt"]
+    tables = [layer for layer in run.layers if layer["kind"] == "table" and layer["format"] == "tt"]
     if not tables:
         return ""
     with matplotlib.rc_context(_STYLE):
         figure, axes = _figure(14, 0.7 + 0.36 * len(tables))
         rows = np.arange(len(tables))
         axes.barh(rows - 0.19, [table["dense_bytes"] for table in tables], height=0.36, color=SERIES[0], alpha=0.45)
-        axes.barh(rows + 0.19, [max(table["bytes"], 1) for table in tables], height=0.36, color=SERIES[color or 1])
+        axes.barh(rows + 0.19, [max(table["bytes"], 1) for table in tables], height=0.36, color=SERIES[run.color or 1])
         for row, table in zip(rows, tables, strict=True):
             text = f"{table['ratio']:,.1f}x" if table["bytes"] else "gone"
             axes.text(1.02 * max(table["bytes"], 1), row + 0.19, text, va="center", fontsize=9, color=INK)
@@ -191,7 +182,7 @@ def table_bytes(layers: list[dict[str, Any]], color: int) -> str:
         axes.grid(axis="y", visible=False)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value) + "B"))
         axes.set_xlabel("bytes")
-        return _svg(figure, f"tables-{color}")
+        return _svg(figure, f"tables-{run.color}")
 
 
 def _figure(width: float, height: float) -> tuple[Figure, Axes]:

@@ -1,7 +1,6 @@
 """Results of runs: one self-contained HTML page, a table for the terminal, and summary.json.
 
-A run's folder holds config.json, metrics.jsonl and, once it has finished, result.json. A run without a result is shown with what it
-has so far. Runs are compared with the one named "dense", if there is one.
+Runs are compared with the one named "dense", if there is one.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import json
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,94 +18,12 @@ import jinja2
 from markupsafe import Markup
 
 from comera_rec.report import charts
+from comera_rec.report.runs import BASELINE, Run, read_runs
 
-BASELINE = "dense"
 _SUMMARY_KEYS = (
     *("params", "bytes", "auc", "ne", "logloss", "step_ms", "peak_mib"),
     *("table_bytes", "dense_bytes", "dense_table_bytes", "rows_per_s", "steps", "rows", "split", "seed", "device"),
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """The contents of a run's folder: an empty `result` until the run has finished, and the lines of metrics.jsonl by kind."""
-
-    folder: Path
-    config: dict[str, Any]
-    result: dict[str, Any]
-    train: list[dict[str, Any]] = field(default_factory=list)
-    val: list[dict[str, Any]] = field(default_factory=list)
-    ranks: list[dict[str, Any]] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        return str(self.result.get("name") or self.folder.resolve().name)
-
-    @property
-    def step(self) -> int:
-        return max((line["step"] for line in self.train + self.val + self.ranks), default=0)
-
-    @property
-    def layers(self) -> list[dict[str, Any]]:
-        """The result's layers with a `label` short enough for charts, in descending order of their dense size."""
-        layers = [{**layer, "label": short_name(layer["name"])} for layer in self.result.get("layers", [])]
-        return sorted(layers, key=lambda layer: -layer["dense_bytes"])
-
-    def value(self, key: str) -> Any:
-        """Return a number of the result, or of the last evaluation if there is no result; None if it is missing or not finite."""
-        value = self.result.get(key, self.val[-1].get(key) if self.val and not self.result else None)
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def short_name(layer: str) -> str:
-    """Drop the parts of a layer's name that only name wrappers: `over_arch.model.0._mlp.1._linear` -> `over_arch.0.1`."""
-    parts = layer.split(".")
-    if parts[0] == "sparse_arch":
-        return parts[-1]
-    return ".".join(part for part in parts if part != "model" and not part.startswith("_"))
-
-
-def read_run(folder: Path) -> Run:
-    """Read a run's folder, finished or not.
-
-    Raises:
-        ValueError: if the folder is not a run, or one of its files cannot be read.
-    """
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} is not a run: it holds no config.json; give a folder that `comera train` wrote")
-    lines: dict[str, list[dict[str, Any]]] = {"train": [], "val": [], "ranks": []}
-    for line in _read_lines(folder / "metrics.jsonl"):
-        kind = line.get("split") if line["kind"] == "eval" else line["kind"]
-        if kind in lines:
-            lines[kind].append(line)
-    result = _read_json(folder / "result.json") if (folder / "result.json").exists() else {}
-    return Run(folder=folder, config=_read_json(folder / "config.json"), result=result, **lines)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value: dict[str, Any] = json.loads(path.read_bytes())
-        return value
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}); train the run again") from error
-
-
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    text = path.read_bytes() if path.exists() else b""
-    lines = []
-    # After the last line break there may be a line that is being written, or that a crash cut off.
-    for number, line in enumerate(text.split(b"\n")[:-1], start=1):
-        try:
-            lines.append({"kind": "", "step": 0, **json.loads(line)})
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{path}, line {number}, is damaged ({error}); remove the line") from error
-    return lines
-
-
-def _read_runs(folders: list[Path]) -> list[Run]:
-    if not folders:
-        raise ValueError("no run to report on; give at least one folder that `comera train` wrote")
-    return [read_run(Path(folder)) for folder in folders]
 
 
 def write_summary(runs: list[Path], path: Path) -> None:
@@ -117,7 +34,7 @@ def write_summary(runs: list[Path], path: Path) -> None:
     """
     summary = {
         run.folder.resolve().name: {"finished": bool(run.result)} | {key: run.value(key) for key in _SUMMARY_KEYS}
-        for run in _read_runs(runs)
+        for run in read_runs(runs)
     }
     _write(path, json.dumps(summary, indent=2) + "\n")
 
@@ -186,7 +103,7 @@ def _cell(column: Column, run: Run, baseline: Run | None) -> tuple[str, str]:
 
 
 def _baseline(runs: list[Run]) -> Run | None:
-    return next((run for run in runs if run.name == BASELINE), None)
+    return next((run for run in runs if not run.color), None)
 
 
 def summary_table(runs: list[Path]) -> str:
@@ -195,7 +112,7 @@ def summary_table(runs: list[Path]) -> str:
     Raises:
         ValueError: a folder is not a run.
     """
-    read = _read_runs(runs)
+    read = read_runs(runs)
     baseline = _baseline(read)
     rows = [["run", *(column.title for column in COLUMNS)]]
     for run in read:
@@ -220,42 +137,28 @@ def write_report(runs: list[Path], output: Path, *, best_auc: float | None = Non
         ValueError: a folder is not a run.
         OSError: the page cannot be written.
     """
-    read = _read_runs(runs)
+    read = read_runs(runs)
     baseline = _baseline(read)
-    # The baseline is gray wherever it stands; the others take the colors in order.
-    others = [run for run in read if run is not baseline]
-    colors = [0 if run is baseline else 1 + others.index(run) % (len(charts.SERIES) - 1) for run in read]
-    series = [
-        charts.Series(color=color, train=run.train, val=run.val, ranks=run.ranks) for color, run in zip(colors, read, strict=True)
-    ]
+    points = [(run.color, run.name, run.value("bytes"), run.value("ne")) for run in read]
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
     environment.filters |= {"count": count, "id": id, "json": lambda value: json.dumps(value, indent=2)}
     page = environment.get_template("report.html.j2").render(
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        runs=list(zip(read, colors, strict=True)),
+        runs=read,
         columns=COLUMNS,
         cells={id(run): [_cell(column, run, baseline) for column in COLUMNS] for run in read},
         baseline=baseline,
         highlights=_highlights(read, baseline),
         best_auc=best_auc,
-        curves=[(title, Markup(svg)) for title, svg in charts.curves(series, best_auc=best_auc)],
-        sizes=Markup(charts.model_size(series)),
-        pareto=Markup(charts.size_against_ne(_sizes_and_ne(read, colors))),
-        tables={id(run): Markup(charts.table_bytes(run.layers, color)) for run, color in zip(read, colors, strict=True)},
-        ranks={
-            id(run): Markup(charts.ranks_over_time(run.ranks, run.step, short_name, color))
-            for run, color in zip(read, colors, strict=True)
-            if len(run.ranks) > 1
-        },
+        curves=[(title, Markup(svg)) for title, svg in charts.curves(read, best_auc=best_auc)],
+        sizes=Markup(charts.model_size(read)),
+        pareto=Markup(charts.size_against_ne([point for point in points if all(point[2:])])),
+        tables={id(run): Markup(charts.table_bytes(run)) for run in read},
+        ranks={id(run): Markup(charts.ranks_over_time(run)) for run in read if len(run.ranks) > 1},
     )
     _write(output, page)
-
-
-def _sizes_and_ne(runs: list[Run], colors: list[int]) -> list[tuple[int, str, float, float]]:
-    points = [(color, run.name, run.value("bytes"), run.value("ne")) for color, run in zip(colors, runs, strict=True)]
-    return [(color, name, size, ne) for color, name, size, ne in points if size and ne]
 
 
 def _highlights(runs: list[Run], baseline: Run | None) -> list[tuple[str, str, str]]:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from comera_rec.report.charts import size_against_ne
-from comera_rec.report.page import read_run, short_name, summary_table, write_report, write_summary
+from comera_rec.report.page import summary_table, write_report, write_summary
+from comera_rec.report.runs import read_runs, short_name
 
 VOID = {"meta", "br", "path", "use"}
 
@@ -222,11 +223,11 @@ def test_damaged_files(compressed: Path) -> None:
         lines = [*(line.encode() for line in metrics[:2]), damaged, *(line.encode() for line in metrics[2:]), b""]
         (compressed / "metrics.jsonl").write_bytes(b"\n".join(lines))
         with pytest.raises(ValueError, match=r"metrics.jsonl, line 3, is damaged .*; remove the line"):
-            read_run(compressed)
+            read_runs([compressed])
     (compressed / "result.json").write_bytes(b'{"auc": "\xff"}')
     (compressed / "metrics.jsonl").unlink()
     with pytest.raises(ValueError, match=r"result.json is damaged .*; train the run again"):
-        read_run(compressed)
+        read_runs([compressed])
 
 
 def test_the_pareto_front_omits_runs_that_another_run_beats() -> None:
