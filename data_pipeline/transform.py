@@ -34,7 +34,7 @@ from data_pipeline.manifest import (
     file_sha256,
     read_manifest,
     write_manifest,
-)  # fmt: skip
+)
 from data_pipeline.options import PassOptions
 from data_pipeline.pool import Schedule
 from data_pipeline.preprocess import open_job
