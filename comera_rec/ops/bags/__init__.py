@@ -14,10 +14,8 @@ from torch import Tensor
 
 from comera_rec.ops.bags import cpu, gpu, reference
 from comera_rec.ops.bags.table import HotBlock, Table
-from comera_rec.ops.bags.updates import Updates, find_updates
 from comera_rec.ops.gathered_matmul import resolve_impl
 from comera_rec.ops.plan import LookupPlan, PairPlan
-from comera_rec.tt import slice_major
 
 MODES = ("sum", "mean", "max")
 IMPLEMENTATIONS = ("reference", "cpu", "triton")
@@ -72,50 +70,19 @@ def tt_bags(
     unpacked = [Table(*table) for table in tables]
     first, order = unpacked[0].cores[0], len(unpacked[0].cores)
     impl = resolve_bags_impl(impl, first.device, first.dtype, order)
-    offsets = offsets.long().contiguous()
-    if isinstance(plan, PairPlan) and impl != "triton":
-        raise ValueError(f"impl is {impl!r}, but the plan is for GPUs: make it with plan_lookup(..., impl='auto')")
-    weights = per_sample_weights
+    offsets, weights = offsets.long().contiguous(), per_sample_weights
     if weights is not None:  # the CPU operator sums in float32, whatever the tables' type
         weights = weights.to(torch.float32 if impl == "cpu" else first.dtype).contiguous()
-    if impl != "cpu":
+    if impl != "cpu" or mode == "max":  # otherwise the CPU operator checks them
         _require_ascending(offsets, plan)
-        options: dict[str, Any] = {"mode": mode, "features": features, "num_cols": num_cols}
-        if impl == "reference":
-            assert isinstance(plan, LookupPlan)
-            return reference.pool(unpacked, plan, offsets, weights, **options)
+    options: dict[str, Any] = {"mode": mode, "features": features, "num_cols": num_cols}
+    if impl == "triton":
         return gpu.pool(unpacked, plan, offsets, weights, update=update_in_backward, **options)
-    assert isinstance(plan, LookupPlan)
-    cores = [slice_major(core, k, order) for table in unpacked for k, core in enumerate(table.cores)]
-    diagonals = [diagonal.contiguous() for table in unpacked for diagonal in table.diagonals]
-    blocks = [block for table in unpacked for block in table.hot]
-    if blocks and not diagonals:
-        diagonals = [core.new_ones(core.shape[3]) for table in unpacked for core in table.cores[:-1]]
-    for block in blocks:
-        # A contiguous core of a block is slice-major, because its other sizes are 1; this check is the cheapest.
-        cores += [core if core.is_contiguous() else slice_major(core, k, 2) for k, core in enumerate(block[:2])]
-        diagonals.append(block.diagonal.contiguous())
-    hot = [number for table in unpacked for number in (len(table.hot), table.first)] if blocks else []
-    updates = _updates(cores, diagonals) if update_in_backward else None
-    if mode == "max":  # gather the row of every id, then take maxima over bags
-        ends = torch.arange(plan.inverse.shape[0] + 1, device=first.device)
-        rows = cpu.pool(cores, diagonals, plan, ends, None, mean=False, features=1, num_cols=num_cols, hot=hot, updates=updates)
-        _require_ascending(offsets, plan)
-        bags = reference.pool_rows(rows, ends[:-1], offsets, mode=mode, features=features)
-    else:
-        bags = cpu.pool(
-            cores,
-            diagonals,
-            plan,
-            offsets,
-            weights,
-            mean=mode == "mean",
-            features=features,
-            num_cols=num_cols,
-            hot=hot,
-            updates=updates,
-        )
-    return bags.to(first.dtype)
+    if isinstance(plan, PairPlan):
+        raise ValueError(f"impl is {impl!r}, but the plan is for GPUs: make it with plan_lookup(..., impl='auto')")
+    if impl == "reference":
+        return reference.pool(unpacked, plan, offsets, weights, **options)
+    return cpu.pool(unpacked, plan, offsets, weights, update=update_in_backward, **options).to(first.dtype)
 
 
 def resolve_bags_impl(impl: str, device: torch.device, dtype: torch.dtype, order: int) -> str:
@@ -164,11 +131,6 @@ def check_ids(ids: Tensor, num_rows: int | Tensor, table: str) -> None:
     if first < 0 or last >= num_rows:
         id_ = first if first < 0 else last
         raise ValueError(f"id {id_} is out of range for {table}: its ids run from 0 to {num_rows - 1}; check the data's vocabulary")
-
-
-def _updates(cores: Sequence[Tensor], diagonals: Sequence[Tensor]) -> Updates | None:
-    # Cores that had to be copied into another layout have no optimizer.
-    return None if torch.compiler.is_compiling() or not torch.is_grad_enabled() else find_updates(cores, diagonals)
 
 
 def _require_ascending(offsets: Tensor, plan: LookupPlan | PairPlan) -> None:

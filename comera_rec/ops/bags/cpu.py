@@ -12,53 +12,60 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comera_rec.ops.bags.updates import Updates
+from comera_rec.ops.bags import reference
+from comera_rec.ops.bags.table import Table
+from comera_rec.ops.bags.updates import Updates, find_updates
 from comera_rec.ops.native import ops
 from comera_rec.ops.plan import LookupPlan
+from comera_rec.tt import slice_major
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PLAN = len(fields(LookupPlan))
 
 
 def pool(
-    cores: Sequence[Tensor],
-    diagonals: Sequence[Tensor],
+    tables: Sequence[Table],
     plan: LookupPlan,
     offsets: Tensor,
     weights: Tensor | None,
     *,
-    mean: bool,
+    mode: str,
     features: int,
     num_cols: int,
-    hot: Sequence[int] = (),
-    updates: Updates | None = None,
+    update: bool = True,
 ) -> Tensor:
-    """Pool by sum or mean: [B, F * num_cols] float32, differentiable in cores, diagonals and weights.
-
-    Args:
-        cores: T * d `slice_major` cores, table by table; then A and P of each hot block.
-        diagonals: T * (d - 1) rank parameters, or none if they are ones; then D of each hot block.
-        plan, offsets, features, num_cols: as for `tt_bags`.
-        weights: [L] float32, for sums.
-        hot: for each table its number of hot blocks and the row that id 0 refers to; empty if no table has hot blocks.
-        updates: updates of the cores in backward, instead of gradients.
-    """
-    settings = (mean, features, num_cols, list(hot))
+    """Pool rows to [B, F * num_cols] float32; arguments as for `tt_bags`, weights in float32."""
+    if mode == "max":  # gather the row of every id, then take maxima over bags
+        ends = torch.arange(plan.num_ids + 1, device=offsets.device)
+        rows = pool(tables, plan, ends, None, mode="sum", features=1, num_cols=num_cols, update=update)
+        return reference.pool_rows(rows, ends[:-1], offsets, mode=mode, features=features)
+    order = len(tables[0].cores)
+    # Table by table, then A and P of each hot block; diagonals likewise, or none if all of them are ones.
+    cores = [slice_major(core, k, order) for table in tables for k, core in enumerate(table.cores)]
+    diagonals = [diagonal.contiguous() for table in tables for diagonal in table.diagonals]
+    blocks = [block for table in tables for block in table.hot]
+    if blocks and not diagonals:
+        diagonals = [core.new_ones(core.shape[3]) for table in tables for core in table.cores[:-1]]
+    for block in blocks:
+        # A contiguous core of a block is slice-major, because its other sizes are 1; this check is the cheapest.
+        cores += [core if core.is_contiguous() else slice_major(core, k, 2) for k, core in enumerate(block[:2])]
+        diagonals.append(block.diagonal.contiguous())
+    hot = [number for table in tables for number in (len(table.hot), table.first)] if blocks else []
+    settings = (mode == "mean", features, num_cols, hot)
+    # Cores that had to be copied into another layout have no optimizer.
+    may_update = update and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    updates = find_updates(cores, diagonals) if may_update else None
+    bags: Tensor
     if updates is not None:
-        if updates.diagonals is not None:
-            diagonals = updates.diagonals
-        bags: Tensor = _UpdatingPool.apply(
-            settings, updates, _handle(), offsets, weights, len(diagonals), *diagonals, *plan.tensors
-        )
+        diagonals = diagonals if updates.diagonals is None else updates.diagonals
+        # Needs a gradient, so that autograd calls a backward whose other inputs need none.
+        handle = torch.empty(0, device="cpu", dtype=torch.float32, requires_grad=True)
+        bags = _UpdatingPool.apply(settings, updates, handle, offsets, weights, len(diagonals), *diagonals, *plan.tensors)
+    elif torch._C._are_functorch_transforms_active():
+        bags = _Pool.apply(settings, len(cores), len(diagonals), offsets, weights, *cores, *diagonals, *plan.tensors)
     else:
-        pool = _pool_in_transforms if torch._C._are_functorch_transforms_active() else ops.pool
-        bags = pool(list(cores), list(diagonals), plan.tensors, offsets, weights, *settings)
+        bags = ops.pool(cores, diagonals, plan.tensors, offsets, weights, *settings)
     return bags
-
-
-def _handle() -> Tensor:
-    """Return a tensor that needs a gradient, so that autograd calls a backward whose other inputs need none."""
-    return torch.empty(0, device="cpu", dtype=torch.float32, requires_grad=True)
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
@@ -87,18 +94,10 @@ def _gradients_of(
     core_gradients, diagonal_gradients, weight_gradients = ops.pool_backward(
         grad.float().contiguous(), cores, diagonals, plan, offsets, weights, *settings
     )
-    diagonal_gradients = [gradient.to(diagonal.dtype) for gradient, diagonal in zip(diagonal_gradients, diagonals, strict=False)]
-    return *core_gradients, *diagonal_gradients, None if weights is None else weight_gradients
+    return *core_gradients, *_like(diagonals, diagonal_gradients), None if weights is None else weight_gradients
 
 
 torch.library.register_autograd("comera_rec::pool", _differentiate, setup_context=_setup_context)
-
-
-def _pool_in_transforms(
-    cores: list[Tensor], diagonals: list[Tensor], plan: list[Tensor], offsets: Tensor, weights: Tensor | None, *settings: Any
-) -> Tensor:
-    bags: Tensor = _Pool.apply(settings, len(cores), len(diagonals), offsets, weights, *cores, *diagonals, *plan)
-    return bags
 
 
 class _Pool(torch.autograd.Function):
@@ -162,21 +161,20 @@ class _UpdatingPool(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         offsets, weights, *tensors = ctx.saved_tensors
-        diagonals, plan = list(tensors[: ctx.count]), list(tensors[ctx.count :])
+        _, diagonals, plan = _split(tensors, 0, ctx.count)
         updates: Updates = ctx.updates
         diagonal_gradients, weight_gradients = ops.pool_backward_update(
             grad.float().contiguous(), updates.cores, diagonals, plan, offsets, weights, *ctx.settings, *updates.begin_step()
         )
         weight_gradients = None if weights is None else weight_gradients
-        if updates.diagonals is not None:
-            diagonal_gradients = [None] * len(diagonals)
-        else:
-            diagonal_gradients = [
-                gradient.to(diagonal.dtype) for gradient, diagonal in zip(diagonal_gradients, diagonals, strict=False)
-            ]
+        diagonal_gradients = [None] * len(diagonals) if updates.diagonals is not None else _like(diagonals, diagonal_gradients)
         return None, None, None, None, weight_gradients, None, *diagonal_gradients, *[None] * len(plan)
 
 
 def _split(tensors: Sequence[Tensor], num_cores: int, num_diagonals: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     beyond = num_cores + num_diagonals
     return list(tensors[:num_cores]), list(tensors[num_cores:beyond]), list(tensors[beyond:])
+
+
+def _like(diagonals: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+    return [gradient.to(diagonal.dtype) for gradient, diagonal in zip(gradients, diagonals, strict=False)]

@@ -56,19 +56,14 @@ def _implementation(impl: str) -> ModuleType:
     return importlib.import_module(f"{__name__}.{impl}")
 
 
-def require_impl(impl: str) -> None:
-    """Raise ValueError unless `impl` is "auto" or names an implementation."""
-    if impl not in ("auto", *IMPLEMENTATIONS):
-        raise ValueError(f"impl is {impl!r}: choose 'auto' or one of {', '.join(map(repr, IMPLEMENTATIONS))}")
-
-
 def resolve_impl(impl: str, device: torch.device, dtype: torch.dtype) -> str:
     """Return the implementation to use; "auto" is the fastest one that exists for the device and type.
 
     Raises:
         ValueError: for an implementation that does not exist or can't run there.
     """
-    require_impl(impl)
+    if impl not in ("auto", *IMPLEMENTATIONS):
+        raise ValueError(f"impl is {impl!r}: choose 'auto' or one of {', '.join(map(repr, IMPLEMENTATIONS))}")
     has_triton = importlib.util.find_spec("triton") is not None
     if impl == "auto":
         return "triton" if has_triton and device.type == "cuda" and dtype != torch.float64 else "reference"
