@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from comera_rec.ops.native import ops
+from comera_rec.ops.served_bags.served_table import ServedTable, Slab
 from comera_rec.ops.served_bags.storage import DTYPES, Packed, least_type, pack, quantize, row_bytes, unpack
-from comera_rec.ops.served_bags.table import ServedTable, Slab
 
 
 def served_bags(packed: Packed, lead: Tensor, values: Tensor, lengths: Tensor) -> Tensor:

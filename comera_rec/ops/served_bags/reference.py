@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from comera_rec.ops.served_bags.served_table import ServedTable
 from comera_rec.ops.served_bags.storage import unpack
-from comera_rec.ops.served_bags.table import ServedTable
 from comera_rec.tt import row_digits
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from comera_rec.ops.served_bags.table import ServedTable, Slab
+from comera_rec.ops.served_bags.served_table import ServedTable, Slab
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 MOST_CORES = 4
