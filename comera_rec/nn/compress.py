@@ -159,12 +159,8 @@ def compress_linears_(
     layers: dict[torch.Tensor, TTLinear] = {}  # by the weight that they replace
     for module, name in linears.items():
         decision = config.decide(module.in_features, module.out_features)
-        if "weight" not in module._parameters:
-            decision = LinearDecision(None, f"stays dense: {COMPUTED_WEIGHT}")
         others = [(owner, each) for owner, each in owners.get(module.weight, ()) if each not in linears]
-        if decision.shape is not None and others:
-            owner, other = others[0]
-            reason = f"its weight is also that of {owner!r} ({type(other).__name__}), which is not compressed"
+        if decision.shape is not None and (reason := _reason_to_stay_dense(module, others)):
             decision = LinearDecision(None, f"stays dense: {reason}")
         _LOGGER.info("%s: %d x %d, %s", name or "the model", module.in_features, module.out_features, decision.reason)
         if decision.shape is not None:
@@ -185,14 +181,16 @@ def compress_linears_(
     return replace_modules_(model, replacements)
 
 
+def _reason_to_stay_dense(module: nn.Linear, others: Sequence[tuple[str, nn.Module]]) -> str | None:
+    if "weight" not in module._parameters:
+        return COMPUTED_WEIGHT
+    return next(
+        (f"its weight is also that of {owner!r} ({type(other).__name__}), which is not compressed" for owner, other in others), None
+    )
+
+
 def _compressed(module: nn.Linear, shape: TTShape, init: str) -> TTLinear:
-    if init == "tt_svd":
-        layer = TTLinear.from_dense(module, shape=shape)
-    else:
-        weight: torch.Tensor = module.weight
-        layer = TTLinear(
-            module.in_features, module.out_features, module.bias is not None, shape=shape, device=weight.device, dtype=weight.dtype
-        )
+    layer = TTLinear.from_dense(module, shape=shape) if init == "tt_svd" else TTLinear.like(module, shape=shape)
     for parameter in (*layer.cores(), *layer.rank_parameters()):
         parameter.requires_grad_(module.weight.requires_grad)
     if layer.bias is not None:

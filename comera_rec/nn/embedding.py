@@ -7,14 +7,13 @@ r is the rank of the bond between them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from comera_rec.nn.table import TTTable, require_plain_rows, traits
+from comera_rec.nn.table import TTTable
 from comera_rec.nn.tracing import one_call_in_fx
 from comera_rec.ops import tt_bags
 from comera_rec.tt import TTShape, contract
@@ -38,6 +37,8 @@ class TTEmbedding(TTTable):
         >>> tokens.shape, embedding.logits(tokens).shape
         (torch.Size([1, 3, 768]), torch.Size([1, 3, 30522]))
     """
+
+    _KEPT = ("padding_idx",)
 
     def __init__(self, num_embeddings: int, embedding_dim: int, *, padding_idx: int | None = None, **others: Any) -> None:
         super().__init__(num_embeddings, embedding_dim, **others)
@@ -100,36 +101,6 @@ class TTEmbedding(TTTable):
             (input @ block.core_1[:, 0, :, 0].mT * block.rank_1) @ block.core_0[0, :, 0].mT for block in self.hot_blocks()
         ]
         return scores + F.pad(torch.cat(hot_scores, dim=-1), (0, self.num_embeddings - self.num_hot_rows))
-
-    @classmethod
-    def from_dense(
-        cls,
-        module: nn.Embedding,
-        *,
-        shape: TTShape | None = None,
-        tt_ranks: int | Sequence[int] | None = None,
-        hot_rows: Sequence[tuple[int, int]] = (),
-        rtol: float = 0.0,
-    ) -> TTEmbedding:
-        """Return the TT-SVD of a dense embedding, see `comera_rec.tt_svd`; with hot rows, see `set_dense_matrix_`.
-
-        Raises:
-            ValueError: as `like`.
-        """
-        embedding = cls.like(module, shape=shape, tt_ranks=tt_ranks, hot_rows=hot_rows)
-        embedding.set_dense_matrix_(module.weight.detach(), rtol=rtol)
-        return embedding
-
-    @classmethod
-    def like(cls, module: nn.Embedding, **sizes: Any) -> TTEmbedding:
-        """Return a random table of a dense embedding's sizes, options and standard deviation; `sizes`: shape or tt_ranks, hot_rows.
-
-        Raises:
-            ValueError: if the module has a norm limit, frequency-scaled gradients, or a padding row that isn't zero.
-        """
-        require_plain_rows(module)
-        rows, dim = module.weight.shape
-        return cls(rows, dim, padding_idx=module.padding_idx, **sizes, **traits(module.weight))
 
     def to_dense(self) -> nn.Embedding:
         """Return a `torch.nn.Embedding` with the same rows, frozen if this table is."""

@@ -6,12 +6,11 @@ Shapes: L ids, B bags, U unique ids of the batch, N embedding_dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from comera_rec.nn.table import TTTable, require_plain_rows, traits
+from comera_rec.nn.table import TTTable
 from comera_rec.nn.tracing import one_call_in_fx
 from comera_rec.ops import tt_bags
 from comera_rec.ops.bags import MODES
@@ -46,6 +45,8 @@ class TTEmbeddingBag(TTTable):
         >>> bag(torch.tensor([3, 999_999, 3]), torch.tensor([0, 2])).shape
         torch.Size([2, 64])
     """
+
+    _KEPT = ("mode", "include_last_offset")
 
     def __init__(
         self,
@@ -120,37 +121,6 @@ class TTEmbeddingBag(TTTable):
         if offsets.dim() != 1 or offsets.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"offsets have dtype {offsets.dtype} and {offsets.dim()} dimensions: give [B] int32 or int64")
         return offsets if self.include_last_offset else torch.cat([offsets, offsets.new_full((1,), len(input))])
-
-    @classmethod
-    def from_dense(
-        cls,
-        module: nn.EmbeddingBag,
-        *,
-        shape: TTShape | None = None,
-        tt_ranks: int | Sequence[int] | None = None,
-        hot_rows: Sequence[tuple[int, int]] = (),
-        rtol: float = 0.0,
-    ) -> TTEmbeddingBag:
-        """Return the TT-SVD of a dense embedding bag, see `comera_rec.tt_svd`; with hot rows, see `set_dense_matrix_`.
-
-        Raises:
-            ValueError: as `like`.
-        """
-        bag = cls.like(module, shape=shape, tt_ranks=tt_ranks, hot_rows=hot_rows)
-        bag.set_dense_matrix_(module.weight.detach(), rtol=rtol)
-        return bag
-
-    @classmethod
-    def like(cls, module: nn.EmbeddingBag, **sizes: Any) -> TTEmbeddingBag:
-        """Return a random table of a dense bag's sizes, options and standard deviation; `sizes`: shape or tt_ranks, hot_rows.
-
-        Raises:
-            ValueError: if the module has a padding index, a norm limit or frequency-scaled gradients, which a TT table can't have.
-        """
-        require_plain_rows(module)
-        rows, dim = module.weight.shape
-        last = module.include_last_offset
-        return cls(rows, dim, mode=module.mode, include_last_offset=last, **sizes, **traits(module.weight))
 
     def to_dense(self) -> nn.EmbeddingBag:
         """Return a `torch.nn.EmbeddingBag` with the same rows, frozen if this table is."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -115,15 +116,21 @@ class TTLinear(TTModule):
         """[..., in_features] -> [..., out_features].
 
         Raises:
-            ValueError: for an input with another number of features.
+            ValueError: for an input with another number of features, or of another type than the parameters; autocast converts
+                floats.
         """
         if input.shape[-1] != self.in_features:
             raise ValueError(
                 f"input has {input.shape[-1]} features and the layer takes {self.in_features}: give [..., in_features]"
             )
+        cores = self.cores()
+        if input.dtype != cores[0].dtype and not (input.is_floating_point() and torch.is_autocast_enabled(input.device.type)):
+            raise ValueError(
+                f"input is {input.dtype} and the layer {cores[0].dtype}: give one type, or floats under torch.autocast"
+            )
         contraction = self.contraction(math.prod(input.shape[:-1]))
         float8 = self.float8 and _autocast_to_bfloat16(input.device.type)
-        return tt_linear(input, self.cores(), self.rank_parameters(), self.out_features, self.bias, contraction, float8)
+        return tt_linear(input, cores, self.rank_parameters(), self.out_features, self.bias, contraction, float8)
 
     def contraction(self, batch: int) -> Contraction:
         """Return the order of products for a batch of `batch` rows; exported programs use the one for large batches."""
@@ -135,20 +142,18 @@ class TTLinear(TTModule):
         cls, module: nn.Linear, *, shape: TTShape | None = None, tt_ranks: int | Sequence[int] | None = None, rtol: float = 0.0
     ) -> TTLinear:
         """Return the TT-SVD of a dense linear layer with a copy of its bias; see `comera_rec.tt_svd`."""
-        weight = module.weight.detach()
-        layer = cls(
-            module.in_features,
-            module.out_features,
-            module.bias is not None,
-            shape=shape,
-            tt_ranks=tt_ranks,
-            device=weight.device,
-            dtype=weight.dtype,
-        )
-        layer.set_dense_matrix_(weight.mT, rtol=rtol)
+        layer = cls.like(module, shape=shape, tt_ranks=tt_ranks)
+        layer.set_dense_matrix_(module.weight.detach().mT, rtol=rtol)
         if layer.bias is not None:
             layer.bias.data.copy_(module.bias.detach())
         return layer
+
+    @classmethod
+    def like(cls, module: nn.Linear, **sizes: Any) -> TTLinear:
+        """Return a random layer of a dense layer's features, device and dtype; `sizes`: shape or tt_ranks."""
+        weight: Tensor = module.weight
+        has_bias = module.bias is not None
+        return cls(module.in_features, module.out_features, has_bias, **sizes, device=weight.device, dtype=weight.dtype)
 
     def to_dense(self) -> nn.Linear:
         """Return a `torch.nn.Linear` with the same weight and bias, frozen where this layer is."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,8 @@ class TTTable(TTModule):
     """
 
     hot_rows: nn.ModuleList
+    _KEPT: tuple[str, ...] = ()
+    """Options that the table has in common with the dense module that it replaces."""
 
     def __init__(
         self,
@@ -127,6 +129,39 @@ class TTTable(TTModule):
             super().set_dense_matrix_(residual, rtol=allowed if fitting_round == _FITTING_ROUNDS - 1 else 0.0)
             with torch.no_grad():
                 core_rows = first_rows(self.scaled_cores(), self.shape.row_shape, *hot.shape)
+
+    @classmethod
+    def from_dense(
+        cls,
+        module: nn.Embedding | nn.EmbeddingBag,
+        *,
+        shape: TTShape | None = None,
+        tt_ranks: int | Sequence[int] | None = None,
+        hot_rows: Sequence[tuple[int, int]] = (),
+        rtol: float = 0.0,
+    ) -> Self:
+        """Return the TT-SVD of a dense table, see `comera_rec.tt_svd`; with hot rows, see `set_dense_matrix_`.
+
+        Raises:
+            ValueError: as `like`.
+        """
+        table = cls.like(module, shape=shape, tt_ranks=tt_ranks, hot_rows=hot_rows)
+        table.set_dense_matrix_(module.weight.detach(), rtol=rtol)
+        return table
+
+    @classmethod
+    def like(cls, module: nn.Embedding | nn.EmbeddingBag, **sizes: Any) -> Self:
+        """Return a random table of a dense table's sizes, options and standard deviation; `sizes`: shape or tt_ranks, hot_rows.
+
+        Raises:
+            ValueError: for what a TT table can't have: a norm limit, frequency-scaled gradients, a padding index of an
+                `nn.EmbeddingBag`, or a padding row of an `nn.Embedding` that isn't zero.
+        """
+        require_plain_rows(module)
+        weight: Tensor = module.weight
+        std = 1.0 if weight.is_meta else float(weight.detach().std(correction=0))  # without values, torch's default
+        options = sizes | {name: getattr(module, name) for name in cls._KEPT}
+        return cls(len(weight), weight.shape[1], std=std, device=weight.device, dtype=weight.dtype, **options)
 
     def plan(self, ids: Tensor) -> LookupPlan | PairPlan:
         """Plan a lookup of ids of any shape.
@@ -264,9 +299,3 @@ def require_plain_rows(module: nn.Embedding | nn.EmbeddingBag) -> None:
         raise ValueError("a TT table can't leave padding_idx out of bags: build the EmbeddingBag without it")
     if not module.weight.is_meta and module.weight[module.padding_idx].any():
         raise ValueError(f"the row of padding_idx {module.padding_idx} isn't zero, and TT tables need a zero row: set it to zero")
-
-
-def traits(weight: Tensor) -> dict[str, Any]:
-    """Return std, device and dtype of a dense table; its std is 1, torch's default, where it has no values yet."""
-    std = 1.0 if weight.is_meta else float(weight.detach().std(correction=0))
-    return {"std": std, "device": weight.device, "dtype": weight.dtype}

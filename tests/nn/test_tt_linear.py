@@ -64,6 +64,17 @@ def test_inputs_of_a_wrong_size_are_refused() -> None:
         build((15, 21, 4))(torch.randn(2, 14, dtype=torch.float64))
 
 
+def test_inputs_of_another_type_are_refused_unless_autocast_converts_them() -> None:
+    layer = TTLinear(15, 21, tt_ranks=4)
+    for dtype in (torch.float64, torch.int64):
+        with pytest.raises(ValueError, match=f"input is {dtype} and the layer torch.float32: give one type, or floats under"):
+            layer(torch.ones(2, 15, dtype=dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(torch.ones(2, 15, dtype=torch.float16)).dtype == torch.bfloat16
+        with pytest.raises(ValueError, match=r"input is torch\.int64"):
+            layer(torch.ones(2, 15, dtype=torch.int64))
+
+
 # Small batches are multiplied by one core after the other, large ones by L and R; both give the same result.
 @pytest.mark.parametrize("batch", [1, 300])
 def test_new_ranks_get_a_new_order_of_contraction(batch: int) -> None:
