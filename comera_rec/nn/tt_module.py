@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from comera_rec.tt import TTShape, contract, init_cores_, tt_svd
+from comera_rec.tt import TTShape, contract, init_cores_, scaled_cores, tt_svd
 
 _IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"  # not imported here, because it takes a second
 _CONVERT = "convert tables with comera_rec.compress_state, and layers with from_dense"
@@ -106,13 +106,7 @@ class TTModule(nn.Module):
 
     def scaled_cores(self) -> list[Tensor]:
         """Return the cores with every D_k multiplied into the smaller of its two neighbors."""
-        cores: list[Tensor] = list(self.cores())
-        for k, rank in enumerate(self.rank_parameters(), start=1):
-            if cores[k - 1].numel() <= cores[k].numel():
-                cores[k - 1] = cores[k - 1] * rank
-            else:
-                cores[k] = rank.view(-1, 1, 1, 1) * cores[k]
-        return cores
+        return scaled_cores(self.cores(), self.rank_parameters())
 
     def dense_matrix(self) -> Tensor:
         """Return the dense matrix [num_rows, num_cols]; differentiable."""

@@ -7,9 +7,9 @@ from comera_rec.tt.contraction import (
     dense_milliseconds,
     tt_milliseconds,
 )
-from comera_rec.tt.cores import contract, first_rows, init_cores_, tt_to_dense
+from comera_rec.tt.cores import contract, first_rows, init_cores_, scaled_cores, tt_to_dense
 from comera_rec.tt.cost import LookupCost, Work
-from comera_rec.tt.digits import row_digits, rows_from_digits
+from comera_rec.tt.digits import row_digits
 from comera_rec.tt.hot_blocks import Blocks, blocks_params, choose_hot_blocks
 from comera_rec.tt.layout import is_slice_major, slice_major
 from comera_rec.tt.linear_cost import Contraction, LinearWork, Tree, contraction_work, dense_work, span
@@ -41,7 +41,7 @@ __all__ = [
     "max_ranks",
     "require_positive",
     "row_digits",
-    "rows_from_digits",
+    "scaled_cores",
     "slice_major",
     "span",
     "table_candidates",

@@ -14,7 +14,7 @@ from torch import Tensor
 from comera_rec.tt.shape import TTShape
 
 
-def init_cores_(cores: Sequence[Tensor], shape: TTShape, std: float, generator: torch.Generator | None = None) -> None:
+def init_cores_(cores: Sequence[Tensor], shape: TTShape, std: float) -> None:
     """Fill cores with Gaussian numbers so that the entries of the dense matrix have mean 0 and standard deviation `std`.
 
     An entry is a sum of r_1...r_{d-1} products of d independent Gaussians, so its variance is s^{2d} r_1...r_{d-1} for cores of
@@ -24,7 +24,6 @@ def init_cores_(cores: Sequence[Tensor], shape: TTShape, std: float, generator: 
         cores: tensors of `shape.core_shapes`, overwritten.
         shape: modes and ranks.
         std: standard deviation of the dense entries.
-        generator: source of randomness; default the global one.
     """
     paths = math.prod(shape.ranks)
     if paths == 0:
@@ -33,9 +32,22 @@ def init_cores_(cores: Sequence[Tensor], shape: TTShape, std: float, generator: 
     core_std = (variance / paths) ** (1 / (2 * shape.order))
     with torch.no_grad():
         for core in cores:
-            core.normal_(0.0, core_std, generator=generator)
+            core.normal_(0.0, core_std)
         if not std:
             cores[-1].zero_()
+
+
+def scaled_cores(cores: Sequence[Tensor], diagonals: Sequence[Tensor | None]) -> list[Tensor]:
+    """Multiply the diagonals between cores into the smaller neighbor of each; None for one that is left out."""
+    scaled = list(cores)
+    for k, diagonal in enumerate(diagonals, start=1):
+        if diagonal is None:
+            continue
+        if scaled[k - 1].numel() <= scaled[k].numel():
+            scaled[k - 1] = scaled[k - 1] * diagonal
+        else:
+            scaled[k] = diagonal.view(-1, 1, 1, 1) * scaled[k]
+    return scaled
 
 
 def contract(cores: Sequence[Tensor], matmul: Callable[[Tensor, Tensor], Tensor] = torch.matmul) -> Tensor:

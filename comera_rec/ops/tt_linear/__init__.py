@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from comera_rec.ops.float8_matmul import float8_matmul
-from comera_rec.tt import Contraction, Tree, contract, span
+from comera_rec.tt import Contraction, Tree, contract, scaled_cores, span
 
 
 def tt_linear(
@@ -83,19 +83,10 @@ def _formed(
     cores: Sequence[Tensor], diagonals: Sequence[Tensor], contraction: Contraction, matmul: Callable[[Tensor, Tensor], Tensor]
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return the parts, and for each the D_k that scales the rows before it; other D_k are multiplied into the smaller neighbor."""
-    scaled, row_diagonals = list(cores), []
-    starts = {span(part)[0] for part in contraction.parts} if contraction.scale_rows else set()
-    for k, diagonal in enumerate(diagonals, start=1):
-        if k in starts:
-            continue
-        if scaled[k - 1].numel() <= scaled[k].numel():
-            scaled[k - 1] = scaled[k - 1] * diagonal
-        else:
-            scaled[k] = diagonal.view(-1, 1, 1, 1) * scaled[k]
-    for part in contraction.parts:
-        first = span(part)[0]
-        row_diagonals.append(diagonals[first - 1] if contraction.scale_rows and first else None)
-    return [_joined(scaled, part, matmul) for part in contraction.parts], row_diagonals
+    firsts = [span(part)[0] for part in contraction.parts]
+    on_rows = {first: diagonals[first - 1] for first in firsts if first and contraction.scale_rows}  # by the core after it
+    scaled = scaled_cores(cores, [None if k in on_rows else diagonal for k, diagonal in enumerate(diagonals, start=1)])
+    return [_joined(scaled, part, matmul) for part in contraction.parts], [on_rows.get(first) for first in firsts]
 
 
 def _joined(cores: Sequence[Tensor], tree: Tree, matmul: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
