@@ -1,14 +1,13 @@
 """Objectives of the stages of rank-adaptive training, and the size that TT modules may have meanwhile.
 
 L task loss, S size of all TT modules relative to that at the start of the stage, L0 and S0 their targets. A new
-objective needs a class with the three members of `Objective` and a line in `RankScheduler._stage_objective`.
+objective needs a subclass of `Objective` and a line in `RankScheduler._stage_objective`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,22 +16,27 @@ from comera_rec.nn import TTModule
 from comera_rec.rank.penalty import core_norm, size_surrogate
 
 
-class Objective(Protocol):
-    """A stage's objective; it has no mutable state."""
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """A stage's objective, here the task loss alone, at any size; it has no mutable state.
 
-    @property
-    def threshold(self) -> float:
-        """Truncate ranks with |D| below this; 0 truncates none."""
+    Attributes:
+        threshold: ranks with |D| below it are truncated; 0 truncates none.
+    """
+
+    threshold: float = 0.0
 
     def loss(self, task_loss: Tensor, modules: Sequence[TTModule]) -> tuple[Tensor, str | Tensor]:
         """Return the scalar to minimize, and the part that dominates it: "loss" or "size", or a tensor with 0 or 1 for these."""
+        return task_loss, "loss"
 
     def ceiling(self, progress: float) -> float | None:
         """Return the largest size allowed at a progress of 0 to 1, relative to the start of the stage; None for any size."""
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Price:
+class Price(Objective):
     """L + gamma S + beta |G|^2: linear scalarization, CoMERA section 3.2 (arXiv 2405.14377).
 
     Attributes:
@@ -45,19 +49,15 @@ class Price:
     num_cores: int
     gamma: float
     beta: float
-    threshold: float
 
     def loss(self, task_loss: Tensor, modules: Sequence[TTModule]) -> tuple[Tensor, str]:
         """See the class."""
         total = task_loss + self.gamma * size_surrogate(modules) / self.reference if self.gamma else task_loss
         return total + self.beta * core_norm(modules, self.num_cores) if self.beta else total, "loss"
 
-    def ceiling(self, progress: float) -> None:
-        """No ceiling."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class Achievement:
+class Achievement(Objective):
     """max{w_loss (L - L0), w_size (S - S0)} + rho (L + S) + beta |G|^2: achievement scalarization, CoMERA eq. 10.
 
     S is the surrogate, and only `threshold` removes ranks, so whether the final size is S0 depends on the weights, as in the paper.
@@ -79,7 +79,6 @@ class Achievement:
     w_size: float
     rho: float
     beta: float
-    threshold: float
     elsewhere: Tensor | float = 0.0
 
     def loss(self, task_loss: Tensor, modules: Sequence[TTModule]) -> tuple[Tensor, Tensor]:
@@ -91,12 +90,9 @@ class Achievement:
             total = total + self.beta * core_norm(modules, self.num_cores)
         return total, gaps.detach().argmax()
 
-    def ceiling(self, progress: float) -> None:
-        """No ceiling."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class Budget:
+class Budget(Objective):
     """L alone, under a ceiling that falls to the target: fast at first, while much is redundant, then ever more slowly.
 
     S(t) = S0 + (1 - S0)(1 - t)^3. Zhu and Gupta, To Prune, or Not to Prune (arXiv 1710.01878), equation 1.
@@ -106,11 +102,6 @@ class Budget:
     """
 
     target: float
-    threshold: float = 0.0
-
-    def loss(self, task_loss: Tensor, modules: Sequence[TTModule]) -> tuple[Tensor, str]:
-        """See the class."""
-        return task_loss, "loss"
 
     def ceiling(self, progress: float) -> float:
         """See the class."""

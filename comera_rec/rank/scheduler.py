@@ -117,9 +117,6 @@ class RankScheduler:
         if self._processes.several and self.stage != "done":
             task_loss = task_loss + (self._processes.mean(task_loss) - task_loss.detach())  # mean of all, gradient of this one
         self._observe(task_loss.detach(), 0.01 / accumulation)
-        if self.stage == "done":
-            self.objective = "loss"
-            return task_loss if accumulation == 1 else task_loss / accumulation
         total, self.objective = self._stage_objective().loss(task_loss, list(self._modules.values()))
         return total if accumulation == 1 else total / accumulation
 
@@ -134,6 +131,8 @@ class RankScheduler:
 
     def _stage_objective(self) -> Objective:
         config = self.config
+        if self.stage == "done":
+            return Objective()
         if self.stage == "early":
             return Price(
                 reference=self.reference_params, num_cores=self._num_cores,

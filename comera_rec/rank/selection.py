@@ -22,23 +22,16 @@ Move = tuple[int, int, int]
 """(index of a module, index of a bond, +1 or -1 ranks)."""
 
 
-def above_threshold(
-    shapes: Sequence[TTShape],
-    magnitudes: Sequence[Sequence[Tensor]],
-    threshold: float,
-    floor: int = 0,
-    units: Sequence[int] | None = None,
-) -> Masks:
+def above_threshold(shapes: Sequence[TTShape], magnitudes: Sequence[Sequence[Tensor]], threshold: float, floor: int = 0) -> Masks:
     """Keep the ranks with |D| of at least a threshold; remove the smallest |D| first, but never go below a size of `floor`.
 
     Args:
         shapes: one per TT module.
         magnitudes: |D| [r_k], per module and bond.
         threshold: ranks with |D| below it are removed.
-        floor: size that all modules together keep at least, in units.
-        units: size of one parameter of each module; default 1.
+        floor: number of parameters that all modules together keep at least.
     """
-    selection = _Selection(shapes, magnitudes, units)
+    selection = _Selection(shapes, magnitudes)
     candidates = sorted(
         (float(score), i, k)
         for i, bonds in enumerate(selection.scores)
@@ -89,7 +82,7 @@ def within_budget(
 class _Selection:
     """Number of ranks kept at each bond: those of the highest scores."""
 
-    def __init__(self, shapes: Sequence[TTShape], scores: Sequence[Sequence[Tensor]], units: Sequence[int] | None) -> None:
+    def __init__(self, shapes: Sequence[TTShape], scores: Sequence[Sequence[Tensor]], units: Sequence[int] | None = None) -> None:
         self.full = [shape.ranks for shape in shapes]
         self.ranks = [list(ranks) for ranks in self.full]
         self.least = [0] * len(shapes)
