@@ -55,17 +55,16 @@ class Processes:
         """Call `act` on process 0 only; every process returns its result, or raises its error."""
         if not self.several:
             return act()
-        outcome = [_outcome(act) if self.is_first else None]
-        dist.broadcast_object_list(outcome, group=self.group, group_src=0)
-        assert outcome[0] is not None
-        value: Value = _value(outcome[0])
+        outcomes = [_outcome(act) if self.is_first else (None, None)]
+        dist.broadcast_object_list(outcomes, group=self.group, group_src=0)
+        value: Value = _value(*outcomes[0])
         return value
 
     def on_each(self, act: Callable[[], Value]) -> list[Value]:
         """Call `act` on every process; all return the results by process rank, or raise the error of the lowest that failed."""
         if not self.several:
             return [act()]
-        return [_value(outcome) for outcome in self.gather(_outcome(act))]
+        return [_value(*outcome) for outcome in self.gather(_outcome(act))]
 
     def gather(self, value: Value) -> list[Value]:
         """Return the values of all processes, in their order."""
@@ -147,23 +146,18 @@ class Processes:
 WORLD = Processes()
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    value: Any = None
-    error: Exception | None = None
-
-
-def _outcome(act: Callable[[], Any]) -> _Outcome:
+def _outcome(act: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """Return the result of `act`, or its error: any, because the other processes wait for an outcome."""
     try:
-        return _Outcome(act())
-    except Exception as error:  # any error, because the other processes wait for an outcome
-        return _Outcome(error=error)
+        return act(), None
+    except Exception as error:
+        return None, error
 
 
-def _value(outcome: _Outcome) -> Any:
-    if outcome.error is not None:
-        raise outcome.error
-    return outcome.value
+def _value(value: Any, error: Exception | None) -> Any:
+    if error is not None:
+        raise error
+    return value
 
 
 def join_launched(device: torch.device) -> None:

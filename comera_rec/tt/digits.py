@@ -23,16 +23,3 @@ def row_digits(rows: Tensor, row_shape: Sequence[int]) -> tuple[Tensor, ...]:
         weight = math.prod(row_shape[k + 1 :])
         digits.append(rows // weight % row_shape[k])
     return tuple(digits)
-
-
-def rows_from_digits(digits: Sequence[Tensor], row_shape: Sequence[int]) -> Tensor:
-    """Return the row ids of these digits: the inverse of `row_digits`.
-
-    Args:
-        digits: d integer tensors of one shape, the k-th in [0, m_k).
-        row_shape: the radices (m_1..m_d).
-    """
-    rows = digits[0]
-    for digit, radix in zip(digits[1:], row_shape[1:], strict=True):
-        rows = rows * radix + digit
-    return rows

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from comera_rec.tt import factorize, row_digits, rows_from_digits
+from comera_rec.tt import factorize, row_digits
 
 
 def test_digits_count_like_nested_loops() -> None:
@@ -31,4 +31,5 @@ def test_digits_round_trip(num_rows: int, order: int, data: st.DataObject) -> No
         assert digit.dtype == torch.int64
         assert int(digit.min()) >= 0
         assert int(digit.max()) < radix
-    assert torch.equal(rows_from_digits(digits, radices), rows)
+    weights = [math.prod(radices[k + 1 :]) for k in range(order)]
+    assert torch.equal(sum(digit * weight for digit, weight in zip(digits, weights, strict=True)), rows)
