@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from comera_rec.nn import HotRows, TTModule, TTTable
+from comera_rec.nn import HotRows, TTLinear, TTModule, TTTable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,9 +18,9 @@ class LayerSize:
     kind: str  # "table", "linear" or "other"
     shape: tuple[int, ...]
     format: str  # "tt" or "dense"
-    row_shape: tuple[int, ...] | None
-    col_shape: tuple[int, ...] | None
-    ranks: tuple[int, ...] | None
+    row_shape: tuple[int, ...] | None = None
+    col_shape: tuple[int, ...] | None = None
+    ranks: tuple[int, ...] | None = None
     params: int
     bytes: int
     dense_params: int
@@ -92,44 +92,24 @@ def compression_report(model: nn.Module) -> CompressionReport:
 def _measure(name: str, module: nn.Module) -> LayerSize:
     parameters = list(module.parameters(recurse=False))
     params, size = sum(p.numel() for p in parameters), sum(p.numel() * p.element_size() for p in parameters)
-    if isinstance(module, TTModule):
-        kind = "table" if isinstance(module, TTTable | HotRows) else "linear"
-        compressed = {id(p) for p in (*module.cores(), *module.rank_parameters())}
-        others = [p for p in parameters if id(p) not in compressed]  # a bias, which the dense layer has too
-        item = module.core_0.element_size()
-        return LayerSize(
-            name=name,
-            kind=kind,
-            shape=(module.num_rows, module.num_cols),
-            format="tt",
-            row_shape=module.shape.row_shape,
-            col_shape=module.shape.col_shape,
-            ranks=module.shape.ranks,
-            params=params,
-            bytes=size,
-            dense_params=module.dense_params + sum(p.numel() for p in others),
-            dense_bytes=module.dense_params * item + sum(p.numel() * p.element_size() for p in others),
-        )
-    return LayerSize(
-        name=name,
-        kind=_kind(name, module),
-        shape=_dense_shape(module),
-        format="dense",
-        row_shape=None,
-        col_shape=None,
-        ranks=None,
-        params=params,
-        bytes=size,
-        dense_params=params,
-        dense_bytes=size,
-    )
+    layer = LayerSize(
+        name=name, kind=_kind(name, module), shape=_dense_shape(module), format="dense",
+        params=params, bytes=size, dense_params=params, dense_bytes=size,
+    )  # fmt: skip
+    if not isinstance(module, TTModule):
+        return layer
+    shape, saved = module.shape, module.dense_params - module.shape.num_params  # a bias stays the same
+    return replace(
+        layer, shape=(module.num_rows, module.num_cols), format="tt", row_shape=shape.row_shape, col_shape=shape.col_shape,
+        ranks=shape.ranks, dense_params=params + saved, dense_bytes=size + saved * module.core_0.element_size(),
+    )  # fmt: skip
 
 
 def _kind(name: str, module: nn.Module) -> str:
     # TorchRec's fused collections keep each table's weight on a bare Module under `embedding_bags`.
-    if isinstance(module, nn.Embedding | nn.EmbeddingBag) or ".embedding_bags." in f".{name}":
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag | TTTable | HotRows) or ".embedding_bags." in f".{name}":
         return "table"
-    return "linear" if isinstance(module, nn.Linear) else "other"
+    return "linear" if isinstance(module, nn.Linear | TTLinear) else "other"
 
 
 def _dense_shape(module: nn.Module) -> tuple[int, ...]:
