@@ -44,17 +44,7 @@ def compress_state(
             if `importance` lacks a table or its length is not the table's.
     """
     require_config(config, TTEmbeddingConfig)
-    tables = {key: match for key in state if (match := _TABLE.fullmatch(key)) and state[key].dim() == 2}
-    if not tables:
-        raise ValueError("the state dict holds no table (....embedding_bags.TABLE.weight): give that of a TorchRec model")
-    for key, match in tables.items():
-        if match["collection"].endswith("dense_bags."):
-            raise ValueError(f"{key} is a dense table beside TT tables: give the state dict of a model before it was swapped")
-        if not state[key].is_floating_point():
-            raise ValueError(f"{key} holds {state[key].dtype}: give a table of floating point numbers")
-    for key in tables:
-        if type(state[key]) not in (Tensor, nn.Parameter):
-            raise ValueError(f"{key} is a {type(state[key]).__name__}, spread over processes: save it with dcp, and use read_state")
+    tables = _tables(state)
     sharers = Counter(_address(value) for value in state.values() if type(value) in (Tensor, nn.Parameter))
     compressed = {key: value for key, value in state.items() if key not in tables}
     config.require_tables([match["table"] for match in tables.values()])
@@ -77,17 +67,8 @@ def compress_state(
                 compressed[f"{collection}{child}embedding_bags.{table.name}.weight"] = state[key]
     if not bags:
         raise ValueError(f"no table with an unshared weight has at least {config.min_rows} rows: lower min_rows")
-    names = [tables[key]["table"] for key in bags]
-    if importance is not None and (missing := [name for name in names if name not in importance]):
-        raise ValueError(f"importance lacks {', '.join(missing)}: give it for all tables that are compressed, or for none")
-    weights = [(importance or {}).get(tables[key]["table"]) for key in bags]
-    for key, weight in zip(bags, weights, strict=True):
-        if weight is not None and weight.shape != state[key].shape[:1]:
-            name, count = tables[key]["table"], len(state[key])
-            raise ValueError(f"importance of {name!r} has shape {tuple(weight.shape)}: give {count} numbers")
-        if weight is not None and not (weight >= 0).logical_and(weight.isfinite()).all():
-            name = tables[key]["table"]
-            raise ValueError(f"importance of {name!r} holds numbers that are not finite or below 0: give finite ones of at least 0")
+    weights = _row_weights(importance, {key: tables[key]["table"] for key in bags}, state)
+    for key in bags:
         if not math.isfinite(torch.linalg.vector_norm(state[key], dtype=torch.float64)):
             raise ValueError(f"{key} holds numbers that are not finite: give the state dict of a model that has not diverged")
     budget = sum(parameter.numel() for bag in bags.values() for parameter in bag.parameters())
@@ -96,6 +77,38 @@ def compress_state(
         prefix = f"{tables[key]['collection']}tt_bags.{tables[key]['table']}"
         compressed |= {f"{prefix}.{name}": value.detach() for name, value in bag.state_dict().items()}
     return compressed
+
+
+def _tables(state: Mapping[str, Tensor]) -> dict[str, re.Match[str]]:
+    """Return the tables of a state dict by key; raise ValueError if there are none, or if one can't be compressed."""
+    tables = {key: match for key in state if (match := _TABLE.fullmatch(key)) and state[key].dim() == 2}
+    if not tables:
+        raise ValueError("the state dict holds no table (....embedding_bags.TABLE.weight): give that of a TorchRec model")
+    for key, match in tables.items():
+        if match["collection"].endswith("dense_bags."):
+            raise ValueError(f"{key} is a dense table beside TT tables: give the state dict of a model before it was swapped")
+        if not state[key].is_floating_point():
+            raise ValueError(f"{key} holds {state[key].dtype}: give a table of floating point numbers")
+        if type(state[key]) not in (Tensor, nn.Parameter):
+            raise ValueError(f"{key} is a {type(state[key]).__name__}, spread over processes: save it with dcp, and use read_state")
+    return tables
+
+
+def _row_weights(
+    importance: Mapping[str, Tensor] | None, names: Mapping[str, str], state: Mapping[str, Tensor]
+) -> list[Tensor | None]:
+    """Return the importance of tables, given by key and name; raise ValueError if one is missing or invalid."""
+    if importance is None:
+        return [None] * len(names)
+    if missing := [name for name in names.values() if name not in importance]:
+        raise ValueError(f"importance lacks {', '.join(missing)}: give it for all tables that are compressed, or for none")
+    for key, name in names.items():
+        weight, count = importance[name], len(state[key])
+        if weight.shape != (count,):
+            raise ValueError(f"importance of {name!r} has shape {tuple(weight.shape)}: give {count} numbers")
+        if not (weight >= 0).logical_and(weight.isfinite()).all():
+            raise ValueError(f"importance of {name!r} holds numbers that are not finite or below 0: give finite ones of at least 0")
+    return [importance[name] for name in names.values()]
 
 
 def _address(value: Tensor) -> tuple[int, int]:
