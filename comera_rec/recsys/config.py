@@ -6,7 +6,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -21,8 +21,9 @@ DTYPES = {DataType.FP32: torch.float32, DataType.FP16: torch.float16, DataType.B
 
 
 class _TTFields(BaseEmbeddingConfig):
-    """Common part of the configs of pooled and unpooled tables; each adds the three fields to a TorchRec config."""
+    """Common part of the configs of pooled and unpooled tables; each adds the three fields to a TorchRec config, `_plain`."""
 
+    _plain: ClassVar[type[Any]]
     tt_ranks: int | tuple[int, ...] | None
     shape: TTShape | None
     hot_rows: Blocks
@@ -54,6 +55,15 @@ class _TTFields(BaseEmbeddingConfig):
         if not self.is_tt:
             return self.num_embeddings * self.embedding_dim
         return self.tt_shape().num_params + blocks_params(self.hot_rows, self.embedding_dim)
+
+    def dense(self) -> Any:
+        """The TorchRec config of the same table."""
+        return self._plain(**_fields(self, self._plain))
+
+    @classmethod
+    def from_dense(cls, config: BaseEmbeddingConfig, shape: TTShape | None, hot_rows: Blocks = ()) -> Self:
+        """A TorchRec config with a shape; None keeps the table dense."""
+        return cls(**_fields(config, cls._plain), shape=shape, hot_rows=hot_rows)
 
     def init_std(self) -> float:
         """Standard deviation of the entries of a dense table of this config: by `init_fn`, or TorchRec's uniform distribution."""
@@ -93,19 +103,11 @@ class TTEmbeddingBagConfig(_TTFields, EmbeddingBagConfig):
     tt_ranks: int | tuple[int, ...] | None = None
     shape: TTShape | None = None
     hot_rows: Blocks = ()
-
-    def dense(self) -> EmbeddingBagConfig:
-        """The TorchRec config of the same table."""
-        return EmbeddingBagConfig(**_fields(self, EmbeddingBagConfig))
+    _plain = EmbeddingBagConfig
 
     def with_changes(self, **changes: Any) -> TTEmbeddingBagConfig:
         """Return a copy with some fields changed."""
         return dataclasses.replace(self, **changes)
-
-    @classmethod
-    def from_dense(cls, config: EmbeddingBagConfig, shape: TTShape | None, hot_rows: Blocks = ()) -> TTEmbeddingBagConfig:
-        """A TorchRec config with a shape; None keeps the table dense."""
-        return cls(**_fields(config, EmbeddingBagConfig), shape=shape, hot_rows=hot_rows)
 
 
 @dataclass
@@ -122,19 +124,11 @@ class TTEmbeddingCollectionConfig(_TTFields, EmbeddingConfig):
     tt_ranks: int | tuple[int, ...] | None = None
     shape: TTShape | None = None
     hot_rows: Blocks = ()
-
-    def dense(self) -> EmbeddingConfig:
-        """The TorchRec config of the same table."""
-        return EmbeddingConfig(**_fields(self, EmbeddingConfig))
+    _plain = EmbeddingConfig
 
     def pooled(self) -> TTEmbeddingBagConfig:
         """The config of the same table with pooled rows."""
         return TTEmbeddingBagConfig(**_fields(self, TTEmbeddingCollectionConfig))
-
-    @classmethod
-    def from_dense(cls, config: EmbeddingConfig, shape: TTShape | None, hot_rows: Blocks = ()) -> TTEmbeddingCollectionConfig:
-        """A TorchRec config with a shape; None keeps the table dense."""
-        return cls(**_fields(config, EmbeddingConfig), shape=shape, hot_rows=hot_rows)
 
 
 def _fields(config: BaseEmbeddingConfig, kind: type[Any]) -> dict[str, Any]:
