@@ -24,13 +24,12 @@ from torchrec.distributed.types import (
     LazyAwaitable,
     ShardedModule,
     ShardingEnv,
-    ShardingType,
 )
 from torchrec.streamable import Multistreamable
 
 from comera_rec.ops import check_ids
 from comera_rec.recsys.collection import TTEmbeddingBagCollection, require_keys
-from comera_rec.recsys.sharding.parts import DataParallel, Part, RowShard, RowWise, TableWise
+from comera_rec.recsys.sharding.parts import SHARDING_TYPES, DataParallel, Part, RowShard, RowWise, TableWise
 
 
 @dataclass
@@ -84,18 +83,15 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
         self._tables = module.embedding_bag_configs()
         tables = module.tt_configs()
         bags = {config.name: module.tt_bag(config.name) for config in tables}
-        by_type = {
-            kind: [config for config in tables if plan[config.name].sharding_type == kind]
-            for kind in (ShardingType.DATA_PARALLEL.value, ShardingType.TABLE_WISE.value, ShardingType.ROW_WISE.value)
-        }
-        supported = {config.name for configs in by_type.values() for config in configs}
         for config in tables:
-            if config.name not in supported:
+            if (kind := plan[config.name].sharding_type) not in SHARDING_TYPES:
                 raise ValueError(
-                    f"table {config.name!r}: TT tables don't support sharding type {plan[config.name].sharding_type!r}: choose one "
-                    f"of {', '.join(by_type)}"
+                    f"table {config.name!r}: TT tables don't support sharding type {kind!r}: choose one "
+                    f"of {', '.join(SHARDING_TYPES)}"
                 )
-        replicated, whole, divided = by_type.values()
+        replicated, whole, divided = (
+            [config for config in tables if plan[config.name].sharding_type == kind] for kind in SHARDING_TYPES
+        )
         owner = {config.name: plan[config.name].ranks[0] for config in whole}
         whole.sort(key=lambda config: owner[config.name])
         weighted = module.is_weighted()

@@ -19,7 +19,7 @@ from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingDist, DpSparseFeaturesDist
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist, RwSparseFeaturesDist
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist, TwSparseFeaturesDist
-from torchrec.distributed.types import Awaitable
+from torchrec.distributed.types import Awaitable, ShardingType
 from torchrec.modules.embedding_configs import PoolingType
 
 from comera_rec.nn import TTEmbeddingBag
@@ -27,6 +27,8 @@ from comera_rec.ops.bags import HotBlock, Table
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.config import TTEmbeddingBagConfig
 from comera_rec.tt import TTShape
+
+SHARDING_TYPES = (ShardingType.DATA_PARALLEL.value, ShardingType.TABLE_WISE.value, ShardingType.ROW_WISE.value)
 
 
 class Part(nn.Module):
@@ -217,7 +219,12 @@ class RowShard(TTEmbeddingBag):
     def __init__(self, bag: TTEmbeddingBag, group: dist.ProcessGroup, device: torch.device) -> None:
         first, *others = bag.shape.row_shape
         process_rank, world_size = group.rank(), group.size()
-        digits = digits_per_process(bag.name, bag.shape.row_shape, world_size)
+        digits = digits_per_process(bag.shape.row_shape, world_size)
+        if not digits:
+            raise ValueError(
+                f"table {bag.name!r} can't be divided row-wise among {world_size} processes: its leading core has {first} slices; "
+                "shard it data_parallel or table_wise, or give it a shape with a larger leading mode"
+            )
         shape = replace(bag.shape, row_shape=(digits, *others))
         super().__init__(
             shape.num_rows,
@@ -288,16 +295,7 @@ class _Summed(torch.autograd.Function):
         return grad * ctx.world_size, None
 
 
-def digits_per_process(table: str, row_shape: Sequence[int], world_size: int) -> int:
-    """Leading digits of a process in row-wise sharding; the last process may have fewer.
-
-    Raises:
-        ValueError: if a process would have none.
-    """
+def digits_per_process(row_shape: Sequence[int], world_size: int) -> int:
+    """Leading digits of a process in row-wise sharding (the last may have fewer); 0 if a process would have none."""
     digits = -(-row_shape[0] // world_size)
-    if (world_size - 1) * digits >= row_shape[0]:
-        raise ValueError(
-            f"table {table!r} can't be divided row-wise among {world_size} processes: its leading core has {row_shape[0]} slices; "
-            "shard it data_parallel or table_wise, or give it a shape with a larger leading mode"
-        )
-    return digits
+    return digits if (world_size - 1) * digits < row_shape[0] else 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -31,9 +31,9 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
 from comera_rec.nn import TTEmbeddingBag
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.config import DTYPES, TTEmbeddingBagConfig
-from comera_rec.recsys.sharding.parts import digits_per_process
+from comera_rec.recsys.sharding.parts import SHARDING_TYPES, digits_per_process
 from comera_rec.recsys.sharding.remedy import find_remedy
-from comera_rec.recsys.sharding.sharder import SHARDING_TYPES, TTEmbeddingBagCollectionSharder
+from comera_rec.recsys.sharding.sharder import TTEmbeddingBagCollectionSharder
 from comera_rec.tt import TTShape
 
 _FLOPS = {"cpu": 5e7, "cuda": 1e10}  # per ms, for products as small as these; an order of magnitude is enough to rank plans
@@ -182,14 +182,16 @@ class TTEnumerator(EmbeddingEnumerator):
         constraint = (self._constraints or {}).get(config.name)
         pooling = _pooling_factors(config, constraint)
         allowed_types = (constraint.sharding_types if constraint else None) or SHARDING_TYPES
-        shards: dict[str, Callable[[], list[tuple[int, int]]]] = {
-            ShardingType.DATA_PARALLEL.value: lambda: [(0, rows)] * world,
-            ShardingType.TABLE_WISE.value: lambda: [(0, rows)],
-            ShardingType.ROW_WISE.value: lambda: _row_ranges(config.name, shape, rows, world),
+        block = digits_per_process(shape.row_shape, world) * math.prod(shape.row_shape[1:])
+        starts = [min(process_rank * block, rows) for process_rank in range(world + 1)]
+        shards = {  # (first row, last + 1) of each
+            ShardingType.DATA_PARALLEL.value: [(0, rows)] * world,
+            ShardingType.TABLE_WISE.value: [(0, rows)],
+            ShardingType.ROW_WISE.value: list(itertools.pairwise(starts)) if block else [],
         }
         options = []
         for kind in SHARDING_TYPES:
-            if kind not in allowed_types or (kind == ShardingType.ROW_WISE.value and not _is_divisible(shape, world)):
+            if kind not in allowed_types or not shards[kind]:
                 continue
             storage, perf = self._estimate(kind, config, shape, hot_params, sum(pooling) * self._batch_size)
             options.append(
@@ -204,7 +206,7 @@ class TTEnumerator(EmbeddingEnumerator):
                     partition_by=get_partition_by_type(kind),
                     shards=[
                         Shard(size=[last - first, cols], offset=[first, 0], storage=storage, perf=perf)
-                        for first, last in shards[kind]()
+                        for first, last in shards[kind]
                     ],
                     is_pooled=True,
                     feature_names=list(config.feature_names),
@@ -315,17 +317,3 @@ def _pooling_factors(config: TTEmbeddingBagConfig, constraint: ParameterConstrai
             "feature, or one for all"
         )
     return factors
-
-
-def _is_divisible(shape: TTShape, world_size: int) -> bool:
-    try:
-        digits_per_process("", shape.row_shape, world_size)
-    except ValueError:
-        return False
-    return True
-
-
-def _row_ranges(table: str, shape: TTShape, rows: int, world_size: int) -> list[tuple[int, int]]:
-    block = digits_per_process(table, shape.row_shape, world_size) * math.prod(shape.row_shape[1:])
-    starts = [min(process_rank * block, rows) for process_rank in range(world_size + 1)]
-    return list(itertools.pairwise(starts))

@@ -7,12 +7,11 @@ from torch import nn
 from torchrec import EmbeddingBagCollection
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharder, ShardingEnv, ShardingType
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharder, ShardingEnv
 
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.sharding.collection import ShardedTTEmbeddingBagCollection
-
-SHARDING_TYPES = (ShardingType.DATA_PARALLEL.value, ShardingType.TABLE_WISE.value, ShardingType.ROW_WISE.value)
+from comera_rec.recsys.sharding.parts import SHARDING_TYPES
 
 
 class TTEmbeddingBagCollectionSharder(ModuleSharder[TTEmbeddingBagCollection]):
