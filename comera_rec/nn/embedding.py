@@ -26,7 +26,7 @@ class TTEmbedding(TTTable):
 
     Args:
         padding_idx: id whose row is zero and gets no gradient, as in `nn.Embedding`; `logits` ignores it.
-        num_embeddings, embedding_dim, others: see `TTTable`.
+        num_embeddings, embedding_dim, others: see `TTEmbeddingBag`.
 
     Raises:
         ValueError: as `TTTable`; for a padding index that is not an id.

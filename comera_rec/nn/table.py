@@ -24,14 +24,8 @@ class TTTable(TTModule):
     E[i, (j_1..j_d)] = G_1[0, i_1, j_1, :] diag(D_1) G_2[:, i_2, j_2, :] ... G_d[:, i_d, j_d, 0]  (+ A[i] diag(D) P)
 
     Args:
-        num_embeddings: rows M of the table.
-        embedding_dim: columns N.
-        shape: modes and ranks; default `TTShape.for_table(num_embeddings, embedding_dim, tt_ranks=tt_ranks)`.
-        tt_ranks: one rank for all bonds, or one for each; default 16. Give at most one of `shape` and `tt_ranks`.
-        impl: implementation of the products, see `comera_rec.ops.tt_bags`.
         hot_rows: blocks (rows, width) of ids from 0 on, for ids that are ordered by frequency; see `HotRows`.
-        std: standard deviation of the entries at initialization.
-        name: the table's name in error messages.
+        num_embeddings, embedding_dim, others: see `TTEmbeddingBag`.
 
     Raises:
         ValueError: for sizes, ranks or widths below 1, a shape too small for the table, or more hot rows than rows.

@@ -260,17 +260,12 @@ def _save(work: WorkFolder, name: str, columns: Mapping[str, np.ndarray]) -> Non
 
 def _join(work: WorkFolder, records: Mapping[int, ScoredPart], output: Path, counter: str, first: int) -> None:
     """Join all parts in one file, and number their lines or rows from `first` on."""
-
-    def tables() -> Iterator[pa.Table]:
-        before = first
+    before, writer = first, None
+    with replacing(work.data / output.name) as beside:
         for number, record in records.items():
             table = pq.read_table(work.data / f"{part_name(0, number)}.parquet")
-            yield table.set_column(0, counter, pa.array(table.column(0).to_numpy() + before))
+            table = table.set_column(0, counter, pa.array(table.column(0).to_numpy() + before))
             before += record.lines
-
-    with replacing(work.data / output.name) as beside:
-        writer = None
-        for table in tables():
             writer = writer or pq.ParquetWriter(beside, table.schema)
             writer.write_table(table)
         assert writer is not None, "a log has a part, and a split shards"

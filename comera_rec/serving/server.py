@@ -246,7 +246,10 @@ def listen(host: str, port: int) -> socket.socket:
     Raises:
         ValueError: if the port is taken, or the host is not an address of this machine.
     """
-    family, kind, _, _, address = _resolve(host, port)
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ValueError(f"--host {host} is unknown ({error.strerror}): give a name or address of this machine") from error
     sock = socket.socket(family, kind)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -256,13 +259,6 @@ def listen(host: str, port: int) -> socket.socket:
         sock.close()
         raise ValueError(f"can't listen on {host}:{port} ({error.strerror}): choose another --port or --host") from error
     return sock
-
-
-def _resolve(host: str, port: int) -> tuple[Any, ...]:
-    try:
-        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise ValueError(f"--host {host} is unknown ({error.strerror}): give a name or address of this machine") from error
 
 
 def serve(options: ServeOptions, tell: Callable[[str], None] = lambda line: None) -> None:
