@@ -123,11 +123,7 @@ class _Unfolding:
 
     def norm(self) -> Tensor:
         """Return the Frobenius norm of A."""
-        blocks = self.weight.split(max(1, _BLOCK // max(1, self.weight.shape[1])))
-        squares = torch.cat([block.double().square().sum(dim=1) for block in blocks])
-        if self.scale is not None:
-            squares *= self.scale.square().repeat_interleave(self.shape.num_rows // self.shape.row_shape[0])[: len(squares)]
-        return squares.sum().sqrt()
+        return torch.stack([block.double().square().sum() for _, block in self._blocks()]).sum().sqrt()
 
     def whole(self) -> Tensor:
         """Return a copy of A."""
