@@ -9,9 +9,9 @@ from torch import nn
 from torchrec import EmbeddingBagConfig
 
 from comera_rec.convert.swap import TTEmbeddingConfig, plain_embeddings
-from comera_rec.nn import TTEmbedding, TTEmbeddingBag, keep_buffers_hooks_and_mode_, parameter_owners, replace_modules_
-from comera_rec.nn.compress import COMPUTED_WEIGHT, require_config, require_init, require_values
-from comera_rec.nn.table import require_plain_rows
+from comera_rec.nn import TTEmbedding, TTEmbeddingBag, parameter_owners, replace_modules_
+from comera_rec.nn.checks import COMPUTED_WEIGHT, require_config, require_init
+from comera_rec.nn.table import replace_dense_, require_plain_rows
 from comera_rec.recsys import TTEmbeddingBagConfig
 
 Layer = nn.Embedding | nn.EmbeddingBag
@@ -92,8 +92,4 @@ def _reason_to_stay_dense(layer: Layer, sharers: list[str]) -> str | None:
 def _swapped(layer: Layer, table: TTEmbeddingBagConfig, init: str) -> nn.Module:
     sizes = {"shape": table.tt_shape(), "hot_rows": table.hot_rows, "name": table.name}
     swapped = TTEmbedding.like(layer, **sizes) if isinstance(layer, nn.Embedding) else TTEmbeddingBag.like(layer, **sizes)
-    if init == "tt_svd":
-        require_values(layer.weight, table.name)
-        swapped.set_dense_matrix_(layer.weight.detach())
-    keep_buffers_hooks_and_mode_(swapped.requires_grad_(layer.weight.requires_grad), layer)
-    return swapped
+    return replace_dense_(swapped, layer, init, table.name)

@@ -19,7 +19,7 @@ from comera_rec.convert.budget import fit_tables_
 from comera_rec.convert.folders import TensorReader
 from comera_rec.convert.swap import TTEmbeddingConfig
 from comera_rec.nn import TTEmbeddingBag
-from comera_rec.nn.compress import require_config
+from comera_rec.nn.checks import require_config
 
 _TABLE = re.compile(r"(?P<collection>.*?)embedding_bags\.(?P<table>[^.]+)\.weight")
 

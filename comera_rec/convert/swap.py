@@ -14,7 +14,8 @@ from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, EmbeddingConfig
 
 from comera_rec.nn import TTEmbeddingBag, keep_buffers_hooks_and_mode_, parameter_owners, replace_modules_
-from comera_rec.nn.compress import require_config, require_init, require_one_size, require_values
+from comera_rec.nn.checks import require_config, require_init, require_one_size
+from comera_rec.nn.table import replace_dense_
 from comera_rec.recsys import (
     TTEmbeddingBagCollection,
     TTEmbeddingBagConfig,
@@ -96,7 +97,8 @@ class TTEmbeddingConfig:
             hot, shapes = self._sizes(large, budget, share)
             if shapes is not None:
                 sizes = {table.name: size for table, *size in zip(large, shapes, hot, strict=True)}
-                return [_with_tt(table, *sizes.get(table.name, (None,))) for table in tables]
+                kinds = [TTEmbeddingCollectionConfig if isinstance(t, EmbeddingConfig) else TTEmbeddingBagConfig for t in tables]
+                return [kind.from_dense(t, *sizes.get(t.name, (None,))) for kind, t in zip(kinds, tables, strict=True)]
         least = min(self._params(large, 1, order) for order in ((self.order,) if self.order else (2, 3, 4)))
         most = math.floor(10 * total / (small + least / (1 - shares[-1]))) / 10
         raise ValueError(
@@ -137,13 +139,6 @@ class TTEmbeddingConfig:
 
     def _params(self, tables: Sequence[BaseEmbeddingConfig], rank: int, order: int) -> int:
         return sum(self._shape(table, rank, order).num_params for table in tables)
-
-
-def _with_tt(table: BaseEmbeddingConfig, shape: TTShape | None, hot_rows: Blocks = ()) -> Any:
-    if isinstance(table, EmbeddingConfig):
-        return TTEmbeddingCollectionConfig.from_dense(table, shape, hot_rows)
-    assert isinstance(table, EmbeddingBagConfig)
-    return TTEmbeddingBagConfig.from_dense(table, shape, hot_rows)
 
 
 def _hot_rows(tables: Sequence[BaseEmbeddingConfig], budget_params: float) -> list[Blocks]:
@@ -335,11 +330,7 @@ def _swapped(module: nn.Module, tables: Sequence[Any], init: str) -> nn.Module:
     for name, bag in collection.embedding_bags.items():
         weight = replaced[name].weight
         if isinstance(bag, TTEmbeddingBag):
-            bag.to(weight.dtype)
-            if init == "tt_svd":
-                require_values(weight, name)
-                bag.set_dense_matrix_(weight.detach())
-            keep_buffers_hooks_and_mode_(bag.requires_grad_(weight.requires_grad), replaced[name])
+            replace_dense_(bag.to(weight.dtype), replaced[name], init, name)
         elif isinstance(replaced[name], nn.EmbeddingBag):
             assert isinstance(collection.dense_bags, EmbeddingBagCollection)
             collection.dense_bags.embedding_bags[name] = replaced[name]

@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from comera_rec.nn.checks import COMPUTED_WEIGHT, require_config, require_init, require_one_size, require_values
 from comera_rec.nn.linear import TTLinear
 from comera_rec.nn.tt_module import keep_buffers_hooks_and_mode_, parameter_owners, replace_modules_
 from comera_rec.tt import TTShape, dense_milliseconds, require_positive, tt_milliseconds
 
-INITS = ("random", "tt_svd")
 _LEAST_SPEED_UP = 1.2
 """Least predicted speed-up at which a layer is compressed: predictions are off by up to a fifth."""
 _LOGGER = logging.getLogger(__name__)
@@ -86,37 +86,6 @@ class LinearDecision(NamedTuple):
 
     shape: TTShape | None
     reason: str
-
-
-def require_one_size(tt_ranks: int | Sequence[int] | None, compression: float | None) -> None:
-    """Raise ValueError unless at most one of the two is given, ranks are positive and the compression is above 1."""
-    for rank in () if tt_ranks is None else tt_ranks if isinstance(tt_ranks, Sequence) else (tt_ranks,):
-        require_positive(tt_ranks=rank)
-    if tt_ranks is not None and compression is not None:
-        raise ValueError(f"tt_ranks {tt_ranks} and compression {compression} are both given: give one of them")
-    if compression is not None and not (isinstance(compression, int | float) and compression > 1):
-        raise ValueError(f"compression is {compression!r}: give a number above 1, e.g. 100 for tables 100 times smaller")
-
-
-def require_config(config: object, kind: type) -> None:
-    """Raise TypeError unless a config is of this kind."""
-    if not isinstance(config, kind):
-        raise TypeError(f"config is {config!r}: give a {kind.__name__}, such as {kind.__name__}(compression=100)")
-
-
-def require_init(init: str) -> None:
-    """Raise ValueError unless `init` is one of `INITS`."""
-    if init not in INITS:
-        raise ValueError(f"init is {init!r}: choose one of {', '.join(map(repr, INITS))}")
-
-
-COMPUTED_WEIGHT = "its weight is computed from other parameters, as weight_norm, spectral_norm and pruning do"
-
-
-def require_values(weight: torch.Tensor, name: str) -> None:
-    """Raise ValueError for a weight on the meta device, which TT-SVD can't start from."""
-    if weight.is_meta:
-        raise ValueError(f"{name!r} is on the meta device, without values to start from: swap with init='random'")
 
 
 def compress_linears_(
