@@ -84,27 +84,6 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         self._dense_keys = dict(zip(dense_names, self._keys_of(dense), strict=True))
         self._lengths = [config.embedding_dim for config in configs for _ in config.feature_names]
 
-    @classmethod
-    def from_bags(
-        cls,
-        tables: Sequence[TTEmbeddingBagConfig],
-        bags: Mapping[str, TTEmbeddingBag],
-        is_weighted: bool = False,
-        device: torch.device | str | None = None,
-        *,
-        update_in_backward: bool = True,
-    ) -> TTEmbeddingBagCollection:
-        """Build a collection over existing embedding bags, one per table, by the table's name.
-
-        `update_in_backward` is as for `tt_bags`: false where gradients must first be averaged over processes.
-        """
-        collection = cls(tables, is_weighted, "meta")
-        collection.update_in_backward = update_in_backward
-        collection._device = torch.device(device or "cpu")
-        for config in tables:
-            collection.tt_bags[config.name] = bags[config.name]
-        return collection
-
     def plan_ahead(self, features: KeyedJaggedTensor) -> None:
         """Make a batch's plan before `forward` is called with it, for example in a loading thread; starts no other threads.
 
@@ -163,21 +142,8 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         if self.dense_bags is not None:
             dense = self.dense_bags(features)  # its keys may be in another order once TorchRec shards, fuses or quantizes it
             pooled_groups.append(([self._dense_keys[name] for name in dense.keys()], dense.values()))  # noqa: SIM118  of a KeyedTensor
-        names = [feature for config in self._tt_configs for feature in config.feature_names]
-        inverse_indices = features.inverse_indices_or_none() if names else None
-        if inverse_indices is not None:  # every feature has its own number of bags
-            order = reorder_inverse_indices(inverse_indices=inverse_indices, feature_names=names)
-            pooled: dict[str, Tensor] = {}
-            for configs in self._groups():
-                pooled |= zip(
-                    self._keys_of(configs), self._pool_group(configs, features, by_feature, plans, per_feature=True), strict=True
-                )
-            bags = process_pooled_embeddings([pooled[key] for key in self._tt_keys], order)
-            pooled_groups.append((self._tt_keys, bags))
-        else:
-            pooled_groups += [
-                (self._keys_of(configs), self._pool_group(configs, features, by_feature, plans)[0]) for configs in self._groups()
-            ]
+        for configs in self._groups():
+            pooled_groups.append((self._keys_of(configs), self._pool_group(configs, features, by_feature, plans)))
         return KeyedTensor(keys=self._keys, length_per_key=self._lengths, values=self._concatenated(pooled_groups))
 
     def _plans_made_ahead(self, features: KeyedJaggedTensor) -> Mapping[tuple[str, ...], LookupPlan | PairPlan]:
@@ -243,10 +209,8 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         batch: KeyedJaggedTensor,
         by_feature: dict[str, JaggedTensor],
         plans: Mapping[tuple[str, ...], LookupPlan | PairPlan],
-        *,
-        per_feature: bool = False,
-    ) -> Sequence[Tensor]:
-        """Pool the bags of a group's F features: in one tensor [B, F * N], or with `per_feature` in a tensor [B_f, N] each."""
+    ) -> Tensor:
+        """Pool the bags of a group's F features, [B, F * N]."""
         tables = [self.tt_bag(config.name) for config in configs]
         names = [feature for config in configs for feature in config.feature_names]
         features = [by_feature[feature] for feature in names]
@@ -254,6 +218,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             offsets = batch.offsets()
         else:
             offsets = F.pad(_joined([feature.lengths() for feature in features]).long().cumsum(0), (1, 0))
+        inverse_indices = batch.inverse_indices_or_none()  # if given, every feature has its own number of bags
         pooled = tt_bags(
             [table.forward_parameters() for table in tables],
             plans.get(_names(configs)) or self._plan_group(configs, by_feature),
@@ -261,10 +226,13 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             num_cols=configs[0].embedding_dim,
             mode=tables[0].mode,
             per_sample_weights=_joined([feature.weights() for feature in features]) if self._is_weighted else None,
-            features=1 if per_feature else len(features),
+            features=len(features) if inverse_indices is None else 1,
             update_in_backward=self.update_in_backward,
         ).float()
-        return pooled.split([len(feature.lengths()) for feature in features]) if per_feature else [pooled]
+        if inverse_indices is None:
+            return pooled
+        order = reorder_inverse_indices(inverse_indices=inverse_indices, feature_names=names)
+        return process_pooled_embeddings(list(pooled.split([len(feature.lengths()) for feature in features])), order)
 
     def tt_configs(self) -> list[TTEmbeddingBagConfig]:
         """The configs of the TT tables, in order."""
