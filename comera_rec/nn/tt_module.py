@@ -91,14 +91,9 @@ class TTModule(nn.Module):
         return self.shape
 
     @property
-    def whole_rows(self) -> int:
-        """Rows of the whole matrix, also where this module is a shard of it."""
-        return self.num_rows
-
-    @property
     def dense_params(self) -> int:
-        """Parameters of the whole dense matrix."""
-        return self.whole_rows * self.num_cols
+        """Parameters of the whole dense matrix, also where this module is a shard of it."""
+        return self.num_rows * self.num_cols
 
     def sum_over_shards(self, local: Tensor) -> Tensor:
         """Sum over shards what each computes from its slices of the first core; identity for a whole matrix."""

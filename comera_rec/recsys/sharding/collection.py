@@ -25,6 +25,7 @@ from torchrec.distributed.types import (
     ShardedModule,
     ShardingEnv,
 )
+from torchrec.distributed.utils import append_prefix
 from torchrec.streamable import Multistreamable
 
 from comera_rec.ops import check_ids
@@ -100,7 +101,7 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
             if not bag.core_0.is_meta:
                 bag.to(device)
         if replicated:
-            self._parts.append(DataParallel(replicated, bags, weighted, device))
+            self._parts.append(DataParallel(replicated, bags, weighted))
         if whole:
             self._parts.append(TableWise(whole, bags, weighted, device, group, [owner[config.name] for config in whole]))
         if divided:
@@ -116,7 +117,7 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
         self.dense_bags: ShardedEmbeddingBagCollection | None = None
         if isinstance(module.dense_bags, EmbeddingBagCollection):
             dense_plan = EmbeddingModuleShardingPlan({t.name: plan[t.name] for t in module.dense_bags.embedding_bag_configs()})
-            fqn = f"{module_fqn}.dense_bags" if module_fqn else "dense_bags"
+            fqn = append_prefix(module_fqn or "", "dense_bags")
             self.dense_bags = dense_sharder.shard(module.dense_bags, dense_plan, env, device, fqn)
             self._dense_keys = module.dense_keys()
         self._mesh = DeviceMesh.from_group(group, device.type) if divided else None
@@ -188,11 +189,11 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
         """Names of the parameters that data parallelism must not touch."""
         sharded = {parameter for part in self._parts for parameter in part.sharded_parameters()}
-        for name, parameter in self.tt_bags.named_parameters(_join(prefix, "tt_bags")):
+        for name, parameter in self.tt_bags.named_parameters(append_prefix(prefix, "tt_bags")):
             if parameter in sharded:
                 yield name
         if self.dense_bags is not None:
-            yield from self.dense_bags.sharded_parameter_names(_join(prefix, "dense_bags"))
+            yield from self.dense_bags.sharded_parameter_names(append_prefix(prefix, "dense_bags"))
 
     @property
     def unsharded_module_type(self) -> type[TTEmbeddingBagCollection]:
@@ -265,7 +266,3 @@ def _to_local(module: ShardedTTEmbeddingBagCollection, state: dict[str, Any], pr
         stored = state.get(key)
         if isinstance(stored, DTensor):
             state[key] = padded_to(stored, (1, bag.shape.row_shape[0]))
-
-
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name

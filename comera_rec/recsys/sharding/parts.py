@@ -47,7 +47,6 @@ class Part(nn.Module):
         configs: Sequence[TTEmbeddingBagConfig],
         bags: Mapping[str, TTEmbeddingBag],
         is_weighted: bool,
-        device: torch.device,
         input_dist: nn.Module,
         output_dist: nn.Module,
         *,
@@ -69,7 +68,9 @@ class Part(nn.Module):
         # In a list, so that parameters are registered once, under the names of the unsharded collection.
         self._lookup: list[TTEmbeddingBagCollection] = []
         if local:
-            lookup = TTEmbeddingBagCollection.from_bags(local, bags, is_weighted, device, update_in_backward=update_in_backward)
+            lookup = TTEmbeddingBagCollection(local, is_weighted, "meta")
+            lookup.tt_bags.update(bags)
+            lookup.update_in_backward = update_in_backward  # not where gradients must first be averaged over processes
             self._lookup.append(lookup)
 
     def lookup(self, features: KeyedJaggedTensor) -> Tensor:
@@ -93,11 +94,9 @@ class Part(nn.Module):
 class DataParallel(Part):
     """Every process has a replica of each table and looks up the ids of its samples: gradients are sent, bags aren't."""
 
-    def __init__(
-        self, configs: Sequence[TTEmbeddingBagConfig], bags: Mapping[str, TTEmbeddingBag], is_weighted: bool, device: torch.device
-    ) -> None:
+    def __init__(self, configs: Sequence[TTEmbeddingBagConfig], bags: Mapping[str, TTEmbeddingBag], is_weighted: bool) -> None:
         replicas = {config.name: bags[config.name] for config in configs}
-        super().__init__(configs, replicas, is_weighted, device, DpSparseFeaturesDist(), DpPooledEmbeddingDist())
+        super().__init__(configs, replicas, is_weighted, DpSparseFeaturesDist(), DpPooledEmbeddingDist())
 
 
 class TableWise(Part):
@@ -127,7 +126,6 @@ class TableWise(Part):
             configs,
             {config.name: bags[config.name] for config in local},
             is_weighted,
-            device,
             TwSparseFeaturesDist(group, [len(dim) for dim in dims]),
             TwPooledEmbeddingDist(group, [sum(dim) for dim in dims], dims, device),
             local=local,
@@ -167,7 +165,6 @@ class RowWise(Part):
             configs,
             shards,
             is_weighted,
-            device,
             RwSparseFeaturesDist(
                 group,
                 sum(len(config.feature_names) for config in configs),
@@ -259,8 +256,8 @@ class RowShard(TTEmbeddingBag):
         return self._whole.with_ranks(self.shape.ranks)
 
     @property
-    def whole_rows(self) -> int:
-        return self._whole_rows
+    def dense_params(self) -> int:
+        return self._whole_rows * self.num_cols
 
     @property
     def first_row(self) -> int:
