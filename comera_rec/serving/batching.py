@@ -90,7 +90,8 @@ class Batcher:
 
 def _answer(requests: Sequence[_Waiting]) -> None:
     try:
-        scores = _call(requests[0].model, merge([request.rows for request in requests]))
+        with torch.inference_mode():
+            scores: np.ndarray = requests[0].model(*map(torch.from_numpy, merge([request.rows for request in requests]))).numpy()
     except Exception as error:
         if len(requests) > 1:  # find the one at fault
             for request in requests:
@@ -102,12 +103,6 @@ def _answer(requests: Sequence[_Waiting]) -> None:
     for request, request_scores in zip(requests, np.split(scores, ends[:-1]), strict=True):
         if not request.scores.done():  # done if its client has left
             request.scores.set_result(request_scores)
-
-
-def _call(model: ServingModel, rows: Flat) -> np.ndarray:
-    with torch.inference_mode():
-        scores: np.ndarray = model(*map(torch.from_numpy, rows)).numpy()
-    return scores
 
 
 def merge(requests: Sequence[Flat]) -> Flat:

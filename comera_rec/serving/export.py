@@ -25,7 +25,7 @@ from torchrec.models.dlrm import DLRM
 
 from comera_rec.data import ParquetBatches
 from comera_rec.ops.native import LIBRARY
-from comera_rec.ops.served_bags import DTYPES, ServedTable, row_bytes
+from comera_rec.ops.served_bags import DTYPES, row_bytes
 from comera_rec.recsys import WideDeep
 from comera_rec.serving.fast import FastTables
 from comera_rec.serving.flat import FlatModel
@@ -134,7 +134,26 @@ def flatten_run(options: ExportOptions) -> tuple[FlatModel, ModelMetadata]:
         trained, served = (evaluate(each, batches, torch.device("cpu")) for each in (model, _Logits(flat, list(schema.sparse))))
     except OneClass:
         trained = served = {"auc": None, "ne": None}
-    return flat, _metadata(options, schema, manifest, data.absolute(), tables, trained, served)
+    vocabularies = {column.name: column.vocabulary for column in manifest.categorical_columns}
+    metadata = ModelMetadata(
+        format_version=FORMAT_VERSION,
+        dense=schema.dense,
+        offsets=offsets_of(manifest),
+        categorical=schema.sparse,
+        checksums={name: None if file is None else file.sha256 for name, file in vocabularies.items()},
+        library_version=version("comera-rec"),
+        torch_version=torch.__version__,
+        form=options.form,
+        dtype=options.dtype,
+        formed_rows=sum(len(table.formed) for table in tables if table.cores),
+        labels=schema.labels,
+        auc=served["auc"],
+        ne=served["ne"],
+        trained_auc=trained["auc"],
+        trained_ne=trained["ne"],
+        data=str(data.absolute()),
+    )
+    return flat, metadata
 
 
 class _Logits(nn.Module):
@@ -173,33 +192,3 @@ def _counts(column: CategoricalColumn, manifest: Manifest, data: Path) -> Tensor
     counts = torch.from_numpy(pq.read_table(data / column.vocabulary.path, columns=["count"])["count"].to_numpy().copy())
     zero = max(column.rows_at_zero["train"], int(counts[0]) if len(counts) else 0)  # counts fall from id 1 on; id 0 must come first
     return torch.cat([torch.tensor([zero]), counts])
-
-
-def _metadata(
-    options: ExportOptions,
-    schema: Schema,
-    manifest: Manifest,
-    data: Path,
-    tables: list[ServedTable],
-    trained: dict[str, Any],
-    served: dict[str, Any],
-) -> ModelMetadata:
-    vocabularies = {column.name: column.vocabulary for column in manifest.categorical_columns}
-    return ModelMetadata(
-        format_version=FORMAT_VERSION,
-        dense=schema.dense,
-        offsets=offsets_of(manifest),
-        categorical=schema.sparse,
-        checksums={name: None if file is None else file.sha256 for name, file in vocabularies.items()},
-        library_version=version("comera-rec"),
-        torch_version=torch.__version__,
-        form=options.form,
-        dtype=options.dtype,
-        formed_rows=sum(len(table.formed) for table in tables if table.cores),
-        labels=schema.labels,
-        auc=served["auc"],
-        ne=served["ne"],
-        trained_auc=trained["auc"],
-        trained_ne=trained["ne"],
-        data=str(data),
-    )
