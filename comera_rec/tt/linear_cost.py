@@ -48,9 +48,9 @@ NANOSECONDS = LinearWork(multiplies=0.0374, numbers=0.413, calls=20_500, tt_laye
 Only their proportions matter to the choice."""
 
 
-def nanoseconds(work: LinearWork, prices: LinearWork = NANOSECONDS) -> float:
+def nanoseconds(work: LinearWork) -> float:
     """Return the predicted time of a step with this work."""
-    return sum(price * amount for price, amount in zip(prices, work, strict=True))
+    return sum(price * amount for price, amount in zip(NANOSECONDS, work, strict=True))
 
 
 def dense_work(in_features: int, out_features: int, batch: int) -> LinearWork:

@@ -7,7 +7,6 @@ formed for every id. Sizes depend only on shapes, and nothing waits for the devi
 from __future__ import annotations
 
 import importlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -38,7 +37,7 @@ class PairPlan:
         return self.pairs.shape[1]
 
 
-def plan_pairs(ids: Sequence[Tensor], row_shapes: Sequence[Sequence[int]], num_embeddings: Sequence[int] | None = None) -> PairPlan:
+def plan_pairs(ids: Sequence[Tensor], row_shapes: Sequence[Sequence[int]], rows: Sequence[int]) -> PairPlan:
     """Plan a lookup over tables of order 2 with one kernel for all of them, and one sort.
 
     The device checks ids: if one is out of range, the next call that waits for it fails.
@@ -46,9 +45,8 @@ def plan_pairs(ids: Sequence[Tensor], row_shapes: Sequence[Sequence[int]], num_e
     Args:
         ids: 1-D row ids of each table.
         row_shapes: row modes (m_1, m_2) of each table.
-        num_embeddings: rows of each table; default m_1 m_2.
+        rows: number of rows of each table.
     """
-    rows = [math.prod(shape) for shape in row_shapes] if num_embeddings is None else list(num_embeddings)
     firsts = first_keys(rows)
     lengths = {table.shape[0] for table in ids}
     if len(lengths) == 1:
@@ -57,7 +55,7 @@ def plan_pairs(ids: Sequence[Tensor], row_shapes: Sequence[Sequence[int]], num_e
         joined, ids_of_table = torch.cat(_offset_ids(ids, firsts, rows)), 0
     leading, trailing = (sum(modes) for modes in zip(*row_shapes, strict=True))
     modes = [number for shape in row_shapes for number in shape]
-    pairs, slices, order = _plan_pairs(joined, modes, rows, ids_of_table)
+    pairs, slices, order = _plan_pairs(joined, modes, list(rows), ids_of_table)
     return PairPlan(pairs=pairs, slices=slices, order=order, counts=(leading, trailing))
 
 
