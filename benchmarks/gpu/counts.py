@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 import comera_rec.ops.bags.triton_updates  # define the kernels before TRITON_INTERPRET is set, so that they can be compiled later
 import comera_rec.ops.plan.triton  # noqa: F401
 from comera_rec.nn import TTEmbeddingBag
-from comera_rec.nn.table import plan_tables
+from comera_rec.nn.tt_table import plan_tables
 from comera_rec.ops import tt_bags
 from comera_rec.ops.bags import gpu as bags
 from comera_rec.ops.bags import kernel_calls, updates

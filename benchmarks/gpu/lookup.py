@@ -24,7 +24,7 @@ from benchmarks.harness.rows import Row
 from benchmarks.harness.workload import Provider, TorchProvider, parameter_count, parameter_gradients
 from benchmarks.lookup.dense import EmbeddingBags, RowWiseAdagrad, shared_storage, split_storage
 from comera_rec.nn import TTEmbeddingBag
-from comera_rec.nn.table import plan_tables
+from comera_rec.nn.tt_table import plan_tables
 from comera_rec.ops import tt_bags
 from comera_rec.tt import TTShape
 

@@ -11,7 +11,7 @@ from torchrec import EmbeddingBagConfig
 from comera_rec.convert.swap import TTEmbeddingConfig, plain_embeddings
 from comera_rec.nn import TTEmbedding, TTEmbeddingBag, parameter_owners, replace_modules_
 from comera_rec.nn.checks import COMPUTED_WEIGHT, require_config, require_init
-from comera_rec.nn.table import replace_dense_, require_plain_rows
+from comera_rec.nn.tt_table import replace_dense_, require_plain_rows
 from comera_rec.recsys import TTEmbeddingBagConfig
 
 Layer = nn.Embedding | nn.EmbeddingBag

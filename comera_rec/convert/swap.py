@@ -15,7 +15,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBag
 
 from comera_rec.nn import TTEmbeddingBag, keep_buffers_hooks_and_mode_, parameter_owners, replace_modules_
 from comera_rec.nn.checks import require_config, require_init, require_one_size
-from comera_rec.nn.table import replace_dense_
+from comera_rec.nn.tt_table import replace_dense_
 from comera_rec.recsys import (
     TTEmbeddingBagCollection,
     TTEmbeddingBagConfig,

@@ -8,7 +8,6 @@ from comera_rec.nn.factories import EMBEDDING_STD, dense_embedding, linear_facto
 from comera_rec.nn.heads import ClassificationHead, LanguageModelHead, TiedProjection
 from comera_rec.nn.hot_rows import HotRows
 from comera_rec.nn.linear import TTLinear, use_float8_
-from comera_rec.nn.table import TTTable, update_in_backward_
 from comera_rec.nn.transformer import EncoderBlock, FeedForward, TransformerConfig, TransformerEncoder
 from comera_rec.nn.tt_module import (
     TTModule,
@@ -18,6 +17,7 @@ from comera_rec.nn.tt_module import (
     replace_data_,
     replace_modules_,
 )
+from comera_rec.nn.tt_table import TTTable, update_in_backward_
 
 __all__ = [
     "EMBEDDING_STD",

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from comera_rec.nn.table import TTTable
 from comera_rec.nn.tracing import one_call_in_fx
+from comera_rec.nn.tt_table import TTTable
 from comera_rec.ops import tt_bags
 from comera_rec.tt import TTShape, contract
 

@@ -24,8 +24,8 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from comera_rec.nn import TTEmbeddingBag
-from comera_rec.nn.table import plan_tables
 from comera_rec.nn.tracing import one_call_in_fx
+from comera_rec.nn.tt_table import plan_tables
 from comera_rec.ops import LookupPlan, PairPlan, check_ids, tt_bags
 from comera_rec.ops.bags.updates import update_kind
 from comera_rec.ops.launch import rank_bucket

@@ -13,7 +13,7 @@ from torch import nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType, EmbeddingBagConfig, EmbeddingConfig
 
 from comera_rec.nn.hot_rows import require_blocks
-from comera_rec.nn.table import table_shape
+from comera_rec.nn.tt_table import table_shape
 from comera_rec.tt import Blocks, TTShape, blocks_params, require_positive
 
 _SAMPLED = 1 << 24  # the most numbers that are initialized by an `init_fn` to learn its standard deviation

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from comera_rec import TTEmbeddingBag
-from comera_rec.nn.table import plan_tables
+from comera_rec.nn.tt_table import plan_tables
 from comera_rec.ops import PairPlan, plan_lookup, tt_bags
 from comera_rec.ops.bags.updates import register_update
 from comera_rec.ops.plan.pairs import plan_hot_rows
