@@ -277,27 +277,27 @@ def count_bytes(
     others = (world_size - 1) / world_size
     params = float(shape.num_params + hot_params)
     leading = float(shape.core_shapes[0][1] * shape.core_shapes[0][2] * shape.core_shapes[0][3])
-    bags = float(batch * features * embedding_dim * _ITEM)
-    sent = {"ids": (ids + batch * features) * 8 * others, "bags": bags * others, "gradients": 0.0}
-    lookups, per_process, replicated = ids, params, 0.0
+    lengths = batch * features
+    bags = float(lengths * embedding_dim * _ITEM)
     if kind == ShardingType.DATA_PARALLEL.value:
-        sent |= {"ids": 0.0, "bags": 0.0}
-        replicated = params
+        sent_ids, sent_bags, lookups, per_process, replicated = 0.0, 0.0, ids, params, params
     elif kind == ShardingType.TABLE_WISE.value:
         # The owner alone sends bags, to all others, and looks up for all.
-        lookups, sent = ids * world_size, sent | {"bags": bags * (world_size - 1)}
+        sent_ids, sent_bags = (ids + lengths) * 8 * others, bags * (world_size - 1)
+        lookups, per_process, replicated = ids * world_size, params, 0.0
     else:
         # Every process sends its part of all samples' bags, with lengths for every process, and looks up its share of all ids.
-        sent |= {"bags": bags * (world_size - 1), "ids": (ids * others + batch * features * (world_size - 1)) * 8}
-        per_process, replicated = params - leading * others, params - leading
-    sent["gradients"] = 2 * others * replicated * item  # ring all-reduce
+        sent_ids, sent_bags = (ids * others + lengths * (world_size - 1)) * 8, bags * (world_size - 1)
+        lookups, per_process, replicated = ids, params - leading * others, params - leading
     cut = (shape.order + 1) // 2
     left, right = math.prod(shape.col_shape[:cut]), math.prod(shape.col_shape[cut:])
     rank = shape.bonds[cut] if shape.order > 1 else 1
-    num_bags = batch * features * (world_size if kind == ShardingType.ROW_WISE.value else 1)  # row-wise: parts of all samples'
+    num_bags = lengths * (world_size if kind == ShardingType.ROW_WISE.value else 1)  # row-wise: parts of all samples'
     workspace = max(lookups, num_bags) * embedding_dim * _ITEM
     return {
-        **sent,
+        "ids": sent_ids,
+        "bags": sent_bags,
+        "gradients": 2 * others * replicated * item,  # ring all-reduce
         "memory": workspace + per_process * item,
         "update": per_process * item * (3 + 2 * optimizer_states),  # reads the gradient, reads and writes all others
         "flops": 2.0 * lookups * left * rank * right,
