@@ -81,7 +81,7 @@ class Arguments(dict[str, Any]):
         super().__init__(
             cores=[core.detach() for module in modules for core in module.cores()],
             diagonals=[rank.detach() for module in modules for rank in module.rank_parameters()],
-            plan=plan_of(tables, ids).tensors,
+            plan=list(plan_of(tables, ids)),
             offsets=torch.tensor([0, 2, 5]),
             weights=None,
             mean=False,

@@ -118,7 +118,7 @@ def arguments(order: int, weighted: bool) -> tuple[Any, ...]:
     for k, size in enumerate([(1, shape.num_rows // 2, 1, 3), (3, 1, num_cols, 1)] if hot else []):
         cores.append(slice_major(torch.randn(size), k, 2).requires_grad_())
     diagonals += [torch.rand(3, requires_grad=True)] if hot else []
-    return cores, diagonals, plan.tensors, torch.tensor([0, 3, 3, 7, 9]), weights, False, 2, num_cols, hot
+    return cores, diagonals, list(plan), torch.tensor([0, 3, 3, 7, 9]), weights, False, 2, num_cols, hot
 
 
 @pytest.mark.parametrize(("order", "weighted"), [(2, False), (4, True)])
@@ -262,7 +262,7 @@ def look_up(impl: str = "auto", dtype: torch.dtype = torch.float32) -> list[Tens
             out = tt_bags(tables, plan, offsets, num_cols=shape.num_cols, mode=mode, per_sample_weights=mode_weights, impl=impl)
             results += [out.detach(), *torch.autograd.grad((out * gradient).sum(), inputs)]
         if impl == "auto":
-            results += plan.tensors
+            results += plan
     return results
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from itertools import accumulate
 
 import pytest
@@ -62,7 +61,7 @@ def definition(ids: Sequence[Tensor], row_shapes: Shapes) -> dict[str, list]:
 def check(ids: Sequence[Tensor], row_shapes: Shapes, impls: Sequence[str] = ("auto", "reference")) -> None:
     expected = definition(ids, row_shapes)
     for impl in impls:
-        plan = asdict(plan_lookup(ids, row_shapes, impl=impl))
+        plan = plan_lookup(ids, row_shapes, impl=impl)._asdict()
         assert all(tensor.dtype == (DTYPES[impl] if len(row_shapes[0]) > 1 else torch.int64) for tensor in plan.values())
         actual = {name: tensor.tolist() for name, tensor in plan.items()}
         if len(row_shapes[0]) == 1:
@@ -71,7 +70,7 @@ def check(ids: Sequence[Tensor], row_shapes: Shapes, impls: Sequence[str] = ("au
 
 
 def assert_equal(one: LookupPlan, other: LookupPlan) -> None:
-    for name, tensor in asdict(one).items():
+    for name, tensor in one._asdict().items():
         torch.testing.assert_close(tensor, getattr(other, name), rtol=0, atol=0, check_dtype=False, msg=name)
 
 
@@ -171,13 +170,13 @@ def test_sizes_follow_from_the_shapes_of_the_ids(order: int, impl: str) -> None:
     row_shapes = [(4, 3, 2, 5)[:order], (2, 6, 1, 3)[:order]]
     batches = [torch.zeros(2, 7, dtype=torch.int64), torch.randint(2, (14,)), torch.arange(14) % 4]
     plans = [plan_lookup([ids, ids[:0]], row_shapes, impl=impl) for ids in batches]
-    assert len({tuple(tensor.shape for tensor in plan.tensors) for plan in plans}) == 1
+    assert len({tuple(tensor.shape for tensor in plan) for plan in plans}) == 1
     meta = plan_lookup(
         [torch.zeros(14, dtype=torch.int64, device="meta"), torch.zeros(0, dtype=torch.int64, device="meta")], row_shapes
     )
-    as_on_meta = [(tensor.shape, tensor.dtype) for tensor in plan_lookup([batches[1], batches[1][:0]], row_shapes).tensors]
-    assert [(tensor.shape, tensor.dtype) for tensor in meta.tensors] == as_on_meta
-    assert all(tensor.is_meta for tensor in meta.tensors)
+    as_on_meta = [(tensor.shape, tensor.dtype) for tensor in plan_lookup([batches[1], batches[1][:0]], row_shapes)]
+    assert [(tensor.shape, tensor.dtype) for tensor in meta] == as_on_meta
+    assert all(tensor.is_meta for tensor in meta)
 
 
 def test_a_plan_of_few_ids() -> None:

@@ -6,7 +6,6 @@ T tables of d cores, L ids, F features of B bags each, N columns.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from comera_rec.ops.plan import LookupPlan
 from comera_rec.tt import slice_major
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_PLAN = len(fields(LookupPlan))
+_PLAN = len(LookupPlan._fields)
 
 
 def pool(
@@ -60,11 +59,11 @@ def pool(
         diagonals = diagonals if updates.diagonals is None else updates.diagonals
         # Needs a gradient, so that autograd calls a backward whose other inputs need none.
         handle = torch.empty(0, device="cpu", dtype=torch.float32, requires_grad=True)
-        bags = _UpdatingPool.apply(settings, updates, handle, offsets, weights, len(diagonals), *diagonals, *plan.tensors)
+        bags = _UpdatingPool.apply(settings, updates, handle, offsets, weights, len(diagonals), *diagonals, *plan)
     elif torch._C._are_functorch_transforms_active():
-        bags = _Pool.apply(settings, len(cores), len(diagonals), offsets, weights, *cores, *diagonals, *plan.tensors)
+        bags = _Pool.apply(settings, len(cores), len(diagonals), offsets, weights, *cores, *diagonals, *plan)
     else:
-        bags = ops.pool(cores, diagonals, plan.tensors, offsets, weights, *settings)
+        bags = ops.pool(cores, diagonals, list(plan), offsets, weights, *settings)
     return bags
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +18,8 @@ from comera_rec.ops.plan import reference
 from comera_rec.ops.plan.pairs import PairPlan, plan_pairs
 
 
-@dataclass(frozen=True)
-class LookupPlan:
-    """The rows and products of slices that a batch needs.
+class LookupPlan(NamedTuple):
+    """The rows and products of slices that a batch needs; operators take the fields in this order.
 
     It depends only on the ids and row modes, not on the cores' values or ranks, so it can be made ahead of time. Sizes follow from
     the number of ids; entries beyond the actual rows or products are -1. Slices are numbered through all tables.
@@ -47,11 +46,6 @@ class LookupPlan:
     def num_ids(self) -> int:
         """L."""
         return self.inverse.shape[0]
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The fields in order, as operators take them."""
-        return [getattr(self, field.name) for field in fields(self)]
 
 
 def plan_lookup(
