@@ -26,7 +26,6 @@ BENCHMARKS = {
         "tables of a collection: dense, FBGEMM's fused, TT with and without dedup",
     ),
     "lookup-scaling": ("benchmarks.lookup.scaling", "the same for several batch sizes and skews of the ids"),
-    "lookup-breakdown": ("benchmarks.lookup.breakdown", "where the time of a training step goes"),
     "lookup-memory": ("benchmarks.lookup.memory", "peak memory of training a table of 100 million rows"),
     "hot-rows": ("benchmarks.lookup.hot_rows", "TT tables of equal bytes, with and without hot rows"),
     "shapes": ("benchmarks.lookup.shapes", "shapes of one size: the one that TTShape.for_table chooses, and the fastest"),

@@ -1,7 +1,7 @@
 """Requests answered in one process: packages of a TT model, and TorchRec's quantized dense model of the same weights.
 
 An untrained model of Criteo-Kaggle's tables with `compression` times fewer parameters, hot rows included, and MLPs with TT layers.
-The rivals store each of its rows in 8 or 4 bits, and the dense weights of its MLPs. Ids are drawn by Zipf's law. A request of 100
+The rivals store its rows in 8 bits, and the dense weights of its MLPs. Ids are drawn by Zipf's law. A request of 100
 rows is one user with 100 candidates: the first half of its columns is the same in all rows.
 
 Rows of pass "forward" have a call's time, with the 99th percentile in `counted`. Rows of pass "run" have the time (ms) to load a
@@ -39,24 +39,23 @@ from benchmarks.harness.timing import alternate
 from benchmarks.lookup.criteo_tables import ZIPF
 from benchmarks.serving.quantized import CompiledLookup, quantized_collection
 from comera_rec.ops.native import LIBRARY
-from comera_rec.ops.served_bags import DTYPES, ServedTable, row_bytes
+from comera_rec.ops.served_bags import DTYPES
 from comera_rec.serving.export import FORMS, compile_package
 from comera_rec.serving.flat import FlatModel
 from comera_rec.serving.package import FORMAT_VERSION, ModelMetadata, ServingModel
-from comera_rec.serving.tables import expand, served_tables
+from comera_rec.serving.tables import served_tables
 
 KAGGLE = (
     *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194),
     *(27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572),
 )
 INTEGERS, REQUESTS = 13, 64
-OURS = {  # form, dtype, bytes for expanded rows
-    "portable float32": ("portable", "float32", 0),
-    "fast float32": ("fast", "float32", 0),
-    "fast int8": ("fast", "int8", 0),
-    "fast int8 expanded": ("fast", "int8", 20_000_000),
+OURS = {  # form, dtype
+    "portable float32": ("portable", "float32"),
+    "fast float32": ("fast", "float32"),
+    "fast int8": ("fast", "int8"),
 }
-COMPILED, EAGER_8, EAGER_4 = "dense int8, AOTInductor", "TorchRec int8, eager", "TorchRec int4, eager"
+COMPILED, EAGER = "dense int8, AOTInductor", "TorchRec int8, eager"
 BATCHES = (1, 100, 1024)
 
 
@@ -133,15 +132,13 @@ def providers(
     tables = served_tables(model.sparse_arch.embedding_bag_collection)
     calls: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
     packages = {}
-    for name, (form, dtype, budget) in OURS.items():
-        frequent = expand(tables, [_frequencies(table) for table in tables], budget, row_bytes(case.dim, DTYPES[dtype]))
+    for name, (form, dtype) in OURS.items():
         packages[name] = folder / f"{name}.pt2"
-        _compile(FlatModel(model, FORMS[form](frequent, DTYPES[dtype])), case, packages[name], form)
+        _compile(FlatModel(model, FORMS[form](tables, DTYPES[dtype])), case, packages[name], form)
         calls[name] = ServingModel(packages[name])
     dense = cr.export_dense(copy.deepcopy(model.dense_arch)), cr.export_dense(copy.deepcopy(model.over_arch))
-    for name, bits in ((EAGER_4, 4), (EAGER_8, 8)):
-        collection = quantized_collection(tables, bits)
-        calls[name] = EagerModel(model, collection, *dense)
+    collection = quantized_collection(tables)
+    calls[EAGER] = EagerModel(model, collection, *dense)
     packages[COMPILED] = folder / "dense.pt2"
     rival = FlatModel(model, CompiledLookup(collection))
     rival.dense_arch, rival.over_arch = dense
@@ -214,11 +211,6 @@ seconds = time.perf_counter() - start
 model.run(list(inputs))
 print(json.dumps({"ms": 1000 * seconds, "mib": resident() - before}))
 """
-
-
-def _frequencies(table: ServedTable) -> Tensor:
-    """Frequencies of a table's ids by Zipf's law, as requests draw them."""
-    return torch.arange(1, min(table.rows, 1_000_000) + 1, dtype=torch.float64).pow(-ZIPF)
 
 
 def _on_request(call: Callable[..., Tensor], requests: list[tuple[Tensor, Tensor, Tensor]], turn: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""TorchRec's serving form of tables: rows of 8 or 4 bits, read by FBGEMM.
+"""TorchRec's serving form of tables: rows of 8 bits, read by FBGEMM.
 
 F features with one table each, B rows of a request, V values, N columns.
 """
@@ -21,26 +21,25 @@ _SETTINGS = (
     *("total_D", "max_int2_D", "max_int4_D", "max_int8_D", "max_float8_D", "max_float16_D", "max_float32_D"),
     *("fp8_exponent_bits", "fp8_exponent_bias", "output_dtype", "row_alignment"),
 )
-_TYPES = {8: DataType.INT8, 4: DataType.INT4}
 
 
-def quantized_collection(tables: Sequence[ServedTable], bits: int) -> QuantizedCollection:
+def quantized_collection(tables: Sequence[ServedTable]) -> QuantizedCollection:
     """Build the quantized collection that TorchRec's `quantize_embeddings` would make of the tables in dense form."""
     configs = [
         EmbeddingBagConfig(
-            name=f"t{t}", num_embeddings=table.rows, embedding_dim=table.columns, feature_names=[f"f{t}"], data_type=_TYPES[bits]
+            name=f"t{t}", num_embeddings=table.rows, embedding_dim=table.columns, feature_names=[f"f{t}"], data_type=DataType.INT8
         )
         for t, table in enumerate(tables)
     ]
-    rows = {config.name: _quantized(table, bits) for config, table in zip(configs, tables, strict=True)}
+    rows = {config.name: _quantized(table) for config, table in zip(configs, tables, strict=True)}
     return QuantizedCollection(configs, False, torch.device("cpu"), torch.float32, table_name_to_quantized_weights=rows)
 
 
-def _quantized(table: ServedTable, bits: int) -> tuple[Tensor, Tensor]:
-    numbers = torch.empty(table.rows, table.columns * bits // 8, dtype=torch.uint8)
+def _quantized(table: ServedTable) -> tuple[Tensor, Tensor]:
+    numbers = torch.empty(table.rows, table.columns, dtype=torch.uint8)
     scales = torch.empty(table.rows, 4, dtype=torch.uint8)
     for ids in torch.arange(table.rows).split(_ROWS):
-        fused = torch.ops.fbgemm.FloatToFusedNBitRowwiseQuantizedSBHalf(rows_of(table, ids), bits)
+        fused = torch.ops.fbgemm.FloatToFusedNBitRowwiseQuantizedSBHalf(rows_of(table, ids), 8)
         numbers[ids[0] : ids[-1] + 1], scales[ids[0] : ids[-1] + 1] = fused[:, :-4], fused[:, -4:]
     return numbers, scales
 

@@ -8,7 +8,6 @@ Shapes: B samples, F = 26 features, N = 128 columns.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 import multiprocessing
@@ -21,15 +20,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor, KeyedTensor
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.planner import Topology
-from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
 from tqdm import tqdm
 
-import comera_rec as cr
 from benchmarks.harness.agreement import Disagreement, require_agreement
 from benchmarks.harness.environment import FOLDER, describe
 from benchmarks.harness.ids import draw_power_law
@@ -228,31 +222,3 @@ def format_case(rows: Sequence[Row]) -> str:
             f"{sizes['dense_gb']:.1f} GB",
         ]
     )
-
-
-def gpus_needed(case: MLPerfCase, *, dense: bool, hbm_bytes: int = 80 << 30, most: int = 16) -> int:
-    """The fewest GPUs into whose memory `TTShardingPlanner` can place the model's tables, with the case's batch on each GPU.
-
-    Raises:
-        PlannerError: if not even `most` GPUs are enough.
-    """
-    config = case.config()
-    config = replace(config, tables=replace(config.tables, format="dense")) if dense else config
-    model = build_model(config, Schema(dense=DENSE, sparse=case.rows), device="meta")
-    fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD}
-    sharders: list[Any] = [cr.TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder(fused_params=fused))]
-    constraints = {
-        name: ParameterConstraints(pooling_factors=[bag], compute_kernels=["fused"])
-        for name, bag in zip(case.rows, BAGS, strict=True)
-    }
-    for gpus in range(1, most):
-        with contextlib.suppress(PlannerError):
-            _planner(gpus, hbm_bytes, case.batch, constraints).plan(model, sharders)
-            return gpus
-    _planner(most, hbm_bytes, case.batch, constraints).plan(model, sharders)
-    return most
-
-
-def _planner(gpus: int, hbm_bytes: int, batch: int, constraints: dict[str, ParameterConstraints]) -> cr.TTShardingPlanner:
-    topology = Topology(gpus, "cuda", hbm_cap=hbm_bytes)
-    return cr.TTShardingPlanner(topology, batch, constraints=constraints, optimizer_states=1, stats=[])

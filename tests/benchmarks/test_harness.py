@@ -234,7 +234,7 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["lokup"], "'lokup' is not one of 'lookup', 'lookup-scaling', 'lookup-breakdown', 'lookup-memory', 'hot-rows', "),
+            (["lokup"], "'lokup' is not one of 'lookup', 'lookup-scaling', 'lookup-memory', 'hot-rows', "),
             (["linear", "--only", "batch"], "--only is 'batch': write SIZE=VALUE"),
             (["linear", "--only", "batch=128", "--save"], "--save keeps results of full runs: drop --only"),
             (["linear", "--json", "/nowhere/x.jsonl"], "no folder /nowhere for x.jsonl: create it first"),

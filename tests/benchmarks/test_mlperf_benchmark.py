@@ -1,14 +1,13 @@
-"""MLPerf's model at its original sizes: the numbers that its rows claim, the range of ids, and how many GPUs it needs."""
+"""MLPerf's model at its original sizes: the numbers that its rows claim, and the range of ids."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torchrec.distributed.planner.types import PlannerError
 
 from benchmarks.harness.ids import draw_ids, draw_power_law
 from benchmarks.harness.measure import Settings
-from benchmarks.training.mlperf import BAGS, PARTS, ROWS, STEP, cases, format_case, gpus_needed, run
+from benchmarks.training.mlperf import BAGS, PARTS, ROWS, STEP, cases, format_case, run
 
 
 def test_the_sizes_are_mlperfs() -> None:
@@ -42,11 +41,3 @@ def test_rows_of_a_quick_run() -> None:
     text = format_case(rows)
     assert "samples/s, of the tables alone" in text
     assert "peak resident memory" in text
-
-
-def test_dense_tables_take_two_gpus_and_tt_tables_one() -> None:
-    case = cases(quick=False)[0]
-    assert gpus_needed(case, dense=True) == 2
-    assert gpus_needed(case, dense=False, hbm_bytes=8 << 30) == 1, "a tenth of a GPU of 80 GB would do"
-    with pytest.raises(PlannerError, match="the tables don't fit"):
-        gpus_needed(case, dense=True, most=1)
