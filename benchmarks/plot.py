@@ -15,13 +15,10 @@ from matplotlib.ticker import NullFormatter
 from benchmarks.harness.cli import run_command
 from benchmarks.harness.rows import UNITS, Row, read_rows
 from benchmarks.harness.text import case_title, format_size
-from benchmarks.harness.workload import PASSES
 from benchmarks.lookup.figure import sweep_figure
 from benchmarks.quality.figure import quality_figure
-from benchmarks.sharding.figures import distributed_figure, grid_figure, scale_figure
+from benchmarks.sharding.figure import grid_figure
 from benchmarks.training.figure import dlrm_figure
-
-LABELS = {"ms": "time, ms (p20, p50, p80)", "MiB": "peak extra memory, MiB (p20, p50, p80)"}
 
 
 def plot_rows(rows: Sequence[Row], path: Path) -> None:
@@ -37,23 +34,6 @@ def plot_rows(rows: Sequence[Row], path: Path) -> None:
     figure.legend(handles, names, loc="outside lower center", ncols=3)
     with matplotlib.rc_context({"svg.hashsalt": "comera-rec"}):
         figure.savefig(path, dpi=120)
-
-
-def _volume_figure(rows: Sequence[Row]) -> Figure:
-    """Plot rows per second and peak memory of whole runs against the rows of the log."""
-    figure = Figure(figsize=(9, 3.5), layout="constrained")
-    labels = {"ms": "rows a second", "MiB": "peak memory, GiB"}
-    for axes, (unit, label) in zip(figure.subplots(1, 2), labels.items(), strict=True):
-        for name in dict.fromkeys(row.provider for row in rows):
-            mine = sorted((row for row in rows if (row.provider, row.unit) == (name, unit)), key=lambda row: row.shapes["rows"])
-            heights = [row.counted["rows_per_s"] if unit == "ms" else row.p50 / 1024 for row in mine]
-            axes.plot([row.shapes["rows"] for row in mine], heights, marker="o", label=name)
-        axes.set_xscale("log")
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("rows of the log")
-        axes.set_ylabel(label)
-        axes.grid(alpha=0.3)
-    return figure
 
 
 def _memory_figure(rows: Sequence[Row]) -> Figure:
@@ -77,11 +57,8 @@ def _memory_figure(rows: Sequence[Row]) -> Figure:
 FIGURES = {
     "lookup-scaling": sweep_figure,
     "quality": quality_figure,
-    "preprocess": _volume_figure,
     "preprocess-memory": _memory_figure,
-    "distributed": distributed_figure,
     "dlrm": dlrm_figure,
-    "scale-model": scale_figure,
     "sharding-grid": grid_figure,
 }
 
@@ -90,7 +67,7 @@ def _dot_figure(rows: Sequence[Row]) -> Figure:
     """Plot one panel for each pass and unit, a line for each case, and a dot for each provider's median."""
     labels = _case_labels(rows)
     providers = list(dict.fromkeys(row.provider for row in rows))
-    passes = [pass_ for pass_ in PASSES if any(row.pass_ == pass_ for row in rows)]
+    passes = list(dict.fromkeys(row.pass_ for row in rows))
     units = [unit for unit in UNITS if any(row.unit == unit for row in rows)]
     height = 1.5 + len(units) * (1.0 + 0.1 * len(labels) * max(4, len(providers)))
     figure = Figure(figsize=(3 + 0.06 * max(map(len, labels.values())) + 3.5 * len(passes), height), layout="constrained")
@@ -100,7 +77,7 @@ def _dot_figure(rows: Sequence[Row]) -> Figure:
             chosen = [row for row in rows if row.unit == unit and row.pass_ == pass_]
             _draw(panel, chosen, labels, providers)
             panel.set_title(pass_)
-            panel.set_xlabel(LABELS[unit])
+            panel.set_xlabel(f"{unit} (p20, p50, p80)")
     return figure
 
 

@@ -6,7 +6,7 @@ U unique rows of N columns, L lookups, B bags.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -61,8 +61,3 @@ class Least:
             "gemm_gflop_per_s": 2 * machine.multiply_adds_per_s / 1e9,
             "limit_ms": 1e3 * slower,
         }
-
-
-def describe_limits(counted: Mapping[str, float]) -> str:
-    """Format a line about the machine's ceilings."""
-    return f"copies {counted['copy_gb_per_s']:.1f} GB/s, multiplies {counted['gemm_gflop_per_s']:.0f} GFLOP/s"

@@ -56,6 +56,27 @@ def chosen(cases: Iterable[AnyCase], only: Mapping[str, str]) -> list[AnyCase]:
     return selected
 
 
+def each_case(
+    op: str, cases: Iterable[AnyCase], settings: Settings, **replaced: Any
+) -> Iterator[tuple[AnyCase, Callable[..., list[Row]]]]:
+    """Yield the chosen cases that aren't finished, with a progress bar on a terminal, each with a function that makes its rows.
+
+    Args:
+        op: the operation's name.
+        cases: what to measure.
+        settings: from the command line.
+        replaced: fields of the rows that differ from `describe`.
+
+    Yields:
+        A case, and `case_rows` without its first four arguments.
+    """
+    environment = describe(settings.device) | replaced
+    finished = [row.shapes for row in settings.finished]
+    left = [case for case in chosen(cases, settings.only) if case.shapes() not in finished]
+    for case in tqdm(left, desc=op, unit="case", disable=None):
+        yield case, partial(case_rows, op, case, settings, environment)
+
+
 def measure_cases(
     op: str, cases: Iterable[AnyCase], build: Build, settings: Settings, build_for_memory: Build | None = None
 ) -> Iterator[list[Row]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
@@ -97,6 +97,23 @@ def read_rows(path: Path) -> list[Row]:
         except ValueError as error:
             raise ValueError(f"{path}:{number}: {error}") from None
     return rows
+
+
+def select(measured: Sequence[Row], /, *, provider: str = "", pass_: str = "", unit: str = "", **sizes: Any) -> list[Row]:
+    """The rows that have this provider, pass, unit and these sizes."""
+    conditions = {"provider": provider, "pass_": pass_, "unit": unit}
+    return [
+        row
+        for row in measured
+        if all(getattr(row, name) == value for name, value in conditions.items() if value)
+        and all(row.shapes.get(name) == value for name, value in sizes.items())
+    ]
+
+
+def one(measured: Sequence[Row], /, **conditions: Any) -> Row:
+    """The only such row."""
+    (row,) = select(measured, **conditions)
+    return row
 
 
 class RowWriter:

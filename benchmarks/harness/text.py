@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from benchmarks.harness.limits import describe_limits
 from benchmarks.harness.rows import Row
-from benchmarks.harness.workload import PASSES
 
 
 def case_title(row: Row) -> str:
@@ -15,23 +13,29 @@ def case_title(row: Row) -> str:
 
 
 def format_case(rows: Sequence[Row]) -> str:
-    """Format all rows of one case: a line for each pass and provider, with ratios such as "4.2x" faster than the baseline."""
+    """Format all rows of one case: a line for each pass and provider, with ratios such as "4.2x" faster than the baseline.
+
+    What was counted follows each line, or the title if it is the same for all.
+    """
     baselines = list(dict.fromkeys(name for row in rows for name in row.ratios))
-    names = list(dict.fromkeys(row.provider for row in rows))
-    cells = [["pass", "provider", "p50 ms", "p20..p80", *(f"vs {b}" for b in baselines), "of limit", "extra MiB"]]
-    for pass_ in PASSES:
-        for name in names:
-            selected = {row.unit: row for row in rows if row.pass_ == pass_ and row.provider == name}
-            if selected:
-                ms, mib = selected.get("ms"), selected.get("MiB")
-                spread = f"{_short(ms.p20)}..{_short(ms.p80)}" if ms else ""
-                cells.append([pass_, name, _p50(ms), spread, *_ratios(ms, baselines), _of_limit(ms), _p50(mib)])
+    unit = next((row.unit for row in rows if row.unit != "MiB"), "MiB")
+    first = rows[0]
+    common = {name: value for name, value in first.counted.items() if all(row.counted.get(name) == value for row in rows)}
+    by_line: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows:
+        by_line.setdefault((row.pass_, row.provider), {})[row.unit] = row
+    cells = [["pass", "provider", f"p50 {unit}", "p20..p80", *(f"vs {name}" for name in baselines), "of limit", "MiB", "counted"]]
+    for line, by_unit in by_line.items():
+        main, memory = by_unit.get(unit), by_unit.get("MiB") if unit != "MiB" else None
+        spread = f"{short(main.p20)}..{short(main.p80)}" if main and main.samples > 1 else ""
+        ratios = [f"{main.ratios[name]:.2f}x" if main and name in main.ratios else "" for name in baselines]
+        own = {name: value for row in by_unit.values() for name, value in row.counted.items() if name not in common}
+        cells.append([*line, _p50(main), spread, *ratios, _of_limit(main), _p50(memory), _counted(own)])
     used = [column for column in range(len(cells[0])) if any(line[column] for line in cells[1:])]
     cells = [[line[column] for column in used] for line in cells]
-    row = rows[0]
-    where = f"{row.machine}, {row.threads} thread{'s' * (row.threads != 1)}, commit {row.commit}, seed {row.seed}"
-    limits = [f"  ({describe_limits(row.counted)})"] if "limit_ms" in row.counted else []
-    return "\n".join([case_title(row), f"  ({where})", *limits, *aligned(cells, left=(0, 1))])
+    table = aligned(cells, left=[column for column, name in enumerate(cells[0]) if name in ("pass", "provider", "counted")])
+    where = f"{first.machine}, {first.threads} thread{'s' * (first.threads != 1)}, commit {first.commit}, seed {first.seed}"
+    return "\n".join([case_title(first), f"  ({where})", *([f"  {_counted(common)}"] if common else []), *table])
 
 
 def aligned(cells: Sequence[Sequence[str]], *, left: Sequence[int]) -> list[str]:
@@ -44,21 +48,9 @@ def aligned(cells: Sequence[Sequence[str]], *, left: Sequence[int]) -> list[str]
     ]
 
 
-def _p50(row: Row | None) -> str:
-    return "" if row is None else f"{row.p50:,.3f}" if row.unit == "ms" else f"{row.p50:,.1f}"
-
-
-def _of_limit(row: Row | None) -> str:
-    """Format a median divided by the least time that the pass's bytes or multiply-adds take on this machine."""
-    return f"{row.p50 / row.counted['limit_ms']:.1f}x" if row and "limit_ms" in row.counted else ""
-
-
-def _short(value: float) -> str:
+def short(value: float) -> str:
+    """Format a number with three digits, or with all digits before the decimal point if there are more."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _ratios(row: Row | None, baselines: Sequence[str]) -> list[str]:
-    return [f"{row.ratios[name]:.2f}x" if row and name in row.ratios else "" for name in baselines]
 
 
 def format_size(value: object) -> str:
@@ -66,3 +58,17 @@ def format_size(value: object) -> str:
     if isinstance(value, list):
         return "x".join(map(str, value))
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _p50(row: Row | None) -> str:
+    digits = {"ms": 3, "MiB": 1}
+    return f"{row.p50:,.{digits.get(row.unit, 4)}f}" if row else ""
+
+
+def _of_limit(row: Row | None) -> str:
+    """Format a median divided by the least time that the pass's bytes or multiply-adds take on this machine."""
+    return f"{row.p50 / row.counted['limit_ms']:.1f}x" if row and "limit_ms" in row.counted else ""
+
+
+def _counted(counted: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {short(value)}" for name, value in counted.items())

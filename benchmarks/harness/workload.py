@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +21,16 @@ class Case(Protocol):
 
     def shapes(self) -> dict[str, Any]:
         """The sizes as plain JSON values, for `Row.shapes`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """A case whose sizes are its fields."""
+
+    dtype: str = "float32"
+
+    def shapes(self) -> dict[str, Any]:
+        return {size.name: getattr(self, size.name) for size in fields(self) if size.name != "dtype"}
 
 
 class Provider(Protocol):

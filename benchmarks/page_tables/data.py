@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from benchmarks.data.formats import TEXT
-from benchmarks.page_tables.rows import EPYC_AVX2, EPYC_AVX512, XEON, committed, markdown, one, select, source
+from benchmarks.harness.rows import one, select
+from benchmarks.page_tables.rows import EPYC_AVX2, EPYC_AVX512, XEON, committed, markdown, source
 
 
 def preprocess() -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks.page_tables.rows import EPYC_AVX2, EPYC_AVX512, OURS, XEON, committed, markdown, one, select, source
+from benchmarks.harness.rows import one, select
+from benchmarks.page_tables.rows import EPYC_AVX2, EPYC_AVX512, OURS, XEON, committed, markdown, source
 
 
 def lookup() -> str:

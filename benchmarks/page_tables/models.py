@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from statistics import mean, median
 
-from benchmarks.harness.rows import Row
+from benchmarks.harness.rows import Row, one, select
+from benchmarks.harness.text import short
+from benchmarks.harness.trainings import at_best_rate
 from benchmarks.page_tables.rows import (
     EPYC,
     EPYC_AVX2,
@@ -13,9 +14,6 @@ from benchmarks.page_tables.rows import (
     XEON,
     committed,
     markdown,
-    one,
-    select,
-    short,
     source,
     spread,
 )  # fmt: skip
@@ -24,11 +22,11 @@ from benchmarks.training.dlrm import ARCHITECTURES
 
 def whole_model() -> str:
     """The DLRM of ten million rows, dense and made smaller as a whole: size, memory, time and quality."""
-    rows = select(committed(EPYC_AVX512, "dlrm"), data="synth-10M")
+    rows = at_best_rate(select(committed(EPYC_AVX512, "dlrm"), data="synth-10M"))
     compressed = select(rows, provider="TT + rows adaptive")
-    forms = {"dense": _best_rate(select(rows, provider="dense"))}
+    forms = {"dense": select(rows, provider="dense")}
     for compression in sorted({row.shapes["compression"] for row in compressed}):
-        forms[f"{compression:,}x smaller"] = _best_rate(select(compressed, compression=compression))
+        forms[f"{compression:,}x smaller"] = select(compressed, compression=compression)
     lines = []
     for title, form in forms.items():
         counted = {name: [row.counted[name] for row in form] for name in ("params", "bytes", "peak_mib", "step_ms", "auc")}
@@ -52,10 +50,10 @@ def whole_model() -> str:
 
 def kaggle_model() -> str:
     """The DLRM of a million rows, 99 times smaller, dense, TT, and TT with hot rows."""
-    rows = select([*committed(EPYC, "dlrm"), *committed(EPYC_AVX512, "dlrm")], data="synth")
+    rows = at_best_rate(select([*committed(EPYC, "dlrm"), *committed(EPYC_AVX512, "dlrm")], data="synth"))
     lines = []
     for title, provider in {"dense": "dense", "TT": "TT adaptive", "TT with hot rows": "TT + rows adaptive"}.items():
-        best = _best_rate(select(rows, provider=provider))
+        best = select(rows, provider=provider)
         lines.append(
             [
                 title,
@@ -71,24 +69,15 @@ def kaggle_model() -> str:
 def architectures() -> str:
     """Architectures on the demo's logs, dense and with tables 50 times smaller."""
     machines = EPYC_AVX2, EPYC_AVX512
-    rows = select([row for machine in machines for row in committed(machine, "dlrm")], data="demo")
+    rows = at_best_rate(select([row for machine in machines for row in committed(machine, "dlrm")], data="demo"))
     lines = []
     for name in ARCHITECTURES:
-        forms = [_best_rate(select(rows, provider=f"{name} {form}")) for form in ("dense", "TT + rows")]
+        forms = [select(rows, provider=f"{name} {form}") for form in ("dense", "TT + rows")]
         values = [[row.p50 for row in form] for form in forms] + [[row.counted["auc"] for row in form] for form in forms]
         sizes = [f"{form[0].counted['bytes'] / 2**20:,.1f} MiB" for form in forms]
         lines.append([name, *sizes, *(f"{mean(each):.4f}" for each in values)])
     header = ["", "dense", "TT with hot rows", "NE, dense", "NE, TT", "AUC, dense", "AUC, TT"]
     return markdown(header, lines) + "".join(source(machine, "dlrm", "dlrm --only data=demo") for machine in machines)
-
-
-def _best_rate(rows: Sequence[Row]) -> list[Row]:
-    """The rows of the learning rate whose runs do best on the validation split."""
-    by_rate: dict[float, list[Row]] = {}
-    for row in rows:
-        by_rate.setdefault(row.shapes["lr"], []).append(row)
-    most = max(map(len, by_rate.values()))
-    return min((of for of in by_rate.values() if len(of) == most), key=lambda of: mean(row.counted["val_ne"] for row in of))
 
 
 def trainer_loop() -> str:

@@ -3,22 +3,55 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from itertools import product
 from operator import itemgetter
-from statistics import mean, stdev
+from statistics import mean
+from typing import Any
 
-from benchmarks.harness.rows import Row
-from benchmarks.page_tables.rows import EPYC_AVX2, EPYC_AVX512, XEON, committed, markdown, select, source
+from benchmarks.harness.rows import Row, select
+from benchmarks.harness.trainings import SEEDS
+from benchmarks.page_tables.rows import EPYC_AVX2, EPYC_AVX512, XEON, committed, markdown, source, spread
 from benchmarks.quality.data_sets import DECAYS
 from benchmarks.quality.embeddings import SPLITS
-from benchmarks.quality.runs import SEEDS, VARIANTS, VARIED, chosen
+from benchmarks.quality.runs import VARIED, chosen
 from benchmarks.quality.storage import DTYPES
-from benchmarks.quality.summary import BEST, DATA_SETS, METRICS, NAMES, NOT_EQUAL, short_table
 
+METRICS: dict[str, Callable[[Row], float]] = {
+    "ne": lambda row: row.p50,
+    "auc": lambda row: row.counted["auc"],
+}
+BEST: dict[str, Any] = {"ne": min, "auc": max}
+DATA_SETS = {
+    "synth": "a million synthetic Criteo rows, Kaggle's cardinalities",
+    "ml1m": "MovieLens-1M, implicit feedback",
+    "video": "Amazon video games, implicit feedback, users' last item, 31,000 x 24,000",
+}
+NAMES = {
+    "dense": "dense",
+    "TT + rows": "TT with hot rows",
+    "TT + rows adaptive": "the same, ranks and widths adapted to the budget",
+    "TT fixed": "TT, one rank",
+    "TT adaptive": "TT, ranks adapted",
+    "TT SVD": "TT-SVD after half of the steps",
+    "mixed dim": "mixed dimensions",
+    "CAFE": "rows of hot ids, hashing for others (CAFE)",
+    "QR": "quotient-remainder",
+    "QR in parts": "quotient-remainder in parts",
+    "DHE": "an MLP over hashes (DHE)",
+    "MGQE": "product quantization (MGQE)",
+    "CCE": "clustered codes (CCE), codes not counted",
+    "PEP": "learned thresholds (PEP)",
+    "pruning": "magnitude pruning",
+    "hashing": "hashing",
+    "low rank": "low rank",
+    "ROBE": "ROBE",
+    "two hashes": "two hashes",
+}
+"""Names of all methods, in the order of the tables."""
+NOT_EQUAL = ("CCE",)  # its budget leaves out the bytes of the codes
 SPLIT_DATA = {"synth": "logs", "ml1m": "MovieLens", "video": "games"}
 FOUND_OR_FIXED = ("TT fixed", "TT + rows", *SPLITS)
-
-
 RAN_ON = (XEON, EPYC_AVX2, EPYC_AVX512)
 """Machines on which the benchmark's parts ran; predictions hardly depend on them."""
 
@@ -36,19 +69,38 @@ def _sources() -> str:
 
 
 def quality(metric: str) -> str:
-    """NE or AUC at equal bytes, of our tables and the rivals'."""
-    return short_table(_measured(), metric) + _sources()
+    """Means of NE or AUC at equal bytes, of our tables and the rivals'; the best are bold, the dense model's are in the titles."""
+    rows = chosen(_measured())
+    sizes = sorted({row.shapes["compression"] for row in rows})
+    lines = []
+    for data in dict.fromkeys(row.shapes["data"] for row in rows):
+        means: dict[str, dict[float, str]] = {}
+        for method in NAMES:
+            runs = {size: select(rows, data=data, provider=method, compression=size) for size in sizes}
+            means[method] = {size: f"{mean(map(METRICS[metric], of)):.4f}" for size, of in runs.items() if len(of) == SEEDS}
+        dense = "".join(f"; dense {value}" for value in means.pop("dense").values())
+        lines.append([DATA_SETS[data] + dense, *[""] * len(sizes)])
+        equal = [by_size for method, by_size in means.items() if method not in NOT_EQUAL]
+        best = {size: BEST[metric]([by_size[size] for by_size in equal if size in by_size]) for size in sizes}
+        for method, by_size in means.items():
+            if by_size:
+                marks = [
+                    f"**{by_size[size]}**" if by_size in equal and by_size.get(size) == best[size] else by_size.get(size, "")
+                    for size in sizes
+                ]
+                lines.append([NAMES[method], *marks])
+    return markdown(["", *(f"{size:g}x" for size in sizes)], lines) + _sources()
 
 
 def quality_of_dtypes() -> str:
     """NE and AUC of tables of each type that take equal bytes, on the logs."""
     rows = [row for row in _committed() if row.shapes["data"] == "synth"]
     by_dtype = {dtype: chosen(rows, dtype) for dtype in DTYPES}
-    methods = [name for name in NAMES | {"hashing": ""} if any(row.provider == name for row in by_dtype["int8"])]
+    methods = [name for name in NAMES if any(row.provider == name for row in by_dtype["int8"])]
     sizes = sorted({row.shapes["compression"] for row in by_dtype["int8"]})
     lines = []
     for method in methods:
-        cells = [NAMES.get(method, method)]
+        cells = [NAMES[method]]
         for size in sizes:
             for dtype_rows in by_dtype.values():
                 runs = select(dtype_rows, provider=method, compression=size)
@@ -86,33 +138,27 @@ def quality_of_decays() -> str:
     decays = dict(sorted(DECAYS.items(), key=itemgetter(1)))
     runs = [row for row in chosen(_committed()) if row.shapes["data"] in decays]
     runs = [row for row in runs if row.provider == "dense" or row.shapes["compression"] == 100]
-    methods = [method for method in dict.fromkeys(["dense", *NAMES, *(row.provider for row in runs)]) if method not in VARIANTS]
     lines = []
-    for method in methods:
-        cells = []
-        for data in decays:
-            nes = [row.p50 for row in runs if (row.shapes["data"], row.provider) == (data, method)]
-            cells.append(f"{mean(nes):.4f} ± {stdev(nes):.4f}" if len(nes) == SEEDS else "")
-        if all(cells):
-            lines.append([NAMES.get(method, method), *cells])
+    for method, name in NAMES.items():
+        nes = [[row.p50 for row in select(runs, data=data, provider=method)] for data in decays]
+        if all(len(each) == SEEDS for each in nes):
+            lines.append([name, *map(spread, nes)])
     return markdown(["NE", *(f"decay {decay:g}" for decay in decays.values())], lines) + _sources()
 
 
 def equal_bytes() -> str:
     """Large tables compressed 100 times: TT with hot rows, the best rival at equal bytes, and dense tables."""
     lines = []
-    for data, metric in product(("synth", "ml1m", "video"), ("ne", "auc")):
-        runs = [row for row in chosen(_measured()) if row.shapes["data"] == data and row.provider not in VARIANTS]
-        dense = mean(METRICS[metric](row) for row in runs if row.provider == "dense")
-        by_method: dict[str, list[float]] = {}
-        for row in runs:
-            if row.shapes["compression"] == 100 and row.provider not in NOT_EQUAL:
-                by_method.setdefault(row.provider, []).append(METRICS[metric](row))
-        ours = mean(by_method["TT + rows"])
-        rivals = {name: mean(values) for name, values in by_method.items() if not name.startswith("TT") and len(values) == SEEDS}
-        rival = BEST[metric](rivals, key=rivals.__getitem__)
-        best = BEST[metric](dense, ours, rivals[rival])
-        cells = [f"**{value:.4f}**" if value == best else f"{value:.4f}" for value in (dense, ours, rivals[rival])]
-        cells[2] += f", {NAMES.get(rival, rival)}"
-        lines.append([f"{DATA_SETS[data]}: {metric.upper()}", *cells])
+    for data, metric in product(DATA_SETS, METRICS):
+        runs = select(chosen(_measured()), data=data)
+        means = {}
+        for method in NAMES:
+            of_method = [row for row in select(runs, provider=method) if method == "dense" or row.shapes["compression"] == 100]
+            if len(of_method) == SEEDS and method not in NOT_EQUAL:
+                means[method] = mean(map(METRICS[metric], of_method))
+        best = BEST[metric]
+        rival = best((method for method in means if method != "dense" and not method.startswith("TT")), key=means.__getitem__)
+        shown = [means[method] for method in ("dense", "TT + rows", rival)]
+        cells = [f"**{value:.4f}**" if value == best(shown) else f"{value:.4f}" for value in shown]
+        lines.append([f"{DATA_SETS[data]}: {metric.upper()}", *cells[:2], f"{cells[2]}, {NAMES[rival]}"])
     return markdown(["", "dense", "TT with hot rows", "best rival"], lines) + _sources()

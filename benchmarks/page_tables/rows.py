@@ -27,22 +27,6 @@ def committed(machine: str, benchmark: str) -> list[Row]:
     return read_rows(RESULTS / machine / f"{benchmark}.jsonl")
 
 
-def select(measured: Sequence[Row], /, *, provider: str = "", pass_: str = "", unit: str = "", **sizes: Any) -> list[Row]:
-    """The rows that have this provider, pass, unit and these sizes."""
-    conditions = {"provider": provider, "pass_": pass_, "unit": unit}
-    return [
-        row
-        for row in measured
-        if all(getattr(row, name) == value for name, value in conditions.items() if value)
-        and all(row.shapes.get(name) == value for name, value in sizes.items())
-    ]
-
-
-def one(measured: Sequence[Row], /, **conditions: Any) -> Row:
-    (row,) = select(measured, **conditions)
-    return row
-
-
 def markdown(header: Sequence[str], lines: Sequence[Sequence[str]], *, left: int = 1) -> str:
     """Format a table whose first `left` columns are flush left."""
     rule = ["---"] * left + ["---:"] * (len(header) - left)
@@ -58,13 +42,9 @@ def source(machine: str, benchmark: str, command: str = "") -> str:
     )
 
 
-def short(value: float) -> str:
-    """Format a number with three digits, or with all digits before the decimal point if there are more."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
 def spread(values: Sequence[float], digits: int = 4) -> str:
-    return f"{mean(values):.{digits}f} ± {stdev(values):.{digits}f}"
+    """Format mean and standard deviation, or a single value."""
+    return f"{mean(values):.{digits}f}" + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")
 
 
 def frozen(value: Any) -> Any:

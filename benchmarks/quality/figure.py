@@ -11,20 +11,19 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
 from benchmarks.harness.rows import Row
-from benchmarks.quality.runs import METHODS, TT_METHODS, VARIANTS, VARIED, chosen
+from benchmarks.quality.runs import METHODS, TT_METHODS, VARIED, chosen
 
 MARKERS = "osD^v<>Ph*"
 
 
 def quality_figure(rows: Sequence[Row]) -> Figure:
     """Plot medians over seeds with bars from best to worst, TT tables in bold, and the dense model as a dashed line."""
-    rows = [row for row in chosen(rows) if row.provider not in VARIANTS and row.shapes["data"] not in VARIED]
+    rows = [row for row in chosen(rows) if row.provider in METHODS and row.shapes["data"] not in VARIED]
     data_sets = list(dict.fromkeys(row.shapes["data"] for row in rows))
-    methods = [method for method in dict.fromkeys([*METHODS, *(row.provider for row in rows)]) if method != "dense"]
     figure = Figure(figsize=(5.5 * len(data_sets), 6.5), layout="constrained")
     for panel, data in zip(figure.subplots(1, len(data_sets), squeeze=False)[0], data_sets, strict=True):
         selected = [row for row in rows if row.shapes["data"] == data]
-        for k, method in enumerate(methods):
+        for k, method in enumerate(METHODS[1:]):
             if runs := [row for row in selected if row.provider == method]:
                 _draw(panel, runs, method, k)
         if dense := [row.p50 for row in selected if row.provider == "dense"]:

@@ -14,7 +14,7 @@ import math
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -32,13 +32,8 @@ from comera_rec.training.metrics import BinaryMetrics
 RATES = (0.003, 0.01, 0.03)
 LR_HEAD = 0.002
 DECAY = 0.5  # part of the steps in which rates fall
-SCORES = {
-    "TT adaptive": "taylor",
-    "TT adaptive norm": "norm",
-    "TT adaptive magnitude": "magnitude",
-    "TT + rows adaptive": "taylor",
-}
-SHRINKING = {*SCORES, "TT SVD", "CCE", "pruning"}
+ADAPTIVE = ("TT adaptive", "TT + rows adaptive")
+SHRINKING = {*ADAPTIVE, "TT SVD", "CCE", "pruning"}
 """These have their final form after half of the steps."""
 
 
@@ -96,7 +91,7 @@ class Model(nn.Module):
             configs = tt_tables(sizes, task.dim, compression, hot_rows)
             if method in SPLITS:
                 configs = split_tables(sizes, task.dim, compression, *SPLITS[method])
-            elif method in SCORES:  # the modes chosen for the budget, at a larger size
+            elif method in ADAPTIVE:  # the modes chosen for the budget, at a larger size
                 start = 1.5 if hot_rows else 2
                 configs = tt_tables(sizes, task.dim, compression / start, hot_rows, configs[0].tt_shape().order)
         self.embeddings = Embeddings(counts, task.dim, kind, compression, configs, task.std)
@@ -118,9 +113,7 @@ def optimizer_for(model: nn.Module, lr: float) -> torch.optim.Optimizer:
     return torch.optim.Adam([{**group, "initial_lr": group["lr"]} for group in groups], fused=True)
 
 
-def train(
-    task: Task, method: str, compression: float, lr: float, seed: int, steps: int, dtype: str = "float32"
-) -> dict[str, float]:
+def train(task: Task, method: str, compression: float, lr: float, seed: int, dtype: str = "float32") -> dict[str, float]:
     """Train one model; return val_ne; ne, auc and logloss of the test split; bytes, dense_bytes, optimizer_bytes and step_ms.
 
     Raises:
@@ -132,12 +125,12 @@ def train(
     embeddings = model.embeddings
     if method == "PEP":  # keep the initial values, without the entries that a trained copy's thresholds drop
         copied = copy.deepcopy(model)
-        search = ThresholdSearch(copied.embeddings.tables, embeddings.budget, steps)
-        _fit_(copied, task, method, compression, lr, seed, steps, search)
+        search = ThresholdSearch(copied.embeddings.tables, embeddings.budget, task.steps)
+        _fit_(copied, task, method, compression, lr, seed, search)
         for table, mask in zip(embeddings.tables, search.masks(), strict=True):
             table.mask = mask.float()
-    pruning = Pruning(list(embeddings.tables.parameters()), embeddings.budget, steps) if method == "pruning" else None
-    times = _fit_(model, task, method, compression, lr, seed, steps, pruning, is_bfloat16=dtype == "bfloat16")
+    pruning = Pruning(list(embeddings.tables.parameters()), embeddings.budget, task.steps) if method == "pruning" else None
+    times = _fit_(model, task, method, compression, lr, seed, pruning, is_bfloat16=dtype == "bfloat16")
     if dtype == "int8":
         round_(embeddings.tables, torch.int8)
     params = sum(p.numel() for p in embeddings.tables.parameters())
@@ -175,13 +168,12 @@ def _fit_(
     compression: float,
     lr: float,
     seed: int,
-    steps: int,
     shrink: Pruning | ThresholdSearch | None,
     *,
     is_bfloat16: bool = False,
 ) -> list[float]:
-    """Train for `steps` steps, or until `shrink` is done; return the milliseconds of each step."""
-    optimizer = optimizer_for(model, lr)
+    """Train for the task's steps, or until `shrink` is done; return the milliseconds of each step."""
+    steps, optimizer = task.steps, optimizer_for(model, lr)
     scheduler = _scheduler(model, optimizer, method, steps)
     times = []
     best_ne, best_state = math.inf, None
@@ -216,12 +208,11 @@ def _fit_(
 
 
 def _scheduler(model: Model, optimizer: torch.optim.Optimizer, method: str, steps: int) -> RankScheduler | None:
-    if method not in SCORES:
+    if method not in ADAPTIVE:
         return None
-    score: Any = SCORES[method]
     config = RankConfig(
         early_steps=steps // 10, late_steps=2 * steps // 5, objective="budget", target_params=model.embeddings.budget,
-        gamma=0.0, threshold=0.0, truncate_every=max(1, steps // 40), score=score,
+        gamma=0.0, threshold=0.0, truncate_every=max(1, steps // 40),
     )  # fmt: skip
     return RankScheduler(model, optimizer, config)
 

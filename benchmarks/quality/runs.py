@@ -11,19 +11,16 @@ kept. Each run yields one row: NE on the test split; validation NE, AUC, logloss
 
 from __future__ import annotations
 
-import datetime
-from collections.abc import Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
-from tqdm import tqdm
-
-from benchmarks.harness.environment import describe
 from benchmarks.harness.measure import Settings
 from benchmarks.harness.rows import Row
+from benchmarks.harness.trainings import Trained, at_best_rate, train_all
 from benchmarks.quality.data_sets import DECAYS, ImplicitFeedback, Synth
 from benchmarks.quality.embeddings import PER_TABLE, SPLITS
-from benchmarks.quality.models import RATES, SCORES, Task, train
+from benchmarks.quality.models import RATES, Task, train
 from benchmarks.quality.storage import DTYPES
 from benchmarks.quality.storage import METHODS as STORED_METHODS
 from benchmarks.quality.tables import STD, DoesNotFit
@@ -31,7 +28,7 @@ from benchmarks.quality.tables import STD, DoesNotFit
 BUDGETS = (10, 50, 100, 200, 500)
 TT_METHODS = ("TT + rows", "TT + rows adaptive", "TT fixed", "TT adaptive", "TT SVD")
 METHODS = ("dense", *TT_METHODS, *PER_TABLE, "pruning", "PEP")
-SEEDS = 3
+"""Those that figures and tables compare. `SPLITS` are compared only with each other."""
 MORE_RATES = (0.00001, 0.00003, 0.0001, 0.0003, 0.001, *RATES, 0.1, 0.3, 1.0)
 """While the best rate of a case is the smallest or largest one tried, its neighbor here is tried, too."""
 STDS = {"video": 0.001}
@@ -40,13 +37,6 @@ EVALUATIONS = {"video": 15}
 """Data sets that every method overfits -> how often the validation split is evaluated to keep the best state."""
 EARLY_RATES = (0.0003, 0.001, *RATES)
 """Rates tried first on these: low and high ones may each be better than those between them."""
-TWICE = (20, ("TT fixed", "TT SVD"))
-"""At this size these methods also train for twice the steps, so that TT SVD's dense half is as long as the other runs."""
-
-VARIANTS = {*SCORES, *SPLITS} - {*METHODS}
-"""Variants of one method, compared only with each other; figures and tables of all methods omit them."""
-AT_RATE_OF_METHOD = VARIANTS - {*SPLITS}
-"""Variants that run at the best rate of the method that they vary."""
 VARIED = {*DECAYS} - {"synth"}
 """Variants of the logs, at one size only, which have a table of their own."""
 
@@ -81,109 +71,40 @@ def tasks(settings: Settings) -> list[Task]:
 
 def run(settings: Settings) -> Iterator[list[Row]]:
     """Yield one row for each run not in `settings.finished`: all sizes and rates of seed 0, then the other seeds."""
-    environment = describe(settings.device)
     dtype = settings.only.get("dtype", "float32")
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype}: choose one of {', '.join(DTYPES)}")
     rows = [row for row in settings.finished if row.dtype == dtype]
-    done = {_key(row) for row in rows}
+    more_rates = () if settings.quick else MORE_RATES
     for task in tasks(settings):
-        for (method, compression, steps), seed in tqdm(_plan(task, settings), desc=task.data.name, unit="case", disable=None):
-            case = {"data": task.data.name, "method": method, "compression": compression, "steps": steps}
-            is_tuned = seed == settings.seed and method not in AT_RATE_OF_METHOD
-            for lr in _rates(task, rows, case) if is_tuned else filter(None, [best_rate(rows, case)]):
-                shapes = {**case, "lr": lr, "dim": task.dim, "batch": task.batch}
-                if (tuple(shapes.values()), seed) in done:
-                    continue
-                try:
-                    measured = train(task, method, compression, lr, seed, steps, dtype)
-                except DoesNotFit:
-                    break
-                ne = measured.pop("ne")
-                row = Row(
-                    op="quality", provider=method, shapes=shapes, dtype=dtype,
-                    pass_="test", p20=ne, p50=ne, p80=ne, unit="NE", samples=1, ratios={}, counted=measured, **environment,
-                    seed=seed, date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                )  # fmt: skip
-                rows.append(row)
-                yield [row]
+        measured = partial(_measured, task, dtype)
+        yield from train_all("quality", _cases(task, settings), measured, settings, rows, dtype=dtype, more_rates=more_rates)
 
 
-def _rates(task: Task, rows: Sequence[Row], case: dict[str, Any]) -> Iterator[float]:
-    """Yield the task's rates, then further ones, until the best of those in `rows` has worse ones on both sides."""
-    yield from task.rates
-    while len(task.rates) > 1:
-        tried = [row.shapes["lr"] for row in _select(rows, case)]
-        if (best := best_rate(rows, case)) is None:
-            return
-        if best == min(tried):
-            further = [rate for rate in MORE_RATES if rate < best][-1:]
-        elif best == max(tried):
-            further = [rate for rate in MORE_RATES if rate > best][:1]
-        else:
-            return
-        if not further:
-            return
-        yield from further
+def _measured(task: Task, dtype: str, shapes: dict[str, Any], seed: int) -> Trained | None:
+    try:
+        counted = train(task, shapes["method"], shapes["compression"], shapes["lr"], seed, dtype)
+    except DoesNotFit:
+        return None
+    return counted.pop("ne"), counted
 
 
-def _plan(task: Task, settings: Settings) -> list[tuple[tuple[str, float, int], int]]:
-    """List ((method, compression, steps), seed): all cases of the first seed, then those of the others."""
-    cases = [(method, compression, task.steps) for compression in BUDGETS for method in METHODS]
-    cases = [case for case in cases if case[0] != "dense" or case[1] == BUDGETS[0]]
-    if settings.only.get("dtype", "float32") != "float32":
-        cases = [case for case in cases if case[0] in STORED_METHODS]
-    cases += [(method, TWICE[0], 2 * task.steps) for method in TWICE[1]]
-    cases += [(method, 50, task.steps) for method in SCORES if method in VARIANTS]
-    if "method" in settings.only:  # too many to run by default
-        cases += [(method, compression, task.steps) for compression in BUDGETS for method in SPLITS]
-    cases = [case for case in cases if _is_selected(case, settings.only)]
-    if settings.quick:
-        cases = [case for case in cases if case[1:] == (BUDGETS[0], task.steps)]
-    return [(case, seed) for seed in range(settings.seed, settings.seed + (1 if settings.quick else SEEDS)) for case in cases]
-
-
-def _is_selected(case: tuple[str, float, int], only: Mapping[str, str]) -> bool:
-    """Whether `only` selects a case: names are separated by `|`, and `*` matches any text."""
-    named = zip(("method", "compression"), case, strict=False)
-    return all(any(fnmatchcase(str(value), pattern) for pattern in only.get(name, "*").split("|")) for name, value in named)
-
-
-def best_rate(rows: Sequence[Row], shapes: dict[str, Any]) -> float | None:
-    """The rate with the smallest validation NE at this size; some variants take that of the method they vary."""
-    varied = "TT adaptive" if shapes["method"] in AT_RATE_OF_METHOD else shapes["method"]
-    tuned = _select(rows, shapes) or _select(rows, {**shapes, "method": varied})
-    return min(tuned, key=lambda row: row.counted["val_ne"]).shapes["lr"] if tuned else None
-
-
-def _select(rows: Sequence[Row], shapes: dict[str, Any]) -> list[Row]:
-    """The rows of a case's first seed, which tried all rates."""
-    rows = [row for row in rows if all(row.shapes[name] == value for name, value in shapes.items())]
-    return [row for row in rows if row.seed == min(row.seed for row in rows)]
-
-
-def _key(row: Row) -> tuple[tuple[Any, ...], int]:
-    return tuple(row.shapes.values()), row.seed
+def _cases(task: Task, settings: Settings) -> list[tuple[dict[str, Any], Sequence[float]]]:
+    """All sizes and methods, with the rates to try first."""
+    methods = STORED_METHODS if settings.only.get("dtype", "float32") != "float32" else METHODS
+    if "method" in settings.only:  # too many splits to run by default
+        methods = (*methods, *SPLITS)
+    budgets = BUDGETS[:1] if settings.quick else BUDGETS
+    cases = [(method, size) for size in budgets for method in methods if method != "dense" or size == BUDGETS[0]]
+    sizes = {"steps": task.steps, "dim": task.dim, "batch": task.batch}
+    return [({"data": task.data.name, "method": method, "compression": size, **sizes}, task.rates) for method, size in cases]
 
 
 def chosen(rows: Sequence[Row], dtype: str = "float32") -> list[Row]:
     """The runs of usual length and this table type, at the rate that each method chose for each size."""
     rows = [row for row in rows if row.dtype == dtype]
-    usual = {
-        data: min(row.shapes["steps"] for row in rows if row.shapes["data"] == data) for data in {r.shapes["data"] for r in rows}
-    }
-    rows = [row for row in rows if row.shapes["steps"] == usual[row.shapes["data"]]]
-
-    names = ("data", "method", "compression", "steps")
-    cases = {tuple(row.shapes[name] for name in names) for row in rows}
-    best = {case: best_rate(rows, dict(zip(names, case, strict=True))) for case in cases}
-    return [row for row in rows if row.shapes["lr"] == best[tuple(row.shapes[name] for name in names)]]
-
-
-def format_case(rows: Sequence[Row]) -> str:
-    """Format a run as one line."""
-    return "\n".join(
-        f"{row.shapes['data']} {row.provider} {row.shapes['compression']}x {row.dtype} lr {row.shapes['lr']} seed {row.seed}: "
-        f"NE {row.p50:.4f}, AUC {row.counted['auc']:.4f}, {row.counted['bytes']:,.0f} bytes, {row.counted['step_ms']:.1f} ms/step"
-        for row in rows
-    )
+    usual: dict[str, int] = {}
+    for row in rows:
+        data, steps = row.shapes["data"], row.shapes["steps"]
+        usual[data] = min(steps, usual.get(data, steps))
+    return at_best_rate([row for row in rows if row.shapes["steps"] == usual[row.shapes["data"]]])

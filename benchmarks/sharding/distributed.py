@@ -6,7 +6,7 @@ Shapes: W processes, B bags of one id per process, N embedding_dim, U unique ids
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,6 @@ from benchmarks.harness.environment import available_cores, describe
 from benchmarks.harness.ids import draw_ids
 from benchmarks.harness.measure import Settings, case_rows, chosen
 from benchmarks.harness.rows import Row
-from benchmarks.harness.text import aligned, case_title
 from benchmarks.harness.timing import Plan, alternate
 from benchmarks.harness.workload import parameter_gradients
 from benchmarks.lookup.criteo_tables import ZIPF
@@ -116,38 +115,6 @@ def expected(case: ShardedCase, provider: str) -> dict[str, float]:
         "all-gather": counts["bags"],
         "all-reduce": counts["gradients"],
     }
-
-
-def format_case(rows: Sequence[Row]) -> str:
-    """Format a line for each provider: its step, and the KiB that a process sends, counted and by formula."""
-    lines = [["provider", "p50 ms", "p20..p80", "KiB sent", "formula", "of dense", "by collective"]]
-    dense = next((_total(row, "sent") for row in rows if row.provider == DENSE), 0.0)
-    for row in rows:
-        sent = _total(row, "sent")
-        parts = {key: value for key, value in _of(row, "sent").items() if value}
-        lines.append(
-            [
-                row.provider,
-                f"{row.p50:,.1f}",
-                f"{row.p20:,.1f}..{row.p80:,.1f}",
-                f"{sent / 1024:,.1f}",
-                f"{_total(row, 'formula') / 1024:,.1f}",
-                f"{sent / dense:.3f}" if dense else "",
-                ", ".join(f"{key} {value / 1024:,.1f}" for key, value in parts.items()),
-            ]
-        )
-    row = rows[0]
-    crowded = row.shapes["processes"] > row.shapes["cores"]
-    where = f"{row.machine}, one thread a process{', more processes than cores' * crowded}, commit {row.commit}, seed {row.seed}"
-    return "\n".join([case_title(row), f"  ({where})", *aligned(lines, left=(0, 6))])
-
-
-def _of(row: Row, what: str) -> dict[str, float]:
-    return {key.removeprefix(f"{what}, "): value for key, value in row.counted.items() if key.startswith(f"{what}, ")}
-
-
-def _total(row: Row, what: str) -> float:
-    return sum(_of(row, what).values())
 
 
 def measure(rank: int, case: ShardedCase, seed: int, rounds: int) -> tuple[dict[str, list[float]], dict[str, Counter[str]]]:

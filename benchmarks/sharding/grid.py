@@ -20,7 +20,6 @@ import comera_rec as cr
 from benchmarks.harness.environment import describe
 from benchmarks.harness.measure import Settings, case_rows, chosen
 from benchmarks.harness.rows import Row
-from benchmarks.harness.text import aligned, case_title
 from benchmarks.sharding.scale_model import ATTAINED, GPUS_PER_NODE, HBM, NETWORK, NVLINK
 from comera_rec.recsys.sharding.planner import TTEnumerator
 from comera_rec.recsys.sharding.sharder import SHARDING_TYPES
@@ -104,11 +103,3 @@ def _slowest(case: GridCase, options: Sequence[ShardingOption]) -> float:
     """Estimate the slowest GPU's time; each GPU has a shard of every table, or one table."""
     perfs = [shard.perf.total for option in options for shard in option.shards if shard.perf is not None]
     return sum(perfs) / case.gpus
-
-
-def format_case(rows: Sequence[Row]) -> str:
-    """Format estimates side by side, and the planner's choice."""
-    placed = next(row.counted for row in rows if row.provider == PICKED)
-    cells = [[row.provider for row in rows], [f"{row.p50:.3f}" for row in rows]]
-    choice = ", ".join(f"{count:g} {kind}" for kind, count in placed.items())
-    return "\n".join([f"{case_title(rows[0])}: estimated ms; planned {choice}", *aligned(cells, left=())])

@@ -10,7 +10,7 @@ Shapes: W processes, B bags of one id per process, N embedding_dim.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -30,7 +30,6 @@ from benchmarks.harness.limits import ceilings
 from benchmarks.harness.measure import Settings, case_rows, chosen
 from benchmarks.harness.memory import memory_is_measurable, resident_peak, return_freed_memory_at_once
 from benchmarks.harness.rows import Row
-from benchmarks.harness.text import aligned, case_title
 from benchmarks.lookup.criteo_tables import ZIPF
 from benchmarks.sharding.distributed import Values
 from comera_rec.recsys.sharding.planner import TTEnumerator
@@ -139,14 +138,3 @@ def train(case: PlannedCase, kind: str, seed: int, rounds: int) -> list[float]:
             optimizer.zero_grad()
         times.append(1e3 * (time.perf_counter() - start))
     return times[1:]
-
-
-def format_case(rows: Sequence[Row]) -> str:
-    """Format a line for each way of sharding: measured, planned, and planned divided by measured."""
-    cells = [["", "MiB", "planned", "", "ms", "planned", ""]]
-    for kind in SHARDING_TYPES:
-        mib, ms = (next(row for row in rows if row.provider == kind and row.unit == unit) for unit in ("MiB", "ms"))
-        planned = mib.counted["planned_mib"], ms.counted["planned_ms"]
-        cells.append([kind, f"{mib.p50:,.1f}", f"{planned[0]:,.1f}", f"{planned[0] / mib.p50:.2f}x"])
-        cells[-1] += [f"{ms.p50:,.1f}", f"{planned[1]:,.1f}", f"{planned[1] / ms.p50:.2f}x"]
-    return "\n".join([case_title(rows[0]), *aligned(cells, left=(0,))])

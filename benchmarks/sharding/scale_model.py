@@ -11,7 +11,7 @@ Shapes: W GPUs, B samples per GPU, N embedding_dim.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -22,7 +22,6 @@ import comera_rec as cr
 from benchmarks.harness.environment import describe
 from benchmarks.harness.measure import Settings, case_rows, chosen
 from benchmarks.harness.rows import Row
-from benchmarks.harness.text import aligned, case_title
 from benchmarks.sharding.collectives import ring_bytes
 from comera_rec.recsys.sharding.planner import count_bytes
 
@@ -160,13 +159,3 @@ def all_reduce_seconds(sent: float, world: int) -> float:
 
 def _start(world: int) -> float:
     return COLLECTIVE * math.log2(world)
-
-
-def format_case(rows: Sequence[Row]) -> str:
-    """Format a line for each way of sharding: the step and its parts."""
-    parts = list(rows[0].counted)
-    cells = [["", "step ms", "vs dense", *parts]]
-    for row in rows:
-        ratio = row.ratios["dense table-wise"]
-        cells.append([row.provider, f"{row.p50:.2f}", f"{ratio:.2f}x", *(f"{row.counted[part]:,.2f}" for part in parts)])
-    return "\n".join([f"{case_title(rows[0])}: a model, not a measurement", *aligned(cells, left=(0,))])

@@ -7,24 +7,23 @@ trains for as many steps as fit into the dense model's CPU seconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 
 from benchmarks.harness.measure import Settings
-from benchmarks.harness.rows import Row
-from benchmarks.text.runs import SEEDS, Method, Task, counted, format_case, run_task, steps_in_equal_time
+from benchmarks.harness.rows import Row, select
+from benchmarks.harness.trainings import SEEDS, Trained, train_all
+from benchmarks.text.runs import counted, steps_in_equal_time
 from comera_rec.training.config import load_settings
 from examples import pretrain_code
 
-__all__ = ["format_case", "run"]
-
-DENSE = Method(name="dense", rates=(0.001, 0.002, 0.004))
+DENSE = "dense"
 RANKS = (32, 48), (24, 54), (16, 60)  # of the layers and of the table
 SPLITS = {f"TT, ranks {layers} and {table}": (layers, table) for layers, table in RANKS}
-TT = tuple(Method(name=name, rates=(0.0015, 0.003, 0.006)) for name in SPLITS)
+RATES = {DENSE: (0.001, 0.002, 0.004)} | dict.fromkeys(SPLITS, (0.0015, 0.003, 0.006))
 LR_OTHER = 0.002  # learning rate of the dense parameters of TT models: positions, biases, norms
 STEPS, QUICK_STEPS = 300, 3
 PACKAGES = ("asyncio", "email", "http", "idlelib", "importlib", "json", "logging", "multiprocessing", "tkinter", "unittest", "xml")
@@ -42,11 +41,16 @@ def run(settings: Settings) -> Iterator[list[Row]]:
     sizes = settings_of(base)
     functions = pretrain_code.read_functions(sizes)
 
-    def train(method: str, lr: float, steps: int, seed: int) -> tuple[float, dict[str, float]]:
-        run_settings = settings_of([*base, f"seed={seed}", f"training.steps={steps}", *overrides(method, lr)])
-        torch.manual_seed(seed)
-        metrics = pretrain_code.train(pretrain_code.MaskedLanguageModel(run_settings), functions, run_settings)
-        return metrics["loss"], {**counted(metrics), "accuracy": metrics["accuracy"]}
+    def trained(shapes: dict[str, Any], seed: int) -> Trained:
+        own = [f"seed={seed}", f"training.steps={shapes['steps']}", *overrides(shapes["method"], shapes["lr"])]
+        run_settings = settings_of([*base, *own])
+
+        def train() -> dict[str, Any]:
+            torch.manual_seed(seed)
+            return pretrain_code.train(pretrain_code.MaskedLanguageModel(run_settings), functions, run_settings)
+
+        metrics = counted(train, settings, "loss", "accuracy")
+        return metrics.pop("loss"), metrics
 
     shapes = {
         "layers": sizes.model.num_layers,
@@ -57,29 +61,21 @@ def run(settings: Settings) -> Iterator[list[Row]]:
     }
     rows = list(settings.finished)
 
-    def trained(methods: tuple[Method, ...], steps: int, seeds: int) -> Iterator[list[Row]]:
-        task = Task(op="code", unit="loss", sizes=shapes, methods=methods, steps=steps, train=train)
-        for case in run_task(task, replace(settings, finished=rows), seeds=seeds):
-            rows.extend(case)
-            yield case
+    def all_of(rates: Mapping[str, tuple[float, ...]], steps: int, seeds: int = SEEDS) -> Iterator[list[Row]]:
+        cases = [({"method": method, **shapes, "steps": steps}, tried) for method, tried in rates.items()]
+        return train_all("code", cases, trained, settings, rows, seeds=seeds)
 
-    yield from trained((DENSE, *TT), steps, seeds=1)
-    best = best_split([row for row in rows if row.shapes["steps"] == steps])
-    yield from trained((DENSE, best), steps, seeds=SEEDS)
-    longer = steps_in_equal_time(rows, steps, best.name, DENSE.name)
-    yield from trained((best,), longer, seeds=SEEDS)
+    yield from all_of(RATES, steps, seeds=1)
+    best = min((row for row in select(rows, steps=steps) if row.provider in SPLITS), key=lambda row: row.counted["train_loss"])
+    rates = {best.provider: (best.shapes["lr"],)}
+    yield from all_of({DENSE: RATES[DENSE], **rates}, steps)
+    yield from all_of(rates, steps_in_equal_time(rows, steps, best.provider, DENSE))
 
 
 def overrides(method: str, lr: float) -> list[str]:
     """The example's settings for a method."""
-    if method == DENSE.name:
+    if method == DENSE:
         return ["tokens.format=dense", "linears.format=dense", f"training.lr_dense={lr}"]
     layers, table = SPLITS[method]
     rates = [f"training.lr_cores={lr}", f"training.lr_ranks={lr / 10}", f"training.lr_dense={LR_OTHER}"]
     return [f"linears.tt_ranks={layers}", f"tokens.tt_ranks={table}", *rates]
-
-
-def best_split(rows: list[Row]) -> Method:
-    """The TT method with the lowest training loss, with only its best rate."""
-    row = min((row for row in rows if row.provider in SPLITS), key=lambda row: row.counted["train_loss"])
-    return Method(name=row.provider, rates=(row.shapes["lr"],))

@@ -10,32 +10,31 @@ faster, also train for as many steps as fit into the dense model's CPU seconds.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from benchmarks.harness.measure import Settings
 from benchmarks.harness.rows import Row
+from benchmarks.harness.trainings import Trained, best_rate, train_all
 from benchmarks.linear.lte import LTELinear, lora_the_explorer_, merge_every_
 from benchmarks.linear.rivals import galore, galore_groups, galore_is_installed, low_rank
-from benchmarks.text.runs import Method, Task, chosen, counted, format_case, run_task, steps_in_equal_time
+from benchmarks.text.runs import counted, steps_in_equal_time
 from comera_rec.training.config import load_settings
 from examples import classify_text
 
-__all__ = ["format_case", "run"]
-
 DENSE, GALORE, LTE, LOW_RANK = "dense", "GaLore", "LTE", "low rank"
 BUDGET, ACHIEVEMENT = "TT budget", "TT achievement"
-METHODS = (
-    Method(name=DENSE, rates=(0.0001, 0.0003, 0.001)),
-    Method(name=BUDGET, rates=(0.0005, 0.001, 0.002, 0.004)),
-    Method(name=ACHIEVEMENT, rates=(0.0005, 0.001, 0.002, 0.004)),
-    Method(name=LOW_RANK, rates=(0.0001, 0.0003, 0.001)),
-    Method(name=LTE, rates=(0.00001, 0.00003, 0.0001)),
-    Method(name=GALORE, rates=(0.001, 0.003, 0.01)),  # its updates are scaled by a quarter
-)
+RATES = {
+    DENSE: (0.0001, 0.0003, 0.001),
+    BUDGET: (0.0005, 0.001, 0.002, 0.004),
+    ACHIEVEMENT: (0.0005, 0.001, 0.002, 0.004),
+    LOW_RANK: (0.0001, 0.0003, 0.001),
+    LTE: (0.00001, 0.00003, 0.0001),
+    GALORE: (0.001, 0.003, 0.01),  # its updates are scaled by a quarter
+}
 STEPS, QUICK_STEPS = 400, 4
 REDUCTION = ("model.num_layers=1", "model.vocab_size=8000", "tokens.row_shape=[10,10,8,10]")
 LR_OTHER = 0.0003
@@ -66,13 +65,18 @@ def run(settings: Settings) -> Iterator[list[Row]]:
     sizes = settings_of(base)
     sentences = classify_text.read_sentences(sizes)
 
-    def train(method: str, lr: float, steps: int, seed: int) -> tuple[float, dict[str, float]]:
+    def trained(shapes: dict[str, Any], seed: int) -> Trained:
+        method, lr, steps = shapes["method"], shapes["lr"], shapes["steps"]
         run_settings = settings_of([*base, f"seed={seed}", f"training.steps={steps}", *overrides(method, lr, steps)])
-        torch.manual_seed(seed)
-        dense_or_tt = classify_text.Classifier(run_settings, len(sentences.classes))
-        model, optimizer = _rival(method, dense_or_tt, lr, run_settings.training.weight_decay)
-        metrics = classify_text.train(model, sentences, run_settings, optimizer)
-        return metrics["accuracy"], counted(metrics)
+
+        def train() -> dict[str, Any]:
+            torch.manual_seed(seed)
+            dense_or_tt = classify_text.Classifier(run_settings, len(sentences.classes))
+            model, optimizer = _rival(method, dense_or_tt, lr, run_settings.training.weight_decay)
+            return classify_text.train(model, sentences, run_settings, optimizer)
+
+        metrics = counted(train, settings, "accuracy")
+        return metrics.pop("accuracy"), metrics
 
     shapes = {
         "encoders": sizes.model.num_layers,
@@ -81,18 +85,19 @@ def run(settings: Settings) -> Iterator[list[Row]]:
         "vocabulary": sentences.tokenizer.get_vocab_size(),
         "batch": sizes.training.batch_size,
     }
-    methods = [method for method in METHODS if galore_is_installed() or method.name != GALORE]
-    task = Task(op="sst2", unit="accuracy", sizes=shapes, methods=methods, steps=steps, train=train)
+    cases = [
+        ({"method": method, **shapes, "steps": steps}, rates)
+        for method, rates in RATES.items()
+        if galore_is_installed() or method != GALORE
+    ]
     rows = list(settings.finished)
-    for case in run_task(task, settings):
-        rows += case
-        yield case
+    yield from train_all("sst2", cases, trained, settings, rows)
     if not settings.only:
-        length_rows = [row for row in rows if row.shapes["steps"] == steps]
-        for name in (BUDGET, LOW_RANK):  # these have faster steps
-            best = Method(name=name, rates=(chosen(length_rows, name)[0].shapes["lr"],))
-            longer = replace(task, methods=[best], steps=steps_in_equal_time(length_rows, steps, name, DENSE))
-            yield from run_task(longer, replace(settings, finished=rows))
+        for case, _ in cases:
+            if case["method"] in (BUDGET, LOW_RANK):  # these have faster steps
+                longer = {**case, "steps": steps_in_equal_time(rows, steps, case["method"], DENSE)}
+                rates = [rate for rate in [best_rate(rows, case)] if rate]
+                yield from train_all("sst2", [(longer, rates)], trained, settings, rows)
 
 
 def overrides(method: str, lr: float, steps: int) -> list[str]:

@@ -9,27 +9,23 @@ the test split; `counted` has the best NE and AUC that any model can reach there
 
 from __future__ import annotations
 
-import datetime
 import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-from benchmarks.harness.environment import FOLDER, describe
+from benchmarks.harness.environment import FOLDER
 from benchmarks.harness.measure import Settings
 from benchmarks.harness.rows import Row
-from benchmarks.quality.runs import SEEDS, best_rate, format_case
+from benchmarks.harness.trainings import Trained, train_all
 from data_pipeline.manifest import read_manifest
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.synth import SynthOptions, synth
-
-__all__ = ["format_case", "run"]
 
 CONFIG = FOLDER.parent / "examples" / "kaggle.toml"
 
@@ -56,7 +52,6 @@ class Size:
     early: int
     late: int
     compressions: tuple[int, ...]
-    seeds: int
     forms: tuple[str, ...] = ("dense", "TT adaptive", "TT + rows adaptive")
 
 
@@ -84,68 +79,47 @@ OF_ARCHITECTURES = {  # on half a million rows lower rates are best
 SIZES = (
     Size(
         data="synth", rows=1_000_000, scale=1.0, min_count=2, batch=2048, steps=390, early=80, late=120, compressions=(99,),
-        seeds=SEEDS,
     ),
     Size(
         data="synth-10M", rows=10_000_000, scale=1.0, min_count=1, batch=2048, steps=1000, early=200, late=300,
-        compressions=(99, 500, 1000), seeds=SEEDS, forms=("dense", "TT + rows adaptive"),
+        compressions=(99, 500, 1000), forms=("dense", "TT + rows adaptive"),
     ),
     Size(
         data="demo", rows=500_000, scale=1.0, min_count=1, batch=1024, steps=430, early=80, late=160, compressions=(50,),
-        seeds=SEEDS, forms=tuple(OF_ARCHITECTURES),
+        forms=tuple(OF_ARCHITECTURES),
     ),
 )  # fmt: skip
-QUICK = tuple(
-    replace(size, rows=20_000, scale=0.02, batch=128, steps=40, early=10, late=20, compressions=(20,), seeds=1) for size in SIZES
-)
+QUICK = tuple(replace(size, rows=20_000, scale=0.02, batch=128, steps=40, early=10, late=20, compressions=(20,)) for size in SIZES)
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
     """Yield the runs not in `settings.finished`, one row each."""
-    rows, environment = list(settings.finished), describe(settings.device)
+    rows = list(settings.finished)
     for size in QUICK if settings.quick else SIZES:
-        if settings.only.get("data", size.data) != size.data:
-            continue
-        plan = _plan(size, settings)
         with tempfile.TemporaryDirectory(dir=settings.data) as folder:
-            data: Path | None = None
-            reachable: dict[str, float] = {}
-            for name, compression, rate, seed in tqdm(plan, desc=f"dlrm, {size.data}", unit="run", disable=None):
-                shapes = {"data": size.data, "method": name, "compression": compression, "steps": size.steps}
-                shapes["lr"] = rate or best_rate(rows, shapes)
-                if any(row.shapes == shapes and row.seed == seed for row in rows):
-                    continue
-                if data is None:
-                    data, reachable = prepare(Path(folder), size)
-                form = (FORMS | OF_ARCHITECTURES)[name]
-                measured = train(Path(folder, f"run-{len(rows)}"), data, size, compression, form, shapes["lr"], seed)
-                ne = measured.pop("ne")
-                rows.append(
-                    Row(
-                        op="dlrm", provider=name, shapes=shapes, dtype="float32", pass_="test",
-                        p20=ne, p50=ne, p80=ne, unit="NE", samples=1, ratios={},
-                        counted=measured | reachable, **environment, seed=seed,
-                        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                    )
-                )  # fmt: skip
-                yield rows[-1:]
+            data = cache(partial(prepare, Path(folder), size))  # not called if all runs are finished
+            yield from train_all("dlrm", _cases(size, settings), partial(_measured, size, data), settings, rows)
 
 
-def _plan(size: Size, settings: Settings) -> list[tuple[str, int, float | None, int]]:
-    """Form, compression, rate and seed of each run; rate None is the best one so far. `only` may name methods, separated by `|`."""
-    selected = settings.only.get("method", "|".join(size.forms)).split("|")
-    forms = {name: form for name, form in (FORMS | OF_ARCHITECTURES).items() if name in size.forms and name in selected}
-    cases = [  # a dense form has one size
-        (name, compression)
+def _measured(size: Size, prepared: Callable[[], tuple[Path, dict[str, float]]], shapes: dict[str, Any], seed: int) -> Trained:
+    data, reachable = prepared()
+    form, output = (FORMS | OF_ARCHITECTURES)[shapes["method"]], Path(tempfile.mkdtemp(dir=data.parent), "run")
+    counted = train(output, data, size, shapes["compression"], form, shapes["lr"], seed)
+    return counted.pop("ne"), counted | reachable
+
+
+def _cases(size: Size, settings: Settings) -> list[tuple[dict[str, Any], Sequence[float]]]:
+    """The forms at each compression, but dense ones at one, with the rates to try."""
+    forms = {name: form for name, form in (FORMS | OF_ARCHITECTURES).items() if name in size.forms}
+    return [
+        (
+            {"data": size.data, "method": name, "compression": compression, "steps": size.steps},
+            form.rates[: 1 if settings.quick else None],
+        )
         for compression in size.compressions
-        for name in forms
-        if settings.only.get("compression", str(compression)) == str(compression)
-        and (compression == size.compressions[0] or not name.endswith("dense"))
+        for name, form in forms.items()
+        if compression == size.compressions[0] or not name.endswith("dense")
     ]
-    tried = None if size.seeds > 1 else 1
-    plan: list[tuple[str, int, float | None, int]]
-    plan = [(*case, rate, settings.seed) for case in cases for rate in forms[case[0]].rates[:tried]]
-    return plan + [(*case, None, settings.seed + k) for k in range(1, size.seeds) for case in cases]
 
 
 def prepare(folder: Path, size: Size) -> tuple[Path, dict[str, float]]:

@@ -8,7 +8,7 @@ from statistics import median
 from matplotlib.figure import Figure
 
 from benchmarks.harness.rows import Row
-from benchmarks.quality.runs import best_rate
+from benchmarks.harness.trainings import at_best_rate
 
 PANELS = {"NE on the test split": "ne", "peak memory, MiB": "peak_mib", "time of a step, ms": "step_ms"}
 
@@ -24,10 +24,8 @@ def dlrm_figure(rows: Sequence[Row]) -> Figure:
     most = max(map(len, sizes_of.values()))
     rows = [row for row in rows if len(sizes_of[row.shapes["data"]]) == most]
     cases: dict[tuple[str, ...], dict[float, list[Row]]] = {}
-    for row in rows:
-        sizes = {name: value for name, value in row.shapes.items() if name != "lr"}
-        if row.shapes["lr"] == best_rate(rows, sizes):
-            cases.setdefault((row.shapes["data"], row.provider), {}).setdefault(row.shapes["compression"], []).append(row)
+    for row in at_best_rate(rows):
+        cases.setdefault((row.shapes["data"], row.provider), {}).setdefault(row.shapes["compression"], []).append(row)
     figure = Figure(figsize=(12, 4), layout="constrained")
     for panel, (title, key) in zip(figure.subplots(1, len(PANELS)), PANELS.items(), strict=True):
         for names, by_size in cases.items():

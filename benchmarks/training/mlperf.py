@@ -13,7 +13,7 @@ import math
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,7 +30,6 @@ from benchmarks.harness.ids import draw_power_law
 from benchmarks.harness.measure import Settings, case_rows, chosen
 from benchmarks.harness.memory import resident_peak_mib
 from benchmarks.harness.rows import Row
-from benchmarks.harness.text import aligned, case_title
 from benchmarks.lookup.criteo_tables import ZIPF
 from benchmarks.sharding.distributed import gathered_rows
 from comera_rec.convert import compression_report
@@ -197,28 +196,3 @@ class Step:
         self._tick()
         if output.values().requires_grad:
             output.values().register_hook(self._tick)
-
-
-def format_case(rows: Sequence[Row]) -> str:
-    """Format a line for each part, samples per second, and the process's peak memory."""
-    whole = next(row for row in rows if row.provider == STEP)
-    cells = [["part", "p50 ms", "p20..p80", "of the step"]]
-    for row in rows:
-        if row.unit == "ms":
-            cells.append([row.provider, f"{row.p50:,.0f}", f"{row.p20:,.0f}..{row.p80:,.0f}", f"{row.p50 / whole.p50:.0%}"])
-    sizes, tables = (
-        whole.counted,
-        sum(row.p50 for row in rows if row.provider in ("plan", "lookup", "lookup's backward and update")),
-    )
-    batch = whole.shapes["batch"]
-    return "\n".join(
-        [
-            case_title(whole),
-            f"  ({whole.machine}, {whole.threads} threads, commit {whole.commit}, seed {whole.seed})",
-            *aligned(cells, left=(0,)),
-            f"  {1e3 * batch / whole.p50:,.0f} samples/s, of the tables alone {1e3 * batch / tables:,.0f}; loss "
-            f"{sizes['first_loss']:.3f} to {sizes['last_loss']:.3f}",
-            f"  peak resident memory {sizes['peak_mib'] * 2**20 / 1e9:.2f} GB; tables {sizes['table_mib']:.1f} MiB, dense "
-            f"{sizes['dense_gb']:.1f} GB",
-        ]
-    )

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from benchmarks.harness.measure import Settings
-from benchmarks.plot import plot_rows
 from benchmarks.sharding.collectives import mean_sent
-from benchmarks.sharding.distributed import DENSE, PROVIDERS, Inputs, Provider, ShardedCase, expected, format_case, measure
+from benchmarks.sharding.distributed import DENSE, PROVIDERS, Inputs, Provider, ShardedCase, expected, measure
 from benchmarks.sharding.distributed import cases as benchmark_cases
 from benchmarks.sharding.distributed import run as run_benchmark
 from comera_rec.testing import run
@@ -53,16 +51,10 @@ def test_at_500x_copies_send_at_least_four_times_less_than_dense_bags(
     assert 4 * sum(sent[COPIES].values()) <= sum(sent[DENSE].values())
 
 
-def test_rows_of_a_quick_run_are_formatted_and_plotted(tmp_path: Path) -> None:
+def test_a_quick_run_has_a_row_for_each_way_of_sharding() -> None:
     [rows] = run_benchmark(Settings(quick=True))
     assert [row.provider for row in rows] == list(PROVIDERS)
-    text = format_case(rows)
-    for row in rows:
-        sent = sum(value for key, value in row.counted.items() if key.startswith("sent, "))
-        assert f"{sent / 1024:,.1f}" in text
-    assert "reduce-scatter" in text
-    plot_rows(rows, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").stat().st_size > 1000
+    assert "sent, reduce-scatter" in rows[-1].counted
 
 
 def test_a_wrong_number_stops_the_run() -> None:

@@ -90,9 +90,10 @@ class TestRows:
 
     def test_tables_put_time_and_memory_of_a_pass_on_one_line(self, row: Row) -> None:
         memory = replace(row, unit="MiB", p20=0.0, p50=0.0, p80=0.0, ratios={})
-        title, _, header, line = format_case([row, memory]).splitlines()
+        title, _, counted, header, line = format_case([row, memory]).splitlines()
+        assert counted == "  flops 12"
         assert title == "linear, batch 4, ranks 8x8, float32"
-        assert header.split() == ["pass", "provider", "p50", "ms", "p20..p80", "vs", "nn.Linear", "extra", "MiB"]
+        assert header.split() == ["pass", "provider", "p50", "ms", "p20..p80", "vs", "nn.Linear", "MiB"]
         assert line.split() == ["forward+backward", "TTLinear", "2.000", "1..4", "1.50x", "0.0"]
 
     def test_rows_state_their_origin(self, row: Row) -> None:

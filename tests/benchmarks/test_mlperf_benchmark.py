@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.harness.ids import draw_ids, draw_power_law
 from benchmarks.harness.measure import Settings
-from benchmarks.training.mlperf import BAGS, PARTS, ROWS, STEP, cases, format_case, run
+from benchmarks.training.mlperf import BAGS, PARTS, ROWS, STEP, cases, run
 
 
 def test_the_sizes_are_mlperfs() -> None:
@@ -38,6 +38,3 @@ def test_rows_of_a_quick_run() -> None:
     assert parts == pytest.approx(rows[len(PARTS)].p50, rel=0.01), "medians of two steps add up"
     assert rows[-1].unit == "MiB"
     assert rows[-1].p50 > rows[-1].counted["table_mib"]
-    text = format_case(rows)
-    assert "samples/s, of the tables alone" in text
-    assert "peak resident memory" in text

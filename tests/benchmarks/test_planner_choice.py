@@ -14,7 +14,7 @@ from torchrec.distributed.planner.types import ShardingOption
 import comera_rec as cr
 from benchmarks.harness.measure import Settings
 from benchmarks.plot import plot_rows
-from benchmarks.sharding.grid import PICKED, GridCase, estimate, format_case, run, topology
+from benchmarks.sharding.grid import PICKED, GridCase, estimate, run, topology
 from comera_rec.recsys import TTEmbeddingBagCollection
 from comera_rec.recsys import TTEmbeddingBagConfig as Table
 from comera_rec.recsys.sharding.planner import TTEnumerator
@@ -76,9 +76,8 @@ def test_the_grid_benchmark_reports_the_cheapest_way(batch: int) -> None:
     assert estimates[PICKED] == pytest.approx(estimates[best])
 
 
-def test_rows_of_a_quick_run_are_formatted_and_plotted(tmp_path: Path) -> None:
+def test_rows_of_a_quick_run_are_plotted(tmp_path: Path) -> None:
     rows = [row for case in run(Settings(quick=True)) for row in case]
-    assert "planned 2 table_wise" in format_case(rows[:4])
-    assert "planned 2 data_parallel" in format_case(rows[4:])
+    assert [row.counted for row in rows if row.provider == PICKED] == [{"table_wise": 2}, {"data_parallel": 2}]
     plot_rows(rows, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000

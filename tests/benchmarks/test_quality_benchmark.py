@@ -1,9 +1,8 @@
-"""The quality benchmark: methods take the bytes that they claim, runs resume where they stopped, and folders are checked."""
+"""The quality benchmark: methods take the bytes that they claim, and folders are checked."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, stdev
@@ -14,7 +13,7 @@ from click.testing import CliRunner
 from torch import Tensor, nn
 
 from benchmarks.harness.measure import Settings
-from benchmarks.harness.rows import RowWriter, read_rows
+from benchmarks.harness.rows import RowWriter
 from benchmarks.plot import plot_rows
 from benchmarks.quality import runs as quality
 from benchmarks.quality.codes import Clustered, MultiGranular, k_means
@@ -24,7 +23,7 @@ from benchmarks.quality.models import Model, Task, train
 from benchmarks.quality.pruning import Thresholded, ThresholdSearch
 from benchmarks.quality.storage import METHODS as STORED_METHODS
 from benchmarks.quality.storage import round_, round_stochastically_
-from benchmarks.quality.summary import quality_table, short_table, table
+from benchmarks.quality.summary import quality_table, table
 from benchmarks.quality.tables import Digits, DoesNotFit
 
 COUNTS = torch.arange(1500, 0, -1)
@@ -73,7 +72,7 @@ def test_methods_stay_within_the_budget(method: str, compression: int, task: Tas
 
 @pytest.mark.parametrize("method", ["TT adaptive", "TT + rows adaptive", "TT SVD", "pruning", "PEP"])
 def test_methods_that_shrink_while_training_end_within_the_budget(method: str, task: Task) -> None:
-    found = train(task, method, 10, 0.01, 0, 20)
+    found = train(task, method, 10, 0.01, 0)
     budget = found["dense_bytes"] / 10
     assert 0.9 * budget <= found["bytes"] <= budget
     assert found["index_bytes"] == (found["bytes"] / 2 if method in ("pruning", "PEP") else 0)
@@ -82,7 +81,7 @@ def test_methods_that_shrink_while_training_end_within_the_budget(method: str, t
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize("method", STORED_METHODS)
 def test_tables_of_narrow_numbers_fill_the_bytes_of_float32_ones(method: str, dtype: str, task: Task) -> None:
-    narrow, wide = (train(task, method, 6, 0.01, 0, 3, each) for each in (dtype, "float32"))
+    narrow, wide = (train(dataclasses.replace(task, steps=3), method, 6, 0.01, 0, each) for each in (dtype, "float32"))
     assert narrow["bytes"] <= narrow["dense_bytes"] / 6
     assert narrow["optimizer_bytes"] >= wide["optimizer_bytes"], "at least as many numbers"
 
@@ -122,11 +121,8 @@ def test_splits_give_a_share_of_the_bytes_to_one_block_and_are_off_unless_named(
     assert 0.9 * model.embeddings.budget < model.embeddings.num_bytes()[0] / 4 <= model.embeddings.budget
     with pytest.raises(DoesNotFit):
         Model(task, "TT + 0.25 at N", 50)
-    assert not {case[0] for case, _ in quality._plan(task, Settings())} & set(SPLITS)
-    asked = quality._plan(task, Settings(only={"method": "TT + * at 4|hashing", "compression": "50|100"}))
-    assert {case[:2] for case, _ in asked} == {
-        (method, size) for method in ("hashing", *(f"TT + {s} at 4" for s in (0.25, 0.5, 0.75, 0.95))) for size in (50, 100)
-    }
+    for only, methods in (({}, set()), ({"method": "TT + *"}, set(SPLITS))):
+        assert {sizes["method"] for sizes, _ in quality._cases(task, Settings(only=only))} & set(SPLITS) == methods
 
 
 @pytest.mark.parametrize("kind", [Clustered, MultiGranular, lambda counts, dim, budget: Thresholded(len(counts), dim)])
@@ -210,58 +206,24 @@ def test_pep_keeps_the_entries_that_exceed_their_thresholds_most() -> None:
     assert tables[0].num_bytes() == (12, 12)
 
 
-def test_it_resumes_where_it_stopped(task: Task, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_each_method_is_trained_at_its_rates_and_tabulated(task: Task, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(quality, "tasks", lambda settings: [task])
-    monkeypatch.setattr(quality, "METHODS", ("dense", "hashing"))
+    monkeypatch.setattr(quality, "METHODS", ("dense", "low rank", "hashing"))
     monkeypatch.setattr(quality, "BUDGETS", (10,))
-    monkeypatch.setattr(quality, "SCORES", {})
-    monkeypatch.setattr(quality, "TWICE", (20, ("hashing",)))
-    monkeypatch.setattr(quality, "SEEDS", 2)
     monkeypatch.setattr(quality, "MORE_RATES", ())
-    monkeypatch.setattr("benchmarks.quality.summary.SEEDS", 2)
-    whole = [case[0] for case in quality.run(Settings())]
-    assert [(row.provider, row.shapes["steps"], row.seed) for row in whole] == [
-        *(("dense", 20, 0), ("dense", 20, 0), ("hashing", 20, 0), ("hashing", 20, 0), ("hashing", 40, 0), ("hashing", 40, 0)),
-        *(("dense", 20, 1), ("hashing", 20, 1), ("hashing", 40, 1)),
-    ]
-    best = min(whole[2:4], key=lambda row: row.counted["val_ne"])
-    assert [row for row in quality.chosen(whole) if row.provider == "hashing"] == [best, whole[7]]
-    assert whole[7].shapes["lr"] == best.shapes["lr"]
-    results = tmp_path / "quality.jsonl"
-    for part in (whole[:3], whole[3:]):
-        with RowWriter(results, append=True) as writer:
-            writer.write(part)
-    assert read_rows(results) == whole
-    rest = [case[0] for case in quality.run(Settings(finished=whole[:3]))]
-    assert [(row.shapes, row.seed, row.p50) for row in rest] == [(row.shapes, row.seed, row.p50) for row in whole[3:]]
-    nes = [row.p50 for row in quality.chosen(whole) if row.provider == "hashing"]
-    lines = quality_table(whole).splitlines()
+    rows = [row for case in quality.run(Settings()) for row in case]
+    assert [row.provider for row in rows] == ["dense", "dense", "hashing", "hashing", *["dense", "hashing"] * 2], "no low rank fits"
+    nes = [row.p50 for row in quality.chosen(rows) if row.provider == "hashing"]
+    lines = quality_table(rows).splitlines()
     assert lines[0] == "| tiny, 20 steps | 10x |"
     assert lines[3] == f"| hashing | {mean(nes):.4f} ± {stdev(nes):.4f} |"
-    assert lines[5] == "| tiny, 40 steps | 20x |"
-    dense = mean(row.p50 for row in quality.chosen(whole) if row.provider == "dense")
-    assert short_table(whole, "ne").splitlines()[2:] == [f"| tiny; dense {dense:.4f} |  |", f"| hashing | **{mean(nes):.4f}** |"]
+    results = tmp_path / "quality.jsonl"
+    with RowWriter(results) as writer:
+        writer.write(rows)
     refused = CliRunner().invoke(table, [str(results), "--data", "ads"]).exception
     assert "has no rows of data set 'ads': name another, or leave out --data" in str(refused)
-    plot_rows(whole, tmp_path / "plot.png")
+    plot_rows(rows, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
-
-
-@pytest.mark.parametrize(("best", "further"), [(0.01, set()), (0.03, {0.1}), (0.001, {0.001, 0.0003}), (3.0, {0.1, 0.3, 1.0})])
-def test_rates_are_tried_until_the_best_lies_inside(
-    best: float, further: set[float], task: Task, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def trained(task: Task, method: str, compression: float, lr: float, *_: object) -> dict[str, float]:
-        return {"ne": 1.0, "val_ne": abs(math.log(lr / best))}
-
-    monkeypatch.setattr(quality, "tasks", lambda settings: [dataclasses.replace(task, rates=(0.003, 0.01, 0.03))])
-    monkeypatch.setattr(quality, "METHODS", ("dense",))
-    monkeypatch.setattr(quality, "TWICE", (20, ()))
-    monkeypatch.setattr(quality, "SCORES", {})
-    monkeypatch.setattr(quality, "train", trained)
-    rows = [case[0] for case in quality.run(Settings())]
-    assert {row.shapes["lr"] for row in rows if row.seed == 0} == {0.003, 0.01, 0.03, *further}
-    assert {row.shapes["lr"] for row in rows if row.seed > 0} == {min(best, 1.0)}
 
 
 def test_implicit_feedback_draws_no_negative_that_the_user_had(tmp_path: Path) -> None:
