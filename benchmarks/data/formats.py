@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import csv
-import json
-import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from statistics import median
 
 import pandas as pd
-from tqdm import tqdm
 
+from benchmarks.data.processes import run_comera
 from benchmarks.data.rivals import CATEGORIES, INTEGERS
 from benchmarks.harness.agreement import Disagreement
-from benchmarks.harness.environment import FOLDER, describe
-from benchmarks.harness.measure import Settings, case_rows
+from benchmarks.harness.measure import Settings, each_case
 from benchmarks.harness.rows import Row
+from benchmarks.harness.workload import Sizes
 from data_pipeline.manifest import SPLITS, read_manifest
 from data_pipeline.synth import SynthOptions, synth
 
@@ -29,32 +25,14 @@ FORMATS = {TEXT: 'separator = "\\t"', "CSV": 'format = "csv"\nheader = true', "J
 """Format -> the first lines of its schema."""
 
 _COLUMNS = {"label": "label"} | dict.fromkeys(INTEGERS, "integer") | dict.fromkeys(CATEGORIES, "hex")
-_COMMAND = """
-import json, resource, sys, time
-start = time.perf_counter()
-from comera_rec.cli.main import main
-try:
-    main(["preprocess", *sys.argv[1:]])
-finally:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    print(json.dumps([time.perf_counter() - start, used.ru_utime + used.ru_stime]))
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class FormatCase:
-    """A synthetic Criteo log.
-
-    rows: rows of the log.
-    rounds: how often each format is read.
-    """
+class FormatCase(Sizes):
+    """Rows of a synthetic Criteo log."""
 
     rows: int
-    rounds: int
     dtype: str = "text"
-
-    def shapes(self) -> dict[str, Any]:
-        return {"rows": self.rows}
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
@@ -63,22 +41,21 @@ def run(settings: Settings) -> Iterator[list[Row]]:
     Raises:
         Disagreement: if the formats don't yield the same data set.
     """
-    case = FormatCase(rows=2000, rounds=1) if settings.quick else FormatCase(rows=400_000, rounds=5)
-    with tempfile.TemporaryDirectory(dir=settings.data) as name:
-        folder = Path(name)
-        _write(case.rows, folder, settings.seed)
-        samples: dict[str, list[tuple[float, float]]] = {format_name: [] for format_name in FORMATS}
-        for turn in tqdm(range(case.rounds), desc="preprocess-formats", unit="round", disable=None):
-            for format_name, seconds in samples.items():
-                seconds.append(_seconds(folder, format_name, f"data-{turn}"))
-        _require_equal(folder)
-    counted = {
-        format_name: {"rows_per_s": case.rows / statistics.median(wall), "rows_per_cpu_s": case.rows / statistics.median(cpu)}
-        for format_name, seconds in samples.items()
-        for wall, cpu in [zip(*seconds, strict=True)]
-    }
-    times = {format_name: [1000 * wall for wall, _ in seconds] for format_name, seconds in samples.items()}
-    yield case_rows("preprocess-formats", case, settings, describe(settings.device), "run", "ms", times, counted, (TEXT,))
+    for case, rows in each_case("preprocess-formats", [FormatCase(rows=2000 if settings.quick else 400_000)], settings):
+        samples: dict[str, list[tuple[float, float, float]]] = {name: [] for name in FORMATS}
+        with tempfile.TemporaryDirectory(dir=settings.data) as folder:
+            _write(case.rows, Path(folder), settings.seed)
+            for turn in range(1 if settings.quick else 5):
+                for name, runs in samples.items():
+                    place = Path(folder, name)
+                    runs.append(run_comera(place / "log", place / f"data-{turn}", "--schema", str(place / "schema.toml")))
+            _require_equal(Path(folder))
+        seconds, cpu, _ = ({name: [run[k] for run in runs] for name, runs in samples.items()} for k in range(3))
+        counted = {
+            name: {"rows_per_s": case.rows / median(seconds[name]), "rows_per_cpu_s": case.rows / median(cpu[name])}
+            for name in FORMATS
+        }
+        yield rows("run", "ms", {name: [1000 * each for each in of] for name, of in seconds.items()}, counted, (TEXT,))
 
 
 def _write(rows: int, folder: Path, seed: int) -> None:
@@ -94,16 +71,6 @@ def _write(rows: int, folder: Path, seed: int) -> None:
     frame.to_csv(folder / "CSV" / "log", index=False, quoting=csv.QUOTE_NONNUMERIC)
     frame.to_json(folder / "JSON lines" / "log", orient="records", lines=True)
     frame.to_parquet(folder / "Parquet" / "log", index=False)
-
-
-def _seconds(folder: Path, format_name: str, output: str) -> tuple[float, float]:
-    """Wall-clock seconds and CPU seconds of a run."""
-    place = folder / format_name
-    options = ["--input", place / "log", "--schema", place / "schema.toml", "--output", place / output]
-    command = [sys.executable, "-c", _COMMAND, *map(str, options)]
-    done = subprocess.run(command, cwd=FOLDER.parent, stdout=subprocess.PIPE, text=True, check=True)
-    wall, cpu = json.loads(done.stdout.splitlines()[-1])
-    return wall, cpu
 
 
 def _require_equal(folder: Path) -> None:

@@ -14,10 +14,10 @@ import torch
 from torchrec.datasets.criteo import InMemoryBinaryCriteoIterDataPipe
 
 from benchmarks.harness.agreement import Disagreement
-from benchmarks.harness.environment import describe
-from benchmarks.harness.measure import Settings, case_rows, chosen
+from benchmarks.harness.measure import Settings, each_case
 from benchmarks.harness.rows import Row
 from benchmarks.harness.timing import Plan, alternate, percentiles
+from benchmarks.harness.workload import Sizes
 from comera_rec.data import ParquetBatches
 from data_pipeline.npy import export_npy
 from data_pipeline.options import PreprocessOptions
@@ -26,15 +26,12 @@ from data_pipeline.synth import SynthOptions, synth
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoaderCase:
+class LoaderCase(Sizes):
     """An epoch over synthetic rows of Kaggle's cardinalities, in full batches."""
 
     rows: int
     batch: int = 16_384
     dtype: str = "parquet"
-
-    def shapes(self) -> dict[str, Any]:
-        return {"rows": self.rows, "batch": self.batch}
 
 
 def cases(quick: bool) -> list[LoaderCase]:
@@ -43,8 +40,7 @@ def cases(quick: bool) -> list[LoaderCase]:
 
 def run(settings: Settings) -> Iterator[list[Row]]:
     """Time whole epochs in turns, read in the thread that asks for the batches."""
-    environment = describe(settings.device)
-    for case in chosen(cases(settings.quick), settings.only):
+    for case, rows in each_case("loader", cases(settings.quick), settings):
         with tempfile.TemporaryDirectory() as folder:
             log, data, npy = (Path(folder, name) for name in ("log.txt", "data", "npy"))
             synth(SynthOptions(rows=case.rows, output=log, seed=settings.seed))
@@ -67,7 +63,7 @@ def run(settings: Settings) -> Iterator[list[Row]]:
             }
             for name, times in samples.items()
         }
-        yield case_rows("loader", case, settings, environment, "run", "ms", samples, counted, ("torchrec in memory",))
+        yield rows("run", "ms", samples, counted, ("torchrec in memory",))
 
 
 def _read(batches: Any, turn: int) -> None:

@@ -6,53 +6,32 @@ A run that was stopped resumes with the remaining cases; logs and data sets stay
 from __future__ import annotations
 
 import random
-import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
-from benchmarks.harness.environment import FOLDER, describe
-from benchmarks.harness.measure import Settings, case_rows, chosen
+from benchmarks.data.processes import run_comera
+from benchmarks.harness.measure import Settings, each_case
 from benchmarks.harness.rows import Row
+from benchmarks.harness.workload import Sizes
 from data_pipeline.manifest import read_manifest
 from data_pipeline.synth import SynthOptions, synth
 from data_pipeline.verify import verify
 
 _BLOCK_ROWS, _BLOCK_BYTES = 20_000, 8 << 20
-# Not getrusage's ru_maxrss: a child's starts at its parent's peak.
-_COMMAND = """
-import sys
-from pathlib import Path
-from comera_rec.cli.main import main
-try:
-    main(sys.argv[1:])
-finally:
-    print(Path("/proc/self/status").read_text())
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryCase:
-    """One kind of log.
-
-    rows: rows of the log.
-    limit_mib: memory limit of the run, in MiB.
-    """
+class MemoryCase(Sizes):
+    """A kind of log, its rows, and the memory limit of the run in MiB."""
 
     log: str
     rows: int
     limit_mib: int
     dtype: str = "text"
-
-    def shapes(self) -> dict[str, Any]:
-        return {"log": self.log, "rows": self.rows, "limit_mib": self.limit_mib}
 
 
 def cases(quick: bool) -> list[MemoryCase]:
@@ -68,25 +47,14 @@ def cases(quick: bool) -> list[MemoryCase]:
 
 def run(settings: Settings) -> Iterator[list[Row]]:
     """Yield one row per case; `counted` has the peak divided by the limit, which should be at most 1.1."""
-    environment = describe(settings.device)
-    finished = [row.shapes for row in settings.finished]
-    left = [case for case in chosen(cases(settings.quick), settings.only) if case.shapes() not in finished]
-    for case in tqdm(left, desc="preprocess-memory", unit="case", disable=None):
+    for case, rows in each_case("preprocess-memory", cases(settings.quick), settings):
         with tempfile.TemporaryDirectory(dir=settings.data) as folder:
             log, output = Path(folder, "log.txt"), Path(folder, "data")
             options = LOGS[case.log](case.rows, log, settings.seed)
-            peak = _peak_mib(["--input", str(log), "--output", str(output), "--memory-limit", f"{case.limit_mib}MiB", *options])
+            _, _, peak = run_comera(log, output, "--memory-limit", f"{case.limit_mib}MiB", *options)
             verify(read_manifest(output), output)
-            counted = {"comera-rec": {"share_of_limit": peak / case.limit_mib, "text_mib": log.stat().st_size / 2**20}}
-            yield case_rows("preprocess-memory", case, settings, environment, "run", "MiB", {"comera-rec": [peak]}, counted)
-
-
-def _peak_mib(arguments: list[str]) -> float:
-    command = [sys.executable, "-c", _COMMAND, "preprocess", *arguments]
-    done = subprocess.run(command, cwd=FOLDER.parent, stdout=subprocess.PIPE, text=True, check=True)
-    peak = re.search(r"VmHWM:\s*(\d+) kB", done.stdout)
-    assert peak, "Linux reports the peak"
-    return int(peak[1]) / 1024
+            counted = {"share_of_limit": peak / case.limit_mib, "text_mib": log.stat().st_size / 2**20}
+            yield rows("run", "MiB", {"comera-rec": [peak]}, {"comera-rec": counted})
 
 
 def _criteo(rows: int, log: Path, seed: int) -> list[str]:

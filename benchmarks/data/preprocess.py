@@ -6,23 +6,20 @@ A run that was stopped resumes with the remaining cases; `--data` keeps the logs
 from __future__ import annotations
 
 import importlib.util
-import json
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pandas as pd
 from tqdm import tqdm
 
+from benchmarks.data.processes import run_provider
 from benchmarks.harness.agreement import Disagreement
-from benchmarks.harness.environment import FOLDER, describe
-from benchmarks.harness.measure import Settings, case_rows, chosen
+from benchmarks.harness.measure import Settings, each_case
 from benchmarks.harness.rows import Row
 from data_pipeline.manifest import SPLITS, read_manifest
 from data_pipeline.synth import SynthOptions, synth
@@ -62,53 +59,29 @@ def cases(quick: bool) -> list[LogCase]:
 
 def run(settings: Settings) -> Iterator[list[Row]]:
     """Measure wall-clock time, CPU time and peak memory of whole runs, in turns."""
-    environment = describe(settings.device)
-    finished = {row.shapes["rows"] for row in settings.finished}
     missing = {name for name in (POLARS, DUCKDB) if importlib.util.find_spec(name) is None}
-    for case in chosen(cases(settings.quick), settings.only):
-        if case.rows in finished:
-            continue
-        providers = [name for name in case.providers if name not in missing]
+    for case, rows in each_case("preprocess", cases(settings.quick), settings):
         for name in missing.intersection(case.providers):
             tqdm.write(f"preprocess, {case.shapes()}: without {name}, which is not installed (pip install {name})")
+        samples: dict[str, list[tuple[float, float, float]]] = {name: [] for name in case.providers if name not in missing}
         with tempfile.TemporaryDirectory(dir=settings.data) as folder:
             log = Path(settings.data or folder, f"log-{case.rows}-{settings.seed}.txt")
             if not log.exists():
                 synth(SynthOptions(rows=case.rows, output=log, seed=settings.seed))
-            samples: dict[str, list[tuple[float, float, float]]] = {name: [] for name in providers}
-            for _ in tqdm(range(case.rounds), desc=f"preprocess, {case.rows:,} rows", disable=None):
-                for name in providers:
-                    samples[name].append(_in_a_process(name, Path(folder, name), log))
-                _require_right_data(providers, Path(folder))
-                for name in providers:
+            for _ in range(case.rounds):
+                for name, runs in samples.items():
+                    runs.append(run_provider(name, log, Path(folder, name)))
+                _require_right_data(list(samples), Path(folder))
+                for name in samples:
                     shutil.rmtree(Path(folder, name))
+        seconds, cpu, mib = ({name: [run[k] for run in runs] for name, runs in samples.items()} for k in range(3))
         counted = {
-            name: {
-                "rows_per_s": case.rows / sorted(seconds for seconds, _, _ in found)[len(found) // 2],
-                "rows_per_cpu_s": case.rows / sorted(cpu for _, cpu, _ in found)[len(found) // 2],
-            }
-            for name, found in samples.items()
+            name: {"rows_per_s": case.rows / median(seconds[name]), "rows_per_cpu_s": case.rows / median(cpu[name])}
+            for name in samples
         }
-        tell = partial(
-            case_rows,
-            "preprocess",
-            case,
-            settings,
-            environment,
-            "run",
-            counted=counted,
-            baselines=(PANDAS, POLARS, DUCKDB, TORCHREC),
-        )
-        times = {name: [1000 * seconds for seconds, _, _ in found] for name, found in samples.items()}
-        yield tell("ms", times) + tell("MiB", {name: [mib for _, _, mib in found] for name, found in samples.items()})
-
-
-def _in_a_process(provider: str, output: Path, log: Path) -> tuple[float, float, float]:
-    """Seconds, CPU seconds and peak MiB of a provider's whole run."""
-    command = [sys.executable, "-m", "benchmarks.data.rivals", provider, str(output), str(log)]
-    done = subprocess.run(command, cwd=FOLDER.parent, stdout=subprocess.PIPE, text=True, check=True)
-    seconds, cpu, mib = json.loads(done.stdout.splitlines()[-1])
-    return seconds, cpu, mib
+        times = {name: [1000 * each for each in of] for name, of in seconds.items()}
+        rivals = (PANDAS, POLARS, DUCKDB, TORCHREC)
+        yield rows("run", "ms", times, counted, rivals) + rows("run", "MiB", mib, counted, rivals)
 
 
 def _require_right_data(providers: Sequence[str], folder: Path) -> None:

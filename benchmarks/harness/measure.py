@@ -71,7 +71,7 @@ def each_case(
         A case, and `case_rows` without its first four arguments.
     """
     environment = describe(settings.device) | replaced
-    finished = [row.shapes for row in settings.finished]
+    finished = [row.shapes for row in settings.finished if row.op == op]
     left = [case for case in chosen(cases, settings.only) if case.shapes() not in finished]
     for case in tqdm(left, desc=op, unit="case", disable=None):
         yield case, partial(case_rows, op, case, settings, environment)
@@ -188,7 +188,7 @@ def case_rows(
             unit=unit,
             samples=len(samples[name]),
             ratios={other: spreads[other][1] / p50 for other in baselines if other in spreads and p50 > 0},
-            counted=counted[name],
+            counted=counted.get(name, {}),
             seed=settings.seed,
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             **environment,

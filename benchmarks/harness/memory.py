@@ -45,8 +45,11 @@ def peak_extra_memory(
         repeats: how often each call is measured.
 
     Raises:
+        ValueError: if the peak can't be reset here.
         RuntimeError: if the child fails or is killed.
     """
+    if not memory_is_measurable(device):
+        raise ValueError(f"peak memory can't be reset on {device} on this system: measure it on Linux")
     # A fork server imports modules once but runs no kernels, so its forks start quickly and inherit no broken thread pools.
     context = multiprocessing.get_context("forkserver")
     # torch.optim imports torch._dynamo on first use, which takes seconds.

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import click
-import numpy as np
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -20,8 +19,7 @@ from tqdm import tqdm
 import comera_rec as cr
 from benchmarks.harness.cli import run_command
 from benchmarks.harness.timing import Plan, alternate, percentiles
-from benchmarks.lookup.calibrate import nonnegative_least_squares
-from benchmarks.lookup.shapes import correlation
+from benchmarks.lookup.calibrate import print_prices
 from comera_rec.ops import tt_linear
 from comera_rec.tt import Contraction, LinearWork, candidate_contractions, contraction_work, dense_work
 
@@ -47,14 +45,7 @@ def calibrate(layers: int, seconds: float, seed: int) -> None:
         times = alternate({str(each): step for each, step in steps.items()}, plan)
         work += steps
         milliseconds += [percentiles(times[str(each)])[0] for each in steps]
-    amounts, measured = np.array(work), np.array(milliseconds)
-    prices = nonnegative_least_squares(amounts / measured[:, None], np.full(len(measured), 1e6))
-    fitted = amounts @ prices / 1e6
-    click.echo(f"NANOSECONDS = {LinearWork(*(float(f'{price:.3g}') for price in prices))}")
-    click.echo(
-        f"errors of {np.sqrt(np.mean((fitted / measured - 1) ** 2)):.0%} (root mean square) over {len(measured)} steps; "
-        f"correlation {correlation(fitted, measured):.3f}"
-    )
+    print_prices(work, milliseconds)
 
 
 def _layer() -> tuple[cr.TTLinear, int]:

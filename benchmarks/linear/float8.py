@@ -8,30 +8,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.harness.measure import Settings, measure_cases
 from benchmarks.harness.rows import Row
-from benchmarks.harness.workload import Provider, TorchProvider
+from benchmarks.harness.workload import Provider, Sizes, TorchProvider
 from comera_rec.ops import float8_matmul, require_float8
 
 FLOAT32, BFLOAT16, FLOAT8 = "float32", "bfloat16", "float8"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Float8Case:
+class Float8Case(Sizes):
     """Sizes of one product."""
 
     m: int
     k: int
     n: int
-    dtype: str = "float32"
-
-    def shapes(self) -> dict[str, Any]:
-        return {"m": self.m, "k": self.k, "n": self.n}
 
 
 def cases(quick: bool) -> list[Float8Case]:

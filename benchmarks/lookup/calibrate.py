@@ -7,6 +7,7 @@ predictions; put them into `comera_rec/tt/cost.py`. `python -m benchmarks.run sh
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import click
 import numpy as np
@@ -15,7 +16,7 @@ from tqdm import tqdm
 from benchmarks.harness.cli import run_command
 from benchmarks.harness.timing import Plan
 from benchmarks.lookup.shapes import ShapedTables, ShapesCase, correlation
-from comera_rec.tt import LookupCost, Work, table_candidates
+from comera_rec.tt import LinearWork, LookupCost, Work, table_candidates
 
 # Different from the tables in `shapes.py`.
 TABLES = (
@@ -52,12 +53,17 @@ def calibrate(shapes: int, seconds: float, seed: int) -> None:
         cost = LookupCost(lookups=case.batch, exponent=case.zipf)
         work += [cost.work(shape.row_shape, shape.col_shape, shape.ranks) for shape in times]
         milliseconds += times.values()
+    print_prices(work, milliseconds)
+
+
+def print_prices(work: Sequence[Work] | Sequence[LinearWork], milliseconds: Sequence[float]) -> None:
+    """Print the prices that fit measured steps best, and how well they fit."""
     amounts, measured = np.array(work), np.array(milliseconds)
     prices = nonnegative_least_squares(amounts / measured[:, None], np.full(len(measured), 1e6))
     fitted = amounts @ prices / 1e6
-    click.echo(f"NANOSECONDS = {Work(*(float(f'{price:.3g}') for price in prices))}")
+    click.echo(f"NANOSECONDS = {type(work[0])(*(float(f'{price:.3g}') for price in prices))}")
     click.echo(
-        f"errors of {np.sqrt(np.mean((fitted / measured - 1) ** 2)):.0%} (root mean square) over {len(measured)} shapes; "
+        f"errors of {np.sqrt(np.mean((fitted / measured - 1) ** 2)):.0%} (root mean square) over {len(measured)} steps; "
         f"correlation {correlation(fitted, measured):.3f}"
     )
 

@@ -2,45 +2,39 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
-from benchmarks.harness.environment import describe
-from benchmarks.harness.measure import Settings
-from benchmarks.harness.memory import Prepared, memory_is_measurable, peak_extra_memory
+from benchmarks.harness.measure import Settings, each_case
+from benchmarks.harness.memory import Prepared, peak_extra_memory
 from benchmarks.harness.rows import Row
+from benchmarks.harness.workload import Sizes
 from comera_rec import TTShape, tt_svd
 
-RANK = 32
+
+@dataclass(frozen=True, kw_only=True)
+class ConversionCase(Sizes):
+    """A table and its TT form."""
+
+    rows: int
+    dim: int = 64
+    order: int
+    rank: int = 32
 
 
-def prepare(rows: int, dim: int, order: int, seed: int) -> Prepared:
+def prepare(case: ConversionCase, seed: int) -> Prepared:
     """Prepare one decomposition of a random table."""
-    weight = torch.empty(rows, dim)
+    weight = torch.empty(case.rows, case.dim)
     weight.normal_(generator=torch.Generator().manual_seed(seed))
-    shape = TTShape.for_table(rows, dim, tt_ranks=RANK, order=order)
-
-    def call(turn: int) -> object:
-        return tt_svd(weight, shape)
-
-    return {"tt_svd": call}, lambda: None
+    shape = TTShape.for_table(case.rows, case.dim, tt_ranks=case.rank, order=case.order)
+    return {"tt_svd": lambda turn: tt_svd(weight, shape)}, lambda: None
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
     """Yield a row of peak memory for each order."""
-    rows = 100_000 if settings.quick else 10_000_000
-    environment = describe(settings.device)
-    for order in (2, 3):
-        if not memory_is_measurable(settings.device):
-            return
-        (peak,) = peak_extra_memory(prepare, rows, 64, order, settings.seed, repeats=1)["tt_svd"]
-        yield [
-            Row(
-                op="conversion", provider="tt_svd", shapes={"rows": rows, "dim": 64, "order": order, "rank": RANK}, dtype="float32",
-                pass_="forward", p20=peak, p50=peak, p80=peak, unit="MiB", samples=1, ratios={},
-                counted={"table_mib": rows * 64 / 2**18}, **environment, seed=settings.seed,
-                date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            )
-        ]  # fmt: skip
+    cases = [ConversionCase(rows=100_000 if settings.quick else 10_000_000, order=order) for order in (2, 3)]
+    for case, rows in each_case("conversion", cases, settings):
+        peaks = peak_extra_memory(prepare, case, settings.seed, repeats=1)
+        yield rows("forward", "MiB", peaks, {"tt_svd": {"table_mib": case.rows * case.dim / 2**18}})

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchrec import KeyedJaggedTensor
 
 import comera_rec as cr
 from benchmarks.harness.limits import Least
@@ -25,7 +26,7 @@ from benchmarks.harness.measure import Settings, measure_cases
 from benchmarks.harness.rows import Row
 from benchmarks.harness.workload import Provider, TorchProvider, parameter_count, parameter_gradients
 from benchmarks.lookup.batch import Batch
-from benchmarks.lookup.chained import ChainedTables, chain_bytes, chain_rows
+from benchmarks.lookup.chained import ChainedTables, chain_bytes, rows_of
 from benchmarks.lookup.dense import EmbeddingBags, RowWiseAdagrad, shared_storage, split_storage
 from benchmarks.lookup.fbgemm import FbgemmProvider
 from comera_rec.tt import row_digits
@@ -168,14 +169,10 @@ class LookupWorkload:
         """Outputs, gradients and updated rows of the first batch, whose unique rows are chained in float64."""
         batch, dim = self.batches[0], self.case.dim
         outputs, rows, row_gradients = [], [], []
-        gradients: dict[str, Tensor] = {}
-        for (name, bag), ids, ids_U, upstream_BN in zip(
-            self.collection.tt_bags.items(), batch.ids, batch.unique_ids, self.upstream.split(dim, dim=1), strict=True
-        ):
-            stored = {key: parameter.detach().double().requires_grad_() for key, parameter in bag.named_parameters()}
-            cores = [stored[f"core_{k}"].transpose(0, 1) for k in range(self.case.order)]
-            cores[1:] = [stored[f"rank_{k}"].view(-1, 1, 1) * core for k, core in enumerate(cores[1:], start=1)]
-            rows_UN = chain_rows(cores, ids_U)[:, :dim]
+        exact = copy.deepcopy(self.collection).double()
+        upstreams = self.upstream.split(dim, dim=1)
+        for name, ids, ids_U, upstream_BN in zip(exact.tt_bags, batch.ids, batch.unique_ids, upstreams, strict=True):
+            rows_UN = rows_of(exact.tt_bag(name), ids_U)
             rows_UN.retain_grad()
             positions_L = torch.searchsorted(ids_U, ids)
             output_BN = F.embedding_bag(positions_L, rows_UN, batch.offsets, mode="sum", include_last_offset=True)
@@ -183,14 +180,13 @@ class LookupWorkload:
             outputs.append(output_BN.detach())
             rows.append(rows_UN.detach())
             row_gradients.append(_gradient(rows_UN))
-            gradients |= {f"gradient of {name}.{key}": _gradient(tensor) for key, tensor in stored.items()}
         gradient_UN = torch.cat(row_gradients)
         step_U1 = LR / (gradient_UN.square().mean(1, keepdim=True).sqrt() + EPS)
         return {
             "output": torch.cat(outputs, dim=1),
             "gradient of rows": gradient_UN,
             "rows after Adagrad": torch.cat(rows) - step_U1 * gradient_UN,
-            **gradients,
+            **parameter_gradients(exact.tt_bags),
         }
 
     def counted(self, provider: Provider, pass_: str) -> dict[str, float]:
@@ -231,6 +227,10 @@ class LookupWorkload:
         return total / len(self.batches)
 
     @property
+    def _features(self) -> list[tuple[KeyedJaggedTensor]]:
+        return [(batch.features,) for batch in self.batches]
+
+    @property
     def _cores(self) -> dict[str, list[Tensor]]:
         """Each table's cores as (m, r, n, s); the rank parameters are ones."""
         return {
@@ -241,10 +241,11 @@ class LookupWorkload:
     def _tables(self) -> list[Tensor]:
         """The dense tables [M, N]; the rows that the batches use are written from the TT tables."""
         tables = split_storage(self._storage(), self.case.rows, self.case.dim)
-        for t, (table_MN, cores) in enumerate(zip(tables, self._cores.values(), strict=True)):
-            cores = [core.double() for core in cores]
-            for batch in self.batches:
-                table_MN[batch.unique_ids[t]] = chain_rows(cores, batch.unique_ids[t])[:, : self.case.dim].to(table_MN.dtype)
+        exact = copy.deepcopy(self.collection).double()
+        with torch.no_grad():
+            for t, (table_MN, name) in enumerate(zip(tables, exact.tt_bags, strict=True)):
+                for batch in self.batches:
+                    table_MN[batch.unique_ids[t]] = rows_of(exact.tt_bag(name), batch.unique_ids[t]).to(table_MN.dtype)
         return tables
 
     def _dense(self) -> TorchProvider:
@@ -272,13 +273,14 @@ class LookupWorkload:
         return self._provider(module, _adagrad(module), shown)
 
     def _ours(self) -> TorchProvider:
-        module = PooledValues(copy.deepcopy(self.collection))
-        return self._provider(module, _adagrad(module), lambda: parameter_gradients(module.collection.tt_bags))
+        module = PooledValues(collection := copy.deepcopy(self.collection))
+        shown = partial(parameter_gradients, collection.tt_bags)
+        return TorchProvider(module, self._features, self.upstream, optimizer=_adagrad(module), shown=shown)
 
     def _updated(self) -> UpdatedProvider:
         module = PooledValues(copy.deepcopy(self.collection))
         cr.update_in_backward_(module, optimizer := _adagrad(module))
-        return UpdatedProvider(module, [(batch,) for batch in self.batches], self.upstream, optimizer=optimizer)
+        return UpdatedProvider(module, self._features, self.upstream, optimizer=optimizer)
 
     def _provider(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, shown: Callable[[], dict[str, Tensor]]
@@ -287,14 +289,14 @@ class LookupWorkload:
 
 
 class PooledValues(nn.Module):
-    """The values of the KeyedTensor that a collection returns, [B, T * N]."""
+    """The values of the KeyedTensor that a collection returns, [B, T * N]; DDP averages gradients only of such a model."""
 
-    def __init__(self, collection: cr.TTEmbeddingBagCollection) -> None:
+    def __init__(self, collection: nn.Module) -> None:
         super().__init__()
         self.collection = collection
 
-    def forward(self, batch: Batch) -> Tensor:
-        values: Tensor = self.collection(batch.features).values()
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        values: Tensor = self.collection(features).values()
         return values
 
 

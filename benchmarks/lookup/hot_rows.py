@@ -7,24 +7,22 @@ Tables, ids and Adagrad, applied in backward, are those of the lookup benchmark.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from tqdm import tqdm
 
 import comera_rec as cr
 from benchmarks.harness.agreement import require_agreement
-from benchmarks.harness.environment import describe
-from benchmarks.harness.measure import Settings, case_rows, chosen
+from benchmarks.harness.measure import Settings, each_case
 from benchmarks.harness.rows import Row
 from benchmarks.harness.timing import alternate
+from benchmarks.harness.workload import parameter_count, parameter_gradients
 from benchmarks.lookup.batch import Batch
-from benchmarks.lookup.criteo_tables import CRITEO_KAGGLE, EPS, LR, NUM_BATCHES, ZIPF
+from benchmarks.lookup.criteo_tables import CRITEO_KAGGLE, EPS, LR, NUM_BATCHES, ZIPF, PooledValues, UpdatedProvider
 
 SHARES = {"TT tables": 0.0, "TT tables with hot rows": 0.8}
 
@@ -51,67 +49,41 @@ def cases(quick: bool) -> list[HotRowsCase]:
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
-    """Time steps and forward passes of both, in turns."""
-    environment = describe(settings.device)
-    for case in tqdm(chosen(cases(settings.quick), settings.only), desc="hot-rows", unit="case", disable=None):
+    """Time steps of both, in turns."""
+    for case, rows in each_case("hot-rows", cases(settings.quick), settings):
         torch.manual_seed(settings.seed)
         batches = [Batch.draw(case.rows, case.batch, 1, ZIPF, settings.device) for _ in range(NUM_BATCHES)]
         upstream = torch.randn(case.batch, len(case.rows) * case.dim, device=settings.device)
-        tables = {name: Tables(case, share, settings.device) for name, share in SHARES.items()}
-        for name, table in tables.items():
-            require_agreement(table.reference(batches[0], upstream), {name: table.shown(batches[0], upstream)})
-        tell = partial(case_rows, "hot-rows", case, settings, environment, baselines=tuple(SHARES))
-        counted = {name: {"params": float(table.params)} for name, table in tables.items()}
-        for pass_ in ("forward", "step"):
-            calls = {name: partial(table.call, pass_, batches, upstream) for name, table in tables.items()}
-            yield tell(pass_, "ms", alternate(calls, settings.plan), counted)
+        providers = {}
+        for name, share in SHARES.items():
+            module = PooledValues(collection := build(case, share, settings.device))
+            optimizer = torch.optim.Adagrad(module.parameters(), lr=LR, eps=EPS, fused=True)
+            cr.update_in_backward_(module, optimizer)
+            provider = UpdatedProvider(module, [(batch.features,) for batch in batches], upstream, optimizer=optimizer)
+            require_agreement(reference(collection, batches[0], upstream), {name: provider.verify()})
+            providers[name] = provider
+        counted = {name: {"params": parameter_count(provider.module)} for name, provider in providers.items()}
+        calls = {name: provider.passes["step"] for name, provider in providers.items()}
+        yield rows("step", "ms", alternate(calls, settings.plan), counted, tuple(SHARES))
 
 
-class Tables(nn.Module):
-    """A collection of order 2 and its optimizer; hot rows, which usually start at zero, are random."""
-
-    def __init__(self, case: HotRowsCase, share: float, device: str) -> None:
-        super().__init__()
-        dense = [
-            EmbeddingBagConfig(name=f"t{t}", num_embeddings=count, embedding_dim=case.dim, feature_names=[f"f{t}"])
-            for t, count in enumerate(case.rows)
-        ]
-        config = cr.TTEmbeddingConfig(compression=case.compression, order=2, min_rows=1, hot_rows=share)
-        self.collection = cr.TTEmbeddingBagCollection(config.table_configs(dense), device=device)
-        for block in (block for bag in self._bags for block in bag.hot_blocks()):
+def build(case: HotRowsCase, share: float, device: str) -> cr.TTEmbeddingBagCollection:
+    """Build a collection of order 2; hot rows, which usually start at zero, are random."""
+    dense = [
+        EmbeddingBagConfig(name=f"t{t}", num_embeddings=count, embedding_dim=case.dim, feature_names=[f"f{t}"])
+        for t, count in enumerate(case.rows)
+    ]
+    config = cr.TTEmbeddingConfig(compression=case.compression, order=2, min_rows=1, hot_rows=share)
+    collection = cr.TTEmbeddingBagCollection(config.table_configs(dense), device=device)
+    for name in collection.tt_bags:
+        for block in collection.tt_bag(name).hot_blocks():
             nn.init.normal_(block.core_0, std=case.rows[0] ** -0.5)
-        self.params = sum(parameter.numel() for parameter in self.parameters())
-        self._optimizer = torch.optim.Adagrad(self.parameters(), lr=LR, eps=EPS, fused=True)
-        cr.update_in_backward_(self, self._optimizer)
+    return collection
 
-    @property
-    def _bags(self) -> list[cr.TTEmbeddingBag]:
-        return [self.collection.tt_bag(name) for name in self.collection.tt_bags]
 
-    def shown(self, batch: Batch, upstream: Tensor) -> dict[str, Tensor]:
-        """The output, and as gradients what SGD with rate 1, applied in backward, subtracts from a copy's parameters."""
-        twin = copy.deepcopy(self)
-        optimizer = torch.optim.SGD(twin.parameters(), lr=1.0)
-        cr.update_in_backward_(twin, optimizer)
-        output = twin.collection(batch.features).values()
-        output.backward(upstream)
-        optimizer.step()
-        after = dict(twin.named_parameters())
-        gradients = {name: (before - after[name]).detach() for name, before in self.named_parameters()}
-        return {"output": output.detach(), **gradients}
-
-    def reference(self, batch: Batch, upstream: Tensor) -> dict[str, Tensor]:
-        """The same by definition in float64, with gradients of whole cores."""
-        twin = copy.deepcopy(self).double()
-        output = torch.cat([bag(ids, batch.offsets) for bag, ids in zip(twin._bags, batch.ids, strict=True)], dim=1)
-        gradients = torch.autograd.grad(output, list(twin.parameters()), upstream.double())
-        return {"output": output.detach(), **dict(zip([name for name, _ in twin.named_parameters()], gradients, strict=True))}
-
-    def call(self, pass_: str, batches: Sequence[Batch], upstream: Tensor, turn: int) -> None:
-        """Run a "forward" pass, or a "step": forward, backward with the cores' update, and the optimizer's step for the rest."""
-        batch = batches[turn % len(batches)]
-        values = self.collection(batch.features).values()
-        if pass_ == "step":
-            values.backward(upstream)
-            self._optimizer.step()
-            self._optimizer.zero_grad()
+def reference(collection: cr.TTEmbeddingBagCollection, batch: Batch, upstream: Tensor) -> dict[str, Tensor]:
+    """Output and gradients of whole cores, by definition in float64."""
+    exact = copy.deepcopy(collection.tt_bags).double()
+    output = torch.cat([bag(ids, batch.offsets) for bag, ids in zip(exact.values(), batch.ids, strict=True)], dim=1)
+    output.backward(upstream.double())
+    return {"output": output.detach(), **parameter_gradients(exact)}

@@ -7,13 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 import comera_rec as cr
-from benchmarks.harness.environment import describe
 from benchmarks.harness.ids import draw_ids
-from benchmarks.harness.measure import Settings, case_rows, chosen
-from benchmarks.harness.memory import Prepared, memory_is_measurable, peak_extra_memory
+from benchmarks.harness.measure import Settings, each_case
+from benchmarks.harness.memory import Prepared, peak_extra_memory
 from benchmarks.harness.rows import Row
 from benchmarks.lookup.criteo_tables import ZIPF
 
@@ -54,14 +52,10 @@ def cases(quick: bool) -> list[TableCase]:
 
 def run(settings: Settings) -> Iterator[list[Row]]:
     """Yield one row per case: how much building a table and its optimizer and taking one step raise a process's peak."""
-    if not memory_is_measurable(settings.device):
-        raise ValueError(f"peak memory can't be reset on {settings.device} on this system: run lookup-memory on Linux")
-    environment = describe(settings.device)
-    for case in tqdm(chosen(cases(settings.quick), settings.only), desc="lookup-memory", unit="case", disable=None):
+    for case, rows in each_case("lookup-memory", cases(settings.quick), settings):
         peaks = peak_extra_memory(prepare_training, case, settings.device, settings.seed, device=settings.device)
         counted = {"params": float(case.tt_shape.num_params), "dense_mib": case.rows * case.dim * 4 / 2**20}
-        samples = {"TTEmbeddingBag": peaks["step"]}
-        yield case_rows("lookup-memory", case, settings, environment, "step", "MiB", samples, {"TTEmbeddingBag": counted})
+        yield rows("step", "MiB", {"TTEmbeddingBag": peaks["step"]}, {"TTEmbeddingBag": counted})
 
 
 def prepare_training(case: TableCase, device: str, seed: int) -> Prepared:

@@ -15,19 +15,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 import comera_rec as cr
 from benchmarks.harness.agreement import require_agreement
-from benchmarks.harness.environment import describe
-from benchmarks.harness.measure import Settings, case_rows, chosen
+from benchmarks.harness.measure import Settings, each_case
 from benchmarks.harness.rows import Row
 from benchmarks.harness.timing import alternate
+from benchmarks.harness.workload import Sizes
 from comera_rec.ops import LookupPlan, plan_lookup
 
 ZIPF = 1.05
@@ -38,7 +36,7 @@ ABOUT = 0.8  # share of its rows that are about them
 
 
 @dataclass(frozen=True, kw_only=True)
-class OrderCase:
+class OrderCase(Sizes):
     """A table, and a log in which each stretch of one batch is about some of the communities.
 
     batches: "in order" of the log, or with rows "shuffled" as in training.
@@ -51,11 +49,6 @@ class OrderCase:
     batch: int = 16_384
     communities: int = 1_000
     batches: str
-    dtype: str = "float32"
-
-    def shapes(self) -> dict[str, Any]:
-        names = ("rows", "dim", "order", "rank", "batch", "communities", "batches")
-        return {name: getattr(self, name) for name in names}
 
 
 def cases(quick: bool) -> list[OrderCase]:
@@ -65,8 +58,7 @@ def cases(quick: bool) -> list[OrderCase]:
 
 def run(settings: Settings) -> Iterator[list[Row]]:
     """Time forward and backward of one table, and count unique digits, for the same log under each order of the ids."""
-    environment = describe(settings.device)
-    for case in tqdm(chosen(cases(settings.quick), settings.only), desc="ordering", unit="case", disable=None):
+    for case, rows in each_case("ordering", cases(settings.quick), settings):
         draw = np.random.default_rng(settings.seed)
         ids, community = draw_log(case, draw)
         orders = {
@@ -83,7 +75,7 @@ def run(settings: Settings) -> Iterator[list[Row]]:
         del dense
         samples = alternate({name: partial(_step, bag, order_name) for name, order_name in batches.items()}, settings.plan)
         counted = {name: count(shape, order_name) for name, order_name in batches.items()}
-        yield case_rows("ordering", case, settings, environment, "forward+backward", "ms", samples, counted, ("frequency",))
+        yield rows("forward+backward", "ms", samples, counted, ("frequency",))
 
 
 def draw_log(case: OrderCase, draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

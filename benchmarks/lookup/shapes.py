@@ -8,7 +8,8 @@ Shapes: M rows, N embedding_dim, L ids of a batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,13 +21,12 @@ from tqdm import tqdm
 
 import comera_rec as cr
 from benchmarks.harness.agreement import Disagreement, require_agreement
-from benchmarks.harness.environment import describe
 from benchmarks.harness.ids import draw_ids
-from benchmarks.harness.measure import Settings, case_rows, chosen
+from benchmarks.harness.measure import Settings, each_case
 from benchmarks.harness.rows import Row
 from benchmarks.harness.timing import Plan, alternate
 from benchmarks.harness.workload import parameter_gradients
-from benchmarks.lookup.chained import chain_rows
+from benchmarks.lookup.chained import rows_of
 from benchmarks.lookup.criteo_tables import EPS, LR, NUM_BATCHES, ZIPF
 from comera_rec.tt import LookupCost, table_candidates
 
@@ -77,9 +77,8 @@ FULL = tuple(
 
 def run(settings: Settings) -> Iterator[list[Row]]:
     """Yield a row for each finalist of every case; a ratio is the fastest shape's time divided by this one's."""
-    environment = describe(settings.device)
     sweep = replace(settings.plan, warmup=0, min_rounds=2)
-    for case in tqdm(chosen(QUICK if settings.quick else FULL, settings.only), desc="shapes", unit="case", disable=None):
+    for case, case_rows in each_case("shapes", QUICK if settings.quick else FULL, settings):
         tables = ShapedTables(case, settings.device, settings.seed)
         choice = cr.TTShape.for_table(case.rows, case.dim, budget_params=case.budget)
         measured = tables.time(case.candidates, sweep)
@@ -99,7 +98,7 @@ def run(settings: Settings) -> Iterator[list[Row]]:
             }
             for shape in finalists
         }
-        rows = case_rows("shapes", case, settings, environment, "step", "ms", samples, counted, baselines=[fastest])
+        rows = case_rows("step", "ms", samples, counted, [fastest])
         slower = next(1 / row.ratios[fastest] for row in rows if row.counted["chosen"])
         tqdm.write(
             f"for_table chooses {label(choice)}, {slower:.2f} times the fastest of {len(measured)}; "
@@ -161,19 +160,16 @@ class ShapedTables:
             Disagreement: if they differ.
         """
         bag, ids, upstream_LN = self._bag(shape), self._batches[0][:CHECKED_IDS], self._upstream_LN[:CHECKED_IDS]
+        exact = copy.deepcopy(bag).double()
         with torch.set_grad_enabled(gradients):
-            stored = {name: parameter.detach().double().requires_grad_(gradients) for name, parameter in bag.named_parameters()}
-            cores = [stored[f"core_{k}"].transpose(0, 1) for k in range(shape.order)]
-            cores[1:] = [stored[f"rank_{k}"].view(-1, 1, 1) * core for k, core in enumerate(cores[1:], start=1)]
-            reference = {"output": chain_rows(cores, ids)[:, : self._case.dim]}
-            outcome = {"output": bag(ids, self._offsets[: len(ids)])}
+            expected, output = rows_of(exact, ids), bag(ids, self._offsets[: len(ids)])
+        reference, outcome = {"output": expected.detach()}, {"output": output.detach()}
         if gradients:
-            for values in (reference, outcome):
-                values["output"].backward(upstream_LN.to(values["output"].dtype))
-            reference |= {f"gradient of {name}": tensor.grad for name, tensor in stored.items() if tensor.grad is not None}
-            outcome |= parameter_gradients(bag)
+            expected.backward(upstream_LN.double())
+            output.backward(upstream_LN)
+            reference, outcome = reference | parameter_gradients(exact), outcome | parameter_gradients(bag)
         try:
-            require_agreement(detached(reference), {label(shape): detached(outcome)})
+            require_agreement(reference, {label(shape): outcome})
         except Disagreement as error:
             raise Disagreement(f"shapes, {self._case.shapes()}: {error}") from None
 
@@ -200,8 +196,3 @@ class ShapedTables:
         parameters = dict(bag.named_parameters())
         parts = storage[: sum(map(Tensor.numel, parameters.values()))].split([p.numel() for p in parameters.values()])
         return {name: part.view(p.shape) for (name, p), part in zip(parameters.items(), parts, strict=True)}
-
-
-def detached(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Detach all values."""
-    return {name: value.detach() for name, value in values.items()}

@@ -23,9 +23,10 @@ import pyarrow.parquet as pq
 import torch
 
 from benchmarks.harness.agreement import Disagreement
-from benchmarks.harness.environment import FOLDER, describe
-from benchmarks.harness.measure import Settings, case_rows, chosen
+from benchmarks.harness.environment import FOLDER
+from benchmarks.harness.measure import Settings, each_case
 from benchmarks.harness.rows import Row
+from benchmarks.harness.workload import Sizes
 from comera_rec.serving.export import ExportOptions, export_run
 from comera_rec.serving.package import ServingModel
 from comera_rec.serving.score import flat_rows
@@ -52,16 +53,12 @@ end
 
 
 @dataclass(frozen=True, kw_only=True)
-class HttpCase:
+class HttpCase(Sizes):
     """A route, the rows of a request, and the connections, each of which sends one request after the other."""
 
     route: str
     batch: int
     connections: int
-    dtype: str = "float32"
-
-    def shapes(self) -> dict[str, Any]:
-        return {"route": self.route, "batch": self.batch, "connections": self.connections}
 
 
 def cases(quick: bool) -> list[HttpCase]:
@@ -76,7 +73,6 @@ def run(settings: Settings) -> Iterator[list[Row]]:
     wrk = shutil.which("wrk")
     if not wrk:
         raise ValueError("wrk is not installed: apt-get install wrk")
-    environment = describe(settings.device)
     with tempfile.TemporaryDirectory() as work:
         folder = settings.data or Path(work)
         model, data = prepare(folder)
@@ -87,7 +83,7 @@ def run(settings: Settings) -> Iterator[list[Row]]:
         }
         Path(work, "wrk.lua").write_text(_WRK)
         with _served(model, data) as address:
-            for case in chosen(cases(settings.quick), settings.only):
+            for case, case_rows in each_case("serve-http", cases(settings.quick), settings):
                 body = bodies[case.route, case.batch]
                 url = f"{address}/score" if case.route == "score" else f"{address}/v2/models/model/infer"
                 _require_right_scores(url, body, model, data)
@@ -98,7 +94,7 @@ def run(settings: Settings) -> Iterator[list[Row]]:
                 if measured["failed"]:
                     raise Disagreement(f"serve-http: {measured['failed']} of {measured['requests']} requests failed")
                 counted = {PROVIDER: {"requests_per_s": measured["requests"] / measured["seconds"], "p99_ms": measured["ms"][-1]}}
-                rows = case_rows("serve-http", case, settings, environment, "run", "ms", {PROVIDER: measured["ms"]}, counted)
+                rows = case_rows("run", "ms", {PROVIDER: measured["ms"]}, counted)
                 yield [replace(row, samples=measured["requests"]) for row in rows]
 
 

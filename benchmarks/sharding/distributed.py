@@ -19,17 +19,17 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import ParameterConstraints
-from tqdm import tqdm
 
 import comera_rec as cr
 from benchmarks.harness.agreement import require_agreement
-from benchmarks.harness.environment import available_cores, describe
+from benchmarks.harness.environment import available_cores
 from benchmarks.harness.ids import draw_ids
-from benchmarks.harness.measure import Settings, case_rows, chosen
+from benchmarks.harness.measure import Settings, each_case
 from benchmarks.harness.rows import Row
 from benchmarks.harness.timing import Plan, alternate
 from benchmarks.harness.workload import parameter_gradients
-from benchmarks.lookup.criteo_tables import ZIPF
+from benchmarks.lookup.chained import rows_of
+from benchmarks.lookup.criteo_tables import ZIPF, PooledValues
 from benchmarks.sharding.collectives import Counting, mean_sent
 from comera_rec.recsys.sharding import ShardedTTEmbeddingBagCollection
 from comera_rec.recsys.sharding.parts import RowShard
@@ -89,8 +89,7 @@ def cases(quick: bool) -> list[ShardedCase]:
 
 def run(settings: Settings) -> Iterator[list[Row]]:
     """Yield the rows of each case: the slowest process's step, and the bytes that a process sends in it, counted and by formula."""
-    environment = describe(settings.device) | {"threads": 1}
-    for case in tqdm(chosen(cases(settings.quick), settings.only), desc="distributed", unit="case", disable=None):
+    for case, rows in each_case("distributed", cases(settings.quick), settings, threads=1):
         results = run_processes(case.world_size, measure, case, settings.seed, 3 if settings.quick else 10)
         samples = {name: [max(turn) for turn in zip(*(ms[name] for ms, _ in results), strict=True)] for name in PROVIDERS}
         counted = {
@@ -98,7 +97,7 @@ def run(settings: Settings) -> Iterator[list[Row]]:
             | {f"formula, {key}": value for key, value in expected(case, name).items()}
             for name in PROVIDERS
         }
-        yield case_rows("distributed", case, settings, environment, "step", "ms", samples, counted, [DENSE])
+        yield rows("step", "ms", samples, counted, [DENSE])
 
 
 def expected(case: ShardedCase, provider: str) -> dict[str, float]:
@@ -164,25 +163,12 @@ class Inputs:
         unique, inverse = self._all_inputs[0].unique(return_inverse=True)
         upstream_UN = torch.zeros(len(unique), case.dim, dtype=torch.float64)
         upstream_UN.index_add_(0, inverse, self._all_inputs[1].double()).div_(case.world_size)
-        rows_UN = gathered_rows(bag, unique)
+        rows_UN = rows_of(bag, unique)
         rows_UN.backward(upstream_UN)
         rows_UN = rows_UN.detach()
         local = inverse[dist.get_rank() * case.batch :][: case.batch]
         updated_UN = rows_UN - LR * upstream_UN
         return {"output": rows_UN[local], "output after an update": updated_UN[local], **parameter_gradients(bag)}
-
-
-def gathered_rows(bag: cr.TTEmbeddingBag, ids: Tensor) -> Tensor:
-    """Contract rows [U, N] from the factors that the digits of each id select, the least significant digit last."""
-    digits: list[Tensor] = []
-    for modes in reversed(bag.shape.row_shape):
-        digits.insert(0, ids % modes)
-        ids = ids // modes
-    rows_UNr = torch.ones(len(ids), 1, 1, dtype=bag.core_0.dtype)
-    ranks = [torch.ones_like(bag.core_0[:, 0, 0, 0]), *bag.rank_parameters()]
-    for core, rank, digit in zip(bag.cores(), ranks, digits, strict=True):
-        rows_UNr = torch.einsum("unr,r,rums->unms", rows_UNr, rank, core[:, digit]).flatten(1, 2)
-    return rows_UNr[:, : bag.embedding_dim, 0]
 
 
 class Provider:
@@ -202,7 +188,7 @@ class Provider:
             constraints={"t": ParameterConstraints(sharding_types=[kind])},
             stats=[],
         )
-        model = Values(collection if self._is_tt else EmbeddingBagCollection([case.table()], device=torch.device("meta")))
+        model = PooledValues(collection if self._is_tt else EmbeddingBagCollection([case.table()], device=torch.device("meta")))
         plan = planner.collective_plan(model, sharders, dist.group.WORLD)
         self._model = DistributedModelParallel(model, plan=plan, sharders=sharders)
         self.counting = Counting(self._model)
@@ -244,15 +230,3 @@ class Provider:
         output: Tensor = self._model(self._inputs.features)
         output.backward(self._inputs.upstream)
         return output.detach()
-
-
-class Values(torch.nn.Module):
-    """The values of a collection's KeyedTensor, because DDP averages gradients only if a model returns tensors."""
-
-    def __init__(self, collection: torch.nn.Module) -> None:
-        super().__init__()
-        self.collection = collection
-
-    def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        values: Tensor = self.collection(features).values()
-        return values

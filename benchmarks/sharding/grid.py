@@ -17,8 +17,7 @@ from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import ShardingOption
 
 import comera_rec as cr
-from benchmarks.harness.environment import describe
-from benchmarks.harness.measure import Settings, case_rows, chosen
+from benchmarks.harness.measure import Settings, each_case
 from benchmarks.harness.rows import Row
 from benchmarks.sharding.scale_model import ATTAINED, GPUS_PER_NODE, HBM, NETWORK, NVLINK
 from comera_rec.recsys.sharding.planner import TTEnumerator
@@ -76,12 +75,10 @@ def topology(gpus: int) -> Topology:
 
 def run(settings: Settings) -> Iterator[list[Row]]:
     """Yield a row for each way of sharding all tables, and one for the chosen plan, which may mix them."""
-    environment = describe(settings.device) | {"machine": "the planner's estimates for H100s, nothing measured", "threads": 0}
-    for case in chosen(cases(settings.quick), settings.only):
+    model = "the planner's estimates for H100s, nothing measured"
+    for case, rows in each_case("sharding-grid", cases(settings.quick), settings, machine=model, threads=0):
         estimates, placed = estimate(case)
-        samples = {name: [value] for name, value in estimates.items()}
-        counted: dict[str, dict[str, float]] = {name: {} for name in estimates} | {PICKED: dict(placed)}
-        yield case_rows("sharding-grid", case, settings, environment, "estimate", "ms", samples, counted)
+        yield rows("estimate", "ms", {name: [value] for name, value in estimates.items()}, {PICKED: dict(placed)})
 
 
 def estimate(case: GridCase) -> tuple[dict[str, float], Counter[str]]:

@@ -21,17 +21,15 @@ from torchrec import KeyedJaggedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import ParameterConstraints
-from tqdm import tqdm
 
 import comera_rec as cr
-from benchmarks.harness.environment import available_cores, describe
+from benchmarks.harness.environment import available_cores
 from benchmarks.harness.ids import draw_power_law
 from benchmarks.harness.limits import ceilings
-from benchmarks.harness.measure import Settings, case_rows, chosen
+from benchmarks.harness.measure import Settings, each_case
 from benchmarks.harness.memory import memory_is_measurable, resident_peak, return_freed_memory_at_once
 from benchmarks.harness.rows import Row
-from benchmarks.lookup.criteo_tables import ZIPF
-from benchmarks.sharding.distributed import Values
+from benchmarks.lookup.criteo_tables import ZIPF, PooledValues
 from comera_rec.recsys.sharding.planner import TTEnumerator
 from comera_rec.recsys.sharding.sharder import SHARDING_TYPES
 from comera_rec.testing import run as run_processes
@@ -48,12 +46,12 @@ class PlannedCase:
     rank: int = 128
     dtype: str = "float32"
 
-    def model(self) -> Values:
+    def model(self) -> PooledValues:
         """Build a collection of only this table, on the meta device."""
         table = cr.TTEmbeddingBagConfig(
             name="t", num_embeddings=self.rows, embedding_dim=self.dim, feature_names=["f"], tt_ranks=self.rank
         )
-        return Values(cr.TTEmbeddingBagCollection([table], device="meta"))
+        return PooledValues(cr.TTEmbeddingBagCollection([table], device="meta"))
 
     def topology(self, bandwidth: float) -> Topology:
         """Describe the processes to the planner, with a bandwidth in bytes per second."""
@@ -77,17 +75,13 @@ def run(settings: Settings) -> Iterator[list[Row]]:
     """Yield rows of memory and time for each way of sharding; `counted` has the planner's estimates."""
     if not memory_is_measurable("cpu"):
         raise ValueError("peak memory can't be reset on this system: run planned on Linux")
-    environment = describe("cpu") | {"threads": 1}
     bandwidth = ceilings("cpu").bytes_per_s
-    for case in tqdm(chosen(cases(settings.quick), settings.only), desc="planned", unit="case", disable=None):
+    for case, rows in each_case("planned", cases(settings.quick), settings, threads=1):
         counted = expected(case, bandwidth)
         results = run_processes(case.world_size, measure, case, settings.seed, 3 if settings.quick else 10)
         mib = {kind: [max(of[kind][0] for of in results)] for kind in SHARDING_TYPES}
         ms = {kind: [max(turn) for turn in zip(*(of[kind][1] for of in results), strict=True)] for kind in SHARDING_TYPES}
-        yield [
-            *case_rows("planned", case, settings, environment, "run", "MiB", mib, counted),
-            *case_rows("planned", case, settings, environment, "step", "ms", ms, counted),
-        ]
+        yield rows("run", "MiB", mib, counted) + rows("step", "ms", ms, counted)
 
 
 def expected(case: PlannedCase, bandwidth: float) -> dict[str, dict[str, float]]:

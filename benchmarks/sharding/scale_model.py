@@ -19,8 +19,7 @@ from typing import Any
 from torchrec import EmbeddingBagConfig
 
 import comera_rec as cr
-from benchmarks.harness.environment import describe
-from benchmarks.harness.measure import Settings, case_rows, chosen
+from benchmarks.harness.measure import Settings, each_case
 from benchmarks.harness.rows import Row
 from benchmarks.sharding.collectives import ring_bytes
 from comera_rec.recsys.sharding.planner import count_bytes
@@ -87,11 +86,11 @@ def cases(quick: bool) -> list[ScaleCase]:
 
 def run(settings: Settings) -> Iterator[list[Row]]:
     """Yield a row for each way of sharding: the modeled step, with its parts and a GPU's MiB of tables in `counted`."""
-    environment = describe(settings.device) | {"machine": "a model of DGX H100 nodes, nothing measured", "threads": 0}
-    for case in chosen(cases(settings.quick), settings.only):
+    model = "a model of DGX H100 nodes, nothing measured"
+    for case, rows in each_case("scale-model", cases(settings.quick), settings, machine=model, threads=0):
         parts = {name: step(case, name) for name in PROVIDERS}
         times = {name: [sum(value for key, value in of.items() if key.endswith(" ms"))] for name, of in parts.items()}
-        yield case_rows("scale-model", case, settings, environment, "estimate", "ms", times, parts, ["dense table-wise"])
+        yield rows("estimate", "ms", times, parts, ["dense table-wise"])
 
 
 def step(case: ScaleCase, provider: str) -> dict[str, float]:

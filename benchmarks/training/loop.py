@@ -15,8 +15,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from benchmarks.harness.agreement import require_agreement
-from benchmarks.harness.environment import available_cores, describe
-from benchmarks.harness.measure import Settings, case_rows, chosen
+from benchmarks.harness.environment import available_cores
+from benchmarks.harness.measure import Settings, each_case
 from benchmarks.harness.rows import Row
 from benchmarks.harness.timing import Plan, alternate
 from comera_rec.testing import run as run_processes
@@ -55,8 +55,7 @@ def cases(quick: bool) -> list[LoopCase]:
 
 def run(settings: Settings) -> Iterator[list[Row]]:
     """Yield the rows of each case: the slower process's step, including reading its batch."""
-    environment = describe(settings.device) | {"threads": 1}
-    for case in chosen(cases(settings.quick), settings.only):
+    for case, rows in each_case("trainer-loop", cases(settings.quick), settings, threads=1):
         with tempfile.TemporaryDirectory() as folder:
             log, data = Path(folder, "log.txt"), Path(folder, "data")
             synth(SynthOptions(rows=case.rows, output=log, seed=settings.seed))
@@ -64,9 +63,7 @@ def run(settings: Settings) -> Iterator[list[Row]]:
             rounds = 3 if settings.quick else 40
             results = run_processes(case.world_size, measure, case, str(data), settings.seed, rounds)
         samples = {name: [max(turn) for turn in zip(*(ms[name] for ms in results), strict=True)] for name in PROVIDERS}
-        yield case_rows(
-            "trainer-loop", case, settings, environment, "step", "ms", samples, {name: {} for name in PROVIDERS}, [TORCHREC]
-        )
+        yield rows("step", "ms", samples, {}, [TORCHREC])
 
 
 def measure(rank: int, case: LoopCase, data: str, seed: int, rounds: int) -> dict[str, list[float]]:

@@ -22,16 +22,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor, KeyedTensor
-from tqdm import tqdm
 
 from benchmarks.harness.agreement import Disagreement, require_agreement
-from benchmarks.harness.environment import FOLDER, describe
+from benchmarks.harness.environment import FOLDER
 from benchmarks.harness.ids import draw_power_law
-from benchmarks.harness.measure import Settings, case_rows, chosen
+from benchmarks.harness.measure import Settings, each_case
 from benchmarks.harness.memory import resident_peak_mib
 from benchmarks.harness.rows import Row
+from benchmarks.lookup.chained import rows_of
 from benchmarks.lookup.criteo_tables import ZIPF
-from benchmarks.sharding.distributed import gathered_rows
 from comera_rec.convert import compression_report
 from comera_rec.nn import update_in_backward_
 from comera_rec.recsys import TTEmbeddingBagCollection
@@ -97,14 +96,12 @@ def cases(quick: bool) -> list[MLPerfCase]:
 
 def run(settings: Settings) -> Iterator[list[Row]]:
     """Yield a row for each part, one for the whole step, and one for the process's peak memory."""
-    environment = describe(settings.device)
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as when running the example; torch reads it in each new process
-    for case in tqdm(chosen(cases(settings.quick), settings.only), desc="mlperf", unit="case", disable=None):
+    for case, rows in each_case("mlperf", cases(settings.quick), settings):
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
             samples, counted = process.submit(train, case, settings.seed, torch.get_num_threads()).result()
-        peak = {PROCESS: [counted["peak_mib"]]}
-        rows = case_rows("mlperf", case, settings, environment, "step", "ms", samples, dict.fromkeys(samples, counted))
-        yield [*rows, *case_rows("mlperf", case, settings, environment, "run", "MiB", peak, {PROCESS: counted})]
+        times = rows("step", "ms", samples, dict.fromkeys(samples, counted))
+        yield times + rows("run", "MiB", {PROCESS: [counted["peak_mib"]]}, {PROCESS: counted})
 
 
 def train(case: MLPerfCase, seed: int, threads: int) -> tuple[dict[str, list[float]], dict[str, float]]:
@@ -152,7 +149,7 @@ def verify(collection: TTEmbeddingBagCollection, case: MLPerfCase, seed: int) ->
     for (name, table), bag in zip(collection.embedding_bags.items(), BAGS, strict=True):
         ids = features[name].values()
         if name in collection.tt_bags:
-            rows = gathered_rows(copy.deepcopy(collection.tt_bag(name)).double(), ids).detach()
+            rows = rows_of(copy.deepcopy(collection.tt_bag(name)).double(), ids).detach()
         else:
             rows = table.get_parameter("weight").detach().double()[ids]
         expected.append(rows.view(_CHECKED, bag, -1).sum(1))
