@@ -27,13 +27,12 @@ from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 from torchrec.models.dlrm import DLRM
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from tqdm import tqdm
 
 import comera_rec as cr
 from benchmarks.harness.agreement import require_agreement
 from benchmarks.harness.environment import describe
 from benchmarks.harness.ids import draw_ids
-from benchmarks.harness.measure import Settings, case_rows, chosen
+from benchmarks.harness.measure import Settings, case_rows, chosen, each_case
 from benchmarks.harness.rows import Row
 from benchmarks.harness.timing import alternate
 from benchmarks.lookup.criteo_tables import ZIPF
@@ -85,14 +84,13 @@ def cases(quick: bool) -> list[ServeCase]:
 def run(settings: Settings) -> Iterator[list[Row]]:
     """Time all forms of one model in turns, on requests of each size; then measure what loading them takes."""
     sizes = chosen(cases(settings.quick), settings.only)
-    environment = describe(settings.device)
     torch.manual_seed(settings.seed)
     model = build(sizes[0])
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         calls, packages = providers(model, sizes[0], Path(folder))
-        for case in tqdm(sizes, desc="serve", unit="case", disable=None):
+        for case, rows in each_case("serve", sizes, settings):
             requests = [draw_request(case) for _ in range(REQUESTS)]
-            expected = {"output": reference(model, requests[0])}
+            expected = {"output": scores(model, *requests[0]).double()}
             for name, call in calls.items():
                 output = call(*requests[0])
                 # Scores of quantized models are compared with the tolerance of a type of few bits.
@@ -100,8 +98,8 @@ def run(settings: Settings) -> Iterator[list[Row]]:
             turns = {name: partial(_on_request, call, requests) for name, call in calls.items()}
             samples = alternate(turns, settings.plan)
             counted = {name: {"p99": float(np.percentile(times, 99))} for name, times in samples.items()}
-            yield case_rows("serve", case, settings, environment, "forward", "ms", samples, counted, (COMPILED,))
-        yield loading_rows(packages, sizes[0], settings, environment)
+            yield rows("forward", "ms", samples, counted, (COMPILED,))
+        yield loading_rows(packages, sizes[0], settings)
 
 
 def build(case: ServeCase) -> DLRM:
@@ -138,7 +136,7 @@ def providers(
         calls[name] = ServingModel(packages[name])
     dense = cr.export_dense(copy.deepcopy(model.dense_arch)), cr.export_dense(copy.deepcopy(model.over_arch))
     collection = quantized_collection(tables)
-    calls[EAGER] = EagerModel(model, collection, *dense)
+    calls[EAGER] = partial(scores, quantized(model, collection, *dense))
     packages[COMPILED] = folder / "dense.pt2"
     rival = FlatModel(model, CompiledLookup(collection))
     rival.dense_arch, rival.over_arch = dense
@@ -147,28 +145,21 @@ def providers(
     return calls, packages
 
 
-class EagerModel:
-    """TorchRec's DLRM over a quantized collection."""
-
-    def __init__(self, model: DLRM, collection: nn.Module, dense_arch: nn.Module, over_arch: nn.Module) -> None:
-        self.model = copy.copy(model)
-        self.model._modules = dict(model._modules)
-        self.model.sparse_arch = copy.copy(model.sparse_arch)
-        self.model.sparse_arch._modules = {"embedding_bag_collection": collection}
-        self.model.dense_arch, self.model.over_arch = dense_arch, over_arch
-        self.keys = [f"f{t}" for t in range(model.inter_arch.F)]
-
-    def __call__(self, dense: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
-        scores: Tensor = self.model(dense, KeyedJaggedTensor(self.keys, values, lengths=lengths)).squeeze(1).sigmoid()
-        return scores
+def quantized(model: DLRM, collection: nn.Module, dense_arch: nn.Module, over_arch: nn.Module) -> DLRM:
+    """TorchRec's DLRM over a quantized collection, with dense MLPs."""
+    rival = copy.copy(model)
+    rival._modules = dict(model._modules)
+    rival.sparse_arch = copy.copy(model.sparse_arch)
+    rival.sparse_arch._modules = {"embedding_bag_collection": collection}
+    rival.dense_arch, rival.over_arch = dense_arch, over_arch
+    return rival
 
 
-def reference(model: DLRM, request: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """The eager model's scores in float32."""
-    dense, values, lengths = request
+def scores(model: DLRM, dense: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
+    """The scores of an eager model."""
     features = KeyedJaggedTensor([f"f{t}" for t in range(model.inter_arch.F)], values, lengths=lengths)
-    scores: Tensor = model(dense, features).squeeze(1).sigmoid().double()
-    return scores
+    logits: Tensor = model(dense, features)
+    return logits.squeeze(1).sigmoid()
 
 
 def draw_request(case: ServeCase) -> tuple[Tensor, Tensor, Tensor]:
@@ -181,7 +172,7 @@ def draw_request(case: ServeCase) -> tuple[Tensor, Tensor, Tensor]:
     return dense, torch.cat(columns), torch.ones(len(case.rows) * case.batch, dtype=torch.long)
 
 
-def loading_rows(packages: Mapping[str, Path], case: ServeCase, settings: Settings, environment: Mapping[str, Any]) -> list[Row]:
+def loading_rows(packages: Mapping[str, Path], case: ServeCase, settings: Settings) -> list[Row]:
     """Measure ms to load each package and MiB that it adds, in separate processes; rows also have the file's bytes."""
     counted = {name: {"bytes": float(path.stat().st_size)} for name, path in packages.items()}
     times: dict[str, list[float]] = {name: [] for name in packages}
@@ -192,7 +183,7 @@ def loading_rows(packages: Mapping[str, Path], case: ServeCase, settings: Settin
             answer = json.loads(subprocess.run(arguments, capture_output=True, text=True, check=True).stdout)
             times[name].append(answer["ms"])
             memory[name].append(answer["mib"])
-    tell = partial(case_rows, "serve", case, settings, environment)
+    tell = partial(case_rows, "serve", case, settings, describe(settings.device))
     return tell("run", "ms", times, counted, (COMPILED,)) + tell("run", "MiB", memory, counted, (COMPILED,))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -171,6 +171,15 @@ class Inputs:
         return {"output": rows_UN[local], "output after an update": updated_UN[local], **parameter_gradients(bag)}
 
 
+def sharded_model(model: nn.Module, kind: str, topology: Topology, batch: int, sharders: list[Any]) -> DistributedModelParallel:
+    """Shard a model of one table "t" in one way."""
+    constraints = {"t": ParameterConstraints(sharding_types=[kind])}
+    plan = cr.TTShardingPlanner(topology, batch, constraints=constraints, stats=[]).collective_plan(
+        model, sharders, dist.group.WORLD
+    )
+    return DistributedModelParallel(model, plan=plan, sharders=sharders)
+
+
 class Provider:
     """A table sharded in one way, and its training step."""
 
@@ -182,15 +191,8 @@ class Provider:
             cr.TTEmbeddingBagCollectionSharder(),
             EmbeddingBagCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LR}),
         ]
-        planner = cr.TTShardingPlanner(
-            Topology(world_size=case.world_size, compute_device="cpu"),
-            case.batch,
-            constraints={"t": ParameterConstraints(sharding_types=[kind])},
-            stats=[],
-        )
         model = PooledValues(collection if self._is_tt else EmbeddingBagCollection([case.table()], device=torch.device("meta")))
-        plan = planner.collective_plan(model, sharders, dist.group.WORLD)
-        self._model = DistributedModelParallel(model, plan=plan, sharders=sharders)
+        self._model = sharded_model(model, kind, Topology(world_size=case.world_size, compute_device="cpu"), case.batch, sharders)
         self.counting = Counting(self._model)
         if not self._is_tt:  # TorchRec reinitializes sharded dense tables
             for shard in self._model.state_dict()["collection.embedding_bags.t.weight"].local_shards():

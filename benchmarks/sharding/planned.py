@@ -18,9 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torchrec import KeyedJaggedTensor
-from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import Topology
-from torchrec.distributed.planner.types import ParameterConstraints
 
 import comera_rec as cr
 from benchmarks.harness.environment import available_cores
@@ -30,6 +28,7 @@ from benchmarks.harness.measure import Settings, each_case
 from benchmarks.harness.memory import memory_is_measurable, resident_peak, return_freed_memory_at_once
 from benchmarks.harness.rows import Row
 from benchmarks.lookup.criteo_tables import ZIPF, PooledValues
+from benchmarks.sharding.distributed import sharded_model
 from comera_rec.recsys.sharding.planner import TTEnumerator
 from comera_rec.recsys.sharding.sharder import SHARDING_TYPES
 from comera_rec.testing import run as run_processes
@@ -116,10 +115,7 @@ def train(case: PlannedCase, kind: str, seed: int, rounds: int) -> list[float]:
     torch.manual_seed(seed + dist.get_rank())
     ids = draw_power_law(case.rows, case.batch, ZIPF)
     features = KeyedJaggedTensor(["f"], ids, lengths=torch.ones(case.batch, dtype=torch.int64))
-    model, sharders = case.model(), [cr.TTEmbeddingBagCollectionSharder()]
-    constraints = {"t": ParameterConstraints(sharding_types=[kind])}
-    planner = cr.TTShardingPlanner(case.topology(1e10), case.batch, constraints=constraints, stats=[])
-    model = DistributedModelParallel(model, plan=planner.collective_plan(model, list(sharders)), sharders=list(sharders))
+    model = sharded_model(case.model(), kind, case.topology(1e10), case.batch, [cr.TTEmbeddingBagCollectionSharder()])
     parameters = list(model.parameters())
     optimizer = torch.optim.Adam(parameters, fused=True) if parameters else None  # a process may hold no parameters
     times = []

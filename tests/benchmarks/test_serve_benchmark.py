@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.serving.packages import ServeCase, build, draw_request, reference
+from benchmarks.serving.packages import ServeCase, build, draw_request, scores
 from benchmarks.serving.quantized import CompiledLookup, quantized_collection
 from comera_rec.ops.served_bags.reference import rows_of
 from comera_rec.serving.tables import served_tables
@@ -29,4 +29,4 @@ def test_a_request_of_a_hundred_rows_is_of_one_user() -> None:
     assert columns[2].unique().numel() > 10
     assert (dense[:, 0] == dense[0, 0]).all()
     assert lengths.eq(1).all()
-    assert reference(build(CASE), (dense, values, lengths)).shape == (100,)
+    assert scores(build(CASE), dense, values, lengths).shape == (100,)
