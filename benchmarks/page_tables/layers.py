@@ -8,7 +8,7 @@ from statistics import mean
 from benchmarks.harness.rows import Row, one, select
 from benchmarks.harness.text import short
 from benchmarks.harness.trainings import at_best_rate
-from benchmarks.page_tables.rows import EPYC, EPYC_AVX512, XEON, committed, frozen, markdown, source, spread
+from benchmarks.page_tables.rows import EPYC, EPYC_AVX512, XEON, committed, markdown, source, spread
 from benchmarks.text import code as code_benchmark
 from benchmarks.text import sst2 as sst2_benchmark
 
@@ -17,11 +17,11 @@ def linear() -> str:
     """How many times faster TTLinear is than nn.Linear."""
     rows = select(committed(EPYC, "linear"), provider="TTLinear", unit="ms")
     lines = []
-    cases = dict.fromkeys(tuple(frozen(row.shapes[name]) for name in ("batch", "in", "out", "ranks")) for row in rows)
-    for batch, wide, out, ranks in cases:
-        sizes = {"batch": batch, "in": wide, "out": out, "ranks": list(ranks)}
-        passes = [one(rows, pass_=name, **sizes).ratios["nn.Linear"] for name in ("forward", "forward+backward")]
-        lines.append([f"{batch:,}", f"{wide} x {out}", " ".join(map(str, ranks)), *(f"{ratio:.1f}x" for ratio in passes)])
+    for forward in select(rows, pass_="forward"):
+        sizes = forward.shapes
+        ratios = [row.ratios["nn.Linear"] for row in (forward, one(rows, pass_="forward+backward", **sizes))]
+        layer = [f"{sizes['batch']:,}", f"{sizes['in']} x {sizes['out']}", " ".join(map(str, sizes["ranks"]))]
+        lines.append([*layer, *(f"{ratio:.1f}x" for ratio in ratios)])
     return markdown(["batch", "layer", "TT ranks", "forward", "forward and backward"], lines, left=0) + source(EPYC, "linear")
 
 

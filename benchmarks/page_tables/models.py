@@ -112,8 +112,8 @@ def planned() -> str:
     rows = committed(EPYC_AVX2, "planned")
     lines = []
     for memory in select(rows, unit="MiB"):
-        (time,) = [row for row in select(rows, provider=memory.provider, unit="ms") if row.shapes == memory.shapes]
         sizes = memory.shapes
+        time = one(rows, provider=memory.provider, unit="ms", **sizes)
         cells = [str(sizes["processes"]), f"{sizes['rank']}, {sizes['batch']:,}", memory.provider]
         for row, unit, expected in ((memory, "MiB", memory.counted["planned_mib"]), (time, "ms", time.counted["planned_ms"])):
             cells += [f"{row.p50:,.0f} {unit}", f"{expected / row.p50:.2f}x"]

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
 
 from benchmarks.harness.rows import Row, read_rows
 
@@ -45,7 +44,3 @@ def source(machine: str, benchmark: str, command: str = "") -> str:
 def spread(values: Sequence[float], digits: int = 4) -> str:
     """Format mean and standard deviation, or a single value."""
     return f"{mean(values):.{digits}f}" + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")
-
-
-def frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
