@@ -12,11 +12,11 @@ from statistics import median
 import pandas as pd
 
 from benchmarks.data.processes import run_comera
-from benchmarks.data.rivals import CATEGORIES, INTEGERS
 from benchmarks.harness.agreement import Disagreement
 from benchmarks.harness.measure import Settings, each_case
 from benchmarks.harness.rows import Row
 from benchmarks.harness.workload import Sizes
+from data_pipeline.columns import CATEGORIES, INTEGERS
 from data_pipeline.manifest import SPLITS, read_manifest
 from data_pipeline.synth import SynthOptions, synth
 

@@ -19,10 +19,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from data_pipeline.columns import CATEGORIES, INTEGERS
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 
-INTEGERS = [f"I{i}" for i in range(1, 14)]
-CATEGORIES = [f"C{i}" for i in range(1, 27)]
 _ROWS_AT_A_TIME = 250_000
 MEMORY_LIMIT = 1 << 30
 

@@ -30,8 +30,10 @@ from benchmarks.lookup.chained import ChainedTables, chain_bytes, rows_of
 from benchmarks.lookup.dense import EmbeddingBags, RowWiseAdagrad, shared_storage, split_storage
 from benchmarks.lookup.fbgemm import FbgemmProvider
 from comera_rec.tt import row_digits
+from data_pipeline.planted_columns import CATEGORY_SPECS
 
-CRITEO_KAGGLE = (10131227, 2202608, 8351593, 5461306, 7046547, 286181, 142572)  # its tables of more than 100,000 rows
+KAGGLE = tuple(column.cardinality for column in CATEGORY_SPECS.values())
+CRITEO_KAGGLE = tuple(count for count in KAGGLE if count > 100_000)
 ZIPF = 1.05
 NUM_BATCHES = 8
 LR, EPS = 0.01, 1e-8

@@ -35,7 +35,7 @@ from benchmarks.harness.ids import draw_ids
 from benchmarks.harness.measure import Settings, case_rows, chosen, each_case
 from benchmarks.harness.rows import Row
 from benchmarks.harness.timing import alternate
-from benchmarks.lookup.criteo_tables import ZIPF
+from benchmarks.lookup.criteo_tables import KAGGLE, ZIPF
 from benchmarks.serving.quantized import CompiledLookup, quantized_collection
 from comera_rec.ops.native import LIBRARY
 from comera_rec.ops.served_bags import DTYPES
@@ -44,10 +44,6 @@ from comera_rec.serving.flat import FlatModel
 from comera_rec.serving.package import FORMAT_VERSION, ModelMetadata, ServingModel
 from comera_rec.serving.tables import served_tables
 
-KAGGLE = (
-    *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194),
-    *(27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572),
-)
 INTEGERS, REQUESTS = 13, 64
 OURS = {  # form, dtype
     "portable float32": ("portable", "float32"),
