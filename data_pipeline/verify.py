@@ -161,7 +161,8 @@ def _hash_lists(ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Hash each list, by its ids and their order."""
     ends = np.cumsum(lengths)
     positions = np.arange(len(ids)) - np.repeat(ends - lengths, lengths)
-    total = np.append(np.uint64(0), np.cumsum(_mix(positions.astype(np.uint64), ids + 1)))
+    seeds = _mix(positions.astype(np.uint64), np.ones(1))  # XOR of small positions and ids would make [1, 4] equal to [3, 2]
+    total = np.append(np.uint64(0), np.cumsum(_mix(seeds, ids)))
     return total[ends] - total[ends - lengths]
 
 

@@ -19,6 +19,7 @@ from data_pipeline.describe import describe, to_text, write_html
 from data_pipeline.manifest import CategoricalColumn, Manifest, describe_file
 from data_pipeline.npy import export_npy
 from data_pipeline.preprocess import PreprocessOptions, preprocess
+from data_pipeline.schema import Column, LogSchema
 from data_pipeline.verify import verify
 
 ROWS = random_rows(400)
@@ -118,6 +119,16 @@ def test_rows_of_equal_content_are_counted(tmp_path: Path, write_log: Callable[.
         assert verify(preprocess(options), options.output).repeated == pytest.approx(repeated, abs=0.05)
 
 
+def test_lists_of_equal_ids_in_equal_order_are_equal_content(tmp_path: Path, write_log: Callable[..., Path]) -> None:
+    schema = LogSchema(columns=(Column(name="label", kind="label"), Column(name="tags", kind="list")))
+    lists = ["|".join(f"t{word}" for word in range(first, first + length)) for first in range(20) for length in (0, 1, 2, 3)]
+    for change, repeated in ((lambda text: text, 1), (lambda text: "|".join(text.split("|")[::-1]), 21 / 61)):
+        days = ("".join(f"1\t{text}\n" for text in lists), "".join(f"1\t{change(text)}\n" for text in lists[::-1]))
+        inputs = tuple(write_log(day.encode(), f"day_{number}") for number, day in enumerate(days))
+        options = PreprocessOptions(inputs=inputs, output=tmp_path / "data", schema=schema, split="day", min_count=1, overwrite=True)
+        assert verify(preprocess(options), options.output).repeated == pytest.approx(repeated)
+
+
 def with_vocabulary(manifest: Manifest, folder: Path, change: Callable[[Path, Path], None]) -> Manifest:
     """Change C3's vocabulary and table; return the manifest with their new checksums."""
     column = manifest.categorical_columns[2]
@@ -198,7 +209,12 @@ def test_description(data: tuple[Manifest, Path], tmp_path: Path) -> None:
         assert missing <= (ids == 0).sum()
     text = to_text(description)
     assert "train             320 rows  label rate" in text
-    assert len({len(line) for line in text.splitlines()[-27:]}) == 1, "columns are aligned"
+    for columns, header in ((description.categories, "category"), (description.integers, "integer")):
+        first = [line.partition(" ")[0] for line in text.splitlines()].index(header)
+        table = text.splitlines()[first : first + 1 + len(columns)]
+        assert [line.partition(" ")[0] for line in table] == [header, *(column.name for column in columns)], "names are on the left"
+        assert len({len(line) for line in table}) == 1, "columns are aligned"
+        assert not any(line.endswith(" ") for line in table), "numbers are on the right"
     write_html(description, tmp_path / "page" / "data.html")
     page = (tmp_path / "page" / "data.html").read_text()
     assert page.count("<svg") == 13 + 26
