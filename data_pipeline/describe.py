@@ -200,8 +200,8 @@ def write_html(description: Description, path: Path) -> None:
 
 def _curve(category: CategoryDescription) -> str:
     """Return the points of a 200 x 60 SVG polyline of log share against log rank: ranks up to 10^8, shares down to 10^-8."""
-    x = 25 * np.log10(category.ranks or (1,))
-    y = -7.5 * np.log10(np.maximum(category.shares or (1,), 1e-8))
+    x = 25 * np.log10(category.ranks)
+    y = -7.5 * np.log10(np.maximum(category.shares, 1e-8))
     return " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True))
 
 

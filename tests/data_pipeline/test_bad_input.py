@@ -133,6 +133,7 @@ def test_only_malformed_lines(tmp_path: Path, write_log: WriteLog) -> None:
             {"memory_limit": 300 << 20},
             "--memory-limit 300 MiB is too little for parts of 64 MiB, which need 512 MiB; raise it, or lower",
         ),
+        ({"memory_limit": 1000}, "--memory-limit 1000 bytes is too little for parts of 64 MiB"),
         ({"max_bad_rows": -1}, "--max-bad-rows is -1; it must be at least 0"),
         ({"val_fraction": -0.1}, "--val-fraction is -0.1; it must be at least 0 and below 1"),
         ({"test_fraction": float("nan")}, "--test-fraction is nan"),

@@ -134,14 +134,16 @@ def test_malformed_lines_of_several_blocks(tmp_path: Path) -> None:
     columns = (Column(name="note", kind="ignore"), Column(name="shop", kind="category"), Column(name="count", kind="integer"))
     long = b'"' + b"n" * 900_000 + b'",a,1\n'
     log = tmp_path / "log.csv"
-    log.write_bytes((long + b"\n" * 120) * 5)
+    blanks = (50, 60, 200, 120, 170)
+    log.write_bytes(b"".join(long + b"\n" * count for count in blanks))
 
     def run(max_bad_rows: int) -> None:
         schema = LogSchema(columns=columns, separator=",", format="csv")
         preprocess(PreprocessOptions(inputs=(log,), output=tmp_path / "data", schema=schema, max_bad_rows=max_bad_rows))
 
-    for most in (0, 119, 130, 450, 599):
-        line = most // 120 * 121 + most % 120 + 2
+    ends = np.cumsum(blanks)
+    for most in (0, 49, 50, 115, 250, 450, 599):
+        line = most + 2 + np.searchsorted(ends, most, side="right")
         with pytest.raises(ValueError, match=rf"log\.csv:{line}: blank line; .*fix the log"):
             run(most)
     run(600)

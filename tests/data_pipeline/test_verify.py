@@ -125,7 +125,9 @@ def test_lists_of_equal_ids_in_equal_order_are_equal_content(tmp_path: Path, wri
     for change, repeated in ((lambda text: text, 1), (lambda text: "|".join(text.split("|")[::-1]), 21 / 61)):
         days = ("".join(f"1\t{text}\n" for text in lists), "".join(f"1\t{change(text)}\n" for text in lists[::-1]))
         inputs = tuple(write_log(day.encode(), f"day_{number}") for number, day in enumerate(days))
-        options = PreprocessOptions(inputs=inputs, output=tmp_path / "data", schema=schema, split="day", min_count=1, overwrite=True)
+        options = PreprocessOptions(
+            inputs=inputs, output=tmp_path / "data", schema=schema, split="day", min_count=1, overwrite=True
+        )
         assert verify(preprocess(options), options.output).repeated == pytest.approx(repeated)
 
 
