@@ -25,6 +25,7 @@ from data_pipeline.cells import to_parsed
 from data_pipeline.encoder import RequestEncoder
 from data_pipeline.manifest import read_manifest
 from data_pipeline.parse import parse
+from data_pipeline.parts import count_parts, read_parts
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.reference import hash_text
 from data_pipeline.row_groups import plan
@@ -402,6 +403,15 @@ def test_hashes_of_texts(values: list[bytes]) -> None:
         assert parsed.keys[0].tolist() == [hash_text(text) if text else 0 for text in values]
 
 
+@pytest.mark.parametrize("numbers", [pa.int64(), pa.float64()], ids=str)
+def test_numbers_of_32_bits_are_hex_digits(numbers: pa.DataType) -> None:
+    values = pa.array([-1, 0, 2**32 - 1, 2**32, None], numbers)
+    parsed, good = to_parsed({"device": values}, LogSchema(columns=(Column(name="device", kind="hex"),)), rows=5)
+    assert good.tolist() == [False, True, True, False, True]
+    assert parsed.keys[0].tolist() == [0, 2**32 - 1, 0]
+    assert parsed.key_missing[0].tolist() == [False, False, True]
+
+
 def test_parts_of_parquet(tmp_path: Path) -> None:
     """Small groups share a part, large ones are divided; every row is in one part."""
     table = pa.table({"a": np.arange(1000), "b": np.arange(1000) % 7})
@@ -412,6 +422,11 @@ def test_parts_of_parquet(tmp_path: Path) -> None:
             assert [part.start for part in parts] == np.cumsum([0, *(part.rows for part in parts)])[:-1].tolist()
             assert sum(part.rows for part in parts) == 1000
             assert part_bytes < 1 << 20 or len(parts) == 1
+            if part_bytes >= 3000:
+                log = tmp_path / "log.parquet"
+                cut = list(read_parts(0, log, part_bytes=part_bytes, skip=lambda number: False, columns={"b"}))
+                assert pa.concat_tables([part.content for part in cut]).equals(table.select(["b"]))
+                assert [part.last for part in cut] == [False] * (count_parts(log, part_bytes) - 1) + [True]
 
 
 def test_text_that_is_not_criteos(tmp_path: Path) -> None:

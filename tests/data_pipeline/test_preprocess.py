@@ -22,7 +22,7 @@ from random_logs import Rows, random_rows, to_text
 from data_pipeline import counts, job, parts, shards
 from data_pipeline.manifest import Manifest, check_shards, read_manifest
 from data_pipeline.parse import parse_blocks
-from data_pipeline.parts import read_parts
+from data_pipeline.parts import count_parts, read_parts
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.schema import Column, Kind, LogSchema
 from data_pipeline.splits import SplitKind
@@ -156,6 +156,7 @@ def test_cut_at_every_byte(write_log: WriteLog, name: str, ended: bool) -> None:
         cut = list(read_parts(0, log, part_bytes=part_bytes, skip=lambda number: False))
         assert b"".join(part.content for part in cut) == text
         assert [part.number for part in cut if part.last] == [len(cut) - 1]
+        assert count_parts(log, part_bytes) == (len(cut) if name == "log.tsv" else None)
         for part in cut:
             assert text[part.start :].startswith(part.content)
             assert not part.content or part.number * part_bytes <= part.start < (part.number + 1) * part_bytes
