@@ -104,6 +104,12 @@ def test_dictionaries_do_not_count_toward_the_size_of_a_block() -> None:
     assert len(list(table_blocks(pa.table({"a": values}), schema, block_bytes=8000))) < 5
 
 
+def test_narrow_numbers_count_as_the_wide_ones_that_they_become() -> None:
+    schema = LogSchema(columns=tuple(Column(name=name, kind="integer") for name in "abcd"))
+    table = pa.table({name: pa.array(np.ones(4000), pa.int8()) for name in "abcd"})
+    assert max(map(nbytes, table_blocks(table, schema, block_bytes=9000))) <= 9000
+
+
 def test_moments_of_several_blocks_are_those_of_one(tmp_path: Path) -> None:
     def counts(blocks: Iterator[Parsed], name: str) -> list[tuple[float, ...]]:
         rows_of = lambda parsed, first: (slice(None), slice(0, 0))  # noqa: E731

@@ -30,7 +30,7 @@ from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.reference import hash_text
 from data_pipeline.row_groups import plan
 from data_pipeline.schema import Column, LogSchema, criteo_schema, read_schema
-from data_pipeline.tables import parse_delimited, parse_json_lines
+from data_pipeline.tables import parse_delimited, parse_json_lines, read_names
 from data_pipeline.transform import TransformOptions, transform
 from data_pipeline.verify import verify
 
@@ -418,7 +418,10 @@ def test_parts_of_parquet(tmp_path: Path) -> None:
     for group_rows in (1, 10, 99, 400, 1000):
         pq.write_table(table, tmp_path / "log.parquet", row_group_size=group_rows)
         for part_bytes in (1, 100, 3000, 1 << 20):
-            parts = plan(pq.read_metadata(tmp_path / "log.parquet"), part_bytes)
+            metadata = pq.read_metadata(tmp_path / "log.parquet")
+            parts = plan(metadata, part_bytes)
+            row_bytes = metadata.row_group(0).total_byte_size / group_rows
+            assert max(part.rows - 1 for part in parts) * row_bytes < part_bytes
             assert [part.start for part in parts] == np.cumsum([0, *(part.rows for part in parts)])[:-1].tolist()
             assert sum(part.rows for part in parts) == 1000
             assert part_bytes < 1 << 20 or len(parts) == 1
@@ -427,6 +430,12 @@ def test_parts_of_parquet(tmp_path: Path) -> None:
                 cut = list(read_parts(0, log, part_bytes=part_bytes, skip=lambda number: False, columns={"b"}))
                 assert pa.concat_tables([part.content for part in cut]).equals(table.select(["b"]))
                 assert [part.last for part in cut] == [False] * (count_parts(log, part_bytes) - 1) + [True]
+
+
+def test_only_csv_unquotes_names() -> None:
+    schema = LogSchema(columns=(Column(name="a", kind="category"),), header=True)
+    assert read_names(b'"a"\tb\r\n', schema) == ('"a"', "b")
+    assert read_names(b'"a\tx"\tb\r\n', replace(schema, format="csv")) == ("a\tx", "b")
 
 
 def test_text_that_is_not_criteos(tmp_path: Path) -> None:
