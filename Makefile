@@ -56,9 +56,11 @@ test-sanitized: install
 		tests/recsys/test_interaction.py tests/data_pipeline/test_parse.py tests/data_pipeline/test_hashing.py \
 		tests/data_pipeline/test_runs.py::test_counts_equal_a_dictionary || { cat $(SANITIZED)/report.*; exit 1; }
 
-# Runs the tests of a package against mutants of it: always the same sample, those whose number ends in SAMPLE.
+# Runs the tests of a package against mutants of it: always the same sample, those whose number within their function ends in SAMPLE.
+# TESTS may name the fast ones, or be any of pytest's arguments that select tests, such as --ignore=FILE.
 MUTATE ?= comera_rec/rank
 SAMPLE ?= 7
+TESTS ?= tests/$(notdir $(MUTATE))
 MUTATED := build/mutate
 mutate: install
 	$(BIN)/uv pip install --quiet --python $(BIN)/python "mutmut>=3.8"
@@ -66,7 +68,7 @@ mutate: install
 	git ls-files -z -- ':!benchmarks/results' | xargs -0 cp --parents --target-directory=$(MUTATED)
 	cp -r comera_rec/lib $(MUTATED)/comera_rec && cp -r data_pipeline/lib $(MUTATED)/data_pipeline
 	printf '%s\n' '[tool.mutmut]' 'source_paths = ["comera_rec", "data_pipeline"]' 'only_mutate = ["$(MUTATE)/*"]' \
-		'pytest_add_cli_args_test_selection = ["tests/$(notdir $(MUTATE))"]' >> $(MUTATED)/pyproject.toml
+		'pytest_add_cli_args_test_selection = [$(foreach test,$(TESTS),"$(test)",)]' >> $(MUTATED)/pyproject.toml
 	cd $(MUTATED) && $(CURDIR)/$(BIN)/python -m mutmut run --max-children 2 '$(subst /,.,$(MUTATE)).*__mutmut_*$(SAMPLE)'
 
 lint: install
