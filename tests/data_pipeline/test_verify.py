@@ -88,9 +88,17 @@ def test_rows_in_two_splits(data: tuple[Manifest, Path]) -> None:
     with pytest.raises(ValueError, match=r"shards hold \d+ of input rows \d+ to \d+; expected all rows from \d+ on"):
         verify(taken_twice, folder)
     assert test.rows
-    left_out = replace(manifest, splits=manifest.splits | {"test": replace(test, rows=0, shards=())})
-    with pytest.raises(ValueError, match=r"of input rows|the splits hold"):
-        verify(left_out, folder)
+    for names, message in (
+        (("test",), r"shards hold \d+ of input rows 3\d\d to \d+; expected all rows from 3"),
+        (("val", "test"), "the splits hold 320 of 400 rows"),
+    ):
+        left_out = {name: replace(manifest.splits[name], rows=0, shards=()) for name in names}
+        with pytest.raises(ValueError, match=message):
+            verify(replace(manifest, splits=manifest.splits | left_out), folder)
+    train = manifest.splits["train"]
+    turned = replace(manifest, splits=manifest.splits | {"train": replace(train, shards=train.shards[::-1])})
+    with pytest.raises(ValueError, match=f"{train.shards[-2].path} starts before the end of the shard listed before it"):
+        verify(turned, folder)
 
 
 def test_shard_copied_over_another(tmp_path: Path, write_log: Callable[..., Path]) -> None:
