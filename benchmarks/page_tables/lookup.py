@@ -74,7 +74,7 @@ def hot_rows() -> str:
 
 def gpu_static() -> str:
     """The modeled step on GPUs, ours and FBGEMM's."""
-    rows = committed(XEON, "gpu-static")
+    rows = committed(EPYC_AVX2, "gpu-static")
     lines = []
     for ours in select(rows, provider="TT", unit="ms", rank=16):
         (fbgemm,) = select(rows, provider="FBGEMM", unit="ms", **ours.shapes)
@@ -83,4 +83,4 @@ def gpu_static() -> str:
         memory = [f"{row.counted['mib']:.0f}" for row in (ours, fbgemm)]
         lines.append([gpu, f"{batch:,}", f"{dim}", *times, f"{fbgemm.p50 / ours.p50:.2f}x", *memory])
     titles = ["GPU", "batch", "dim", "TT ms", "FBGEMM ms", "FBGEMM's over TT's", "TT MiB", "FBGEMM MiB"]
-    return markdown(titles, lines) + source(XEON, "gpu-static")
+    return markdown(titles, lines) + source(EPYC_AVX2, "gpu-static")
