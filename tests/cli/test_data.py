@@ -42,7 +42,7 @@ def test_a_missing_config_is_refused_without_torch(tmp_path: Path) -> None:
 
 def test_the_demo_replaces_only_its_own_folder(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("")
-    demo = ["make", "--old-file=install", "demo", f"DEMO={tmp_path}", "COMERA=false"]
+    demo = ["make", "--no-print-directory", "--old-file=install", "demo", f"DEMO={tmp_path}", "COMERA=false"]
     shown = subprocess.run(demo, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert shown.stdout == f"{tmp_path} holds files that make demo didn't write: name another folder, as in make demo DEMO=folder\n"
     assert (tmp_path / "mine").exists()
