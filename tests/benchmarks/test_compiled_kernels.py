@@ -27,8 +27,6 @@ class Bounds(NamedTuple):
     """Smallest share of a multiprocessor's warps."""
     inner: float = 0.0
     """Smallest share of multiply-adds among the instructions of any innermost loop that has some."""
-    spilled: int = 0
-    """Bytes of a thread's stack."""
 
 
 # What Triton 3.9 needs for sm_80, sm_90 and sm_100, with room for other versions.
@@ -41,11 +39,11 @@ BOUNDS = {
     "gradient of weights 8x8x8": Bounds(72, 0, 0.4, 0.5),
     "gradient of weights 4x16x16": Bounds(72, 0, 0.4, 0.5),
     "gradient of weights 8x16x16": Bounds(72, 0, 0.4, 0.5),
-    "gradient of slices 8x8x8": Bounds(104, 1024, 0.3, 0.5, 8),
-    "gradient of slices 8x16x8": Bounds(104, 1024, 0.3, 0.5, 8),
-    "gradient of slices 8x32x8": Bounds(104, 1024, 0.3, 0.5, 8),
-    "gradient of slices 4x16x16": Bounds(104, 1024, 0.3, 0.5, 8),
-    "gradient of slices 8x16x16": Bounds(104, 1024, 0.3, 0.5, 8),
+    "gradient of slices 8x8x8": Bounds(104, 1024, 0.25, 0.5),
+    "gradient of slices 8x16x8": Bounds(104, 1024, 0.25, 0.5),
+    "gradient of slices 8x32x8": Bounds(104, 1024, 0.25, 0.5),
+    "gradient of slices 4x16x16": Bounds(112, 1024, 0.25, 0.5),
+    "gradient of slices 8x16x16": Bounds(112, 1024, 0.25, 0.5),
     "parts of slices": Bounds(64, 1024, 0.45),
     "update of leading slices 8": Bounds(80, 1024, 0.35),
     "update of leading slices 4": Bounds(80, 1024, 0.35),
@@ -65,7 +63,7 @@ BOUNDS = {
 def test_kernels_stay_within_their_bounds(call: Call, architecture: int) -> None:
     compiled = compile_launch(call.launch, call.tensors, architecture)
     bounds = BOUNDS[str(call)]
-    assert compiled.spilled <= bounds.spilled
+    assert compiled.spilled == 0
     assert compiled.registers <= bounds.registers
     assert compiled.shared <= bounds.shared
     assert compiled.occupancy >= bounds.occupancy

@@ -49,10 +49,6 @@ class Sizes:
     aligned: bool
     """Whether every slice starts at a multiple of 16 bytes."""
 
-    def first_slice(self, side: int) -> int:
-        """Return the number of the first leading (side 0) or trailing (side 1) slice in a plan."""
-        return side * (self.counts[0] + 1)
-
 
 @triton.jit
 def _load(pointers, mask, WHOLE: tl.constexpr):
@@ -289,7 +285,7 @@ def _sum_side(
             if WEIGHTED:
                 factor = tl.load(weights_ptr + u, mask=real, other=0.0).to(tl.float32)
             o_ptrs = (others + other * (rank * Y))[None, :] + row_of_k
-            for column in range(Y // 4):
+            for column in tl.range(0, Y // 4, loop_unroll_factor=2):  # left to ptxas, unrolling would spill on sm_80
                 y = column * 4 + tl.arange(0, 4)
                 o0, o1, o2, o3 = _four(_load_columns(o_ptrs, y, None, None, ALIGNED and Y % 4 == 0).to(tl.float32))
                 g = _gradients(
