@@ -101,8 +101,8 @@ class Compiled:
 
     @property
     def entry(self) -> int:
-        """Instructions before the first exit or jump: all that a program with nothing to do executes."""
-        return next(index for index, name in enumerate(self._names) if name.startswith(("BRA", "EXIT", "BSSY"))) + 1
+        """Instructions before the first exit."""
+        return next(index for index, name in enumerate(self._names) if name.startswith("EXIT")) + 1
 
     @property
     def kinds(self) -> dict[str, int]:

@@ -166,10 +166,6 @@ def _optimizer(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimiz
     return made
 
 
-def _flag(device: torch.device) -> Tensor:
-    return torch.empty((), dtype=torch.int32)
-
-
 def _constants(rows: list[Any], device: torch.device) -> Tensor:
     return torch.empty(len(rows), len(rows[0]), dtype=torch.int64)
 
@@ -179,8 +175,6 @@ def _triton_on_fake_tensors() -> Iterator[None]:
     """Make the CPU appear to be a device on which Triton runs, as it can in its interpreter."""
     aligned = mock.patch.object(kernel_calls, "_address", return_value=0)  # fake tensors have no address
     constants = [mock.patch.object(module, "on_device", _constants) for module in (kernel_calls, pairs)]  # cached on a GPU
-    # On a GPU the flag is created once, and steps are counted on the host.
-    flag = mock.patch.object(pairs, "_in_range", _flag)
-    host = mock.patch.object(updates, "_count", return_value=None)
-    with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}), aligned, constants[0], constants[1], flag, host, FakeTensorMode():
+    host = mock.patch.object(updates, "_count", return_value=None)  # the host counts steps
+    with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}), aligned, constants[0], constants[1], host, FakeTensorMode():
         yield

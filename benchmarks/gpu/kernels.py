@@ -51,14 +51,14 @@ def step_calls(n1: int, rank: int, n2: int) -> list[Call]:
     operands = {"a_ptr": _FLOAT, "b_ptr": _FLOAT, "d_ptr": _FLOAT, "tables_ptr": _LONG, "pairs_ptr": _INT}
     pooled = {"offsets_ptr": _LONG, "weights_ptr": _FLOAT, "targets_ptr": _INT, "chosen_ptr": _INT}
     met = {"tables_ptr": _LONG, "owners_ptr": _INT}
-    parts = {"left_ptr": _FLOAT, "right_ptr": _FLOAT, "slices_ptr": "*i16"}
+    sums = {"left_ptr": _FLOAT, "right_ptr": _FLOAT, "slices_ptr": "*i16", "order_ptr": _LONG}
     summed = {
-        **parts, **pooled, "tables_ptr": _LONG, "pairs_ptr": _INT, "order_ptr": _LONG, "grad_ptr": _FLOAT, "a_ptr": _FLOAT,
-        "b_ptr": _FLOAT, "left_owners_ptr": _INT, "right_owners_ptr": _INT,
+        **sums, **pooled, "tables_ptr": _LONG, "pairs_ptr": _INT, "grad_ptr": _FLOAT, "a_ptr": _FLOAT, "b_ptr": _FLOAT,
     }  # fmt: skip
+    parts = {**sums, "left_owners_ptr": _INT, "right_owners_ptr": _INT}
     ends = {**met, "d_ptr": _FLOAT, "result_ptr": _FLOAT, "products_ptr": _FLOAT, "lr_ptr": _FLOAT, "seed_ptr": _LONG}
     finished = {**ends, "pairs_ptr": _INT, "parts_ptr": _FLOAT, "core_ptr": _FLOAT}
-    split = {"ids_ptr": _LONG, "tables_ptr": _LONG, "pairs_ptr": _INT, "keys_ptr": "*i16", "in_range_ptr": _INT}
+    split = {"ids_ptr": _LONG, "tables_ptr": _LONG, "pairs_ptr": _INT, "keys_ptr": "*i16"}
     launches = [
         ("plan", plans.split_launch(ids, ids // tables, sizes.counts[0], tables), split, (tables,)),
         ("pool", bags.pool_launch(sizes, **how, **mode), {**operands, **pooled, "out_ptr": _FLOAT}, size),

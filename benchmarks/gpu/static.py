@@ -25,8 +25,8 @@ from benchmarks.harness.environment import describe
 from benchmarks.harness.ids import draw_ids
 from benchmarks.harness.measure import Settings, case_rows, chosen
 from benchmarks.harness.rows import Row
-from benchmarks.harness.text import aligned, case_title
 from comera_rec.ops.bags.triton import CHUNK, LANES, UNROLL
+from comera_rec.ops.bags.triton_updates import OWNERS
 from comera_rec.ops.launch import Launch
 from comera_rec.tt import TTShape
 
@@ -36,7 +36,7 @@ SCHEDULERS = 4  # per multiprocessor, one instruction a cycle each (CUDA C++ Pro
 KERNEL = 2e-6  # seconds from a kernel's start to the next one's in a graph, however little it does: an assumption
 ATTAINED = 0.85  # fraction of the memory's bandwidth that a kernel reaches: an assumption; large copies reach 0.9
 CACHED = 0.5  # fraction of the second-level cache that holds gradients between two readings: an assumption
-_OURS, _FBGEMM = "TT", "FBGEMM"
+_OURS, _FBGEMM, _ADAGRAD = "TT", "FBGEMM", "FBGEMM, Adagrad"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,11 +115,11 @@ def run(settings: Settings) -> Iterator[list[Row]]:
     for case in chosen(cases(settings.quick), settings.only):
         torch.manual_seed(settings.seed)
         model, gpu = Model(case), GPUS[case.gpu]
-        steps = {_OURS: model.ours(), _FBGEMM: model.fbgemm()}
+        steps = {_OURS: model.ours(), _FBGEMM: model.fbgemm(), _ADAGRAD: model.fbgemm(row_wise=False)}
         times = {name: [1e3 * sum(kernel.seconds(gpu) for kernel in kernels)] for name, kernels in steps.items()}
         counted = {name: totals(kernels, gpu) | {"compression": case.compression} for name, kernels in steps.items()}
         where = environment | {"machine": f"a model of an {case.gpu} by its data sheet, nothing measured"}
-        rows = case_rows("gpu-static", case, settings, where, "estimate", "ms", times, counted, (_FBGEMM,))
+        rows = case_rows("gpu-static", case, settings, where, "estimate", "ms", times, counted, (_FBGEMM, _ADAGRAD))
         parts = {f"{kernel.name} (kernel)": kernel for kernel in steps[_OURS] if kernel.issued}
         times = {name: [1e3 * kernel.seconds(gpu)] for name, kernel in parts.items()}
         counted = {name: model.describe(name.removesuffix(" (kernel)")) for name in parts}
@@ -174,14 +174,15 @@ class Model:
             kernels.append(Kernel(name=name, kernels=1, bytes=self._bytes(launch), issued=self._issued(launch, compiled)))
         return kernels
 
-    def fbgemm(self) -> list[Kernel]:
-        """Kernels of FBGEMM 1.8's fused forward pass and exact row-wise Adagrad, unweighted.
+    def fbgemm(self, *, row_wise: bool = True) -> list[Kernel]:
+        """Kernels of FBGEMM 1.8's fused forward pass and exact Adagrad, unweighted; Adagrad is row-wise or keeps a sum per number.
 
         They are those of `embedding_forward_split_template.cu`, `transpose_embedding_input.cu` and
         `embedding_backward_split_template.cu`; the sort is CUB's over the bits of a row's number. Ids are checked, as by default.
         """
         dim, ids, unique = self._case.dim, self._ids, self._batch.unique
         rows, bags = 4.0 * unique * dim, 4.0 * ids * dim
+        state = 8.0 * unique if row_wise else 2 * rows
         passes = math.ceil(math.log2(sum(ROWS)) / 8)
         return [
             Kernel(name="bounds check", kernels=1, bytes=16.0 * ids),
@@ -190,7 +191,7 @@ class Model:
             Kernel(name="sort", kernels=2 + passes, bytes=8.0 * ids + passes * 24.0 * ids),
             Kernel(name="runs and their ends", kernels=4, bytes=8.0 * ids + 24.0 * unique),
             Kernel(name="long segments and memory set to zero", kernels=4, bytes=8.0 * unique),
-            Kernel(name="gradients and update", kernels=2, bytes=bags + 2 * rows + 8.0 * unique + 8.0 * ids),
+            Kernel(name="gradients and update", kernels=2, bytes=bags + 2 * rows + state + 8.0 * ids),
         ]
 
     def describe(self, name: str) -> dict[str, float]:
@@ -225,8 +226,8 @@ class Model:
                 segments, rounds = self._batch.segments[side], self._batch.rounds[side]
                 issued += segments * (code / 2 + (turns - 1) * loop.size) + (rounds - segments) * of_round
             return launch.grid[1] * issued
-        if name == "_sum_parts":  # few chunks have a sum that extends beyond them; programs of the others exit at once
-            code = compiled.entry
+        if name == "_sum_parts":  # few chunks have a sum that extends beyond them, and few programs find owners
+            code = compiled.entry * CHUNK / OWNERS
         return float(math.prod(launch.grid) * launch.num_warps * code)
 
     def _bytes(self, launch: Launch) -> float:
@@ -240,11 +241,11 @@ class Model:
             return ids * (8.0 + 12.0 + 2 * key)
         if name == "_pool":  # offsets, pairs, targets of ids
             return out + ids * (8.0 + 12.0 + 4.0) + sum(slices)
-        if name == "_sum_slices":  # for each side: keys, order, the other slice, the target; slices; sums and owners
+        if name == "_sum_slices":  # for each side: keys, order, the other slice, the target; slices; sums
             again = float((4.0 * self._case.dim * self._batch.distances > CACHED * self._gpu.cache).float().mean())
-            return out * (1 + again) + 2 * ids * (key + 8.0 + 4.0 + 4.0) + 2 * sum(slices) + later + 4.0 * sum(slices_used)
+            return out * (1 + again) + 2 * ids * (key + 8.0 + 4.0 + 4.0) + 2 * sum(slices) + later
         if name == "_sum_parts":
-            return later + 2 * 4 * key * launch.grid[0]
+            return later + ids * 2 * key + 8.0 * sum(slices_used) + 4.0 * sum(self._step.slices)
         if name == "_finish_diagonals":
             return 4.0 * slices_used[1] * rank + 4.0 * self._step.slices[1]
         assert name == "_finish_slices"  # sums; the slice and its state, read and written; owners; the diagonal's products
@@ -297,16 +298,3 @@ def _compiled(launch: Launch, tensors: dict[str, Tensor], architecture: int) -> 
 
 
 _compilations: dict[tuple[Any, ...], Compiled] = {}
-
-
-def format_case(rows: Sequence[Row]) -> str:
-    """Format a line for each step and each kernel."""
-    steps, kernels = ([row for row in rows if row.provider.endswith("(kernel)") is kernel] for kernel in (False, True))
-    lines = [f"{case_title(rows[0])}: a model, not a measurement"]
-    for some in filter(None, (steps, kernels)):
-        names = list(some[0].counted)
-        cells = [["", "ms", *names]]
-        cells += [[row.provider, f"{row.p50:.4f}", *(f"{row.counted[name]:,.3g}" for name in names)] for row in some]
-        lines += aligned(cells, left=(0,))
-    ours = next(row for row in steps if row.provider == _OURS)
-    return "\n".join([*lines, f"  {ours.ratios[_FBGEMM]:.2f}x FBGEMM's step (above 1 is faster)"])

@@ -28,8 +28,8 @@ class Launch:
     num_warps: int
     num_stages: int = 1
 
-    OPTIONS: ClassVar[Mapping[str, object]] = {"enable_fp_fusion": True}
-    """Explicit, because Triton 3.9 warns where its default is taken, and 3.10 changes it."""
+    OPTIONS: ClassVar[Mapping[str, object]] = {"enable_fp_fusion": True, "debug": True, "sanitize_overflow": False}
+    """Fusing is explicit, because Triton 3.9 warns where its default is taken, and 3.10 changes it. Debugging keeps assertions."""
 
     def __call__(self, **tensors: Tensor) -> None:
         """Run on the current stream of the tensors' device; within `recorded_launches`, only record the launch."""

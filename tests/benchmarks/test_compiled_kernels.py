@@ -44,7 +44,7 @@ BOUNDS = {
     "gradient of slices 8x32x8": Bounds(104, 1024, 0.25, 0.5),
     "gradient of slices 4x16x16": Bounds(112, 1024, 0.25, 0.5),
     "gradient of slices 8x16x16": Bounds(112, 1024, 0.25, 0.5),
-    "parts of slices": Bounds(64, 1024, 0.45),
+    "parts of slices": Bounds(96, 1024, 0.3),
     "update of leading slices 8": Bounds(80, 1024, 0.35),
     "update of leading slices 4": Bounds(80, 1024, 0.35),
     "update of trailing slices 8": Bounds(80, 1024, 0.35),

@@ -85,7 +85,7 @@ def test_a_goal_is_met_only_where_every_size_meets_it() -> None:
 def test_the_model_yields_a_row_for_each_step_and_kernel() -> None:
     (rows,) = run(Settings(quick=True))
     steps = {row.provider: row for row in rows if not row.provider.endswith("(kernel)")}
-    assert set(steps) == {"TT", "FBGEMM"}
+    assert set(steps) == {"TT", "FBGEMM", "FBGEMM, Adagrad"}
     for row_ in steps.values():
         alone = [row_.counted[f"{limit} ms"] for limit in ("memory", "issue", "kernels")]
         assert max(alone) <= row_.p50 <= sum(alone)

@@ -76,7 +76,7 @@ class KernelCalls:
         """Return, for each side, sums over the ids of each slice, and an id that uses the slice, -1 where none does."""
         sizes, (num_left, num_right) = self.sizes, self.sizes.counts
         aligned = -(-num_left // 4) * 4
-        owners = torch.full((aligned + num_right,), -1, dtype=torch.int32, device=grad.device)
+        owners = torch.empty(aligned + num_right, dtype=torch.int32, device=grad.device)
         left_owners, right_owners = owners[:num_left], owners[aligned:]
         chunks = -(-self.num_ids // self._kernels.CHUNK)
         left, right = (
@@ -88,9 +88,12 @@ class KernelCalls:
             grad_ptr=grad, a_ptr=self._sides[0][0], b_ptr=self._sides[1][0], tables_ptr=self._tables, pairs_ptr=self._pairs,
             slices_ptr=self._slices, order_ptr=self._order, targets_ptr=targets, offsets_ptr=self._offsets,
             weights_ptr=self.first if self._weights is None else self._weights, chosen_ptr=chosen,
-            left_ptr=left, right_ptr=right, left_owners_ptr=left_owners, right_owners_ptr=right_owners,
+            left_ptr=left, right_ptr=right,
         )  # fmt: skip
-        self._updates.parts_launch(sizes)(left_ptr=left, right_ptr=right, slices_ptr=self._slices)
+        self._updates.parts_launch(sizes)(
+            left_ptr=left, right_ptr=right, left_owners_ptr=left_owners, right_owners_ptr=right_owners,
+            slices_ptr=self._slices, order_ptr=self._order,
+        )  # fmt: skip
         return [(left, left_owners), (right, right_owners)]
 
     def finish(

@@ -236,7 +236,7 @@ def _four(x):
 @triton.jit
 def _sum_side(
     grad_ptr, other_ptr, tables_ptr, pairs_ptr, slices_ptr, order_ptr, targets_ptr, offsets_ptr, weights_ptr, chosen_ptr, parts_ptr,
-    owners_ptr, chunk, num_ids, num_bags, bags_of_feature, first_slice, num_slices,
+    chunk, num_ids, num_bags, bags_of_feature, first_slice, num_slices,
     SIDE: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, R: tl.constexpr, N: tl.constexpr, ALIGNED: tl.constexpr,
     MODE: tl.constexpr, WEIGHTED: tl.constexpr,
     CHUNK: tl.constexpr, LANES: tl.constexpr, TILE_X: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
@@ -252,39 +252,45 @@ def _sum_side(
     first_x = (tile % ACROSS) * TILE_X
     WHOLE: tl.constexpr = (X == ACROSS * TILE_X) and (N == X * Y)
     slices_ptr += SIDE * num_ids
-    order_ptr += SIDE * num_ids
     start = chunk * CHUNK
+    # Everything about the chunk's ids is loaded at once, and lanes exchange it: loads that wait for loads are what takes time.
     positions = start + tl.arange(0, CHUNK)
-    slices = tl.load(slices_ptr + positions, mask=positions < num_ids, other=-1).to(tl.int32) - first_slice
+    is_id = positions < num_ids
+    slices = tl.load(slices_ptr + positions, mask=is_id, other=-1).to(tl.int32) - first_slice
+    ids = (tl.load(order_ptr + SIDE * num_ids + positions, mask=is_id, other=0) - SIDE * num_ids).to(tl.int32)
+    other_slices = tl.load(pairs_ptr + (1 - SIDE) * num_ids + ids, mask=is_id, other=0)
+    tables = tl.load(pairs_ptr + 2 * num_ids + ids, mask=is_id, other=0)
+    is_pooled = is_id & (ids < tl.load(offsets_ptr + num_bags))
+    targets = tl.load(targets_ptr + ids, mask=is_pooled, other=-1)
+    factors = tl.full([CHUNK], 1.0, dtype=tl.float32)
+    if MODE == "mean":
+        features = num_bags // bags_of_feature
+        bags = (targets % features) * bags_of_feature + targets // features
+        lengths = tl.load(offsets_ptr + bags + 1, mask=is_pooled, other=1) - tl.load(offsets_ptr + bags, mask=is_pooled, other=0)
+        factors = 1.0 / tl.maximum(lengths, 1).to(tl.float32)
+    if WEIGHTED:
+        factors = tl.load(weights_ptr + ids, mask=is_pooled, other=0.0).to(tl.float32)
     # Ids that are left out come last, as those of slice number `num_slices`.
-    end = start + tl.sum(((slices >= 0) & (slices < num_slices)).to(tl.int32))
+    count = tl.sum(((slices >= 0) & (slices < num_slices)).to(tl.int32))
     before = tl.load(slices_ptr + start - 1, mask=start > 0, other=-1).to(tl.int32) - first_slice
-    end_of_bags = tl.load(offsets_ptr + num_bags).to(tl.int32)
-    first = start
-    while first < end:
-        segment = tl.load(slices_ptr + first).to(tl.int32) - first_slice
+    first = 0
+    while first < count:
+        is_first = tl.arange(0, CHUNK) == first
+        segment = tl.max(tl.where(is_first, slices, -1))
         last = first + tl.sum((slices == segment).to(tl.int32))
-        id_ = (tl.load(order_ptr + first) - SIDE * num_ids).to(tl.int32)
-        table_ptr = tables_ptr + tl.load(pairs_ptr + 2 * num_ids + id_).to(tl.int64) * TABLE
+        table_ptr = tables_ptr + tl.max(tl.where(is_first, tables, -1)) * TABLE
         rank = tl.load(table_ptr + RANK).to(tl.int32)
         others = other_ptr + tl.load(table_ptr + (TRAILING if SIDE == 0 else LEADING))
         row_of_k = tl.minimum(k, rank - 1) * Y  # nobody reads sums beyond the rank
         total = tl.zeros([4, TILE_X, LANES], dtype=tl.float32)
         for position in range(first, tl.where(rank > 0, last, first), LANES // TILES):
             n = position + lane // TILES
-            u = (tl.load(order_ptr + tl.minimum(n, last - 1)) - SIDE * num_ids).to(tl.int32)
-            real = (n < last) & (u < end_of_bags)
-            other = tl.load(pairs_ptr + (1 - SIDE) * num_ids + u).to(tl.int64)
-            target = tl.load(targets_ptr + u, mask=real, other=0)
-            factor = tl.full([LANES], 1.0, dtype=tl.float32)
-            if MODE == "mean":
-                features = num_bags // bags_of_feature
-                bag = (target % features) * bags_of_feature + target // features
-                length = tl.load(offsets_ptr + bag + 1) - tl.load(offsets_ptr + bag)
-                factor = 1.0 / tl.maximum(length, 1).to(tl.float32)
-            if WEIGHTED:
-                factor = tl.load(weights_ptr + u, mask=real, other=0.0).to(tl.float32)
-            o_ptrs = (others + other * (rank * Y))[None, :] + row_of_k
+            at = tl.minimum(n, last - 1)
+            target = tl.gather(targets, at, 0)
+            real = (n < last) & (target >= 0)
+            u = tl.gather(ids, at, 0) if MODE == "max" else at
+            factor = tl.gather(factors, at, 0) if MODE == "mean" or WEIGHTED else factors
+            o_ptrs = (others + tl.gather(other_slices, at, 0).to(tl.int64) * (rank * Y))[None, :] + row_of_k
             for column in tl.range(0, Y // 4, loop_unroll_factor=2):  # left to ptxas, unrolling would spill on sm_80
                 y = column * 4 + tl.arange(0, 4)
                 o0, o1, o2, o3 = _four(_load_columns(o_ptrs, y, None, None, ALIGNED and Y % 4 == 0).to(tl.float32))
@@ -303,23 +309,20 @@ def _sum_side(
                     SIDE, X, Y, N, TILE_X, WHOLE, ALIGNED, MODE, WEIGHTED,
                 )  # fmt: skip
                 total += tl.load(o_ptrs + column).to(tl.float32)[:, None, :] * g
-        is_later = (first == start) & (before == segment)
-        if tl.program_id(1) == 0:
-            tl.store(owners_ptr + segment, id_, mask=~is_later)
-        slot = tl.where(is_later, num_slices + chunk, segment).to(tl.int64)
+        slot = tl.where(before == segment, num_slices + chunk, segment).to(tl.int64)
         # Groups of TILES lanes have taken one id after another; add up their sums.
         sums = tl.sum(tl.reshape(total, [4, TILE_X, LANES // TILES, TILES]), 2)
         of_sum = tl.program_id(1) * TILES + tl.arange(0, TILES)
         sum_k = ((of_sum // ACROSS) * 4)[None, None, :] + tl.arange(0, 4)[:, None, None]
         sum_x = ((of_sum % ACROSS) * TILE_X)[None, None, :] + tl.arange(0, TILE_X)[None, :, None]
         tl.store(parts_ptr + slot * (R * X) + (sum_k * X + sum_x), sums, mask=(sum_k < R) & (sum_x < X))
-        first = last
+        first, before = last, segment
 
 
 @triton.jit(do_not_specialize=["num_ids", "num_bags", "bags_of_feature", "num_left", "num_right"])
 def _sum_slices(
     grad_ptr, a_ptr, b_ptr, tables_ptr, pairs_ptr, slices_ptr, order_ptr, targets_ptr, offsets_ptr, weights_ptr, chosen_ptr,
-    left_ptr, right_ptr, left_owners_ptr, right_owners_ptr, num_ids, num_bags, bags_of_feature, num_left, num_right,
+    left_ptr, right_ptr, num_ids, num_bags, bags_of_feature, num_left, num_right,
     N1: tl.constexpr, R: tl.constexpr, N2: tl.constexpr, N: tl.constexpr, ALIGNED: tl.constexpr,
     MODE: tl.constexpr, WEIGHTED: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr,
     TILE_1: tl.constexpr, TILE_2: tl.constexpr, DOWN: tl.constexpr, ACROSS_1: tl.constexpr, ACROSS_2: tl.constexpr,
@@ -327,21 +330,21 @@ def _sum_slices(
     """left[s] = sum over the ids of leading slice s of the trailing slice [r, n2] times the gradient of the id's row [n1, n2]^T.
 
     right[s] likewise. These are the gradients of slices before scaling by the diagonal. If a segment continues in later chunks,
-    their sums are in left[num_left + chunk]. left_owners[s] = an id of slice s. Programs of both sides alternate, because both are
-    sorted by table: a table's gradients, read for one side, are still in the cache for the other.
+    their sums are in left[num_left + chunk]. Programs of both sides alternate, because both are sorted by table: a table's
+    gradients, read for one side, are still in the cache for the other.
     """
     chunk = tl.program_id(0) // 2
     is_leading = tl.program_id(0) % 2 == 0
     if is_leading & (tl.program_id(1) * LANES < DOWN * ACROSS_1):
         _sum_side(
             grad_ptr, b_ptr, tables_ptr, pairs_ptr, slices_ptr, order_ptr, targets_ptr, offsets_ptr, weights_ptr, chosen_ptr,
-            left_ptr, left_owners_ptr, chunk, num_ids, num_bags, bags_of_feature, 0, num_left,
+            left_ptr, chunk, num_ids, num_bags, bags_of_feature, 0, num_left,
             0, N1, N2, R, N, ALIGNED, MODE, WEIGHTED, CHUNK, LANES, TILE_1, DOWN, ACROSS_1,
         )  # fmt: skip
     if (not is_leading) & (tl.program_id(1) * LANES < DOWN * ACROSS_2):
         _sum_side(
             grad_ptr, a_ptr, tables_ptr, pairs_ptr, slices_ptr, order_ptr, targets_ptr, offsets_ptr, weights_ptr, chosen_ptr,
-            right_ptr, right_owners_ptr, chunk, num_ids, num_bags, bags_of_feature, num_left + 1, num_right,
+            right_ptr, chunk, num_ids, num_bags, bags_of_feature, num_left + 1, num_right,
             1, N2, N1, R, N, ALIGNED, MODE, WEIGHTED, CHUNK, LANES, TILE_2, DOWN, ACROSS_2,
         )  # fmt: skip
 

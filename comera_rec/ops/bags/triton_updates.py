@@ -20,22 +20,49 @@ RANK, CORE, DIAGONAL, RESULT = (tl.constexpr(column) for column in range(4))
 SLICES = tl.constexpr(6)
 FIRST_SLICE, NUM_SLICES = (tl.constexpr(column) for column in (4, 5))
 GRADIENT, SGD, ADAGRAD, ROW_WISE = "gradient", "SGD", "Adagrad", "RowWiseAdagrad"
+OWNERS = 128
+"""Ids whose slices a program of `_sum_parts` finds owners for: four for each thread of a warp."""
 _SLICES_AT_ONCE = 8
 _CHUNKS = 16  # chunks whose parts `_sum_parts` adds up at once
 
 
 @triton.jit(do_not_specialize=["num_ids", "num_left", "num_right", "size_left", "size_right"])
 def _sum_parts(
-    left_ptr, right_ptr, slices_ptr, num_ids, num_left, num_right, size_left, size_right,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+    left_ptr, right_ptr, left_owners_ptr, right_owners_ptr, slices_ptr, order_ptr,
+    num_ids, num_left, num_right, size_left, size_right,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, OWNERS: tl.constexpr,
 ):  # fmt: skip
-    """If a segment starts in this chunk and continues beyond it, add the parts of later chunks to its sum; for both sides."""
+    """If a segment starts in this chunk and continues beyond it, add the parts of later chunks to its sum; for both sides.
+
+    left_owners[s] = an id of leading slice s, -1 if it has none; right_owners[s] likewise.
+    """
     if tl.program_id(2) == 0:
+        _find_owners(left_owners_ptr, slices_ptr, order_ptr, num_ids, 0, 0, num_left, OWNERS)
         _sum_parts_of_side(left_ptr, slices_ptr, num_ids, 0, num_left, size_left, CHUNK, CHUNKS, BLOCK)
     else:
-        _sum_parts_of_side(
-            right_ptr, slices_ptr + num_ids, num_ids, num_left + 1, num_right, size_right, CHUNK, CHUNKS, BLOCK
-        )  # fmt: skip
+        slices_ptr += num_ids
+        _find_owners(right_owners_ptr, slices_ptr, order_ptr + num_ids, num_ids, num_ids, num_left + 1, num_right, OWNERS)
+        _sum_parts_of_side(right_ptr, slices_ptr, num_ids, num_left + 1, num_right, size_right, CHUNK, CHUNKS, BLOCK)
+
+
+@triton.jit
+def _find_owners(owners_ptr, slices_ptr, order_ptr, num_ids, first_id, first_slice, num_slices, BLOCK: tl.constexpr):
+    """Write the owners of slices that start in this block of ids, and of the unused ones before each; one block reaches the end."""
+    start = tl.program_id(0) * BLOCK
+    if (tl.program_id(1) == 0) & (start <= num_ids):
+        position = start + tl.arange(0, BLOCK)
+        is_id = position < num_ids
+        slice_ = tl.load(slices_ptr + position, mask=is_id, other=0).to(tl.int32) - first_slice
+        slice_ = tl.where(is_id, slice_, num_slices)
+        previous = (
+            tl.load(slices_ptr + position - 1, mask=(position > 0) & (position <= num_ids), other=0).to(tl.int32) - first_slice
+        )
+        previous = tl.where(position == 0, -1, tl.where(position <= num_ids, previous, num_slices))
+        for step in range(1, tl.max(slice_ - previous)):
+            tl.store(owners_ptr + previous + step, -1, mask=previous + step < slice_)
+        starts = is_id & (previous < slice_) & (slice_ < num_slices)
+        owner = tl.load(order_ptr + position, mask=starts, other=0) - first_id
+        tl.store(owners_ptr + slice_, owner.to(tl.int32), mask=starts)
 
 
 @triton.jit
@@ -43,23 +70,26 @@ def _sum_parts_of_side(
     parts_ptr, slices_ptr, num_ids, first_slice, num_slices, size, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     chunk = tl.program_id(0)
+    size = tl.multiple_of(size, 4)
     start, after = chunk * CHUNK, (chunk + 1) * CHUNK
     # Triton's `&` evaluates both sides: every load has a mask of its own.
     segment = tl.load(slices_ptr + after, mask=after < num_ids, other=-1).to(tl.int32)
     ending = tl.load(slices_ptr + after - 1, mask=after < num_ids, other=-2).to(tl.int32)
-    before = tl.load(slices_ptr + start - 1, mask=start > 0, other=-1).to(tl.int32)
-    if (ending == segment) & (before != segment) & (segment < first_slice + num_slices):
-        element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        at = parts_ptr + (segment - first_slice).to(tl.int64) * size + element
-        total = tl.load(at, mask=element < size, other=0.0)
-        later = chunk + 1
-        while tl.load(slices_ptr + later * CHUNK, mask=later * CHUNK < num_ids, other=-1).to(tl.int32) == segment:
-            chunks = later + tl.arange(0, CHUNKS)
-            keys = tl.load(slices_ptr + chunks * CHUNK, mask=chunks * CHUNK < num_ids, other=-1).to(tl.int32)
-            slots = (num_slices + chunks).to(tl.int64)[:, None] * size + element[None, :]
-            total += tl.sum(tl.load(parts_ptr + slots, mask=(keys == segment)[:, None] & (element < size)[None, :], other=0.0), 0)
-            later += CHUNKS
-        tl.store(at, total, mask=element < size)
+    if (ending == segment) & (segment < first_slice + num_slices):
+        before = tl.load(slices_ptr + start - 1, mask=start > 0, other=-1).to(tl.int32)
+        if before != segment:
+            element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+            at = parts_ptr + (segment - first_slice).to(tl.int64) * size + element
+            total = tl.load(at, mask=element < size, other=0.0)
+            later = chunk + 1
+            while tl.load(slices_ptr + later * CHUNK, mask=later * CHUNK < num_ids, other=-1).to(tl.int32) == segment:
+                chunks = later + tl.arange(0, CHUNKS)
+                keys = tl.load(slices_ptr + chunks * CHUNK, mask=chunks * CHUNK < num_ids, other=-1).to(tl.int32)
+                slots = (num_slices + chunks).to(tl.int64)[:, None] * size + element[None, :]
+                mask = (keys == segment)[:, None] & (element < size)[None, :]
+                total += tl.sum(tl.load(parts_ptr + slots, mask=mask, other=0.0), 0)
+                later += CHUNKS
+            tl.store(at, total, mask=element < size)
 
 
 @triton.jit
@@ -201,13 +231,13 @@ def parts_launch(sizes: Sizes) -> Launch:
     columns = 128
     return Launch(
         kernel=_sum_parts,
-        grid=(triton.cdiv(sizes.num_ids, CHUNK), triton.cdiv(max(size_left, size_right), columns), 2),
+        grid=(triton.cdiv(sizes.num_ids + 1, CHUNK), triton.cdiv(max(size_left, size_right), columns), 2),
         numbers={
             "num_ids": sizes.num_ids, "num_left": sizes.counts[0], "num_right": sizes.counts[1],
             "size_left": size_left, "size_right": size_right,
         },
-        constants={"CHUNK": CHUNK, "CHUNKS": _CHUNKS, "BLOCK": columns},
-        num_warps=4,
+        constants={"CHUNK": CHUNK, "CHUNKS": _CHUNKS, "BLOCK": columns, "OWNERS": OWNERS},
+        num_warps=1,
     )  # fmt: skip
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
 
 import torch
@@ -40,7 +39,7 @@ class PairPlan:
 def plan_pairs(ids: Sequence[Tensor], row_shapes: Sequence[Sequence[int]], rows: Sequence[int]) -> PairPlan:
     """Plan a lookup over tables of order 2 with one kernel for all of them, and one sort.
 
-    The device checks ids: if one is out of range, the next call that waits for it fails.
+    The device checks ids: if one is out of range, it says so on stderr, and the next call that waits for it fails.
 
     Args:
         ids: 1-D row ids of each table.
@@ -90,12 +89,11 @@ def split_and_sort(ids: Tensor, modes: Sequence[int], rows: Sequence[int], ids_o
     leading, trailing = modes[::2], modes[1::2]
     first_left, first_right = first_keys(leading), first_keys(trailing)
     columns = zip(rows, trailing, first_left, first_right, first_keys(rows), strict=False)
-    pairs, in_range = ids.new_empty(3, len(ids), dtype=torch.int32), _in_range(ids.device)
+    pairs = ids.new_empty(3, len(ids), dtype=torch.int32)
     keys = ids.new_empty(2, len(ids), dtype=key_type(first_left[-1], first_right[-1]))
     if len(ids):
         kernels = importlib.import_module("comera_rec.ops.plan.triton")  # needs triton to be installed
-        kernels.split_ids(ids, on_device(list(columns), ids.device), pairs, keys, in_range, ids_of_table, first_left[-1])
-        torch._assert_async(in_range)
+        kernels.split_ids(ids, on_device(list(columns), ids.device), pairs, keys, ids_of_table, first_left[-1])
     return pairs, *sort_keys(keys)
 
 
@@ -180,15 +178,3 @@ def sort_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
 def key_type(num_left: int, num_right: int) -> torch.dtype:
     """Return the smallest type that holds the keys, because a radix sort takes one pass per byte."""
     return next(dtype for dtype in (torch.int16, torch.int32, torch.int64) if num_left + num_right + 1 <= torch.iinfo(dtype).max)
-
-
-def _in_range(device: torch.device) -> Tensor:
-    """Return a flag: 1 until an id is out of range. On a GPU it is made once, because at 0 an assertion ends all work there."""
-    if device.type == "cuda" and not torch.compiler.is_compiling():
-        return _flag(device)
-    return torch.ones((), dtype=torch.int32, device=device)
-
-
-@cache
-def _flag(device: torch.device) -> Tensor:
-    return torch.ones((), dtype=torch.int32, device=device)

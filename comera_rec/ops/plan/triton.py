@@ -16,13 +16,13 @@ COLUMNS = 5
 
 @triton.jit(do_not_specialize=["num_ids", "ids_of_table", "num_left"])
 def _split_ids(
-    ids_ptr, tables_ptr, pairs_ptr, keys_ptr, in_range_ptr, num_ids, ids_of_table, num_left,
+    ids_ptr, tables_ptr, pairs_ptr, keys_ptr, num_ids, ids_of_table, num_left,
     NUM_TABLES: tl.constexpr, STEPS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """pairs[:, l] = the slices of id l within its table, and the table; keys[:, l] = both slices, numbered through all tables.
 
-    Tables have ids_of_table ids each; if that is 0, ids include the rows of earlier tables. An id out of range becomes 0 and
-    sets in_range to 0.
+    Tables have ids_of_table ids each; if that is 0, ids include the rows of earlier tables. An id out of range ends all work on
+    the GPU.
     """
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_id = position < num_ids
@@ -38,7 +38,7 @@ def _split_ids(
         id_ -= tl.load(tables_ptr + table * COLUMNS + 4)
     table_ptr = tables_ptr + table * COLUMNS
     inside = (id_ >= 0) & (id_ < tl.load(table_ptr))
-    tl.store(in_range_ptr, 0, mask=tl.max((is_id & ~inside).to(tl.int32)) > 0)
+    tl.device_assert(inside | ~is_id, "an id is out of range for its table: check the data, or run on the CPU, which names the id")
     id_ = tl.where(inside, id_, 0)
     trailing = tl.load(table_ptr + 1)
     p, q = (id_ // trailing).to(tl.int32), (id_ % trailing).to(tl.int32)
@@ -63,10 +63,10 @@ def split_launch(num_ids: int, ids_of_table: int, num_left: int, num_tables: int
     )
 
 
-def split_ids(ids: Tensor, tables: Tensor, pairs: Tensor, keys: Tensor, in_range: Tensor, ids_of_table: int, num_left: int) -> None:
+def split_ids(ids: Tensor, tables: Tensor, pairs: Tensor, keys: Tensor, ids_of_table: int, num_left: int) -> None:
     """Fill pairs [3, L] and keys [2, L]."""
     launch = split_launch(len(ids), ids_of_table, num_left, len(tables))
-    launch(ids_ptr=ids, tables_ptr=tables, pairs_ptr=pairs, keys_ptr=keys, in_range_ptr=in_range)
+    launch(ids_ptr=ids, tables_ptr=tables, pairs_ptr=pairs, keys_ptr=keys)
 
 
 @triton.jit(do_not_specialize=["num_ids", "num_rows", "num_blocks", "most_blocks"])
