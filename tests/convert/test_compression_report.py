@@ -100,10 +100,18 @@ def test_to_dict_is_plain_and_to_markdown_has_a_row_per_layer() -> None:
     assert plain["table_bytes"] == report.total("bytes", kind="table")
     assert plain["dense_table_bytes"] == report.total("dense_bytes", kind="table") == 4 * 16 * (401 + 30)
     assert [entry["name"] for entry in plain["layers"]] == [layer.name for layer in report.layers]
+    assert [entry["ratio"] for entry in plain["layers"]] == [layer.ratio for layer in report.layers]
+    assert {layer.name.partition(".")[0]: layer.kind for layer in report.layers} == {
+        "sparse_arch": "table", "dense_arch": "linear", "over_arch": "linear"
+    }  # fmt: skip
     lines = report.to_markdown().splitlines()
     assert len(lines) == 2 + len(report.layers) + 1
     assert len({line.count("|") for line in lines}) == 1, "every row has the same number of cells"
     for line, layer in zip(lines[2:], report.layers, strict=False):
         assert line.startswith(f"| {layer.name} |")
         assert f"| {layer.params:,} | {layer.bytes:,} |" in line
+    assert lines[2:4] == [
+        "| sparse_arch.embedding_bag_collection.dense_bags.embedding_bags.t2 | 30 x 16 | dense |  | 480 | 1,920 | 1,920 | 1.0 |",
+        "| sparse_arch.embedding_bag_collection.tt_bags.t1 | 401 x 16 | tt | 3 4 | 371 | 1,484 | 25,664 | 17.3 |",
+    ]
     assert f"{report.total('bytes'):,}" in lines[-1]

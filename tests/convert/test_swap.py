@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -217,8 +218,12 @@ def _fits(config: TTEmbeddingConfig) -> bool:
 
 
 def test_a_compression_out_of_reach_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"compression 5000 can't be reached: .* lower min_rows, or lower compression to [0-9.]+$"):
+    pattern = r"compression 5000 can't be reached: .* lower min_rows, or lower compression to ([0-9.]+)$"
+    with pytest.raises(ValueError, match=pattern) as error:
         swap_embedding_bag_collections_(collection(), TTEmbeddingConfig(compression=5000, min_rows=100))
+    (reachable,) = re.findall(r"[0-9.]+$", str(error.value))
+    assert _fits(TTEmbeddingConfig(compression=float(reachable), min_rows=100))
+    assert not _fits(TTEmbeddingConfig(compression=float(reachable) + 0.1, min_rows=100))
     with pytest.raises(ValueError, match=r"the others at rank 1 beside hot_rows 0.9 are larger"):
         swap_embedding_bag_collections_(collection(), TTEmbeddingConfig(compression=5000, min_rows=100, hot_rows=0.9))
 

@@ -104,7 +104,7 @@ def test_a_single_layer_filters_and_mistakes() -> None:
     layer = cr.swap_embeddings_(nn.Embedding(400, 16), CONFIG)
     assert isinstance(layer, cr.TTEmbedding)
     model = Model()
-    cr.swap_embeddings_(model, CONFIG, filter_fn=lambda _, name: name == "words")
+    cr.swap_embeddings_(model, CONFIG, filter_fn=lambda layer, name: name == "words" and isinstance(layer, nn.Embedding))
     assert isinstance(model.words, cr.TTEmbedding)
     assert isinstance(model.clicks, nn.EmbeddingBag)
     for nothing in (nn.Linear(3, 3), nn.Embedding(99, 16), nn.Embedding(400, 16, max_norm=1.0), Model().collection):

@@ -401,6 +401,7 @@ class TestLoader:
             return BatchLoader(ParquetBatches(data, "train", batch_size=7, shuffle=True, epochs=None), prefetch=5)
 
         loader = make()
+        assert loader.state_dict() == make().batches.state_dict()
         unbroken = iter(loader)
         for _ in range(18):
             next(unbroken)
