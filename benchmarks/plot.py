@@ -21,19 +21,25 @@ from benchmarks.sharding.figure import grid_figure
 from benchmarks.training.figure import dlrm_figure
 
 
-def plot_rows(rows: Sequence[Row], path: Path) -> None:
-    """Plot rows as PNG, SVG or PDF, by the file's suffix: lines for sweeps of a size, dots for separate cases."""
+def plot_rows(rows: Sequence[Row], path: Path, source: str = "") -> None:
+    """Plot rows as PNG, SVG or PDF, by the file's suffix: lines for sweeps of a size, dots for separate cases.
+
+    The file's metadata keep `source`.
+    """
     if not rows:
         raise ValueError("there are no rows to plot: run the benchmark first")
     figure = FIGURES.get(rows[0].op, _dot_figure)(rows)
     title = textwrap.fill(f"{rows[0].op}: {_common(rows)}", width=int(13 * figure.get_figwidth()))
     first_rows = {row.machine: row for row in reversed(rows)}.values()  # of each machine
-    runs = [f"{row.machine}{f', {row.threads} threads' * (row.threads > 0)}, commit {row.commit}" for row in first_rows]
+    runs = [
+        f"{row.machine}{f', {row.threads} thread' * (row.threads > 0)}{'s' * (row.threads > 1)}, commit {row.commit}"
+        for row in first_rows
+    ]
     figure.suptitle("\n".join([title, *runs]), fontsize=9)
     handles, names = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=3)
     with matplotlib.rc_context({"svg.hashsalt": "comera-rec"}):
-        figure.savefig(path, dpi=120)
+        figure.savefig(path, dpi=120, metadata={"Source": source} if source else None)
 
 
 def _memory_figure(rows: Sequence[Row]) -> Figure:
