@@ -31,10 +31,8 @@ def plot_rows(rows: Sequence[Row], path: Path, source: str = "") -> None:
     figure = FIGURES.get(rows[0].op, _dot_figure)(rows)
     title = textwrap.fill(f"{rows[0].op}: {_common(rows)}", width=int(13 * figure.get_figwidth()))
     first_rows = {row.machine: row for row in reversed(rows)}.values()  # of each machine
-    runs = [
-        f"{row.machine}{f', {row.threads} thread' * (row.threads > 0)}{'s' * (row.threads > 1)}, commit {row.commit}"
-        for row in first_rows
-    ]
+    threads = [f", {row.threads} thread{'s' * (row.threads > 1)}" * (row.threads > 0) for row in first_rows]
+    runs = [f"{row.machine}{of_run}, commit {row.commit}" for row, of_run in zip(first_rows, threads, strict=True)]
     figure.suptitle("\n".join([title, *runs]), fontsize=9)
     handles, names = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=3)
