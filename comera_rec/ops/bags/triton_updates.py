@@ -58,8 +58,9 @@ def _find_owners(owners_ptr, slices_ptr, order_ptr, num_ids, first_id, first_sli
             tl.load(slices_ptr + position - 1, mask=(position > 0) & (position <= num_ids), other=0).to(tl.int32) - first_slice
         )
         previous = tl.where(position == 0, -1, tl.where(position <= num_ids, previous, num_slices))
-        for step in range(1, tl.max(slice_ - previous)):
-            tl.store(owners_ptr + previous + step, -1, mask=previous + step < slice_)
+        for step in range(1, tl.max(slice_ - previous), 8):
+            unused = (previous + step)[:, None] + tl.arange(0, 8)[None, :]
+            tl.store(owners_ptr + unused, -1, mask=unused < slice_[:, None])
         starts = is_id & (previous < slice_) & (slice_ < num_slices)
         owner = tl.load(order_ptr + position, mask=starts, other=0) - first_id
         tl.store(owners_ptr + slice_, owner.to(tl.int32), mask=starts)
