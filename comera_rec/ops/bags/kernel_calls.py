@@ -136,7 +136,9 @@ class KernelCalls:
 
     def products(self) -> Tensor | None:
         """Allocate what each trailing slice contributes to the diagonal's gradient; None without diagonals."""
-        return torch.empty(self.sizes.counts[1], self.sizes.rank, device=self.first.device) if self._diagonals else None
+        if not self._diagonals:
+            return None
+        return torch.empty(self.sizes.counts[1], self.sizes.rank, dtype=torch.float32, device=self.first.device)
 
     def gradients_of_weights(self, grad: Tensor, targets: Tensor) -> Tensor:
         """Return the gradients of the weights, [L]."""

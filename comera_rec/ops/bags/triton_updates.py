@@ -71,7 +71,6 @@ def _sum_parts_of_side(
     parts_ptr, slices_ptr, num_ids, first_slice, num_slices, size, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     chunk = tl.program_id(0)
-    size = tl.multiple_of(size, 4)
     start, after = chunk * CHUNK, (chunk + 1) * CHUNK
     # Triton's `&` evaluates both sides: every load has a mask of its own.
     segment = tl.load(slices_ptr + after, mask=after < num_ids, other=-1).to(tl.int32)
@@ -187,6 +186,7 @@ def _finish_slices(
             if turn == 0:
                 state_at = result_ptr + result_start + slice_
                 state = tl.load(state_at, mask=is_used, other=0.0) + squares / tl.maximum(numbers, 1).to(tl.float32)
+                tl.debug_barrier()  # other warps still read the state that this one replaces
                 tl.store(state_at, state, mask=is_used)
                 rate = lr / (tl.sqrt(state) + eps)
 
