@@ -16,8 +16,8 @@ from comera_rec.recsys.sharding.collection import divided_like, padded_to
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """Return an optimizer's state as "PARAMETER/KEY" -> tensor, to be saved or loaded by `torch.distributed.checkpoint`.
 
-    Where a table is sharded by rows, processes have different slices of its leading core, and momenta of different slices. An
-    optimizer's own state dict doesn't say so, and a checkpoint of it would keep one process's momenta for all. Here they are
+    Where a table is sharded by rows, processes have different slices of its leading core, and momenta of different slices. The
+    optimizer's state dict doesn't say so, and a checkpoint of it would keep one process's momenta for all. Here they are
     DTensors, as the core is in the model's state dict. State of tables that TorchRec updates itself is not included.
 
     Args:
