@@ -2,8 +2,8 @@
 
 Optionally, values of the new training rows that have no id in DATA get new ids after the known ones (`data_pipeline.extend`).
 
-NEWDATA has its own vocabularies (links to DATA's files if the file system allows links), so DATA may be deleted. Ids mean the same
-in both, so a model trained on one can read the other. Values without an id become 0.
+NEWDATA contains the vocabularies (as links to DATA's files if the file system allows links), so DATA may be deleted. Ids mean the
+same in both, so a model trained on one can read the other. Values without an id become 0.
 """
 
 from __future__ import annotations

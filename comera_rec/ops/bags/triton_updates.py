@@ -47,7 +47,7 @@ def _sum_parts(
 
 @triton.jit
 def _find_owners(owners_ptr, slices_ptr, order_ptr, num_ids, first_id, first_slice, num_slices, BLOCK: tl.constexpr):
-    """Write the owners of slices that start in this block of ids, and -1 for unused slices before them; one block reaches the end."""
+    """Write the owners of slices that start in this block of ids, and -1 for unused slices before them; one block ends the list."""
     start = tl.program_id(0) * BLOCK
     if (tl.program_id(1) == 0) & (start <= num_ids):
         position = start + tl.arange(0, BLOCK)
