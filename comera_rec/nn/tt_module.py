@@ -195,8 +195,8 @@ def replace_data_(parameter: nn.Parameter, data: Tensor) -> None:
     """Give a parameter data of another shape, in place; its gradient is dropped.
 
     While any graph is alive, usually that of the last loss, autograd keeps the node that accumulates a parameter's gradient, and
-    with it the old shape. It makes a new node only when the parameter's type changes, hence the detour by another type. Hooks of
-    optimizers applied in backward are on that node; they move to the new one.
+    with it the old shape. It makes a new node only when the parameter's type changes, so this makes a detour through another type.
+    Hooks of optimizers applied in backward are on that node; they move to the new one.
     """
     hooks = _take_hooks(parameter)
     parameter.grad = None

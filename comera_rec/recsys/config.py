@@ -106,7 +106,7 @@ class TTEmbeddingBagConfig(_TTFields, EmbeddingBagConfig):
     _plain = EmbeddingBagConfig
 
     def with_changes(self, **changes: Any) -> TTEmbeddingBagConfig:
-        """Return a copy with some fields changed."""
+        """Return a copy with the given fields changed."""
         return dataclasses.replace(self, **changes)
 
 

@@ -22,7 +22,7 @@ def choose_hot_blocks(num_embeddings: Sequence[int], embedding_dim: int, budget_
     training can remove the block of rarer ids.
 
     Every table gives rows of a width to the same number of ids, or to all its remaining ids if these are fewer. If tables are read
-    equally often and ids follow Zipf's law, ids of equal width are thus read about equally often, whatever their table.
+    equally often and ids follow Zipf's law, ids with rows of equal width are read about equally often in all tables.
 
     Args:
         num_embeddings: rows of each table.

@@ -47,7 +47,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]
 def load_optimizer_state_(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Tensor]) -> None:
     """Set an optimizer's state to what `optimizer_state` returned and `torch.distributed.checkpoint.load` has filled.
 
-    The optimizer must have state of the same sizes already: let it take a step first, and give TT modules the saved ranks.
+    The optimizer must have state of the same sizes already: let it take a step first, and give TT modules the saved TT ranks.
 
     Args:
         model, optimizer: as for `optimizer_state`.

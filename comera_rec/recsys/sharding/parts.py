@@ -270,9 +270,9 @@ class RowShard(TTEmbeddingBag):
         return total
 
     def forward_parameters(self) -> Table:
-        (first, *others), ranks, hot, first_row = super().forward_parameters()
+        (first, *others), diagonals, hot, first_row = super().forward_parameters()
         hot = [HotBlock(*map(self._summed, block)) for block in hot]
-        return Table([first, *map(self._summed, others)], [*map(self._summed, ranks)], hot, first_row)
+        return Table([first, *map(self._summed, others)], [*map(self._summed, diagonals)], hot, first_row)
 
     def _summed(self, replica: Tensor) -> Tensor:
         summed: Tensor = _Summed.apply(replica, self.group.size())

@@ -58,7 +58,7 @@ class TTShardingPlanner(EmbeddingShardingPlanner):
 
     Raises:
         ValueError: for a negative number of states.
-        PlannerError: from `plan`, if nothing fits, naming the largest table and the smallest change of ranks that would do; if the
+        PlannerError: from `plan`, if nothing fits, naming the largest table and the smallest sufficient change of TT ranks; if the
             number of pooling factors is neither 1 nor that of the table's features.
 
     Example:

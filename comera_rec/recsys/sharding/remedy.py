@@ -1,4 +1,4 @@
-"""What to change if no plan fits: the fewest tables, and the largest ranks, with which the planner finds one."""
+"""What to change if no plan fits: the fewest tables, and the largest TT ranks, with which the planner finds one."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def find_remedy(module: nn.Module, options: Sequence[ShardingOption], room: Topo
     remedies = []
     if compressed:
         has_hot_rows = any(table.config.hot_rows for table in changed)
-        remedies.append(f"give {_listed(compressed)} ranks of at most {tt_rank}{' and no hot rows' * has_hot_rows}")
+        remedies.append(f"give {_listed(compressed)} TT ranks of at most {tt_rank}{' and no hot rows' * has_hot_rows}")
     if dense:
         remedies.append(f"make {_listed(dense)} TT tables with ranks of at most {tt_rank} (TTEmbeddingBagConfig with tt_ranks)")
     return f"{problem}: {' and '.join(remedies)}, or plan for more devices than {room.world_size}"
@@ -105,7 +105,7 @@ def _tables(module: nn.Module, options: Sequence[ShardingOption], memory: str) -
 
 
 def _configs(collection: TTEmbeddingBagCollection | EmbeddingBagCollection) -> list[TTEmbeddingBagConfig]:
-    """Return the configs of a collection's tables with their present ranks, which may have changed since it was built."""
+    """Return the configs of a collection's tables with their present TT ranks, which may have changed since it was built."""
     if isinstance(collection, EmbeddingBagCollection):
         return [TTEmbeddingBagConfig.from_dense(config, None) for config in collection.embedding_bag_configs()]
     return [
