@@ -61,7 +61,7 @@ class Processes:
         return value
 
     def on_each(self, act: Callable[[], Value]) -> list[Value]:
-        """Call `act` on every process; all return the results by process rank, or raise the error of the lowest that failed."""
+        """Call `act` on every process; all return the results by process rank, or raise the first error in that order."""
         if not self.several:
             return [act()]
         return [_value(*outcome) for outcome in self.gather(_outcome(act))]
@@ -139,15 +139,15 @@ class Processes:
         """Return the same processes as a separate gloo group, whose CPU collectives may overlap those of this group."""
         if not self.several:
             return self
-        ranks = dist.get_process_group_ranks(self.require_group())
-        return Processes(dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
+        process_ranks = dist.get_process_group_ranks(self.require_group())
+        return Processes(dist.new_group(process_ranks, backend="gloo", use_local_synchronization=True))
 
 
 WORLD = Processes()
 
 
 def _outcome(act: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """Return the result of `act`, or its error: any, because the other processes wait for an outcome."""
+    """Return the result of `act`, or its error, whatever its type: the other processes wait for an outcome."""
     try:
         return act(), None
     except Exception as error:
@@ -177,12 +177,12 @@ def join_launched(device: torch.device) -> None:
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']} without {', '.join(missing)}: launch with torchrun, or unset WORLD_SIZE"
         )
     launcher_number("RANK", 0)
-    # A launcher that restarts its processes keeps its store, with the addresses of the old ones: each attempt needs a prefix.
-    store, rank, world_size = next(dist.rendezvous("env://"))
+    # A launcher that restarts its processes keeps its store, with the old processes' addresses: each attempt needs a prefix.
+    store, process_rank, world_size = next(dist.rendezvous("env://"))
     atexit.register(gc.collect)  # ends gloo's threads with the objects that hold the group: as Python exits, they may abort it
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.PrefixStore(f"attempt_{attempt}", store), rank=rank, world_size=world_size)
+    dist.init_process_group(backend, store=dist.PrefixStore(f"attempt_{attempt}", store), rank=process_rank, world_size=world_size)
 
 
 def leave() -> None:

@@ -1,4 +1,4 @@
-"""NumPy arrays as Arrow arrays, without copies. pyarrow's own conversion imports pandas, which costs more than 10,000 rows do."""
+"""NumPy arrays as Arrow arrays, without copies. pyarrow's conversion imports pandas, which costs more than 10,000 rows do."""
 
 from __future__ import annotations
 

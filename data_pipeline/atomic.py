@@ -1,7 +1,7 @@
 """Atomic output: it is written under a hidden name in the same folder and renamed when it is complete.
 
-Whatever an interrupted process left under the hidden name is removed by the next run for the same output or, if the work is long
-(`data_pipeline.work`), resumed. Files and folders are synced before they are renamed, so neither appears empty after a power
+The next run for the same output removes what an interrupted process left under the hidden name or, if the work is long
+(`data_pipeline.work`), resumes it. Files and folders are synced before they are renamed, so neither appears empty after a power
 failure.
 """
 

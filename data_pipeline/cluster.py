@@ -1,4 +1,4 @@
-"""Passes on a Dask cluster: workers that share a file system call the same functions of a part as threads do.
+"""Passes on a Dask cluster: workers that share a file system call the same functions on parts as threads do.
 
 Workers need this package, the logs at the same paths or URLs, and the output's folder. They don't exchange data: a part's results
 are files in the work folder and a few numbers for the client. If a worker dies, another one repeats its part. A run begun on

@@ -92,7 +92,7 @@ def _recorded(
 ) -> tuple[int, int, Record]:
     name = f"{folder}/{part_name(part.log, part.number)}"
     record = job.work.load(name, kind)
-    if record is None:  # else saved by a worker that died before it could report it
+    if record is None:  # otherwise a worker saved it and died before it could report it
         record = work(job, part)
         job.work.save(name, record)
     return part.log, part.number, record
@@ -127,7 +127,7 @@ def _count(job: Job, part: Part) -> PartCounts:
 
 
 class _Rejects:
-    """Stops the pass at the first malformed line over the limit, after counting the parts before it, which give its line number."""
+    """Stops the pass at the first malformed line over the limit, once the parts before it are counted, which give its number."""
 
     def __init__(self, job: Job) -> None:
         self._job = job

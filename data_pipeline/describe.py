@@ -23,7 +23,8 @@ _BINS = 32
 class CategoryDescription:
     """A categorical column.
 
-    All members but missing and test_zeros cover the training split, or all splits if another data set's vocabularies encoded them.
+    All members but distinct, missing and test_zeros cover the training split, or all splits if another data set's vocabularies
+    encoded them; distinct and missing cover the whole input.
 
     coverage: share of the values (in list columns, of the elements) that have one of the first k ids, for k in TOP; values without
         an id count as not covered.
@@ -45,7 +46,7 @@ class CategoryDescription:
 
 @dataclass(frozen=True, kw_only=True)
 class IntegerDescription:
-    """An integer column; bins are a histogram of the stored values; of logarithms, missing ones are left out."""
+    """An integer column; bins are a histogram of the stored values, without the missing ones if they are logarithms."""
 
     name: str
     missing: float

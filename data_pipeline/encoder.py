@@ -143,8 +143,9 @@ def flatten(encoder: Encoder, parsed: Parsed, rows: Rows = slice(None)) -> Flat:
 class RequestEncoder:
     """Encodes rows given as values by column.
 
-    Integers are int, hex columns str of 1 to 8 hex digits, other categories str or int (or bool, as 1 or 0), list columns lists of
-    these. None, an empty list and, in a categorical column, "" stand for a missing value. Unknown names are ignored.
+    Integers are int (or float, in columns of kind float or that were already transformed), hex columns str of 1 to 8 hex digits,
+    other categories str or int (or bool, as 1 or 0), list columns lists of these. None, an empty list and, in a categorical
+    column, "" stand for a missing value. Unknown names are ignored.
 
     Raises:
         ValueError: it is not a data set, an earlier version wrote it, or its tables are missing.

@@ -1,7 +1,7 @@
 """Vocabularies extended by new values: known values keep their ids, so a model's embedding rows keep their meaning.
 
-New values are appended by falling count in the new training rows, equal counts by value. Known values keep the counts that their
-own logs gave them.
+New values are appended by falling count in the new training rows, equal counts by value. Known values keep their counts, which are
+those of earlier logs.
 """
 
 from __future__ import annotations

@@ -28,9 +28,12 @@ def is_counted(options: PreprocessOptions, column: Column) -> bool:
 def fit_counted(
     job: Job, groups: Sequence[GroupCounts], fit: Callable[[int, Iterable[Counted]], CategoricalColumn]
 ) -> dict[int, CategoricalColumn]:
-    """Merge the values of the counted columns, and fit each to them: ascending, with their training counts, block by block.
+    """Merge the values of the counted columns, and fit each column to its values.
 
     An interrupted call resumes, because each finished column is recorded. The runs of values are removed at the end.
+
+    Args:
+        fit: takes a column's number and its values, ascending, with their training counts, block by block.
     """
     records = {number: f"tables/{number:03d}" for number in sorted(job.counted)}
     fitted = {number: column for number in records if (column := job.work.load(records[number], CategoricalColumn))}

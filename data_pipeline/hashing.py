@@ -16,7 +16,7 @@ from data_pipeline import native
 from data_pipeline.buckets import keys_of_numbers
 from data_pipeline.native import Array, IdSourceStruct, Matrix
 
-_RANGE_BYTES = 128 << 20  # written at a time; it determines the order of insertion and thus the bytes of the file
+_RANGE_BYTES = 128 << 20  # written at a time; it determines the order of insertion and so the bytes of the file
 
 
 def allocate(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
@@ -77,8 +77,8 @@ def open_tables(paths: Sequence[Path], dtype: np.dtype, *, room: int | None = No
     """Open the tables of several columns, which share the room.
 
     Args:
-        room: the most bytes of them to hold in memory; None for all. The smallest tables are held whole and shared by all threads.
-        threads: how many look up ids at once; each holds its own range of a table that isn't held whole.
+        room: the most bytes of them to keep in memory; None for all. The smallest tables are kept whole and shared by all threads.
+        threads: how many look up ids at once; of a table that isn't kept whole, each keeps a separate range.
     """
     if room is None:
         return tuple(TableIds(path, dtype) for path in paths)

@@ -159,12 +159,13 @@ class Transformed:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Everything that training needs to know about a data set. label and weight are None if the logs have none.
+    """Everything that training needs to know about a data set. label and weight are None if the logs lack them.
 
     other_labels: the labels after the first.
     log: the schema of the logs; None if an earlier version wrote the data set.
     transformed: None if the vocabularies were built from this data set's training rows. Otherwise the integer columns' min and max
-        and the vocabularies with their counts are those of the data set it names, and distinct values were not counted.
+        and the vocabularies with their counts are those of the data set it names, extended by new values where `grown` says so,
+        and distinct values were not counted.
     """
 
     format: str

@@ -21,7 +21,7 @@ def names_of(log: Source, schema: LogSchema) -> tuple[str, ...] | None:
     if names is None and schema.header and schema.format != "jsonl":
         try:
             names = read_names(read_first_line(log), schema)
-        except csv.Error as error:  # Python advises to open the file in another way
+        except csv.Error as error:  # Python's message advises opening the file in another way
             reason = "has a carriage return within it" if "new-line" in str(error) else f"is not CSV ({error})"
             raise ValueError(f"the line of column names of {log} {reason}; correct it, or set header = false") from None
     return names

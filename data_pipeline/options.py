@@ -105,8 +105,8 @@ class PreprocessOptions(PassOptions):
 
     Args:
         schema: the logs' columns; None for Criteo's, with or without label as the first log's lines have it.
-        min_count: a category value needs this many training rows for an id of its own; rarer ones share id 0. The default of 2
-            leaves out values seen once: they teach nothing beyond their row, while together they train the row of id 0, which
+        min_count: a category value needs this many training rows to get an id; rarer values share id 0. The default of 2
+            leaves out values seen once: they say nothing about other rows, while together they train the row of id 0, which
             every value unseen in training will use.
         min_counts: the same for single columns, by name.
         hash_buckets: give every category value an id of 1..hash_buckets - 1 by its hash, and count none.

@@ -197,7 +197,7 @@ def _streamed_parts(log: int, source: Source, part_bytes: int, skip: Skip) -> It
         while not (ended and number and not buffered):
             earliest_end = (number + 1) * part_bytes - 1 - start  # the part ends at the first newline from here on
             end = buffered.find(b"\n", max(earliest_end, 0)) + 1
-            if (not end or end == len(buffered)) and not ended:  # read on to learn whether this part is the last
+            if (not end or end == len(buffered)) and not ended:  # read more to learn whether this part is the last
                 block = stream.read(_BLOCK)
                 buffered += block
                 ended = not block

@@ -53,7 +53,7 @@ def work_on_parts(
 
     One part is read ahead for each worker. Closing the generator, or an error while reading or working, stops the rest.
     """
-    done: queue.Queue[Future[Any]] = queue.Queue()  # reads of logs, which return the number of parts, and work on parts
+    finished: queue.Queue[Future[Any]] = queue.Queue()  # reads of logs, which return the number of parts, and work on parts
     room, stop = threading.Semaphore(PARTS_PER_WORKER * workers), threading.Event()
 
     def work_on(part: Part) -> Result | None:
@@ -78,18 +78,18 @@ def work_on_parts(
             if part is None:
                 room.release()
                 return count
-            pool.submit(work_on, part).add_done_callback(done.put)
+            pool.submit(work_on, part).add_done_callback(finished.put)
             del part  # only the worker refers to it from here on
             count += 1
 
     with ThreadPoolExecutor(workers) as pool, ThreadPoolExecutor(workers) as readers:
         reads = {readers.submit(read, log) for log in logs}
         for log_read in reads:
-            log_read.add_done_callback(done.put)
+            log_read.add_done_callback(finished.put)
         try:
             expected = yielded = 0
             while reads or yielded < expected:
-                future = done.get()
+                future = finished.get()
                 if future in reads:
                     reads.remove(future)
                     expected += future.result()

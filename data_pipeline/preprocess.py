@@ -125,8 +125,8 @@ def _integer_column(job: Job, column: int, groups: Sequence[GroupCounts]) -> Int
         low, high = (int(bound) if bound is not None else None for bound in (low, high))
     mean, scale = _moments(train) if transform == "standardize" else (None, None)
     if scale is not None and low is not None and high is not None and scale <= _ROUNDING * max(abs(low), abs(high)):
-        scale = 1.0  # of equal values, whose mean is rounded
-    # 2 - min makes the smallest value log(2) > 0. If training has no values, later ones are assumed to be counts from 0.
+        scale = 1.0  # all values are equal, and the deviation comes from rounding their mean
+    # 2 - min makes the smallest value log(2) > 0. If training has no values, those of other splits are assumed to be counts from 0.
     offset = 2 - (low or 0) if transform == "log" else 0
     return IntegerColumn(name=name, missing=missing, offset=offset, min=low, max=high, transform=transform, mean=mean, scale=scale)
 

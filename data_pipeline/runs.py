@@ -72,7 +72,7 @@ def write_run(path: Path, columns: Iterable[Iterable[Counted]], *, count_bytes: 
 class Counter:
     """Counts the values of columns, and writes a run whenever they fill the room.
 
-    It holds keys as they were added, and once there are many, the distinct ones with their counts.
+    It keeps keys as they were added, and once there are many, the distinct keys with their counts.
 
     Args:
         path: name prefix of the runs.

@@ -4,7 +4,7 @@
     separator = ","                # the default of "csv"; other formats default to a tab
     header = true                  # each log starts with a line of column names; else columns are identified by position
     [columns]
-    click = "label"                # 0 or 1; stored as `label`, or under their own names if there are several
+    click = "label"                # 0 or 1; stored as `label`, or under the columns' names if there are several
     shop = "category"              # any text or integers, kept as a 64-bit hash
     price_cents = "integer"        # 32 bits; "int64" and "float" are other numbers
     tags = { kind = "list", separator = " ", max_length = 20 }
@@ -14,7 +14,7 @@
     importance = "weight"          # the row's weight in the loss
     at = "time"                    # used by `--split time`, not stored; likewise "user" by `--split user`
 
-Criteo's own columns are built in: label, counts I1..I13, categories C1..C26 of 1 to 8 hex digits ("hex").
+Criteo's columns are built in: label, counts I1..I13, categories C1..C26 of 1 to 8 hex digits ("hex").
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Column:
         boundaries: of the ranges of a bucketized number, ascending.
         buckets: instead of boundaries, the number of ranges, with about equally many training values in each.
         hash_buckets: hash a category's values into ids 1..hash_buckets - 1; None for a vocabulary.
-        max_ids: the most values that a category's vocabulary keeps, the most frequent ones.
-        max_length: the most elements that a list keeps, the first ones.
+        max_ids: the most values that a category's vocabulary keeps, by falling frequency.
+        max_length: the most elements that a list keeps, from the first on.
     """
 
     name: str
@@ -205,7 +205,7 @@ def _schema(content: Mapping[str, Any]) -> LogSchema:
         columns=tuple(_column(name, entry) for name, entry in columns.items()),
         separator=separator,
         format=_one_of("format", content.get("format", "csv" if separator == "," else "text"), Format),
-        header=_flag(content.get("header", False)),
+        header=_header(content.get("header", False)),
     )
     kinds: tuple[tuple[Kind, str], ...] = (("weight", "weights"), ("time", "times"), ("user", "users"))
     for kind, plural in kinds:
@@ -271,7 +271,7 @@ def _one_of(setting: str, value: object, choices: Any) -> Any:
     return value
 
 
-def _flag(header: object) -> bool:
+def _header(header: object) -> bool:
     if not isinstance(header, bool):
         raise ValueError(f"header is {header!r}; write true or false, without quotes")
     return header

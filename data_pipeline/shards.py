@@ -29,7 +29,7 @@ from data_pipeline.splits import Rows
 ROW_GROUP_ROWS = 1 << 16
 # Of encoded rows; Parquet's writer needs several times as much. Groups of long lists or a thousand columns have fewer rows.
 _ROW_GROUP_BYTES = 16 << 20
-# Dictionaries shrink columns of few values; for many values, Parquet builds them in vain, in half of the writing time.
+# Dictionaries shrink columns of few values; for many values, Parquet builds and discards them, in half of the writing time.
 _DICTIONARY_IDS = 1 << 14
 _LOGARITHMS = Array(np.log(np.arange(1, 1 << 16)).astype(np.float32), np.float32)
 _ROWS_KEY = "comera_rec.rows"

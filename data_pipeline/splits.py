@@ -41,7 +41,7 @@ class Splitting:
 
     @property
     def by_row(self) -> bool:
-        """Whether a row's split depends on the row itself, not on its position among all rows."""
+        """Whether a row's split is known without counting the rows before it."""
         return self.split in ("random", "time", "user")
 
     def times(self) -> dict[str, float]:
@@ -62,7 +62,8 @@ class Splitting:
         """Return rows' splits as indices into SPLITS, int8 [n].
 
         Args:
-            starts: where they begin in it, int64 [n].
+            log: the number of their log.
+            starts: where they begin in its text, or their numbers in it, int64 [n].
             split_keys: their times or users, as in `Parsed`.
         """
         if self.split == "random":
@@ -89,7 +90,7 @@ class Splitting:
             return total * (self.split == "train"), total * (self.split != "test")
         if self.split == "day":
             return total - rows_of_logs[-1], total - rows_of_logs[-1] // 2
-        # Rounding first keeps 0.29 * 100 = 28.999999999999996 from losing a row.
+        # Rounded first, because 0.29 * 100 = 28.999999999999996 would lose a row.
         val, test = (math.floor(round(total * fraction, 6)) for fraction in (self.val_fraction, self.test_fraction))
         return total - val - test, total - test
 

@@ -1,7 +1,7 @@
 """Data sets at URLs of object stores: uploaded as a whole, and read in ranges.
 
 Object stores can't rename, so the manifest is uploaded last and removed first: without it, files are not a data set. fsspec has no
-locks either: an object `.lock` that names the process keeps out later runs on other machines, but not simultaneous ones.
+locks either: an object `.lock` that names the process keeps out later runs on other machines, but not simultaneous runs.
 """
 
 from __future__ import annotations

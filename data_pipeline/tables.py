@@ -161,7 +161,7 @@ def _to_rows(columns: dict[str, Any], schema: LogSchema, starts: np.ndarray, lin
 
 
 def _lines(text: bytes) -> tuple[np.ndarray, np.ndarray, dict[int, str]]:
-    """Return where lines begin and end, and reasons for the blank ones."""
+    """Return where lines begin and end, and the reasons to reject blank lines, by line number."""
     newlines = _positions(text, "\n")
     starts = np.append(0, newlines + 1)[:-1]
     short = np.flatnonzero(newlines - starts <= 1)

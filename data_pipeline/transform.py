@@ -2,8 +2,8 @@
 
 Optionally, values of the new training rows that have no id in DATA get new ids after the known ones (`data_pipeline.extend`).
 
-NEWDATA has its own vocabularies (links to DATA's files if the file system allows links), so DATA may be deleted. Ids mean the same
-in both, so a model trained on one can read the other. Values without an id become 0.
+NEWDATA contains the vocabularies (as links to DATA's files if the file system allows links), so DATA may be deleted. Ids mean the
+same in both, so a model trained on one can read the other. Values without an id become 0.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def transform(options: TransformOptions, tell: Tell = lambda line: None) -> Mani
 def _run(job: Job, source: Manifest, data: Path, schedule: Schedule) -> Manifest:
     parts = count_logs(job, schedule)
     if not any(part.counts.rows for part in parts):
-        raise ValueError("--input holds no well-formed lines; give logs that have some")
+        raise ValueError("--input holds no well-formed lines; give logs with rows to encode")
     bounds = split_bounds(job, parts)
     if job.counted:
         source = replace(source, categorical_columns=_extended(job, source, data, train_and_rest(job, parts, bounds[0])))

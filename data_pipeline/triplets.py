@@ -131,7 +131,7 @@ def _open(log: Source, kinds: str) -> _File:
 
 
 def parse_rows(rows: Rows) -> Iterator[Parsed]:
-    """Parse rows, block by block; other labels than 0 and 1, dense values that aren't finite and ids beyond 32 bits are malformed.
+    """Parse rows, block by block; labels other than 0 and 1, dense values that aren't finite and ids beyond 32 bits are malformed.
 
     `starts` and the lines of `reasons` count from the first row.
     """

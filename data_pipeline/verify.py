@@ -28,7 +28,10 @@ _HASHES_KEPT = 1 << 22
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """How much was checked, and the share of distinct validation and test rows that equal a training row in all columns."""
+    """How much was checked, and the share of distinct validation and test rows that equal a training row in all columns.
+
+    The share is estimated from a sample if there are more than about four million rows.
+    """
 
     rows: int
     files: int
@@ -80,7 +83,7 @@ def verify(manifest: Manifest, folder: Path) -> Verified:
 
 
 def _repeated(hashes: dict[str, list[np.ndarray]]) -> float:
-    """Return the share of distinct validation and test rows that training holds, too."""
+    """Return the share of distinct validation and test rows that are also training rows, by the hashes of sampled rows."""
     empty = np.empty(0, np.uint64)
     train = np.concatenate([empty, *hashes["train"]])
     others = np.unique(np.concatenate([empty, *(shard for name, shards in hashes.items() if name != "train" for shard in shards)]))
@@ -110,7 +113,7 @@ def _check_disjoint(manifest: Manifest, folder: Path) -> None:
 
 def _check_contents(manifest: Manifest, folder: Path, split: str, shard: Shard) -> _Contents:
     path = folder / shard.path
-    id_counts, zeros, ones, weight, hashes = Counter[str](), Counter[str](), Counter[str](), 0.0, []
+    id_counts, zeros, positives, weight, hashes = Counter[str](), Counter[str](), Counter[str](), 0.0, []
     if recorded_rows(path) != (split, shard.from_rows):
         raise _differs(folder, f"{shard.path} doesn't hold the rows that the manifest states, but those of another shard")
     sampled = np.uint64((1 << max(0, (manifest.rows.written // _HASHES_KEPT).bit_length())) - 1)
@@ -119,7 +122,7 @@ def _check_contents(manifest: Manifest, folder: Path, split: str, shard: Shard) 
         row_hashes = np.zeros(len(group), np.uint64)
         for label in manifest.labels:
             values = group.column(label.name).to_numpy()
-            ones[label.name] += int(values.sum())
+            positives[label.name] += int(values.sum())
             if not np.isin(values, (0, 1)).all():
                 raise ValueError(f"{where}: {label.name} holds values other than 0 and 1; {REMEDY}")
             row_hashes = (row_hashes << np.uint64(1)) + values.astype(np.uint64)
@@ -147,7 +150,7 @@ def _check_contents(manifest: Manifest, folder: Path, split: str, shard: Shard) 
             row_hashes = _mix(row_hashes, ids if lengths is None else _hash_lists(ids, lengths))
         hashes.append(np.unique(row_hashes[row_hashes & sampled == 0]))
     return _Contents(
-        ids=id_counts, zeros=zeros, positives=ones, weight=weight, hashes=np.concatenate([np.empty(0, np.uint64), *hashes])
+        ids=id_counts, zeros=zeros, positives=positives, weight=weight, hashes=np.concatenate([np.empty(0, np.uint64), *hashes])
     )
 
 

@@ -117,7 +117,7 @@ def work_folder(
 
 def _open(work: WorkFolder, identity: dict[str, Any], output: Source, tell: Tell) -> None:
     path = work.path / "identity.json"
-    if path.exists() and work.data.exists():  # if data is gone, it was put in place and has been removed since
+    if path.exists() and work.data.exists():  # otherwise the data was put in place and has been removed since
         recorded = json.loads(path.read_bytes())
         changed = [name for name in identity if recorded.get(name) != json.loads(json.dumps(identity[name]))]
         if not changed:
@@ -134,7 +134,9 @@ def _open(work: WorkFolder, identity: dict[str, Any], output: Source, tell: Tell
 
 
 def _empty(folder: Path) -> None:
-    remove(folder / "identity.json")  # first, so that a run after a kill here starts over instead of resuming without some parts
+    remove(
+        folder / "identity.json"
+    )  # first, so that after a kill here the next run starts over instead of resuming without the parts removed
     for path in folder.iterdir():
         remove(path)
 

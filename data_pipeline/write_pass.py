@@ -86,10 +86,10 @@ def _targets(written: Mapping[str, Sequence[WrittenShard]], schema: LogSchema) -
         split_means = {split: sums[split] / rows[split] if rows[split] else None for split in SPLITS}
         return {"mean": sum(sums.values()) / sum(rows.values()), "split_means": split_means}
 
-    def ones(number: int) -> Callable[[WrittenShard], float]:
+    def positives_of(number: int) -> Callable[[WrittenShard], float]:
         return lambda shard: shard.positives[number]
 
-    labels = [Label(name=name, **means(ones(number))) for number, name in enumerate(schema.labels)]
+    labels = [Label(name=name, **means(positives_of(number))) for number, name in enumerate(schema.labels)]
     weight = Weight(name=schema.weight, **means(lambda shard: shard.weight)) if schema.weight else None
     return {"label": labels[0] if labels else None, "other_labels": tuple(labels[1:]), "weight": weight}
 

@@ -79,9 +79,7 @@ def _pass_options(command: _Command) -> _Command:
             help="Logs in time order: files, URLs such as s3://bucket/day_*.gz, or torchrec's *_sparse.npy with their neighbors.",
         ),
         click.argument("more_inputs", nargs=-1, metavar=""),
-        click.option(
-            "--max-bad-rows", default=0, show_default=True, help="Malformed lines that may be dropped before the run stops."
-        ),
+        click.option("--max-bad-rows", default=0, show_default=True, help="Most malformed lines to drop before the run stops."),
         click.option(
             "--part-size",
             "part_bytes",

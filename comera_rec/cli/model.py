@@ -63,7 +63,7 @@ def compress(
     """Compress a trained model by TT-SVD.
 
     Large tables share the size that tables.compression allows: ranks and hot rows go where they reduce the error most. A row's
-    error is weighted by the sum of its squared gradients.
+    error is weighted by the sum of its squared gradients; with --state, only if --optimizer is given.
 
     --checkpoint starts a compressed run from a dense one; `comera train` with the same config and output then fine-tunes.
     --state takes any TorchRec model's state dict, from torch.save or torch.distributed.checkpoint, and writes that of the same
@@ -117,7 +117,7 @@ def _compress_state(state: Path, optimizer: Path | None, output: Path, overrides
     help="fast: needs libcomera_rec.so, which is copied beside it.",
 )
 @click.option("--dtype", type=click.Choice(list(DTYPES)), default="float32", show_default=True, help="How tables are stored.")
-@click.option("--expand", type=Bytes(), default=0, help="Size to spend on forming rows of the most frequent ids in advance: 4MiB.")
+@click.option("--expand", type=Bytes(), default=0, help="Bytes for rows of the most frequent ids, formed in advance: 4MiB.")
 @click.option("--last", is_flag=True, help="Use the last checkpoint even if the run keeps its best one.")
 @click.option("--triton", type=click.Path(path_type=Path), metavar="DIR", help="A Triton model repository, instead of --output.")
 def export(run: Path, output: Path | None, triton: Path | None, **options: Any) -> None:
@@ -125,7 +125,8 @@ def export(run: Path, output: Path | None, triton: Path | None, **options: Any) 
 
     MODEL.pt2 is compiled by AOTInductor: it runs in Python, C++ and Triton Inference Server, takes dense [B, I] float32, values [V]
     int64 column by column and lengths [F * B] int64, and returns probabilities [B]. The form `portable` needs only torch.
-    DIR/model.pt is the state dict of TorchRec's DLRM over an EmbeddingBagCollection, DIR/model.json its tables and layer sizes.
+    DIR/model.pt is the state dict of the dense model, such as TorchRec's DLRM over an EmbeddingBagCollection; DIR/model.json has
+    its tables and layer sizes.
 
     \b
     Example:

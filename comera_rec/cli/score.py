@@ -20,7 +20,7 @@ _PATH = click.Path(path_type=Path)
 @click.option("--output", type=_PATH, required=True, metavar="SCORES", help="The Parquet file to write.")
 @click.option("--data", type=_PATH, help="Data set whose vocabularies encode a log; default the one that the model was trained on.")
 @click.option("--split", default="test", show_default=True, help="Split of a data set: train, val or test.")
-@click.option("--max-bad-rows", default=0, show_default=True, help="Malformed lines that may be dropped before the run stops.")
+@click.option("--max-bad-rows", default=0, show_default=True, help="Most malformed lines to drop before the run stops.")
 @click.option("--workers", type=int, metavar="N", help="Processes; default one per core.")
 @click.option("--overwrite", is_flag=True, help="Replace a finished file.")
 def score(

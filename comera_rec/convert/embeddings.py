@@ -1,4 +1,4 @@
-"""Replacement of torch's own embedding layers of any model by TT tables."""
+"""Replacement of torch's embedding layers of any model by TT tables."""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ def compress_state(
         importance: [M] weights of the rows' squared errors by table name, see `row_importance`. Default: equal.
 
     Raises:
-        ValueError: if there is no table, none with `config.min_rows` rows, or an integer table; if the model was swapped already;
-            if `importance` lacks a table or its length is not the table's.
+        ValueError: if there is no table, or none of `config.min_rows` rows with an unshared weight; for a table of integers, or of
+            numbers that are not finite; if the model was swapped already; if `importance` lacks a table or doesn't fit one.
     """
     require_config(config, TTEmbeddingConfig)
     tables = _tables(state)
@@ -139,10 +139,10 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
     """Read the tensors of a state dict from a file of torch.save (memory-mapped) or a folder of a distributed checkpoint.
 
     If a file nests the state dict, as in {"model": ..., "epoch": 3}, only the mapping that contains tables is returned; without
-    tables, all is returned. Names of nested mappings are joined by dots.
+    tables, everything is. Names of nested mappings are joined by dots.
 
     Raises:
-        ValueError: for a path that is neither, or a file with anything but tensors, numbers and strings.
+        ValueError: for a path that is neither, or a file that is not a state dict of tensors, numbers and strings.
     """
     path = Path(path)
     if path.is_dir():

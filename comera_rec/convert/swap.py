@@ -36,8 +36,8 @@ class TTEmbeddingConfig:
         tt_ranks: one rank for all bonds, or one for each. Give at most one of `tt_ranks` and `compression`; default rank 16.
         compression: least ratio of dense to compressed parameters of a whole collection, tables that stay dense included. All its
             TT tables then have one rank, the largest that reaches it.
-        order: number of cores, 2 to 4. Default 2; with `compression` the lowest order at which the rank reaches 8, or else the
-            one with the largest rank.
+        order: number of cores, 2 to 4. Default 2, or one more than `tt_ranks` has entries; with `compression` the lowest order at
+            which the rank reaches 8, or else the one with the largest rank.
         min_rows: tables with fewer rows stay dense.
         dense_tables: names of tables that stay dense whatever their size; for `swap_embeddings_`, of layers.
         hot_rows: share of the parameters of TT tables, from 0 to below 1, that is spent on hot rows, narrow ones for as many ids as
@@ -257,7 +257,7 @@ def _why_none(
             names = ", ".join(map(repr, sorted(shared)))
             return (
                 f"all tables of at least {config.min_rows} rows share their weight with other modules ({names}): "
-                "give them weights of their own, or lower min_rows for the others"
+                "give them separate weights, or lower min_rows for the others"
             )
         named = " or are in dense_tables" if config.dense_tables else ""
         return f"all tables have fewer than {config.min_rows} rows{named}; lower min_rows"
@@ -282,7 +282,7 @@ def _paths(model: nn.Module) -> dict[nn.Module, set[str]]:
 
 
 def _paths_outside(collection: nn.Module, table: nn.Module, paths: dict[nn.Module, set[str]]) -> set[str]:
-    """Return the names of a collection's table that don't lead through the collection."""
+    """Return the names of a collection's table that don't go through the collection."""
     return {path for path in paths[table] if not any(path.startswith(f"{name}." if name else "") for name in paths[collection])}
 
 

@@ -36,7 +36,7 @@ class Batch(Pipelineable):
         return len(self.labels)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        return self._each(lambda part: part.to(torch.device(device), non_blocking=non_blocking))
+        return self._with_tensors(lambda part: part.to(torch.device(device), non_blocking=non_blocking))
 
     def padded(self, rows: int) -> Batch:
         """Return the batch padded to a number of rows; added rows have zeros, no ids, label 0 and weight 0."""
@@ -52,9 +52,10 @@ class Batch(Pipelineable):
         )
 
     def pin_memory(self) -> Batch:
-        return self._each(lambda part: part.pin_memory())
+        return self._with_tensors(lambda part: part.pin_memory())
 
-    def _each(self, change: Callable[[Any], Any]) -> Batch:
+    def _with_tensors(self, change: Callable[[Any], Any]) -> Batch:
+        """Return the batch with every tensor changed."""
         weights = None if self.weights is None else change(self.weights)
         return Batch(dense=change(self.dense), sparse=change(self.sparse), labels=change(self.labels), weights=weights)
 

@@ -14,10 +14,9 @@ numbers, and resuming skips to the row groups that hold the next rows.
 Any number of processes that divides R reads the same rows in every step: their batches, joined in order, are the batch of a single
 process. So a run can resume on any such number of processes.
 
-No row is read twice, neither by two processes nor by two of torch's workers, each of which has R separate readers. Every process
-gets the same number of batches per epoch: rows / R, rounded up to whole batches where the last ones are shorter, or rounded down
-with `drop_last`, which leaves out fewer rows than one batch of all processes plus one row per reader. All processes have the same
-state.
+No row is read twice, by two processes or by two of torch's workers, each of which has R separate readers. Every process gets the
+same number of batches per epoch: rows / R, rounded up to whole batches where the last ones are shorter, or rounded down with
+`drop_last`, which leaves out fewer rows than one batch of all processes plus one row per reader. All processes have the same state.
 
 Letters: B rows in a batch of one process, n rows of any other set, L labels, W columns of weights (0 or 1), I integer columns,
 C categorical columns.
@@ -147,19 +146,19 @@ class ParquetBatches(IterableDataset[Batch]):
             epoch, batch = epoch + 1, 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position after the last batch that iteration gave, and what it depends on; the same on every process."""
+        """Return the position after the last batch yielded, and the settings that it depends on; the same on every process."""
         return {"epoch": self._next[0], "batch": self._next[1], **self._identity()}
 
     def state_after(self, batches: int) -> dict[str, int]:
-        """Return the `state_dict()` of an iteration from the beginning that has given a number of batches."""
+        """Return the `state_dict()` of an iteration from the beginning after a number of batches."""
         epoch, batch = divmod(batches, self.batches_per_epoch())
         return {"epoch": epoch, "batch": batch, **self._identity()}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Let the next iteration begin where `state` was taken, with as many readers as there.
+        """Let the next iteration begin where `state` was taken, with the same number of readers.
 
         Raises:
-            ValueError: if batch size, seed or data differed there, or the processes can't share its readers.
+            ValueError: if batch size, shuffling, seed or data differed there, or the processes can't share its readers.
         """
         readers = state.get("readers", 0)
         if state.get("batch_size") == self.batch_size * self.world_size:
@@ -229,7 +228,7 @@ class ParquetBatches(IterableDataset[Batch]):
             yield rows.slice(max(0, skip - (start - share[0])), size)
 
     def _buffers(self, order: np.ndarray, share: tuple[int, int]) -> Iterator[tuple[int, list[RowRange]]]:
-        """Yield the share's row ranges in buffers of at least shuffle_rows / readers rows (but the last), with their first rows."""
+        """Yield each buffer's first row number and row ranges; all but the last have at least shuffle_rows / readers rows."""
         buffer_rows = self.shuffle_rows / self.readers if self.shuffle else 1
         begin, buffer, buffered, position = share[0], [], 0, 0
         for group in (self._row_groups[index] for index in order):

@@ -11,7 +11,7 @@ from comera_rec.data.batches import ParquetBatches
 
 
 class BatchLoader:
-    """Reads a ParquetBatches ahead of its consumer in one background thread, and knows the position of the batch last given out.
+    """Reads a ParquetBatches ahead of its consumer in one background thread, and knows the position of the last batch yielded.
 
     A thread is enough because decoding, permuting and copying run outside Python's lock, and it keeps batches out of inter-process
     queues. Leaving the loop ends the thread.
@@ -75,10 +75,10 @@ class BatchLoader:
             thread.join()
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position after the batch last given out; batches read ahead of it will be read again."""
+        """Return the position after the last batch yielded; batches read ahead of it will be read again."""
         return dict(self._state)
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Let the next iteration begin where `state` was taken; ValueError if the batches were cut differently there."""
+        """Let the next iteration begin where `state` was taken; errors as `ParquetBatches.load_state_dict`."""
         self.batches.load_state_dict(state)
         self._state = self.batches.state_dict()

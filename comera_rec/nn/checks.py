@@ -1,4 +1,4 @@
-"""Checks of what all swaps take: the size of TT modules, the config, the start, the weights that are replaced."""
+"""Checks of the arguments that all swaps share: sizes, the config, `init`, and the weights to start from."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class TTLinearConfig:
         tt_ranks: one rank for all bonds, or one for each. Give at most one of `tt_ranks` and `compression`; default rank 16.
         compression: least ratio of dense weights to TT parameters of each layer. Ranks are the largest that reach it; a layer too
             small to reach it stays dense.
-        order: number of cores, 2, 4, 6 or 8; default 4.
+        order: number of cores, 2, 4, 6 or 8. Default 4, or one more than `tt_ranks` has entries.
         min_features: layers with fewer input or output features stay dense.
         policy: "auto" compresses a layer only if it gets smaller and its training steps are predicted to be faster; "always"
             compresses it wherever ranks fit.

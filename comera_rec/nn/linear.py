@@ -23,8 +23,8 @@ class TTLinear(TTModule):
     """`torch.nn.Linear` whose weight is a TT matrix with cores for input modes, then for output modes.
 
     y = x W + b = (x L) R + b, with L (I x r) contracted from the input cores and R (r x O) from the output cores. For large
-    batches, forming L and R once per step is close to optimal (CoMERA, section 4.2, arXiv 2405.14377); for small ones, contracting
-    x with one core after another is. `comera_rec.tt.best_contractions` chooses for each batch size.
+    batches, forming L and R once per step is close to optimal (CoMERA, section 4.2, arXiv 2405.14377); for small batches,
+    contracting x with one core after another is. `comera_rec.tt.best_contractions` chooses for each batch size.
 
     Args:
         in_features: size of the last dimension of the input.
@@ -76,7 +76,7 @@ class TTLinear(TTModule):
 
     @property
     def shape(self) -> TTShape:
-        """Modes and ranks of the parameters; setting it chooses the order of contractions anew."""
+        """Modes and ranks of the parameters; setting it also chooses the order of contractions again."""
         return self._form.shape
 
     @shape.setter

@@ -24,7 +24,8 @@ class TTModule(nn.Module):
     module itself, so code that materializes modules from the meta device with `reset_parameters` works.
 
     `shape` always describes the parameters. Loading a state dict of the same modes at other ranks resizes them in place. A module
-    loads all of its tensors or none: a missing or mismatched tensor is an error, `strict` or not, and nothing changes.
+    loads all of its tensors or none: if a state dict has only part of them, or one of another size, that is an error, `strict` or
+    not, and nothing changes.
 
     A subclass calls `reset_parameters` once all its parameters exist.
     """
@@ -54,7 +55,7 @@ class TTModule(nn.Module):
             self.register_parameter(f"rank_{k}", nn.Parameter(torch.empty(rank, device=device, dtype=dtype)))
 
     def reset_parameters(self) -> None:
-        """Draw the cores anew so that dense entries have standard deviation `std`; set the rank parameters to one."""
+        """Redraw the cores so that dense entries have standard deviation `std`; set the rank parameters to one."""
         if self.core_0.is_meta:
             return
         init_cores_(self.cores(), self.shape, self.std)
@@ -194,8 +195,8 @@ def replace_data_(parameter: nn.Parameter, data: Tensor) -> None:
     """Give a parameter data of another shape, in place; its gradient is dropped.
 
     While any graph is alive, usually that of the last loss, autograd keeps the node that accumulates a parameter's gradient, and
-    with it the old shape. It makes a new node only when the parameter's type changes, hence the detour by another type. Hooks of
-    optimizers applied in backward are on that node; they move to the new one.
+    with it the old shape. It makes a new node only when the parameter's type changes, so this makes a detour through another type.
+    Hooks of optimizers applied in backward are on that node; they move to the new one.
     """
     hooks = _take_hooks(parameter)
     parameter.grad = None
@@ -219,7 +220,7 @@ def _take_hooks(parameter: nn.Parameter) -> list[Any]:
     hooks = []
     for handle in in_backward.param_to_optim_hook_handle_map.get(parameter, ()):
         registered = handle.hooks_dict_ref() or {}
-        if handle.id in registered:  # DistributedDataParallel removes them, to call them itself
+        if handle.id in registered:  # DistributedDataParallel removes them and calls them itself
             hooks.append(registered[handle.id])
             handle.remove()
     in_backward.param_to_acc_grad_map.pop(parameter, None)  # or later hooks would be put on the old node

@@ -63,7 +63,7 @@ class TTTable(TTModule):
             self.hot_rows.append(HotRows(self.num_hot_rows, rows, embedding_dim, width, std=std, device=device, dtype=dtype))
 
     def reset_parameters(self) -> None:
-        """Draw the cores anew with `std`, and set hot rows to zero."""
+        """Redraw the cores with `std`, and set hot rows to zero."""
         super().reset_parameters()
         for rows in self.hot_blocks():
             rows.reset_parameters()
@@ -149,7 +149,7 @@ class TTTable(TTModule):
         """Return a random table of a dense table's sizes, options and standard deviation; `sizes`: shape or tt_ranks, hot_rows.
 
         Raises:
-            ValueError: for what a TT table can't have: a norm limit, frequency-scaled gradients, a padding index of an
+            ValueError: for options that a TT table lacks: a norm limit, frequency-scaled gradients, a padding index of an
                 `nn.EmbeddingBag`, or a padding row of an `nn.Embedding` that isn't zero.
         """
         require_plain_rows(module)
@@ -275,8 +275,8 @@ def plan_tables(
     if joined[0].device.type == "cpu" and type(joined[0]) is Tensor:
         _check_ids(ids, tables, names)
     elif not (plan_impl == "triton" and len(shapes[0]) == 2):  # the pair plan checks ids itself
-        for table, count in zip(joined, rows, strict=True):
-            check_ids(table, count, "a table")
+        for table_ids, count in zip(joined, rows, strict=True):
+            check_ids(table_ids, count, "a table")
     return plan_lookup(joined, shapes, rows, impl=plan_impl)
 
 

@@ -74,5 +74,5 @@ def block(size: int, largest: int) -> int:
 
 
 def warps(accumulators: int) -> int:
-    """Return warps for sixteen accumulators per thread: in a 4 x 4 tile, every operand that is read serves four products."""
+    """Return the warps that give each thread sixteen accumulators: in a 4 x 4 tile, every operand read serves four products."""
     return max(1, min(4, accumulators // 512))

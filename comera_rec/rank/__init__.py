@@ -1,4 +1,4 @@
-"""Rank adaptation: the price of size, what ranks are worth, the schedule, truncation and growth."""
+"""Rank adaptation: the price of size, scores of ranks, the schedule, truncation and growth."""
 
 from comera_rec.rank.config import RankConfig
 from comera_rec.rank.growth import grow_ranks_

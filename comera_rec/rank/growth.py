@@ -29,13 +29,13 @@ def grow_ranks_(
     New entries of a core are Gaussian, with the standard deviation of the old ones, where they lead into new ranks, and zero where
     they lead from new ranks to old ones: no path through a new rank reaches the output yet, but the gradient of its last core is
     not zero. New rank parameters are one. Momenta and gradients are padded with zeros; second moments (Adam's, Adagrad's) and
-    Rprop's step sizes are padded with their mean, so that the first updates of new entries are no larger than those of old ones. A
-    module that was truncated away starts at its initial scale.
+    Rprop's step sizes are padded with their mean, so that the first updates of new entries are no larger than those of old entries.
+    A module that was truncated away starts at its initial scale.
 
     Args:
         model: any module that contains TT modules.
         ranks: fully qualified name -> new ranks of all bonds of that module, none smaller than now.
-        optimizer: the optimizer of the model's parameters, if there is one; its state grows alike.
+        optimizer: the optimizer of the model's parameters, if there is one; its state grows with them.
 
     Raises:
         ValueError: before anything is changed, for a name that is not a TT module, ranks that are smaller than now or larger than

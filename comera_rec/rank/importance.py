@@ -10,7 +10,7 @@ little; the scores "norm" and "taylor" depend on T_kj only.
     taylor     mean over steps of (dL/dD_k[j] D_k[j])^2 = <dL/dE, T_kj>^2: squared change of the loss, to first order
     magnitude  D_k[j]^2, for comparison
 
-The score of several ranks is the sum of theirs. Taylor scores: Molchanov et al., Importance Estimation for Neural Network
+The score of several ranks is the sum of their scores. Taylor scores: Molchanov et al., Importance Estimation for Neural Network
 Pruning (CVPR 2019, arXiv 1906.10771), equation 8.
 
 r rank of a bond; a, b ranks before and after a core; m, n its modes.

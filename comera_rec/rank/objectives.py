@@ -1,4 +1,4 @@
-"""Objectives of the stages of rank-adaptive training, and the size that TT modules may have meanwhile.
+"""Objectives of the stages of rank-adaptive training, and the size that TT modules may have at each point of a stage.
 
 L task loss, S size of all TT modules relative to that at the start of the stage, L0 and S0 their targets. A new
 objective needs a subclass of `Objective` and a line in `RankScheduler._stage_objective`.

@@ -31,7 +31,7 @@ class RankScheduler:
 
     With several processes, each builds a scheduler and calls the same methods at the same steps. All reach the same decisions,
     whether TT modules are replicated, sharded or on one process. After a truncation, DistributedDataParallel must wrap the model
-    anew (`rewrap_data_parallel_`).
+    again (`rewrap_data_parallel_`).
 
     Frozen modules keep their ranks, and count as other layers.
 
@@ -70,7 +70,7 @@ class RankScheduler:
         self._modules = {name: module for name, module in modules.items() if not _is_frozen(module)}
         summaries = self._summaries()
         if not summaries:
-            remedy = "unfreeze some" if modules else "swap tables or linear layers before building a RankScheduler"
+            remedy = "unfreeze at least one" if modules else "swap tables or linear layers before building a RankScheduler"
             raise ValueError(f"the model has no TT module{' that is trained' if modules else ''}: {remedy}")
         _require_gradients(self._modules.values(), config)
         require_optimized(self._modules, optimizer)
@@ -164,7 +164,7 @@ class RankScheduler:
         updated = torch.where(mean.isnan(), loss, mean.lerp(loss.to(mean.dtype), weight))
         mean.copy_(torch.where(loss.isfinite(), updated, mean))
 
-    def _mean(self) -> float | None:
+    def _mean_task_loss(self) -> float | None:
         mean = float(self._mean_loss)
         return None if math.isnan(mean) else mean
 
@@ -177,7 +177,7 @@ class RankScheduler:
 
         Returns:
             Whether it truncated: ranks, the stage or the objective may differ, so captured graphs are outdated, and data parallel
-            replicas must be wrapped anew. `history` got an entry.
+            replicas must be wrapped again. `history` has a new entry.
         """
         self.steps += 1
         if self.stage == "done":
@@ -253,7 +253,7 @@ class RankScheduler:
         self.reference_size = max(1, self._size())
         self.target = min(self._target(summaries), self.reference_size)
         if self.target_loss is None:
-            self.target_loss = self._mean()
+            self.target_loss = self._mean_task_loss()
         if self.target_loss is None and self.config.objective == "achievement":
             raise ValueError(
                 f"no finite loss was seen in the {self.steps} steps of the early stage: pass every step's loss through `loss`, "
@@ -313,7 +313,7 @@ class RankScheduler:
                 "params": total_params(summaries),
                 "bytes": total_bytes(summaries),
                 "target_params": self.target_params,
-                "loss": self._mean(),
+                "loss": self._mean_task_loss(),
                 "ranks": {name: list(summary.shape.ranks) for name, summary in summaries.items()},
             }
         )
@@ -326,7 +326,7 @@ class RankScheduler:
         return {
             **state,
             "history": list(self.history),
-            "mean_loss": self._mean(),
+            "mean_loss": self._mean_task_loss(),
             "taylor": self._processes.merge(self._taylor.by_name(self._modules)),
         }
 
@@ -359,6 +359,6 @@ def _require_gradients(modules: Collection[TTModule], config: RankConfig) -> Non
     elif config.late_steps and config.objective == "achievement":
         need = "objective 'achievement' puts a price on rank parameters"
     elif config.gamma:
-        need = f"gamma is {config.gamma}, a price of rank parameters"
+        need = f"gamma is {config.gamma}, a price on rank parameters"
     if need and any(hasattr(rank, "_in_backward_optimizers") for module in modules for rank in module.rank_parameters()):
         raise ValueError(f"{need}, which are updated in backward: give rank parameters a separate optimizer")

@@ -23,9 +23,9 @@ def truncate_ranks_(
     """Remove every rank whose |D| is below a threshold, which makes later steps smaller and faster.
 
     Parameters keep their identity and names. Optimizer state of the same shape (momenta, second moments, Adagrad sums) and
-    accumulated gradients are sliced alike, also for optimizers applied in backward. A module with a bond that loses all its ranks
-    outputs zero (plus its bias). DistributedDataParallel must wrap the model anew afterwards, because its hooks refer to the old
-    gradients.
+    accumulated gradients are sliced with them, also for optimizers applied in backward. A module with a bond that loses all its
+    ranks outputs zero (plus its bias). DistributedDataParallel must wrap the model again afterwards, because its hooks refer to
+    the old gradients.
 
     Args:
         model: any module that contains TT modules.

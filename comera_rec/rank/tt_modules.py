@@ -25,7 +25,7 @@ class ModuleSummary:
         dense_params: parameters of the dense module that it replaces.
         unit: bytes of a parameter.
         scores: the score of each rank, [r_k] per bond; empty where no scores are needed.
-        has_hot_rows: whether it is a table with hot rows. They share its scores, although many ids have its cores alone.
+        has_hot_rows: whether it is a table with hot rows. They share its scores, although many ids use only its cores.
     """
 
     shape: TTShape

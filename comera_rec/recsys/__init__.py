@@ -1,4 +1,4 @@
-"""TT tables in TorchRec: table configs, the collections, DLRM."""
+"""TT tables in TorchRec: table configs, collections, and models."""
 
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.config import TTEmbeddingBagConfig, TTEmbeddingCollectionConfig

@@ -218,7 +218,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             offsets = batch.offsets()
         else:
             offsets = F.pad(_joined([feature.lengths() for feature in features]).long().cumsum(0), (1, 0))
-        inverse_indices = batch.inverse_indices_or_none()  # if given, every feature has its own number of bags
+        inverse_indices = batch.inverse_indices_or_none()  # if given, the number of bags may differ between features
         pooled = tt_bags(
             [table.forward_parameters() for table in tables],
             plans.get(_names(configs)) or self._plan_group(configs, by_feature),
@@ -267,7 +267,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         return bag
 
     def reset_parameters(self) -> None:
-        """Initialize every table anew."""
+        """Initialize every table again."""
         if isinstance(self.dense_bags, EmbeddingBagCollection):
             self.dense_bags.reset_parameters()
         for name in self.tt_bags:

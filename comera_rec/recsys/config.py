@@ -16,7 +16,7 @@ from comera_rec.nn.hot_rows import require_blocks
 from comera_rec.nn.tt_table import table_shape
 from comera_rec.tt import Blocks, TTShape, blocks_params, require_positive
 
-_SAMPLED = 1 << 24  # the most numbers that are initialized by an `init_fn` to learn its standard deviation
+_SAMPLED = 1 << 24  # the most entries that are drawn from an `init_fn` to estimate its standard deviation
 DTYPES = {DataType.FP32: torch.float32, DataType.FP16: torch.float16, DataType.BF16: torch.bfloat16}
 
 
@@ -81,7 +81,7 @@ class _TTFields(BaseEmbeddingConfig):
             rows = min(self.num_embeddings, _SAMPLED // self.embedding_dim)  # all, if possible: Xavier's depends on their number
             try:
                 entries = initialized(rows)
-            except RuntimeError:  # it copies a whole table
+            except RuntimeError:  # `init_fn` copies a whole table
                 entries = initialized(self.num_embeddings)
         return float(entries.std(correction=0))
 
@@ -106,7 +106,7 @@ class TTEmbeddingBagConfig(_TTFields, EmbeddingBagConfig):
     _plain = EmbeddingBagConfig
 
     def with_changes(self, **changes: Any) -> TTEmbeddingBagConfig:
-        """Return a copy with some fields changed."""
+        """Return a copy with the given fields changed."""
         return dataclasses.replace(self, **changes)
 
 

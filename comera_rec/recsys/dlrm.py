@@ -46,7 +46,7 @@ def build_dlrm(
     cross_rank: int = 64,
     device: torch.device | str | None = None,
 ) -> DLRM:
-    """Build TorchRec's own DLRM (Naumov et al., arXiv 1906.00091) with large tables and large MLP layers in tensor-train form.
+    """Build TorchRec's DLRM (Naumov et al., arXiv 1906.00091) with large tables and large MLP layers in TT form.
 
     Args:
         tables: one config per table; those with `tt_ranks` or `shape` become TT tables, the others stay dense.
@@ -107,7 +107,7 @@ def build_deepfm(
     linears: TTLinearConfig | None = TTLinearConfig(tt_ranks=32),  # noqa: B008  frozen
     device: torch.device | str | None = None,
 ) -> SimpleDeepFMNN:
-    """Build TorchRec's own DeepFM (Guo et al., arXiv 1703.04247) with large tables and large layers in tensor-train form.
+    """Build TorchRec's DeepFM (Guo et al., arXiv 1703.04247) with large tables and large layers in TT form.
 
     Args:
         tables, dense_in_features, linears, device: as for `build_dlrm`; tables of one dimension.
@@ -136,7 +136,7 @@ def build_deepfm(
 
 
 def require_inputs(tables: Sequence[EmbeddingBagConfig], dense_in_features: int) -> None:
-    """Raise a ValueError for no tables, or a negative number of dense features."""
+    """Raise ValueError for no tables, or a negative number of dense features."""
     if dense_in_features < 0:
         raise ValueError(f"dense_in_features is {dense_in_features}: give how many there are, or 0")
     if not tables:

@@ -78,7 +78,7 @@ class _Crossing(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, first: Tensor, dtype: torch.dtype, *parameters: Tensor) -> Tensor:
-        x, ctx.kept = _cross(first, dtype, parameters)  # a list that backward empties; torch would keep saved tensors until its end
+        x, ctx.kept = _cross(first, dtype, parameters)  # a list that backward empties; torch would keep saved tensors to the end
         ctx.dtype = dtype
         ctx.save_for_backward(first, *parameters)
         return x

@@ -126,12 +126,12 @@ class TTEmbeddingCollection(EmbeddingCollectionInterface):
         return self.tables.device
 
     def reset_parameters(self) -> None:
-        """Initialize every table anew."""
+        """Initialize every table again."""
         self.tables.reset_parameters()
 
 
 def _bags_of_one_id(features: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
-    """Put each id into its own bag, and pad features with empty bags to the length of the longest: one batch size for all."""
+    """Put each id into a separate bag, and pad features with empty bags to the longest one's length: one batch size for all."""
     ids = [feature.values() for feature in features.values()]
     longest = max(1, *map(len, ids))
     lengths = [F.pad(torch.ones_like(feature_ids, dtype=torch.long), (0, longest - len(feature_ids))) for feature_ids in ids]

@@ -60,7 +60,7 @@ def curves(runs: list[Run], *, best_auc: float | None) -> list[tuple[str, str]]:
 def _curve(runs: list[Run], kind: str, key: str, reference: float | None) -> str:
     with matplotlib.rc_context(_STYLE):
         figure, axes = _figure(6.4, 3.2)
-        shown: list[float] = [] if reference is None else [reference]
+        shown: list[float] = []
         for run in runs:
             lines = [line for line in getattr(run, kind) if np.isfinite(line.get(key, np.nan))]
             if not lines:
@@ -70,10 +70,11 @@ def _curve(runs: list[Run], kind: str, key: str, reference: float | None) -> str
             if kind == "train":
                 axes.plot(steps, values, color=SERIES[run.color], alpha=0.2, linewidth=1)
             axes.plot(steps, smooth, color=SERIES[run.color], marker="o" if kind == "val" else None, markersize=4)
-            # The first steps' losses are many times the rest; drawn to scale, they would press the curves flat.
+            # The first steps' losses are many times larger than the rest; drawn to scale, they would flatten the curves.
             shown += list(values[len(values) // 10 if kind == "train" else 0 :])
-        if not shown or len(shown) == (reference is not None):
+        if not shown:
             return ""
+        shown += [] if reference is None else [reference]
         low, high = min(shown), max(shown)
         margin = 0.06 * (high - low) or 0.01
         axes.set_ylim(low - margin, high + margin)
@@ -222,7 +223,7 @@ def _svg(figure: Figure, name: str) -> str:
     svg = svg[svg.index("<svg") :]
     for color, variable in _VARIABLES.items():
         svg = svg.replace(color, f"var({variable})")
-    # The ids of groups are the same in every drawing and nothing refers to them. Font and width are the page's own.
+    # The ids of groups are the same in every drawing and nothing refers to them. The page sets font and width.
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
     svg = re.sub(r"font-family: [^;\"]*; ?", "", svg)
     return re.sub(r' (width|height)="[\d.]+pt"', "", svg, count=2)

@@ -92,7 +92,7 @@ COLUMNS = (
 
 
 def _cell(column: Column, run: Run, baseline: Run | None) -> tuple[str, str]:
-    """The number, and how it compares with the baseline; empty strings where there is none."""
+    """Return the number, "-" if there is none, and how it compares with the baseline, "" if it doesn't."""
     value = run.value(column.key)
     if value is None:
         return "-", ""

@@ -78,11 +78,11 @@ class Batcher:
         taken = [self._waiting.popleft()]
         rows = len(taken[0].rows.dense)
         while self._waiting and self._waiting[0].model is taken[0].model:
-            rows += len(self._waiting[0].rows.dense)
-            if rows > self._max_rows:
+            more = len(self._waiting[0].rows.dense)
+            if rows + more > self._max_rows:
                 break
             taken.append(self._waiting.popleft())
-        rows = sum(len(waiting.rows.dense) for waiting in taken)
+            rows += more
         self._waiting_rows -= rows
         self._observe(rows)
         return taken

@@ -52,7 +52,7 @@ class ExportOptions:
         data: folder of the data set that the run was trained on; None takes the one in the run's config.
         form: "portable", with torch's operators alone, or "fast", with this library's.
         dtype: type that tables are stored in: "float32", "bfloat16" or "int8".
-        expand: bytes to spend on forming rows of the most frequent ids in advance.
+        expand: bytes for rows of the most frequent ids, which are formed in advance.
         last: use the last checkpoint even if the run keeps its best one.
 
     Raises:
@@ -82,7 +82,8 @@ def export_run(options: ExportOptions, output: Path) -> ModelMetadata:
         The metadata of the package.
 
     Raises:
-        ValueError: for a folder without a checkpoint, a model without tables, or a data set that is missing or isn't the run's.
+        ValueError: for a folder without a checkpoint, a model without tables or of Wide & Deep, or a data set that is missing or
+            isn't the run's.
     """
     if output.is_dir():
         raise ValueError(f"{output} is a folder: name a file, such as {output / PACKAGE}")

@@ -22,17 +22,20 @@ from comera_rec.tt import contract
 
 
 class FlatModel(nn.Module):
-    """A DLRM (DLRM-DCNv2, DeepFM) over tables in serving form.
+    """A DLRM, DLRM-DCNv2 or DeepFM over tables in serving form.
 
     Args:
         model: the trained model, whose tables are ignored. TT layers become one or two dense layers, whichever read fewer numbers.
         tables: called as `tables(lead [B, N], values, lengths)` -> [B, 1 + F, N].
+
+    Raises:
+        ValueError: for a Wide & Deep model.
     """
 
     def __init__(self, model: DLRM | SimpleDeepFMNN | WideDeep, tables: nn.Module) -> None:
         super().__init__()
         if isinstance(model, WideDeep):
-            raise ValueError("a Wide & Deep model has no package yet: export it dense, to a folder (--output DIR/)")
+            raise ValueError("a Wide & Deep model can't be packaged: export it dense, to a folder (--output DIR/)")
         self.tables = tables
         self.dense_arch, self.over_arch = (_served(part) for part in (model.dense_arch, model.over_arch))
         kind = next(kind for kind in _INTERACTIONS if isinstance(model.inter_arch, kind))

@@ -65,7 +65,9 @@ def read_inputs(body: Any, metadata: ModelMetadata) -> Flat:
             f"lengths has shape {list(lengths.shape)}: give [{features * len(dense)}], {features} columns of {len(dense)}"
         )
     if (lengths < 0).any() or (lengths > values.size).any() or lengths.sum() != values.size or values.ndim != 1:
-        raise ValueError(f"lengths add up to {lengths.sum()} for values of shape {list(values.shape)}: match them, none below 0")
+        raise ValueError(
+            f"lengths add up to {lengths.sum()} for values of shape {list(values.shape)}: match them, with none below 0"
+        )
     if not np.isfinite(dense).all():
         row, column = np.argwhere(~np.isfinite(dense))[0]
         raise ValueError(f"dense column {metadata.dense[column]} of row {row} is not a finite number: give one")

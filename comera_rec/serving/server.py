@@ -197,7 +197,7 @@ class Server:
         return {"scores": await self.batcher.score(version.model, flat), "model_version": version.number}
 
     async def _body(self, request: Request) -> Any:
-        """Read the body as JSON; one that is too long is read on for a while, because few clients read an answer while sending."""
+        """Read the body as JSON; reading continues for a while past the limit, because few clients read an answer while sending."""
         limit = self.options.max_body
         if "inference-header-content-length" in request.headers:
             raise ValueError("binary tensors are not supported: give data as JSON")

@@ -1,1 +1,1 @@
-"""Training: batches from Parquet, the trainer, metrics, checkpoints and the report of finished runs."""
+"""Training: configs, the trainer and its steps, metrics and checkpoints."""

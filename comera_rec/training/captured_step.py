@@ -28,7 +28,7 @@ Input: TypeAlias = Tensor | KeyedJaggedTensor
 class CapturedStep:
     """Forward, backward, optimizer and rank scheduler, with all but the scheduler's truncations in a CUDA graph.
 
-    The graph is captured anew when it is no longer valid: after inputs of other shapes, a learning rate set to another number, and
+    The graph is captured again when it is no longer valid: after inputs of other shapes, a learning rate set to another number, and
     any change that the scheduler records (truncated ranks, a new stage). Inputs whose shapes change with every batch therefore run
     eagerly. On the CPU every step does.
 
@@ -36,7 +36,7 @@ class CapturedStep:
         loss_of: inputs -> task loss, a scalar. Python values that are not its inputs stay as they were when captured; it must not
             wait for the device.
         optimizer: the model's optimizer, made with `fused=True` or `capturable=True`. If the learning rate follows a schedule, make
-            it a tensor, which a graph reads anew in every step.
+            it a tensor, which a graph reads in every step.
         scheduler: the rank schedule, if there is one.
         capture: False runs every step eagerly.
         clip: called after backward, before the optimizer's step.
@@ -44,7 +44,7 @@ class CapturedStep:
         warmup: eager steps on inputs of the same shapes before one is captured.
 
     Raises:
-        ValueError: if the optimizer can't be captured, or several processes train together.
+        ValueError: if the optimizer can't be captured, several processes train together, or `warmup` is below 1.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ def _require_capturable(optimizer: Optimizer) -> None:
 
 @contextmanager
 def _capturable(optimizer: Optimizer) -> Iterator[None]:
-    """Tell an optimizer that its step is being captured; otherwise the flag causes warnings and slows it down."""
+    """Set an optimizer's flag `capturable` during a capture; outside of one, the flag causes warnings and slows down steps."""
     flags = [group["capturable"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["capturable"] = True

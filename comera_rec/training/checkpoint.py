@@ -3,7 +3,7 @@
     checkpoints/step_00001000/      torch.distributed.checkpoint's files, a part from each process
         record.json                 numbers, strings, lists and dictionaries; the format; checksums of the files
 
-A checkpoint can be loaded by any number of processes, whatever number saved it.
+Any number of processes can load a checkpoint, whatever number saved it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _mapped(size: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
-    """Gives the writer tensors that seem to fill their memory: it would copy one in larger memory and keep the copy to the end."""
+    """Hides from the writer that a tensor is a view of larger memory: it would copy the view, and keep the copy to the end."""
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         data: Tensor | io.BytesIO = super().resolve_data(write_item)

@@ -22,9 +22,9 @@ from comera_rec.training.trainer import Trainer
 def compress_run(dense: str | Path, config: RunConfig) -> Trainer:
     """Write a run's first checkpoint from the weights of a trained dense one; `comera train` resumes from it.
 
-    All tables share the size that `tables.compression` (or the given ranks) allows; their singular values decide how. A row's
-    errors are weighted by its squared gradients, which the dense tables' Adagrad has summed up. The dense model is mapped from
-    temporary files, so memory holds only one table's blocks and the compressed model.
+    All tables share the size that `tables.compression` (or the given ranks) allows; their singular values decide how much each
+    gets. A row's errors are weighted by its squared gradients, which the dense tables' Adagrad has summed up. The dense model is
+    mapped from temporary files, so memory holds only one table's blocks and the compressed model.
 
     Args:
         dense: folder of a run with dense tables on the same data.

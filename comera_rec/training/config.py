@@ -56,8 +56,9 @@ class ModelConfig:
             a linear model beside an MLP over dense features and embeddings.
         embedding_dim: columns of every table.
         dense_arch: outputs of the bottom MLP's hidden layers; a last layer of `embedding_dim` outputs is added. DeepFM needs
-            exactly one; wide_deep has no bottom MLP.
-        over_arch: outputs of the top MLP's hidden layers; a last layer of one output is added. DeepFM needs exactly one.
+            exactly one hidden layer; wide_deep has no bottom MLP.
+        over_arch: outputs of the top MLP's hidden layers; a last layer of one output per label is added. DeepFM needs exactly one
+            hidden layer.
         cross_layers, cross_rank: number and rank of the cross network's layers.
         wide_buckets: for wide_deep, the largest number of weights per column in the linear model, which ids share modulo this
             number; 0 for one weight per id, in TT form where [tables] says so.
@@ -118,14 +119,14 @@ class OptimizerConfig:
         name: "adam", "adamw" or "adagrad". On CPU, Adam's moments of TT tables change only for slices that a batch uses, as with
             `torch.optim.SparseAdam`, except in replicas and where updates in backward are off.
         lr_dense: learning rate of MLP weights and biases.
-        lr_cores: learning rate of tensor-train cores.
+        lr_cores: learning rate of TT cores.
         lr_ranks: learning rate of the rank parameters D_k, which start at 1; with Adam, about the most that a step changes them.
         lr_tables: learning rate of dense tables.
         warmup_steps: steps over which all rates rise from zero.
         decay: share of a run's steps, at its end, over which all rates fall to zero.
         weight_decay_dense: factor of MLP weights (not biases); weight times factor is added to the gradient or, with AdamW, weight
             times factor times learning rate is subtracted from the weight.
-        weight_decay_cores: the same for tensor-train cores; if they are updated in backward, only for the slices that a batch uses.
+        weight_decay_cores: the same for TT cores; if they are updated in backward, only for the slices that a batch uses.
     """
 
     name: Literal["adam", "adamw", "adagrad"] = "adam"
@@ -307,7 +308,7 @@ def _parse(schema: type[Settings], raw: dict[str, Any]) -> Settings:
         if first["type"] == "missing":
             raise ValueError(f"config: {key} is missing: set it in the file, or as {key}=VALUE on the command line") from None
         message = first["msg"].removeprefix("Value error, ")
-        if first["type"] != "value_error":  # ours name the value
+        if first["type"] != "value_error":  # errors of the dataclasses name the value
             message += f", not {first['input']!r}"
         raise ValueError(f"config: {key}: {message}" if key and not message.startswith(key) else f"config: {message}") from None
 
@@ -337,9 +338,9 @@ def _apply(raw: dict[str, Any], override: str) -> None:
         raw[name] = text
 
 
-def _reject_unknown(raw: dict[str, Any], owner: type, prefix: str) -> None:
-    types = get_type_hints(owner)
-    known = [f.name for f in dataclasses.fields(owner)]
+def _reject_unknown(raw: dict[str, Any], schema: type, prefix: str) -> None:
+    types = get_type_hints(schema)
+    known = [f.name for f in dataclasses.fields(schema)]
     for key, value in raw.items():
         if key not in known:
             near = [name for name in known if name.startswith(key)] or difflib.get_close_matches(key, known, n=1)

@@ -53,7 +53,7 @@ def evaluate(
     `auc_LABEL`, `ne_LABEL`, `logloss_LABEL`; labels of one class on this split are left out.
 
     Args:
-        model: called as `model(dense, sparse)`; in evaluation mode meanwhile.
+        model: called as `model(dense, sparse)`, in evaluation mode.
         between: called between two batches; what it raises ends the evaluation.
     """
     kind = BinaryMetrics if batches.rows <= EXACT_ROWS else BinnedMetrics

@@ -18,8 +18,8 @@ _KEPT_BYTES, _LARGEST_MMAP_THRESHOLD = 1 << 30, 32 << 20
 def keep_freed_memory() -> None:
     """Let glibc keep up to 1 GiB of freed memory for the next step, instead of returning it to the system.
 
-    Otherwise every step gets the pages of its largest tensors anew, and the system fills each page with zeros. Tensors above 32 MiB
-    still have mappings of their own. Other allocators are left as they are.
+    Otherwise every step requests the pages of its largest tensors again, and the system fills each page with zeros. Tensors above
+    32 MiB still have separate mappings. Other allocators are left as they are.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:

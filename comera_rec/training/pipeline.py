@@ -44,7 +44,7 @@ class PipelinedStep:
     def __call__(self, batches: Iterator[Batch]) -> Tensor:
         """Take one step; return the task loss, which stays on the device. Raises StopIteration after the last batch."""
         if self._paused:
-            self._pipeline.attach()  # which sends the next batch's ids anew
+            self._pipeline.attach()  # which sends the next batch's ids again
             if self._pipeline.contexts:
                 self._pipeline.wait_sparse_data_dist(self._pipeline.contexts[0])
             self._paused = False

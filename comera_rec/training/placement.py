@@ -57,8 +57,8 @@ def place(
     lr = config.optimizer.lr_tables
     if processes.several and model is not None:
         raise ValueError("a given model trains on one process only: save it there, then resume from its folder on several")
-    # On the meta device at first, so that initial values don't depend on the number of processes, and dense tables, which may be
-    # too large for one process, are made in shards on the processes that keep them.
+    # On the meta device at first: so initial values don't depend on the number of processes, and dense tables, which may be too
+    # large for one process, are made in shards on the processes that keep them.
     whole = materialize_(build_model(config, schema, device="meta"), device) if model is None else model.to(device)
     if not processes.several:
         tables = fuse_dense_tables_(whole, lr, device)
@@ -117,16 +117,18 @@ def device_of(name: str) -> torch.device:
     Raises:
         ValueError: for "cuda" without a GPU, or with fewer GPUs than processes.
     """
-    local_rank = launcher_number("LOCAL_RANK", 0)
+    local_process_rank = launcher_number("LOCAL_RANK", 0)
     count = torch.cuda.device_count() if name != "cpu" and torch.cuda.is_available() else 0
     if name == "cuda" and not count:
         raise ValueError("training.device is cuda but torch sees no GPU: use training.device=cpu, or install the CUDA build")
     if not count:
         return torch.device("cpu")
-    if local_rank >= count:
-        raise ValueError(f"{local_rank + 1} or more processes share {count} GPUs: launch one per GPU, or set training.device=cpu")
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    if local_process_rank >= count:
+        raise ValueError(
+            f"{local_process_rank + 1} or more processes share {count} GPUs: launch one per GPU, or set training.device=cpu"
+        )
+    torch.cuda.set_device(local_process_rank)
+    return torch.device("cuda", local_process_rank)
 
 
 def name_of(device: torch.device) -> str:

@@ -18,7 +18,7 @@ class LearningRates:
     Args:
         table_optimizers: optimizers of dense tables, which are updated in the backward pass.
         decay: share of all steps, at the end, over which rates fall.
-        as_tensors: hold the optimizer's rates in tensors, which a CUDA graph reads anew in every step.
+        as_tensors: hold the optimizer's rates in tensors, which a CUDA graph reads in every step.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from comera_rec.training.state import load_model_
 from data_pipeline.manifest import Manifest
 
 CHECKPOINTS = "checkpoints"
-# When a run resumes, these may change: `output`, [checkpoints], the keys _FREE_DATA of [data], and [training] but _FIXED_TRAINING.
+# When a run resumes, these may change: `output`, [checkpoints], _FREE_DATA of [data], and [training] except _FIXED_TRAINING.
 _FREE = ("output", "checkpoints")
 _FREE_DATA = ("path", "prefetch", "eval_batch_size")
 _FIXED_TRAINING = ("accumulation",)  # decides which rows are read together

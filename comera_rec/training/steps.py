@@ -50,7 +50,7 @@ class Steps:
             optimizer, placed.table_optimizers, total_steps=total_steps, warmup_steps=config.optimizer.warmup_steps,
             decay=config.optimizer.decay, as_tensors=training.capture and device.type == "cuda",
         )  # fmt: skip
-        self._task_weights = None  # with mean 1, so that the price of ranks weighs the same whatever they add up to
+        self._task_weights = None  # with mean 1, so that the price of ranks doesn't depend on their sum
         if training.task_weights:
             task_weights = torch.tensor(training.task_weights, device=device)
             self._task_weights = task_weights / task_weights.mean()

@@ -36,7 +36,7 @@ class StopSignals:
         self._pending: Callable[[], Tensor] | None = None
 
     def __enter__(self) -> StopSignals:
-        self._handlers: dict[int, Any] = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        self._handlers: dict[int, Any] = {number: signal.signal(number, self._record) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
@@ -62,6 +62,6 @@ class StopSignals:
         """Wait for the other processes, and return the signal to stop for, or 0."""
         return int(self._processes.max(self._received))
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         self._received = self._received or number
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -60,11 +60,11 @@ class Trainer:
 
     Args:
         config: the run; if its folder already holds a part of it, it resumes from the last checkpoint.
-        model: the model to start from instead of a new one; its sizes but not its ranks are the config's. For one process.
+        model: the model to start from instead of a new one, on one process only; its sizes are the config's, its ranks may differ.
 
     Raises:
-        ValueError: for data that does not fit, a batch that can't be shared equally, a folder that holds another run, or float8
-            without layers or a device for it (`use_float8_`).
+        ValueError: for data that does not fit, a batch that can't be shared equally, or float8 without layers or a device for it
+            (`use_float8_`).
     """
 
     def __init__(self, config: RunConfig, model: nn.Module | None = None, *, processes: Processes = WORLD) -> None:
@@ -190,6 +190,8 @@ class Trainer:
         Raises:
             Interrupted: after SIGTERM or SIGINT, with a checkpoint written.
             Diverged: if the loss, or a weight that is to be saved, is not finite; the last good checkpoint stays.
+            ValueError: if the folder holds another run, or its last checkpoint is damaged.
+            OSError: if a checkpoint can't be written.
 
         Returns:
             The contents of result.json.

@@ -54,7 +54,7 @@ class CheckpointWriter:
         return self._writing is not None and self._writing.done() and self._writing.exception() is not None
 
     def wait(self) -> None:
-        """Wait until nothing is being written; raise an error of the write, once."""
+        """Wait until nothing is being written; if the write failed, raise its error, once."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()

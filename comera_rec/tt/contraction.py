@@ -22,7 +22,7 @@ def best_contractions(shape: TTShape) -> Contractions:
     """Return, for every batch size, a contraction within about a tenth of the cheapest.
 
     For large batches it forms L (I x r) and R (r x O) once (CoMERA, section 4.2, arXiv 2405.14377), or all of W where r is
-    large; for small ones it multiplies the input by one core after another. All candidates are tried.
+    large; for small batches it multiplies the input by one core after another. All candidates are tried.
 
     Args:
         shape: the shape of a linear layer, input modes first.

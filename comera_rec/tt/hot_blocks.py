@@ -16,13 +16,13 @@ def choose_hot_blocks(num_embeddings: Sequence[int], embedding_dim: int, budget_
 
     A few numbers for each of many ids predict better than many numbers for each of a few. So most of the budget goes to narrow
     rows: their width is the smallest power of two at which rows for all ids would use up the budget. Only the most frequent ids,
-    which see enough data to train them, get wider rows: a first block on 5 % of the budget has the table's own width, a second one
+    which see enough data to train them, get wider rows: a first block on 5 % of the budget has the table's width, a second one
     on 10 % the geometric mean of both widths, rounded up to a power of two. These are mixed dimension embeddings (Ginart et al.,
     arXiv 1909.11810) of three dimensions. Rows of one or two columns are cut into two blocks: a second projection costs little, and
     training can remove the block of rarer ids.
 
-    Every table gives rows of a width to the same number of ids, or to all that it has left if these are fewer. If tables are read
-    equally often and ids follow Zipf's law, ids of equal width are thus read about equally often, whatever their table.
+    Every table gives rows of a width to the same number of ids, or to all its remaining ids if these are fewer. If tables are read
+    equally often and ids follow Zipf's law, ids with rows of equal width are read about equally often in all tables.
 
     Args:
         num_embeddings: rows of each table.

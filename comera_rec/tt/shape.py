@@ -180,7 +180,8 @@ class TTShape:
             tt_ranks: as in `for_table`.
             budget_params: the most parameters the layer may take, biases aside. The shape is the one of lowest order that reaches
                 rank 8, or else the one of the largest rank.
-            order: number of cores, even, 2 to 8: half of them hold input modes, half output modes. Default 4.
+            order: number of cores, even, 2 to 8: half of them hold input modes, half output modes. Default: chosen with the budget;
+                else one more than `tt_ranks` has entries; else 4.
 
         Raises:
             ValueError: as `for_table`.

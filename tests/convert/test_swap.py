@@ -259,7 +259,7 @@ def swapped_already() -> nn.Module:
     [
         (lambda: nn.Linear(3, 3), {}, "the model has none, or they are sharded already: swap before sharding"),
         (collection, {"min_rows": 10_000}, "all tables have fewer than 10000 rows; lower min_rows"),
-        (tied, {}, r"all tables of at least 100 rows share their weight .* \('t_item', 't_user'\): give them weights of their own"),
+        (tied, {}, r"all tables of at least 100 rows share their weight .* \('t_item', 't_user'\): give them separate weights"),
         (collection, {"filter_fn": lambda module, name: False}, "filter_fn rejected all"),
         (swapped_already, {}, "all of the model's are swapped already"),
     ],

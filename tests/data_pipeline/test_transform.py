@@ -163,7 +163,7 @@ def test_refused(data: Path, tmp_path: Path, write_log: WriteLog) -> None:
     renamed = replace(criteo, columns=(criteo.columns[0], replace(criteo.columns[1], name="J1"), *criteo.columns[2:]))
     with pytest.raises(ValueError, match=r"other columns than the logs of .*data: J1 \(integer\) where I1 \(integer\) is expected"):
         transform(to_options(data, log, schema=renamed))
-    with pytest.raises(ValueError, match="holds no well-formed lines; give logs that have some"):
+    with pytest.raises(ValueError, match="holds no well-formed lines; give logs with rows to encode"):
         transform(to_options(data, short, schema=criteo, max_bad_rows=5))
     manifest = (data / "manifest.json").read_text()
     (data / "manifest.json").write_text(manifest.replace('"log": {', '"log": null, "was": {'))

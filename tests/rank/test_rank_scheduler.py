@@ -320,7 +320,7 @@ LATE = {"late_steps": 5, "target_size": 0.5}
     ("arguments", "part", "message"),
     [
         ({"gamma": 0.0, "objective": "budget", **LATE}, "rank", "score 'taylor' needs the gradients of rank parameters"),
-        ({"gamma": 0.1}, "rank", r"gamma is 0\.1, a price of rank parameters"),
+        ({"gamma": 0.1}, "rank", r"gamma is 0\.1, a price on rank parameters"),
         ({"gamma": 0.0, "objective": "achievement", **LATE}, "rank", "objective 'achievement' puts a price on rank parameters"),
         ({"gamma": 0.0, "beta": 0.5}, "core", r"beta is 0\.5, a penalty on cores, which are updated in backward"),
     ],
@@ -363,7 +363,7 @@ def test_frozen_modules_keep_their_ranks() -> None:
     assert scheduler.stage == "done"
     assert torch.equal(model["frozen"].dense_matrix(), before)
     assert max(model["trained"].shape.ranks) < 8
-    with pytest.raises(ValueError, match="the model has no TT module that is trained: unfreeze some"):
+    with pytest.raises(ValueError, match="the model has no TT module that is trained: unfreeze at least one"):
         RankScheduler(model.requires_grad_(False), optimizer, config)
 
 

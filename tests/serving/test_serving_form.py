@@ -166,5 +166,5 @@ def test_every_architecture_is_served(
 
 def test_a_model_that_cannot_be_packaged_is_refused_in_one_line(collection: cr.TTEmbeddingBagCollection) -> None:
     model = cr.build_wide_deep(collection.embedding_bag_configs(), dense_in_features=3, deep_layer_sizes=[8])
-    with pytest.raises(ValueError, match="a Wide & Deep model has no package yet: export it dense, to a folder"):
+    with pytest.raises(ValueError, match="a Wide & Deep model can't be packaged: export it dense, to a folder"):
         FlatModel(model, FORMS["portable"](served_tables(model.sparse_arch.embedding_bag_collection), torch.float32))

@@ -56,7 +56,7 @@ class KernelCalls:
         return {"a_ptr": left, "b_ptr": right, "d_ptr": diagonal, "tables_ptr": self._tables, "pairs_ptr": self._pairs}
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return bags, the target of each id [L] and, for mode "max", the id that each number of a target comes from.
+        """Return bags, the target of each id [L] and, for mode "max", the position of the id that each entry comes from.
 
         A target is a row of the bags as a matrix [B * F, N].
         """
@@ -75,9 +75,9 @@ class KernelCalls:
     def sum_slices(self, grad: Tensor, targets: Tensor, chosen: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return, for each side, sums over the ids of each slice, and an id that uses the slice, -1 where none does."""
         sizes, (num_left, num_right) = self.sizes, self.sizes.counts
-        aligned = -(-num_left // 4) * 4
-        owners = torch.empty(aligned + num_right, dtype=torch.int32, device=grad.device)
-        left_owners, right_owners = owners[:num_left], owners[aligned:]
+        right_start = -(-num_left // 4) * 4  # at a multiple of 16 bytes
+        owners = torch.empty(right_start + num_right, dtype=torch.int32, device=grad.device)
+        left_owners, right_owners = owners[:num_left], owners[right_start:]
         chunks = -(-self.num_ids // self._kernels.CHUNK)
         left, right = (
             torch.empty(count + chunks, sizes.rank * size, dtype=torch.float32, device=grad.device)

@@ -27,10 +27,9 @@ def pool(
     num_cols: int,
 ) -> Tensor:
     """Pool rows to [B, F * num_cols]; arguments as for `tt_bags`."""
-    rows = make_rows([table.cores for table in tables], [table.diagonals for table in tables], plan)
+    rows = make_rows([table.cores for table in tables], [table.diagonals for table in tables], plan)[:, :num_cols]
     if any(table.hot for table in tables):
-        rows = rows[:, :num_cols] + hot_rows(tables, plan, num_cols)[: rows.shape[0]]
-    rows = rows[:, :num_cols]
+        rows = rows + hot_rows(tables, plan, num_cols)[: rows.shape[0]]
     return pool_rows(rows, plan.inverse, offsets, weights, mode=mode, features=features)
 
 

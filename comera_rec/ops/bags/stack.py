@@ -51,19 +51,19 @@ class _Stack(torch.autograd.Function):
 
 
 class _Scale(torch.autograd.Function):
-    """Multiply slices (M, r, n, s), `counts` of each table, by its diagonal, (r) at most; beyond it they are zero already."""
+    """Multiply the `counts` slices (r, n, s) of each table by its diagonal; beyond a shorter diagonal, slices are zero already."""
 
     @staticmethod
     def forward(ctx: Any, slices: Tensor, counts: Sequence[int], *diagonals: Tensor) -> Tensor:
         rank = slices.shape[1]
         if all(len(diagonal) == rank for diagonal in diagonals):
-            table = torch.stack(diagonals)
+            padded = torch.stack(diagonals)
         else:
-            table = slices.new_zeros(len(diagonals), rank)
-            for row, diagonal in zip(table, diagonals, strict=True):
+            padded = slices.new_zeros(len(diagonals), rank)
+            for row, diagonal in zip(padded, diagonals, strict=True):
                 row[: len(diagonal)].copy_(diagonal)
         (repeats,) = on_device([counts], slices.device)
-        scale = table.repeat_interleave(repeats, dim=0, output_size=len(slices))[:, :, None, None]
+        scale = padded.repeat_interleave(repeats, dim=0, output_size=len(slices))[:, :, None, None]
         ctx.save_for_backward(slices, scale)
         ctx.counts, ctx.ranks = counts, [len(diagonal) for diagonal in diagonals]
         return slices * scale

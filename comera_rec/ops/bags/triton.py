@@ -120,7 +120,7 @@ def _pool(
 ):  # fmt: skip
     """Pool rows to bags; bag f * B + b is target b * F + f, a row of out [B * F, N].
 
-    targets[l] = the target of id l; for "max", chosen[target, :] = the ids of its numbers. A row is DOWN x ACROSS tiles.
+    targets[l] = the target of id l; for "max", chosen[target, :] = the id that each entry comes from. A row is DOWN x ACROSS tiles.
     """
     TILES: tl.constexpr = min(DOWN * ACROSS, LANES)
     WHOLE_1: tl.constexpr = N1 == DOWN * TILE_1
@@ -243,7 +243,7 @@ def _sum_side(
 ):  # fmt: skip
     """Sum the products of one chunk for one side: of leading slices if SIDE is 0, of trailing ones if it is 1.
 
-    A sum has DOWN tiles of 4 along the rank and ACROSS tiles along X; what lanes remain take other ids.
+    A sum has DOWN tiles of 4 along the rank and ACROSS tiles along X; the remaining lanes take other ids.
     """
     TILES: tl.constexpr = min(DOWN * ACROSS, LANES)
     lane = tl.arange(0, LANES)
@@ -253,7 +253,7 @@ def _sum_side(
     WHOLE: tl.constexpr = (X == ACROSS * TILE_X) and (N == X * Y)
     slices_ptr += SIDE * num_ids
     start = chunk * CHUNK
-    # Everything about the chunk's ids is loaded at once, and lanes exchange it: loads that wait for loads are what takes time.
+    # Everything about the chunk's ids is loaded at once, and lanes exchange it: most time goes to loads that wait for loads.
     positions = start + tl.arange(0, CHUNK)
     is_id = positions < num_ids
     slices = tl.load(slices_ptr + positions, mask=is_id, other=-1).to(tl.int32) - first_slice
@@ -281,7 +281,7 @@ def _sum_side(
         table_ptr = tables_ptr + tl.max(tl.where(is_first, tables, -1)) * TABLE
         rank = tl.load(table_ptr + RANK).to(tl.int32)
         others = other_ptr + tl.load(table_ptr + (TRAILING if SIDE == 0 else LEADING))
-        row_of_k = tl.minimum(k, rank - 1) * Y  # nobody reads sums beyond the rank
+        row_of_k = tl.minimum(k, rank - 1) * Y  # sums beyond the rank are never read
         total = tl.zeros([4, TILE_X, LANES], dtype=tl.float32)
         for position in range(first, tl.where(rank > 0, last, first), LANES // TILES):
             n = position + lane // TILES

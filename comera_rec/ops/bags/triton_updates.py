@@ -3,8 +3,8 @@
 """Triton kernels that end the backward of bags: they write gradients or, instead, update slices with an optimizer.
 
 `tables_ptr` [T, COLUMNS] holds the rank of each table and where its core, its diagonal and its result (a gradient, or a state of
-the optimizer) start, in elements from those of the first table. A step updates only the slices of the batch, which is all that
-SGD and Adagrad change without weight decay; with it, other slices don't shrink.
+the optimizer) start, in elements from those of the first table. A step updates only the slices of the batch. Without weight decay,
+SGD and Adagrad change no others; with it, other slices don't shrink.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _sum_parts(
 
 @triton.jit
 def _find_owners(owners_ptr, slices_ptr, order_ptr, num_ids, first_id, first_slice, num_slices, BLOCK: tl.constexpr):
-    """Write the owners of slices that start in this block of ids, and of the unused ones before each; one block reaches the end."""
+    """Write the owners of slices that start in this block of ids, and -1 for unused slices before them; one block ends the list."""
     start = tl.program_id(0) * BLOCK
     if (tl.program_id(1) == 0) & (start <= num_ids):
         position = start + tl.arange(0, BLOCK)
@@ -72,7 +72,7 @@ def _sum_parts_of_side(
 ):  # fmt: skip
     chunk = tl.program_id(0)
     start, after = chunk * CHUNK, (chunk + 1) * CHUNK
-    # Triton's `&` evaluates both sides: every load has a mask of its own.
+    # Triton's `&` evaluates both sides, so every load has a separate mask.
     segment = tl.load(slices_ptr + after, mask=after < num_ids, other=-1).to(tl.int32)
     ending = tl.load(slices_ptr + after - 1, mask=after < num_ids, other=-2).to(tl.int32)
     if (ending == segment) & (segment < first_slice + num_slices):

@@ -2,9 +2,9 @@
 
 There are two ways to request this. `apply_optimizer_in_backward`, of torch.distributed.optim or torchrec, gives a parameter a
 separate optimizer, which steps as soon as the parameter's gradient is ready. `comera_rec.update_in_backward_` leaves cores with
-their present optimizer. If the optimizer is one of those below, the lookup on CPU forms no gradients of cores at all: it updates
-the slices that the batch used, with the optimizer's settings and state. Sums and moments of other slices stay unchanged, as do
-those of rows in FBGEMM's tables; for SGD and Adagrad this makes no difference.
+their present optimizer. If the optimizer is one of those below (on a GPU, if `Updates.fit_gpus`), the lookup forms no gradients of
+cores at all: it updates the slices that the batch used, with the optimizer's settings and state. Sums and moments of other slices
+stay unchanged, as do those of rows in FBGEMM's tables; for SGD and Adagrad without weight decay this makes no difference.
 
 Cores of 16 bits, and their sums and moments, are rounded up or down at random such that the mean is exact (stochastic rounding,
 Gupta et al., ICML 2015): rounding to the nearest would lose steps below half a unit in the last place. torch's default
@@ -113,7 +113,7 @@ class Updates:
 
     @property
     def fit_gpus(self) -> bool:
-        """Whether GPU kernels can apply them: rules don't depend on the step, are alike for all cores, and for all diagonals.
+        """Whether GPU kernels can apply them: rules don't depend on the step, and are equal for all cores, and for all diagonals.
 
         Adam's rule does not qualify: moments of slices that a batch doesn't use decay too, so only updating whole cores is exact.
         """

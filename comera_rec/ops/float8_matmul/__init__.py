@@ -49,7 +49,7 @@ def float8_matmul(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return a b + bias with a and b in e4m3; their gradients use the upstream gradient in e5m2.
 
     The scales are those of `quantize`, sums are in float32. The backward pass keeps the 8-bit operands. CoMERA, Yang et al. (arXiv
-    2405.14377), trains tensor trains in low precision; the choice of formats follows Micikevicius et al. (arXiv 2209.05433).
+    2405.14377), trains TT modules in low precision; the choice of formats follows Micikevicius et al. (arXiv 2209.05433).
 
     Args:
         a: [M, K] float32 or bfloat16, like its gradient.
@@ -98,7 +98,7 @@ def _multiply(a: Float8, b: Float8, dtype: torch.dtype) -> Tensor:
 
 
 def _scaled_mm_on_cpu(a: Float8, b: Float8, dtype: torch.dtype) -> Tensor:
-    """Compute the same in float32, because torch's own emulation takes milliseconds even for the smallest matrices."""
+    """Compute the same in float32, because torch's emulation takes milliseconds even for the smallest matrices."""
     with torch.autocast("cpu", enabled=False):
         return ((a.values.float() @ b.values.float()) * (a.scale * b.scale)).to(dtype)
 

@@ -147,7 +147,7 @@ def _sum_parts(
     element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     start = chunk * CHUNK
     end = start + CHUNK - 1
-    # Triton's `&` evaluates both sides: every load has a mask of its own.
+    # Triton's `&` evaluates both sides, so every load has a separate mask.
     segment = tl.load(ids_ptr + end + 1, mask=end + 1 < num_rows, other=-1)
     ending = tl.load(ids_ptr + end, mask=end < num_rows, other=-2)
     before = tl.load(ids_ptr + start - 1, mask=(start > 0) & (start < num_rows), other=-1)

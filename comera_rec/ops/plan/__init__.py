@@ -71,7 +71,7 @@ def plan_lookup(
         The plan for the ids of all tables, flattened and concatenated.
 
     Raises:
-        ValueError: for ids of another type; on CPU, also for ids out of range.
+        ValueError: for ids of another type; with "cpu", also for ids out of range.
     """
     order = len(row_shapes[0])
     num_embeddings = [math.prod(shape) for shape in row_shapes] if num_embeddings is None else list(num_embeddings)

@@ -67,7 +67,7 @@ def unique_rows(ids: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, Te
 
 
 def split_keys(keys: Tensor, left_sizes: Sequence[int], right_sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Split keys [K] over neighboring cores into keys over the leading ones and keys over the trailing ones; padding stays.
+    """Split keys [K] over neighboring cores into keys over the leading cores and keys over the trailing cores; padding stays.
 
     Args:
         keys: a key of table t is first + left * right_sizes[t] + right.

@@ -221,7 +221,7 @@ register_pytree_node(_Bags, lambda bags: ([bags.wait()], None), lambda pooled, _
 
 
 def _check_ids(part: Part, features: KeyedJaggedTensor) -> None:
-    """Check ids before the input dist, which may count them from the first row of a shard."""
+    """Check ids before the input dist, which may renumber them from the first row of a shard."""
     if features.device().type == "cpu":
         for config, name in zip(part.tables, part.features, strict=True):
             check_ids(features[name].values(), config.num_embeddings, f"table {config.name!r} (feature {name!r})")

@@ -17,7 +17,7 @@ def rewrap_data_parallel_(model: DistributedModelParallel) -> DistributedModelPa
         model: with `init_data_parallel` done.
 
     Raises:
-        TypeError: for a model that is wrapped in DistributedDataParallel by hand.
+        TypeError: for anything but a DistributedModelParallel.
 
     Returns:
         The model.

@@ -16,8 +16,8 @@ from comera_rec.recsys.sharding.collection import divided_like, padded_to
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """Return an optimizer's state as "PARAMETER/KEY" -> tensor, to be saved or loaded by `torch.distributed.checkpoint`.
 
-    Where a table is sharded by rows, processes have different slices of its leading core, and momenta of different slices. An
-    optimizer's own state dict doesn't say so, and a checkpoint of it would keep one process's momenta for all. Here they are
+    Where a table is sharded by rows, processes have different slices of its leading core, and momenta of different slices. The
+    optimizer's state dict doesn't say so, and a checkpoint of it would keep one process's momenta for all. Here they are
     DTensors, as the core is in the model's state dict. State of tables that TorchRec updates itself is not included.
 
     Args:
@@ -47,7 +47,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]
 def load_optimizer_state_(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Tensor]) -> None:
     """Set an optimizer's state to what `optimizer_state` returned and `torch.distributed.checkpoint.load` has filled.
 
-    The optimizer must have state of the same sizes already: let it take a step first, and give TT modules the saved ranks.
+    The optimizer must have state of the same sizes already: let it take a step first, and give TT modules the saved TT ranks.
 
     Args:
         model, optimizer: as for `optimizer_state`.

@@ -1,6 +1,6 @@
-"""The tables of a collection that are sharded alike: where their ids go, the lookup there, and how the bags come back.
+"""The tables of a collection with the same sharding type: where their ids go, the lookup there, and how the bags come back.
 
-Ids and bags travel by TorchRec's own input and output dists. W processes; the k-th core has m_k slices, one per row digit.
+Ids and bags travel by TorchRec's input and output dists. W processes; the k-th core has m_k slices, one per row digit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHARDING_TYPES = (ShardingType.DATA_PARALLEL.value, ShardingType.TABLE_WISE.valu
 
 
 class Part(nn.Module):
-    """Tables sharded alike.
+    """Tables of one sharding type.
 
     Attributes:
         features: features of all the tables, in the order of `input_dist`; two tables may share one.
@@ -270,9 +270,9 @@ class RowShard(TTEmbeddingBag):
         return total
 
     def forward_parameters(self) -> Table:
-        (first, *others), ranks, hot, first_row = super().forward_parameters()
+        (first, *others), diagonals, hot, first_row = super().forward_parameters()
         hot = [HotBlock(*map(self._summed, block)) for block in hot]
-        return Table([first, *map(self._summed, others)], [*map(self._summed, ranks)], hot, first_row)
+        return Table([first, *map(self._summed, others)], [*map(self._summed, diagonals)], hot, first_row)
 
     def _summed(self, replica: Tensor) -> Tensor:
         summed: Tensor = _Summed.apply(replica, self.group.size())

@@ -36,7 +36,7 @@ from comera_rec.recsys.sharding.remedy import find_remedy
 from comera_rec.recsys.sharding.sharder import TTEmbeddingBagCollectionSharder
 from comera_rec.tt import TTShape
 
-_FLOPS = {"cpu": 5e7, "cuda": 1e10}  # per ms, for products as small as these; an order of magnitude is enough to rank plans
+_FLOPS = {"cpu": 5e7, "cuda": 1e10}  # per ms, for products as small as these; an order of magnitude is enough to compare plans
 _ITEM = 4  # bytes of a float32, the type of bags and of a lookup's workspace whatever the table's type
 ADAM_STATES = 2
 _MAX_PROPOSALS = 1000  # rated by the grid search in about a second; the other proposers' plans took at most 3 % longer
@@ -58,7 +58,7 @@ class TTShardingPlanner(EmbeddingShardingPlanner):
 
     Raises:
         ValueError: for a negative number of states.
-        PlannerError: from `plan`, if nothing fits, naming the largest table and the smallest change of ranks that would do; if the
+        PlannerError: from `plan`, if nothing fits, naming the largest table and the smallest sufficient change of TT ranks; if the
             number of pooling factors is neither 1 nor that of the table's features.
 
     Example:
@@ -110,7 +110,7 @@ class TTShardingPlanner(EmbeddingShardingPlanner):
         return plan
 
     def _fits(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> bool:
-        """Whether this planner's quick proposers find a plan, which implies that the planner finds one, too."""
+        """Return whether the quick proposers find a plan, which implies that this planner finds one, too."""
         quick = EmbeddingShardingPlanner(
             topology=self._topology,
             batch_size=self._batch_size,
@@ -291,7 +291,7 @@ def count_bytes(
         lookups, per_process, replicated = ids, params - leading * others, params - leading
     cut = (shape.order + 1) // 2
     left, right = math.prod(shape.col_shape[:cut]), math.prod(shape.col_shape[cut:])
-    rank = shape.bonds[cut] if shape.order > 1 else 1
+    tt_rank = shape.bonds[cut] if shape.order > 1 else 1
     num_bags = lengths * (world_size if kind == ShardingType.ROW_WISE.value else 1)  # row-wise: parts of all samples'
     workspace = max(lookups, num_bags) * embedding_dim * _ITEM
     return {
@@ -300,13 +300,13 @@ def count_bytes(
         "gradients": 2 * others * replicated * item,  # ring all-reduce
         "memory": workspace + per_process * item,
         "update": per_process * item * (3 + 2 * optimizer_states),  # reads the gradient, reads and writes all others
-        "flops": 2.0 * lookups * left * rank * right,
+        "flops": 2.0 * lookups * left * tt_rank * right,
         "storage": per_process * item * (2 + optimizer_states) + replicated * item * _BUCKETS + 2 * workspace,
     }
 
 
 def _pooling_factors(config: TTEmbeddingBagConfig, constraint: ParameterConstraints | None) -> list[float]:
-    """Ids per bag, one number for each feature."""
+    """Return the ids per bag, one number for each feature."""
     features = len(config.feature_names)
     factors = list(constraint.pooling_factors) if constraint else [1.0]
     if len(factors) == 1:  # TorchRec's default, whatever the features

@@ -1,4 +1,4 @@
-"""What to change if no plan fits: the fewest tables, and the largest ranks, with which the planner finds one."""
+"""What to change if no plan fits: the fewest tables, and the largest TT ranks, with which the planner finds one."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ class _Table:
     size: int
     """Bytes that its largest shard takes on a device, with the sharding type for which they are fewest."""
 
-    def at_rank(self, rank: int) -> TTEmbeddingBagConfig:
-        """Limit every bond to `rank` and drop hot rows; a dense table becomes a TT table."""
+    def at_rank(self, tt_rank: int) -> TTEmbeddingBagConfig:
+        """Limit every bond to `tt_rank` and drop hot rows; a dense table becomes a TT table."""
         if self.config.is_tt:
             shape = self.config.tt_shape()
-            shape = shape.with_ranks([min(rank, r) for r in shape.ranks])
+            shape = shape.with_ranks([min(tt_rank, r) for r in shape.ranks])
         else:
-            shape = TTShape.for_table(self.config.num_embeddings, self.config.embedding_dim, tt_ranks=rank, order=2)
+            shape = TTShape.for_table(self.config.num_embeddings, self.config.embedding_dim, tt_ranks=tt_rank, order=2)
         return self.config.with_changes(shape=shape, tt_ranks=None, hot_rows=())
 
     @property
     def limit(self) -> int:
-        """Largest rank with which `at_rank` changes the table."""
+        """Largest TT rank with which `at_rank` changes the table."""
         return max(self.at_rank(self.config.num_embeddings).tt_shape().ranks) - self.config.is_tt
 
 
 def find_remedy(module: nn.Module, options: Sequence[ShardingOption], room: Topology, fits: Callable[[nn.Module], bool]) -> str:
-    """Say in a sentence which table takes most, and the smallest change of ranks with which everything fits.
+    """Say in a sentence which table takes most memory, and the smallest change of TT ranks with which everything fits.
 
     Args:
         module: the model that could not be planned.
@@ -48,15 +48,15 @@ def find_remedy(module: nn.Module, options: Sequence[ShardingOption], room: Topo
         room: the storage that devices have for tables.
         fits: whether a model can be planned.
     """
-    kind = "hbm" if room.compute_device == "cuda" else "ddr"
-    tables = sorted(_tables(module, options, kind), key=lambda table: -table.size)
+    memory = "hbm" if room.compute_device == "cuda" else "ddr"
+    tables = sorted(_tables(module, options, memory), key=lambda table: -table.size)
     if not tables:
         return "the tables don't fit: plan for more devices, or larger ones"
     largest = tables[0]
-    free = min(getattr(device.storage, kind) for device in room.devices)
+    free = min(getattr(device.storage, memory) for device in room.devices)
 
-    def fits_at(count: int, rank: int) -> bool:
-        return fits(_with_tables(module, [(table.path, table.at_rank(rank)) for table in tables[:count]]))
+    def fits_at(count: int, tt_rank: int) -> bool:
+        return fits(_with_tables(module, [(table.path, table.at_rank(tt_rank)) for table in tables[:count]]))
 
     problem = (
         f"the tables don't fit: {largest.config.name!r} takes {_gib(largest.size)} of a device even when divided best, and a "
@@ -69,15 +69,16 @@ def find_remedy(module: nn.Module, options: Sequence[ShardingOption], room: Topo
             f"{options[0].batch_size}, or larger devices"
         )
     changed = tables[:count]
-    rank = bisect_right(range(1, 1 + max(table.limit for table in changed)), False, key=lambda rank: not fits_at(count, rank))
+    limit = max(table.limit for table in changed)
+    tt_rank = bisect_right(range(1, 1 + limit), False, key=lambda tt_rank: not fits_at(count, tt_rank))
     compressed = [table.config.name for table in changed if table.config.is_tt]
     dense = [table.config.name for table in changed if not table.config.is_tt]
     remedies = []
     if compressed:
         has_hot_rows = any(table.config.hot_rows for table in changed)
-        remedies.append(f"give {_listed(compressed)} ranks of at most {rank}{' and no hot rows' * has_hot_rows}")
+        remedies.append(f"give {_listed(compressed)} TT ranks of at most {tt_rank}{' and no hot rows' * has_hot_rows}")
     if dense:
-        remedies.append(f"make {_listed(dense)} TT tables with ranks of at most {rank} (TTEmbeddingBagConfig with tt_ranks)")
+        remedies.append(f"make {_listed(dense)} TT tables with ranks of at most {tt_rank} (TTEmbeddingBagConfig with tt_ranks)")
     return f"{problem}: {' and '.join(remedies)}, or plan for more devices than {room.world_size}"
 
 
@@ -87,7 +88,7 @@ def _listed(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(shown) + f" and the {more} next largest" * (more > 0)
 
 
-def _tables(module: nn.Module, options: Sequence[ShardingOption], kind: str) -> list[_Table]:
+def _tables(module: nn.Module, options: Sequence[ShardingOption], memory: str) -> list[_Table]:
     """List the tables that are or can become TT tables, each with the size of its smallest option."""
     smallest: dict[tuple[str, str], _Table] = {}
     modules = dict(module.named_modules())
@@ -95,7 +96,7 @@ def _tables(module: nn.Module, options: Sequence[ShardingOption], kind: str) -> 
         path = option.module[0]
         collection = modules[path]
         if isinstance(collection, TTEmbeddingBagCollection | EmbeddingBagCollection):
-            size = max(getattr(shard.storage, kind) for shard in option.shards)
+            size = max(getattr(shard.storage, memory) for shard in option.shards)
             known = smallest.get((path, option.name))
             if known is None or size < known.size:
                 config = next(config for config in _configs(collection) if config.name == option.name)
@@ -104,7 +105,7 @@ def _tables(module: nn.Module, options: Sequence[ShardingOption], kind: str) -> 
 
 
 def _configs(collection: TTEmbeddingBagCollection | EmbeddingBagCollection) -> list[TTEmbeddingBagConfig]:
-    """Return the configs of a collection's tables with their present ranks, which may have changed since it was built."""
+    """Return the configs of a collection's tables with their present TT ranks, which may have changed since it was built."""
     if isinstance(collection, EmbeddingBagCollection):
         return [TTEmbeddingBagConfig.from_dense(config, None) for config in collection.embedding_bag_configs()]
     return [

@@ -19,7 +19,7 @@ class TTEmbeddingBagCollectionSharder(ModuleSharder[TTEmbeddingBagCollection]):
 
     Data-parallel replicates a TT table and averages its gradients: no ids or bags are sent. Table-wise gives it to one
     process. Row-wise divides the leading core's slices and replicates the other cores. Dense tables of the same collection go to
-    TorchRec's own sharder. Plan with `TTShardingPlanner`.
+    TorchRec's sharder. Plan with `TTShardingPlanner`.
 
     Args:
         dense_sharder: shards the dense tables; default `EmbeddingBagCollectionSharder()`.
