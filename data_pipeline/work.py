@@ -134,9 +134,8 @@ def _open(work: WorkFolder, identity: dict[str, Any], output: Source, tell: Tell
 
 
 def _empty(folder: Path) -> None:
-    remove(
-        folder / "identity.json"
-    )  # first, so that after a kill here the next run starts over instead of resuming without the parts removed
+    # First, so that after a kill here the next run starts over instead of resuming without the parts removed.
+    remove(folder / "identity.json")
     for path in folder.iterdir():
         remove(path)
 
