@@ -9,10 +9,11 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -55,16 +56,43 @@ _RESERVED_SHARED = 1 << 10
 _REGISTERS_AT_ONCE = 256  # unit in which a warp's registers are allocated
 
 
+class Work(NamedTuple):
+    """What one warp takes of a multiprocessor to run some code once."""
+
+    instructions: float
+    cycles: float
+    """Cycles of the first-level cache, one for 128 bytes that registers get from memory or give to it."""
+
+    @classmethod
+    def of(cls, names: Iterable[str]) -> Work:
+        """Count instructions by name."""
+        names = list(names)
+        accesses = [name.split(".") for name in names if name.startswith(("LD", "ST", "ATOM", "RED")) and "LDC" not in name]
+        return cls(len(names), sum(4 if "128" in parts else 2 if "64" in parts else 1 for parts in accesses))
+
+    def times(self, factor: float) -> Work:
+        """Run it several times."""
+        return Work(self.instructions * factor, self.cycles * factor)
+
+    def plus(self, other: Work) -> Work:
+        """Run both."""
+        return Work(self.instructions + other.instructions, self.cycles + other.cycles)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Loop:
     """A loop of a kernel that contains no other loop."""
 
     products: int
     """Multiply-adds in its body; Blackwell's packed instruction is two."""
-    size: int
-    """Instructions of its body."""
-    around: int
-    """Instructions of the loop around it, with its body once; of the whole kernel if there is none."""
+    body: Work
+    around: Work
+    """The loop around it, with its body once; the whole kernel if there is none."""
+
+    @property
+    def size(self) -> int:
+        """Instructions of its body."""
+        return int(self.body.instructions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,10 +127,10 @@ class Compiled:
         beyond = [index for index, name in enumerate(names) if index > last and not name.startswith(("NOP", "BRA"))]
         return names[: (beyond[-1] if beyond else last) + 1]
 
-    @property
-    def entry(self) -> int:
-        """Instructions before the first exit."""
-        return next(index for index, name in enumerate(self._names) if name.startswith("EXIT")) + 1
+    @cached_property
+    def work(self) -> Work:
+        """All code, once."""
+        return Work.of(self._names)
 
     @property
     def kinds(self) -> dict[str, int]:
@@ -127,8 +155,11 @@ class Compiled:
         for span in sorted(spans, key=lambda span: span.start):
             products = sum(1 + (names[index] == "FFMA2") for index in span if names[index] in KINDS["multiply-add"])
             if products and not any(other.start in span and other != span for other in spans):
-                around = [len(other) for other in spans if span.start in other and other != span]
-                loops.append(Loop(products=products, size=len(span), around=min(around, default=len(names))))
+                around = min(
+                    (other for other in spans if span.start in other and other != span), key=len, default=range(len(names))
+                )
+                body, whole = (Work.of(self._names[each.start : each.stop]) for each in (span, around))
+                loops.append(Loop(products=products, body=body, around=whole))
         return loops
 
     @property

@@ -50,34 +50,37 @@ def step_calls(n1: int, rank: int, n2: int) -> list[Call]:
     no_settings = {"lr": 0.1, "eps": 1e-8, "weight_decay": 0.0}
     operands = {"a_ptr": _FLOAT, "b_ptr": _FLOAT, "d_ptr": _FLOAT, "tables_ptr": _LONG, "pairs_ptr": _INT}
     pooled = {"offsets_ptr": _LONG, "weights_ptr": _FLOAT, "targets_ptr": _INT, "chosen_ptr": _INT}
-    met = {"tables_ptr": _LONG, "owners_ptr": _INT}
-    sums = {"left_ptr": _FLOAT, "right_ptr": _FLOAT, "slices_ptr": "*i16", "order_ptr": _LONG}
+    sums = {"left_ptr": _FLOAT, "right_ptr": _FLOAT}
+    sorted_ids = {"slices_ptr": "*i16", "order_ptr": _LONG}
     summed = {
-        **sums, **pooled, "tables_ptr": _LONG, "pairs_ptr": _INT, "grad_ptr": _FLOAT, "a_ptr": _FLOAT, "b_ptr": _FLOAT,
+        **sums, **sorted_ids, **pooled, "owners_ptr": _INT, "tables_ptr": _LONG, "pairs_ptr": _INT, "grad_ptr": _FLOAT,
+        "a_ptr": _FLOAT, "b_ptr": _FLOAT,
     }  # fmt: skip
-    parts = {**sums, "left_owners_ptr": _INT, "right_owners_ptr": _INT}
-    ends = {**met, "d_ptr": _FLOAT, "result_ptr": _FLOAT, "products_ptr": _FLOAT, "lr_ptr": _FLOAT, "seed_ptr": _LONG}
-    finished = {**ends, "pairs_ptr": _INT, "parts_ptr": _FLOAT, "core_ptr": _FLOAT}
+    owned = {**sums, "left_owners_ptr": _INT, "right_owners_ptr": _INT}
+    ends = {"tables_ptr": _LONG, "d_ptr": _FLOAT, "products_ptr": _FLOAT, "lr_ptr": _FLOAT, "seed_ptr": _LONG}
+    finished = {
+        **owned, **ends, "pairs_ptr": _INT, "a_ptr": _FLOAT, "b_ptr": _FLOAT, "left_result_ptr": _FLOAT, "right_result_ptr": _FLOAT,
+    }  # fmt: skip
     split = {"ids_ptr": _LONG, "tables_ptr": _LONG, "pairs_ptr": _INT, "keys_ptr": "*i16"}
     launches = [
         ("plan", plans.split_launch(ids, ids // tables, sizes.counts[0], tables), split, (tables,)),
         ("pool", bags.pool_launch(sizes, **how, **mode), {**operands, **pooled, "out_ptr": _FLOAT}, size),
         ("gradient of weights", bags.weights_launch(sizes, num_bags=ids),
          {**operands, "grad_ptr": _FLOAT, "targets_ptr": _INT, "offsets_ptr": _LONG, "out_ptr": _FLOAT}, size),
-        ("gradient of slices", bags.slices_launch(sizes, **how, **mode), summed, size),
-        ("parts of slices", updates.parts_launch(sizes), parts, ()),
+        ("gradient of slices", bags.slices_launch(sizes, **how, **mode, num_owners=sum(sizes.counts)), summed, size),
+        ("parts of slices", updates.parts_launches(sizes)[0], {**owned, **sorted_ids}, ()),
+        ("groups of parts", updates.parts_launches(sizes)[1], {**owned, **sorted_ids}, ()),
+        ("update of slices", updates.finish_launch(sizes, updates.ADAGRAD, no_settings), finished, (n1, n2)),
+        ("update of diagonals", updates.diagonals_launch(sizes, tables, updates.ADAGRAD, no_settings),
+         {**ends, "result_ptr": _FLOAT}, ()),
     ]  # fmt: skip
-    for side, name in enumerate(("leading", "trailing")):
-        launch = updates.finish_launch(sizes, side, updates.ADAGRAD, no_settings, of_diagonal=bool(side))
-        launches.append((f"update of {name} slices", launch, finished, (n2 if side else n1,)))
-    launch = updates.diagonals_launch(sizes, tables, updates.ADAGRAD, no_settings)
-    launches.append(("update of diagonals", launch, ends, ()))
     return [Call(launch=launch, tensors=tensors, size=size, what=what) for what, launch, tensors, size in launches]
 
 
 def _of_bfloat16(tensors: Mapping[str, str]) -> dict[str, str]:
     """Replace the types of parameters and states by bfloat16."""
-    return {name: "*bf16" if name in ("core_ptr", "d_ptr", "result_ptr") else kind for name, kind in tensors.items()}
+    parameters = {"a_ptr", "b_ptr", "d_ptr", "result_ptr", "left_result_ptr", "right_result_ptr"}
+    return {name: "*bf16" if name in parameters else kind for name, kind in tensors.items()}
 
 
 def calls() -> list[Call]:

@@ -1,9 +1,11 @@
 """A model of the lookup's training step, and of FBGEMM's by the same rules, on GPUs that aren't present: nothing is measured.
 
 Our kernels are compiled for the GPU's architecture and disassembled, and the whole step is counted on fake tensors (`counts.py`). A
-kernel takes the longer of two times, its bytes at the memory's bandwidth and its instructions at the rate at which schedulers issue
-them, but at least `KERNEL`; kernels follow one another, as in a CUDA graph. Load latency and uneven work are ignored, and so is the
-cache, with one exception: a gradient that is read twice counts once if the second reading comes soon enough (`CACHED`).
+kernel takes the longest of four times: its bytes at the memory's bandwidth, its instructions at the rate at which schedulers issue
+them, its loads and stores at the rate of the first-level cache, and the longest chain of loads that wait for one another, as in the
+sum of the most frequent slice; but at least `KERNEL`. Kernels follow one another, as in a CUDA graph. Other uneven work is ignored,
+and so is the second-level cache, with one exception: a gradient that is read twice counts once if the second reading comes soon
+enough (`CACHED`). Of FBGEMM's kernels only bytes are counted.
 
 U unique rows of L ids, N columns; a table is of order 2, its slices n1 x r and r x n2.
 """
@@ -19,14 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.compiled import Compiled, compile_launch
+from benchmarks.gpu.compiled import Compiled, Work, compile_launch
 from benchmarks.gpu.counts import Step, count_step
 from benchmarks.harness.environment import describe
 from benchmarks.harness.ids import draw_ids
 from benchmarks.harness.measure import Settings, case_rows, chosen
 from benchmarks.harness.rows import Row
 from comera_rec.ops.bags.triton import CHUNK, LANES, UNROLL
-from comera_rec.ops.bags.triton_updates import OWNERS
 from comera_rec.ops.launch import Launch
 from comera_rec.tt import TTShape
 
@@ -34,6 +35,7 @@ ROWS = (10131227, 2202608, 8351593, 5461306, 7046547, 286181, 142572)  # Criteo 
 ZIPF = 1.05
 SCHEDULERS = 4  # per multiprocessor, one instruction a cycle each (CUDA C++ Programming Guide, "Compute Capability 8.x" to "10.x")
 KERNEL = 2e-6  # seconds from a kernel's start to the next one's in a graph, however little it does: an assumption
+LATENCY = 0.6e-6  # seconds that a load takes which others wait for: an assumption; second-level caches take 0.2, memory 0.4 to 0.8
 ATTAINED = 0.85  # fraction of the memory's bandwidth that a kernel reaches: an assumption; large copies reach 0.9
 CACHED = 0.5  # fraction of the second-level cache that holds gradients between two readings: an assumption
 _OURS, _FBGEMM, _ADAGRAD = "TT", "FBGEMM", "FBGEMM, Adagrad"
@@ -100,13 +102,25 @@ class Kernel:
     name: str
     kernels: int
     bytes: float
-    issued: float = 0.0
-    """Instructions that all its warps issue."""
+    work: Work | None = None
+    """What all its warps do; None if only bytes are counted."""
+    chain: float = 0.0
+    """Loads that wait for one another."""
+
+    def limits(self, gpu: Gpu) -> dict[str, float]:
+        """Seconds under each limit alone."""
+        work = self.work or Work(0.0, 0.0)
+        return {
+            "memory": self.bytes / (gpu.bytes_per_s * ATTAINED),
+            "issue": work.instructions / (gpu.multiprocessors * SCHEDULERS * gpu.hertz),
+            "first-level cache": work.cycles / (gpu.multiprocessors * gpu.hertz),
+            "chains": self.chain * LATENCY,
+            "kernels": self.kernels * KERNEL,
+        }
 
     def seconds(self, gpu: Gpu) -> float:
         """Seconds that the model predicts."""
-        issue = self.issued / (gpu.multiprocessors * SCHEDULERS * gpu.hertz)
-        return max(self.bytes / (gpu.bytes_per_s * ATTAINED), issue, self.kernels * KERNEL)
+        return max(self.limits(gpu).values())
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
@@ -120,7 +134,7 @@ def run(settings: Settings) -> Iterator[list[Row]]:
         counted = {name: totals(kernels, gpu) | {"compression": case.compression} for name, kernels in steps.items()}
         where = environment | {"machine": f"a model of an {case.gpu} by its data sheet, nothing measured"}
         rows = case_rows("gpu-static", case, settings, where, "estimate", "ms", times, counted, (_FBGEMM, _ADAGRAD))
-        parts = {f"{kernel.name} (kernel)": kernel for kernel in steps[_OURS] if kernel.issued}
+        parts = {f"{kernel.name} (kernel)": kernel for kernel in steps[_OURS] if kernel.work}
         times = {name: [1e3 * kernel.seconds(gpu)] for name, kernel in parts.items()}
         counted = {name: model.describe(name.removesuffix(" (kernel)")) for name in parts}
         yield rows + case_rows("gpu-static", case, settings, where, "estimate", "ms", times, counted)
@@ -128,14 +142,11 @@ def run(settings: Settings) -> Iterator[list[Row]]:
 
 def totals(kernels: Sequence[Kernel], gpu: Gpu) -> dict[str, float]:
     """Kernels, MiB, and the step's time under each limit alone."""
-    moved = sum(kernel.bytes for kernel in kernels)
-    count = sum(kernel.kernels for kernel in kernels)
+    limits = [kernel.limits(gpu) for kernel in kernels]
     return {
-        "kernels": count,
-        "mib": moved / 2**20,
-        "memory ms": 1e3 * moved / (gpu.bytes_per_s * ATTAINED),
-        "issue ms": 1e3 * sum(kernel.issued for kernel in kernels) / (gpu.multiprocessors * SCHEDULERS * gpu.hertz),
-        "kernels ms": 1e3 * count * KERNEL,
+        "kernels": sum(kernel.kernels for kernel in kernels),
+        "mib": sum(kernel.bytes for kernel in kernels) / 2**20,
+        **{f"{name} ms": 1e3 * sum(each[name] for each in limits) for name in limits[0]},
     }
 
 
@@ -151,6 +162,8 @@ class Batch:
     """Slices that each chunk of the sorted ids uses, summed over the chunks."""
     rounds: tuple[int, int]
     """Groups of ids that the segments are split into, those that lanes take at once."""
+    longest: tuple[int, int]
+    """Ids of the most frequent slice."""
     distances: Tensor
     """[L]: how many ids programs read between an id's two turns, one for each of its slices."""
 
@@ -171,7 +184,8 @@ class Model:
         """Kernels of torch's operators, and our own."""
         kernels = [Kernel(name=work.name, kernels=work.kernels, bytes=work.bytes) for work in self._step.torch]
         for name, (launch, _, compiled) in self._launches.items():
-            kernels.append(Kernel(name=name, kernels=1, bytes=self._bytes(launch), issued=self._issued(launch, compiled)))
+            work, chain = self._work(launch, compiled), self._chain(launch)
+            kernels.append(Kernel(name=name, kernels=1, bytes=self._bytes(launch), work=work, chain=chain))
         return kernels
 
     def fbgemm(self, *, row_wise: bool = True) -> list[Kernel]:
@@ -213,22 +227,37 @@ class Model:
             by_name[name] = launch, tensors, _compiled(launch, tensors, self._gpu.architecture)
         return by_name
 
-    def _issued(self, launch: Launch, compiled: Compiled) -> float:
-        """Instructions of all warps: the whole code once for each program or segment, and loops for what follows in it."""
-        code, name = float(sum(compiled.instructions.values())), launch.kernel.__name__
+    def _work(self, launch: Launch, compiled: Compiled) -> Work:
+        """The work of all warps: the whole code once for each program or segment, and loops for what follows in it."""
+        code, name = compiled.work, launch.kernel.__name__
         if name == "_pool":  # the ranks' remainders, which these ranks don't have, are counted too
-            code += (self._case.rank // UNROLL.value - 1) * compiled.loops[0].size
+            code = code.plus(compiled.loops[0].body.times(self._case.rank // UNROLL.value - 1))
         if name == "_sum_slices":
-            issued = 0.0
+            total = Work(0.0, 0.0)
             for side, loop in enumerate(compiled.loops):
                 turns = 4 * 4 * self._cols[1 - side] / loop.products  # 1 where the loop over columns is unrolled
-                of_round = loop.size if turns == 1 else loop.around + (turns - 1) * loop.size
+                more = loop.body.times(turns - 1)
+                of_round = loop.body if turns == 1 else loop.around.plus(more)
                 segments, rounds = self._batch.segments[side], self._batch.rounds[side]
-                issued += segments * (code / 2 + (turns - 1) * loop.size) + (rounds - segments) * of_round
-            return launch.grid[1] * issued
-        if name == "_sum_parts":  # few chunks have a sum that extends beyond them, and few programs find owners
-            code = compiled.entry * CHUNK / OWNERS
-        return float(math.prod(launch.grid) * launch.num_warps * code)
+                total = total.plus(code.times(0.5).plus(more).times(segments)).plus(of_round.times(rounds - segments))
+            return total.times(launch.grid[1])
+        if name == "_sum_parts":  # a program takes one of two sides, which are seldom of the same size; most have parts to add
+            columns = sum(math.ceil(cols * self._case.rank / launch.constants["BLOCK"]) for cols in self._cols)
+            return code.times(0.5 * launch.grid[0] * columns * launch.num_warps)
+        if name == "_finish_slices":
+            code = code.times(0.5)
+        return code.times(math.prod(launch.grid) * launch.num_warps)
+
+    def _chain(self, launch: Launch) -> float:
+        """Count the loads of the slowest program that wait for one another."""
+        name, constants = launch.kernel.__name__, launch.constants
+        if name == "_sum_parts":  # the keys around a chunk, those of the next ones, and parts in turn
+            parts = max(self._batch.longest) / CHUNK
+            count = min(parts, constants["GROUP"]) if constants["STEP"] == 1 else parts / constants["GROUP"]
+            return 2 + math.ceil(count / constants["AT_ONCE"])
+        if name == "_finish_diagonals":  # the table's numbers, then the products of its trailing slices
+            return 1 + math.ceil(max(shape.row_shape[1] for shape in self._case.tt_shapes) / constants["BLOCK_S"])
+        return 0.0
 
     def _bytes(self, launch: Launch) -> float:
         """Bytes that a kernel reads and writes, each counted once; of slices, only those that the batch uses."""
@@ -243,14 +272,16 @@ class Model:
             return out + ids * (8.0 + 12.0 + 4.0) + sum(slices)
         if name == "_sum_slices":  # for each side: keys, order, the other slice, the target; slices; sums
             again = float((4.0 * self._case.dim * self._batch.distances > CACHED * self._gpu.cache).float().mean())
-            return out * (1 + again) + 2 * ids * (key + 8.0 + 4.0 + 4.0) + 2 * sum(slices) + later
-        if name == "_sum_parts":
-            return later + ids * 2 * key + 8.0 * sum(slices_used) + 4.0 * sum(self._step.slices)
+            owners = 4.0 * sum(self._step.slices)
+            return out * (1 + again) + 2 * ids * (key + 8.0 + 4.0 + 4.0) + 2 * sum(slices) + later + owners
+        if name == "_sum_parts":  # the first launch reads all keys
+            first = launch.constants["STEP"] == 1
+            return later + ids * 2 * key + 12.0 * sum(slices_used) if first else later / launch.constants["GROUP"]
+        products = 4.0 * self._step.slices[1] * rank
         if name == "_finish_diagonals":
-            return 4.0 * slices_used[1] * rank + 4.0 * self._step.slices[1]
+            return products
         assert name == "_finish_slices"  # sums; the slice and its state, read and written; owners; the diagonal's products
-        side = launch.constants["SIDE"]
-        return 5 * slices[side] + 4.0 * self._step.slices[side] + 8.0 * slices_used[side] + side * 4.0 * slices_used[side] * rank
+        return 5 * sum(slices) + 4.0 * sum(self._step.slices) + 8.0 * sum(slices_used) + products
 
 
 @cache
@@ -271,19 +302,21 @@ def _drawn(batch: int, dim: int, rank: int) -> Batch:
             firsts[side] += modes[side]
     both = [torch.cat(side_keys) for side_keys in keys]
     lanes = [LANES // min(LANES, (rank // 4) * (cols // 4)) for cols in shape.col_shape]
-    slices_used, segments, rounds = zip(*map(_segments, both, lanes), strict=True)
+    slices_used, segments, rounds, longest = zip(*map(_segments, both, lanes), strict=True)
     turns = [side_keys.argsort(stable=True).argsort() for side_keys in both]
     return Batch(
-        unique=unique, slices_used=slices_used, segments=segments, rounds=rounds, distances=2 * (turns[0] - turns[1]).abs()
-    )
+        unique=unique, slices_used=slices_used, segments=segments, rounds=rounds, longest=longest,
+        distances=2 * (turns[0] - turns[1]).abs(),
+    )  # fmt: skip
 
 
-def _segments(keys: Tensor, at_once: int) -> tuple[int, int, int]:
-    """Count distinct keys, those of each chunk of the sorted keys, and the groups that the latter make."""
+def _segments(keys: Tensor, at_once: int) -> tuple[int, int, int, int]:
+    """Count distinct keys, those of each chunk of the sorted keys, the groups that the latter make, and ids of the longest."""
     keys = keys.sort().values
     of_chunks = (torch.arange(len(keys)) // CHUNK) * (keys.max() + 1) + keys
     lengths = of_chunks.unique(return_counts=True)[1]
-    return len(keys.unique()), len(lengths), int(((lengths + at_once - 1) // at_once).sum())
+    counts = keys.unique(return_counts=True)[1]
+    return len(counts), len(lengths), int(((lengths + at_once - 1) // at_once).sum()), int(counts.max())
 
 
 _TYPES = {torch.float32: "*fp32", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64"}

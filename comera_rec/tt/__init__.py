@@ -11,7 +11,7 @@ from comera_rec.tt.cores import contract, first_rows, init_cores_, scaled_cores,
 from comera_rec.tt.cost import LookupCost, Work
 from comera_rec.tt.digits import row_digits
 from comera_rec.tt.hot_blocks import Blocks, blocks_params, choose_hot_blocks
-from comera_rec.tt.layout import is_slice_major, slice_major
+from comera_rec.tt.layout import is_slice_major, slice_major, slice_major_together
 from comera_rec.tt.linear_cost import Contraction, LinearWork, Tree, contraction_work, dense_work, span
 from comera_rec.tt.modes import factorize, require_positive
 from comera_rec.tt.shape import TTShape, max_ranks, table_candidates
@@ -43,6 +43,7 @@ __all__ = [
     "row_digits",
     "scaled_cores",
     "slice_major",
+    "slice_major_together",
     "span",
     "table_candidates",
     "tt_milliseconds",

@@ -7,6 +7,9 @@ change, never shapes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 _LEADING, _TRAILING = (1, 0, 3, 2), (1, 3, 0, 2)
@@ -28,7 +31,24 @@ def slice_major(core: Tensor, k: int, order: int) -> Tensor:
     if is_slice_major(core, k, order):
         return core
     axes = _axes(k, order)
-    return core.permute(axes).contiguous().permute([axes.index(axis) for axis in range(4)])
+    return _restore(core.permute(axes).contiguous(), axes)
+
+
+def slice_major_together(cores: Sequence[Tensor], numbers: Sequence[int], order: int) -> list[Tensor]:
+    """Return cores laid out slice after slice: the same if all are; otherwise copies, one behind the other in memory.
+
+    Args:
+        cores: cores of several tables.
+        numbers: the number of each in its table, from 0.
+        order: the number of cores of a table.
+    """
+    laid_out = [slice_major(core, k, order) for core, k in zip(cores, numbers, strict=True)]
+    if all(copy is core for copy, core in zip(laid_out, cores, strict=True)):
+        return laid_out
+    axes = [_axes(k, order) for k in numbers]
+    permuted = [core.permute(each) for core, each in zip(laid_out, axes, strict=True)]
+    parts = torch.cat([core.flatten() for core in permuted]).split([core.numel() for core in permuted])
+    return [_restore(part.view(core.shape), each) for part, core, each in zip(parts, permuted, axes, strict=True)]
 
 
 def is_slice_major(core: Tensor, k: int, order: int) -> bool:
@@ -39,6 +59,11 @@ def is_slice_major(core: Tensor, k: int, order: int) -> bool:
             return core.numel() == 0
         step *= shape[axis]
     return True
+
+
+def _restore(core: Tensor, axes: Sequence[int]) -> Tensor:
+    """Undo a permutation of a core's axes."""
+    return core.permute([axes.index(axis) for axis in range(4)])
 
 
 def _axes(k: int, order: int) -> tuple[int, int, int, int]:

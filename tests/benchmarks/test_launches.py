@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="triton is not installed: pip install trito
 
 from benchmarks.gpu.counts import Step, count_step
 from comera_rec.ops.launch import rank_bucket
-from comera_rec.ops.plan.reference import _cached as keep
+from comera_rec.ops.plan import reference
 from comera_rec.tt import TTShape
 
 ROWS = {2: (40, 50), 3: (12, 10, 12), 4: (6, 6, 6, 6)}
@@ -42,14 +42,15 @@ def test_slices_are_sorted_once_for_tables_of_order_2(order: int, sorts: int) ->
 
 @pytest.mark.parametrize("tables", [2, 12])
 def test_a_step_is_13_kernels_however_many_tables_there_are(tables: int) -> None:
-    counted = step(2, *[8] * tables)
+    counted = step(2, *[8] * tables, batch=1024)
     assert len(counted.launches) == 7
     assert counted.kernels == 13
+    assert step(2, *[8] * tables).kernels == 12, "few ids have no groups of parts"
 
 
 @pytest.mark.parametrize(("tables", "blocks"), [(2, 1), (12, 3)])
 def test_hot_rows_add_14_kernels_however_many_tables_and_blocks_there_are(tables: int, blocks: int) -> None:
-    counted = count_step([TTShape(ROWS[2], COLS[2], 8)] * tables, 64, hot_rows=((9, 2),) * blocks)
+    counted = count_step([TTShape(ROWS[2], COLS[2], 8)] * tables, 1024, hot_rows=((9, 2),) * blocks)
     assert counted.kernels == 13 + 14
     assert not {work.name for work in counted.torch} & WAIT
 
@@ -80,11 +81,17 @@ def test_ranks_have_few_sizes(rank: int, bucket: int) -> None:
     assert rank_bucket(rank) == bucket
 
 
-def test_constants_stay_on_the_device_however_many_there_are() -> None:
-    # A captured graph reads them at their old addresses, so none may be recreated.
-    device = torch.device("cpu")
-    first = keep(((1, 2),), device)
-    for number in range(3000):
-        keep(((number,),), device)
-    assert keep(((1, 2),), device) is first
-    keep.cache_clear()
+def test_constants_of_captured_graphs_stay_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A captured graph reads them at their old addresses, so none may be recreated; others may not pile up.
+    capturing = [True]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(reference.torch, "tensor", lambda rows, device: object())
+    device = torch.device("cuda")
+    captured = reference.on_device([[1, 2]], device)
+    capturing[0] = False
+    for number in range(10_000):
+        reference.on_device([[number]], device)
+    assert reference.on_device([[1, 2]], device) is captured
+    assert reference._cached.cache_info().currsize < 5000
+    reference._cached.cache_clear()
+    reference._CAPTURED.clear()

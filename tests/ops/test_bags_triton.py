@@ -16,14 +16,17 @@ from comera_rec import TTEmbeddingBag
 from comera_rec.nn.tt_table import plan_tables
 from comera_rec.ops import PairPlan, plan_lookup, tt_bags
 from comera_rec.ops.bags.updates import register_update
+from comera_rec.ops.plan import pairs as pairs_module
 from comera_rec.ops.plan.pairs import plan_hot_rows
-from comera_rec.tt import TTShape, row_digits
+from comera_rec.tt import TTShape, row_digits, slice_major_together
 
 kernels = pytest.importorskip("comera_rec.ops.bags.triton", reason="triton is not installed")
+updates = pytest.importorskip("comera_rec.ops.bags.triton_updates")
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CHUNK = kernels.CHUNK
+GROUP = 3 * CHUNK
 MODES = [("sum", False), ("sum", True), ("mean", False), ("max", False)]
 LENGTHS = {
     "jagged": [3, 0, 4, 1, 2, 0, 5, 1],
@@ -160,9 +163,23 @@ def test_hot_rows_are_found_in_shards_too(trailing: int, device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "lengths", [[5 * CHUNK], [CHUNK, CHUNK - 1, 1], [1, 20 * CHUNK, 1], [CHUNK + 1] * 2, [1] * 7], ids=str
-)  # segments that end at or near the end of a chunk, and more chunks than are summed at once
-def test_segments_of_any_length(lengths: list[int], device: str) -> None:
+    "lengths",
+    [
+        [5 * CHUNK],
+        [CHUNK, CHUNK - 1, 1],
+        [1, 20 * CHUNK, 1],
+        [CHUNK + 1] * 2,
+        [1] * 7,
+        [3 * GROUP],
+        [1, 6 * GROUP, 1],
+        [GROUP, GROUP - 1, GROUP + 1],
+        [GROUP - CHUNK, 2 * CHUNK],
+    ],
+    ids=str,
+)  # segments that end at or near the end of a chunk or a group, and more chunks and groups than are summed at once
+def test_segments_of_any_length(lengths: list[int], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(updates, "GROUP", GROUP // CHUNK)
+    monkeypatch.setattr(updates, "PARTS_AT_ONCE", (2, 2))
     tables = make_tables(shapes=[TTShape((len(lengths), 1), (1, 2), (2,))])
     ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     check(tables, [ids[torch.randperm(len(ids))]], torch.arange(0, len(ids) + 1, 2), device)
@@ -316,6 +333,59 @@ def test_the_device_finds_ids_out_of_range(bad: int, counts: tuple[int, int], de
     ids[0][1] = bad
     with pytest.raises(interpreter.InterpreterError, match="an id is out of range for its table"):
         plan_lookup(ids, [shape.row_shape for shape in SHAPES[2]], [41, 24], impl="triton")
+
+
+@pytest.mark.parametrize("bad", [[1, 3, 3], [0, 2, 1], [0, 2, 4]], ids=str)
+def test_the_device_finds_offsets_that_do_not_ascend(bad: list[int], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device == "cuda":
+        pytest.skip("the assertion would end the process's work on the GPU")
+    builder = interpreter.interpreter_builder
+    monkeypatch.setattr(builder, "options", replace(builder.options, debug=True))  # keeps assertions
+    monkeypatch.setattr("comera_rec.ops.bags._require_ascending", lambda *_: None)  # as on a GPU
+    tables = make_tables()
+    ids = [torch.zeros(count, dtype=torch.int64) for count in (2, 1)]
+    with pytest.raises(interpreter.InterpreterError, match="offsets don't ascend from 0 to at most the number of ids"):
+        look_up(tables, ids, torch.tensor(bad), "triton", plan_impl="triton")
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the interpreter's
+@pytest.mark.parametrize("plan_impl", ["reference", "triton"])
+def test_an_infinite_slice_changes_no_bag_that_does_not_use_it(plan_impl: str, device: str) -> None:
+    # Slice 0 is the one whose address idle lanes have.
+    tables = make_tables().to(device)
+    with torch.no_grad():
+        for core in tables[0].cores():
+            core[:, 0] = torch.inf
+    ids, offsets = [torch.full((4,), 41), torch.tensor([1, 2])], torch.tensor([0, 3, 4, 5, 6])
+    assert look_up(tables, ids, offsets, "triton", plan_impl=plan_impl).isfinite().all()
+
+
+def test_cores_of_any_layout_start_where_they_did_last_time(device: str) -> None:
+    # Kernels get starts as constants, which would grow in number and could not be captured.
+    tables = make_tables().to(device)
+    for table in tables:
+        for core in table.cores():
+            core.data = core.data.contiguous()
+    check(tables, *draw(tables, LENGTHS["jagged"]), device)
+    parts = [core for side in (0, 1) for table in tables for core in [table.cores()[side]]]
+    starts = []
+    for _ in range(3):
+        copies = slice_major_together(parts, [0, 0, 1, 1], 2)
+        starts.append([copy.data_ptr() - copies[0].data_ptr() for copy in copies])
+        keep = [torch.empty_like(copy) for copy in copies]  # so that the next copies go elsewhere
+    assert starts[0] == starts[1] == starts[2]
+    assert keep
+
+
+def test_unused_slices_between_used_ones_have_no_owner(device: str) -> None:
+    tables = make_tables(shapes=[TTShape((300, 1), (2, 2), (3,))])
+    check(tables, [torch.tensor([0, 1, 150, 299])], torch.arange(5), device)
+
+
+def test_more_ids_than_32_bits_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairs_module, "MOST_IDS", 4)
+    with pytest.raises(ValueError, match="a lookup on a GPU takes fewer than 4 ids, not 4: split the batch"):
+        pairs_module.pair_up(torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64), (1, 1))
 
 
 def test_a_plan_of_a_gpu_is_refused_elsewhere(device: str) -> None:

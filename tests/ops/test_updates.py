@@ -337,6 +337,23 @@ OTHERS = {
 }
 
 
+def test_row_wise_sums_of_bfloat16_cores_are_float32_after_loading_too() -> None:
+    # torch converts states to the dtype of their parameter.
+    tables = make_tables(2, torch.bfloat16)
+    batches = make_batches(tables, 2, dtype=torch.bfloat16)
+    cores = chosen(tables, RowWiseAdagrad)
+    apply(RowWiseAdagrad, cores, {"lr": 0.1})
+    backward(tables, batches[0])
+    for core in cores:
+        optimizer_of(core).load_state_dict(optimizer_of(core).state_dict())
+    before = [optimizer_of(core).state[core]["sum"].float() for core in cores]
+    backward(tables, batches[1])
+    after = [optimizer_of(core).state[core]["sum"] for core in cores]
+    assert {sums.dtype for sums in after} == {torch.float32}
+    assert (torch.cat(after) >= torch.cat(before)).all()
+    assert sum(map(torch.sum, after)) > sum(map(torch.sum, before))
+
+
 def train_by_step(kind: type, settings: dict[str, Any], tables: nn.ModuleList, batches: list[Batch]) -> nn.ModuleList:
     """Train with an optimizer that steps after backward."""
     trained = copy.deepcopy(tables)

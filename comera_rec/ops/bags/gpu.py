@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from comera_rec.ops.bags import reference
-from comera_rec.ops.bags.kernel_calls import KernelCalls
+from comera_rec.ops.bags.kernel_calls import Ending, KernelCalls
 from comera_rec.ops.bags.stack import stack_tables
 from comera_rec.ops.bags.table import Table
 from comera_rec.ops.bags.updates import Updates, find_updates
 from comera_rec.ops.gathered_matmul import gathered_matmul
 from comera_rec.ops.plan import LookupPlan
 from comera_rec.ops.plan.pairs import PairPlan, pair_up, plan_hot_rows
-from comera_rec.tt import slice_major
+from comera_rec.tt import slice_major_together
 
 
 def pool(
@@ -137,7 +137,7 @@ def pool_pairs(
 
 def _laid_out(cores: Sequence[Tensor]) -> list[Tensor]:
     half = len(cores) // 2
-    return [slice_major(core, int(t >= half), 2) for t, core in enumerate(cores)]
+    return slice_major_together(cores, [int(t >= half) for t in range(len(cores))], 2)
 
 
 def pool_into_bags(
@@ -172,16 +172,9 @@ def gradients(
     diagonal_gradients = cores[0].new_zeros(sum(len(diagonal) for diagonal in diagonals))
     if not (grad.numel() and call.num_ids):
         return core_gradients, diagonal_gradients, grad.new_zeros(0 if weights is None else call.num_ids)
-    half, products = len(cores) // 2, call.products()
-    results = core_gradients.split([core.numel() for core in cores])
-    sums = call.sum_slices(grad, targets, chosen)
-    for side in (0, 1):
-        call.finish(
-            side, sums[side], results[side * half : (side + 1) * half], products if side else None, "gradient", _NO_SETTINGS
-        )
-    if products is not None:
-        results = diagonal_gradients.split([len(each) for each in diagonals])
-        call.finish_diagonals(products, sums[1][1], results, "gradient", _NO_SETTINGS)
+    cores_end = Ending("gradient", core_gradients.split([core.numel() for core in cores]))
+    diagonals_end = Ending("gradient", diagonal_gradients.split([len(each) for each in diagonals])) if diagonals else None
+    call.finish(call.sum_slices(grad, targets, chosen), cores_end, diagonals_end)
     return (
         core_gradients,
         diagonal_gradients,
@@ -189,7 +182,6 @@ def gradients(
     )
 
 
-_NO_SETTINGS = {"lr": 0.0, "eps": 0.0, "weight_decay": 0.0}
 _gradients = torch.library.custom_op("comera_rec::pool_pairs_backward", gradients, mutates_args=(), schema=(
     "(Tensor grad, Tensor targets, Tensor chosen, Tensor[] cores, Tensor[] diagonals, Tensor[] plan, int[] counts, Tensor offsets, "
     "Tensor? weights, str mode, int features, int num_cols) -> (Tensor, Tensor, Tensor)"
@@ -247,7 +239,6 @@ class _UpdatingPool(torch.autograd.Function):
         call = KernelCalls(updates.cores, diagonals, plan, counts, offsets, weights, *pooling)
         grad = grad.contiguous()
         kind, states, core_rule, diagonal_rule = updates.begin_gpu_step()
-        half, products = len(updates.cores) // 2, call.products()
         weight_gradients: Tensor | None = None
         diagonal_gradients: list[Tensor | None] = [None] * len(diagonals)
         if not (grad.numel() and call.num_ids):
@@ -255,14 +246,12 @@ class _UpdatingPool(torch.autograd.Function):
         sums = call.sum_slices(grad, targets, chosen)
         if weights is not None:
             weight_gradients = call.gradients_of_weights(grad, targets)
-        for side in (0, 1):
-            span = slice(side * half, (side + 1) * half)
-            call.finish(side, sums[side], states[span] or updates.cores[span], products if side else None, kind, core_rule)
-        if products is not None and updates.diagonals is not None:
-            call.finish_diagonals(products, sums[1][1], states[2 * half :] or diagonals, kind, diagonal_rule)
-        elif products is not None:
-            flat = products.new_zeros(sum(map(len, diagonals)), dtype=diagonals[0].dtype)
-            split = flat.split([len(each) for each in diagonals])
-            call.finish_diagonals(products, sums[1][1], split, "gradient", _NO_SETTINGS)
-            diagonal_gradients = list(split)
+        num_cores, diagonals_end = len(updates.cores), None
+        if updates.diagonals is not None:
+            diagonals_end = Ending(kind, states[num_cores:] or diagonals, diagonal_rule)
+        elif diagonals:
+            flat = grad.new_zeros(sum(map(len, diagonals)), dtype=diagonals[0].dtype)
+            diagonals_end = Ending("gradient", flat.split([len(each) for each in diagonals]))
+            diagonal_gradients = list(diagonals_end.results)
+        call.finish(sums, Ending(kind, states[:num_cores] or updates.cores, core_rule), diagonals_end)
         return *(None,) * 7, weight_gradients, *diagonal_gradients

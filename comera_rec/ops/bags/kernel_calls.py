@@ -3,15 +3,52 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from comera_rec.ops.launch import rank_bucket
 from comera_rec.ops.plan.reference import first_keys, on_device
+
+
+class Sums(NamedTuple):
+    """Sums over the ids of each slice, and an id that uses the slice, -1 where none does."""
+
+    left: Tensor
+    """[P + chunks of ids, R n1] float32."""
+    right: Tensor
+    left_owners: Tensor
+    """[P] int32."""
+    right_owners: Tensor
+
+    @property
+    def operands(self) -> dict[str, Tensor]:
+        """The arguments of kernels."""
+        return {f"{name}_ptr": tensor for name, tensor in self._asdict().items()}
+
+
+class Ending(NamedTuple):
+    """How a backward pass ends for some parameters: with gradients or with an update."""
+
+    kind: str
+    """"gradient" or the optimizer's class."""
+    results: Sequence[Tensor]
+    """Where gradients go, or the optimizer's states; the parameters themselves if it has none."""
+    settings: Mapping[str, Any] = {"lr": 0.0, "eps": 0.0, "weight_decay": 0.0}
+
+    @property
+    def lr(self) -> Tensor | None:
+        """The learning rate if it is a tensor, which the device reads itself."""
+        lr = self.settings["lr"]
+        return lr if isinstance(lr, Tensor) else None
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The settings; the learning rate is 0 if it is a tensor."""
+        return {**self.settings, "lr": 0.0 if self.lr is not None else self.settings["lr"]}
 
 
 class KernelCalls:
@@ -72,61 +109,56 @@ class KernelCalls:
             )  # fmt: skip
         return out, targets, chosen
 
-    def sum_slices(self, grad: Tensor, targets: Tensor, chosen: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return, for each side, sums over the ids of each slice, and an id that uses the slice, -1 where none does."""
-        sizes, (num_left, num_right) = self.sizes, self.sizes.counts
+    def sum_slices(self, grad: Tensor, targets: Tensor, chosen: Tensor) -> Sums:
+        """Return sums over the ids of each slice."""
+        num_left, num_right = self.sizes.counts
         right_start = -(-num_left // 4) * 4  # at a multiple of 16 bytes
         owners = torch.empty(right_start + num_right, dtype=torch.int32, device=grad.device)
-        left_owners, right_owners = owners[:num_left], owners[right_start:]
         chunks = -(-self.num_ids // self._kernels.CHUNK)
         left, right = (
-            torch.empty(count + chunks, sizes.rank * size, dtype=torch.float32, device=grad.device)
-            for count, size in zip(sizes.counts, (sizes.n1, sizes.n2), strict=True)
+            torch.empty(count + chunks, self.sizes.rank * size, dtype=torch.float32, device=grad.device)
+            for count, size in zip(self.sizes.counts, (self.sizes.n1, self.sizes.n2), strict=True)
         )
-        sizes = replace(sizes, aligned=sizes.aligned and _address(grad) % 16 == 0)
-        self._kernels.slices_launch(sizes, **self._bag_counts, **self._pooling)(
+        sizes = replace(self.sizes, aligned=self.sizes.aligned and _address(grad) % 16 == 0)
+        self._kernels.slices_launch(sizes, **self._bag_counts, num_owners=len(owners), **self._pooling)(
             grad_ptr=grad, a_ptr=self._sides[0][0], b_ptr=self._sides[1][0], tables_ptr=self._tables, pairs_ptr=self._pairs,
             slices_ptr=self._slices, order_ptr=self._order, targets_ptr=targets, offsets_ptr=self._offsets,
             weights_ptr=self.first if self._weights is None else self._weights, chosen_ptr=chosen,
-            left_ptr=left, right_ptr=right,
+            left_ptr=left, right_ptr=right, owners_ptr=owners,
         )  # fmt: skip
-        self._updates.parts_launch(sizes)(
-            left_ptr=left, right_ptr=right, left_owners_ptr=left_owners, right_owners_ptr=right_owners,
-            slices_ptr=self._slices, order_ptr=self._order,
-        )  # fmt: skip
-        return [(left, left_owners), (right, right_owners)]
+        sums = Sums(left, right, owners[:num_left], owners[right_start:])
+        for launch in self._updates.parts_launches(sizes):
+            launch(**sums.operands, slices_ptr=self._slices, order_ptr=self._order)
+        return sums
 
-    def finish(
-        self, side: int, sums: tuple[Tensor, Tensor], results: Sequence[Tensor], products: Tensor | None, kind: str,
-        settings: dict[str, Any],
-    ) -> None:  # fmt: skip
-        """Write gradients to `results` or, unless `kind` is "gradient", update the cores, whose states `results` are."""
-        lr, numbers = _split_settings(settings)
-        columns = zip(self.ranks, _starts(self._sides[side]), self._diagonal_starts(), _starts(results), strict=True)
-        sizes = replace(self.sizes, aligned=self.sizes.aligned and all(_address(result) % 16 == 0 for result in results))
-        launch = self._updates.finish_launch(
-            sizes, side, kind, numbers, of_diagonal=products is not None, lr_in_tensor=lr is not None
-        )
-        parts, owners = sums
-        launch(
-            parts_ptr=parts, tables_ptr=on_device(list(columns), parts.device), pairs_ptr=self._pairs, owners_ptr=owners,
-            core_ptr=self._sides[side][0], d_ptr=self._operands["d_ptr"], result_ptr=results[0],
-            products_ptr=parts if products is None else products, lr_ptr=parts if lr is None else lr,
-            seed_ptr=self._seed(),
-        )  # fmt: skip
-
-    def finish_diagonals(
-        self, products: Tensor, owners: Tensor, results: Sequence[Tensor], kind: str, settings: dict[str, Any]
-    ) -> None:
-        """Do for the diagonals what `finish` does for cores."""
-        lr, numbers = _split_settings(settings)
+    def finish(self, sums: Sums, cores: Ending, diagonals: Ending | None) -> None:
+        """Write the gradients of cores and diagonals or update them; `diagonals` is None if there are none."""
+        half = len(self.ranks)
         counts = [core.shape[1] for core in self._sides[1]]
-        zero = [0] * len(counts)
-        columns = zip(self.ranks, zero, self._diagonal_starts(), _starts(results), first_keys(counts), counts, strict=False)
-        self._updates.diagonals_launch(self.sizes, len(counts), kind, numbers, lr_in_tensor=lr is not None)(
-            products_ptr=products, owners_ptr=owners, tables_ptr=on_device(list(columns), products.device),
-            d_ptr=self._diagonals[0], result_ptr=results[0], lr_ptr=products if lr is None else lr, seed_ptr=self._seed(),
+        zeros = [0] * half
+        columns = zip(
+            self.ranks, self._diagonal_starts(), *map(_starts, self._sides),
+            _starts(cores.results[:half]), _starts(cores.results[half:]),
+            zeros if diagonals is None else _starts(diagonals.results), first_keys(counts)[:-1], counts, strict=True,
         )  # fmt: skip
+        operands = {
+            "tables_ptr": on_device(list(columns), self.first.device), "d_ptr": self._operands["d_ptr"], "seed_ptr": self._seed(),
+            "products_ptr": torch.empty(
+                self.sizes.counts[1] if diagonals else 0, self.sizes.rank, dtype=torch.float32, device=self.first.device
+            ),
+        }  # fmt: skip
+        sizes = replace(self.sizes, aligned=self.sizes.aligned and all(_address(result) % 16 == 0 for result in cores.results))
+        self._updates.finish_launch(sizes, cores.kind, cores.numbers, lr_in_tensor=cores.lr is not None)(
+            **operands, **sums.operands, pairs_ptr=self._pairs, a_ptr=self._sides[0][0], b_ptr=self._sides[1][0],
+            left_result_ptr=cores.results[0], right_result_ptr=cores.results[half],
+            lr_ptr=sums.left if cores.lr is None else cores.lr,
+        )  # fmt: skip
+        if diagonals is not None:
+            settings = {"lr_in_tensor": diagonals.lr is not None}
+            self._updates.diagonals_launch(self.sizes, half, diagonals.kind, diagonals.numbers, **settings)(
+                **operands, result_ptr=diagonals.results[0],
+                lr_ptr=sums.left if diagonals.lr is None else diagonals.lr,
+            )  # fmt: skip
 
     def _seed(self) -> Tensor:
         """Draw the seed for rounding updates on the device, [1] int64; return any tensor where nothing is rounded."""
@@ -134,24 +166,12 @@ class KernelCalls:
             return self._order
         return torch.randint(1 << 60, (1,), device=self.first.device)
 
-    def products(self) -> Tensor | None:
-        """Allocate what each trailing slice contributes to the diagonal's gradient; None without diagonals."""
-        if not self._diagonals:
-            return None
-        return torch.empty(self.sizes.counts[1], self.sizes.rank, dtype=torch.float32, device=self.first.device)
-
     def gradients_of_weights(self, grad: Tensor, targets: Tensor) -> Tensor:
         """Return the gradients of the weights, [L]."""
         out = grad.new_empty(self.num_ids)
         launch = self._kernels.weights_launch(self.sizes, num_bags=self.num_bags)
         launch(grad_ptr=grad, **self._operands, targets_ptr=targets, offsets_ptr=self._offsets, out_ptr=out)
         return out
-
-
-def _split_settings(settings: dict[str, Any]) -> tuple[Tensor | None, dict[str, float]]:
-    """Return the learning rate if it is a tensor, which the device reads itself, and all settings as numbers."""
-    lr = settings["lr"]
-    return (lr, {**settings, "lr": 0.0}) if isinstance(lr, Tensor) else (None, settings)
 
 
 def _starts(tensors: Sequence[Tensor]) -> list[int]:

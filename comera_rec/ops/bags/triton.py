@@ -78,7 +78,7 @@ def _add_rows(
     """Add the weighted rows of ids, a tile for each lane; nothing for an id that isn't real or is left out.
 
     Nearly always all ids belong to one table, so the loop runs over tables and reads the numbers of each once. Lanes of another
-    table read slice 0 of this one and add zero.
+    table read slice 0 of this one in vain.
     """
     p = tl.load(pairs_ptr + id_, mask=real, other=-1)
     q = tl.load(pairs_ptr + num_ids + id_, mask=real, other=0)
@@ -93,20 +93,21 @@ def _add_rows(
         if ALIGNED:
             a_ptrs, b_ptrs = tl.multiple_of(a_ptrs, (16, 16)), tl.multiple_of(b_ptrs, (16, 16))
         diagonal_ptr = d_ptr + tl.load(table_ptr + DIAGONAL)
-        factor = tl.where(selected, weight, 0.0)
+        row, factor = total, weight
         for _ in range(rank // UNROLL):
             for k in tl.static_range(UNROLL):
-                total = _add_product(
-                    total, a_ptrs + k * N1, b_ptrs + k * N2, diagonal_ptr + k, factor, i, j, N1, N2, SCALED, WHOLE_1, WHOLE_2
+                row = _add_product(
+                    row, a_ptrs + k * N1, b_ptrs + k * N2, diagonal_ptr + k, factor, i, j, N1, N2, SCALED, WHOLE_1, WHOLE_2
                 )  # fmt: skip
             a_ptrs += UNROLL * N1
             b_ptrs += UNROLL * N2
             diagonal_ptr += UNROLL
         for k in tl.static_range(UNROLL - 1):
             if k < rank % UNROLL:
-                total = _add_product(
-                    total, a_ptrs + k * N1, b_ptrs + k * N2, diagonal_ptr + k, factor, i, j, N1, N2, SCALED, WHOLE_1, WHOLE_2
+                row = _add_product(
+                    row, a_ptrs + k * N1, b_ptrs + k * N2, diagonal_ptr + k, factor, i, j, N1, N2, SCALED, WHOLE_1, WHOLE_2
                 )  # fmt: skip
+        total = tl.where(selected[None, None, :], row, total)
     return total
 
 
@@ -137,6 +138,8 @@ def _pool(
     target = (bag - feature * bags_of_feature) * features + feature
     start = tl.load(offsets_ptr + bag, mask=is_bag, other=0).to(tl.int32)
     end = tl.load(offsets_ptr + bag + 1, mask=is_bag, other=0).to(tl.int32)
+    ascend = ((bag > 0) | (start == 0)) & (start <= end) & (end <= num_ids)
+    tl.device_assert(ascend, "offsets don't ascend from 0 to at most the number of ids: check them, or run on the CPU")
     total = tl.zeros([TILE_1, TILE_2, LANES], dtype=tl.float32)
     weight = tl.full([LANES], 1.0, dtype=tl.float32)
     if MODE == "max":
@@ -319,10 +322,10 @@ def _sum_side(
         first, before = last, segment
 
 
-@triton.jit(do_not_specialize=["num_ids", "num_bags", "bags_of_feature", "num_left", "num_right"])
+@triton.jit(do_not_specialize=["num_ids", "num_bags", "bags_of_feature", "num_left", "num_right", "num_owners"])
 def _sum_slices(
     grad_ptr, a_ptr, b_ptr, tables_ptr, pairs_ptr, slices_ptr, order_ptr, targets_ptr, offsets_ptr, weights_ptr, chosen_ptr,
-    left_ptr, right_ptr, num_ids, num_bags, bags_of_feature, num_left, num_right,
+    left_ptr, right_ptr, owners_ptr, num_ids, num_bags, bags_of_feature, num_left, num_right, num_owners,
     N1: tl.constexpr, R: tl.constexpr, N2: tl.constexpr, N: tl.constexpr, ALIGNED: tl.constexpr,
     MODE: tl.constexpr, WEIGHTED: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr,
     TILE_1: tl.constexpr, TILE_2: tl.constexpr, DOWN: tl.constexpr, ACROSS_1: tl.constexpr, ACROSS_2: tl.constexpr,
@@ -331,8 +334,11 @@ def _sum_slices(
 
     right[s] likewise. These are the gradients of slices before scaling by the diagonal. If a segment continues in later chunks,
     their sums are in left[num_left + chunk]. Programs of both sides alternate, because both are sorted by table: a table's
-    gradients, read for one side, are still in the cache for the other.
+    gradients, read for one side, are still in the cache for the other. Owners are set to -1 for the kernel that finds them.
     """
+    for start in range(tl.program_id(0) * LANES, num_owners, tl.num_programs(0) * LANES):
+        owner = start + tl.arange(0, LANES)
+        tl.store(owners_ptr + owner, -1, mask=owner < num_owners)
     chunk = tl.program_id(0) // 2
     is_leading = tl.program_id(0) % 2 == 0
     if is_leading & (tl.program_id(1) * LANES < DOWN * ACROSS_1):
@@ -393,7 +399,7 @@ def pool_launch(sizes: Sizes, *, num_bags: int, features: int, mode: str, weight
     )
 
 
-def slices_launch(sizes: Sizes, *, num_bags: int, features: int, mode: str, weighted: bool) -> Launch:
+def slices_launch(sizes: Sizes, *, num_bags: int, features: int, num_owners: int, mode: str, weighted: bool) -> Launch:
     """Return the launch of `_sum_slices`."""
     (tile_1, across_1), (tile_2, across_2), (_, down) = _tiles(sizes.n1), _tiles(sizes.n2), _tiles(sizes.rank)
     return Launch(
@@ -401,7 +407,7 @@ def slices_launch(sizes: Sizes, *, num_bags: int, features: int, mode: str, weig
         grid=(2 * triton.cdiv(sizes.num_ids, CHUNK), triton.cdiv(down * max(across_1, across_2), LANES)),
         numbers={
             "num_ids": sizes.num_ids, "num_bags": num_bags, "bags_of_feature": num_bags // features,
-            "num_left": sizes.counts[0], "num_right": sizes.counts[1],
+            "num_left": sizes.counts[0], "num_right": sizes.counts[1], "num_owners": num_owners,
         },
         constants={
             "N1": sizes.n1, "R": sizes.rank, "N2": sizes.n2, "N": sizes.num_cols, "ALIGNED": sizes.aligned,

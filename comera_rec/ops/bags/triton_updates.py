@@ -13,83 +13,99 @@ import triton
 import triton.language as tl
 
 from comera_rec.ops.bags.triton import CHUNK, Sizes
-from comera_rec.ops.launch import Launch, block
+from comera_rec.ops.launch import LEAST_RANK, Launch, block
 
-COLUMNS = tl.constexpr(4)
-RANK, CORE, DIAGONAL, RESULT = (tl.constexpr(column) for column in range(4))
-SLICES = tl.constexpr(6)
-FIRST_SLICE, NUM_SLICES = (tl.constexpr(column) for column in (4, 5))
+COLUMNS = tl.constexpr(9)
+RANK, DIAGONAL, CORES, RESULTS = (tl.constexpr(column) for column in (0, 1, 2, 4))
+DIAGONAL_RESULT, FIRST_SLICE, NUM_SLICES = (tl.constexpr(column) for column in (6, 7, 8))
 GRADIENT, SGD, ADAGRAD, ROW_WISE = "gradient", "SGD", "Adagrad", "RowWiseAdagrad"
 OWNERS = 128
 """Ids whose slices a program of `_sum_parts` finds owners for: four for each thread of a warp."""
+GROUP = 16
+"""Chunks whose parts `_sum_parts` adds up first."""
+PARTS_AT_ONCE = 8, 32
+"""Parts that each launch of `_sum_parts` adds at once: most slices have few, but the most frequent ones thousands."""
+DIAGONAL_SLICES = 1024
+"""Trailing slices that `_finish_diagonals` adds up at once."""
 _SLICES_AT_ONCE = 8
-_CHUNKS = 16  # chunks whose parts `_sum_parts` adds up at once
 
 
-@triton.jit(do_not_specialize=["num_ids", "num_left", "num_right", "size_left", "size_right"])
+@triton.jit(do_not_specialize=["num_ids", "num_left", "num_right", "eighth_left", "eighth_right"])
 def _sum_parts(
     left_ptr, right_ptr, left_owners_ptr, right_owners_ptr, slices_ptr, order_ptr,
-    num_ids, num_left, num_right, size_left, size_right,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, OWNERS: tl.constexpr,
+    num_ids, num_left, num_right, eighth_left, eighth_right,
+    STEP: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr, OWNERS: tl.constexpr,
 ):  # fmt: skip
-    """If a segment starts in this chunk and continues beyond it, add the parts of later chunks to its sum; for both sides.
+    """Add up the parts of segments that continue beyond a chunk, for both sides, in two launches.
 
-    left_owners[s] = an id of leading slice s, -1 if it has none; right_owners[s] likewise.
+    The first, with STEP 1, adds the parts of each group of GROUP chunks, and finds owners: left_owners[s] = an id of leading slice
+    s, which stays -1 if there is none; right_owners[s] likewise. The second, with STEP GROUP, adds the sums of groups. Sums of
+    slices have 8 * eighth numbers.
     """
     if tl.program_id(2) == 0:
-        _find_owners(left_owners_ptr, slices_ptr, order_ptr, num_ids, 0, 0, num_left, OWNERS)
-        _sum_parts_of_side(left_ptr, slices_ptr, num_ids, 0, num_left, size_left, CHUNK, CHUNKS, BLOCK)
+        if STEP == 1:
+            _find_owners(left_owners_ptr, slices_ptr, order_ptr, num_ids, 0, 0, num_left, OWNERS)
+        _sum_parts_of_side(left_ptr, slices_ptr, num_ids, 0, num_left, eighth_left * 8, STEP, CHUNK, GROUP, AT_ONCE, BLOCK)
     else:
         slices_ptr += num_ids
-        _find_owners(right_owners_ptr, slices_ptr, order_ptr + num_ids, num_ids, num_ids, num_left + 1, num_right, OWNERS)
-        _sum_parts_of_side(right_ptr, slices_ptr, num_ids, num_left + 1, num_right, size_right, CHUNK, CHUNKS, BLOCK)
+        if STEP == 1:
+            _find_owners(right_owners_ptr, slices_ptr, order_ptr + num_ids, num_ids, num_ids, num_left + 1, num_right, OWNERS)
+        _sum_parts_of_side(
+            right_ptr, slices_ptr, num_ids, num_left + 1, num_right, eighth_right * 8, STEP, CHUNK, GROUP, AT_ONCE, BLOCK
+        )  # fmt: skip
 
 
 @triton.jit
 def _find_owners(owners_ptr, slices_ptr, order_ptr, num_ids, first_id, first_slice, num_slices, BLOCK: tl.constexpr):
-    """Write the owners of slices that start in this block of ids, and -1 for unused slices before them; one block ends the list."""
+    """Write the owners of slices that start in this block of ids."""
     start = tl.program_id(0) * BLOCK
-    if (tl.program_id(1) == 0) & (start <= num_ids):
+    if (tl.program_id(1) == 0) & (start < num_ids):
         position = start + tl.arange(0, BLOCK)
         is_id = position < num_ids
         slice_ = tl.load(slices_ptr + position, mask=is_id, other=0).to(tl.int32) - first_slice
-        slice_ = tl.where(is_id, slice_, num_slices)
-        previous = (
-            tl.load(slices_ptr + position - 1, mask=(position > 0) & (position <= num_ids), other=0).to(tl.int32) - first_slice
-        )
-        previous = tl.where(position == 0, -1, tl.where(position <= num_ids, previous, num_slices))
-        for step in range(1, tl.max(slice_ - previous), 8):
-            unused = (previous + step)[:, None] + tl.arange(0, 8)[None, :]
-            tl.store(owners_ptr + unused, -1, mask=unused < slice_[:, None])
-        starts = is_id & (previous < slice_) & (slice_ < num_slices)
+        previous = tl.load(slices_ptr + position - 1, mask=is_id & (position > 0), other=-1).to(tl.int32) - first_slice
+        starts = is_id & ((position == 0) | (previous < slice_)) & (slice_ < num_slices)
         owner = tl.load(order_ptr + position, mask=starts, other=0) - first_id
         tl.store(owners_ptr + slice_, owner.to(tl.int32), mask=starts)
 
 
 @triton.jit
 def _sum_parts_of_side(
-    parts_ptr, slices_ptr, num_ids, first_slice, num_slices, size, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr
+    parts_ptr, slices_ptr, num_ids, first_slice, num_slices, size,
+    STEP: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    chunk = tl.program_id(0)
-    start, after = chunk * CHUNK, (chunk + 1) * CHUNK
-    # Triton's `&` evaluates both sides, so every load has a separate mask.
+    first = tl.program_id(0) * STEP
+    start, after = first * CHUNK, (first + STEP) * CHUNK
+    # Triton's `&` evaluates both sides: every load has a mask of its own.
     segment = tl.load(slices_ptr + after, mask=after < num_ids, other=-1).to(tl.int32)
     ending = tl.load(slices_ptr + after - 1, mask=after < num_ids, other=-2).to(tl.int32)
-    if (ending == segment) & (segment < first_slice + num_slices):
-        before = tl.load(slices_ptr + start - 1, mask=start > 0, other=-1).to(tl.int32)
-        if before != segment:
-            element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-            at = parts_ptr + (segment - first_slice).to(tl.int64) * size + element
-            total = tl.load(at, mask=element < size, other=0.0)
-            later = chunk + 1
-            while tl.load(slices_ptr + later * CHUNK, mask=later * CHUNK < num_ids, other=-1).to(tl.int32) == segment:
-                chunks = later + tl.arange(0, CHUNKS)
-                keys = tl.load(slices_ptr + chunks * CHUNK, mask=chunks * CHUNK < num_ids, other=-1).to(tl.int32)
-                slots = (num_slices + chunks).to(tl.int64)[:, None] * size + element[None, :]
-                mask = (keys == segment)[:, None] & (element < size)[None, :]
-                total += tl.sum(tl.load(parts_ptr + slots, mask=mask, other=0.0), 0)
-                later += CHUNKS
-            tl.store(at, total, mask=element < size)
+    before = tl.load(slices_ptr + start - 1, mask=(start > 0) & (start < num_ids), other=-1).to(tl.int32)
+    starts_here = before != segment
+    takes_parts = starts_here | ((STEP == 1) & (first % GROUP == 0))
+    end = (first // GROUP + 1) * GROUP if STEP == 1 else num_ids  # of chunks to add
+    continues = (ending == segment) & (segment < first_slice + num_slices) & (first + STEP < end)
+    if continues & takes_parts & (tl.program_id(1) * BLOCK < size):
+        element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        slot = tl.where(starts_here, segment - first_slice, num_slices + first).to(tl.int64)
+        at = parts_ptr + slot * size + element
+        total = tl.load(at, mask=element < size, other=0.0)
+        chunks = first + STEP + tl.arange(0, AT_ONCE) * STEP
+        found = _continues(slices_ptr, chunks, end, num_ids, segment, CHUNK)
+        while tl.max(found.to(tl.int32)) > 0:
+            slots = parts_ptr + (num_slices + chunks).to(tl.int64)[:, None] * size + element[None, :]
+            parts = tl.load(slots, mask=found[:, None] & (element < size)[None, :], other=0.0)
+            chunks += AT_ONCE * STEP
+            found = _continues(slices_ptr, chunks, end, num_ids, segment, CHUNK)  # loaded while the parts are
+            total += tl.sum(parts, 0)
+        tl.store(at, total, mask=element < size)
+
+
+@triton.jit
+def _continues(slices_ptr, chunks, end, num_ids, segment, CHUNK: tl.constexpr):
+    """Return which chunks start with ids of the segment."""
+    positions = chunks * CHUNK
+    keys = tl.load(slices_ptr + positions, mask=(chunks < end) & (positions < num_ids), other=-1).to(tl.int32)
+    return keys == segment
 
 
 @triton.jit
@@ -109,28 +125,56 @@ def _rounded(value, seed_ptr, stream, at, dtype: tl.constexpr):
     return tl.where(finite, rounded, value).to(dtype)
 
 
-@triton.jit(do_not_specialize=["num_ids", "num_slices", "rank_limit", "lr", "eps", "weight_decay"])
+@triton.jit(do_not_specialize=["num_ids", "num_left", "num_right", "rank_limit", "lr", "eps", "weight_decay"])
 def _finish_slices(
-    parts_ptr, tables_ptr, pairs_ptr, owners_ptr, core_ptr, d_ptr, result_ptr, products_ptr, lr_ptr, seed_ptr,
-    num_ids, num_slices, rank_limit, lr, eps, weight_decay,
-    SIDE: tl.constexpr, X: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr, OF_DIAGONAL: tl.constexpr, KIND: tl.constexpr,
-    LR_IN_TENSOR: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_X: tl.constexpr,
+    left_ptr, right_ptr, left_owners_ptr, right_owners_ptr, tables_ptr, pairs_ptr, a_ptr, b_ptr, d_ptr, left_result_ptr,
+    right_result_ptr, products_ptr, lr_ptr, seed_ptr, num_ids, num_left, num_right, rank_limit, lr, eps, weight_decay,
+    N1: tl.constexpr, N2: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr, KIND: tl.constexpr,
+    LR_IN_TENSOR: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_K1: tl.constexpr, BLOCK_X1: tl.constexpr, BLOCK_K2: tl.constexpr, BLOCK_X2: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of each slice that the batch uses, its sum times the diagonal, or update the slice. `rank_limit` is R.
 
-    If OF_DIAGONAL, products[s, k] = the sum times the slice, which is its contribution to the diagonal's gradient.
+    products[s, k] = the sum of trailing slice s times the slice, which is its contribution to the diagonal's gradient.
     """
-    s = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
+    block = tl.program_id(0)
+    left_blocks = (num_left + BLOCK_S - 1) // BLOCK_S
+    if LR_IN_TENSOR:
+        lr = tl.load(lr_ptr).to(tl.float32)
+    if block < left_blocks:
+        _finish_side(
+            left_ptr, left_owners_ptr, tables_ptr, pairs_ptr, a_ptr, d_ptr, left_result_ptr, products_ptr, seed_ptr,
+            block, num_ids, num_left, rank_limit, lr, eps, weight_decay,
+            0, N1, SCALED, ALIGNED, KIND, COLUMNS, BLOCK_S, BLOCK_K1, BLOCK_X1,
+        )  # fmt: skip
+    else:
+        _finish_side(
+            right_ptr, right_owners_ptr, tables_ptr, pairs_ptr, b_ptr, d_ptr, right_result_ptr, products_ptr, seed_ptr,
+            block - left_blocks, num_ids, num_right, rank_limit, lr, eps, weight_decay,
+            1, N2, SCALED, ALIGNED, KIND, COLUMNS, BLOCK_S, BLOCK_K2, BLOCK_X2,
+        )  # fmt: skip
+
+
+@triton.jit
+def _finish_side(
+    parts_ptr, owners_ptr, tables_ptr, pairs_ptr, core_ptr, d_ptr, result_ptr, products_ptr, seed_ptr,
+    block, num_ids, num_slices, rank_limit, lr, eps, weight_decay,
+    SIDE: tl.constexpr, X: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr, KIND: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_X: tl.constexpr,
+):  # fmt: skip
+    OF_DIAGONAL: tl.constexpr = SCALED and SIDE == 1
+    s = block * BLOCK_S + tl.arange(0, BLOCK_S)
     owner = tl.load(owners_ptr + s, mask=s < num_slices, other=-1)
     is_used = owner >= 0
     table_ptr = tables_ptr + tl.load(pairs_ptr + 2 * num_ids + owner, mask=is_used, other=0).to(tl.int64) * COLUMNS
     slice_ = tl.load(pairs_ptr + SIDE * num_ids + owner, mask=is_used, other=0).to(tl.int64)
     rank = tl.load(table_ptr + RANK).to(tl.int32)
     numbers = rank * X
-    core = core_ptr + (tl.load(table_ptr + CORE) + slice_ * numbers)[:, None, None]
-    result_start = tl.load(table_ptr + RESULT)
+    of_slice = (slice_ * numbers)[:, None, None]
+    core = core_ptr + tl.load(table_ptr + (CORES + SIDE))[:, None, None] + of_slice
+    result_start = tl.load(table_ptr + (RESULTS + SIDE))
     sums = parts_ptr + (s.to(tl.int64) * (rank_limit * X))[:, None, None]
-    result = result_ptr + (result_start + slice_ * numbers)[:, None, None]
+    result = result_ptr + result_start[:, None, None] + of_slice
     if ALIGNED:
         core, sums, result = (
             tl.multiple_of(core, (16, 16, 16)),
@@ -139,8 +183,6 @@ def _finish_slices(
         )
     diagonal_ptrs = d_ptr + tl.load(table_ptr + DIAGONAL)[:, None]
     rank = tl.where(is_used, rank, 0)
-    if LR_IN_TENSOR:
-        lr = tl.load(lr_ptr).to(tl.float32)
     rate = tl.zeros([BLOCK_S], dtype=tl.float32) + lr
     # Row-wise Adagrad needs the whole slice's gradient before it updates any of it: one more pass.
     for turn in tl.static_range(2 if KIND == "RowWiseAdagrad" else 1):
@@ -171,17 +213,18 @@ def _finish_slices(
                             value -= rate[:, None, None] * g
                     elif KIND == "Adagrad":
                         state = tl.load(result + at, mask=mask, other=1.0).to(tl.float32) + g * g
-                        kept = _rounded(state, seed_ptr, 1, (slice_ * numbers)[:, None, None] + at, result_ptr.dtype.element_ty)
+                        kept = _rounded(state, seed_ptr, 2 * SIDE + 1, of_slice + at, result_ptr.dtype.element_ty)
                         tl.store(result + at, kept, mask=mask)
                         value -= lr * g / (tl.sqrt(state) + eps)
                     else:
                         value -= lr * g
                     if KIND != "RowWiseAdagrad" or turn == 1:
-                        kept = _rounded(value, seed_ptr, 0, (slice_ * numbers)[:, None, None] + at, core_ptr.dtype.element_ty)
+                        kept = _rounded(value, seed_ptr, 2 * SIDE, of_slice + at, core_ptr.dtype.element_ty)
                         tl.store(core + at, kept, mask=mask)
             if OF_DIAGONAL:
                 if turn == 0:
-                    tl.store(products_ptr + s.to(tl.int64)[:, None] * rank_limit + k[None, :], product, mask=of_rank)
+                    is_product = (s < num_slices)[:, None] & (k < rank_limit)[None, :]  # 0 of slices that are not used
+                    tl.store(products_ptr + s.to(tl.int64)[:, None] * rank_limit + k[None, :], product, mask=is_product)
         if KIND == "RowWiseAdagrad":
             if turn == 0:
                 state_at = result_ptr + result_start + slice_
@@ -193,10 +236,10 @@ def _finish_slices(
 
 @triton.jit(do_not_specialize=["rank_limit", "lr", "eps", "weight_decay"])
 def _finish_diagonals(
-    products_ptr, owners_ptr, tables_ptr, d_ptr, result_ptr, lr_ptr, seed_ptr, rank_limit, lr, eps, weight_decay,
+    products_ptr, tables_ptr, d_ptr, result_ptr, lr_ptr, seed_ptr, rank_limit, lr, eps, weight_decay,
     KIND: tl.constexpr, LR_IN_TENSOR: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of each diagonal, the sum of products [s, k] over its table's trailing slices in use, or update it."""
+    """Write the gradient of each diagonal, the sum of products [s, k] over its table's trailing slices, or update it."""
     table_ptr = tables_ptr + tl.program_id(0) * COLUMNS
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     first = tl.load(table_ptr + FIRST_SLICE)
@@ -205,10 +248,9 @@ def _finish_diagonals(
     g = tl.zeros([BLOCK_K], dtype=tl.float32)
     for start in range(0, count, BLOCK_S):
         s = start + tl.arange(0, BLOCK_S)
-        is_used = tl.load(owners_ptr + first + s, mask=s < count, other=-1) >= 0
         at = (first + s)[:, None] * rank_limit + k[None, :]
-        g += tl.sum(tl.load(products_ptr + at, mask=is_used[:, None] & mask[None, :], other=0.0), 0)
-    result = result_ptr + tl.load(table_ptr + RESULT) + k
+        g += tl.sum(tl.load(products_ptr + at, mask=(s < count)[:, None] & mask[None, :], other=0.0), 0)
+    result = result_ptr + tl.load(table_ptr + DIAGONAL_RESULT) + k
     if KIND == "gradient":
         tl.store(result, g.to(result_ptr.dtype.element_ty), mask=mask)
     else:
@@ -219,43 +261,49 @@ def _finish_diagonals(
         g += weight_decay * value
         if KIND == "Adagrad":
             sums = tl.load(result, mask=mask, other=1.0).to(tl.float32) + g * g
-            tl.store(result, _rounded(sums, seed_ptr, 1, k, result_ptr.dtype.element_ty), mask=mask)
+            tl.store(result, _rounded(sums, seed_ptr, 5, k, result_ptr.dtype.element_ty), mask=mask)
             value -= lr * g / (tl.sqrt(sums) + eps)
         else:
             value -= lr * g
-        tl.store(at, _rounded(value, seed_ptr, 0, k, d_ptr.dtype.element_ty), mask=mask)
+        tl.store(at, _rounded(value, seed_ptr, 4, k, d_ptr.dtype.element_ty), mask=mask)
 
 
-def parts_launch(sizes: Sizes) -> Launch:
-    """Return the launch of `_sum_parts`, which is compiled once for all ranks."""
-    size_left, size_right = sizes.rank * sizes.n1, sizes.rank * sizes.n2
+def parts_launches(sizes: Sizes) -> list[Launch]:
+    """Return the launches of `_sum_parts`, which is compiled for all ranks: one, or two if there is more than a group."""
+    size_left, size_right = sizes.rank * sizes.n1, sizes.rank * sizes.n2  # multiples of 8, because ranks are
     columns = 128
-    return Launch(
-        kernel=_sum_parts,
-        grid=(triton.cdiv(sizes.num_ids + 1, CHUNK), triton.cdiv(max(size_left, size_right), columns), 2),
-        numbers={
-            "num_ids": sizes.num_ids, "num_left": sizes.counts[0], "num_right": sizes.counts[1],
-            "size_left": size_left, "size_right": size_right,
-        },
-        constants={"CHUNK": CHUNK, "CHUNKS": _CHUNKS, "BLOCK": columns, "OWNERS": OWNERS},
-        num_warps=1,
-    )  # fmt: skip
+    chunks = triton.cdiv(sizes.num_ids, CHUNK)
+    return [
+        Launch(
+            kernel=_sum_parts,
+            grid=(triton.cdiv(chunks, step), triton.cdiv(max(size_left, size_right), columns), 2),
+            numbers={
+                "num_ids": sizes.num_ids, "num_left": sizes.counts[0], "num_right": sizes.counts[1],
+                "eighth_left": size_left // 8, "eighth_right": size_right // 8,
+            },
+            constants={
+                "STEP": step, "CHUNK": CHUNK, "GROUP": GROUP, "AT_ONCE": at_once, "BLOCK": columns, "OWNERS": OWNERS,
+            },
+            num_warps=num_warps,
+        )
+        for step, at_once, num_warps in zip((1, GROUP) if chunks > GROUP else (1,), PARTS_AT_ONCE, (1, 8), strict=False)
+    ]  # fmt: skip
 
 
-def finish_launch(
-    sizes: Sizes, side: int, kind: str, settings: dict[str, float], *, of_diagonal: bool, lr_in_tensor: bool = False
-) -> Launch:
+def finish_launch(sizes: Sizes, kind: str, settings: dict[str, float], *, lr_in_tensor: bool = False) -> Launch:
     """Return the launch of `_finish_slices`, which is compiled once for all ranks."""
-    x = (sizes.n1, sizes.n2)[side]
-    block_x = block(x, 64)
+    (block_k1, block_x1), (block_k2, block_x2) = ((max(1, 128 // block(x, 64)), block(x, 64)) for x in (sizes.n1, sizes.n2))
     return Launch(
         kernel=_finish_slices,
-        grid=(triton.cdiv(sizes.counts[side], _SLICES_AT_ONCE),),
-        numbers={"num_ids": sizes.num_ids, "num_slices": sizes.counts[side], "rank_limit": sizes.rank, **settings},
+        grid=(sum(triton.cdiv(count, _SLICES_AT_ONCE) for count in sizes.counts),),
+        numbers={
+            "num_ids": sizes.num_ids, "num_left": sizes.counts[0], "num_right": sizes.counts[1], "rank_limit": sizes.rank,
+            **settings,
+        },
         constants={
-            "SIDE": side, "X": x, "SCALED": sizes.scaled, "ALIGNED": sizes.aligned, "OF_DIAGONAL": of_diagonal, "KIND": kind,
-            "LR_IN_TENSOR": lr_in_tensor, "COLUMNS": COLUMNS.value,
-            "BLOCK_S": _SLICES_AT_ONCE, "BLOCK_K": max(1, 128 // block_x), "BLOCK_X": block_x,
+            "N1": sizes.n1, "N2": sizes.n2, "SCALED": sizes.scaled, "ALIGNED": sizes.aligned, "KIND": kind,
+            "LR_IN_TENSOR": lr_in_tensor, "COLUMNS": COLUMNS.value, "BLOCK_S": _SLICES_AT_ONCE,
+            "BLOCK_K1": block_k1, "BLOCK_X1": block_x1, "BLOCK_K2": block_k2, "BLOCK_X2": block_x2,
         },
         num_warps=4,
     )  # fmt: skip
@@ -263,11 +311,17 @@ def finish_launch(
 
 def diagonals_launch(sizes: Sizes, num_tables: int, kind: str, settings: dict[str, float], *, lr_in_tensor: bool = False) -> Launch:
     """Return the launch of `_finish_diagonals`, which is compiled once for all ranks."""
-    columns = 16
+    columns = LEAST_RANK
     return Launch(
         kernel=_finish_diagonals,
         grid=(num_tables, triton.cdiv(sizes.rank, columns)),
         numbers={"rank_limit": sizes.rank, **settings},
-        constants={"KIND": kind, "LR_IN_TENSOR": lr_in_tensor, "COLUMNS": SLICES.value, "BLOCK_S": 512, "BLOCK_K": columns},
+        constants={
+            "KIND": kind,
+            "LR_IN_TENSOR": lr_in_tensor,
+            "COLUMNS": COLUMNS.value,
+            "BLOCK_S": DIAGONAL_SLICES,
+            "BLOCK_K": columns,
+        },
         num_warps=8,
     )

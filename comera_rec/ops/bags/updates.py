@@ -153,9 +153,10 @@ class Updates:
         if self._kind is _KINDS[ROW_WISE]:
             # The optimizer makes sums for the rows of a matrix; a core has one for each slice.
             slices = (parameter.shape[1],) if parameter.dim() == 4 else (1,)
-            if existing is not None and existing.shape == slices:
-                return existing
-            state[name] = torch.full(slices, initial, dtype=torch.float32, device=parameter.device)
+            if existing is None or existing.shape != slices:
+                state[name] = torch.full(slices, initial, dtype=torch.float32, device=parameter.device)
+            elif existing.dtype != torch.float32:  # torch converts what it loads to the dtype of the core
+                state[name] = existing.float()
         elif existing is None:
             state[name] = torch.full_like(parameter, initial, memory_format=torch.preserve_format)
         elif existing.shape != parameter.shape:

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from comera_rec.ops.plan.reference import first_keys, on_device
 
+MOST_IDS = 1 << 29
+
 
 @dataclass(frozen=True, kw_only=True)
 class PairPlan:
@@ -170,7 +172,13 @@ def pair_up(p: Tensor, q: Tensor, counts: tuple[int, int]) -> PairPlan:
 
 
 def sort_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Sort keys [2, L] in one go, which sorts each half, because keys of the second half are larger."""
+    """Sort keys [2, L] in one go, which sorts each half, because keys of the second half are larger.
+
+    Raises:
+        ValueError: for `MOST_IDS` ids or more, whose numbers kernels could not hold in 32 bits.
+    """
+    if keys.shape[1] >= MOST_IDS:
+        raise ValueError(f"a lookup on a GPU takes fewer than {MOST_IDS:,} ids, not {keys.shape[1]:,}: split the batch")
     slices, order = torch.sort(keys.flatten(), stable=True)
     return slices.view(keys.shape), order.view(keys.shape)
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
+from functools import lru_cache
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -117,13 +118,20 @@ def _sizes(modes: Sequence[Sequence[int]]) -> list[int]:
 
 
 def on_device(constants: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Return constants as a tensor. On a GPU it is kept, because copying constants again would break a graph's capture."""
+    """Return constants as a tensor. On a GPU it is cached, because copying constants again would break a graph's capture."""
     rows = tuple(map(tuple, constants))
-    is_kept = device.type == "cuda" and not torch.compiler.is_compiling()
-    return _cached(rows, device) if is_kept else torch.tensor(rows, device=device)
+    if device.type != "cuda" or torch.compiler.is_compiling():
+        return torch.tensor(rows, device=device)
+    if torch.cuda.is_current_stream_capturing():
+        _CAPTURED.setdefault((rows, device), _cached(rows, device))
+    return _CAPTURED[rows, device] if (rows, device) in _CAPTURED else _cached(rows, device)
 
 
-@cache  # without a limit, because captured graphs read these tensors; there are as many as models have shapes
+_CAPTURED: dict[Any, Tensor] = {}
+"""Constants that captured graphs read at their present addresses, forever."""
+
+
+@lru_cache(maxsize=4096)
 def _cached(constants: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
     return torch.tensor(constants, device=device)
 
