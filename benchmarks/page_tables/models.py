@@ -134,7 +134,7 @@ def scale_model() -> str:
     header = ["GPUs", "samples of each", "dense table-wise", "TT data-parallel, 500x", "2,000x"]
     return (
         markdown(header, lines, left=0)
-        + f"\n\nModelled: `python -m benchmarks.run scale-model`, [rows](results/{EPYC}/scale-model.jsonl)."
+        + f"\n\nModeled: `python -m benchmarks.run scale-model`, [rows](results/{EPYC}/scale-model.jsonl)."
     )
 
 

@@ -128,7 +128,7 @@ def quality_of_splits() -> str:
             best_cell = f"{fixed[best]:.4f}, {share:.0%} at width {width or 'N'}"
             better = f"{sum(ne < found for ne in fixed.values())} of {len(fixed)}"
             lines.append([name, f"{size:g}x", str(len(seeds)), f"{nes['TT fixed']:.4f}", f"{found:.4f}", best_cell, better])
-    header = ["NE", "size", "seeds", "no hot rows", "hot rows as found", "best fixed split", "fixed splits that are better"]
+    header = ["NE", "size", "seeds", "no hot rows", "hot rows by the rule", "best fixed split", "fixed splits that are better"]
     sources = [source(machine, "quality", "quality --only method=TT + 0*") for machine in (EPYC_AVX2, EPYC_AVX512)]
     return markdown(header, lines) + "".join(sources)
 

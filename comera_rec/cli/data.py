@@ -197,7 +197,7 @@ def transform(first_inputs: tuple[str, ...], more_inputs: tuple[str, ...], schem
     click.echo(_summary(manifest, options.output, time.perf_counter() - start))
     if strange := _columns_of_new_values(manifest, read_manifest(options.data)):
         click.echo(
-            f"most values of {', '.join(strange)} have no id in {options.data}, though few of its rows lack one: "
+            f"most values of {', '.join(strange)} have no id in {options.data}, though most of its rows have one: "
             "check that both logs are from the same source",
             err=True,
         )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import itertools
 import logging
 import warnings
 from typing import NoReturn
@@ -54,9 +53,6 @@ class LazyGroup(click.Group):
         return command
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        for option, value in itertools.pairwise(args):
-            if option == "--config":  # refuse a missing file before torch is imported
-                click.Path(exists=True, dir_okay=False).convert(value, click.Option([option]), ctx)
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:

@@ -3,13 +3,6 @@
 from __future__ import annotations
 
 import click
-import torch.distributed as dist
-
-from comera_rec.distributed import leave
-from comera_rec.report import write_report
-from comera_rec.training.config import load_config
-from comera_rec.training.stopping import Interrupted
-from comera_rec.training.trainer import Diverged, Trainer
 
 
 @click.command()
@@ -34,6 +27,15 @@ def train(context: click.Context, config_path: str | None, overrides: tuple[str,
       comera train --config examples/demo.toml data.path=data/ output=runs/compressed training.epochs=2
       torchrun --nproc-per-node 2 --max-restarts 3 -m comera_rec.train --config examples/demo.toml data.path=data/
     """
+    # Here, because they import torch, which takes seconds: a missing file is refused before.
+    import torch.distributed as dist
+
+    from comera_rec.distributed import leave
+    from comera_rec.report import write_report
+    from comera_rec.training.config import load_config
+    from comera_rec.training.stopping import Interrupted
+    from comera_rec.training.trainer import Diverged, Trainer
+
     config = load_config(config_path, overrides)
     trainer = Trainer(config)
     try:

@@ -13,7 +13,6 @@ import torch
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.models.dlrm import DLRM
 
-from comera_rec.cli import train as train_command
 from comera_rec.cli.main import main
 from comera_rec.report.page import count
 from comera_rec.training.runs import load_run
@@ -114,7 +113,7 @@ def test_mistakes_are_one_line_and_status_two(
 def test_bugs_show_a_traceback(
     call_it: Callable[[], object], ours: bool, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(train_command, "load_config", lambda *_: call_it())
+    monkeypatch.setattr("comera_rec.training.config.load_config", lambda *_: call_it())
     expected = SystemExit if ours else ValueError
     with pytest.raises(expected) as stop:
         main(["train", "--config", __file__])
