@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from comera_rec import TTEmbeddingBag
 from comera_rec.nn.tt_table import plan_tables
 from comera_rec.ops import PairPlan, plan_lookup, tt_bags
+from comera_rec.ops.bags.kernel_calls import KernelCalls
 from comera_rec.ops.bags.updates import register_update
 from comera_rec.ops.plan import pairs as pairs_module
 from comera_rec.ops.plan.pairs import plan_hot_rows
@@ -105,6 +106,10 @@ def draw(tables: nn.ModuleList, lengths: list[int], spare: int = 0) -> tuple[lis
     cuts = [bounds[len(lengths) * t // len(tables)] for t in range(len(tables))] + [bounds[-1] + spare]
     ids = [torch.randint(table.num_embeddings, (end - first,)) for table, first, end in zip(tables, cuts, cuts[1:], strict=False)]
     return ids, torch.tensor(bounds)
+
+
+def draw_fixed(tables: nn.ModuleList) -> tuple[list[Tensor], Tensor]:
+    return [torch.arange(4)] * len(tables), torch.arange(4 * len(tables) + 1)
 
 
 @pytest.mark.parametrize(("mode", "weighted"), MODES)
@@ -360,6 +365,82 @@ def test_an_infinite_slice_changes_no_bag_that_does_not_use_it(plan_impl: str, d
     assert look_up(tables, ids, offsets, "triton", plan_impl=plan_impl).isfinite().all()
 
 
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning")  # the interpreter's
+def test_columns_that_bags_lack_change_no_gradient_of_weights(device: str) -> None:
+    tables = make_tables(shapes=[TTShape((3, 2), (2, 2), (1,))])
+    with torch.no_grad():
+        for core in tables[0].cores():
+            core.fill_(1.0)
+            core[:, :, 1] = 1e30  # the last column, which is left out, overflows
+    check(tables, *draw(tables, [1, 1]), device, weighted=True, num_cols=3)
+
+
+@pytest.mark.parametrize("mode", ["gradient", "update"])
+def test_weights_without_gradient_cost_nothing(mode: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = make_tables().to(device)
+    if mode == "update":
+        optimizer = torch.optim.SGD(tables.parameters(), lr=0.1)
+        assert all(register_update(parameter, optimizer) for parameter in tables.parameters())
+    calls: list[int] = []
+    monkeypatch.setattr(KernelCalls, "gradients_of_weights", lambda *_: calls.append(1))
+    weights = torch.rand(16, device=device)
+    look_up(tables, *draw(tables, LENGTHS["jagged"]), "triton", per_sample_weights=weights).sum().backward()
+    assert not calls
+
+
+def test_gradients_draw_no_random_numbers(device: str) -> None:
+    tables = make_tables().to(device, torch.bfloat16)
+    before = torch.random.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()
+    look_up(tables, *draw_fixed(tables), "triton").sum().backward()
+    after = torch.random.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()
+    assert torch.equal(before, after)
+
+
+def test_tables_are_rounded_independently(device: str) -> None:
+    first = make_tables(shapes=[TTShape((2, 2), (4, 4), (8,))])[0]
+    tables = nn.ModuleList([first, copy.deepcopy(first)]).to(device, torch.bfloat16)
+    optimizer = torch.optim.SGD(tables.parameters(), lr=1e-3)
+    assert all(register_update(parameter, optimizer) for parameter in tables.parameters())
+    ids = [torch.tensor([0, 1])] * 2
+    for _ in range(3):
+        look_up(tables, ids, torch.arange(5), "triton").sum().backward()
+    for one, other in zip(*(table.parameters() for table in tables), strict=True):
+        assert not torch.equal(one, other)
+
+
+def test_a_strided_diagonal_is_read_where_its_numbers_are(device: str) -> None:
+    tables = make_tables(shapes=[TTShape((4, 3), (2, 2), (4,))])
+    tables[0].rank_1 = nn.Parameter(torch.arange(1.0, 9.0)[::2])
+    ids, offsets = draw(tables, [3, 2])
+    expected = look_up(copy.deepcopy(tables).double(), ids, offsets, "reference")
+    tables = tables.to(device)
+    optimizer = torch.optim.SGD(tables.parameters(), lr=0.1)
+    assert all(register_update(parameter, optimizer) for parameter in tables.parameters())
+    out = look_up(tables, ids, offsets, "triton")
+    torch.testing.assert_close(out.detach().cpu().double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["order 3", "two rates", "decay"])
+def test_row_wise_adagrad_that_kernels_cannot_apply_is_refused(case: str, device: str) -> None:
+    kind = pytest.importorskip("torchrec.optim").RowWiseAdagrad
+    tables = make_tables(3 if case == "order 3" else 2).to(device)
+    cores = [parameter for parameter in tables.parameters() if parameter.dim() == 4]
+    groups = [{"params": cores[:1], "lr": 0.2 if case == "two rates" else 0.1}, {"params": cores[1:]}]
+    optimizer = kind(groups, lr=0.1, lr_decay=0.5 if case == "decay" else 0.0)
+    assert all(register_update(core, optimizer) for core in cores)
+    with pytest.raises(ValueError, match="tables of order 2" if case == "order 3" else "the same settings for all cores"):
+        look_up(tables, *draw(tables, LENGTHS["jagged"]), "triton", plan_impl="" if case != "order 3" else "reference")
+
+
+def test_a_plan_for_other_tables_is_refused(device: str) -> None:
+    tables = make_tables().to(device)
+    ids, offsets = draw(tables, [1, 1])
+    plan = plan_lookup([each.to(device) for each in ids], [(7, 6), (4, 8)], impl="triton")
+    parts = [table.forward_parameters() for table in tables]
+    with pytest.raises(ValueError, match=r"the plan is for tables of \(11, 14\) slices, these have \(10, 14\)"):
+        tt_bags(parts, plan, offsets.to(device), num_cols=6, features=2, impl="triton")
+
+
 def test_cores_of_any_layout_start_where_they_did_last_time(device: str) -> None:
     # Kernels get starts as constants, which would grow in number and could not be captured.
     tables = make_tables().to(device)
@@ -384,8 +465,10 @@ def test_unused_slices_between_used_ones_have_no_owner(device: str) -> None:
 
 def test_more_ids_than_32_bits_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pairs_module, "MOST_IDS", 4)
-    with pytest.raises(ValueError, match="a lookup on a GPU takes fewer than 4 ids, not 4: split the batch"):
-        pairs_module.pair_up(torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64), (1, 1))
+    ids = torch.zeros(4, dtype=torch.int64)
+    for plan in (lambda: pairs_module.pair_up(ids, ids, (1, 1)), lambda: pairs_module.plan_pairs([ids], [(1, 1)], [1])):
+        with pytest.raises(ValueError, match="a lookup on a GPU takes fewer than 4 ids, not 4: split the batch"):
+            plan()
 
 
 def test_a_plan_of_a_gpu_is_refused_elsewhere(device: str) -> None:

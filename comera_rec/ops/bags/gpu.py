@@ -17,7 +17,7 @@ from comera_rec.ops.bags import reference
 from comera_rec.ops.bags.kernel_calls import Ending, KernelCalls
 from comera_rec.ops.bags.stack import stack_tables
 from comera_rec.ops.bags.table import Table
-from comera_rec.ops.bags.updates import Updates, find_updates
+from comera_rec.ops.bags.updates import ROW_WISE, Updates, find_updates, update_kind
 from comera_rec.ops.gathered_matmul import gathered_matmul
 from comera_rec.ops.plan import LookupPlan
 from comera_rec.ops.plan.pairs import PairPlan, pair_up, plan_hot_rows
@@ -57,6 +57,8 @@ def _pool_cores(
         lefts, rights = zip(*(table.cores for table in tables), strict=True)
         diagonals = [diagonal for table in tables for diagonal in table.diagonals]
         return pool_pairs(lefts, rights, diagonals, plan, offsets, weights, settings, update=update)
+    if update and torch.is_grad_enabled() and any(update_kind(core) == ROW_WISE for table in tables for core in table.cores):
+        raise ValueError("RowWiseAdagrad in backward on a GPU needs tables of order 2: use Adagrad, or order=2")
     left, right = _halves([table.cores for table in tables], [table.diagonals for table in tables], plan)
     p, q = plan.rows.long()[:, plan.inverse.long()]
     pairs = pair_up(p, q, (left.shape[1], right.shape[1]))
@@ -117,16 +119,20 @@ def pool_pairs(
         update: whether cores whose optimizers were applied in backward are updated there, where that is possible.
 
     Raises:
-        ValueError: for cores of a dtype other than float32, bfloat16 or float16.
+        ValueError: for cores of a dtype other than float32, bfloat16 or float16, a plan for other tables, and row-wise Adagrad in
+            backward whose settings differ.
     """
+    counts = tuple(sum(core.shape[1] for core in cores) for cores in (lefts, rights))
+    if counts != tuple(plan.counts):
+        raise ValueError(f"the plan is for tables of {plan.counts} slices, these have {counts}: make it for these tables")
     if lefts[0].dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"the cores are {lefts[0].dtype}: the GPU kernels compute in float32; give float64 to impl='reference'")
     cores, updates = _laid_out([*lefts, *rights]), None
     if update and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         updates = find_updates(cores, diagonals)
-    if updates is not None and updates.fit_gpus:
+    if updates is not None and updates.gpu_rules() is not None:
         handle = torch.empty(0, dtype=torch.float32, device=cores[0].device, requires_grad=True)
-        diagonals = list(diagonals) if updates.diagonals is None else updates.diagonals
+        diagonals = [each.contiguous() for each in diagonals] if updates.diagonals is None else updates.diagonals
         tensors = (plan.pairs, plan.slices, plan.order, offsets, weights, *diagonals)
         bags: Tensor = _UpdatingPool.apply((settings, plan.counts), updates, handle, *tensors)
     else:
@@ -164,34 +170,31 @@ def _(cores, diagonals, plan, counts, offsets, weights, mode, features, num_cols
 
 def gradients(
     grad: Tensor, targets: Tensor, chosen: Tensor, cores: Sequence[Tensor], diagonals: Sequence[Tensor], plan: Sequence[Tensor],
-    counts: Sequence[int], offsets: Tensor, weights: Tensor | None, mode: str, features: int, num_cols: int,
+    counts: Sequence[int], offsets: Tensor, weights: Tensor | None, mode: str, features: int, num_cols: int, of_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return flat gradients: of the cores (slice-major, concatenated), of the diagonals (concatenated), and of the weights."""
+    """Return flat gradients: of the cores (slice-major, concatenated), of the diagonals (concatenated), of the weights or none."""
     call = KernelCalls(cores, diagonals, plan, counts, offsets, weights, mode, features, num_cols)
     core_gradients = cores[0].new_zeros(sum(core.numel() for core in cores))
     diagonal_gradients = cores[0].new_zeros(sum(len(diagonal) for diagonal in diagonals))
     if not (grad.numel() and call.num_ids):
-        return core_gradients, diagonal_gradients, grad.new_zeros(0 if weights is None else call.num_ids)
+        return core_gradients, diagonal_gradients, grad.new_zeros(call.num_ids if of_weights else 0)
     cores_end = Ending("gradient", core_gradients.split([core.numel() for core in cores]))
     diagonals_end = Ending("gradient", diagonal_gradients.split([len(each) for each in diagonals])) if diagonals else None
     call.finish(call.sum_slices(grad, targets, chosen), cores_end, diagonals_end)
-    return (
-        core_gradients,
-        diagonal_gradients,
-        call.gradients_of_weights(grad, targets) if weights is not None else grad.new_empty(0),
-    )
+    weight_gradients = call.gradients_of_weights(grad, targets) if of_weights else grad.new_empty(0)
+    return core_gradients, diagonal_gradients, weight_gradients
 
 
 _gradients = torch.library.custom_op("comera_rec::pool_pairs_backward", gradients, mutates_args=(), schema=(
     "(Tensor grad, Tensor targets, Tensor chosen, Tensor[] cores, Tensor[] diagonals, Tensor[] plan, int[] counts, Tensor offsets, "
-    "Tensor? weights, str mode, int features, int num_cols) -> (Tensor, Tensor, Tensor)"
+    "Tensor? weights, str mode, int features, int num_cols, bool of_weights) -> (Tensor, Tensor, Tensor)"
 ))  # fmt: skip
 
 
 @_gradients.register_fake
-def _(grad, targets, chosen, cores, diagonals, plan, counts, offsets, weights, mode, features, num_cols):  # type: ignore[no-untyped-def]
+def _(grad, targets, chosen, cores, diagonals, plan, counts, offsets, weights, mode, features, num_cols, of_weights):  # type: ignore[no-untyped-def]
     sizes = (sum(each.numel() for each in tensors) for tensors in (cores, diagonals))
-    return *(cores[0].new_empty(size) for size in sizes), grad.new_empty(0 if weights is None else weights.shape[0])
+    return *(cores[0].new_empty(size) for size in sizes), grad.new_empty(weights.shape[0] if of_weights else 0)
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -206,12 +209,13 @@ def _differentiate(ctx, grad: Tensor, *_: Tensor):  # type: ignore[no-untyped-de
     offsets, weights, targets, chosen, *tensors = ctx.saved_tensors
     plan, num_cores = tensors[:3], ctx.lengths[0]
     cores, diagonals = tensors[3 : 3 + num_cores], tensors[3 + num_cores :]
-    arguments = (cores, diagonals, plan, ctx.counts, offsets, weights, *ctx.settings)
+    of_weights = weights is not None and ctx.needs_input_grad[5]
+    arguments = (cores, diagonals, plan, ctx.counts, offsets, weights, *ctx.settings, of_weights)
     core_gradients, diagonal_gradients, weight_gradients = _gradients(grad.contiguous(), targets, chosen, *arguments)
     split = core_gradients.split([core.numel() for core in cores])
     shaped = [part.as_strided(core.shape, core.stride(), part.storage_offset()) for part, core in zip(split, cores, strict=True)]
     split_diagonals = list(diagonal_gradients.split([len(each) for each in diagonals])) if diagonals else []
-    return shaped, split_diagonals, [None] * 3, None, None, None if weights is None else weight_gradients, None, None, None
+    return shaped, split_diagonals, [None] * 3, None, None, weight_gradients if of_weights else None, None, None, None
 
 
 torch.library.register_autograd(_pool, _differentiate, setup_context=_setup_context)
@@ -238,20 +242,23 @@ class _UpdatingPool(torch.autograd.Function):
         diagonals, updates, (pooling, counts) = list(ctx.saved_tensors[7:]), ctx.updates, ctx.settings
         call = KernelCalls(updates.cores, diagonals, plan, counts, offsets, weights, *pooling)
         grad = grad.contiguous()
-        kind, states, core_rule, diagonal_rule = updates.begin_gpu_step()
+        rules = updates.gpu_rules()
+        if rules is None:
+            raise ValueError("the settings of the optimizers in backward have changed since forward: change them between steps")
+        kind, states = updates.begin_gpu_step()
         weight_gradients: Tensor | None = None
         diagonal_gradients: list[Tensor | None] = [None] * len(diagonals)
         if not (grad.numel() and call.num_ids):
             return *(None,) * 7, None if weights is None else torch.zeros_like(weights), *map(torch.zeros_like, diagonals)
         sums = call.sum_slices(grad, targets, chosen)
-        if weights is not None:
+        if weights is not None and ctx.needs_input_grad[7]:
             weight_gradients = call.gradients_of_weights(grad, targets)
         num_cores, diagonals_end = len(updates.cores), None
         if updates.diagonals is not None:
-            diagonals_end = Ending(kind, states[num_cores:] or diagonals, diagonal_rule)
+            diagonals_end = Ending(kind, states[num_cores:] or diagonals, rules[1])
         elif diagonals:
             flat = grad.new_zeros(sum(map(len, diagonals)), dtype=diagonals[0].dtype)
             diagonals_end = Ending("gradient", flat.split([len(each) for each in diagonals]))
             diagonal_gradients = list(diagonals_end.results)
-        call.finish(sums, Ending(kind, states[:num_cores] or updates.cores, core_rule), diagonals_end)
+        call.finish(sums, Ending(kind, states[:num_cores] or updates.cores, rules[0]), diagonals_end)
         return *(None,) * 7, weight_gradients, *diagonal_gradients

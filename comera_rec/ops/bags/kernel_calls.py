@@ -141,12 +141,13 @@ class KernelCalls:
             _starts(cores.results[:half]), _starts(cores.results[half:]),
             zeros if diagonals is None else _starts(diagonals.results), first_keys(counts)[:-1], counts, strict=True,
         )  # fmt: skip
+        num_products = self.sizes.counts[1] if diagonals else 0
         operands = {
-            "tables_ptr": on_device(list(columns), self.first.device), "d_ptr": self._operands["d_ptr"], "seed_ptr": self._seed(),
-            "products_ptr": torch.empty(
-                self.sizes.counts[1] if diagonals else 0, self.sizes.rank, dtype=torch.float32, device=self.first.device
-            ),
-        }  # fmt: skip
+            "tables_ptr": on_device(list(columns), self.first.device),
+            "d_ptr": self._operands["d_ptr"],
+            "products_ptr": torch.empty(num_products, self.sizes.rank, dtype=torch.float32, device=self.first.device),
+            "seed_ptr": self._seed(cores, diagonals),
+        }
         sizes = replace(self.sizes, aligned=self.sizes.aligned and all(_address(result) % 16 == 0 for result in cores.results))
         self._updates.finish_launch(sizes, cores.kind, cores.numbers, lr_in_tensor=cores.lr is not None)(
             **operands, **sums.operands, pairs_ptr=self._pairs, a_ptr=self._sides[0][0], b_ptr=self._sides[1][0],
@@ -160,9 +161,9 @@ class KernelCalls:
                 lr_ptr=sums.left if diagonals.lr is None else diagonals.lr,
             )  # fmt: skip
 
-    def _seed(self) -> Tensor:
-        """Draw the seed for rounding updates on the device, [1] int64; return any tensor where nothing is rounded."""
-        if self.first.dtype == torch.float32:
+    def _seed(self, *endings: Ending | None) -> Tensor:
+        """Draw the seed for rounding updates on the device, [1] int64; return any tensor where nothing is updated or rounded."""
+        if self.first.dtype == torch.float32 or all(ending is None or ending.kind == "gradient" for ending in endings):
             return self._order
         return torch.randint(1 << 60, (1,), device=self.first.device)
 

@@ -136,10 +136,11 @@ def _pool(
     features = num_bags // bags_of_feature
     feature = bag // bags_of_feature
     target = (bag - feature * bags_of_feature) * features + feature
-    start = tl.load(offsets_ptr + bag, mask=is_bag, other=0).to(tl.int32)
-    end = tl.load(offsets_ptr + bag + 1, mask=is_bag, other=0).to(tl.int32)
+    start = tl.load(offsets_ptr + bag, mask=is_bag, other=0)
+    end = tl.load(offsets_ptr + bag + 1, mask=is_bag, other=0)
     ascend = ((bag > 0) | (start == 0)) & (start <= end) & (end <= num_ids)
     tl.device_assert(ascend, "offsets don't ascend from 0 to at most the number of ids: check them, or run on the CPU")
+    start, end = start.to(tl.int32), end.to(tl.int32)
     total = tl.zeros([TILE_1, TILE_2, LANES], dtype=tl.float32)
     weight = tl.full([LANES], 1.0, dtype=tl.float32)
     if MODE == "max":
@@ -336,9 +337,10 @@ def _sum_slices(
     their sums are in left[num_left + chunk]. Programs of both sides alternate, because both are sorted by table: a table's
     gradients, read for one side, are still in the cache for the other. Owners are set to -1 for the kernel that finds them.
     """
-    for start in range(tl.program_id(0) * LANES, num_owners, tl.num_programs(0) * LANES):
-        owner = start + tl.arange(0, LANES)
-        tl.store(owners_ptr + owner, -1, mask=owner < num_owners)
+    if tl.program_id(1) == 0:
+        for start in range(tl.program_id(0) * LANES, num_owners, tl.num_programs(0) * LANES):
+            owner = start + tl.arange(0, LANES)
+            tl.store(owners_ptr + owner, -1, mask=owner < num_owners)
     chunk = tl.program_id(0) // 2
     is_leading = tl.program_id(0) % 2 == 0
     if is_leading & (tl.program_id(1) * LANES < DOWN * ACROSS_1):
@@ -355,7 +357,7 @@ def _sum_slices(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_ids", "num_bags", "bags_of_feature"])
+@triton.jit(do_not_specialize=["num_ids", "num_bags"])
 def _weight_gradients(
     grad_ptr, a_ptr, b_ptr, d_ptr, tables_ptr, pairs_ptr, targets_ptr, offsets_ptr, out_ptr, num_ids, num_bags,
     N1: tl.constexpr, N2: tl.constexpr, N: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -381,7 +383,7 @@ def _weight_gradients(
         column = i[:, None, :] * N2 + j[None, :, :]
         inside = pooled[None, None, :] & (i < N1)[:, None, :] & (j < N2)[None, :, :] & (column < N)
         grad = tl.load(grad_ptr + (target.to(tl.int64) * N)[None, None, :] + column, mask=inside, other=0.0).to(tl.float32)
-        products += tl.sum(tl.sum(grad * row, 1), 0)
+        products += tl.sum(tl.sum(tl.where(inside, grad * row, 0.0), 1), 0)
     out = tl.program_id(0) * (LANES // TILES) + tl.arange(0, LANES // TILES)
     tl.store(out_ptr + out, tl.sum(tl.reshape(products, [LANES // TILES, TILES]), 1), mask=out < num_ids)
 

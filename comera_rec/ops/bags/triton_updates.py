@@ -171,7 +171,8 @@ def _finish_side(
     rank = tl.load(table_ptr + RANK).to(tl.int32)
     numbers = rank * X
     of_slice = (slice_ * numbers)[:, None, None]
-    core = core_ptr + tl.load(table_ptr + (CORES + SIDE))[:, None, None] + of_slice
+    of_core = tl.load(table_ptr + (CORES + SIDE))[:, None, None] + of_slice
+    core = core_ptr + of_core
     result_start = tl.load(table_ptr + (RESULTS + SIDE))
     sums = parts_ptr + (s.to(tl.int64) * (rank_limit * X))[:, None, None]
     result = result_ptr + result_start[:, None, None] + of_slice
@@ -213,13 +214,13 @@ def _finish_side(
                             value -= rate[:, None, None] * g
                     elif KIND == "Adagrad":
                         state = tl.load(result + at, mask=mask, other=1.0).to(tl.float32) + g * g
-                        kept = _rounded(state, seed_ptr, 2 * SIDE + 1, of_slice + at, result_ptr.dtype.element_ty)
+                        kept = _rounded(state, seed_ptr, 2 * SIDE + 1, of_core + at, result_ptr.dtype.element_ty)
                         tl.store(result + at, kept, mask=mask)
                         value -= lr * g / (tl.sqrt(state) + eps)
                     else:
                         value -= lr * g
                     if KIND != "RowWiseAdagrad" or turn == 1:
-                        kept = _rounded(value, seed_ptr, 2 * SIDE, of_slice + at, core_ptr.dtype.element_ty)
+                        kept = _rounded(value, seed_ptr, 2 * SIDE, of_core + at, core_ptr.dtype.element_ty)
                         tl.store(core + at, kept, mask=mask)
             if OF_DIAGONAL:
                 if turn == 0:
@@ -256,16 +257,17 @@ def _finish_diagonals(
     else:
         if LR_IN_TENSOR:
             lr = tl.load(lr_ptr).to(tl.float32)
-        at = d_ptr + tl.load(table_ptr + DIAGONAL) + k
+        diagonal = tl.load(table_ptr + DIAGONAL)
+        at = d_ptr + diagonal + k
         value = tl.load(at, mask=mask, other=0.0).to(tl.float32)
         g += weight_decay * value
         if KIND == "Adagrad":
             sums = tl.load(result, mask=mask, other=1.0).to(tl.float32) + g * g
-            tl.store(result, _rounded(sums, seed_ptr, 5, k, result_ptr.dtype.element_ty), mask=mask)
+            tl.store(result, _rounded(sums, seed_ptr, 5, diagonal + k, result_ptr.dtype.element_ty), mask=mask)
             value -= lr * g / (tl.sqrt(sums) + eps)
         else:
             value -= lr * g
-        tl.store(at, _rounded(value, seed_ptr, 4, k, d_ptr.dtype.element_ty), mask=mask)
+        tl.store(at, _rounded(value, seed_ptr, 4, diagonal + k, d_ptr.dtype.element_ty), mask=mask)
 
 
 def parts_launches(sizes: Sizes) -> list[Launch]:
@@ -273,8 +275,9 @@ def parts_launches(sizes: Sizes) -> list[Launch]:
     size_left, size_right = sizes.rank * sizes.n1, sizes.rank * sizes.n2  # multiples of 8, because ranks are
     columns = 128
     chunks = triton.cdiv(sizes.num_ids, CHUNK)
-    return [
-        Launch(
+
+    def launch(step: int, at_once: int, num_warps: int) -> Launch:
+        return Launch(
             kernel=_sum_parts,
             grid=(triton.cdiv(chunks, step), triton.cdiv(max(size_left, size_right), columns), 2),
             numbers={
@@ -285,9 +288,10 @@ def parts_launches(sizes: Sizes) -> list[Launch]:
                 "STEP": step, "CHUNK": CHUNK, "GROUP": GROUP, "AT_ONCE": at_once, "BLOCK": columns, "OWNERS": OWNERS,
             },
             num_warps=num_warps,
-        )
-        for step, at_once, num_warps in zip((1, GROUP) if chunks > GROUP else (1,), PARTS_AT_ONCE, (1, 8), strict=False)
-    ]  # fmt: skip
+        )  # fmt: skip
+
+    groups = [launch(GROUP, PARTS_AT_ONCE[1], 8)] if chunks > GROUP else []
+    return [launch(1, PARTS_AT_ONCE[0], 1), *groups]
 
 
 def finish_launch(sizes: Sizes, kind: str, settings: dict[str, float], *, lr_in_tensor: bool = False) -> Launch:

@@ -2,9 +2,10 @@
 
 There are two ways to request this. `apply_optimizer_in_backward`, of torch.distributed.optim or torchrec, gives a parameter a
 separate optimizer, which steps as soon as the parameter's gradient is ready. `comera_rec.update_in_backward_` leaves cores with
-their present optimizer. If the optimizer is one of those below (on a GPU, if `Updates.fit_gpus`), the lookup forms no gradients of
-cores at all: it updates the slices that the batch used, with the optimizer's settings and state. Sums and moments of other slices
-stay unchanged, as do those of rows in FBGEMM's tables; for SGD and Adagrad without weight decay this makes no difference.
+their present optimizer. If the optimizer is one of those below (on a GPU, if `Updates.gpu_rules` returns some), the lookup forms no
+gradients of cores at all: it updates the slices that the batch used, with the optimizer's settings and state. Sums and moments of
+other slices stay unchanged, as do those of rows in FBGEMM's tables; for SGD and Adagrad without weight decay this makes no
+difference.
 
 Cores of 16 bits, and their sums and moments, are rounded up or down at random such that the mean is exact (stochastic rounding,
 Gupta et al., ICML 2015): rounding to the nearest would lose steps below half a unit in the last place. torch's default
@@ -111,24 +112,32 @@ class Updates:
                 tensors.append(self._state(parameter, state, name, group.get("initial_accumulator_value", 0.0)))
         return *states, self._kind.number, settings
 
-    @property
-    def fit_gpus(self) -> bool:
-        """Whether GPU kernels can apply them: rules don't depend on the step, and are equal for all cores, and for all diagonals.
+    def gpu_rules(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        """Return the rules of cores and of diagonals, which GPU kernels apply; None if they can't.
 
-        Adam's rule does not qualify: moments of slices that a batch doesn't use decay too, so only updating whole cores is exact.
+        They can if rules don't depend on the step, and are equal for all cores, and for all diagonals. Adam's rule does not
+        qualify: moments of slices that a batch doesn't use decay too, so only updating whole cores is exact.
+
+        Raises:
+            ValueError: for row-wise Adagrad that kernels can't apply, because its own step doesn't work for cores.
         """
-        if self._kind not in (_KINDS["SGD"], _KINDS["Adagrad"], _KINDS[ROW_WISE]):
-            return False
-        if self._kind is _KINDS[ROW_WISE] and self.diagonals is not None:
-            return False
         groups = [optimizer.param_groups[number] for optimizer, number in self._optimizers]
-        if any(group.get("lr_decay") for group in groups):
-            return False
-        core_rules, diagonal_rules = ({tuple(rule.values()) for rule in rules} for rules in self._by_role([*map(_rule, groups)]))
-        return len(core_rules) == 1 and len(diagonal_rules) <= 1
+        rules = [tuple(_rule(group).items()) for group in groups]
+        core_rules, diagonal_rules = set(rules[: len(self.cores)]), set(rules[len(self.cores) :])
+        is_row_wise = self._kind is _KINDS[ROW_WISE]
+        are_equal = len(core_rules) == 1 and len(diagonal_rules) <= (0 if is_row_wise else 1)
+        is_known = is_row_wise or self._kind in (_KINDS["SGD"], _KINDS["Adagrad"])
+        if is_known and are_equal and not any(group.get("lr_decay") for group in groups):
+            return dict(core_rules.pop()), dict(diagonal_rules.pop() if diagonal_rules else ())
+        if is_row_wise:
+            raise ValueError(
+                "RowWiseAdagrad in backward on a GPU needs the same settings for all cores that are looked up together, "
+                "no lr_decay, and another optimizer for rank parameters: set it up so, or use Adagrad"
+            )
+        return None
 
-    def begin_gpu_step(self) -> tuple[str, list[Tensor], dict[str, Any], dict[str, Any]]:
-        """Count a step; return the kind, first states of cores and then of diagonals, and the rules of cores and of diagonals."""
+    def begin_gpu_step(self) -> tuple[str, list[Tensor]]:
+        """Count a step; return the kind, and first states of cores and then of diagonals."""
         groups = [optimizer.param_groups[number] for optimizer, number in self._optimizers]
         by_parameter = [
             optimizer.state[parameter] for parameter, (optimizer, _) in zip(self._parameters, self._optimizers, strict=True)
@@ -140,12 +149,7 @@ class Updates:
                 self._state(parameter, state, self._kind.states[0], group.get("initial_accumulator_value", 0.0))
                 for parameter, state, group in zip(self._parameters, by_parameter, groups, strict=True)
             ]
-        core_rules, diagonal_rules = self._by_role([_rule(group) for group in groups])
-        name = next(name for name, kind in _KINDS.items() if kind is self._kind)
-        return name, states, core_rules[0], diagonal_rules[0] if diagonal_rules else {}
-
-    def _by_role(self, values: list[Any]) -> tuple[list[Any], list[Any]]:
-        return values[: len(self.cores)], values[len(self.cores) :]
+        return next(name for name, kind in _KINDS.items() if kind is self._kind), states
 
     def _state(self, parameter: Tensor, state: dict[str, Any], name: str, initial: float) -> Tensor:
         """Return the named state tensor, created or converted to the layout that the operator needs."""
@@ -226,7 +230,9 @@ def find_updates(cores: Sequence[Tensor], diagonals: Sequence[Tensor]) -> Update
     kinds = {optimizer and kind_of(*optimizer) for optimizer in set(core_optimizers)}
     if len(kinds) == 1 and (kind := kinds.pop()) is not None:
         diagonal_optimizers = [_optimizer_of(diagonal) for diagonal in diagonals]
-        if any(optimizer is None or kind_of(*optimizer) != kind for optimizer in set(diagonal_optimizers)):
+        if any(optimizer is None or kind_of(*optimizer) != kind for optimizer in set(diagonal_optimizers)) or not all(
+            diagonal.is_contiguous() for diagonal in diagonals
+        ):
             diagonal_optimizers = []
         optimizers = [optimizer for optimizer in (*core_optimizers, *diagonal_optimizers) if optimizer is not None]
         return Updates(cores, diagonals if diagonal_optimizers else None, optimizers, _KINDS[kind])

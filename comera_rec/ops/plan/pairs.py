@@ -17,6 +17,7 @@ from torch import Tensor
 from comera_rec.ops.plan.reference import first_keys, on_device
 
 MOST_IDS = 1 << 29
+"""Kernels number ids and parts in 32 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +89,7 @@ def _plan_pairs(ids: Tensor, modes: list[int], rows: list[int], ids_of_table: in
 
 def split_and_sort(ids: Tensor, modes: Sequence[int], rows: Sequence[int], ids_of_table: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return pairs, slices and order of ids [L] of all tables, modes [2 T] and rows [T]."""
+    _require_few(len(ids))
     leading, trailing = modes[::2], modes[1::2]
     first_left, first_right = first_keys(leading), first_keys(trailing)
     columns = zip(rows, trailing, first_left, first_right, first_keys(rows), strict=False)
@@ -164,6 +166,7 @@ def pair_up(p: Tensor, q: Tensor, counts: tuple[int, int]) -> PairPlan:
         p, q: [L] slices of each id; -1, in both, for what is left out.
         counts: P and Q.
     """
+    _require_few(len(p))
     ends = on_device([[counts[0]], [counts[1]]], p.device)
     keys = torch.where(p < 0, ends, torch.stack([p, q]))
     keys = keys + on_device([[0], [counts[0] + 1]], p.device)
@@ -171,14 +174,13 @@ def pair_up(p: Tensor, q: Tensor, counts: tuple[int, int]) -> PairPlan:
     return PairPlan(pairs=torch.stack([p, q, torch.zeros_like(p)]).int(), slices=slices, order=order, counts=counts)
 
 
-def sort_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Sort keys [2, L] in one go, which sorts each half, because keys of the second half are larger.
+def _require_few(num_ids: int) -> None:
+    if num_ids >= MOST_IDS:
+        raise ValueError(f"a lookup on a GPU takes fewer than {MOST_IDS:,} ids, not {num_ids:,}: split the batch")
 
-    Raises:
-        ValueError: for `MOST_IDS` ids or more, whose numbers kernels could not hold in 32 bits.
-    """
-    if keys.shape[1] >= MOST_IDS:
-        raise ValueError(f"a lookup on a GPU takes fewer than {MOST_IDS:,} ids, not {keys.shape[1]:,}: split the batch")
+
+def sort_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Sort keys [2, L] in one go, which sorts each half, because keys of the second half are larger."""
     slices, order = torch.sort(keys.flatten(), stable=True)
     return slices.view(keys.shape), order.view(keys.shape)
 

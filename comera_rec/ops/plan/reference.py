@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 
 def plan_lookup(ids: Sequence[Tensor], row_shapes: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
@@ -119,12 +120,15 @@ def _sizes(modes: Sequence[Sequence[int]]) -> list[int]:
 
 def on_device(constants: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """Return constants as a tensor. On a GPU it is cached, because copying constants again would break a graph's capture."""
-    rows = tuple(map(tuple, constants))
-    if device.type != "cuda" or torch.compiler.is_compiling():
-        return torch.tensor(rows, device=device)
+    key = tuple(map(tuple, constants)), device
+    if device.type != "cuda" or torch.compiler.is_compiling() or is_in_torch_dispatch_mode():  # of fake tensors
+        return torch.tensor(key[0], device=device)
+    if key in _CAPTURED:
+        return _CAPTURED[key]
+    tensor = _cached(*key)
     if torch.cuda.is_current_stream_capturing():
-        _CAPTURED.setdefault((rows, device), _cached(rows, device))
-    return _CAPTURED[rows, device] if (rows, device) in _CAPTURED else _cached(rows, device)
+        _CAPTURED[key] = tensor
+    return tensor
 
 
 _CAPTURED: dict[Any, Tensor] = {}
