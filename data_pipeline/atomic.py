@@ -81,6 +81,16 @@ def _files_in(folder: Path) -> Iterator[Path]:
             yield path
 
 
+def require_page(path: Path) -> None:
+    """Raise ValueError if a path that is to become an HTML page holds something else."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name a file in it")
+    if path.exists():
+        with path.open("rb") as file:
+            if not file.read(64).lstrip().lower().startswith(b"<!doctype html"):
+                raise ValueError(f"{path} exists and is not an HTML page; choose another name")
+
+
 def check_output_file(output: Path, *, overwrite: bool) -> None:
     """Refuse an output file that must not be written.
 

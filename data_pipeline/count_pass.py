@@ -145,8 +145,12 @@ class _Rejects:
                 line, reason = counts.reasons[nth] if known else self._job.malformed(log, self._checked[log], nth)
                 number = self._job.first_line(log) + self._lines[log] + line
                 others = f"after {limit} other malformed lines; " if limit else ""
+                schema = self._job.schema
+                has_lines = schema.format != "jsonl" and not schema.of_kind("hex")  # Criteo's logs have no header
+                may_be_header = number == 1 and has_lines and not schema.header
+                header = "if it holds column names, set header = true in the schema; else " if may_be_header else ""
                 raise ValueError(
-                    f"{self._job.options.inputs[log]}:{number}: {reason}; {others}"
+                    f"{self._job.options.inputs[log]}:{number}: {reason}; {others}{header}"
                     "fix the log, or raise --max-bad-rows to drop malformed lines"
                 )
             self._checked[log] += 1

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from data_pipeline.atomic import replacing
+from data_pipeline.atomic import replacing, require_page
 from data_pipeline.manifest import SPLITS, CategoricalColumn, IntegerColumn, Manifest, Shard
 from data_pipeline.verify import ids_of, read_row_groups
 
@@ -191,7 +191,12 @@ def _aligned(rows: list[list[str]]) -> list[str]:
 
 
 def write_html(description: Description, path: Path) -> None:
-    """Write a page with the tables, a histogram of each integer column and a curve of counts for each category."""
+    """Write a page with the tables, a histogram of each integer column and a curve of counts for each category.
+
+    Raises:
+        ValueError: the path holds something that is no page.
+    """
+    require_page(path)
     environment = jinja2.Environment(loader=jinja2.PackageLoader("data_pipeline", "."), autoescape=True, trim_blocks=True)
     page = environment.get_template("describe.html.j2").render(description=description, top=TOP, curve=_curve, bars=_bars)
     path.parent.mkdir(parents=True, exist_ok=True)

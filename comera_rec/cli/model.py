@@ -147,14 +147,14 @@ def export(run: Path, output: Path | None, triton: Path | None, **options: Any) 
         return
     quality = "AUC and NE are undefined, because all labels are equal"
     if metadata.ne is not None and metadata.trained_ne is not None:
-        change = 100 * (metadata.ne / metadata.trained_ne - 1)
-        quality = f"AUC {metadata.auc:.4f}, NE {metadata.ne:.4f} ({change:+.3f} % of the run's)"
+        change = round(100 * (metadata.ne / metadata.trained_ne - 1), 3) + 0.0  # without a minus before 0
+        quality = f"AUC {metadata.auc:.4f}, NE {metadata.ne:.4f} ({change:+.3f} % from the run's)"
     click.echo(f"wrote {written}: {written.stat().st_size:,} bytes, {quality}")
 
 
 def _export_dense(run: Path, output: Path, *, last: bool) -> None:
     if output.exists():
-        raise ValueError(f"{output} exists: give a new folder")
+        raise ValueError(f"{output} exists: give a new folder, or the name of a package, which ends in .pt2")
     model, config, schema = load_run(run, last=last)
     dense = export_dense(model)
     partial = output.with_name(output.name + ".partial")

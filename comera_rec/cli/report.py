@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from comera_rec.report import summary_table, write_report, write_summary
+from comera_rec.report import require_summary, summary_table, write_report, write_summary
 
 
 @click.command()
@@ -36,9 +36,11 @@ def report(runs: tuple[Path, ...], output: Path | None, truth: Path | None) -> N
       comera report --run runs/dense --run runs/compressed --output report.html
     """
     page = output or runs[0] / "report.html"
+    summary = page.with_name("summary.json")
+    require_summary(summary)
     best_auc = None if truth is None else _best_auc(truth)
     write_report(list(runs), page, best_auc=best_auc)
-    write_summary(list(runs), page.with_name("summary.json"))
+    write_summary(list(runs), summary)
     click.echo(summary_table(list(runs)))
     if best_auc is not None:
         click.echo(f"best reachable AUC on the last tenth of the log: {best_auc:.4f}")
@@ -48,5 +50,7 @@ def report(runs: tuple[Path, ...], output: Path | None, truth: Path | None) -> N
 def _best_auc(truth: Path) -> float:
     try:
         return float(json.loads(truth.read_text())["last_tenth"]["best_auc"])
+    except FileNotFoundError:
+        raise ValueError(f"--truth {truth} does not exist: give the .truth.json that `comera synth` wrote beside its log") from None
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"--truth {truth} is not what `comera synth` wrote beside its log: give its .truth.json") from None

@@ -12,9 +12,10 @@ import click
     type=click.Path(exists=True, dir_okay=False),
     help="The run's TOML file; keys that it lacks have their defaults.",
 )
+@click.option("--output", metavar="FOLDER", help="The run's folder; the same as output=FOLDER.")
 @click.argument("overrides", nargs=-1, metavar="[section.key=value ...]")
 @click.pass_context
-def train(context: click.Context, config_path: str | None, overrides: tuple[str, ...]) -> None:
+def train(context: click.Context, config_path: str | None, output: str | None, overrides: tuple[str, ...]) -> None:
     """Train a model, dense or compressed: DLRM, or another `model.architecture`.
 
     Everything is written to the config's `output` folder, with a report.html at the end. Running the command again resumes from the
@@ -36,14 +37,15 @@ def train(context: click.Context, config_path: str | None, overrides: tuple[str,
     from comera_rec.training.stopping import Interrupted
     from comera_rec.training.trainer import Diverged, Trainer
 
-    config = load_config(config_path, overrides)
+    config = load_config(config_path, (*overrides, *([] if output is None else [f"output={output}"])))
     trainer = Trainer(config)
+    is_first = trainer.processes.is_first  # after leaving the group, every process is alone
     try:
         result = trainer.train()
         leave()
     except (Interrupted, Diverged) as stop:
         leave()
-        if trainer.processes.is_first:
+        if is_first:
             click.echo(f"comera: {stop}", err=True)
         context.exit(stop.exit_status)
     except (RuntimeError, dist.DistError) as error:
@@ -55,7 +57,7 @@ def train(context: click.Context, config_path: str | None, overrides: tuple[str,
             err=True,
         )
         context.exit(1)
-    if not trainer.processes.is_first:
+    if not is_first:
         return
     write_report([trainer.folder], trainer.folder / "report.html")
     smaller = f" ({result['ratio']:.1f}x smaller than dense)" if result["params"] < result["dense_params"] else ""

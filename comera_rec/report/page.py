@@ -19,6 +19,7 @@ from markupsafe import Markup
 
 from comera_rec.report import charts
 from comera_rec.report.runs import BASELINE, Run, read_runs
+from data_pipeline.atomic import require_page
 
 _SUMMARY_KEYS = (
     *("params", "bytes", "auc", "ne", "logloss", "step_ms", "peak_mib"),
@@ -30,13 +31,25 @@ def write_summary(runs: list[Path], path: Path) -> None:
     """Write a JSON file that maps each run's folder name to its numbers; those that a run lacks are null.
 
     Raises:
-        ValueError: a folder is not a run.
+        ValueError: a folder is not a run, or the path holds something else.
     """
+    require_summary(path)
     summary = {
         run.folder.resolve().name: {"finished": bool(run.result)} | {key: run.value(key) for key in _SUMMARY_KEYS}
         for run in read_runs(runs)
     }
     _write(path, json.dumps(summary, indent=2) + "\n")
+
+
+def require_summary(path: Path) -> None:
+    """Raise ValueError if a path that is to become a summary holds something else."""
+    if path.exists():
+        try:
+            is_summary = all("finished" in run for run in dict(json.loads(path.read_text())).values())
+        except (ValueError, TypeError, OSError):
+            is_summary = False
+        if not is_summary:
+            raise ValueError(f"{path} exists and is not a summary of runs: choose another folder for the page, or move that file")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,9 +147,10 @@ def write_report(runs: list[Path], output: Path, *, best_auc: float | None = Non
         best_auc: the best AUC that any model can reach, where it is known.
 
     Raises:
-        ValueError: a folder is not a run.
+        ValueError: a folder is not a run, or the path holds something that is no page.
         OSError: the page cannot be written.
     """
+    require_page(output)
     read = read_runs(runs)
     baseline = _baseline(read)
     points = [(run.color, run.name, run.value("bytes"), run.value("ne")) for run in read]

@@ -29,7 +29,7 @@ from comera_rec.ops.served_bags import DTYPES, row_bytes
 from comera_rec.recsys import WideDeep
 from comera_rec.serving.fast import FastTables
 from comera_rec.serving.flat import FlatModel
-from comera_rec.serving.package import FORMAT_VERSION, METADATA_KEY, ModelMetadata
+from comera_rec.serving.package import FORMAT_VERSION, METADATA_KEY, ModelMetadata, require_package
 from comera_rec.serving.portable import PortableTables
 from comera_rec.serving.tables import expand, served_tables
 from comera_rec.serving.vocabularies import offsets_of
@@ -82,11 +82,12 @@ def export_run(options: ExportOptions, output: Path) -> ModelMetadata:
         The metadata of the package.
 
     Raises:
-        ValueError: for a folder without a checkpoint, a model without tables or of Wide & Deep, or a data set that is missing or
-            isn't the run's.
+        ValueError: for a folder without a checkpoint, a model without tables or of Wide & Deep, a data set that is missing or
+            isn't the run's, or an output that is no package.
     """
     if output.is_dir():
         raise ValueError(f"{output} is a folder: name a file, such as {output / PACKAGE}")
+    require_package(output)
     with work_folder(output) as work:
         metadata = build_package(options, work)
         for library in work.glob(LIBRARY.name):

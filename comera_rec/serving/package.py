@@ -81,6 +81,14 @@ _METADATA = TypeAdapter(ModelMetadata)
 _PACKED = TypeAdapter(dict[str, object])
 
 
+def require_package(path: Path) -> None:
+    """Raise ValueError if a path that is to become a package holds something else."""
+    if path.exists():
+        names = zipfile.ZipFile(path).namelist() if zipfile.is_zipfile(path) else []
+        if not any(name.endswith("_metadata.json") for name in names):
+            raise ValueError(f"{path} exists and is not a package of `comera export`: choose another name")
+
+
 def read_metadata(path: str | Path) -> ModelMetadata:
     """Read the metadata of a package, without running code from it.
 
@@ -89,6 +97,8 @@ def read_metadata(path: str | Path) -> ModelMetadata:
     """
     path = Path(path)
     remedy = "give a MODEL.pt2 that `comera export` wrote"
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: give a MODEL.pt2 that `comera export` wrote from it")
     if not path.is_file():
         raise ValueError(f"{path} doesn't exist: {remedy}")
     try:

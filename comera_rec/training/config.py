@@ -7,7 +7,7 @@ import difflib
 import json
 import math
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
@@ -338,17 +338,29 @@ def _apply(raw: dict[str, Any], override: str) -> None:
         raw[name] = text
 
 
+def _section(kind: Any) -> type | None:
+    """Return the dataclass of a field that is one, or that may be one."""
+    return next((part for part in (kind, *get_args(kind)) if isinstance(part, type) and dataclasses.is_dataclass(part)), None)
+
+
+def _leaves(schema: type, prefix: str) -> Iterator[str]:
+    """Yield the full names of all keys."""
+    for name, kind in get_type_hints(schema).items():
+        section = _section(kind)
+        yield from [prefix + name] if section is None else _leaves(section, f"{prefix}{name}.")
+
+
 def _reject_unknown(raw: dict[str, Any], schema: type, prefix: str) -> None:
     types = get_type_hints(schema)
     known = [f.name for f in dataclasses.fields(schema)]
     for key, value in raw.items():
         if key not in known:
             near = [name for name in known if name.startswith(key)] or difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {prefix}{near[0]}?" if near else f"known keys: {', '.join(known)}"
+            near = [prefix + name for name in near] or [name for name in _leaves(schema, prefix) if name.endswith(f".{key}")]
+            hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
             raise ValueError(f"config: unknown key {prefix}{key}; {hint}")
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"config: {prefix}{key} is {value}: give a finite number")
-        section = next((t for t in (types[key], *get_args(types[key])) if dataclasses.is_dataclass(t)), None)
+        section = _section(types[key])
         if section is not None and isinstance(value, dict):
-            assert isinstance(section, type)
             _reject_unknown(value, section, f"{prefix}{key}.")

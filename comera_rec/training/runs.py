@@ -17,6 +17,7 @@ from comera_rec.training.state import load_model_
 from data_pipeline.manifest import Manifest
 
 CHECKPOINTS = "checkpoints"
+_WRITTEN = ("config.json", "metrics.jsonl", "result.json", "report.html")
 # When a run resumes, these may change: `output`, [checkpoints], _FREE_DATA of [data], and [training] except _FIXED_TRAINING.
 _FREE = ("output", "checkpoints")
 _FREE_DATA = ("path", "prefetch", "eval_batch_size")
@@ -27,14 +28,18 @@ def require_fit(config: RunConfig, schema: Schema, manifest: Manifest, processes
     """Return the number of equal parts that a batch is divided into, by processes and accumulation.
 
     Raises:
-        ValueError: if the output is empty or a file, the model would have no inputs, evaluations need validation rows that the data
-            lacks, there isn't one task weight per label, or a batch can't be divided equally.
+        ValueError: if the output is empty, a file or a folder of something else, ranks adapt and there are none, the model would
+            have no inputs, evaluations need validation rows that the data lacks, there isn't one task weight per label, or a batch
+            can't be divided equally.
     """
     training, data = config.training, config.data
     if not config.output.strip():  # checked here, because earlier versions recorded '' for the current folder
         raise ValueError("output is empty: give the run's folder")
     if Path(config.output).exists() and not Path(config.output).is_dir():
         raise ValueError(f"output is {config.output}, which is a file: give a folder")
+    _require_run_folder(Path(config.output))
+    if config.ranks and config.tables.format != "tt" and config.linears.format != "tt":
+        raise ValueError("[ranks] adapts TT ranks, and neither tables nor linear layers have any: add ranks=none, or use format tt")
     if config.tables.format == "off" and not schema.dense:
         raise ValueError(f"tables.format is off and {data.path} has no numbers, so nothing is left to learn from: use tt or dense")
     if training.eval_every and not manifest.splits["val"].rows:
@@ -55,6 +60,17 @@ def require_fit(config: RunConfig, schema: Schema, manifest: Manifest, processes
             f"equally{in_parts}: give a multiple of {parts}"
         )
     return parts
+
+
+def _require_run_folder(folder: Path) -> None:
+    """Raise ValueError if a run would replace files of something else; a log of the run's own output may be in its folder."""
+    present = [name for name in _WRITTEN if (folder / name).exists()]
+    try:
+        is_run = not present or {"output", "data", "training"} <= json.loads((folder / "config.json").read_text()).keys()
+    except (OSError, ValueError, AttributeError):
+        is_run = False
+    if not is_run:
+        raise ValueError(f"{folder} holds {', '.join(present)} of something else than a run: choose another output")
 
 
 def require_same_run(config: RunConfig, schema: Schema, manifest: Manifest, record: dict[str, Any]) -> None:

@@ -143,6 +143,13 @@ def test_line_numbers_count_the_header(tmp_path: Path, shop: PreprocessOptions) 
         preprocess(shop)
 
 
+def test_a_header_that_the_schema_lacks_is_suspected(shop: PreprocessOptions) -> None:
+    assert shop.schema is not None
+    remedy = "if it holds column names, set header = true in the schema; else fix the log, or raise --max-bad-rows"
+    with pytest.raises(ValueError, match=f"orders.csv.gz:1: .*; {remedy}"):
+        preprocess(replace(shop, schema=replace(shop.schema, header=False)))
+
+
 def test_min_count_of_one_column(tmp_path: Path, write_log: WriteLog) -> None:
     rows = random_rows(500)
     options = PreprocessOptions(inputs=(write_log(rows),), output=tmp_path / "data", min_counts={"C2": 9})

@@ -96,6 +96,58 @@ def test_mistakes_are_one_line_and_status_two(
     assert captured.out == ""
 
 
+def test_no_command_replaces_files_of_something_else(
+    config_file: Path, data_set: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, mine = str(tmp_path / "run"), tmp_path / "mine"
+    assert call("train", "--config", str(config_file)) == 0
+    (mine / "page").mkdir(parents=True)
+    names = ("page/notes.toml", "model.pt2", "summary.json", "config.json")
+    for name in names:
+        (mine / name).write_text("important")
+    capsys.readouterr()
+    for command, message in {
+        ("report", "--run", run, "--output", "page/notes.toml"): "notes.toml exists and is not an HTML page; choose another name",
+        ("report", "--run", run, "--output", "new.html"): "summary.json exists and is not a summary of runs: choose another folder",
+        ("describe", "--data", str(data_set), "--html", "page/notes.toml"): "notes.toml exists and is not an HTML page",
+        ("export", "--checkpoint", run, "--output", "model.pt2"): "model.pt2 exists and is not a package of `comera export`",
+        (
+            "export",
+            "--checkpoint",
+            run,
+            "--output",
+            "page/notes.toml",
+        ): "notes.toml exists: give a new folder, or the name of a package",
+        ("train", "--config", str(config_file), "--output", ""): f"{mine} holds config.json of something else than a run",
+    }.items():
+        assert call(*command[:-1], str(mine / command[-1])) == 2
+        assert message in capsys.readouterr().err
+    assert sorted(path.relative_to(mine).as_posix() for path in mine.rglob("*.*")) == sorted(names)
+    assert {(mine / name).read_text() for name in names} == {"important"}
+    assert call("report", "--run", run, "--run", run) == 0, "its own page and summary are replaced"
+    assert call("report", "--run", run, "--run", run) == 0
+
+
+def test_a_log_in_the_folder_of_a_run_may_stay(config_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "logged").mkdir()
+    (tmp_path / "logged" / "train.log").write_text("")
+    assert call("train", "--config", str(config_file), "--output", str(tmp_path / "logged")) == 0
+
+
+def test_ranks_need_something_that_has_some(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    formats = ("tables.format=dense", "linears.format=dense")
+    assert (
+        call("train", "--config", str(config_file), "ranks.early_steps=3", "ranks.late_steps=3", "ranks.target_size=0.5", *formats)
+        == 2
+    )
+    assert "[ranks] adapts TT ranks, and neither tables nor linear layers have any: add ranks=none" in capsys.readouterr().err
+
+
+def test_a_folder_is_no_package(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("serve", "--model", str(tmp_path)) == 2
+    assert f"{tmp_path} is a folder: give a MODEL.pt2 that `comera export` wrote from it" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("call_it", "ours", "message"),
     [

@@ -54,6 +54,7 @@ def test_differing_columns_are_listed_in_their_order() -> None:
         ({"data": {"path": "d", "batchsize": 4}}, r"unknown key data\.batchsize; did you mean data\.batch_size\?"),
         ({"model": {"wide_buckets": 9}}, r"model\.wide_buckets is 9: give a number above 0 with architecture wide_deep, else 0"),
         ({"optimiser": {}}, r"unknown key optimiser; did you mean optimizer\?"),
+        ({"compression": 50}, r"unknown key compression; did you mean tables.compression\?"),
         ({"ranks": {"early_stps": 3}}, r"unknown key ranks\.early_stps; did you mean ranks\.early_steps\?"),
         ({"zzz": 1}, r"unknown key zzz; known keys: output, data"),
         ({"data": {"path": "d", "batch_size": 0}}, r"data\.batch_size is 0: give a positive number"),

@@ -35,6 +35,14 @@ FORMATS = {
 }
 
 
+def test_only_the_first_process_prints(config_file: Path, tmp_path: Path) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "comera_rec.train"]
+    shown = subprocess.run(
+        [*launch, "--config", str(config_file), "--output", str(tmp_path / "two")], capture_output=True, text=True, check=True
+    )
+    assert shown.stdout.count("12 steps, test AUC") == 1
+
+
 def train(rank: int, config_file: Path, overrides: list[str]) -> dict[str, Any]:
     return Trainer(load_config(config_file, overrides)).train()
 
