@@ -162,7 +162,8 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
     try:
         loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # whatever unpickling raises
-        raise ValueError(f"{path} can't be read as a state dict: {str(error).splitlines()[0]}") from None
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{path} can't be read as a state dict ({reason}): give a file that torch.save wrote") from None
     if not isinstance(loaded, Mapping):
         raise ValueError(f"{path} holds a {type(loaded).__name__}: give a state dict")
     return dict(_flat(_table_mapping(loaded) or loaded))
