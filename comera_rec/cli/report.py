@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from comera_rec.report import require_summary, summary_table, write_report, write_summary
+from data_pipeline.atomic import require_page
 
 
 @click.command()
@@ -37,6 +38,7 @@ def report(runs: tuple[Path, ...], output: Path | None, truth: Path | None) -> N
     """
     page = output or runs[0] / "report.html"
     summary = page.with_name("summary.json")
+    require_page(page)
     require_summary(summary)
     best_auc = None if truth is None else _best_auc(truth)
     write_report(list(runs), page, best_auc=best_auc)

@@ -19,7 +19,6 @@ from markupsafe import Markup
 
 from comera_rec.report import charts
 from comera_rec.report.runs import BASELINE, Run, read_runs
-from data_pipeline.atomic import require_page
 
 _SUMMARY_KEYS = (
     *("params", "bytes", "auc", "ne", "logloss", "step_ms", "peak_mib"),
@@ -147,10 +146,9 @@ def write_report(runs: list[Path], output: Path, *, best_auc: float | None = Non
         best_auc: the best AUC that any model can reach, where it is known.
 
     Raises:
-        ValueError: a folder is not a run, or the path holds something that is no page.
+        ValueError: a folder is not a run.
         OSError: the page cannot be written.
     """
-    require_page(output)
     read = read_runs(runs)
     baseline = _baseline(read)
     points = [(run.color, run.name, run.value("bytes"), run.value("ne")) for run in read]
