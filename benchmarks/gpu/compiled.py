@@ -56,7 +56,7 @@ _RESERVED_SHARED = 1 << 10
 _REGISTERS_AT_ONCE = 256  # unit in which a warp's registers are allocated
 
 
-class Work(NamedTuple):
+class WarpWork(NamedTuple):
     """What one warp takes of a multiprocessor to run some code once."""
 
     instructions: float
@@ -64,19 +64,19 @@ class Work(NamedTuple):
     """Cycles of the first-level cache, one for 128 bytes that registers get from memory or give to it."""
 
     @classmethod
-    def of(cls, names: Iterable[str]) -> Work:
+    def of(cls, names: Iterable[str]) -> WarpWork:
         """Count instructions by name."""
         names = list(names)
         accesses = [name.split(".") for name in names if name.startswith(("LD", "ST", "ATOM", "RED")) and "LDC" not in name]
         return cls(len(names), sum(4 if "128" in parts else 2 if "64" in parts else 1 for parts in accesses))
 
-    def times(self, factor: float) -> Work:
+    def times(self, factor: float) -> WarpWork:
         """Run it several times."""
-        return Work(self.instructions * factor, self.cycles * factor)
+        return WarpWork(self.instructions * factor, self.cycles * factor)
 
-    def plus(self, other: Work) -> Work:
+    def plus(self, other: WarpWork) -> WarpWork:
         """Run both."""
-        return Work(self.instructions + other.instructions, self.cycles + other.cycles)
+        return WarpWork(self.instructions + other.instructions, self.cycles + other.cycles)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +85,8 @@ class Loop:
 
     products: int
     """Multiply-adds in its body; Blackwell's packed instruction is two."""
-    body: Work
-    around: Work
+    body: WarpWork
+    around: WarpWork
     """The loop around it, with its body once; the whole kernel if there is none."""
 
     @property
@@ -128,9 +128,9 @@ class Compiled:
         return names[: (beyond[-1] if beyond else last) + 1]
 
     @cached_property
-    def work(self) -> Work:
+    def work(self) -> WarpWork:
         """All code, once."""
-        return Work.of(self._names)
+        return WarpWork.of(self._names)
 
     @property
     def kinds(self) -> dict[str, int]:
@@ -158,7 +158,7 @@ class Compiled:
                 around = min(
                     (other for other in spans if span.start in other and other != span), key=len, default=range(len(names))
                 )
-                body, whole = (Work.of(self._names[each.start : each.stop]) for each in (span, around))
+                body, whole = (WarpWork.of(self._names[each.start : each.stop]) for each in (span, around))
                 loops.append(Loop(products=products, body=body, around=whole))
         return loops
 

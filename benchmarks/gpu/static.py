@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.compiled import Compiled, Work, compile_launch
+from benchmarks.gpu.compiled import Compiled, WarpWork, compile_launch
 from benchmarks.gpu.counts import Step, count_step
 from benchmarks.harness.environment import describe
 from benchmarks.harness.ids import draw_ids
@@ -102,14 +102,14 @@ class Kernel:
     name: str
     kernels: int
     bytes: float
-    work: Work | None = None
+    work: WarpWork | None = None
     """What all its warps do; None if only bytes are counted."""
     chain: float = 0.0
     """Loads that wait for one another."""
 
     def limits(self, gpu: Gpu) -> dict[str, float]:
         """Seconds under each limit alone."""
-        work = self.work or Work(0.0, 0.0)
+        work = self.work or WarpWork(0.0, 0.0)
         return {
             "memory": self.bytes / (gpu.bytes_per_s * ATTAINED),
             "issue": work.instructions / (gpu.multiprocessors * SCHEDULERS * gpu.hertz),
@@ -227,13 +227,13 @@ class Model:
             by_name[name] = launch, tensors, _compiled(launch, tensors, self._gpu.architecture)
         return by_name
 
-    def _work(self, launch: Launch, compiled: Compiled) -> Work:
+    def _work(self, launch: Launch, compiled: Compiled) -> WarpWork:
         """The work of all warps: the whole code once for each program or segment, and loops for what follows in it."""
         code, name = compiled.work, launch.kernel.__name__
         if name == "_pool":  # the ranks' remainders, which these ranks don't have, are counted too
             code = code.plus(compiled.loops[0].body.times(self._case.rank // UNROLL.value - 1))
         if name == "_sum_slices":
-            total = Work(0.0, 0.0)
+            total = WarpWork(0.0, 0.0)
             for side, loop in enumerate(compiled.loops):
                 turns = 4 * 4 * self._cols[1 - side] / loop.products  # 1 where the loop over columns is unrolled
                 more = loop.body.times(turns - 1)
