@@ -86,8 +86,8 @@ class Updates:
         self.diagonals = None if diagonals is None else [diagonal.detach() for diagonal in diagonals]
         self._parameters, self._optimizers, self._kind = [*cores, *(diagonals or ())], optimizers, kind
 
-    def begin_step(self) -> tuple[list[Tensor], list[Tensor], int, list[float]]:
-        """Count a step; return first states, second states, the kind, and settings, each of cores and then of diagonals."""
+    def begin_step(self) -> tuple[list[Tensor], list[Tensor], int, list[float], int]:
+        """Count a step; return first states, second states, the kind, settings, each of cores and then of diagonals, and a seed."""
         settings: list[float] = []
         states: tuple[list[Tensor], list[Tensor]] = ([], [])
         by_parameter = [
@@ -98,19 +98,20 @@ class Updates:
             counts = _count(by_parameter)
             if any(_needs_step(optimizer.param_groups[number]) for optimizer, number in set(self._optimizers)):
                 steps = [int(count) for count in counts.tolist()]
-        seeds = _seeds(self._parameters)
         by_group: dict[tuple[Optimizer, int, int], list[float]] = {}  # usually one entry
-        for parameter, state, (optimizer, number), step, seed in zip(
-            self._parameters, by_parameter, self._optimizers, steps, seeds, strict=True
+        for parameter, state, (optimizer, number), step in zip(
+            self._parameters, by_parameter, self._optimizers, steps, strict=True
         ):
             group = optimizer.param_groups[number]
             key = (optimizer, number, step)
             if key not in by_group:
                 by_group[key] = _settings(group, step)
-            settings += [*by_group[key], seed]
+            settings += by_group[key]
             for tensors, name in zip(states, self._kind.states, strict=False):
                 tensors.append(self._state(parameter, state, name, group.get("initial_accumulator_value", 0.0)))
-        return *states, self._kind.number, settings
+        is_rounded = any(parameter.dtype != torch.float32 for parameter in self._parameters)
+        seed = int(torch.randint(1 << 62, (), device="cpu")) if is_rounded else 0
+        return *states, self._kind.number, settings, seed
 
     def gpu_rules(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
         """Return the rules of cores and of diagonals, which GPU kernels apply; None if they can't.
@@ -192,13 +193,6 @@ def _rule(group: dict[str, Any]) -> dict[str, Any]:
     lr = group["lr"]
     on_device = isinstance(lr, Tensor) and lr.device.type != "cpu"
     return {"lr": lr if on_device else float(lr), "eps": float(group.get("eps", 0.0)), "weight_decay": float(group["weight_decay"])}
-
-
-def _seeds(parameters: Sequence[Tensor]) -> list[float]:
-    """Draw a seed for rounding each parameter, a whole number that float64 represents; 0 if nothing is rounded."""
-    if all(parameter.dtype == torch.float32 for parameter in parameters):
-        return [0.0] * len(parameters)
-    return torch.randint(1 << 50, (len(parameters),), device="cpu", dtype=torch.float64).tolist()
 
 
 def _needs_step(group: dict[str, Any]) -> bool:
