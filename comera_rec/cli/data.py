@@ -15,7 +15,7 @@ from comera_rec.cli.types import Bytes, Location, Time
 from data_pipeline.describe import describe as describe_data_set
 from data_pipeline.describe import to_text, write_html
 from data_pipeline.lookup import find_id, find_text
-from data_pipeline.manifest import SPLITS, CategoricalColumn, Manifest, read_manifest
+from data_pipeline.manifest import SPLITS, CategoricalColumn, Manifest, Order, read_manifest
 from data_pipeline.npy import export_npy
 from data_pipeline.options import PreprocessOptions, format_bytes
 from data_pipeline.planted import DECAY
@@ -123,6 +123,13 @@ def _inputs(first: tuple[str, ...], more: tuple[str, ...]) -> tuple[Source, ...]
     multiple=True,
     metavar="N|COLUMN=N",
     help="Training rows in which a category value must occur to get an id; rarer values are 0. Repeatable.  [default: 2]",
+)
+@click.option(
+    "--order",
+    type=click.Choice(get_args(Order)),
+    default="frequency",
+    show_default=True,
+    help="Number values by frequency, or such that values which occur with the same others are neighbors, in bands of frequency.",
 )
 @click.option("--hash-buckets", type=int, metavar="N", help="Give ids 1..N-1 by hash, without vocabularies.")
 @click.option(
