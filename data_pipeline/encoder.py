@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import re
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -35,7 +36,6 @@ from data_pipeline.sources import Source
 from data_pipeline.splits import Rows
 
 _HEX = re.compile(r"[0-9a-fA-F]{1,8}")
-_SHOWN = 40
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -167,7 +167,7 @@ class RequestEncoder:
         schema = self._encoder.schema
         for number, row in enumerate(rows):
             if not isinstance(row, Mapping):
-                raise ValueError(f"row {number} is {_show(row)}, which is not an object with a value for each column")
+                raise ValueError(f"row {number} is {reprlib.repr(row)}, which is not an object with a value for each column")
         number_readers = _READ_NUMBER | {"float": _float32} if not schema.transformed else dict.fromkeys(_READ_NUMBER, _finite)
         numbers = [self._cells(rows, name, number_readers[self._columns[name].kind]) for name in schema.integers]
         keys = [self._cells(rows, name, _key_reader(self._columns[name])) for name in schema.singles]
@@ -206,7 +206,7 @@ class RequestEncoder:
         except KeyError as error:
             raise ValueError(f"row {len(cells)} has no {name}; give null where its value is missing") from error
         except ValueError as error:
-            shown = _show(rows[len(cells)][name])
+            shown = reprlib.repr(rows[len(cells)][name])
             raise ValueError(f"row {len(cells)}: {name} is {shown}, which is not {_expected(self._columns[name])}") from error
         return cells
 
@@ -295,8 +295,3 @@ def _expected(column: Column) -> str:
         "category": "a string, an integer or null",
         "list": "a list of non-empty strings or integers, or null",
     }[column.kind]
-
-
-def _show(value: Any) -> str:
-    shown = ascii(value)
-    return shown if len(shown) <= _SHOWN else shown[:_SHOWN] + "..."
