@@ -7,6 +7,8 @@ import contextlib
 import gzip
 import json
 import socket
+import subprocess
+import sys
 import threading
 import time
 import zlib
@@ -356,6 +358,29 @@ def test_clients_that_stop_sending_are_disconnected(
         with client.makefile("rb") as answer:
             answer.read()  # ends when the server closes the connection
     assert "Traceback" not in capsys.readouterr().err
+
+
+IMPORTED = """
+import json, sys
+from pathlib import Path
+from starlette.testclient import TestClient
+from comera_rec.cli.serve import ServeOptions
+from comera_rec.serving.server import Server
+
+model, data, *bodies = sys.argv[1:]
+with TestClient(Server(ServeOptions(model=Path(model), data=Path(data))).app) as client:
+    for path, body in zip(("/v2/models/model/infer", "/score"), bodies, strict=True):
+        assert client.post(path, content=body).status_code == 200
+heavy = {"torch._inductor", "torch._dynamo", "torchrec", "fbgemm_gpu", "sympy", "pandas", "triton"}
+print(*sorted(heavy & sys.modules.keys()))
+"""
+
+
+@pytest.mark.parametrize("form", ["portable", "fast"])
+def test_serving_imports_neither_compiler_nor_torchrec(package: Callable[[str], Path], data: Path, form: str) -> None:
+    bodies = [json.dumps(good_rows(data)[0]), json.dumps({"rows": raw_rows(data, 1)})]
+    command = [sys.executable, "-c", IMPORTED, str(package(form)), str(data), *bodies]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "\n"
 
 
 def test_without_vocabularies(package: Callable[[str], Path], trained: Path, tmp_path: Path) -> None:
