@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
@@ -61,11 +63,13 @@ class HttpServer(uvicorn.Server):
                 connection.transport.close()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Answer the requests that clients have sent. Uvicorn would reset connections whose request it hasn't read."""
+        """Answer the requests that clients have sent. Uvicorn would reset connections that it hasn't accepted or read yet."""
         self.server_state.default_headers.append((b"connection", b"close"))
-        await asyncio.sleep(0.1)  # accepts clients that have connected
-        for server in self.servers:
-            server.close()
+        connected = [client for sock in sockets or () for client in _accept_all(sock)]
+        for closed in (*self.servers, *(sockets or ())):  # at once, before others connect
+            closed.close()
+        for client in connected:
+            await asyncio.get_running_loop().connect_accepted_socket(self._protocol, client)
         end = time.monotonic() + _DRAIN_SECONDS
         while time.monotonic() < end:
             await asyncio.sleep(0.1)
@@ -73,6 +77,18 @@ class HttpServer(uvicorn.Server):
             if all(map(_waits_for_client, self.server_state.connections)):
                 break
         await super().shutdown(sockets)
+
+    def _protocol(self) -> asyncio.Protocol:
+        protocol: Any = self.config.http_protocol_class
+        return protocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+
+
+def _accept_all(sock: socket.socket) -> Iterator[socket.socket]:
+    """Accept the clients that have connected to a listening socket."""
+    sock.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            yield sock.accept()[0]
 
 
 def _waits_for_client(connection: Any) -> bool:
