@@ -86,7 +86,7 @@ class HttpServer(uvicorn.Server):
 def _accept_all(sock: socket.socket) -> Iterator[socket.socket]:
     """Accept the clients that have connected to a listening socket."""
     sock.setblocking(False)
-    with contextlib.suppress(BlockingIOError):
+    with contextlib.suppress(OSError):  # none is left, or no more files can be opened
         while True:
             yield sock.accept()[0]
 
