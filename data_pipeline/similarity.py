@@ -65,7 +65,7 @@ def similarity_order(vectors: np.ndarray, group: int) -> np.ndarray:
 
 def band_of(positions: np.ndarray) -> np.ndarray:
     """Return the band of each position: [0, 64), [64, 256), [256, 1024), ... are bands 0, 1, 2, ..."""
-    return np.searchsorted(_FIRST_BAND * _BAND_GROWTH ** np.arange(20), positions, side="right")
+    return np.searchsorted(_FIRST_BAND * _BAND_GROWTH ** np.arange(16), positions, side="right")
 
 
 def _by_similarity(vectors: np.ndarray, group: int) -> np.ndarray:

@@ -44,8 +44,9 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 )
 @click.option("--scale", default=1.0, show_default=True, help="Factor on the cardinalities of the Kaggle log.")
 @click.option("--decay", default=DECAY, show_default=True, help="How fast effects shrink with a value's rarity; with 0 they don't.")
+@click.option("--groups", default=0.0, show_default=True, help="How much values that occur together have in common, from 0 to 1.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing log.")
-def synth(rows: int, output: Path, seed: int, scale: float, decay: float, overwrite: bool) -> None:
+def synth(rows: int, output: Path, **chosen: Any) -> None:
     """Write logs in Criteo's format from a planted model, and the best reachable scores beside them.
 
     Values are distributed like those of the Kaggle log. Labels are drawn from main effects and pairs of hidden vectors. The scores
@@ -56,7 +57,7 @@ def synth(rows: int, output: Path, seed: int, scale: float, decay: float, overwr
       comera synth --rows 500000 --scale 0.05 --output raw/train.txt
     """
     start = time.perf_counter()
-    truth = write_log(SynthOptions(rows=rows, output=output, seed=seed, scale=scale, decay=decay, overwrite=overwrite))
+    truth = write_log(SynthOptions(rows=rows, output=output, **chosen))
     seconds = time.perf_counter() - start
     for name, score in (("all rows", truth.whole), ("last tenth", truth.last_tenth)):
         if score and score.best_auc and score.best_ne:
