@@ -194,9 +194,12 @@ def test_bfloat16_is_close() -> None:
     torch.testing.assert_close(actual.float(), expected, rtol=0, atol=8 * 2**-8 * float(expected.detach().abs().max()))
 
 
+@pytest.mark.parametrize("impl", ["auto", "reference"])
 @pytest.mark.parametrize("order", [2, 3])
-def test_autocast_leaves_a_lookup_alone_as_in_torch(order: int) -> None:
-    bag = TTEmbeddingBag(101, 11, shape=TTShape.for_table(101, 11, tt_ranks=4, order=order))
+def test_autocast_leaves_a_lookup_alone_as_in_torch(order: int, impl: str) -> None:
+    shape = TTShape.for_table(101, 11, tt_ranks=4, order=order)
+    bag = TTEmbeddingBag(101, 11, shape=shape, hot_rows=((50, 2),), impl=impl)
+    nn.init.normal_(next(bag.hot_blocks()).core_0)  # it starts at zero
     ids, offsets = jagged(101)
     weights = torch.rand(len(ids))
     expected = bag(ids, offsets, weights)
