@@ -7,10 +7,11 @@ value), so no table of them exists. They shrink with the value's frequency rank 
 dominate. The pairs are summed by the identity of factorization machines (Rendle, ICDM 2010, section III.B): with s = sum_c v_c,
 sum_{c<c'} <v_c, v_c'> = (|s|^2 - sum_c |v_c|^2) / 2. Missing cells contribute nothing.
 
-With groups, values that occur together have something in common, as an ad's campaign and advertiser have: each row has a topic, each
-value of a column belongs to a group, a range of topics, and a cell has a value of the row's topic with the probability `groups`. This
-is also the share of the group in the variance of w; it doesn't shrink with the rank, so rare values inherit from their group. Values
-of similar frequency are spread over groups evenly, few groups for frequent values, so that frequencies hardly change.
+With groups, values that occur together have something in common, as an ad's campaign and advertiser have. Each row has a topic,
+each value of a column belongs to a group, which is a range of topics, and a cell has a value of the row's topic with the
+probability `groups`. This is also the share of the group in the variance of w, and it doesn't shrink with the rank: rare values
+inherit from their group. Values of similar frequency are spread over groups evenly, few groups for frequent values, so
+frequencies hardly change.
 
 Arrays without a suffix hold one number per row. Suffixes: B rows, N normals, D latent dimensions. Categories are represented by
 their frequency ranks, from 0.
@@ -36,8 +37,8 @@ DECAY = 0.5
 PAIRED_COLUMNS = ("C2", "C5", "C8", "C9", "C14", "C17", "C20", "C23")
 _TOPICS = 256
 _PILOT_ROWS = 20_000
-# Uniform draws per row: one per category, two per pair of normals, one per missing group, one for the label; with groups, one for the
-# topic and one per category for whether the cell follows it.
+# Uniform draws per row: one per category, two per pair of normals, one per missing group, one for the label; with groups, one for
+# the topic and one per category for whether the cell follows it.
 _RANKS_END = len(CATEGORY_SPECS)
 _NORMALS_END = _RANKS_END + len(INTEGER_SPECS) + len(INTEGER_SPECS) % 2
 _MISSING_END = _NORMALS_END + len(MISSING_RATES)

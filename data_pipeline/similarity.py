@@ -19,8 +19,8 @@ from scipy.sparse import csr_array
 from scipy.sparse.linalg import LinearOperator, eigsh
 
 COORDINATES = 16
-_FIRST_BAND, _BAND_GROWTH = 64, 4
-_REGULARIZATION = 5
+_FIRST_BAND, _BAND_GROWTH = 64, 16
+_REGULARIZATION = 1
 _SAMPLE = 4096  # values that determine a direction
 
 
@@ -64,8 +64,8 @@ def similarity_order(vectors: np.ndarray, group: int) -> np.ndarray:
 
 
 def band_of(positions: np.ndarray) -> np.ndarray:
-    """Return the band of each position: [0, 64), [64, 256), [256, 1024), ... are bands 0, 1, 2, ..."""
-    return np.searchsorted(_FIRST_BAND * _BAND_GROWTH ** np.arange(16), positions, side="right")
+    """Return the band of each position: [0, 64), [64, 1024), [1024, 16384), ... are bands 0, 1, 2, ..."""
+    return np.searchsorted(_FIRST_BAND * _BAND_GROWTH ** np.arange(8), positions, side="right")
 
 
 def _by_similarity(vectors: np.ndarray, group: int) -> np.ndarray:

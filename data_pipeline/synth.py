@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
@@ -134,7 +134,7 @@ def synth(options: SynthOptions) -> Truth:
         ValueError: the output exists.
         OSError: it cannot be written.
     """
-    chosen = {"seed": options.seed, "scale": options.scale, "decay": options.decay, "groups": options.groups}
+    chosen: dict[str, Any] = {name: getattr(options, name) for name in ("seed", "scale", "decay", "groups")}
     model = PlantedModel(**chosen)
     uniform = np.random.default_rng([options.seed, 0])
     whole, last_tenth = _Scorer(), _Scorer()

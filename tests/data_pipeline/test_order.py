@@ -75,9 +75,9 @@ def test_neighbors_belong_to_one_group(options: Callable[..., PreprocessOptions]
         group_of = np.empty(VALUES + 1, int)
         group_of[ids] = np.array(rows)[:, column] % GROUPS
         bands = band_of(np.arange(VALUES))
-        together = [group_of[1:][bands == band] for band in range(3)]
+        together = [group_of[1:][bands == band] for band in range(2)]
         assert np.mean([np.mean(band[1:] == band[:-1]) for band in together]) > 0.85
-        assert all(counts[bands == band].min() >= counts[bands == band + 1].max() for band in range(2))
+        assert counts[bands == 0].min() >= counts[bands == 1].max()
 
 
 def test_the_order_depends_on_training_rows_and_not_on_labels(options: Callable[..., PreprocessOptions]) -> None:
