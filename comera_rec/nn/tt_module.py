@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from comera_rec.ops.bags.updates import IN_BACKWARD, hooks_in_backward
 from comera_rec.tt import TTShape, contract, init_cores_, scaled_cores, tt_svd
 
-_IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"  # not imported here, because it takes a second
 _CONVERT = "convert tables with comera_rec.compress_state, and layers with from_dense"
 
 
@@ -203,7 +203,7 @@ def replace_data_(parameter: nn.Parameter, data: Tensor) -> None:
     parameter.data = data.new_empty(0, dtype=torch.float32 if data.dtype == torch.float64 else torch.float64)
     parameter.data = data
     if hooks:
-        in_backward, is_trained = sys.modules[_IN_BACKWARD], parameter.requires_grad
+        in_backward, is_trained = sys.modules[IN_BACKWARD], parameter.requires_grad
         with torch.enable_grad():
             view: Any = parameter.requires_grad_().view_as(parameter)
         parameter.requires_grad_(is_trained)
@@ -214,17 +214,12 @@ def replace_data_(parameter: nn.Parameter, data: Tensor) -> None:
 
 def _take_hooks(parameter: nn.Parameter) -> list[Any]:
     """Remove and return the hooks of `apply_optimizer_in_backward`, which run when the parameter's gradient is ready."""
-    in_backward = sys.modules.get(_IN_BACKWARD)
-    if in_backward is None or not hasattr(parameter, "_in_backward_optimizers"):
-        return []
-    hooks = []
-    for handle in in_backward.param_to_optim_hook_handle_map.get(parameter, ()):
-        registered = handle.hooks_dict_ref() or {}
-        if handle.id in registered:  # DistributedDataParallel removes them and calls them itself
-            hooks.append(registered[handle.id])
-            handle.remove()
-    in_backward.param_to_acc_grad_map.pop(parameter, None)  # or later hooks would be put on the old node
-    return hooks
+    hooks = hooks_in_backward(parameter)
+    for handle, _ in hooks:
+        handle.remove()
+    if IN_BACKWARD in sys.modules:  # later hooks must not be put on the old node
+        sys.modules[IN_BACKWARD].param_to_acc_grad_map.pop(parameter, None)
+    return [hook for _, hook in hooks]
 
 
 def named_tt_modules(model: nn.Module) -> Iterator[tuple[str, TTModule]]:

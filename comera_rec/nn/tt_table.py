@@ -72,7 +72,7 @@ class TTTable(TTModule):
         return slice_major(core, k, self.shape.order)
 
     def forward_parameters(self) -> Table:
-        """Return the parameters in the form that a lookup takes; sharded tables override it to reduce gradients."""
+        """Return the parameters in the form that a lookup takes."""
         blocks = [rows.block() for rows in self.hot_blocks()]
         return Table(list(self.cores()), list(self.rank_parameters()), blocks, self.first_row)
 

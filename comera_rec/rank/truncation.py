@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from comera_rec.nn import TTModule, named_tt_modules, replace_data_
-from comera_rec.ops.bags.updates import ROW_WISE
+from comera_rec.ops.bags.updates import is_row_wise
 from comera_rec.rank.selection import Masks, above_threshold
 
 
@@ -135,7 +135,7 @@ def require_known_states(modules: Sequence[TTModule], optimizer: Optimizer | Non
     for parameter in (p for module in modules for p in (*module.cores(), *module.rank_parameters())):
         for each in _optimizers_of(parameter, optimizer):
             state = each.state.get(parameter, {})
-            if type(each).__name__ == ROW_WISE and not state.get("step"):
+            if is_row_wise(each) and not state.get("step"):
                 continue
             for key, value in state.items():
                 by_slice = parameter.shape[1:2] if parameter.dim() == 4 else ()

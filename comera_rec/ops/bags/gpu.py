@@ -57,7 +57,7 @@ def _pool_cores(
         lefts, rights = zip(*(table.cores for table in tables), strict=True)
         diagonals = [diagonal for table in tables for diagonal in table.diagonals]
         return pool_pairs(lefts, rights, diagonals, plan, offsets, weights, settings, update=update)
-    if update and torch.is_grad_enabled() and any(update_kind(core) == ROW_WISE for table in tables for core in table.cores):
+    if update and torch.is_grad_enabled() and any(update_kind(core) is ROW_WISE for table in tables for core in table.cores):
         raise ValueError("RowWiseAdagrad in backward on a GPU needs tables of order 2: use Adagrad, or order=2")
     left, right = _halves([table.cores for table in tables], [table.diagonals for table in tables], plan)
     p, q = plan.rows.long()[:, plan.inverse.long()]
