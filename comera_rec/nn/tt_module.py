@@ -20,8 +20,9 @@ class TTModule(nn.Module):
     """A matrix [num_rows, num_cols] in tensor-train form.
 
     Parameters are `core_0` ... `core_{d-1}` of shape (r_{k-1}, m_k, n_k, r_k) and, between neighbors, `rank_1` ... `rank_{d-1}` of
-    shape (r_k), the diagonals D_k that rank adaptation shrinks (CoMERA, section 3.2, arXiv 2405.14377). They are registered on the
-    module itself, so code that materializes modules from the meta device with `reset_parameters` works.
+    shape (r_k, 1), the diagonals D_k that rank adaptation shrinks (CoMERA, section 3.2, arXiv 2405.14377): columns, because some
+    optimizers take only parameters with rows. They are registered on the module itself, so code that materializes modules from the
+    meta device with `reset_parameters` works.
 
     `shape` always describes the parameters. Loading a state dict of the same modes at other ranks resizes them in place. A module
     loads all of its tensors or none: if a state dict has only part of them, or one of another size, that is an error, `strict` or
@@ -52,7 +53,7 @@ class TTModule(nn.Module):
             core = self.laid_out(k, torch.empty(core_shape, device=device, dtype=dtype))
             self.register_parameter(f"core_{k}", nn.Parameter(core))
         for k, rank in enumerate(shape.ranks, start=1):
-            self.register_parameter(f"rank_{k}", nn.Parameter(torch.empty(rank, device=device, dtype=dtype)))
+            self.register_parameter(f"rank_{k}", nn.Parameter(torch.empty(rank, 1, device=device, dtype=dtype)))
 
     def reset_parameters(self) -> None:
         """Redraw the cores so that dense entries have standard deviation `std`; set the rank parameters to one."""
@@ -126,7 +127,7 @@ class TTModule(nn.Module):
     def resize_ranks_(self, ranks: Sequence[int]) -> None:
         """Resize the parameters to other ranks; they keep their identity, but lose their values where sizes change."""
         self.shape = self.shape.with_ranks(tuple(ranks))
-        sizes = [*self.shape.core_shapes, *((r,) for r in self.shape.ranks)]
+        sizes = [*self.shape.core_shapes, *((r, 1) for r in self.shape.ranks)]
         for k, (parameter, size) in enumerate(zip([*self.cores(), *self.rank_parameters()], sizes, strict=True)):
             if parameter.shape != size:
                 data = parameter.data.new_empty(size)
@@ -144,6 +145,9 @@ class TTModule(nn.Module):
     ) -> None:
         parameters = {name: parameter for name, parameter in self._parameters.items() if parameter is not None}
         stored = {name: state_dict[prefix + name] for name in parameters if isinstance(state_dict.get(prefix + name), Tensor)}
+        vectors = {name: value[:, None] for name, value in stored.items() if value.dim() == 1 and name.startswith("rank_")}
+        if vectors:  # as up to version 0.2
+            state_dict, stored = {**state_dict, **{prefix + name: value for name, value in vectors.items()}}, stored | vectors
         ranks, refusal = self._stored_ranks(parameters, stored), ""
         is_dense = prefix + "weight" in state_dict and "core_0" not in stored
         if is_dense:
@@ -175,7 +179,7 @@ class TTModule(nn.Module):
         shape = self.shape.with_ranks([core.shape[3] for core in cores[:-1]])
         sizes: dict[str, Sequence[int]] = {name: parameter.shape for name, parameter in parameters.items()}
         sizes |= {f"core_{k}": size for k, size in enumerate(shape.core_shapes)}
-        sizes |= {f"rank_{k}": (rank,) for k, rank in enumerate(shape.ranks, start=1)}
+        sizes |= {f"rank_{k}": (rank, 1) for k, rank in enumerate(shape.ranks, start=1)}
         return shape.ranks if all(stored[name].shape == size for name, size in sizes.items()) else None
 
     def to_dense(self) -> nn.Module:

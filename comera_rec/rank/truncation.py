@@ -54,7 +54,7 @@ def truncate_ranks_(
 
 def magnitudes_of(module: TTModule) -> list[Tensor]:
     """Return |D_k| [r_k] of every bond."""
-    return [rank.detach().abs() for rank in module.rank_parameters()]
+    return [rank.detach().abs().flatten() for rank in module.rank_parameters()]
 
 
 def keep_ranks_(modules: Sequence[TTModule], masks: Masks, optimizer: Optimizer | None = None) -> None:

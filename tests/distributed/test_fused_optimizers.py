@@ -30,7 +30,7 @@ pytestmark = pytest.mark.distributed
 OPTIMIZERS = {
     "SGD": (torch.optim.SGD, {"lr": 0.5}),
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.05}),
-    # "RowWiseAdagrad": (torchrec.optim.RowWiseAdagrad, {"lr": 0.05}),
+    "RowWiseAdagrad": (torchrec.optim.RowWiseAdagrad, {"lr": 0.05}),
     "Adam": (torch.optim.Adam, {"lr": 0.05}),
     "TorchRec's SGD": (torchrec.optim.SGD, {"lr": 0.5}),
 }
