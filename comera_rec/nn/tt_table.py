@@ -186,10 +186,10 @@ def update_in_backward_(model: nn.Module, optimizer: Optimizer | None) -> list[s
 
     A batch uses few slices. Only these then get a gradient, which on CPU stays in the cache, and only their parameters and state
     are read and written. On a GPU this holds for tables of order 2 and hot rows, updated by SGD or Adagrad without learning rate
-    decay; cores of other tables keep their gradients there. SGD and Adagrad give the same results as in `step`; weight decay, and
-    the decay of Adam's moments, act only in steps that use the slice, as with `torch.optim.SparseAdam`. Settings such as the
-    learning rate are read in every step and the state stays in the optimizer, so schedulers, checkpoints and `truncate_ranks_` work
-    as before.
+    decay; cores of other tables keep their gradients there. SGD and Adagrad without weight decay give the same results as in
+    `step`; weight decay, and the decay of Adam's moments, act only in steps that use the slice, as with `torch.optim.SparseAdam`.
+    Settings such as the learning rate are read in every step and the state stays in the optimizer, so schedulers, checkpoints and
+    `truncate_ranks_` work as before.
 
     Cores have no `grad` afterwards: gradients can't be clipped, accumulated over batches or scaled (`GradScaler`), and the loss
     can't include a penalty on cores. A table that is looked up twice in a step is updated twice. Before another optimizer takes

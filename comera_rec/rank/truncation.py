@@ -148,8 +148,8 @@ def require_known_states(modules: Sequence[TTModule], optimizer: Optimizer | Non
 
 
 def _optimizers_of(parameter: nn.Parameter, optimizer: Optimizer | None) -> list[Optimizer]:
-    """List the given optimizer and those applied in backward."""
-    return [*([unwrapped(optimizer)] if optimizer else []), *getattr(parameter, "_in_backward_optimizers", ())]
+    """List the optimizers that have a parameter's state: those applied in backward or, without any, the given one."""
+    return [*getattr(parameter, "_in_backward_optimizers", ())] or ([unwrapped(optimizer)] if optimizer else [])
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:

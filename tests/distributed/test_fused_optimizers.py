@@ -175,7 +175,8 @@ def truncate(rank: int, kind: str) -> Tensor:
         for module in model.modules():
             if isinstance(module, cr.TTEmbeddingBag):
                 module.rank_1[1:] = 0.0
-    cr.truncate_ranks_(model, threshold=1e-3)
+    assert not cr.optimizer_state(model.module, model.fused_optimizer)
+    cr.truncate_ranks_(model, model.fused_optimizer, threshold=1e-3)
     cr.rewrap_data_parallel_(model)
     before, after = train(model, 1, [rank])
     shapes = {tuple(value.shape) for value in model.fused_optimizer.state.values() for value in [value["exp_avg"]]}
