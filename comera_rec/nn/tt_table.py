@@ -234,8 +234,10 @@ def replace_dense_(table: TTTable, replaced: nn.Embedding | nn.EmbeddingBag, ini
     """Give a TT table the buffers, hooks and mode of the dense one that it replaces, and for `init` "tt_svd" its rows.
 
     Raises:
-        ValueError: naming the table, if it should start from rows that are on the meta device.
+        ValueError: naming the table, if it should start from rows that are on the meta device, or has an optimizer in backward.
     """
+    if hasattr(replaced.weight, "_in_backward_optimizers"):
+        raise ValueError(f"{name!r} has an optimizer in backward, which a TT table would not have: swap first, then apply it")
     if init == "tt_svd":
         require_values(replaced.weight, name)
         table.set_dense_matrix_(replaced.weight.detach())
