@@ -211,7 +211,7 @@ struct Arguments {
         std::fill_n(next, rank, 1.0f);
       } else {
         const Tensor& diagonal = diagonals[k];
-        require(diagonal.dim() == 1 && diagonal.size(0) == rank && diagonal.is_cpu() && diagonal.is_contiguous(), "diagonals[", k,
+        require(diagonal.numel() == rank && diagonal.is_cpu() && diagonal.is_contiguous(), "diagonals[", k,
                 "] has shape ", shape_of(diagonal), ": give a contiguous one of ", rank, " numbers on CPU");
         widen(diagonal, next);
       }

@@ -47,10 +47,10 @@ def differentiate(
 def assert_near(actual: Sequence[Tensor], expected: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> None:
     """Compare relative to each tensor's largest value; for diagonals, whose long sums may cancel, to the largest of them all."""
     largest = [exact.abs().max().item() if exact.numel() else 0.0 for exact in expected]
-    largest_of_diagonals = max((value for value, exact in zip(largest, expected, strict=True) if exact.dim() == 1), default=0.0)
+    largest_of_diagonals = max((value for value, exact in zip(largest, expected, strict=True) if exact.dim() < 3), default=0.0)
     for k, (tensor, exact) in enumerate(zip(actual, expected, strict=True)):
         assert tensor.dtype == dtype
-        atol = TOLERANCE[dtype] * (largest_of_diagonals if exact.dim() == 1 else largest[k])
+        atol = TOLERANCE[dtype] * (largest_of_diagonals if exact.dim() < 3 else largest[k])
         torch.testing.assert_close(tensor.double(), exact, rtol=0, atol=atol, msg=lambda text, k=k: f"tensor {k}: {text}")
 
 
@@ -322,7 +322,7 @@ def test_tables_padded_with_zeros_to_common_ranks() -> None:
     assert [tuple(stacked.shape) for stacked in (first, second, third)] == [(8, 1, 2, 3), (5, 3, 3, 4), (4, 4, 1, 1)]
     assert torch.equal(first[5:, :, :, 0], tables[1].core_0[0, :, None, :, 0])
     assert torch.equal(first[5:, :, :, 1:], torch.zeros(3, 1, 2, 2))
-    assert torch.equal(second[:4, :, :, :2], (tables[0].rank_1[:, None, None, None] * tables[0].core_1).transpose(0, 1))
+    assert torch.equal(second[:4, :, :, :2], (tables[0].rank_1[..., None, None] * tables[0].core_1).transpose(0, 1))
     assert torch.equal(second[4, 0], tables[1].rank_1[0] * tables[1].core_1[0, 0])
     assert second[4, 1:].eq(0).all()
     assert second[:4, :, :, 2:].eq(0).all()

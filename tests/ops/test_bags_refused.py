@@ -160,8 +160,8 @@ REFUSED: list[tuple[str, Callable[[Any], Any], str]] = [
     ),
     (
         "diagonals",
-        lambda diagonals: put(diagonals, 2, torch.ones(4, 1)),
-        r"diagonals\[2\] has shape \(4, 1\): give a contiguous one of 4",
+        lambda diagonals: put(diagonals, 2, torch.ones(4, 2)),
+        r"diagonals\[2\] has shape \(4, 2\): give a contiguous one of 4",
     ),
     (
         "diagonals",

@@ -426,7 +426,7 @@ def test_tables_are_rounded_independently(device: str) -> None:
 
 def test_a_strided_diagonal_is_read_where_its_numbers_are(device: str) -> None:
     tables = make_tables(shapes=[TTShape((4, 3), (2, 2), (4,))])
-    tables[0].rank_1 = nn.Parameter(torch.arange(1.0, 9.0)[::2])
+    tables[0].rank_1 = nn.Parameter(torch.arange(1.0, 9.0)[::2, None])
     ids, offsets = draw(tables, [3, 2])
     expected = look_up(copy.deepcopy(tables).double(), ids, offsets, "reference")
     tables = tables.to(device)

@@ -67,7 +67,7 @@ def hot_rows(tables: Sequence[Table], plan: LookupPlan, num_cols: int) -> Tensor
             end = first + block.rows.shape[1]
             in_block = in_table & (ids >= first) & (ids < end)
             chosen = block.rows[0, :, 0].index_select(0, (ids - first).clamp(0, block.rows.shape[1] - 1))
-            block_rows = (torch.where(in_block[:, None], chosen, 0.0) * block.diagonal) @ block.projection[:, 0, :, 0]
+            block_rows = (torch.where(in_block[:, None], chosen, 0.0) * block.diagonal.flatten()) @ block.projection[:, 0, :, 0]
             added = torch.where(in_block[:, None], block_rows, added)
             first = end
     return added
@@ -105,7 +105,7 @@ def stack_tables(cores: Sequence[Sequence[Tensor]], diagonals: Sequence[Sequence
     stacked = []
     for k, tables in enumerate(zip(*cores, strict=True)):
         if k and diagonals[0]:
-            tables = tuple(table[k - 1][:, None, None, None] * core for table, core in zip(diagonals, tables, strict=True))
+            tables = tuple(table[k - 1].view(-1, 1, 1, 1) * core for table, core in zip(diagonals, tables, strict=True))
         left, right = (max(core.shape[axis] for core in tables) for axis in (0, 3))
         padded = [F.pad(core, (0, right - core.shape[3], 0, 0, 0, 0, 0, left - core.shape[0])) for core in tables]
         stacked.append(torch.cat([core.transpose(0, 1) for core in padded]))
