@@ -96,6 +96,21 @@ def test_mistakes_are_one_line_and_status_two(
     assert captured.out == ""
 
 
+def test_a_compression_in_a_file_is_lowered_to_what_small_tables_reach(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config_file.write_text(config_file.read_text().replace("tt_ranks = 4\nmin_rows", "compression = 5000\nmin_rows"))
+    assert call("train", "--config", str(config_file)) == 0
+    assert "are too small for compression 5000; they use" in capsys.readouterr().err
+    _, config, _ = load_run(tmp_path / "run")
+    most = config.tables.compression
+    assert most is not None
+    assert 1 < most < 5000
+    assert call("train", "--config", str(config_file)) == 0, "the same command resumes"
+    assert call("train", "--config", str(config_file), "tables.compression=5000", f"output={tmp_path / 'other'}") == 2
+    assert f"lower compression to {most:g}" in capsys.readouterr().err
+
+
 def test_no_command_replaces_files_of_something_else(
     config_file: Path, data_set: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
