@@ -217,6 +217,8 @@ def _schema(content: Mapping[str, Any]) -> LogSchema:
     if not schema.integers + schema.categories:
         raise ValueError("no column is a number or category; there is nothing to learn from")
     for column in schema.columns:
+        if not column.name and column.kind != "ignore":
+            raise ValueError("a column's name is empty; give the column a name, in the log and here, or ignore it")
         if column.name == LABEL and column.kind not in ("ignore", "label", "time", "user"):
             raise ValueError(f"column {LABEL} is of kind {column.kind}; the name is reserved for the label, so choose another one")
         if len(file_name(column.name).encode()) > _LONGEST_NAME:

@@ -127,7 +127,8 @@ def export(run: Path, output: Path | None, triton: Path | None, **options: Any) 
     MODEL.pt2 is compiled by AOTInductor: it runs in Python, C++ and Triton Inference Server, takes dense [B, I] float32, values [V]
     int64 column by column and lengths [F * B] int64, and returns probabilities [B]. The form `portable` needs only torch.
     DIR/model.pt is the state dict of the dense model, such as TorchRec's DLRM over an EmbeddingBagCollection; DIR/model.json has
-    its tables and layer sizes.
+    its tables and layer sizes. Keys of model.pt have tables' names
+    percent-encoded where torch refuses them: `a.b` is `a%2Eb`.
 
     \b
     Example:

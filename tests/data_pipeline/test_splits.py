@@ -213,6 +213,7 @@ def test_hash_buckets(tmp_path: Path, write_log: WriteLog) -> None:
         ),
         ('[columns]\na = "time"\nb = "user"\nc = "hex"', "rows are split by one of them, so ignore the other"),
         ('[columns]\na = "label"', "there is nothing to learn from"),
+        ('[columns]\n"" = "integer"', "a column's name is empty"),
         ('[columns]\nlabel = "integer"', "column label is of kind integer; the name is reserved for the label"),
         (
             'separator = "."\n[columns]\na = "integer"',
