@@ -130,8 +130,8 @@ def test_only_malformed_lines(tmp_path: Path, write_log: WriteLog) -> None:
         ({"seed": 1 << 64}, r"--seed is 18446744073709551616; it must be below 2\*\*64"),
         ({"split": "day"}, "--split day needs several logs"),
         (
-            {"memory_limit": 300 << 20},
-            "--memory-limit 300 MiB is too little for parts of 64 MiB, which need 512 MiB; raise it, or lower",
+            {"memory_limit": 400 << 20},
+            "--memory-limit 400 MiB is too little for parts of 64 MiB, which need 512 MiB; raise it, or lower --part-size",
         ),
         ({"memory_limit": 1000}, "--memory-limit 1000 bytes is too little for parts of 64 MiB"),
         ({"max_bad_rows": -1}, "--max-bad-rows is -1; it must be at least 0"),
