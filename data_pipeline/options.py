@@ -61,9 +61,7 @@ class PassOptions:
             self._check_at_least(workers=1)
         needed, least = _BASE_BYTES + self._worker_bytes, _BASE_BYTES + _WORKER_BYTES
         if self.memory_limit < needed:
-            smaller = (
-                "or lower --part-size" if self.memory_limit > least else f"because any parts need more than {format_bytes(least)}"
-            )
+            smaller = "or lower --part-size" if self.memory_limit > least else f"as any parts need more than {format_bytes(least)}"
             raise ValueError(
                 f"--memory-limit {format_bytes(self.memory_limit)} is too little for parts of {format_bytes(self.part_bytes)}, "
                 f"which need {format_bytes(needed)}; raise it, {smaller}"

@@ -119,7 +119,7 @@ def test_options_reach_the_manifest(log: Path, tmp_path: Path) -> None:
         (["preprocess", "--input", "bad.tsv", "--schema", "loop", "--output", "data"], "--schema loop does not exist"),
         (
             ["preprocess", "--input", "bad.tsv", "--output", "data", "--memory-limit", "256MiB"],
-            "which need 512 MiB; raise it, because any parts need more than 384 MiB",
+            "which need 512 MiB; raise it, as any parts need more than 384 MiB",
         ),
         (["preprocess", "--input", "bad.tsv", "--output", "data", "--min-count", "0"], "comera: --min-count is 0"),
         (

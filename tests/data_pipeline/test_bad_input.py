@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
+import lzma
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -55,6 +57,14 @@ def run(log: Path, output: Path, **options: object) -> None:
         (GZIPPED[:40] + b"\0\0\0\0" + GZIPPED[44:], "log.tsv: damaged gzip"),
         (GZIPPED + GZIPPED[:50], "log.tsv: damaged gzip"),
         (GZIPPED + b"no gzip", "log.tsv: damaged gzip"),
+        (bz2.compress(b""), "log.tsv is empty"),
+        (bz2.compress(to_text(ROWS))[:-10], "log.tsv: damaged bzip2 .*fetch or compress it again"),
+        (bz2.compress(to_text(ROWS))[:60] + b"\0" * 60, "log.tsv: damaged bzip2"),
+        (lzma.compress(to_text(ROWS))[:-10], "log.tsv: damaged xz .*fetch or compress it again"),
+        (lzma.compress(to_text(ROWS))[:60] + b"\0" * 60, "log.tsv: damaged xz"),
+        (b"PK\3\4\x14\0\0\0", "log.tsv is a zip archive; give text in UTF-8, plain or compressed by .*, or Parquet"),
+        ("1\t2\n".encode("utf-16"), "log.tsv is text in UTF-16; give text in UTF-8"),
+        (b"\xfe\xff\x001", "log.tsv is text in UTF-16"),
     ],
 )
 @pytest.mark.parametrize("workers", [1, 2])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import bz2
 import csv
 import gzip
 import io
 import json
+import lzma
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -109,6 +111,8 @@ def test_one_log_in_all_formats(tmp_path: Path, schema: Callable[..., LogSchema]
         "other order.csv": (as_csv(ROWS, (4, 2, 0, 3, 1)), schema('format = "csv"\nheader = true')),
         "quoted.csv.gz": (gzip.compress(as_csv(ROWS)), by_name),
         "quoted.csv.zst": (zstd, by_name),
+        "quoted.csv.bz2": (bz2.compress(as_csv(ROWS)), by_name),
+        "quoted.csv.xz": (lzma.compress(as_csv(ROWS)), by_name),
         "frames.csv.zst": (frames, by_name),
         "tabs.tsv": (
             "\n".join("\t".join(cells) for cells in [NAMES, *map(texts, ROWS)]).encode(),
