@@ -202,7 +202,7 @@ class RequestEncoder:
         cells: list[Any] = []
         try:
             for row in rows:
-                cells.append(read(row[name]))
+                cells.append(read(None if row[name] in self._encoder.schema.missing else row[name]))
         except KeyError as error:
             raise ValueError(f"row {len(cells)} has no {name}; give null where its value is missing") from error
         except ValueError as error:
