@@ -301,5 +301,5 @@ def _numpy(array: pa.Array | pa.ChunkedArray, null: object = None) -> np.ndarray
 def _as_text(cell: object, column: Column) -> bytes:
     """Format a cell as a text log would hold it."""
     if isinstance(cell, list):
-        return column.separator.encode().join(_as_text(element, column) for element in cell)
+        return column.separator.encode().join(b"null" if element is None else _as_text(element, column) for element in cell)
     return cell if isinstance(cell, bytes) else b"" if cell is None else str(cell).encode()

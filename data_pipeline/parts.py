@@ -208,7 +208,7 @@ def _plain_parts(log: int, source: Source, part_bytes: int, skip: Skip) -> Itera
             file.seek(start)
             if file.readinto(text) != len(text):
                 raise inputs_changed()
-            _end_with_newline(text)
+            _end_lines(text, ends_log=end == size)
             release = partial(released.append, text)
             yield Part(log=log, number=number, start=start, content=text, last=number + 1 == count, release=release)
 
@@ -234,8 +234,8 @@ def _streamed_parts(log: int, source: Source, part_bytes: int, skip: Skip) -> It
                 raise empty(source)
             with memoryview(buffered) as view:
                 text = bytearray(view[:end])
-            _end_with_newline(text)
             del buffered[:end]
+            _end_lines(text, ends_log=ended and not buffered)
             if not skip(number):
                 yield Part(log=log, number=number, start=start, content=text, last=ended and not buffered)
             number, start = number + 1, start + end
@@ -261,9 +261,12 @@ def _line_end(file: BufferedIOBase, position: int, source: Source) -> int:
     return position + (end + 1 if end >= 0 else len(window))
 
 
-def _end_with_newline(text: bytearray) -> None:
+def _end_lines(text: bytearray, *, ends_log: bool) -> None:
+    """End the last line with a newline, and drop a blank line at the end of a log, as editors leave it."""
     if text and text[-1:] != b"\n":
         text += b"\n"
+    if ends_log and (blank := re.search(rb"(?:^|\n)(\r?\n)\Z", text[-3:])):
+        del text[-len(blank[1]) :]
 
 
 def _resized(text: bytearray, size: int) -> bytearray:

@@ -107,6 +107,17 @@ def test_malformed_lines_up_to_a_limit(tmp_path: Path, write_log: WriteLog) -> N
     assert [line.line for line in manifest.rejected_lines] == [1, 32, 33]
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_blank_last_line_is_no_row(tmp_path: Path, write_log: WriteLog, end: str) -> None:
+    """Wherever the last part begins; more blank lines are malformed."""
+    text = to_text(ROWS).replace(b"\n", end.encode())
+    for number, (name, part_bytes) in enumerate((name, size) for name in ("log.tsv", "log.gz") for size in (1 << 20, 1, len(text))):
+        run(write_log(text + end.encode(), name), tmp_path / str(number), part_bytes=part_bytes)
+        assert read_manifest(tmp_path / str(number)).rows.read == 30
+    with pytest.raises(ValueError, match=r"log.tsv:31: blank line"):
+        run(write_log(text + 2 * end.encode()), tmp_path / "data")
+
+
 def test_list_of_rejected_lines_is_capped(tmp_path: Path, write_log: WriteLog) -> None:
     run(write_log(to_text(ROWS) + b"bad\n" * 500), tmp_path / "data", max_bad_rows=500)
     manifest = read_manifest(tmp_path / "data")
@@ -162,7 +173,7 @@ def test_finished_data_set_is_kept_unless_overwritten(tmp_path: Path, write_log:
     with pytest.raises(ValueError, match="already holds a finished result; add --overwrite"):
         run(log, output, min_count=1)
     with pytest.raises(ValueError, match="blank line"):
-        run(write_log(to_text(ROWS) + b"\n", "bad.tsv"), output, overwrite=True)
+        run(write_log(b"\n" + to_text(ROWS), "bad.tsv"), output, overwrite=True)
     with pytest.raises(ValueError, match=r"--min-count C27=.*: no such categorical column; choose one of C1, "):
         run(log, output, min_counts={"C27": 3}, overwrite=True)
     assert (output / "manifest.json").read_bytes() == before

@@ -296,6 +296,10 @@ def test_malformed_rows_of_parquet(tmp_path: Path, schema: Callable[..., LogSche
     pq.write_table(as_table(ROWS).set_column(2, "cents", pa.array([{"a": 1}] * len(ROWS))), tmp_path / "log.parquet")
     with pytest.raises(ValueError, match=r"cents has type struct<a: int64>, which is not a 32-bit integer in each row"):
         preprocess(options)
+    schema_without_hex = LogSchema(columns=(Column(name="bought", kind="label"), Column(name="tags", kind="list")))
+    pq.write_table(pa.table({"bought": [1], "tags": [["1", None]]}), tmp_path / "log.parquet")
+    with pytest.raises(ValueError, match=r"log.parquet:1: tags '1\|null' is not a list of non-empty elements; fix the log"):
+        preprocess(replace(options, schema=schema_without_hex))
     content = (tmp_path / "log.parquet").read_bytes()
     (tmp_path / "log.parquet").write_bytes(content[:-20])
     with pytest.raises(ValueError, match=r"log.parquet: damaged Parquet \(.*; fetch or write it again"):
