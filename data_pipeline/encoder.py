@@ -174,7 +174,8 @@ class RequestEncoder:
             if not isinstance(row, Mapping):
                 raise ValueError(f"row {number} is {_show(row)}, which is not an object with a value for each column")
         numbers, keys, lists = (
-            [_cells(rows, column, read) for column, read in columns] for columns in (self._numbers, self._keys, self._lists)
+            [_cells(rows, column, read, schema.missing) for column, read in columns]
+            for columns in (self._numbers, self._keys, self._lists)
         )
         integers, integer_missing = _columns(numbers, len(rows), self._dtypes[0])
         singles, key_missing = _columns(keys, len(rows), self._dtypes[1])
@@ -202,12 +203,13 @@ class RequestEncoder:
         return flatten(self._encoder, truncate_lists(parsed, schema))
 
 
-def _cells(rows: Sequence[Mapping[str, Any]], column: Column, read: Callable[[Any], Any]) -> list[Any]:
+def _cells(rows: Sequence[Mapping[str, Any]], column: Column, read: Callable[[Any], Any], missing: Sequence[str]) -> list[Any]:
     """Read a column's values; None where missing."""
     cells: list[Any] = []
     try:
         for row in rows:
-            cells.append(read(row[column.name]))
+            cell = row[column.name]
+            cells.append(read(None if missing and cell in missing else cell))
     except KeyError as error:
         raise ValueError(f"row {len(cells)} has no {column.name}; give null where its value is missing") from error
     except ValueError as error:

@@ -60,11 +60,12 @@ class PassOptions:
         self._check_at_least(max_bad_rows=0, part_bytes=1)
         if self.workers is not None:
             self._check_at_least(workers=1)
-        needed = _BASE_BYTES + self._worker_bytes
+        needed, least = _BASE_BYTES + self._worker_bytes, _BASE_BYTES + _WORKER_BYTES
         if self.memory_limit < needed:
+            smaller = "or lower --part-size" if self.memory_limit > least else f"as any parts need more than {format_bytes(least)}"
             raise ValueError(
                 f"--memory-limit {format_bytes(self.memory_limit)} is too little for parts of {format_bytes(self.part_bytes)}, "
-                f"which need {format_bytes(needed)}; raise it, or lower --part-size"
+                f"which need {format_bytes(needed)}; raise it, {smaller}"
             )
 
     def _check_at_least(self, **bounds: int) -> None:

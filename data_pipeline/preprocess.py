@@ -74,7 +74,7 @@ def open_job(
     """
     logs = identify(options.inputs)
     names = tuple(check_names(log, schema) for log in options.inputs)
-    splitting.check_column(schema)
+    schema = splitting.schema_used(schema)
     identity = {"inputs": [asdict(log) for log in logs], "columns": asdict(schema), "versions": versions()} | identity
     scheduled = dask_schedule(options.scheduler, workers=options.threads) if options.scheduler else nullcontext(on_threads)
     with (

@@ -31,7 +31,8 @@ _HASHES_KEPT = 1 << 22
 class Verified:
     """How much was checked, and the share of distinct validation and test rows that equal a training row in all columns.
 
-    The share is estimated from a sample if there are more than about four million rows.
+    Rows with an id of 0 don't count where it stands for rare and unseen values more often than for missing ones. The share is
+    estimated from a sample if there are more than about four million rows.
     """
 
     rows: int
@@ -120,7 +121,7 @@ def _check_contents(manifest: Manifest, folder: Path, split: str, shard: Shard) 
     sampled = np.uint64((1 << max(0, (manifest.rows.written // _HASHES_KEPT).bit_length())) - 1)
     for first_row, group in read_row_groups(path):
         where = f"{path}, rows {first_row} to {first_row + len(group)}"
-        row_hashes = np.zeros(len(group), np.uint64)
+        row_hashes, comparable = np.zeros(len(group), np.uint64), np.ones(len(group), np.bool_)
         for label in manifest.labels:
             values = group.column(label.name).to_numpy()
             positives[label.name] += int(values.sum())
@@ -146,10 +147,12 @@ def _check_contents(manifest: Manifest, folder: Path, split: str, shard: Shard) 
                 lengths = np.diff(group.column(column.name).combine_chunks().offsets.to_numpy())
             id_counts[column.name] += len(ids)
             zeros[column.name] += int(np.count_nonzero(ids == 0))
+            if column.is_list or sum(column.rows_at_zero.values()) > 2 * column.missing:
+                comparable[np.repeat(np.arange(len(group)), 1 if lengths is None else lengths)[ids == 0]] = False
             if len(ids) and not 0 <= ids.min() <= ids.max() < column.num_embeddings:
                 raise ValueError(f"{where}: {column.name} holds ids that are not in 0..{column.num_embeddings - 1}; {REMEDY}")
             row_hashes = _mix(row_hashes, ids if lengths is None else _hash_lists(ids, lengths))
-        hashes.append(np.unique(row_hashes[row_hashes & sampled == 0]))
+        hashes.append(np.unique(row_hashes[comparable & (row_hashes & sampled == 0)]))
     return _Contents(
         ids=id_counts, zeros=zeros, positives=positives, weight=weight, hashes=np.concatenate([np.empty(0, np.uint64), *hashes])
     )

@@ -148,7 +148,7 @@ def _inputs(first: tuple[str, ...], more: tuple[str, ...]) -> tuple[Source, ...]
 def preprocess(first_inputs: tuple[str, ...], more_inputs: tuple[str, ...], schema: Path | None, **chosen: Any) -> None:
     """Turn logs into Parquet shards and manifest.json: Criteo's, with or without label, or others by --schema.
 
-    Logs are text, CSV, JSON lines or Parquet; text may be gzip or zstd.
+    Logs are text, CSV, JSON lines or Parquet; text may be compressed by gzip, bzip2, xz or zstd.
 
     Ids are ordered by frequency in the training split, with 0 for missing and rare values; counts become log(x + offset), with 0.0
     for missing ones. An interrupted run resumes when the same command is given again.
