@@ -56,9 +56,10 @@ class _TTFields(BaseEmbeddingConfig):
             return self.num_embeddings * self.embedding_dim
         return self.tt_shape().num_params + blocks_params(self.hot_rows, self.embedding_dim)
 
-    def dense(self) -> Any:
-        """The TorchRec config of the same table."""
-        return self._plain(**_fields(self, self._plain))
+    def dense(self, kind: type[Any] | None = None) -> Any:
+        """The TorchRec config of the same table, by default of the kind that this one extends."""
+        kind = kind or self._plain
+        return kind(**_fields(self, kind))
 
     @classmethod
     def from_dense(cls, config: BaseEmbeddingConfig, shape: TTShape | None, hot_rows: Blocks = ()) -> Self:

@@ -1,6 +1,6 @@
 """A TTEmbeddingBagCollection on several processes: ids out, bags back, as TorchRec's pipelines expect.
 
-B samples of this process, N_f embedding_dim of feature f's table.
+B samples of this process, L_f ids of feature f in them, N_f embedding_dim of its table.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import register_pytree_node
-from torchrec import EmbeddingBagCollection, KeyedJaggedTensor, KeyedTensor
+from torchrec import KeyedJaggedTensor, KeyedTensor
+from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection, pad_vbe_kjt_lengths
 from torchrec.distributed.embedding_sharding import EmbeddingShardingContext, KJTListSplitsAwaitable
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
@@ -30,7 +31,7 @@ from torchrec.streamable import Multistreamable
 
 from comera_rec.ops import check_ids
 from comera_rec.recsys.collection import TTEmbeddingBagCollection, require_keys
-from comera_rec.recsys.sharding.parts import SHARDING_TYPES, DataParallel, Part, RowShard, RowWise, TableWise
+from comera_rec.recsys.sharding.parts import SHARDING_TYPES, DataParallel, Part, Placement, RowShard, RowWise, TableWise
 
 
 @dataclass
@@ -46,6 +47,8 @@ class ShardedContext(Multistreamable):
         for divisor in self.divisors:
             if divisor is not None:
                 divisor.record_stream(stream)
+        for context in self.sharding_contexts:
+            context.record_stream(stream)
         if self.dense is not None:
             self.dense.record_stream(stream)
 
@@ -73,7 +76,7 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
         module: TTEmbeddingBagCollection,
         plan: EmbeddingModuleShardingPlan,
         env: ShardingEnv,
-        dense_sharder: EmbeddingBagCollectionSharder,
+        dense_sharder: EmbeddingBagCollectionSharder | EmbeddingCollectionSharder,
         device: torch.device,
         module_fqn: str | None = None,
     ) -> None:
@@ -95,17 +98,18 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
         )
         owner = {config.name: plan[config.name].ranks[0] for config in whole}
         whole.sort(key=lambda config: owner[config.name])
-        weighted = module.is_weighted()
+        self._is_pooled = module.is_pooled
+        placement = Placement(is_weighted=module.is_weighted(), is_pooled=module.is_pooled, device=device, group=group)
         self._parts: list[Part] = []
         for bag in bags.values():
             if not bag.core_0.is_meta:
                 bag.to(device)
         if replicated:
-            self._parts.append(DataParallel(replicated, bags, weighted))
+            self._parts.append(DataParallel(replicated, bags, placement))
         if whole:
-            self._parts.append(TableWise(whole, bags, weighted, device, group, [owner[config.name] for config in whole]))
+            self._parts.append(TableWise(whole, bags, placement, [owner[config.name] for config in whole]))
         if divided:
-            self._parts.append(RowWise(divided, bags, weighted, device, group))
+            self._parts.append(RowWise(divided, bags, placement))
         self._part_keys = [
             [key for name in dict.fromkeys(config.name for config in part.tables) for key in module.keys_of(name)]
             for part in self._parts
@@ -114,9 +118,9 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
         self.tt_bags = nn.ModuleDict({config.name: sharded[config.name] for config in tables if config.name in sharded})
         # Registered for pipelines, which look for the dists among the submodules.
         self.dists = nn.ModuleList(dist for part in self._parts for dist in (part.input_dist, part.output_dist))
-        self.dense_bags: ShardedEmbeddingBagCollection | None = None
-        if isinstance(module.dense_bags, EmbeddingBagCollection):
-            dense_plan = EmbeddingModuleShardingPlan({t.name: plan[t.name] for t in module.dense_bags.embedding_bag_configs()})
+        self.dense_bags: ShardedEmbeddingBagCollection | ShardedEmbeddingCollection | None = None
+        if isinstance(module.dense_bags, dense_sharder.module_type):
+            dense_plan = EmbeddingModuleShardingPlan({t.name: plan[t.name] for t in self._tables if t not in tables})
             fqn = append_prefix(module_fqn or "", "dense_bags")
             self.dense_bags = dense_sharder.shard(module.dense_bags, dense_plan, env, device, fqn)
             self._dense_keys = module.dense_keys()
@@ -133,9 +137,11 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
         """Send every id to the process that has its row.
 
         Raises:
-            ValueError: naming table and id, for an id out of range (checked on CPU); for batch sizes that vary by feature; for a
-                feature that is missing.
+            ValueError: naming table and id, for an id out of range (checked on CPU); for batch sizes that vary by feature, if bags
+                are pooled; for a feature that is missing.
         """
+        if features.variable_stride_per_key() and not self._is_pooled:
+            features = pad_vbe_kjt_lengths(features)
         if features.variable_stride_per_key():
             raise ValueError("sharded TT tables take one batch size for all features: give inputs without inverse indices")
         require_keys(features, self._tables)
@@ -148,10 +154,8 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
                 )
                 _check_ids(part, part_features)
                 ctx.divisors.append(part.divisor(part_features))
-                ctx.sharding_contexts.append(
-                    EmbeddingShardingContext(batch_size_per_feature_pre_a2a=part_features.stride_per_key())
-                )
                 awaitables.append(part.input_dist(part_features))
+                ctx.sharding_contexts.append(part.context(part_features))
             if self.dense_bags is not None:
                 ctx.dense = self.dense_bags.create_context()
                 request = self.dense_bags.input_dist(ctx.dense, features)
@@ -160,7 +164,10 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
         return KJTListSplitsAwaitable(awaitables, ctx)
 
     def compute(self, ctx: ShardedContext, dist_input: KJTList) -> list[Tensor]:
-        return [part.lookup(features) for part, features in zip(self._parts, dist_input, strict=False)]
+        return [
+            part.lookup(features, context)
+            for part, features, context in zip(self._parts, dist_input, ctx.sharding_contexts, strict=False)
+        ]
 
     def output_dist(self, ctx: ShardedContext, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
         return _Bags(self, ctx, self._send_back(ctx, output), None)
@@ -175,16 +182,21 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
         contexts = ctx.sharding_contexts[: len(self._parts)]
         return [part.output_dist(bags, context) for part, bags, context in zip(self._parts, output, contexts, strict=True)]
 
-    def assemble(self, ctx: ShardedContext, pooled: Sequence[Tensor], dense: KeyedTensor | None) -> KeyedTensor:
-        """Combine the bags of all tables in the order of the unsharded collection, [B, sum of N_f]."""
-        columns: dict[str, Tensor] = {}
-        for part, keys, bags, divisor in zip(self._parts, self._part_keys, pooled, ctx.divisors, strict=True):
-            bags = bags if divisor is None else bags / divisor
-            columns |= zip(keys, bags.split([config.embedding_dim for config in part.tables], dim=1), strict=True)
-        if dense is not None:
+    def assemble(self, ctx: ShardedContext, pooled: Sequence[Tensor], dense: Any) -> KeyedTensor:
+        """Combine what comes back for all tables, in the order and form of the unsharded collection's result."""
+        found: dict[str, Tensor] = {}
+        for part, keys, bags, divisor, context in zip(
+            self._parts, self._part_keys, pooled, ctx.divisors, ctx.sharding_contexts, strict=False
+        ):
+            found |= zip(keys, part.by_feature(bags if divisor is None else bags / divisor, context), strict=True)
+        if isinstance(dense, KeyedTensor):
             keys = [self._dense_keys[name] for name in dense.keys()]  # noqa: SIM118  of a KeyedTensor
-            columns |= zip(keys, dense.values().split(dense.length_per_key(), dim=1), strict=True)
-        return KeyedTensor(self._keys, self._lengths, torch.cat([columns[key] for key in self._keys], dim=1))
+            found |= zip(keys, dense.values().split(dense.length_per_key(), dim=1), strict=True)
+        elif dense is not None:
+            found |= {self._dense_keys[name]: rows.values() for name, rows in dense.items()}
+        dim = 1 if self._is_pooled else 0
+        lengths = [found[key].shape[dim] for key in self._keys]
+        return KeyedTensor(self._keys, lengths, torch.cat([found[key] for key in self._keys], dim=dim), key_dim=dim)
 
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
         """Names of the parameters that data parallelism must not touch."""
@@ -206,7 +218,7 @@ class _Bags(LazyAwaitable[KeyedTensor]):
         module: ShardedTTEmbeddingBagCollection,
         ctx: ShardedContext,
         pooled: Sequence[Awaitable[Tensor]],
-        dense: LazyAwaitable[KeyedTensor] | None,
+        dense: LazyAwaitable[Any] | None,
     ) -> None:
         super().__init__()
         self._module, self._ctx, self._pooled, self._dense = module, ctx, pooled, dense

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
-from torchrec import EmbeddingBagCollection
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharder, ShardingEnv
@@ -22,7 +24,8 @@ class TTEmbeddingBagCollectionSharder(ModuleSharder[TTEmbeddingBagCollection]):
     TorchRec's sharder. Plan with `TTShardingPlanner`.
 
     Args:
-        dense_sharder: shards the dense tables; default `EmbeddingBagCollectionSharder()`.
+        dense_sharder: shards the dense tables; default `EmbeddingBagCollectionSharder()`. Those of a `TTEmbeddingCollection` are
+            sharded by an `EmbeddingCollectionSharder` with the same `fused_params`.
 
     Example:
         >>> sharders = [TTEmbeddingBagCollectionSharder(), *get_default_sharders()]  # doctest: +SKIP
@@ -47,7 +50,11 @@ class TTEmbeddingBagCollectionSharder(ModuleSharder[TTEmbeddingBagCollection]):
         if missing:
             raise ValueError(f"the sharding plan has no entry for table {missing[0]!r}: make it with TTShardingPlanner")
         device = device or torch.device("cpu")
-        return ShardedTTEmbeddingBagCollection(module, params, env, self.dense_sharder, device, module_fqn)
+        return ShardedTTEmbeddingBagCollection(module, params, env, self.dense_sharder_of(module), device, module_fqn)
+
+    def dense_sharder_of(self, module: TTEmbeddingBagCollection) -> EmbeddingBagCollectionSharder | EmbeddingCollectionSharder:
+        """Return the sharder of a collection's dense tables."""
+        return self.dense_sharder if module.is_pooled else EmbeddingCollectionSharder(self.dense_sharder.fused_params)
 
     def shardable_parameters(self, module: TTEmbeddingBagCollection) -> dict[str, nn.Parameter]:
         """Return a tensor [num_embeddings, embedding_dim] for each table; a TT table's is on the meta device and never formed."""
@@ -55,8 +62,9 @@ class TTEmbeddingBagCollectionSharder(ModuleSharder[TTEmbeddingBagCollection]):
             config.name: nn.Parameter(torch.empty(config.num_embeddings, config.embedding_dim, device="meta"))
             for config in module.tt_configs()
         }
-        if isinstance(module.dense_bags, EmbeddingBagCollection):
-            tables |= self.dense_sharder.shardable_parameters(module.dense_bags)
+        dense_sharder: Any = self.dense_sharder_of(module)
+        if isinstance(module.dense_bags, dense_sharder.module_type):
+            tables |= dense_sharder.shardable_parameters(module.dense_bags)
         return tables
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
