@@ -40,6 +40,14 @@ class _TTFields(BaseEmbeddingConfig):
             raise ValueError(f"table {self.name!r}: {error}") from None
         super().__post_init__()
 
+    def __eq__(self, other: object) -> bool:
+        """Compare the fields; TorchRec's config of the same table is equal, as its managed collision modules require."""
+        if type(other) is self._plain:
+            return bool(self.dense() == other)
+        return isinstance(other, _TTFields) and type(other) is type(self) and vars(self) == vars(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
     @property
     def is_tt(self) -> bool:
         """Whether the table is a TT table."""
@@ -87,7 +95,7 @@ class _TTFields(BaseEmbeddingConfig):
         return float(entries.std(correction=0))
 
 
-@dataclass
+@dataclass(eq=False)
 class TTEmbeddingBagConfig(_TTFields, EmbeddingBagConfig):
     """`torchrec.EmbeddingBagConfig` plus the TT ranks of the table.
 
@@ -111,7 +119,7 @@ class TTEmbeddingBagConfig(_TTFields, EmbeddingBagConfig):
         return dataclasses.replace(self, **changes)
 
 
-@dataclass
+@dataclass(eq=False)
 class TTEmbeddingCollectionConfig(_TTFields, EmbeddingConfig):
     """`torchrec.EmbeddingConfig`, for a table whose rows are not pooled, plus the TT ranks of the table.
 
