@@ -17,14 +17,16 @@ from torch.utils._pytree import register_pytree_node
 from torchrec import KeyedJaggedTensor, KeyedTensor
 from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection, pad_vbe_kjt_lengths
 from torchrec.distributed.embedding_sharding import EmbeddingShardingContext, KJTListSplitsAwaitable
-from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel, KJTList
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
 from torchrec.distributed.types import (
     Awaitable,
     EmbeddingModuleShardingPlan,
     LazyAwaitable,
+    ParameterSharding,
     ShardedModule,
     ShardingEnv,
+    ShardingType,
 )
 from torchrec.distributed.utils import append_prefix
 from torchrec.streamable import Multistreamable
@@ -32,6 +34,12 @@ from torchrec.streamable import Multistreamable
 from comera_rec.ops import check_ids
 from comera_rec.recsys.collection import TTEmbeddingBagCollection, require_keys
 from comera_rec.recsys.sharding.parts import SHARDING_TYPES, DataParallel, Part, Placement, RowShard, RowWise, TableWise
+
+_KERNELS = {  # the one of `TTShardingPlanner`, and those that TorchRec's generators of plans enter by default
+    EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value,
+    EmbeddingComputeKernel.DENSE.value,
+    EmbeddingComputeKernel.FUSED.value,
+}
 
 
 @dataclass
@@ -68,7 +76,7 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
         module_fqn: the collection's name in the model, for traces.
 
     Raises:
-        ValueError: for a sharding type that TT tables do not support, or too few slices to divide.
+        ValueError: for a sharding type, a kernel or a process that a TT table can't have, or too few slices to divide.
     """
 
     def __init__(
@@ -88,15 +96,11 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
         tables = module.tt_configs()
         bags = {config.name: module.tt_bag(config.name) for config in tables}
         for config in tables:
-            if (kind := plan[config.name].sharding_type) not in SHARDING_TYPES:
-                raise ValueError(
-                    f"table {config.name!r}: TT tables don't support sharding type {kind!r}: choose one "
-                    f"of {', '.join(SHARDING_TYPES)}"
-                )
+            _require_possible(config.name, plan[config.name], group.size())
         replicated, whole, divided = (
             [config for config in tables if plan[config.name].sharding_type == kind] for kind in SHARDING_TYPES
         )
-        owner = {config.name: plan[config.name].ranks[0] for config in whole}
+        owner = {config.name: _owner(plan[config.name]) for config in whole}
         whole.sort(key=lambda config: owner[config.name])
         self._is_pooled = module.is_pooled
         placement = Placement(is_weighted=module.is_weighted(), is_pooled=module.is_pooled, device=device, group=group)
@@ -230,6 +234,26 @@ class _Bags(LazyAwaitable[KeyedTensor]):
 
 # DistributedDataParallel looks for the tensors of a model's output; without any it would never average gradients.
 register_pytree_node(_Bags, lambda bags: ([bags.wait()], None), lambda pooled, _: next(iter(pooled)))
+
+
+def _require_possible(table: str, sharding: ParameterSharding, world_size: int) -> None:
+    """Raise ValueError if a TT table can't be sharded as a plan says."""
+    if sharding.sharding_type not in SHARDING_TYPES:
+        raise ValueError(
+            f"table {table!r}: TT tables don't support sharding type {sharding.sharding_type!r}: choose one "
+            f"of {', '.join(SHARDING_TYPES)}"
+        )
+    if sharding.compute_kernel not in _KERNELS:
+        raise ValueError(f"table {table!r}: TT tables have no compute kernel {sharding.compute_kernel!r}: leave compute_kernel out")
+    if sharding.sharding_type == ShardingType.TABLE_WISE.value and not 0 <= _owner(sharding) < world_size:
+        raise ValueError(
+            f"table {table!r}: the plan gives it to process {_owner(sharding)}, but there are {world_size}: choose one "
+            f"from 0 to {world_size - 1}"
+        )
+
+
+def _owner(sharding: ParameterSharding) -> int:
+    return (sharding.ranks or [-1])[0]
 
 
 def _check_ids(part: Part, features: KeyedJaggedTensor) -> None:

@@ -32,7 +32,7 @@ from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.config import DTYPES, TTEmbeddingBagConfig
 from comera_rec.recsys.sharding.parts import SHARDING_TYPES, digits_per_process
 from comera_rec.recsys.sharding.remedy import find_remedy
-from comera_rec.recsys.sharding.sharder import TTEmbeddingBagCollectionSharder
+from comera_rec.recsys.sharding.sharder import TTEmbeddingBagCollectionSharder, require_no_managed_collisions
 from comera_rec.tt import TTShape
 
 _FLOPS = {"cpu": 5e7, "cuda": 1e10}  # per ms, for products as small as these; an order of magnitude is enough to compare plans
@@ -152,6 +152,8 @@ class TTEnumerator(EmbeddingEnumerator):
         tt_sharders = [sharder for sharder in sharders if isinstance(sharder, TTEmbeddingBagCollectionSharder)]
         other_sharders = [sharder for sharder in sharders if sharder not in tt_sharders]
         collections = {path: each for path, each in module.named_modules() if isinstance(each, TTEmbeddingBagCollection)}
+        for path in collections:
+            require_no_managed_collisions(path)
         dense_sharders = (
             [tt_sharders[0].dense_sharder, *map(tt_sharders[0].dense_sharder_of, collections.values())] if tt_sharders else []
         )

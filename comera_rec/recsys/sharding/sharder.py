@@ -7,13 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharder, ShardingEnv
 
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.sharding.collection import ShardedTTEmbeddingBagCollection
-from comera_rec.recsys.sharding.parts import SHARDING_TYPES
 
 
 class TTEmbeddingBagCollectionSharder(ModuleSharder[TTEmbeddingBagCollection]):
@@ -45,7 +43,13 @@ class TTEmbeddingBagCollectionSharder(ModuleSharder[TTEmbeddingBagCollection]):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> ShardedTTEmbeddingBagCollection:
-        """Shard a collection; `params` has a parameter sharding for each table, dense ones included."""
+        """Shard a collection; `params` has a parameter sharding for each table, dense ones included.
+
+        Raises:
+            ValueError: for a table without a parameter sharding, or a collection in a managed collision module; as
+                `ShardedTTEmbeddingBagCollection`.
+        """
+        require_no_managed_collisions(module_fqn or "")
         missing = [config.name for config in module.embedding_bag_configs() if config.name not in params]
         if missing:
             raise ValueError(f"the sharding plan has no entry for table {missing[0]!r}: make it with TTShardingPlanner")
@@ -68,10 +72,8 @@ class TTEmbeddingBagCollectionSharder(ModuleSharder[TTEmbeddingBagCollection]):
         return tables
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        return list(SHARDING_TYPES)
-
-    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        return [EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value]
+        """Raise ValueError: only planners call this, and TorchRec's would take a TT table for the dense one."""
+        raise ValueError("TorchRec's planner can't estimate TT tables: make the plan with TTShardingPlanner, and give it as plan=")
 
     @property
     def module_type(self) -> type[TTEmbeddingBagCollection]:
@@ -80,3 +82,14 @@ class TTEmbeddingBagCollectionSharder(ModuleSharder[TTEmbeddingBagCollection]):
 
 class TTEmbeddingCollectionSharder(TTEmbeddingBagCollectionSharder):
     """Shards `TTEmbeddingCollection`s, whose tables are those of a `TTEmbeddingBagCollection`: either sharder shards both."""
+
+
+def require_no_managed_collisions(path: str) -> None:
+    """Raise ValueError for a collection in one of TorchRec's managed collision modules: each process would number ids by itself."""
+    parts = path.split(".")
+    if "_embedding_module" in parts:
+        around = ".".join(parts[: parts.index("_embedding_module")])
+        raise ValueError(
+            f"{around or 'the model'} is a managed collision module, which TorchRec shards only over its own collections: keep its "
+            "tables dense"
+        )
