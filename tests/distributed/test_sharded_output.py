@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor, KeyedTensor
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import ParameterConstraints
@@ -25,13 +27,13 @@ ROWS, SAMPLES = 900, 4
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, is_pooled: bool = True) -> None:
         super().__init__()
         torch.manual_seed(1)
         table = cr.TTEmbeddingBagConfig(
             name="products", num_embeddings=ROWS, embedding_dim=8, feature_names=["clicked"], tt_ranks=4
         )
-        self.bags = cr.TTEmbeddingBagCollection([table])
+        self.bags = cr.TTEmbeddingBagCollection([table], is_pooled=is_pooled)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         pooled: KeyedTensor = self.bags(features)
@@ -113,3 +115,26 @@ def test_plans_by_hand_that_tt_tables_cannot_follow_are_refused() -> None:
     for messages in run(2, refused):
         for message, expected in zip(messages, REFUSED, strict=True):
             assert message.startswith(expected)
+
+
+def output_and_gradient(rank: int, kind: str, is_pooled: bool, precision: CommType) -> Tensor:
+    """Return what comes back, with the gradient of the leading core, all in one tensor."""
+    model, config = Model(is_pooled), QCommsConfig(forward_precision=precision, backward_precision=precision)
+    codecs = get_qcomm_codecs_registry(config, device=torch.device("cpu"))
+    sharders: list[Any] = [cr.TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder(qcomm_codecs_registry=codecs))]
+    sharded = DistributedModelParallel(model, plan=by_hand(model, BY_HAND[kind]), sharders=sharders)
+    rows = sharded(batch([rank], 0)).values()
+    rows.square().sum().backward()
+    gradients = [parameter.grad.flatten() for parameter in sharded.parameters() if parameter.grad is not None]
+    return torch.cat([rows.detach().flatten(), *gradients])
+
+
+@pytest.mark.parametrize("is_pooled", [True, False])
+@pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
+def test_what_is_sent_is_quantized_as_the_codecs_say(kind: str, is_pooled: bool) -> None:
+    exact, rounded = (run(2, output_and_gradient, kind, is_pooled, precision) for precision in (CommType.FP32, CommType.FP16))
+    for process in range(2):
+        assert not torch.equal(exact[process][: 8 * SAMPLES], rounded[process][: 8 * SAMPLES])
+        torch.testing.assert_close(rounded[process], exact[process], rtol=1e-2, atol=1e-3)
+    gradients = [torch.cat([each[8 * SAMPLES :] for each in results]) for results in (exact, rounded)]
+    assert not torch.equal(*gradients)

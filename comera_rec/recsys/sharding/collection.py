@@ -71,7 +71,7 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
         module: the collection; its TT tables keep their values, unless they are on the meta device.
         plan: parameter sharding of every table, by name.
         env: the processes.
-        dense_sharder: shards the dense tables.
+        dense_sharder: shards the dense tables; its `qcomm_codecs_registry` encodes what all tables send.
         device: device of this process.
         module_fqn: the collection's name in the model, for traces.
 
@@ -103,7 +103,13 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
         owner = {config.name: _owner(plan[config.name]) for config in whole}
         whole.sort(key=lambda config: owner[config.name])
         self._is_pooled = module.is_pooled
-        placement = Placement(is_weighted=module.is_weighted(), is_pooled=module.is_pooled, device=device, group=group)
+        placement = Placement(
+            is_weighted=module.is_weighted(),
+            is_pooled=module.is_pooled,
+            device=device,
+            group=group,
+            codecs=dense_sharder.qcomm_codecs_registry,
+        )
         self._parts: list[Part] = []
         for bag in bags.values():
             if not bag.core_0.is_meta:

@@ -26,7 +26,7 @@ from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist, RwS
 from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
 from torchrec.distributed.sharding.tw_sequence_sharding import TwSequenceEmbeddingDist
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist, TwSparseFeaturesDist
-from torchrec.distributed.types import Awaitable, ShardingType
+from torchrec.distributed.types import Awaitable, QuantizedCommCodecs, ShardingType
 from torchrec.modules.embedding_configs import PoolingType
 
 from comera_rec.nn import TTEmbeddingBag
@@ -46,6 +46,8 @@ class Placement:
     is_pooled: bool
     device: torch.device
     group: dist.ProcessGroup
+    codecs: dict[str, QuantizedCommCodecs] | None
+    """How bags or rows, and their gradients, are encoded to be sent, by TorchRec's name of the collective; default as they are."""
 
 
 class Part(nn.Module):
@@ -163,9 +165,9 @@ class TableWise(Part):
             {config.name: bags[config.name] for config in local},
             placement,
             TwSparseFeaturesDist(group, features),
-            TwPooledEmbeddingDist(group, [sum(dim) for dim in dims], dims, device)
+            TwPooledEmbeddingDist(group, [sum(dim) for dim in dims], dims, device, qcomm_codecs_registry=placement.codecs)
             if placement.is_pooled
-            else TwSequenceEmbeddingDist(group, features, device),
+            else TwSequenceEmbeddingDist(group, features, device, placement.codecs),
             local=local,
             update_in_backward=True,
         )
@@ -211,7 +213,9 @@ class RowWise(Part):
                 device=device,
                 is_sequence=not placement.is_pooled,
             ),
-            RowWiseOutputDist(group, dims) if placement.is_pooled else RwSequenceEmbeddingDist(group, len(dims), device),
+            RowWiseOutputDist(group, dims, placement.codecs)
+            if placement.is_pooled
+            else RwSequenceEmbeddingDist(group, len(dims), device, placement.codecs),
             local=local,
         )
 

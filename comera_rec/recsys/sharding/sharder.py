@@ -23,7 +23,8 @@ class TTEmbeddingBagCollectionSharder(ModuleSharder[TTEmbeddingBagCollection]):
 
     Args:
         dense_sharder: shards the dense tables; default `EmbeddingBagCollectionSharder()`. Those of a `TTEmbeddingCollection` are
-            sharded by an `EmbeddingCollectionSharder` with the same `fused_params`.
+            sharded by an `EmbeddingCollectionSharder` with the same settings. Its `qcomm_codecs_registry` also encodes the bags or
+            rows of TT tables, and their gradients, where they are sent; gradients of replicas are averaged as they are.
 
     Example:
         >>> sharders = [TTEmbeddingBagCollectionSharder(), *get_default_sharders()]  # doctest: +SKIP
@@ -32,8 +33,8 @@ class TTEmbeddingBagCollectionSharder(ModuleSharder[TTEmbeddingBagCollection]):
     """
 
     def __init__(self, dense_sharder: EmbeddingBagCollectionSharder | None = None) -> None:
-        super().__init__()
         self.dense_sharder = dense_sharder or EmbeddingBagCollectionSharder()
+        super().__init__(self.dense_sharder.qcomm_codecs_registry)
 
     def shard(
         self,
@@ -58,7 +59,9 @@ class TTEmbeddingBagCollectionSharder(ModuleSharder[TTEmbeddingBagCollection]):
 
     def dense_sharder_of(self, module: TTEmbeddingBagCollection) -> EmbeddingBagCollectionSharder | EmbeddingCollectionSharder:
         """Return the sharder of a collection's dense tables."""
-        return self.dense_sharder if module.is_pooled else EmbeddingCollectionSharder(self.dense_sharder.fused_params)
+        if module.is_pooled:
+            return self.dense_sharder
+        return EmbeddingCollectionSharder(self.dense_sharder.fused_params, self.qcomm_codecs_registry)
 
     def shardable_parameters(self, module: TTEmbeddingBagCollection) -> dict[str, nn.Parameter]:
         """Return a tensor [num_embeddings, embedding_dim] for each table; a TT table's is on the meta device and never formed."""
