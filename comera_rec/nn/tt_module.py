@@ -63,6 +63,16 @@ class TTModule(nn.Module):
             for rank in self.rank_parameters():
                 rank.fill_(1.0)
 
+    def _stay_unquantized(self, qconfig: object) -> None:
+        warnings.warn(
+            "quantization leaves TT modules as they are: comera export --dtype int8 stores tables in 8 bits, and what export_dense "
+            "returns can be quantized",
+            stacklevel=3,
+        )
+
+    # `torch.ao.quantization`, on which TorchRec's is based, sets and deletes it on every module.
+    qconfig = property(lambda self: None, _stay_unquantized, lambda self: None)
+
     def laid_out(self, k: int, core: Tensor) -> Tensor:
         """Return the k-th core in the memory layout that the module uses."""
         return core
