@@ -319,7 +319,7 @@ def _swapped(module: nn.Module, tables: Sequence[Any], init: str) -> nn.Module:
     device = next(module.parameters()).device  # where the tables are now; module.device is where they were made
     swapped: TTEmbeddingCollection | TTEmbeddingBagCollection
     if isinstance(module, EmbeddingCollection):
-        swapped = TTEmbeddingCollection(tables, device, module.need_indices())
+        swapped = TTEmbeddingCollection(tables, device, module.need_indices(), module.use_gather_select())
         collection = swapped.tables
     else:
         assert isinstance(module, EmbeddingBagCollection)

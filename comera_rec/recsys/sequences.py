@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torchrec import JaggedTensor, KeyedJaggedTensor
+from torchrec import EmbeddingCollection, JaggedTensor, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollectionInterface, get_embedding_names_by_table
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
@@ -31,6 +31,7 @@ class TTEmbeddingCollection(EmbeddingCollectionInterface):
         tables: one config per table; `torchrec.EmbeddingConfig` or `TTEmbeddingCollectionConfig` without ranks mean dense.
         device: default the CPU.
         need_indices: whether the JaggedTensors carry the ids as their weights.
+        use_gather_select: as for EmbeddingCollection, for the dense tables.
 
     Raises:
         ValueError: for no tables, tables of different dimensions, and as `TTEmbeddingBagCollection`.
@@ -49,7 +50,11 @@ class TTEmbeddingCollection(EmbeddingCollectionInterface):
     """
 
     def __init__(
-        self, tables: Sequence[EmbeddingConfig], device: torch.device | str | None = None, need_indices: bool = False
+        self,
+        tables: Sequence[EmbeddingConfig],
+        device: torch.device | str | None = None,
+        need_indices: bool = False,
+        use_gather_select: bool = False,
     ) -> None:
         super().__init__()
         if not tables:
@@ -66,6 +71,9 @@ class TTEmbeddingCollection(EmbeddingCollectionInterface):
         self._names = get_embedding_names_by_table(self._configs)
         self._features = [feature for config in self._configs for feature in config.feature_names]  # two tables may share one
         self._need_indices = need_indices
+        self._use_gather_select = use_gather_select
+        if isinstance(self.tables.dense_bags, EmbeddingCollection):
+            self.tables.dense_bags._use_gather_select = use_gather_select
 
     @one_call_in_fx
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
@@ -104,6 +112,10 @@ class TTEmbeddingCollection(EmbeddingCollectionInterface):
     def need_indices(self) -> bool:
         """Whether the JaggedTensors carry the ids as their weights."""
         return self._need_indices
+
+    def use_gather_select(self) -> bool:
+        """Whether TorchRec selects the rows of sharded dense tables by `torch.gather`."""
+        return self._use_gather_select
 
     def embedding_dim(self) -> int:
         """Columns N of every table."""
