@@ -95,6 +95,12 @@ def test_torch_fx_traces_modules_as_one_call() -> None:
         torch.fx.symbolic_trace(model.layer)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_torchscript_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"TT modules can't be compiled by torch\.jit\.script: use torch\.export"):
+        torch.jit.script(symbolic_trace(nn.Sequential(ours())))
+
+
 def test_a_collection_may_have_no_tables() -> None:
     empty = cr.TTEmbeddingBagCollection([])
     features = KeyedJaggedTensor(keys=["f"], values=torch.arange(3), lengths=torch.tensor([1, 2]))
