@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchrec import KeyedJaggedTensor, KeyedTensor
+from torchrec import EmbeddingBagConfig, KeyedJaggedTensor, KeyedTensor
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.shard import shard
 from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, data_parallel, row_wise, table_wise
 from torchrec.distributed.types import ShardingPlan
 
@@ -70,6 +71,21 @@ def train_by_hand(rank: int, kind: str) -> dict[str, Tensor]:
     model = Model()
     sharders: list[Any] = [cr.TTEmbeddingBagCollectionSharder()]
     return train(DistributedModelParallel(model, plan=by_hand(model, BY_HAND[kind]), sharders=sharders), [rank])
+
+
+def names_and_order(rank: int, kind: str) -> None:
+    model: Any = nn.ModuleDict({"bags": Model().bags})
+    tables = [*model["bags"].embedding_bag_configs(), EmbeddingBagConfig(name="small", num_embeddings=9, embedding_dim=8)]
+    model["bags"] = cr.TTEmbeddingBagCollection(tables)
+    names = list(model.state_dict())
+    sharder: Any = cr.TTEmbeddingBagCollectionSharder()
+    shard(model["bags"], {"products": BY_HAND[kind], "small": table_wise(rank=0)}, sharder=sharder)
+    assert list(model.state_dict()) == names
+
+
+@pytest.mark.parametrize("kind", ["data_parallel", "row_wise"])
+def test_torchrecs_composable_sharding_keeps_names_and_their_order(kind: str) -> None:
+    run(2, names_and_order, kind)
 
 
 def train_sharded(rank: int, kind: str) -> dict[str, Tensor]:

@@ -124,20 +124,18 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
             [key for name in dict.fromkeys(config.name for config in part.tables) for key in module.keys_of(name)]
             for part in self._parts
         ]
-        sharded = {name: bag for part in self._parts for name, bag in part.bags.items()}
-        self.tt_bags = nn.ModuleDict({config.name: sharded[config.name] for config in tables if config.name in sharded})
-        # Registered for pipelines, which look for the dists among the submodules.
-        self.dists = nn.ModuleList(dist for part in self._parts for dist in (part.input_dist, part.output_dist))
+        # Before the TT tables, as in the unsharded collection: `torchrec.distributed.shard` requires parameters in the same order.
         self.dense_bags: ShardedEmbeddingBagCollection | ShardedEmbeddingCollection | None = None
         if isinstance(module.dense_bags, dense_sharder.module_type):
             dense_plan = EmbeddingModuleShardingPlan({t.name: plan[t.name] for t in self._tables if t not in tables})
             fqn = append_prefix(module_fqn or "", "dense_bags")
             self.dense_bags = dense_sharder.shard(module.dense_bags, dense_plan, env, device, fqn)
             self._dense_keys = module.dense_keys()
+        sharded = {name: bag for part in self._parts for name, bag in part.bags.items()}
+        self.tt_bags = nn.ModuleDict({config.name: sharded[config.name] for config in tables if config.name in sharded})
+        self._input_dists = [part.input_dist for part in self._parts]  # where TorchRec's pipelines look for them
         self._mesh = DeviceMesh.from_group(group, device.type) if divided else None
-        self.register_state_dict_pre_hook(_without_dists)
         self._register_state_dict_hook(_to_dtensors)
-        self.register_load_state_dict_pre_hook(_without_dists)
         self.register_load_state_dict_pre_hook(_to_local)
 
     def create_context(self) -> ShardedContext:
@@ -273,12 +271,6 @@ def _row_shards(module: ShardedTTEmbeddingBagCollection, prefix: str) -> Iterato
     for name, bag in module.tt_bags.items():
         if isinstance(bag, RowShard):
             yield f"{prefix}tt_bags.{name}.core_0", bag
-
-
-def _without_dists(module: ShardedTTEmbeddingBagCollection, *args: Any) -> None:
-    """Leave the dists' buffers out of state dicts: they follow from the plan and are made at first use."""
-    for dist in module.dists.modules():
-        dist._non_persistent_buffers_set.update(dist._buffers)
 
 
 def _to_dtensors(module: ShardedTTEmbeddingBagCollection, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
