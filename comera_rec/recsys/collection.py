@@ -27,6 +27,7 @@ from comera_rec.nn import TTEmbeddingBag
 from comera_rec.nn.tracing import one_call_in_fx
 from comera_rec.nn.tt_table import plan_tables
 from comera_rec.ops import LookupPlan, PairPlan, check_ids, tt_bags
+from comera_rec.ops.bags import Table
 from comera_rec.ops.bags.updates import update_kind
 from comera_rec.ops.launch import rank_bucket
 from comera_rec.recsys.config import DTYPES, TTEmbeddingBagConfig
@@ -254,7 +255,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         inverse_indices = batch.inverse_indices_or_none()  # if given, the number of bags may differ between features
         is_one_batch = self.is_pooled and inverse_indices is None
         pooled = tt_bags(
-            [table.forward_parameters() for table in tables],
+            self.forward_parameters(tables),
             plans.get(_names(configs)) or self._plan_group(configs, by_feature),
             offsets,
             num_cols=configs[0].embedding_dim,
@@ -267,6 +268,10 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             return pooled
         order = reorder_inverse_indices(inverse_indices=inverse_indices, feature_names=names)
         return process_pooled_embeddings(list(pooled.split([len(feature.lengths()) for feature in features])), order)
+
+    def forward_parameters(self, tables: Sequence[TTEmbeddingBag]) -> list[Table]:
+        """Return the parameters of tables that share a lookup; sharded collections override it to reduce gradients."""
+        return [table.forward_parameters() for table in tables]
 
     def tt_configs(self) -> list[TTEmbeddingBagConfig]:
         """The configs of the TT tables, in order."""

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
-from torch._inductor import aoti_load_package
 
 from comera_rec.ops.native import LIBRARY
 from data_pipeline.columns import LABEL
@@ -145,7 +144,8 @@ class ServingModel:
         self._limits = torch.tensor(list(self.metadata.categorical.values()))
         features = len(self.metadata.categorical)
         try:
-            self._run = aoti_load_package(str(path))
+            # torch._inductor.aoti_load_package calls the same loader, but imports the compiler, which takes seconds and memory.
+            self._loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
             # The first call initializes the model and fails if operators have changed since it was compiled.
             self._run(torch.zeros(1, len(self.metadata.dense)), torch.zeros(max(2, features)).long(), torch.ones(features).long())
         except RuntimeError as error:
@@ -171,7 +171,7 @@ class ServingModel:
             return dense.new_empty(0, *self.metadata.score_shape)
         padded = values if len(values) >= 2 else torch.cat([values, values.new_zeros(2 - len(values))])
         try:
-            scores: Tensor = self._run(dense.contiguous(), padded.contiguous(), lengths.long().contiguous())
+            scores = self._run(dense.contiguous(), padded.contiguous(), lengths.long().contiguous())
         except RuntimeError:
             self._require_numbers(dense, values, lengths)
             raise
@@ -179,6 +179,9 @@ class ServingModel:
             self._require_numbers(dense, values, lengths)
             raise ValueError("scores are not numbers: the model has diverged; export another checkpoint")
         return scores
+
+    def _run(self, *inputs: Tensor) -> Tensor:
+        return self._loader.run(list(inputs))[0]
 
     def _require_shapes(self, dense: Tensor, values: Tensor, lengths: Tensor) -> None:
         """Raise ValueError unless shapes and types are those that compiled code relies on."""

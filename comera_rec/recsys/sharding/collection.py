@@ -29,10 +29,13 @@ from torchrec.distributed.types import (
     ShardingType,
 )
 from torchrec.distributed.utils import append_prefix
+from torchrec.optim.fused import FusedOptimizerModule
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.streamable import Multistreamable
 
 from comera_rec.ops import check_ids
 from comera_rec.recsys.collection import TTEmbeddingBagCollection, require_keys
+from comera_rec.recsys.sharding.fused_optimizer import FusedTTOptimizer, is_fused, new_optimizers
 from comera_rec.recsys.sharding.parts import SHARDING_TYPES, DataParallel, Part, Placement, RowShard, RowWise, TableWise
 
 _KERNELS = {  # the one of `TTShardingPlanner`, and those that TorchRec's generators of plans enter by default
@@ -61,11 +64,12 @@ class ShardedContext(Multistreamable):
             self.dense.record_stream(stream)
 
 
-class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], KeyedTensor, ShardedContext]):
+class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], KeyedTensor, ShardedContext], FusedOptimizerModule):
     """A `TTEmbeddingBagCollection` as sharded by `TTEmbeddingBagCollectionSharder`.
 
     Parameters have the names of the unsharded collection. TT tables are sharded data-parallel, table-wise or row-wise, each
     table as the plan says; dense tables by TorchRec. In a state dict a leading core that is divided row-wise is a DTensor.
+    Optimizers that were applied in backward are applied anew, without state, to the parameters of shards.
 
     Args:
         module: the collection; its TT tables keep their values, unless they are on the meta device.
@@ -76,7 +80,8 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
         module_fqn: the collection's name in the model, for traces.
 
     Raises:
-        ValueError: for a sharding type, a kernel or a process that a TT table can't have, or too few slices to divide.
+        ValueError: for a sharding type, a kernel or a process that a TT table can't have, too few slices to divide, or an optimizer
+            in backward that can't be kept.
     """
 
     def __init__(
@@ -110,6 +115,7 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
             group=group,
             codecs=dense_sharder.qcomm_codecs_registry,
         )
+        builders = {name: new_optimizers(bag) for name, bag in bags.items()}
         self._parts: list[Part] = []
         for bag in bags.values():
             if not bag.core_0.is_meta:
@@ -120,6 +126,8 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
             self._parts.append(TableWise(whole, bags, placement, [owner[config.name] for config in whole]))
         if divided:
             self._parts.append(RowWise(divided, bags, placement))
+        for part in self._parts:
+            part.give_optimizers_(builders, device)
         self._part_keys = [
             [key for name in dict.fromkeys(config.name for config in part.tables) for key in module.keys_of(name)]
             for part in self._parts
@@ -135,6 +143,11 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
         self.tt_bags = nn.ModuleDict({config.name: sharded[config.name] for config in tables if config.name in sharded})
         self._input_dists = [part.input_dist for part in self._parts]  # where TorchRec's pipelines look for them
         self._mesh = DeviceMesh.from_group(group, device.type) if divided else None
+        fused = {name: parameter for name, parameter in self.tt_bags.named_parameters("tt_bags") if is_fused(parameter)}
+        optimizers: list[tuple[str, KeyedOptimizer]] = [("", FusedTTOptimizer(fused, self._state_of_whole))] if fused else []
+        if self.dense_bags is not None:
+            optimizers.append(("dense_bags", self.dense_bags.fused_optimizer))
+        self._fused_optimizer = CombinedOptimizer(optimizers)
         self._register_state_dict_hook(_to_dtensors)
         self.register_load_state_dict_pre_hook(_to_local)
 
@@ -216,6 +229,25 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
             yield from self.dense_bags.sharded_parameter_names(append_prefix(prefix, "dense_bags"))
 
     @property
+    def fused_optimizer(self) -> KeyedOptimizer:
+        """The optimizers that update tables in backward: those that were applied so, and TorchRec's of dense tables."""
+        return self._fused_optimizer
+
+    def _state_of_whole(self, parameter: nn.Parameter, state: Tensor) -> Tensor:
+        for _, bag in _row_shards(self, ""):
+            if parameter is bag.core_0 and state.dim():
+                return self._as_whole(bag, state)
+        return state
+
+    def _as_whole(self, bag: RowShard, local: Tensor) -> DTensor:
+        """Return a tensor with entries for the slices of a leading core, [1, m, n, r] or [m], as a part of the whole core's."""
+        dim = min(1, local.dim() - 1)
+        size = torch.Size([*local.shape[:dim], bag.whole_shape.row_shape[0], *local.shape[dim + 1 :]])
+        stride = torch.empty(size, device="meta").stride()
+        part = local.narrow(dim, 0, bag.num_digits)
+        return DTensor.from_local(part, self._mesh, [Shard(dim)], run_check=False, shape=size, stride=stride)
+
+    @property
     def unsharded_module_type(self) -> type[TTEmbeddingBagCollection]:
         return TTEmbeddingBagCollection
 
@@ -275,10 +307,7 @@ def _row_shards(module: ShardedTTEmbeddingBagCollection, prefix: str) -> Iterato
 
 def _to_dtensors(module: ShardedTTEmbeddingBagCollection, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
     for key, bag in _row_shards(module, prefix):
-        whole = torch.Size(bag.whole_shape.core_shapes[0])
-        stride = torch.empty(whole, device="meta").stride()
-        local = state[key][:, : bag.num_digits].contiguous()
-        state[key] = DTensor.from_local(local, module._mesh, [Shard(1)], run_check=False, shape=whole, stride=stride)
+        state[key] = module._as_whole(bag, state[key])
 
 
 def divided_like(local: Tensor, entry: DTensor) -> DTensor:

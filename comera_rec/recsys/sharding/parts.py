@@ -8,6 +8,7 @@ of bags: [sum of L_f, N] instead of [B, sum of N_f].
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ from comera_rec.nn import TTEmbeddingBag
 from comera_rec.ops.bags import HotBlock, Table
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.config import TTEmbeddingBagConfig
+from comera_rec.recsys.sharding.fused_optimizer import OptimizerBuilders, apply_optimizers_, is_fused
 from comera_rec.tt import TTShape
 
 SHARDING_TYPES = (ShardingType.DATA_PARALLEL.value, ShardingType.TABLE_WISE.value, ShardingType.ROW_WISE.value)
@@ -70,7 +72,8 @@ class Part(nn.Module):
         output_dist: BaseEmbeddingDist[Any, Tensor, Tensor],
         *,
         local: Sequence[TTEmbeddingBagConfig] | None = None,
-        update_in_backward: bool = False,
+        replicated_over: dist.ProcessGroup | None = None,
+        divided: bool = False,
     ) -> None:
         super().__init__()
         self.features = [feature for config in configs for feature in config.feature_names]
@@ -79,6 +82,7 @@ class Part(nn.Module):
         self.is_pooled = placement.is_pooled
         self.input_dist = input_dist
         self.output_dist = output_dist
+        self._replicated_over = replicated_over
         # A feature that tables share gets a name for each table, because ids may count from the first row of different shards.
         local = [
             config.with_changes(feature_names=[f"{config.name}/{feature}" for feature in config.feature_names])
@@ -89,8 +93,9 @@ class Part(nn.Module):
         self._lookup: list[TTEmbeddingBagCollection] = []
         if local:
             lookup = TTEmbeddingBagCollection(local, placement.is_weighted, "meta", is_pooled=placement.is_pooled)
+            if replicated_over is not None:
+                lookup = ReplicatedLookup(local, placement, divided=divided)
             lookup.tt_bags.update(bags)
-            lookup.update_in_backward = update_in_backward  # not where gradients must first be averaged over processes
             self._lookup.append(lookup)
 
     def context(self, features: KeyedJaggedTensor) -> EmbeddingShardingContext:
@@ -119,9 +124,24 @@ class Part(nn.Module):
             return bags.split(context.features_before_input_dist.length_per_key())
         return bags.split([config.embedding_dim for config in self.tables], dim=1)
 
+    def give_optimizers_(self, builders: Mapping[str, OptimizerBuilders], device: torch.device) -> None:
+        """Give parameters their values, if they are on the meta device, and the optimizers in backward of the whole tables."""
+        for name, bag in self.bags.items():
+            if bag.core_0.is_meta:
+                bag.to_empty(device=device)
+                bag.reset_parameters()
+            apply_optimizers_(bag, builders[name], in_lookup=self._replicated_over is None)
+            for replica in bag.parameters() if self._replicated_over is not None else ():
+                is_divided = isinstance(bag, RowShard) and replica is bag.core_0
+                if is_fused(replica) and not is_divided:  # DistributedDataParallel does the same with the others
+                    values = replica.detach().contiguous()
+                    dist.broadcast(values, group=self._replicated_over, group_src=0)
+                    with torch.no_grad():
+                        replica.copy_(values)
+
     def sharded_parameters(self) -> set[nn.Parameter]:
-        """Parameters that only this process holds; the others are replicas, whose gradients are averaged."""
-        return set()
+        """Parameters that data parallelism must not touch: only this process holds them, or they are updated in backward."""
+        return {parameter for bag in self.bags.values() for parameter in bag.parameters() if is_fused(parameter)}
 
     def divisor(self, features: KeyedJaggedTensor) -> Tensor | None:
         """Return the divisors [B, sum of N_f] of the bags that come back; None if they need no division."""
@@ -134,7 +154,7 @@ class DataParallel(Part):
     def __init__(self, configs: Sequence[TTEmbeddingBagConfig], bags: Mapping[str, TTEmbeddingBag], placement: Placement) -> None:
         replicas = {config.name: bags[config.name] for config in configs}
         output_dist = DpPooledEmbeddingDist() if placement.is_pooled else DpSequenceEmbeddingDist()
-        super().__init__(configs, replicas, placement, DpSparseFeaturesDist(), output_dist)
+        super().__init__(configs, replicas, placement, DpSparseFeaturesDist(), output_dist, replicated_over=placement.group)
 
 
 class TableWise(Part):
@@ -169,7 +189,6 @@ class TableWise(Part):
             if placement.is_pooled
             else TwSequenceEmbeddingDist(group, features, device, placement.codecs),
             local=local,
-            update_in_backward=True,
         )
 
     def sharded_parameters(self) -> set[nn.Parameter]:
@@ -217,10 +236,12 @@ class RowWise(Part):
             if placement.is_pooled
             else RwSequenceEmbeddingDist(group, len(dims), device, placement.codecs),
             local=local,
+            replicated_over=group,
+            divided=True,
         )
 
     def sharded_parameters(self) -> set[nn.Parameter]:
-        return {bag.core_0 for bag in self.bags.values()}
+        return super().sharded_parameters() | {bag.core_0 for bag in self.bags.values()}
 
     def divisor(self, features: KeyedJaggedTensor) -> Tensor | None:
         is_mean = [config.pooling == PoolingType.MEAN for config in self.tables]
@@ -313,27 +334,67 @@ class RowShard(TTEmbeddingBag):
         dist.all_reduce(total, group=self.group)
         return total
 
-    def forward_parameters(self) -> Table:
-        (first, *others), diagonals, hot, first_row = super().forward_parameters()
-        hot = [HotBlock(*map(self._summed, block)) for block in hot]
-        return Table([first, *map(self._summed, others)], [*map(self._summed, diagonals)], hot, first_row)
 
-    def _summed(self, replica: Tensor) -> Tensor:
-        summed: Tensor = _Summed.apply(replica, self.group.size())
-        return summed
+class ReplicatedLookup(TTEmbeddingBagCollection):
+    """Lookup in tables of which every process has a replica, or a shard with replicas of all cores but the leading one.
+
+    A replica's gradient is the mean over processes, for shards the sum. DistributedDataParallel averages; for replicas that
+    optimizers update in backward, which need the gradients earlier, the lookup does.
+
+    Args:
+        configs: of the tables.
+        placement: its group has the replicas.
+        divided: whether tables are shards.
+    """
+
+    def __init__(self, configs: Sequence[TTEmbeddingBagConfig], placement: Placement, *, divided: bool) -> None:
+        super().__init__(configs, placement.is_weighted, "meta", is_pooled=placement.is_pooled)
+        self.update_in_backward = False  # gradients are reduced first
+        self._group, self._divided = placement.group, divided
+
+    def forward_parameters(self, tables: Sequence[TTEmbeddingBag]) -> list[Table]:
+        whole = super().forward_parameters(tables)
+        replicas = [
+            replica
+            for table in whole
+            for replica in (*table.cores[self._divided :], *table.diagonals, *itertools.chain.from_iterable(table.hot))
+        ]
+        fused = tuple(map(is_fused, replicas))
+        if not (self._divided or any(fused)):
+            return whole
+        reduced = iter(_Reduced.apply(self._group, self._divided, fused, *replicas))
+        return [
+            table._replace(
+                cores=[*table.cores[: self._divided], *itertools.islice(reduced, len(table.cores) - self._divided)],
+                diagonals=[*itertools.islice(reduced, len(table.diagonals))],
+                hot=[HotBlock(*itertools.islice(reduced, len(block))) for block in table.hot],
+            )
+            for table in whole
+        ]
 
 
-class _Summed(torch.autograd.Function):
-    """Turns the average of a replica's gradients over the processes, which is what data parallelism takes, into their sum."""
+class _Reduced(torch.autograd.Function):
+    """Replicas, whose gradients become the means over processes or, of shards, the sums.
+
+    The gradients of those that DistributedDataParallel averages afterwards are only scaled.
+    """
 
     @staticmethod
-    def forward(ctx, tensor: Tensor, world_size: int) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.world_size = world_size
-        return tensor.view_as(tensor)
+    def forward(ctx, group: dist.ProcessGroup, divided: bool, fused: tuple[bool, ...], *replicas: Tensor):  # type: ignore[no-untyped-def]
+        ctx.group, ctx.divided, ctx.fused = group, divided, fused
+        return tuple(replica.view_as(replica) for replica in replicas)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
-        return grad * ctx.world_size, None
+    def backward(ctx, *gradients: Tensor):  # type: ignore[no-untyped-def]
+        world_size = ctx.group.size()
+        reduced = [gradient * world_size if ctx.divided else gradient for gradient in gradients]
+        ours = [k for k, is_ours in enumerate(ctx.fused) if is_ours and ctx.needs_input_grad[3 + k]]
+        if ours:
+            joined = torch.cat([reduced[k].flatten() for k in ours])
+            dist.all_reduce(joined, group=ctx.group)
+            for k, part in zip(ours, (joined / world_size).split([reduced[k].numel() for k in ours]), strict=True):
+                reduced[k] = part.view(reduced[k].shape)
+        return None, None, None, *reduced
 
 
 def digits_per_process(row_shape: Sequence[int], world_size: int) -> int:
