@@ -29,7 +29,7 @@ from comera_rec.ops.served_bags import DTYPES, row_bytes
 from comera_rec.recsys import WideDeep
 from comera_rec.serving.fast import FastTables
 from comera_rec.serving.flat import FlatModel
-from comera_rec.serving.package import FORMAT_VERSION, METADATA_KEY, ModelMetadata, require_package
+from comera_rec.serving.package import FORMAT_VERSION, METADATA_KEY, ModelMetadata, require_package, seal
 from comera_rec.serving.portable import PortableTables
 from comera_rec.serving.tables import expand, served_tables
 from comera_rec.serving.vocabularies import offsets_of
@@ -185,6 +185,7 @@ def compile_package(flat: nn.Module, path: Path, metadata: ModelMetadata) -> Non
         pick_vec_isa()  # compiles programs to detect CPU features: in the common cache, or every export would repeat it
         with fresh_cache():  # a shared cache can mix weights and metadata of packages compiled at once
             aoti_compile_and_package(program, package_path=str(path), inductor_configs=settings)
+    seal(path)
 
 
 def _counts(column: CategoricalColumn, manifest: Manifest, data: Path) -> Tensor:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
 from comera_rec.serving.export import ExportOptions, flatten_run
-from comera_rec.serving.package import FORMAT_VERSION, METADATA_KEY, ServingModel, read_metadata
+from comera_rec.serving.package import FORMAT_VERSION, METADATA_KEY, ServingModel, _require_whole, read_metadata
 from comera_rec.serving.vocabularies import check_vocabularies
 from comera_rec.training.config import load_config
 from comera_rec.training.metrics import OneClass
@@ -69,16 +71,64 @@ def test_few_bits_lose_little(form: str, dtype: str, lost: float, trained: Path)
     assert metadata.ne == pytest.approx(metadata.trained_ne, rel=lost)
 
 
-@pytest.mark.parametrize("at", [6, 8, 10])  # version, flags and method of the entry's record
-def test_damaged_packages_are_refused_in_one_line(at: int, tmp_path: Path) -> None:
-    path = tmp_path / "model.pt2"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("model_metadata.json", "{}")
-    damaged = bytearray(path.read_bytes())
-    damaged[damaged.index(b"PK\x01\x02") + at] ^= 0xFF
-    path.write_bytes(damaged)
-    with pytest.raises(ValueError, match="is not a package"):
-        read_metadata(path)
+def flipped(path: Path, folder: Path, positions: Sequence[int], bits: int = 0xFF) -> Path:
+    """Copy a file with flipped bits in some of its bytes."""
+    content = bytearray(path.read_bytes())
+    for position in positions:
+        content[position] ^= bits
+    damaged = folder / "damaged.pt2"
+    damaged.write_bytes(content)
+    return damaged
+
+
+def test_damaged_bytes_of_an_archive_are_refused_in_one_line(tmp_path: Path) -> None:
+    good = tmp_path / "good.pt2"
+    with zipfile.ZipFile(good, "w") as archive:
+        archive.writestr("model/model_metadata.json", json.dumps({METADATA_KEY: json.dumps({"format_version": 1})}))
+    for at in range(good.stat().st_size):
+        for bits in (0x01, 0xFF):
+            with pytest.raises(ValueError, match="is not a package|is a package of another program|has format version") as raised:
+                read_metadata(flipped(good, tmp_path, [at], bits))
+            assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_damaged_package_is_not_loaded(form: str, package: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("comera_rec.serving.package.aoti_load_package", None)  # loading could end this process
+    size = package(form).stat().st_size
+    for seed in range(5):
+        damaged = flipped(package(form), tmp_path, Random(seed).sample(range(size), 20))
+        with pytest.raises(ValueError, match="is not a package, or a damaged one"):
+            ServingModel(damaged)
+
+
+def test_changed_weights_are_noticed_although_each_file_fits_its_own_checksum(package: Callable, tmp_path: Path) -> None:
+    changed = tmp_path / "changed.pt2"
+    with zipfile.ZipFile(package("portable")) as old, zipfile.ZipFile(changed, "w") as new:
+        new.comment = old.comment
+        for name in old.namelist():
+            content = bytearray(old.read(name))
+            if name.endswith(".so"):
+                content[-1] ^= 0x40
+            new.writestr(name, content)
+    with pytest.raises(ValueError, match="its contents differ from its checksum"):
+        ServingModel(changed)
+
+
+def test_the_file_that_was_checked_is_the_one_that_is_loaded(
+    package: Callable, request_of: Callable[[int], Request], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, other = tmp_path / "model.pt2", flipped(package("portable"), tmp_path, range(10_000, 20_000))
+    shutil.copyfile(package("portable"), path)
+
+    def replace_after_check(archive: zipfile.ZipFile) -> None:
+        _require_whole(archive)
+        other.replace(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("comera_rec.serving.package._require_whole", replace_after_check)
+        model = ServingModel(path)
+    assert torch.equal(model(*request_of(3)), ServingModel(package("portable"))(*request_of(3)))
 
 
 def test_metadata_is_the_data_sets(trained: Path, package: Callable) -> None:
@@ -143,6 +193,7 @@ def setting(index: object, value: object) -> Callable[[Tensor], Tensor]:
         (1, setting(4, 10**12), "id 1000000000000 is out of range in column C2: its ids run from 0 to"),
         (2, lambda lengths: lengths[1:], r"lengths is int64 \[77\]: give int64 \[78\], 26 columns of 3 rows"),
         (2, setting(0, 0), "lengths add up to 77 for 78 values: the two must be equal"),
+        (2, setting(slice(4), 2**62), "lengths add up to 18446744073709551616 for 78 values"),
         (2, setting(slice(2), torch.tensor([-1, 3])), "lengths hold -1: give numbers of values, at least 0"),
     ],
 )
@@ -182,7 +233,7 @@ def test_files_that_are_not_our_packages(package: Callable, tmp_path: Path) -> N
     with pytest.raises(ValueError, match=f"has format version {FORMAT_VERSION + 1} and this library reads {FORMAT_VERSION}"):
         ServingModel(rewritten(good, tmp_path, lambda record: record.update({METADATA_KEY: other})))
     with pytest.raises(ValueError, match=r"has metadata that can't be read \(dense\): export the run again"):
-        ServingModel(rewritten(good, tmp_path, lambda record: record.update({METADATA_KEY: '{"format_version": 1}'})))
+        read_metadata(rewritten(good, tmp_path, lambda record: record.update({METADATA_KEY: f'{{"format_version": {FORMAT_VERSION}}}'})))
 
 
 PORTABLE = """
@@ -190,6 +241,7 @@ import sys, torch
 model = torch._inductor.aoti_load_package(sys.argv[1])
 scores = model(*torch.load(sys.argv[2]))
 assert not any(name.partition(".")[0] in ("comera_rec", "torchrec", "fbgemm_gpu") for name in sys.modules)
+assert model(torch.empty(0, 13), torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long)).shape == (0,)
 print(*scores.tolist())
 """
 
