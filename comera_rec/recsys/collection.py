@@ -232,7 +232,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         if inverse_indices is None:
             return pooled
         order = reorder_inverse_indices(inverse_indices=inverse_indices, feature_names=names)
-        return process_pooled_embeddings(list(pooled.split([len(feature.lengths()) for feature in features])), order)
+        return process_pooled_embeddings(list(pooled.split([feature.lengths().shape[0] for feature in features])), order)
 
     def tt_configs(self) -> list[TTEmbeddingBagConfig]:
         """The configs of the TT tables, in order."""

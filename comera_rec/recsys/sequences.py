@@ -6,9 +6,9 @@ B batch size, F features (keys), L_f ids of feature f in a batch, N embedding_di
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torchrec import JaggedTensor, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import EmbeddingConfig
@@ -92,7 +92,7 @@ class TTEmbeddingCollection(EmbeddingCollectionInterface):
         keys = [key for names in self._names for key in names]
         return {
             key: JaggedTensor(
-                values=rows[: len(selected[feature].values())],
+                values=rows[: selected[feature].values().shape[0]],
                 lengths=selected[feature].lengths(),
                 weights=selected[feature].values() if self._need_indices else None,
             )
@@ -133,6 +133,7 @@ class TTEmbeddingCollection(EmbeddingCollectionInterface):
 def _bags_of_one_id(features: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
     """Put each id into a separate bag, and pad features with empty bags to the longest one's length: one batch size for all."""
     ids = [feature.values() for feature in features.values()]
-    longest = max(1, *map(len, ids))
-    lengths = [F.pad(torch.ones_like(feature_ids, dtype=torch.long), (0, longest - len(feature_ids))) for feature_ids in ids]
+    longest = reduce(torch.sym_max, (feature_ids.shape[0] for feature_ids in ids), 1)  # len and max fail in torch.export
+    numbers = torch.arange(longest, device=ids[0].device)
+    lengths = [(numbers < feature_ids.shape[0]).long() for feature_ids in ids]
     return KeyedJaggedTensor(keys=list(features), values=torch.cat(ids), lengths=torch.cat(lengths), stride=longest)

@@ -224,9 +224,18 @@ class ServingModel:
         except RuntimeError:
             self._require_numbers(dense, values, lengths)
             raise
-        if scores.isnan().any():
+        invalid = scores.view(len(dense), len(self.metadata.labels)).isnan().any(1)
+        if invalid.any():
             self._require_numbers(dense, values, lengths)
-            raise ValueError("scores are not numbers: the model has diverged; export another checkpoint")
+            scores = self._run(dense.where(~invalid[:, None], 0), padded, lengths.long())
+            if scores.isnan().any():
+                raise ValueError("scores are not numbers: the model has diverged; export another checkpoint")
+            row = int(invalid.nonzero()[0])
+            column = int(dense[row].abs().argmax())
+            raise ValueError(
+                f"dense column {self.metadata.dense[column]} is {float(dense[row, column])} in row {row}, for which scores are not "
+                "numbers: give a smaller one"
+            )
         return scores
 
     def _require_shapes(self, dense: Tensor, values: Tensor, lengths: Tensor) -> None:

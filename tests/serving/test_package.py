@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
-from comera_rec.serving.export import ExportOptions, flatten_run
+from comera_rec.serving.export import ExportOptions, compile_package, flatten_run
 from comera_rec.serving.package import FORMAT_VERSION, METADATA_KEY, ServingModel, _require_whole, read_metadata
 from comera_rec.serving.vocabularies import check_vocabularies
 from comera_rec.training.config import load_config
@@ -187,6 +187,7 @@ def setting(index: object, value: object) -> Callable[[Tensor], Tensor]:
         (0, lambda dense: dense[:, :5], r"dense is float32 \[3, 5\]: give float32 \[B, 13\]"),
         (0, lambda dense: dense.double(), r"dense is float64 \[3, 13\]"),
         (0, setting((1, 2), float("nan")), "dense column I3 is nan in row 1: give a number"),
+        (0, setting((2, 4), 3e38), r"dense column I5 is 3\.0\d*e\+38 in row 2, for which scores are not numbers: give a smaller one"),
         (1, lambda values: values.int(), r"values is int32 \[78\]: give int64 \[V\]"),
         (1, lambda values: values[:-1], "lengths add up to 78 for 77 values"),
         (1, setting(0, -1), "id -1 is out of range in column C1: its ids run from 0 to"),
@@ -255,21 +256,52 @@ def test_the_portable_form_only_needs_torch(trained: Path, package: Callable, re
     torch.testing.assert_close(scores, trained_scores(trained, request), rtol=0, atol=1e-5)
 
 
+class TwoLabels(torch.nn.Module):
+    """A model whose scores come from its first two numbers."""
+
+    def forward(self, dense: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
+        return dense[:, :2].sigmoid()
+
+
 def test_the_program_without_python(trained: Path, package: Callable, request_of: Callable, tmp_path: Path) -> None:
     source = Path(__file__).parents[2] / "examples" / "serve_cpp"
     cmake = str(Path(sys.executable).with_name("cmake"))  # from the extra `dev`
     build = [cmake, "-S", str(source), "-B", str(tmp_path / "build"), f"-DTORCH_ROOT={Path(torch.__file__).parent}"]
     subprocess.run(build, check=True, capture_output=True)
     subprocess.run([cmake, "--build", str(tmp_path / "build")], check=True, capture_output=True)
-    dense, values, lengths = request = request_of(7)
-    batch = tmp_path / "batch.bin"
-    sizes = torch.tensor([len(dense), dense.shape[1], len(lengths) // len(dense), len(values)])
-    batch.write_bytes(b"".join(part.contiguous().numpy().tobytes() for part in (sizes, *request)))
-    program = str(tmp_path / "build" / "score")
+    program, batch = str(tmp_path / "build" / "score"), tmp_path / "batch.bin"
+
+    def answer(model: Path, request: Request) -> subprocess.CompletedProcess[str]:
+        dense, values, lengths = request
+        sizes = torch.tensor([len(dense), dense.shape[1], 26, len(values)])
+        batch.write_bytes(b"".join(part.contiguous().numpy().tobytes() for part in (sizes, *request)))
+        return subprocess.run([program, str(model), str(batch)], capture_output=True, text=True, check=False)
+
+    request = request_of(7)
+    ids = request[1]
+    mistakes = {
+        "id -1 of row 4 is out of range in column 2": (request[0], ids.where(torch.arange(len(ids)) != 18, -1), request[2]),
+        "row 0 has no score": (request[0] * torch.nan, *request[1:]),
+        "lengths are below 0": (request[0], ids, -request[2]),
+        "lengths add up to fewer": (request[0], ids, 0 * request[2]),
+        "the batch has other numbers of columns": (request[0][:, 1:], ids, request[2]),
+        "the batch has another number of bytes": (request[0], ids, request[2][1:]),
+    }
     for form in FORMS:
-        answer = subprocess.run([program, str(package(form)), str(batch)], capture_output=True, text=True, check=True)
-        scores = torch.tensor([float(line) for line in answer.stdout.split()])
+        model = package(form)
+        scores = torch.tensor([float(line) for line in answer(model, request).stdout.split()])
         torch.testing.assert_close(scores, trained_scores(trained, request), rtol=0, atol=1e-5)
+        one, empty = request_of(1), torch.zeros(26).long()
+        assert answer(model, (one[0], ids[:0], empty)).stdout.count("\n") == 1
+        assert answer(model, (one[0][:0], ids[:0], empty[:0])).returncode == 0
+        for message, mistake in mistakes.items():
+            failed = answer(model, mistake)
+            assert (failed.returncode, failed.stdout, failed.stderr.count("\n")) == (2, "", 1)
+            assert failed.stderr.startswith(f"score: {message}")
+    two, metadata = tmp_path / "two.pt2", replace(read_metadata(package("portable")), labels=("click", "buy"))
+    compile_package(TwoLabels(), two, metadata)
+    scores = torch.tensor([[float(word) for word in line.split()] for line in answer(two, request).stdout.splitlines()])
+    torch.testing.assert_close(scores, request[0][:, :2].sigmoid())
     failed = subprocess.run([program, str(batch), str(batch)], capture_output=True, text=True, check=False)
     assert (failed.returncode, failed.stdout) == (2, "")
     assert failed.stderr.startswith("score: ")
