@@ -187,7 +187,7 @@ def setting(index: object, value: object) -> Callable[[Tensor], Tensor]:
         (0, lambda dense: dense[:, :5], r"dense is float32 \[3, 5\]: give float32 \[B, 13\]"),
         (0, lambda dense: dense.double(), r"dense is float64 \[3, 13\]"),
         (0, setting((1, 2), float("nan")), "dense column I3 is nan in row 1: give a number"),
-        (0, setting((2, 4), 3e38), r"dense column I5 is 3\.0\d*e\+38 in row 2, for which scores are not numbers: give a smaller one"),
+        (0, setting(2, 3e38), r"dense column I1 is 3\.0\d*e\+38 in row 2, for which scores are not numbers: give a smaller one"),
         (1, lambda values: values.int(), r"values is int32 \[78\]: give int64 \[V\]"),
         (1, lambda values: values[:-1], "lengths add up to 78 for 77 values"),
         (1, setting(0, -1), "id -1 is out of range in column C1: its ids run from 0 to"),
