@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,21 +74,21 @@ class TensorReader(dcp.FileSystemReader):
         if not isinstance(metadata, Metadata):
             raise pickle.UnpicklingError(f"its .metadata holds a {type(metadata).__name__}")
         entries = metadata.state_dict_metadata
-        metadata.state_dict_metadata = {name: e for name, e in entries.items() if isinstance(e, TensorStorageMetadata)}
-        self._require_within_files(metadata)
+        tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+        self._require_within_files(tensors, list(metadata.storage_data.values()))
+        metadata.state_dict_metadata = dict(tensors)
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
-    def _require_within_files(self, metadata: Metadata) -> None:
-        places = metadata.storage_data.values()
+    def _require_within_files(self, tensors: Mapping[str, TensorStorageMetadata], places: Sequence[Any]) -> None:
         sizes = {name: file_of(Path(self.path), name).stat().st_size for name in {place.relative_path for place in places}}
         for place in places:
             if not 0 <= place.offset <= place.offset + place.length <= sizes[place.relative_path]:
                 raise ValueError(f"its .metadata names {place.length} bytes that {place.relative_path} lacks")
         # Compressed tensors may be larger than their files.
         most = math.inf if any(getattr(place, "transform_descriptors", None) for place in places) else sum(sizes.values())
-        for name, entry in metadata.state_dict_metadata.items():
+        for name, entry in tensors.items():
             count = math.prod(entry.size)
             within = all(
                 0 <= first <= first + length <= size

@@ -178,8 +178,13 @@ def compile_package(flat: nn.Module, path: Path, metadata: ModelMetadata) -> Non
     count = features * example
     inputs = torch.zeros(example, len(metadata.dense)), torch.zeros(count, dtype=torch.long), torch.ones(count, dtype=torch.long)
     shapes = {"dense": {0: batch}, "values": {0: values}, "lengths": {0: features * batch}}
-    columns = {"integer_columns": str(len(metadata.dense)), "table_rows": " ".join(map(str, metadata.categorical.values()))}  # for C++
-    settings: dict[str, Any] = {"aot_inductor.metadata": {METADATA_KEY: metadata.to_json(), **columns}}
+    settings: dict[str, Any] = {
+        "aot_inductor.metadata": {
+            METADATA_KEY: metadata.to_json(),
+            "integer_columns": str(len(metadata.dense)),  # for C++
+            "table_rows": " ".join(map(str, metadata.categorical.values())),
+        }
+    }
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = torch.export.export(flat, inputs, dynamic_shapes=shapes, strict=True)

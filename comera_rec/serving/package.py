@@ -1,7 +1,7 @@
 """MODEL.pt2: a model compiled by AOTInductor, its metadata and a checksum, in one file.
 
-The file is a ZIP archive, whose comment is the checksum of its directory, which has the CRC-32 of every file. Damaged code would end the
-process that loads it, and damaged weights would give wrong scores, so all are compared before anything is loaded.
+The file is a ZIP archive. Its comment is the checksum of its directory, which has the CRC-32 of every file. Damaged code would end
+the process that loads it, and damaged weights would give wrong scores, so all are compared before anything is loaded.
 
 F categorical columns, I integer columns, B rows of a request, V values.
 """
@@ -185,10 +185,9 @@ class ServingModel:
         self.path = Path(path)
         with _open(self.path) as file, tempfile.TemporaryDirectory() as folder:
             self.metadata = _read(file, self.path, check=True)
+            version = self.metadata.library_version
             if self.metadata.form == "fast" and not hasattr(torch.ops.comera_rec, OPERATOR):
-                raise ValueError(
-                    f"{path} calls comera_rec::{OPERATOR}, which {LIBRARY} lacks: install comera-rec {self.metadata.library_version}"
-                )
+                raise ValueError(f"{path} calls comera_rec::{OPERATOR}, which {LIBRARY} lacks: install comera-rec {version}")
             if threads is not None:
                 torch.set_num_threads(threads)
             self._limits = torch.tensor(list(self.metadata.categorical.values()))
@@ -198,11 +197,12 @@ class ServingModel:
             try:
                 self._run = aoti_load_package(str(checked))
                 # The first call initializes the model and fails if operators have changed since it was compiled.
-                self._run(torch.zeros(1, len(self.metadata.dense)), torch.zeros(max(2, features)).long(), torch.ones(features).long())
+                ids = torch.zeros(max(2, features), dtype=torch.long)
+                self._run(torch.zeros(1, len(self.metadata.dense)), ids, torch.ones(features, dtype=torch.long))
             except RuntimeError as error:
                 reason = str(error).splitlines()[0]
                 raise ValueError(
-                    f"{path} can't be loaded ({reason}): it was written by comera-rec {self.metadata.library_version} on torch "
+                    f"{path} can't be loaded ({reason}): it was written by comera-rec {version} on torch "
                     f"{self.metadata.torch_version}, and this is torch {torch.__version__}; export the run again on this machine"
                 ) from error
 

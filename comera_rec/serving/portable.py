@@ -42,7 +42,7 @@ class PortableTables(nn.Module):
         self.sources = nn.ModuleList(sources)
 
     def forward(self, lead: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
-        # Compiled code must take no rows, too: nothing here may divide by their number, take the last of their entries, or pad them.
+        # Compiled code must take no rows, too: nothing here divides by their number, takes the last of their entries or pads them.
         (batch, columns), features, count = lead.shape, len(self.limits), values.shape[0]
         lengths_FB = lengths.view(features, batch)
         counts_FB = lengths_FB.clamp(0, count)

@@ -160,7 +160,8 @@ class Rows(nn.Module):
 @pytest.mark.parametrize("strict", [True, False])
 def test_an_exported_collection_takes_sequences_of_any_length(strict: bool) -> None:
     tables = [
-        TTEmbeddingCollectionConfig(name=name, num_embeddings=500, embedding_dim=8, feature_names=[name], tt_ranks=4) for name in "ab"
+        TTEmbeddingCollectionConfig(name=name, num_embeddings=500, embedding_dim=8, feature_names=[name], tt_ranks=4)
+        for name in "ab"
     ]
     model, any_size = Rows(TTEmbeddingCollection(tables)), {0: torch.export.Dim.AUTO}
     lengths = torch.tensor([2, 0, 3, 1, 1, 2])
