@@ -2,7 +2,8 @@
 editable installs alike.
 
 The operators use LibTorch's stable ABI and the loops use no library, so they work with every Python and with torch 2.11 or later;
-wheels are `py3-none-<platform>`. The compiler is $CXX, or c++; torch must be installed already (`--no-build-isolation`).
+wheels are `py3-none-<platform>`. The compiler is $CXX, or c++: g++ 12, clang++ 16, or a later one. Torch must be installed already
+(`--no-build-isolation`).
 COMERA_SANITIZE=1 builds libraries that check for address errors and undefined behavior, for `make test-sanitized`.
 """
 
@@ -32,11 +33,11 @@ PIPELINE_SOURCES = ("cells", "parse", "json", "counts", "encode")
 PIPELINE_LIBRARY = Path("data_pipeline/lib/libdata_pipeline.so")
 COMMON_FLAGS = ["-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
 FLAGS = [
-    *COMMON_FLAGS, "-Wno-psabi", "-Wno-maybe-uninitialized",
+    *COMMON_FLAGS, "-Wno-psabi", "-Wno-unknown-warning-option", "-Wno-maybe-uninitialized",
     "-Wno-unused-parameter", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
     "-DTORCH_TARGET_VERSION=0x020b000000000000",  # the oldest torch that the library supports
 ]  # fmt: skip
-Unit = tuple[Path, str, list[str]]  # a source file, its object's name, and its additional flags
+Unit = tuple[Path, str, list[str]]  # a source file, its object's name, and its flags
 SANITIZE = ["-g", "-O1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 
 
@@ -57,32 +58,44 @@ class CompileOperators(BuildHookInterface):
 
 def build(root: Path, library: Path) -> None:
     """Compile and link the operators of the checkout at `root`."""
-    spec = find_spec("torch")
-    if spec is None or spec.origin is None:
-        raise RuntimeError("building comera-rec requires torch's headers: install torch, then build with --no-build-isolation")
-    torch, source = Path(spec.origin).parent, root / "comera_rec/csrc"
-    flags = [*FLAGS, "-isystem", str(torch / "include")]
+    torch = _torch()
+    _build(operator_units(root), library, [f"-L{torch / 'lib'}", "-ltorch_cpu", "-ltorch", "-lc10"])
+
+
+def operator_units(root: Path) -> list[Unit]:
+    source, flags = root / "comera_rec/csrc", [*FLAGS, "-isystem", str(_torch() / "include")]
     # The slowest to compile come first.
-    units = [(source / "kernels.cpp", name, [f"-DCOMERA_KERNELS={name}", *extra]) for name, extra in reversed(KERNELS.items())]
-    units += [(source / f"{name}.cpp", name, []) for name in SOURCES]
-    _build(units, flags, library, [f"-L{torch / 'lib'}", "-ltorch_cpu", "-ltorch", "-lc10"])
+    units = [
+        (source / "kernels.cpp", name, [*flags, f"-DCOMERA_KERNELS={name}", *more]) for name, more in reversed(KERNELS.items())
+    ]
+    return units + [(source / f"{name}.cpp", name, flags) for name in SOURCES]
 
 
 def build_pipeline(root: Path, library: Path) -> None:
     """Compile and link the data pipeline's loops of the checkout at `root`; they need nothing but the compiler."""
-    units: list[Unit] = [(root / f"data_pipeline/csrc/{name}.cpp", name, []) for name in PIPELINE_SOURCES]
-    _build(units, COMMON_FLAGS, library, [])
+    _build(pipeline_units(root), library, [])
 
 
-def _build(units: list[Unit], flags: list[str], library: Path, libraries: list[str]) -> None:
+def pipeline_units(root: Path) -> list[Unit]:
+    return [(root / f"data_pipeline/csrc/{name}.cpp", name, COMMON_FLAGS) for name in PIPELINE_SOURCES]
+
+
+def _torch() -> Path:
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise RuntimeError("building comera-rec requires torch's headers: install torch, then build with --no-build-isolation")
+    return Path(spec.origin).parent
+
+
+def _build(units: list[Unit], library: Path, libraries: list[str]) -> None:
     compiler = shlex.split(os.environ.get("CXX", "c++"))
     is_sanitized = os.environ.get("COMERA_SANITIZE") == "1"
-    flags = [*flags, *(SANITIZE if is_sanitized else ["-O3"])]
+    more = SANITIZE if is_sanitized else ["-O3"]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = [str(Path(folder) / f"{name}.o") for _, name, _ in units]
         commands = [
-            [*compiler, *flags, *extra, "-c", str(path), "-o", target]
-            for (path, _, extra), target in zip(units, objects, strict=True)
+            [*compiler, *flags, *more, "-c", str(path), "-o", target]
+            for (path, _, flags), target in zip(units, objects, strict=True)
         ]
         list(pool.map(_run, commands))
         library.parent.mkdir(parents=True, exist_ok=True)
@@ -98,7 +111,8 @@ def _run(command: list[str]) -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         raise RuntimeError(
-            f"building comera-rec requires a C++20 compiler, but {command[0]!r} was not found: install g++ 11 or later, or set CXX"
+            f"building comera-rec requires a C++20 compiler, but {command[0]!r} was not found: install g++ 12 or clang++ 16, or a "
+            "later one, and set CXX if c++ is another"
         ) from None
     if done.returncode:
         raise RuntimeError(f"compilation failed:\n{shlex.join(command)}\n{done.stderr}")

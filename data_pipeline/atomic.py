@@ -26,7 +26,7 @@ def resolved(output: Path) -> Path:
     """Resolve the symbolic links in an output path.
 
     Raises:
-        ValueError: it is a URL, or a mount point, which nothing can be renamed to.
+        ValueError: it is a URL, leads to a link to itself, or is a mount point, which nothing can be renamed to.
     """
     if _URL.match(str(output)):
         raise ValueError(
@@ -34,7 +34,15 @@ def resolved(output: Path) -> Path:
         )
     if os.path.ismount(output):
         raise ValueError(f"--output {output} is a mount point; name a folder in it, such as {output / 'data'}")
-    return output.resolve()
+    target = _real(output)
+    if any(path.is_symlink() for path in (target, *target.parents)):
+        raise ValueError(f"--output {output} leads to a symbolic link to itself; remove the link, or choose another --output")
+    return target
+
+
+def _real(path: Path) -> Path:
+    """Resolve symbolic links; those to themselves remain, where `Path.resolve` raises RuntimeError before Python 3.13."""
+    return Path(os.path.realpath(path))
 
 
 def refuse_overlap(output: Path | str, option: str, paths: Iterable[Path | str], *, within: bool = False) -> None:
@@ -45,7 +53,7 @@ def refuse_overlap(output: Path | str, option: str, paths: Iterable[Path | str],
     """
     target: PurePath = PurePosixPath(output) if isinstance(output, str) else resolved(output)
     for path in paths:
-        origin: PurePath = PurePosixPath(path) if isinstance(path, str) else path.resolve()
+        origin: PurePath = PurePosixPath(path) if isinstance(path, str) else _real(path)
         if origin.is_relative_to(target) or (within and target.is_relative_to(origin)):
             raise ValueError(f"--output {output} and --{option} {path} overlap; choose another --output")
 

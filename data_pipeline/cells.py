@@ -19,7 +19,7 @@ from data_pipeline import native
 from data_pipeline.buckets import keys_of_numbers
 from data_pipeline.native import Array
 from data_pipeline.parse import REASONS_KEPT, Parsed
-from data_pipeline.reference import quoted
+from data_pipeline.reference import mismatch
 from data_pipeline.schema import Column, LogSchema
 
 _NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
@@ -39,7 +39,7 @@ _EXPECTED = {
     "category": "text or an integer",
     "list": "a list of non-empty elements",
     "weight": "a finite number of at least 0",
-    "time": "a time",
+    "time": 'a time in ISO 8601, nor a number; give its format in the schema, such as { kind = "time", format = "%m/%d/%Y %H:%M" }',
     "user": "a user, which is text or an integer",
 }
 
@@ -67,13 +67,16 @@ def to_parsed(columns: Mapping[str, pa.Array], schema: LogSchema, *, rows: int) 
     Raises:
         ValueError: a column has a type that can't be read as its kind.
     """
-    cells = {column.name: _read(columns[column.name], column) for column in schema.columns if column.kind != "ignore"}
+    cells = {
+        column.name: _read(columns[column.name], column, schema.missing) for column in schema.columns if column.kind != "ignore"
+    }
     good = ~np.any([np.zeros(rows, np.bool_), *(column.bad for column in cells.values())], axis=0)
     reasons = []
     for row in np.flatnonzero(~good)[:REASONS_KEPT].tolist():
         column = next(column for column in schema.columns if column.name in cells and cells[column.name].bad[row])
         cell = _as_text(columns[column.name][row].as_py(), column)
-        reasons.append((row, f"{column.name} {quoted(cell)} is not {_EXPECTED[column.kind]}"))
+        expected = f"a time of the format {column.format}" if column.format else _EXPECTED[column.kind]
+        reasons.append((row, mismatch(cell, column, expected)))
     kept = {name: _take(column, good) for name, column in cells.items()}
     count = int(good.sum())
     lists = [kept[name] for name in schema.lists]
@@ -116,11 +119,14 @@ def _take(cells: _Cells, good: np.ndarray) -> _Cells:
     return _Cells(values=cells.values[good], missing=cells.missing[good], bad=cells.bad[good])
 
 
-def _read(array: pa.Array, column: Column) -> _Cells:
+def _read(array: pa.Array, column: Column, missing: tuple[str, ...] = ()) -> _Cells:
     if isinstance(array, pa.UuidArray):
         array = pa.array([None if uuid is None else str(uuid) for uuid in array.to_pylist()], pa.large_string())
     if pa.types.is_dictionary(array.type):
-        return _read_dictionary(array, column)
+        return _read_dictionary(array, column, missing)
+    if missing and _is_text(array.type):
+        array = array.cast(pa.large_binary())
+        array = pc.if_else(pc.is_in(array, pa.array([text.encode() for text in missing], array.type)), None, array)
     try:
         match column.kind:
             case "label" | "integer" | "int64" | "float" | "weight" | "time":
@@ -139,19 +145,21 @@ def _read(array: pa.Array, column: Column) -> _Cells:
         raise ValueError(f"{column.name} has type {array.type}, which is not {_EXPECTED[column.kind]} in each row") from error
 
 
-def _read_dictionary(array: pa.DictionaryArray, column: Column) -> _Cells:
+def _read_dictionary(array: pa.DictionaryArray, column: Column, missing: tuple[str, ...]) -> _Cells:
     """Read each distinct value once, unless the dictionary is longer than the block."""
     if column.kind == "list" or len(array.dictionary) > len(array):
-        return _read(array.dictionary_decode(), column)
+        return _read(array.dictionary_decode(), column, missing)
     distinct = pa.concat_arrays([array.dictionary, pa.nulls(1, array.dictionary.type)])
     codes = _numpy(array.indices.cast(pa.int64()), len(array.dictionary))
-    cells = _read(distinct, column)
+    cells = _read(distinct, column, missing)
     return _Cells(values=cells.values[codes], missing=cells.missing[codes], bad=cells.bad[codes])
 
 
 def _read_numbers(array: pa.Array, column: Column) -> _Cells:
     kind = column.kind
-    if kind == "time" and _is_text(array.type):
+    if column.format and not pa.types.is_temporal(array.type):
+        array = _formatted_times(array, column.format)
+    elif kind == "time" and _is_text(array.type):
         array = _times(array)
     if pa.types.is_temporal(array.type):
         array = _seconds(array.cast(pa.timestamp("us"), safe=False))  # without nanoseconds
@@ -203,6 +211,14 @@ def _times(array: pa.Array) -> pa.Array:
     except pa.ArrowInvalid:  # which doesn't name the row
         stamps = pa.array([_stamp(date) for date in dates], _TIME)
     return pc.if_else(stamps.is_valid(), _seconds(stamps).cast(pa.large_string()).cast(pa.large_binary()), text)
+
+
+def _formatted_times(array: pa.Array, time_format: str) -> pa.Array:
+    """Convert times of a format to seconds since 1970; null where they are of another."""
+    text = (array if _is_text(array.type) else array.cast(pa.large_string())).cast(pa.large_binary())
+    is_ascii = pc.match_substring_regex(text, r"^[\x20-\x7E]+$").fill_null(False)
+    text = pc.if_else(is_ascii, text, None).cast(pa.large_string())
+    return _seconds(pc.strptime(text, format=time_format, unit="us", error_is_null=True))
 
 
 def _seconds(stamps: pa.Array) -> pa.Array:
@@ -285,5 +301,5 @@ def _numpy(array: pa.Array | pa.ChunkedArray, null: object = None) -> np.ndarray
 def _as_text(cell: object, column: Column) -> bytes:
     """Format a cell as a text log would hold it."""
     if isinstance(cell, list):
-        return column.separator.encode().join(_as_text(element, column) for element in cell)
+        return column.separator.encode().join(b"null" if element is None else _as_text(element, column) for element in cell)
     return cell if isinstance(cell, bytes) else b"" if cell is None else str(cell).encode()

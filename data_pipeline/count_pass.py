@@ -15,7 +15,7 @@ from data_pipeline.counts import GroupCounts, PartCounts, count_part
 from data_pipeline.job import Job, part_name
 from data_pipeline.manifest import SPLITS, InputFile, RejectedLine
 from data_pipeline.parse import Parsed, PartRecord
-from data_pipeline.parts import Part
+from data_pipeline.parts import Part, parquet_names
 from data_pipeline.pool import Schedule
 from data_pipeline.splits import Rows
 
@@ -146,8 +146,9 @@ class _Rejects:
                 number = self._job.first_line(log) + self._lines[log] + line
                 others = f"after {limit} other malformed lines; " if limit else ""
                 schema = self._job.schema
-                has_lines = schema.format != "jsonl" and not schema.of_kind("hex")  # Criteo's logs have no header
-                may_be_header = number == 1 and has_lines and not schema.header
+                may_be_header = number == 1 and not schema.header and schema.format != "jsonl"
+                may_be_header &= not schema.of_kind("hex")  # Criteo's logs have no header
+                may_be_header &= parquet_names(self._job.options.inputs[log]) is None
                 header = "if it holds column names, set header = true in the schema; else " if may_be_header else ""
                 raise ValueError(
                     f"{self._job.options.inputs[log]}:{number}: {reason}; {others}{header}"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import re
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -35,7 +36,6 @@ from data_pipeline.sources import Source
 from data_pipeline.splits import Rows
 
 _HEX = re.compile(r"[0-9a-fA-F]{1,8}")
-_SHOWN = 40
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -156,7 +156,12 @@ class RequestEncoder:
         log = recorded_log(self.manifest, data)
         self._encoder = open_encoder(self.manifest.integer_columns, self.manifest.categorical_columns, Path(data), log)
         schema = self._encoder.schema
-        self._columns = {column.name: column for column in schema.columns}
+        number_readers = _READ_NUMBER | {"float": _float32} if not schema.transformed else dict.fromkeys(_READ_NUMBER, _finite)
+        columns = {column.name: column for column in schema.columns}
+        self._numbers = [(columns[name], number_readers[columns[name].kind]) for name in schema.integers]
+        self._keys = [(columns[name], _key_reader(columns[name])) for name in schema.singles]
+        self._lists = [(columns[name], _list) for name in schema.lists]
+        self._dtypes = schema.number_dtype, schema.key_dtype
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Flat:
         """Encode rows.
@@ -168,12 +173,12 @@ class RequestEncoder:
         for number, row in enumerate(rows):
             if not isinstance(row, Mapping):
                 raise ValueError(f"row {number} is {_show(row)}, which is not an object with a value for each column")
-        number_readers = _READ_NUMBER | {"float": _float32} if not schema.transformed else dict.fromkeys(_READ_NUMBER, _finite)
-        numbers = [self._cells(rows, name, number_readers[self._columns[name].kind]) for name in schema.integers]
-        keys = [self._cells(rows, name, _key_reader(self._columns[name])) for name in schema.singles]
-        lists = [self._cells(rows, name, _list) for name in schema.lists]
-        integers, integer_missing = _columns(numbers, len(rows), schema.number_dtype)
-        singles, key_missing = _columns(keys, len(rows), schema.key_dtype)
+        numbers, keys, lists = (
+            [_cells(rows, column, read, schema.missing) for column, read in columns]
+            for columns in (self._numbers, self._keys, self._lists)
+        )
+        integers, integer_missing = _columns(numbers, len(rows), self._dtypes[0])
+        singles, key_missing = _columns(keys, len(rows), self._dtypes[1])
         if schema.transformed:  # .npy logs store 0 for a missing category
             key_missing |= singles == 0
         flat = [[key for cell in column for key in cell] for column in lists]
@@ -197,25 +202,28 @@ class RequestEncoder:
         )
         return flatten(self._encoder, truncate_lists(parsed, schema))
 
-    def _cells(self, rows: Sequence[Mapping[str, Any]], name: str, read: Callable[[Any], Any]) -> list[Any]:
-        """Read a column's values; None where missing."""
-        cells: list[Any] = []
-        try:
-            for row in rows:
-                cells.append(read(row[name]))
-        except KeyError as error:
-            raise ValueError(f"row {len(cells)} has no {name}; give null where its value is missing") from error
-        except ValueError as error:
-            shown = _show(rows[len(cells)][name])
-            raise ValueError(f"row {len(cells)}: {name} is {shown}, which is not {_expected(self._columns[name])}") from error
-        return cells
+
+def _cells(rows: Sequence[Mapping[str, Any]], column: Column, read: Callable[[Any], Any], missing: Sequence[str]) -> list[Any]:
+    """Read a column's values; None where missing."""
+    cells: list[Any] = []
+    try:
+        for row in rows:
+            cell = row[column.name]
+            cells.append(read(None if missing and cell in missing else cell))
+    except KeyError as error:
+        raise ValueError(f"row {len(cells)} has no {column.name}; give null where its value is missing") from error
+    except ValueError as error:
+        shown = _show(rows[len(cells)][column.name])
+        raise ValueError(f"row {len(cells)}: {column.name} is {shown}, which is not {_expected(column)}") from error
+    return cells
 
 
 def _columns(columns: list[list[Any]], rows: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
     """Stack columns: values [columns, rows], 0 where missing, and the missing cells, bool [columns, rows]."""
-    missing = np.array([[cell is None for cell in column] for column in columns], np.bool_).reshape(len(columns), rows)
-    filled = [[0 if cell is None else cell for cell in column] for column in columns]
-    return np.array(filled, dtype).reshape(len(columns), rows), missing
+    cells = np.array(columns, object).reshape(len(columns), rows)
+    missing: np.ndarray = np.equal(cells, np.array(None))
+    cells[missing] = 0
+    return cells.astype(dtype), missing
 
 
 def _integer(cell: Any, bits: int = 32) -> int | None:
@@ -298,5 +306,5 @@ def _expected(column: Column) -> str:
 
 
 def _show(value: Any) -> str:
-    shown = ascii(value)
-    return shown if len(shown) <= _SHOWN else shown[:_SHOWN] + "..."
+    """Return a value in ASCII, without deeply nested parts, for an error message."""
+    return reprlib.repr(value).encode("ascii", "backslashreplace").decode()

@@ -88,6 +88,7 @@ def _fit(
         return described
     min_count, dtype, work = options.min_counts.get(column.name, options.min_count), job.schema.key_dtype, job.work.path / "tables"
     with ranked(column.name, values, key_dtype=dtype, min_count=min_count, most=column.max_ids, work=work) as frequent:
-        file, table = write_vocabulary(column.name, frequent.blocks, frequent.rows, key_dtype=dtype, data=job.work.data)
+        data = job.work.ranked if options.order == "similarity" else job.work.data
+        file, table = write_vocabulary(column.name, frequent.blocks, frequent.rows, key_dtype=dtype, data=data)
         vocabulary: dict[str, Any] = {"distinct": frequent.distinct, "num_embeddings": frequent.rows + 1}
     return replace(described, **vocabulary, min_count=min_count, vocabulary=file, table=table)

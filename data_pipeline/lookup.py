@@ -66,7 +66,7 @@ def find_text(manifest: Manifest, folder: Path, column: str, text: str) -> Entry
         ValueError: there is no such column, or the text can't be one of its values.
     """
     kind, described, schema = _column(manifest, folder, column)
-    if not text:
+    if not text or text in schema.missing:
         return Entry(column=column, id=0, text=None, count=None)
     if described.boundaries is not None:
         try:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import pyarrow.parquet as pq
 from pydantic import Field, TypeAdapter, ValidationError
@@ -32,6 +32,7 @@ FORMAT = "comera-rec-dataset"
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 SPLITS = ("train", "val", "test")
+Order = Literal["frequency", "similarity"]
 FILES = (MANIFEST_NAME, *(f"{split}/*.parquet" for split in SPLITS), "vocabulary/*")  # patterns of a data set's files
 
 
@@ -134,6 +135,7 @@ class CategoricalColumn:
     vocabulary as a hash table (`data_pipeline.hashing`) that encodes new rows. grown: num_embeddings of the data sets that this
     one's vocabulary extended, oldest first; lower ids belong to them, and a new sequence of falling counts starts at each.
     boundaries: of a bucketized number, whose id is 1 + how many boundaries are at most the number; None for other columns.
+    order: "similarity" if ids of the first vocabulary are in an order of similarity within bands (`data_pipeline.similarity`).
     """
 
     name: str
@@ -147,6 +149,7 @@ class CategoricalColumn:
     table: Shard | None = None
     boundaries: tuple[float, ...] | None = None
     grown: tuple[int, ...] = ()
+    order: Order = "frequency"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, get_args
 
 from data_pipeline.atomic import refuse_overlap
+from data_pipeline.manifest import Order
 from data_pipeline.schema import Column, LogSchema
 from data_pipeline.sources import Source, refuse_twice
 from data_pipeline.splits import SplitKind, Splitting
@@ -59,11 +60,12 @@ class PassOptions:
         self._check_at_least(max_bad_rows=0, part_bytes=1)
         if self.workers is not None:
             self._check_at_least(workers=1)
-        needed = _BASE_BYTES + self._worker_bytes
+        needed, least = _BASE_BYTES + self._worker_bytes, _BASE_BYTES + _WORKER_BYTES
         if self.memory_limit < needed:
+            smaller = "or lower --part-size" if self.memory_limit > least else f"as any parts need more than {format_bytes(least)}"
             raise ValueError(
                 f"--memory-limit {format_bytes(self.memory_limit)} is too little for parts of {format_bytes(self.part_bytes)}, "
-                f"which need {format_bytes(needed)}; raise it, or lower --part-size"
+                f"which need {format_bytes(needed)}; raise it, {smaller}"
             )
 
     def _check_at_least(self, **bounds: int) -> None:
@@ -98,6 +100,11 @@ class PassOptions:
         """The most entries of sorted runs that a thread may hold while it merges."""
         return (self.memory_limit - _BASE_BYTES) // self.threads // _BYTES_PER_MERGED_ENTRY
 
+    @property
+    def order_bytes(self) -> int:
+        """The most bytes to use while values are put in an order of similarity."""
+        return self.memory_limit - _BASE_BYTES
+
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessOptions(PassOptions):
@@ -109,6 +116,7 @@ class PreprocessOptions(PassOptions):
             leaves out values seen once: they say nothing about other rows, while together they train the row of id 0, which
             every value unseen in training will use.
         min_counts: the same for single columns, by name.
+        order: the order of ids: by frequency, or by similarity within bands of frequency (`data_pipeline.similarity`).
         hash_buckets: give every category value an id of 1..hash_buckets - 1 by its hash, and count none.
         split: how rows are split, see `Splitting`.
         val_fraction: share of the rows for validation.
@@ -123,6 +131,7 @@ class PreprocessOptions(PassOptions):
     schema: LogSchema | None = None
     min_count: int = 2
     min_counts: Mapping[str, int] = field(default_factory=dict)
+    order: Order = "frequency"
     hash_buckets: int | None = None
     split: SplitKind = "chronological"
     val_fraction: float = 0.1
@@ -143,6 +152,8 @@ class PreprocessOptions(PassOptions):
                 raise ValueError(f"--min-count {name}={count}: it must be at least 1")
         if self.hash_buckets is not None and self.hash_buckets > 1 << 31:
             raise ValueError(f"--hash-buckets is {self.hash_buckets}; ids are 32-bit integers, so it must be at most {1 << 31}")
+        if self.order not in get_args(Order):
+            raise ValueError(f"--order is {self.order!r}; choose one of {', '.join(get_args(Order))}")
         if self.split not in get_args(SplitKind):
             raise ValueError(f"--split is {self.split!r}; choose one of {', '.join(get_args(SplitKind))}")
         if self.split == "day" and len(self.inputs) < 2:

@@ -1,14 +1,17 @@
 """Division of logs into parts at line boundaries: the units of work, of resuming and of memory.
 
 Part k of a log holds the lines whose first byte is in [k P, (k + 1) P) of its text, for parts of P bytes. So the division depends
-only on the text, compressed or not. Parts of an uncompressed log are read separately; a compressed log (gzip, zstd) is
+only on the text, compressed or not. Parts of an uncompressed log are read separately; a compressed log (gzip, bzip2, xz, zstd) is
 decompressed from its beginning once per pass, and parts that are already done are dropped. A part of a Parquet log or of torchrec's
 .npy files is a range of rows.
 """
 
 from __future__ import annotations
 
+import bz2
 import gzip
+import lzma
+import re
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -16,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from io import BufferedIOBase
-from typing import cast
+from typing import Any
 
 import pyarrow as pa
 
@@ -29,10 +32,20 @@ from data_pipeline.triplets import MAGIC, Rows, identify_triplet, open_triplet
 
 LONGEST_LINE = 1 << 20  # bytes without the newline; lists of a hundred thousand values fit
 _DETECTED_BYTES = 1 << 16
-_GZIP_MAGIC = b"\x1f\x8b"
-_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
-_SKIPPABLE_MAGICS = tuple(bytes([byte]) + b"\x2a\x4d\x18" for byte in range(0x50, 0x60))  # such frames open files of pzstd
-_COMPRESSED = (_GZIP_MAGIC, _ZSTD_MAGIC, *_SKIPPABLE_MAGICS)
+_MAGICS: dict[str, tuple[bytes, ...]] = {  # how compressed logs begin; three letters alone may be text
+    "gzip": (b"\x1f\x8b",),
+    "bzip2": tuple(b"BZh%d" % level + block for level in range(1, 10) for block in (b"1A", b"\x17r")),
+    "xz": (b"\xfd7zXZ\0",),
+    "zstd": (b"\x28\xb5\x2f\xfd", *(b"%c\x2a\x4d\x18" % byte for byte in range(0x50, 0x60))),  # such frames open files of pzstd
+}
+_OPEN: dict[str, Callable[[Any], Any]] = {
+    "gzip": gzip.open,
+    "bzip2": bz2.open,
+    "xz": lzma.open,
+    "zstd": lambda file: pa.CompressedInputStream(pa.PythonFile(file, mode="r"), "zstd"),
+}
+_DAMAGED = re.compile("ZSTD|compressed stream|Invalid data stream")  # in OSErrors of Arrow and bz2, beside those of reading
+_UNREADABLE = {b"PK\3\4": "a zip archive", b"\xff\xfe": "text in UTF-16", b"\xfe\xff": "text in UTF-16"}
 _BLOCK = 1 << 20
 Skip = Callable[[int], bool]
 
@@ -95,7 +108,7 @@ def count_parts(log: Source, part_bytes: int) -> int | None:
     if magic.startswith(row_groups.MAGIC):
         with _errors_of_reading(log):
             return max(1, len(row_groups.plan(row_groups.read_metadata(log), part_bytes)))
-    return None if magic.startswith(_COMPRESSED) else _count_plain(identify_log(log).bytes, part_bytes)
+    return None if _compression(magic) else _count_plain(identify_log(log).bytes, part_bytes)
 
 
 def parquet_names(log: Source) -> tuple[str, ...] | None:
@@ -120,7 +133,7 @@ def read_parts(log: int, source: Source, *, part_bytes: int, skip: Skip, columns
         ValueError: the log can't be read, is damaged or empty, or has a line longer than `LONGEST_LINE`.
     """
     magic = _magic(source)
-    read = _triplet_parts if magic == MAGIC else _streamed_parts if magic.startswith(_COMPRESSED) else _plain_parts
+    read = _triplet_parts if magic == MAGIC else _streamed_parts if _compression(magic) else _plain_parts
     with _errors_of_reading(source):
         if magic.startswith(row_groups.MAGIC):
             yield from _parquet_parts(log, source, part_bytes, skip, columns)
@@ -135,13 +148,9 @@ def read_parts(log: int, source: Source, *, part_bytes: int, skip: Skip, columns
 def _errors_of_reading(source: Source) -> Iterator[None]:
     try:
         yield
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"{source}: damaged gzip ({error}); fetch or compress it again") from error
     except pa.ArrowException as error:
         raise ValueError(f"{source}: damaged Parquet ({str(error).splitlines()[0]}); fetch or write it again") from error
     except OSError as error:
-        if "ZSTD" in str(error) or "compressed stream" in str(error):
-            raise ValueError(f"{source}: damaged zstd ({error}); fetch or compress it again") from error
         raise unreadable(source, error) from error
 
 
@@ -151,21 +160,34 @@ def _parquet_parts(log: int, source: Source, part_bytes: int, skip: Skip, column
         yield Part(log=log, number=number, start=rows.start, content=table, last=number + 1 == count)
 
 
-def _decompressed(file: BufferedIOBase) -> BufferedIOBase:
-    magic = file.read(len(_GZIP_MAGIC))
-    file.seek(0)
-    if magic == _GZIP_MAGIC:
-        return cast(BufferedIOBase, gzip.open(file))
-    return cast(BufferedIOBase, pa.CompressedInputStream(pa.PythonFile(file, mode="r"), "zstd"))
+def _compression(magic: bytes) -> str | None:
+    return next((name for name, magics in _MAGICS.items() if magic.startswith(magics)), None)
+
+
+@contextmanager
+def _decompressed(source: Source) -> Iterator[BufferedIOBase]:
+    name = _compression(_magic(source))
+    assert name is not None, "the caller has checked this"
+    with open_log(source, streamed=True) as file:
+        try:
+            with _OPEN[name](file) as stream:
+                yield stream
+        except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
+            if isinstance(error, OSError) and not (isinstance(error, gzip.BadGzipFile) or _DAMAGED.search(str(error))):
+                raise
+            raise ValueError(f"{source}: damaged {name} ({error}); fetch or compress it again") from error
 
 
 def _magic(log: Source) -> bytes:
     identify_log(log)  # raises ValueError if it is missing
     try:
         with open_log(log) as file:
-            return file.read(len(MAGIC))
+            magic = file.read(len(MAGIC))
     except OSError as error:
         raise unreadable(log, error) from error
+    if what := next((what for first, what in _UNREADABLE.items() if magic.startswith(first)), None):
+        raise ValueError(f"--input {log} is {what}; give text in UTF-8, plain or compressed by {', '.join(_MAGICS)}, or Parquet")
+    return magic
 
 
 def _count_plain(size: int, part_bytes: int) -> int:
@@ -186,13 +208,13 @@ def _plain_parts(log: int, source: Source, part_bytes: int, skip: Skip) -> Itera
             file.seek(start)
             if file.readinto(text) != len(text):
                 raise inputs_changed()
-            _end_with_newline(text)
+            _end_lines(text, ends_log=end == size)
             release = partial(released.append, text)
             yield Part(log=log, number=number, start=start, content=text, last=number + 1 == count, release=release)
 
 
 def _streamed_parts(log: int, source: Source, part_bytes: int, skip: Skip) -> Iterator[Part]:
-    with open_log(source, streamed=True) as file, _decompressed(file) as stream:
+    with _decompressed(source) as stream:
         number, start, buffered, ended = 0, 0, bytearray(), False
         while not (ended and number and not buffered):
             earliest_end = (number + 1) * part_bytes - 1 - start  # the part ends at the first newline from here on
@@ -212,8 +234,8 @@ def _streamed_parts(log: int, source: Source, part_bytes: int, skip: Skip) -> It
                 raise empty(source)
             with memoryview(buffered) as view:
                 text = bytearray(view[:end])
-            _end_with_newline(text)
             del buffered[:end]
+            _end_lines(text, ends_log=ended and not buffered)
             if not skip(number):
                 yield Part(log=log, number=number, start=start, content=text, last=ended and not buffered)
             number, start = number + 1, start + end
@@ -239,9 +261,12 @@ def _line_end(file: BufferedIOBase, position: int, source: Source) -> int:
     return position + (end + 1 if end >= 0 else len(window))
 
 
-def _end_with_newline(text: bytearray) -> None:
+def _end_lines(text: bytearray, *, ends_log: bool) -> None:
+    """End the last line with a newline, and drop a blank line at the end of a log, as editors leave it."""
     if text and text[-1:] != b"\n":
         text += b"\n"
+    if ends_log and (blank := re.search(rb"(?:^|\n)(\r?\n)\Z", text[-3:])):
+        del text[-len(blank[1]) :]
 
 
 def _resized(text: bytearray, size: int) -> bytearray:

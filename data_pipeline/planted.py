@@ -7,6 +7,12 @@ value), so no table of them exists. They shrink with the value's frequency rank 
 dominate. The pairs are summed by the identity of factorization machines (Rendle, ICDM 2010, section III.B): with s = sum_c v_c,
 sum_{c<c'} <v_c, v_c'> = (|s|^2 - sum_c |v_c|^2) / 2. Missing cells contribute nothing.
 
+With groups, values that occur together have something in common, as an ad's campaign and advertiser have. Each row has a topic,
+each value of a column belongs to a group, which is a range of topics, and a cell has a value of the row's topic with the
+probability `groups`. This is also the share of the group in the variance of w, and it doesn't shrink with the rank: rare values
+inherit from their group. Values of similar frequency are spread over groups evenly, few groups for frequent values, so
+frequencies hardly change.
+
 Arrays without a suffix hold one number per row. Suffixes: B rows, N normals, D latent dimensions. Categories are represented by
 their frequency ranks, from 0.
 """
@@ -29,8 +35,10 @@ HEAD = 100
 DECAY = 0.5
 # Pairs of few-valued columns can be learned from a few hundred thousand rows.
 PAIRED_COLUMNS = ("C2", "C5", "C8", "C9", "C14", "C17", "C20", "C23")
+_TOPICS = 256
 _PILOT_ROWS = 20_000
-# Uniform draws per row: one per category, two per pair of normals, one per missing group, one for the label.
+# Uniform draws per row: one per category, two per pair of normals, one per missing group, one for the label; with groups, one for
+# the topic and one per category for whether the cell follows it.
 _RANKS_END = len(CATEGORY_SPECS)
 _NORMALS_END = _RANKS_END + len(INTEGER_SPECS) + len(INTEGER_SPECS) % 2
 _MISSING_END = _NORMALS_END + len(MISSING_RATES)
@@ -55,27 +63,29 @@ class PlantedModel:
         seed: chooses effects, latent vectors and the values that stand for ranks.
         scale: multiplies the cardinalities of Criteo's Kaggle log; each column keeps at least 3 values.
         decay: how fast effects and latent vectors shrink with frequency rank; with 0 those of rare values are as large as others.
+        groups: how much values of a group have in common, from 0, nothing, to 1.
     """
 
-    def __init__(self, *, seed: int, scale: float, decay: float = DECAY) -> None:
-        self._decay = np.float32(decay)
+    def __init__(self, *, seed: int, scale: float, decay: float = DECAY, groups: float = 0.0) -> None:
+        self._decay, self._groups = np.float32(decay), np.float32(groups)
+        self.draws = DRAWS + (1 + len(CATEGORY_SPECS) if groups else 0)
         self._cardinalities = {name: max(3, round(spec.cardinality * scale)) for name, spec in CATEGORY_SPECS.items()}
         pilot = np.random.default_rng([seed, 1])
         self._keys = dict(zip(CATEGORY_SPECS, pilot.integers(2**63, size=len(CATEGORY_SPECS), dtype=np.uint64), strict=True))
         self._integer_weights = pilot.choice([-1, 1], len(INTEGER_SPECS)) * pilot.uniform(0.5, 1, len(INTEGER_SPECS))
         self._normal_quantiles = np.array([NormalDist().inv_cdf((i + 0.5) / 2**16) for i in range(2**16)], dtype=np.float32)
         # Fixing each part's spread on a pilot sample makes every seed and scale equally hard.
-        integers, ranks, missing = self._draw_cells(pilot.random((_PILOT_ROWS, DRAWS)))
+        integers, ranks, missing = self._draw_cells(pilot.random((_PILOT_ROWS, self.draws)))
         parts = self._parts(integers, ranks, missing)
         self._factors = [np.float64(std / part.std()) for std, part in zip(PART_STDS, parts, strict=True)]
         self._bias = _bias_for(LABEL_RATE, self._combine(parts))
 
     def rows(self, uniform: np.ndarray) -> PlantedRows:
-        """Compute rows from uniform draws [B, DRAWS] in [0, 1)."""
+        """Compute rows from uniform draws [B, draws] in [0, 1)."""
         integers, ranks, missing = self._draw_cells(uniform)
         probability = _sigmoid(self._combine(self._parts(integers, ranks, missing)) + self._bias)
         return PlantedRows(
-            label=(uniform[:, -1] < probability).astype(np.int8),
+            label=(uniform[:, DRAWS - 1] < probability).astype(np.int8),
             probability=probability,
             integers=integers,
             categories={name: _spell(rank, self._keys[name]) for name, rank in ranks.items()},
@@ -88,6 +98,12 @@ class PlantedModel:
             name: _draw_ranks(uniform[:, i], spec, self._cardinalities[name])
             for i, (name, spec) in enumerate(CATEGORY_SPECS.items())
         }
+        if self._groups:
+            topic = (uniform[:, DRAWS] * _TOPICS).astype(np.uint32)
+            for i, (name, rank) in enumerate(ranks.items(), start=DRAWS + 1):
+                moved = _with_topic(rank, topic, self._keys[name])
+                follows = (uniform[:, i] < self._groups) & (moved < self._cardinalities[name])
+                ranks[name] = np.where(follows, moved, rank)
         normals_BN = _box_muller(uniform[:, _RANKS_END:_NORMALS_END])
         integers = {}
         for i, (name, spec) in enumerate(INTEGER_SPECS.items()):
@@ -112,7 +128,11 @@ class PlantedModel:
         for name, rank in ranks.items():
             size = np.where(missing[name], 0, (1 + rank.astype(np.float32) / HEAD) ** -self._decay)
             mixed = mix64(rank.astype(np.uint64) + self._keys[name])
-            main_part += size * self._normal_quantiles[mixed >> np.uint64(48)]
+            effect = size * self._normal_quantiles[mixed >> np.uint64(48)]
+            if self._groups:
+                shared = np.where(missing[name], 0, self._normal_quantiles[_hash_groups(rank, self._keys[name]) >> np.uint64(48)])
+                effect = np.sqrt(1 - self._groups) * effect + np.sqrt(self._groups) * shared
+            main_part += effect
             if name in PAIRED_COLUMNS:
                 quantile_numbers_DB = mix64(mixed).view(np.uint16).reshape(-1, 4).T
                 latent_DB = size * self._normal_quantiles[quantile_numbers_DB]
@@ -132,6 +152,31 @@ def _draw_ranks(uniform: np.ndarray, spec: CategorySpec, cardinality: int) -> np
     rank: np.ndarray = (first + uniform * (last - first)) ** (1 / e) - spec.shift
     # Rounding may exceed either end.
     return rank.clip(0, cardinality - 1).astype(np.uint32)
+
+
+def _block_of(rank: np.ndarray, key: np.uint64) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the first rank of each rank's block, its size G, and which of its G groups its first rank belongs to.
+
+    A block has one value of each group. Four blocks cover the ranks from one power of two to the next, until G is `_TOPICS`.
+    """
+    octave = np.frexp(np.maximum(rank, 1))[1] - 1
+    size = np.left_shift(np.uint32(1), np.clip(octave - 2, 0, _TOPICS.bit_length() - 1).astype(np.uint32))
+    first = rank // size * size
+    return first, size, (mix64(first.astype(np.uint64) + ~key) >> np.uint64(32)).astype(np.uint32)
+
+
+def _with_topic(rank: np.ndarray, topic: np.ndarray, key: np.uint64) -> np.ndarray:
+    """Return the rank in the same block whose group has the topic."""
+    first, size, shift = _block_of(rank, key)
+    moved: np.ndarray = first + (topic * size // _TOPICS - shift & size - 1)
+    return moved
+
+
+def _hash_groups(rank: np.ndarray, key: np.uint64) -> np.ndarray:
+    """Hash each rank's group, which stands for a range of topics: uint64."""
+    first, size, shift = _block_of(rank, key)
+    group = rank - first + shift & size - 1
+    return mix64(mix64((size + group).astype(np.uint64)) + key)
 
 
 def _box_muller(uniform: np.ndarray) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 1. Every log is cut into parts at line boundaries, and each part is parsed and counted separately (`count_pass`).
 2. Now that the number of rows is known, so are the splits. Training counts are merged into vocabularies, column by column
-   (`fit`).
+   (`fit`), and optionally put in an order of similarity (`order_pass`).
 3. Every part is read and parsed again, encoded and written (`write_pass`).
 
 Memory depends on the size of a part and the number of threads, not on the size of the input or its vocabularies. The text is parsed
@@ -27,6 +27,7 @@ from data_pipeline.job import Job
 from data_pipeline.manifest import FILES, FORMAT, FORMAT_VERSION, SPLITS, IntegerColumn, Manifest, versions, write_manifest
 from data_pipeline.names import check_names
 from data_pipeline.options import PassOptions, PreprocessOptions
+from data_pipeline.order_pass import order_vocabularies
 from data_pipeline.parts import detect_schema, identify, inputs_changed
 from data_pipeline.pool import Schedule, on_threads
 from data_pipeline.schema import LogSchema
@@ -49,9 +50,12 @@ def preprocess(options: PreprocessOptions, tell: Tell = lambda line: None) -> Ma
     unknown = sorted(set(options.min_counts) - set(schema.categories))
     if unknown:
         raise ValueError(f"--min-count {unknown[0]}=...: no such categorical column; choose one of {', '.join(schema.categories)}")
+    if options.order == "similarity" and len(schema.categories) < 2 and not schema.lists:
+        tell("--order similarity needs values that occur together: a single categorical column stays in order of frequency")
+        options = replace(options, order="frequency")
     # Everything that determines the work folder's contents; `max_bad_rows` doesn't change them.
     identity = {name: value for name, value in options.recorded().items() if name != "max_bad_rows"}
-    identity |= {"min_count": options.min_count, "min_counts": dict(options.min_counts)}
+    identity |= {"min_count": options.min_count, "min_counts": dict(options.min_counts), "order": options.order}
     counted = [number for number, name in enumerate(schema.categories) if is_counted(options, schema.column_of(name))]
     with open_job(options, schema, options.splitting, counted=counted, identity=identity, tell=tell) as (job, schedule):
         manifest = _run(job, options, schedule)
@@ -70,7 +74,7 @@ def open_job(
     """
     logs = identify(options.inputs)
     names = tuple(check_names(log, schema) for log in options.inputs)
-    splitting.check_column(schema)
+    schema = splitting.schema_used(schema)
     identity = {"inputs": [asdict(log) for log in logs], "columns": asdict(schema), "versions": versions()} | identity
     scheduled = dask_schedule(options.scheduler, workers=options.threads) if options.scheduler else nullcontext(on_threads)
     with (
@@ -99,6 +103,9 @@ def _run(job: Job, options: PreprocessOptions, schedule: Schedule) -> Manifest:
         raise ValueError(f"--input holds {rows} well-formed lines, which leaves no row for training; give more logs")
     integers = tuple(_integer_column(job, column, groups) for column in range(len(job.schema.integers)))
     categories = fit_categories(job, options, groups)
+    if options.order == "similarity":
+        ranked = open_encoder(integers, categories, job.work.ranked, job.schema, **options.table_room)
+        categories = order_vocabularies(job, schedule, parts, bounds, ranked, categories)
     encoder = open_encoder(integers, categories, job.work.data, job.schema, **options.table_room)
     written = write_logs(job, schedule, parts, bounds, encoder)
     return Manifest(

@@ -7,6 +7,7 @@ integers may have a fraction of zeros, as pandas writes them in columns with mis
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ from data_pipeline.schema import Column, LogSchema
 _INTEGER = re.compile(rb"(-?0*[0-9]{1,10})(\.0+)?")
 _BOOLEANS = {b"false": 0, b"False": 0, b"FALSE": 0, b"true": 1, b"True": 1, b"TRUE": 1}
 _HEX = re.compile(rb"[0-9a-fA-F]{1,8}")
+
+_MISSING = {b"na", b"nan", b"n/a", b"null", b"none", b"\\n"}  # as R, pandas, JSON, Python and MySQL write them
 
 Cell = int | list[int] | None
 
@@ -70,7 +73,15 @@ def _integer(cell: bytes, low: int, high: int, column: Column, expected: str) ->
 
 
 def _malformed(column: Column, cell: bytes, expected: str) -> Malformed:
-    return Malformed(f"{column.name} {quoted(cell)} is not {expected}")
+    return Malformed(mismatch(cell, column, expected))
+
+
+def mismatch(cell: bytes, column: Column, expected: str) -> str:
+    """Say what a cell is not, and how a schema can allow it."""
+    hint = ""
+    if column.kind in ("integer", "int64", "float", "hex") and cell.lower() in _MISSING:
+        hint = f"; if it stands for a missing value, set missing = [{json.dumps(cell.decode())}] in the schema"
+    return f"{column.name} {quoted(cell)} is not {expected}{hint}"
 
 
 def quoted(cell: bytes) -> str:

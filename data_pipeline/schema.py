@@ -3,6 +3,7 @@
     format = "csv"                 # "text": without quoting; "jsonl": one object per line. Parquet is detected
     separator = ","                # the default of "csv"; other formats default to a tab
     header = true                  # each log starts with a line of column names; else columns are identified by position
+    missing = ["NA", "NaN"]        # texts of missing cells, besides empty ones
     [columns]
     click = "label"                # 0 or 1; stored as `label`, or under the columns' names if there are several
     shop = "category"              # any text or integers, kept as a 64-bit hash
@@ -12,7 +13,8 @@
     rating = { kind = "float", transform = "standardize" }
     age = { kind = "integer", transform = "bucketize", boundaries = [18, 30, 60] }   # ids of ranges; buckets = 8 for quantiles
     importance = "weight"          # the row's weight in the loss
-    at = "time"                    # used by `--split time`, not stored; likewise "user" by `--split user`
+    at = "time"                    # used by `--split time`, not stored; likewise "user" by `--split user`. Times that are neither
+                                   # ISO 8601 nor numbers: { kind = "time", format = "%m/%d/%Y %H:%M" }, as for strptime
 
 Criteo's columns are built in: label, counts I1..I13, categories C1..C26 of 1 to 8 hex digits ("hex").
 """
@@ -60,6 +62,7 @@ class Column:
         hash_buckets: hash a category's values into ids 1..hash_buckets - 1; None for a vocabulary.
         max_ids: the most values that a category's vocabulary keeps, by falling frequency.
         max_length: the most elements that a list keeps, from the first on.
+        format: of a time, as for strptime; "" for ISO 8601 or numbers.
     """
 
     name: str
@@ -72,6 +75,7 @@ class Column:
     max_length: int | None = None
     boundaries: tuple[float, ...] = ()
     buckets: int | None = None
+    format: str = ""
 
     @property
     def bucketized(self) -> bool:
@@ -88,6 +92,7 @@ class Column:
 class LogSchema:
     """The columns in the order of a line, the separator between them, and whether each file starts with a line of column names.
 
+    missing: texts that stand for missing cells, besides empty ones.
     transformed: the integer columns are float32 and stored unchanged, as from the .npy files of torchrec's scripts.
     """
 
@@ -96,6 +101,7 @@ class LogSchema:
     header: bool = False
     transformed: bool = False
     format: Format = "text"
+    missing: tuple[str, ...] = ()
 
     def of_kind(self, *kinds: Kind) -> tuple[str, ...]:
         """Return the names of the columns of these kinds, in the order of a line."""
@@ -129,7 +135,11 @@ class LogSchema:
     @property
     def is_plain_text(self) -> bool:
         """Whether `parse` can read logs of this format and these kinds of columns."""
-        return self.format != "jsonl" and all(column.kind in KINDS and not column.bucketized for column in self.columns)
+        return (
+            self.format != "jsonl"
+            and not self.missing
+            and all(column.kind in KINDS and not column.bucketized for column in self.columns)
+        )
 
     def column_of(self, name: str) -> Column:
         return next(column for column in self.columns if column.name == name)
@@ -196,7 +206,7 @@ def read_schema(path: Path) -> LogSchema:
 
 
 def _schema(content: Mapping[str, Any]) -> LogSchema:
-    _refuse_unknown(content, {"format", "separator", "header", "columns"})
+    _refuse_unknown(content, {"format", "separator", "header", "missing", "columns"})
     columns = content.get("columns")
     if not isinstance(columns, dict) or not columns:
         raise ValueError('it needs a table [columns] with lines such as price = "integer"')
@@ -206,6 +216,7 @@ def _schema(content: Mapping[str, Any]) -> LogSchema:
         separator=separator,
         format=_one_of("format", content.get("format", "csv" if separator == "," else "text"), Format),
         header=_header(content.get("header", False)),
+        missing=_missing(content.get("missing", [])),
     )
     kinds: tuple[tuple[Kind, str], ...] = (("weight", "weights"), ("time", "times"), ("user", "users"))
     for kind, plural in kinds:
@@ -217,6 +228,8 @@ def _schema(content: Mapping[str, Any]) -> LogSchema:
     if not schema.integers + schema.categories:
         raise ValueError("no column is a number or category; there is nothing to learn from")
     for column in schema.columns:
+        if not column.name and column.kind != "ignore":
+            raise ValueError("a column's name is empty; give the column a name, in the log and here, or ignore it")
         if column.name == LABEL and column.kind not in ("ignore", "label", "time", "user"):
             raise ValueError(f"column {LABEL} is of kind {column.kind}; the name is reserved for the label, so choose another one")
         if len(file_name(column.name).encode()) > _LONGEST_NAME:
@@ -240,13 +253,16 @@ def _column(name: str, entry: object) -> Column:
         raise ValueError(f"{name}: kind {kind!r} is unknown; choose one of {', '.join(get_args(Kind))}")
     allowed = {"kind", "column"} | ({"transform", "boundaries", "buckets"} if kind in _NUMBERS else set())
     allowed |= {"hash_buckets", "max_ids"} if kind in _CATEGORIES else set()
-    _refuse_unknown(settings, allowed | ({"separator", "max_length"} if kind == "list" else set()), f"{name}: ")
+    allowed |= {"separator", "max_length"} if kind == "list" else {"format"} if kind == "time" else set()
+    _refuse_unknown(settings, allowed, f"{name}: ")
     for setting, least in (("hash_buckets", 2), ("max_ids", 1), ("max_length", 1), ("buckets", 2)):
         number = settings.get(setting, least)
         if type(number) is not int or not least <= number <= 1 << 31:
             raise ValueError(f"{name}: {setting} is {number!r}; it must be an integer from {least} to 2**31")
     if not isinstance(settings.get("column", ""), str):
         raise ValueError(f"{name}: column is {settings['column']!r}; write the name that the log gives it")
+    if not (isinstance(settings.get("format", "%"), str) and "%" in settings.get("format", "%")):
+        raise ValueError(f"{name}: format is {settings['format']!r}; write it as for strptime, such as %m/%d/%Y %H:%M")
     if "hash_buckets" in settings and "max_ids" in settings:
         raise ValueError(f"{name}: max_ids limits a vocabulary, which hash_buckets replaces; give only one of them")
     transform = _one_of(f"{name}: transform", settings.get("transform", "log"), Transform)
@@ -275,6 +291,12 @@ def _header(header: object) -> bool:
     if not isinstance(header, bool):
         raise ValueError(f"header is {header!r}; write true or false, without quotes")
     return header
+
+
+def _missing(texts: object) -> tuple[str, ...]:
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise ValueError(f'missing is {texts!r}; write a list of texts, such as ["NA", "NaN"]')
+    return tuple(texts)
 
 
 def _byte(separator: object, refused: str = '\r\n-"') -> str:

@@ -89,8 +89,13 @@ class Encoder:
             return _select(parsed.integers, rows)
         values, missing = _select(parsed.integers, rows), _select(parsed.integer_missing, rows)
         encoded = np.empty(values.shape, np.float32)
+        if values.dtype == np.int32:
+            lows = np.array([_low(column) for column in self.integers], np.int64)
+            matrices = Matrix(values, np.int32), Matrix(missing, np.bool_), Array(lows, np.int64), _LOGARITHMS
+            native.encode_integers(*matrices, Matrix(encoded, np.float32))
         for number, column in enumerate(self.integers):
-            encoded[number] = _encode_numbers(values[number : number + 1], missing[number : number + 1], column)
+            if column.transform != "log" or values.dtype != np.int32:
+                encoded[number] = _encode_numbers(values[number], missing[number], column)
         return encoded
 
     def singles(self, parsed: Parsed, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
@@ -118,19 +123,19 @@ def _select(columns: np.ndarray, rows: Rows) -> np.ndarray:
     return columns[:, rows] if isinstance(rows, slice) else columns.take(rows, axis=1)
 
 
+def _low(column: IntegerColumn) -> float:
+    """Return the number below which log(max(x, low) + offset) is constant; 0 for other transforms."""
+    return 2 - column.offset if column.transform == "log" else 0
+
+
 def _encode_numbers(values: np.ndarray, missing: np.ndarray, column: IntegerColumn) -> np.ndarray:
-    """Compute log(max(x, min) + offset), (x - mean) / scale or x for [1, n]: float32 [1, n], 0.0 where x is missing."""
+    """Compute (x - mean) / scale or x for [n] numbers, or log(max(x, low) + offset) for floats: float32, 0.0 where x is missing."""
     if column.transform == "none":
         return values.astype(np.float32)
     if column.mean is not None and column.scale is not None:
         standardized = np.where(missing, 0, (values - column.mean) / column.scale)
         return standardized.clip(-_LARGEST, _LARGEST).astype(np.float32)
-    low = 2 - column.offset
-    if values.dtype == np.float64:
-        return np.where(missing, 0, np.log(np.maximum(values, low) - low + 2)).astype(np.float32)
-    encoded, lows = np.empty(values.shape, np.float32), Array(np.array([low], np.int64), np.int64)
-    native.encode_integers(Matrix(values, np.int32), Matrix(missing, np.bool_), lows, _LOGARITHMS, Matrix(encoded, np.float32))
-    return encoded
+    return np.where(missing, 0, np.log(np.maximum(values, _low(column)) - _low(column) + 2)).astype(np.float32)
 
 
 RowsOf = Callable[[Parsed, int], Mapping[str, Rows]]

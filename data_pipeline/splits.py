@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 import numpy as np
@@ -49,14 +49,16 @@ class Splitting:
         named = {"val_from": self.val_from, "test_from": self.test_from}
         return {name: time for name, time in named.items() if time is not None}
 
-    def check_column(self, schema: LogSchema) -> None:
-        """Check that logs have the column by which rows are split.
+    def schema_used(self, schema: LogSchema) -> LogSchema:
+        """Return the schema with a column of times or users ignored, unless rows are split by it.
 
         Raises:
-            ValueError: the column is missing.
+            ValueError: rows are split by a column that is missing.
         """
         if self.split in ("time", "user") and not schema.of_kind(cast(Kind, self.split)):
             raise ValueError(f"--split {self.split} needs a column of kind {self.split}; name one in --schema")
+        others = {"time", "user"} - {self.split}
+        return replace(schema, columns=tuple(replace(c, kind="ignore") if c.kind in others else c for c in schema.columns))
 
     def splits_of_rows(self, log: int, starts: np.ndarray, split_keys: np.ndarray | None) -> np.ndarray:
         """Return rows' splits as indices into SPLITS, int8 [n].
@@ -68,7 +70,7 @@ class Splitting:
         """
         if self.split == "random":
             return self.drawn(log, starts)
-        assert split_keys is not None, "`check_column` has been called"
+        assert split_keys is not None, "`schema_used` has been called"
         if self.split == "user":
             return self.drawn(0, split_keys)
         assert self.val_from is not None, "times are known before rows are split by them"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from data_pipeline.atomic import finished_file
 from data_pipeline.columns import CATEGORIES, INTEGERS, LABEL
-from data_pipeline.planted import DECAY, DRAWS, PlantedModel, PlantedRows
+from data_pipeline.planted import DECAY, PlantedModel, PlantedRows
 
 _BINS = 1 << 18
 # The four hex digits of every 16-bit number, as one 32-bit word.
@@ -33,6 +33,7 @@ class SynthOptions:
         seed: of the model and of the draws.
         scale: multiplies the cardinalities of Criteo's Kaggle log.
         decay: how fast effects shrink with a value's frequency rank k: their standard deviations by (1 + k / 100)^-decay.
+        groups: how much values that occur together have in common, from 0 to 1; see `data_pipeline.planted`.
         chunk_rows: rows in memory at a time; the log does not depend on it.
 
     Raises:
@@ -44,6 +45,7 @@ class SynthOptions:
     seed: int = 0
     scale: float = 1.0
     decay: float = DECAY
+    groups: float = 0.0
     overwrite: bool = False
     chunk_rows: int = 1 << 16
 
@@ -55,6 +57,8 @@ class SynthOptions:
             raise ValueError(f"--scale is {self.scale}; it must be above 0 and at most 100")
         if not 0 <= self.decay <= 10:
             raise ValueError(f"--decay is {self.decay}; it must be between 0 and 10")
+        if not 0 <= self.groups <= 1:
+            raise ValueError(f"--groups is {self.groups}; it must be between 0 and 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,13 +111,14 @@ class Truth:
     seed: int
     scale: float
     decay: float
+    groups: float
     whole: Score
     last_tenth: Score | None
 
     def to_dict(self) -> dict[str, object]:
-        """Return the truth file's contents: seed, scale, decay, the whole log's scores, and the last tenth's under "last_tenth"."""
-        last_tenth = asdict(self.last_tenth) if self.last_tenth else None
-        return {"seed": self.seed, "scale": self.scale, "decay": self.decay} | asdict(self.whole) | {"last_tenth": last_tenth}
+        """Return the truth file's contents: what determines the log, its scores, and the last tenth's under "last_tenth"."""
+        contents = asdict(self)
+        return contents | contents.pop("whole") | {"last_tenth": contents.pop("last_tenth")}
 
 
 def truth_path(output: Path) -> Path:
@@ -123,13 +128,14 @@ def truth_path(output: Path) -> Path:
 
 
 def synth(options: SynthOptions) -> Truth:
-    """Write a log and its truth file; both depend only on rows, seed, scale and decay.
+    """Write a log and its truth file; both depend only on rows, seed, scale, decay and groups.
 
     Raises:
         ValueError: the output exists.
         OSError: it cannot be written.
     """
-    model = PlantedModel(seed=options.seed, scale=options.scale, decay=options.decay)
+    chosen: dict[str, Any] = {name: getattr(options, name) for name in ("seed", "scale", "decay", "groups")}
+    model = PlantedModel(**chosen)
     uniform = np.random.default_rng([options.seed, 0])
     whole, last_tenth = _Scorer(), _Scorer()
     test_start = options.rows - options.rows // 10
@@ -139,7 +145,7 @@ def synth(options: SynthOptions) -> Truth:
         tqdm(total=options.rows, desc="drawing", unit="row", unit_scale=True, disable=None) as bar,
     ):
         for start in range(0, options.rows, options.chunk_rows):
-            rows = model.rows(uniform.random((min(options.chunk_rows, options.rows - start), DRAWS)))
+            rows = model.rows(uniform.random((min(options.chunk_rows, options.rows - start), model.draws)))
             _write_rows(rows, file)
             whole.add(rows.label, rows.probability)
             tail = slice(max(test_start - start, 0), None)
@@ -147,7 +153,7 @@ def synth(options: SynthOptions) -> Truth:
             bar.update(len(rows.label))
     score = whole.score()
     assert score is not None  # there is at least one row
-    truth = Truth(seed=options.seed, scale=options.scale, decay=options.decay, whole=score, last_tenth=last_tenth.score())
+    truth = Truth(**chosen, whole=score, last_tenth=last_tenth.score())
     with finished_file(truth_path(options.output), overwrite=True) as work:
         work.write_text(json.dumps(truth.to_dict(), indent=2) + "\n")
     return truth

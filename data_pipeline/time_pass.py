@@ -42,7 +42,7 @@ def find_times(job: Job, schedule: Schedule) -> Splitting:
 def _record_times(job: Job, part: Part) -> PartTimes:
     record, blocks = PartRecord(last=part.last), [np.empty(0)]
     for parsed in job.blocks(part):
-        assert parsed.split_keys is not None, "`Splitting.check_column` has been called"
+        assert parsed.split_keys is not None, "`Splitting.schema_used` has been called"
         blocks.append(parsed.split_keys)
         record.add(parsed)
     times = np.sort(np.concatenate(blocks))

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from data_pipeline.hashing import TableIds, encode_keys, map_array
 from data_pipeline.manifest import REMEDY, CategoricalColumn, Manifest, Shard, check_file, check_shards, files_of
 from data_pipeline.shards import recorded_rows
+from data_pipeline.similarity import band_of
 
 _THREADS = 4
 _HASHES_KEPT = 1 << 22
@@ -30,7 +31,8 @@ _HASHES_KEPT = 1 << 22
 class Verified:
     """How much was checked, and the share of distinct validation and test rows that equal a training row in all columns.
 
-    The share is estimated from a sample if there are more than about four million rows.
+    Rows with an id of 0 don't count where it stands for rare and unseen values more often than for missing ones. The share is
+    estimated from a sample if there are more than about four million rows.
     """
 
     rows: int
@@ -119,7 +121,7 @@ def _check_contents(manifest: Manifest, folder: Path, split: str, shard: Shard) 
     sampled = np.uint64((1 << max(0, (manifest.rows.written // _HASHES_KEPT).bit_length())) - 1)
     for first_row, group in read_row_groups(path):
         where = f"{path}, rows {first_row} to {first_row + len(group)}"
-        row_hashes = np.zeros(len(group), np.uint64)
+        row_hashes, comparable = np.zeros(len(group), np.uint64), np.ones(len(group), np.bool_)
         for label in manifest.labels:
             values = group.column(label.name).to_numpy()
             positives[label.name] += int(values.sum())
@@ -145,10 +147,12 @@ def _check_contents(manifest: Manifest, folder: Path, split: str, shard: Shard) 
                 lengths = np.diff(group.column(column.name).combine_chunks().offsets.to_numpy())
             id_counts[column.name] += len(ids)
             zeros[column.name] += int(np.count_nonzero(ids == 0))
+            if column.is_list or sum(column.rows_at_zero.values()) > 2 * column.missing:
+                comparable[np.repeat(np.arange(len(group)), 1 if lengths is None else lengths)[ids == 0]] = False
             if len(ids) and not 0 <= ids.min() <= ids.max() < column.num_embeddings:
                 raise ValueError(f"{where}: {column.name} holds ids that are not in 0..{column.num_embeddings - 1}; {REMEDY}")
             row_hashes = _mix(row_hashes, ids if lengths is None else _hash_lists(ids, lengths))
-        hashes.append(np.unique(row_hashes[row_hashes & sampled == 0]))
+        hashes.append(np.unique(row_hashes[comparable & (row_hashes & sampled == 0)]))
     return _Contents(
         ids=id_counts, zeros=zeros, positives=positives, weight=weight, hashes=np.concatenate([np.empty(0, np.uint64), *hashes])
     )
@@ -211,7 +215,7 @@ def _check_sums(manifest: Manifest, folder: Path, by_split: Mapping[str, Sequenc
 
 
 def check_vocabulary(column: CategoricalColumn, folder: Path, *, train_ids: int | None) -> None:
-    """Check that a column's vocabulary lists its ids' values by falling count, and that its table gives the same ids.
+    """Check that a vocabulary lists its ids' values by falling count, if only from band to band, and its table gives these ids.
 
     Args:
         train_ids: how many ids other than 0 training rows hold; None if the vocabulary is another data set's.
@@ -226,6 +230,8 @@ def check_vocabulary(column: CategoricalColumn, folder: Path, *, train_ids: int 
     path = check_file(column.vocabulary, folder, contents=True)
     rows, total, table = 0, 0, None
     last = (np.iinfo(np.int64).max, -1)  # the count and value of the previous id
+    least_of_bands: dict[int, int] = {}  # counts, if ids are in order of similarity within bands
+    end_of_bands = min((*column.grown, column.num_embeddings)) - 1 if column.order == "similarity" else 0
     for rows, group in read_row_groups(path):
         if group.schema.names != ["value", "count"] or not pa.types.is_unsigned_integer(group.schema.types[0]):
             raise _differs(folder, f"{path.name} is not a vocabulary of values and counts")
@@ -234,11 +240,14 @@ def check_vocabulary(column: CategoricalColumn, folder: Path, *, train_ids: int 
             break
         if table is None and column.table:
             table = _open_table(column, folder, values.dtype)
+        in_bands = min(max(end_of_bands - rows, 0), len(values))
         restarts = np.isin(np.arange(rows, rows + len(values)), np.array(column.grown) - 1)
+        restarts[:in_bands] = True
         falling = (counts[1:] < counts[:-1]) | ((counts[1:] == counts[:-1]) & (values[1:] > values[:-1]))
         falling |= restarts[1:]
         follows_last = restarts[0] or counts[0] < last[0] or (counts[0] == last[0] and values[0] > last[1])
-        if not (falling.all() and follows_last) or counts.min() < column.min_count:
+        falls = falling.all() and follows_last and _falls_by_band(counts[:in_bands], rows, least_of_bands)
+        if not falls or counts.min() < column.min_count:
             raise _differs(folder, f"{path.name}, from id {rows + 1} on, doesn't list values by falling counts")
         last = (int(counts[-1]), int(values[-1]))
         total += int(counts.sum())
@@ -251,6 +260,17 @@ def check_vocabulary(column: CategoricalColumn, folder: Path, *, train_ids: int 
         raise _differs(folder, f"{column.name} has {column.num_embeddings} embeddings, but its vocabulary has {rows} values")
     if train_ids not in (None, total):
         raise _differs(folder, f"training rows hold {train_ids} ids of {column.name}, but its vocabulary counts {total}")
+
+
+def _falls_by_band(counts: np.ndarray, first: int, least: dict[int, int]) -> bool:
+    """Whether no count, from position `first` on, exceeds one of the band before; updates each band's least count."""
+    bands = band_of(np.arange(first, first + len(counts)))
+    for band in np.unique(bands).tolist():
+        of_band = counts[bands == band]
+        if of_band.max() > least.get(band - 1, of_band.max()):
+            return False
+        least[band] = min(int(of_band.min()), least.get(band, int(of_band.min())))
+    return True
 
 
 def _open_table(column: CategoricalColumn, folder: Path, dtype: np.dtype) -> TableIds:

@@ -4,6 +4,8 @@
     .data.partial/times/            before pass 1, if splits go by time
     .data.partial/counts/           pass 1: each part's runs of values and statistics, and merged runs
     .data.partial/tables/           records of merged runs and of vocabularies
+    .data.partial/ranked/           with an order of similarity: the vocabularies in order of frequency
+    .data.partial/samples/          and the sampled rows of parts
     .data.partial/shards/           pass 2: records of the shards written for each part
     .data.partial/data/             the data set itself, renamed to its final path or uploaded to its URL at the end
 
@@ -37,7 +39,7 @@ from data_pipeline.storage import Destination
 
 Record = TypeVar("Record")
 Tell = Callable[[str], None]
-FOLDERS = ("times", "counts", "tables", "shards", "data")
+FOLDERS = ("times", "counts", "tables", "ranked/vocabulary", "samples", "shards", "data")
 
 
 class WorkFolder:
@@ -50,6 +52,11 @@ class WorkFolder:
     def data(self) -> Path:
         """Folder of the unfinished data set."""
         return self.path / "data"
+
+    @property
+    def ranked(self) -> Path:
+        """Folder of vocabularies in order of frequency, if those of the data set are in another order."""
+        return self.path / "ranked"
 
     def remove_unfinished(self) -> None:
         """Remove temporary files of processes that died."""

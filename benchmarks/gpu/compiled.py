@@ -118,10 +118,11 @@ class Compiled:
     @cached_property
     def instructions(self) -> Counter[str]:
         """How often each instruction occurs in the code, without the padding after its end."""
-        return Counter(name.split(".")[0] for name in self._names)
+        return Counter(name.split(".")[0] for name in self.names)
 
     @cached_property
-    def _names(self) -> list[str]:
+    def names(self) -> list[str]:
+        """All instructions, in the order of the code."""
         names = _INSTRUCTION.findall(self.sass)
         last = max(index for index, name in enumerate(names) if name.startswith("EXIT"))
         beyond = [index for index, name in enumerate(names) if index > last and not name.startswith(("NOP", "BRA"))]
@@ -130,7 +131,7 @@ class Compiled:
     @cached_property
     def work(self) -> WarpWork:
         """All code, once."""
-        return WarpWork.of(self._names)
+        return WarpWork.of(self.names)
 
     @property
     def kinds(self) -> dict[str, int]:
@@ -147,10 +148,10 @@ class Compiled:
                 labels[label[1]] = at
             elif _INSTRUCTION.match(line):
                 target = _TARGET.search(line)
-                if target and target[1] in labels and at < len(self._names):  # a jump to itself ends the code
+                if target and target[1] in labels and at < len(self.names):  # a jump to itself ends the code
                     spans.append(range(labels[target[1]], at + 1))
                 at += 1
-        names = [name.split(".")[0] for name in self._names]
+        names = [name.split(".")[0] for name in self.names]
         loops = []
         for span in sorted(spans, key=lambda span: span.start):
             products = sum(1 + (names[index] == "FFMA2") for index in span if names[index] in KINDS["multiply-add"])
@@ -158,7 +159,7 @@ class Compiled:
                 around = min(
                     (other for other in spans if span.start in other and other != span), key=len, default=range(len(names))
                 )
-                body, whole = (WarpWork.of(self._names[each.start : each.stop]) for each in (span, around))
+                body, whole = (WarpWork.of(self.names[each.start : each.stop]) for each in (span, around))
                 loops.append(Loop(products=products, body=body, around=whole))
         return loops
 

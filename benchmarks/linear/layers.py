@@ -144,7 +144,7 @@ def tt_matrix(stored: Mapping[str, Tensor], shape: cr.TTShape) -> Tensor:
     """Contract the matrix of a TT layer by definition: G_1 diag(D_1) G_2 ... G_d, from `core_k` and `rank_k`; differentiable."""
     matrix_mnr = stored["core_0"][0]
     for k in range(1, shape.order):
-        product = torch.einsum("mnr,r,rabs->manbs", matrix_mnr, stored[f"rank_{k}"], stored[f"core_{k}"])
+        product = torch.einsum("mnr,r,rabs->manbs", matrix_mnr, stored[f"rank_{k}"].flatten(), stored[f"core_{k}"])
         matrix_mnr = product.flatten(2, 3).flatten(0, 1)
     return matrix_mnr[..., 0]
 

@@ -31,7 +31,7 @@ def chain_rows(cores: Sequence[Tensor], ids: Tensor) -> Tensor:
 def rows_of(bag: cr.TTEmbeddingBag, ids: Tensor) -> Tensor:
     """Look up rows [L, N] of a table by definition, G_1 diag(D_1) G_2 ...; differentiable in its parameters."""
     first, *others = (core.transpose(0, 1) for core in bag.cores())
-    scaled = [rank[:, None, None] * core for rank, core in zip(bag.rank_parameters(), others, strict=True)]
+    scaled = [rank[:, :, None] * core for rank, core in zip(bag.rank_parameters(), others, strict=True)]
     return chain_rows([first, *scaled], ids)[:, : bag.embedding_dim]
 
 

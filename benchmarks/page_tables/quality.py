@@ -7,15 +7,16 @@ from collections.abc import Callable
 from itertools import product
 from operator import itemgetter
 from statistics import mean
-from typing import Any
+from typing import Any, get_args
 
 from benchmarks.harness.rows import Row, select
 from benchmarks.harness.trainings import SEEDS
 from benchmarks.page_tables.rows import EPYC_AVX2, EPYC_AVX512, XEON, committed, markdown, source, spread
-from benchmarks.quality.data_sets import DECAYS
+from benchmarks.quality.data_sets import LOGS
 from benchmarks.quality.embeddings import SPLITS
 from benchmarks.quality.runs import VARIED, chosen
 from benchmarks.quality.storage import DTYPES
+from data_pipeline.manifest import Order
 
 METRICS: dict[str, Callable[[Row], float]] = {
     "ne": lambda row: row.p50,
@@ -133,9 +134,32 @@ def quality_of_splits() -> str:
     return markdown(header, lines) + "".join(sources)
 
 
+def quality_of_orders() -> str:
+    """NE and AUC of TT tables whose ids are numbered by frequency and by similarity, beside dense tables."""
+    by_order = {order: chosen(_committed(), order=order) for order in get_args(Order)}
+    names = DATA_SETS | {"synth-groups": "a million synthetic Criteo rows whose values have groups"}
+    lines = []
+    for data in dict.fromkeys(row.shapes["data"] for row in by_order["similarity"]):
+        dense = select(by_order["frequency"], data=data, provider="dense") or select(
+            by_order["similarity"], data=data, provider="dense"
+        )
+        lines.append([f"{names[data]}; dense {_ne_and_auc(dense)}", "", "", "", ""])
+        for method in ("TT fixed", "TT + rows"):
+            for order, rows in by_order.items():
+                runs = [select(rows, data=data, provider=method, compression=size) for size in (10, 50, 100, 500)]
+                if any(runs):
+                    lines.append([f"{NAMES[method]}, by {order}", *map(_ne_and_auc, runs)])
+    command = "quality --data DATA --only order=similarity --only method=TT*"
+    return markdown(["NE, AUC", "10x", "50x", "100x", "500x"], lines) + _sources() + source(EPYC_AVX512, "quality", command)
+
+
+def _ne_and_auc(runs: list[Row]) -> str:
+    return f"{mean(map(METRICS['ne'], runs)):.4f}, {mean(map(METRICS['auc'], runs)):.4f}" if len(runs) == SEEDS else ""
+
+
 def quality_of_decays() -> str:
     """NE at 100x on logs whose rare values have large, smaller and small effects."""
-    decays = dict(sorted(DECAYS.items(), key=itemgetter(1)))
+    decays = dict(sorted(((data, log["decay"]) for data, log in LOGS.items() if "decay" in log), key=itemgetter(1)))
     runs = [row for row in chosen(_committed()) if row.shapes["data"] in decays]
     runs = [row for row in runs if row.provider == "dense" or row.shapes["compression"] == 100]
     lines = []

@@ -3,7 +3,8 @@
 R rows, F categorical fields, I integer columns.
 
     synth   `comera synth` and `comera preprocess`: Criteo's format, a planted signal, chronological splits. In synth-even, effects
-            of rare values are as large as those of frequent ones; in synth-steep, they shrink twice as fast as in synth.
+            of rare values are as large as those of frequent ones; in synth-steep, they shrink twice as fast as in synth; in
+            synth-groups, values that occur together have effects in common.
     ml1m    implicit feedback in a folder with train.txt and test.txt, one line per user: the user's id, then the items' ids. A
             random tenth of the training pairs is for validation. Each positive pair gets one negative: the same user with an item
             drawn uniformly from those that the user never had in any split (as in He et al., Neural Collaborative Filtering,
@@ -11,29 +12,38 @@ R rows, F categorical fields, I integer columns.
     others  implicit feedback in a file, one line "user item" per interaction, each user's in chronological order: a user's last
             interaction is for testing and the one before it for validation, if there are at least three; negatives as above.
 
-Ids are ordered by frequency in the training split, 0 being the most frequent, much as `comera preprocess` orders them.
+Ids are ordered by frequency in the training split, 0 being the most frequent, or by similarity, both as `comera preprocess` orders
+them (in synthetic logs, 0 is missing).
 """
 
 from __future__ import annotations
 
+import math
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from comera_rec.data import ParquetBatches
-from data_pipeline.manifest import read_manifest
+from data_pipeline.manifest import Order, read_manifest
 from data_pipeline.planted import DECAY
 from data_pipeline.preprocess import PreprocessOptions, preprocess
+from data_pipeline.similarity import cooccurrence_vectors, similarity_order
 from data_pipeline.synth import SynthOptions, synth
 
-DECAYS = {"synth": DECAY, "synth-even": 0.0, "synth-steep": 2 * DECAY}
-"""How fast the effects of values shrink with their rarity in each of the synthetic logs."""
+LOGS: dict[str, dict[str, Any]] = {
+    "synth": {"decay": DECAY},
+    "synth-even": {"decay": 0.0},
+    "synth-steep": {"decay": 2 * DECAY},
+    "synth-groups": {"groups": 0.5},
+}
+"""What distinguishes the synthetic logs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +91,12 @@ class DataSet(ABC):
 class Synth(DataSet):
     """Criteo-format logs with a planted signal, whose effects shrink with a value's frequency rank as `DECAYS` says."""
 
-    def __init__(self, name: str, rows: int, scale: float) -> None:
+    def __init__(self, name: str, rows: int, scale: float, order: Order = "frequency") -> None:
         self.name = name
         with tempfile.TemporaryDirectory() as folder:
             log, data = Path(folder) / "train.txt", Path(folder) / "data"
-            synth(SynthOptions(rows=rows, output=log, seed=1, scale=scale, decay=DECAYS[name]))
-            preprocess(PreprocessOptions(inputs=(log,), output=data))
+            synth(SynthOptions(rows=rows, output=log, seed=1, scale=scale, **LOGS[name]))
+            preprocess(PreprocessOptions(inputs=(log,), output=data, order=order))
             sizes = [column.num_embeddings for column in read_manifest(data).categorical_columns]
             train, self.val, self.test = (_read_split(data, split) for split in ("train", "val", "test"))
         self._train = train
@@ -113,18 +123,21 @@ class ImplicitFeedback(DataSet):
     Args:
         name: name of the data set.
         train, val, test: (user, item) pairs [pairs, 2].
+        order: of ids.
     """
 
-    def __init__(self, name: str, train: np.ndarray, val: np.ndarray, test: np.ndarray) -> None:
+    def __init__(self, name: str, train: np.ndarray, val: np.ndarray, test: np.ndarray, order: Order = "frequency") -> None:
         self.name = name
         pairs = np.concatenate([train, val, test])
         sizes = pairs.max(0) + 1
         for field in (0, 1):  # number ids by descending frequency in training
-            order = np.argsort(-np.bincount(train[:, field], minlength=sizes[field]), kind="stable")
-            place = np.empty_like(order)
-            place[order] = np.arange(len(order))
-            for split in (train, val, test):
-                split[:, field] = place[split[:, field]]
+            frequent = np.argsort(-np.bincount(train[:, field], minlength=sizes[field]), kind="stable")
+            _renumber(frequent, field, train, val, test)
+        if order == "similarity":
+            values = (train + np.array([0, sizes[0]])).astype(np.int32).ravel()
+            vectors = cooccurrence_vectors(values, np.arange(0, len(values) + 1, 2, dtype=np.int32), int(sizes.sum()))
+            for field, of_field in enumerate(np.split(vectors, sizes[:1])):
+                _renumber(similarity_order(of_field, math.isqrt(len(of_field)) + 1), field, train, val, test)
         self._items = int(sizes[1])
         self._known = torch.from_numpy(np.concatenate([train, val, test]) @ np.array([self._items, 1])).unique()
         self._train = torch.from_numpy(train)
@@ -134,20 +147,20 @@ class ImplicitFeedback(DataSet):
         self.test = self._with_negatives(torch.from_numpy(test), generator)
 
     @classmethod
-    def read(cls, path: Path) -> ImplicitFeedback:
+    def read(cls, path: Path, order: Order = "frequency") -> ImplicitFeedback:
         """Read a folder with train.txt and test.txt, or a file of interactions; see the module's docstring.
 
         Raises:
             ValueError: for a folder that lacks one of the files.
         """
         if path.is_file():
-            return cls(path.stem, *_split_in_time(np.loadtxt(path, dtype=np.int64, ndmin=2)))
+            return cls(path.stem, *_split_in_time(np.loadtxt(path, dtype=np.int64, ndmin=2)), order)
         for name in ("train.txt", "test.txt"):
             if not (path / name).is_file():
                 raise ValueError(f"{path} has no {name}: give a folder with train.txt and test.txt, one line of ids per user")
         shuffled = np.random.default_rng(0).permutation(_read_pairs(path / "train.txt"))
         held_out = len(shuffled) // 10
-        return cls("ml1m", shuffled[held_out:], shuffled[:held_out], _read_pairs(path / "test.txt"))
+        return cls("ml1m", shuffled[held_out:], shuffled[:held_out], _read_pairs(path / "test.txt"), order)
 
     def training_rows(self, generator: torch.Generator) -> Rows:
         """See the base class."""
@@ -166,6 +179,14 @@ class ImplicitFeedback(DataSet):
         keys = users * self._items + items
         place = torch.searchsorted(self._known, keys).clamp_max(len(self._known) - 1)
         return self._known[place] == keys
+
+
+def _renumber(order: np.ndarray, field: int, *splits: np.ndarray) -> None:
+    """Give the ids of a field, listed in their new order, the numbers from 0 on."""
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    for split in splits:
+        split[:, field] = place[split[:, field]]
 
 
 def _split_in_time(pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -5,25 +5,27 @@ with large tables in every form of `embeddings.py` and `models.py`, at 10 to 500
 steps, optimizer (Adam, all rates falling to zero over the second half of the steps), and the rest of the model are the same for
 all. Every method tries every learning rate of its tables at every size with seed 0; the other seeds use the rate with the best NE
 on the validation split. On data sets that every method overfits (`Task.evaluations`), the state with the best validation NE is
-kept. Each run yields one row: NE on the test split; validation NE, AUC, logloss and bytes are in `counted`. `--only dtype=int8` or
-`dtype=bfloat16` stores tables in that type, with four or two numbers in the bytes of a float32 one (`storage.py`).
+kept. `--only order=similarity` numbers ids by similarity (`data_pipeline.similarity`) instead of frequency. Each run yields one
+row: NE on the test split; validation NE, AUC, logloss and bytes are in `counted`. `--only dtype=int8` or `dtype=bfloat16` stores
+tables in that type, with four or two numbers in the bytes of a float32 one (`storage.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast, get_args
 
 from benchmarks.harness.measure import Settings
 from benchmarks.harness.rows import Row
 from benchmarks.harness.trainings import Trained, at_best_rate, train_all
-from benchmarks.quality.data_sets import DECAYS, ImplicitFeedback, Synth
+from benchmarks.quality.data_sets import LOGS, ImplicitFeedback, Synth
 from benchmarks.quality.embeddings import PER_TABLE, SPLITS
 from benchmarks.quality.models import RATES, Task, train
 from benchmarks.quality.storage import DTYPES
 from benchmarks.quality.storage import METHODS as STORED_METHODS
 from benchmarks.quality.tables import STD, DoesNotFit
+from data_pipeline.manifest import Order
 
 BUDGETS = (10, 50, 100, 200, 500)
 TT_METHODS = ("TT + rows", "TT + rows adaptive", "TT fixed", "TT adaptive", "TT SVD")
@@ -37,22 +39,22 @@ EVALUATIONS = {"video": 15}
 """Data sets that every method overfits -> how often the validation split is evaluated to keep the best state."""
 EARLY_RATES = (0.0003, 0.001, *RATES)
 """Rates tried first on these: low and high ones may each be better than those between them."""
-VARIED = {*DECAYS} - {"synth"}
+VARIED = {*LOGS} - {"synth"}
 """Variants of the logs, at one size only, which have a table of their own."""
 
 
 def tasks(settings: Settings) -> list[Task]:
     """The tasks: synthetic logs always, implicit feedback if `--data` names it."""
-    selected, wanted = [], settings.only.get("data")
-    if wanted is None or wanted in DECAYS:
+    selected, wanted, order = [], settings.only.get("data"), _order(settings)
+    if wanted is None or wanted in LOGS:
         name = wanted or "synth"
         if settings.quick:
-            selected = [Task(data=Synth(name, 20_000, 0.02), dim=8, batch=128, steps=20, rates=RATES[:1])]
+            selected = [Task(data=Synth(name, 20_000, 0.02, order), dim=8, batch=128, steps=20, rates=RATES[:1])]
         else:
             # The first rate was the worst for every method at 10x and 50x.
-            selected = [Task(data=Synth(name, 1_000_000, 1.0), dim=16, batch=2048, steps=390, rates=RATES[1:])]
-    if settings.data and wanted not in DECAYS:
-        feedback = ImplicitFeedback.read(settings.data)
+            selected = [Task(data=Synth(name, 1_000_000, 1.0, order), dim=16, batch=2048, steps=390, rates=RATES[1:])]
+    if settings.data and wanted not in LOGS:
+        feedback = ImplicitFeedback.read(settings.data, order)
         epoch = 2 * int(feedback.counts[0].sum()) // 2048
         rates = EARLY_RATES if feedback.name in EVALUATIONS else RATES
         selected.append(
@@ -81,6 +83,13 @@ def run(settings: Settings) -> Iterator[list[Row]]:
         yield from train_all("quality", _cases(task, settings), measured, settings, rows, dtype=dtype, more_rates=more_rates)
 
 
+def _order(settings: Settings) -> Order:
+    order = settings.only.get("order", "frequency")
+    if order not in get_args(Order):
+        raise ValueError(f"order is {order}: choose one of {', '.join(get_args(Order))}")
+    return cast(Order, order)
+
+
 def _measured(task: Task, dtype: str, shapes: dict[str, Any], seed: int) -> Trained | None:
     try:
         counted = train(task, shapes["method"], shapes["compression"], shapes["lr"], seed, dtype)
@@ -96,13 +105,15 @@ def _cases(task: Task, settings: Settings) -> list[tuple[dict[str, Any], Sequenc
         methods = (*methods, *SPLITS)
     budgets = BUDGETS[:1] if settings.quick else BUDGETS
     cases = [(method, size) for size in budgets for method in methods if method != "dense" or size == BUDGETS[0]]
-    sizes = {"steps": task.steps, "dim": task.dim, "batch": task.batch}
+    sizes: dict[str, Any] = {"steps": task.steps, "dim": task.dim, "batch": task.batch}
+    if _order(settings) != "frequency":
+        sizes["order"] = _order(settings)
     return [({"data": task.data.name, "method": method, "compression": size, **sizes}, task.rates) for method, size in cases]
 
 
-def chosen(rows: Sequence[Row], dtype: str = "float32") -> list[Row]:
-    """The runs of usual length and this table type, at the rate that each method chose for each size."""
-    rows = [row for row in rows if row.dtype == dtype]
+def chosen(rows: Sequence[Row], dtype: str = "float32", order: Order = "frequency") -> list[Row]:
+    """The runs of usual length, this table type and this order, at the rate that each method chose for each size."""
+    rows = [row for row in rows if row.dtype == dtype and row.shapes.get("order", "frequency") == order]
     usual: dict[str, int] = {}
     for row in rows:
         data, steps = row.shapes["data"], row.shapes["steps"]

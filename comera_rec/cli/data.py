@@ -15,7 +15,7 @@ from comera_rec.cli.types import Bytes, Location, Time
 from data_pipeline.describe import describe as describe_data_set
 from data_pipeline.describe import to_text, write_html
 from data_pipeline.lookup import find_id, find_text
-from data_pipeline.manifest import SPLITS, CategoricalColumn, Manifest, read_manifest
+from data_pipeline.manifest import SPLITS, CategoricalColumn, Manifest, Order, read_manifest
 from data_pipeline.npy import export_npy
 from data_pipeline.options import PreprocessOptions, format_bytes
 from data_pipeline.planted import DECAY
@@ -44,8 +44,9 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 )
 @click.option("--scale", default=1.0, show_default=True, help="Factor on the cardinalities of the Kaggle log.")
 @click.option("--decay", default=DECAY, show_default=True, help="How fast effects shrink with a value's rarity; with 0 they don't.")
+@click.option("--groups", default=0.0, show_default=True, help="How much values that occur together have in common, from 0 to 1.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing log.")
-def synth(rows: int, output: Path, seed: int, scale: float, decay: float, overwrite: bool) -> None:
+def synth(rows: int, output: Path, **chosen: Any) -> None:
     """Write logs in Criteo's format from a planted model, and the best reachable scores beside them.
 
     Values are distributed like those of the Kaggle log. Labels are drawn from main effects and pairs of hidden vectors. The scores
@@ -56,7 +57,7 @@ def synth(rows: int, output: Path, seed: int, scale: float, decay: float, overwr
       comera synth --rows 500000 --scale 0.05 --output raw/train.txt
     """
     start = time.perf_counter()
-    truth = write_log(SynthOptions(rows=rows, output=output, seed=seed, scale=scale, decay=decay, overwrite=overwrite))
+    truth = write_log(SynthOptions(rows=rows, output=output, **chosen))
     seconds = time.perf_counter() - start
     for name, score in (("all rows", truth.whole), ("last tenth", truth.last_tenth)):
         if score and score.best_auc and score.best_ne:
@@ -124,6 +125,13 @@ def _inputs(first: tuple[str, ...], more: tuple[str, ...]) -> tuple[Source, ...]
     metavar="N|COLUMN=N",
     help="Training rows in which a category value must occur to get an id; rarer values are 0. Repeatable.  [default: 2]",
 )
+@click.option(
+    "--order",
+    type=click.Choice(get_args(Order)),
+    default="frequency",
+    show_default=True,
+    help="Number values by frequency, or such that values which occur with the same others are neighbors, in bands of frequency.",
+)
 @click.option("--hash-buckets", type=int, metavar="N", help="Give ids 1..N-1 by hash, without vocabularies.")
 @click.option(
     "--split",
@@ -140,7 +148,7 @@ def _inputs(first: tuple[str, ...], more: tuple[str, ...]) -> tuple[Source, ...]
 def preprocess(first_inputs: tuple[str, ...], more_inputs: tuple[str, ...], schema: Path | None, **chosen: Any) -> None:
     """Turn logs into Parquet shards and manifest.json: Criteo's, with or without label, or others by --schema.
 
-    Logs are text, CSV, JSON lines or Parquet; text may be gzip or zstd.
+    Logs are text, CSV, JSON lines or Parquet; text may be compressed by gzip, bzip2, xz or zstd.
 
     Ids are ordered by frequency in the training split, with 0 for missing and rare values; counts become log(x + offset), with 0.0
     for missing ones. An interrupted run resumes when the same command is given again.

@@ -9,6 +9,7 @@ from typing import Any
 import click
 import torch
 
+from comera_rec.cli.training_run import load_reachable_config
 from comera_rec.cli.types import Bytes
 from comera_rec.convert import TTEmbeddingConfig, compress_state, compression_report, export_dense, read_state, row_importance
 from comera_rec.data import ParquetBatches
@@ -16,7 +17,7 @@ from comera_rec.ops.served_bags import DTYPES
 from comera_rec.serving.export import FORMS, PACKAGE, ExportOptions, export_run
 from comera_rec.serving.triton import export_repository
 from comera_rec.training.compress import compress_run
-from comera_rec.training.config import load_config, parse_overrides
+from comera_rec.training.config import parse_overrides
 from comera_rec.training.evaluation import evaluate as evaluate_model
 from comera_rec.training.model import Schema
 from comera_rec.training.runs import load_run
@@ -82,7 +83,7 @@ def compress(
         return
     assert run is not None
     assert config_path is not None
-    trainer = compress_run(run, load_config(config_path, (*overrides, f"output={output}")))
+    trainer = compress_run(run, load_reachable_config(config_path, (*overrides, f"output={output}")))
     sizes = compression_report(trainer.model)
     click.echo(f"wrote {output}: {sizes.total('params'):,} parameters ({sizes.ratio:.1f}x smaller than dense)")
 
@@ -126,7 +127,8 @@ def export(run: Path, output: Path | None, triton: Path | None, **options: Any) 
     MODEL.pt2 is compiled by AOTInductor: it runs in Python, C++ and Triton Inference Server, takes dense [B, I] float32, values [V]
     int64 column by column and lengths [F * B] int64, and returns probabilities [B]. The form `portable` needs only torch.
     DIR/model.pt is the state dict of the dense model, such as TorchRec's DLRM over an EmbeddingBagCollection; DIR/model.json has
-    its tables and layer sizes.
+    its tables and layer sizes. Keys of model.pt have tables' names
+    percent-encoded where torch refuses them: `a.b` is `a%2Eb`.
 
     \b
     Example:

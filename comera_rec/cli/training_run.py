@@ -7,16 +7,33 @@ from collections.abc import Sequence
 import click
 import torch.distributed as dist
 
-from comera_rec.distributed import leave
+from comera_rec.distributed import launcher_number, leave
 from comera_rec.report import write_report
-from comera_rec.training.config import load_config
+from comera_rec.training.config import RunConfig, load_config
+from comera_rec.training.model import Schema, with_reachable_compression
 from comera_rec.training.stopping import Interrupted
 from comera_rec.training.trainer import Diverged, Trainer
+from data_pipeline.manifest import read_manifest
+
+
+def load_reachable_config(path: str | None, overrides: Sequence[str]) -> RunConfig:
+    """Read a run's config, with the file's `tables.compression` lowered, and a line about it, if its tables can't reach that."""
+    config = load_config(path, overrides)
+    if any(override.startswith("tables.compression=") for override in overrides):
+        return config
+    reachable = with_reachable_compression(config, Schema.from_manifest(read_manifest(config.data.path)))
+    if reachable != config and launcher_number("RANK", 0) == 0:
+        click.echo(
+            f"comera: the tables of {config.data.path} are too small for compression {config.tables.compression:g}; "
+            f"they use {reachable.tables.compression:g}, the most that TT rank 1 reaches",
+            err=True,
+        )
+    return reachable
 
 
 def train(context: click.Context, config_path: str | None, overrides: Sequence[str]) -> None:
     """Train, write the report, and print the result on the first process; exit with a status if training stops early."""
-    config = load_config(config_path, overrides)
+    config = load_reachable_config(config_path, overrides)
     trainer = Trainer(config)
     is_first = trainer.processes.is_first  # after leaving the group, every process is alone
     try:

@@ -82,31 +82,41 @@ class TTEmbeddingConfig:
         Raises:
             ValueError: if not even rank 1 reaches the compression.
         """
-        kept = {*dense, *self.dense_tables}
-        large = [table for table in tables if table.num_embeddings >= self.min_rows and table.name not in kept]
-        budget: float | None = None
-        total = small = 0
-        if self.compression is not None and large:
-            total = sum(table.num_embeddings * table.embedding_dim for table in tables)
-            small = total - sum(table.num_embeddings * table.embedding_dim for table in large)
-            budget = total / self.compression - small
-        shares: Sequence[float] = (0,) if self.hot_rows == "auto" else (self.hot_rows,)
-        if self.hot_rows == "auto" and budget is not None:
-            shares = AUTO_SHARES
+        large, total, small = self._large_tables(tables, dense)
+        budget = total / self.compression - small if self.compression is not None and large else None
+        shares = AUTO_SHARES if self.hot_rows == "auto" and budget is not None else (self._least_share,)
         for share in shares:
             hot, shapes = self._sizes(large, budget, share)
             if shapes is not None:
                 sizes = {table.name: size for table, *size in zip(large, shapes, hot, strict=True)}
                 kinds = [TTEmbeddingCollectionConfig if isinstance(t, EmbeddingConfig) else TTEmbeddingBagConfig for t in tables]
                 return [kind.from_dense(t, *sizes.get(t.name, (None,))) for kind, t in zip(kinds, tables, strict=True)]
-        least = min(self._params(large, 1, order) for order in ((self.order,) if self.order else (2, 3, 4)))
-        most = math.floor(10 * total / (small + least / (1 - shares[-1]))) / 10
         raise ValueError(
             f"compression {self.compression} can't be reached: the tables that stay dense (below {self.min_rows} rows"
             f"{', in dense_tables' if self.dense_tables else ''}{', or with a shared weight' if dense else ''}) and "
             f"the others at rank 1{f' beside hot_rows {self.hot_rows}' if shares[-1] else ''} are larger than that; lower "
-            f"min_rows, or lower compression to {most:g}"
+            f"min_rows, or lower compression to {self.most_compression(tables, dense=dense):g}"
         )
+
+    def most_compression(self, tables: Sequence[Any], *, dense: Collection[str] = ()) -> float:
+        """Return the largest compression that `table_configs` can reach, rounded down to tenths; infinity without TT tables."""
+        large, total, small = self._large_tables(tables, dense)
+        if not large:
+            return math.inf
+        least = min(self._params(large, 1, order) for order in ((self.order,) if self.order else (2, 3, 4)))
+        return math.floor(10 * total / (small + least / (1 - self._least_share))) / 10
+
+    @property
+    def _least_share(self) -> float:
+        """The least share of hot rows that the config allows."""
+        return 0 if self.hot_rows == "auto" else self.hot_rows
+
+    def _large_tables(self, tables: Sequence[Any], dense: Collection[str]) -> tuple[list[Any], int, int]:
+        """Return the tables that become TT tables, the dense parameters of all tables, and those of the others."""
+        kept = {*dense, *self.dense_tables}
+        large = [table for table in tables if table.num_embeddings >= self.min_rows and table.name not in kept]
+        total, in_large = (sum(table.num_embeddings * table.embedding_dim for table in part) for part in (tables, large))
+        return large, total, total - in_large
 
     def _sizes(
         self, tables: Sequence[BaseEmbeddingConfig], budget: float | None, share: float

@@ -41,14 +41,9 @@ COMERA_INLINE void rearrange_columns(const Half& half, int rank, float* mixed, f
 
 template <bool kToProduct>
 void rearrange(const Half& half, int rank, float* mixed, float* product) {
-  switch (half.outer_n * 16 + half.inner_n) {
-    case 2 * 16 + 2: return rearrange_columns<kToProduct, 2, 2>(half, rank, mixed, product);
-    case 2 * 16 + 4: return rearrange_columns<kToProduct, 2, 4>(half, rank, mixed, product);
-    case 4 * 16 + 2: return rearrange_columns<kToProduct, 4, 2>(half, rank, mixed, product);
-    case 4 * 16 + 4: return rearrange_columns<kToProduct, 4, 4>(half, rank, mixed, product);
-    case 8 * 16 + 4: return rearrange_columns<kToProduct, 8, 4>(half, rank, mixed, product);
-    default: return rearrange_columns<kToProduct, 0, 0>(half, rank, mixed, product);
-  }
+  with_sizes<2, 2, 2, 4, 4, 2, 4, 4, 8, 4>(half.outer_n, half.inner_n, [&]<int O, int I>() {
+    rearrange_columns<kToProduct, O, I>(half, rank, mixed, product);
+  });
 }
 
 // Forms the products of a half one by one; consecutive ones with the same outer slice are cheaper.

@@ -331,31 +331,18 @@ void scaled_rows(const Core& core, const float* diagonal, int64_t rows, float* o
   scale_rows(out, diagonal, rows, core.size);
 }
 
-// Common sizes are known to the compiler, which can then keep a row in registers.
-#define COMERA_BY_SIZE(function, ...)                                               \
-  do {                                                                              \
-    switch (table.n1 * 64 + table.n2) {                                             \
-      case 4 * 64 + 4: return function<4, 4>(__VA_ARGS__);                          \
-      case 4 * 64 + 8: return function<4, 8>(__VA_ARGS__);                          \
-      case 8 * 64 + 4: return function<8, 4>(__VA_ARGS__);                          \
-      case 8 * 64 + 8: return function<8, 8>(__VA_ARGS__);                          \
-      case 8 * 64 + 16: return function<8, 16>(__VA_ARGS__);                        \
-      case 16 * 64 + 4: return function<16, 4>(__VA_ARGS__);                        \
-      case 16 * 64 + 8: return function<16, 8>(__VA_ARGS__);                        \
-      case 16 * 64 + 16: return function<16, 16>(__VA_ARGS__);                      \
-      default: return function<0, 0>(__VA_ARGS__);                                  \
-    }                                                                               \
-  } while (false)
-
 void look_up_by_size(
     const Table& table, const Lookups& lookups, const Bags& bags, float* rows, int64_t first, int64_t beyond, float* scratch) {
-  COMERA_BY_SIZE(look_up, table, lookups, bags, rows, first, beyond, scratch);
+  with_common_sizes(
+      table.n1, table.n2, [&]<int N1, int N2>() { look_up<N1, N2>(table, lookups, bags, rows, first, beyond, scratch); });
 }
 
 void gradients_of_rows_by_size(
     const Table& table, const Lookups& lookups, const BagGradients& gradients, int64_t first, int64_t beyond, const Stripe& stripe,
     float* scratch) {
-  COMERA_BY_SIZE(gradients_of_rows, table, lookups, gradients, first, beyond, stripe, scratch);
+  with_common_sizes(table.n1, table.n2, [&]<int N1, int N2>() {
+    gradients_of_rows<N1, N2>(table, lookups, gradients, first, beyond, stripe, scratch);
+  });
 }
 
 }  // namespace

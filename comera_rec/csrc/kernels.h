@@ -80,7 +80,7 @@ struct Update {
   float beta1 = 0, beta2 = 0, correction1 = 1, correction2 = 1;  // of Adam and AdamW; corrections are 1 - beta^step
   void* first = nullptr;   // Adagrad's sums or Adam's first moments, like the core; row-wise Adagrad's sums: float [slices]
   void* second = nullptr;  // Adam's second moments
-  uint64_t seed = 0;       // of the rounding to 16 bits, below 2^51
+  uint64_t seed = 0;       // of the rounding to 16 bits
 };
 
 // Target of the gradient of a core's slices: a tensor like the core, or an update of the core. Slices that no row uses get a zero

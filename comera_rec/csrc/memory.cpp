@@ -23,10 +23,21 @@ struct Block {
   int64_t given;  // number of takes when the block was given back
 };
 
-std::mutex mutex;
-std::vector<Block> kept;  // oldest first
-size_t kept_bytes = 0;
-int64_t takes = 0;
+struct Pool {
+  std::mutex mutex;
+  std::vector<Block> kept;  // oldest first
+  size_t kept_bytes = 0;
+  int64_t takes = 0;
+
+  void free_kept(size_t index) {
+    kept_bytes -= kept[index].header->capacity;
+    std::free(kept[index].header);
+    kept.erase(kept.begin() + index);
+  }
+};
+
+// Never destroyed: tensors may give their memory back while the process exits.
+Pool& pool = *new Pool;
 
 Header* allocate(size_t capacity) {
   void* memory = std::aligned_alloc(kHeader, capacity);
@@ -38,12 +49,6 @@ Header* allocate(size_t capacity) {
 
 size_t rounded(size_t bytes, size_t step) { return (bytes + step - 1) / step * step; }
 
-void free_kept(size_t index) {
-  kept_bytes -= kept[index].header->capacity;
-  std::free(kept[index].header);
-  kept.erase(kept.begin() + index);
-}
-
 }  // namespace
 
 void* take_memory(size_t bytes) {
@@ -51,8 +56,9 @@ void* take_memory(size_t bytes) {
   Header* header = nullptr;
   if (bytes >= kLarge) {
     bytes = rounded(bytes, kStep);
-    const std::lock_guard<std::mutex> lock(mutex);
-    ++takes;
+    const std::lock_guard<std::mutex> lock(pool.mutex);
+    std::vector<Block>& kept = pool.kept;
+    ++pool.takes;
     size_t best = kept.size();
     for (size_t k = 0; k < kept.size(); ++k) {
       const size_t capacity = kept[k].header->capacity;
@@ -62,10 +68,10 @@ void* take_memory(size_t bytes) {
     }
     if (best < kept.size()) {
       header = kept[best].header;
-      kept_bytes -= header->capacity;
+      pool.kept_bytes -= header->capacity;
       kept.erase(kept.begin() + best);
     }
-    while (!kept.empty() && kept.front().given + kPatience < takes) free_kept(0);
+    while (!kept.empty() && kept.front().given + kPatience < pool.takes) pool.free_kept(0);
   } else {
     bytes = rounded(bytes, kHeader);
   }
@@ -80,10 +86,10 @@ void give_memory(void* memory) {
     std::free(header);
     return;
   }
-  const std::lock_guard<std::mutex> lock(mutex);
-  kept.push_back({header, takes});
-  kept_bytes += header->capacity;
-  while (kept_bytes > kMostKept) free_kept(0);
+  const std::lock_guard<std::mutex> lock(pool.mutex);
+  pool.kept.push_back({header, pool.takes});
+  pool.kept_bytes += header->capacity;
+  while (pool.kept_bytes > kMostKept) pool.free_kept(0);
 }
 
 }  // namespace comera

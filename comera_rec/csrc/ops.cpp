@@ -115,6 +115,7 @@ struct Arguments {
     const auto at = [](const Tensor& tensor) { return static_cast<int32_t*>(tensor.data_ptr()); };
     batch.plan = {at(inverse), at(order), at(starts), at(rows), at(rows) + L, at(left), at(left) + L, at(right),
                   at(right) + L, at(bounds)};
+    require(is_plan(batch.plan, d, T, L), "plan holds numbers that plan_lookup doesn't make: take it from one call, unchanged");
     int64_t floats = 0;
     for (int64_t t = 0; t < T; ++t) take_table(cores, t);
     int64_t width = 1;
@@ -210,7 +211,7 @@ struct Arguments {
         std::fill_n(next, rank, 1.0f);
       } else {
         const Tensor& diagonal = diagonals[k];
-        require(diagonal.dim() == 1 && diagonal.size(0) == rank && diagonal.is_cpu() && diagonal.is_contiguous(), "diagonals[", k,
+        require(diagonal.numel() == rank && diagonal.is_cpu() && diagonal.is_contiguous(), "diagonals[", k,
                 "] has shape ", shape_of(diagonal), ": give a contiguous one of ", rank, " numbers on CPU");
         widen(diagonal, next);
       }
@@ -295,7 +296,7 @@ std::tuple<std::vector<Tensor>, std::vector<Tensor>, Tensor> pool_backward(
   return {core_gradients, diagonal_gradients, weight_gradients};
 }
 
-constexpr int64_t kSettings = 8;
+constexpr int64_t kSettings = 7;
 
 // An optimizer's state of a core, laid out like the core or with one number for each slice.
 void* state_of(const std::vector<Tensor>& states, size_t k, const Tensor& core, bool is_by_slice, const char* name) {
@@ -318,7 +319,7 @@ void* state_of(const std::vector<Tensor>& states, size_t k, const Tensor& core, 
 std::tuple<std::vector<Tensor>, Tensor> pool_backward_update(
     Tensor gradient, std::vector<Tensor> cores, std::vector<Tensor> diagonals, std::vector<Tensor> plan, Tensor offsets,
     std::optional<Tensor> weights, bool mean, int64_t features, int64_t num_cols, std::vector<int64_t> hot,
-    std::vector<Tensor> first, std::vector<Tensor> second, int64_t kind, std::vector<double> settings) {
+    std::vector<Tensor> first, std::vector<Tensor> second, int64_t kind, std::vector<double> settings, int64_t seed) {
   const Arguments arguments(cores, diagonals, plan, offsets, weights, mean, features, num_cols, hot);
   require(kind >= 0 && kind <= int64_t(Update::Kind::adamw), "kind is ", kind, ": choose 0 to 4");
   const Update::Kind chosen = Update::Kind(kind);
@@ -344,8 +345,7 @@ std::tuple<std::vector<Tensor>, Tensor> pool_backward_update(
     update.beta2 = float(values[4]);
     update.correction1 = float(values[5]);
     update.correction2 = float(values[6]);
-    require(values[7] >= 0 && values[7] < 0x1p51, "settings[", k * kSettings + 7, "] is ", values[7], ": a seed is from 0 to 2^51 - 1");
-    update.seed = uint64_t(values[7]);
+    update.seed = uint64_t(seed) + k;
     update.first = state_of(first, k, parameter, chosen == Update::Kind::row_wise_adagrad, "first");
     update.second = state_of(second, k, parameter, false, "second");
     if (!is_core) continue;
@@ -380,7 +380,7 @@ STABLE_TORCH_LIBRARY(comera_rec, library) {
       "int features, int num_cols, int[] hot) -> (Tensor[] cores, Tensor[] diagonals, Tensor weights)");
   library.def(
       "pool_backward_update(Tensor gradient, Tensor(a!)[] cores, Tensor(d!)[] diagonals, Tensor[] plan, Tensor offsets, Tensor? weights, "
-      "bool mean, int features, int num_cols, int[] hot, Tensor(b!)[] first, Tensor(c!)[] second, int kind, float[] settings) -> "
+      "bool mean, int features, int num_cols, int[] hot, Tensor(b!)[] first, Tensor(c!)[] second, int kind, float[] settings, int seed) -> "
       "(Tensor[] diagonals, Tensor weights)");
   library.def("cpu() -> str");
   library.def("threads_used_last() -> int");

@@ -1,9 +1,11 @@
 #include "plan.h"
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "memory.h"
 #include "parallel.h"
@@ -227,6 +229,49 @@ void make_plan(const std::vector<TableIds>& tables, int64_t order, bool parallel
     for (int32_t* values : {plan.left_outer, plan.left_inner}) pad(values, left);
   if (order == 4)
     for (int32_t* values : {plan.right_outer, plan.right_inner}) pad(values, right);
+}
+
+bool is_plan(const Plan& plan, int64_t order, int64_t T, int64_t L) {
+  const auto bounds = [&](int64_t k) { return plan.bounds + k * (T + 1); };
+  for (int64_t k = 0; k < 3 + order; ++k) {
+    if (bounds(k)[0] != 0) return false;
+    for (int64_t t = 0; t < T; ++t)
+      if (bounds(k)[t] > bounds(k)[t + 1]) return false;
+  }
+  const int64_t U = bounds(0)[T], left = bounds(1)[T], right = bounds(2)[T];
+  if (U > L || left > (order >= 3 ? L : 0) || right > (order == 4 ? L : 0)) return false;
+  if (plan.starts[0] != 0 || plan.starts[U] != L) return false;
+  const auto is_within = [](int32_t number, const int32_t* range) { return number >= range[0] && number < range[1]; };
+  std::atomic<bool> fits{true};
+  const auto check = [&](int64_t t, int64_t first, int64_t beyond) {
+    const int32_t *p_range = bounds(order >= 3 ? 1 : 3) + t, *q_range = bounds(order == 4 ? 2 : 2 + order) + t;
+    const auto row_before = [&](int64_t u) { return std::pair(plan.p[u - 1], plan.q[u - 1]) < std::pair(plan.p[u], plan.q[u]); };
+    for (int64_t u = first; u < beyond; ++u) {
+      const int64_t start = plan.starts[u], end = plan.starts[u + 1];
+      if (!is_within(plan.p[u], p_range) || !is_within(plan.q[u], q_range) || (u > bounds(0)[t] && !row_before(u))) return false;
+      if (start < 0 || start >= end || end > L) return false;
+      for (int64_t i = start, previous = -1; i < end; ++i) {
+        const int64_t lookup = plan.order[i];
+        if (lookup <= previous || lookup >= L || plan.inverse[lookup] != u) return false;
+        previous = lookup;
+      }
+    }
+    return true;
+  };
+  const auto check_products = [&](int64_t t, int64_t k, const int32_t* outer, const int32_t* inner, int64_t outer_core, int64_t inner_core) {
+    for (int64_t number = bounds(k)[t]; number < bounds(k)[t + 1]; ++number)
+      if (!is_within(outer[number], bounds(3 + outer_core) + t) || !is_within(inner[number], bounds(3 + inner_core) + t)) return false;
+    return true;
+  };
+  constexpr int64_t kParts = 8;  // of a table
+  run_tasks(T * kParts, [&](int64_t task, int64_t) {
+    const int64_t t = task / kParts, part = task % kParts, begin = bounds(0)[t], rows = bounds(0)[t + 1] - begin;
+    bool is_right = check(t, begin + rows * part / kParts, begin + rows * (part + 1) / kParts);
+    if (part == 0 && order >= 3) is_right = is_right && check_products(t, 1, plan.left_outer, plan.left_inner, 0, 1);
+    if (part == 0 && order == 4) is_right = is_right && check_products(t, 2, plan.right_outer, plan.right_inner, 3, 2);
+    if (!is_right) fits.store(false, std::memory_order_relaxed);
+  });
+  return fits.load();
 }
 
 }  // namespace comera

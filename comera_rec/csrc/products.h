@@ -186,6 +186,24 @@ COMERA_INLINE void multiply(int n1, int64_t n2, const float* a, const float* b, 
   }
 }
 
+// Calls run<N1, N2>() with the first of the listed pairs that equals (n1, n2), so that its loops have sizes known to the compiler;
+// else run<0, 0>().
+template <int N1, int N2, int... Others, class Run>
+COMERA_INLINE void with_sizes(int64_t n1, int64_t n2, const Run& run) {
+  if (n1 == N1 && n2 == N2) return run.template operator()<N1, N2>();
+  if constexpr (sizeof...(Others) > 0) {
+    with_sizes<Others...>(n1, n2, run);
+  } else {
+    run.template operator()<0, 0>();
+  }
+}
+
+// The same with the columns of common tables, whose rows are kept in registers.
+template <class Run>
+COMERA_INLINE void with_common_sizes(int64_t n1, int64_t n2, const Run& run) {
+  with_sizes<4, 4, 4, 8, 8, 4, 8, 8, 8, 16, 16, 4, 16, 8, 16, 16>(n1, n2, run);
+}
+
 // out[depth, n] += coefficients [depth, rows] times x [rows, n].
 template <int S = 0, int N = 0>
 COMERA_INLINE void add_product(int rows, int64_t n, const float* coefficients, const float* x, int64_t depth, float* out) {

@@ -27,13 +27,7 @@ COMERA_INLINE const float* read_row(const StoredRows& rows, int64_t number, floa
 }
 
 void multiply_sized(int n1, int64_t n2, const float* a, const float* b, const float* d, int64_t depth, float* c) {
-  if (n1 == 8 && n2 == 8) return multiply<8, 8>(n1, n2, a, b, d, depth, c);
-  if (n1 == 8 && n2 == 4) return multiply<8, 4>(n1, n2, a, b, d, depth, c);
-  if (n1 == 8 && n2 == 16) return multiply<8, 16>(n1, n2, a, b, d, depth, c);
-  if (n1 == 16 && n2 == 8) return multiply<16, 8>(n1, n2, a, b, d, depth, c);
-  if (n1 == 4 && n2 == 8) return multiply<4, 8>(n1, n2, a, b, d, depth, c);
-  if (n1 == 4 && n2 == 4) return multiply<4, 4>(n1, n2, a, b, d, depth, c);
-  multiply(n1, n2, a, b, d, depth, c);
+  with_common_sizes(n1, n2, [&]<int N1, int N2>() { multiply<N1, N2>(n1, n2, a, b, d, depth, c); });
 }
 
 int64_t rounded_up(int64_t floats) { return (floats + 15) / 16 * 16; }

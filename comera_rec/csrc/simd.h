@@ -145,40 +145,38 @@ COMERA_INLINE void finish_streaming() {
 }
 
 COMERA_INLINE void transpose_8x8(const float* from, int64_t from_step, float* to, int64_t to_step) {
-  typedef int32_t Mask __attribute__((vector_size(32)));
   Vector<8> in[8], pairs[8], fours[8];
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) in[i] = load<8>(from + i * from_step);
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
-    pairs[2 * i] = __builtin_shuffle(in[2 * i], in[2 * i + 1], Mask{0, 8, 1, 9, 4, 12, 5, 13});
-    pairs[2 * i + 1] = __builtin_shuffle(in[2 * i], in[2 * i + 1], Mask{2, 10, 3, 11, 6, 14, 7, 15});
+    pairs[2 * i] = __builtin_shufflevector(in[2 * i], in[2 * i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
+    pairs[2 * i + 1] = __builtin_shufflevector(in[2 * i], in[2 * i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
   }
 #pragma GCC unroll 2
   for (int half = 0; half < 2; ++half) {
     const int i = 4 * half;
-    fours[i] = __builtin_shuffle(pairs[i], pairs[i + 2], Mask{0, 1, 8, 9, 4, 5, 12, 13});
-    fours[i + 1] = __builtin_shuffle(pairs[i], pairs[i + 2], Mask{2, 3, 10, 11, 6, 7, 14, 15});
-    fours[i + 2] = __builtin_shuffle(pairs[i + 1], pairs[i + 3], Mask{0, 1, 8, 9, 4, 5, 12, 13});
-    fours[i + 3] = __builtin_shuffle(pairs[i + 1], pairs[i + 3], Mask{2, 3, 10, 11, 6, 7, 14, 15});
+    fours[i] = __builtin_shufflevector(pairs[i], pairs[i + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+    fours[i + 1] = __builtin_shufflevector(pairs[i], pairs[i + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+    fours[i + 2] = __builtin_shufflevector(pairs[i + 1], pairs[i + 3], 0, 1, 8, 9, 4, 5, 12, 13);
+    fours[i + 3] = __builtin_shufflevector(pairs[i + 1], pairs[i + 3], 2, 3, 10, 11, 6, 7, 14, 15);
   }
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
-    store<8>(to + i * to_step, __builtin_shuffle(fours[i], fours[i + 4], Mask{0, 1, 2, 3, 8, 9, 10, 11}));
-    store<8>(to + (i + 4) * to_step, __builtin_shuffle(fours[i], fours[i + 4], Mask{4, 5, 6, 7, 12, 13, 14, 15}));
+    store<8>(to + i * to_step, __builtin_shufflevector(fours[i], fours[i + 4], 0, 1, 2, 3, 8, 9, 10, 11));
+    store<8>(to + (i + 4) * to_step, __builtin_shufflevector(fours[i], fours[i + 4], 4, 5, 6, 7, 12, 13, 14, 15));
   }
 }
 
 COMERA_INLINE void transpose_4x4(const float* from, int64_t from_step, float* to, int64_t to_step) {
-  typedef int32_t Mask __attribute__((vector_size(16)));
   const Vector<4> a = load<4>(from), b = load<4>(from + from_step), c = load<4>(from + 2 * from_step),
                   d = load<4>(from + 3 * from_step);
-  const Vector<4> ab_low = __builtin_shuffle(a, b, Mask{0, 4, 1, 5}), ab_high = __builtin_shuffle(a, b, Mask{2, 6, 3, 7});
-  const Vector<4> cd_low = __builtin_shuffle(c, d, Mask{0, 4, 1, 5}), cd_high = __builtin_shuffle(c, d, Mask{2, 6, 3, 7});
-  store<4>(to, __builtin_shuffle(ab_low, cd_low, Mask{0, 1, 4, 5}));
-  store<4>(to + to_step, __builtin_shuffle(ab_low, cd_low, Mask{2, 3, 6, 7}));
-  store<4>(to + 2 * to_step, __builtin_shuffle(ab_high, cd_high, Mask{0, 1, 4, 5}));
-  store<4>(to + 3 * to_step, __builtin_shuffle(ab_high, cd_high, Mask{2, 3, 6, 7}));
+  const Vector<4> ab_low = __builtin_shufflevector(a, b, 0, 4, 1, 5), ab_high = __builtin_shufflevector(a, b, 2, 6, 3, 7);
+  const Vector<4> cd_low = __builtin_shufflevector(c, d, 0, 4, 1, 5), cd_high = __builtin_shufflevector(c, d, 2, 6, 3, 7);
+  store<4>(to, __builtin_shufflevector(ab_low, cd_low, 0, 1, 4, 5));
+  store<4>(to + to_step, __builtin_shufflevector(ab_low, cd_low, 2, 3, 6, 7));
+  store<4>(to + 2 * to_step, __builtin_shufflevector(ab_high, cd_high, 0, 1, 4, 5));
+  store<4>(to + 3 * to_step, __builtin_shufflevector(ab_high, cd_high, 2, 3, 6, 7));
 }
 
 // [rows, cols] -> [cols, rows], each contiguous.

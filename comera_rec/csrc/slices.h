@@ -62,9 +62,18 @@ void narrow(const float* from, Number number, int64_t count, void* to) {
   }
 }
 
-// Bits that look random, different for every seed and index.
-COMERA_INLINE uint32_t random_bits(uint64_t seed, uint64_t index) {
-  uint32_t bits = uint32_t((seed + index) * 0x9E3779B97F4A7C15 >> 32);
+// Streams of random bits, one for each of a parameter's tensors: the start of one doesn't tell that of others (SplitMix64's finalizer;
+// Steele et al., OOPSLA 2014).
+inline uint64_t stream_of(uint64_t seed, uint64_t number) {
+  uint64_t bits = (3 * seed + number) * 0x9E3779B97F4A7C15;
+  bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9;
+  bits = (bits ^ bits >> 27) * 0x94D049BB133111EB;
+  return bits ^ bits >> 31;
+}
+
+// Bits that look random, different for every index of a stream.
+COMERA_INLINE uint32_t random_bits(uint64_t stream, uint64_t index) {
+  uint32_t bits = uint32_t((stream + index) * 0x9E3779B97F4A7C15 >> 32);
   bits = (bits ^ bits >> 16) * 0x85EBCA6B;  // a step of MurmurHash3's finalizer
   return bits ^ bits >> 13;
 }
@@ -83,9 +92,9 @@ COMERA_INLINE uint16_t round_at_random(float value, Number number, uint32_t rand
   return to_float16(value);
 }
 
-void narrow_at_random(const float* from, Number number, int64_t count, void* to, uint64_t seed, uint64_t index) {
+void narrow_at_random(const float* from, Number number, int64_t count, void* to, uint64_t stream, uint64_t index) {
   uint16_t* bits = static_cast<uint16_t*>(to);
-  for (int64_t n = 0; n < count; ++n) bits[n] = round_at_random(from[n], number, random_bits(seed, index + n));
+  for (int64_t n = 0; n < count; ++n) bits[n] = round_at_random(from[n], number, random_bits(stream, index + n));
 }
 
 // A slice by its number, as floats: in place, or converted in scratch.

@@ -90,10 +90,10 @@ void update_slice(const Core& core, const Update& update, int64_t slice, float* 
       if (first) widen(first, core.number, count, m);
       if (second) widen(second, core.number, count, v);
       update_floats(update, count, x, gradient + i, m, v);
-      if (first) narrow_at_random(m, core.number, count, first, update.seed + (uint64_t(1) << 51), at + i);
-      if (second) narrow_at_random(v, core.number, count, second, update.seed + (uint64_t(1) << 52), at + i);
+      if (first) narrow_at_random(m, core.number, count, first, stream_of(update.seed, 1), at + i);
+      if (second) narrow_at_random(v, core.number, count, second, stream_of(update.seed, 2), at + i);
     }
-    narrow_at_random(x, core.number, count, data, update.seed, at + i);
+    narrow_at_random(x, core.number, count, data, stream_of(update.seed, 0), at + i);
   }
 }
 

@@ -98,7 +98,7 @@ class TTEmbedding(TTTable):
         if not self.num_hot_rows:
             return scores
         hot_scores = [
-            (input @ block.core_1[:, 0, :, 0].mT * block.rank_1) @ block.core_0[0, :, 0].mT for block in self.hot_blocks()
+            (input @ block.core_1[:, 0, :, 0].mT * block.rank_1[:, 0]) @ block.core_0[0, :, 0].mT for block in self.hot_blocks()
         ]
         return scores + F.pad(torch.cat(hot_scores, dim=-1), (0, self.num_embeddings - self.num_hot_rows))
 

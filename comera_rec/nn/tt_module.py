@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from comera_rec.ops.bags.updates import IN_BACKWARD, hooks_in_backward
 from comera_rec.tt import TTShape, contract, init_cores_, scaled_cores, tt_svd
 
-_IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"  # not imported here, because it takes a second
 _CONVERT = "convert tables with comera_rec.compress_state, and layers with from_dense"
 
 
@@ -20,8 +20,9 @@ class TTModule(nn.Module):
     """A matrix [num_rows, num_cols] in tensor-train form.
 
     Parameters are `core_0` ... `core_{d-1}` of shape (r_{k-1}, m_k, n_k, r_k) and, between neighbors, `rank_1` ... `rank_{d-1}` of
-    shape (r_k), the diagonals D_k that rank adaptation shrinks (CoMERA, section 3.2, arXiv 2405.14377). They are registered on the
-    module itself, so code that materializes modules from the meta device with `reset_parameters` works.
+    shape (r_k, 1), the diagonals D_k that rank adaptation shrinks (CoMERA, section 3.2, arXiv 2405.14377): columns, because some
+    optimizers take only parameters with rows. They are registered on the module itself, so code that materializes modules from the
+    meta device with `reset_parameters` works.
 
     `shape` always describes the parameters. Loading a state dict of the same modes at other ranks resizes them in place. A module
     loads all of its tensors or none: if a state dict has only part of them, or one of another size, that is an error, `strict` or
@@ -52,7 +53,7 @@ class TTModule(nn.Module):
             core = self.laid_out(k, torch.empty(core_shape, device=device, dtype=dtype))
             self.register_parameter(f"core_{k}", nn.Parameter(core))
         for k, rank in enumerate(shape.ranks, start=1):
-            self.register_parameter(f"rank_{k}", nn.Parameter(torch.empty(rank, device=device, dtype=dtype)))
+            self.register_parameter(f"rank_{k}", nn.Parameter(torch.empty(rank, 1, device=device, dtype=dtype)))
 
     def reset_parameters(self) -> None:
         """Redraw the cores so that dense entries have standard deviation `std`; set the rank parameters to one."""
@@ -126,7 +127,7 @@ class TTModule(nn.Module):
     def resize_ranks_(self, ranks: Sequence[int]) -> None:
         """Resize the parameters to other ranks; they keep their identity, but lose their values where sizes change."""
         self.shape = self.shape.with_ranks(tuple(ranks))
-        sizes = [*self.shape.core_shapes, *((r,) for r in self.shape.ranks)]
+        sizes = [*self.shape.core_shapes, *((r, 1) for r in self.shape.ranks)]
         for k, (parameter, size) in enumerate(zip([*self.cores(), *self.rank_parameters()], sizes, strict=True)):
             if parameter.shape != size:
                 data = parameter.data.new_empty(size)
@@ -144,6 +145,9 @@ class TTModule(nn.Module):
     ) -> None:
         parameters = {name: parameter for name, parameter in self._parameters.items() if parameter is not None}
         stored = {name: state_dict[prefix + name] for name in parameters if isinstance(state_dict.get(prefix + name), Tensor)}
+        vectors = {name: value[:, None] for name, value in stored.items() if value.dim() == 1 and name.startswith("rank_")}
+        if vectors:  # as up to version 0.2
+            state_dict, stored = {**state_dict, **{prefix + name: value for name, value in vectors.items()}}, stored | vectors
         ranks, refusal = self._stored_ranks(parameters, stored), ""
         is_dense = prefix + "weight" in state_dict and "core_0" not in stored
         if is_dense:
@@ -175,7 +179,7 @@ class TTModule(nn.Module):
         shape = self.shape.with_ranks([core.shape[3] for core in cores[:-1]])
         sizes: dict[str, Sequence[int]] = {name: parameter.shape for name, parameter in parameters.items()}
         sizes |= {f"core_{k}": size for k, size in enumerate(shape.core_shapes)}
-        sizes |= {f"rank_{k}": (rank,) for k, rank in enumerate(shape.ranks, start=1)}
+        sizes |= {f"rank_{k}": (rank, 1) for k, rank in enumerate(shape.ranks, start=1)}
         return shape.ranks if all(stored[name].shape == size for name, size in sizes.items()) else None
 
     def to_dense(self) -> nn.Module:
@@ -203,7 +207,7 @@ def replace_data_(parameter: nn.Parameter, data: Tensor) -> None:
     parameter.data = data.new_empty(0, dtype=torch.float32 if data.dtype == torch.float64 else torch.float64)
     parameter.data = data
     if hooks:
-        in_backward, is_trained = sys.modules[_IN_BACKWARD], parameter.requires_grad
+        in_backward, is_trained = sys.modules[IN_BACKWARD], parameter.requires_grad
         with torch.enable_grad():
             view: Any = parameter.requires_grad_().view_as(parameter)
         parameter.requires_grad_(is_trained)
@@ -214,17 +218,12 @@ def replace_data_(parameter: nn.Parameter, data: Tensor) -> None:
 
 def _take_hooks(parameter: nn.Parameter) -> list[Any]:
     """Remove and return the hooks of `apply_optimizer_in_backward`, which run when the parameter's gradient is ready."""
-    in_backward = sys.modules.get(_IN_BACKWARD)
-    if in_backward is None or not hasattr(parameter, "_in_backward_optimizers"):
-        return []
-    hooks = []
-    for handle in in_backward.param_to_optim_hook_handle_map.get(parameter, ()):
-        registered = handle.hooks_dict_ref() or {}
-        if handle.id in registered:  # DistributedDataParallel removes them and calls them itself
-            hooks.append(registered[handle.id])
-            handle.remove()
-    in_backward.param_to_acc_grad_map.pop(parameter, None)  # or later hooks would be put on the old node
-    return hooks
+    hooks = hooks_in_backward(parameter)
+    for handle, _ in hooks:
+        handle.remove()
+    if IN_BACKWARD in sys.modules:  # later hooks must not be put on the old node
+        sys.modules[IN_BACKWARD].param_to_acc_grad_map.pop(parameter, None)
+    return [hook for _, hook in hooks]
 
 
 def named_tt_modules(model: nn.Module) -> Iterator[tuple[str, TTModule]]:

@@ -72,7 +72,7 @@ class TTTable(TTModule):
         return slice_major(core, k, self.shape.order)
 
     def forward_parameters(self) -> Table:
-        """Return the parameters in the form that a lookup takes; sharded tables override it to reduce gradients."""
+        """Return the parameters in the form that a lookup takes."""
         blocks = [rows.block() for rows in self.hot_blocks()]
         return Table(list(self.cores()), list(self.rank_parameters()), blocks, self.first_row)
 
@@ -186,10 +186,10 @@ def update_in_backward_(model: nn.Module, optimizer: Optimizer | None) -> list[s
 
     A batch uses few slices. Only these then get a gradient, which on CPU stays in the cache, and only their parameters and state
     are read and written. On a GPU this holds for tables of order 2 and hot rows, updated by SGD or Adagrad without learning rate
-    decay; cores of other tables keep their gradients there. SGD and Adagrad give the same results as in `step`; weight decay, and
-    the decay of Adam's moments, act only in steps that use the slice, as with `torch.optim.SparseAdam`. Settings such as the
-    learning rate are read in every step and the state stays in the optimizer, so schedulers, checkpoints and `truncate_ranks_` work
-    as before.
+    decay; cores of other tables keep their gradients there. SGD and Adagrad without weight decay give the same results as in
+    `step`; weight decay, and the decay of Adam's moments, act only in steps that use the slice, as with `torch.optim.SparseAdam`.
+    Settings such as the learning rate are read in every step and the state stays in the optimizer, so schedulers, checkpoints and
+    `truncate_ranks_` work as before.
 
     Cores have no `grad` afterwards: gradients can't be clipped, accumulated over batches or scaled (`GradScaler`), and the loss
     can't include a penalty on cores. A table that is looked up twice in a step is updated twice. Before another optimizer takes
@@ -234,8 +234,10 @@ def replace_dense_(table: TTTable, replaced: nn.Embedding | nn.EmbeddingBag, ini
     """Give a TT table the buffers, hooks and mode of the dense one that it replaces, and for `init` "tt_svd" its rows.
 
     Raises:
-        ValueError: naming the table, if it should start from rows that are on the meta device.
+        ValueError: naming the table, if it should start from rows that are on the meta device, or has an optimizer in backward.
     """
+    if hasattr(replaced.weight, "_in_backward_optimizers"):
+        raise ValueError(f"{name!r} has an optimizer in backward, which a TT table would not have: swap first, then apply it")
     if init == "tt_svd":
         require_values(replaced.weight, name)
         table.set_dense_matrix_(replaced.weight.detach())

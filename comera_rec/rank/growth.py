@@ -93,4 +93,4 @@ def _padded(tensor: Tensor, *, key: str, size: tuple[int, ...], old_b: int, spre
 
 
 def _padded_rank(tensor: Tensor, *, key: str, size: int) -> Tensor:
-    return F.pad(tensor, (0, size - len(tensor)), value=1.0 if key == "data" else _filler(tensor, key))
+    return F.pad(tensor, (0, 0, 0, size - len(tensor)), value=1.0 if key == "data" else _filler(tensor, key))

@@ -31,13 +31,13 @@ NO_GRADIENTS = "score is 'taylor' but step() found no gradients: call it after o
 
 def magnitude_scores(module: TTModule) -> list[Tensor]:
     """Return D_k^2 [r_k] of every bond."""
-    return [rank.detach().double().square() for rank in module.rank_parameters()]
+    return [rank.detach().double().square().flatten() for rank in module.rank_parameters()]
 
 
 def norm_scores(module: TTModule) -> list[Tensor]:
     """Return the score "norm" [r_k] of every bond, computed from Gram matrices in time proportional to parameters times a rank."""
     cores = [core.detach().double() for core in module.cores()]
-    ranks = [rank.detach().double() for rank in module.rank_parameters()]
+    ranks = [rank.detach().double().flatten() for rank in module.rank_parameters()]
     left = _left_grams(cores, ranks, module.sum_over_shards)
     right = _left_grams([core.permute(3, 1, 2, 0) for core in reversed(cores)], ranks[::-1])[::-1]
     bonds = zip(ranks, left, right, strict=True)
@@ -92,7 +92,7 @@ class TaylorScores:
         if total is None and all(rank.grad is None for rank in ranks):
             return
         values = [rank.detach().double() * (0.0 if rank.grad is None else rank.grad.double()) for rank in ranks]
-        squares = torch.cat(values or [torch.zeros(0, dtype=torch.float64)]).square()
+        squares = torch.cat([torch.zeros(0, dtype=torch.float64), *(each.flatten() for each in values)]).square()
         sum_ = squares.sum() if total is None else total(squares)
         shares = torch.nan_to_num(squares / sum_, nan=0.0, posinf=0.0)
         mean = shares if self.mean is None else self.mean

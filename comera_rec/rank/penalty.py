@@ -39,7 +39,7 @@ def size_surrogate(modules: Iterable[TTModule]) -> Tensor:
     bond_of, left_of, right_of, weights = _indices(tuple(map(len, ranks)), tuple(left), tuple(right), tuple(sizes), device, dtype)
     norms = torch.zeros(outer, device=device, dtype=dtype)
     if ranks:
-        norms = norms.index_add(0, bond_of, torch.cat([rank.to(dtype) for rank in ranks]).abs())
+        norms = norms.index_add(0, bond_of, torch.cat(ranks).flatten().to(dtype).abs())
     bonds = torch.cat([norms, norms.new_ones(1)])
     return (bonds[left_of] * bonds[right_of] * weights).sum() + norms.sum()
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from comera_rec.nn import TTModule, named_tt_modules, replace_data_
-from comera_rec.ops.bags.updates import ROW_WISE
+from comera_rec.ops.bags.updates import is_row_wise
 from comera_rec.rank.selection import Masks, above_threshold
 
 
@@ -54,7 +54,7 @@ def truncate_ranks_(
 
 def magnitudes_of(module: TTModule) -> list[Tensor]:
     """Return |D_k| [r_k] of every bond."""
-    return [rank.detach().abs() for rank in module.rank_parameters()]
+    return [rank.detach().abs().flatten() for rank in module.rank_parameters()]
 
 
 def keep_ranks_(modules: Sequence[TTModule], masks: Masks, optimizer: Optimizer | None = None) -> None:
@@ -135,7 +135,7 @@ def require_known_states(modules: Sequence[TTModule], optimizer: Optimizer | Non
     for parameter in (p for module in modules for p in (*module.cores(), *module.rank_parameters())):
         for each in _optimizers_of(parameter, optimizer):
             state = each.state.get(parameter, {})
-            if type(each).__name__ == ROW_WISE and not state.get("step"):
+            if is_row_wise(each) and not state.get("step"):
                 continue
             for key, value in state.items():
                 by_slice = parameter.shape[1:2] if parameter.dim() == 4 else ()
@@ -148,8 +148,8 @@ def require_known_states(modules: Sequence[TTModule], optimizer: Optimizer | Non
 
 
 def _optimizers_of(parameter: nn.Parameter, optimizer: Optimizer | None) -> list[Optimizer]:
-    """List the given optimizer and those applied in backward."""
-    return [*([unwrapped(optimizer)] if optimizer else []), *getattr(parameter, "_in_backward_optimizers", ())]
+    """List the optimizers that have a parameter's state: those applied in backward or, without any, the given one."""
+    return [*getattr(parameter, "_in_backward_optimizers", ())] or ([unwrapped(optimizer)] if optimizer else [])
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:

@@ -27,6 +27,7 @@ from comera_rec.nn import TTEmbeddingBag
 from comera_rec.nn.tracing import one_call_in_fx
 from comera_rec.nn.tt_table import plan_tables
 from comera_rec.ops import LookupPlan, PairPlan, check_ids, tt_bags
+from comera_rec.ops.bags import Table
 from comera_rec.ops.bags.updates import update_kind
 from comera_rec.ops.launch import rank_bucket
 from comera_rec.recsys.config import DTYPES, TTEmbeddingBagConfig
@@ -220,7 +221,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             offsets = F.pad(_joined([feature.lengths() for feature in features]).long().cumsum(0), (1, 0))
         inverse_indices = batch.inverse_indices_or_none()  # if given, the number of bags may differ between features
         pooled = tt_bags(
-            [table.forward_parameters() for table in tables],
+            self.forward_parameters(tables),
             plans.get(_names(configs)) or self._plan_group(configs, by_feature),
             offsets,
             num_cols=configs[0].embedding_dim,
@@ -233,6 +234,10 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             return pooled
         order = reorder_inverse_indices(inverse_indices=inverse_indices, feature_names=names)
         return process_pooled_embeddings(list(pooled.split([feature.lengths().shape[0] for feature in features])), order)
+
+    def forward_parameters(self, tables: Sequence[TTEmbeddingBag]) -> list[Table]:
+        """Return the parameters of tables that share a lookup; sharded collections override it to reduce gradients."""
+        return [table.forward_parameters() for table in tables]
 
     def tt_configs(self) -> list[TTEmbeddingBagConfig]:
         """The configs of the TT tables, in order."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 BASELINE = "dense"
 COLORS = 7
@@ -54,10 +55,13 @@ class Run:
 
 
 def short_name(layer: str) -> str:
-    """Drop the parts of a layer's name that only name wrappers: `over_arch.model.0._mlp.1._linear` -> `over_arch.0.1`."""
+    """Drop the parts of a layer's name that only name wrappers: `over_arch.model.0._mlp.1._linear` -> `over_arch.0.1`.
+
+    A table has its column's name.
+    """
     parts = layer.split(".")
     if parts[0] == "sparse_arch":
-        return parts[-1]
+        return unquote(parts[-1])
     return ".".join(part for part in parts if part != "model" and not part.startswith("_"))
 
 

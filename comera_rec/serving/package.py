@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import lzma
 import struct
-import tempfile
 import zipfile
 import zlib
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from typing import Annotated, BinaryIO
 import torch
 from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
-from torch._inductor import aoti_load_package
 
 from comera_rec.ops.native import LIBRARY
 from data_pipeline.columns import LABEL
@@ -183,7 +181,7 @@ class ServingModel:
 
     def __init__(self, path: str | Path, *, threads: int | None = None) -> None:
         self.path = Path(path)
-        with _open(self.path) as file, tempfile.TemporaryDirectory() as folder:
+        with _open(self.path) as file:
             self.metadata = _read(file, self.path, check=True)
             version = self.metadata.library_version
             if self.metadata.form == "fast" and not hasattr(torch.ops.comera_rec, OPERATOR):
@@ -192,10 +190,10 @@ class ServingModel:
                 torch.set_num_threads(threads)
             self._limits = torch.tensor(list(self.metadata.categorical.values()))
             features = len(self._limits)
-            checked = Path(folder) / "model.pt2"
-            checked.symlink_to(f"/proc/self/fd/{file.fileno()}")  # another file may have taken the path
+            checked = f"/proc/self/fd/{file.fileno()}"  # another file may have taken the path
             try:
-                self._run = aoti_load_package(str(checked))
+                # torch._inductor.aoti_load_package calls the same loader, but imports the compiler, which takes seconds and memory.
+                self._loader = torch._C._aoti.AOTIModelPackageLoader(checked, "model", False, 1, -1)
                 # The first call initializes the model and fails if operators have changed since it was compiled.
                 ids = torch.zeros(max(2, features), dtype=torch.long)
                 self._run(torch.zeros(1, len(self.metadata.dense)), ids, torch.ones(features, dtype=torch.long))
@@ -219,15 +217,16 @@ class ServingModel:
         """
         self._require_shapes(dense, values, lengths)
         padded = values if len(values) >= 2 else torch.cat([values, values.new_zeros(2 - len(values))])
+        bags = padded.contiguous(), lengths.long().contiguous()
         try:
-            scores: Tensor = self._run(dense.contiguous(), padded.contiguous(), lengths.long().contiguous())
+            scores = self._run(dense.contiguous(), *bags)
         except RuntimeError:
             self._require_numbers(dense, values, lengths)
             raise
         invalid = scores.view(len(dense), len(self.metadata.labels)).isnan().any(1)
         if invalid.any():
             self._require_numbers(dense, values, lengths)
-            scores = self._run(dense.where(~invalid[:, None], 0), padded, lengths.long())
+            scores = self._run(dense.where(~invalid[:, None], 0).contiguous(), *bags)
             if scores.isnan().any():
                 raise ValueError("scores are not numbers: the model has diverged; export another checkpoint")
             row = int(invalid.nonzero()[0])
@@ -237,6 +236,9 @@ class ServingModel:
                 "numbers: give a smaller one"
             )
         return scores
+
+    def _run(self, *inputs: Tensor) -> Tensor:
+        return self._loader.run(list(inputs))[0]
 
     def _require_shapes(self, dense: Tensor, values: Tensor, lengths: Tensor) -> None:
         """Raise ValueError unless shapes and types are those that compiled code relies on."""

@@ -110,6 +110,7 @@ def _score_log(options: ScoreOptions, tell: Tell) -> Scored:
     schema = new_logs_schema(known, options.inputs[0])
     check_columns(schema, known, log=options.inputs[0], data=data)
     names = tuple(check_names(log, schema) for log in options.inputs)
+    schema = Splitting().schema_used(schema)
     work_on = partial(
         _score_part,
         open_encoder(encoder.manifest.integer_columns, encoder.manifest.categorical_columns, data, schema),

@@ -4,15 +4,16 @@
     POST /v2/models/NAME/infer      {"inputs": [{"name": "dense", "shape": [1, 13], "datatype": "FP32", "data": [...]}, ...]}
     POST /score                     {"rows": [{"I1": 3, "C1": "2dbcbc4c", ...}, ...]}
 
-A mistake of the client is a 4xx with one line, {"error": "..."}.
+/v2/models/NAME/versions/VERSION is for clients that accept no other version. A mistake of the client is a 4xx with one line,
+{"error": "..."}.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import time
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -21,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -30,8 +30,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from comera_rec.serving.batching import Batcher, Overloaded
-from comera_rec.serving.protocol import describe_model, read_inputs, write_outputs
-from comera_rec.serving.versions import ModelFile
+from comera_rec.serving.connections import HttpServer, listen
+from comera_rec.serving.protocol import JSON_LENGTH, describe_model, json_length, read_inputs, write_outputs
+from comera_rec.serving.versions import ModelFile, Version
 from data_pipeline.encoder import Flat
 
 log = logging.getLogger("comera_rec.serving")
@@ -110,11 +111,12 @@ class Server:
             "/v2": self._server,
             "/v2/health/live": self._live,
             "/v2/health/ready": self._ready,
-            "/v2/models/{name}": self._model,
-            "/v2/models/{name}/ready": self._model_ready,
             "/metrics": self._metrics,
         }
-        posts: dict[str, Handler] = {"/v2/models/{name}/infer": self._infer, "/score": self._score}
+        posts: dict[str, Handler] = {"/score": self._score}
+        for model in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
+            gets |= {model: self._model, f"{model}/ready": self._model_ready}
+            posts[f"{model}/infer"] = self._infer
         routes = [
             Route(path, self._answered(path, handler), methods=[method])
             for method, handlers in (("GET", gets), ("POST", posts))
@@ -142,6 +144,8 @@ class Server:
                 response = _error(400, error)
             except HTTPException as error:
                 response = _error(error.status_code, error.detail)
+            except asyncio.CancelledError:  # the server stops, and this request has had its time
+                response = _error(503, "the server stops: send the request to another one")
             except Overloaded:
                 response = _error(503, f"more than {self.options.max_queue} rows wait: try again, or start more servers")
                 response.headers["Retry-After"] = "1"
@@ -157,7 +161,7 @@ class Server:
         return handle
 
     async def _server(self, request: Request) -> dict[str, Any]:
-        return {"name": "comera-rec", "version": version_of("comera-rec"), "extensions": []}
+        return {"name": "comera-rec", "version": version_of("comera-rec"), "extensions": ["binary_tensor_data"]}
 
     async def _live(self, request: Request) -> dict[str, Any]:
         return {"live": True}
@@ -166,27 +170,32 @@ class Server:
         return {"ready": True}
 
     async def _model(self, request: Request) -> dict[str, Any]:
-        self._check_name(request)
-        version = self.file.current
+        version = self._version(request)
         return describe_model(self.file.name, version.number, version.metadata)
 
     async def _model_ready(self, request: Request) -> dict[str, Any]:
-        self._check_name(request)
+        self._version(request)
         return {"name": self.file.name, "ready": True}
 
     async def _metrics(self, request: Request) -> Response:
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
 
-    async def _infer(self, request: Request) -> dict[str, Any]:
-        self._check_name(request)
-        body, version = await self._body(request), self.file.current
-        rows = read_inputs(body, version.metadata)
+    async def _infer(self, request: Request) -> Response:
+        version, content = self._version(request), await self._content(request)
+        length = json_length(request.headers.get(JSON_LENGTH), len(content))
+        body = _parse(content[:length])
+        rows = read_inputs(body, content[length:], version.metadata)
         self._check_rows(len(rows.dense))
         scores = await self.batcher.score(version.model, rows)
-        return write_outputs(self.file.name, version.number, scores, body.get("id"))
+        answer, binary = write_outputs(body, self.file.name, version.number, scores)
+        response = _json(answer)
+        if not binary:
+            return response
+        headers = {JSON_LENGTH: str(len(response.body))}
+        return Response(bytes(response.body) + binary, headers=headers, media_type="application/octet-stream")
 
     async def _score(self, request: Request) -> dict[str, Any]:
-        body, version = await self._body(request), self.file.current
+        body, version = _parse(await self._content(request)), self.file.current
         if version.encoder is None:
             raise HTTPException(404, f"/score is unavailable without vocabularies: {version.reason}")
         rows = body.get("rows") if isinstance(body, dict) else None
@@ -196,35 +205,59 @@ class Server:
         flat: Flat = version.encoder(rows)
         return {"scores": await self.batcher.score(version.model, flat), "model_version": version.number}
 
-    async def _body(self, request: Request) -> Any:
-        """Read the body as JSON; reading continues for a while past the limit, because few clients read an answer while sending."""
+    async def _content(self, request: Request) -> bytes:
+        """Read the body; reading continues for a while past the limit, because few clients read an answer while sending."""
         limit = self.options.max_body
-        if "inference-header-content-length" in request.headers:
-            raise ValueError("binary tensors are not supported: give data as JSON")
-        content, read = bytearray(), 0
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding not in ("identity", "gzip", "deflate"):
+            raise HTTPException(415, f"the body has the content encoding {encoding!r}: send gzip, deflate or identity")
+        received, read = bytearray(), 0
         async for chunk in request.stream():
             read += len(chunk)
             if read <= limit:
-                content += chunk
+                received += chunk
             elif read > _READ_LIMITS * limit:
                 break
-        if read > limit:
+        content = bytes(received)
+        if encoding != "identity" and read <= limit:
+            content = _decompress(content, encoding, limit)
+        if max(read, len(content)) > limit:
             raise HTTPException(413, f"the body has more than {limit} bytes: send fewer rows at a time")
-        try:
-            return orjson.loads(content)
-        except orjson.JSONDecodeError as error:
-            raise ValueError(f"the body is not JSON: {error}") from error
+        return content
 
-    def _check_name(self, request: Request) -> None:
-        name = request.path_params["name"]
+    def _version(self, request: Request) -> Version:
+        """Return the version that a path names, or the present one."""
+        version, name, number = self.file.current, request.path_params["name"], request.path_params.get("version")
         if name != self.file.name:
             raise HTTPException(404, f"there is no model {name!r} here: ask for {self.file.name}")
+        if number not in (None, version.number):
+            raise HTTPException(404, f"there is no version {number!r} of {name} here: ask for {version.number}")
+        return version
 
     def _check_rows(self, rows: int) -> None:
         if not rows:
             raise ValueError("the request has no rows: give at least one")
         if rows > self.options.max_rows:
             raise HTTPException(413, f"the request has {rows} rows: send at most {self.options.max_rows} at a time")
+
+
+def _parse(content: bytes) -> Any:
+    try:
+        return orjson.loads(content)
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"the body is not JSON: {error}") from error
+
+
+def _decompress(content: bytes, encoding: str, limit: int) -> bytes:
+    """Return what a gzip or zlib stream holds; at most one byte more than the limit."""
+    stream = zlib.decompressobj(wbits=47)  # either format
+    try:
+        decompressed = stream.decompress(content, limit + 1)
+    except zlib.error as error:
+        raise ValueError(f"the body is not {encoding}: {error}") from error
+    if len(decompressed) <= limit and (stream.unused_data or not stream.eof):
+        raise ValueError(f"the body is not one whole stream of {encoding}: compress it at once")
+    return decompressed
 
 
 def _json(content: Any, status: int = 200) -> Response:
@@ -238,27 +271,6 @@ def _error(status: int, error: object) -> Response:
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), "registered for HTTPException only"
     return _error(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Open a listening socket.
-
-    Raises:
-        ValueError: if the port is taken, or the host is not an address of this machine.
-    """
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise ValueError(f"--host {host} is unknown ({error.strerror}): give a name or address of this machine") from error
-    sock = socket.socket(family, kind)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(2048)
-    except OSError as error:
-        sock.close()
-        raise ValueError(f"can't listen on {host}:{port} ({error.strerror}): choose another --port or --host") from error
-    return sock
 
 
 def serve(options: ServeOptions, tell: Callable[[str], None] = lambda line: None) -> None:
@@ -278,5 +290,4 @@ def serve(options: ServeOptions, tell: Callable[[str], None] = lambda line: None
         if version.encoder is None:
             tell(f"/score is unavailable without vocabularies: {version.reason}")
         tell(f"serving {server.file.name}, version {version.number}, on http://{f'[{host}]' if ':' in host else host}:{port}")
-        config = uvicorn.Config(server.app, log_level="warning", access_log=False, timeout_graceful_shutdown=5)
-        uvicorn.Server(config).run(sockets=[sock])
+        HttpServer(server.app).run(sockets=[sock])

@@ -56,7 +56,7 @@ def _folded(table: TTTable) -> tuple[tuple[Tensor, ...], tuple[Slab, ...]]:
     """
     cores: list[Tensor] = [core.detach().float() for core in table.cores()]
     for k, diagonal in enumerate(table.rank_parameters(), start=1):
-        scale = diagonal.detach().float()
+        scale = diagonal.detach().float().flatten()
         before, after = cores[k - 1].pow(2).sum((0, 1, 2)).sqrt(), cores[k].pow(2).sum((1, 2, 3)).sqrt()
         balance = (after * scale.abs() / before).sqrt()
         balance = torch.where(balance.isfinite() & (balance > 0), balance, 1.0)
@@ -64,7 +64,7 @@ def _folded(table: TTTable) -> tuple[tuple[Tensor, ...], tuple[Slab, ...]]:
     slabs = []
     for block in table.hot_blocks():
         rows, projection, scale = (part.detach().float() for part in block.block())
-        slabs.append(Slab(rows=rows[0, :, 0].contiguous(), columns=scale[:, None] * projection[:, 0, :, 0]))
+        slabs.append(Slab(rows=rows[0, :, 0].contiguous(), columns=scale.view(-1, 1) * projection[:, 0, :, 0]))
     return tuple(core.permute(1, 0, 3, 2).contiguous() for core in cores), tuple(slabs)
 
 

@@ -5,8 +5,9 @@ B batch size, I integer columns, L labels.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, cast
 
 import torch
@@ -117,7 +118,38 @@ def build_model(config: RunConfig, schema: Schema, device: str = "cpu") -> nn.Mo
 
 
 def table_configs(config: RunConfig, schema: Schema) -> tuple[list[EmbeddingBagConfig], list[EmbeddingBagConfig]]:
-    """Return configs of a model's embedding tables, and of its linear part's tables if it has one, compressed as configured."""
+    """Return configs of a model's embedding tables, and of its linear part's tables if it has one, compressed as configured.
+
+    Tables are named after their columns, percent-encoded where torch would refuse the name of a submodule: `a.b` is `a%2Eb`.
+    """
+    tables, wide = _dense_table_configs(config, schema)
+    if config.tables.format == "tt":
+        config.tables.require_tables([table.name for table in (*tables, *wide)])
+        if wide and not config.model.wide_buckets:
+            wide = config.tables.table_configs(wide)
+        tables = config.tables.table_configs(tables)
+    for table in (*tables, *wide):
+        table.name = _submodule_name(table.name)
+    return tables, wide
+
+
+def _submodule_name(name: str) -> str:
+    """Encode a name so that `urllib.parse.unquote` decodes it."""
+    encoded = re.sub(r"\.|%(?=[0-9A-Fa-f]{2})", lambda match: f"%{ord(match[0]):02X}", name)
+    return f"%{ord(encoded[0]):02X}{encoded[1:]}" if hasattr(nn.ModuleDict(), encoded) else encoded
+
+
+def with_reachable_compression(config: RunConfig, schema: Schema) -> RunConfig:
+    """Lower `tables.compression` to what the tables of a small data set can reach, even if ranks are 1."""
+    tables, wide = _dense_table_configs(config, schema)
+    compressed = [tables, wide] if wide and not config.model.wide_buckets else [tables]
+    most = min(map(config.tables.most_compression, compressed))
+    if config.tables.format != "tt" or not 1 < most < (config.tables.compression or 1):
+        return config
+    return replace(config, tables=replace(config.tables, compression=most))
+
+
+def _dense_table_configs(config: RunConfig, schema: Schema) -> tuple[list[EmbeddingBagConfig], list[EmbeddingBagConfig]]:
     dim = config.model.embedding_dim
     tables = [
         EmbeddingBagConfig(name=name, num_embeddings=num_embeddings, embedding_dim=dim, feature_names=[name])
@@ -126,12 +158,7 @@ def table_configs(config: RunConfig, schema: Schema) -> tuple[list[EmbeddingBagC
     wide = []
     if config.model.architecture == "wide_deep":
         wide = wide_tables(tables, config.model.wide_buckets, outputs=len(schema.labels))
-    if config.tables.format != "tt":
-        return tables, wide
-    config.tables.require_tables([table.name for table in (*tables, *wide)])
-    if wide and not config.model.wide_buckets:
-        wide = config.tables.table_configs(wide)
-    return config.tables.table_configs(tables), wide
+    return tables, wide
 
 
 def materialize_(model: nn.Module, device: torch.device) -> nn.Module:

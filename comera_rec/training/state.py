@@ -50,7 +50,9 @@ class TrainingState:
         for name, module in named_tt_modules(self._model):
             module.resize_ranks_(_ranks(checkpoint, name, module.shape.order))
         weights = self._model.state_dict()
-        tensors = {f"model/{name}": value for name, value in weights.items()} | self._table_states()
+        sizes = {name: checkpoint.sizes.get(f"model/{name}") for name in weights}
+        tensors = {f"model/{name}": _vector(value) if len(sizes[name] or ()) == 1 else value for name, value in weights.items()}
+        tensors |= self._table_states()
         parameters = dict(self._model.named_parameters())
         states: dict[str, tuple[nn.Parameter, str]] = {}
         for entry, size in checkpoint.sizes.items():
@@ -66,7 +68,11 @@ class TrainingState:
         self._model.load_state_dict({name: tensors[f"model/{name}"] for name in weights})
         for entry, (parameter, key) in states.items():
             value = tensors[entry]
-            self._optimizer.state[parameter][key] = padded_to(value, parameter.shape) if isinstance(value, DTensor) else value
+            if isinstance(value, DTensor):
+                value = padded_to(value, parameter.shape)
+            elif value.shape == _vector(parameter).shape:
+                value = value.view_as(parameter)
+            self._optimizer.state[parameter][key] = value
 
     def _table_states(self) -> dict[str, Any]:
         """Return the optimizer state of dense tables: the tensors themselves, so that loading can fill them in place."""
@@ -77,6 +83,11 @@ class TrainingState:
                 # "momentum_1" on one process, "momentum1" where TorchRec shards
                 tensors |= {f"tables/{table}/{key.rpartition('.')[2].replace('_', '')}": value for key, value in state.items()}
         return tensors
+
+
+def _vector(value: Any) -> Any:
+    """Return a rank parameter, a column, as the vector that it was up to version 0.2; anything else unchanged."""
+    return value[:, 0] if value.dim() == 2 and value.shape[1] == 1 else value
 
 
 def _parts(value: Any) -> list[Tensor]:

@@ -44,7 +44,7 @@ def scaled_cores(cores: Sequence[Tensor], diagonals: Sequence[Tensor | None]) ->
         if diagonal is None:
             continue
         if scaled[k - 1].numel() <= scaled[k].numel():
-            scaled[k - 1] = scaled[k - 1] * diagonal
+            scaled[k - 1] = scaled[k - 1] * diagonal.flatten()
         else:
             scaled[k] = diagonal.view(-1, 1, 1, 1) * scaled[k]
     return scaled

@@ -29,7 +29,8 @@ struct Matrix {
   }
 };
 
-// Returned by every function whose arrays have inconsistent sizes; it has then read and written nothing.
+// Returned by every function whose arrays have inconsistent sizes. It has then accessed nothing outside of the arrays, but it may have
+// written to them before it noticed: callers raise an error and drop them.
 constexpr int64_t kWrongSizes = -1;
 
 // splitmix64's finalizer (Steele, Lea, Flood, OOPSLA 2014).

@@ -9,11 +9,9 @@ namespace {
 template <class Read>
 int64_t read_texts(
     Array<const Byte> bytes, Array<const int64_t> offsets, Array<uint64_t> values, Array<bool> is_bad, const Read& read) {
-  if (offsets.size != values.size + 1 || is_bad.size != values.size || offsets[0] < 0 || offsets[values.size] > bytes.size) {
-    return kWrongSizes;
-  }
+  if (offsets.size != values.size + 1 || is_bad.size != values.size || offsets[0] < 0) return kWrongSizes;
   for (int64_t i = 0; i < values.size; ++i) {
-    if (offsets[i] > offsets[i + 1]) return kWrongSizes;
+    if (offsets[i] > offsets[i + 1] || offsets[i + 1] > bytes.size) return kWrongSizes;
     is_bad[i] = !read(bytes.data + offsets[i], bytes.data + offsets[i + 1], bytes.data + bytes.size, values[i]);
   }
   return values.size;

@@ -42,8 +42,10 @@ class JsonParser {
         is_utf8_(is_utf8) {}
 
   bool fits(int64_t text_bytes) const {
-    const int64_t names = columns_ ? schema_.name_ends[columns_ - 1] : 0;
-    return schema_.is_list.size == columns_ && schema_.separators.size == columns_ && schema_.names.size == names &&
+    const int64_t* const ends = schema_.name_ends.data;
+    const bool is_ascending = !columns_ || (ends[0] >= 0 && std::is_sorted(ends, ends + columns_));
+    const int64_t names = columns_ ? ends[columns_ - 1] : 0;
+    return is_ascending && schema_.is_list.size == columns_ && schema_.separators.size == columns_ && schema_.names.size == names &&
            cells_.bytes.size == columns_ * text_bytes && cells_.ends.size == columns_ * lines_ &&
            cells_.element_ends.size == columns_ * elements_;
   }
@@ -276,7 +278,7 @@ class JsonParser {
 
 }  // namespace
 
-// Parses a text of as many lines as `cells` has room for, and returns the number of rows; `is_utf8`: whether the text is UTF-8.
+// Parses a text of exactly as many lines as `cells` has room for, and returns the number of rows; `is_utf8`: whether the text is UTF-8.
 EXPORTED int64_t parse_json(Array<const Byte> text, const JsonSchema* schema, const JsonCells* cells, int64_t is_utf8) {
   JsonParser parser(*schema, *cells, is_utf8 != 0);
   if ((text.size && text[text.size - 1] != '\n') || !parser.fits(text.size)) return kWrongSizes;
@@ -287,7 +289,7 @@ EXPORTED int64_t parse_json(Array<const Byte> text, const JsonSchema* schema, co
     row += cells->is_parsed[line];
     cursor = static_cast<const Byte*>(std::memchr(cursor, '\n', end - cursor)) + 1;
   }
-  return row;
+  return line == cells->is_parsed.size ? row : kWrongSizes;
 }
 
 }  // namespace data_pipeline

@@ -71,6 +71,13 @@ def test_kernels_stay_within_their_bounds(call: Call, architecture: int) -> None
         assert all(loop.products >= bounds.inner * loop.size for loop in compiled.loops), compiled.loops
 
 
+@pytest.mark.parametrize("call", [call for call in CALLS if call.what in ("update of diagonals", "groups of parts")], ids=str)
+def test_what_all_warps_read_is_replaced_after_a_barrier(call: Call) -> None:
+    # More threads than numbers: several read each, but only one of them writes it.
+    accesses = [name[:3] for name in compile_launch(call.launch, call.tensors, 90).names if name.startswith(("LDG", "STG", "BAR"))]
+    assert accesses[: accesses.index("STG")][-1] == "BAR"
+
+
 @pytest.mark.parametrize("call", [call for call in CALLS if call.what in ("pool", "gradient of slices")][-2:], ids=str)
 def test_kernels_compile_for_amd(call: Call) -> None:
     assert ".vgpr_spill_count: 0" in compile_for_amd(call.launch, call.tensors)

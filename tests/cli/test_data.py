@@ -109,6 +109,18 @@ def test_options_reach_the_manifest(log: Path, tmp_path: Path) -> None:
         (["preprocess", "--output", "data"], "Missing option '--input'"),
         (["preprocess", "--input", "nowhere", "--output", "data"], "comera: --input nowhere does not exist; check its name"),
         (["preprocess", "--input", "bad.tsv", "--output", "data"], "comera: bad.tsv:1: 1 columns; Criteo logs have 40"),
+        (["preprocess", "--input", "loop", "--output", "data"], "cannot read --input loop: Too many levels of symbolic links"),
+        (["preprocess", "--input", "bad.tsv", "--output", "loop"], "--output loop leads to a symbolic link to itself"),
+        (["preprocess", "--input", "bad.tsv", "--output", "loop/data"], "--output loop/data leads to a symbolic link to itself"),
+        (["preprocess", "--input", "x" * 300, "--output", "data"], "File name too long"),
+        (["transform", "--data", "loop", "--input", "bad.tsv", "--output", "data"], "loop"),
+        (["synth", "--rows", "9", "--output", "loop"], "--output loop leads to a symbolic link to itself"),
+        (["describe", "--data", "loop"], "loop"),
+        (["preprocess", "--input", "bad.tsv", "--schema", "loop", "--output", "data"], "--schema loop does not exist"),
+        (
+            ["preprocess", "--input", "bad.tsv", "--output", "data", "--memory-limit", "256MiB"],
+            "which need 512 MiB; raise it, as any parts need more than 384 MiB",
+        ),
         (["preprocess", "--input", "bad.tsv", "--output", "data", "--min-count", "0"], "comera: --min-count is 0"),
         (
             ["preprocess", "--input", "bad.tsv", "--output", "data", "--min-count", "C3=few"],
@@ -133,10 +145,11 @@ def test_mistakes(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("bad.tsv").write_text("not a log\n")
+    Path("loop").symlink_to("loop")
     assert run(*arguments) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
-    assert [path.name for path in tmp_path.iterdir()] == ["bad.tsv"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.tsv", "loop"]
 
 
 @pytest.mark.parametrize("command", ["synth", "preprocess"])

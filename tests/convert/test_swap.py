@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,6 +25,9 @@ from comera_rec import (
     swap_embedding_bag_collections_,
     swap_embeddings_,
 )
+
+with warnings.catch_warnings(action="ignore"):  # about torch.jit, which the module uses
+    from torch.distributed.optim import _apply_optimizer_in_backward
 
 LIMITS = {"user": 400, "item": 300, "day": 7}
 
@@ -327,6 +331,14 @@ def test_weights_on_the_meta_device_have_no_svd() -> None:
     linear = nn.Sequential(nn.Linear(64, 64, device="meta"))
     with pytest.raises(ValueError, match="'0' is on the meta device, without values to start from"):
         compress_linears_(linear, TTLinearConfig(tt_ranks=2, min_features=8, policy="always"), init="tt_svd")
+
+
+def test_an_optimizer_in_backward_would_be_lost() -> None:
+    model = nn.ModuleList([collection(), nn.Embedding(400, 8)])
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    for swap_, name in ((swap_embedding_bag_collections_, "t_user"), (swap_embeddings_, "1")):
+        with pytest.raises(ValueError, match=f"'{name}' has an optimizer in backward, which a TT table would not have: swap first"):
+            swap_(model, TTEmbeddingConfig(min_rows=100))
 
 
 def test_the_spread_of_an_init_fn_that_depends_on_the_number_of_rows() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
+import lzma
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -55,6 +57,14 @@ def run(log: Path, output: Path, **options: object) -> None:
         (GZIPPED[:40] + b"\0\0\0\0" + GZIPPED[44:], "log.tsv: damaged gzip"),
         (GZIPPED + GZIPPED[:50], "log.tsv: damaged gzip"),
         (GZIPPED + b"no gzip", "log.tsv: damaged gzip"),
+        (bz2.compress(b""), "log.tsv is empty"),
+        (bz2.compress(to_text(ROWS))[:-10], "log.tsv: damaged bzip2 .*fetch or compress it again"),
+        (bz2.compress(to_text(ROWS))[:60] + b"\0" * 60, "log.tsv: damaged bzip2"),
+        (lzma.compress(to_text(ROWS))[:-10], "log.tsv: damaged xz .*fetch or compress it again"),
+        (lzma.compress(to_text(ROWS))[:60] + b"\0" * 60, "log.tsv: damaged xz"),
+        (b"PK\3\4\x14\0\0\0", "log.tsv is a zip archive; give text in UTF-8, plain or compressed by .*, or Parquet"),
+        ("1\t2\n".encode("utf-16"), "log.tsv is text in UTF-16; give text in UTF-8"),
+        (b"\xfe\xff\x001", "log.tsv is text in UTF-16"),
     ],
 )
 @pytest.mark.parametrize("workers", [1, 2])
@@ -97,6 +107,17 @@ def test_malformed_lines_up_to_a_limit(tmp_path: Path, write_log: WriteLog) -> N
     assert [line.line for line in manifest.rejected_lines] == [1, 32, 33]
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_blank_last_line_is_no_row(tmp_path: Path, write_log: WriteLog, end: str) -> None:
+    """Wherever the last part begins; more blank lines are malformed."""
+    text = to_text(ROWS).replace(b"\n", end.encode())
+    for number, (name, part_bytes) in enumerate((name, size) for name in ("log.tsv", "log.gz") for size in (1 << 20, 1, len(text))):
+        run(write_log(text + end.encode(), name), tmp_path / str(number), part_bytes=part_bytes)
+        assert read_manifest(tmp_path / str(number)).rows.read == 30
+    with pytest.raises(ValueError, match=r"log.tsv:31: blank line"):
+        run(write_log(text + 2 * end.encode()), tmp_path / "data")
+
+
 def test_list_of_rejected_lines_is_capped(tmp_path: Path, write_log: WriteLog) -> None:
     run(write_log(to_text(ROWS) + b"bad\n" * 500), tmp_path / "data", max_bad_rows=500)
     manifest = read_manifest(tmp_path / "data")
@@ -130,8 +151,8 @@ def test_only_malformed_lines(tmp_path: Path, write_log: WriteLog) -> None:
         ({"seed": 1 << 64}, r"--seed is 18446744073709551616; it must be below 2\*\*64"),
         ({"split": "day"}, "--split day needs several logs"),
         (
-            {"memory_limit": 300 << 20},
-            "--memory-limit 300 MiB is too little for parts of 64 MiB, which need 512 MiB; raise it, or lower",
+            {"memory_limit": 400 << 20},
+            "--memory-limit 400 MiB is too little for parts of 64 MiB, which need 512 MiB; raise it, or lower --part-size",
         ),
         ({"memory_limit": 1000}, "--memory-limit 1000 bytes is too little for parts of 64 MiB"),
         ({"max_bad_rows": -1}, "--max-bad-rows is -1; it must be at least 0"),
@@ -152,7 +173,7 @@ def test_finished_data_set_is_kept_unless_overwritten(tmp_path: Path, write_log:
     with pytest.raises(ValueError, match="already holds a finished result; add --overwrite"):
         run(log, output, min_count=1)
     with pytest.raises(ValueError, match="blank line"):
-        run(write_log(to_text(ROWS) + b"\n", "bad.tsv"), output, overwrite=True)
+        run(write_log(b"\n" + to_text(ROWS), "bad.tsv"), output, overwrite=True)
     with pytest.raises(ValueError, match=r"--min-count C27=.*: no such categorical column; choose one of C1, "):
         run(log, output, min_counts={"C27": 3}, overwrite=True)
     assert (output / "manifest.json").read_bytes() == before

@@ -141,7 +141,7 @@ def test_malformed_lines_of_several_blocks(tmp_path: Path) -> None:
     long = b'"' + b"n" * 900_000 + b'",a,1\n'
     log = tmp_path / "log.csv"
     blanks = (20, 30, 30, 40, 200, 100, 180)  # those after two long lines are a block's
-    log.write_bytes(b"".join(long + b"\n" * count for count in blanks))
+    log.write_bytes(b"".join(long + b"\n" * count for count in blanks) + b"\n")
 
     def run(max_bad_rows: int) -> None:
         schema = LogSchema(columns=columns, separator=",", format="csv")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import bz2
 import csv
 import gzip
 import io
 import json
+import lzma
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -109,6 +111,8 @@ def test_one_log_in_all_formats(tmp_path: Path, schema: Callable[..., LogSchema]
         "other order.csv": (as_csv(ROWS, (4, 2, 0, 3, 1)), schema('format = "csv"\nheader = true')),
         "quoted.csv.gz": (gzip.compress(as_csv(ROWS)), by_name),
         "quoted.csv.zst": (zstd, by_name),
+        "quoted.csv.bz2": (bz2.compress(as_csv(ROWS)), by_name),
+        "quoted.csv.xz": (lzma.compress(as_csv(ROWS)), by_name),
         "frames.csv.zst": (frames, by_name),
         "tabs.tsv": (
             "\n".join("\t".join(cells) for cells in [NAMES, *map(texts, ROWS)]).encode(),
@@ -284,7 +288,7 @@ def test_malformed_rows_of_parquet(tmp_path: Path, schema: Callable[..., LogSche
         row["code"] = "none"
     pq.write_table(as_table(rows), tmp_path / "log.parquet", row_group_size=70)
     options = PreprocessOptions(inputs=(tmp_path / "log.parquet",), output=tmp_path / "data", schema=by_name, part_bytes=20_000)
-    with pytest.raises(ValueError, match=r"log.parquet:101: code 'none' is not 1 to 8 hex digits; fix the log"):
+    with pytest.raises(ValueError, match=r"log.parquet:101: code 'none' is not 1 to 8 hex digits"):
         preprocess(options)
     for limit, line in ((119, 220), (120, 251)):
         with pytest.raises(ValueError, match=rf"log.parquet:{line}: .*; after {limit} other malformed lines"):
@@ -292,6 +296,10 @@ def test_malformed_rows_of_parquet(tmp_path: Path, schema: Callable[..., LogSche
     pq.write_table(as_table(ROWS).set_column(2, "cents", pa.array([{"a": 1}] * len(ROWS))), tmp_path / "log.parquet")
     with pytest.raises(ValueError, match=r"cents has type struct<a: int64>, which is not a 32-bit integer in each row"):
         preprocess(options)
+    schema_without_hex = LogSchema(columns=(Column(name="bought", kind="label"), Column(name="tags", kind="list")))
+    pq.write_table(pa.table({"bought": [1], "tags": [["1", None]]}), tmp_path / "log.parquet")
+    with pytest.raises(ValueError, match=r"log.parquet:1: tags '1\|null' is not a list of non-empty elements; fix the log"):
+        preprocess(replace(options, schema=schema_without_hex))
     content = (tmp_path / "log.parquet").read_bytes()
     (tmp_path / "log.parquet").write_bytes(content[:-20])
     with pytest.raises(ValueError, match=r"log.parquet: damaged Parquet \(.*; fetch or write it again"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline import hashing
+from data_pipeline import hashing, native
 from data_pipeline.hashing import HashedIds, TableIds, encode_keys, open_tables, write_table
 from data_pipeline.manifest import IntegerColumn
 from data_pipeline.native import Array, Matrix
@@ -98,6 +99,26 @@ def test_logarithms_equal_the_reference(values: list[int | None], low: int) -> N
 def test_arrays_of_other_sizes_are_refused(keys: np.ndarray, missing: np.ndarray) -> None:
     with pytest.raises(RuntimeError, match="encode_keys_u32: the sizes of the arrays don't fit each other"):
         encode_keys([HashedIds(5)], keys, missing)
+
+
+@pytest.mark.parametrize("offsets", [[0, 1 << 40, 5], [0, 3, 2], [-1, 0, 5], [0, 3, 6], [0, 5]])
+def test_texts_beyond_their_bytes_are_refused(offsets: list[int]) -> None:
+    arrays = (np.zeros(5, np.uint8), np.array(offsets, np.int64), np.zeros(2, np.uint64), np.zeros(2, np.bool_))
+    with pytest.raises(RuntimeError, match="hash_texts: the sizes of the arrays don't fit each other"):
+        native.hash_texts(*(Array(array, array.dtype) for array in arrays))
+
+
+@pytest.mark.parametrize(("lines", "name_ends"), [(1, [1, 2]), (3, [1, 2]), (2, [4, 2]), (2, [-1, 2])])
+def test_json_cells_of_other_sizes_are_refused(lines: int, name_ends: list[int]) -> None:
+    text = np.frombuffer(b'{"ab": 1}\n' * 2, np.uint8)
+    schema = (np.frombuffer(b"ab", np.uint8), np.array(name_ends, np.int64), np.zeros(2, np.bool_), np.zeros(2, np.uint8))
+    cells = (np.empty(2 * len(text), np.uint8), np.empty(2 * lines, np.int64), np.empty(0, np.int64), np.empty(lines, np.bool_))
+    structures = [
+        kind(*(Array(array, array.dtype) for array in arrays))
+        for kind, arrays in ((native.JsonSchema, schema), (native.JsonCells, cells))
+    ]
+    with pytest.raises(RuntimeError, match="parse_json: the sizes of the arrays don't fit each other"):
+        native.parse_json(Array(text, np.uint8), *map(ctypes.byref, structures), 1)
 
 
 def test_arrays_of_other_kinds_are_refused() -> None:

@@ -49,6 +49,7 @@ def options(request: pytest.FixtureRequest, tmp_path: Path, write_log: Callable[
         split="random" if suffix else "chronological",
         workers=2,
         scheduler="local" if request.param == "dask" else None,
+        order="similarity",
     )
 
 

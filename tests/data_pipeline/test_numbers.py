@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -14,6 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from data_pipeline.encoder import RequestEncoder
+from data_pipeline.lookup import find_text
 from data_pipeline.manifest import Manifest, read_manifest
 from data_pipeline.npy import export_npy
 from data_pipeline.options import PreprocessOptions
@@ -51,6 +54,53 @@ def test_floats_that_32_bits_do_not_hold_are_malformed(transform: Any, tmp_path:
     manifest, rows = made(tmp_path, b"0,1e39\n1,-1e300\n1,2\n0,-3e38\n0,5\n", [x], separator=",", format="csv")
     assert (manifest.rows.rejected, len(rows)) == (2, 3)
     assert np.isfinite(rows["x"].to_numpy()).all()
+
+
+MARKED = (
+    Column(name="x", kind="integer"),
+    Column(name="z", kind="float"),
+    Column(name="c", kind="category"),
+    Column(name="l", kind="list"),
+)
+MARKED_CELLS = [["1", "0.5", "a", "p|q"], ["NA", "NaN", "NA", "NaN"], ["", "", "", ""], ["3", "NaN", "b", "r"]]
+
+
+@pytest.mark.parametrize("form", ["text", "csv", "jsonl", "parquet"])
+def test_marks_of_missing_cells_are_empty_cells(tmp_path: Path, form: str) -> None:
+    """In every format, in requests and in lookups."""
+    records = [dict(zip("yxzcl", [str(row % 2), *cells], strict=True)) for row, cells in enumerate(MARKED_CELLS)]
+    if form == "jsonl":
+        marked = b"".join(json.dumps(record | {"l": record["l"].split("|")}).encode() + b"\n" for record in records)
+        marked = marked.replace(b'"NaN"', b"NaN").replace(b"[NaN]", b"[]").replace(b'[""]', b"[]")
+    elif form == "parquet":
+        pq.write_table(pa.Table.from_pylist(records), tmp_path / "log.parquet", use_dictionary=["c"])
+        marked = (tmp_path / "log.parquet").read_bytes()
+    else:
+        marked = b"".join(",".join(record.values()).encode() + b"\n" for record in records)
+    options: dict[str, Any] = {"separator": ",", "format": "csv" if form == "parquet" else form, "missing": ("NA", "NaN")}
+    manifest, rows = made(tmp_path, marked, MARKED, **options)
+    assert manifest.rows.written == 4
+    assert rows["x"].to_pylist() == pytest.approx([np.log(2), 0, 0, np.log(4)])
+    assert rows["c"].to_pylist() == [1, 0, 0, 2] or rows["c"].to_pylist() == [2, 0, 0, 1]
+    assert [len(ids) for ids in rows["l"].to_pylist()] == [2, 0, 0, 1]
+    requests: list[dict[str, Any]] = [{"x": "NA", "z": "NaN", "c": "NA", "l": "NaN"}, {"x": None, "z": None, "c": "", "l": None}]
+    flat = RequestEncoder(tmp_path / "data")(requests)
+    assert not flat.dense.any()
+    assert not flat.values.any()
+    assert flat.lengths.tolist() == [1, 1, 0, 0]
+    assert find_text(manifest, tmp_path / "data", "c", "NA").id == 0
+
+
+@pytest.mark.parametrize(
+    ("form", "content", "mark"),
+    [("csv", b"0,NA\n", '["NA"]'), ("csv", b"0,\\N\n", r'["\\N"]'), ("jsonl", b'{"y": 0, "x": NaN}\n', '["NaN"]')],
+)
+@pytest.mark.parametrize("kind", ["integer", "float"])
+def test_unknown_marks_of_missing_cells_name_the_setting(tmp_path: Path, form: str, content: bytes, mark: str, kind: Any) -> None:
+    schema = LogSchema(columns=(LABEL, Column(name="x", kind=kind)), separator=",", format=form)  # type: ignore[arg-type]
+    (tmp_path / "log").write_bytes(content)
+    with pytest.raises(ValueError, match=f"if it stands for a missing value, set missing = {re.escape(mark)} in the schema"):
+        preprocess(PreprocessOptions(inputs=(tmp_path / "log",), output=tmp_path / "data", schema=schema))
 
 
 def test_json_lines_have_no_header(tmp_path: Path) -> None:

@@ -186,7 +186,7 @@ def test_hash_buckets(tmp_path: Path, write_log: WriteLog) -> None:
     [
         ("[columns", "Expected"),
         ("[columns]\n", "it needs a table [columns]"),
-        ("colums = 1", "colums is unknown; choose from columns, format, header, separator"),
+        ("colums = 1", "colums is unknown; choose from columns, format, header, missing, separator"),
         ('[columns]\na = "number"', "a: kind 'number' is unknown; choose one of ignore, label, integer, hex, category, list"),
         (
             '[columns]\na = { kind = "list", sep = "|" }',
@@ -212,7 +212,10 @@ def test_hash_buckets(tmp_path: Path, write_log: WriteLog) -> None:
             "a: max_ids limits a vocabulary, which hash_buckets replaces",
         ),
         ('[columns]\na = "time"\nb = "user"\nc = "hex"', "rows are split by one of them, so ignore the other"),
+        ('missing = "NA"\n[columns]\na = "hex"', "missing is 'NA'; write a list of texts"),
+        ('[columns]\na = { kind = "time", format = "ISO" }\nb = "hex"', "a: format is 'ISO'; write it as for strptime"),
         ('[columns]\na = "label"', "there is nothing to learn from"),
+        ('[columns]\n"" = "integer"', "a column's name is empty"),
         ('[columns]\nlabel = "integer"', "column label is of kind integer; the name is reserved for the label"),
         (
             'separator = "."\n[columns]\na = "integer"',
@@ -351,7 +354,41 @@ def test_texts_that_are_not_times(text: str) -> None:
     schema = LogSchema(columns=(Column(name="when", kind="time"),))
     parsed, good = to_parsed({"when": pa.array([text, "2026-01-01 10:00+02:00"])}, schema, rows=2)
     assert good.tolist() == [False, True]
-    assert parsed.reasons == ((0, f"when '{text}' is not a time"),)
+    assert [reason.startswith(f"when '{text}' is not a time in ISO 8601, nor a number") for _, reason in parsed.reasons] == [True]
+
+
+@pytest.mark.parametrize(
+    ("time_format", "text", "iso"),
+    [
+        ("%m/%d/%Y %H:%M", "11/7/2017 9:30", "2017-11-07T09:30+00:00"),
+        ("%d.%m.%y", "07.11.17", "2017-11-07T00:00+00:00"),
+        ("%d/%b/%Y:%H:%M:%S %z", "10/Oct/2000:13:55:36 -0700", "2000-10-10T20:55:36+00:00"),
+    ],
+)
+def test_times_of_a_format(tmp_path: Path, time_format: str, text: str, iso: str) -> None:
+    (tmp_path / "schema.toml").write_text(
+        f'separator = ","\n[columns]\nwhen = {{ kind = "time", format = "{time_format}" }}\nx = "hex"'
+    )
+    schema = read_schema(tmp_path / "schema.toml")
+    columns = {"when": pa.array([text, iso, "\xff".encode("latin-1"), b""], pa.binary()), "x": pa.array(["1"] * 4)}
+    parsed, good = to_parsed(columns, schema, rows=4)
+    assert good.tolist() == [True, False, False, False]
+    assert parsed.split_keys is not None
+    assert parsed.split_keys.tolist() == [datetime.fromisoformat(iso).timestamp()]
+    assert parsed.reasons[0] == (1, f"when '{iso}' is not a time of the format {time_format}")
+
+
+def test_times_and_users_are_read_only_where_rows_are_split_by_them(
+    visits: Callable[..., PreprocessOptions], tmp_path: Path
+) -> None:
+    options = visits("time")
+    (tmp_path / "visits.csv").write_text("click,when,who,page\n1,11/7/2017 9:30,u,1\n" + "0,,u,1\n" * 9)
+    with pytest.raises(ValueError, match="when '11/7/2017 9:30' is not a time in ISO 8601"):
+        preprocess(options)
+    manifest = preprocess(replace(options, split="chronological"))
+    assert manifest.rows.written == 10
+    new = transform(TransformOptions(inputs=(tmp_path / "visits.csv",), data=options.output, output=tmp_path / "new"))
+    assert new.rows.written == 10
 
 
 @pytest.mark.parametrize("times", [(1.0, None), (None, 1.0), (2.0, 1.0)])

@@ -81,6 +81,28 @@ def test_effects_of_rare_values(decay: float) -> None:
     assert spread(0.6, 0.62) / spread(0.15, 0.25) == pytest.approx((51 / 1.2) ** -decay, rel=0.3)
 
 
+def test_values_of_a_group_occur_together_as_often_as_before(tmp_path: Path) -> None:
+    """Counts of values hardly change, more pairs repeat, and rare values of a topic share effects."""
+    logs = {}
+    for groups in (0.0, 0.7):
+        synth(SynthOptions(rows=40_000, output=tmp_path / "log.txt", scale=0.01, seed=1, groups=groups, overwrite=True))
+        logs[groups] = pd.read_csv(tmp_path / "log.txt", sep="\t", header=None, dtype=str)
+    alone, grouped = logs[0.0], logs[0.7]
+    for column in (16, 20, 25):  # C3, C7, C12
+        before, after = (np.sort(log[column].value_counts().to_numpy())[::-1][:1000] for log in (alone, grouped))
+        np.testing.assert_allclose(np.cumsum(after) / np.cumsum(before), 1, atol=0.1)
+    repeated = [log[[20, 25]].duplicated().mean() for log in (alone, grouped)]
+    assert repeated[1] > 1.08 * repeated[0]
+    model = PlantedModel(seed=0, scale=1.0, decay=0.5, groups=0.7)
+    draws = np.tile(np.random.default_rng(1).random(model.draws), (2000, 1))
+    draws[:, DRAWS - 1 - len(MISSING_RATES) : DRAWS - 1] = 1  # no cell is missing
+    draws[:, DRAWS + 1 :] = 0  # every cell follows its row's topic
+    draws[:, 2], draws[:, DRAWS] = np.linspace(0.7, 0.8, 2000), np.arange(2000) % 2 / 2  # rare values of two topics
+    rows = model.rows(draws)
+    logits = np.log(rows.probability / (1 - rows.probability))
+    assert logits[::2].std() < 0.2 * logits.std()
+
+
 def test_columns_are_like_criteo(tmp_path: Path) -> None:
     synth(SynthOptions(rows=10_000, output=tmp_path / "log.txt"))
     manifest = preprocess(PreprocessOptions(inputs=(tmp_path / "log.txt",), output=tmp_path / "data"))
@@ -129,6 +151,7 @@ def test_one_row(tmp_path: Path) -> None:
         ({"rows": 1, "scale": 0.0}, "--scale is 0.0; it must be above 0 and at most 100"),
         ({"rows": 1, "decay": -0.5}, "--decay is -0.5; it must be between 0 and 10"),
         ({"rows": 1, "scale": float("nan")}, "--scale is nan"),
+        ({"rows": 1, "groups": 1.5}, "--groups is 1.5; it must be between 0 and 1"),
     ],
 )
 def test_bad_options(tmp_path: Path, options: dict, message: str) -> None:

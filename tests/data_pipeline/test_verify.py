@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -125,6 +126,21 @@ def test_rows_of_equal_content_are_counted(tmp_path: Path, write_log: Callable[.
         inputs = tuple(write_log(rows, f"day_{number}") for number, rows in enumerate(logs))
         options = PreprocessOptions(inputs=inputs, output=tmp_path / "data", split="day", overwrite=True, min_count=1)
         assert verify(preprocess(options), options.output).repeated == pytest.approx(repeated, abs=0.05)
+
+
+@pytest.mark.parametrize("kind", ["category", "list"])
+def test_rows_that_only_have_id_0_in_common_are_not_equal_content(
+    tmp_path: Path, write_log: Callable[..., Path], kind: Any
+) -> None:
+    schema = LogSchema(columns=(Column(name="label", kind="label"), Column(name="page", kind=kind), Column(name="x", kind="hex")))
+    rows = "".join(f"1\tp{row}\t{row % 2}\n" for row in range(100)) + "".join(f"1\tp{row}\t1\n" for row in (1, 3, 3, 9))
+    options = PreprocessOptions(
+        inputs=(write_log(rows.encode()),), output=tmp_path / "data", schema=schema, val_fraction=0, test_fraction=0.1
+    )
+    manifest = preprocess(options)
+    zeros = manifest.categorical_columns[0 if kind == "category" else 1].rows_at_zero["test"]
+    assert zeros == 10, "no page is frequent enough"
+    assert verify(manifest, options.output).repeated == 0
 
 
 def test_lists_of_equal_ids_in_equal_order_are_equal_content(tmp_path: Path, write_log: Callable[..., Path]) -> None:

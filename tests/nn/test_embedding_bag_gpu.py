@@ -48,6 +48,7 @@ def test_a_training_step_is_captured_in_a_cuda_graph(order: int) -> None:
 
     state = {name: value.clone() for name, value in bag.state_dict().items()}
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
             step(bag, optimizers[0])

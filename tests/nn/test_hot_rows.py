@@ -38,7 +38,7 @@ def test_they_are_added_to_the_first_rows() -> None:
     with_rows, without_rows = table.dense_matrix(), TTModule.dense_matrix(table)
     one, other = table.hot_blocks()
     assert (one.first, other.first, table.num_hot_rows) == (0, 4, 24)
-    block_rows = other.core_0[0, :, 0] * other.rank_1 @ other.core_1[:, 0, :, 0]
+    block_rows = other.core_0[0, :, 0] * other.rank_1[:, 0] @ other.core_1[:, 0, :, 0]
     torch.testing.assert_close(with_rows[4:24] - without_rows[4:24], block_rows, rtol=0, atol=1e-5)
     assert torch.equal(with_rows[24:], without_rows[24:])
     ids, offsets = torch.tensor([0, 3, 4, 23, 24, 99]), torch.tensor([0, 2, 5])

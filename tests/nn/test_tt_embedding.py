@@ -59,6 +59,16 @@ def test_logits_are_products_with_all_rows(size: tuple[int, int, TTShape], leadi
     assert_same(embedding.logits(x), x @ embedding.dense_matrix().mT, [x, *embedding.parameters()])
 
 
+def test_rows_can_be_differentiated_twice() -> None:
+    embedding, ids = build((7, 4, TTShape((4, 2), (2, 2), 2))), torch.tensor([[1, 1], [6, 0]])
+    names, parameters = zip(*embedding.named_parameters(), strict=True)
+
+    def rows(*values: Tensor) -> Tensor:
+        return torch.func.functional_call(embedding, dict(zip(names, values, strict=True)), (ids,))
+
+    assert torch.autograd.gradgradcheck(rows, parameters)
+
+
 @given(data=st.data())
 def test_any_modes_and_ranks(data: st.DataObject) -> None:
     order = data.draw(st.integers(2, 4))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -12,6 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import comera_rec as cr
 from comera_rec.testing import run as run_processes
+
+with warnings.catch_warnings(action="ignore"):  # about torch.jit, which the module uses
+    from torch.distributed.optim import _apply_optimizer_in_backward
+    from torchrec.optim import RowWiseAdagrad
 
 SHAPES = [
     cr.TTShape((7, 9), (4, 4), (5,)),
@@ -79,6 +84,26 @@ def test_ranks_and_state_are_truncated_and_training_continues() -> None:
     before = core.detach().clone()
     train(model, optimizer, 1)
     assert not torch.equal(core, before)
+
+
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=lambda shape: f"order{shape.order}")
+@pytest.mark.parametrize("how", ["apply", "update"])
+def test_row_wise_adagrad_takes_all_parameters(how: str, shape: cr.TTShape) -> None:
+    model = two_tables(shape)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    if how == "apply":
+        _apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": 0.05})
+    else:
+        optimizer = RowWiseAdagrad(model.parameters(), lr=0.05)
+        cr.update_in_backward_(model, optimizer)
+    before = copy.deepcopy(model.state_dict())
+    train(model, optimizer, steps=1)
+    for name, parameter in model.named_parameters():
+        change = parameter.detach() - before[name]
+        slices = change.transpose(0, 1) if change.dim() == 4 else change  # each moves as far as the first step allows
+        moved = slices.flatten(1).square().mean(1).sqrt()
+        assert moved.any(), name
+        torch.testing.assert_close(moved[moved > 0], torch.full_like(moved[moved > 0], 0.05))
 
 
 @pytest.mark.parametrize("case", ["momentum", "others", "no tables"])

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from bag_tables import TOLERANCE, every_impl, make_tables, plan_of, pool
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from comera_rec.ops import plan_lookup
@@ -158,8 +160,8 @@ REFUSED: list[tuple[str, Callable[[Any], Any], str]] = [
     ),
     (
         "diagonals",
-        lambda diagonals: put(diagonals, 2, torch.ones(4, 1)),
-        r"diagonals\[2\] has shape \(4, 1\): give a contiguous one of 4",
+        lambda diagonals: put(diagonals, 2, torch.ones(4, 2)),
+        r"diagonals\[2\] has shape \(4, 2\): give a contiguous one of 4",
     ),
     (
         "diagonals",
@@ -232,7 +234,26 @@ def test_the_operators_refuse_bad_arguments(name: str, change: Callable[[Any], A
     with pytest.raises(ValueError, match=message):
         ops.pool_backward(gradient, *arguments.values())
     with pytest.raises(ValueError, match=message):
-        ops.pool_backward_update(gradient, *arguments.values(), [], [], 0, [0.1, 0, 0, 0, 0, 1, 1, 0] * 8)
+        ops.pool_backward_update(gradient, *arguments.values(), [], [], 0, [0.1, 0, 0, 0, 0, 1, 1] * 8, 0)
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+def test_plans_are_refused_or_those_of_some_ids(data: st.DataObject) -> None:
+    """Whatever number of a plan changes, no memory beyond its tensors is read or written."""
+    draw, order = data.draw, data.draw(st.integers(2, 4))
+    rows = [(3, 2, 4, 2)[:order], (2, 2, 2, 2)[:order]]
+    tables = make_tables(rows, (2, 1, 3, 1)[:order], (2, 3, 2)[: order - 1], hot_rows=[(), ((4, 2),)])
+    ids = [torch.randint(table.num_embeddings, (draw(st.integers(0, 6)),)) for table in tables]
+    plan, offsets = plan_of(tables, ids), torch.tensor([0, 2, sum(map(len, ids))]).clamp(max=sum(map(len, ids)))
+    changed = draw(st.sampled_from([tensor for tensor in plan if tensor.numel()])).view(-1)
+    changed[draw(st.integers(0, len(changed) - 1))] = draw(st.sampled_from([-(2**31), -1, 0, 1, 2, 3, 5, 7, 8, 13, 2**31 - 1]))
+    try:
+        bags = pool(tables, [], offsets, plan=plan)
+    except ValueError:
+        return
+    torch.testing.assert_close(bags, pool(tables, [], offsets, plan=plan, impl="reference"))
+    bags.sum().backward()
 
 
 @pytest.mark.parametrize(
@@ -249,7 +270,7 @@ def test_gradients_of_other_sizes_and_types_are_refused(gradient: Tensor, messag
     with pytest.raises(ValueError, match=message):
         ops.pool_backward(gradient, *arguments.values())
     with pytest.raises(ValueError, match=message):
-        ops.pool_backward_update(gradient, *arguments.values(), [], [], 0, [0.1, 0, 0, 0, 0, 1, 1, 0] * 8)
+        ops.pool_backward_update(gradient, *arguments.values(), [], [], 0, [0.1, 0, 0, 0, 0, 1, 1] * 8, 0)
 
 
 SGD, ADAGRAD, ROW_WISE, ADAM = range(4)
@@ -260,9 +281,8 @@ SGD, ADAGRAD, ROW_WISE, ADAM = range(4)
     [
         (5, {}, "kind is 5: choose 0 to 4"),
         (-1, {}, "kind is -1: choose 0 to 4"),
-        (SGD, {"settings": [0.1, 0, 0, 0, 0, 1, 1, -1] * 8}, r"settings\[7\] is -1: a seed is from 0 to 2\^51 - 1"),
-        (SGD, {"settings": [0.1] * 41}, "settings holds 41 numbers: give 8 for each core, or for each core and diagonal"),
-        (SGD, {"settings": [0.1] * 56}, "settings holds 56 numbers: give 8 for each core, or for each core and diagonal"),
+        (SGD, {"settings": [0.1] * 41}, "settings holds 41 numbers: give 7 for each core, or for each core and diagonal"),
+        (SGD, {"settings": [0.1] * 49}, "settings holds 49 numbers: give 7 for each core, or for each core and diagonal"),
         (SGD, {"first": lambda cores: cores}, "first and second hold 8 and 0 states for 8 parameters"),
         (ADAGRAD, {"first": lambda cores: cores[:5]}, "first and second hold 5 and 0 states for 8 parameters"),
         (ADAM, {"second": lambda cores: []}, "first and second hold 8 and 0 states for 8 parameters"),
@@ -298,11 +318,11 @@ def test_states_and_settings_that_do_not_fit_are_refused(kind: int, change: dict
     cores = [core.clone() for core in arguments["cores"]]
     states = {"first": [] if kind <= SGD else cores, "second": cores if kind == ADAM else []}
     states |= {name: state(cores) for name, state in change.items() if name != "settings"}
-    settings = change.get("settings", [0.1, 0, 0, 0, 0, 1, 1, 0] * 8)
+    numbers = change.get("settings", [0.1, 0, 0, 0, 0, 1, 1] * 8)
     before = copy.deepcopy(arguments["cores"])
     with pytest.raises(ValueError, match=message):
         torch.ops.comera_rec.pool_backward_update(
-            torch.ones(1, 12), *arguments.values(), states["first"], states["second"], kind, settings
+            torch.ones(1, 12), *arguments.values(), states["first"], states["second"], kind, numbers, 0
         )
     assert all(map(torch.equal, arguments["cores"], before))
 

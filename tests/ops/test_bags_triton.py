@@ -29,6 +29,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CHUNK = kernels.CHUNK
 GROUP = 3 * CHUNK
 MODES = [("sum", False), ("sum", True), ("mean", False), ("max", False)]
+HOT_ROWS = ((4, 3), (2, 2))
 LENGTHS = {
     "jagged": [3, 0, 4, 1, 2, 0, 5, 1],
     "empty": [0] * 8,
@@ -52,11 +53,10 @@ def device(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def make_tables(order: int = 2, *, shapes: list[TTShape] | None = None, hot: bool = False) -> nn.ModuleList:
+def make_tables(order: int = 2, *, shapes: list[TTShape] | None = None, hot: tuple[tuple[int, int], ...] = ()) -> nn.ModuleList:
     tables = nn.ModuleList()
     for number, shape in enumerate(shapes or SHAPES[order]):
-        hot_rows = ((4, 3), (2, 2)) if hot and not number else ()
-        tables.append(TTEmbeddingBag(shape.num_rows, shape.num_cols, shape=shape, hot_rows=hot_rows))
+        tables.append(TTEmbeddingBag(shape.num_rows, shape.num_cols, shape=shape, hot_rows=() if number else hot))
     for name, parameter in tables.named_parameters():
         nn.init.uniform_(parameter, 0.5, 1.5) if "rank" in name else nn.init.normal_(parameter)
     return tables
@@ -139,7 +139,7 @@ def test_rows_and_sums_of_any_size(cols: tuple[int, int], ranks: tuple[int, int]
 @pytest.mark.parametrize(("mode", "weighted"), MODES[1:])
 @pytest.mark.parametrize("plan_impl", ["reference", "triton"])
 def test_hot_rows(mode: str, weighted: bool, plan_impl: str, device: str) -> None:
-    tables = make_tables(hot=True)
+    tables = make_tables(hot=HOT_ROWS)
     ids, offsets = draw(tables, LENGTHS["jagged"])
     ids[0] = ids[0] % 8
     check(tables, ids, offsets, device, mode=mode, weighted=weighted, plan_impl=plan_impl)
@@ -214,6 +214,22 @@ def test_cores_of_16_bits_are_multiplied_and_summed_in_float32(device: str) -> N
     assert tables[0].core_0.grad.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize(("cols", "mode"), [((8, 8), "sum"), ((2, 32), "max")])
+def test_16_bit_cores_at_any_address(cols: tuple[int, int], mode: str, device: str) -> None:
+    # The interpreter checks what kernels claim of addresses; a GPU would stop, or read what is elsewhere.
+    tables = make_tables(shapes=[TTShape((4, 3), cols, (8,)), TTShape((3, 5), cols, (16,))], hot=((8, 8),)).to(
+        device, torch.bfloat16
+    )
+    lookup = draw(tables, [3, 1, 0, 2])
+    expected = differentiate(tables, None, *lookup, "triton", mode=mode)
+    for parameter in tables.parameters():
+        memory = torch.empty(4 + parameter.numel(), dtype=parameter.dtype, device=device)  # 8 bytes more
+        parameter.data = memory.as_strided(parameter.shape, parameter.stride(), 4).copy_(parameter.data)
+    actual = differentiate(tables, None, *lookup, "triton", mode=mode)
+    for name, right in expected.items():
+        torch.testing.assert_close(actual[name], right)
+
+
 def test_results_are_reproducible_bit_by_bit(device: str) -> None:
     tables = make_tables().to(device)
     ids, offsets = draw(tables, LENGTHS["jagged"])
@@ -238,7 +254,7 @@ RULES = {
 @pytest.mark.parametrize("rule", [*RULES, "RowWiseAdagrad"])
 def test_updates_in_backward_are_those_of_the_cpu(rule: str, device: str) -> None:
     kind, settings = RULES.get(rule) or (pytest.importorskip("torchrec.optim").RowWiseAdagrad, {"lr": 0.1, "eps": 1e-2})
-    on_cpu, tables = (make_tables(hot=True), make_tables(hot=True))
+    on_cpu, tables = (make_tables(hot=HOT_ROWS), make_tables(hot=HOT_ROWS))
     tables.load_state_dict(on_cpu.state_dict())
     tables.to(device)
     optimizers = []
@@ -410,7 +426,7 @@ def test_tables_are_rounded_independently(device: str) -> None:
 
 def test_a_strided_diagonal_is_read_where_its_numbers_are(device: str) -> None:
     tables = make_tables(shapes=[TTShape((4, 3), (2, 2), (4,))])
-    tables[0].rank_1 = nn.Parameter(torch.arange(1.0, 9.0)[::2])
+    tables[0].rank_1 = nn.Parameter(torch.arange(1.0, 9.0)[::2, None])
     ids, offsets = draw(tables, [3, 2])
     expected = look_up(copy.deepcopy(tables).double(), ids, offsets, "reference")
     tables = tables.to(device)

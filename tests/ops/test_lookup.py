@@ -89,9 +89,9 @@ def test_each_slice_product_is_computed_once(order: int, monkeypatch: pytest.Mon
     products = []
     original = reference.gathered_matmul
 
-    def spy(a, b, p, q, impl, *, p_ascends):  # type: ignore[no-untyped-def]
+    def spy(a, b, p, q):  # type: ignore[no-untyped-def]
         products.append(len(p))
-        return original(a, b, p, q, impl, p_ascends=p_ascends)
+        return original(a, b, p, q)
 
     monkeypatch.setattr(reference, "gathered_matmul", spy)
     shape = TTShape((10,) * order, (2,) * order, 3)
@@ -194,11 +194,32 @@ def test_torch_func_grad(mode: str, order: int) -> None:
     assert all(map(torch.equal, actual.values(), expected))
 
 
-def test_torch_func_refuses_a_second_derivative() -> None:
-    bag = bag_of(3)
-    loss = lambda core: torch.func.functional_call(bag, {"core_0": core}, BATCH).square().sum()  # noqa: E731
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.func.grad(lambda core: torch.func.grad(loss)(core).square().sum())(bag.core_0.detach())
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+def test_only_the_reference_has_a_second_derivative_under_torch_func(impl: str) -> None:
+    bag = bag_of(3, impl=impl)
+    loss = lambda core: torch.func.functional_call(bag, {"core_0": core}, BATCH).pow(3).sum()  # noqa: E731
+    twice = torch.func.grad(lambda core: torch.func.grad(loss)(core).square().sum())
+    if impl == "cpu":
+        with pytest.raises(RuntimeError, match="no second derivative; use impl='reference'"):
+            twice(bag.core_0.detach())
+        return
+    (once,) = torch.autograd.grad(bag(*BATCH).pow(3).sum(), bag.core_0, create_graph=True)
+    torch.testing.assert_close(twice(bag.core_0.detach()), *torch.autograd.grad(once.square().sum(), bag.core_0))
+
+
+@every_order
+@pytest.mark.parametrize("mode", ["sum", "weighted", "mean", "max"])
+def test_the_reference_can_be_differentiated_twice(mode: str, order: int) -> None:
+    bag = bag_of(order, impl="reference", mode="sum" if mode == "weighted" else mode, hot_rows=((4, 2), (3, 1))).double()
+    for block in bag.hot_blocks():
+        nn.init.normal_(block.core_0)  # it starts at zero
+    weights = [torch.rand(7, dtype=torch.float64, requires_grad=True)] if mode == "weighted" else []
+    names, parameters = zip(*bag.named_parameters(), strict=True)
+
+    def look_up(*tensors: Tensor) -> Tensor:
+        return torch.func.functional_call(bag, dict(zip(names, tensors, strict=False)), (*BATCH, *tensors[len(names) :]))
+
+    assert torch.autograd.gradgradcheck(look_up, [*parameters, *weights], fast_mode=True)
 
 
 def calls(graph: torch.fx.Graph) -> list[str]:

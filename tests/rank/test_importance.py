@@ -37,7 +37,7 @@ def terms(module: TTModule, bond: int) -> list[Tensor]:
     for j in range(len(rank)):
         kept = rank.detach().clone()
         with torch.no_grad():
-            rank.mul_(torch.arange(len(rank)) == j)
+            rank.mul_(torch.arange(len(rank))[:, None] == j)
             terms.append(contract(module.scaled_cores()).reshape(module.shape.num_rows, module.shape.num_cols))
             rank.copy_(kept)
     return terms
@@ -58,8 +58,8 @@ def rescale_(module: TTModule) -> None:
     generator = torch.Generator().manual_seed(9)
     with torch.no_grad():
         for k, rank in enumerate(module.rank_parameters()):
-            left, right = (10 ** torch.randn(2, len(rank), generator=generator, dtype=torch.float64)).unbind()
-            module.cores()[k].mul_(left)
+            left, right = (10 ** torch.randn(2, len(rank), 1, generator=generator, dtype=torch.float64)).unbind()
+            module.cores()[k].mul_(left.flatten())
             module.cores()[k + 1].mul_(right.view(-1, 1, 1, 1))
             rank.div_(left * right)
 
@@ -105,7 +105,7 @@ def test_scores_are_a_running_mean_of_shares() -> None:
     module, scores = MODULES["order 2"](), TaylorScores()
     shares = torch.eye(5, dtype=torch.float64)[:3]  # each step's loss depends on one rank only
     for share in shares:
-        module.rank_1.grad = share / module.rank_1.detach()
+        module.rank_1.grad = share[:, None] / module.rank_1.detach()
         scores.observe([module])
     expected = 0.98**2 * shares[0] + 0.98 * 0.02 * shares[1] + 0.02 * shares[2]
     torch.testing.assert_close(scores.scores([module])[0][0], expected)
@@ -115,7 +115,7 @@ def test_steps_that_are_not_finite_leave_finite_scores() -> None:
     module = MODULES["order 2"]()
     scores = TaylorScores()
     for gradient in (torch.ones(5), torch.full((5,), torch.inf), torch.zeros(5)):
-        module.rank_1.grad = gradient.double()
+        module.rank_1.grad = gradient.double()[:, None]
         scores.observe([module])
         assert scores.scores([module])[0][0].isfinite().all()
     with pytest.raises(ValueError, match=r"step\(\) found no gradients: call it after optimizer.step\(\), before zero_grad"):
@@ -138,7 +138,7 @@ def test_a_process_without_modules_takes_part_in_every_sum() -> None:
 def test_a_step_without_gradients_changes_no_score() -> None:
     module = MODULES["order 2"]()
     scores = TaylorScores()
-    module.rank_1.grad = torch.ones(5).double()
+    module.rank_1.grad = torch.ones(5, 1).double()
     scores.observe([module], torch.sum)
     before = scores.scores([module])[0][0]
     module.rank_1.grad = None

@@ -42,7 +42,7 @@ def test_a_rank_is_priced_by_the_parameters_it_costs(kind: str) -> None:
 def test_a_halved_rank_parameter_counts_half() -> None:
     module = TTEmbeddingBag(100, 16, shape=TTShape((10, 10), (4, 4), 2))
     with torch.no_grad():
-        module.rank_1.copy_(torch.tensor([0.5, -1.0]))
+        module.rank_1.copy_(torch.tensor([[0.5], [-1.0]]))
     assert float(size_surrogate([module]).detach()) == 40 * 1.5 + 1.5 * 40 + 1.5
 
 

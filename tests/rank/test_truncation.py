@@ -84,11 +84,11 @@ def test_outputs_stay_and_sizes_shrink() -> None:
 def test_the_threshold_is_about_magnitude_and_strict() -> None:
     model = TTEmbeddingBag(60, 16, tt_ranks=4)
     with torch.no_grad():
-        model.rank_1.copy_(torch.tensor([-2.0, 0.5, -0.1, 0.49]))
+        model.rank_1.copy_(torch.tensor([[-2.0], [0.5], [-0.1], [0.49]]))
     truncate_ranks_(model, threshold=0.5)
-    assert model.rank_1.tolist() == [-2.0, 0.5]
+    assert model.rank_1.flatten().tolist() == [-2.0, 0.5]
     truncate_ranks_(model, threshold=0.0)
-    assert model.rank_1.tolist() == [-2.0, 0.5]
+    assert model.rank_1.flatten().tolist() == [-2.0, 0.5]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -183,7 +183,7 @@ def test_the_last_loss_may_still_be_alive() -> None:
 def test_the_smallest_go_first_and_min_params_is_never_undercut() -> None:
     model = Small()
     with torch.no_grad():
-        model.table.rank_1.copy_(torch.tensor([5.0, 0.3, 4.0, 0.1, 0.2]))
+        model.table.rank_1.copy_(torch.tensor([[5.0], [0.3], [4.0], [0.1], [0.2]]))
     full = count_tt_params(model)
     one = truncate_ranks_(copy.deepcopy(model), threshold=0.25)["table"]
     assert one == (3, 4)

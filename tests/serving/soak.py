@@ -104,6 +104,11 @@ def bad_requests(name: str, good: dict[str, Any]) -> list[tuple[str, str, bytes 
 
     dense, values, lengths = (tensor["data"] for tensor in good["inputs"])
     wrapped = [lengths[0] + (1 << 32), *lengths[1:]]  # as 32-bit integers these are the lengths
+    deep = b"[" * 1000 + b"]" * 1000
+
+    def with_deep(content: Any) -> bytes:
+        return json.dumps(content).replace('"DEEP"', deep.decode()).encode()
+
     return [
         ("POST", infer, b"{"),
         ("POST", infer, b"[]"),
@@ -123,6 +128,19 @@ def bad_requests(name: str, good: dict[str, Any]) -> list[tuple[str, str, bytes 
         ("POST", infer, changed(0, name=[1])),
         ("POST", infer, json.dumps(good | {"outputs": 5}).encode()),
         ("POST", infer, json.dumps(good | {"outputs": [{"name": "logits"}]}).encode()),
+        *(("POST", infer, with_deep(good | {"id": bad})) for bad in ("DEEP", 7, [])),
+        *(("POST", infer, with_deep(good | {"outputs": [bad]})) for bad in ("DEEP", {"name": "DEEP"})),
+        *(("POST", infer, with_deep(good | {"parameters": bad})) for bad in ("DEEP", {"binary_data_output": "DEEP"})),
+        *(("POST", infer, with_deep({"inputs": [bad]})) for bad in ("DEEP", {"name": "DEEP"})),
+        *(
+            ("POST", infer, with_deep(json.loads(changed(0, **{key: "DEEP"}))))
+            for key in ("datatype", "shape", "data", "parameters")
+        ),
+        ("POST", infer, changed(1, shape=[0, 1 << 63], data=[])),
+        ("POST", infer, changed(1, shape=[1] * 99, data=[1])),
+        ("POST", infer, changed(1, data=[1 << 63, -1, *values[2:]])),
+        ("POST", infer, changed(0, data=dense).replace(b"[[", b"[[NaN, ")),
+        ("POST", infer, b"[" * 100_000),
         ("POST", infer, b" " * (9 << 20)),
         ("POST", f"{infer}?", b"\xff"),
         ("POST", "/v2/models/other/infer", json.dumps(good).encode()),
@@ -130,6 +148,9 @@ def bad_requests(name: str, good: dict[str, Any]) -> list[tuple[str, str, bytes 
         ("POST", "/score", b'{"rows": [5]}'),
         ("POST", "/score", b'{"rows": []}'),
         ("POST", "/score", b'{"rows": 1}'),
+        *(("POST", "/score", with_deep({"rows": bad})) for bad in (["DEEP"], "DEEP", [{"I1": "DEEP"}])),
+        ("POST", "/score", json.dumps({"rows": [{"I1": 1 << 400}]}).encode()),
+        ("POST", "/score", b'{"rows": [{"C1": "\\ud800"}]}'),
         ("POST", "/score", json.dumps({"rows": [{}] * 5000}).encode()),
         ("GET", "/score", None),
         ("GET", "/nowhere", None),

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import json
+import socket
+import subprocess
+import sys
 import threading
+import time
+import zlib
 from collections.abc import Callable, Iterator
 from http.client import HTTPConnection
 from pathlib import Path
@@ -14,13 +20,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import uvicorn
 from soak import bad_requests, good_rows, soak
 from starlette.testclient import TestClient
 
+from comera_rec.serving import connections
 from comera_rec.serving.batching import merge
+from comera_rec.serving.connections import HttpServer, listen
 from comera_rec.serving.package import ServingModel
-from comera_rec.serving.server import ServeOptions, Server, listen, serve
+from comera_rec.serving.server import ServeOptions, Server, serve
 from comera_rec.serving.versions import ModelFile, Version
 from data_pipeline.encoder import Flat, RequestEncoder
 from data_pipeline.options import PreprocessOptions
@@ -120,6 +127,84 @@ def test_open_inference_protocol(client: TestClient, model: Path, data: Path) ->
     np.testing.assert_allclose(output["data"], ServingModel(model)(*tensors).numpy(), atol=1e-6)
 
 
+def test_versions_have_addresses(client: TestClient, data: Path) -> None:
+    good, _ = good_rows(data)
+    (version,) = client.get("/v2/models/model").json()["versions"]
+    present, other = f"/v2/models/model/versions/{version}", "/v2/models/model/versions/1"
+    assert client.get(present).json() == client.get("/v2/models/model").json()
+    assert client.get(f"{present}/ready").json() == {"name": "model", "ready": True}
+    assert client.post(f"{present}/infer", json=good).json() == client.post("/v2/models/model/infer", json=good).json()
+    for answer in (client.get(other), client.get(f"{other}/ready"), client.post(f"{other}/infer", json=good)):
+        assert answer.status_code == 404
+        assert answer.json()["error"] == f"there is no version '1' of model here: ask for {version}"
+
+
+def binary_request(good: dict[str, Any], **changes: Any) -> tuple[bytes, dict[str, str]]:
+    """A request whose tensors follow the JSON, as clients of Triton send it: body and headers."""
+    dtypes = {"FP32": "<f4", "INT64": "<i8", "INT32": "<i4"}
+    parts = [np.array(tensor["data"], dtypes[tensor["datatype"]]).tobytes() for tensor in good["inputs"]]
+    inputs = [
+        {name: tensor[name] for name in ("name", "shape", "datatype")} | {"parameters": {"binary_data_size": len(part)}}
+        for tensor, part in zip(good["inputs"], parts, strict=True)
+    ]
+    text = json.dumps({"inputs": inputs} | changes).encode()
+    return b"".join([text, *parts]), {"Inference-Header-Content-Length": str(len(text))}
+
+
+@pytest.mark.parametrize("compress", [None, gzip.compress, zlib.compress])
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"parameters": {"binary_data_output": True}},
+        {"outputs": [{"name": "probabilities", "parameters": {"binary_data": True}}]},
+        {"outputs": [{"name": "probabilities", "parameters": {"binary_data": False}}], "parameters": {"binary_data_output": True}},
+        {},
+    ],
+)
+def test_binary_tensors(
+    client: TestClient, model: Path, data: Path, wanted: dict[str, Any], compress: Callable[[bytes], bytes] | None
+) -> None:
+    good, tensors = good_rows(data)
+    body, headers = binary_request(good, **wanted)
+    if compress:
+        body, headers["Content-Encoding"] = compress(body), "gzip" if compress is gzip.compress else "deflate"
+    answer = client.post("/v2/models/model/infer", content=body, headers=headers)
+    assert answer.status_code == 200
+    length = int(answer.headers.get("Inference-Header-Content-Length", len(answer.content)))
+    (output,) = json.loads(answer.content[:length])["outputs"]
+    if "data" in output:
+        scores = np.array(output["data"])
+        assert not wanted or len(wanted) == 2
+    else:
+        assert output["parameters"]["binary_data_size"] == len(answer.content) - length
+        scores = np.frombuffer(answer.content[length:], "<f4")
+    np.testing.assert_allclose(scores, ServingModel(model)(*tensors).numpy(), atol=1e-6)
+
+
+def test_mistakes_in_binary_and_compressed_requests(client: TestClient, data: Path) -> None:
+    body, headers = binary_request(good_rows(data)[0])
+    length = headers["Inference-Header-Content-Length"]
+    mistakes = [
+        (400, body, {"Inference-Header-Content-Length": "all"}),
+        (400, body, {"Inference-Header-Content-Length": "-1"}),
+        (400, body, {"Inference-Header-Content-Length": str(len(body) + 1)}),
+        (400, body[:-4], headers),
+        (400, body + b"more", headers),
+        (400, body.replace(b'"binary_data_size": ', b'"binary_data_size":-'), headers),
+        (400, body.replace(b'"shape": [5, 13]', b'"shape": [5, 12]'), headers),
+        (400, body[: int(length)], {}),
+        (400, body, headers | {"Content-Encoding": "gzip"}),
+        (400, gzip.compress(body)[:-9], headers | {"Content-Encoding": "gzip"}),
+        (400, gzip.compress(body) * 2, headers | {"Content-Encoding": "gzip"}),
+        (413, gzip.compress(bytes(100 << 20)), headers | {"Content-Encoding": "gzip"}),
+        (415, body, headers | {"Content-Encoding": "br"}),
+    ]
+    for status, content, sent in mistakes:
+        answer = client.post("/v2/models/model/infer", content=content, headers=sent)
+        assert answer.status_code == status, f"{sent}: {answer.status_code} {answer.text}"
+        assert "\n" not in answer.json()["error"]
+
+
 def test_raw_rows(client: TestClient, model: Path, data: Path) -> None:
     rows = raw_rows(data, 20)
     answer = client.post("/score", json={"rows": rows})
@@ -184,22 +269,115 @@ def test_requests_beyond_the_queue_are_told_to_come_back(model: Path, data: Path
         assert client.post("/v2/models/model/infer", json=good).status_code == 200
 
 
-def test_a_body_that_is_too_long_is_answered_after_it_was_sent(model: Path, data: Path) -> None:
-    config = uvicorn.Config(Server(ServeOptions(model=model, data=data, max_body=5_000_000)).app, log_level="error")
-    server, sock = uvicorn.Server(config), listen("127.0.0.1", 0)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+@contextlib.contextmanager
+def listening(server: Server) -> Iterator[tuple[HttpServer, tuple[str, int]]]:
+    """Run a server in a thread; yield it and its address."""
+    http, sock = HttpServer(server.app), listen("127.0.0.1", 0)
+    thread = threading.Thread(target=http.run, kwargs={"sockets": [sock]})
     thread.start()
     try:
-        connection = HTTPConnection(*sock.getsockname(), timeout=60)
+        yield http, sock.getsockname()
+    finally:
+        http.should_exit = True
+        thread.join()
+        sock.close()
+
+
+def test_a_body_that_is_too_long_is_answered_after_it_was_sent(model: Path, data: Path) -> None:
+    with listening(Server(ServeOptions(model=model, data=data, max_body=5_000_000))) as (_, address):
+        connection = HTTPConnection(*address, timeout=60)
         connection.request("POST", "/score", body=b" " * 19_000_000, headers={"Connection": "close"})
         answer = connection.getresponse()
         assert answer.status == 413
         assert b"the body has more than 5000000 bytes" in answer.read()
         connection.close()
-    finally:
-        server.should_exit = True
-        thread.join()
-        sock.close()
+
+
+def test_a_server_that_stops_answers_what_was_sent(
+    model: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Clients are answered until they can't connect any more; a request that isn't whole ends without a traceback."""
+    monkeypatch.setattr(connections, "_DRAIN_SECONDS", 1)
+    body, score, outcomes = json.dumps(good_rows(data)[0]), ServingModel.__call__, list[object]()
+    monkeypatch.setattr(ServingModel, "__call__", lambda *arguments: (time.sleep(0.02), score(*arguments))[1])
+
+    def client(address: tuple[str, int]) -> None:
+        while True:
+            connection = HTTPConnection(*address, timeout=60)
+            try:
+                connection.connect()
+                for _ in range(3):
+                    connection.request("POST", "/v2/models/model/infer", body)
+                    answer = connection.getresponse()
+                    answer.read()
+                    outcomes.append(answer.status)
+                    if answer.headers["Connection"] == "close":
+                        break
+            except ConnectionRefusedError:
+                return
+            except OSError as error:
+                outcomes.append(error)
+            connection.close()
+
+    with listening(Server(ServeOptions(model=model, data=data, max_batch=5))) as (http, address):
+        half = socket.create_connection(address)
+        half.sendall(b"POST /score HTTP/1.1\r\nContent-Length: 99\r\n\r\n{")
+        threads = [threading.Thread(target=client, args=(address,)) for _ in range(24)]
+        for thread in threads:
+            thread.start()
+        time.sleep(1)
+        http.should_exit = True
+        for thread in threads:
+            thread.join()
+        with half, half.makefile("rb") as answer:
+            assert b" 503 " in answer.readline()
+    assert set(outcomes) == {200}
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"POST /score HTTP/1.1\r\nConte",
+        b"POST /score HTTP/1.1\r\nContent-Length: 99\r\n\r\n{",
+        b"POST /v2/models/other/infer HTTP/1.1\r\nContent-Length: 99\r\n\r\n{",
+        b"GET /v2 HTTP/1.1\r\n\r\n\r\n",
+    ],
+)
+def test_clients_that_stop_sending_are_disconnected(
+    model: Path, data: Path, sent: bytes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(connections, "_CLIENT_SECONDS", 1)
+    with listening(Server(ServeOptions(model=model, data=data))) as (_, address), socket.create_connection(address) as client:
+        client.settimeout(30)
+        client.sendall(sent)
+        with client.makefile("rb") as answer:
+            answer.read()  # ends when the server closes the connection
+    assert "Traceback" not in capsys.readouterr().err
+
+
+IMPORTED = """
+import json, sys
+from pathlib import Path
+from starlette.testclient import TestClient
+from comera_rec.cli.serve import ServeOptions
+from comera_rec.serving.server import Server
+
+model, data, *bodies = sys.argv[1:]
+with TestClient(Server(ServeOptions(model=Path(model), data=Path(data))).app) as client:
+    for path, body in zip(("/v2/models/model/infer", "/score"), bodies, strict=True):
+        assert client.post(path, content=body).status_code == 200
+heavy = {"torch._inductor", "torch._dynamo", "torchrec", "fbgemm_gpu", "sympy", "pandas", "triton"}
+print(*sorted(heavy & sys.modules.keys()))
+"""
+
+
+@pytest.mark.parametrize("form", ["portable", "fast"])
+def test_serving_imports_neither_compiler_nor_torchrec(package: Callable[[str], Path], data: Path, form: str) -> None:
+    bodies = [json.dumps(good_rows(data)[0]), json.dumps({"rows": raw_rows(data, 1)})]
+    command = [sys.executable, "-c", IMPORTED, str(package(form)), str(data), *bodies]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "\n"
 
 
 def test_without_vocabularies(package: Callable[[str], Path], trained: Path, tmp_path: Path) -> None:

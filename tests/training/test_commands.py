@@ -8,6 +8,7 @@ import shutil
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 import torch
@@ -97,6 +98,45 @@ def test_mistakes_are_one_line_and_status_two(
     assert captured.err.startswith("comera: ")
     assert captured.err.count("\n") == 1
     assert captured.out == ""
+
+
+@pytest.mark.parametrize("tables", ["tt", "dense"])
+def test_any_column_name_works_from_log_to_export(
+    tables: str, config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["a.b", "a%2Eb", "50%", "a b", "weight", "training", "é", "type", "keys", "x/y", "_parameters"]
+    numbers, labels = ["n.1", "values"], ["click.x", "items"]
+    kinds = [(name, kind) for kind, group in (("label", labels), ("integer", numbers), ("category", names)) for name in group]
+    schema, log, data = tmp_path / "schema.toml", tmp_path / "log.csv", tmp_path / "data"
+    schema.write_text('header = true\nseparator = ","\n[columns]\n' + "".join(f'"{name}" = "{kind}"\n' for name, kind in kinds))
+    rows = [[row % 2, row % 3 % 2] + [row % 7] * len(numbers) + [f"v{row % 150}"] * len(names) for row in range(1500)]
+    log.write_text("\n".join(",".join(map(str, row)) for row in [[name for name, _ in kinds], *rows]) + "\n")
+    assert call("preprocess", "--input", str(log), "--schema", str(schema), "--output", str(data)) == 0
+    same = [f"data.path={data}", "training.steps=2", 'tables.dense_tables=["a.b", "type"]', f"tables.format={tables}"]
+    assert call("train", "--config", str(config_file), *same) == 0
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert all(f">{name}<" in page for name in names)
+    assert call("evaluate", "--checkpoint", str(tmp_path / "run"), "--data", str(data)) == 0
+    assert call("export", "--checkpoint", str(tmp_path / "run"), "--output", str(tmp_path / "exported")) == 0
+    assert list(json.loads((tmp_path / "exported" / "model.json").read_text())["tables"]) == names
+    state = torch.load(tmp_path / "exported" / "model.pt")
+    tables_there = [unquote(key.split(".")[-2]) for key in state if ".embedding_bags." in key]
+    assert sorted(tables_there) == sorted(names)
+
+
+def test_a_compression_in_a_file_is_lowered_to_what_small_tables_reach(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config_file.write_text(config_file.read_text().replace("tt_ranks = 4\nmin_rows", "compression = 5000\nmin_rows"))
+    assert call("train", "--config", str(config_file)) == 0
+    assert "are too small for compression 5000; they use" in capsys.readouterr().err
+    _, config, _ = load_run(tmp_path / "run")
+    most = config.tables.compression
+    assert most is not None
+    assert 1 < most < 5000
+    assert call("train", "--config", str(config_file)) == 0, "the same command resumes"
+    assert call("train", "--config", str(config_file), "tables.compression=5000", f"output={tmp_path / 'other'}") == 2
+    assert f"lower compression to {most:g}" in capsys.readouterr().err
 
 
 def test_no_command_replaces_files_of_something_else(

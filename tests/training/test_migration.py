@@ -48,6 +48,7 @@ def write_as_format_1(folder: Path, processes: int) -> Path:
     record["batches"]["batch_size"] //= processes
     if processes == 1:
         tensors = checkpoint.read(sorted(checkpoint.sizes))
+        tensors = {name: value[:, 0] if ".rank_" in name and value.dim() == 2 else value for name, value in tensors.items()}
         torch.save({"record": record, "tensors": tensors}, path.with_suffix(".pt"))
         shutil.rmtree(path)
         return path.with_suffix(".pt")

@@ -176,4 +176,4 @@ def _split(tensors: Sequence[Tensor], num_cores: int, num_diagonals: int) -> tup
 
 
 def _like(diagonals: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
-    return [gradient.to(diagonal.dtype) for gradient, diagonal in zip(gradients, diagonals, strict=False)]
+    return [gradient.to(diagonal.dtype).view_as(diagonal) for gradient, diagonal in zip(gradients, diagonals, strict=False)]

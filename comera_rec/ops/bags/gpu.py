@@ -57,7 +57,7 @@ def _pool_cores(
         lefts, rights = zip(*(table.cores for table in tables), strict=True)
         diagonals = [diagonal for table in tables for diagonal in table.diagonals]
         return pool_pairs(lefts, rights, diagonals, plan, offsets, weights, settings, update=update)
-    if update and torch.is_grad_enabled() and any(update_kind(core) == ROW_WISE for table in tables for core in table.cores):
+    if update and torch.is_grad_enabled() and any(update_kind(core) is ROW_WISE for table in tables for core in table.cores):
         raise ValueError("RowWiseAdagrad in backward on a GPU needs tables of order 2: use Adagrad, or order=2")
     left, right = _halves([table.cores for table in tables], [table.diagonals for table in tables], plan)
     p, q = plan.rows.long()[:, plan.inverse.long()]
@@ -114,7 +114,7 @@ def pool_pairs(
 
     Args:
         lefts, rights: T cores (1, m, n1, r) and as many (r, m, n2, 1).
-        diagonals: T diagonals (r), or none.
+        diagonals: T diagonals (r) or (r, 1), or none.
         settings: mode, F and N.
         update: whether cores whose optimizers were applied in backward are updated there, where that is possible.
 
@@ -139,6 +139,12 @@ def pool_pairs(
         arguments = ([plan.pairs, plan.slices, plan.order], list(plan.counts), offsets, weights, *settings)
         bags = _pool(cores, [diagonal.contiguous() for diagonal in diagonals], *arguments)[0]
     return bags
+
+
+def _like(diagonals: Sequence[Tensor], gradients: Tensor) -> list[Tensor]:
+    """Cut the concatenated gradients of diagonals into tensors of their shapes."""
+    parts = gradients.split([len(diagonal) for diagonal in diagonals]) if diagonals else ()
+    return [part.view_as(diagonal) for part, diagonal in zip(parts, diagonals, strict=True)]
 
 
 def _laid_out(cores: Sequence[Tensor]) -> list[Tensor]:
@@ -214,7 +220,7 @@ def _differentiate(ctx, grad: Tensor, *_: Tensor):  # type: ignore[no-untyped-de
     core_gradients, diagonal_gradients, weight_gradients = _gradients(grad.contiguous(), targets, chosen, *arguments)
     split = core_gradients.split([core.numel() for core in cores])
     shaped = [part.as_strided(core.shape, core.stride(), part.storage_offset()) for part, core in zip(split, cores, strict=True)]
-    split_diagonals = list(diagonal_gradients.split([len(each) for each in diagonals])) if diagonals else []
+    split_diagonals = _like(diagonals, diagonal_gradients)
     return shaped, split_diagonals, [None] * 3, None, None, weight_gradients if of_weights else None, None, None, None
 
 
@@ -259,6 +265,6 @@ class _UpdatingPool(torch.autograd.Function):
         elif diagonals:
             flat = grad.new_zeros(sum(map(len, diagonals)), dtype=diagonals[0].dtype)
             diagonals_end = Ending("gradient", flat.split([len(each) for each in diagonals]))
-            diagonal_gradients = list(diagonals_end.results)
+            diagonal_gradients = [*_like(diagonals, flat)]
         call.finish(sums, Ending(kind, states[:num_cores] or updates.cores, rules[0]), diagonals_end)
         return *(None,) * 7, weight_gradients, *diagonal_gradients

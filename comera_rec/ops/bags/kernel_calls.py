@@ -119,7 +119,8 @@ class KernelCalls:
             torch.empty(count + chunks, self.sizes.rank * size, dtype=torch.float32, device=grad.device)
             for count, size in zip(self.sizes.counts, (self.sizes.n1, self.sizes.n2), strict=True)
         )
-        sizes = replace(self.sizes, aligned=self.sizes.aligned and _address(grad) % 16 == 0)
+        aligned = self.sizes.aligned and all(_address(each) % 16 == 0 for each in (grad, chosen))
+        sizes = replace(self.sizes, aligned=aligned)
         self._kernels.slices_launch(sizes, **self._bag_counts, num_owners=len(owners), **self._pooling)(
             grad_ptr=grad, a_ptr=self._sides[0][0], b_ptr=self._sides[1][0], tables_ptr=self._tables, pairs_ptr=self._pairs,
             slices_ptr=self._slices, order_ptr=self._order, targets_ptr=targets, offsets_ptr=self._offsets,

@@ -1,4 +1,4 @@
-"""The definition of bags of rows in plain torch, which tests compare every faster version with.
+"""The definition of bags of rows in plain torch, which tests compare every faster version with; it can be differentiated twice.
 
 L ids, U unique rows, T tables; n1, n2 columns of the halves of a row, r the rank between them.
 """
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from comera_rec.ops.bags.table import Table
-from comera_rec.ops.gathered_matmul import gathered_matmul
+from comera_rec.ops.gathered_matmul.reference import forward as gathered_matmul
 from comera_rec.ops.plan import LookupPlan
 
 
@@ -27,6 +27,10 @@ def pool(
     num_cols: int,
 ) -> Tensor:
     """Pool rows to [B, F * num_cols]; arguments as for `tt_bags`."""
+    device = offsets.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):  # it leaves lookups alone
+        with torch.autocast(device, enabled=False):
+            return pool(tables, plan, offsets, weights, mode=mode, features=features, num_cols=num_cols)
     rows = make_rows([table.cores for table in tables], [table.diagonals for table in tables], plan)[:, :num_cols]
     if any(table.hot for table in tables):
         rows = rows + hot_rows(tables, plan, num_cols)[: rows.shape[0]]
@@ -43,13 +47,13 @@ def make_rows(cores: Sequence[Sequence[Tensor]], diagonals: Sequence[Sequence[Te
     left, right = stacked[0], stacked[-1]  # [., 1, n1, r] and [., r, n2, 1]
     if len(stacked) > 2:
         first, second = _without_padding(plan.left, plan, 1)
-        products = gathered_matmul(left.flatten(1, 2), stacked[1].flatten(2), first, second, "reference", p_ascends=True)
+        products = gathered_matmul(left.flatten(1, 2), stacked[1].flatten(2), first, second)
         left = products.view(products.shape[0], 1, left.shape[2] * stacked[1].shape[2], stacked[1].shape[3])
     if len(stacked) > 3:
         fourth, third = _without_padding(plan.right, plan, 2)
-        products = gathered_matmul(stacked[2].flatten(1, 2), right.flatten(2), third, fourth, "reference", p_ascends=True)
+        products = gathered_matmul(stacked[2].flatten(1, 2), right.flatten(2), third, fourth)
         right = products.view(products.shape[0], stacked[2].shape[1], stacked[2].shape[2] * right.shape[2], 1)
-    return gathered_matmul(left.flatten(1, 2), right.flatten(2), p, q, "reference", p_ascends=True).flatten(1)
+    return gathered_matmul(left.flatten(1, 2), right.flatten(2), p, q).flatten(1)
 
 
 def hot_rows(tables: Sequence[Table], plan: LookupPlan, num_cols: int) -> Tensor:
@@ -63,7 +67,7 @@ def hot_rows(tables: Sequence[Table], plan: LookupPlan, num_cols: int) -> Tensor
             end = first + block.rows.shape[1]
             in_block = in_table & (ids >= first) & (ids < end)
             chosen = block.rows[0, :, 0].index_select(0, (ids - first).clamp(0, block.rows.shape[1] - 1))
-            block_rows = (torch.where(in_block[:, None], chosen, 0.0) * block.diagonal) @ block.projection[:, 0, :, 0]
+            block_rows = (torch.where(in_block[:, None], chosen, 0.0) * block.diagonal.flatten()) @ block.projection[:, 0, :, 0]
             added = torch.where(in_block[:, None], block_rows, added)
             first = end
     return added
@@ -101,7 +105,7 @@ def stack_tables(cores: Sequence[Sequence[Tensor]], diagonals: Sequence[Sequence
     stacked = []
     for k, tables in enumerate(zip(*cores, strict=True)):
         if k and diagonals[0]:
-            tables = tuple(table[k - 1][:, None, None, None] * core for table, core in zip(diagonals, tables, strict=True))
+            tables = tuple(table[k - 1].view(-1, 1, 1, 1) * core for table, core in zip(diagonals, tables, strict=True))
         left, right = (max(core.shape[axis] for core in tables) for axis in (0, 3))
         padded = [F.pad(core, (0, right - core.shape[3], 0, 0, 0, 0, 0, left - core.shape[0])) for core in tables]
         stacked.append(torch.cat([core.transpose(0, 1) for core in padded]))
@@ -112,7 +116,21 @@ def pool_rows(
     rows: Tensor, inverse: Tensor, offsets: Tensor, weights: Tensor | None = None, *, mode: str, features: int = 1
 ) -> Tensor:
     """Pool rows [U, N] by the number `inverse` [L] of each id's row: [B, F * N]."""
-    # torch extends the last bag to the last id, whatever its offset; an additional bag takes the ids that are in no bag.
-    ends = torch.cat([offsets, offsets.new_full((1,), inverse.shape[0])])
-    bags = F.embedding_bag(inverse.long(), rows, ends, mode=mode, per_sample_weights=weights, include_last_offset=True)
-    return bags[:-1].unflatten(0, (features, -1)).transpose(0, 1).flatten(1)
+    # torch's embedding_bag has no second derivative; it only finds the rows that maxima come from.
+    numbers = inverse.long()
+    if mode == "max":
+        # torch extends the last bag to the last id, whatever its offset; an additional bag takes the ids that are in no bag.
+        ends = torch.cat([offsets, offsets.new_full((1,), numbers.shape[0])])
+        chosen = torch.embedding_bag(rows.detach(), numbers, ends, mode=2, include_last_offset=True)[3][:-1]
+        chosen = torch.where(offsets.diff()[:, None] > 0, chosen, rows.shape[0])
+        bags = F.pad(rows, (0, 0, 0, 1)).gather(0, chosen)  # an empty bag is zero
+    else:
+        rows_LN = rows.index_select(0, numbers).to(torch.promote_types(rows.dtype, torch.float32))
+        if weights is not None:
+            rows_LN = rows_LN * weights[:, None]
+        bag_of_L = torch.searchsorted(offsets, torch.arange(numbers.shape[0], device=offsets.device), right=True) - 1
+        sums = rows_LN.new_zeros(offsets.shape[0], rows.shape[1])  # the last bag is of ids in no bag
+        bags = sums.scatter_add(0, bag_of_L[:, None].expand(-1, rows.shape[1]), rows_LN)[:-1]
+        if mode == "mean":
+            bags = bags / offsets.diff().clamp(min=1)[:, None]
+    return bags.to(rows.dtype).unflatten(0, (features, -1)).transpose(0, 1).flatten(1)

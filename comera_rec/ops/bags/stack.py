@@ -26,7 +26,7 @@ def stack_tables(cores: Sequence[Sequence[Tensor]], diagonals: Sequence[Sequence
         slices = _Stack.apply(left, right, *kth_cores)
         if k and diagonals[0]:
             counts = [core.shape[1] for core in kth_cores]
-            slices = _Scale.apply(slices, counts, *(table_diagonals[k - 1] for table_diagonals in diagonals))
+            slices = _Scale.apply(slices, counts, *(of_table[k - 1].flatten() for of_table in diagonals))
         stacked.append(slices)
     return stacked
 

@@ -16,7 +16,7 @@ class HotBlock(NamedTuple):
     projection: Tensor
     """P, (k, 1, N, 1)."""
     diagonal: Tensor
-    """D, (k)."""
+    """D, (k) or (k, 1)."""
 
 
 class Table(NamedTuple):
@@ -25,7 +25,7 @@ class Table(NamedTuple):
     cores: Sequence[Tensor]
     """Cores (r_{k-1}, m_k, n_k, r_k)."""
     diagonals: Sequence[Tensor] = ()
-    """Rank parameters D_k, (r_k), between neighboring cores; empty if all are ones. Those of hot blocks are always given."""
+    """Rank parameters D_k, (r_k) or (r_k, 1), between neighboring cores; empty if all are ones. Hot blocks always have theirs."""
     hot: Sequence[HotBlock] = ()
     """Consecutive blocks of hot rows, from the table's first row on."""
     first: int = 0

@@ -88,10 +88,12 @@ def _add_rows(
         table_ptr = tables_ptr + table * TABLE
         rank = tl.load(table_ptr + RANK).to(tl.int32)
         selected = is_used & (table_of == table)
-        a_ptrs = a_ptr + tl.load(table_ptr + LEADING) + (tl.where(selected, p, 0).to(tl.int64) * (rank * N1))[None, :] + i
-        b_ptrs = b_ptr + tl.load(table_ptr + TRAILING) + (tl.where(selected, q, 0).to(tl.int64) * (rank * N2))[None, :] + j
-        if ALIGNED:
+        a_ptrs = a_ptr + tl.load(table_ptr + LEADING) + (tl.where(selected, p, 0).to(tl.int64) * (rank * N1))[None, :]
+        b_ptrs = b_ptr + tl.load(table_ptr + TRAILING) + (tl.where(selected, q, 0).to(tl.int64) * (rank * N2))[None, :]
+        if ALIGNED:  # slices, but not their columns: what follows for these depends on the type
             a_ptrs, b_ptrs = tl.multiple_of(a_ptrs, (16, 16)), tl.multiple_of(b_ptrs, (16, 16))
+        a_ptrs += i
+        b_ptrs += j
         diagonal_ptr = d_ptr + tl.load(table_ptr + DIAGONAL)
         row, factor = total, weight
         for _ in range(rank // UNROLL):
@@ -177,14 +179,14 @@ def _load_columns(pointers, column, mask, other, ALIGNED: tl.constexpr):
     """Load the numbers of pointers [A, LANES] plus columns [C]: [C, A, LANES].
 
     Columns are neighbors in memory, and a thread loads all of its lanes' at once. In three dimensions it would not: which threads
-    load what would then depend on the version of Triton. ALIGNED says that pointers are multiples of 16 bytes.
+    load what would then depend on the version of Triton. ALIGNED says that pointers are multiples of C numbers.
     """
     C: tl.constexpr = column.shape[0]
     A: tl.constexpr = pointers.shape[0]
     LANES: tl.constexpr = pointers.shape[1]
     flat = tl.reshape(pointers, [A * LANES])
     if ALIGNED:
-        flat = tl.multiple_of(flat, 16)
+        flat = tl.multiple_of(flat, C * (pointers.dtype.element_ty.primitive_bitwidth // 8))
     flat = flat[None, :] + column[:, None]
     values = tl.load(flat) if mask is None else tl.load(flat, mask=tl.reshape(mask, [C, A * LANES]), other=other)
     return tl.reshape(values, [C, A, LANES])

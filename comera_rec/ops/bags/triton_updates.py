@@ -97,6 +97,7 @@ def _sum_parts_of_side(
             chunks += AT_ONCE * STEP
             found = _continues(slices_ptr, chunks, end, num_ids, segment, CHUNK)  # loaded while the parts are
             total += tl.sum(parts, 0)
+        tl.debug_barrier()  # other warps may still read the sum that this one replaces
         tl.store(at, total, mask=element < size)
 
 
@@ -263,6 +264,8 @@ def _finish_diagonals(
         g += weight_decay * value
         if KIND == "Adagrad":
             sums = tl.load(result, mask=mask, other=1.0).to(tl.float32) + g * g
+        tl.debug_barrier()  # there are more threads than numbers: other warps still read those that this one replaces
+        if KIND == "Adagrad":
             tl.store(result, _rounded(sums, seed_ptr, 5, diagonal + k, result_ptr.dtype.element_ty), mask=mask)
             value -= lr * g / (tl.sqrt(sums) + eps)
         else:

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,22 +26,27 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 
-class _Kind(NamedTuple):
-    number: int  # the kind's number in the C++ operator
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """An optimizer that can be applied slice by slice."""
+
+    name: str
+    number: int  # in the C++ operator
     required: dict[str, Any]  # settings that must have these values
     states: tuple[str, ...] = ()
 
 
-_KINDS = {
-    "SGD": _Kind(0, {"momentum": 0, "nesterov": False, "maximize": False}),
-    "Adagrad": _Kind(1, {"maximize": False, "differentiable": False}, ("sum",)),
-    "RowWiseAdagrad": _Kind(2, {"maximize": False}, ("sum",)),
-    "Adam": _Kind(3, {"amsgrad": False, "maximize": False, "differentiable": False, "decoupled_weight_decay": False},
-                  ("exp_avg", "exp_avg_sq")),
-    "AdamW": _Kind(4, {"amsgrad": False, "maximize": False, "differentiable": False}, ("exp_avg", "exp_avg_sq")),
+_KINDS: dict[type[Optimizer], Kind] = {
+    torch.optim.SGD: Kind("SGD", 0, {"momentum": 0, "nesterov": False, "maximize": False}),
+    torch.optim.Adagrad: Kind("Adagrad", 1, {"maximize": False, "differentiable": False}, ("sum",)),
+    torch.optim.Adam: Kind("Adam", 3, {"amsgrad": False, "maximize": False, "differentiable": False,
+                                       "decoupled_weight_decay": False}, ("exp_avg", "exp_avg_sq")),
+    torch.optim.AdamW: Kind("AdamW", 4, {"amsgrad": False, "maximize": False, "differentiable": False},
+                            ("exp_avg", "exp_avg_sq")),
 }  # fmt: skip
-ROW_WISE = "RowWiseAdagrad"
+ROW_WISE = Kind("RowWiseAdagrad", 2, {"maximize": False}, ("sum",))
 _UPDATING = "_comera_updating"  # attribute of a parameter that an optimizer updates in backward
+IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"  # imported only if one is: that takes a second
 
 
 class _Updating:
@@ -80,14 +86,14 @@ class Updates:
         cores: Sequence[Tensor],
         diagonals: Sequence[Tensor] | None,
         optimizers: Sequence[tuple[Optimizer, int]],
-        kind: _Kind,
+        kind: Kind,
     ) -> None:
         self.cores = [core.detach() for core in cores]
         self.diagonals = None if diagonals is None else [diagonal.detach() for diagonal in diagonals]
         self._parameters, self._optimizers, self._kind = [*cores, *(diagonals or ())], optimizers, kind
 
-    def begin_step(self) -> tuple[list[Tensor], list[Tensor], int, list[float]]:
-        """Count a step; return first states, second states, the kind, and settings, each of cores and then of diagonals."""
+    def begin_step(self) -> tuple[list[Tensor], list[Tensor], int, list[float], int]:
+        """Count a step; return first states, second states, the kind, settings, each of cores and then of diagonals, and a seed."""
         settings: list[float] = []
         states: tuple[list[Tensor], list[Tensor]] = ([], [])
         by_parameter = [
@@ -98,19 +104,20 @@ class Updates:
             counts = _count(by_parameter)
             if any(_needs_step(optimizer.param_groups[number]) for optimizer, number in set(self._optimizers)):
                 steps = [int(count) for count in counts.tolist()]
-        seeds = _seeds(self._parameters)
         by_group: dict[tuple[Optimizer, int, int], list[float]] = {}  # usually one entry
-        for parameter, state, (optimizer, number), step, seed in zip(
-            self._parameters, by_parameter, self._optimizers, steps, seeds, strict=True
+        for parameter, state, (optimizer, number), step in zip(
+            self._parameters, by_parameter, self._optimizers, steps, strict=True
         ):
             group = optimizer.param_groups[number]
             key = (optimizer, number, step)
             if key not in by_group:
                 by_group[key] = _settings(group, step)
-            settings += [*by_group[key], seed]
+            settings += by_group[key]
             for tensors, name in zip(states, self._kind.states, strict=False):
-                tensors.append(self._state(parameter, state, name, group.get("initial_accumulator_value", 0.0)))
-        return *states, self._kind.number, settings
+                tensors.append(_state(self._kind, parameter, state, name, group))
+        is_rounded = any(parameter.dtype != torch.float32 for parameter in self._parameters)
+        seed = int(torch.randint(1 << 62, (), device="cpu")) if is_rounded else 0
+        return *states, self._kind.number, settings, seed
 
     def gpu_rules(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
         """Return the rules of cores and of diagonals, which GPU kernels apply; None if they can't.
@@ -124,15 +131,14 @@ class Updates:
         groups = [optimizer.param_groups[number] for optimizer, number in self._optimizers]
         rules = [tuple(_rule(group).items()) for group in groups]
         core_rules, diagonal_rules = set(rules[: len(self.cores)]), set(rules[len(self.cores) :])
-        is_row_wise = self._kind is _KINDS[ROW_WISE]
-        are_equal = len(core_rules) == 1 and len(diagonal_rules) <= (0 if is_row_wise else 1)
-        is_known = is_row_wise or self._kind in (_KINDS["SGD"], _KINDS["Adagrad"])
+        are_equal = len(core_rules) == 1 and len(diagonal_rules) <= 1
+        is_known = self._kind in (ROW_WISE, _KINDS[torch.optim.SGD], _KINDS[torch.optim.Adagrad])
         if is_known and are_equal and not any(group.get("lr_decay") for group in groups):
             return dict(core_rules.pop()), dict(diagonal_rules.pop() if diagonal_rules else ())
-        if is_row_wise:
+        if self._kind is ROW_WISE:
             raise ValueError(
-                "RowWiseAdagrad in backward on a GPU needs the same settings for all cores that are looked up together, "
-                "no lr_decay, and another optimizer for rank parameters: set it up so, or use Adagrad"
+                "RowWiseAdagrad in backward on a GPU needs the same settings for all cores that are looked up together, and no "
+                "lr_decay: set it up so, or use Adagrad"
             )
         return None
 
@@ -146,33 +152,74 @@ class Updates:
         if self._kind.states:
             _count(by_parameter)
             states = [
-                self._state(parameter, state, self._kind.states[0], group.get("initial_accumulator_value", 0.0))
+                _state(self._kind, parameter, state, self._kind.states[0], group)
                 for parameter, state, group in zip(self._parameters, by_parameter, groups, strict=True)
             ]
-        return next(name for name, kind in _KINDS.items() if kind is self._kind), states
+        return self._kind.name, states
 
-    def _state(self, parameter: Tensor, state: dict[str, Any], name: str, initial: float) -> Tensor:
-        """Return the named state tensor, created or converted to the layout that the operator needs."""
-        existing: Tensor | None = state.get(name)
-        if self._kind is _KINDS[ROW_WISE]:
-            # The optimizer makes sums for the rows of a matrix; a core has one for each slice.
-            slices = (parameter.shape[1],) if parameter.dim() == 4 else (1,)
-            if existing is None or existing.shape != slices:
-                state[name] = torch.full(slices, initial, dtype=torch.float32, device=parameter.device)
-            elif existing.dtype != torch.float32:  # torch converts what it loads to the dtype of the core
-                state[name] = existing.float()
-        elif existing is None:
-            state[name] = torch.full_like(parameter, initial, memory_format=torch.preserve_format)
-        elif existing.shape != parameter.shape:
-            raise ValueError(
-                f"{name!r} of a core's optimizer has shape {tuple(existing.shape)} where the core has {tuple(parameter.shape)}: "
-                "load the optimizer's state dict of these TT ranks too, or build the optimizer after the model is loaded"
-            )
-        elif existing.stride() != parameter.stride() or existing.dtype != parameter.dtype:
-            # Loaded from a checkpoint, which has no strides, or the model was moved to another dtype.
-            state[name] = torch.empty_like(parameter, memory_format=torch.preserve_format).copy_(existing)
-        tensor: Tensor = state[name]
-        return tensor
+
+def init_state_(optimizer: Optimizer, parameter: nn.Parameter) -> None:
+    """Give a parameter the state that its optimizer has before the first step, so that a checkpoint can be loaded into it."""
+    (group,), state = optimizer.param_groups, optimizer.state[parameter]
+    kind = kind_of(optimizer)
+    assert kind is not None, "the optimizer isn't of a known kind"
+    if kind.states and "step" not in state:
+        on_device = group.get("capturable") or group.get("fused")
+        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
+    for name in kind.states:
+        if kind is not ROW_WISE or parameter.dim() == 4:
+            _state(kind, parameter, state, name, group)
+
+
+@torch.no_grad()
+def step_(optimizer: Optimizer, parameter: nn.Parameter) -> None:
+    """Let an optimizer take its step for the gradient of its only parameter, in the slices of a core that have one."""
+    kind, (group,), state, gradient = kind_of(optimizer), optimizer.param_groups, optimizer.state[parameter], parameter.grad
+    assert kind is not None, "the optimizer isn't of a known kind"
+    assert gradient is not None, "the step needs a gradient"
+    if parameter.dim() != 4:
+        optimizer.step()
+        return
+    used = (gradient != 0).any(dim=2, keepdim=True).any(dim=3, keepdim=True).any(dim=0, keepdim=True)
+    changed = [parameter, *(_state(kind, parameter, state, name, group) for name in kind.states)]
+    if kind is ROW_WISE:  # whose own step is for matrices
+        state["step"] += 1
+        gradient = gradient.float() + group["weight_decay"] * used * parameter
+        sums = state["sum"].add_(gradient.square().mean(dim=(0, 2, 3)))
+        lr = group["lr"] / (1 + (float(state["step"]) - 1) * group["lr_decay"])
+        parameter.sub_((lr * gradient / (sums.sqrt() + group["eps"])[:, None, None]).to(parameter.dtype))
+    elif "betas" in group or group["weight_decay"]:
+        before = [tensor.clone() for tensor in changed]
+        optimizer.step()
+        for tensor, old in zip(changed, before, strict=True):
+            tensor.copy_(torch.where(used, tensor, old))
+    else:
+        optimizer.step()
+
+
+def _state(kind: Kind, parameter: Tensor, state: dict[str, Any], name: str, group: dict[str, Any]) -> Tensor:
+    """Return the named state tensor, created or converted to the layout that the operator needs."""
+    existing: Tensor | None = state.get(name)
+    initial = group.get("initial_accumulator_value", 0.0)
+    if kind is ROW_WISE:
+        # The optimizer makes sums for the rows of a matrix; a core has one for each slice.
+        slices = (parameter.shape[1],)
+        if existing is None or existing.shape != slices:
+            state[name] = torch.full(slices, initial, dtype=torch.float32, device=parameter.device)
+        elif existing.dtype != torch.float32:  # torch converts what it loads to the dtype of the core
+            state[name] = existing.float()
+    elif existing is None:
+        state[name] = torch.full_like(parameter, initial, memory_format=torch.preserve_format, requires_grad=False)
+    elif existing.shape != parameter.shape:
+        raise ValueError(
+            f"{name!r} of a core's optimizer has shape {tuple(existing.shape)} where the core has {tuple(parameter.shape)}: "
+            "load the optimizer's state dict of these TT ranks too, or build the optimizer after the model is loaded"
+        )
+    elif existing.stride() != parameter.stride() or existing.dtype != parameter.dtype:
+        # Loaded from a checkpoint, which has no strides, or the model was moved to another dtype.
+        state[name] = torch.empty_like(parameter, memory_format=torch.preserve_format, requires_grad=False).copy_(existing)
+    tensor: Tensor = state[name]
+    return tensor
 
 
 def _count(states: Sequence[dict[str, Any]]) -> Tensor:
@@ -192,13 +239,6 @@ def _rule(group: dict[str, Any]) -> dict[str, Any]:
     lr = group["lr"]
     on_device = isinstance(lr, Tensor) and lr.device.type != "cpu"
     return {"lr": lr if on_device else float(lr), "eps": float(group.get("eps", 0.0)), "weight_decay": float(group["weight_decay"])}
-
-
-def _seeds(parameters: Sequence[Tensor]) -> list[float]:
-    """Draw a seed for rounding each parameter, a whole number that float64 represents; 0 if nothing is rounded."""
-    if all(parameter.dtype == torch.float32 for parameter in parameters):
-        return [0.0] * len(parameters)
-    return torch.randint(1 << 50, (len(parameters),), device="cpu", dtype=torch.float64).tolist()
 
 
 def _needs_step(group: dict[str, Any]) -> bool:
@@ -230,12 +270,14 @@ def find_updates(cores: Sequence[Tensor], diagonals: Sequence[Tensor]) -> Update
     kinds = {optimizer and kind_of(*optimizer) for optimizer in set(core_optimizers)}
     if len(kinds) == 1 and (kind := kinds.pop()) is not None:
         diagonal_optimizers = [_optimizer_of(diagonal) for diagonal in diagonals]
-        if any(optimizer is None or kind_of(*optimizer) != kind for optimizer in set(diagonal_optimizers)) or not all(
-            diagonal.is_contiguous() for diagonal in diagonals
+        if (
+            kind is ROW_WISE  # which has a sum for each row of a diagonal, in its own step
+            or any(optimizer is None or kind_of(*optimizer) is not kind for optimizer in set(diagonal_optimizers))
+            or not all(diagonal.is_contiguous() for diagonal in diagonals)
         ):
             diagonal_optimizers = []
         optimizers = [optimizer for optimizer in (*core_optimizers, *diagonal_optimizers) if optimizer is not None]
-        return Updates(cores, diagonals if diagonal_optimizers else None, optimizers, _KINDS[kind])
+        return Updates(cores, diagonals if diagonal_optimizers else None, optimizers, kind)
     if ROW_WISE in kinds:
         raise ValueError(
             "RowWiseAdagrad in backward must be given to all cores of the tables that are looked up together, or to none"
@@ -243,19 +285,25 @@ def find_updates(cores: Sequence[Tensor], diagonals: Sequence[Tensor]) -> Update
     return None
 
 
-def update_kind(core: Tensor) -> str | None:
+def update_kind(core: Tensor) -> Kind | None:
     """Return the kind of the optimizer that updates a core in backward, slice by slice; None without one, or when compiling."""
     optimizer = None if torch.compiler.is_compiling() else _optimizer_of(core)
     return kind_of(*optimizer) if optimizer else None
 
 
-def kind_of(optimizer: Optimizer, number: int) -> str | None:
+def kind_of(optimizer: Optimizer, number: int = 0) -> Kind | None:
     """Return the kind of an optimizer with the settings of one of its groups; None if it can't be applied slice by slice."""
-    cls, group = type(optimizer), optimizer.param_groups[number]
-    name = cls.__name__
-    if name not in _KINDS or not cls.__module__.startswith(("torch.optim.", "torchrec.optim.")):  # others may step differently
+    kind = ROW_WISE if is_row_wise(optimizer) else _KINDS.get(type(optimizer))  # subclasses may step differently
+    if kind is None:
         return None
-    return name if all(group.get(setting, value) == value for setting, value in _KINDS[name].required.items()) else None
+    group = optimizer.param_groups[number]
+    return kind if all(group.get(setting, value) == value for setting, value in kind.required.items()) else None
+
+
+def is_row_wise(optimizer: Optimizer) -> bool:
+    """Return whether this is TorchRec's row-wise Adagrad, which is imported if there is one."""
+    module = sys.modules.get("torchrec.optim.rowwise_adagrad")
+    return module is not None and type(optimizer) is module.RowWiseAdagrad
 
 
 _AVERAGED: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()  # ids of parameters, by the module that averages them
@@ -263,11 +311,12 @@ _AVERAGED: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()  # ids o
 
 def _is_averaged(core: Tensor) -> bool:
     """Return whether this runs in the forward of a DistributedDataParallel that averages the core's gradients."""
-    replicas = DistributedDataParallel._get_active_ddp_module()
+    replicas = _torchs(DistributedDataParallel, "_get_active_ddp_module")()
     if replicas is None:
         return False
     if replicas not in _AVERAGED:
-        _AVERAGED[replicas] = {id(parameter) for parameter in replicas._module_parameters}
+        ignored = replicas.parameters_to_ignore
+        _AVERAGED[replicas] = {id(each) for name, each in replicas.module.named_parameters() if name not in ignored}
     return id(core) in _AVERAGED[replicas]
 
 
@@ -280,13 +329,30 @@ def _optimizer_of(core: Tensor) -> tuple[Optimizer, int] | None:
     attributes = core.__dict__
     if not attributes or not core.requires_grad:
         return None
+    updating: _Updating | None = attributes.get(_UPDATING)
+    if updating is not None:
+        return None if _is_averaged(core) else updating.pair
     optimizers = attributes.get("_in_backward_optimizers", ())
-    if not optimizers:
-        updating: _Updating | None = attributes.get(_UPDATING)
-        return None if updating is None or _is_averaged(core) else updating.pair
-    if len(optimizers) != 1:
-        return None
-    # Imported already, since an optimizer was applied; importing it at the top of this file would take a second.
-    in_backward = sys.modules["torch.distributed.optim.apply_optimizer_in_backward"]
-    handles = in_backward.param_to_optim_hook_handle_map.get(core, ())
-    return (optimizers[0], 0) if any(handle.id in (handle.hooks_dict_ref() or ()) for handle in handles) else None
+    return (optimizers[0], 0) if len(optimizers) == 1 and hooks_in_backward(core) else None
+
+
+def hooks_in_backward(parameter: Tensor) -> list[tuple[Any, Any]]:
+    """List the hooks that step when a parameter's gradient is ready, each with its handle, unless they were removed.
+
+    DistributedDataParallel removes those of the parameters whose gradients it averages, and steps afterwards.
+    """
+    in_backward = sys.modules.get(IN_BACKWARD)
+    if in_backward is None:
+        return []
+    handles = _torchs(in_backward, "param_to_optim_hook_handle_map").get(parameter, ())
+    registered = [(handle, _torchs(handle, "hooks_dict_ref")() or {}) for handle in handles]
+    return [(handle, hooks[handle.id]) for handle, hooks in registered if handle.id in hooks]
+
+
+def _torchs(owner: Any, name: str) -> Any:
+    """Return what torch doesn't document; raise RuntimeError with torch's version if it has changed."""
+    if not hasattr(owner, name):
+        raise RuntimeError(
+            f"torch {torch.__version__} has no {name} in {owner!r}, on which optimizers in backward rely: use torch 2.11 to 2.13"
+        )
+    return getattr(owner, name)

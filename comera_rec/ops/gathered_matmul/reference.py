@@ -11,8 +11,6 @@ from torch import Tensor
 
 def forward(a: Tensor, b: Tensor, p: Tensor, q: Tensor, p_ascends: bool = False) -> Tensor:
     """out[u] = a[p[u]] @ b[q[u]]: a [P, n1, r], b [Q, r, n2], p and q [U] -> [U, n1, n2]; zero where p[u] < 0."""
-    if not len(p):
-        return a.new_zeros(0, a.shape[1], b.shape[2])
     out = torch.bmm(a.index_select(0, p.clamp(min=0)), b.index_select(0, q.clamp(min=0)))
     return out.masked_fill(p[:, None, None] < 0, 0)
 

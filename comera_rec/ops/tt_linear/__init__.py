@@ -34,7 +34,7 @@ def tt_linear(
     Args:
         x: [..., I], I at most m_1...m_d.
         cores: (r, m, n, s) each, all input modes before all output modes.
-        diagonals: (r) each, between neighboring cores.
+        diagonals: (r) or (r, 1) each, between neighboring cores.
         out_features: O, at most n_1...n_d.
         bias: [O], or None.
         contraction: the order of products, from `best_contractions`; the result is the same for any.
@@ -59,7 +59,7 @@ def tt_linear(
     for part_rmns, diagonal in zip(parts, row_diagonals, strict=True):
         r, m, n, s = part_rmns.shape
         if diagonal is not None:
-            rows = rows.reshape(height * rest, r) * diagonal
+            rows = rows.reshape(height * rest, r) * diagonal.flatten()
         rest //= m
         if rest > 1 or (m > 1 and r > 1):
             rows = rows.reshape(height, m, rest, r).permute(0, 2, 3, 1)

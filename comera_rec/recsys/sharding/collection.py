@@ -26,10 +26,13 @@ from torchrec.distributed.types import (
     ShardingEnv,
 )
 from torchrec.distributed.utils import append_prefix
+from torchrec.optim.fused import FusedOptimizerModule
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.streamable import Multistreamable
 
 from comera_rec.ops import check_ids
 from comera_rec.recsys.collection import TTEmbeddingBagCollection, require_keys
+from comera_rec.recsys.sharding.fused_optimizer import FusedTTOptimizer, is_fused, new_optimizers
 from comera_rec.recsys.sharding.parts import SHARDING_TYPES, DataParallel, Part, RowShard, RowWise, TableWise
 
 
@@ -50,11 +53,12 @@ class ShardedContext(Multistreamable):
             self.dense.record_stream(stream)
 
 
-class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], KeyedTensor, ShardedContext]):
+class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], KeyedTensor, ShardedContext], FusedOptimizerModule):
     """A `TTEmbeddingBagCollection` as sharded by `TTEmbeddingBagCollectionSharder`.
 
     Parameters have the names of the unsharded collection. TT tables are sharded data-parallel, table-wise or row-wise, each
     table as the plan says; dense tables by TorchRec. In a state dict a leading core that is divided row-wise is a DTensor.
+    Optimizers that were applied in backward are applied anew, without state, to the parameters of shards.
 
     Args:
         module: the collection; its TT tables keep their values, unless they are on the meta device.
@@ -65,7 +69,8 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
         module_fqn: the collection's name in the model, for traces.
 
     Raises:
-        ValueError: for a sharding type that TT tables do not support, or too few slices to divide.
+        ValueError: for a sharding type that TT tables do not support, too few slices to divide, or an optimizer in backward that
+            can't be kept.
     """
 
     def __init__(
@@ -96,16 +101,19 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
         owner = {config.name: plan[config.name].ranks[0] for config in whole}
         whole.sort(key=lambda config: owner[config.name])
         weighted = module.is_weighted()
+        builders = {name: new_optimizers(bag) for name, bag in bags.items()}
         self._parts: list[Part] = []
         for bag in bags.values():
             if not bag.core_0.is_meta:
                 bag.to(device)
         if replicated:
-            self._parts.append(DataParallel(replicated, bags, weighted))
+            self._parts.append(DataParallel(replicated, bags, weighted, group))
         if whole:
             self._parts.append(TableWise(whole, bags, weighted, device, group, [owner[config.name] for config in whole]))
         if divided:
             self._parts.append(RowWise(divided, bags, weighted, device, group))
+        for part in self._parts:
+            part.give_optimizers_(builders, device)
         self._part_keys = [
             [key for name in dict.fromkeys(config.name for config in part.tables) for key in module.keys_of(name)]
             for part in self._parts
@@ -121,6 +129,11 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
             self.dense_bags = dense_sharder.shard(module.dense_bags, dense_plan, env, device, fqn)
             self._dense_keys = module.dense_keys()
         self._mesh = DeviceMesh.from_group(group, device.type) if divided else None
+        fused = {name: parameter for name, parameter in self.tt_bags.named_parameters("tt_bags") if is_fused(parameter)}
+        optimizers: list[tuple[str, KeyedOptimizer]] = [("", FusedTTOptimizer(fused, self._state_of_whole))] if fused else []
+        if self.dense_bags is not None:
+            optimizers.append(("dense_bags", self.dense_bags.fused_optimizer))
+        self._fused_optimizer = CombinedOptimizer(optimizers)
         self.register_state_dict_pre_hook(_without_dists)
         self._register_state_dict_hook(_to_dtensors)
         self.register_load_state_dict_pre_hook(_without_dists)
@@ -196,6 +209,25 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
             yield from self.dense_bags.sharded_parameter_names(append_prefix(prefix, "dense_bags"))
 
     @property
+    def fused_optimizer(self) -> KeyedOptimizer:
+        """The optimizers that update tables in backward: those that were applied so, and TorchRec's of dense tables."""
+        return self._fused_optimizer
+
+    def _state_of_whole(self, parameter: nn.Parameter, state: Tensor) -> Tensor:
+        for _, bag in _row_shards(self, ""):
+            if parameter is bag.core_0 and state.dim():
+                return self._as_whole(bag, state)
+        return state
+
+    def _as_whole(self, bag: RowShard, local: Tensor) -> DTensor:
+        """Return a tensor with entries for the slices of a leading core, [1, m, n, r] or [m], as a part of the whole core's."""
+        dim = min(1, local.dim() - 1)
+        size = torch.Size([*local.shape[:dim], bag.whole_shape.row_shape[0], *local.shape[dim + 1 :]])
+        stride = torch.empty(size, device="meta").stride()
+        part = local.narrow(dim, 0, bag.num_digits)
+        return DTensor.from_local(part, self._mesh, [Shard(dim)], run_check=False, shape=size, stride=stride)
+
+    @property
     def unsharded_module_type(self) -> type[TTEmbeddingBagCollection]:
         return TTEmbeddingBagCollection
 
@@ -241,10 +273,7 @@ def _without_dists(module: ShardedTTEmbeddingBagCollection, *args: Any) -> None:
 
 def _to_dtensors(module: ShardedTTEmbeddingBagCollection, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
     for key, bag in _row_shards(module, prefix):
-        whole = torch.Size(bag.whole_shape.core_shapes[0])
-        stride = torch.empty(whole, device="meta").stride()
-        local = state[key][:, : bag.num_digits].contiguous()
-        state[key] = DTensor.from_local(local, module._mesh, [Shard(1)], run_check=False, shape=whole, stride=stride)
+        state[key] = module._as_whole(bag, state[key])
 
 
 def divided_like(local: Tensor, entry: DTensor) -> DTensor:

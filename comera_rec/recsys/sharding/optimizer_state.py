@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from comera_rec.rank import unwrapped
 from comera_rec.recsys.sharding.collection import divided_like, padded_to
+from comera_rec.recsys.sharding.fused_optimizer import is_fused
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -18,7 +19,8 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]
 
     Where a table is sharded by rows, processes have different slices of its leading core, and momenta of different slices. The
     optimizer's state dict doesn't say so, and a checkpoint of it would keep one process's momenta for all. Here they are
-    DTensors, as the core is in the model's state dict. State of tables that TorchRec updates itself is not included.
+    DTensors, as the core is in the model's state dict. State of tables that are updated in backward by TorchRec, or by optimizers
+    that were applied so, is not included: it is in `model.fused_optimizer.state_dict()`.
 
     Args:
         model: the sharded model; under `DistributedModelParallel`, its `module`.
@@ -67,6 +69,6 @@ def _entries(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, str,
     """Yield name, key, parameter and the parameter's state, for each entry of it."""
     states = unwrapped(optimizer).state
     for name, parameter in model.named_parameters():
-        state = states.get(parameter, {})
+        state = {} if is_fused(parameter) else states.get(parameter, {})
         for key in list(state):
             yield name, key, parameter, state

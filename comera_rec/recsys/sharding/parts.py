@@ -6,6 +6,7 @@ Ids and bags travel by TorchRec's input and output dists. W processes; the k-th 
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,6 +27,7 @@ from comera_rec.nn import TTEmbeddingBag
 from comera_rec.ops.bags import HotBlock, Table
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.config import TTEmbeddingBagConfig
+from comera_rec.recsys.sharding.fused_optimizer import OptimizerBuilders, apply_optimizers_, is_fused
 from comera_rec.tt import TTShape
 
 SHARDING_TYPES = (ShardingType.DATA_PARALLEL.value, ShardingType.TABLE_WISE.value, ShardingType.ROW_WISE.value)
@@ -51,7 +53,8 @@ class Part(nn.Module):
         output_dist: nn.Module,
         *,
         local: Sequence[TTEmbeddingBagConfig] | None = None,
-        update_in_backward: bool = False,
+        replicated_over: dist.ProcessGroup | None = None,
+        divided: bool = False,
     ) -> None:
         super().__init__()
         self.features = [feature for config in configs for feature in config.feature_names]
@@ -59,6 +62,7 @@ class Part(nn.Module):
         self.bags = bags
         self.input_dist = input_dist
         self.output_dist = output_dist
+        self._replicated_over = replicated_over
         # A feature that tables share gets a name for each table, because ids may count from the first row of different shards.
         local = [
             config.with_changes(feature_names=[f"{config.name}/{feature}" for feature in config.feature_names])
@@ -69,8 +73,9 @@ class Part(nn.Module):
         self._lookup: list[TTEmbeddingBagCollection] = []
         if local:
             lookup = TTEmbeddingBagCollection(local, is_weighted, "meta")
+            if replicated_over is not None:
+                lookup = ReplicatedLookup(local, is_weighted, replicated_over, divided=divided)
             lookup.tt_bags.update(bags)
-            lookup.update_in_backward = update_in_backward  # not where gradients must first be averaged over processes
             self._lookup.append(lookup)
 
     def lookup(self, features: KeyedJaggedTensor) -> Tensor:
@@ -82,9 +87,24 @@ class Part(nn.Module):
         # No columns, but differentiable: every process takes part in sending bags and their gradients.
         return torch.empty(features.stride(), 0, device=features.device(), requires_grad=True)
 
+    def give_optimizers_(self, builders: Mapping[str, OptimizerBuilders], device: torch.device) -> None:
+        """Give parameters their values, if they are on the meta device, and the optimizers in backward of the whole tables."""
+        for name, bag in self.bags.items():
+            if bag.core_0.is_meta:
+                bag.to_empty(device=device)
+                bag.reset_parameters()
+            apply_optimizers_(bag, builders[name], in_lookup=self._replicated_over is None)
+            for replica in bag.parameters() if self._replicated_over is not None else ():
+                is_divided = isinstance(bag, RowShard) and replica is bag.core_0
+                if is_fused(replica) and not is_divided:  # DistributedDataParallel does the same with the others
+                    values = replica.detach().contiguous()
+                    dist.broadcast(values, group=self._replicated_over, group_src=0)
+                    with torch.no_grad():
+                        replica.copy_(values)
+
     def sharded_parameters(self) -> set[nn.Parameter]:
-        """Parameters that only this process holds; the others are replicas, whose gradients are averaged."""
-        return set()
+        """Parameters that data parallelism must not touch: only this process holds them, or they are updated in backward."""
+        return {parameter for bag in self.bags.values() for parameter in bag.parameters() if is_fused(parameter)}
 
     def divisor(self, features: KeyedJaggedTensor) -> Tensor | None:
         """Return the divisors [B, sum of N] of the bags that come back; None if they need no division."""
@@ -94,9 +114,16 @@ class Part(nn.Module):
 class DataParallel(Part):
     """Every process has a replica of each table and looks up the ids of its samples: gradients are sent, bags aren't."""
 
-    def __init__(self, configs: Sequence[TTEmbeddingBagConfig], bags: Mapping[str, TTEmbeddingBag], is_weighted: bool) -> None:
+    def __init__(
+        self,
+        configs: Sequence[TTEmbeddingBagConfig],
+        bags: Mapping[str, TTEmbeddingBag],
+        is_weighted: bool,
+        group: dist.ProcessGroup,
+    ) -> None:
         replicas = {config.name: bags[config.name] for config in configs}
-        super().__init__(configs, replicas, is_weighted, DpSparseFeaturesDist(), DpPooledEmbeddingDist())
+        dists = DpSparseFeaturesDist(), DpPooledEmbeddingDist()
+        super().__init__(configs, replicas, is_weighted, *dists, replicated_over=group)
 
 
 class TableWise(Part):
@@ -129,7 +156,6 @@ class TableWise(Part):
             TwSparseFeaturesDist(group, [len(dim) for dim in dims]),
             TwPooledEmbeddingDist(group, [sum(dim) for dim in dims], dims, device),
             local=local,
-            update_in_backward=True,
         )
 
     def sharded_parameters(self) -> set[nn.Parameter]:
@@ -173,10 +199,12 @@ class RowWise(Part):
             ),
             RowWiseOutputDist(group, [config.embedding_dim for config in configs for _ in config.feature_names]),
             local=local,
+            replicated_over=group,
+            divided=True,
         )
 
     def sharded_parameters(self) -> set[nn.Parameter]:
-        return {bag.core_0 for bag in self.bags.values()}
+        return super().sharded_parameters() | {bag.core_0 for bag in self.bags.values()}
 
     def divisor(self, features: KeyedJaggedTensor) -> Tensor | None:
         is_mean = [config.pooling == PoolingType.MEAN for config in self.tables]
@@ -269,27 +297,69 @@ class RowShard(TTEmbeddingBag):
         dist.all_reduce(total, group=self.group)
         return total
 
-    def forward_parameters(self) -> Table:
-        (first, *others), diagonals, hot, first_row = super().forward_parameters()
-        hot = [HotBlock(*map(self._summed, block)) for block in hot]
-        return Table([first, *map(self._summed, others)], [*map(self._summed, diagonals)], hot, first_row)
 
-    def _summed(self, replica: Tensor) -> Tensor:
-        summed: Tensor = _Summed.apply(replica, self.group.size())
-        return summed
+class ReplicatedLookup(TTEmbeddingBagCollection):
+    """Lookup in tables of which every process has a replica, or a shard with replicas of all cores but the leading one.
+
+    A replica's gradient is the mean over processes, for shards the sum. DistributedDataParallel averages; for replicas that
+    optimizers update in backward, which need the gradients earlier, the lookup does.
+
+    Args:
+        group: the processes that have replicas.
+        divided: whether tables are shards.
+        configs, is_weighted: see `TTEmbeddingBagCollection`.
+    """
+
+    def __init__(
+        self, configs: Sequence[TTEmbeddingBagConfig], is_weighted: bool, group: dist.ProcessGroup, *, divided: bool
+    ) -> None:
+        super().__init__(configs, is_weighted, "meta")
+        self.update_in_backward = False  # gradients are reduced first
+        self._group, self._divided = group, divided
+
+    def forward_parameters(self, tables: Sequence[TTEmbeddingBag]) -> list[Table]:
+        whole = super().forward_parameters(tables)
+        replicas = [
+            replica
+            for table in whole
+            for replica in (*table.cores[self._divided :], *table.diagonals, *itertools.chain.from_iterable(table.hot))
+        ]
+        fused = tuple(map(is_fused, replicas))
+        if not (self._divided or any(fused)):
+            return whole
+        reduced = iter(_Reduced.apply(self._group, self._divided, fused, *replicas))
+        return [
+            table._replace(
+                cores=[*table.cores[: self._divided], *itertools.islice(reduced, len(table.cores) - self._divided)],
+                diagonals=[*itertools.islice(reduced, len(table.diagonals))],
+                hot=[HotBlock(*itertools.islice(reduced, len(block))) for block in table.hot],
+            )
+            for table in whole
+        ]
 
 
-class _Summed(torch.autograd.Function):
-    """Turns the average of a replica's gradients over the processes, which is what data parallelism takes, into their sum."""
+class _Reduced(torch.autograd.Function):
+    """Replicas, whose gradients become the means over processes or, of shards, the sums.
+
+    The gradients of those that DistributedDataParallel averages afterwards are only scaled.
+    """
 
     @staticmethod
-    def forward(ctx, tensor: Tensor, world_size: int) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.world_size = world_size
-        return tensor.view_as(tensor)
+    def forward(ctx, group: dist.ProcessGroup, divided: bool, fused: tuple[bool, ...], *replicas: Tensor):  # type: ignore[no-untyped-def]
+        ctx.group, ctx.divided, ctx.fused = group, divided, fused
+        return tuple(replica.view_as(replica) for replica in replicas)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
-        return grad * ctx.world_size, None
+    def backward(ctx, *gradients: Tensor):  # type: ignore[no-untyped-def]
+        world_size = ctx.group.size()
+        reduced = [gradient * world_size if ctx.divided else gradient for gradient in gradients]
+        ours = [k for k, is_ours in enumerate(ctx.fused) if is_ours and ctx.needs_input_grad[3 + k]]
+        if ours:
+            joined = torch.cat([reduced[k].flatten() for k in ours])
+            dist.all_reduce(joined, group=ctx.group)
+            for k, part in zip(ours, (joined / world_size).split([reduced[k].numel() for k in ours]), strict=True):
+                reduced[k] = part.view(reduced[k].shape)
+        return None, None, None, *reduced
 
 
 def digits_per_process(row_shape: Sequence[int], world_size: int) -> int:

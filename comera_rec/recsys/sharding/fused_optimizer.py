@@ -1,0 +1,135 @@
+"""Optimizers applied in backward before sharding: kept for the parameters of shards, and shown to TorchRec as a fused optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torchrec.optim
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torchrec.optim.fused import FusedOptimizer
+
+from comera_rec.nn import TTEmbeddingBag
+from comera_rec.ops.bags.updates import init_state_, kind_of, register_update, step_
+
+OptimizerBuilders = Mapping[str, Callable[[nn.Parameter], Optimizer]]
+"""By the name of a table's parameter: what builds its optimizer for a shard of the parameter."""
+_PLACEHOLDERS: dict[type[Optimizer], type[Optimizer]] = {  # TorchRec's have no step: they name kernels of FBGEMM
+    torchrec.optim.SGD: torch.optim.SGD,
+    torchrec.optim.Adagrad: torch.optim.Adagrad,
+    torchrec.optim.Adam: torch.optim.Adam,
+}
+
+
+class FusedTTOptimizer(FusedOptimizer):
+    """The optimizers that update the parameters of TT tables in backward; its param groups are theirs.
+
+    Args:
+        parameters: parameters with such an optimizer, by name.
+        shown: (parameter, state tensor) -> the tensor that state dicts show, with the same memory.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], shown: Callable[[nn.Parameter, Tensor], Tensor]) -> None:
+        optimizers = [optimizer_of(parameter) for parameter in parameters.values()]
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        super().__init__(dict(parameters), _States(list(parameters.values()), shown), groups)
+
+    def step(self, closure: Any = None) -> None:
+        """Do nothing: parameters were updated in backward."""
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Do nothing: parameters have no gradients after backward."""
+
+
+class _States(Mapping[nn.Parameter, dict[str, Any]]):
+    """The present optimizer state of parameters, as state dicts show it."""
+
+    def __init__(self, parameters: list[nn.Parameter], shown: Callable[[nn.Parameter, Tensor], Tensor]) -> None:
+        self._parameters, self._shown = parameters, shown
+
+    def __getitem__(self, parameter: nn.Parameter) -> dict[str, Any]:
+        state = optimizer_of(parameter).state[parameter]
+        return {key: self._shown(parameter, value) for key, value in state.items()}
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return (parameter for parameter in self._parameters if optimizer_of(parameter).state[parameter])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def optimizer_of(parameter: nn.Parameter) -> Optimizer:
+    """Return the optimizer that was applied in backward to a parameter."""
+    (optimizer,) = parameter._in_backward_optimizers  # type: ignore[attr-defined]
+    assert isinstance(optimizer, Optimizer)
+    return optimizer
+
+
+def is_fused(parameter: Tensor) -> bool:
+    """Return whether an optimizer was applied in backward to a parameter."""
+    return hasattr(parameter, "_in_backward_optimizers")
+
+
+def new_optimizers(bag: TTEmbeddingBag) -> OptimizerBuilders:
+    """Return what builds, for each parameter with an optimizer in backward, the same optimizer for a shard of the parameter.
+
+    Raises:
+        ValueError: for several optimizers of one parameter, or one that can't be kept.
+    """
+    return {name: _builder(bag.name, parameter) for name, parameter in bag.named_parameters() if is_fused(parameter)}
+
+
+def _builder(table: str, parameter: nn.Parameter) -> Callable[[nn.Parameter], Optimizer]:
+    old: list[Optimizer] = parameter._in_backward_optimizers  # type: ignore[attr-defined]
+    kinds: list[type[Optimizer]] = parameter._optimizer_classes  # type: ignore[attr-defined]
+    if len(old) != 1:
+        raise ValueError(f"{table} has {len(old)} optimizers in backward for a parameter: apply one")
+    kind = _PLACEHOLDERS.get(kinds[0], kinds[0])
+    # TorchRec, which shards the dense tables of the same call, puts the kind of its kernel among its settings.
+    settings = {key: value for key, value in parameter._optimizer_kwargs[0].items() if key != "optimizer"}  # type: ignore[attr-defined]
+    present = {key: value for group in getattr(old[0], "param_groups", ()) for key, value in group.items() if key != "params"}
+
+    def build(shard: nn.Parameter) -> Optimizer:
+        optimizer = kind([shard], **settings)
+        optimizer.param_groups[0].update(present)
+        return optimizer
+
+    try:
+        is_known = kind_of(build(nn.Parameter(torch.empty(1, 1)))) is not None
+    except (NotImplementedError, TypeError, AttributeError):  # a setting of FBGEMM's alone, or a placeholder
+        is_known = False
+    if not is_known:
+        raise ValueError(
+            f"{table} has {kinds[0].__name__} with {settings} in backward, which sharded TT tables don't support: apply SGD "
+            "without momentum, Adagrad, RowWiseAdagrad, Adam or AdamW without amsgrad, or give tables to an optimizer when sharded"
+        )
+    return build
+
+
+def apply_optimizers_(bag: TTEmbeddingBag, builders: OptimizerBuilders, *, in_lookup: bool) -> None:
+    """Give parameters of a shard new optimizers in backward; the parameters are replaced, so that no old hooks remain.
+
+    Args:
+        bag: a shard.
+        builders: from `new_optimizers`, for the whole table.
+        in_lookup: whether the lookup may update slices itself; otherwise, optimizers step when gradients are ready.
+    """
+    for name, build in builders.items():
+        path, _, key = name.rpartition(".")
+        module = bag.get_submodule(path)
+        old = module.get_parameter(key)
+        parameter: Any = nn.Parameter(old.detach(), requires_grad=old.requires_grad)
+        module.register_parameter(key, parameter)
+        optimizer = build(parameter)
+        init_state_(optimizer, parameter)
+        parameter._in_backward_optimizers = [optimizer]
+        parameter.register_post_accumulate_grad_hook(_step_)
+        if in_lookup:
+            register_update(parameter, optimizer)
+
+
+def _step_(parameter: Any) -> None:
+    step_(optimizer_of(parameter), parameter)
+    parameter.grad = None

@@ -1,0 +1,138 @@
+"""Ids in order of similarity: neighbors occur with the same values, only training values matter, and data sets stay valid."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data_pipeline.manifest import read_manifest
+from data_pipeline.preprocess import PreprocessOptions, preprocess
+from data_pipeline.schema import read_schema
+from data_pipeline.similarity import band_of, cooccurrence_vectors, similarity_order
+from data_pipeline.transform import TransformOptions, transform
+from data_pipeline.verify import verify
+
+GROUPS, VALUES = 8, 480  # values of each column; value v belongs to group v % GROUPS
+SCHEMA = """
+format = "csv"
+[columns]
+label = "label"
+user = "category"
+item = "category"
+"""
+
+
+def grouped_rows(rows: int, seed: int = 0) -> list[list[int]]:
+    """Rows label, user, item, whose users and items are of one group; all values are about equally frequent."""
+    draw = np.random.default_rng(seed)
+    group = draw.integers(GROUPS, size=rows)
+    users, items = (group + GROUPS * draw.integers(VALUES // GROUPS, size=rows) for _ in range(2))
+    return np.stack([draw.integers(2, size=rows), users, items], axis=1).tolist()
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> Callable[..., PreprocessOptions]:
+    """`options(rows, name, **options)` -> how to preprocess rows, in order of similarity."""
+    schema = tmp_path / "schema.toml"
+    schema.write_text(SCHEMA)
+
+    def make(rows: list[list[int]], name: str, **chosen: object) -> PreprocessOptions:
+        with (tmp_path / f"{name}.csv").open("w", newline="") as file:
+            csv.writer(file).writerows(rows)
+        settings = {"output": tmp_path / name, "part_bytes": 20_000, "order": "similarity", **chosen}
+        return PreprocessOptions(inputs=(tmp_path / f"{name}.csv",), schema=read_schema(schema), **settings)  # type: ignore[arg-type]
+
+    return make
+
+
+def vocabulary(data: Path, column: str) -> list[int]:
+    return pq.read_table(data / f"vocabulary/{column}.parquet").column("value").to_pylist()
+
+
+def ids_and_counts(rows: list[list[int]], data: Path, column: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ids of a column in all rows, in their order, and counts of ids from 1 on."""
+    name = ("label", "user", "item")[column]
+    shards = [data / shard.path for split in read_manifest(data).splits.values() for shard in split.shards]
+    ids = np.concatenate([pq.read_table(shard).column(name).to_numpy() for shard in shards])
+    return ids, pq.read_table(data / f"vocabulary/{name}.parquet").column("count").to_numpy()
+
+
+def test_neighbors_belong_to_one_group(options: Callable[..., PreprocessOptions]) -> None:
+    rows = grouped_rows(20_000)
+    manifest = preprocess(options(rows, "similar"))
+    assert [column.order for column in manifest.categorical_columns] == ["similarity"] * 2
+    verify(manifest, options(rows, "similar").output)
+    for column in (1, 2):
+        ids, counts = ids_and_counts(rows, options(rows, "similar").output, column)
+        group_of = np.empty(VALUES + 1, int)
+        group_of[ids] = np.array(rows)[:, column] % GROUPS
+        bands = band_of(np.arange(VALUES))
+        together = [group_of[1:][bands == band] for band in range(2)]
+        assert np.mean([np.mean(band[1:] == band[:-1]) for band in together]) > 0.85
+        assert counts[bands == 0].min() >= counts[bands == 1].max()
+
+
+def test_the_order_depends_on_training_rows_and_not_on_labels(options: Callable[..., PreprocessOptions]) -> None:
+    rows, others = grouped_rows(5000), grouped_rows(5000, seed=1)
+    changed = [[1 - label, *values] for label, *values in rows[:4000]] + others[4000:]
+    for name, of_name in (("rows", rows), ("changed", changed)):
+        preprocess(options(of_name, name))
+    for column in ("user", "item"):
+        data = options(rows, "rows").output
+        assert vocabulary(data, column) == vocabulary(data.with_name("changed"), column)
+        assert vocabulary(data, column) != sorted(vocabulary(data, column))
+
+
+def test_values_beyond_the_memory_limit_stay_in_order_of_frequency(
+    options: Callable[..., PreprocessOptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = grouped_rows(5000)
+    preprocess(options(rows, "frequent", order="frequency"))
+    monkeypatch.setattr(
+        "data_pipeline.order_pass._BYTES_PER_VALUE", options(rows, "ordered").order_bytes // 2 // 400
+    )  # 200 of each
+    manifest = preprocess(options(rows, "ordered"))
+    verify(manifest, options(rows, "ordered").output)
+    for column in ("user", "item"):
+        frequent, ordered = (vocabulary(options(rows, name).output, column) for name in ("frequent", "ordered"))
+        assert ordered[200:] == frequent[200:]
+        assert ordered[:200] != frequent[:200]
+        assert sorted(ordered) == sorted(frequent)
+
+
+def test_new_values_follow_ordered_ones(options: Callable[..., PreprocessOptions]) -> None:
+    known = options(grouped_rows(5000), "known")
+    preprocess(known)
+    new = options([[label, user + VALUES, item] for label, user, item in grouped_rows(2000)], "new")
+    transform_options = TransformOptions(inputs=new.inputs, output=new.output, data=known.output, extend=True)
+    manifest = transform(transform_options)
+    verify(manifest, new.output)
+    users = vocabulary(known.output, "user")
+    assert vocabulary(new.output, "user")[: len(users)] == users
+
+
+def test_a_single_column_stays_in_order_of_frequency(options: Callable[..., PreprocessOptions], tmp_path: Path) -> None:
+    (tmp_path / "schema.toml").write_text('format = "csv"\n[columns]\nlabel = "label"\nuser = "category"\n')
+    told: list[str] = []
+    single = options([row[:2] for row in grouped_rows(2000)], "single")
+    single = replace(single, schema=read_schema(tmp_path / "schema.toml"))
+    manifest = preprocess(single, told.append)
+    assert manifest.categorical_columns[0].order == "frequency"
+    assert any("a single categorical column" in line for line in told)
+
+
+@given(st.lists(st.lists(st.integers(0, 30), max_size=4), max_size=12), st.integers(0, 90), st.integers(1, 40))
+def test_any_values_get_an_order(rows: list[list[int]], more: int, group: int) -> None:
+    values = np.array([value for row in rows for value in row], np.int32)
+    ends = np.cumsum([0, *map(len, rows)]).astype(np.int32)
+    vectors = cooccurrence_vectors(values, ends, 31 + more)
+    assert np.isfinite(vectors).all()
+    assert sorted(similarity_order(vectors, group)) == list(range(31 + more))
