@@ -20,8 +20,8 @@ import comera_rec as cr
 from benchmarks.harness.measure import Settings, each_case
 from benchmarks.harness.rows import Row
 from benchmarks.sharding.scale_model import ATTAINED, GPUS_PER_NODE, HBM, NETWORK, NVLINK
+from comera_rec.recsys.sharding.parts import SHARDING_TYPES
 from comera_rec.recsys.sharding.planner import TTEnumerator
-from comera_rec.recsys.sharding.sharder import SHARDING_TYPES
 
 PICKED = "TTShardingPlanner"
 

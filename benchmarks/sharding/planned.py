@@ -29,8 +29,8 @@ from benchmarks.harness.memory import memory_is_measurable, resident_peak, retur
 from benchmarks.harness.rows import Row
 from benchmarks.lookup.criteo_tables import ZIPF, PooledValues
 from benchmarks.sharding.distributed import sharded_model
+from comera_rec.recsys.sharding.parts import SHARDING_TYPES
 from comera_rec.recsys.sharding.planner import TTEnumerator
-from comera_rec.recsys.sharding.sharder import SHARDING_TYPES
 from comera_rec.testing import run as run_processes
 
 

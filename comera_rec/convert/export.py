@@ -79,10 +79,9 @@ def _constant(vector: torch.Tensor) -> nn.Linear:
 
 def _dense_sequences(module: TTEmbeddingCollection) -> EmbeddingCollection:
     configs = [config.dense() for config in module.embedding_configs()]
-    bags = _dense_collection(module.tables).embedding_bags
     dense = EmbeddingCollection(configs, next(module.parameters()).device, module.need_indices())
     for name, table in dense.embeddings.items():
-        table.weight = bags[name].weight
+        table.weight = _dense_weight(module.tables, name)
     return dense
 
 
@@ -92,12 +91,15 @@ def _dense_collection(module: TTEmbeddingBagCollection) -> EmbeddingBagCollectio
     device = next((parameter.device for parameter in module.parameters()), module.device)
     dense = EmbeddingBagCollection(configs, module.is_weighted(), device)
     for name, bag in dense.embedding_bags.items():
-        if name in module.tt_bags:
-            core = module.tt_bag(name).core_0
-            weight, is_trained = module.tt_bag(name).dense_matrix(), core.requires_grad
-        else:
-            assert module.dense_bags is not None
-            weight = module.dense_bags.get_parameter(f"embedding_bags.{name}.weight")
-            is_trained = weight.requires_grad
-        bag.weight = nn.Parameter(weight.detach().clone().contiguous(), requires_grad=is_trained)
+        bag.weight = _dense_weight(module, name)
     return dense
+
+
+def _dense_weight(module: TTEmbeddingBagCollection, table: str) -> nn.Parameter:
+    if table in module.tt_bags:
+        weight, is_trained = module.tt_bag(table).dense_matrix(), module.tt_bag(table).core_0.requires_grad
+    else:
+        assert module.dense_bags is not None
+        weight = module.dense_bags.get_parameter(f"{'embedding_bags' if module.is_pooled else 'embeddings'}.{table}.weight")
+        is_trained = weight.requires_grad
+    return nn.Parameter(weight.detach().clone().contiguous(), requires_grad=is_trained)

@@ -320,17 +320,16 @@ def _configs(module: nn.Module) -> Sequence[EmbeddingBagConfig] | Sequence[Embed
     return module.embedding_bag_configs()
 
 
-def _tables(module: nn.Module) -> dict[str, Any]:
-    """Return the nn.EmbeddingBags or nn.Embeddings of a collection, by name."""
-    tables: Any = module.embeddings if isinstance(module, EmbeddingCollection) else module.embedding_bags
-    return dict(tables.items())
+def _tables(module: Any) -> Any:
+    """Return the nn.EmbeddingBags or nn.Embeddings of a collection, by name, in the collection's own ModuleDict."""
+    return module.embeddings if isinstance(module, EmbeddingCollection) else module.embedding_bags
 
 
 def _swapped(module: nn.Module, tables: Sequence[Any], init: str) -> nn.Module:
     device = next(module.parameters()).device  # where the tables are now; module.device is where they were made
     swapped: TTEmbeddingCollection | TTEmbeddingBagCollection
     if isinstance(module, EmbeddingCollection):
-        swapped = TTEmbeddingCollection(tables, device, module.need_indices())
+        swapped = TTEmbeddingCollection(tables, device, module.need_indices(), module.use_gather_select())
         collection = swapped.tables
     else:
         assert isinstance(module, EmbeddingBagCollection)
@@ -341,9 +340,6 @@ def _swapped(module: nn.Module, tables: Sequence[Any], init: str) -> nn.Module:
         weight = replaced[name].weight
         if isinstance(bag, TTEmbeddingBag):
             replace_dense_(bag.to(weight.dtype), replaced[name], init, name)
-        elif isinstance(replaced[name], nn.EmbeddingBag):
-            assert isinstance(collection.dense_bags, EmbeddingBagCollection)
-            collection.dense_bags.embedding_bags[name] = replaced[name]
         else:
-            bag.weight = weight
+            _tables(collection.dense_bags)[name] = replaced[name]
     return swapped

@@ -64,6 +64,22 @@ class TTModule(nn.Module):
             for rank in self.rank_parameters():
                 rank.fill_(1.0)
 
+    def _stay_unquantized(self, qconfig: object) -> None:
+        warnings.warn(
+            "quantization leaves TT modules as they are: comera export --dtype int8 stores tables in 8 bits, and what export_dense "
+            "returns can be quantized",
+            stacklevel=3,
+        )
+
+    # `torch.ao.quantization`, on which TorchRec's is based, sets and deletes it on every module.
+    qconfig = property(lambda self: None, _stay_unquantized, lambda self: None)
+
+    def __prepare_scriptable__(self) -> TTModule:
+        """Raise ValueError: `torch.jit.script` calls this for every module of a model."""
+        raise ValueError(
+            "TT modules can't be compiled by torch.jit.script: use torch.export or torch.compile, or script export_dense's model"
+        )
+
     def laid_out(self, k: int, core: Tensor) -> Tensor:
         """Return the k-th core in the memory layout that the module uses."""
         return core

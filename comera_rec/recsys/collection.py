@@ -1,6 +1,6 @@
 """A collection of embedding bags, large tables as TT tables and small ones dense.
 
-B batch size, F features (keys), N_f embedding_dim of feature f's table.
+B batch size, F features (keys), L_f ids of feature f in a batch, N_f embedding_dim of its table.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
-from torchrec import EmbeddingBagCollection, JaggedTensor, KeyedJaggedTensor, KeyedTensor, PoolingType
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, pooling_type_to_str
+from torchrec import EmbeddingBagCollection, EmbeddingCollection, JaggedTensor, KeyedJaggedTensor, KeyedTensor, PoolingType
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, EmbeddingConfig, pooling_type_to_str
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollectionInterface,
     get_embedding_names_by_table,
@@ -44,6 +44,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         tables: one config per table; `torchrec.EmbeddingBagConfig` or `TTEmbeddingBagConfig` without ranks mean dense.
         is_weighted: whether the input carries per-sample weights.
         device: default the CPU.
+        is_pooled: False in a `TTEmbeddingCollection`: all rows, without weights, instead of bags. Tables then have one dimension.
 
     Raises:
         ValueError: for two tables of one name, a name that torch reserves, or a pooling or data type that a table doesn't
@@ -62,7 +63,12 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     """
 
     def __init__(
-        self, tables: Sequence[EmbeddingBagConfig], is_weighted: bool = False, device: torch.device | str | None = None
+        self,
+        tables: Sequence[EmbeddingBagConfig],
+        is_weighted: bool = False,
+        device: torch.device | str | None = None,
+        *,
+        is_pooled: bool = True,
     ) -> None:
         super().__init__()
         configs = [t if isinstance(t, TTEmbeddingBagConfig) else TTEmbeddingBagConfig.from_dense(t, None) for t in tables]
@@ -70,11 +76,16 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         for config in configs:
             config.feature_names = config.feature_names or [config.name]
         self.update_in_backward = True
+        self.is_pooled = is_pooled
         self._configs = configs
         self._is_weighted = is_weighted
         self._device = torch.device(device or "cpu")
-        dense = [config.dense() for config in configs if not config.is_tt]
-        self.dense_bags: nn.Module | None = EmbeddingBagCollection(dense, is_weighted, self._device) if dense else None
+        dense = [config.dense(EmbeddingBagConfig if is_pooled else EmbeddingConfig) for config in configs if not config.is_tt]
+        self.dense_bags: nn.Module | None = None
+        if dense and is_pooled:
+            self.dense_bags = EmbeddingBagCollection(dense, is_weighted, self._device)
+        elif dense:
+            self.dense_bags = EmbeddingCollection(dense, self._device)
         self.tt_bags = nn.ModuleDict({config.name: _tt_bag(config, self._device) for config in configs if config.is_tt})
         self._tt_configs = [config for config in configs if config.is_tt]
         self._names = dict(zip([config.name for config in configs], get_embedding_names_by_table(configs), strict=True))
@@ -131,7 +142,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             TypeError: for anything but a KeyedJaggedTensor (or a TensorDict).
 
         Returns:
-            KeyedTensor of shape [B, sum of N_f].
+            KeyedTensor of shape [B, sum of N_f]; [sum of L_f, N] with key_dim 0 if not `is_pooled`.
         """
         features = maybe_td_to_kjt(features, None)
         self._require_features(features)
@@ -139,6 +150,8 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         self._check_dense_ids(by_feature)
         if not self._configs:
             return KeyedTensor(keys=[], length_per_key=[], values=torch.empty(features.stride(), 0, device=features.device()))
+        if not self.is_pooled:
+            return self._rows(features, by_feature, plans)
         pooled_groups: list[tuple[list[str], Tensor]] = []  # keys, and their bags side by side
         if self.dense_bags is not None:
             dense = self.dense_bags(features)  # its keys may be in another order once TorchRec shards, fuses or quantizes it
@@ -146,6 +159,27 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         for configs in self._groups():
             pooled_groups.append((self._keys_of(configs), self._pool_group(configs, features, by_feature, plans)))
         return KeyedTensor(keys=self._keys, length_per_key=self._lengths, values=self._concatenated(pooled_groups))
+
+    def _rows(
+        self,
+        features: KeyedJaggedTensor,
+        by_feature: dict[str, JaggedTensor],
+        plans: Mapping[tuple[str, ...], LookupPlan | PairPlan],
+    ) -> KeyedTensor:
+        """Look up the row of every id, one feature after another, [sum of L_f, N].
+
+        Lengths are read as `shape[0]`: `len` would make a constant of them in torch.export.
+        """
+        rows: dict[str, Tensor] = {}
+        if self.dense_bags is not None:
+            rows = {self._dense_keys[name]: of_feature.values() for name, of_feature in self.dense_bags(features).items()}
+        for configs in self._groups():
+            counts = [by_feature[feature].values().shape[0] for config in configs for feature in config.feature_names]
+            group = self._pool_group(configs, features, by_feature, plans)
+            rows |= zip(self._keys_of(configs), group.split(counts), strict=True)
+        return KeyedTensor(
+            self._keys, [rows[key].shape[0] for key in self._keys], _joined([rows[key] for key in self._keys]), key_dim=0
+        )
 
     def _plans_made_ahead(self, features: KeyedJaggedTensor) -> Mapping[tuple[str, ...], LookupPlan | PairPlan]:
         """Return the plans that `plan_ahead` made for a batch; empty if it made none."""
@@ -170,7 +204,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
 
     def _require_features(self, features: KeyedJaggedTensor) -> None:
         require_keys(features, self._configs)
-        if features.variable_stride_per_key() and features.inverse_indices_or_none() is None:
+        if self.is_pooled and features.variable_stride_per_key() and features.inverse_indices_or_none() is None:
             raise ValueError(
                 "features have different batch sizes: give the KeyedJaggedTensor inverse indices, or one batch size for all"
             )
@@ -211,15 +245,18 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         by_feature: dict[str, JaggedTensor],
         plans: Mapping[tuple[str, ...], LookupPlan | PairPlan],
     ) -> Tensor:
-        """Pool the bags of a group's F features, [B, F * N]."""
+        """Pool the bags of a group's F features, [B, F * N]; if not `is_pooled`, look up their rows, [sum of L_f, N]."""
         tables = [self.tt_bag(config.name) for config in configs]
         names = [feature for config in configs for feature in config.feature_names]
         features = [by_feature[feature] for feature in names]
-        if names == batch.keys():  # the batch has these offsets already
+        if not self.is_pooled:
+            offsets = torch.arange(1 + sum(feature.values().shape[0] for feature in features), device=batch.device())
+        elif names == batch.keys():  # the batch has these offsets already
             offsets = batch.offsets()
         else:
             offsets = F.pad(_joined([feature.lengths() for feature in features]).long().cumsum(0), (1, 0))
         inverse_indices = batch.inverse_indices_or_none()  # if given, the number of bags may differ between features
+        is_one_batch = self.is_pooled and inverse_indices is None
         pooled = tt_bags(
             self.forward_parameters(tables),
             plans.get(_names(configs)) or self._plan_group(configs, by_feature),
@@ -227,10 +264,10 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             num_cols=configs[0].embedding_dim,
             mode=tables[0].mode,
             per_sample_weights=_joined([feature.weights() for feature in features]) if self._is_weighted else None,
-            features=len(features) if inverse_indices is None else 1,
+            features=len(features) if is_one_batch else 1,
             update_in_backward=self.update_in_backward,
         ).float()
-        if inverse_indices is None:
+        if inverse_indices is None or not self.is_pooled:
             return pooled
         order = reorder_inverse_indices(inverse_indices=inverse_indices, feature_names=names)
         return process_pooled_embeddings(list(pooled.split([feature.lengths().shape[0] for feature in features])), order)
@@ -262,7 +299,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     @property
     def embedding_bags(self) -> dict[str, nn.Module]:
         """The tables by name, in order, as an `EmbeddingBagCollection` has them; a TT table is a `TTEmbeddingBag`."""
-        dense = getattr(self.dense_bags, "embedding_bags", {})
+        dense = getattr(self.dense_bags, "embedding_bags" if self.is_pooled else "embeddings", {})
         return {config.name: self.tt_bag(config.name) if config.is_tt else dense[config.name] for config in self._configs}
 
     def tt_bag(self, table: str) -> TTEmbeddingBag:
@@ -273,7 +310,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
 
     def reset_parameters(self) -> None:
         """Initialize every table again."""
-        if isinstance(self.dense_bags, EmbeddingBagCollection):
+        if isinstance(self.dense_bags, EmbeddingBagCollection | EmbeddingCollection):
             self.dense_bags.reset_parameters()
         for name in self.tt_bags:
             self.tt_bag(name).reset_parameters()

@@ -40,6 +40,14 @@ class _TTFields(BaseEmbeddingConfig):
             raise ValueError(f"table {self.name!r}: {error}") from None
         super().__post_init__()
 
+    def __eq__(self, other: object) -> bool:
+        """Compare the fields; TorchRec's config of the same table is equal, as its managed collision modules require."""
+        if type(other) is self._plain:
+            return bool(self.dense() == other)
+        return isinstance(other, _TTFields) and type(other) is type(self) and vars(self) == vars(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
     @property
     def is_tt(self) -> bool:
         """Whether the table is a TT table."""
@@ -56,9 +64,10 @@ class _TTFields(BaseEmbeddingConfig):
             return self.num_embeddings * self.embedding_dim
         return self.tt_shape().num_params + blocks_params(self.hot_rows, self.embedding_dim)
 
-    def dense(self) -> Any:
-        """The TorchRec config of the same table."""
-        return self._plain(**_fields(self, self._plain))
+    def dense(self, kind: type[Any] | None = None) -> Any:
+        """The TorchRec config of the same table, by default of the kind that this one extends."""
+        kind = kind or self._plain
+        return kind(**_fields(self, kind))
 
     @classmethod
     def from_dense(cls, config: BaseEmbeddingConfig, shape: TTShape | None, hot_rows: Blocks = ()) -> Self:
@@ -86,7 +95,7 @@ class _TTFields(BaseEmbeddingConfig):
         return float(entries.std(correction=0))
 
 
-@dataclass
+@dataclass(eq=False)
 class TTEmbeddingBagConfig(_TTFields, EmbeddingBagConfig):
     """`torchrec.EmbeddingBagConfig` plus the TT ranks of the table.
 
@@ -110,7 +119,7 @@ class TTEmbeddingBagConfig(_TTFields, EmbeddingBagConfig):
         return dataclasses.replace(self, **changes)
 
 
-@dataclass
+@dataclass(eq=False)
 class TTEmbeddingCollectionConfig(_TTFields, EmbeddingConfig):
     """`torchrec.EmbeddingConfig`, for a table whose rows are not pooled, plus the TT ranks of the table.
 

@@ -5,12 +5,11 @@ B batch size, F features (keys), L_f ids of feature f in a batch, N embedding_di
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import reduce
+from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torchrec import JaggedTensor, KeyedJaggedTensor
+from torchrec import EmbeddingCollection, JaggedTensor, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollectionInterface, get_embedding_names_by_table
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
@@ -24,15 +23,15 @@ class TTEmbeddingCollection(EmbeddingCollectionInterface):
     """`torchrec.EmbeddingCollection` whose large tables are TT tables.
 
     Takes a KeyedJaggedTensor, returns a JaggedTensor for each feature, with the keys, order and values of an EmbeddingCollection
-    that holds the densified tables. A row is the bag of one id: the tables are those of a `TTEmbeddingBagCollection`, the child
-    `tables`. `TTEmbeddingBagCollectionSharder` shards it (data-parallel, table-wise or row-wise) under `DistributedModelParallel`.
-
-    Internally, features are padded with rows of zeros to the longest one's length: put features of similar lengths together.
+    that holds the densified tables. The tables are those of a `TTEmbeddingBagCollection` that doesn't pool, the child `tables`;
+    its child `dense_bags` is an EmbeddingCollection of the dense ones. `TTEmbeddingBagCollectionSharder` shards it (data-parallel,
+    table-wise or row-wise) under `DistributedModelParallel`.
 
     Args:
         tables: one config per table; `torchrec.EmbeddingConfig` or `TTEmbeddingCollectionConfig` without ranks mean dense.
         device: default the CPU.
         need_indices: whether the JaggedTensors carry the ids as their weights.
+        use_gather_select: as for EmbeddingCollection, for the dense tables.
 
     Raises:
         ValueError: for no tables, tables of different dimensions, and as `TTEmbeddingBagCollection`.
@@ -51,7 +50,11 @@ class TTEmbeddingCollection(EmbeddingCollectionInterface):
     """
 
     def __init__(
-        self, tables: Sequence[EmbeddingConfig], device: torch.device | str | None = None, need_indices: bool = False
+        self,
+        tables: Sequence[EmbeddingConfig],
+        device: torch.device | str | None = None,
+        need_indices: bool = False,
+        use_gather_select: bool = False,
     ) -> None:
         super().__init__()
         if not tables:
@@ -62,12 +65,15 @@ class TTEmbeddingCollection(EmbeddingCollectionInterface):
         self._configs = [
             t if isinstance(t, TTEmbeddingCollectionConfig) else TTEmbeddingCollectionConfig.from_dense(t, None) for t in tables
         ]
-        self.tables = TTEmbeddingBagCollection([config.pooled() for config in self._configs], device=device)
+        self.tables = TTEmbeddingBagCollection([config.pooled() for config in self._configs], device=device, is_pooled=False)
         for config in self._configs:
             config.feature_names = config.feature_names or [config.name]
         self._names = get_embedding_names_by_table(self._configs)
         self._features = [feature for config in self._configs for feature in config.feature_names]  # two tables may share one
         self._need_indices = need_indices
+        self._use_gather_select = use_gather_select
+        if isinstance(self.tables.dense_bags, EmbeddingCollection):
+            self.tables.dense_bags._use_gather_select = use_gather_select
 
     @one_call_in_fx
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
@@ -87,14 +93,14 @@ class TTEmbeddingCollection(EmbeddingCollectionInterface):
         features = maybe_td_to_kjt(features, None)
         require_keys(features, self._configs)
         by_feature = features.to_dict()
-        selected = {feature: by_feature[feature] for feature in self._features}
-        rows_of_keys = self.tables(_bags_of_one_id(selected)).values().split(self.embedding_dim(), dim=1)
+        looked_up = self.tables(features)
+        rows_of_keys = looked_up.values().split(looked_up.length_per_key())
         keys = [key for names in self._names for key in names]
         return {
             key: JaggedTensor(
-                values=rows[: selected[feature].values().shape[0]],
-                lengths=selected[feature].lengths(),
-                weights=selected[feature].values() if self._need_indices else None,
+                values=rows,
+                lengths=by_feature[feature].lengths(),
+                weights=by_feature[feature].values() if self._need_indices else None,
             )
             for key, feature, rows in zip(keys, self._features, rows_of_keys, strict=True)
         }
@@ -106,6 +112,10 @@ class TTEmbeddingCollection(EmbeddingCollectionInterface):
     def need_indices(self) -> bool:
         """Whether the JaggedTensors carry the ids as their weights."""
         return self._need_indices
+
+    def use_gather_select(self) -> bool:
+        """Whether TorchRec selects the rows of sharded dense tables by `torch.gather`."""
+        return self._use_gather_select
 
     def embedding_dim(self) -> int:
         """Columns N of every table."""
@@ -128,12 +138,3 @@ class TTEmbeddingCollection(EmbeddingCollectionInterface):
     def reset_parameters(self) -> None:
         """Initialize every table again."""
         self.tables.reset_parameters()
-
-
-def _bags_of_one_id(features: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
-    """Put each id into a separate bag, and pad features with empty bags to the longest one's length: one batch size for all."""
-    ids = [feature.values() for feature in features.values()]
-    longest = reduce(torch.sym_max, (feature_ids.shape[0] for feature_ids in ids), 1)  # len and max fail in torch.export
-    numbers = torch.arange(longest, device=ids[0].device)
-    lengths = [(numbers < feature_ids.shape[0]).long() for feature_ids in ids]
-    return KeyedJaggedTensor(keys=list(features), values=torch.cat(ids), lengths=torch.cat(lengths), stride=longest)

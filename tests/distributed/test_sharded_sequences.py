@@ -22,7 +22,10 @@ pytestmark = pytest.mark.distributed
 
 LR = 0.02
 # Ids of each feature, for the samples of each process: unequal on purpose, and one process has none of one feature.
-IDS = [{"seen": [[5, 899, 5], [], [17]], "site": [[2], [3], [2]]}, {"seen": [[899]], "site": [[]]}]
+IDS = [
+    {"seen": [[5, 899, 5], [], [17]], "bought": [[], [880, 1], [5]], "site": [[2], [3], [2]]},
+    {"seen": [[899]], "bought": [[450]], "site": [[]]},
+]
 
 
 class Model(nn.Module):
@@ -30,23 +33,29 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         items = cr.TTEmbeddingCollectionConfig(
-            name="products", num_embeddings=900, embedding_dim=8, feature_names=["seen"], tt_ranks=4, hot_rows=((20, 4),)
+            name="products", num_embeddings=900, embedding_dim=8, feature_names=["seen", "bought"], tt_ranks=4, hot_rows=((20, 4),)
+        )
+        again = cr.TTEmbeddingCollectionConfig(
+            name="again", num_embeddings=900, embedding_dim=8, feature_names=["seen"], tt_ranks=2
         )
         sites = EmbeddingConfig(
             name="sites", num_embeddings=30, embedding_dim=8, feature_names=["site"], weight_init_min=0.3, weight_init_max=0.3
         )
-        self.sequences = cr.TTEmbeddingCollection([items, sites])
+        self.sequences = cr.TTEmbeddingCollection([items, sites, again])
         self.over = nn.Linear(8, 1)
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         """Sum over ids, so that losses of processes add up."""
         rows = self.sequences(features)
-        scores: Tensor = self.over(torch.cat([rows["seen"].values(), rows["site"].values()])).tanh()
+        names = ["seen@products", "bought", "site", "seen@again"]
+        assert list(rows) == names
+        scale = torch.cat([(k + 1.0) * torch.ones_like(rows[name].values()) for k, name in enumerate(names)])
+        scores: Tensor = self.over(scale * torch.cat([rows[name].values() for name in names])).tanh()
         return scores
 
 
 def batch(processes: list[int]) -> KeyedJaggedTensor:
-    samples = {name: [ids for process in processes for ids in IDS[process][name]] for name in ("seen", "site")}
+    samples = {name: [ids for process in processes for ids in IDS[process][name]] for name in ("seen", "bought", "site")}
     values = [value for of_feature in samples.values() for ids in of_feature for value in ids]
     lengths = [len(ids) for of_feature in samples.values() for ids in of_feature]
     return KeyedJaggedTensor(keys=list(samples), values=torch.tensor(values), lengths=torch.tensor(lengths))
@@ -64,12 +73,12 @@ def train(model: nn.Module, features: KeyedJaggedTensor, world: int) -> list[flo
     return losses
 
 
-def train_sharded(rank: int, kind: str) -> list[float]:
+def train_sharded(rank: int, kinds: tuple[str, str], dense_kind: str) -> list[float]:
     fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LR}
     sharders: list[Any] = [cr.TTEmbeddingCollectionSharder(EmbeddingBagCollectionSharder(fused_params=fused))]
     constraints = {
-        "products": ParameterConstraints(sharding_types=[kind]),
-        "sites": ParameterConstraints(sharding_types=["table_wise"]),
+        **{name: ParameterConstraints(sharding_types=[kind]) for name, kind in zip(("products", "again"), kinds, strict=True)},
+        "sites": ParameterConstraints(sharding_types=[dense_kind]),
     }
     planner = cr.TTShardingPlanner(Topology(world_size=2, compute_device="cpu"), batch_size=4, constraints=constraints)
     model: nn.Module = Model()
@@ -77,9 +86,17 @@ def train_sharded(rank: int, kind: str) -> list[float]:
     return train(DistributedModelParallel(model, plan=plan, sharders=sharders), batch([rank]), 2)
 
 
-@pytest.mark.parametrize("kind", ["data_parallel", "table_wise", "row_wise"])
-def test_losses_are_those_of_one_process(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kinds", "dense_kind"),
+    [
+        (("data_parallel", "data_parallel"), "table_wise"),
+        (("table_wise", "table_wise"), "row_wise"),
+        (("row_wise", "row_wise"), "table_wise"),
+        (("row_wise", "table_wise"), "table_wise"),
+    ],
+)
+def test_losses_are_those_of_one_process(kinds: tuple[str, str], dense_kind: str) -> None:
     expected = train(Model(), batch([0, 1]), 1)
     assert expected[2] < 0.95 * expected[0]
-    found = torch.tensor(run(2, train_sharded, kind)).sum(0)
+    found = torch.tensor(run(2, train_sharded, kinds, dense_kind)).sum(0)
     torch.testing.assert_close(found, torch.tensor(expected), atol=1e-5, rtol=0)

@@ -11,10 +11,13 @@ import torch.distributed as dist
 from torch import nn
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import Topology
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, ShardingOption
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import DataType
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.mc_modules import DistanceLFU_EvictionPolicy, ManagedCollisionCollection, MCHManagedCollisionModule
 
 import comera_rec as cr
 from comera_rec.recsys import TTEmbeddingBagCollection
@@ -57,6 +60,27 @@ def test_constraints_hold(kind: str) -> None:
 def test_a_sharding_type_that_divides_columns_is_refused() -> None:
     with pytest.raises(PlannerError, match=r"table 'users': none of the sharding types \['column_wise'\] suits a TT table"):
         plan(model(table("users", 1_000_000, 8)), users="column_wise")
+
+
+def test_torchrecs_own_planner_is_refused() -> None:
+    topology, reserved = Topology(world_size=2, compute_device="cpu"), FixedPercentageStorageReservation(0.15)
+    planner = EmbeddingShardingPlanner(topology=topology, storage_reservation=reserved)
+    with pytest.raises(ValueError, match="make the plan with TTShardingPlanner"):
+        planner.plan(model(table("users", 1_000_000, 8)), [cr.TTEmbeddingBagCollectionSharder()])
+
+
+def test_managed_collisions_over_tt_tables_are_not_sharded() -> None:
+    tables = [table("users", 1000, 8)]
+    ids = MCHManagedCollisionModule(
+        zch_size=1000, device=torch.device("cpu"), eviction_interval=1, eviction_policy=DistanceLFU_EvictionPolicy()
+    )
+    collisions = ManagedCollisionCollection({"users": ids}, tables)
+    managed = nn.ModuleDict({"sparse": ManagedCollisionEmbeddingBagCollection(TTEmbeddingBagCollection(tables), collisions)})
+    with pytest.raises(ValueError, match="sparse is a managed collision module, which TorchRec shards only over its own") as error:
+        plan(managed)
+    sharder = cr.TTEmbeddingBagCollectionSharder()
+    with pytest.raises(ValueError, match=re.escape(str(error.value))):
+        sharder.shard(managed["sparse"]._embedding_module, None, None, module_fqn="sparse._embedding_module")
 
 
 def stock_model(*tables: Table) -> nn.Module:

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+    PoolingType,
+)
 from torchrec.fx import symbolic_trace
 from torchrec.inference.modules import quantize_embeddings
 from torchrec.models.deepfm import SimpleDeepFMNN
 from torchrec.models.dlrm import DLRM, DLRM_DCN, DLRM_Projection
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
-from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingCollection
 from torchrec.modules.mc_modules import DistanceLFU_EvictionPolicy, ManagedCollisionCollection, MCHManagedCollisionModule
 
 import comera_rec as cr
@@ -86,6 +95,12 @@ def test_torch_fx_traces_modules_as_one_call() -> None:
         torch.fx.symbolic_trace(model.layer)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_torchscript_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"TT modules can't be compiled by torch\.jit\.script: use torch\.export"):
+        torch.jit.script(symbolic_trace(nn.Sequential(ours())))
+
+
 def test_a_collection_may_have_no_tables() -> None:
     empty = cr.TTEmbeddingBagCollection([])
     features = KeyedJaggedTensor(keys=["f"], values=torch.arange(3), lengths=torch.tensor([1, 2]))
@@ -104,7 +119,7 @@ def test_tables_are_found_by_name() -> None:
     assert [bag.num_embeddings for bag in collection.embedding_bags.values()] == [900, 40]
 
 
-def managed(tables: list[EmbeddingBagConfig]) -> ManagedCollisionCollection:
+def managed(tables: Sequence[BaseEmbeddingConfig]) -> ManagedCollisionCollection:
     """Build a module that maps ids of any size to rows, by table."""
     kept = {
         config.name: MCHManagedCollisionModule(
@@ -115,26 +130,45 @@ def managed(tables: list[EmbeddingBagConfig]) -> ManagedCollisionCollection:
         )
         for config in tables
     }
-    return ManagedCollisionCollection(kept, tables)
+    return ManagedCollisionCollection(kept, list(tables))
 
 
-@pytest.mark.parametrize("swap", [False, True])
-def test_managed_collisions_around_tt_tables(swap: bool) -> None:
-    if swap:
-        stock = configs()
-        model = nn.Sequential(ManagedCollisionEmbeddingBagCollection(EmbeddingBagCollection(stock), managed(stock)))
-        cr.swap_embedding_bag_collections_(model, cr.TTEmbeddingConfig(tt_ranks=4, min_rows=100))
-    else:
-        collection = ours()
-        model = nn.Sequential(ManagedCollisionEmbeddingBagCollection(collection, managed(collection.embedding_bag_configs())))
+@pytest.mark.parametrize("pooled", [True, False])
+@pytest.mark.parametrize("configs_of", ["ours", "stock"])
+@pytest.mark.parametrize("swapped_first", [True, False])
+def test_managed_collisions_around_tt_tables(pooled: bool, configs_of: str, swapped_first: bool) -> None:
+    stock: Any = configs()
+    collection: Any = EmbeddingBagCollection(stock)
+    swap_, around = cr.swap_embedding_bag_collections_, ManagedCollisionEmbeddingBagCollection
+    if not pooled:
+        stock = [
+            EmbeddingConfig(name=each.name, num_embeddings=each.num_embeddings, embedding_dim=8, feature_names=each.feature_names)
+            for each in stock
+        ]
+        collection = EmbeddingCollection(stock)
+        swap_, around = cr.swap_embedding_collections_, ManagedCollisionEmbeddingCollection
+    if swapped_first:
+        collection = swap_(collection, cr.TTEmbeddingConfig(tt_ranks=4, min_rows=100))
+    tables = collection.embedding_bag_configs() if pooled else collection.embedding_configs()
+    model: nn.Module = nn.Sequential(around(collection, managed(stock if configs_of == "stock" else tables)))
+    if not swapped_first:
+        swap_(model, cr.TTEmbeddingConfig(tt_ranks=4, min_rows=100))
     assert any(isinstance(module, cr.TTEmbeddingBagCollection) for module in model.modules())
     ids = torch.tensor([10**12, 7, 10**12, 5])
     features = KeyedJaggedTensor(keys=["f1", "f2", "f3"], values=ids, lengths=torch.tensor([1, 1, 1, 0, 0, 1]))
     for _ in range(3):  # an id has its own row from the second occurrence on
-        pooled, _ = model(features)
-    values = pooled.to_dict()
+        rows, _ = model(features)
+    values = rows.to_dict() if pooled else {key: each.values() for key, each in rows.items()}
     torch.testing.assert_close(values["f1"][0], values["f2"][0])
     assert not torch.allclose(values["f1"][0], values["f1"][1])
+
+
+def test_a_config_equals_torchrecs_of_the_same_table() -> None:
+    dense = configs()[0]
+    small = cr.TTEmbeddingBagConfig.from_dense(dense, cr.TTShape.for_table(900, 8, tt_ranks=2))
+    assert small == dense == small
+    assert small == small.with_changes() != small.with_changes(shape=None, tt_ranks=3)
+    assert small.with_changes(num_embeddings=899) != dense
 
 
 @pytest.mark.parametrize("swap", [False, True])
@@ -168,7 +202,10 @@ def test_dense_tables_that_torchrec_quantized_keep_their_keys(random_jagged: Cal
     model = mixed_pooling()
     features = random_jagged({"f0": 50, "f1": 50, "f2": 50, "g": 50_000}, 4)
     expected = model(features).to_dict()
-    quantize_embeddings(model, dtype=torch.qint8, inplace=True)
+    with pytest.warns(
+        UserWarning, match="quantization leaves TT modules as they are: comera export --dtype int8 stores tables in 8 bi"
+    ):
+        quantize_embeddings(model, dtype=torch.qint8, inplace=True)
     assert model[0].dense_bags(features).keys() == ["f0", "f2", "f1"]
     actual = model(features).to_dict()
     assert actual.keys() == expected.keys()

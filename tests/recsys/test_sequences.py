@@ -79,6 +79,26 @@ def test_a_batch_without_ids() -> None:
     )
 
 
+def test_no_feature_is_padded_to_the_longest() -> None:
+    collection = TTEmbeddingCollection(configs())
+    ids = {"seen": torch.randint(900, (500,)), "bought": torch.tensor([3]), "site": torch.tensor([7])}
+    for lengths, variable in (
+        (torch.tensor([250, 250, 1, 0, 0, 1]), {}),
+        (torch.tensor([5] * 100 + [1, 1]), {"stride_per_key_per_rank": [[100], [1], [1]]}),
+    ):
+        features = KeyedJaggedTensor(keys=list(ids), values=torch.cat(list(ids.values())), lengths=lengths, **variable)
+        assert collection.tables(features).values().shape == (2 * 500 + 1 + 1, 8)
+        assert_same(collection(features), cr.export_dense(collection)(features))
+
+
+def test_rows_are_selected_as_in_the_collection_that_was_swapped() -> None:
+    stock = EmbeddingCollection(dense_configs(), use_gather_select=True)
+    swapped = cr.swap_embedding_collections_(stock, cr.TTEmbeddingConfig(tt_ranks=4, min_rows=100))
+    assert swapped.use_gather_select()
+    assert swapped.tables.dense_bags.use_gather_select()
+    assert not TTEmbeddingCollection(configs()).use_gather_select()
+
+
 def test_ids_are_returned_with_their_rows_on_request(random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
     features = random_jagged(ROWS, 5)
     collection = TTEmbeddingCollection(configs(), need_indices=True)

@@ -1,6 +1,6 @@
 """A TTEmbeddingBagCollection on several processes: ids out, bags back, as TorchRec's pipelines expect.
 
-B samples of this process, N_f embedding_dim of feature f's table.
+B samples of this process, L_f ids of feature f in them, N_f embedding_dim of its table.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import register_pytree_node
-from torchrec import EmbeddingBagCollection, KeyedJaggedTensor, KeyedTensor
+from torchrec import KeyedJaggedTensor, KeyedTensor
+from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection, pad_vbe_kjt_lengths
 from torchrec.distributed.embedding_sharding import EmbeddingShardingContext, KJTListSplitsAwaitable
-from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel, KJTList
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
 from torchrec.distributed.types import (
     Awaitable,
     EmbeddingModuleShardingPlan,
     LazyAwaitable,
+    ParameterSharding,
     ShardedModule,
     ShardingEnv,
+    ShardingType,
 )
 from torchrec.distributed.utils import append_prefix
 from torchrec.optim.fused import FusedOptimizerModule
@@ -33,7 +36,13 @@ from torchrec.streamable import Multistreamable
 from comera_rec.ops import check_ids
 from comera_rec.recsys.collection import TTEmbeddingBagCollection, require_keys
 from comera_rec.recsys.sharding.fused_optimizer import FusedTTOptimizer, is_fused, new_optimizers
-from comera_rec.recsys.sharding.parts import SHARDING_TYPES, DataParallel, Part, RowShard, RowWise, TableWise
+from comera_rec.recsys.sharding.parts import SHARDING_TYPES, DataParallel, Part, Placement, RowShard, RowWise, TableWise
+
+_KERNELS = {  # the one of `TTShardingPlanner`, and those that TorchRec's generators of plans enter by default
+    EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value,
+    EmbeddingComputeKernel.DENSE.value,
+    EmbeddingComputeKernel.FUSED.value,
+}
 
 
 @dataclass
@@ -49,6 +58,8 @@ class ShardedContext(Multistreamable):
         for divisor in self.divisors:
             if divisor is not None:
                 divisor.record_stream(stream)
+        for context in self.sharding_contexts:
+            context.record_stream(stream)
         if self.dense is not None:
             self.dense.record_stream(stream)
 
@@ -64,13 +75,13 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
         module: the collection; its TT tables keep their values, unless they are on the meta device.
         plan: parameter sharding of every table, by name.
         env: the processes.
-        dense_sharder: shards the dense tables.
+        dense_sharder: shards the dense tables; its `qcomm_codecs_registry` encodes what all tables send.
         device: device of this process.
         module_fqn: the collection's name in the model, for traces.
 
     Raises:
-        ValueError: for a sharding type that TT tables do not support, too few slices to divide, or an optimizer in backward that
-            can't be kept.
+        ValueError: for a sharding type, a kernel or a process that a TT table can't have, too few slices to divide, or an optimizer
+            in backward that can't be kept.
     """
 
     def __init__(
@@ -78,7 +89,7 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
         module: TTEmbeddingBagCollection,
         plan: EmbeddingModuleShardingPlan,
         env: ShardingEnv,
-        dense_sharder: EmbeddingBagCollectionSharder,
+        dense_sharder: EmbeddingBagCollectionSharder | EmbeddingCollectionSharder,
         device: torch.device,
         module_fqn: str | None = None,
     ) -> None:
@@ -90,53 +101,54 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
         tables = module.tt_configs()
         bags = {config.name: module.tt_bag(config.name) for config in tables}
         for config in tables:
-            if (kind := plan[config.name].sharding_type) not in SHARDING_TYPES:
-                raise ValueError(
-                    f"table {config.name!r}: TT tables don't support sharding type {kind!r}: choose one "
-                    f"of {', '.join(SHARDING_TYPES)}"
-                )
+            _require_possible(config.name, plan[config.name], group.size())
         replicated, whole, divided = (
             [config for config in tables if plan[config.name].sharding_type == kind] for kind in SHARDING_TYPES
         )
-        owner = {config.name: plan[config.name].ranks[0] for config in whole}
+        owner = {config.name: _owner(plan[config.name]) for config in whole}
         whole.sort(key=lambda config: owner[config.name])
-        weighted = module.is_weighted()
+        self._is_pooled = module.is_pooled
+        placement = Placement(
+            is_weighted=module.is_weighted(),
+            is_pooled=module.is_pooled,
+            device=device,
+            group=group,
+            codecs=dense_sharder.qcomm_codecs_registry,
+        )
         builders = {name: new_optimizers(bag) for name, bag in bags.items()}
         self._parts: list[Part] = []
         for bag in bags.values():
             if not bag.core_0.is_meta:
                 bag.to(device)
         if replicated:
-            self._parts.append(DataParallel(replicated, bags, weighted, group))
+            self._parts.append(DataParallel(replicated, bags, placement))
         if whole:
-            self._parts.append(TableWise(whole, bags, weighted, device, group, [owner[config.name] for config in whole]))
+            self._parts.append(TableWise(whole, bags, placement, [owner[config.name] for config in whole]))
         if divided:
-            self._parts.append(RowWise(divided, bags, weighted, device, group))
+            self._parts.append(RowWise(divided, bags, placement))
         for part in self._parts:
             part.give_optimizers_(builders, device)
         self._part_keys = [
             [key for name in dict.fromkeys(config.name for config in part.tables) for key in module.keys_of(name)]
             for part in self._parts
         ]
-        sharded = {name: bag for part in self._parts for name, bag in part.bags.items()}
-        self.tt_bags = nn.ModuleDict({config.name: sharded[config.name] for config in tables if config.name in sharded})
-        # Registered for pipelines, which look for the dists among the submodules.
-        self.dists = nn.ModuleList(dist for part in self._parts for dist in (part.input_dist, part.output_dist))
-        self.dense_bags: ShardedEmbeddingBagCollection | None = None
-        if isinstance(module.dense_bags, EmbeddingBagCollection):
-            dense_plan = EmbeddingModuleShardingPlan({t.name: plan[t.name] for t in module.dense_bags.embedding_bag_configs()})
+        # Before the TT tables, as in the unsharded collection: `torchrec.distributed.shard` requires parameters in the same order.
+        self.dense_bags: ShardedEmbeddingBagCollection | ShardedEmbeddingCollection | None = None
+        if isinstance(module.dense_bags, dense_sharder.module_type):
+            dense_plan = EmbeddingModuleShardingPlan({t.name: plan[t.name] for t in self._tables if t not in tables})
             fqn = append_prefix(module_fqn or "", "dense_bags")
             self.dense_bags = dense_sharder.shard(module.dense_bags, dense_plan, env, device, fqn)
             self._dense_keys = module.dense_keys()
+        sharded = {name: bag for part in self._parts for name, bag in part.bags.items()}
+        self.tt_bags = nn.ModuleDict({config.name: sharded[config.name] for config in tables if config.name in sharded})
+        self._input_dists = [part.input_dist for part in self._parts]  # where TorchRec's pipelines look for them
         self._mesh = DeviceMesh.from_group(group, device.type) if divided else None
         fused = {name: parameter for name, parameter in self.tt_bags.named_parameters("tt_bags") if is_fused(parameter)}
         optimizers: list[tuple[str, KeyedOptimizer]] = [("", FusedTTOptimizer(fused, self._state_of_whole))] if fused else []
         if self.dense_bags is not None:
             optimizers.append(("dense_bags", self.dense_bags.fused_optimizer))
         self._fused_optimizer = CombinedOptimizer(optimizers)
-        self.register_state_dict_pre_hook(_without_dists)
         self._register_state_dict_hook(_to_dtensors)
-        self.register_load_state_dict_pre_hook(_without_dists)
         self.register_load_state_dict_pre_hook(_to_local)
 
     def create_context(self) -> ShardedContext:
@@ -146,9 +158,11 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
         """Send every id to the process that has its row.
 
         Raises:
-            ValueError: naming table and id, for an id out of range (checked on CPU); for batch sizes that vary by feature; for a
-                feature that is missing.
+            ValueError: naming table and id, for an id out of range (checked on CPU); for batch sizes that vary by feature, if bags
+                are pooled; for a feature that is missing.
         """
+        if features.variable_stride_per_key() and not self._is_pooled:
+            features = pad_vbe_kjt_lengths(features)
         if features.variable_stride_per_key():
             raise ValueError("sharded TT tables take one batch size for all features: give inputs without inverse indices")
         require_keys(features, self._tables)
@@ -161,10 +175,8 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
                 )
                 _check_ids(part, part_features)
                 ctx.divisors.append(part.divisor(part_features))
-                ctx.sharding_contexts.append(
-                    EmbeddingShardingContext(batch_size_per_feature_pre_a2a=part_features.stride_per_key())
-                )
                 awaitables.append(part.input_dist(part_features))
+                ctx.sharding_contexts.append(part.context(part_features))
             if self.dense_bags is not None:
                 ctx.dense = self.dense_bags.create_context()
                 request = self.dense_bags.input_dist(ctx.dense, features)
@@ -173,7 +185,10 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
         return KJTListSplitsAwaitable(awaitables, ctx)
 
     def compute(self, ctx: ShardedContext, dist_input: KJTList) -> list[Tensor]:
-        return [part.lookup(features) for part, features in zip(self._parts, dist_input, strict=False)]
+        return [
+            part.lookup(features, context)
+            for part, features, context in zip(self._parts, dist_input, ctx.sharding_contexts, strict=False)
+        ]
 
     def output_dist(self, ctx: ShardedContext, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
         return _Bags(self, ctx, self._send_back(ctx, output), None)
@@ -188,16 +203,21 @@ class ShardedTTEmbeddingBagCollection(ShardedModule[KJTList, list[Tensor], Keyed
         contexts = ctx.sharding_contexts[: len(self._parts)]
         return [part.output_dist(bags, context) for part, bags, context in zip(self._parts, output, contexts, strict=True)]
 
-    def assemble(self, ctx: ShardedContext, pooled: Sequence[Tensor], dense: KeyedTensor | None) -> KeyedTensor:
-        """Combine the bags of all tables in the order of the unsharded collection, [B, sum of N_f]."""
-        columns: dict[str, Tensor] = {}
-        for part, keys, bags, divisor in zip(self._parts, self._part_keys, pooled, ctx.divisors, strict=True):
-            bags = bags if divisor is None else bags / divisor
-            columns |= zip(keys, bags.split([config.embedding_dim for config in part.tables], dim=1), strict=True)
-        if dense is not None:
+    def assemble(self, ctx: ShardedContext, pooled: Sequence[Tensor], dense: Any) -> KeyedTensor:
+        """Combine what comes back for all tables, in the order and form of the unsharded collection's result."""
+        found: dict[str, Tensor] = {}
+        for part, keys, bags, divisor, context in zip(
+            self._parts, self._part_keys, pooled, ctx.divisors, ctx.sharding_contexts, strict=False
+        ):
+            found |= zip(keys, part.by_feature(bags if divisor is None else bags / divisor, context), strict=True)
+        if isinstance(dense, KeyedTensor):
             keys = [self._dense_keys[name] for name in dense.keys()]  # noqa: SIM118  of a KeyedTensor
-            columns |= zip(keys, dense.values().split(dense.length_per_key(), dim=1), strict=True)
-        return KeyedTensor(self._keys, self._lengths, torch.cat([columns[key] for key in self._keys], dim=1))
+            found |= zip(keys, dense.values().split(dense.length_per_key(), dim=1), strict=True)
+        elif dense is not None:
+            found |= {self._dense_keys[name]: rows.values() for name, rows in dense.items()}
+        dim = 1 if self._is_pooled else 0
+        lengths = [found[key].shape[dim] for key in self._keys]
+        return KeyedTensor(self._keys, lengths, torch.cat([found[key] for key in self._keys], dim=dim), key_dim=dim)
 
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
         """Names of the parameters that data parallelism must not touch."""
@@ -238,7 +258,7 @@ class _Bags(LazyAwaitable[KeyedTensor]):
         module: ShardedTTEmbeddingBagCollection,
         ctx: ShardedContext,
         pooled: Sequence[Awaitable[Tensor]],
-        dense: LazyAwaitable[KeyedTensor] | None,
+        dense: LazyAwaitable[Any] | None,
     ) -> None:
         super().__init__()
         self._module, self._ctx, self._pooled, self._dense = module, ctx, pooled, dense
@@ -252,6 +272,26 @@ class _Bags(LazyAwaitable[KeyedTensor]):
 register_pytree_node(_Bags, lambda bags: ([bags.wait()], None), lambda pooled, _: next(iter(pooled)))
 
 
+def _require_possible(table: str, sharding: ParameterSharding, world_size: int) -> None:
+    """Raise ValueError if a TT table can't be sharded as a plan says."""
+    if sharding.sharding_type not in SHARDING_TYPES:
+        raise ValueError(
+            f"table {table!r}: TT tables don't support sharding type {sharding.sharding_type!r}: choose one "
+            f"of {', '.join(SHARDING_TYPES)}"
+        )
+    if sharding.compute_kernel not in _KERNELS:
+        raise ValueError(f"table {table!r}: TT tables have no compute kernel {sharding.compute_kernel!r}: leave compute_kernel out")
+    if sharding.sharding_type == ShardingType.TABLE_WISE.value and not 0 <= _owner(sharding) < world_size:
+        raise ValueError(
+            f"table {table!r}: the plan gives it to process {_owner(sharding)}, but there are {world_size}: choose one "
+            f"from 0 to {world_size - 1}"
+        )
+
+
+def _owner(sharding: ParameterSharding) -> int:
+    return (sharding.ranks or [-1])[0]
+
+
 def _check_ids(part: Part, features: KeyedJaggedTensor) -> None:
     """Check ids before the input dist, which may renumber them from the first row of a shard."""
     if features.device().type == "cpu":
@@ -263,12 +303,6 @@ def _row_shards(module: ShardedTTEmbeddingBagCollection, prefix: str) -> Iterato
     for name, bag in module.tt_bags.items():
         if isinstance(bag, RowShard):
             yield f"{prefix}tt_bags.{name}.core_0", bag
-
-
-def _without_dists(module: ShardedTTEmbeddingBagCollection, *args: Any) -> None:
-    """Leave the dists' buffers out of state dicts: they follow from the plan and are made at first use."""
-    for dist in module.dists.modules():
-        dist._non_persistent_buffers_set.update(dist._buffers)
 
 
 def _to_dtensors(module: ShardedTTEmbeddingBagCollection, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:

@@ -1,6 +1,8 @@
 """The tables of a collection with the same sharding type: where their ids go, the lookup there, and how the bags come back.
 
-Ids and bags travel by TorchRec's input and output dists. W processes; the k-th core has m_k slices, one per row digit.
+Ids and bags travel by TorchRec's input and output dists. B samples of this process, L_f ids of feature f in them, N_f embedding_dim
+of its table; W processes; the k-th core has m_k slices, one per row digit. Where a collection doesn't pool, rows come back instead
+of bags: [sum of L_f, N] instead of [B, sum of N_f].
 """
 
 from __future__ import annotations
@@ -9,18 +11,23 @@ import copy
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
-from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
+from torchrec.distributed.embedding_sharding import BaseEmbeddingDist, EmbeddingShardingContext
+from torchrec.distributed.sharding.dp_sequence_sharding import DpSequenceEmbeddingDist
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingDist, DpSparseFeaturesDist
+from torchrec.distributed.sharding.rw_sequence_sharding import RwSequenceEmbeddingDist
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist, RwSparseFeaturesDist
+from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
+from torchrec.distributed.sharding.tw_sequence_sharding import TwSequenceEmbeddingDist
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist, TwSparseFeaturesDist
-from torchrec.distributed.types import Awaitable, ShardingType
+from torchrec.distributed.types import Awaitable, QuantizedCommCodecs, ShardingType
 from torchrec.modules.embedding_configs import PoolingType
 
 from comera_rec.nn import TTEmbeddingBag
@@ -33,6 +40,18 @@ from comera_rec.tt import TTShape
 SHARDING_TYPES = (ShardingType.DATA_PARALLEL.value, ShardingType.TABLE_WISE.value, ShardingType.ROW_WISE.value)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """What the parts of a collection have in common."""
+
+    is_weighted: bool
+    is_pooled: bool
+    device: torch.device
+    group: dist.ProcessGroup
+    codecs: dict[str, QuantizedCommCodecs] | None
+    """How bags or rows, and their gradients, are encoded to be sent, by TorchRec's name of the collective; default as they are."""
+
+
 class Part(nn.Module):
     """Tables of one sharding type.
 
@@ -41,16 +60,16 @@ class Part(nn.Module):
         tables: config of each feature's table, in the same order.
         bags: the TT tables this process holds, whole or a shard of each, by table.
         input_dist: KeyedJaggedTensor of the features -> awaitable of an awaitable of what this process looks up.
-        output_dist: (bags, sharding context) -> awaitable of [B, sum of N], for the samples of this process.
+        output_dist: (bags, sharding context) -> awaitable of [B, sum of N_f], for the samples of this process.
     """
 
     def __init__(
         self,
         configs: Sequence[TTEmbeddingBagConfig],
         bags: Mapping[str, TTEmbeddingBag],
-        is_weighted: bool,
+        placement: Placement,
         input_dist: nn.Module,
-        output_dist: nn.Module,
+        output_dist: BaseEmbeddingDist[Any, Tensor, Tensor],
         *,
         local: Sequence[TTEmbeddingBagConfig] | None = None,
         replicated_over: dist.ProcessGroup | None = None,
@@ -60,6 +79,7 @@ class Part(nn.Module):
         self.features = [feature for config in configs for feature in config.feature_names]
         self.tables = [config for config in configs for _ in config.feature_names]
         self.bags = bags
+        self.is_pooled = placement.is_pooled
         self.input_dist = input_dist
         self.output_dist = output_dist
         self._replicated_over = replicated_over
@@ -72,20 +92,37 @@ class Part(nn.Module):
         # In a list, so that parameters are registered once, under the names of the unsharded collection.
         self._lookup: list[TTEmbeddingBagCollection] = []
         if local:
-            lookup = TTEmbeddingBagCollection(local, is_weighted, "meta")
+            lookup = TTEmbeddingBagCollection(local, placement.is_weighted, "meta", is_pooled=placement.is_pooled)
             if replicated_over is not None:
-                lookup = ReplicatedLookup(local, is_weighted, replicated_over, divided=divided)
+                lookup = ReplicatedLookup(local, placement, divided=divided)
             lookup.tt_bags.update(bags)
             self._lookup.append(lookup)
 
-    def lookup(self, features: KeyedJaggedTensor) -> Tensor:
-        """[B, sum of N] bags of the ids that this process was sent."""
+    def context(self, features: KeyedJaggedTensor) -> EmbeddingShardingContext:
+        """Return what the output dist has to know about a batch; call it after `input_dist`."""
+        if self.is_pooled:
+            return EmbeddingShardingContext(batch_size_per_feature_pre_a2a=features.stride_per_key())
+        order = getattr(self.input_dist, "unbucketize_permute_tensor", None)
+        return SequenceShardingContext(features_before_input_dist=features, unbucketize_permute_tensor=order)
+
+    def lookup(self, features: KeyedJaggedTensor, context: EmbeddingShardingContext) -> Tensor:
+        """[B, sum of N_f] bags of the ids that this process was sent."""
+        if isinstance(context, SequenceShardingContext):
+            context.lengths_after_input_dist = features.lengths().view(-1, features.stride())
         for lookup in self._lookup:
             ids, weights = features.values(), features.weights_or_none()
             values: Tensor = lookup(KeyedJaggedTensor(self._local_features, ids, weights, features.lengths())).values()
             return values
-        # No columns, but differentiable: every process takes part in sending bags and their gradients.
-        return torch.empty(features.stride(), 0, device=features.device(), requires_grad=True)
+        # Empty, but differentiable: every process takes part in sending bags and their gradients.
+        size = (features.stride(), 0) if self.is_pooled else (0, self.tables[0].embedding_dim)
+        return torch.empty(size, device=features.device(), requires_grad=True)
+
+    def by_feature(self, bags: Tensor, context: EmbeddingShardingContext) -> Sequence[Tensor]:
+        """Split what comes back by feature: [B, N_f] bags, or [L_f, N] rows, of each."""
+        if isinstance(context, SequenceShardingContext):
+            assert context.features_before_input_dist is not None
+            return bags.split(context.features_before_input_dist.length_per_key())
+        return bags.split([config.embedding_dim for config in self.tables], dim=1)
 
     def give_optimizers_(self, builders: Mapping[str, OptimizerBuilders], device: torch.device) -> None:
         """Give parameters their values, if they are on the meta device, and the optimizers in backward of the whole tables."""
@@ -107,23 +144,17 @@ class Part(nn.Module):
         return {parameter for bag in self.bags.values() for parameter in bag.parameters() if is_fused(parameter)}
 
     def divisor(self, features: KeyedJaggedTensor) -> Tensor | None:
-        """Return the divisors [B, sum of N] of the bags that come back; None if they need no division."""
+        """Return the divisors [B, sum of N_f] of the bags that come back; None if they need no division."""
         return None
 
 
 class DataParallel(Part):
     """Every process has a replica of each table and looks up the ids of its samples: gradients are sent, bags aren't."""
 
-    def __init__(
-        self,
-        configs: Sequence[TTEmbeddingBagConfig],
-        bags: Mapping[str, TTEmbeddingBag],
-        is_weighted: bool,
-        group: dist.ProcessGroup,
-    ) -> None:
+    def __init__(self, configs: Sequence[TTEmbeddingBagConfig], bags: Mapping[str, TTEmbeddingBag], placement: Placement) -> None:
         replicas = {config.name: bags[config.name] for config in configs}
-        dists = DpSparseFeaturesDist(), DpPooledEmbeddingDist()
-        super().__init__(configs, replicas, is_weighted, *dists, replicated_over=group)
+        output_dist = DpPooledEmbeddingDist() if placement.is_pooled else DpSequenceEmbeddingDist()
+        super().__init__(configs, replicas, placement, DpSparseFeaturesDist(), output_dist, replicated_over=placement.group)
 
 
 class TableWise(Part):
@@ -138,23 +169,25 @@ class TableWise(Part):
         self,
         configs: Sequence[TTEmbeddingBagConfig],
         bags: Mapping[str, TTEmbeddingBag],
-        is_weighted: bool,
-        device: torch.device,
-        group: dist.ProcessGroup,
+        placement: Placement,
         owners: Sequence[int],
     ) -> None:
+        group, device = placement.group, placement.device
         by_process = [
             [config for config, owner in zip(configs, owners, strict=True) if owner == process_rank]
             for process_rank in range(group.size())
         ]
         dims = [[config.embedding_dim for config in placed for _ in config.feature_names] for placed in by_process]
+        features = [len(dim) for dim in dims]
         local = by_process[group.rank()]
         super().__init__(
             configs,
             {config.name: bags[config.name] for config in local},
-            is_weighted,
-            TwSparseFeaturesDist(group, [len(dim) for dim in dims]),
-            TwPooledEmbeddingDist(group, [sum(dim) for dim in dims], dims, device),
+            placement,
+            TwSparseFeaturesDist(group, features),
+            TwPooledEmbeddingDist(group, [sum(dim) for dim in dims], dims, device, qcomm_codecs_registry=placement.codecs)
+            if placement.is_pooled
+            else TwSequenceEmbeddingDist(group, features, device, placement.codecs),
             local=local,
         )
 
@@ -165,17 +198,17 @@ class TableWise(Part):
 class RowWise(Part):
     """The leading core's slices are divided among the processes; the other cores are replicas.
 
-    A process looks up the rows of its slices for the samples of all processes; partial bags are summed on their way back.
+    A process looks up the rows of its slices for the samples of all processes. Partial bags are summed on their way back; a row
+    that isn't pooled comes from one process.
     """
 
     def __init__(
         self,
         configs: Sequence[TTEmbeddingBagConfig],
         bags: Mapping[str, TTEmbeddingBag],
-        is_weighted: bool,
-        device: torch.device,
-        group: dist.ProcessGroup,
+        placement: Placement,
     ) -> None:
+        group, device = placement.group, placement.device
         shards: dict[str, TTEmbeddingBag] = {config.name: RowShard(bags[config.name], group, device) for config in configs}
         local = [
             config.with_changes(
@@ -187,17 +220,21 @@ class RowWise(Part):
             )
             for config in configs
         ]
+        dims = [config.embedding_dim for config in configs for _ in config.feature_names]
         super().__init__(
             configs,
             shards,
-            is_weighted,
+            placement,
             RwSparseFeaturesDist(
                 group,
-                sum(len(config.feature_names) for config in configs),
+                len(dims),
                 [group.size() * config.num_embeddings for config in local for _ in config.feature_names],
                 device=device,
+                is_sequence=not placement.is_pooled,
             ),
-            RowWiseOutputDist(group, [config.embedding_dim for config in configs for _ in config.feature_names]),
+            RowWiseOutputDist(group, dims, placement.codecs)
+            if placement.is_pooled
+            else RwSequenceEmbeddingDist(group, len(dims), device, placement.codecs),
             local=local,
             replicated_over=group,
             divided=True,
@@ -305,17 +342,15 @@ class ReplicatedLookup(TTEmbeddingBagCollection):
     optimizers update in backward, which need the gradients earlier, the lookup does.
 
     Args:
-        group: the processes that have replicas.
+        configs: of the tables.
+        placement: its group has the replicas.
         divided: whether tables are shards.
-        configs, is_weighted: see `TTEmbeddingBagCollection`.
     """
 
-    def __init__(
-        self, configs: Sequence[TTEmbeddingBagConfig], is_weighted: bool, group: dist.ProcessGroup, *, divided: bool
-    ) -> None:
-        super().__init__(configs, is_weighted, "meta")
+    def __init__(self, configs: Sequence[TTEmbeddingBagConfig], placement: Placement, *, divided: bool) -> None:
+        super().__init__(configs, placement.is_weighted, "meta", is_pooled=placement.is_pooled)
         self.update_in_backward = False  # gradients are reduced first
-        self._group, self._divided = group, divided
+        self._group, self._divided = placement.group, divided
 
     def forward_parameters(self, tables: Sequence[TTEmbeddingBag]) -> list[Table]:
         whole = super().forward_parameters(tables)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator, get_partition_by_type
 from torchrec.distributed.planner.proposers import GreedyProposer, GridSearchProposer, Proposer, UniformProposer
@@ -33,7 +32,7 @@ from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.config import DTYPES, TTEmbeddingBagConfig
 from comera_rec.recsys.sharding.parts import SHARDING_TYPES, digits_per_process
 from comera_rec.recsys.sharding.remedy import find_remedy
-from comera_rec.recsys.sharding.sharder import TTEmbeddingBagCollectionSharder
+from comera_rec.recsys.sharding.sharder import TTEmbeddingBagCollectionSharder, require_no_managed_collisions
 from comera_rec.tt import TTShape
 
 _FLOPS = {"cpu": 5e7, "cuda": 1e10}  # per ms, for products as small as these; an order of magnitude is enough to compare plans
@@ -152,14 +151,19 @@ class TTEnumerator(EmbeddingEnumerator):
         # To TorchRec a collection is a module like any other, in which it finds the child that holds the dense tables.
         tt_sharders = [sharder for sharder in sharders if isinstance(sharder, TTEmbeddingBagCollectionSharder)]
         other_sharders = [sharder for sharder in sharders if sharder not in tt_sharders]
-        if tt_sharders and not any(isinstance(sharder, EmbeddingBagCollectionSharder) for sharder in other_sharders):
-            other_sharders.append(tt_sharders[0].dense_sharder)
+        collections = {path: each for path, each in module.named_modules() if isinstance(each, TTEmbeddingBagCollection)}
+        for path in collections:
+            require_no_managed_collisions(path)
+        dense_sharders = (
+            [tt_sharders[0].dense_sharder, *map(tt_sharders[0].dense_sharder_of, collections.values())] if tt_sharders else []
+        )
+        for dense_sharder in dense_sharders:
+            if not any(isinstance(sharder, type(dense_sharder)) for sharder in other_sharders):
+                other_sharders.append(dense_sharder)
         options = super().enumerate(module, other_sharders)
         if not tt_sharders:
             return options
-        for path, collection in module.named_modules():
-            if not isinstance(collection, TTEmbeddingBagCollection):
-                continue
+        for path, collection in collections.items():
             dense_path = f"{path}.dense_bags" if path else "dense_bags"
             for option in options:
                 if option.module[0] == dense_path:

@@ -125,7 +125,8 @@ def _with_tables(module: nn.Module, changes: Sequence[tuple[str, TTEmbeddingBagC
         old = modules[path]
         assert isinstance(old, TTEmbeddingBagCollection | EmbeddingBagCollection)
         tables = [configs.get(config.name, config) for config in _configs(old)]
-        module = _replaced(module, path, TTEmbeddingBagCollection(tables, old.is_weighted(), "meta"))
+        is_pooled = isinstance(old, EmbeddingBagCollection) or old.is_pooled
+        module = _replaced(module, path, TTEmbeddingBagCollection(tables, old.is_weighted(), "meta", is_pooled=is_pooled))
     return module
 
 

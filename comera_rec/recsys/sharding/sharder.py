@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
-from torchrec import EmbeddingBagCollection
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharder, ShardingEnv
 
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.sharding.collection import ShardedTTEmbeddingBagCollection
-from comera_rec.recsys.sharding.parts import SHARDING_TYPES
 
 
 class TTEmbeddingBagCollectionSharder(ModuleSharder[TTEmbeddingBagCollection]):
@@ -22,7 +22,9 @@ class TTEmbeddingBagCollectionSharder(ModuleSharder[TTEmbeddingBagCollection]):
     TorchRec's sharder. Plan with `TTShardingPlanner`.
 
     Args:
-        dense_sharder: shards the dense tables; default `EmbeddingBagCollectionSharder()`.
+        dense_sharder: shards the dense tables; default `EmbeddingBagCollectionSharder()`. Those of a `TTEmbeddingCollection` are
+            sharded by an `EmbeddingCollectionSharder` with the same settings. Its `qcomm_codecs_registry` also encodes the bags or
+            rows of TT tables, and their gradients, where they are sent; gradients of replicas are averaged as they are.
 
     Example:
         >>> sharders = [TTEmbeddingBagCollectionSharder(), *get_default_sharders()]  # doctest: +SKIP
@@ -31,8 +33,8 @@ class TTEmbeddingBagCollectionSharder(ModuleSharder[TTEmbeddingBagCollection]):
     """
 
     def __init__(self, dense_sharder: EmbeddingBagCollectionSharder | None = None) -> None:
-        super().__init__()
         self.dense_sharder = dense_sharder or EmbeddingBagCollectionSharder()
+        super().__init__(self.dense_sharder.qcomm_codecs_registry)
 
     def shard(
         self,
@@ -42,12 +44,24 @@ class TTEmbeddingBagCollectionSharder(ModuleSharder[TTEmbeddingBagCollection]):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> ShardedTTEmbeddingBagCollection:
-        """Shard a collection; `params` has a parameter sharding for each table, dense ones included."""
+        """Shard a collection; `params` has a parameter sharding for each table, dense ones included.
+
+        Raises:
+            ValueError: for a table without a parameter sharding, or a collection in a managed collision module; as
+                `ShardedTTEmbeddingBagCollection`.
+        """
+        require_no_managed_collisions(module_fqn or "")
         missing = [config.name for config in module.embedding_bag_configs() if config.name not in params]
         if missing:
             raise ValueError(f"the sharding plan has no entry for table {missing[0]!r}: make it with TTShardingPlanner")
         device = device or torch.device("cpu")
-        return ShardedTTEmbeddingBagCollection(module, params, env, self.dense_sharder, device, module_fqn)
+        return ShardedTTEmbeddingBagCollection(module, params, env, self.dense_sharder_of(module), device, module_fqn)
+
+    def dense_sharder_of(self, module: TTEmbeddingBagCollection) -> EmbeddingBagCollectionSharder | EmbeddingCollectionSharder:
+        """Return the sharder of a collection's dense tables."""
+        if module.is_pooled:
+            return self.dense_sharder
+        return EmbeddingCollectionSharder(self.dense_sharder.fused_params, self.qcomm_codecs_registry)
 
     def shardable_parameters(self, module: TTEmbeddingBagCollection) -> dict[str, nn.Parameter]:
         """Return a tensor [num_embeddings, embedding_dim] for each table; a TT table's is on the meta device and never formed."""
@@ -55,15 +69,14 @@ class TTEmbeddingBagCollectionSharder(ModuleSharder[TTEmbeddingBagCollection]):
             config.name: nn.Parameter(torch.empty(config.num_embeddings, config.embedding_dim, device="meta"))
             for config in module.tt_configs()
         }
-        if isinstance(module.dense_bags, EmbeddingBagCollection):
-            tables |= self.dense_sharder.shardable_parameters(module.dense_bags)
+        dense_sharder: Any = self.dense_sharder_of(module)
+        if isinstance(module.dense_bags, dense_sharder.module_type):
+            tables |= dense_sharder.shardable_parameters(module.dense_bags)
         return tables
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        return list(SHARDING_TYPES)
-
-    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        return [EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value]
+        """Raise ValueError: only planners call this, and TorchRec's would take a TT table for the dense one."""
+        raise ValueError("TorchRec's planner can't estimate TT tables: make the plan with TTShardingPlanner, and give it as plan=")
 
     @property
     def module_type(self) -> type[TTEmbeddingBagCollection]:
@@ -72,3 +85,14 @@ class TTEmbeddingBagCollectionSharder(ModuleSharder[TTEmbeddingBagCollection]):
 
 class TTEmbeddingCollectionSharder(TTEmbeddingBagCollectionSharder):
     """Shards `TTEmbeddingCollection`s, whose tables are those of a `TTEmbeddingBagCollection`: either sharder shards both."""
+
+
+def require_no_managed_collisions(path: str) -> None:
+    """Raise ValueError for a collection in one of TorchRec's managed collision modules: each process would number ids by itself."""
+    parts = path.split(".")
+    if "_embedding_module" in parts:
+        around = ".".join(parts[: parts.index("_embedding_module")])
+        raise ValueError(
+            f"{around or 'the model'} is a managed collision module, which TorchRec shards only over its own collections: keep its "
+            "tables dense"
+        )
