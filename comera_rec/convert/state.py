@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
@@ -150,12 +148,10 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
             raise ValueError(f"{path} holds no .metadata: give the folder that torch.distributed.checkpoint wrote")
         reader = TensorReader(path)
         try:
-            tensors = reader.tensors()
+            state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in reader.tensors().items()}
+            reader.read_into(state, no_dist=True)
         except Exception as error:  # whatever unpickling raises
             raise ValueError(f"{path} can't be read as a distributed checkpoint: {error}") from None
-        state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in tensors.items()}
-        with warnings.catch_warnings(action="ignore"):  # torch warns that there is only one process
-            dcp.load(state, storage_reader=reader, no_dist=True)
         return state
     if not path.exists():
         raise ValueError(f"{path} does not exist: give a file that torch.save wrote, or the folder of a distributed checkpoint")

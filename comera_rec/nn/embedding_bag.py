@@ -120,7 +120,7 @@ class TTEmbeddingBag(TTTable):
             raise ValueError(f"input has {input.dim()} dimensions: give [L] ids with offsets, or [B, L] ids without")
         if offsets.dim() != 1 or offsets.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"offsets have dtype {offsets.dtype} and {offsets.dim()} dimensions: give [B] int32 or int64")
-        return offsets if self.include_last_offset else torch.cat([offsets, offsets.new_full((1,), len(input))])
+        return offsets if self.include_last_offset else torch.cat([offsets, offsets.new_full((1,), input.shape[0])])
 
     def to_dense(self) -> nn.EmbeddingBag:
         """Return a `torch.nn.EmbeddingBag` with the same rows, frozen if this table is."""

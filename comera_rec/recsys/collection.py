@@ -166,16 +166,19 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         by_feature: dict[str, JaggedTensor],
         plans: Mapping[tuple[str, ...], LookupPlan | PairPlan],
     ) -> KeyedTensor:
-        """Look up the row of every id, one feature after another, [sum of L_f, N]."""
+        """Look up the row of every id, one feature after another, [sum of L_f, N].
+
+        Lengths are read as `shape[0]`: `len` would make a constant of them in torch.export.
+        """
         rows: dict[str, Tensor] = {}
         if self.dense_bags is not None:
             rows = {self._dense_keys[name]: of_feature.values() for name, of_feature in self.dense_bags(features).items()}
         for configs in self._groups():
-            counts = [len(by_feature[feature].values()) for config in configs for feature in config.feature_names]
+            counts = [by_feature[feature].values().shape[0] for config in configs for feature in config.feature_names]
             group = self._pool_group(configs, features, by_feature, plans)
             rows |= zip(self._keys_of(configs), group.split(counts), strict=True)
         return KeyedTensor(
-            self._keys, [len(rows[key]) for key in self._keys], _joined([rows[key] for key in self._keys]), key_dim=0
+            self._keys, [rows[key].shape[0] for key in self._keys], _joined([rows[key] for key in self._keys]), key_dim=0
         )
 
     def _plans_made_ahead(self, features: KeyedJaggedTensor) -> Mapping[tuple[str, ...], LookupPlan | PairPlan]:
@@ -247,7 +250,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         names = [feature for config in configs for feature in config.feature_names]
         features = [by_feature[feature] for feature in names]
         if not self.is_pooled:
-            offsets = torch.arange(1 + sum(len(feature.values()) for feature in features), device=batch.device())
+            offsets = torch.arange(1 + sum(feature.values().shape[0] for feature in features), device=batch.device())
         elif names == batch.keys():  # the batch has these offsets already
             offsets = batch.offsets()
         else:
@@ -267,7 +270,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         if inverse_indices is None or not self.is_pooled:
             return pooled
         order = reorder_inverse_indices(inverse_indices=inverse_indices, feature_names=names)
-        return process_pooled_embeddings(list(pooled.split([len(feature.lengths()) for feature in features])), order)
+        return process_pooled_embeddings(list(pooled.split([feature.lengths().shape[0] for feature in features])), order)
 
     def forward_parameters(self, tables: Sequence[TTEmbeddingBag]) -> list[Table]:
         """Return the parameters of tables that share a lookup; sharded collections override it to reduce gradients."""

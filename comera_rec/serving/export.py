@@ -29,7 +29,7 @@ from comera_rec.ops.served_bags import DTYPES, row_bytes
 from comera_rec.recsys import WideDeep
 from comera_rec.serving.fast import FastTables
 from comera_rec.serving.flat import FlatModel
-from comera_rec.serving.package import FORMAT_VERSION, METADATA_KEY, ModelMetadata, require_package
+from comera_rec.serving.package import FORMAT_VERSION, METADATA_KEY, ModelMetadata, require_package, seal
 from comera_rec.serving.portable import PortableTables
 from comera_rec.serving.tables import expand, served_tables
 from comera_rec.serving.vocabularies import offsets_of
@@ -178,13 +178,20 @@ def compile_package(flat: nn.Module, path: Path, metadata: ModelMetadata) -> Non
     count = features * example
     inputs = torch.zeros(example, len(metadata.dense)), torch.zeros(count, dtype=torch.long), torch.ones(count, dtype=torch.long)
     shapes = {"dense": {0: batch}, "values": {0: values}, "lengths": {0: features * batch}}
-    settings: dict[str, Any] = {"aot_inductor.metadata": {METADATA_KEY: metadata.to_json()}}
+    settings: dict[str, Any] = {
+        "aot_inductor.metadata": {
+            METADATA_KEY: metadata.to_json(),
+            "integer_columns": str(len(metadata.dense)),  # for C++
+            "table_rows": " ".join(map(str, metadata.categorical.values())),
+        }
+    }
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = torch.export.export(flat, inputs, dynamic_shapes=shapes, strict=True)
         pick_vec_isa()  # compiles programs to detect CPU features: in the common cache, or every export would repeat it
         with fresh_cache():  # a shared cache can mix weights and metadata of packages compiled at once
             aoti_compile_and_package(program, package_path=str(path), inductor_configs=settings)
+    seal(path)
 
 
 def _counts(column: CategoricalColumn, manifest: Manifest, data: Path) -> Tensor:

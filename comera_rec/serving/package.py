@@ -1,23 +1,30 @@
-"""MODEL.pt2: a model compiled by AOTInductor and its metadata, in one file.
+"""MODEL.pt2: a model compiled by AOTInductor, its metadata and a checksum, in one file.
+
+The file is a ZIP archive. Its comment is the checksum of its directory, which has the CRC-32 of every file. Damaged code would end
+the process that loads it, and damaged weights would give wrong scores, so all are compared before anything is loaded.
 
 F categorical columns, I integer columns, B rows of a request, V values.
 """
 
 from __future__ import annotations
 
+import hashlib
+import lzma
+import struct
 import zipfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, BinaryIO
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 
 from comera_rec.ops.native import LIBRARY
 from data_pipeline.columns import LABEL
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 1 had no checksum
 METADATA_KEY = "comera_rec"
 OPERATOR = "served_bags"  # the operator that the form "fast" calls
 
@@ -47,7 +54,7 @@ class ModelMetadata:
     format_version: int
     dense: tuple[str, ...]
     offsets: tuple[Offset, ...]
-    categorical: dict[str, int]
+    categorical: dict[str, Annotated[int, Field(ge=1, lt=2**63)]]
     checksums: dict[str, str | None]
     library_version: str
     torch_version: str
@@ -78,14 +85,28 @@ class ModelMetadata:
 
 _METADATA = TypeAdapter(ModelMetadata)
 _PACKED = TypeAdapter(dict[str, object])
+_REMEDY = "give a MODEL.pt2 that `comera export` wrote"
+# Raised by zipfile, and by what it calls, for bad bytes.
+_BAD = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, ValueError, OSError, EOFError, RuntimeError, OverflowError)
 
 
 def require_package(path: Path) -> None:
     """Raise ValueError if a path that is to become a package holds something else."""
-    if path.exists():
-        names = zipfile.ZipFile(path).namelist() if zipfile.is_zipfile(path) else []
-        if not any(name.endswith("_metadata.json") for name in names):
-            raise ValueError(f"{path} exists and is not a package of `comera export`: choose another name")
+    if not path.exists():
+        return
+    try:
+        with zipfile.ZipFile(path) as archive:
+            is_package = any(name.endswith("_metadata.json") for name in archive.namelist())
+    except _BAD:
+        is_package = False
+    if not is_package:
+        raise ValueError(f"{path} exists and is not a package of `comera export`: choose another name")
+
+
+def seal(path: Path) -> None:
+    """Write the checksum of a new package's directory into it."""
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.comment = _checksum(archive)
 
 
 def read_metadata(path: str | Path) -> ModelMetadata:
@@ -94,29 +115,55 @@ def read_metadata(path: str | Path) -> ModelMetadata:
     Raises:
         ValueError: if the file is missing, not a package of `comera export`, or of another format version.
     """
-    path = Path(path)
-    remedy = "give a MODEL.pt2 that `comera export` wrote"
+    with _open(Path(path)) as file:
+        return _read(file, Path(path))
+
+
+def _open(path: Path) -> BinaryIO:
     if path.is_dir():
         raise ValueError(f"{path} is a folder: give a MODEL.pt2 that `comera export` wrote from it")
-    if not path.is_file():
-        raise ValueError(f"{path} doesn't exist: {remedy}")
     try:
-        with zipfile.ZipFile(path) as archive:
+        return path.open("rb")
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} doesn't exist: {_REMEDY}") from error
+
+
+def _read(file: BinaryIO, path: Path, *, check: bool = False) -> ModelMetadata:
+    """Read the metadata of an open package, and optionally compare the whole package with its checksum."""
+    try:
+        with zipfile.ZipFile(file) as archive:
             names = [name for name in archive.namelist() if name.endswith("_metadata.json")]
             texts = [_PACKED.validate_json(archive.read(name)).get(METADATA_KEY) for name in names]
-    except (zipfile.BadZipFile, zlib.error, ValidationError, OSError, EOFError, RuntimeError) as error:  # of zipfile, for bad bytes
+            metadata = next((text for text in texts if isinstance(text, str)), None)
+            version = None if metadata is None else _PACKED.validate_json(metadata).get("format_version")
+            if check and version == FORMAT_VERSION:
+                _require_whole(archive)
+    except _BAD as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ValueError(f"{path} is not a package ({reason}): {remedy}") from error
-    metadata = next((text for text in texts if isinstance(text, str)), None)
+        raise ValueError(f"{path} is not a package, or a damaged one ({reason}): {_REMEDY}") from error
     if metadata is None:
-        raise ValueError(f"{path} is a package of another program: {remedy}")
-    version = _PACKED.validate_json(metadata).get("format_version")
+        raise ValueError(f"{path} is a package of another program: {_REMEDY}")
     if version != FORMAT_VERSION:
         raise ValueError(f"{path} has format version {version} and this library reads {FORMAT_VERSION}: export the run again")
     try:
         return ModelMetadata.from_json(metadata)
     except ValidationError as error:
         raise ValueError(f"{path} has metadata that can't be read ({error.errors()[0]['loc'][0]}): export the run again") from error
+
+
+def _checksum(archive: zipfile.ZipFile) -> bytes:
+    """Return the SHA-256 of an archive's directory: names, sizes and CRC-32 of its files."""
+    directory = [(member.filename, member.file_size, member.CRC) for member in archive.infolist()]
+    return hashlib.sha256(repr(directory).encode()).hexdigest().encode()
+
+
+def _require_whole(archive: zipfile.ZipFile) -> None:
+    """Raise BadZipFile if a file of a package is damaged, or not one that `seal` saw."""
+    if _checksum(archive) != archive.comment:
+        raise zipfile.BadZipFile("its contents differ from its checksum")
+    damaged = archive.testzip()
+    if damaged is not None:
+        raise zipfile.BadZipFile(f"{damaged} fails its checksum")
 
 
 class ServingModel:
@@ -129,31 +176,33 @@ class ServingModel:
         threads: number of threads that torch may use in this process; None leaves it unchanged.
 
     Raises:
-        ValueError: as `read_metadata`; if the file can't be loaded, or this library lacks the operator that it calls.
+        ValueError: as `read_metadata`; if the file is damaged or can't be loaded, or this library lacks the operator that it calls.
     """
 
     def __init__(self, path: str | Path, *, threads: int | None = None) -> None:
         self.path = Path(path)
-        self.metadata = read_metadata(path)
-        if self.metadata.form == "fast" and not hasattr(torch.ops.comera_rec, OPERATOR):
-            raise ValueError(
-                f"{path} calls comera_rec::{OPERATOR}, which {LIBRARY} lacks: install comera-rec {self.metadata.library_version}"
-            )
-        if threads is not None:
-            torch.set_num_threads(threads)
-        self._limits = torch.tensor(list(self.metadata.categorical.values()))
-        features = len(self.metadata.categorical)
-        try:
-            # torch._inductor.aoti_load_package calls the same loader, but imports the compiler, which takes seconds and memory.
-            self._loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
-            # The first call initializes the model and fails if operators have changed since it was compiled.
-            self._run(torch.zeros(1, len(self.metadata.dense)), torch.zeros(max(2, features)).long(), torch.ones(features).long())
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            raise ValueError(
-                f"{path} can't be loaded ({reason}): it was written by comera-rec {self.metadata.library_version} on torch "
-                f"{self.metadata.torch_version}, and this is torch {torch.__version__}; export the run again on this machine"
-            ) from error
+        with _open(self.path) as file:
+            self.metadata = _read(file, self.path, check=True)
+            version = self.metadata.library_version
+            if self.metadata.form == "fast" and not hasattr(torch.ops.comera_rec, OPERATOR):
+                raise ValueError(f"{path} calls comera_rec::{OPERATOR}, which {LIBRARY} lacks: install comera-rec {version}")
+            if threads is not None:
+                torch.set_num_threads(threads)
+            self._limits = torch.tensor(list(self.metadata.categorical.values()))
+            features = len(self._limits)
+            checked = f"/proc/self/fd/{file.fileno()}"  # another file may have taken the path
+            try:
+                # torch._inductor.aoti_load_package calls the same loader, but imports the compiler, which takes seconds and memory.
+                self._loader = torch._C._aoti.AOTIModelPackageLoader(checked, "model", False, 1, -1)
+                # The first call initializes the model and fails if operators have changed since it was compiled.
+                ids = torch.zeros(max(2, features), dtype=torch.long)
+                self._run(torch.zeros(1, len(self.metadata.dense)), ids, torch.ones(features, dtype=torch.long))
+            except RuntimeError as error:
+                reason = str(error).splitlines()[0]
+                raise ValueError(
+                    f"{path} can't be loaded ({reason}): it was written by comera-rec {version} on torch "
+                    f"{self.metadata.torch_version}, and this is torch {torch.__version__}; export the run again on this machine"
+                ) from error
 
     def __call__(self, dense: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
         """Return the probabilities of label 1, [B] float32; [B, L] for a model of several labels.
@@ -167,17 +216,25 @@ class ServingModel:
             ValueError: naming what is wrong with the inputs.
         """
         self._require_shapes(dense, values, lengths)
-        if not len(dense):
-            return dense.new_empty(0, *self.metadata.score_shape)
         padded = values if len(values) >= 2 else torch.cat([values, values.new_zeros(2 - len(values))])
+        bags = padded.contiguous(), lengths.long().contiguous()
         try:
-            scores = self._run(dense.contiguous(), padded.contiguous(), lengths.long().contiguous())
+            scores = self._run(dense.contiguous(), *bags)
         except RuntimeError:
             self._require_numbers(dense, values, lengths)
             raise
-        if scores.isnan().any():
+        invalid = scores.view(len(dense), len(self.metadata.labels)).isnan().any(1)
+        if invalid.any():
             self._require_numbers(dense, values, lengths)
-            raise ValueError("scores are not numbers: the model has diverged; export another checkpoint")
+            scores = self._run(dense.where(~invalid[:, None], 0).contiguous(), *bags)
+            if scores.isnan().any():
+                raise ValueError("scores are not numbers: the model has diverged; export another checkpoint")
+            row = int(invalid.nonzero()[0])
+            column = int(dense[row].abs().argmax())
+            raise ValueError(
+                f"dense column {self.metadata.dense[column]} is {float(dense[row, column])} in row {row}, for which scores are not "
+                "numbers: give a smaller one"
+            )
         return scores
 
     def _run(self, *inputs: Tensor) -> Tensor:
@@ -195,7 +252,7 @@ class ServingModel:
             raise ValueError(
                 f"lengths is {_describe(lengths)}: give int64 [{features * batch}], {features} columns of {batch} rows"
             )
-        total = int(lengths.sum())
+        total = int(lengths.double().sum())  # a sum of integers could overflow
         if total != len(values):
             raise ValueError(f"lengths add up to {total} for {len(values)} values: the two must be equal")
 

@@ -42,12 +42,12 @@ class PortableTables(nn.Module):
         self.sources = nn.ModuleList(sources)
 
     def forward(self, lead: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
-        features = len(self.limits)
-        lengths_FB = lengths.view(features, -1)
-        batch = lengths_FB.shape[1]
-        ends = lengths.clamp(min=0).cumsum(0)
-        bags = torch.searchsorted(ends, torch.arange(values.shape[0]), right=True)  # F * B beyond the last
-        feature = (bags // batch).clamp(max=features - 1)
+        # Compiled code must take no rows, too: nothing here divides by their number, takes the last of their entries or pads them.
+        (batch, columns), features, count = lead.shape, len(self.limits), values.shape[0]
+        lengths_FB = lengths.view(features, batch)
+        counts_FB = lengths_FB.clamp(0, count)
+        feature_ends = counts_FB.sum(1).cumsum(0)
+        feature = torch.searchsorted(feature_ends, torch.arange(count), right=True).clamp(max=features - 1)
         is_valid = (values >= 0) & (values < self.limits[feature])
         ids = torch.where(is_valid, values, 0)
         rows = self.sources[0](ids, feature)
@@ -55,13 +55,13 @@ class PortableTables(nn.Module):
             rows = rows + source(ids, feature)
         rows = torch.where(is_valid[:, None], rows, torch.nan)
         # torch extends the last bag to the last value, whatever its offset; an additional bag takes the values that are in no bag.
-        offsets = torch.cat([F.pad(ends, (1, 0)), ends.new_full((1,), values.shape[0])]).clamp(max=values.shape[0])
-        pooled = F.embedding_bag(torch.arange(values.shape[0]), rows, offsets, mode="sum", include_last_offset=True)
-        pooled_FBN = pooled[:-1].view(features, batch, -1)
+        ends = counts_FB.flatten().cumsum(0)
+        offsets = torch.cat([ends.new_zeros(1), ends, ends.new_full((1,), count)]).clamp(max=count)
+        pooled = F.embedding_bag(torch.arange(count), rows, offsets, mode="sum", include_last_offset=True)
+        pooled_FBN = pooled[:-1].view(features, batch, columns)
         if self.any_mean:
-            count = torch.where(self.means[:, None], lengths_FB, 1).clamp(min=1)
-            pooled_FBN = pooled_FBN / count[:, :, None]
-        fits = (lengths >= 0).all() & (ends[-1] <= values.shape[0])
+            pooled_FBN = pooled_FBN / torch.where(self.means[:, None], counts_FB, 1).clamp(min=1)[:, :, None]
+        fits = (lengths_FB == counts_FB).all() & (feature_ends[-1] <= count)
         bags_BFN = torch.where(fits, pooled_FBN, torch.nan).transpose(0, 1)
         return torch.cat([lead.unsqueeze(1), bags_BFN], dim=1)
 

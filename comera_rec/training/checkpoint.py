@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import WriteItem
 
-from comera_rec.convert.folders import TensorReader
+from comera_rec.convert.folders import TensorReader, file_of
 from comera_rec.distributed import WORLD, Processes
 from comera_rec.training.migration import FORMAT, LaterFormat, migrated
 from data_pipeline.atomic import sync
@@ -61,9 +61,16 @@ class Checkpoint:
         return tensors
 
     def read_into(self, tensors: Mapping[str, Any]) -> None:
-        """Fill tensors (plain ones, DTensors and ShardedTensors) with what was saved under their names."""
-        reader = TensorReader(self._path)
-        dcp.load(dict(tensors), storage_reader=reader, process_group=self._processes.group, no_dist=not self._processes.several)
+        """Fill tensors (plain ones, DTensors and ShardedTensors) with what was saved under their names.
+
+        Raises:
+            ValueError: if there is none of a name and size, or what is read doesn't fit.
+        """
+        processes = self._processes
+        try:
+            TensorReader(self._path).read_into(tensors, process_group=processes.group, no_dist=not processes.several)
+        except ValueError as error:
+            raise ValueError(f"checkpoint {self._path} cannot be loaded ({error}): remove it, or give another") from error
 
 
 def _mapped(size: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -189,7 +196,7 @@ def open_checkpoint(path: str | Path, processes: Processes = WORLD) -> Checkpoin
 
         def check() -> None:
             for name, checksum in checksums:
-                if _checksum(path / name) != checksum:
+                if _checksum(file_of(path, name)) != checksum:
                     raise OSError(f"{name} fails its checksum")
 
         processes.on_each(check)

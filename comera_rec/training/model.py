@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import torch
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -36,7 +36,7 @@ class Schema:
     """
 
     dense: tuple[str, ...]
-    sparse: dict[str, int]
+    sparse: dict[str, Annotated[int, Field(ge=1, lt=2**63)]]
     vocabularies: dict[str, str] = field(default_factory=dict)
     labels: tuple[str, ...] = (LABEL,)
 

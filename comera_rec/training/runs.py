@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from torch import nn
 
 from comera_rec.distributed import Processes
@@ -114,11 +115,19 @@ def open_run(folder: str | Path, *, last: bool = False) -> Checkpoint:
 
 
 def load_run(folder: str | Path, *, last: bool = False) -> tuple[nn.Module, RunConfig, Schema]:
-    """Return the model of the checkpoint that `open_run` opens, its config and the schema of its data; errors as there."""
-    opened = open_run(folder, last=last)
-    config = parse_config(opened.record["config"])
-    schema = Schema.from_dict(opened.record["schema"])
-    return load_model_(build_model(config, schema), opened).eval(), config, schema
+    """Return the model of the checkpoint that `open_run` opens, its config and the schema of its data.
+
+    Raises:
+        ValueError: as `open_run`; if the checkpoint's record describes another model than its tensors, or one beyond memory.
+    """
+    try:
+        opened = open_run(folder, last=last)
+        config = parse_config(opened.record["config"])
+        schema = Schema.from_dict(opened.record["schema"])
+        return load_model_(build_model(config, schema), opened).eval(), config, schema
+    except (LookupError, TypeError, AttributeError, ValidationError, RuntimeError, MemoryError, OverflowError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{folder} holds a checkpoint whose model can't be made ({reason}): give another run") from error
 
 
 def fingerprint(manifest: Manifest) -> str:

@@ -6,12 +6,14 @@ import json
 import pickle
 import warnings
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
 
 from comera_rec.convert import read_state
 from comera_rec.convert.folders import TensorReader
@@ -54,6 +56,63 @@ def test_metadata_that_names_code_runs_nothing(tmp_path: Path) -> None:
     assert not made.exists()
     pickle.loads(metadata)
     assert made.exists(), "the test's own file does what it should"
+
+
+def crafted(folder: Path, change: Callable[[Metadata], object]) -> Path:
+    """Change a checkpoint's description of its tensors, with checksums that fit."""
+    write(folder, {"weight": torch.ones(2, 3)})
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    change(metadata)
+    content = pickle.dumps(metadata)
+    (folder / ".metadata").write_bytes(content)
+    (folder / "record.json").write_text(json.dumps({"format": 2, "record": {}, "checksums": {".metadata": zlib.crc32(content)}}))
+    return folder
+
+
+def place(metadata: Metadata, **values: object) -> None:
+    (info,) = metadata.storage_data.values()
+    vars(info).update(values)
+
+
+def describe(metadata: Metadata, size: list[int], chunk: list[int] | None = None) -> None:
+    entry = metadata.state_dict_metadata["weight"]
+    entry.size = torch.Size(size)
+    if chunk:
+        entry.chunks[0].sizes = torch.Size(chunk)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda metadata: place(metadata, relative_path="../secret"), r"it names \.\./secret, which is not in its folder"),
+        (lambda metadata: place(metadata, relative_path="/etc/hostname"), "it names /etc/hostname, which is not in its folder"),
+        (lambda metadata: place(metadata, relative_path=".."), r"it names \.\., which is not in its folder"),
+        (lambda metadata: place(metadata, offset=-1), "bytes that __0_0.distcp lacks"),
+        (lambda metadata: place(metadata, length=2**62), f"names {2**62} bytes that __0_0.distcp lacks"),
+        (lambda metadata: place(metadata, length="2"), "not supported between|unsupported operand|can only concatenate"),
+        (lambda metadata: describe(metadata, [2**62, 4]), "don't hold"),
+        (lambda metadata: describe(metadata, [2**62, 4], [2**62, 4]), "don't hold"),
+        (lambda metadata: describe(metadata, [3, 2]), "don't hold"),
+        (lambda metadata: describe(metadata, [-2, -3], [-2, -3]), "don't hold"),
+        (lambda metadata: describe(metadata, [6]), r"is (longer|shorter) than"),
+        (lambda metadata: setattr(metadata, "storage_data", None), "no attribute"),
+    ],
+)
+def test_a_crafted_description_is_refused_in_one_line(change: Callable[[Metadata], object], message: str, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"secret")
+    folder = crafted(tmp_path / "step_00000001", change)
+    for read in (read_state, open_checkpoint):
+        with pytest.raises(ValueError, match=message) as raised:
+            read(folder)
+        assert "\n" not in str(raised.value)
+
+
+def test_a_damaged_tensor_is_refused_in_one_line(tmp_path: Path) -> None:
+    folder = crafted(tmp_path / "step_00000001", lambda metadata: place(metadata, offset=8, length=100))
+    with pytest.raises(ValueError, match="can't be read as a distributed checkpoint"):
+        read_state(folder)
+    with pytest.raises(ValueError, match=r"step_00000001 cannot be loaded \(.+\): remove it, or give another$"):
+        open_checkpoint(folder).read(["weight"])
 
 
 def test_an_object_under_the_name_of_a_tensor_runs_nothing(tmp_path: Path) -> None:

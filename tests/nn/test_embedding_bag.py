@@ -262,6 +262,20 @@ def test_torch_export(size: tuple[int, int, TTShape]) -> None:
     compare_with_eager(bag, exported, [(ids, offsets), (ids.flip(0), offsets)])
 
 
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("last", [True, False])
+def test_an_exported_bag_takes_any_number_of_ids_and_bags(last: bool, strict: bool) -> None:
+    bag = build(SHAPES[0], torch.float32, include_last_offset=last).eval()
+
+    def batch(ids: Tensor, starts: list[int]) -> tuple[Tensor, Tensor]:
+        return ids, torch.tensor([*starts, len(ids)] if last else starts)
+
+    any_size = {0: torch.export.Dim.DYNAMIC}
+    exported = torch.export.export(bag, batch(torch.arange(9), [0, 2, 5]), dynamic_shapes=(any_size, any_size), strict=strict)
+    batches = [batch(torch.arange(14), [0, 2, 5]), batch(torch.arange(14), [0, 3, 3, 8, 10]), batch(torch.arange(4), [0, 1])]
+    compare_with_eager(bag, exported.module(), batches)
+
+
 @every_size
 def test_shapes_on_the_meta_device(size: tuple[int, int, TTShape]) -> None:
     bag = build(size, torch.float32, device="meta")

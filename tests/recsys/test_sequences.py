@@ -165,6 +165,32 @@ class NextItem(nn.Module):
         return rows["bought"].values() @ rows["seen@products"].values().mean(0)
 
 
+class Rows(nn.Module):
+    """Rows of two features from plain tensors, as exported programs take them."""
+
+    def __init__(self, tables: nn.Module) -> None:
+        super().__init__()
+        self.tables = tables
+
+    def forward(self, values: torch.Tensor, lengths: torch.Tensor) -> list[torch.Tensor]:
+        rows = self.tables(KeyedJaggedTensor(["a", "b"], values, lengths=lengths))
+        return [rows["a"].values(), rows["b"].values()]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_exported_collection_takes_sequences_of_any_length(strict: bool) -> None:
+    tables = [
+        TTEmbeddingCollectionConfig(name=name, num_embeddings=500, embedding_dim=8, feature_names=[name], tt_ranks=4)
+        for name in "ab"
+    ]
+    model, any_size = Rows(TTEmbeddingCollection(tables)), {0: torch.export.Dim.AUTO}
+    lengths = torch.tensor([2, 0, 3, 1, 1, 2])
+    exported = torch.export.export(model, (torch.arange(9), lengths), dynamic_shapes=(any_size, any_size), strict=strict).module()
+    for lengths in (torch.tensor([0, 0, 1, 4, 1, 3]), torch.tensor([5, 0, 1, 400, 1, 2, 0, 9])):
+        values = torch.arange(int(lengths.sum()))
+        torch.testing.assert_close(exported(values, lengths), model(values, lengths))
+
+
 def test_traced_and_truncated(random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
     model = NextItem(TTEmbeddingCollection(configs()))
     features = random_jagged(ROWS, 6)

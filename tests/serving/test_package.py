@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
-from comera_rec.serving.export import ExportOptions, flatten_run
-from comera_rec.serving.package import FORMAT_VERSION, METADATA_KEY, ServingModel, read_metadata
+from comera_rec.serving.export import ExportOptions, compile_package, flatten_run
+from comera_rec.serving.package import FORMAT_VERSION, METADATA_KEY, ServingModel, _require_whole, read_metadata
 from comera_rec.serving.vocabularies import check_vocabularies
 from comera_rec.training.config import load_config
 from comera_rec.training.metrics import OneClass
@@ -69,16 +71,64 @@ def test_few_bits_lose_little(form: str, dtype: str, lost: float, trained: Path)
     assert metadata.ne == pytest.approx(metadata.trained_ne, rel=lost)
 
 
-@pytest.mark.parametrize("at", [6, 8, 10])  # version, flags and method of the entry's record
-def test_damaged_packages_are_refused_in_one_line(at: int, tmp_path: Path) -> None:
-    path = tmp_path / "model.pt2"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("model_metadata.json", "{}")
-    damaged = bytearray(path.read_bytes())
-    damaged[damaged.index(b"PK\x01\x02") + at] ^= 0xFF
-    path.write_bytes(damaged)
-    with pytest.raises(ValueError, match="is not a package"):
-        read_metadata(path)
+def flipped(path: Path, folder: Path, positions: Sequence[int], bits: int = 0xFF) -> Path:
+    """Copy a file with flipped bits in some of its bytes."""
+    content = bytearray(path.read_bytes())
+    for position in positions:
+        content[position] ^= bits
+    damaged = folder / "damaged.pt2"
+    damaged.write_bytes(content)
+    return damaged
+
+
+def test_damaged_bytes_of_an_archive_are_refused_in_one_line(tmp_path: Path) -> None:
+    good = tmp_path / "good.pt2"
+    with zipfile.ZipFile(good, "w") as archive:
+        archive.writestr("model/model_metadata.json", json.dumps({METADATA_KEY: json.dumps({"format_version": 1})}))
+    for at in range(good.stat().st_size):
+        for bits in (0x01, 0xFF):
+            with pytest.raises(ValueError, match=r"is not a package|is a package of another program|has format version") as raised:
+                read_metadata(flipped(good, tmp_path, [at], bits))
+            assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_damaged_package_is_not_loaded(form: str, package: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C._aoti, "AOTIModelPackageLoader", None)  # loading could end this process
+    size = package(form).stat().st_size
+    for seed in range(5):
+        damaged = flipped(package(form), tmp_path, Random(seed).sample(range(size), 20))
+        with pytest.raises(ValueError, match="is not a package, or a damaged one"):
+            ServingModel(damaged)
+
+
+def test_changed_weights_are_noticed_although_each_file_fits_its_own_checksum(package: Callable, tmp_path: Path) -> None:
+    changed = tmp_path / "changed.pt2"
+    with zipfile.ZipFile(package("portable")) as old, zipfile.ZipFile(changed, "w") as new:
+        new.comment = old.comment
+        for name in old.namelist():
+            content = bytearray(old.read(name))
+            if name.endswith(".so"):
+                content[-1] ^= 0x40
+            new.writestr(name, content)
+    with pytest.raises(ValueError, match="its contents differ from its checksum"):
+        ServingModel(changed)
+
+
+def test_the_file_that_was_checked_is_the_one_that_is_loaded(
+    package: Callable, request_of: Callable[[int], Request], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, other = tmp_path / "model.pt2", flipped(package("portable"), tmp_path, range(10_000, 20_000))
+    shutil.copyfile(package("portable"), path)
+
+    def replace_after_check(archive: zipfile.ZipFile) -> None:
+        _require_whole(archive)
+        other.replace(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("comera_rec.serving.package._require_whole", replace_after_check)
+        model = ServingModel(path)
+    assert torch.equal(model(*request_of(3)), ServingModel(package("portable"))(*request_of(3)))
 
 
 def test_metadata_is_the_data_sets(trained: Path, package: Callable) -> None:
@@ -137,12 +187,14 @@ def setting(index: object, value: object) -> Callable[[Tensor], Tensor]:
         (0, lambda dense: dense[:, :5], r"dense is float32 \[3, 5\]: give float32 \[B, 13\]"),
         (0, lambda dense: dense.double(), r"dense is float64 \[3, 13\]"),
         (0, setting((1, 2), float("nan")), "dense column I3 is nan in row 1: give a number"),
+        (0, setting(2, 3e38), r"dense column I1 is 3\.0\d*e\+38 in row 2, for which scores are not numbers: give a smaller one"),
         (1, lambda values: values.int(), r"values is int32 \[78\]: give int64 \[V\]"),
         (1, lambda values: values[:-1], "lengths add up to 78 for 77 values"),
         (1, setting(0, -1), "id -1 is out of range in column C1: its ids run from 0 to"),
         (1, setting(4, 10**12), "id 1000000000000 is out of range in column C2: its ids run from 0 to"),
         (2, lambda lengths: lengths[1:], r"lengths is int64 \[77\]: give int64 \[78\], 26 columns of 3 rows"),
         (2, setting(0, 0), "lengths add up to 77 for 78 values: the two must be equal"),
+        (2, setting(slice(4), 2**62), "lengths add up to 18446744073709551616 for 78 values"),
         (2, setting(slice(2), torch.tensor([-1, 3])), "lengths hold -1: give numbers of values, at least 0"),
     ],
 )
@@ -181,8 +233,9 @@ def test_files_that_are_not_our_packages(package: Callable, tmp_path: Path) -> N
     other = json.dumps({"format_version": FORMAT_VERSION + 1})
     with pytest.raises(ValueError, match=f"has format version {FORMAT_VERSION + 1} and this library reads {FORMAT_VERSION}"):
         ServingModel(rewritten(good, tmp_path, lambda record: record.update({METADATA_KEY: other})))
+    empty = json.dumps({"format_version": FORMAT_VERSION})
     with pytest.raises(ValueError, match=r"has metadata that can't be read \(dense\): export the run again"):
-        ServingModel(rewritten(good, tmp_path, lambda record: record.update({METADATA_KEY: '{"format_version": 1}'})))
+        read_metadata(rewritten(good, tmp_path, lambda record: record.update({METADATA_KEY: empty})))
 
 
 PORTABLE = """
@@ -190,6 +243,7 @@ import sys, torch
 model = torch._inductor.aoti_load_package(sys.argv[1])
 scores = model(*torch.load(sys.argv[2]))
 assert not any(name.partition(".")[0] in ("comera_rec", "torchrec", "fbgemm_gpu") for name in sys.modules)
+assert model(torch.empty(0, 13), torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long)).shape == (0,)
 print(*scores.tolist())
 """
 
@@ -203,21 +257,51 @@ def test_the_portable_form_only_needs_torch(trained: Path, package: Callable, re
     torch.testing.assert_close(scores, trained_scores(trained, request), rtol=0, atol=1e-5)
 
 
+class TwoLabels(torch.nn.Module):
+    """A model whose scores come from its first two numbers."""
+
+    def forward(self, dense: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
+        return dense[:, :2].sigmoid()
+
+
 def test_the_program_without_python(trained: Path, package: Callable, request_of: Callable, tmp_path: Path) -> None:
     source = Path(__file__).parents[2] / "examples" / "serve_cpp"
     cmake = str(Path(sys.executable).with_name("cmake"))  # from the extra `dev`
     build = [cmake, "-S", str(source), "-B", str(tmp_path / "build"), f"-DTORCH_ROOT={Path(torch.__file__).parent}"]
     subprocess.run(build, check=True, capture_output=True)
     subprocess.run([cmake, "--build", str(tmp_path / "build")], check=True, capture_output=True)
-    dense, values, lengths = request = request_of(7)
-    batch = tmp_path / "batch.bin"
-    sizes = torch.tensor([len(dense), dense.shape[1], len(lengths) // len(dense), len(values)])
-    batch.write_bytes(b"".join(part.contiguous().numpy().tobytes() for part in (sizes, *request)))
-    program = str(tmp_path / "build" / "score")
+    program, batch = str(tmp_path / "build" / "score"), tmp_path / "batch.bin"
+
+    def answer(model: Path, request: Request) -> subprocess.CompletedProcess[str]:
+        sizes = torch.tensor([*request[0].shape, 26, len(request[1])])
+        batch.write_bytes(b"".join(part.contiguous().numpy().tobytes() for part in (sizes, *request)))
+        return subprocess.run([program, str(model), str(batch)], capture_output=True, text=True, check=False)
+
+    request = request_of(7)
+    ids = request[1]
+    mistakes = {
+        "id -1 of row 4 is out of range in column 2": (request[0], ids.where(torch.arange(len(ids)) != 18, -1), request[2]),
+        "row 0 has no score": (request[0] * torch.nan, *request[1:]),
+        "lengths are below 0": (request[0], ids, -request[2]),
+        "lengths add up to fewer": (request[0], ids, 0 * request[2]),
+        "the batch has other numbers of columns": (request[0][:, 1:], ids, request[2]),
+        "the batch has another number of bytes": (request[0], ids, request[2][1:]),
+    }
     for form in FORMS:
-        answer = subprocess.run([program, str(package(form)), str(batch)], capture_output=True, text=True, check=True)
-        scores = torch.tensor([float(line) for line in answer.stdout.split()])
+        model = package(form)
+        scores = torch.tensor([float(line) for line in answer(model, request).stdout.split()])
         torch.testing.assert_close(scores, trained_scores(trained, request), rtol=0, atol=1e-5)
+        one, empty = request_of(1), torch.zeros(26).long()
+        assert answer(model, (one[0], ids[:0], empty)).stdout.count("\n") == 1
+        assert answer(model, (one[0][:0], ids[:0], empty[:0])).returncode == 0
+        for message, mistake in mistakes.items():
+            failed = answer(model, mistake)
+            assert (failed.returncode, failed.stdout, failed.stderr.count("\n")) == (2, "", 1)
+            assert failed.stderr.startswith(f"score: {message}")
+    two, metadata = tmp_path / "two.pt2", replace(read_metadata(package("portable")), labels=("click", "buy"))
+    compile_package(TwoLabels(), two, metadata)
+    scores = torch.tensor([[float(word) for word in line.split()] for line in answer(two, request).stdout.splitlines()])
+    torch.testing.assert_close(scores, request[0][:, :2].sigmoid())
     failed = subprocess.run([program, str(batch), str(batch)], capture_output=True, text=True, check=False)
     assert (failed.returncode, failed.stdout) == (2, "")
     assert failed.stderr.startswith("score: ")

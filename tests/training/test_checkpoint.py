@@ -162,6 +162,16 @@ def test_not_a_checkpoint(tmp_path: Path) -> None:
             open_checkpoint(tmp_path / "step_00000010")
 
 
+@pytest.mark.parametrize("name", ["../secret", "/etc/hostname", ".."])
+def test_files_outside_of_the_folder_are_not_opened(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_checkpoint(tmp_path, 10, *state())
+    saved = json.loads((path / "record.json").read_text())
+    (path / "record.json").write_text(json.dumps(saved | {"checksums": {name: 0}}))
+    monkeypatch.setattr(checkpoint, "_checksum", None)
+    with pytest.raises(ValueError, match=rf"cannot be loaded \(it names {name}, which is not in its folder\)"):
+        open_checkpoint(path)
+
+
 def test_a_later_format_is_refused_in_one_line(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, 10, *state())
     saved = json.loads((path / "record.json").read_text())
