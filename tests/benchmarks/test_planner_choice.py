@@ -17,8 +17,8 @@ from benchmarks.plot import plot_rows
 from benchmarks.sharding.grid import PICKED, GridCase, estimate, run, topology
 from comera_rec.recsys import TTEmbeddingBagCollection
 from comera_rec.recsys import TTEmbeddingBagConfig as Table
-from comera_rec.recsys.sharding.planner import TTEnumerator
 from comera_rec.recsys.sharding.parts import SHARDING_TYPES
+from comera_rec.recsys.sharding.planner import TTEnumerator
 
 BATCHES, DIMS, RANKS, WORLDS = (32, 1024, 32_768), (16, 128), (4, 64), (1, 2, 4, 16)
 
