@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         swap_embedding_collections_,
         swap_embeddings_,
     )
-    from comera_rec.data import similarity_order
+    from comera_rec.data.order import similarity_order
     from comera_rec.nn import (
         ClassificationHead,
         EncoderBlock,
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     )
     from comera_rec.tt import TTShape, factorize, tt_svd, tt_to_dense
 
-_LAYERS = ("tt", "nn", "rank", "recsys", "convert", "data", "recsys.sharding")  # cheapest import first
+_LAYERS = ("tt", "nn", "rank", "recsys", "convert", "recsys.sharding", "data.order")  # cheapest import first
 
 __version__ = "0.2.0"
 __all__ = [
