@@ -15,14 +15,14 @@ from tqdm import tqdm
 
 from benchmarks.harness.agreement import Disagreement, require_agreement
 from benchmarks.harness.environment import describe
-from benchmarks.harness.memory import Call, Prepared, memory_is_measurable, peak_extra_memory
+from benchmarks.harness.memory import Prepared, memory_is_measurable, peak_extra_memory
 from benchmarks.harness.rows import Row
 from benchmarks.harness.timing import Plan, alternate, percentiles
-from benchmarks.harness.workload import PASSES, Case, Workload
+from benchmarks.harness.workload import PASSES, Sizes, Workload
 
 Build = Callable[[Any, str, int], Workload]
 Peaks = Mapping[str, Mapping[str, list[float]]]
-AnyCase = TypeVar("AnyCase", bound=Case)
+AnyCase = TypeVar("AnyCase", bound=Sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Settings:
     seed: int = 0
     memory: bool = True
     only: Mapping[str, str] = field(default_factory=dict)
-    """Sizes that a case must have to be measured, by the names of `Case.shapes`."""
+    """Sizes that a case must have to be measured, by the names of `Sizes.shapes`."""
     plan: Plan = field(default_factory=Plan)
     data: Path | None = None
     """A folder of data outside the repository."""
@@ -68,13 +68,12 @@ def each_case(
         replaced: fields of the rows that differ from `describe`.
 
     Yields:
-        A case, and `case_rows` without its first four arguments.
+        A case, and `case_rows` without its first three arguments.
     """
-    environment = describe(settings.device) | replaced
     finished = [row.shapes for row in settings.finished if row.op == op]
     left = [case for case in chosen(cases, settings.only) if case.shapes() not in finished]
     for case in tqdm(left, desc=op, unit="case", disable=None):
-        yield case, partial(case_rows, op, case, settings, environment)
+        yield case, partial(case_rows, op, case, settings, **replaced)
 
 
 def measure_cases(
@@ -93,43 +92,34 @@ def measure_cases(
         The rows of each case.
     """
     cases = chosen(cases, settings.only)
-    environment = describe(settings.device)
     peaks: list[Peaks] = [{} for _ in cases]
     if settings.memory and memory_is_measurable(settings.device):
         # Memory comes first for all cases, because this process may hold gigabytes once timing begins.
         progress = tqdm(cases, desc=f"{op}, memory", unit="case", disable=None)
         peaks = [measure_memory(case, build_for_memory or build, settings) for case in progress]
     for case, peak in zip(tqdm(cases, desc=op, unit="case", disable=None), peaks, strict=True):
-        yield measure_case(op, case, build, settings, environment, peak)
+        yield measure_case(op, case, build, settings, peak)
 
 
-def measure_memory(case: Case, build: Build, settings: Settings) -> Peaks:
+def measure_memory(case: Sizes, build: Build, settings: Settings) -> Peaks:
     """Provider -> pass -> MiB of a few calls, measured in one child process per provider, one at a time."""
-    return {
-        name: peak_extra_memory(prepare_calls, build, case, settings.device, settings.seed, name, device=settings.device)
-        for name in build(case, settings.device, settings.seed).providers
-    }
+    where = settings.device, settings.seed
+    return {name: peak_extra_memory(prepare_calls, build, case, *where, name) for name in build(case, *where).providers}
 
 
-def prepare_calls(build: Build, case: Case, device: str, seed: int, provider: str) -> Prepared:
+def prepare_calls(build: Build, case: Sizes, device: str, seed: int, provider: str) -> Prepared:
     """Warm up a provider; return its passes, always on the first input, and its `release`, for `peak_extra_memory`."""
     instance = build(case, device, seed).providers[provider]()
-    calls = {pass_: partial(_on_first_input, call) for pass_, call in instance.passes.items()}
-    for call in calls.values():
+    for call in instance.passes.values():
         call(0)  # optimizer state and compiled kernels don't count as a call's extra memory
-    return calls, instance.release
+    return {pass_: lambda turn, call=call: call(0) for pass_, call in instance.passes.items()}, instance.release
 
 
-def _on_first_input(call: Call, turn: int) -> object:
-    return call(0)
-
-
-def measure_case(op: str, case: Case, build: Build, settings: Settings, environment: Mapping[str, Any], peaks: Peaks) -> list[Row]:
+def measure_case(op: str, case: Sizes, build: Build, settings: Settings, peaks: Peaks) -> list[Row]:
     """Measure one case.
 
     Args:
         op, case, build, settings: as for `measure_cases`.
-        environment: fields that are the same for all rows.
         peaks: the result of `measure_memory`, which the rows also report.
 
     Raises:
@@ -149,49 +139,46 @@ def measure_case(op: str, case: Case, build: Build, settings: Settings, environm
     del reference
     gc.collect()
 
-    tell = partial(case_rows, op, case, settings, environment, baselines=workload.baselines)
     synchronize = (lambda: torch.cuda.synchronize(settings.device)) if settings.device.startswith("cuda") else lambda: None
     rows = []
     for pass_ in PASSES:
         able = {name: provider for name, provider in providers.items() if pass_ in provider.passes}
         calls = {name: provider.passes[pass_] for name, provider in able.items()}
         counted = {name: workload.counted(provider, pass_) for name, provider in able.items()}
-        if calls:
-            rows += tell(pass_, "ms", alternate(calls, settings.plan, synchronize=synchronize), counted)
-        rows += tell(pass_, "MiB", {name: of[pass_] for name, of in peaks.items() if pass_ in of}, counted)
+        samples = alternate(calls, settings.plan, synchronize=synchronize) if calls else {}
+        memory = {name: of[pass_] for name, of in peaks.items() if pass_ in of}
+        for unit, measured in (("ms", samples), ("MiB", memory)):
+            rows += case_rows(op, case, settings, pass_, unit, measured, counted, workload.baselines)
     return rows
 
 
 def case_rows(
     op: str,
-    case: Case,
+    case: Sizes,
     settings: Settings,
-    environment: Mapping[str, Any],
     pass_: str,
     unit: str,
     samples: Mapping[str, list[float]],
     counted: Mapping[str, dict[str, float]],
     baselines: Iterable[str] = (),
+    **replaced: Any,
 ) -> list[Row]:
     """Make a row for each provider that has samples of a pass, with ratios to the baselines that also have some."""
     spreads = {name: percentiles(values) for name, values in samples.items()}
+    common = {
+        "op": op, "shapes": case.shapes(), "dtype": case.dtype, "pass_": pass_, "unit": unit, "seed": settings.seed,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), **describe(settings.device), **replaced,
+    }  # fmt: skip
     return [
         Row(
-            op=op,
             provider=name,
-            shapes=case.shapes(),
-            dtype=case.dtype,
-            pass_=pass_,
             p20=p20,
             p50=p50,
             p80=p80,
-            unit=unit,
             samples=len(samples[name]),
             ratios={other: spreads[other][1] / p50 for other in baselines if other in spreads and p50 > 0},
             counted=counted.get(name, {}),
-            seed=settings.seed,
-            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            **environment,
+            **common,
         )
         for name, (p20, p50, p80) in spreads.items()
     ]

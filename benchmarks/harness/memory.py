@@ -26,37 +26,34 @@ _LARGE = 64 << 10
 
 
 def memory_is_measurable(device: str) -> bool:
-    """Whether the peak can be reset and read here: CUDA devices, and CPUs under Linux."""
-    return device.startswith("cuda") or os.access(_CLEAR_REFS, os.W_OK)
+    """Whether the peak can be reset and read here: on CPUs, under Linux."""
+    return device == "cpu" and os.access(_CLEAR_REFS, os.W_OK)
 
 
-def peak_extra_memory(
-    prepare: Callable[..., Prepared], *arguments: Any, device: str = "cpu", repeats: int = 2
-) -> dict[str, list[float]]:
+def peak_extra_memory(prepare: Callable[..., Prepared], *arguments: Any, repeats: int = 2) -> dict[str, list[float]]:
     """Measure by how many MiB each call raises a fresh process's peak above its memory just before the call; by the call's name.
 
-    On CPU that is the growth of the peak resident set (VmHWM), which covers every allocator; on CUDA it is torch's own count.
+    That is the growth of the peak resident set (VmHWM), which covers every allocator.
 
     Args:
         prepare: a function importable by name. It runs in the child, does everything that should not be counted (imports, weights,
             warming up), and returns the calls by name and a function that frees what a call leaves behind.
         arguments: for `prepare`; picklable.
-        device: where the call allocates.
         repeats: how often each call is measured.
 
     Raises:
         ValueError: if the peak can't be reset here.
         RuntimeError: if the child fails or is killed.
     """
-    if not memory_is_measurable(device):
-        raise ValueError(f"peak memory can't be reset on {device} on this system: measure it on Linux")
+    if not memory_is_measurable("cpu"):
+        raise ValueError("peak memory can't be reset on this system: measure it on Linux")
     # A fork server imports modules once but runs no kernels, so its forks start quickly and inherit no broken thread pools.
     context = multiprocessing.get_context("forkserver")
     # torch.optim imports torch._dynamo on first use, which takes seconds.
     ours = [name for name in sys.modules if name.startswith("benchmarks.")]
     context.set_forkserver_preload([*ours, prepare.__module__, "torch._dynamo"])
     receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_measure, args=(sender, prepare, arguments, device, repeats, torch.get_num_threads()))
+    child = context.Process(target=_measure, args=(sender, prepare, arguments, repeats, torch.get_num_threads()))
     child.start()
     sender.close()
     try:
@@ -69,21 +66,17 @@ def peak_extra_memory(
     return dict(peaks)
 
 
-def _measure(
-    sender: Connection, prepare: Callable[..., Prepared], arguments: tuple[Any, ...], device: str, repeats: int, threads: int
-) -> None:
+def _measure(sender: Connection, prepare: Callable[..., Prepared], arguments: tuple[Any, ...], repeats: int, threads: int) -> None:
     try:
         torch.set_num_threads(threads)
-        on_gpu = device.startswith("cuda")
-        if not on_gpu:
-            return_freed_memory_at_once()
+        return_freed_memory_at_once()
         calls, release = prepare(*arguments)
         peaks: dict[str, list[float]] = {name: [] for name in calls}
         for turn in range(repeats):
             for name, call in calls.items():
                 release()
                 gc.collect()
-                peaks[name].append(_cuda_peak(call, turn, device) if on_gpu else resident_peak(call, turn))
+                peaks[name].append(resident_peak(call, turn))
         sender.send((peaks, ""))
     except Exception as error:
         sender.send(({}, f"{type(error).__name__}: {error}"))
@@ -110,17 +103,6 @@ def resident_peak(call: Call, turn: int) -> float:
     peak = _kib("VmHWM")
     del result
     return max(0, peak - before) / 1024
-
-
-def _cuda_peak(call: Call, turn: int, device: str) -> float:
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    result = call(turn)
-    torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device)
-    del result
-    return (peak - before) / 2**20
 
 
 def _kib(name: str) -> int:

@@ -12,27 +12,19 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.harness.environment import describe
 from benchmarks.harness.measure import Settings, case_rows
 from benchmarks.harness.rows import Row
+from benchmarks.harness.workload import Sizes as Case
 
 SEEDS = 3
-TRAININGS = {
-    "quality": ("NE", "val_ne"),
-    "dlrm": ("NE", "val_ne"),
-    "sst2": ("accuracy", "train_loss"),
-    "code": ("loss", "train_loss"),
-}
-"""op -> the unit of its score on the test split, and what is counted to choose rates by: the lowest is best."""
 
 Sizes = Mapping[str, Any]
 Trained = tuple[float, dict[str, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Training:
+class _Training(Case):
     sizes: dict[str, Any]
-    dtype: str
 
     def shapes(self) -> dict[str, Any]:
         return self.sizes
@@ -52,16 +44,16 @@ def train_all(
     """Yield the rows of all trainings that are not finished.
 
     Args:
-        op: a key of `TRAININGS`.
+        op: the benchmark's name.
         cases: sizes and learning rates. `settings.only` may select by patterns of a size, separated by `|`.
-        train: (sizes with "lr", seed) -> score and counted quantities, or None if the case is impossible.
+        train: (sizes with "lr", seed) -> NE on the test split and counted quantities, or None if the case is impossible. Rates are
+            chosen by the smallest "val_ne", which is counted.
         settings: from the command line; if quick, there is only one seed.
         rows: those of finished trainings; new ones are appended.
         seeds: number of seeds.
         dtype: type of the weights.
         more_rates: ascending; while a case's best rate is the lowest or highest one tried, its neighbor here is tried too.
     """
-    environment = describe(settings.device)
     cases = [case for case in cases if _is_selected(case[0], settings.only)]
     plan = [(*case, seed) for seed in range(1 if settings.quick else seeds) for case in cases]
     for sizes, rates, more in tqdm(plan, desc=op, unit="case", disable=None):
@@ -73,10 +65,10 @@ def train_all(
             trained = train(shapes, seed)
             if trained is None:
                 break
-            score, counted = trained
+            ne, counted = trained
             method, case = sizes["method"], _Training(sizes=shapes, dtype=dtype)
-            unit, samples = TRAININGS[op][0], {method: [score]}
-            row = case_rows(op, case, replace(settings, seed=seed), environment, "test", unit, samples, {method: counted})
+            seeded = replace(settings, seed=seed)
+            row = case_rows(op, case, seeded, "test", "NE", {method: [ne]}, {method: counted})
             rows += row
             yield row
 
@@ -111,7 +103,7 @@ def first_runs(rows: Sequence[Row], sizes: Sizes) -> list[Row]:
 def best_rate(rows: Sequence[Row], sizes: Sizes) -> float | None:
     """The rate that the first seed's runs of a case choose; None if there are none."""
     runs = first_runs(rows, sizes)
-    return min(runs, key=lambda row: row.counted[TRAININGS[row.op][1]]).shapes["lr"] if runs else None
+    return min(runs, key=lambda row: row.counted["val_ne"]).shapes["lr"] if runs else None
 
 
 def at_best_rate(rows: Sequence[Row]) -> list[Row]:

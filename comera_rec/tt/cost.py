@@ -53,7 +53,7 @@ NANOSECONDS = Work(
     calls=548_000,
     steps=798_000,
 )
-"""Fitted by `python -m benchmarks.lookup.calibrate` on two cores of an AMD EPYC with AVX-512 and 1 MiB of L2 cache each. Only their
+"""Fitted to measured steps of random shapes on two cores of an AMD EPYC with AVX-512 and 1 MiB of L2 cache each. Only their
 proportions matter to the choice of a shape."""
 
 

@@ -22,9 +22,8 @@ from benchmarks.harness.rows import Row, RowWriter, read_rows
 from benchmarks.harness.text import format_case
 from benchmarks.harness.timing import Plan, alternate, percentiles
 from benchmarks.harness.workload import TorchProvider
-from benchmarks.linear.layers import LinearCase, LinearWorkload
-from benchmarks.plot import plot_rows
-from benchmarks.run import BENCHMARKS, run
+from benchmarks.linear import LinearCase, LinearWorkload
+from benchmarks.run import run
 
 ROOT = Path(__file__).parents[2]
 FEW = Plan(warmup=1, min_rounds=2, max_rounds=2)
@@ -170,7 +169,7 @@ class TestAgreement:
                 return Wrong(module, right._batches, self.upstream_BO)
 
         with pytest.raises(Disagreement, match=r"linear, .*'batch': 6.*output is off"):
-            measure_case("linear", SMALL_LINEAR, OneWrong, Settings(plan=FEW, memory=False), describe("cpu"), {})
+            measure_case("linear", SMALL_LINEAR, OneWrong, Settings(plan=FEW, memory=False), {})
         assert not timed
 
 
@@ -227,17 +226,13 @@ class TestCommand:
             (provider, pass_) for provider in ("nn.Linear", "TTLinear") for pass_ in ("forward", "forward+backward")
         }
         assert {row.threads for row in rows} == {1}
-        assert all(row.counted["flops_ratio"] > 1 for row in rows if row.provider == "TTLinear")
-        for name in ("plot.svg", "plot.png"):
-            plot_rows(rows, tmp_path / name)
-            assert (tmp_path / name).stat().st_size > 1000
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["lokup"], "'lokup' is not one of 'lookup', 'lookup-scaling', 'lookup-memory', 'hot-rows', "),
+            (["lokup"], "'lokup' is not one of 'lookup', 'linear', "),
             (["linear", "--only", "batch"], "--only is 'batch': write SIZE=VALUE"),
-            (["linear", "--only", "batch=128", "--save"], "--save keeps results of full runs: drop --only"),
+            (["linear", "--only", "batch=128", "--save"], "--save keeps results of full runs: drop --quick and --only"),
             (["linear", "--json", "/nowhere/x.jsonl"], "no folder /nowhere for x.jsonl: create it first"),
             (["linear", "--device", "tpu"], "--device is 'tpu': choose cpu"),
             (["linear", "--quick", "--save"], "--save keeps results of full runs"),
@@ -253,14 +248,6 @@ class TestCommand:
         assert stopped.value.code == 2
         assert message in printed
         assert printed.count("\n") == 1
-
-    def test_help_shows_an_example_and_every_benchmark(self, capsys: pytest.CaptureFixture[str]) -> None:
-        with pytest.raises(SystemExit) as stopped:
-            run_command(run, "benchmarks.run", ["--help"])
-        text = capsys.readouterr().out
-        assert stopped.value.code == 0
-        assert "Example:" in text
-        assert all(name in text for name in BENCHMARKS)
 
 
 def benchmarks(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
