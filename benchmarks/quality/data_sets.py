@@ -18,7 +18,6 @@ them (in synthetic logs, 0 is missing).
 
 from __future__ import annotations
 
-import math
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -137,7 +136,7 @@ class ImplicitFeedback(DataSet):
             values = (train + np.array([0, sizes[0]])).astype(np.int32).ravel()
             vectors = cooccurrence_vectors(values, np.arange(0, len(values) + 1, 2, dtype=np.int32), int(sizes.sum()))
             for field, of_field in enumerate(np.split(vectors, sizes[:1])):
-                _renumber(similarity_order(of_field, math.isqrt(len(of_field)) + 1), field, train, val, test)
+                _renumber(similarity_order(of_field), field, train, val, test)
         self._items = int(sizes[1])
         self._known = torch.from_numpy(np.concatenate([train, val, test]) @ np.array([self._items, 1])).unique()
         self._train = torch.from_numpy(train)
