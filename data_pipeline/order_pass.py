@@ -1,7 +1,8 @@
 """Between the passes, with `--order similarity`: training rows are sampled, and vocabularies written in an order of similarity.
 
-The vectors from which the order follows are kept in the data set, for rows to start from. The sample is read again from the logs, part by part, as ids of the vocabularies in order of frequency. It, and the number of values
-that are ordered, are limited by `memory_limit`; values beyond, the rarest ones, stay in order of frequency at the end.
+The vectors from which the order follows are kept in the data set, for tables to start from. The sample is read again from the logs,
+part by part, as ids of the vocabularies in order of frequency. It, and the number of values that are ordered, are limited by
+`memory_limit`; values beyond, the rarest ones, stay in order of frequency at the end.
 """
 
 from __future__ import annotations

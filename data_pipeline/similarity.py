@@ -29,7 +29,7 @@ _REGULARIZATION = 1
 _SAMPLE = 4096  # values that determine a direction
 
 
-def cooccurrence_vectors(values: np.ndarray, ends: np.ndarray, num_values: int) -> np.ndarray:
+def cooccurrence_vectors(values: np.ndarray, ends: np.ndarray, num_values: int, seed: int = 0) -> np.ndarray:
     """Return a vector for each value, float32 [V, K + 1], from the values of rows.
 
     The first K coordinates, of falling importance, have length one, or zero for values that don't occur. The last is the logarithm
@@ -39,6 +39,7 @@ def cooccurrence_vectors(values: np.ndarray, ends: np.ndarray, num_values: int) 
         values: int32 values of all rows, concatenated; different columns have different values.
         ends: [rows + 1] where the values of each row begin and end.
         num_values: V.
+        seed: of the vector from which the solver starts; coordinates of nearly equal importance depend on it.
     """
     rows = csr_array((np.ones(len(values), np.float32), values, ends), shape=(len(ends) - 1, num_values))
     counts = np.bincount(values, minlength=num_values)
@@ -50,7 +51,7 @@ def cooccurrence_vectors(values: np.ndarray, ends: np.ndarray, num_values: int) 
         return scale * (rows.T @ (rows @ (scale * x.ravel().astype(np.float32))))
 
     operator = LinearOperator((num_values, num_values), matvec=multiply, dtype=np.float32)
-    start = np.random.default_rng(0).standard_normal(num_values).astype(np.float32)
+    start = np.random.default_rng(seed).standard_normal(num_values).astype(np.float32)
     eigenvalues, eigenvectors = eigsh(operator, k=min(COORDINATES, num_values - 1), which="LA", v0=start, tol=1e-3)
     vectors = (eigenvectors * np.maximum(eigenvalues - 1, 0))[:, ::-1]  # the largest eigenvalue first
     vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)

@@ -34,7 +34,7 @@ class StartingVectors:
         self._columns = {column.name: column for column in manifest.categorical_columns if column.vectors}
         if not self._columns:
             raise ValueError(
-                f"tables.start is 'vectors', but {folder} holds none: preprocess with --order similarity, or set tables.start=random"
+                f"tables.start is 'vectors', but {folder} has none: preprocess with --order similarity, or set tables.start=random"
             )
 
     def set_tt_tables_(self, model: nn.Module) -> None:
