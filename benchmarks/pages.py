@@ -45,7 +45,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "quality-auc": partial(quality_tables.quality, "auc"),
     "quality-types": quality_tables.quality_of_dtypes,
     "quality-splits": quality_tables.quality_of_splits,
-    "quality-orders": quality_tables.quality_of_orders,
+    "quality-meaning": quality_tables.quality_with_meaning,
     "quality-decays": quality_tables.quality_of_decays,
 }
 FIGURES = {"quality.png": "*/quality.jsonl"}

@@ -35,6 +35,7 @@ from benchmarks.lookup.rivals import (
     rows_of,
     shared_storage,
 )
+from comera_rec.nn import update_in_backward_
 from comera_rec.nn.tt_table import plan_tables
 from comera_rec.ops import tt_bags
 from data_pipeline.planted_columns import CATEGORY_SPECS
@@ -292,7 +293,7 @@ class LookupWorkload:
 
     def _updated(self) -> TorchProvider:
         module = PooledValues(self._collection())
-        cr.update_in_backward_(module, optimizer := _adagrad(module))
+        update_in_backward_(module, optimizer := _adagrad(module))
         return UpdatedProvider(module, keyed(self.batches), self.upstream, optimizer=optimizer)
 
     def _without_torchrec(self) -> TorchProvider:
@@ -338,7 +339,7 @@ class UpdatedProvider(TorchProvider):
         """Show as gradients what SGD with a learning rate of 1 subtracts from the parameters of a copy."""
         module = copy.deepcopy(self.module)
         optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-        cr.update_in_backward_(module, optimizer)
+        update_in_backward_(module, optimizer)
         before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
         output = TorchProvider(module, self._batches, self._upstream, optimizer=optimizer)._step(0).detach()
         tables = dict(module.named_parameters())
