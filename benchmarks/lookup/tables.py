@@ -199,10 +199,10 @@ class LookupWorkload:
             FBGEMM: self._fbgemm,
             NO_DEDUP: lambda: self._chained(dedup=False),
             ROW_DEDUP: lambda: self._chained(dedup=True),
-            OURS: self._ours,
-            UPDATED: self._updated,
-            TT: self._without_torchrec,
-            GRAPH: self._graph,
+            OURS: lambda: self._ours(updated=False),
+            UPDATED: lambda: self._ours(updated=True),
+            TT: lambda: self._without_torchrec(TorchProvider),
+            GRAPH: lambda: self._without_torchrec(GraphProvider),
         }
         return {name: factories[name] for name in self.case.providers if name not in self.left_out}
 
@@ -257,7 +257,7 @@ class LookupWorkload:
             optimizer.step()
             return {"gradient of rows": torch.cat(gradients), "rows after Adagrad": self.batches[0].unique_rows(weights)}
 
-        return self._provider(module, [(batch,) for batch in self.batches], optimizer, shown)
+        return TorchProvider(module, [(batch,) for batch in self.batches], self.upstream, optimizer=optimizer, shown=shown)
 
     def _fbgemm(self) -> FbgemmProvider:
         self._tables()
@@ -273,9 +273,10 @@ class LookupWorkload:
         def shown() -> dict[str, Tensor]:
             return {name: gradient.transpose(0, 1) for name, gradient in parameter_gradients(module.tables).items()}
 
-        return self._provider(module, [(batch,) for batch in self.batches], _adagrad(module), shown)
+        inputs = [(batch,) for batch in self.batches]
+        return TorchProvider(module, inputs, self.upstream, optimizer=_adagrad(module), shown=shown)
 
-    def _collection(self) -> cr.TTEmbeddingBagCollection:
+    def _ours(self, *, updated: bool) -> TorchProvider:
         configs = [
             cr.TTEmbeddingBagConfig(
                 name=f"t{t}", feature_names=[f"f{t}"], num_embeddings=count, embedding_dim=self.case.dim, shape=shape
@@ -284,36 +285,23 @@ class LookupWorkload:
         ]
         collection = cr.TTEmbeddingBagCollection(configs, device=self._device)
         collection.tt_bags.load_state_dict(self.tt_tables.bags.state_dict())
-        return collection
+        module = PooledValues(collection)
+        optimizer, shown = _adagrad(module), partial(parameter_gradients, collection.tt_bags)
+        features = [
+            (KeyedJaggedTensor([f"f{t}" for t in range(len(batch.ids))], batch.values, lengths=batch.all_offsets.diff()),)
+            for batch in self.batches
+        ]
+        if not updated:
+            return TorchProvider(module, features, self.upstream, optimizer=optimizer, shown=shown)
+        update_in_backward_(module, optimizer)
+        return UpdatedProvider(module, features, self.upstream, optimizer=optimizer)
 
-    def _ours(self) -> TorchProvider:
-        module = PooledValues(collection := self._collection())
-        shown = partial(parameter_gradients, collection.tt_bags)
-        return self._provider(module, keyed(self.batches), _adagrad(module), shown)
-
-    def _updated(self) -> TorchProvider:
-        module = PooledValues(self._collection())
-        update_in_backward_(module, optimizer := _adagrad(module))
-        return UpdatedProvider(module, keyed(self.batches), self.upstream, optimizer=optimizer)
-
-    def _without_torchrec(self) -> TorchProvider:
+    def _without_torchrec(self, provider: type[TorchProvider]) -> TorchProvider:
         module = copy.deepcopy(self.tt_tables)
         inputs = [(batch.values, batch.all_offsets) for batch in self.batches]
-        return self._provider(module, inputs, _adam(module), partial(parameter_gradients, module.bags))
-
-    def _graph(self) -> TorchProvider:
-        module = copy.deepcopy(self.tt_tables)
-        inputs = [(batch.values, batch.all_offsets) for batch in self.batches]
-        return GraphProvider(module, inputs, self.upstream, _adam(module), partial(parameter_gradients, module.bags))
-
-    def _provider(
-        self,
-        module: nn.Module,
-        inputs: Sequence[tuple[Any, ...]],
-        optimizer: torch.optim.Optimizer,
-        shown: Callable[[], dict[str, Tensor]],
-    ) -> TorchProvider:
-        return TorchProvider(module, inputs, self.upstream, optimizer=optimizer, shown=shown)
+        # Adam runs in one kernel for all parameters, which a graph can hold; Adagrad has no such kernel on GPUs.
+        optimizer = torch.optim.Adam(module.parameters(), lr=LR, fused=True, capturable=self.upstream.is_cuda)
+        return provider(module, inputs, self.upstream, optimizer=optimizer, shown=partial(parameter_gradients, module.bags))
 
 
 class PooledValues(nn.Module):
@@ -351,26 +339,17 @@ class UpdatedProvider(TorchProvider):
 class GraphProvider(TorchProvider):
     """A step in a CUDA graph: a call copies its ids into the graph's input and replays it. Values are those of a replay."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        batches: Sequence[tuple[Tensor, ...]],
-        upstream: Tensor,
-        optimizer: torch.optim.Optimizer,
-        shown: Callable[[], dict[str, Tensor]],
-    ) -> None:
-        super().__init__(module, batches, upstream, optimizer=optimizer, shown=shown)
-        self._inputs = [tensor.clone() for tensor in batches[0]]
-        before = copy.deepcopy(module.state_dict())
-        stream = torch.cuda.Stream()
+    def __init__(self, module: nn.Module, batches: Sequence[tuple[Any, ...]], upstream: Tensor, **options: Any) -> None:
+        super().__init__(module, [tuple(tensor.clone() for tensor in batches[0])], upstream, **options)
+        self._all, before, stream = batches, copy.deepcopy(module.state_dict()), torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(3):
-                self._recorded(optimizer)
+                self._step(0)
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
-            self._output = self._recorded(optimizer)
+            self._output = self._step(0)
         module.load_state_dict(before)
 
     @property
@@ -381,38 +360,15 @@ class GraphProvider(TorchProvider):
         """Show the output and the gradients, which stay in the graph and are those of the weights before its update."""
         return {"output": self._replay(0).clone(), **self._shown()}
 
-    def release(self) -> None:
-        """Do nothing: gradients belong to the graph."""
-
-    def _recorded(self, optimizer: torch.optim.Optimizer) -> Tensor:
-        optimizer.zero_grad()
-        output: Tensor = self.module(*self._inputs)
-        output.backward(self._upstream)
-        optimizer.step()
-        return output
-
     def _replay(self, turn: int) -> Tensor:
-        self._inputs[0].copy_(self._batches[turn % len(self._batches)][0])
+        self._batches[0][0].copy_(self._all[turn % len(self._all)][0])
         self._graph.replay()
         return self._output
-
-
-def keyed(batches: Sequence[Batch]) -> list[tuple[KeyedJaggedTensor]]:
-    """The batches in TorchRec's form, with features "f0", "f1", ..."""
-    return [
-        (KeyedJaggedTensor([f"f{t}" for t in range(len(batch.ids))], batch.values, lengths=batch.all_offsets.diff()),)
-        for batch in batches
-    ]
 
 
 def _adagrad(module: nn.Module) -> torch.optim.Optimizer:
     on_cpu = next(module.parameters()).device.type == "cpu"
     return torch.optim.Adagrad(module.parameters(), lr=LR, eps=EPS, fused=on_cpu, foreach=not on_cpu)
-
-
-def _adam(module: nn.Module) -> torch.optim.Optimizer:
-    """Adam in one kernel for all parameters, which a graph can hold; Adagrad has no such kernel on GPUs."""
-    return torch.optim.Adam(module.parameters(), lr=LR, fused=True, capturable=next(module.parameters()).is_cuda)
 
 
 def _gradient(tensor: Tensor) -> Tensor:
