@@ -78,13 +78,11 @@ class Row:
         Raises:
             ValueError: naming the keys that are missing or unknown.
         """
-        record = json.loads(line)
+        record = {"hardware": {}, **json.loads(line)}
         names = {f.name.rstrip("_"): f.name for f in fields(cls)}
-        if isinstance(record, dict):
-            record.setdefault("hardware", {})
-        if not isinstance(record, dict) or set(record) != set(names):
-            keys = set(record) if isinstance(record, dict) else set()
-            raise ValueError(f"not a benchmark row: missing {sorted(set(names) - keys)}, unknown {sorted(keys - set(names))}")
+        missing, unknown = sorted(names.keys() - record.keys()), sorted(record.keys() - names.keys())
+        if missing or unknown:
+            raise ValueError(f"not a benchmark row: missing {missing}, unknown {unknown}")
         return cls(**{names[key]: value for key, value in record.items()})
 
 
