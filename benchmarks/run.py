@@ -54,7 +54,7 @@ _FILE = click.Path(path_type=Path)
     metavar="FOLDER",
     help="quality: implicit feedback, see benchmarks/quality/data_sets.py; preprocess: where to keep logs.",
 )
-@click.option("--no-memory", is_flag=True, help="Don't measure peak extra memory, which takes a process for each provider.")
+@click.option("--no-memory", is_flag=True, help="Don't measure the peak extra memory of calls.")
 def run(
     name: str,
     quick: bool,

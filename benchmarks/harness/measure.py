@@ -1,4 +1,4 @@
-"""From cases to rows: measures memory while this process is small, then checks agreement and times providers, case by case."""
+"""From cases to rows: checks agreement, then measures memory and times providers, case by case."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from tqdm import tqdm
 
 from benchmarks.harness.agreement import Disagreement, require_agreement
 from benchmarks.harness.environment import describe
-from benchmarks.harness.memory import Prepared, memory_is_measurable, peak_extra_memory
+from benchmarks.harness.memory import memory_is_measurable, peak_extra_memory
 from benchmarks.harness.rows import Row
 from benchmarks.harness.timing import Plan, alternate, percentiles
 from benchmarks.harness.workload import PASSES, Sizes, Workload
 
 Build = Callable[[Any, str, int], Workload]
-Peaks = Mapping[str, Mapping[str, list[float]]]
 AnyCase = TypeVar("AnyCase", bound=Sizes)
 
 
@@ -76,9 +75,7 @@ def each_case(
         yield case, partial(case_rows, op, case, settings, **replaced)
 
 
-def measure_cases(
-    op: str, cases: Iterable[AnyCase], build: Build, settings: Settings, build_for_memory: Build | None = None
-) -> Iterator[list[Row]]:
+def measure_cases(op: str, cases: Iterable[AnyCase], build: Build, settings: Settings) -> Iterator[list[Row]]:
     """Measure cases one after the other, with a progress bar on a terminal.
 
     Args:
@@ -86,41 +83,16 @@ def measure_cases(
         cases: what to measure.
         build: (case, device, seed) -> workload.
         settings: from the command line.
-        build_for_memory: used instead of `build` to measure memory. Importable by name, because child processes call it.
 
     Yields:
         The rows of each case.
     """
-    cases = chosen(cases, settings.only)
-    peaks: list[Peaks] = [{} for _ in cases]
-    if settings.memory and memory_is_measurable(settings.device):
-        # Memory comes first for all cases, because this process may hold gigabytes once timing begins.
-        progress = tqdm(cases, desc=f"{op}, memory", unit="case", disable=None)
-        peaks = [measure_memory(case, build_for_memory or build, settings) for case in progress]
-    for case, peak in zip(tqdm(cases, desc=op, unit="case", disable=None), peaks, strict=True):
-        yield measure_case(op, case, build, settings, peak)
+    for case in tqdm(chosen(cases, settings.only), desc=op, unit="case", disable=None):
+        yield measure_case(op, case, build, settings)
 
 
-def measure_memory(case: Sizes, build: Build, settings: Settings) -> Peaks:
-    """Provider -> pass -> MiB of a few calls, measured in one child process per provider, one at a time."""
-    where = settings.device, settings.seed
-    return {name: peak_extra_memory(prepare_calls, build, case, *where, name) for name in build(case, *where).providers}
-
-
-def prepare_calls(build: Build, case: Sizes, device: str, seed: int, provider: str) -> Prepared:
-    """Warm up a provider; return its passes, always on the first input, and its `release`, for `peak_extra_memory`."""
-    instance = build(case, device, seed).providers[provider]()
-    for call in instance.passes.values():
-        call(0)  # optimizer state and compiled kernels don't count as a call's extra memory
-    return {pass_: lambda turn, call=call: call(0) for pass_, call in instance.passes.items()}, instance.release
-
-
-def measure_case(op: str, case: Sizes, build: Build, settings: Settings, peaks: Peaks) -> list[Row]:
-    """Measure one case.
-
-    Args:
-        op, case, build, settings: as for `measure_cases`.
-        peaks: the result of `measure_memory`, which the rows also report.
+def measure_case(op: str, case: Sizes, build: Build, settings: Settings) -> list[Row]:
+    """Measure one case; arguments as for `measure_cases`.
 
     Raises:
         Disagreement: if any provider's values are wrong; nothing of the case is timed then.
@@ -145,8 +117,12 @@ def measure_case(op: str, case: Sizes, build: Build, settings: Settings, peaks: 
         able = {name: provider for name, provider in providers.items() if pass_ in provider.passes}
         calls = {name: provider.passes[pass_] for name, provider in able.items()}
         counted = {name: workload.counted(provider, pass_) for name, provider in able.items()}
+        memory = {}
+        if settings.memory and memory_is_measurable(settings.device):
+            for name, call in calls.items():
+                call(0)
+                memory[name] = peak_extra_memory(partial(call, 0), able[name].release)
         samples = alternate(calls, settings.plan, synchronize=synchronize) if calls else {}
-        memory = {name: of[pass_] for name, of in peaks.items() if pass_ in of}
         for unit, measured in (("ms", samples), ("MiB", memory)):
             rows += case_rows(op, case, settings, pass_, unit, measured, counted, workload.baselines)
     return rows

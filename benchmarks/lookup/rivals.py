@@ -64,21 +64,13 @@ class Batch:
         return torch.cat([table[ids_U] for table, ids_U in zip(tables, self.unique_ids, strict=True)])
 
 
-def shared_storage(rows: tuple[int, ...], dim: int, device: str, *, resident: bool) -> Tensor:
-    """Storage [sum of M * N] for tables of one dim, end to end; reused if the sizes are those of the last call.
-
-    Args:
-        rows: M of each table.
-        dim: N.
-        device: device of the storage.
-        resident: fill the storage, so that all its pages are resident. Otherwise the first write makes a page resident.
-    """
+def shared_storage(rows: tuple[int, ...], dim: int, device: str) -> Tensor:
+    """Resident storage [sum of M * N] for tables of one dim, end to end; reused if the sizes are those of the last call."""
     key = (rows, dim, device)
     if key not in _kept:
         _kept.clear()  # free the old storage first: memory may not hold both
         gc.collect()
-        storage = torch.empty(sum(rows) * dim, device=device)
-        _kept[key] = storage.fill_(1.0) if resident else storage
+        _kept[key] = torch.ones(sum(rows) * dim, device=device)
     return _kept[key]
 
 

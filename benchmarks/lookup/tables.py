@@ -126,9 +126,8 @@ def cases(quick: bool, device: str = "cpu") -> list[LookupCase]:
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
-    """Yield the rows of every case; where memory is measured, no process holds complete dense tables."""
-    build_for_memory = partial(LookupWorkload, timed=False)
-    yield from measure_cases("lookup", cases(settings.quick, settings.device), LookupWorkload, settings, build_for_memory)
+    """Yield the rows of every case."""
+    yield from measure_cases("lookup", cases(settings.quick, settings.device), LookupWorkload, settings)
 
 
 class TTTables(nn.Module):
@@ -156,23 +155,17 @@ class TTTables(nn.Module):
 
 
 class LookupWorkload:
-    """Tables in every form, their batches and the upstream gradient.
-
-    Args:
-        case, device, seed: as for any workload.
-        timed: use several batches, and dense tables with all pages resident. Otherwise there is one batch, and only the pages of
-            dense tables that it uses are resident, because a call's extra memory can depend on nothing else.
-    """
+    """Tables in every form, their batches and the upstream gradient."""
 
     baselines = (DENSE, FBGEMM, NO_DEDUP, ROW_DEDUP)
 
-    def __init__(self, case: LookupCase, device: str, seed: int, *, timed: bool = True) -> None:
+    def __init__(self, case: LookupCase, device: str, seed: int) -> None:
         torch.manual_seed(seed)
         self.case, self._device = case, device
         self.tt_tables = TTTables(case, device)
-        self.batches = [Batch.draw(case.rows, case.batch, case.bag, case.zipf, device) for _ in range(NUM_BATCHES if timed else 1)]
+        self.batches = [Batch.draw(case.rows, case.batch, case.bag, case.zipf, device) for _ in range(NUM_BATCHES)]
         self.upstream = torch.randn(case.batch, len(case.rows) * case.dim).to(device)
-        self._storage = partial(shared_storage, case.rows, case.dim, device, resident=timed)
+        self._storage = partial(shared_storage, case.rows, case.dim, device)
 
     @property
     def left_out(self) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -11,8 +10,8 @@ from torch import nn
 
 from benchmarks.harness.agreement import Disagreement, require_agreement
 from benchmarks.harness.ids import draw_ids
-from benchmarks.harness.measure import Settings, measure_case, prepare_calls
-from benchmarks.harness.memory import memory_is_measurable, peak_extra_memory
+from benchmarks.harness.measure import Settings, measure_case
+from benchmarks.harness.memory import memory_is_measurable
 from benchmarks.harness.rows import Row
 from benchmarks.harness.timing import Plan
 from benchmarks.lookup import tables as lookup
@@ -24,7 +23,7 @@ SMALL = LookupCase(rows=(1009, 53), dim=8, order=3, rank=4, batch=16, bag=3, pro
 
 
 def measured(case: LookupCase) -> list[Row]:
-    return measure_case("lookup", case, LookupWorkload, FEW, {})
+    return measure_case("lookup", case, LookupWorkload, FEW)
 
 
 @pytest.mark.parametrize("order", [2, 3, 4])
@@ -44,7 +43,7 @@ def test_one_wrong_row_of_a_dense_table_is_caught(provider: str) -> None:
             return tables
 
     with pytest.raises(Disagreement, match=f"{provider}: output is off"):
-        measure_case("lookup", replace(SMALL, providers=(provider, OURS)), OneWrong, FEW, {})
+        measure_case("lookup", replace(SMALL, providers=(provider, OURS)), OneWrong, FEW)
 
 
 @pytest.mark.parametrize("provider", [NO_DEDUP, ROW_DEDUP, OURS, TT])
@@ -65,7 +64,7 @@ def test_dense_providers_train_the_same_rows_step_after_step() -> None:
         step = workload.providers[name]().passes["step"]
         for turn in range(2 * lookup.NUM_BATCHES):
             step(turn)
-        rows.append(shared_storage(SMALL.rows, SMALL.dim, "cpu", resident=True).clone())
+        rows.append(shared_storage(SMALL.rows, SMALL.dim, "cpu").clone())
     torch.testing.assert_close(rows[0], rows[1])
 
 
@@ -109,6 +108,7 @@ def test_ids_follow_zipfs_law(exponent: float) -> None:
 @pytest.mark.skipif(not memory_is_measurable("cpu"), reason="the peak of resident memory can't be reset on this system")
 def test_the_gradient_of_a_dense_table_has_only_the_batchs_rows() -> None:
     case = LookupCase(rows=(4_000_000,), dim=64, order=2, batch=32_768, zipf=0, providers=(DENSE,))
-    peaks = peak_extra_memory(prepare_calls, partial(LookupWorkload, timed=False), case, "cpu", 0, DENSE)
-    assert peaks["forward"] == pytest.approx([16.0, 16.0], abs=3.0)  # the output twice: the table's and that of all tables
-    assert peaks["step"][0] < 100  # a thousand if the table were counted as well
+    rows = measure_case("lookup", case, LookupWorkload, replace(FEW, memory=True))
+    peaks = {row.pass_: row.p50 for row in rows if row.unit == "MiB"}
+    assert peaks["forward"] == pytest.approx(16.0, abs=3.0)  # the output twice: the table's and that of all tables
+    assert peaks["step"] < 100  # a thousand if the table were counted as well
