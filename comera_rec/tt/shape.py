@@ -131,8 +131,8 @@ class TTShape:
             num_embeddings: rows M.
             embedding_dim: columns N.
             tt_ranks: one rank for all bonds, or one for each. Default 16 where no budget is given.
-            order: number of cores, 2 to 4. Default: the lowest at which the budget buys rank 8, or else the one of the largest rank;
-                without a budget, one more than `tt_ranks` has entries, or 2.
+            order: number of cores, 2 to 4. Default: the lowest at which the budget buys rank 8, or else the one of the largest
+                rank; without a budget, one more than `tt_ranks` has entries, or 2.
             budget_params: the most parameters the table may take.
 
         Raises:
