@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,3 +124,31 @@ def _with_ranks(shape: TTShape, ranks: Sequence[int]) -> TTShape:
 def _cut(cores: Sequence[Tensor], ranks: Sequence[int]) -> list[Tensor]:
     bonds = [1, *ranks, 1]
     return [core[:before, :, :, :after] for core, before, after in zip(cores, bonds[:-1], bonds[1:], strict=True)]
+
+
+def row_importance(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the importance of each table's rows: the sums of squared gradients that row-wise Adagrad keeps.
+
+    Args:
+        state: an optimizer's state dict as TorchRec's fused tables write it, sharded (`TABLE.momentum1` of
+            `....embedding_bags.TABLE.weight`) or not (`momentum_1`); nested, or with names joined by dots as in a distributed
+            checkpoint.
+
+    Returns:
+        [M] by table name; tables without such sums are left out.
+    """
+    importance: dict[str, Tensor] = {}
+    for name, value in _flat(state):
+        table = re.search(r"(?:^|\.)([^.]+)\.weight\.(?:.*\.)?momentum_?1$", name)
+        if table and value.dim() == 1:
+            importance[table[1]] = value
+    return importance
+
+
+def _flat(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of nested mappings, with names joined by dots."""
+    for name, value in state.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        elif isinstance(value, Tensor):
+            yield f"{prefix}{name}", value

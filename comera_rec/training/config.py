@@ -284,17 +284,6 @@ def load_settings(schema: type[Settings], path: str | Path | None, overrides: Se
     return _parse(schema, raw)
 
 
-def parse_overrides(schema: type[Settings], section: str, overrides: Sequence[str]) -> Settings:
-    """Parse the settings of one section from `section.key=value` alone; errors as in `load_settings`."""
-    raw: dict[str, Any] = {section: {}}
-    for override in overrides:
-        _apply(raw, override)
-    if others := raw.keys() - {section}:
-        raise ValueError(f"override of {', '.join(sorted(others))}: only {section}.key=value is allowed here")
-    _reject_unknown(raw[section], schema, f"{section}.")
-    return _parse(schema, raw[section])
-
-
 def parse_config(raw: dict[str, Any]) -> RunConfig:
     """Validate nested plain values into a config; errors as in `load_settings`."""
     return _parse(RunConfig, raw)
