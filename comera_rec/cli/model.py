@@ -9,8 +9,8 @@ from typing import Any
 import click
 import torch
 
-from comera_rec.cli.training_run import load_reachable_config
-from comera_rec.cli.types import Bytes
+from comera_rec.cli.train import load_reachable_config
+from comera_rec.cli.types import BYTES
 from comera_rec.convert import compression_report, export_dense
 from comera_rec.data import ParquetBatches
 from comera_rec.ops.served_bags import DTYPES
@@ -79,7 +79,7 @@ def compress(run: str, config_path: str, output: str, overrides: tuple[str, ...]
     help="fast: needs libcomera_rec.so, which is copied beside it.",
 )
 @click.option("--dtype", type=click.Choice(list(DTYPES)), default="float32", show_default=True, help="How tables are stored.")
-@click.option("--expand", type=Bytes(), default=0, help="Bytes for rows of the most frequent ids, formed in advance: 4MiB.")
+@click.option("--expand", type=BYTES, default=0, help="Bytes for rows of the most frequent ids, formed in advance: 4MiB.")
 @click.option("--last", is_flag=True, help="Use the last checkpoint even if the run keeps its best one.")
 @click.option("--triton", type=click.Path(path_type=Path), metavar="DIR", help="A Triton model repository, instead of --output.")
 def export(run: Path, output: Path | None, triton: Path | None, **options: Any) -> None:

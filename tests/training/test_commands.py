@@ -208,7 +208,7 @@ def test_a_folder_is_no_package(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_bugs_show_a_traceback(
     call_it: Callable[[], object], ours: bool, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("comera_rec.cli.training_run.load_config", lambda *_: call_it())
+    monkeypatch.setattr("comera_rec.cli.train.load_config", lambda *_: call_it())
     expected = SystemExit if ours else ValueError
     with pytest.raises(expected) as stop:
         main(["train", "--config", __file__])
