@@ -76,7 +76,7 @@ def compress_(
             or a linear layer; default all.
         init: "random", with the standard deviation of the weights that are replaced, or "tt_svd" to start from them. With a
             `compression`, ranks and widths of hot rows then go to the tables where they reduce the error most (`fit_tables_`).
-        importance: with these two, [M] weights of the squared errors of tables' rows, by table name; see `row_importance`. Default:
+        importance: for "tt_svd", [M] weights of the squared errors of tables' rows, by table name; see `row_importance`. Default:
             equal.
 
     Raises:
@@ -107,8 +107,8 @@ def compress_(
         raise TypeError(f"linears is {linears!r}: give a LinearCompression, such as LinearCompression(tt_ranks=16)")
     if init not in _INITS:
         raise ValueError(f"init is {init!r}: choose one of {', '.join(map(repr, _INITS))}")
-    if importance is not None and (init == "random" or tables is None or tables.compression is None):
-        raise ValueError("importance is given: it needs init='tt_svd' and tables with a compression, whose ranks it chooses")
+    if importance is not None and (init == "random" or tables is None):
+        raise ValueError("importance is given: it needs tables and init='tt_svd'")
     replacements: dict[nn.Module, nn.Module] = {}
     if tables is not None:
         tt_tables, reasons = _compressed_tables(model, tables, filter_fn, init, importance)
@@ -275,13 +275,11 @@ def _take_place_(table: TTTable, layer: nn.Embedding | nn.EmbeddingBag, name: st
 
 def _set_values_(replaced: list[_Replaced], compression: TableCompression, importance: Mapping[str, Tensor] | None) -> None:
     """Let TT tables start from the rows of those that they replace."""
-    if compression.compression is None:  # ranks are given
-        for _, table, layer in replaced:
-            table.set_dense_matrix_(layer.weight.detach())
-    else:
-        weights = [_row_weights(importance, name, layer.num_embeddings) for name, _, layer in replaced]
+    weights = [_row_weights(importance, name, layer.num_embeddings) for name, _, layer in replaced]
+    budget = None  # ranks are given
+    if compression.compression is not None:
         budget = sum(parameter.numel() for _, table, _ in replaced for parameter in table.parameters())
-        fit_tables_([table for _, table, _ in replaced], [layer.weight.detach() for *_, layer in replaced], budget, weights)
+    fit_tables_([table for _, table, _ in replaced], [layer.weight.detach() for *_, layer in replaced], budget, weights)
 
 
 def _require_finite(weight: Tensor, name: str) -> None:

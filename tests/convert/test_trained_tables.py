@@ -87,8 +87,8 @@ def test_mistakes_are_named() -> None:
     for bad in (-1.0, torch.nan):
         with pytest.raises(ValueError, match="importance of 'item' has shape"):
             compressed(tables, {"user": torch.ones(2000), "item": torch.full((900,), bad)})
-    with pytest.raises(ValueError, match="importance is given: it needs init='tt_svd' and tables with a compression"):
-        compressed(cr.TableCompression(tt_ranks=4, min_rows=100), rows)
+    with pytest.raises(ValueError, match="importance is given: it needs tables and init='tt_svd'"):
+        cr.compress_(model(), tables=tables, importance=rows)
     diverged = nn.Embedding(200, 8)
     nn.init.constant_(diverged.weight, torch.inf)
     with pytest.raises(ValueError, match="'the model' holds numbers that are not finite: give"):

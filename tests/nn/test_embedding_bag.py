@@ -408,9 +408,7 @@ def test_a_dense_state_dict_says_how_to_convert_it() -> None:
     with pytest.warns(UserWarning, match="dense weights for TT modules, which keep their values"):
         model.load_state_dict({"user.weight": torch.ones(101, 11)}, strict=False)
     torch.testing.assert_close(values(model["user"]), before, rtol=0, atol=0)
-    with pytest.raises(
-        RuntimeError, match=r"head: a TTLinear loads all .* a dense weight: load it into the dense model"
-    ):
+    with pytest.raises(RuntimeError, match=r"head: a TTLinear loads all .* a dense weight: load it into the dense model"):
         model.load_state_dict({"head.weight": torch.ones(64, 11), "head.bias": torch.ones(64)}, strict=False)
 
 

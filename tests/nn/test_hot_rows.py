@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import comera_rec as cr
 from comera_rec import RankConfig, RankScheduler, TTEmbedding, TTEmbeddingBag, TTShape
+from comera_rec.convert import fit_tables_
 from comera_rec.nn import HotRows, TTModule, named_tt_modules, update_in_backward_
 from comera_rec.rank import keep_ranks_
 from comera_rec.tt import blocks_params, choose_hot_blocks
@@ -69,8 +70,9 @@ def test_cores_and_hot_rows_are_fitted_together_to_a_dense_table() -> None:
     with torch.no_grad():
         dense.weight[:30] += 3 * torch.randn(30, 2) @ torch.randn(2, 16)
 
-    def error(**arguments: object) -> float:
-        table = TTEmbeddingBag.from_dense(dense, **arguments)  # type: ignore[arg-type]
+    def error(tt_ranks: int, hot_rows: tuple[tuple[int, int], ...] = ()) -> float:
+        fit_tables_([table := TTEmbeddingBag(200, 16, tt_ranks=tt_ranks, hot_rows=hot_rows)], [dense.weight.detach()])
+        assert table.shape.ranks == (tt_ranks,)
         return float((table.dense_matrix() - dense.weight).square().sum().detach())
 
     assert error(tt_ranks=4, hot_rows=((30, 2),)) < 0.7 * error(tt_ranks=5)
