@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -78,7 +79,7 @@ def _slice_module_(module: TTModule, masks: Sequence[Tensor], optimizer: Optimiz
 
         _replace_parameter_(core, cut_core, optimizer)
     for rank, index in zip(module.rank_parameters(), kept, strict=True):
-        _replace_parameter_(rank, lambda tensor, index=index: _cut(tensor, {0: index}), optimizer)
+        _replace_parameter_(rank, partial(_cut, indices={0: index}), optimizer)
     module.shape = module.shape.with_ranks([len(index) for index in kept])
 
 
