@@ -8,6 +8,8 @@ Any number of processes can load a checkpoint, whatever number saved it.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import io
 import json
 import os
@@ -15,10 +17,11 @@ import pickle
 import shutil
 import tempfile
 import warnings
-import zipfile
 import zlib
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -26,16 +29,16 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from comera_rec.convert.folders import TensorReader, file_of
 from comera_rec.distributed import WORLD, Processes
-from comera_rec.training.migration import FORMAT, LaterFormat, migrated
 from data_pipeline.atomic import sync
 
+_FORMAT = 2
 _TEMPORARY = ".partial"
 _REPLACED = ".replaced"  # suffix of a checkpoint while a new one of the same step takes its name
 _RECORD = "record.json"
-_FILE = ".pt"  # suffix of a checkpoint of format 1
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # raised on a single process
 
@@ -147,7 +150,7 @@ def _write(path: Path, record: dict[str, Any], tensors: Mapping[str, Any], proce
         merged = {name: checksum for local in checksums for name, checksum in local.items()}
         merged[".metadata"] = _checksum(temporary / ".metadata")
         with (temporary / _RECORD).open("w") as file:
-            json.dump({"format": FORMAT, "record": record, "record_checksum": _json_checksum(record), "checksums": merged}, file)
+            json.dump({"format": _FORMAT, "record": record, "record_checksum": _json_checksum(record), "checksums": merged}, file)
             file.flush()
             os.fsync(file.fileno())
         aside = path.with_suffix(_REPLACED)
@@ -159,6 +162,50 @@ def _write(path: Path, record: dict[str, Any], tensors: Mapping[str, Any], proce
             _remove(aside)
 
     processes.on_first(finish)
+
+
+class CheckpointWriter:
+    """Writes a run's checkpoints, one at a time. With several processes, each calls the same methods at the same step.
+
+    Args:
+        asynchronous: let `save` return as soon as the tensors are copied (in memory, for as long as the write takes); a thread
+            writes, in a separate process group. A write that failed shows in `failed`, and is raised by the next `wait` or `save`.
+    """
+
+    def __init__(self, folder: Path, *, keep: int, processes: Processes, asynchronous: bool) -> None:
+        self._folder, self._keep = folder, keep
+        self._processes = processes.separate_group() if asynchronous else processes
+        self._thread = ThreadPoolExecutor(1, "CheckpointWriter") if asynchronous else None
+        self._writing: Future[Path] | None = None
+
+    def save(self, step: int, record: dict[str, Any], tensors: Mapping[str, Any], *, kept_step: int | None) -> None:
+        """Write a checkpoint once the previous one is written; arguments and errors as for `save_checkpoint`."""
+        self.wait()
+        options: dict[str, Any] = {"keep": self._keep, "kept_step": kept_step, "processes": self._processes}
+        if self._thread is None:
+            save_checkpoint(self._folder, step, record, tensors, **options)
+        else:
+            copies = BlockingAsyncStager().stage(dict(tensors))
+            self._writing = self._thread.submit(save_checkpoint, self._folder, step, copy.deepcopy(record), copies, **options)
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        """Wait for the write; raise its error unless the block has raised another."""
+        with contextlib.suppress(OSError) if error is not None else contextlib.nullcontext():
+            self.wait()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the current write has failed."""
+        return self._writing is not None and self._writing.done() and self._writing.exception() is not None
+
+    def wait(self) -> None:
+        """Wait until nothing is being written; if the write failed, raise its error, once."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
 
 def latest_checkpoint(folder: str | Path) -> Path | None:
@@ -174,24 +221,20 @@ def checkpoint_at(folder: str | Path, step: int | None) -> Path | None:
 def open_checkpoint(path: str | Path, processes: Processes = WORLD) -> Checkpoint:
     """Check a checkpoint for damage and open it; with several processes, each calls this.
 
-    A file of format 1 becomes a folder of the present format.
-
     Raises:
-        ValueError: on every process, if the checkpoint is missing, damaged, of a later format or another program's. The message
+        ValueError: on every process, if the checkpoint is missing, damaged, of another format or another program's. The message
             names the earlier checkpoint from which the run resumes once this one is removed, if there is one.
     """
-    path = Path(path)
+    path, remedy = Path(path), ""
     try:
-        if path.suffix == _FILE:
-            path = _rewrite(path, processes)
         saved = json.loads((path / _RECORD).read_text())
-        if not isinstance(saved, dict):
-            raise TypeError(f"{_RECORD} is not a JSON object")
-        if saved.get("record_checksum") not in (None, _json_checksum(saved["record"])):  # earlier versions wrote none
-            raise ValueError(f"{_RECORD} fails its checksum")
-        if not isinstance(saved["record"], dict):
+        if not isinstance(saved, dict) or not isinstance(saved["record"], dict):
             raise TypeError(f"{_RECORD} holds no record")
-        record = migrated(saved["record"], saved.get("format", 1))
+        if saved["format"] != _FORMAT:
+            remedy = "use the version of comera-rec that wrote it"
+            raise ValueError(f"it is of format {saved['format']}, and this version reads format {_FORMAT}")
+        if saved["record_checksum"] != _json_checksum(saved["record"]):
+            raise ValueError(f"{_RECORD} fails its checksum")
         checksums = sorted(saved["checksums"].items())[processes.process_rank :: processes.size]
 
         def check() -> None:
@@ -200,34 +243,14 @@ def open_checkpoint(path: str | Path, processes: Processes = WORLD) -> Checkpoin
                     raise OSError(f"{name} fails its checksum")
 
         processes.on_each(check)
-        return Checkpoint(path, record, processes)
-    except LaterFormat as error:
-        raise ValueError(f"checkpoint {path} {error}") from None
+        return Checkpoint(path, saved["record"], processes)
     except (
-        OSError, EOFError, RuntimeError, TypeError, ValueError, LookupError, AttributeError, pickle.UnpicklingError,
-        zipfile.BadZipFile,
+        OSError, EOFError, RuntimeError, TypeError, ValueError, LookupError, AttributeError, pickle.UnpicklingError
     ) as error:  # fmt: skip
-        earlier = max((c for c in _checkpoints(path.parent) if _step(c) < _step(path)), default=None, key=_step)
-        remedy = f"to resume from {earlier.stem}" if earlier else "to start the run anew"
+        earlier = max((c for c in _checkpoints(path.parent) if c.stem < path.stem), default=None, key=_step)
+        remedy = remedy or (f"remove it to resume from {earlier.stem}" if earlier else "remove it to start the run anew")
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ValueError(f"checkpoint {path} cannot be loaded ({reason}): remove it {remedy}") from error
-
-
-def _rewrite(path: Path, processes: Processes) -> Path:
-    """Replace a file of format 1 by a folder; loading runs no code from it."""
-
-    def check() -> None:
-        with zipfile.ZipFile(path) as archive:  # torch reads damaged numbers without noticing
-            damaged = archive.testzip()
-        if damaged is not None:
-            raise zipfile.BadZipFile(f"{damaged} fails its checksum")
-
-    processes.on_first(check)
-    state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    folder = path.with_suffix("")
-    _write(folder, migrated(state["record"], 1), state["tensors"], processes)
-    processes.on_first(path.unlink)
-    return folder
+        raise ValueError(f"checkpoint {path} cannot be loaded ({reason}): {remedy}") from error
 
 
 def _remove_older(path: Path, keep: int, kept_step: int | None) -> None:
@@ -258,7 +281,7 @@ def _remove(path: Path) -> None:
 def _checkpoints(folder: Path) -> list[Path]:
     digits = "step_" + "[0-9]" * 8
     aside = [path for path in folder.glob(digits + _REPLACED) if not path.with_suffix("").exists()]
-    return sorted([*aside, *folder.glob(digits + _FILE), *folder.glob(digits)], key=_step)
+    return sorted([*aside, *folder.glob(digits)], key=_step)
 
 
 def _step(path: Path) -> str:

@@ -48,11 +48,9 @@ class TrainingState:
     def load(self, checkpoint: Checkpoint) -> None:
         """Load ranks, weights and optimizer state from a checkpoint, whatever number of processes saved it."""
         for name, module in named_tt_modules(self._model):
-            module.resize_ranks_(_ranks(checkpoint, name, module.shape.order))
+            module.resize_ranks_([checkpoint.sizes[f"model/{name}.core_{k}"][3] for k in range(module.shape.order - 1)])
         weights = self._model.state_dict()
-        sizes = {name: checkpoint.sizes.get(f"model/{name}") for name in weights}
-        tensors = {f"model/{name}": _vector(value) if len(sizes[name] or ()) == 1 else value for name, value in weights.items()}
-        tensors |= self._table_states()
+        tensors = {f"model/{name}": value for name, value in weights.items()} | self._table_states()
         parameters = dict(self._model.named_parameters())
         states: dict[str, tuple[nn.Parameter, str]] = {}
         for entry, size in checkpoint.sizes.items():
@@ -60,7 +58,7 @@ class TrainingState:
             if entry.startswith("optimizer/") and name in parameters:
                 parameter, whole = parameters[name], weights[name]
                 states[entry] = (parameter, key)
-                like = parameter if size == whole.shape else parameter.new_empty(size)
+                like = parameter if size == whole.shape else parameter.new_empty(size)  # Adam's step is a scalar
                 value = torch.zeros_like(like, requires_grad=False)
                 divided = size == whole.shape and isinstance(whole, DTensor)
                 tensors[entry] = divided_like(value, whole) if divided else value
@@ -68,11 +66,7 @@ class TrainingState:
         self._model.load_state_dict({name: tensors[f"model/{name}"] for name in weights})
         for entry, (parameter, key) in states.items():
             value = tensors[entry]
-            if isinstance(value, DTensor):
-                value = padded_to(value, parameter.shape)
-            elif value.shape == _vector(parameter).shape:
-                value = value.view_as(parameter)
-            self._optimizer.state[parameter][key] = value
+            self._optimizer.state[parameter][key] = padded_to(value, parameter.shape) if isinstance(value, DTensor) else value
 
     def _table_states(self) -> dict[str, Any]:
         """Return the optimizer state of dense tables: the tensors themselves, so that loading can fill them in place."""
@@ -85,21 +79,11 @@ class TrainingState:
         return tensors
 
 
-def _vector(value: Any) -> Any:
-    """Return a rank parameter, a column, as the vector that it was up to version 0.2; anything else unchanged."""
-    return value[:, 0] if value.dim() == 2 and value.shape[1] == 1 else value
-
-
 def _parts(value: Any) -> list[Tensor]:
     """List this process's parts of a tensor."""
     if isinstance(value, ShardedTensor):
         return [shard.tensor for shard in value.local_shards()]
     return [value.to_local() if isinstance(value, DTensor) else value]
-
-
-def _ranks(checkpoint: Checkpoint, name: str, order: int) -> list[int]:
-    cores = [f"model/{name}.core_{k}" for k in range(order - 1)]
-    return [checkpoint.sizes[core][3] for core in cores]
 
 
 def load_model_(model: nn.Module, checkpoint: Checkpoint) -> nn.Module:

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from comera_rec.testing import CONTEXT
-from comera_rec.training import writer
+from comera_rec.training import checkpoint
 from comera_rec.training.checkpoint import latest_checkpoint, open_checkpoint
 from comera_rec.training.config import load_config
 from comera_rec.training.stopping import Interrupted
@@ -51,7 +51,7 @@ def run(rank: int, world_size: int, store: str, config_file: Path, overrides: Se
     if world_size > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     if rank == 0:
-        for owner, name, number in ((Trainer, "_run", 1), (Trainer, "_evaluate", 2), (writer, "save_checkpoint", 3)):
+        for owner, name, number in ((Trainer, "_run", 1), (Trainer, "_evaluate", 2), (checkpoint, "save_checkpoint", 3)):
             setattr(owner, name, noting(getattr(owner, name), phase, number))
     try:
         Trainer(load_config(config_file, overrides)).train()
@@ -198,8 +198,8 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of the last checkpoint."""
     path = latest_checkpoint(folder / "checkpoints")
     assert path is not None
-    checkpoint = open_checkpoint(path)
-    return checkpoint.read(sorted(checkpoint.sizes))
+    opened = open_checkpoint(path)
+    return opened.read(sorted(opened.sizes))
 
 
 def main() -> None:

@@ -19,8 +19,8 @@ import torch
 from comera_rec.training import checkpoint
 from comera_rec.training.checkpoint import latest_checkpoint, open_checkpoint, save_checkpoint
 from comera_rec.training.memory import PeakMemory
-from comera_rec.training.migration import FORMAT
 
+FORMAT = 2
 RECORD: dict[str, Any] = {"step": 7, "stage": "late", "history": [{"size": None}]}
 
 
@@ -143,9 +143,6 @@ def test_a_changed_record_fails_its_checksum(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot be loaded \(record\.json fails its checksum\)"):
         open_checkpoint(path)
     saved = json.loads(text)
-    del saved["record_checksum"]  # as earlier versions wrote it
-    (path / "record.json").write_text(json.dumps(saved))
-    assert open_checkpoint(path).record == {"step": 10}
     (path / "record.json").write_text(json.dumps(saved | {"record": None}))
     with pytest.raises(ValueError, match=r"cannot be loaded \(record\.json holds no record\): remove it"):
         open_checkpoint(path)
@@ -172,11 +169,13 @@ def test_files_outside_of_the_folder_are_not_opened(name: str, tmp_path: Path, m
         open_checkpoint(path)
 
 
-def test_a_later_format_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_another_format_is_refused_in_one_line(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, 10, *state())
     saved = json.loads((path / "record.json").read_text())
     (path / "record.json").write_text(json.dumps(saved | {"format": FORMAT + 1}))
-    message = rf"is of format {FORMAT + 1}, and this comera-rec reads formats up to {FORMAT}: install a later version"
+    message = (
+        rf"\(it is of format {FORMAT + 1}, and this version reads format {FORMAT}\): use the version of comera-rec that wrote it"
+    )
     with pytest.raises(ValueError, match=message):
         open_checkpoint(path)
 
@@ -189,9 +188,6 @@ def test_foreign_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
     (path / "record.json").write_text(json.dumps(saved | {"checksums": saved["checksums"] | {".metadata": checksum}}))
     with pytest.raises(ValueError, match=r"its \.metadata names posix\.system, which describes no tensor"):
         open_checkpoint(path)
-    torch.save({"record": os.system, "tensors": {}}, tmp_path / "step_00000020.pt")
-    with pytest.raises(ValueError, match=r"step_00000020\.pt cannot be loaded \(.*remove it to resume from step_00000010"):
-        open_checkpoint(tmp_path / "step_00000020.pt")
 
 
 def test_arguments(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from comera_rec.distributed import Processes
 from comera_rec.testing import run as run_processes
-from comera_rec.training import evaluation, writer
+from comera_rec.training import checkpoint, evaluation
 from comera_rec.training.checkpoint import checkpoint_at, open_checkpoint
 from comera_rec.training.config import load_config
 from comera_rec.training.trainer import Trainer
@@ -35,7 +35,7 @@ def train(rank: int, config_file: Path, *runs: list[str]) -> list[bool]:
     for overrides in runs:
         trainer = Trainer(load_config(config_file, overrides))
         trainer.train()
-        pipelined.append(trainer.stepper.is_pipelined)
+        pipelined.append(trainer.step.pipeline is not None)
     return pipelined
 
 
@@ -174,7 +174,7 @@ def test_asynchronous_checkpoints_are_those_of_their_step(config_file: Path, tmp
 
 
 def test_steps_continue_while_a_checkpoint_is_written(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    further, save, step = threading.Event(), writer.save_checkpoint, Trainer._step
+    further, save, step = threading.Event(), checkpoint.save_checkpoint, Trainer._step
     waited = []
 
     def slow(*args: Any, **options: Any) -> Path:
@@ -186,7 +186,7 @@ def test_steps_continue_while_a_checkpoint_is_written(config_file: Path, monkeyp
             further.set()
         return step(self, batches)
 
-    monkeypatch.setattr(writer, "save_checkpoint", slow)
+    monkeypatch.setattr(checkpoint, "save_checkpoint", slow)
     monkeypatch.setattr(Trainer, "_step", noted)
     trainer = asynchronous(config_file)
     trainer.train()

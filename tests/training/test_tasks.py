@@ -79,7 +79,7 @@ def test_a_loss_is_the_weighted_mean_of_its_tasks_and_rows(folder: Path, tmp_pat
     assert batch.weights is not None
     with torch.no_grad():
         logits = run.model(batch.dense, batch.sparse)
-        loss = run.stepper._loss_of(batch)
+        loss = run.step.loss_of(batch)
     click, buy = F.binary_cross_entropy_with_logits(logits, batch.labels, reduction="none").unbind(1)
     torch.testing.assert_close(loss, (batch.weights * (1.5 * click + 0.5 * buy)).mean() / 2)
 
