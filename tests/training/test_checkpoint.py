@@ -71,6 +71,16 @@ def test_keeps_the_newest_and_always_the_one_just_written(tmp_path: Path) -> Non
     assert names(tmp_path) == ["step_00000900", "step_00001000"]
     save_checkpoint(tmp_path, 20, *state(), keep=1)
     assert names(tmp_path) == ["step_00000020"]
+    save_checkpoint(tmp_path, 30, *state(), keep=1, kept_step=20)
+    assert names(tmp_path) == ["step_00000020", "step_00000030"]
+
+
+def test_the_record_of_a_step_is_replaced_and_its_tensors_stay(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, 10, *state())
+    before = (path / "__0_0.distcp").stat().st_mtime_ns
+    save_checkpoint(tmp_path, 10, {"step": 10, "evaluated": 10}, state()[1])
+    assert open_checkpoint(path).record == {"step": 10, "evaluated": 10}
+    assert (path / "__0_0.distcp").stat().st_mtime_ns == before
 
 
 def test_latest(tmp_path: Path) -> None:
@@ -100,8 +110,6 @@ def test_a_full_disk_keeps_earlier_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"^cannot write checkpoint .*step_00000020 \(File too large\); free some space or"):
         save_checkpoint(tmp_path, 20, *state(), keep=1)
     assert names(tmp_path) == ["step_00000010"]
-    with pytest.raises(OSError, match="File too large"):
-        save_checkpoint(tmp_path, 10, *state(), keep=1)
     assert open_checkpoint(tmp_path / "step_00000010").record == {"small": 1}
 
 
@@ -188,10 +196,3 @@ def test_foreign_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
     (path / "record.json").write_text(json.dumps(saved | {"checksums": saved["checksums"] | {".metadata": checksum}}))
     with pytest.raises(ValueError, match=r"its \.metadata names posix\.system, which describes no tensor"):
         open_checkpoint(path)
-
-
-def test_arguments(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="keep must be at least 1 checkpoint, got 0"):
-        save_checkpoint(tmp_path, 1, *state(), keep=0)
-    with pytest.raises(ValueError, match=r"step must be in 0..99999999, .* got -1"):
-        save_checkpoint(tmp_path, -1, *state())
