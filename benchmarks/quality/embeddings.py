@@ -31,16 +31,21 @@ from benchmarks.quality.tables import (
     Dense,
     Digits,
     DoesNotFit,
+    GroupAndPlace,
     Hashed,
     HotAndHashed,
     LowRank,
     MixedDimension,
+    Neighbors,
+    Prefixes,
     QuotientRemainder,
     Robe,
     Table,
     TwoHashes,
+    fit_,
 )  # fmt: skip
 from comera_rec import TTEmbeddingBag, TTEmbeddingBagConfig, TTEmbeddingConfig
+from comera_rec.convert.start import start_from_vectors_, starting_rows
 from comera_rec.tt import blocks_params
 
 MIN_ROWS = 1000
@@ -58,6 +63,9 @@ PER_TABLE: dict[str, type[Table]] = {
     "mixed dim": MixedDimension,
     "CCE": Clustered,
     "MGQE": MultiGranular,
+    "neighbors": Neighbors,
+    "prefixes": Prefixes,
+    "group and place": GroupAndPlace,
 }
 WHOLE: dict[str, type[Dense]] = {"dense": Dense, "pruning": Pruned, "PEP": Thresholded}
 """Methods that start with all entries."""
@@ -124,6 +132,7 @@ class Embeddings(nn.Module):
         std: float = STD,
     ) -> None:
         super().__init__()
+        self.dim = dim
         self.large = [f for f, count in enumerate(counts) if len(count) >= MIN_ROWS]
         self.budget = int(sum(len(counts[f]) for f in self.large) * dim / compression)
         sizes = [len(counts[f]) for f in self.large]
@@ -150,6 +159,20 @@ class Embeddings(nn.Module):
         few = len(self.columns) - len(self.large)
         large = [table(ids[:, few + k])[:, None] for k, table in enumerate(self.tables)]
         return torch.cat([self.small(ids[:, :few] + self.starts), *large] if self.small is not None else large, dim=1)
+
+    def start_(self, vectors: Sequence[Tensor], counts: Sequence[Tensor]) -> None:
+        """Let all tables start from vectors [M, K] of each field's ids."""
+        rows = [starting_rows(of_field, len(count), self.dim) for of_field, count in zip(vectors, counts, strict=True)]
+        with torch.no_grad():
+            for field, start in zip(self.columns, self.starts.tolist(), strict=False):  # the small ones
+                self.small.weight[start : start + len(rows[field])] = rows[field]
+        for field, table in zip(self.large, self.tables, strict=True):
+            if isinstance(table, TT):
+                start_from_vectors_(table.bag, vectors[field], counts[field])
+            elif isinstance(table, Dense) and len(table.weight) == len(rows[field]):
+                table.weight.data.copy_(rows[field])
+            else:
+                fit_(table, rows[field], counts[field])
 
     def num_bytes(self) -> tuple[float, float]:
         """Bytes of the large tables' values, and of their indices."""

@@ -42,6 +42,7 @@ class Task:
     """A data set, how long to train on it, the learning rates to try first, and the standard deviation of initial entries.
 
     With `evaluations` > 0 the validation split is evaluated so often during training, and the best state is kept: early stopping.
+    `start` is "random", or "vectors" for tables that start from those of the data set.
     """
 
     data: DataSet
@@ -51,6 +52,7 @@ class Task:
     rates: tuple[float, ...] = RATES
     std: float = STD
     evaluations: int = 0
+    start: str = "random"
 
 
 class Head(nn.Module):
@@ -123,6 +125,8 @@ def train(task: Task, method: str, compression: float, lr: float, seed: int, dty
     compression = _compression_of_numbers(task, method, compression, DTYPES[dtype])
     model = Model(task, method, compression)
     embeddings = model.embeddings
+    if task.start == "vectors":
+        embeddings.start_(task.data.vectors, task.data.counts)
     if method == "PEP":  # keep the initial values, without the entries that a trained copy's thresholds drop
         copied = copy.deepcopy(model)
         search = ThresholdSearch(copied.embeddings.tables, embeddings.budget, task.steps)

@@ -94,10 +94,13 @@ class TablesConfig(TTEmbeddingConfig):
     Attributes:
         format: "tt" for large tables as TT tables, "dense" for all dense, "off" to leave the categorical columns out.
         hot_rows: as in `TTEmbeddingConfig`; "auto" here, because the ids of a preprocessed data set are ordered by frequency.
+        start: "random" values, or the "vectors" that `comera preprocess --order similarity` keeps, for dense and TT tables; a TT
+            table that can't represent them starts at random. They suit lower learning rates.
     """
 
     format: Literal["tt", "dense", "off"] = "tt"
     hot_rows: float | Literal["auto"] = "auto"
+    start: Literal["random", "vectors"] = "random"
 
 
 @dataclass(frozen=True, kw_only=True)
