@@ -148,7 +148,6 @@ class Trainer:
         self._write_config()
         record = {
             "step": self.steps,
-            "processes": self.processes.size,
             "config": self.config.to_dict(),
             "schema": asdict(self.schema),
             "data": fingerprint(self.manifest),
@@ -199,7 +198,7 @@ class Trainer:
         """
         path = self.folder / "result.json"
         self._resume()
-        if self.processes.any(self._unfinished() or not _is_whole(path)):
+        if self.processes.any(self._unfinished() or not path.exists()):
             self._write_config()
             self.processes.on_first(self._open_log)
             try:
@@ -377,13 +376,6 @@ class Trainer:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _is_whole(path: Path) -> bool:
-    try:
-        return isinstance(json.loads(path.read_text()), dict)
-    except (OSError, ValueError):
-        return False
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -70,14 +70,6 @@ def test_resumed_run_equals_unbroken_run(config_file: Path, tmp_path: Path, over
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
-def test_a_damaged_result_is_made_again(config_file: Path) -> None:
-    folder, result = run(config_file)
-    for damage in ('{"name": "ru', "null", "\\udcff"):
-        (folder / "result.json").write_text(damage, errors="surrogateescape")
-        assert run(config_file)[1]["ne"] == result["ne"]
-        assert json.loads((folder / "result.json").read_text())["ne"] == result["ne"]
-
-
 def test_a_model_without_inputs_and_a_file_as_output_are_refused(config_file: Path, tmp_path: Path) -> None:
     log, data = tmp_path / "log.csv", tmp_path / "no numbers"
     log.write_text("label,color\n" + "1,red\n0,blue\n" * 200)
