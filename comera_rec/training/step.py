@@ -148,19 +148,14 @@ def gradient_shares(module: nn.Module, processes: Processes = WORLD) -> dict[str
     return {name: 1.0 if name in divided else 1.0 / count for name, count in counts.items()}
 
 
-def gradient_norm(module: nn.Module, shares: dict[str, float], processes: Processes = WORLD) -> Tensor:
-    """Return the norm of the gradients of all processes together, on the device."""
-    gradients = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
-    device = next(module.parameters()).device
-    norms = torch.stack([torch.zeros((), device=device), *torch._foreach_norm(list(gradients.values()))])
-    return processes.sum(norms.square() @ norms.new_tensor([0.0, *(shares[name] for name in gradients)])).sqrt()
-
-
 def clip_gradients_(module: nn.Module, max_norm: float, shares: dict[str, float], processes: Processes = WORLD) -> None:
     """Scale all gradients of all processes down by one factor, so that their norm together is at most `max_norm`.
 
     Pascanu et al., "On the difficulty of training recurrent neural networks", ICML 2013, section 3.2.
     """
-    factor = (max_norm / (gradient_norm(module, shares, processes) + 1e-6)).clamp(max=1.0)
-    if gradients := [parameter.grad for parameter in module.parameters() if parameter.grad is not None]:
-        torch._foreach_mul_(gradients, factor)
+    gradients = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+    device = next(module.parameters()).device
+    norms = torch.stack([torch.zeros((), device=device), *torch._foreach_norm(list(gradients.values()))])
+    norm = processes.sum(norms.square() @ norms.new_tensor([0.0, *(shares[name] for name in gradients)])).sqrt()
+    if gradients:
+        torch._foreach_mul_(list(gradients.values()), (max_norm / (norm + 1e-6)).clamp(max=1.0))

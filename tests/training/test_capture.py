@@ -242,13 +242,6 @@ def test_lower_precisions_train_the_model_of_the_demo_like_float32(config_file: 
         assert results[precision]["ne"] == pytest.approx(results["float32"]["ne"], rel=0.005)
 
 
-def test_other_precisions_are_refused_in_one_line(config_file: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"^config: training\.precision: Input should be 'float32', 'bfloat16' or 'float8', not 'float16'$"
-    ):
-        load_config(config_file, ["training.precision=float16"])
-
-
 def test_float8_without_layers_for_it_is_refused_in_one_line(config_file: Path) -> None:
     with pytest.raises(
         ValueError, match=r"^float8 is for the products of TTLinear layers, and the model has none [^\n]* or use bfloat16$"
