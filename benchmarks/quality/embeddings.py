@@ -9,7 +9,7 @@ its smallest form if that is larger, and the others share what is left (`shares`
     pruning, PEP  entries become zero during training, see `pruning.py`
     TT          TT tables of one rank
     TT + rows   TT tables of one rank on a fifth of the bytes; on the rest, narrow rows of as many frequent ids as fit
-                (`TTEmbeddingConfig(hot_rows="auto")`)
+                (`TableCompression(hot_rows="auto")`)
     TT + s at w  the same with a share s of the bytes in one block of width w per table, for the same share of each table's rows
 """
 
@@ -44,7 +44,7 @@ from benchmarks.quality.tables import (
     TwoHashes,
     fit_,
 )  # fmt: skip
-from comera_rec import TTEmbeddingBag, TTEmbeddingBagConfig, TTEmbeddingConfig
+from comera_rec import TableCompression, TTEmbeddingBag, TTEmbeddingBagConfig
 from comera_rec.convert.start import start_from_vectors_, starting_rows
 from comera_rec.tt import blocks_params
 
@@ -113,7 +113,7 @@ class Embeddings(nn.Module):
         dim: N.
         method: a key of `PER_TABLE` or `WHOLE`, "TT", or "TT + rows".
         compression: dense parameters of the large tables divided by the compressed ones.
-        configs: for "TT" and "TT + rows"; defaults to those that `TTEmbeddingConfig(compression=...)` chooses.
+        configs: for "TT" and "TT + rows"; defaults to those that `TableCompression(compression=...)` chooses.
         std: standard deviation of initial entries.
 
     Raises:
@@ -186,7 +186,7 @@ def tt_tables(
     """Configs of TT tables of one rank that compress all tables together by at least `compression`."""
     tables = [EmbeddingBagConfig(name=f"t{i}", num_embeddings=m, embedding_dim=dim) for i, m in enumerate(sizes)]
     try:
-        return TTEmbeddingConfig(compression=compression, min_rows=1, order=order, hot_rows=hot_rows).table_configs(tables)
+        return TableCompression(compression=compression, min_rows=1, order=order, hot_rows=hot_rows).table_configs(tables)
     except ValueError:
         raise DoesNotFit from None
 

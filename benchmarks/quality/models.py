@@ -26,7 +26,9 @@ from benchmarks.quality.embeddings import MIN_ROWS, SPLITS, TT, Embeddings, spli
 from benchmarks.quality.pruning import Pruning, ThresholdSearch
 from benchmarks.quality.storage import DTYPES, round_, round_stochastically_, stored_bytes
 from benchmarks.quality.tables import STD
-from comera_rec import RankConfig, RankScheduler, fit_tables_, rank_param_groups
+from comera_rec import RankConfig, RankScheduler
+from comera_rec.convert import fit_tables_
+from comera_rec.rank import rank_param_groups
 from comera_rec.training.metrics import BinaryMetrics
 
 RATES = (0.003, 0.01, 0.03)
