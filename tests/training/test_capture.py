@@ -6,7 +6,6 @@ checks that these are unchanged, and calls the captured function again.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 from typing import Any
@@ -182,19 +181,6 @@ def test_learning_rates_that_change(device: str) -> None:
     actual, calls = losses(True, torch.tensor(0.01, device=device))
     torch.testing.assert_close(actual, expected)
     assert calls.count("capture") == 1, "a tensor is read by every replay"
-
-
-def test_after_a_reset_eager_steps_precede_a_new_graph() -> None:
-    training = Training("cpu", capture=True)
-    training.run(range(5))
-    state = copy.deepcopy((training.model.state_dict(), training.optimizer.state_dict()))
-    expected = training.run([9])
-    training.model.load_state_dict(state[0])
-    training.optimizer.load_state_dict(state[1])
-    assert isinstance(training.update, CapturedUpdate)
-    training.update.reset()
-    torch.testing.assert_close(training.run([9]), expected)
-    assert training.calls[-1] == "run"
 
 
 def test_optimizers_that_cannot_be_captured_are_named() -> None:

@@ -83,13 +83,13 @@ def test_the_record_of_a_step_is_replaced_and_its_tensors_stay(tmp_path: Path) -
     assert (path / "__0_0.distcp").stat().st_mtime_ns == before
 
 
-def test_latest(tmp_path: Path) -> None:
+def test_only_finished_checkpoints_are_the_latest(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path / "absent") is None
     (tmp_path / "step_00000009.partial").mkdir()
     (tmp_path / "step_best").touch()
     assert latest_checkpoint(tmp_path) is None
-    save_checkpoint(tmp_path, 10, *state())
-    save_checkpoint(tmp_path, 20, *state())
+    for step in (20, 10):
+        save_checkpoint(tmp_path, step, *state())
     assert latest_checkpoint(tmp_path) == tmp_path / "step_00000020"
 
 
