@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torchrec.optim.keyed import KeyedOptimizer
 
 from comera_rec.nn import named_tt_modules
-from comera_rec.recsys.sharding import divided_like, optimizer_state, padded_to
+from comera_rec.recsys.sharding import load_optimizer_state_, optimizer_state
 from comera_rec.training.checkpoint import Checkpoint
 
 
@@ -49,24 +49,17 @@ class TrainingState:
         """Load ranks, weights and optimizer state from a checkpoint, whatever number of processes saved it."""
         for name, module in named_tt_modules(self._model):
             module.resize_ranks_([checkpoint.sizes[f"model/{name}.core_{k}"][3] for k in range(module.shape.order - 1)])
-        weights = self._model.state_dict()
-        tensors = {f"model/{name}": value for name, value in weights.items()} | self._table_states()
-        parameters = dict(self._model.named_parameters())
-        states: dict[str, tuple[nn.Parameter, str]] = {}
+        parameters, weights = dict(self._model.named_parameters()), self._model.state_dict()
         for entry, size in checkpoint.sizes.items():
             name, _, key = entry.removeprefix("optimizer/").rpartition("/")
-            if entry.startswith("optimizer/") and name in parameters:
-                parameter, whole = parameters[name], weights[name]
-                states[entry] = (parameter, key)
-                like = parameter if size == whole.shape else parameter.new_empty(size)  # Adam's step is a scalar
-                value = torch.zeros_like(like, requires_grad=False)
-                divided = size == whole.shape and isinstance(whole, DTensor)
-                tensors[entry] = divided_like(value, whole) if divided else value
+            if entry.startswith("optimizer/") and name in parameters:  # others belong to other processes
+                parameter = parameters[name]
+                empty = torch.zeros_like(parameter) if size == weights[name].shape else parameter.new_zeros(size)  # such as a count
+                self._optimizer.state[parameter][key] = empty
+        tensors = self.tensors()
         checkpoint.read_into(tensors)
-        self._model.load_state_dict({name: tensors[f"model/{name}"] for name in weights})
-        for entry, (parameter, key) in states.items():
-            value = tensors[entry]
-            self._optimizer.state[parameter][key] = padded_to(value, parameter.shape) if isinstance(value, DTensor) else value
+        self._model.load_state_dict(_named(tensors, "model/"))
+        load_optimizer_state_(self._model, self._optimizer, _named(tensors, "optimizer/"))
 
     def _table_states(self) -> dict[str, Any]:
         """Return the optimizer state of dense tables: the tensors themselves, so that loading can fill them in place."""
@@ -86,8 +79,12 @@ def _parts(value: Any) -> list[Tensor]:
     return [value.to_local() if isinstance(value, DTensor) else value]
 
 
+def _named(tensors: dict[str, Any], prefix: str) -> dict[str, Any]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
 def load_model_(model: nn.Module, checkpoint: Checkpoint) -> nn.Module:
     """Give a model of one process the ranks and weights of a checkpoint."""
     names = [name for name in checkpoint.sizes if name.startswith("model/")]
-    model.load_state_dict({name.removeprefix("model/"): value for name, value in checkpoint.read(names).items()})
+    model.load_state_dict(_named(checkpoint.read(names), "model/"))
     return model
