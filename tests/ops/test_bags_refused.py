@@ -340,13 +340,15 @@ def test_states_and_settings_that_do_not_fit_are_refused(kind: int, change: dict
         ),
         ("cpu", "cpu", torch.float32, 1, "impl is 'cpu', which takes two to four cores"),
         ("cpu", "cuda", torch.float32, 2, "impl is 'cpu', but the tensors are on cuda: choose 'auto' or 'triton'"),
-        ("triton", "cpu", torch.float32, 2, "impl is 'triton'"),
+        ("triton", "cpu", torch.float32, 2, "impl is 'triton', which needs a GPU, but the tensors are on cpu: move them there or"),
+        ("triton", "cuda", torch.float64, 2, "impl is 'triton', which computes in float32: give float64 to 'reference'"),
     ],
 )
 def test_implementations_that_cannot_run_are_refused(
     impl: str, device: str, dtype: torch.dtype, order: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)  # whether Triton is installed here or not
     with pytest.raises(ValueError, match=message):
         resolve_bags_impl(impl, torch.device(device), dtype, order)
 
@@ -358,5 +360,10 @@ def test_what_auto_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
             assert resolve_bags_impl("auto", device, dtype, 2) == resolve_bags_impl("cpu", device, dtype, 4) == "cpu"
             assert resolve_bags_impl("auto", device, dtype, 1) == "reference"
         assert resolve_bags_impl("auto", device, torch.float64, 2) == "reference"
-    assert resolve_bags_impl("auto", torch.device("cuda"), torch.float32, 2) == "triton"
-    assert resolve_bags_impl("auto", torch.device("cuda"), torch.float64, 2) == "reference"
+    cuda = torch.device("cuda")
+    assert resolve_bags_impl("auto", cuda, torch.float32, 2) == resolve_bags_impl("triton", cuda, torch.float32, 3) == "triton"
+    assert resolve_bags_impl("auto", cuda, torch.float64, 2) == "reference"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert resolve_bags_impl("auto", cuda, torch.float32, 2) == "reference"
+    with pytest.raises(ValueError, match=r"triton is not installed: install it \(pip install triton\) or choose 'auto'"):
+        resolve_bags_impl("triton", cuda, torch.float32, 2)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comera_rec.ops.bags import reference
 from comera_rec.ops.bags.table import Table
 from comera_rec.ops.bags.updates import Updates, find_updates
 from comera_rec.ops.native import ops
@@ -34,10 +33,6 @@ def pool(
     update: bool = True,
 ) -> Tensor:
     """Pool rows to [B, F * num_cols] float32; arguments as for `tt_bags`, weights in float32."""
-    if mode == "max":  # gather the row of every id, then take maxima over bags
-        ends = torch.arange(plan.num_ids + 1, device=offsets.device)
-        rows = pool(tables, plan, ends, None, mode="sum", features=1, num_cols=num_cols, update=update)
-        return reference.pool_rows(rows, ends[:-1], offsets, mode=mode, features=features)
     order = len(tables[0].cores)
     # Table by table, then A and P of each hot block; diagonals likewise, or none if all of them are ones.
     cores = [slice_major(core, k, order) for table in tables for k, core in enumerate(table.cores)]
