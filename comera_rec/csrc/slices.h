@@ -124,5 +124,25 @@ class Scratch {
   float* memory_;
 };
 
+void scale_rows(float* values, const float* diagonal, int64_t rows, int64_t size) {
+  const int64_t columns = rows > 0 ? size / rows : 0;
+  for (int64_t k = 0; k < rows; ++k)
+    for (int64_t j = 0; j < columns; ++j) values[k * columns + j] *= diagonal[k];
+}
+
+// out[k] += the inner product of rows k of both.
+void add_row_products(const float* a, const float* b, int64_t rows, int64_t columns, float* out) {
+  for (int64_t k = 0; k < rows; ++k) out[k] += dot(a + k * columns, b + k * columns, columns);
+}
+
+COMERA_INLINE float* touch(const Sums& sums, int64_t slice) {
+  float* values = sums.values + slice * sums.size;
+  if (!sums.touched[slice]) {
+    sums.touched[slice] = 1;
+    std::memset(values, 0, 4 * sums.size);
+  }
+  return values;
+}
+
 }  // namespace
 }  // namespace comera
