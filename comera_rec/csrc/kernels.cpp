@@ -309,7 +309,6 @@ void gradients_of_rows_by_size(
 
 const Kernels COMERA_TABLE(COMERA_KERNELS) = {
     COMERA_NAMED(COMERA_KERNELS),
-    kWidth,
     scratch_floats,
     pair_floats,
     look_up_by_size,

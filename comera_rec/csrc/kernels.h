@@ -13,6 +13,13 @@
 
 namespace comera {
 
+namespace {
+
+// Floats in whole vectors of every instruction set.
+[[maybe_unused]] constexpr int64_t rounded(int64_t floats) { return (floats + 15) / 16 * 16; }
+
+}  // namespace
+
 enum class Number : int32_t { float32, bfloat16, float16 };
 
 // Slices of a core, one after the other, each contiguous.
@@ -35,9 +42,9 @@ struct Pair {
   const int32_t* inner_of = nullptr;
   int64_t first = 0, beyond = 0;  // numbers of the table's products
 
-  int64_t size() const { return int64_t(rank) * outer_n * inner_n; }
-  // Products from number `first` on as slices of a core.
-  Core core_of(float* products, int64_t first, int64_t beyond) const {
+  [[gnu::always_inline]] int64_t size() const { return int64_t(rank) * outer_n * inner_n; }
+  // Products [first, beyond) as slices of a core.
+  [[gnu::always_inline]] Core core_of(float* products, int64_t first, int64_t beyond) const {
     return {products, Number::float32, beyond - first, size(), first};
   }
 };
@@ -124,7 +131,6 @@ struct Stripe {
 
 struct Kernels {
   const char* name;
-  int vector_floats;
 
   // The most floats of scratch memory that loops over a table's rows, and those over a pair's products, need.
   int64_t (*scratch_floats)(const Table&);

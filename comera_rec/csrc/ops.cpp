@@ -86,7 +86,8 @@ bool is_slice_major(const Tensor& core, bool is_leading) {
 struct Arguments {
   Arguments(
       const std::vector<Tensor>& cores, const std::vector<Tensor>& diagonals, const std::vector<Tensor>& plan, const Tensor& offsets,
-      const std::optional<Tensor>& weights, bool mean, int64_t features, int64_t num_cols, const std::vector<int64_t>& hot) {
+      const std::optional<Tensor>& weights, bool mean, int64_t features, int64_t num_cols, const std::vector<int64_t>& hot_blocks,
+      const std::vector<int64_t>& first_rows) {
     require(plan.size() == 7, "plan holds ", plan.size(), " tensors: give the 7 of plan_lookup");
     const auto &inverse = plan[0], &order = plan[1], &starts = plan[2], &rows = plan[3], &left = plan[4], &right = plan[5],
                &bounds = plan[6];
@@ -95,13 +96,13 @@ struct Arguments {
     require(d >= 2 && d <= 4 && order.numel() == L && starts.numel() == L + 1 && rows.numel() == 2 * L &&
                 left.numel() == (d >= 3 ? 2 * L : 0) && right.numel() == (d == 4 ? 2 * L : 0),
             "plan has tensors of inconsistent sizes: take all of them from one call of plan_lookup");
-    require(hot.empty() || int64_t(hot.size()) == 2 * T, "hot holds ", hot.size(), " numbers for ", T,
-            " tables: give the number of blocks and the first row of each, or nothing");
+    require((hot_blocks.empty() || int64_t(hot_blocks.size()) == T) && first_rows.size() == hot_blocks.size(), "hot_blocks and first_rows "
+            "hold ", hot_blocks.size(), " and ", first_rows.size(), " numbers for ", T, " tables: give one for each, or nothing");
     int64_t blocks = 0;
-    for (size_t k = 0; k < hot.size(); ++k) {
-      require(hot[k] >= 0 && (k % 2 == 1 || hot[k] <= kMost), "hot holds ", hot[k],
-              ": give non-negative numbers of blocks and first rows");
-      if (k % 2 == 0) blocks += hot[k];
+    for (size_t t = 0; t < hot_blocks.size(); ++t) {
+      require(hot_blocks[t] >= 0 && hot_blocks[t] <= kMost && first_rows[t] >= 0, "table ", t, " has ", hot_blocks[t],
+              " hot_blocks and first row ", first_rows[t], ": give numbers from 0 on");
+      blocks += hot_blocks[t];
     }
     require(int64_t(cores.size()) == T * d + 2 * blocks, "cores holds ", cores.size(), " tensors, but the plan is for ", T,
             " tables of ", d, " cores, with ", blocks, " hot blocks of 2 each");
@@ -121,7 +122,7 @@ struct Arguments {
     int64_t width = 1;
     for (int64_t k = 0; k < d; ++k) width *= batch.columns[k];
     require(num_cols >= 1 && num_cols <= width, "num_cols is ", num_cols, ", but the cores make ", width, " columns");
-    take_hot(cores, hot);
+    take_hot(cores, hot_blocks, first_rows);
     for (int rank : batch.ranks) floats += rank;
     take_diagonals(diagonals, floats);
     share_diagonals();
@@ -166,13 +167,14 @@ struct Arguments {
     require(rank == 1, "cores[", t * d + d - 1, "] has last rank ", rank, ": the last core must end in rank 1");
   }
 
-  void take_hot(const std::vector<Tensor>& cores, const std::vector<int64_t>& hot) {
+  void take_hot(
+      const std::vector<Tensor>& cores, const std::vector<int64_t>& hot_blocks, const std::vector<int64_t>& first_rows) {
     size_t next = batch.cores.size();
-    for (size_t t = 0; 2 * t < hot.size(); ++t) {
+    for (size_t t = 0; t < hot_blocks.size(); ++t) {
       HotBlocks blocks;
-      blocks.first = hot[2 * t + 1];
+      blocks.first = first_rows[t];
       int64_t beyond = 0;
-      for (int64_t block = 0; block < hot[2 * t]; ++block, next += 2) {
+      for (int64_t block = 0; block < hot_blocks[t]; ++block, next += 2) {
         const Tensor &rows = cores[next], &projection = cores[next + 1];
         require(rows.dim() == 4 && rows.size(0) == 1 && rows.size(1) > 0 && rows.size(2) == 1, "cores[", next, "] has shape ",
                 shape_of(rows), ": give (1, rows, 1, k), the rows of a hot block");
@@ -254,8 +256,9 @@ struct Arguments {
 
 Tensor pool(
     std::vector<Tensor> cores, std::vector<Tensor> diagonals, std::vector<Tensor> plan, Tensor offsets, std::optional<Tensor> weights,
-    bool mean, int64_t features, int64_t num_cols, std::vector<int64_t> hot) {
-  const Arguments arguments(cores, diagonals, plan, offsets, weights, mean, features, num_cols, hot);
+    bool mean, int64_t features, int64_t num_cols, std::vector<int64_t> hot_blocks,
+    std::vector<int64_t> first_rows) {
+  const Arguments arguments(cores, diagonals, plan, offsets, weights, mean, features, num_cols, hot_blocks, first_rows);
   Tensor out = reused({arguments.batch.bags / features, features * num_cols});
   pool_bags(arguments.batch, static_cast<float*>(out.data_ptr()));
   return out;
@@ -281,8 +284,9 @@ std::tuple<std::vector<Tensor>, Tensor> run_backward(
 
 std::tuple<std::vector<Tensor>, std::vector<Tensor>, Tensor> pool_backward(
     Tensor gradient, std::vector<Tensor> cores, std::vector<Tensor> diagonals, std::vector<Tensor> plan, Tensor offsets,
-    std::optional<Tensor> weights, bool mean, int64_t features, int64_t num_cols, std::vector<int64_t> hot) {
-  const Arguments arguments(cores, diagonals, plan, offsets, weights, mean, features, num_cols, hot);
+    std::optional<Tensor> weights, bool mean, int64_t features, int64_t num_cols, std::vector<int64_t> hot_blocks,
+    std::vector<int64_t> first_rows) {
+  const Arguments arguments(cores, diagonals, plan, offsets, weights, mean, features, num_cols, hot_blocks, first_rows);
   std::vector<Tensor> core_gradients;
   std::vector<Target> targets;
   for (size_t k = 0; k < cores.size(); ++k) {
@@ -318,9 +322,9 @@ void* state_of(const std::vector<Tensor>& states, size_t k, const Tensor& core, 
 
 std::tuple<std::vector<Tensor>, Tensor> pool_backward_update(
     Tensor gradient, std::vector<Tensor> cores, std::vector<Tensor> diagonals, std::vector<Tensor> plan, Tensor offsets,
-    std::optional<Tensor> weights, bool mean, int64_t features, int64_t num_cols, std::vector<int64_t> hot,
-    std::vector<Tensor> first, std::vector<Tensor> second, int64_t kind, std::vector<double> settings, int64_t seed) {
-  const Arguments arguments(cores, diagonals, plan, offsets, weights, mean, features, num_cols, hot);
+    std::optional<Tensor> weights, bool mean, int64_t features, int64_t num_cols, std::vector<int64_t> hot_blocks,
+    std::vector<int64_t> first_rows, std::vector<Tensor> first, std::vector<Tensor> second, int64_t kind, std::vector<double> settings, int64_t seed) {
+  const Arguments arguments(cores, diagonals, plan, offsets, weights, mean, features, num_cols, hot_blocks, first_rows);
   require(kind >= 0 && kind <= int64_t(Update::Kind::adamw), "kind is ", kind, ": choose 0 to 4");
   const Update::Kind chosen = Update::Kind(kind);
   // Diagonals are updated too if there are settings for them.
@@ -374,13 +378,14 @@ STABLE_TORCH_LIBRARY(comera_rec, library) {
       "(Tensor inverse, Tensor order, Tensor starts, Tensor rows, Tensor left, Tensor right, Tensor bounds)");
   library.def(
       "pool(Tensor[] cores, Tensor[] diagonals, Tensor[] plan, Tensor offsets, Tensor? weights, bool mean, int features, "
-      "int num_cols, int[] hot) -> Tensor");
+      "int num_cols, int[] hot_blocks, int[] first_rows) -> Tensor");
   library.def(
       "pool_backward(Tensor gradient, Tensor[] cores, Tensor[] diagonals, Tensor[] plan, Tensor offsets, Tensor? weights, bool mean, "
-      "int features, int num_cols, int[] hot) -> (Tensor[] cores, Tensor[] diagonals, Tensor weights)");
+      "int features, int num_cols, int[] hot_blocks, int[] first_rows) -> (Tensor[] cores, Tensor[] diagonals, Tensor weights)");
   library.def(
       "pool_backward_update(Tensor gradient, Tensor(a!)[] cores, Tensor(d!)[] diagonals, Tensor[] plan, Tensor offsets, Tensor? weights, "
-      "bool mean, int features, int num_cols, int[] hot, Tensor(b!)[] first, Tensor(c!)[] second, int kind, float[] settings, int seed) -> "
+      "bool mean, int features, int num_cols, int[] hot_blocks, int[] first_rows, Tensor(b!)[] first, Tensor(c!)[] second, int kind, "
+      "float[] settings, int seed) -> "
       "(Tensor[] diagonals, Tensor weights)");
   library.def("cpu() -> str");
   library.def("threads_used_last() -> int");

@@ -109,8 +109,6 @@ COMERA_INLINE void prefetch_slice(const Core& core, int64_t number) {
   prefetch(offset(core.data, core.number, (number - core.first) * core.size), core.size * bytes_of(core.number));
 }
 
-int64_t rounded(int64_t floats) { return (floats + 15) / 16 * 16; }
-
 class Scratch {
  public:
   explicit Scratch(float* memory) : memory_(memory) {}

@@ -15,8 +15,6 @@ namespace comera {
 constexpr int64_t kTaskWork = 2048;        // rows and lookups of a task: few enough to balance threads, enough to be cheap
 constexpr int64_t kMostTasks = 256;
 
-inline int64_t rounded(int64_t floats) { return (floats + 15) / 16 * 16; }
-
 // The pairs of cores that form halves of tables, one for each table or none.
 struct Pairs {
   explicit Pairs(const Batch& batch) {

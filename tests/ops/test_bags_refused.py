@@ -89,7 +89,8 @@ class Arguments(dict[str, Any]):
             mean=False,
             features=2,
             num_cols=6,
-            hot=[0, 0, 1, 0],
+            hot_blocks=[0, 1],
+            first_rows=[0, 0],
         )
 
 
@@ -208,9 +209,10 @@ REFUSED: list[tuple[str, Callable[[Any], Any], str]] = [
     ("num_cols", lambda num_cols: 7, "num_cols is 7, but the cores make 6 columns"),
     ("num_cols", lambda num_cols: 0, "num_cols is 0, but the cores make 6 columns"),
     ("num_cols", lambda num_cols: 5, r"cores\[7\] has shape \(2, 1, 6, 1\): give \(2, 1, 5, 1\), the projection of a hot block"),
-    ("hot", lambda hot: [], "cores holds 8 tensors, but the plan is for 2 tables of 3 cores, with 0 hot blocks of 2 each"),
-    ("hot", lambda hot: [1], "hot holds 1 numbers for 2 tables: give the number of blocks and the first row of each"),
-    ("hot", lambda hot: [0, 0, -1, 0], "hot holds -1: give non-negative numbers of blocks and first rows"),
+    ("hot_blocks", lambda _: [0, 0], "cores holds 8 tensors, but the plan is for 2 tables of 3 cores, with 0 hot blocks of 2 each"),
+    ("hot_blocks", lambda _: [1], "hot_blocks and first_rows hold 1 and 2 numbers for 2 tables: give one for each, or nothing"),
+    ("hot_blocks", lambda _: [0, -1], "table 1 has -1 hot_blocks and first row 0: give numbers from 0 on"),
+    ("first_rows", lambda _: [0, -2], "table 1 has 1 hot_blocks and first row -2: give numbers from 0 on"),
     ("cores", lambda cores: put(cores, 6, core_of(1, 4, 2, 1)), r"cores\[6\] has shape \(1, 4, 2, 1\): give \(1, rows, 1, k\)"),
     ("cores", lambda cores: put(cores, 6, core_of(1, 0, 1, 2)), r"cores\[6\] has shape \(1, 0, 1, 2\): give \(1, rows, 1, k\)"),
     ("cores", lambda cores: put(cores, 7, core_of(3, 1, 6, 1, k=2)), r"cores\[7\] has shape \(3, 1, 6, 1\): give \(2, 1, 6, 1\)"),

@@ -122,11 +122,11 @@ def arguments(order: int, weighted: bool) -> tuple[Any, ...]:
     cores = [slice_major(torch.randn(size), k, order).requires_grad_() for _ in ids for k, size in enumerate(shape.core_shapes)]
     diagonals = [torch.rand(rank, requires_grad=True) for _ in ids for rank in shape.ranks]
     num_cols, weights = shape.num_cols - 1, torch.rand(10, requires_grad=True) if weighted else None
-    hot = [1, 0, 0, 0] if weighted else []  # a hot block of the first table
-    for k, size in enumerate([(1, shape.num_rows // 2, 1, 3), (3, 1, num_cols, 1)] if hot else []):
+    hot_blocks, first_rows = ([1, 0], [0, 0]) if weighted else ([], [])  # a hot block of the first table
+    for k, size in enumerate([(1, shape.num_rows // 2, 1, 3), (3, 1, num_cols, 1)] if hot_blocks else []):
         cores.append(slice_major(torch.randn(size), k, 2).requires_grad_())
-    diagonals += [torch.rand(3, requires_grad=True)] if hot else []
-    return cores, diagonals, list(plan), torch.tensor([0, 3, 3, 7, 9]), weights, False, 2, num_cols, hot
+    diagonals += [torch.rand(3, requires_grad=True)] if hot_blocks else []
+    return cores, diagonals, list(plan), torch.tensor([0, 3, 3, 7, 9]), weights, False, 2, num_cols, hot_blocks, first_rows
 
 
 @pytest.mark.parametrize(("order", "weighted"), [(2, False), (4, True)])

@@ -44,8 +44,8 @@ def pool(
         # A contiguous core of a block is slice-major, because its other sizes are 1; this check is the cheapest.
         cores += [core if core.is_contiguous() else slice_major(core, k, 2) for k, core in enumerate(block[:2])]
         diagonals.append(block.diagonal.contiguous())
-    hot = [number for table in tables for number in (len(table.hot), table.first)] if blocks else []
-    settings = (mode == "mean", features, num_cols, hot)
+    hot_blocks, first_rows = ([len(table.hot) for table in tables], [table.first for table in tables]) if blocks else ([], [])
+    settings = (mode == "mean", features, num_cols, hot_blocks, first_rows)
     # Cores that had to be copied into another layout have no optimizer.
     may_update = update and torch.is_grad_enabled() and not torch.compiler.is_compiling()
     updates = find_updates(cores, diagonals) if may_update else None
@@ -71,8 +71,8 @@ def _setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     num_cores, num_diagonals = ctx.counts
     cores, diagonals, (weights,) = _split(_gradients(ctx, grad), num_cores, num_diagonals)
-    hot: list[None] | None = None if ctx.settings[-1] else []  # torch mistakes an empty list of numbers for one of tensors
-    return cores, diagonals, [None] * _PLAN, None, weights, None, None, None, hot
+    lists: list[None] | None = None if ctx.settings[-1] else []  # torch mistakes an empty list of numbers for one of tensors
+    return cores, diagonals, [None] * _PLAN, None, weights, None, None, None, lists, lists
 
 
 @torch.autograd.function.once_differentiable

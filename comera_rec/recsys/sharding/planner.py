@@ -118,10 +118,11 @@ def _misfit(options: Sequence[ShardingOption], room: Topology) -> str:
     largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
     taken = ", ".join(f"{name!r} takes {sizes[name] / 2**30:.3g} GiB" for name in largest)
     free = min(getattr(device.storage, memory) for device in room.devices)
+    batch = options[0].batch_size if options else 1
     return (
-        f"the tables don't fit: {taken} of a device even when divided best, and a device has {free / 2**30:.3g} GiB for all of them: "
-        "give the largest ones smaller TT ranks and no hot rows, make dense ones TT tables (TTEmbeddingBagConfig with tt_ranks), "
-        f"use a batch smaller than {options[0].batch_size if options else 1}, or plan for more devices than {room.world_size}"
+        f"the tables don't fit: {taken} of a device even when divided best, and a device has {free / 2**30:.3g} GiB for all of "
+        "them: give the largest ones smaller TT ranks and no hot rows, make dense ones TT tables (TTEmbeddingBagConfig with "
+        f"tt_ranks), use a batch smaller than {batch}, or plan for more devices than {room.world_size}"
     )
 
 
