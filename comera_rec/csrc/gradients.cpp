@@ -100,10 +100,10 @@ class TableGradients {
   }
 
   // Targets of rows and projection of each block.
-  void take_hot(const HotBlocks& hot, const Target* targets, float* const* diagonal_gradients) {
-    for (size_t b = 0; b < hot.rows.size(); ++b) {
-      const Target &rows = targets[2 * b], &projection = targets[2 * b + 1];
-      hot_.push_back({rows, projection, hot.diagonals[b], diagonal_gradients[b]});
+  void take_hot(const Batch& batch, const HotBlocks& hot, const Target* targets, float* const* diagonal_gradients) {
+    for (int64_t block = hot.first; block < hot.first + hot.count; ++block) {
+      const Target &rows = targets[2 * block], &projection = targets[2 * block + 1];
+      hot_.push_back({rows, projection, batch.hot_diagonal(block), diagonal_gradients[block]});
       const int64_t bytes = rows.core.slices * rows.core.size * (rows.core.number == Number::float32 ? 4 : 2);
       if (rows.update == nullptr && bytes > 0) std::memset(rows.gradient, 0, size_t(bytes));
     }
@@ -208,8 +208,6 @@ void backward(
   const Lookups lookups = lookup_bags.lookups(batch.plan);
   const int64_t d = batch.order, T = batch.num_tables;
   for (size_t k = 0; k < batch.ranks.size(); ++k) std::fill_n(diagonal_gradients[k], batch.ranks[k], 0.0f);
-  const Target* hot_targets = targets.data() + T * d;
-  float* const* hot_diagonal_gradients = diagonal_gradients.data() + T * (d - 1);
   const BagGradients gradients{gradient, batch.num_cols, weight_gradients};
   const Buffer<float> right_products = make_right_products(pairs, tables, kernels, scratch);
   const int64_t rows = batch.plan.bounds[batch.num_tables], work = batch.num_lookups + kRowWork * rows;
@@ -218,10 +216,7 @@ void backward(
   for (int64_t t = 0; t < T; ++t) {
     const Pair* right_pair = d == 4 ? &pairs.right[t] : nullptr;
     parts.emplace_back(tables[t], right_pair, lookups, share, &targets[t * d], &diagonal_gradients[t * (d - 1)]);
-    if (batch.hot.empty()) continue;
-    parts.back().take_hot(batch.hot[t], hot_targets, hot_diagonal_gradients);
-    hot_targets += 2 * batch.hot[t].rows.size();
-    hot_diagonal_gradients += batch.hot[t].rows.size();
+    if (!batch.hot.empty()) parts.back().take_hot(batch, batch.hot[t], &targets[T * d], &diagonal_gradients[T * (d - 1)]);
   }
   Finishing finishing;
   for (size_t first = 0, beyond = 0; first < parts.size(); first = beyond) {

@@ -50,6 +50,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_lookup(
             " products: give modes that are more even");
     require(num_embeddings[t] >= 1 && double(num_embeddings[t]) <= rows, "num_embeddings[", t, "] is ", num_embeddings[t],
             ", but its row modes make ", rows, " rows: give a number from 1 to that");
+    require(double(num_embeddings[t]) * double(ids[t].numel()) < 0x1p62, "table ", t, " has too many rows for ", ids[t].numel(),
+            " ids: look up fewer at a time");
     tables.push_back({ids[t].data_ptr(), type == ScalarType::Long, ids[t].numel(), num_embeddings[t], modes});
     L += ids[t].numel();
   }
@@ -125,18 +127,7 @@ struct Arguments {
     take_hot(cores, hot_blocks, first_rows);
     for (int rank : batch.ranks) floats += rank;
     take_diagonals(diagonals, floats);
-    share_diagonals();
     take_bags(offsets, weights, mean, features);
-  }
-
-  // Converts the k-th of the cores.
-  Core core(size_t k) const {
-    if (k < batch.cores.size()) return batch.cores[k];
-    size_t block = (k - batch.cores.size()) / 2;
-    const bool is_projection = (k - batch.cores.size()) % 2;
-    auto table = batch.hot.begin();
-    for (; block >= table->rows.size(); ++table) block -= table->rows.size();
-    return (is_projection ? table->projections : table->rows)[block];
   }
 
   Batch batch;
@@ -169,10 +160,10 @@ struct Arguments {
 
   void take_hot(
       const std::vector<Tensor>& cores, const std::vector<int64_t>& hot_blocks, const std::vector<int64_t>& first_rows) {
-    size_t next = batch.cores.size();
+    const size_t cores_of_tables = batch.cores.size();
+    size_t next = cores_of_tables;
     for (size_t t = 0; t < hot_blocks.size(); ++t) {
-      HotBlocks blocks;
-      blocks.first = first_rows[t];
+      batch.hot.push_back({first_rows[t], int64_t(next - cores_of_tables) / 2, hot_blocks[t]});
       int64_t beyond = 0;
       for (int64_t block = 0; block < hot_blocks[t]; ++block, next += 2) {
         const Tensor &rows = cores[next], &projection = cores[next + 1];
@@ -189,19 +180,12 @@ struct Arguments {
         }
         beyond += rows.size(1);
         require(beyond <= kMost, "cores[", next, "] ends at row ", beyond, ": tables have at most ", kMost, " hot rows");
-        blocks.rows.push_back({rows.data_ptr(), number_of(rows, "cores"), rows.size(1), rows.size(3), 0});
-        blocks.projections.push_back(
+        batch.cores.push_back({rows.data_ptr(), number_of(rows, "cores"), rows.size(1), rows.size(3), 0});
+        batch.cores.push_back(
             {projection.data_ptr(), number_of(projection, "cores"), 1, projection.size(0) * projection.size(2), 0});
         batch.ranks.push_back(int(rows.size(3)));
       }
-      batch.hot.push_back(std::move(blocks));
     }
-  }
-
-  void share_diagonals() {
-    size_t next = size_t(batch.num_tables * (batch.order - 1));
-    for (HotBlocks& blocks : batch.hot)
-      for (size_t block = 0; block < blocks.rows.size(); ++block) blocks.diagonals.push_back(batch.diagonals[next++]);
   }
 
   void take_diagonals(const std::vector<Tensor>& diagonals, int64_t floats) {
@@ -292,7 +276,7 @@ std::tuple<std::vector<Tensor>, std::vector<Tensor>, Tensor> pool_backward(
   for (size_t k = 0; k < cores.size(); ++k) {
     core_gradients.push_back(torch::stable::empty_like(cores[k]));
     Target target;
-    target.core = arguments.core(k);
+    target.core = arguments.batch.cores[k];
     target.gradient = core_gradients.back().data_ptr();
     targets.push_back(target);
   }
@@ -353,7 +337,7 @@ std::tuple<std::vector<Tensor>, Tensor> pool_backward_update(
     update.first = state_of(first, k, parameter, chosen == Update::Kind::row_wise_adagrad, "first");
     update.second = state_of(second, k, parameter, false, "second");
     if (!is_core) continue;
-    targets[k].core = arguments.core(k);
+    targets[k].core = arguments.batch.cores[k];
     targets[k].update = &update;
   }
   auto gradients = run_backward(gradient, arguments.batch, targets, weights.has_value());

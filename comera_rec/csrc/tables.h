@@ -96,11 +96,9 @@ class HotTables {
  public:
   HotTables(const Batch& batch, std::vector<Table>& tables) {
     if (batch.hot.empty()) return;
-    int64_t floats = 0, blocks = 0, rows = 0;
-    for (const HotBlocks& hot : batch.hot) {
-      blocks += int64_t(hot.rows.size());
-      for (const Core& projection : hot.projections) floats += rounded(projection.size);
-    }
+    int64_t floats = 0, rows = 0;
+    const int64_t blocks = batch.hot.back().first + batch.hot.back().count;
+    for (int64_t block = 0; block < blocks; ++block) floats += rounded(batch.hot_projection(block).size);
     blocks_.reserve(blocks);
     projections_ = Buffer<float>(floats);
     float* projection = projections_.get();
@@ -108,14 +106,14 @@ class HotTables {
       const HotBlocks& hot = batch.hot[t];
       Table& table = tables[t];
       table.hot = blocks_.data() + blocks_.size();
-      int64_t beyond = -hot.first;
-      for (size_t b = 0; b < hot.rows.size(); ++b) {
-        const Core& core = hot.projections[b];
-        blocks_.push_back({hot.rows[b], projection, hot.rows[b].size, beyond});
-        kernels().scaled_rows(core, hot.diagonals[b], hot.rows[b].size, projection);
-        projection += rounded(core.size);
-        beyond += hot.rows[b].slices;
-        table.hot_width = std::max(table.hot_width, hot.rows[b].size);
+      int64_t beyond = -hot.first_row;
+      for (int64_t block = hot.first; block < hot.first + hot.count; ++block) {
+        const Core& core = batch.hot_rows(block);
+        blocks_.push_back({core, projection, core.size, beyond});
+        kernels().scaled_rows(batch.hot_projection(block), batch.hot_diagonal(block), core.size, projection);
+        projection += rounded(batch.hot_projection(block).size);
+        beyond += core.slices;
+        table.hot_width = std::max(table.hot_width, core.size);
       }
       int64_t low = table.row_begin, high = table.row_end;  // binary search for the first row beyond all blocks
       while (low < high) {
