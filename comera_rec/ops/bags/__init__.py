@@ -76,10 +76,11 @@ def tt_bags(
         weights = weights.to(torch.float32 if impl == "cpu" else first.dtype).contiguous()
     if impl != "cpu" or mode == "max":  # otherwise the CPU operator checks them
         _require_ascending(offsets, plan)
-    if isinstance(plan, PairPlan) and impl != "triton":
-        raise ValueError(f"impl is {impl!r}, but the plan is for GPUs: make it with plan_lookup(..., impl='auto')")
-    if impl == "reference":
-        return reference.pool(unpacked, plan, offsets, weights, mode=mode, features=features, num_cols=num_cols)
+    if impl != "triton":
+        if isinstance(plan, PairPlan):
+            raise ValueError(f"impl is {impl!r}, but the plan is for GPUs: make it with plan_lookup(..., impl='auto')")
+        if impl == "reference":
+            return reference.pool(unpacked, plan, offsets, weights, mode=mode, features=features, num_cols=num_cols)
     pool: Any = gpu.pool if impl == "triton" else cpu.pool
     options: dict[str, Any] = {"num_cols": num_cols, "update": update_in_backward}
     if mode == "max":  # look up the row of every id, then take maxima over bags

@@ -43,7 +43,8 @@ def pool(
         if update and torch.is_grad_enabled() and any(update_kind(core) is ROW_WISE for table in tables for core in table.cores):
             raise ValueError("RowWiseAdagrad in backward on a GPU needs tables of order 2: use Adagrad, or order=2")
         left, right = reference.make_halves([table.cores for table in tables], [table.diagonals for table in tables], plan)
-        pairs = pair_up(*plan.rows.long()[:, plan.inverse.long()], counts=(left.shape[0], right.shape[0]))
+        p, q = plan.rows.long()[:, plan.inverse.long()]
+        pairs = pair_up(p, q, (left.shape[0], right.shape[0]))
         bags = pool_pairs([left[None]], [right.transpose(0, 1)[..., None]], [], pairs, *how)
     return bags + _pool_hot_rows(tables, plan, *how, update=update) if any(table.hot for table in tables) else bags
 
