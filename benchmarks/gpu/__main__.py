@@ -34,7 +34,6 @@ PACKAGES = {
 TESTS = ("hypothesis", "pytest", "pytest_timeout", "xdist")
 TEST_FILES = (
     "ops/test_float8_matmul.py",
-    "ops/test_gathered_matmul_triton.py",
     "ops/test_bags_triton.py",
     "nn/test_embedding_bag_gpu.py",
 )
