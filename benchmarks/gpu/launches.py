@@ -27,7 +27,6 @@ from comera_rec.ops import tt_bags
 from comera_rec.ops.bags import gpu as bags
 from comera_rec.ops.bags import kernel_calls, updates
 from comera_rec.ops.bags.updates import register_update
-from comera_rec.ops.gathered_matmul import triton as products
 from comera_rec.ops.launch import Launch, recorded_launches
 from comera_rec.ops.plan import pairs
 from comera_rec.tt import Blocks, TTShape
@@ -76,10 +75,7 @@ class _Counter(TorchDispatchMode):
 
 
 _INSIDE: dict[str, Callable[..., Any]] = {
-    "gathered_matmul": lambda a, b, p, q, impl, p_ascends: products.forward(a, b, p, q, p_ascends),
-    "gathered_matmul_backward": lambda grad, a, b, p, q, impl, p_ascends: products.backward(grad, a, b, p, q, p_ascends),
     "plan_pairs": pairs.split_and_sort,
-    "plan_hot_rows": pairs.find_and_sort,
     "pool_pairs": bags.pool_into_bags,
     "pool_pairs_backward": bags.gradients,
 }
