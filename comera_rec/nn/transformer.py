@@ -85,8 +85,8 @@ class FeedForward(nn.Module):
 class EncoderBlock(nn.Module):
     """Self-attention, then feed-forward, each with a residual connection and layer normalization.
 
-    Computes what `torch.nn.TransformerEncoderLayer` with `batch_first` and GELU does, with linear layers of any kind. Vaswani et al.,
-    section 3.1 (arXiv 1706.03762); pre-norm as in Xiong et al. (arXiv 2002.04745).
+    Computes what `torch.nn.TransformerEncoderLayer` with `batch_first` and GELU does, with linear layers of any kind. Vaswani et
+    al., section 3.1 (arXiv 1706.03762); pre-norm as in Xiong et al. (arXiv 2002.04745).
 
     Args:
         embed_dim, num_heads: sizes D and H of the attention.
