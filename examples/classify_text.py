@@ -116,7 +116,9 @@ def read_sentences(settings: Settings) -> Sentences:
     classes = sorted(set(labels))
     if unknown := sorted(set(dev_labels) - set(classes)):
         raise ValueError(f"{settings.data.dev} has labels {unknown} that {settings.data.train} lacks")
-    tokenizer = word_pieces([part for text in texts for part in text], settings.model.vocab_size, settings.model.max_length)
+    tokenizer = word_pieces(
+        [part for text in texts for part in text if part is not None], settings.model.vocab_size, settings.model.max_length
+    )
     train_ids, dev_ids = ([tokenizer.encode(*text).ids for text in split] for split in (texts, dev_texts))
     train_targets, dev_targets = ([classes.index(label) for label in split] for split in (labels, dev_labels))
     return Sentences(
@@ -134,16 +136,19 @@ def train(
 ) -> dict[str, Any]:
     """Train a model that maps batches to scores; return its accuracy on `data.dev`, its sizes, and what `fit` returns."""
     batches = endless(sentences.train_ids, sentences.train_targets, settings.training.batch_size, settings.seed)
-    record = fit(
-        model, batches, lambda batch: F.cross_entropy(model(batch), batch.labels), settings.training, settings.ranks, optimizer
-    )
+
+    def loss(batch: TextBatch) -> Tensor:
+        assert batch.labels is not None
+        return F.cross_entropy(model(batch), batch.labels)
+
+    record = fit(model, batches, loss, settings.training, settings.ranks, optimizer)
     with torch.no_grad():
         hits = [(model(batch).argmax(1) == batch.labels) for batch in batches_of(sentences.dev_ids, sentences.dev_targets, 64)]
     return {"accuracy": float(torch.cat(hits).double().mean()), "classes": sentences.classes, **sizes(model), **record}
 
 
-def read_tsv(path: str) -> tuple[list[tuple[str, ...]], list[str]]:
-    """The sentences of each example, one or two, and the labels."""
+def read_tsv(path: str) -> tuple[list[tuple[str, str | None]], list[str]]:
+    """The sentences of each example, the second one None if there is only one, and the labels."""
     with open(path, newline="") as file:
         rows = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
         columns = [name for name in rows.fieldnames or () if name.startswith("sentence")]
@@ -153,7 +158,9 @@ def read_tsv(path: str) -> tuple[list[tuple[str, ...]], list[str]]:
     for number, example in enumerate(examples, start=2):
         if None in example or None in example.values():
             raise ValueError(f"{path}:{number} and the first line have different numbers of columns")
-    return [tuple(example[column] for column in columns) for example in examples], [example["label"] for example in examples]
+    first, second = columns[0], columns[-1] if len(columns) == 2 else None
+    texts = [(example[first], second and example[second]) for example in examples]
+    return texts, [example["label"] for example in examples]
 
 
 if __name__ == "__main__":

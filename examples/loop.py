@@ -82,7 +82,7 @@ def linear_layers(linears: LinearsConfig) -> Callable[[int, int], nn.Module]:
     return nn.Linear if linears.format == "dense" else linear_factory(linears)
 
 
-def _embeddings(tokens: EmbeddingSettings) -> Callable[[int, int], nn.Module]:
+def _embeddings(tokens: EmbeddingSettings) -> Callable[[int, int], nn.Embedding | cr.TTEmbedding]:
     if tokens.format == "dense":
         return dense_embedding
     if tokens.row_shape and tokens.col_shape:

@@ -59,7 +59,7 @@ class ItemSettings:
     compression: float = 10.0
     hot_rows: float | Literal["auto"] = "auto"
 
-    def embedding(self, num_embeddings: int, embedding_dim: int) -> nn.Module:
+    def embedding(self, num_embeddings: int, embedding_dim: int) -> nn.Embedding | cr.TTEmbedding:
         """Build the item table."""
         if self.format == "dense":
             return dense_embedding(num_embeddings, embedding_dim)

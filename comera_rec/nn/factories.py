@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 from torch import nn
 
+from comera_rec.nn.embedding import TTEmbedding
 from comera_rec.nn.linear import TTLinear
 from comera_rec.nn.linear_compression import LinearCompression
 
 LinearFactory = Callable[[int, int], nn.Module]
 """(in_features, out_features) -> a layer [..., in_features] -> [..., out_features] with a bias, such as `nn.Linear`."""
 
-EmbeddingFactory = Callable[[int, int], nn.Module]
+EmbeddingFactory = Callable[[int, int], nn.Embedding | TTEmbedding]
 """(num_embeddings, embedding_dim) -> a layer from ids [...] to rows [..., embedding_dim], such as `nn.Embedding`."""
 
 EMBEDDING_STD = 0.02

@@ -5,7 +5,6 @@ Shapes: B batch, L positions, D embed_dim, F ff_dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -55,13 +54,12 @@ class TransformerConfig:
 
 
 class FeedForward(nn.Module):
-    """Two linear layers with an activation between them, applied to each position separately.
+    """Two linear layers with a GELU between them, applied to each position separately.
 
     Args:
         embed_dim: D.
         ff_dim: F.
         linear: makes both layers.
-        activation: applied to the hidden features.
         dropout: probability of dropping a hidden feature.
     """
 
@@ -71,32 +69,29 @@ class FeedForward(nn.Module):
         ff_dim: int,
         *,
         linear: LinearFactory = nn.Linear,
-        activation: Callable[[Tensor], Tensor] = F.gelu,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.expand = linear(embed_dim, ff_dim)
         self.contract = linear(ff_dim, embed_dim)
-        self.activation = activation
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
-        output: Tensor = self.contract(self.dropout(self.activation(self.expand(input))))
+        output: Tensor = self.contract(self.dropout(F.gelu(self.expand(input))))
         return output
 
 
 class EncoderBlock(nn.Module):
     """Self-attention, then feed-forward, each with a residual connection and layer normalization.
 
-    Computes what `torch.nn.TransformerEncoderLayer` with `batch_first` does, with linear layers of any kind. Vaswani et al.,
-    section 3.1 (arXiv 1706.03762); pre-norm as in Xiong et al. (arXiv 2002.04745).
+    Computes what `torch.nn.TransformerEncoderLayer` with `batch_first` and GELU does, with linear layers of any kind. Vaswani et
+    al., section 3.1 (arXiv 1706.03762); pre-norm as in Xiong et al. (arXiv 2002.04745).
 
     Args:
         embed_dim, num_heads: sizes D and H of the attention.
         ff_dim: hidden features F of the feed-forward network.
         linear: makes the six linear layers.
-        activation: applied to the hidden features.
         dropout: probability of dropping a feature, inside and after both parts.
         norm_first: pre-norm, x + f(norm(x)), instead of post-norm, norm(x + f(x)).
 
@@ -114,13 +109,12 @@ class EncoderBlock(nn.Module):
         ff_dim: int,
         *,
         linear: LinearFactory = nn.Linear,
-        activation: Callable[[Tensor], Tensor] = F.gelu,
         dropout: float = 0.0,
         norm_first: bool = False,
     ) -> None:
         super().__init__()
         self.attention = MultiheadAttention(embed_dim, num_heads, linear=linear, dropout=dropout)
-        self.feed_forward = FeedForward(embed_dim, ff_dim, linear=linear, activation=activation, dropout=dropout)
+        self.feed_forward = FeedForward(embed_dim, ff_dim, linear=linear, dropout=dropout)
         self.attention_norm = nn.LayerNorm(embed_dim)
         self.feed_forward_norm = nn.LayerNorm(embed_dim)
         self.dropout = nn.Dropout(dropout)

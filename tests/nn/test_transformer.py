@@ -42,13 +42,10 @@ def masks() -> dict[str, Tensor | None]:
     return {"none": None, "padded": torch.arange(7) >= torch.tensor([[7], [4], [1]])}
 
 
-def torch_block(block: EncoderBlock, *, gelu: bool, dropout: float = 0.0) -> nn.TransformerEncoderLayer:
+def torch_block(block: EncoderBlock) -> nn.TransformerEncoderLayer:
     """Build torch's layer with a dense block's weights."""
     attention, ff = block.attention, block.feed_forward
-    activation = F.gelu if gelu else F.relu
-    layer = nn.TransformerEncoderLayer(
-        16, 4, 24, dropout, activation, batch_first=True, norm_first=block.norm_first, dtype=torch.float64
-    )
+    layer = nn.TransformerEncoderLayer(16, 4, 24, 0.0, F.gelu, batch_first=True, norm_first=block.norm_first, dtype=torch.float64)
     with torch.no_grad():
         projections = attention.query, attention.key, attention.value
         layer.self_attn.in_proj_weight.copy_(torch.cat([p.weight for p in projections]))
@@ -74,11 +71,11 @@ def dense_gradients(block: EncoderBlock) -> list[Tensor]:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("padding", ["none", "padded"])
 def test_a_dense_block_equals_torchs(norm_first: bool, causal: bool, padding: str) -> None:
-    block = EncoderBlock(16, 4, 24, activation=F.relu, norm_first=norm_first).double()
+    block = EncoderBlock(16, 4, 24, norm_first=norm_first).double()
     for norm in (block.attention_norm, block.feed_forward_norm):
         nn.init.normal_(norm.weight)
         nn.init.normal_(norm.bias)
-    torch_layer = torch_block(block, gelu=False)
+    torch_layer = torch_block(block)
     mask = masks()[padding]
     x_BLD = torch.randn(3, 7, 16, dtype=torch.float64, requires_grad=True)
     twin_BLD = x_BLD.detach().clone().requires_grad_()
@@ -91,12 +88,6 @@ def test_a_dense_block_equals_torchs(norm_first: bool, causal: bool, padding: st
     expected.backward(upstream)
     torch.testing.assert_close(x_BLD.grad, twin_BLD.grad)
     torch.testing.assert_close(dense_gradients(block), [p.grad for p in torch_layer.parameters()])
-
-
-def test_the_default_activation_is_gelu() -> None:
-    block = EncoderBlock(16, 4, 24).double()
-    x_BLD = torch.randn(3, 7, 16, dtype=torch.float64)
-    torch.testing.assert_close(block(x_BLD), torch_block(block, gelu=True)(x_BLD))
 
 
 def test_dropout_drops_only_in_training() -> None:
@@ -152,14 +143,6 @@ def test_a_block_under_autocast_keeps_float_gradients() -> None:
     torch.testing.assert_close(actual.float(), expected, rtol=0, atol=0.1)  # entries have a standard deviation of 1
     actual.sum().backward()
     assert {parameter.grad.dtype for parameter in block.parameters()} == {torch.float32}
-
-
-def test_a_batch_without_sequences() -> None:
-    block = EncoderBlock(16, 4, 24, linear=tt_linear)
-    actual = block(torch.zeros(0, 7, 16), key_padding_mask=torch.zeros(0, 7, dtype=torch.bool))
-    assert actual.shape == (0, 7, 16)
-    actual.sum().backward()
-    assert all(torch.equal(parameter.grad, torch.zeros_like(parameter)) for parameter in block.parameters())
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
