@@ -127,35 +127,33 @@ def _count(job: Job, part: Part) -> PartCounts:
 
 
 class _Rejects:
-    """Stops the pass at the first malformed line over the limit, once the parts before it are counted, which give its number."""
+    """Stops the pass at more malformed lines than allowed, once the parts before them are counted, which number the lines."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._count = 0
+        self._count, self._first = 0, ""
         self._checked = [0] * len(job.logs)  # parts checked in each log
         self._lines = [0] * len(job.logs)
 
     def check(self, log: int, records: Mapping[int, PartRecord]) -> None:
         limit = self._job.options.max_bad_rows
-        while counts := records.get(self._checked[log]):
-            before, self._count = self._count, self._count + counts.rejected
+        while record := records.get(self._checked[log]):
+            if record.reasons and not self._first:
+                self._first = self._describe(log, *record.reasons[0])
+            self._count += record.rejected
             if self._count > limit:
-                nth = limit - before
-                known = nth < len(counts.reasons)
-                line, reason = counts.reasons[nth] if known else self._job.malformed(log, self._checked[log], nth)
-                number = self._job.first_line(log) + self._lines[log] + line
-                others = f"after {limit} other malformed lines; " if limit else ""
-                schema = self._job.schema
-                may_be_header = number == 1 and not schema.header and schema.format != "jsonl"
-                may_be_header &= not schema.of_kind("hex")  # Criteo's logs have no header
-                may_be_header &= parquet_names(self._job.options.inputs[log]) is None
-                header = "if it holds column names, set header = true in the schema; else " if may_be_header else ""
-                raise ValueError(
-                    f"{self._job.options.inputs[log]}:{number}: {reason}; {others}{header}"
-                    "fix the log, or raise --max-bad-rows to drop malformed lines"
-                )
+                first = f"{self._first}; it is the first of more than {limit} malformed lines" if limit else self._first
+                raise ValueError(f"{first}; fix the log, or raise --max-bad-rows to drop malformed lines")
             self._checked[log] += 1
-            self._lines[log] += counts.lines
+            self._lines[log] += record.lines
+
+    def _describe(self, log: int, line: int, reason: str) -> str:
+        source, schema = self._job.options.inputs[log], self._job.schema
+        number = self._job.first_line(log) + self._lines[log] + line
+        may_be_header = number == 1 and not schema.header and schema.format != "jsonl"
+        may_be_header &= not schema.of_kind("hex")  # Criteo's logs have no header
+        may_be_header &= parquet_names(source) is None
+        return f"{source}:{number}: {reason}" + ("; if it holds column names, set header = true in the schema" if may_be_header else "")
 
 
 def describe_inputs(job: Job, parts: Sequence[CountedPart]) -> tuple[tuple[InputFile, ...], tuple[RejectedLine, ...]]:

@@ -24,11 +24,9 @@ import numpy as np
 
 from data_pipeline.buckets import keys_of_numbers
 from data_pipeline.hashing import BucketIds, HashedIds, IdSource, open_tables
-from data_pipeline.lists import truncate_lists
 from data_pipeline.manifest import REMEDY, CategoricalColumn, IntegerColumn, Manifest, check_file, read_manifest
-from data_pipeline.names import names_of
-from data_pipeline.parse import Parsed
-from data_pipeline.parts import detect_schema
+from data_pipeline.parse import Parsed, truncate_lists
+from data_pipeline.parts import detect_schema, layout_of
 from data_pipeline.reference import hash_text
 from data_pipeline.schema import NOT_FEATURES, Column, LogSchema, criteo_schema
 from data_pipeline.shards import Encoder
@@ -62,8 +60,8 @@ def new_logs_schema(known: LogSchema, log: Source) -> LogSchema:
     """Return the schema of new logs: detected for Criteo's and .npy, else `known` less absent labels, weights, times and users."""
     if known.transformed or known in (criteo_schema(labeled=True), criteo_schema(labeled=False)):
         return detect_schema(log)
-    names = names_of(log, known)
-    kept = [column for column in known.columns if names is None or column.kind not in NOT_FEATURES or column.source in names]
+    names = layout_of(log, known)
+    kept = [column for column in known.columns if not isinstance(names, tuple) or column.kind not in NOT_FEATURES or column.source in names]
     return replace(known, columns=tuple(kept))
 
 

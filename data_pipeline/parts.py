@@ -9,11 +9,12 @@ decompressed from its beginning once per pass, and parts that are already done a
 from __future__ import annotations
 
 import bz2
+import csv
 import gzip
 import lzma
 import re
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,7 +29,8 @@ from data_pipeline.columns import LABEL
 from data_pipeline.parse import longest_line
 from data_pipeline.schema import LogSchema, criteo_schema, detect_criteo_schema
 from data_pipeline.sources import LogIdentity, Source, empty, identify_log, open_log, unreadable
-from data_pipeline.triplets import MAGIC, Rows, identify_triplet, open_triplet
+from data_pipeline.tables import Layout, json_types, read_names
+from data_pipeline.triplets import MAGIC, identify_triplet, open_triplet
 
 LONGEST_LINE = 1 << 20  # bytes without the newline; lists of a hundred thousand values fit
 _DETECTED_BYTES = 1 << 16
@@ -55,7 +57,7 @@ class Part:
     """A part of a log: its number, where it begins in the log, and its content.
 
     start: position of its text in the log's text, or number of its first row.
-    content: whole lines ending with newlines, or rows of .npy files or Parquet.
+    content: whole lines ending with newlines, or rows of Parquet or .npy files.
     last: the log ends with this part.
     release: hands the content's memory to a later part; nothing may use the content afterwards. Mapping new memory takes longer
         than reading a log into it.
@@ -64,7 +66,7 @@ class Part:
     log: int
     number: int
     start: int
-    content: bytearray | Rows | pa.Table
+    content: bytearray | pa.Table
     last: bool
     release: Callable[[], object] = field(default=lambda: None, compare=False)
 
@@ -92,10 +94,9 @@ def detect_schema(log: Source) -> LogSchema:
         if missing := [column.name for column in schema.columns if column.name not in names]:
             raise ValueError(f"{log} has no column {missing[0]}, as Criteo's logs have; describe other logs with --schema")
         return schema
-    first = next(read_parts(0, log, part_bytes=_DETECTED_BYTES, skip=lambda _: False)).content
-    assert isinstance(first, bytearray), "only .npy files give rows"
+    first = _first_lines(log, _DETECTED_BYTES)
     try:
-        return detect_criteo_schema(bytes(first).replace(b"\r\n", b"\n"))
+        return detect_criteo_schema(first.replace(b"\r\n", b"\n"))
     except ValueError as error:
         raise ValueError(f"{log}:1: {error}") from error
 
@@ -119,11 +120,54 @@ def parquet_names(log: Source) -> tuple[str, ...] | None:
         return tuple(row_groups.read_metadata(log).schema.to_arrow_schema().names)
 
 
-def read_first_line(log: Source) -> bytes:
-    """Read the first line of a text log."""
-    part = next(read_parts(0, log, part_bytes=1, skip=lambda _: False))
+def _first_lines(log: Source, size: int) -> bytes:
+    part = next(read_parts(0, log, part_bytes=size, skip=lambda _: False))
     assert isinstance(part.content, bytearray), "only texts have lines"
     return bytes(part.content)
+
+
+def layout_of(log: Source, schema: LogSchema) -> Layout | None:
+    """Return a log's column names, in its order, or the types of JSON's columns; None if columns are identified by position.
+
+    Raises:
+        ValueError: the log can't be read, or its first line isn't CSV.
+    """
+    if _magic(log) == MAGIC:
+        return tuple(column.name for column in open_triplet(log).schema().columns)
+    if (names := parquet_names(log)) is not None:
+        return names
+    if schema.format == "jsonl":
+        return json_types(_first_lines(log, _DETECTED_BYTES), schema)
+    if not schema.header:
+        return None
+    try:
+        return read_names(_first_lines(log, 1), schema)
+    except csv.Error as error:  # Python's message advises opening the file in another way
+        reason = "has a carriage return within it" if "new-line" in str(error) else f"is not CSV ({error})"
+        raise ValueError(f"the line of column names of {log} {reason}; correct it, or set header = false") from None
+
+
+def check_layout(log: Source, schema: LogSchema) -> Layout | None:
+    """Do what `layout_of` does, and check that the log has every column of the schema exactly once.
+
+    Raises:
+        ValueError: a column is missing or appears more than once, or only one of the log and the schema is of .npy files.
+    """
+    layout = layout_of(log, schema)
+    is_triplet = _magic(log) == MAGIC
+    if is_triplet != schema.transformed or (is_triplet and layout != tuple(column.name for column in schema.columns)):
+        raise ValueError(
+            f"{log} doesn't match the first --input or --schema; preprocess text and .npy files, "
+            "or .npy files with different columns, as separate data sets"
+        )
+    names = layout if isinstance(layout, tuple) else ()
+    counts = Counter(names)
+    for column in schema.columns if isinstance(layout, tuple) else ():
+        if column.kind != "ignore" and counts[column.source] != 1:
+            number = "more than one column" if counts[column.source] else "no column"
+            shown = ", ".join(repr(name)[1:-1] for name in names)  # escaped: names may contain line breaks
+            raise ValueError(f"{log} has {number} {column.source!r}; its columns are {shown[:200]}; correct the schema or the log")
+    return layout
 
 
 def read_parts(log: int, source: Source, *, part_bytes: int, skip: Skip, columns: Collection[str] | None = None) -> Iterator[Part]:

@@ -18,18 +18,16 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
-from data_pipeline.cluster import dask_schedule
 from data_pipeline.count_pass import count_logs, split_bounds, train_and_rest
 from data_pipeline.counts import GroupCounts, IntegerCounts
 from data_pipeline.encoder import open_encoder
 from data_pipeline.fit import fit_categories, is_counted
 from data_pipeline.job import Job
 from data_pipeline.manifest import FILES, FORMAT, FORMAT_VERSION, SPLITS, IntegerColumn, Manifest, versions, write_manifest
-from data_pipeline.names import check_names
 from data_pipeline.options import PassOptions, PreprocessOptions
 from data_pipeline.order_pass import order_vocabularies
-from data_pipeline.parts import detect_schema, identify, inputs_changed
-from data_pipeline.pool import Schedule, on_threads
+from data_pipeline.parts import check_layout, detect_schema, identify, inputs_changed
+from data_pipeline.pool import Schedule, dask_schedule, on_threads
 from data_pipeline.schema import LogSchema
 from data_pipeline.splits import Splitting
 from data_pipeline.time_pass import find_times
@@ -73,7 +71,7 @@ def open_job(
         identity: what determines the results besides logs, columns and versions, as JSON values.
     """
     logs = identify(options.inputs)
-    names = tuple(check_names(log, schema) for log in options.inputs)
+    layouts = tuple(check_layout(log, schema) for log in options.inputs)
     schema = splitting.schema_used(schema)
     identity = {"inputs": [asdict(log) for log in logs], "columns": asdict(schema), "versions": versions()} | identity
     scheduled = dask_schedule(options.scheduler, workers=options.threads) if options.scheduler else nullcontext(on_threads)
@@ -84,7 +82,7 @@ def open_job(
         for folder in (*SPLITS, "vocabulary"):
             (work.data / folder).mkdir(exist_ok=True)
         job = Job(
-            options=options, schema=schema, logs=logs, work=work, splitting=splitting, names=names, counted=frozenset(counted)
+            options=options, schema=schema, logs=logs, work=work, splitting=splitting, layouts=layouts, counted=frozenset(counted)
         )
         yield job, schedule
         work.remove_unfinished()

@@ -10,28 +10,20 @@ A part is a range of rows instead of bytes. Letters: n rows, I integer columns, 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
+from data_pipeline.arrow import to_arrow
 from data_pipeline.columns import LABEL
-from data_pipeline.parse import BLOCK_BYTES, REASONS_KEPT, Parsed
 from data_pipeline.schema import Column, LogSchema
 from data_pipeline.sources import LogIdentity, Source, identify_log, name_of, open_log, sibling
 
 MAGIC = b"\x93NUMPY"
 _SPARSE = re.compile(r"_sparse[^/]*\.npy$")
 _KINDS = {"sparse": "iu", "dense": "f", "labels": "iu"}
-
-
-class Rows(NamedTuple):
-    """Rows of a triplet, as stored in its files."""
-
-    labels: np.ndarray
-    dense: np.ndarray
-    sparse: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +70,14 @@ class Triplet:
         categories = [Column(name=f"C{i + 1}", kind="hex") for i in range(self.sparse.columns)]
         return LogSchema(columns=(Column(name=LABEL, kind="label"), *integers, *categories), transformed=True)
 
-    def read(self, start: int, stop: int) -> Rows:
-        return Rows(*(file.read(start, stop) for file in (self.labels, self.dense, self.sparse)))
+    def read(self, start: int, stop: int) -> pa.Table:
+        """Read rows, with 0 as a missing category."""
+        labels, dense, sparse = (file.read(start, stop) for file in (self.labels, self.dense, self.sparse))
+        # Scripts that store 32-bit numbers as int32 wrap around.
+        sparse = np.where((sparse < 0) & (sparse >= -(1 << 31)), sparse.astype(np.int64) + (1 << 32), sparse)
+        columns = [to_arrow(labels[:, 0]), *map(to_arrow, dense.T)]
+        columns += [pc.if_else(pc.equal(column, 0), None, column) for column in map(to_arrow, sparse.T)]
+        return pa.table(columns, names=[column.name for column in self.schema().columns])
 
 
 def identify_triplet(log: Source) -> LogIdentity:
@@ -128,44 +126,3 @@ def _open(log: Source, kinds: str) -> _File:
         order = "columns first" if fortran else "rows first"
         raise ValueError(f"{log} holds {dtype} {list(shape)}, {order}; write integers, and float32 for dense, as torchrec does")
     return _File(log=log, rows=shape[0], columns=shape[1] if len(shape) == 2 else 1, dtype=dtype, offset=offset)
-
-
-def parse_rows(rows: Rows) -> Iterator[Parsed]:
-    """Parse rows, block by block; labels other than 0 and 1, dense values that aren't finite and ids beyond 32 bits are malformed.
-
-    `starts` and the lines of `reasons` count from the first row.
-    """
-    step = max(1, BLOCK_BYTES // (9 + 5 * (rows.dense.shape[1] + rows.sparse.shape[1])))
-    for begin in range(0, len(rows.labels), step):
-        yield _parse_block(Rows(*(array[begin : begin + step] for array in rows)), begin)
-
-
-def _parse_block(rows: Rows, begin: int) -> Parsed:
-    labels, sparse = rows.labels[:, 0], rows.sparse
-    dense = np.ascontiguousarray(rows.dense.T, np.float32)
-    checks = {
-        "the label is not 0 or 1": (labels != 0) & (labels != 1),
-        "a dense value is not finite": ~np.isfinite(dense).all(axis=0),
-        "a sparse value is not a 32-bit integer": ((sparse < -(1 << 31)) | (sparse >= 1 << 32)).any(axis=1),
-    }
-    bad = np.any(list(checks.values()), axis=0)
-    reasons = [
-        (begin + int(row), next(reason for reason, is_bad in checks.items() if is_bad[row]))
-        for row in np.flatnonzero(bad)[:REASONS_KEPT]
-    ]
-    good = np.flatnonzero(~bad)
-    # Scripts that store 32-bit numbers as int32 wrap around; uint32 restores them.
-    keys = np.ascontiguousarray(sparse[good].T.astype(np.uint32))
-    return Parsed(
-        labels=labels[good].astype(np.int8)[np.newaxis],
-        integers=dense[:, good],
-        integer_missing=np.zeros((dense.shape[0], len(good)), np.bool_),
-        keys=keys,
-        key_missing=keys == 0,
-        list_keys=np.empty((0, 0), np.uint64),
-        list_ends=np.empty((0, len(good)), np.int64),
-        starts=begin + good,
-        lines=len(labels),
-        rejected=len(labels) - len(good),
-        reasons=tuple(reasons),
-    )

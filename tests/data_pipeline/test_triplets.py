@@ -110,9 +110,9 @@ BAD[7, 3] = 2**32
 @pytest.mark.parametrize(
     ("sparse", "others", "message"),
     [
-        (BAD, {}, r"day_0_sparse.npy:8: a sparse value is not a 32-bit integer; fix the log"),
-        (random_sparse(), {"labels": np.full((ROWS, 1), -1)}, "day_0_sparse.npy:1: the label is not 0 or 1"),
-        (random_sparse(), {"dense": np.full((ROWS, 13), np.nan)}, "day_0_sparse.npy:1: a dense value is not finite"),
+        (BAD, {}, r"day_0_sparse.npy:8: C4 '4294967296' is not 1 to 8 hex digits; fix the log"),
+        (random_sparse(), {"labels": np.full((ROWS, 1), -1)}, "day_0_sparse.npy:1: label '-1' is not 0 or 1"),
+        (random_sparse(), {"dense": np.full((ROWS, 13), np.nan)}, "day_0_sparse.npy:1: I1 'nan' is not a finite number"),
         (random_sparse(), {"dense": np.ones((ROWS - 1, 13))}, r"day_0_dense.npy has shape \[499, 13\], .* has 500 rows"),
         (random_sparse(), {"labels": np.ones((ROWS, 2), int)}, r"day_0_labels.npy has shape \[500, 2\]"),
         (random_sparse().astype(float), {}, r"day_0_sparse.npy holds float64 \[500, 26\], rows first; write integers"),
