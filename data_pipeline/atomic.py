@@ -30,13 +30,13 @@ def resolved(output: Path) -> Path:
     """
     if _URL.match(str(output)):
         raise ValueError(
-            f"--output {output} is a URL, which this command can't write to; write to a local folder and copy it there"
+            f"`output` {output} is a URL, which this command can't write to; write to a local folder and copy it there"
         )
     if os.path.ismount(output):
-        raise ValueError(f"--output {output} is a mount point; name a folder in it, such as {output / 'data'}")
+        raise ValueError(f"`output` {output} is a mount point; name a folder in it, such as {output / 'data'}")
     target = _real(output)
     if any(path.is_symlink() for path in (target, *target.parents)):
-        raise ValueError(f"--output {output} leads to a symbolic link to itself; remove the link, or choose another --output")
+        raise ValueError(f"`output` {output} leads to a symbolic link to itself; remove the link, or choose another `output`")
     return target
 
 
@@ -46,7 +46,7 @@ def _real(path: Path) -> Path:
 
 
 def refuse_overlap(output: Path | str, option: str, paths: Iterable[Path | str], *, within: bool = False) -> None:
-    """Refuse an output that contains the paths of `--option`, symbolic links included, or with `within` lies in one of them.
+    """Refuse an output that contains paths of the setting `option`, links included, or with `within` lies in one of them.
 
     Raises:
         ValueError: they overlap; the message names both.
@@ -55,7 +55,7 @@ def refuse_overlap(output: Path | str, option: str, paths: Iterable[Path | str],
     for path in paths:
         origin: PurePath = PurePosixPath(path) if isinstance(path, str) else _real(path)
         if origin.is_relative_to(target) or (within and target.is_relative_to(origin)):
-            raise ValueError(f"--output {output} and --{option} {path} overlap; choose another --output")
+            raise ValueError(f"`output` {output} and `{option}` {path} overlap; choose another `output`")
 
 
 def check_output_folder(output: Path, *, files: tuple[str, ...], overwrite: bool) -> None:
@@ -70,14 +70,14 @@ def check_output_folder(output: Path, *, files: tuple[str, ...], overwrite: bool
     """
     if (output / files[0]).exists():
         if not overwrite:
-            raise ValueError(f"--output {output} already holds a finished result; add --overwrite to replace it")
+            raise ValueError(f"`output` {output} already holds a finished result; add `overwrite` to replace it")
         for path in _files_in(output):
             if not any(fnmatch.fnmatchcase(path.relative_to(output).as_posix(), pattern) for pattern in files):
                 raise ValueError(
-                    f"--output {output} also holds {path.relative_to(output)}, which is not part of it; move that file first"
+                    f"`output` {output} also holds {path.relative_to(output)}, which is not part of it; move that file first"
                 )
     elif output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"--output {output} exists and holds something else; choose a new or empty folder")
+        raise ValueError(f"`output` {output} exists and holds something else; choose a new or empty folder")
 
 
 def _files_in(folder: Path) -> Iterator[Path]:
@@ -106,9 +106,9 @@ def check_output_file(output: Path, *, overwrite: bool) -> None:
         ValueError: output is a folder, or exists and overwrite is false.
     """
     if output.is_dir():
-        raise ValueError(f"--output {output} is a folder; name a file in it")
+        raise ValueError(f"`output` {output} is a folder; name a file in it")
     if output.exists() and not overwrite:
-        raise ValueError(f"--output {output} already exists; add --overwrite to replace it")
+        raise ValueError(f"`output` {output} already exists; add `overwrite` to replace it")
 
 
 def put_in_place(finished: Path, output: Path) -> None:
@@ -138,12 +138,12 @@ def locked(output: Path, tell: Callable[[str], None] = lambda line: None) -> Ite
         lock.acquire(timeout=0)
     except Timeout as error:
         raise ValueError(
-            f"--output {output} is being written by another process ({_holder(lock)}); wait for it or choose another folder, "
+            f"`output` {output} is being written by another process ({_holder(lock)}); wait for it or choose another folder, "
             f"or remove {lock.lock_file} if that process is gone"
         ) from error
     try:
         if left_by:
-            tell(f"--output {output}: taking over from process {left_by}, which is gone")
+            tell(f"`output` {output}: taking over from process {left_by}, which is gone")
         yield
     finally:
         lock.release()
@@ -246,7 +246,7 @@ def _work_beside(output: Path) -> Iterator[Path]:
             finally:
                 remove(work)
     except OSError as error:
-        raise OSError(f"cannot write --output {output}: {reason_of(error)}; choose a writable place with enough space") from error
+        raise OSError(f"cannot write `output` {output}: {reason_of(error)}; choose a writable place with enough space") from error
 
 
 def hidden(output: Path, suffix: str) -> Path:

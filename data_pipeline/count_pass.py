@@ -143,7 +143,7 @@ class _Rejects:
             self._count += record.rejected
             if self._count > limit:
                 first = f"{self._first}; it is the first of more than {limit} malformed lines" if limit else self._first
-                raise ValueError(f"{first}; fix the log, or raise --max-bad-rows to drop malformed lines")
+                raise ValueError(f"{first}; fix the log, or raise `max_bad_rows` to drop malformed lines")
             self._checked[log] += 1
             self._lines[log] += record.lines
 
@@ -153,7 +153,9 @@ class _Rejects:
         may_be_header = number == 1 and not schema.header and schema.format != "jsonl"
         may_be_header &= not schema.of_kind("hex")  # Criteo's logs have no header
         may_be_header &= parquet_names(source) is None
-        return f"{source}:{number}: {reason}" + ("; if it holds column names, set header = true in the schema" if may_be_header else "")
+        return f"{source}:{number}: {reason}" + (
+            "; if it holds column names, set header = true in the schema" if may_be_header else ""
+        )
 
 
 def describe_inputs(job: Job, parts: Sequence[CountedPart]) -> tuple[tuple[InputFile, ...], tuple[RejectedLine, ...]]:

@@ -61,7 +61,11 @@ def new_logs_schema(known: LogSchema, log: Source) -> LogSchema:
     if known.transformed or known in (criteo_schema(labeled=True), criteo_schema(labeled=False)):
         return detect_schema(log)
     names = layout_of(log, known)
-    kept = [column for column in known.columns if not isinstance(names, tuple) or column.kind not in NOT_FEATURES or column.source in names]
+    kept = [
+        column
+        for column in known.columns
+        if not isinstance(names, tuple) or column.kind not in NOT_FEATURES or column.source in names
+    ]
     return replace(known, columns=tuple(kept))
 
 
@@ -78,15 +82,15 @@ def check_columns(schema: LogSchema, known: LogSchema, *, log: Source, data: str
     log_columns, data_columns = [*columns(schema), "none"], [*columns(known), "none"]
     if schema.labels and known.labels and schema.labels != known.labels:
         raise ValueError(
-            f"--input {log} has the labels {', '.join(schema.labels)} where {data} has {', '.join(known.labels)}; "
-            "give logs with all of these labels or none, or name the columns with --schema"
+            f"`input` {log} has the labels {', '.join(schema.labels)} where {data} has {', '.join(known.labels)}; "
+            "give logs with all of these labels or none, or name the columns with `schema`"
         )
     if log_columns != data_columns or schema.transformed != known.transformed:
         pairs = zip(log_columns, data_columns, strict=False)
         actual, expected = next((pair for pair in pairs if pair[0] != pair[1]), ("raw values", "already transformed columns"))
         raise ValueError(
-            f"--input {log} has other columns than the logs of {data}: {actual} where {expected} is expected; "
-            "give logs with the same columns, or name them with --schema"
+            f"`input` {log} has other columns than the logs of {data}: {actual} where {expected} is expected; "
+            "give logs with the same columns, or name them with `schema`"
         )
 
 

@@ -92,7 +92,7 @@ def detect_schema(log: Source) -> LogSchema:
     if names is not None:
         schema = criteo_schema(labeled=LABEL in names)
         if missing := [column.name for column in schema.columns if column.name not in names]:
-            raise ValueError(f"{log} has no column {missing[0]}, as Criteo's logs have; describe other logs with --schema")
+            raise ValueError(f"{log} has no column {missing[0]}, as Criteo's logs have; describe other logs with `schema`")
         return schema
     first = _first_lines(log, _DETECTED_BYTES)
     try:
@@ -157,7 +157,7 @@ def check_layout(log: Source, schema: LogSchema) -> Layout | None:
     is_triplet = _magic(log) == MAGIC
     if is_triplet != schema.transformed or (is_triplet and layout != tuple(column.name for column in schema.columns)):
         raise ValueError(
-            f"{log} doesn't match the first --input or --schema; preprocess text and .npy files, "
+            f"{log} doesn't match the first `input` or `schema`; preprocess text and .npy files, "
             "or .npy files with different columns, as separate data sets"
         )
     names = layout if isinstance(layout, tuple) else ()
@@ -230,7 +230,7 @@ def _magic(log: Source) -> bytes:
     except OSError as error:
         raise unreadable(log, error) from error
     if what := next((what for first, what in _UNREADABLE.items() if magic.startswith(first)), None):
-        raise ValueError(f"--input {log} is {what}; give text in UTF-8, plain or compressed by {', '.join(_MAGICS)}, or Parquet")
+        raise ValueError(f"`input` {log} is {what}; give text in UTF-8, plain or compressed by {', '.join(_MAGICS)}, or Parquet")
     return magic
 
 
@@ -328,4 +328,4 @@ def _too_long(source: Source) -> ValueError:
 
 def inputs_changed() -> ValueError:
     """Return the error for logs that changed during the run."""
-    return ValueError("an --input changed while it was read; run the same command again to start over")
+    return ValueError("an `input` changed while it was read; run the same command again to start over")

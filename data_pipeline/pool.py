@@ -127,7 +127,7 @@ def dask_schedule(address: str, *, workers: int) -> Iterator[Schedule]:
     try:
         import distributed
     except ImportError as error:
-        raise ValueError(f"--scheduler {address} needs Dask: run pip install distributed") from error
+        raise ValueError(f"`scheduler` {address} needs Dask: run pip install distributed") from error
     with ExitStack() as stack:
         scheduler_address = address
         if address == "local":
@@ -138,13 +138,13 @@ def dask_schedule(address: str, *, workers: int) -> Iterator[Schedule]:
             client.wait_for_workers(1, timeout=_WAIT_SECONDS)
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"--scheduler {address}: no scheduler with a worker answers ({' '.join(str(error).split())}); "
-                "start them with `dask scheduler` and `dask worker`, or use --scheduler local"
+                f"`scheduler` {address}: no scheduler with a worker answers ({' '.join(str(error).split())}); "
+                "start them with `dask scheduler` and `dask worker`, or use `scheduler` local"
             ) from error
         try:
             yield partial(on_executor, client.get_executor(pure=False))
         except distributed.KilledWorker as error:
             raise ValueError(
-                "--scheduler: several workers died on the same part, probably out of memory; lower --part-size or give workers "
+                "`scheduler`: several workers died on the same part, probably out of memory; lower `part_bytes` or give workers "
                 "more memory, and run the same command again to resume"
             ) from error

@@ -47,9 +47,9 @@ def preprocess(options: PreprocessOptions, tell: Tell = lambda line: None) -> Ma
     schema = options.schema or detect_schema(options.inputs[0])
     unknown = sorted(set(options.min_counts) - set(schema.categories))
     if unknown:
-        raise ValueError(f"--min-count {unknown[0]}=...: no such categorical column; choose one of {', '.join(schema.categories)}")
+        raise ValueError(f"`min_count` {unknown[0]}=...: no such categorical column; choose one of {', '.join(schema.categories)}")
     if options.order == "similarity" and len(schema.categories) < 2 and not schema.lists:
-        tell("--order similarity needs values that occur together: a single categorical column stays in order of frequency")
+        tell("`order` similarity needs values that occur together: a single categorical column stays in order of frequency")
         options = replace(options, order="frequency")
     # Everything that determines the work folder's contents; `max_bad_rows` doesn't change them.
     identity = {name: value for name, value in options.recorded().items() if name != "max_bad_rows"}
@@ -98,7 +98,7 @@ def _run(job: Job, options: PreprocessOptions, schedule: Schedule) -> Manifest:
     groups = train_and_rest(job, parts, bounds[0])
     if not any(group.trains for group in groups):
         rows = sum(part.counts.rows for part in parts)
-        raise ValueError(f"--input holds {rows} well-formed lines, which leaves no row for training; give more logs")
+        raise ValueError(f"`input` holds {rows} well-formed lines, which leaves no row for training; give more logs")
     integers = tuple(_integer_column(job, column, groups) for column in range(len(job.schema.integers)))
     categories = fit_categories(job, options, groups)
     if options.order == "similarity":

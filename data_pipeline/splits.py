@@ -56,7 +56,7 @@ class Splitting:
             ValueError: rows are split by a column that is missing.
         """
         if self.split in ("time", "user") and not schema.of_kind(cast(Kind, self.split)):
-            raise ValueError(f"--split {self.split} needs a column of kind {self.split}; name one in --schema")
+            raise ValueError(f"`split` {self.split} needs a column of kind {self.split}; name one in `schema`")
         others = {"time", "user"} - {self.split}
         return replace(schema, columns=tuple(replace(c, kind="ignore") if c.kind in others else c for c in schema.columns))
 

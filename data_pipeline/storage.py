@@ -106,14 +106,14 @@ class Destination:
                 holder = self._files.cat_file(self._path(_LOCK)).decode(errors="replace")
                 if not holder.startswith(platform.node() + " "):
                     raise ValueError(
-                        f"--output {self.url} is being written by another process ({holder}); "
+                        f"`output` {self.url} is being written by another process ({holder}); "
                         f"wait for it or choose another folder, or remove {self.url}/{_LOCK} if that process is gone"
                     )
             if self._patterns[0] in present and not overwrite:
-                raise ValueError(f"--output {self.url} already holds a finished result; add --overwrite to replace it")
+                raise ValueError(f"`output` {self.url} already holds a finished result; add `overwrite` to replace it")
             for name in sorted(present):
                 if name != _LOCK and not any(fnmatch.fnmatchcase(name, pattern) for pattern in self._patterns):
-                    raise ValueError(f"--output {self.url} also holds {name}, which is not part of it; move that file first")
+                    raise ValueError(f"`output` {self.url} also holds {name}, which is not part of it; move that file first")
             self._make_parents([_LOCK])
             self._files.pipe_file(self._path(_LOCK), f"{platform.node()} process {os.getpid()}".encode())
         try:

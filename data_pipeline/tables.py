@@ -225,14 +225,10 @@ def _misshapen_json(text: bytes, data: np.ndarray, starts: np.ndarray, stops: np
     """Return reasons for lines that Arrow would join with others, or skip."""
     suspects = np.flatnonzero((data[starts] != ord("{")) | (data[stops - 1] != ord("}"))).tolist()
     stripped = {line: text[starts[line] : stops[line]].strip() for line in suspects}
-    return {
-        line: "it is not a JSON object" for line, row in stripped.items() if not (row.startswith(b"{") and row.endswith(b"}"))
-    }
+    return {line: "it is not a JSON object" for line, row in stripped.items() if not (row.startswith(b"{") and row.endswith(b"}"))}
 
 
-def _misshapen_csv(
-    text: bytes, data: np.ndarray, starts: np.ndarray, newlines: np.ndarray, schema: LogSchema
-) -> dict[int, str]:
+def _misshapen_csv(text: bytes, data: np.ndarray, starts: np.ndarray, newlines: np.ndarray, schema: LogSchema) -> dict[int, str]:
     """Return reasons for lines that Arrow would divide, or join with others."""
     reasons = {}
     if schema.format == "csv":

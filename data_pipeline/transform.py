@@ -64,7 +64,7 @@ class TransformOptions(PassOptions):
         super().__post_init__()
         refuse_overlap(self.output, "data", [self.data], within=True)
         if self.split not in ("source", *SPLITS):
-            raise ValueError(f"--split is {self.split!r}; choose one of source, {', '.join(SPLITS)}")
+            raise ValueError(f"`split` is {self.split!r}; choose one of source, {', '.join(SPLITS)}")
 
 
 def transform(options: TransformOptions, tell: Tell = lambda line: None) -> Manifest:
@@ -94,7 +94,7 @@ def transform(options: TransformOptions, tell: Tell = lambda line: None) -> Mani
 def _run(job: Job, source: Manifest, data: Path, schedule: Schedule) -> Manifest:
     parts = count_logs(job, schedule)
     if not any(part.counts.rows for part in parts):
-        raise ValueError("--input holds no well-formed lines; give logs with rows to encode")
+        raise ValueError("`input` holds no well-formed lines; give logs with rows to encode")
     bounds = split_bounds(job, parts)
     if job.counted:
         source = replace(source, categorical_columns=_extended(job, source, data, train_and_rest(job, parts, bounds[0])))

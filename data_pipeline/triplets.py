@@ -107,7 +107,7 @@ def _files(log: Source) -> dict[str, Source]:
     name = name_of(log)
     if not _SPARSE.search(name):
         raise ValueError(
-            f"--input {log}: give only the sparse .npy files, such as day_0_sparse.npy; the others are found beside them"
+            f"`input` {log}: give only the sparse .npy files, such as day_0_sparse.npy; the others are found beside them"
         )
     return {"sparse": log} | {part: sibling(log, _SPARSE.sub(f"_{part}.npy", name)) for part in ("dense", "labels")}
 

@@ -119,7 +119,7 @@ def work_folder(
         remedy = "choose a writable place with enough space" if not destination else "check its name and your credentials"
         if work.path.exists():
             remedy = "finished parts are kept: free up space or fix permissions, and run the same command again"
-        raise OSError(f"cannot write --output {named_output if destination else output}: {reason_of(error)}; {remedy}") from error
+        raise OSError(f"cannot write `output` {named_output if destination else output}: {reason_of(error)}; {remedy}") from error
 
 
 def _open(work: WorkFolder, identity: dict[str, Any], output: Source, tell: Tell) -> None:
@@ -132,7 +132,7 @@ def _open(work: WorkFolder, identity: dict[str, Any], output: Source, tell: Tell
             tell(f"resuming an interrupted run: {counted} parts were counted, {written} written")
             work.remove_unfinished()
             return
-        tell(f"--output {output}: an interrupted run had different {' and '.join(changed)}; starting over")
+        tell(f"`output` {output}: an interrupted run had different {' and '.join(changed)}; starting over")
     _empty(work.path)
     for folder in FOLDERS:
         (work.path / folder).mkdir(parents=True)

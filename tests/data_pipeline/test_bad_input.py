@@ -37,7 +37,7 @@ def run(log: Path, output: Path, **options: object) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (to_text(ROWS[:4]) + b"1\t2\t3\n", r"log.tsv:5: 3 columns where 40 are expected; fix the log, or .* --max-bad-rows"),
+        (to_text(ROWS[:4]) + b"1\t2\t3\n", r"log.tsv:5: 3 columns where 40 are expected; fix the log, or .* `max_bad_rows`"),
         (to_text(ROWS[:4]) + b"\n" + to_text(ROWS), "log.tsv:5: blank line"),
         (to_text([*ROWS, ["1"] + [""] * 40]), "log.tsv:31: 41 columns where 40"),
         (with_cell(20, "xyz"), "log.tsv:17: C7 'xyz' is not 1 to 8 hex digits"),
@@ -78,7 +78,7 @@ def test_content(tmp_path: Path, write_log: WriteLog, content: bytes, message: s
 
 def test_a_pipe_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ValueError, match=r"--input .*pipe is a pipe or a device, and logs are read twice; write it to a file"):
+    with pytest.raises(ValueError, match=r"`input` .*pipe is a pipe or a device, and logs are read twice; write it to a file"):
         run(tmp_path / "pipe", tmp_path / "data")
 
 
@@ -89,7 +89,7 @@ def test_second_log_with_other_columns(tmp_path: Path, write_log: WriteLog) -> N
 
 
 def test_missing_and_folder(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"--input .*nowhere.tsv does not exist"):
+    with pytest.raises(ValueError, match=r"`input` .*nowhere.tsv does not exist"):
         run(tmp_path / "nowhere.tsv", tmp_path / "data")
     with pytest.raises(ValueError, match=r"is a folder; name the files in it"):
         run(tmp_path, tmp_path / "data")
@@ -99,7 +99,9 @@ def test_missing_and_folder(tmp_path: Path) -> None:
 def test_malformed_lines_up_to_a_limit(tmp_path: Path, write_log: WriteLog) -> None:
     good = to_text(ROWS)
     log = write_log(b"bad\n" + good + b"worse\n\n" + good)
-    with pytest.raises(ValueError, match=r"log.tsv:1: 1 columns where 40 are expected; it is the first of more than 2 malformed lines; fix the log"):
+    with pytest.raises(
+        ValueError, match=r"log.tsv:1: 1 columns where 40 are expected; it is the first of more than 2 malformed lines; fix the log"
+    ):
         run(log, tmp_path / "data", max_bad_rows=2)
     run(log, tmp_path / "data", max_bad_rows=3, part_bytes=400)
     manifest = read_manifest(tmp_path / "data")
@@ -127,29 +129,29 @@ def test_list_of_rejected_lines_is_capped(tmp_path: Path, write_log: WriteLog) -
 
 
 def test_only_malformed_lines(tmp_path: Path, write_log: WriteLog) -> None:
-    with pytest.raises(ValueError, match="--input holds 0 well-formed lines, which leaves no row for training"):
+    with pytest.raises(ValueError, match="`input` holds 0 well-formed lines, which leaves no row for training"):
         run(write_log(to_text([["x"] * 40] * 3)), tmp_path / "data", max_bad_rows=9)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"min_count": 0}, "--min-count is 0; it must be at least 1"),
-        ({"part_bytes": 0}, "--part-size is 0; it must be at least 1"),
-        ({"workers": 0}, "--workers is 0; it must be at least 1"),
-        ({"hash_buckets": 1}, "--hash-buckets is 1; it must be at least 2"),
-        ({"min_counts": {"C3": 0}}, "--min-count C3=0: it must be at least 1"),
-        ({"split": "weekly"}, "--split is 'weekly'; choose one of chronological, day, random, time, user"),
-        ({"seed": 1 << 64}, r"--seed is 18446744073709551616; it must be below 2\*\*64"),
-        ({"split": "day"}, "--split day needs several logs"),
+        ({"min_count": 0}, "`min_count` is 0; it must be at least 1"),
+        ({"part_bytes": 0}, "`part_bytes` is 0; it must be at least 1"),
+        ({"workers": 0}, "`workers` is 0; it must be at least 1"),
+        ({"hash_buckets": 1}, "`hash_buckets` is 1; it must be at least 2"),
+        ({"min_counts": {"C3": 0}}, "`min_count` C3=0: it must be at least 1"),
+        ({"split": "weekly"}, "`split` is 'weekly'; choose one of chronological, day, random, time, user"),
+        ({"seed": 1 << 64}, r"`seed` is 18446744073709551616; it must be below 2\*\*64"),
+        ({"split": "day"}, "`split` day needs several logs"),
         (
             {"memory_limit": 400 << 20},
-            "--memory-limit 400 MiB is too little for parts of 64 MiB, which need 512 MiB; raise it, or lower --part-size",
+            "`memory_limit` 400 MiB is too little for parts of 64 MiB, which need 512 MiB; raise it, or lower `part_bytes`",
         ),
-        ({"memory_limit": 1000}, "--memory-limit 1000 bytes is too little for parts of 64 MiB"),
-        ({"max_bad_rows": -1}, "--max-bad-rows is -1; it must be at least 0"),
-        ({"val_fraction": -0.1}, "--val-fraction is -0.1; it must be at least 0 and below 1"),
-        ({"test_fraction": float("nan")}, "--test-fraction is nan"),
+        ({"memory_limit": 1000}, "`memory_limit` 1000 bytes is too little for parts of 64 MiB"),
+        ({"max_bad_rows": -1}, "`max_bad_rows` is -1; it must be at least 0"),
+        ({"val_fraction": -0.1}, "`val_fraction` is -0.1; it must be at least 0 and below 1"),
+        ({"test_fraction": float("nan")}, "`test_fraction` is nan"),
         ({"val_fraction": 0.5, "test_fraction": 0.5}, "leave no training rows; their sum must be below 1"),
     ],
 )
@@ -162,11 +164,11 @@ def test_finished_data_set_is_kept_unless_overwritten(tmp_path: Path, write_log:
     log, output = write_log(ROWS), tmp_path / "data"
     run(log, output)
     before = (output / "manifest.json").read_bytes()
-    with pytest.raises(ValueError, match="already holds a finished result; add --overwrite"):
+    with pytest.raises(ValueError, match="already holds a finished result; add `overwrite`"):
         run(log, output, min_count=1)
     with pytest.raises(ValueError, match="blank line"):
         run(write_log(b"\n" + to_text(ROWS), "bad.tsv"), output, overwrite=True)
-    with pytest.raises(ValueError, match=r"--min-count C27=.*: no such categorical column; choose one of C1, "):
+    with pytest.raises(ValueError, match=r"`min_count` C27=.*: no such categorical column; choose one of C1, "):
         run(log, output, min_counts={"C27": 3}, overwrite=True)
     assert (output / "manifest.json").read_bytes() == before
     run(log, output, min_count=1, overwrite=True)
@@ -191,7 +193,7 @@ def test_empty_folder_is_filled(tmp_path: Path, write_log: WriteLog) -> None:
 
 def test_unwritable_output(tmp_path: Path, write_log: WriteLog) -> None:
     log = write_log(ROWS)
-    with pytest.raises(OSError, match=r"cannot write --output .*data: Not a directory; choose a writable place"):
+    with pytest.raises(OSError, match=r"cannot write `output` .*data: Not a directory; choose a writable place"):
         run(log, log / "data")
     assert list(tmp_path.iterdir()) == [log]
 
@@ -215,7 +217,7 @@ def test_input_that_changes_during_the_run(tmp_path: Path, write_log: WriteLog, 
         return write_logs(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(preprocess_module, "write_logs", change)
-    with pytest.raises(ValueError, match="an --input changed while it was read; run the same command again to start over"):
+    with pytest.raises(ValueError, match="an `input` changed while it was read; run the same command again to start over"):
         run(log, tmp_path / "data")
     assert not (tmp_path / "data").exists()
     monkeypatch.undo()

@@ -16,7 +16,7 @@ from test_formats import files_of, read
 from data_pipeline.buckets import keys_of_numbers, numbers_of_keys, quantiles
 from data_pipeline.encoder import RequestEncoder
 from data_pipeline.hashing import BucketIds, encode_keys
-from data_pipeline.lookup import find_id, find_text
+from data_pipeline.inspection import find_id, find_text
 from data_pipeline.manifest import Manifest, read_manifest
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.reference import bucket
@@ -117,7 +117,7 @@ def test_lookup(data: tuple[Manifest, Path]) -> None:
         "from 60 to below ...",
     ]
     for text in ("old", "nan", "inf"):
-        with pytest.raises(ValueError, match=f"--text is '{text}'; values of age are finite numbers"):
+        with pytest.raises(ValueError, match=f"`text` is '{text}'; values of age are finite numbers"):
             find_text(*data, "age", text)
     manifest, folder = data
     columns = [replace(c, boundaries=(0.1, 1234567.25)) if c.name == "age" else c for c in manifest.categorical_columns]

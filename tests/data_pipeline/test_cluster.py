@@ -89,7 +89,7 @@ def test_part_that_kills_every_worker(options: PreprocessOptions, monkeypatch: p
     monkeypatch.setattr(count_pass, "_count", deadly_count)
     with (
         dask.config.set({"distributed.scheduler.allowed-failures": 0}),
-        pytest.raises(ValueError, match=r"--scheduler: several workers died on the same part, .* lower --part-size"),
+        pytest.raises(ValueError, match=r"`scheduler`: several workers died on the same part, .* lower `part_bytes`"),
     ):
         preprocess(replace(options, scheduler="local", workers=1))
 
@@ -129,11 +129,11 @@ def test_unreachable_scheduler(options: PreprocessOptions, monkeypatch: pytest.M
     with socket.socket() as unused:  # no process listens on it
         unused.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{unused.getsockname()[1]}"
-        with pytest.raises(ValueError, match=f"--scheduler {address}: no scheduler with a worker answers"):
+        with pytest.raises(ValueError, match=f"`scheduler` {address}: no scheduler with a worker answers"):
             preprocess(replace(options, scheduler=address))
 
 
 def test_without_dask(options: PreprocessOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "distributed", None)
-    with pytest.raises(ValueError, match="--scheduler local needs Dask: run pip install distributed"):
+    with pytest.raises(ValueError, match="`scheduler` local needs Dask: run pip install distributed"):
         preprocess(replace(options, scheduler="local"))

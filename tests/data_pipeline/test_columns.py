@@ -10,7 +10,6 @@ import pandas as pd
 import pytest
 from test_formats import read
 
-from data_pipeline.describe import describe, to_text
 from data_pipeline.encoder import RequestEncoder
 from data_pipeline.manifest import CategoricalColumn, IntegerColumn, read_manifest
 from data_pipeline.preprocess import PreprocessOptions, preprocess
@@ -153,12 +152,6 @@ def test_other_settings_are_refused(data: Path, tmp_path: Path) -> None:
         other = read_schema(tmp_path / "other.toml")
         with pytest.raises(ValueError, match=message):
             transform(TransformOptions(inputs=tuple(tmp_path.glob("log.*")), data=data, output=tmp_path / "new", schema=other))
-
-
-def test_described(data: Path) -> None:
-    text = to_text(describe(read_manifest(data), data))
-    assert "rating" in text
-    assert "4,6" in text  # values of nanos, about 2**62
 
 
 @pytest.mark.parametrize("cell", ["inf", "nan", "1e999", "1,5", "0x1", "--1", "1e"])

@@ -386,9 +386,7 @@ def test_arrow_reads_what_the_parser_reads(lines: list[list[str]], newline: str,
     text = "".join(",".join(row) + newline for line in lines for row in (line, *good)).encode()
     names = tuple(column.name for column in OTHER.columns)
     for schema in (OTHER, replace(OTHER, format="csv")):
-        for actual, expected in zip(
-            vars(parse_text(text, schema, names)).items(), vars(parse(text, OTHER)).items(), strict=True
-        ):
+        for actual, expected in zip(vars(parse_text(text, schema, names)).items(), vars(parse(text, OTHER)).items(), strict=True):
             if expected[0] == "list_keys":
                 width = actual[1].shape[1]
                 expected = (expected[0], expected[1][:, :width])

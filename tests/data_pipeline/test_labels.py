@@ -11,7 +11,6 @@ import pyarrow.parquet as pq
 import pytest
 from test_formats import files_of, read
 
-from data_pipeline.describe import describe, to_text, write_html
 from data_pipeline.manifest import Label, Manifest, read_manifest
 from data_pipeline.npy import export_npy
 from data_pipeline.preprocess import PreprocessOptions, preprocess
@@ -69,11 +68,6 @@ def test_two_labels_and_weights(tmp_path: Path, name: str) -> None:
     assert manifest.weight is not None
     assert manifest.weight.split_means["test"] == pytest.approx(frame["importance"][270:].mean())
     assert manifest.weight.mean == pytest.approx(frame["importance"].mean())
-    description = describe(manifest, chosen.output)
-    assert "click rate" in to_text(description)
-    assert "buy rate" in to_text(description)
-    write_html(description, tmp_path / "page.html")
-    assert "<th>click rate<th>buy rate</tr>" in (tmp_path / "page.html").read_text()
 
 
 def test_two_labels_in_plain_text(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_pipeline.encoder import RequestEncoder
-from data_pipeline.lookup import find_text
+from data_pipeline.inspection import find_text
 from data_pipeline.manifest import Manifest, read_manifest
 from data_pipeline.npy import export_npy
 from data_pipeline.options import PreprocessOptions

@@ -52,17 +52,17 @@ def test_change_while_it_is_read(memory: Any, tmp_path: Path, monkeypatch: pytes
         memory.pipe("/log", to_text(ROWS[::-1]))
 
     monkeypatch.setattr("data_pipeline.write_pass.describe_inputs", lambda job, parts: (change(), ((), ()))[1])
-    with pytest.raises(ValueError, match="an --input changed while it was read"):
+    with pytest.raises(ValueError, match="an `input` changed while it was read"):
         preprocess(PreprocessOptions(inputs=("memory://log",), output=tmp_path / "data"))
 
 
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("memory://nowhere", "--input memory://nowhere does not exist; check its name"),
-        ("memory://logs", "--input memory://logs is a folder; name the files in it, such as memory://logs/day_"),
-        ("memory://empty", "--input memory://empty is empty"),
-        ("nosuch://log", "--input nosuch://log: Protocol not known: nosuch"),
+        ("memory://nowhere", "`input` memory://nowhere does not exist; check its name"),
+        ("memory://logs", "`input` memory://logs is a folder; name the files in it, such as memory://logs/day_"),
+        ("memory://empty", "`input` memory://empty is empty"),
+        ("nosuch://log", "`input` nosuch://log: Protocol not known: nosuch"),
     ],
 )
 def test_mistakes(memory: Any, tmp_path: Path, url: str, message: str) -> None:
@@ -80,7 +80,7 @@ def test_file_system_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_pattern_without_match(memory: Any) -> None:
-    with pytest.raises(ValueError, match=r"--input memory://logs/day_\* matches no file"):
+    with pytest.raises(ValueError, match=r"`input` memory://logs/day_\* matches no file"):
         expand(["memory://logs/day_*"])
 
 
@@ -121,16 +121,16 @@ class Denied(MemoryFileSystem):
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("denied://secret", "cannot read --input denied://secret: NoCredentials: unable to locate credentials; check the file"),
-        ("denied://closed", "cannot read --input denied://closed: NoCredentials: token expired; check the file"),
-        ("denied://log", "cannot read --input denied://log: NoCredentials: connection lost; check the file"),
+        ("denied://secret", "cannot read `input` denied://secret: NoCredentials: unable to locate credentials; check the file"),
+        ("denied://closed", "cannot read `input` denied://closed: NoCredentials: token expired; check the file"),
+        ("denied://log", "cannot read `input` denied://log: NoCredentials: connection lost; check the file"),
     ],
 )
 def test_errors_of_libraries(tmp_path: Path, url: str, message: str) -> None:
     fsspec.register_implementation("denied", Denied, clobber=True)
     with pytest.raises(ValueError, match=message):
         preprocess(PreprocessOptions(inputs=(url,), output=tmp_path / "data"))
-    with pytest.raises(ValueError, match=r"cannot read --input denied://logs/\*: NoCredentials: unable to locate"):
+    with pytest.raises(ValueError, match=r"cannot read `input` denied://logs/\*: NoCredentials: unable to locate"):
         expand(["denied://logs/*"])
 
 

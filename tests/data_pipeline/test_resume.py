@@ -99,7 +99,7 @@ def test_disk_full(
         except OSError as error:
             messages.append(str(error))
     assert set(messages) == {
-        f"cannot write --output {options.output}: No space left on device; "
+        f"cannot write `output` {options.output}: No space left on device; "
         "finished parts are kept: free up space or fix permissions, and run the same command again"
     }
     assert 4 < len(messages) < 60
@@ -124,7 +124,7 @@ def test_files_may_not_grow(options: PreprocessOptions, unbroken: dict[str, byte
         process.join()
         assert process.exitcode == 0
         reasons.add(options.output.with_name("message").read_text())
-    assert all(f"cannot write --output {options.output}: File too large; " in reason for reason in reasons)
+    assert all(f"cannot write `output` {options.output}: File too large; " in reason for reason in reasons)
     preprocess(options)
     assert files_of(options.output) == unbroken
 
@@ -136,7 +136,7 @@ def test_other_options_start_over(options: PreprocessOptions, failing_writes: Ca
     monkeypatch.undo()
     messages: list[str] = []
     manifest = preprocess(replace(options, min_count=3), messages.append)
-    assert messages == [f"--output {options.output}: an interrupted run had different min_count; starting over"]
+    assert messages == [f"`output` {options.output}: an interrupted run had different min_count; starting over"]
     assert {column.min_count for column in manifest.categorical_columns} == {3}
 
 
@@ -160,7 +160,7 @@ def test_another_log_of_the_same_name_size_and_time_starts_over(
     elsewhere.write_bytes(content)
     os.utime(elsewhere, ns=(status.st_atime_ns, status.st_mtime_ns))
     preprocess(moved, messages.append)
-    assert messages == [f"--output {options.output}: an interrupted run had different inputs; starting over"]
+    assert messages == [f"`output` {options.output}: an interrupted run had different inputs; starting over"]
 
 
 def test_allowing_more_bad_rows_resumes_the_run(options: PreprocessOptions, unbroken: dict[str, bytes]) -> None:

@@ -145,7 +145,7 @@ def test_line_numbers_count_the_header(tmp_path: Path, shop: PreprocessOptions) 
 
 def test_a_header_that_the_schema_lacks_is_suspected(shop: PreprocessOptions) -> None:
     assert shop.schema is not None
-    remedy = "if it holds column names, set header = true in the schema; else fix the log, or raise --max-bad-rows"
+    remedy = "if it holds column names, set header = true in the schema; else fix the log, or raise `max_bad_rows`"
     with pytest.raises(ValueError, match=f"orders.csv.gz:1: .*; {remedy}"):
         preprocess(replace(shop, schema=replace(shop.schema, header=False)))
 
@@ -227,7 +227,7 @@ def test_hash_buckets(tmp_path: Path, write_log: WriteLog) -> None:
 )
 def test_bad_schema(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "schema.toml").write_text(text)
-    with pytest.raises(ValueError, match=r"^--schema .*schema.toml: .*" + re.escape(message)):
+    with pytest.raises(ValueError, match=r"^`schema` .*schema.toml: .*" + re.escape(message)):
         read_schema(tmp_path / "schema.toml")
 
 
@@ -315,9 +315,9 @@ def test_new_rows_are_split_at_the_same_times(visits: Callable[..., PreprocessOp
     new = transform(TransformOptions(inputs=(tmp_path / "today.csv",), data=options.output, output=tmp_path / "new"))
     assert [split.rows for split in new.splits.values()] == [1, 1, 1]
     (tmp_path / "today.csv").write_text("who,page\nu,1\n")
-    with pytest.raises(ValueError, match="--split time needs a column of kind time; name one in --schema"):
+    with pytest.raises(ValueError, match="`split` time needs a column of kind time; name one in `schema`"):
         transform(TransformOptions(inputs=(tmp_path / "today.csv",), data=options.output, output=tmp_path / "other"))
-    with pytest.raises(ValueError, match="--split user needs a column of kind user; name one in --schema"):
+    with pytest.raises(ValueError, match="`split` user needs a column of kind user; name one in `schema`"):
         preprocess(replace(options, split="user", output=tmp_path / "other"))
     for cell, shown in ((b"", ""), (b"2026-02-30", "2026-02-30"), (b"2026-02-03T24:01", "2026-02-03T24:01"), (b"\xff", r"\\xff")):
         (tmp_path / "visits.csv").write_bytes(b"click,when,who,page\n1,2026-02-28,u,1\n1,%b,u,1\n" % cell)
@@ -393,7 +393,7 @@ def test_times_and_users_are_read_only_where_rows_are_split_by_them(
 
 @pytest.mark.parametrize("times", [(1.0, None), (None, 1.0), (2.0, 1.0)])
 def test_times_that_are_refused(visits: Callable[..., PreprocessOptions], times: tuple[float | None, float | None]) -> None:
-    with pytest.raises(ValueError, match="--val-from and --test-from need --split time; give both, with --val-from no later than"):
+    with pytest.raises(ValueError, match="`val_from` and `test_from` need `split` time; give both, with `val_from` no later than"):
         visits("time", val_from=times[0], test_from=times[1])
-    with pytest.raises(ValueError, match="--val-from and --test-from need --split time"):
+    with pytest.raises(ValueError, match="`val_from` and `test_from` need `split` time"):
         visits("user", val_from=1.0, test_from=2.0)

@@ -104,7 +104,7 @@ def test_interrupted_while_uploading(
     again = replace(options, overwrite=True)
     with monkeypatch.context() as patch:
         patch.setattr(MemoryFileSystem, "put_file", put_some)
-        with pytest.raises(OSError, match=r"cannot write --output memory://bucket/data: Input/output error; finished parts are"):
+        with pytest.raises(OSError, match=r"cannot write `output` memory://bucket/data: Input/output error; finished parts are"):
             preprocess(again)
     assert "manifest.json" not in contents(memory)
     messages: list[str] = []
@@ -119,10 +119,10 @@ def test_interrupted_while_uploading(
 def test_existing_files_are_kept(memory: Any, options: PreprocessOptions) -> None:
     preprocess(options)
     before = contents(memory)
-    with pytest.raises(ValueError, match=r"--output memory://bucket/data already holds a finished result; add --overwrite"):
+    with pytest.raises(ValueError, match=r"`output` memory://bucket/data already holds a finished result; add `overwrite`"):
         preprocess(options)
     memory.pipe_file("/bucket/data/notes.txt", b"notes")
-    with pytest.raises(ValueError, match=r"--output memory://bucket/data also holds notes.txt, which is not part of it; move that"):
+    with pytest.raises(ValueError, match=r"`output` memory://bucket/data also holds notes.txt, which is not part of it; move that"):
         preprocess(replace(options, overwrite=True))
     assert contents(memory) == before | {"notes.txt": b"notes"}
 
@@ -139,7 +139,7 @@ def test_locks(memory: Any, options: PreprocessOptions) -> None:
 
 
 def test_log_within_the_output(memory: Any, options: PreprocessOptions) -> None:
-    with pytest.raises(ValueError, match=r"--output memory://bucket/data and --input memory://bucket/data/log.tsv overlap"):
+    with pytest.raises(ValueError, match=r"`output` memory://bucket/data and `input` memory://bucket/data/log.tsv overlap"):
         replace(options, inputs=("memory://bucket/data/log.tsv",))
 
 
@@ -158,9 +158,9 @@ def test_refused_by_the_store(
         raise error
 
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", refuse)
-    result = CliRunner().invoke(preprocess_command, ["--input", str(options.inputs[0]), "--output", URL])
+    result = CliRunner().invoke(preprocess_command, ["`input`", str(options.inputs[0]), "`output`", URL])
     assert isinstance(result.exception, OSError)
-    assert str(result.exception).startswith(f"cannot write --output memory://bucket/data: {line}")
+    assert str(result.exception).startswith(f"cannot write `output` memory://bucket/data: {line}")
     assert str(result.exception).endswith("; check its name and your credentials")
     monkeypatch.setattr(MemoryFileSystem, "info", refuse)
     if not isinstance(error, FileNotFoundError):
@@ -171,7 +171,7 @@ def test_refused_by_the_store(
 
 
 def test_unknown_stores() -> None:
-    with pytest.raises(ValueError, match=r"--output nonsense://a: Protocol not known: nonsense"):
+    with pytest.raises(ValueError, match=r"`output` nonsense://a: Protocol not known: nonsense"):
         Destination("nonsense://a", ("manifest.json",))
 
 

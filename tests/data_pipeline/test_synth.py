@@ -146,12 +146,12 @@ def test_one_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rows": 0}, "--rows is 0; it must be at least 1"),
-        ({"rows": 1, "seed": -1}, "--seed is -1; it must be at least 0"),
-        ({"rows": 1, "scale": 0.0}, "--scale is 0.0; it must be above 0 and at most 100"),
-        ({"rows": 1, "decay": -0.5}, "--decay is -0.5; it must be between 0 and 10"),
-        ({"rows": 1, "scale": float("nan")}, "--scale is nan"),
-        ({"rows": 1, "groups": 1.5}, "--groups is 1.5; it must be between 0 and 1"),
+        ({"rows": 0}, "`rows` is 0; it must be at least 1"),
+        ({"rows": 1, "seed": -1}, "`seed` is -1; it must be at least 0"),
+        ({"rows": 1, "scale": 0.0}, "`scale` is 0.0; it must be above 0 and at most 100"),
+        ({"rows": 1, "decay": -0.5}, "`decay` is -0.5; it must be between 0 and 10"),
+        ({"rows": 1, "scale": float("nan")}, "`scale` is nan"),
+        ({"rows": 1, "groups": 1.5}, "`groups` is 1.5; it must be between 0 and 1"),
     ],
 )
 def test_bad_options(tmp_path: Path, options: dict, message: str) -> None:
@@ -161,12 +161,12 @@ def test_bad_options(tmp_path: Path, options: dict, message: str) -> None:
 
 def test_existing_output(tmp_path: Path) -> None:
     (tmp_path / "log.txt").write_text("precious")
-    with pytest.raises(ValueError, match="already exists; add --overwrite"):
+    with pytest.raises(ValueError, match="already exists; add `overwrite`"):
         synth(SynthOptions(rows=10, output=tmp_path / "log.txt"))
     assert (tmp_path / "log.txt").read_text() == "precious"
     with pytest.raises(ValueError, match="is a folder; name a file"):
         synth(SynthOptions(rows=10, output=tmp_path))
-    with pytest.raises(OSError, match=r"cannot write --output .*: (Not a directory|File exists); choose a writable place"):
+    with pytest.raises(OSError, match=r"cannot write `output` .*: (Not a directory|File exists); choose a writable place"):
         synth(SynthOptions(rows=10, output=tmp_path / "log.txt" / "log.txt"))
     synth(SynthOptions(rows=10, output=tmp_path / "log.txt", overwrite=True))
     assert len((tmp_path / "log.txt").read_bytes().splitlines()) == 10

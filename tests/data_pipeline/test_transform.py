@@ -11,8 +11,6 @@ import pandas as pd
 import pytest
 from random_logs import random_rows, to_text
 
-from data_pipeline.describe import describe
-from data_pipeline.describe import to_text as describe_text
 from data_pipeline.manifest import Manifest, file_sha256, read_manifest
 from data_pipeline.options import PreprocessOptions
 from data_pipeline.preprocess import preprocess
@@ -100,15 +98,6 @@ def test_from_a_transformed_data_set(data: Path, write_log: WriteLog) -> None:
     pd.testing.assert_frame_equal(read(data.parent / "second", "val"), read(data, "train").iloc[:100])
 
 
-def test_descriptions_follow_the_rows(data: Path, write_log: WriteLog) -> None:
-    """Coverage is the share of the new rows' values that have an id, not that of the rows that made the vocabulary."""
-    options = to_options(data, write_log([["1", *["3"] * 13, *["0"] * 25, "abcdef01"]] * 10, "new.tsv"), split="test")
-    description = describe(checked(options), options.output)
-    assert [category.coverage[-1] for category in description.categories] == [1.0] * 25 + [0.0]
-    assert sum(description.integers[0].bins) == 10
-    assert "test               10 rows  label rate 1.0000" in describe_text(description)
-
-
 def test_hashed_and_lists_by_schema(tmp_path: Path, write_log: WriteLog) -> None:
     """The schema is kept in the manifest; for a log without labels, another schema names its columns."""
     (tmp_path / "shop.toml").write_text(SCHEMA.format(columns='click = "label"'))
@@ -150,9 +139,9 @@ def test_resumed(data: Path, write_log: WriteLog) -> None:
 
 def test_refused(data: Path, tmp_path: Path, write_log: WriteLog) -> None:
     log = write_log(ROWS[:3], "new.tsv")
-    with pytest.raises(ValueError, match=r"--output .*data and --data .*data overlap; choose another --output"):
+    with pytest.raises(ValueError, match=r"`output` .*data and `data` .*data overlap; choose another `output`"):
         TransformOptions(inputs=(log,), data=data, output=data)
-    with pytest.raises(ValueError, match="--split is 'all'; choose one of source, train, val, test"):
+    with pytest.raises(ValueError, match="`split` is 'all'; choose one of source, train, val, test"):
         to_options(data, log, split="all")
     with pytest.raises(ValueError, match="is not a preprocessed data set"):
         transform(to_options(tmp_path, log))

@@ -12,7 +12,6 @@ import pytest
 from random_logs import random_rows
 from torchrec.datasets.criteo import BinaryCriteoUtils
 
-from data_pipeline.describe import describe, to_text
 from data_pipeline.manifest import Manifest
 from data_pipeline.npy import export_npy
 from data_pipeline.preprocess import PreprocessOptions, preprocess
@@ -91,16 +90,6 @@ def test_wrapped_and_wide_numbers_are_the_same(tmp_path: Path) -> None:
         frames.append(read_all(options.output, preprocess(options)))
     pd.testing.assert_frame_equal(frames[0], frames[1])
     pd.testing.assert_frame_equal(frames[0], frames[2])
-
-
-def test_description_of_negative_values(tmp_path: Path) -> None:
-    options = PreprocessOptions(inputs=(save(tmp_path, random_sparse()),), output=tmp_path / "data")
-    manifest = preprocess(options)
-    description = describe(manifest, options.output)
-    dense = np.load(tmp_path / "day_0_dense.npy")[:400]
-    assert description.integers[0].edges == pytest.approx((dense[:, 0].min(), dense[:, 0].max()))
-    assert sum(description.integers[0].bins) == 400
-    assert "I13" in to_text(description)
 
 
 BAD = random_sparse().astype(np.int64)

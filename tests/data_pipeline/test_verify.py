@@ -1,4 +1,4 @@
-"""`verify` finds every kind of damage, `describe` is correct, and torchrec reads what `to-npy` writes."""
+"""`verify` finds every kind of damage, and torchrec reads what `to-npy` writes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import pytest
 from random_logs import random_rows
 from torchrec.datasets.criteo import BinaryCriteoUtils
 
-from data_pipeline.describe import describe, to_text, write_html
 from data_pipeline.manifest import CategoricalColumn, Manifest, describe_file
 from data_pipeline.npy import export_npy
 from data_pipeline.preprocess import PreprocessOptions, preprocess
@@ -216,47 +215,6 @@ def test_missing_vocabulary(data: tuple[Manifest, Path]) -> None:
         verify(without, folder)
 
 
-def test_description(data: tuple[Manifest, Path], tmp_path: Path) -> None:
-    manifest, folder = data
-    description = describe(manifest, folder)
-    frames = {split: [pd.read_parquet(folder / shard.path) for shard in of.shards] for split, of in manifest.splits.items()}
-    train = pd.concat(frames["train"])
-    for column in description.integers:
-        values = train[column.name]
-        assert sum(column.bins) == (values > 0).sum()
-        assert column.edges[0] == pytest.approx(np.log(2))
-        assert column.edges[1] == pytest.approx(values.max(), rel=1e-6)
-    for column in description.categories:
-        ids = train[column.name]
-        present = sum(bool(row[13 + int(column.name[1:])]) for row in ROWS[:320])
-        missing = 320 - present
-        assert column.coverage == pytest.approx([ids.between(1, top).mean() for top in (1, 10, 100, 1000, 10_000)])
-        assert column.shares[0] == pytest.approx(ids.value_counts().drop(0).max() / 320)
-        assert missing <= (ids == 0).sum()
-    text = to_text(description)
-    assert "train             320 rows  label rate" in text
-    for columns, header in ((description.categories, "category"), (description.integers, "integer")):
-        first = [line.partition(" ")[0] for line in text.splitlines()].index(header)
-        table = text.splitlines()[first : first + 1 + len(columns)]
-        assert [line.partition(" ")[0] for line in table] == [header, *(column.name for column in columns)], "names are on the left"
-        assert len({len(line) for line in table}) == 1, "columns are aligned"
-        assert not any(line.endswith(" ") for line in table), "numbers are on the right"
-    write_html(description, tmp_path / "page" / "data.html")
-    page = (tmp_path / "page" / "data.html").read_text()
-    assert page.count("<svg") == 13 + 26
-    assert "http" not in page
-
-
-def test_description_of_steep_counts(tmp_path: Path, write_log: Callable[..., Path]) -> None:
-    """Counts of 256 / rank at ranks 1, 2 and 4 follow Zipf's law with s = 1."""
-    values = [f"{rank:x}" for rank in (1, 2, 3, 4) for _ in range(256 // rank)]
-    rows = [["1"] + [""] * 13 + [value] + [""] * 25 for value in values]
-    options = PreprocessOptions(inputs=(write_log(rows),), output=tmp_path / "data", val_fraction=0, test_fraction=0)
-    column = describe(preprocess(options), options.output).categories[0]
-    assert column.zipf == pytest.approx(1)
-    assert column.coverage[0] == pytest.approx(256 / len(values))
-
-
 def test_torchrec_reads_npy(data: tuple[Manifest, Path], tmp_path: Path) -> None:
     manifest, folder = data
     export_npy(manifest, folder, tmp_path / "npy")
@@ -269,7 +227,7 @@ def test_torchrec_reads_npy(data: tuple[Manifest, Path], tmp_path: Path) -> None
             read = BinaryCriteoUtils.load_npy_range(path, 0, split_entry.rows)
             assert read.dtype == (np.float32 if part == "dense" else np.int32)
             np.testing.assert_array_equal(read, expected[names].to_numpy())
-    with pytest.raises(ValueError, match="already holds a finished result; add --overwrite"):
+    with pytest.raises(ValueError, match="already holds a finished result; add `overwrite`"):
         export_npy(manifest, folder, tmp_path / "npy")
     with pytest.raises(ValueError, match="has no labels; torchrec's files hold exactly one"):
         export_npy(replace(manifest, label=None), folder, tmp_path / "other")

@@ -53,7 +53,7 @@ def expected(model: Path, data: Path, split: str) -> np.ndarray:
 
 
 def test_a_data_set_is_not_overwritten_by_its_scores(model: Path, data: Path) -> None:
-    with pytest.raises(ValueError, match=r"--output .*manifest.json and --input .* overlap"):
+    with pytest.raises(ValueError, match=r"`output` .*manifest.json and `input` .* overlap"):
         options(model, data, data / "manifest.json", overwrite=True)
 
 

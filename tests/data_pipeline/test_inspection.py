@@ -1,4 +1,4 @@
-"""`comera lookup` pairs ids and texts as the log and the data set's shards do."""
+"""`comera inspect` pairs ids and texts as the log and the data set's shards do."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from random_logs import random_rows
 from test_formats import ROWS, as_csv, read
 
-from comera_rec.cli.data import lookup
-from data_pipeline.lookup import Entry, find_id, find_text
+from comera_rec.cli.data import inspect
+from data_pipeline.inspection import Entry, find_id, find_text, to_text
 from data_pipeline.manifest import Manifest
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 from data_pipeline.schema import read_schema
@@ -71,12 +71,12 @@ def test_texts_and_hashes(orders: tuple[Manifest, Path]) -> None:
 @pytest.mark.parametrize(
     ("column", "id_or_text", "message"),
     [
-        ("shop", 1, "the vocabulary of shop stores hashes of texts, not texts; ask for the id of a text with --text"),
-        ("tags", 7, "ids of tags are hashes, each shared by many texts; ask for the id of a text with --text"),
-        ("code", 99, "--id is 99; ids of code are 0 to 9"),
-        ("code", -1, "--id is -1; ids of code are 0 to 9"),
-        ("code", "xyz", "--text is 'xyz'; values of code are 1 to 8 hex digits"),
-        ("cents", 1, "--column cents: .* has no such categorical column; choose one of shop, code, tags"),
+        ("shop", 1, "the vocabulary of shop stores hashes of texts, not texts; ask for the id of a text with `text`"),
+        ("tags", 7, "ids of tags are hashes, each shared by many texts; ask for the id of a text with `text`"),
+        ("code", 99, "`id` is 99; ids of code are 0 to 9"),
+        ("code", -1, "`id` is -1; ids of code are 0 to 9"),
+        ("code", "xyz", "`text` is 'xyz'; values of code are 1 to 8 hex digits"),
+        ("cents", 1, "`column` cents: .* has no such categorical column; choose one of shop, code, tags"),
     ],
 )
 def test_lookups_without_an_answer(orders: tuple[Manifest, Path], column: str, id_or_text: int | str, message: str) -> None:
@@ -85,8 +85,25 @@ def test_lookups_without_an_answer(orders: tuple[Manifest, Path], column: str, i
 
 
 def test_command(orders: tuple[Manifest, Path]) -> None:
-    result = CliRunner().invoke(lookup, ["--data", str(orders[1]), "--column", "shop", "--text", "größe"])
+    data = ["--data", str(orders[1])]
+    assert "category" in CliRunner().invoke(inspect, data).output
+    result = CliRunner().invoke(inspect, [*data, "--column", "shop", "--text", "größe"])
     assert json.loads(result.output) == asdict(find_text(*orders, "shop", "größe"))
-    for arguments in ([], ["--id", "1", "--text", "a"]):
-        result = CliRunner().invoke(lookup, ["--data", str(orders[1]), "--column", "shop", *arguments])
-        assert str(result.exception) == "give one of --id and --text"
+    for arguments in (["--column", "shop"], ["--column", "shop", "--id", "1", "--text", "a"], ["--id", "1"]):
+        result = CliRunner().invoke(inspect, [*data, *arguments])
+        assert str(result.exception) == "give --column with one of --id and --text, or none of them for the whole data set"
+
+
+def test_table_of_columns(write_log: Callable[..., Path], tmp_path: Path) -> None:
+    """Counts of 256 / rank at ranks 1, 2 and 4 follow Zipf's law with s = 1."""
+    values = [f"{rank:x}" for rank in (1, 2, 3, 4) for _ in range(256 // rank)]
+    rows = [["1", "-7", *[""] * 12, value] + [""] * 25 for value in values]
+    options = PreprocessOptions(inputs=(write_log(rows),), output=tmp_path / "data", val_fraction=0, test_fraction=0)
+    text = to_text(preprocess(options), options.output)
+    lines = {line.split()[0]: line.split() for line in text.splitlines() if line}
+    assert lines["train"] == ["train", str(len(values)), "rows", "label", "rate", "1.0000"]
+    assert lines["I1"] == ["I1", "0.0%", "-7", "-7"]
+    assert lines["I2"] == ["I2", "100.0%"]
+    assert lines["C1"] == ["C1", "4", "5", "0.0%", f"{256 / len(values):.1%}", *["100.0%"] * 4, "1.00"]
+    for table in text.split("\n\n")[1:]:
+        assert len({len(line) for line in table.splitlines()}) == 1, "columns are aligned"
