@@ -136,6 +136,7 @@ class CategoricalColumn:
     one's vocabulary extended, oldest first; lower ids belong to them, and a new sequence of falling counts starts at each.
     boundaries: of a bucketized number, whose id is 1 + how many boundaries are at most the number; None for other columns.
     order: "similarity" if ids of the first vocabulary are in an order of similarity within bands (`data_pipeline.similarity`).
+    vectors: of an order of similarity, an .npy file: float16 [rows, K + 1] for ids from 1 on; the last coordinate is the frequency.
     """
 
     name: str
@@ -150,6 +151,7 @@ class CategoricalColumn:
     boundaries: tuple[float, ...] | None = None
     grown: tuple[int, ...] = ()
     order: Order = "frequency"
+    vectors: Shard | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +242,9 @@ def read_manifest(folder: str | Path) -> Manifest:
 def files_of(manifest: Manifest) -> Iterator[Shard]:
     """Iterate over the shards, vocabularies and tables of a data set."""
     yield from (shard for split in manifest.splits.values() for shard in split.shards)
-    yield from (file for column in manifest.categorical_columns for file in (column.vocabulary, column.table) if file)
+    yield from (
+        file for column in manifest.categorical_columns for file in (column.vocabulary, column.table, column.vectors) if file
+    )
 
 
 def check_shards(manifest: Manifest, folder: str | Path, *, contents: bool = False) -> None:

@@ -1,12 +1,12 @@
 """Between the passes, with `--order similarity`: training rows are sampled, and vocabularies written in an order of similarity.
 
-The sample is read again from the logs, part by part, as ids of the vocabularies in order of frequency. It, and the number of values
-that are ordered, are limited by `memory_limit`; values beyond, the rarest ones, stay in order of frequency at the end.
+The vectors from which the order follows are kept in the data set, for tables to start from. The sample is read again from the logs,
+part by part, as ids of the vocabularies in order of frequency. It, and the number of values that are ordered, are limited by
+`memory_limit`; values beyond, the rarest ones, stay in order of frequency at the end.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -21,7 +21,7 @@ from data_pipeline.atomic import replacing
 from data_pipeline.buckets import Counted
 from data_pipeline.count_pass import CountedPart
 from data_pipeline.job import Job, part_name
-from data_pipeline.manifest import CategoricalColumn
+from data_pipeline.manifest import CategoricalColumn, describe_file
 from data_pipeline.parts import Part
 from data_pipeline.pool import Schedule
 from data_pipeline.shards import Encoder
@@ -31,7 +31,7 @@ from data_pipeline.verify import read_row_groups
 from data_pipeline.vocabulary import write_vocabulary
 
 _MOST_CELLS = 1 << 25
-_BYTES_PER_CELL, _BYTES_PER_VALUE = 16, 512  # of memory while vectors are computed and ordered
+_BYTES_PER_CELL, _BYTES_PER_VALUE = 16, 768  # of memory while vectors are computed and ordered
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +71,7 @@ def order_vocabularies(
 
     def order_column(number: int) -> None:
         if number not in ordered:
-            of_column = vectors[firsts[number] : firsts[number] + sizes[number]]
-            ordered[number] = _write_ordered(job, columns[number], similarity_order(of_column, math.isqrt(len(of_column)) + 1))
+            ordered[number] = _write_ordered(job, columns[number], vectors[firsts[number] : firsts[number] + sizes[number]])
             job.work.save(records[number], ordered[number])
 
     with ThreadPoolExecutor(job.options.threads) as pool:
@@ -149,10 +148,14 @@ def _sample_part(encoder: Encoder, job: Job, part: Part, sampling: _Sampling) ->
         np.savez(file, values=np.concatenate(values), lengths=np.concatenate(lengths))
 
 
-def _write_ordered(job: Job, column: CategoricalColumn, order: np.ndarray) -> CategoricalColumn:
-    """Write a vocabulary whose first values are in the given order, and the others as they were."""
+def _write_ordered(job: Job, column: CategoricalColumn, vectors: np.ndarray) -> CategoricalColumn:
+    """Write a vocabulary with the values that have vectors in order of similarity, and the others as they were."""
     assert column.vocabulary
     path = job.work.ranked / column.vocabulary.path
+    order = similarity_order(vectors)
+    vectors_path = f"vocabulary/{Path(column.vocabulary.path).stem}.npy"
+    with replacing(job.work.data / vectors_path) as temporary, temporary.open("wb") as to:
+        np.save(to, vectors[order].astype(np.float16))
 
     def blocks() -> Iterator[Counted]:
         head: list[Counted] = []
@@ -170,4 +173,5 @@ def _write_ordered(job: Job, column: CategoricalColumn, order: np.ndarray) -> Ca
 
     rows, key_dtype = column.vocabulary.rows, job.schema.key_dtype
     file, table = write_vocabulary(column.name, blocks, rows, key_dtype=key_dtype, data=job.work.data)
-    return replace(column, vocabulary=file, table=table, order="similarity")
+    kept = describe_file(vectors_path, job.work.data, rows=len(order))
+    return replace(column, vocabulary=file, table=table, order="similarity", vectors=kept)

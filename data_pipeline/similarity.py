@@ -9,7 +9,10 @@ slice. So ids that share slices should mean similar things. V values of all colu
    regularized, so that rare values that share a row by chance don't take coordinates (Amini et al., Annals of Statistics 41, 2013).
 2. `similarity_order`: bands of frequency, so that the most frequent ids stay first; within a band, groups of similar values by
    recursive bisection along the direction of largest variance (Boley, Data Mining and Knowledge Discovery 2, 1998); within a group,
-   values in the order of their differences from the group's mean, so that a place means the same in every group.
+   values in the order of their differences from the group's mean, so that a place means the same in every group. Small groups suit
+   tables of any shape: neighbors remain similar where a shape's digits don't end with the groups.
+
+The vectors themselves are good values for rows to start from, see `comera_rec.training.start`.
 """
 
 from __future__ import annotations
@@ -18,21 +21,25 @@ import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.linalg import LinearOperator, eigsh
 
-COORDINATES = 16
-_FIRST_BAND, _BAND_GROWTH = 64, 16
+COORDINATES = 32
+_ORDERED_BY = 16  # leading coordinates; those beyond say little about the whole
+_FIRST_BAND, _BAND_GROWTH = 256, 16
+_GROUP = 16
 _REGULARIZATION = 1
 _SAMPLE = 4096  # values that determine a direction
 
 
-def cooccurrence_vectors(values: np.ndarray, ends: np.ndarray, num_values: int) -> np.ndarray:
+def cooccurrence_vectors(values: np.ndarray, ends: np.ndarray, num_values: int, seed: int = 0) -> np.ndarray:
     """Return a vector for each value, float32 [V, K + 1], from the values of rows.
 
-    The first K coordinates have length one, or zero for values that don't occur. The last is the logarithm of the count, scaled.
+    The first K coordinates, of falling importance, have length one, or zero for values that don't occur. The last is the logarithm
+    of the count, scaled.
 
     Args:
         values: int32 values of all rows, concatenated; different columns have different values.
         ends: [rows + 1] where the values of each row begin and end.
         num_values: V.
+        seed: of the vector from which the solver starts; coordinates of nearly equal importance depend on it.
     """
     rows = csr_array((np.ones(len(values), np.float32), values, ends), shape=(len(ends) - 1, num_values))
     counts = np.bincount(values, minlength=num_values)
@@ -44,33 +51,30 @@ def cooccurrence_vectors(values: np.ndarray, ends: np.ndarray, num_values: int) 
         return scale * (rows.T @ (rows @ (scale * x.ravel().astype(np.float32))))
 
     operator = LinearOperator((num_values, num_values), matvec=multiply, dtype=np.float32)
-    start = np.random.default_rng(0).standard_normal(num_values).astype(np.float32)
+    start = np.random.default_rng(seed).standard_normal(num_values).astype(np.float32)
     eigenvalues, eigenvectors = eigsh(operator, k=min(COORDINATES, num_values - 1), which="LA", v0=start, tol=1e-3)
-    vectors = eigenvectors * np.maximum(eigenvalues - 1, 0)
+    vectors = (eigenvectors * np.maximum(eigenvalues - 1, 0))[:, ::-1]  # the largest eigenvalue first
     vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
     logarithms = np.log(np.maximum(counts, 1))
     logarithms *= vectors.std() / max(logarithms.std(), 1e-12)
     return np.column_stack([vectors, logarithms]).astype(np.float32)
 
 
-def similarity_order(vectors: np.ndarray, group: int) -> np.ndarray:
-    """Return values [M], given in the order of their frequencies with vectors [M, K], in the order of their positions.
-
-    Args:
-        group: values of a group, at best the number of rows that share a leading slice.
-    """
+def similarity_order(vectors: np.ndarray) -> np.ndarray:
+    """Return values [M], given in the order of their frequencies with vectors [M, K + 1], in the order of their positions."""
+    vectors = np.column_stack([vectors[:, :-1][:, :_ORDERED_BY], vectors[:, -1]])
     bands = np.split(np.arange(len(vectors)), np.flatnonzero(np.diff(band_of(np.arange(len(vectors))))) + 1)
-    return np.concatenate([band[_by_similarity(vectors[band], group)] for band in bands])
+    return np.concatenate([band[_by_similarity(vectors[band])] for band in bands])
 
 
 def band_of(positions: np.ndarray) -> np.ndarray:
-    """Return the band of each position: [0, 64), [64, 1024), [1024, 16384), ... are bands 0, 1, 2, ..."""
+    """Return the band of each position: [0, 256), [256, 4096), [4096, 65536), ... are bands 0, 1, 2, ..."""
     return np.searchsorted(_FIRST_BAND * _BAND_GROWTH ** np.arange(8), positions, side="right")
 
 
-def _by_similarity(vectors: np.ndarray, group: int) -> np.ndarray:
+def _by_similarity(vectors: np.ndarray) -> np.ndarray:
     """Return the order of values within a band."""
-    groups = _bisect(vectors, group)
+    groups = _bisect(vectors, _GROUP)
     differences = np.empty_like(vectors)
     for members in groups:
         differences[members] = vectors[members] - vectors[members].mean(axis=0)

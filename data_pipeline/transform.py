@@ -99,7 +99,7 @@ def _run(job: Job, source: Manifest, data: Path, schedule: Schedule) -> Manifest
     if job.counted:
         source = replace(source, categorical_columns=_extended(job, source, data, train_and_rest(job, parts, bounds[0])))
     for column in source.categorical_columns:
-        for file in (column.vocabulary, column.table):
+        for file in (column.vocabulary, column.table, column.vectors):
             if file and not (job.work.data / file.path).exists():
                 _link(file, data, job.work.data)
     encoder = open_encoder(source.integer_columns, source.categorical_columns, job.work.data, job.schema, **job.options.table_room)

@@ -228,6 +228,8 @@ def check_vocabulary(column: CategoricalColumn, folder: Path, *, train_ids: int 
     if column.vocabulary is None:
         raise _differs(folder, f"the manifest names no vocabulary of {column.name}")
     path = check_file(column.vocabulary, folder, contents=True)
+    if column.vectors:
+        check_file(column.vectors, folder, contents=True)
     rows, total, table = 0, 0, None
     last = (np.iinfo(np.int64).max, -1)  # the count and value of the previous id
     least_of_bands: dict[int, int] = {}  # counts, if ids are in order of similarity within bands

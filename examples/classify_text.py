@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import comera_rec as cr
 from comera_rec.cli.errors import run_command
+from comera_rec.nn import ClassificationHead, TransformerConfig
 from comera_rec.training.config import LinearsConfig, load_settings
 from examples.loop import EmbeddingSettings, TrainingSettings, build_encoder, fit, linear_layers, new_folder, save, sizes
 from examples.text import TextBatch, batches_of, endless, word_pieces
@@ -44,7 +45,7 @@ class Settings:
     data: DataSettings
     training: TrainingSettings
     seed: int = 0
-    model: cr.TransformerConfig = field(default_factory=cr.TransformerConfig)
+    model: TransformerConfig = field(default_factory=TransformerConfig)
     tokens: EmbeddingSettings = field(default_factory=EmbeddingSettings)
     linears: LinearsConfig = field(default_factory=LinearsConfig)
     ranks: cr.RankConfig | None = None
@@ -57,7 +58,7 @@ class Classifier(nn.Module):
         super().__init__()
         sizes, linear = settings.model, linear_layers(settings.linears)
         self.encoder = build_encoder(sizes, settings.tokens, settings.linears)
-        self.head = cr.ClassificationHead(sizes.embed_dim, num_classes, linear=linear, dropout=sizes.dropout)
+        self.head = ClassificationHead(sizes.embed_dim, num_classes, linear=linear, dropout=sizes.dropout)
 
     def forward(self, batch: TextBatch) -> Tensor:
         scores: Tensor = self.head(self.encoder(batch.ids, key_padding_mask=batch.padding))

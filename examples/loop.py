@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import comera_rec as cr
-from comera_rec.nn import EMBEDDING_STD, dense_embedding
+from comera_rec.nn import EMBEDDING_STD, TransformerConfig, TransformerEncoder, dense_embedding, linear_factory
+from comera_rec.rank import rank_param_groups
 from comera_rec.training.config import LinearsConfig
 
 Batch = TypeVar("Batch")
@@ -71,14 +72,14 @@ class TrainingSettings:
                 raise ValueError(f"training.{name} is {getattr(self, name)}: give a positive number")
 
 
-def build_encoder(config: cr.TransformerConfig, tokens: EmbeddingSettings, linears: LinearsConfig) -> cr.TransformerEncoder:
+def build_encoder(config: TransformerConfig, tokens: EmbeddingSettings, linears: LinearsConfig) -> TransformerEncoder:
     """Build an encoder in the form that the settings ask for, dense or TT."""
-    return cr.TransformerEncoder(config, linear=linear_layers(linears), embedding=_embeddings(tokens))
+    return TransformerEncoder(config, linear=linear_layers(linears), embedding=_embeddings(tokens))
 
 
 def linear_layers(linears: LinearsConfig) -> Callable[[int, int], nn.Module]:
     """The factory of linear layers: (in_features, out_features) -> layer."""
-    return nn.Linear if linears.format == "dense" else cr.linear_factory(linears)
+    return nn.Linear if linears.format == "dense" else linear_factory(linears)
 
 
 def _embeddings(tokens: EmbeddingSettings) -> Callable[[int, int], nn.Module]:
@@ -91,7 +92,7 @@ def _embeddings(tokens: EmbeddingSettings) -> Callable[[int, int], nn.Module]:
 
 def adamw(model: nn.Module, settings: TrainingSettings) -> torch.optim.Optimizer:
     """AdamW over cores, rank parameters and all other parameters, at their own learning rates."""
-    groups = cr.rank_param_groups(model, lr_cores=settings.lr_cores, lr_ranks=settings.lr_ranks, lr_dense=settings.lr_dense)
+    groups = rank_param_groups(model, lr_cores=settings.lr_cores, lr_ranks=settings.lr_ranks, lr_dense=settings.lr_dense)
     optimizer = torch.optim.AdamW(groups, weight_decay=settings.weight_decay, fused=True)
     for group in optimizer.param_groups:
         group["weight_decay"] *= group["name"] != "ranks"  # the rank schedule alone penalizes rank parameters

@@ -28,7 +28,7 @@ from torchrec import EmbeddingConfig
 
 import comera_rec as cr
 from comera_rec.cli.errors import run_command
-from comera_rec.nn import EMBEDDING_STD, dense_embedding
+from comera_rec.nn import EMBEDDING_STD, TiedProjection, TransformerConfig, TransformerEncoder, dense_embedding
 from comera_rec.training.config import load_settings
 from examples.loop import TrainingSettings, fit, new_folder, save, sizes
 
@@ -52,7 +52,7 @@ class ItemSettings:
     Attributes:
         format: "tt" or "dense".
         compression: dense parameters divided by the TT table's.
-        hot_rows: as in `TTEmbeddingConfig`; item ids are ordered by frequency.
+        hot_rows: as in `TableCompression`; item ids are ordered by frequency.
     """
 
     format: Literal["tt", "dense"] = "tt"
@@ -63,7 +63,7 @@ class ItemSettings:
         """Build the item table."""
         if self.format == "dense":
             return dense_embedding(num_embeddings, embedding_dim)
-        config = cr.TTEmbeddingConfig(compression=self.compression, min_rows=1, hot_rows=self.hot_rows)
+        config = cr.TableCompression(compression=self.compression, min_rows=1, hot_rows=self.hot_rows)
         (table,) = config.table_configs([EmbeddingConfig(name="items", num_embeddings=num_embeddings, embedding_dim=embedding_dim)])
         return cr.TTEmbedding(num_embeddings, embedding_dim, shape=table.shape, hot_rows=table.hot_rows, std=EMBEDDING_STD)
 
@@ -144,9 +144,9 @@ class NextItem(nn.Module):
 
     def __init__(self, num_items: int, model: ModelSettings, items: ItemSettings) -> None:
         super().__init__()
-        config = cr.TransformerConfig(**vars(model), vocab_size=num_items + 1, norm_first=True, causal=True)
-        self.encoder = cr.TransformerEncoder(config, embedding=items.embedding)
-        self.all_items = cr.TiedProjection(self.encoder.tokens)
+        config = TransformerConfig(**vars(model), vocab_size=num_items + 1, norm_first=True, causal=True)
+        self.encoder = TransformerEncoder(config, embedding=items.embedding)
+        self.all_items = TiedProjection(self.encoder.tokens)
 
     def forward(self, items: Tensor) -> Tensor:
         """Encode histories of items: [B, L] -> [B, L, D]."""

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 import comera_rec as cr
 from comera_rec.cli.errors import run_command
+from comera_rec.nn import LanguageModelHead, TiedProjection, TransformerConfig
 from comera_rec.training.config import LinearsConfig, load_settings
 from examples.loop import EmbeddingSettings, TrainingSettings, build_encoder, fit, linear_layers, new_folder, save, sizes
 from examples.text import MASK, SPECIAL, TextBatch, batches_of, byte_pairs, endless
@@ -62,7 +63,7 @@ class Settings:
     training: TrainingSettings
     seed: int = 0
     data: DataSettings = field(default_factory=DataSettings)
-    model: cr.TransformerConfig = field(default_factory=cr.TransformerConfig)
+    model: TransformerConfig = field(default_factory=TransformerConfig)
     tokens: EmbeddingSettings = field(default_factory=EmbeddingSettings)
     linears: LinearsConfig = field(default_factory=LinearsConfig)
     ranks: cr.RankConfig | None = None
@@ -74,8 +75,8 @@ class MaskedLanguageModel(nn.Module):
     def __init__(self, settings: Settings) -> None:
         super().__init__()
         self.encoder = build_encoder(settings.model, settings.tokens, settings.linears)
-        projection = cr.TiedProjection(self.encoder.tokens)
-        self.head = cr.LanguageModelHead(settings.model.embed_dim, projection, linear=linear_layers(settings.linears))
+        projection = TiedProjection(self.encoder.tokens)
+        self.head = LanguageModelHead(settings.model.embed_dim, projection, linear=linear_layers(settings.linears))
 
     def forward(self, batch: TextBatch, chosen: Tensor) -> Tensor:
         """Score the chosen positions, a mask [B, L], as [number of chosen, V]; scoring all of them would dominate the step."""

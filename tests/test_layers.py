@@ -139,5 +139,6 @@ def test_every_public_name_exists() -> None:
     for name in comera_rec.__all__:
         assert getattr(comera_rec, name).__doc__, f"{name} has no docstring"
     assert set(comera_rec.__all__) <= set(dir(comera_rec))
+    assert len(comera_rec.__all__) <= 20, "other names are attributes of their packages"
     with pytest.raises(AttributeError, match="module 'comera_rec' has no attribute 'no_such_name'"):
         _ = comera_rec.no_such_name

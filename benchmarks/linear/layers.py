@@ -115,7 +115,7 @@ class LinearWorkload:
         """Parameters, flops as torch counts them (`flops_ratio`: dense over TT), and whether policy auto compresses the layer."""
         assert isinstance(provider, TorchProvider)
         flops, dense = _flops(provider, pass_), self._dense_flops[pass_]
-        decision = cr.TTLinearConfig(tt_ranks=self._case.rank, order=self._case.order, batch=self._case.batch).decide(
+        decision = cr.LinearCompression(tt_ranks=self._case.rank, order=self._case.order, batch=self._case.batch).decide(
             self._case.in_features, self._case.out_features
         )
         return {

@@ -26,15 +26,23 @@ from benchmarks.harness.workload import Provider, parameter_count, parameter_gra
 from benchmarks.linear.layers import tt_matrix
 from benchmarks.linear.lte import lora_the_explorer_, merge_every_
 from benchmarks.linear.rivals import Galore8bit, UpdateInBackward, galore, galore_groups, galore_is_installed, low_rank
-from comera_rec.nn import EMBEDDING_STD, named_tt_modules, replace_modules_
+from comera_rec.nn import (
+    EMBEDDING_STD,
+    ClassificationHead,
+    TransformerConfig,
+    TransformerEncoder,
+    linear_factory,
+    named_tt_modules,
+    replace_modules_,
+)
 
 AnyOptimizer = torch.optim.Optimizer | Galore8bit | UpdateInBackward
 DENSE, LTE, LOW_RANK, OURS = "dense", "LTE", "low rank", "tensor train"
 GALORE, GALORE_8BIT, GALORE_LAYERWISE = GALORES = ("GaLore", "GaLore, 8-bit", "GaLore, layer-wise")
 NUM_CLASSES = 2
-PAPER = cr.TransformerConfig(dropout=0.0)
+PAPER = TransformerConfig(dropout=0.0)
 PAPER_TABLE = cr.TTShape((16, 20, 10, 10), (4, 4, 8, 6), 32)
-PAPER_LINEARS = cr.TTLinearConfig(tt_ranks=30, order=6)
+PAPER_LINEARS = cr.LinearCompression(tt_ranks=30, order=6)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +51,9 @@ class TransformerCase:
 
     batch: int
     length: int = 128
-    model: cr.TransformerConfig = PAPER
+    model: TransformerConfig = PAPER
     table: cr.TTShape = PAPER_TABLE
-    linears: cr.TTLinearConfig = PAPER_LINEARS
+    linears: cr.LinearCompression = PAPER_LINEARS
     dtype: str = "float32"
 
     def shapes(self) -> dict[str, Any]:
@@ -65,9 +73,9 @@ QUICK = (
     TransformerCase(
         batch=2,
         length=8,
-        model=cr.TransformerConfig(vocab_size=500, embed_dim=32, num_layers=2, num_heads=4, ff_dim=64, max_length=8, dropout=0.0),
+        model=TransformerConfig(vocab_size=500, embed_dim=32, num_layers=2, num_heads=4, ff_dim=64, max_length=8, dropout=0.0),
         table=cr.TTShape((8, 8, 8), (4, 4, 2), 4),
-        linears=cr.TTLinearConfig(tt_ranks=4, order=4, min_features=32),
+        linears=cr.LinearCompression(tt_ranks=4, order=4, min_features=32),
     ),
 )
 FULL, GPU = (tuple(TransformerCase(batch=batch) for batch in batches) for batches in ((1, 8), (1, 32, 64, 128)))
@@ -220,10 +228,10 @@ class StepProvider:
 
 def build(case: TransformerCase) -> nn.Module:
     """Build the classifier of TT modules."""
-    linear = cr.linear_factory(case.linears)
+    linear = linear_factory(case.linears)
     embedding = partial(cr.TTEmbedding, shape=case.table, std=EMBEDDING_STD)
-    encoder = cr.TransformerEncoder(case.model, linear=linear, embedding=embedding)
-    return nn.Sequential(encoder, cr.ClassificationHead(case.model.embed_dim, NUM_CLASSES, linear=linear))
+    encoder = TransformerEncoder(case.model, linear=linear, embedding=embedding)
+    return nn.Sequential(encoder, ClassificationHead(case.model.embed_dim, NUM_CLASSES, linear=linear))
 
 
 def dense(tensor_train: nn.Module) -> nn.Module:

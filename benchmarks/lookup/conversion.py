@@ -11,7 +11,8 @@ from benchmarks.harness.measure import Settings, each_case
 from benchmarks.harness.memory import Prepared, peak_extra_memory
 from benchmarks.harness.rows import Row
 from benchmarks.harness.workload import Sizes
-from comera_rec import TTShape, tt_svd
+from comera_rec import TTShape
+from comera_rec.tt import tt_svd
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,7 @@ from benchmarks.lookup.batch import Batch
 from benchmarks.lookup.chained import ChainedTables, chain_bytes, rows_of
 from benchmarks.lookup.dense import EmbeddingBags, RowWiseAdagrad, shared_storage, split_storage
 from benchmarks.lookup.fbgemm import FbgemmProvider
+from comera_rec.nn import update_in_backward_
 from comera_rec.tt import row_digits
 from data_pipeline.planted_columns import CATEGORY_SPECS
 
@@ -281,7 +282,7 @@ class LookupWorkload:
 
     def _updated(self) -> UpdatedProvider:
         module = PooledValues(copy.deepcopy(self.collection))
-        cr.update_in_backward_(module, optimizer := _adagrad(module))
+        update_in_backward_(module, optimizer := _adagrad(module))
         return UpdatedProvider(module, self._features, self.upstream, optimizer=optimizer)
 
     def _provider(
@@ -313,7 +314,7 @@ class UpdatedProvider(TorchProvider):
         """Show as gradients what SGD with a learning rate of 1 subtracts from the parameters of a copy."""
         module = copy.deepcopy(self.module)
         optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-        cr.update_in_backward_(module, optimizer)
+        update_in_backward_(module, optimizer)
         before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
         output = TorchProvider(module, self._batches, self._upstream, optimizer=optimizer)._step(0).detach()
         tables = dict(module.named_parameters())

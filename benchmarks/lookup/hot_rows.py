@@ -1,7 +1,7 @@
 """What hot rows cost: a training step of TT tables of equal bytes, with hot rows and without.
 
 Tables, ids and Adagrad, applied in backward, are those of the lookup benchmark. "TT tables" spend all parameters on ranks;
-"TT tables with hot rows" spend four fifths on rows of the most frequent ids (`TTEmbeddingConfig(hot_rows=0.8)`).
+"TT tables with hot rows" spend four fifths on rows of the most frequent ids (`TableCompression(hot_rows=0.8)`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from benchmarks.harness.timing import alternate
 from benchmarks.harness.workload import parameter_count, parameter_gradients
 from benchmarks.lookup.batch import Batch
 from benchmarks.lookup.criteo_tables import CRITEO_KAGGLE, EPS, LR, NUM_BATCHES, ZIPF, PooledValues, UpdatedProvider
+from comera_rec.nn import update_in_backward_
 
 SHARES = {"TT tables": 0.0, "TT tables with hot rows": 0.8}
 
@@ -58,7 +59,7 @@ def run(settings: Settings) -> Iterator[list[Row]]:
         for name, share in SHARES.items():
             module = PooledValues(collection := build(case, share, settings.device))
             optimizer = torch.optim.Adagrad(module.parameters(), lr=LR, eps=EPS, fused=True)
-            cr.update_in_backward_(module, optimizer)
+            update_in_backward_(module, optimizer)
             provider = UpdatedProvider(module, [(batch.features,) for batch in batches], upstream, optimizer=optimizer)
             require_agreement(reference(collection, batches[0], upstream), {name: provider.verify()})
             providers[name] = provider
@@ -73,7 +74,7 @@ def build(case: HotRowsCase, share: float, device: str) -> cr.TTEmbeddingBagColl
         EmbeddingBagConfig(name=f"t{t}", num_embeddings=count, embedding_dim=case.dim, feature_names=[f"f{t}"])
         for t, count in enumerate(case.rows)
     ]
-    config = cr.TTEmbeddingConfig(compression=case.compression, order=2, min_rows=1, hot_rows=share)
+    config = cr.TableCompression(compression=case.compression, order=2, min_rows=1, hot_rows=share)
     collection = cr.TTEmbeddingBagCollection(config.table_configs(dense), device=device)
     for name in collection.tt_bags:
         for block in collection.tt_bag(name).hot_blocks():

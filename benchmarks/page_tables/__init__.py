@@ -16,7 +16,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "quality-auc": partial(quality.quality, "auc"),
     "quality-types": quality.quality_of_dtypes,
     "quality-splits": quality.quality_of_splits,
-    "quality-orders": quality.quality_of_orders,
+    "quality-meaning": quality.quality_with_meaning,
     "quality-decays": quality.quality_of_decays,
     "lookup": lookup.lookup,
     "lookup-avx2": lookup.lookup_of_avx2,

@@ -48,10 +48,16 @@ NAMES = {
     "low rank": "low rank",
     "ROBE": "ROBE",
     "two hashes": "two hashes",
+    "neighbors": "neighbors share a row",
+    "prefixes": "sum of rows of three prefixes",
+    "group and place": "row of a group + row of a place",
 }
 """Names of all methods, in the order of the tables."""
 NOT_EQUAL = ("CCE",)  # its budget leaves out the bytes of the codes
-SPLIT_DATA = {"synth": "logs", "ml1m": "MovieLens", "video": "games"}
+SPLIT_DATA = {"synth": "logs"}
+FEEDBACK = ("ml1m", "video")
+STARTS = ("random", "vectors")
+MEANING = "quality --data DATA --only order=similarity,start=vectors,dtype=int8"
 FOUND_OR_FIXED = ("TT fixed", "TT + rows", *SPLITS)
 RAN_ON = (XEON, EPYC_AVX2, EPYC_AVX512)
 """Machines on which the benchmark's parts ran; predictions hardly depend on them."""
@@ -62,7 +68,7 @@ def _committed() -> list[Row]:
 
 
 def _measured() -> list[Row]:
-    return [row for row in _committed() if row.shapes["data"] not in VARIED]
+    return [row for row in _committed() if row.shapes["data"] not in (*VARIED, *FEEDBACK)]
 
 
 def _sources() -> str:
@@ -134,23 +140,38 @@ def quality_of_splits() -> str:
     return markdown(header, lines) + "".join(sources)
 
 
-def quality_of_orders() -> str:
-    """NE and AUC of TT tables whose ids are numbered by frequency and by similarity, beside dense tables."""
-    by_order = {order: chosen(_committed(), order=order) for order in get_args(Order)}
-    names = DATA_SETS | {"synth-groups": "a million synthetic Criteo rows whose values have groups"}
-    lines = []
-    for data in dict.fromkeys(row.shapes["data"] for row in by_order["similarity"]):
-        dense = select(by_order["frequency"], data=data, provider="dense") or select(
-            by_order["similarity"], data=data, provider="dense"
-        )
-        lines.append([f"{names[data]}; dense {_ne_and_auc(dense)}", "", "", "", ""])
-        for method in ("TT fixed", "TT + rows"):
-            for order, rows in by_order.items():
-                runs = [select(rows, data=data, provider=method, compression=size) for size in (10, 50, 100, 500)]
-                if any(runs):
-                    lines.append([f"{NAMES[method]}, by {order}", *map(_ne_and_auc, runs)])
-    command = "quality --data DATA --only 'order=similarity,method=TT fixed'"
-    return markdown(["NE, AUC", "10x", "50x", "100x", "500x"], lines) + _sources() + source(EPYC_AVX512, "quality", command)
+def quality_with_meaning() -> str:
+    """NE and AUC of tables of equal bytes in int8, whose ids are in an order of similarity, from random values and from vectors."""
+    lines, sizes = [], (10, 50, 100)
+    by_start = {start: chosen(_committed(), "int8", "similarity", start) for start in STARTS}
+    for data in FEEDBACK:
+        dense = [_dense(data, start) for start in STARTS]
+        title = f"{DATA_SETS[data]}; dense float32 {_ne_and_auc(dense[0])}, from vectors {_ne_and_auc(dense[1])}"
+        lines.append([title, *[""] * len(sizes)])
+        runs = {
+            (method, start): [select(rows, data=data, provider=method, compression=size) for size in sizes]
+            for method in NAMES
+            for start, rows in by_start.items()
+        }
+        best = [min((_mean_ne(of[k]) for of in runs.values() if len(of[k]) == SEEDS), default=0) for k in range(len(sizes))]
+        for (method, start), of in runs.items():
+            if any(len(each) == SEEDS for each in of):
+                cells = [
+                    f"**{_ne_and_auc(each)}**" if each and _mean_ne(each) == best[k] else _ne_and_auc(each)
+                    for k, each in enumerate(of)
+                ]
+                lines.append([NAMES[method] + ", from vectors" * (start == "vectors"), *cells])
+    return markdown(["NE, AUC", *(f"{size}x" for size in sizes)], lines) + source(EPYC_AVX512, "quality", MEANING)
+
+
+def _dense(data: str, start: str) -> list[Row]:
+    """The runs of the usual dense table, with ids in order of frequency, or of one that starts from vectors."""
+    rows = chosen(_committed(), order="similarity" if start == "vectors" else "frequency", start=start)
+    return select(rows, data=data, provider="dense")
+
+
+def _mean_ne(runs: list[Row]) -> float:
+    return mean(map(METRICS["ne"], runs))
 
 
 def _ne_and_auc(runs: list[Row]) -> str:
@@ -171,18 +192,15 @@ def quality_of_decays() -> str:
 
 
 def equal_bytes() -> str:
-    """Large tables compressed 100 times: TT with hot rows, the best rival at equal bytes, and dense tables."""
+    """NE and AUC of dense tables, of TT tables in int8 at a tenth of their bytes, and of the best rival at these bytes."""
+    by_start = [chosen(_committed(), "int8", "similarity", start) for start in STARTS]
     lines = []
-    for data, metric in product(DATA_SETS, METRICS):
-        runs = select(chosen(_measured()), data=data)
-        means = {}
-        for method in NAMES:
-            of_method = [row for row in select(runs, provider=method) if method == "dense" or row.shapes["compression"] == 100]
-            if len(of_method) == SEEDS and method not in NOT_EQUAL:
-                means[method] = mean(map(METRICS[metric], of_method))
-        best = BEST[metric]
-        rival = best((method for method in means if method != "dense" and not method.startswith("TT")), key=means.__getitem__)
-        shown = [means[method] for method in ("dense", "TT + rows", rival)]
-        cells = [f"**{value:.4f}**" if value == best(shown) else f"{value:.4f}" for value in shown]
-        lines.append([f"{DATA_SETS[data]}: {metric.upper()}", *cells[:2], f"{cells[2]}, {NAMES[rival]}"])
-    return markdown(["", "dense", "TT with hot rows", "best rival"], lines) + _sources()
+    for data in FEEDBACK:
+        runs = {method: [select(rows, data=data, provider=method, compression=10) for rows in by_start] for method in NAMES}
+        whole = {method: [of for of in both if len(of) == SEEDS] for method, both in runs.items() if method != "dense"}
+        best = {method: min(both, key=_mean_ne) for method, both in whole.items() if both}
+        rival = min((method for method in best if not method.startswith("TT")), key=lambda method: _mean_ne(best[method]))
+        cells = [*(_ne_and_auc(_dense(data, start)) for start in STARTS), _ne_and_auc(best["TT fixed"]), _ne_and_auc(best[rival])]
+        lines.append([DATA_SETS[data], *cells[:3], f"{cells[3]}, {NAMES[rival]}"])
+    header = ["NE, AUC", "dense, as usual", "dense, from vectors", "TT, a tenth of the bytes", "best rival, a tenth of the bytes"]
+    return markdown(header, lines) + source(EPYC_AVX512, "quality", MEANING)

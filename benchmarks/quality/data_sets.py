@@ -7,8 +7,8 @@ R rows, F categorical fields, I integer columns.
             synth-groups, values that occur together have effects in common.
     ml1m    implicit feedback in a folder with train.txt and test.txt, one line per user: the user's id, then the items' ids. A
             random tenth of the training pairs is for validation. Each positive pair gets one negative: the same user with an item
-            drawn uniformly from those that the user never had in any split (as in He et al., Neural Collaborative Filtering,
-            arXiv 1708.05031). Negatives of the training rows are redrawn for each epoch.
+            drawn uniformly from those that the user never had, in training for training rows and in any split for the others (as in
+            He et al., Neural Collaborative Filtering, arXiv 1708.05031). Negatives of training rows are redrawn for each epoch.
     others  implicit feedback in a file, one line "user item" per interaction, each user's in chronological order: a user's last
             interaction is for testing and the one before it for validation, if there are at least three; negatives as above.
 
@@ -18,11 +18,11 @@ them (in synthetic logs, 0 is missing).
 
 from __future__ import annotations
 
-import math
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +65,13 @@ class DataSet(ABC):
     Attributes:
         name: "synth", "ml1m", or a file's name.
         counts: for each field [num_embeddings], how often each id occurs in training.
+        vectors: for each field [num_embeddings, K], what its ids occur with; empty if they are in order of frequency.
         val, test: rows of these splits.
     """
 
     name: str
     counts: list[Tensor]
+    vectors: Sequence[Tensor] = ()
     val: Rows
     test: Rows
 
@@ -97,7 +99,10 @@ class Synth(DataSet):
             log, data = Path(folder) / "train.txt", Path(folder) / "data"
             synth(SynthOptions(rows=rows, output=log, seed=1, scale=scale, **LOGS[name]))
             preprocess(PreprocessOptions(inputs=(log,), output=data, order=order))
-            sizes = [column.num_embeddings for column in read_manifest(data).categorical_columns]
+            columns = read_manifest(data).categorical_columns
+            sizes = [column.num_embeddings for column in columns]
+            kept = [np.load(data / column.vectors.path)[:, :-1].astype(np.float32) for column in columns if column.vectors]
+            self.vectors = [torch.from_numpy(np.pad(vectors, ((1, 0), (0, 0)))) for vectors in kept]
             train, self.val, self.test = (_read_split(data, split) for split in ("train", "val", "test"))
         self._train = train
         self.counts = [torch.bincount(train.ids[:, f], minlength=size) for f, size in enumerate(sizes)]
@@ -124,9 +129,12 @@ class ImplicitFeedback(DataSet):
         name: name of the data set.
         train, val, test: (user, item) pairs [pairs, 2].
         order: of ids.
+        seed: of the order.
     """
 
-    def __init__(self, name: str, train: np.ndarray, val: np.ndarray, test: np.ndarray, order: Order = "frequency") -> None:
+    def __init__(
+        self, name: str, train: np.ndarray, val: np.ndarray, test: np.ndarray, order: Order = "frequency", seed: int = 0
+    ) -> None:
         self.name = name
         pairs = np.concatenate([train, val, test])
         sizes = pairs.max(0) + 1
@@ -135,50 +143,52 @@ class ImplicitFeedback(DataSet):
             _renumber(frequent, field, train, val, test)
         if order == "similarity":
             values = (train + np.array([0, sizes[0]])).astype(np.int32).ravel()
-            vectors = cooccurrence_vectors(values, np.arange(0, len(values) + 1, 2, dtype=np.int32), int(sizes.sum()))
+            vectors = cooccurrence_vectors(values, np.arange(0, len(values) + 1, 2, dtype=np.int32), int(sizes.sum()), seed)
             for field, of_field in enumerate(np.split(vectors, sizes[:1])):
-                _renumber(similarity_order(of_field, math.isqrt(len(of_field)) + 1), field, train, val, test)
+                _renumber(similar := similarity_order(of_field), field, train, val, test)
+                self.vectors = [*self.vectors, torch.from_numpy(of_field[similar, :-1])]
         self._items = int(sizes[1])
-        self._known = torch.from_numpy(np.concatenate([train, val, test]) @ np.array([self._items, 1])).unique()
+        keys = [torch.from_numpy(split @ np.array([self._items, 1])) for split in (train, val, test)]
+        self._known_in_training, self._known = keys[0].unique(), torch.cat(keys).unique()
         self._train = torch.from_numpy(train)
         self.counts = [torch.bincount(self._train[:, field], minlength=int(sizes[field])) for field in (0, 1)]
         generator = torch.Generator().manual_seed(0)
-        self.val = self._with_negatives(torch.from_numpy(val), generator)
-        self.test = self._with_negatives(torch.from_numpy(test), generator)
+        self.val, self.test = (self._with_negatives(torch.from_numpy(split), self._known, generator) for split in (val, test))
 
     @classmethod
-    def read(cls, path: Path, order: Order = "frequency") -> ImplicitFeedback:
+    @lru_cache(4)
+    def read(cls, path: Path, order: Order = "frequency", seed: int = 0) -> ImplicitFeedback:
         """Read a folder with train.txt and test.txt, or a file of interactions; see the module's docstring.
 
         Raises:
             ValueError: for a folder that lacks one of the files.
         """
         if path.is_file():
-            return cls(path.stem, *_split_in_time(np.loadtxt(path, dtype=np.int64, ndmin=2)), order)
+            return cls(path.stem, *_split_in_time(np.loadtxt(path, dtype=np.int64, ndmin=2)), order, seed)
         for name in ("train.txt", "test.txt"):
             if not (path / name).is_file():
                 raise ValueError(f"{path} has no {name}: give a folder with train.txt and test.txt, one line of ids per user")
         shuffled = np.random.default_rng(0).permutation(_read_pairs(path / "train.txt"))
         held_out = len(shuffled) // 10
-        return cls("ml1m", shuffled[held_out:], shuffled[:held_out], _read_pairs(path / "test.txt"), order)
+        return cls("ml1m", shuffled[held_out:], shuffled[:held_out], _read_pairs(path / "test.txt"), order, seed)
 
     def training_rows(self, generator: torch.Generator) -> Rows:
         """See the base class."""
-        rows = self._with_negatives(self._train, generator)
+        rows = self._with_negatives(self._train, self._known_in_training, generator)
         return rows.take(torch.randperm(len(rows.labels), generator=generator))
 
-    def _with_negatives(self, pairs: Tensor, generator: torch.Generator) -> Rows:
+    def _with_negatives(self, pairs: Tensor, known: Tensor, generator: torch.Generator) -> Rows:
+        """Return the pairs, and as many negatives that are not among the known pairs [pairs], sorted numbers."""
         items = torch.randint(self._items, (len(pairs),), generator=generator)
-        while (known := self._is_known(pairs[:, 0], items).nonzero().flatten()).numel():
-            items[known] = torch.randint(self._items, (len(known),), generator=generator)
+        while (wrong := self._is_known(pairs[:, 0], items, known).nonzero().flatten()).numel():
+            items[wrong] = torch.randint(self._items, (len(wrong),), generator=generator)
         negatives = torch.stack([pairs[:, 0], items], dim=1)
         labels = torch.cat([torch.ones(len(pairs)), torch.zeros(len(pairs))])
         return Rows(ids=torch.cat([pairs, negatives]), dense=torch.empty(len(labels), 0), labels=labels)
 
-    def _is_known(self, users: Tensor, items: Tensor) -> Tensor:
+    def _is_known(self, users: Tensor, items: Tensor, known: Tensor) -> Tensor:
         keys = users * self._items + items
-        place = torch.searchsorted(self._known, keys).clamp_max(len(self._known) - 1)
-        return self._known[place] == keys
+        return known[torch.searchsorted(known, keys).clamp_max(len(known) - 1)] == keys
 
 
 def _renumber(order: np.ndarray, field: int, *splits: np.ndarray) -> None:

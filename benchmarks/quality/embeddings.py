@@ -9,7 +9,7 @@ its smallest form if that is larger, and the others share what is left (`shares`
     pruning, PEP  entries become zero during training, see `pruning.py`
     TT          TT tables of one rank
     TT + rows   TT tables of one rank on a fifth of the bytes; on the rest, narrow rows of as many frequent ids as fit
-                (`TTEmbeddingConfig(hot_rows="auto")`)
+                (`TableCompression(hot_rows="auto")`)
     TT + s at w  the same with a share s of the bytes in one block of width w per table, for the same share of each table's rows
 """
 
@@ -31,16 +31,21 @@ from benchmarks.quality.tables import (
     Dense,
     Digits,
     DoesNotFit,
+    GroupAndPlace,
     Hashed,
     HotAndHashed,
     LowRank,
     MixedDimension,
+    Neighbors,
+    Prefixes,
     QuotientRemainder,
     Robe,
     Table,
     TwoHashes,
+    fit_,
 )  # fmt: skip
-from comera_rec import TTEmbeddingBag, TTEmbeddingBagConfig, TTEmbeddingConfig
+from comera_rec import TableCompression, TTEmbeddingBag, TTEmbeddingBagConfig
+from comera_rec.convert.start import start_from_vectors_, starting_rows
 from comera_rec.tt import blocks_params
 
 MIN_ROWS = 1000
@@ -58,6 +63,9 @@ PER_TABLE: dict[str, type[Table]] = {
     "mixed dim": MixedDimension,
     "CCE": Clustered,
     "MGQE": MultiGranular,
+    "neighbors": Neighbors,
+    "prefixes": Prefixes,
+    "group and place": GroupAndPlace,
 }
 WHOLE: dict[str, type[Dense]] = {"dense": Dense, "pruning": Pruned, "PEP": Thresholded}
 """Methods that start with all entries."""
@@ -105,7 +113,7 @@ class Embeddings(nn.Module):
         dim: N.
         method: a key of `PER_TABLE` or `WHOLE`, "TT", or "TT + rows".
         compression: dense parameters of the large tables divided by the compressed ones.
-        configs: for "TT" and "TT + rows"; defaults to those that `TTEmbeddingConfig(compression=...)` chooses.
+        configs: for "TT" and "TT + rows"; defaults to those that `TableCompression(compression=...)` chooses.
         std: standard deviation of initial entries.
 
     Raises:
@@ -124,6 +132,7 @@ class Embeddings(nn.Module):
         std: float = STD,
     ) -> None:
         super().__init__()
+        self.dim = dim
         self.large = [f for f, count in enumerate(counts) if len(count) >= MIN_ROWS]
         self.budget = int(sum(len(counts[f]) for f in self.large) * dim / compression)
         sizes = [len(counts[f]) for f in self.large]
@@ -151,6 +160,20 @@ class Embeddings(nn.Module):
         large = [table(ids[:, few + k])[:, None] for k, table in enumerate(self.tables)]
         return torch.cat([self.small(ids[:, :few] + self.starts), *large] if self.small is not None else large, dim=1)
 
+    def start_(self, vectors: Sequence[Tensor], counts: Sequence[Tensor]) -> None:
+        """Let all tables start from vectors [M, K] of each field's ids."""
+        rows = [starting_rows(of_field, len(count), self.dim) for of_field, count in zip(vectors, counts, strict=True)]
+        with torch.no_grad():
+            for field, start in zip(self.columns, self.starts.tolist(), strict=False):  # the small ones
+                self.small.weight[start : start + len(rows[field])] = rows[field]
+        for field, table in zip(self.large, self.tables, strict=True):
+            if isinstance(table, TT):
+                start_from_vectors_(table.bag, vectors[field], counts[field])
+            elif isinstance(table, Dense) and len(table.weight) == len(rows[field]):
+                table.weight.data.copy_(rows[field])
+            else:
+                fit_(table, rows[field], counts[field])
+
     def num_bytes(self) -> tuple[float, float]:
         """Bytes of the large tables' values, and of their indices."""
         values, indices = zip(*(table.num_bytes() for table in self.tables if isinstance(table, Table)), strict=True)
@@ -163,7 +186,7 @@ def tt_tables(
     """Configs of TT tables of one rank that compress all tables together by at least `compression`."""
     tables = [EmbeddingBagConfig(name=f"t{i}", num_embeddings=m, embedding_dim=dim) for i, m in enumerate(sizes)]
     try:
-        return TTEmbeddingConfig(compression=compression, min_rows=1, order=order, hot_rows=hot_rows).table_configs(tables)
+        return TableCompression(compression=compression, min_rows=1, order=order, hot_rows=hot_rows).table_configs(tables)
     except ValueError:
         raise DoesNotFit from None
 

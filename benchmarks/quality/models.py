@@ -26,7 +26,9 @@ from benchmarks.quality.embeddings import MIN_ROWS, SPLITS, TT, Embeddings, spli
 from benchmarks.quality.pruning import Pruning, ThresholdSearch
 from benchmarks.quality.storage import DTYPES, round_, round_stochastically_, stored_bytes
 from benchmarks.quality.tables import STD
-from comera_rec import RankConfig, RankScheduler, fit_tables_, rank_param_groups
+from comera_rec import RankConfig, RankScheduler
+from comera_rec.convert import fit_tables_
+from comera_rec.rank import rank_param_groups
 from comera_rec.training.metrics import BinaryMetrics
 
 RATES = (0.003, 0.01, 0.03)
@@ -42,6 +44,7 @@ class Task:
     """A data set, how long to train on it, the learning rates to try first, and the standard deviation of initial entries.
 
     With `evaluations` > 0 the validation split is evaluated so often during training, and the best state is kept: early stopping.
+    `start` is "random", or "vectors" for tables that start from those of the data set.
     """
 
     data: DataSet
@@ -51,6 +54,7 @@ class Task:
     rates: tuple[float, ...] = RATES
     std: float = STD
     evaluations: int = 0
+    start: str = "random"
 
 
 class Head(nn.Module):
@@ -123,6 +127,8 @@ def train(task: Task, method: str, compression: float, lr: float, seed: int, dty
     compression = _compression_of_numbers(task, method, compression, DTYPES[dtype])
     model = Model(task, method, compression)
     embeddings = model.embeddings
+    if task.start == "vectors":
+        embeddings.start_(task.data.vectors, task.data.counts)
     if method == "PEP":  # keep the initial values, without the entries that a trained copy's thresholds drop
         copied = copy.deepcopy(model)
         search = ThresholdSearch(copied.embeddings.tables, embeddings.budget, task.steps)

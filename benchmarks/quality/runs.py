@@ -4,16 +4,22 @@ A small DLRM on synthetic Criteo logs of Kaggle's cardinalities, and a factoriza
 with large tables in every form of `embeddings.py` and `models.py`, at 10 to 500 times fewer bytes including index buffers. Batches,
 steps, optimizer (Adam, all rates falling to zero over the second half of the steps), and the rest of the model are the same for
 all. Every method tries every learning rate of its tables at every size with seed 0; the other seeds use the rate with the best NE
-on the validation split. On data sets that every method overfits (`Task.evaluations`), the state with the best validation NE is
-kept. `--only order=similarity` numbers ids by similarity (`data_pipeline.similarity`) instead of frequency. Each run yields one
-row: NE on the test split; validation NE, AUC, logloss and bytes are in `counted`. `--only dtype=int8` or `dtype=bfloat16` stores
-tables in that type, with four or two numbers in the bytes of a float32 one (`storage.py`).
+on the validation split. On implicit feedback, the state with the best validation NE is kept. Each run yields one row: NE on the
+test split; validation NE, AUC, logloss and bytes are in `counted`.
+
+    --only order=similarity                  ids are numbered by similarity (`data_pipeline.similarity`), not by frequency
+    --only order=similarity,start=vectors    and tables start from the vectors that the order follows from
+                                             (`comera_rec.convert.start`); other methods are fitted to the same rows (`tables.fit_`)
+    --only dtype=int8, dtype=bfloat16        tables are stored in this type, four or two numbers in a float32 number's bytes
+                                             (`storage.py`)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, cast, get_args
 
 from benchmarks.harness.measure import Settings
@@ -33,12 +39,12 @@ METHODS = ("dense", *TT_METHODS, *PER_TABLE, "pruning", "PEP")
 """Those that figures and tables compare. `SPLITS` are compared only with each other."""
 MORE_RATES = (0.00001, 0.00003, 0.0001, 0.0003, 0.001, *RATES, 0.1, 0.3, 1.0)
 """While the best rate of a case is the smallest or largest one tried, its neighbor here is tried, too."""
-STDS = {"video": 0.001}
+START_RATES = (0.0003, 0.001, 0.003)
+"""Those tried first from vectors."""
+STDS = {"video": 0.01}
 """Standard deviations of initial entries that suit the dense table better than `STD`, by its NE on the validation split."""
-EVALUATIONS = {"video": 15}
-"""Data sets that every method overfits -> how often the validation split is evaluated to keep the best state."""
-EARLY_RATES = (0.0003, 0.001, *RATES)
-"""Rates tried first on these: low and high ones may each be better than those between them."""
+EVALUATIONS = 15
+"""How often the validation split of implicit feedback is evaluated to keep the best state, because methods overfit."""
 VARIED = {*LOGS} - {"synth"}
 """Variants of the logs, at one size only, which have a table of their own."""
 
@@ -46,6 +52,9 @@ VARIED = {*LOGS} - {"synth"}
 def tasks(settings: Settings) -> list[Task]:
     """The tasks: synthetic logs always, implicit feedback if `--data` names it."""
     selected, wanted, order = [], settings.only.get("data"), _order(settings)
+    start = _chosen(settings, "start", ("random", "vectors"))
+    if start == "vectors" and order == "frequency":
+        raise ValueError("tables start from vectors only with ids in order of similarity: add order=similarity to --only")
     if wanted is None or wanted in LOGS:
         name = wanted or "synth"
         if settings.quick:
@@ -56,19 +65,18 @@ def tasks(settings: Settings) -> list[Task]:
     if settings.data and wanted not in LOGS:
         feedback = ImplicitFeedback.read(settings.data, order)
         epoch = 2 * int(feedback.counts[0].sum()) // 2048
-        rates = EARLY_RATES if feedback.name in EVALUATIONS else RATES
         selected.append(
             Task(
                 data=feedback,
                 dim=32,
                 batch=2048,
                 steps=20 if settings.quick else min(2000, 3 * epoch),  # longer training overfits with every method
-                rates=rates[:1] if settings.quick else rates,
+                rates=RATES[:1] if settings.quick else RATES if start == "random" else START_RATES,
                 std=STDS.get(feedback.name, STD),
-                evaluations=EVALUATIONS.get(feedback.name, 0),
+                evaluations=EVALUATIONS,
             )
         )
-    return [task for task in selected if wanted in (None, task.data.name)]
+    return [replace(task, start=start) for task in selected if wanted in (None, task.data.name)]
 
 
 def run(settings: Settings) -> Iterator[list[Row]]:
@@ -79,18 +87,25 @@ def run(settings: Settings) -> Iterator[list[Row]]:
     rows = [row for row in settings.finished if row.dtype == dtype]
     more_rates = () if settings.quick else MORE_RATES
     for task in tasks(settings):
-        measured = partial(_measured, task, dtype)
+        measured = partial(_measured, task, dtype, settings.data)
         yield from train_all("quality", _cases(task, settings), measured, settings, rows, dtype=dtype, more_rates=more_rates)
 
 
 def _order(settings: Settings) -> Order:
-    order = settings.only.get("order", "frequency")
-    if order not in get_args(Order):
-        raise ValueError(f"order is {order}: choose one of {', '.join(get_args(Order))}")
-    return cast(Order, order)
+    return cast(Order, _chosen(settings, "order", get_args(Order)))
 
 
-def _measured(task: Task, dtype: str, shapes: dict[str, Any], seed: int) -> Trained | None:
+def _chosen(settings: Settings, name: str, choices: Sequence[str]) -> str:
+    """Return one of the choices, by default the first."""
+    value = settings.only.get(name, choices[0])
+    if value not in choices:
+        raise ValueError(f"{name} is {value}: choose one of {', '.join(choices)}")
+    return value
+
+
+def _measured(task: Task, dtype: str, path: Path | None, shapes: dict[str, Any], seed: int) -> Trained | None:
+    if path and isinstance(task.data, ImplicitFeedback) and "order" in shapes:
+        task = replace(task, data=ImplicitFeedback.read(path, shapes["order"], seed))  # orders are drawn anew, too
     try:
         counted = train(task, shapes["method"], shapes["compression"], shapes["lr"], seed, dtype)
     except DoesNotFit:
@@ -108,12 +123,15 @@ def _cases(task: Task, settings: Settings) -> list[tuple[dict[str, Any], Sequenc
     sizes: dict[str, Any] = {"steps": task.steps, "dim": task.dim, "batch": task.batch}
     if _order(settings) != "frequency":
         sizes["order"] = _order(settings)
+    if task.start != "random":
+        sizes["start"] = task.start
     return [({"data": task.data.name, "method": method, "compression": size, **sizes}, task.rates) for method, size in cases]
 
 
-def chosen(rows: Sequence[Row], dtype: str = "float32", order: Order = "frequency") -> list[Row]:
-    """The runs of usual length, this table type and this order, at the rate that each method chose for each size."""
+def chosen(rows: Sequence[Row], dtype: str = "float32", order: Order = "frequency", start: str = "random") -> list[Row]:
+    """The runs of usual length, this table type, order and start, at the rate that each method chose for each size."""
     rows = [row for row in rows if row.dtype == dtype and row.shapes.get("order", "frequency") == order]
+    rows = [row for row in rows if row.shapes.get("start", "random") == start]
     usual: dict[str, int] = {}
     for row in rows:
         data, steps = row.shapes["data"], row.shapes["steps"]

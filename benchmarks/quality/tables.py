@@ -13,6 +13,13 @@ B batch, M rows and N columns of a table; a budget is in parameters (bytes / 4).
     low rank    [M, k] times [k, N]
     mixed dim   blocks of ids by frequency f, each with a dim ~ f^0.2 to f^0.5 (what fills the budget best) and a projection; the
                 rarest ids may share one vector (dim 0). Ginart et al., arXiv 1909.11810
+
+and three that gain from an order of ids in which neighbors are similar:
+
+    neighbors   as many neighboring ids share a row as the budget says, as clusters do in BACO (arXiv 2604.18351), CEL (2302.01478)
+    prefixes    the sum of rows of three tables, selected by 16:4:1 prefixes of the id, as Semantic IDs (arXiv 2306.08121)
+    group and place
+                the sum of a row for the group of ids and a row for the place within it
 """
 
 from __future__ import annotations
@@ -226,6 +233,58 @@ class MixedDimension(Table):
             if in_block.numel() and not isinstance(block, nn.Identity):
                 out_BN = out_BN.index_add(0, in_block, block(ids[in_block] - start))
         return out_BN
+
+
+class Neighbors(Dense):
+    """Rows that neighboring ids share."""
+
+    def __init__(self, counts: Tensor, dim: int, budget: int, std: float = STD) -> None:
+        super().__init__(budget // dim, dim, std)
+        self.ids = len(counts)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids * len(self.weight) // self.ids)
+
+
+class Prefixes(Table):
+    """Sums of rows of tables for prefixes of several lengths."""
+
+    shares = (16, 4, 1)
+
+    @classmethod
+    def least(cls, rows: int, dim: int) -> int:
+        return sum(cls.shares) * dim
+
+    def __init__(self, counts: Tensor, dim: int, budget: int, std: float = STD) -> None:
+        super().__init__()
+        rows = [budget // dim * share // sum(self.shares) for share in self.shares]
+        self.tables = nn.ModuleList(Neighbors(counts, dim, each * dim, std / 3**0.5) for each in rows)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.stack([table(ids) for table in self.tables]).sum(dim=0)
+
+
+class GroupAndPlace(QuotientRemainder):
+    """Sums of rows of two small tables."""
+
+    def __init__(self, counts: Tensor, dim: int, budget: int, std: float = STD) -> None:
+        super().__init__(counts, dim, budget, std)
+        with torch.no_grad():
+            self.quotients -= 1  # which suits products
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids // self.base, self.quotients) + F.embedding(ids % self.base, self.remainders)
+
+
+def fit_(table: Table, rows: Tensor, counts: Tensor, steps: int = 400) -> None:
+    """Fit a table to rows [M, N], weighted by how often ids occur, so that it starts from them."""
+    optimizer, ids = torch.optim.Adam(table.parameters(), lr=0.02), torch.arange(len(rows))
+    weights = ((counts + 1) / (counts + 1).sum())[:, None] / rows.square().mean()
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = 0.02 * (1 - step / steps)
+        optimizer.zero_grad()
+        (weights * (table(ids) - rows).square()).sum().backward()
+        optimizer.step()
 
 
 class _Projected(nn.Module):

@@ -104,13 +104,13 @@ def build(case: ServeCase) -> DLRM:
         EmbeddingBagConfig(name=f"t{t}", num_embeddings=rows, embedding_dim=case.dim, feature_names=[f"f{t}"])
         for t, rows in enumerate(case.rows)
     ]
-    config = cr.TTEmbeddingConfig(compression=case.compression, min_rows=30, hot_rows="auto")
+    config = cr.TableCompression(compression=case.compression, min_rows=30, hot_rows="auto")
     model = cr.build_dlrm(
         config.table_configs(tables),
         dense_in_features=INTEGERS,
         dense_arch_layer_sizes=[*case.dense_arch, case.dim],
         over_arch_layer_sizes=[*case.over_arch, 1],
-        linears=cr.TTLinearConfig(tt_ranks=24),
+        linears=cr.LinearCompression(tt_ranks=24),
     )
     collection = model.sparse_arch.embedding_bag_collection
     for name in collection.tt_bags:

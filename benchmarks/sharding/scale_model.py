@@ -66,7 +66,7 @@ class ScaleCase:
             EmbeddingBagConfig(name=f"t{k}", num_embeddings=rows, embedding_dim=DIM, feature_names=[f"f{k}"])
             for k, rows in enumerate(ROWS)
         ]
-        return cr.TTEmbeddingConfig(compression=self.compression).table_configs(dense)
+        return cr.TableCompression(compression=self.compression).table_configs(dense)
 
     def shapes(self) -> dict[str, Any]:
         return {"gpus": self.gpus, "compression": self.compression, "batch": self.batch, "dim": DIM, "rows": sum(ROWS)}

@@ -11,7 +11,7 @@ import torch
 
 from comera_rec.cli.training_run import load_reachable_config
 from comera_rec.cli.types import Bytes
-from comera_rec.convert import TTEmbeddingConfig, compress_state, compression_report, export_dense, read_state, row_importance
+from comera_rec.convert import TableCompression, compress_state, compression_report, export_dense, read_state, row_importance
 from comera_rec.data import ParquetBatches
 from comera_rec.ops.served_bags import DTYPES
 from comera_rec.serving.export import FORMS, PACKAGE, ExportOptions, export_run
@@ -68,7 +68,7 @@ def compress(
 
     --checkpoint starts a compressed run from a dense one; `comera train` with the same config and output then fine-tunes.
     --state takes any TorchRec model's state dict, from torch.save or torch.distributed.checkpoint, and writes that of the same
-    model after `swap_embedding_bag_collections_` with the same tables.*; set tables.hot_rows only if ids are ordered by frequency.
+    model after `compress_` with the same tables.*; set tables.hot_rows only if ids are ordered by frequency.
 
     \b
     Example:
@@ -93,7 +93,7 @@ def _compress_state(state: Path, optimizer: Path | None, output: Path, overrides
         raise ValueError(f"{output} exists: give a new file")
     if not output.absolute().parent.is_dir():
         raise ValueError(f"{output.parent} is not a folder: create it, or give another output")
-    config = parse_overrides(TTEmbeddingConfig, "tables", overrides)
+    config = parse_overrides(TableCompression, "tables", overrides)
     dense = read_state(state)
     importance = row_importance(read_state(optimizer)) if optimizer else None
     if importance == {}:

@@ -14,65 +14,62 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from comera_rec.convert.budget import fit_tables_
+from comera_rec.convert.compress import require_table_compression
 from comera_rec.convert.folders import TensorReader
-from comera_rec.convert.swap import TTEmbeddingConfig
+from comera_rec.convert.table_compression import TableCompression
 from comera_rec.nn import TTEmbeddingBag
-from comera_rec.nn.checks import require_config
 
 _TABLE = re.compile(r"(?P<collection>.*?)embedding_bags\.(?P<table>[^.]+)\.weight")
 
 
 def compress_state(
-    state: Mapping[str, Tensor], config: TTEmbeddingConfig, *, importance: Mapping[str, Tensor] | None = None
+    state: Mapping[str, Tensor], tables: TableCompression, *, importance: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Return the state dict that a model has after `swap_embedding_bag_collections_`, with TT tables fitted to its dense tables.
+    """Return the state dict that a model has after `compress_`, with TT tables fitted to its dense tables.
 
-    All TT tables and their hot rows share one budget, that of the shapes that `config` gives them; ranks and widths are chosen to
-    lower the weighted squared error most (`fit_tables_`). To use the result, build the model, swap it with the same config, and
-    call `load_state_dict`: modules take the ranks of the state dict.
+    All TT tables and their hot rows share one budget, that of the shapes that `tables` gives them; ranks and widths are chosen to
+    lower the weighted squared error most (`fit_tables_`). To use the result, build the model, compress it with the same `tables`,
+    and call `load_state_dict`: modules take the ranks of the state dict.
 
     Args:
         state: a state dict with tables named as in EmbeddingBagCollections, `....embedding_bags.TABLE.weight`. All other entries
-            are kept as they are, and so are tables that share memory with another tensor, which a swap leaves dense.
-        config: which tables, and how small.
+            are kept as they are, and so are tables that share memory with another tensor, which `compress_` leaves dense.
+        tables: which tables, and how small.
         importance: [M] weights of the rows' squared errors by table name, see `row_importance`. Default: equal.
 
     Raises:
-        ValueError: if there is no table, or none of `config.min_rows` rows with an unshared weight; for a table of integers, or of
-            numbers that are not finite; if the model was swapped already; if `importance` lacks a table or doesn't fit one.
+        ValueError: if there is no table, or none of `tables.min_rows` rows with an unshared weight; for a table of integers, or of
+            numbers that are not finite; if the model was compressed already; if `importance` lacks a table or doesn't fit one.
     """
-    require_config(config, TTEmbeddingConfig)
-    tables = _tables(state)
+    require_table_compression(tables)
+    dense = _tables(state)
     sharers = Counter(_address(value) for value in state.values() if type(value) in (Tensor, nn.Parameter))
-    compressed = {key: value for key, value in state.items() if key not in tables}
-    config.require_tables([match["table"] for match in tables.values()])
+    compressed = {key: value for key, value in state.items() if key not in dense}
+    tables.require_tables([match["table"] for match in dense.values()])
+    sizes = [
+        EmbeddingBagConfig(name=match["table"], num_embeddings=len(state[key]), embedding_dim=state[key].shape[1])
+        for key, match in dense.items()
+    ]
+    shared = [k for k, key in enumerate(dense) if sharers[_address(state[key])] > 1]
+    configs = dict(zip(dense, tables.table_configs(sizes, dense=shared), strict=True))
+    with_tt = {dense[key]["collection"] for key, table in configs.items() if table.is_tt}  # others are not replaced
     bags: dict[str, TTEmbeddingBag] = {}
-    for collection in dict.fromkeys(match["collection"] for match in tables.values()):
-        keys = {match["table"]: key for key, match in tables.items() if match["collection"] == collection}
-        dense = [
-            EmbeddingBagConfig(name=name, num_embeddings=len(state[key]), embedding_dim=state[key].shape[1], feature_names=[name])
-            for name, key in keys.items()
-        ]
-        shared = [name for name, key in keys.items() if sharers[_address(state[key])] > 1]
-        configs = config.table_configs(dense, dense=shared)
-        # A collection without a large table is not swapped.
-        child = "dense_bags." if any(table.is_tt for table in configs) else ""
-        for table in configs:
-            key, rows, columns = keys[table.name], table.num_embeddings, table.embedding_dim
-            if table.is_tt:
-                bags[key] = TTEmbeddingBag(rows, columns, shape=table.tt_shape(), hot_rows=table.hot_rows, dtype=state[key].dtype)
-            else:
-                compressed[f"{collection}{child}embedding_bags.{table.name}.weight"] = state[key]
+    for key, table in configs.items():
+        rows, columns, collection = table.num_embeddings, table.embedding_dim, dense[key]["collection"]
+        if table.is_tt:
+            bags[key] = TTEmbeddingBag(rows, columns, shape=table.tt_shape(), hot_rows=table.hot_rows, dtype=state[key].dtype)
+        else:
+            compressed[f"{collection}{'dense_bags.' * (collection in with_tt)}embedding_bags.{table.name}.weight"] = state[key]
     if not bags:
-        raise ValueError(f"no table with an unshared weight has at least {config.min_rows} rows: lower min_rows")
-    weights = _row_weights(importance, {key: tables[key]["table"] for key in bags}, state)
+        raise ValueError(f"no table with an unshared weight has at least {tables.min_rows} rows: lower min_rows")
+    weights = _row_weights(importance, {key: dense[key]["table"] for key in bags}, state)
     for key in bags:
         if not math.isfinite(torch.linalg.vector_norm(state[key], dtype=torch.float64)):
             raise ValueError(f"{key} holds numbers that are not finite: give the state dict of a model that has not diverged")
     budget = sum(parameter.numel() for bag in bags.values() for parameter in bag.parameters())
     fit_tables_(list(bags.values()), [state[key].detach() for key in bags], budget, weights)
     for key, bag in bags.items():
-        prefix = f"{tables[key]['collection']}tt_bags.{tables[key]['table']}"
+        prefix = f"{dense[key]['collection']}tt_bags.{dense[key]['table']}"
         compressed |= {f"{prefix}.{name}": value.detach() for name, value in bag.state_dict().items()}
     return compressed
 
@@ -84,7 +81,7 @@ def _tables(state: Mapping[str, Tensor]) -> dict[str, re.Match[str]]:
         raise ValueError("the state dict holds no table (....embedding_bags.TABLE.weight): give that of a TorchRec model")
     for key, match in tables.items():
         if match["collection"].endswith("dense_bags."):
-            raise ValueError(f"{key} is a dense table beside TT tables: give the state dict of a model before it was swapped")
+            raise ValueError(f"{key} is a dense table beside TT tables: give the state dict of a model before it was compressed")
         if not state[key].is_floating_point():
             raise ValueError(f"{key} holds {state[key].dtype}: give a table of floating point numbers")
         if type(state[key]) not in (Tensor, nn.Parameter):

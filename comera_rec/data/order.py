@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,13 +14,28 @@ from data_pipeline.similarity import cooccurrence_vectors
 from data_pipeline.similarity import similarity_order as order_of_vectors
 
 
-def similarity_order(batches: Iterable[KeyedJaggedTensor], num_embeddings: Mapping[str, int]) -> dict[str, Tensor]:
-    """Return the position of each id of each feature in an order of similarity.
+class SimilarityOrder(NamedTuple):
+    """An order of a feature's M ids.
 
-    A TT table describes ids better if those with similar meaning share slices, so look up `positions[feature][ids]` in place of
-    `ids`, in training and serving alike. Ids are similar if they occur with the same ids in samples (`data_pipeline.similarity`).
-    Positions of the most frequent ids come first, as hot rows need it: within bands, 0 to 63, 64 to 1,023 and so on, order is by
-    similarity. `comera preprocess --order similarity` numbers values so from the start, which spares this table of positions.
+    Attributes:
+        positions: of each id, int64 [M], a permutation.
+        vectors: of the ids in order of their positions, float32 [M, K]: values for a dense table to start from.
+    """
+
+    positions: Tensor
+    vectors: Tensor
+
+
+def similarity_order(batches: Iterable[KeyedJaggedTensor], num_embeddings: Mapping[str, int]) -> dict[str, SimilarityOrder]:
+    """Return an order of similarity of each feature's ids.
+
+    A TT table describes ids better if those with similar meaning share slices, so look up `order[feature].positions[ids]` in place
+    of `ids`, in training and serving alike. A table learns more from few samples if it starts from the vectors: copy them into a
+    dense table, and compress the model with `init="tt_svd"`.
+
+    Ids are similar if they occur with the same ids in samples (`data_pipeline.similarity`). Positions of the most frequent ids come
+    first, as hot rows need it: within bands, 0 to 255, 256 to 4,095 and so on, order is by similarity. `comera preprocess --order
+    similarity` numbers values so from the start, which spares this table of positions.
 
     Args:
         batches: of training samples alone; about a million samples are enough. 8 bytes are kept for each id of them.
@@ -30,14 +45,14 @@ def similarity_order(batches: Iterable[KeyedJaggedTensor], num_embeddings: Mappi
         ValueError: a batch lacks a feature, or has an id that is out of range.
 
     Returns:
-        By feature, int64 [num_embeddings]: a permutation.
+        By feature, its positions and vectors.
 
     >>> pairs = torch.randint(50, (1000,))  # user u reads items u and u + 50
     >>> batch = KeyedJaggedTensor.from_lengths_sync(
     ...     ["user", "item"], torch.cat([pairs, pairs + 50 * torch.randint(2, (1000,))]), torch.ones(2000, dtype=torch.long))
-    >>> positions = similarity_order([batch], {"user": 50, "item": 100})
-    >>> positions["item"].sort().values.equal(torch.arange(100))
-    True
+    >>> order = similarity_order([batch], {"user": 50, "item": 100})
+    >>> order["item"].positions.sort().values.equal(torch.arange(100)), order["item"].vectors.shape
+    (True, torch.Size([100, 32]))
     """
     sizes = np.array(list(num_embeddings.values()), np.int64)
     firsts = np.cumsum(sizes) - sizes
@@ -62,9 +77,10 @@ def similarity_order(batches: Iterable[KeyedJaggedTensor], num_embeddings: Mappi
     values = np.concatenate([np.empty(0, np.int32), *numbers])
     ends = np.cumsum(np.concatenate([[0], *lengths]), dtype=np.int32)
     vectors, counts = cooccurrence_vectors(values, ends, int(sizes.sum())), np.bincount(values, minlength=sizes.sum())
-    positions = {}
+    orders = {}
     for (feature, size), first in zip(num_embeddings.items(), firsts, strict=True):
         frequent = np.argsort(-counts[first : first + size], kind="stable")
-        order = frequent[order_of_vectors(vectors[first + frequent], math.isqrt(size) + 1)]
-        positions[feature] = torch.empty(size, dtype=torch.long).index_put_((torch.from_numpy(order),), torch.arange(size))
-    return positions
+        order = frequent[order_of_vectors(vectors[first + frequent])]
+        positions = torch.empty(size, dtype=torch.long).index_put_((torch.from_numpy(order),), torch.arange(size))
+        orders[feature] = SimilarityOrder(positions, torch.from_numpy(vectors[first + order, :-1]))
+    return orders

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from torch import nn
 
-from comera_rec.nn.compress import TTLinearConfig
 from comera_rec.nn.linear import TTLinear
+from comera_rec.nn.linear_compression import LinearCompression
 
 LinearFactory = Callable[[int, int], nn.Module]
 """(in_features, out_features) -> a layer [..., in_features] -> [..., out_features] with a bias, such as `nn.Linear`."""
@@ -26,11 +26,11 @@ def dense_embedding(num_embeddings: int, embedding_dim: int) -> nn.Embedding:
     return embedding
 
 
-def linear_factory(config: TTLinearConfig) -> LinearFactory:
+def linear_factory(config: LinearCompression) -> LinearFactory:
     """Return a factory of `TTLinear` layers where the config compresses, and of `nn.Linear` layers elsewhere.
 
     Example:
-        >>> linear = linear_factory(TTLinearConfig(tt_ranks=30, order=6))
+        >>> linear = linear_factory(LinearCompression(tt_ranks=30, order=6))
         >>> linear(768, 3072)
         TTLinear(768, 3072, modes=[12x1 8x1 8x1 1x12 1x16 1x16], ranks=(12, 30, 30, 30, 16), params=29078)
         >>> linear(768, 2)

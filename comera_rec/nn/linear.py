@@ -141,7 +141,7 @@ class TTLinear(TTModule):
     def from_dense(
         cls, module: nn.Linear, *, shape: TTShape | None = None, tt_ranks: int | Sequence[int] | None = None, rtol: float = 0.0
     ) -> TTLinear:
-        """Return the TT-SVD of a dense linear layer with a copy of its bias; see `comera_rec.tt_svd`."""
+        """Return the TT-SVD of a dense linear layer with a copy of its bias; see `comera_rec.tt.tt_svd`."""
         layer = cls.like(module, shape=shape, tt_ranks=tt_ranks)
         layer.set_dense_matrix_(module.weight.detach().mT, rtol=rtol)
         if layer.bias is not None:

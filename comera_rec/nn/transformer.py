@@ -142,7 +142,7 @@ class TransformerEncoder(nn.Module):
 
     Args:
         config: sizes.
-        linear: makes all linear layers, e.g. `linear_factory(TTLinearConfig(...))`.
+        linear: makes all linear layers, e.g. `linear_factory(LinearCompression(...))`.
         embedding: makes the token embedding, e.g. `partial(TTEmbedding, shape=..., std=EMBEDDING_STD)`. The position
             embedding is small and stays dense.
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from comera_rec.ops.bags.updates import IN_BACKWARD, hooks_in_backward
 from comera_rec.tt import TTShape, contract, init_cores_, scaled_cores, tt_svd
 
-_CONVERT = "convert tables with comera_rec.compress_state, and layers with from_dense"
+_CONVERT = "convert tables with comera_rec.convert.compress_state, and layers with from_dense"
 
 
 class TTModule(nn.Module):
@@ -249,42 +249,3 @@ def named_tt_modules(model: nn.Module) -> Iterator[tuple[str, TTModule]]:
         if isinstance(module, TTModule) and id(module.core_0) not in seen:
             seen.add(id(module.core_0))
             yield name, module
-
-
-def parameter_owners(model: nn.Module) -> dict[Tensor, list[tuple[str, nn.Module]]]:
-    """Map each parameter to the (fully qualified name, module) of every module that registers it."""
-    owners: dict[Tensor, list[tuple[str, nn.Module]]] = {}
-    for name, module in model.named_modules():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(parameter, []).append((name, module))
-    return owners
-
-
-_HOOKS = (
-    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook",
-)  # fmt: skip
-
-
-def keep_buffers_hooks_and_mode_(module: nn.Module, replaced: nn.Module) -> nn.Module:
-    """Give a module the buffers, the hooks of calls, and the training mode of the one that it replaces; return the module."""
-    for name in _HOOKS:  # the same objects, so that handles still remove hooks
-        setattr(module, name, getattr(replaced, name))
-    for name, buffer in replaced.named_buffers(recurse=False):
-        module.register_buffer(name, buffer, persistent=name not in replaced._non_persistent_buffers_set)
-    return module.train(replaced.training)
-
-
-def replace_modules_(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> nn.Module:
-    """Replace modules wherever they are registered, in every parent that shares them.
-
-    Returns:
-        The model, or its replacement if the model itself is one of the old modules.
-    """
-    if model in replacements:
-        return replacements[model]
-    for name, module in list(model.named_modules(remove_duplicate=False)):
-        if module in replacements:
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, replacements[module])
-    return model

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from comera_rec.nn.checks import require_values
 from comera_rec.nn.hot_rows import HotRows, require_blocks
-from comera_rec.nn.tt_module import TTModule, keep_buffers_hooks_and_mode_
+from comera_rec.nn.tt_module import TTModule
 from comera_rec.ops import LookupPlan, PairPlan, check_ids, plan_lookup
 from comera_rec.ops.bags import Table, require_bags_impl, resolve_bags_impl
 from comera_rec.ops.bags.updates import register_update, unregister_update
@@ -135,7 +134,7 @@ class TTTable(TTModule):
         hot_rows: Sequence[tuple[int, int]] = (),
         rtol: float = 0.0,
     ) -> Self:
-        """Return the TT-SVD of a dense table, see `comera_rec.tt_svd`; with hot rows, see `set_dense_matrix_`.
+        """Return the TT-SVD of a dense table, see `comera_rec.tt.tt_svd`; with hot rows, see `set_dense_matrix_`.
 
         Raises:
             ValueError: as `like`.
@@ -228,21 +227,6 @@ def update_in_backward_(model: nn.Module, optimizer: Optimizer | None) -> list[s
 
 def _all_cores(table: TTTable) -> list[nn.Parameter]:
     return [core for module in (table, *table.hot_blocks()) for core in module.cores()]
-
-
-def replace_dense_(table: TTTable, replaced: nn.Embedding | nn.EmbeddingBag, init: str, name: str) -> TTTable:
-    """Give a TT table the buffers, hooks and mode of the dense one that it replaces, and for `init` "tt_svd" its rows.
-
-    Raises:
-        ValueError: naming the table, if it should start from rows that are on the meta device, or has an optimizer in backward.
-    """
-    if hasattr(replaced.weight, "_in_backward_optimizers"):
-        raise ValueError(f"{name!r} has an optimizer in backward, which a TT table would not have: swap first, then apply it")
-    if init == "tt_svd":
-        require_values(replaced.weight, name)
-        table.set_dense_matrix_(replaced.weight.detach())
-    keep_buffers_hooks_and_mode_(table.requires_grad_(replaced.weight.requires_grad), replaced)
-    return table
 
 
 def plan_tables(

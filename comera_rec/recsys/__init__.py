@@ -1,7 +1,7 @@
 """TT tables in TorchRec: table configs, collections, and models."""
 
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
-from comera_rec.recsys.config import TTEmbeddingBagConfig, TTEmbeddingCollectionConfig
+from comera_rec.recsys.config import TTEmbeddingBagConfig, TTEmbeddingConfig
 from comera_rec.recsys.dlrm import build_deepfm, build_dlrm
 from comera_rec.recsys.sequences import TTEmbeddingCollection
 from comera_rec.recsys.wide_deep import WideDeep, build_wide_deep, wide_tables
@@ -10,7 +10,7 @@ __all__ = [
     "TTEmbeddingBagCollection",
     "TTEmbeddingBagConfig",
     "TTEmbeddingCollection",
-    "TTEmbeddingCollectionConfig",
+    "TTEmbeddingConfig",
     "WideDeep",
     "build_deepfm",
     "build_dlrm",

@@ -120,7 +120,7 @@ class TTEmbeddingBagConfig(_TTFields, EmbeddingBagConfig):
 
 
 @dataclass(eq=False)
-class TTEmbeddingCollectionConfig(_TTFields, EmbeddingConfig):
+class TTEmbeddingConfig(_TTFields, EmbeddingConfig):
     """`torchrec.EmbeddingConfig`, for a table whose rows are not pooled, plus the TT ranks of the table.
 
     Args:
@@ -137,7 +137,7 @@ class TTEmbeddingCollectionConfig(_TTFields, EmbeddingConfig):
 
     def pooled(self) -> TTEmbeddingBagConfig:
         """The config of the same table with pooled rows."""
-        return TTEmbeddingBagConfig(**_fields(self, TTEmbeddingCollectionConfig))
+        return TTEmbeddingBagConfig(**_fields(self, TTEmbeddingConfig))
 
 
 def _fields(config: BaseEmbeddingConfig, kind: type[Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torchrec.models.deepfm import SimpleDeepFMNN
 from torchrec.models.dlrm import DLRM, DLRM_DCN
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from comera_rec.nn import TTLinearConfig, compress_linears_
+from comera_rec.nn import LinearCompression, compressed_linears, replace_modules_
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.interaction import CrossNetwork, PairwiseInteraction, StackedFeatures
 from comera_rec.tt import require_positive
@@ -41,7 +41,7 @@ def build_dlrm(
     dense_in_features: int,
     dense_arch_layer_sizes: Sequence[int],
     over_arch_layer_sizes: Sequence[int],
-    linears: TTLinearConfig | None = TTLinearConfig(tt_ranks=32),  # noqa: B008  frozen
+    linears: LinearCompression | None = LinearCompression(tt_ranks=32),  # noqa: B008  frozen
     cross_layers: int = 0,
     cross_rank: int = 64,
     device: torch.device | str | None = None,
@@ -53,7 +53,7 @@ def build_dlrm(
         dense_in_features: number of dense features; with 0 one learned vector takes the place of the bottom MLP.
         dense_arch_layer_sizes: outputs of the bottom MLP's layers; the last is the embedding dimension.
         over_arch_layer_sizes: outputs of the top MLP's layers; the last is 1, or the number of labels L.
-        linears: which MLP layers become TT layers (see `TTLinearConfig`); None keeps all dense. Small layers stay dense.
+        linears: which MLP layers become TT layers (see `LinearCompression`); None keeps all dense. Small layers stay dense.
         cross_layers: layers of a low-rank cross network in place of products of pairs, DLRM-DCNv2 (Wang et al., DCN V2,
             arXiv 2008.13535, section 3.3); 0 for DLRM.
         cross_rank: rank of the cross network's layers.
@@ -104,7 +104,7 @@ def build_deepfm(
     hidden_layer_size: int,
     deep_fm_dimension: int,
     outputs: int = 1,
-    linears: TTLinearConfig | None = TTLinearConfig(tt_ranks=32),  # noqa: B008  frozen
+    linears: LinearCompression | None = LinearCompression(tt_ranks=32),  # noqa: B008  frozen
     device: torch.device | str | None = None,
 ) -> SimpleDeepFMNN:
     """Build TorchRec's DeepFM (Guo et al., arXiv 1703.04247) with large tables and large layers in TT form.
@@ -143,9 +143,8 @@ def require_inputs(tables: Sequence[EmbeddingBagConfig], dense_in_features: int)
         raise ValueError("tables is empty: give at least one table config")
 
 
-def compress_large_linears_(model: Model, linears: TTLinearConfig | None) -> Model:
+def compress_large_linears_(model: Model, linears: LinearCompression | None) -> Model:
     """Compress the linear layers that a config selects, if any."""
-    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    if linears is not None and any(linears.shape_for(layer.in_features, layer.out_features) for layer in layers):
-        compress_linears_(model, linears)
+    if linears is not None:
+        replace_modules_(model, compressed_linears(model, linears)[0])
     return model

@@ -16,7 +16,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from comera_rec.nn.tracing import one_call_in_fx
 from comera_rec.recsys.collection import TTEmbeddingBagCollection, require_keys
-from comera_rec.recsys.config import TTEmbeddingCollectionConfig
+from comera_rec.recsys.config import TTEmbeddingConfig
 
 
 class TTEmbeddingCollection(EmbeddingCollectionInterface):
@@ -28,7 +28,7 @@ class TTEmbeddingCollection(EmbeddingCollectionInterface):
     table-wise or row-wise) under `DistributedModelParallel`.
 
     Args:
-        tables: one config per table; `torchrec.EmbeddingConfig` or `TTEmbeddingCollectionConfig` without ranks mean dense.
+        tables: one config per table; `torchrec.EmbeddingConfig` or `TTEmbeddingConfig` without ranks mean dense.
         device: default the CPU.
         need_indices: whether the JaggedTensors carry the ids as their weights.
         use_gather_select: as for EmbeddingCollection, for the dense tables.
@@ -38,7 +38,7 @@ class TTEmbeddingCollection(EmbeddingCollectionInterface):
 
     Example:
         >>> from torchrec import KeyedJaggedTensor
-        >>> table = TTEmbeddingCollectionConfig(
+        >>> table = TTEmbeddingConfig(
         ...     name="products", num_embeddings=10_000, embedding_dim=16, feature_names=["seen"], tt_ranks=8
         ... )
         >>> #         user 0      user 1   user 2
@@ -62,9 +62,7 @@ class TTEmbeddingCollection(EmbeddingCollectionInterface):
         dims = sorted({table.embedding_dim for table in tables})
         if len(dims) > 1:
             raise ValueError(f"tables have dimensions {dims}: give the same for all, or make several collections")
-        self._configs = [
-            t if isinstance(t, TTEmbeddingCollectionConfig) else TTEmbeddingCollectionConfig.from_dense(t, None) for t in tables
-        ]
+        self._configs = [t if isinstance(t, TTEmbeddingConfig) else TTEmbeddingConfig.from_dense(t, None) for t in tables]
         self.tables = TTEmbeddingBagCollection([config.pooled() for config in self._configs], device=device, is_pooled=False)
         for config in self._configs:
             config.feature_names = config.feature_names or [config.name]

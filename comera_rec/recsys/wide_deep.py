@@ -14,7 +14,7 @@ from torchrec.models.deepfm import SparseArch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.mlp import MLP
 
-from comera_rec.nn import TTLinearConfig
+from comera_rec.nn import LinearCompression
 from comera_rec.recsys.collection import TTEmbeddingBagCollection
 from comera_rec.recsys.dlrm import compress_large_linears_, require_inputs
 from comera_rec.tt import require_positive
@@ -100,7 +100,7 @@ def build_wide_deep(
     wide: Sequence[EmbeddingBagConfig] | None = None,
     buckets: int = 0,
     outputs: int = 1,
-    linears: TTLinearConfig | None = TTLinearConfig(tt_ranks=32),  # noqa: B008  frozen
+    linears: LinearCompression | None = LinearCompression(tt_ranks=32),  # noqa: B008  frozen
     device: torch.device | str | None = None,
 ) -> WideDeep:
     """Build a Wide & Deep model (Cheng et al., arXiv 1606.07792) from TorchRec's modules, large tables and layers in TT form.

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from comera_rec.convert import TTEmbeddingConfig, TTLinearConfig
+from comera_rec.convert import LinearCompression, TableCompression
 from comera_rec.rank import RankConfig
 
 
@@ -88,21 +88,24 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TablesConfig(TTEmbeddingConfig):
-    """The form of tables: the fields of `TTEmbeddingConfig`, and whether to use them.
+class TablesConfig(TableCompression):
+    """The form of tables: the fields of `TableCompression`, and whether to use them.
 
     Attributes:
         format: "tt" for large tables as TT tables, "dense" for all dense, "off" to leave the categorical columns out.
-        hot_rows: as in `TTEmbeddingConfig`; "auto" here, because the ids of a preprocessed data set are ordered by frequency.
+        hot_rows: as in `TableCompression`; "auto" here, because the ids of a preprocessed data set are ordered by frequency.
+        start: "random" values, or the "vectors" that `comera preprocess --order similarity` keeps, for dense and TT tables; a TT
+            table that can't represent them starts at random. They suit lower learning rates.
     """
 
     format: Literal["tt", "dense", "off"] = "tt"
     hot_rows: float | Literal["auto"] = "auto"
+    start: Literal["random", "vectors"] = "random"
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearsConfig(TTLinearConfig):
-    """The form of MLP layers: the fields of `TTLinearConfig`, and whether to use them.
+class LinearsConfig(LinearCompression):
+    """The form of MLP layers: the fields of `LinearCompression`, and whether to use them.
 
     Attributes:
         format: "tt" or "dense".

@@ -24,6 +24,7 @@ from comera_rec.rank.tt_modules import gather_tt_modules
 from comera_rec.recsys.sharding import TTEmbeddingBagCollectionSharder, TTShardingPlanner
 from comera_rec.training.config import RunConfig
 from comera_rec.training.model import Schema, build_model, fuse_dense_tables_, materialize_
+from comera_rec.training.start import StartingVectors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +43,20 @@ class Placed:
 
 
 def place(
-    config: RunConfig, schema: Schema, model: nn.Module | None, processes: Processes, device: torch.device, batch_size: int
+    config: RunConfig,
+    schema: Schema,
+    model: nn.Module | None,
+    processes: Processes,
+    device: torch.device,
+    batch_size: int,
+    start: StartingVectors | None = None,
 ) -> Placed:
     """Build a model, or take the given one, and move or shard it to where it trains.
 
     Args:
         model: the model to place, on one process only; None to build it.
         batch_size: rows per process.
+        start: what tables of a new model start from; None for random values.
 
     Raises:
         ValueError: if a model is given and there are several processes.
@@ -60,11 +68,16 @@ def place(
     # On the meta device at first: so initial values don't depend on the number of processes, and dense tables, which may be too
     # large for one process, are made in shards on the processes that keep them.
     whole = materialize_(build_model(config, schema, device="meta"), device) if model is None else model.to(device)
-    if not processes.several:
-        tables = fuse_dense_tables_(whole, lr, device)
-        return Placed(model=whole, module=whole, table_optimizers=tables)
-    sharded = _shard(whole, processes, device, batch_size, lr)
-    return Placed(model=sharded, module=sharded.module, table_optimizers=[sharded.fused_optimizer])
+    if start:
+        start.set_tt_tables_(whole)
+    if processes.several:
+        sharded = _shard(whole, processes, device, batch_size, lr)
+        placed = Placed(model=sharded, module=sharded.module, table_optimizers=[sharded.fused_optimizer])
+    else:
+        placed = Placed(model=whole, module=whole, table_optimizers=fuse_dense_tables_(whole, lr, device))
+    if start:
+        start.set_dense_tables_(placed.module)
+    return placed
 
 
 def whole_model(config: RunConfig, schema: Schema, module: nn.Module, processes: Processes) -> nn.Module:

@@ -36,6 +36,7 @@ from comera_rec.training.model import Schema, build_optimizer
 from comera_rec.training.placement import available_cores, device_of, name_of, place, whole_model
 from comera_rec.training.progress import Progress, tell
 from comera_rec.training.runs import CHECKPOINTS, fingerprint, require_fit, require_same_run
+from comera_rec.training.start import StartingVectors
 from comera_rec.training.state import TrainingState
 from comera_rec.training.steps import Steps
 from comera_rec.training.stopping import Interrupted, StopSignals
@@ -86,7 +87,9 @@ class Trainer:
         per_epoch = self.loader.batches.batches_per_epoch() / config.training.accumulation
         self.total_steps = config.training.steps or max(1, round(config.training.epochs * per_epoch))
         torch.manual_seed(config.seed)
-        placed = place(config, self.schema, model, processes, self.device, self.part_size)
+        is_new = model is None and latest_checkpoint(self.checkpoints) is None
+        start = StartingVectors(self.manifest, Path(config.data.path)) if is_new and config.tables.start == "vectors" else None
+        placed = place(config, self.schema, model, processes, self.device, self.part_size, start)
         self.model, self.module = placed.model, placed.module
         if config.training.precision == "float8":
             use_float8_(self.module)

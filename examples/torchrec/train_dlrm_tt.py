@@ -40,7 +40,7 @@ def main() -> None:
     configs = [
         EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=DIM, feature_names=[name]) for name, rows in ROWS.items()
     ]
-    tables = cr.swap_embedding_bag_collections_(EmbeddingBagCollection(configs, device=meta), cr.TTEmbeddingConfig(tt_ranks=16))
+    tables = cr.compress_(EmbeddingBagCollection(configs, device=meta), tables=cr.TableCompression(tt_ranks=16))
     model = DLRMTrain(DLRM(tables, DENSE, dense_arch_layer_sizes=[128, DIM], over_arch_layer_sizes=[128, 1], dense_device=device))
 
     local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))

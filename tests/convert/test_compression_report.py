@@ -10,16 +10,8 @@ import torch
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
-from comera_rec import (
-    TTEmbeddingBagConfig,
-    TTEmbeddingConfig,
-    TTLinear,
-    build_dlrm,
-    compression_report,
-    export_dense,
-    swap_embedding_bag_collections_,
-    truncate_ranks_,
-)
+from comera_rec import TableCompression, TTEmbeddingBagConfig, TTLinear, build_dlrm, compress_, compression_report, export_dense
+from comera_rec.rank import truncate_ranks_
 
 
 def dlrm() -> nn.Module:
@@ -40,7 +32,7 @@ def truncated() -> nn.Module:
 
 def swapped() -> nn.Module:
     tables = [EmbeddingBagConfig(name="t", num_embeddings=500, embedding_dim=8, feature_names=["f"])]
-    return swap_embedding_bag_collections_(nn.Sequential(EmbeddingBagCollection(tables)), TTEmbeddingConfig(min_rows=1)).double()
+    return compress_(nn.Sequential(EmbeddingBagCollection(tables)), tables=TableCompression(min_rows=1)).double()
 
 
 @pytest.mark.parametrize("build", [dlrm, truncated, swapped, lambda: export_dense(dlrm()), lambda: nn.LayerNorm(4)])

@@ -13,16 +13,9 @@ from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
-from comera_rec import (
-    TTEmbeddingBag,
-    TTEmbeddingBagCollection,
-    TTEmbeddingBagConfig,
-    TTLinear,
-    build_deepfm,
-    build_dlrm,
-    export_dense,
-)
+from comera_rec import TTEmbeddingBag, TTEmbeddingBagCollection, TTEmbeddingBagConfig, TTLinear, build_dlrm, export_dense
 from comera_rec.nn import TTModule, replace_modules_
+from comera_rec.recsys import build_deepfm
 
 
 def tables() -> list[EmbeddingBagConfig]:

@@ -16,6 +16,7 @@ from torchrec.optim import RowWiseAdagrad
 
 import comera_rec as cr
 from comera_rec.cli.main import main
+from comera_rec.convert import compress_state, row_importance
 
 SIZES = {"user": 2000, "item": 900, "day": 7}
 
@@ -37,9 +38,9 @@ def model(seed: int = 0) -> nn.Module:
 
 
 def weighted_error(
-    state: dict[str, Tensor], dense: dict[str, Tensor], config: cr.TTEmbeddingConfig, weights: dict[str, Tensor]
+    state: dict[str, Tensor], dense: dict[str, Tensor], config: cr.TableCompression, weights: dict[str, Tensor]
 ) -> float:
-    swapped = cr.swap_embedding_bag_collections_(model(1), config)
+    swapped = cr.compress_(model(1), tables=config)
     swapped.load_state_dict(state)
     exported = cr.export_dense(swapped).state_dict()
     keys = {table: f"sparse.embedding_bags.{table}.weight" for table in ("user", "item")}
@@ -48,8 +49,8 @@ def weighted_error(
 
 @pytest.mark.parametrize("hot_rows", [0, 0.6])
 def test_the_swapped_model_loads_it_and_predicts_nearly_the_same(hot_rows: float) -> None:
-    dense, config = model().state_dict(), cr.TTEmbeddingConfig(compression=3, min_rows=100, hot_rows=hot_rows)
-    state = cr.compress_state(dense, config)
+    dense, config = model().state_dict(), cr.TableCompression(compression=3, min_rows=100, hot_rows=hot_rows)
+    state = compress_state(dense, config)
     assert torch.equal(state["over.weight"], dense["over.weight"])
     assert torch.equal(state["sparse.dense_bags.embedding_bags.day.weight"], dense["sparse.embedding_bags.day.weight"])
     num_params = sum(value.numel() for key, value in state.items() if key.startswith("sparse."))
@@ -60,9 +61,9 @@ def test_the_swapped_model_loads_it_and_predicts_nearly_the_same(hot_rows: float
 
 
 def test_important_rows_are_approximated_best() -> None:
-    dense, config = model().state_dict(), cr.TTEmbeddingConfig(compression=8, min_rows=100, hot_rows=0.5)
+    dense, config = model().state_dict(), cr.TableCompression(compression=8, min_rows=100, hot_rows=0.5)
     weights = {table: 1.0 / torch.arange(1, rows + 1) for table, rows in SIZES.items()}
-    errors = [weighted_error(cr.compress_state(dense, config, importance=rows), dense, config, weights) for rows in (weights, None)]
+    errors = [weighted_error(compress_state(dense, config, importance=rows), dense, config, weights) for rows in (weights, None)]
     assert errors[0] < 0.8 * errors[1]
 
 
@@ -77,11 +78,11 @@ def fused_optimizer() -> dict[str, Any]:
 
 
 def test_sums_of_fused_tables_are_found() -> None:
-    actual = cr.row_importance(fused_optimizer())
+    actual = row_importance(fused_optimizer())
     assert {table: rows.shape for table, rows in actual.items()} == {table: (rows,) for table, rows in SIZES.items()}
     assert all(rows.unique().numel() == 1 for rows in actual.values())
     flat = {"optim.state.sparse.embedding_bags.user.weight.user.momentum1": torch.ones(5), "optim.lr": torch.tensor(0.1)}
-    assert cr.row_importance(flat).keys() == {"user"}
+    assert row_importance(flat).keys() == {"user"}
 
 
 @pytest.mark.parametrize("kind", ["file", "distributed checkpoint"])
@@ -101,8 +102,8 @@ def test_compress_takes_files_and_distributed_checkpoints(kind: str, tmp_path: P
     assert stop.value.code in (0, None)
     assert "x smaller)" in capsys.readouterr().out
     state = torch.load(small, weights_only=True)
-    config = cr.TTEmbeddingConfig(compression=4, min_rows=100)
-    swapped = cr.swap_embedding_bag_collections_(model(1), config)
+    config = cr.TableCompression(compression=4, min_rows=100)
+    swapped = cr.compress_(model(1), tables=config)
     if kind == "distributed checkpoint":  # which has no nested levels
         swapped = nn.ModuleDict({"model": swapped})
     swapped.load_state_dict(state)
@@ -128,31 +129,31 @@ def test_compress_takes_files_and_distributed_checkpoints(kind: str, tmp_path: P
 
 def test_entries_that_are_no_tensors_are_kept() -> None:
     state = {**model().state_dict(), "over._extra_state": {"scale": 2}}
-    compressed = cr.compress_state(state, cr.TTEmbeddingConfig(compression=4, min_rows=100))
+    compressed = compress_state(state, cr.TableCompression(compression=4, min_rows=100))
     assert compressed["over._extra_state"] == {"scale": 2}
 
 
 def test_states_without_tables_are_refused() -> None:
-    config = cr.TTEmbeddingConfig(compression=4, min_rows=100)
+    config = cr.TableCompression(compression=4, min_rows=100)
     with pytest.raises(ValueError, match="holds no table"):
-        cr.compress_state({"over.weight": torch.ones(2, 2)}, config)
+        compress_state({"over.weight": torch.ones(2, 2)}, config)
     with pytest.raises(ValueError, match="no table with an unshared weight has at least 100 rows: lower min_rows"):
-        cr.compress_state({"embedding_bags.day.weight": torch.ones(7, 8)}, cr.TTEmbeddingConfig(tt_ranks=2, min_rows=100))
+        compress_state({"embedding_bags.day.weight": torch.ones(7, 8)}, cr.TableCompression(tt_ranks=2, min_rows=100))
     rows = {"user": torch.ones(5), "item": torch.ones(900)}
     with pytest.raises(ValueError, match=r"importance of 'user' has shape \(5,\): give 2000 numbers"):
-        cr.compress_state(model().state_dict(), config, importance=rows)
+        compress_state(model().state_dict(), config, importance=rows)
     with pytest.raises(ValueError, match=r"importance lacks item: give it for all tables that are compressed, or for none"):
-        cr.compress_state(model().state_dict(), config, importance={"user": torch.ones(2000)})
+        compress_state(model().state_dict(), config, importance={"user": torch.ones(2000)})
     for bad in (-1.0, torch.nan):
         with pytest.raises(ValueError, match="importance of 'item' holds numbers that are not finite or below 0"):
-            cr.compress_state(model().state_dict(), config, importance={"user": torch.ones(2000), "item": torch.full((900,), bad)})
+            compress_state(model().state_dict(), config, importance={"user": torch.ones(2000), "item": torch.full((900,), bad)})
     with pytest.raises(ValueError, match=r"t.weight holds numbers that are not finite: give"):
-        cr.compress_state({"embedding_bags.t.weight": torch.full((200, 8), torch.inf)}, config)
-    swapped = cr.swap_embedding_bag_collections_(model(), config)
-    with pytest.raises(ValueError, match=r"day.weight is a dense table beside TT tables: give .* before it was swapped"):
-        cr.compress_state(swapped.state_dict(), config)
+        compress_state({"embedding_bags.t.weight": torch.full((200, 8), torch.inf)}, config)
+    swapped = cr.compress_(model(), tables=config)
+    with pytest.raises(ValueError, match=r"day.weight is a dense table beside TT tables: give .* before it was compressed"):
+        compress_state(swapped.state_dict(), config)
     with pytest.raises(ValueError, match=r"t.weight holds torch.int8: give a table of floating point numbers"):
-        cr.compress_state({"embedding_bags.t.weight": torch.ones(200, 8, dtype=torch.int8)}, config)
+        compress_state({"embedding_bags.t.weight": torch.ones(200, 8, dtype=torch.int8)}, config)
 
 
 def test_layers_that_a_swap_leaves_alone_keep_their_names() -> None:
@@ -167,11 +168,11 @@ def test_layers_that_a_swap_leaves_alone_keep_their_names() -> None:
         actual["tied"].weight = actual["sparse"].embedding_bags["user"].weight  # type: ignore[index, union-attr, assignment]
         return actual
 
-    config = cr.TTEmbeddingConfig(tt_ranks=2, min_rows=100)
-    state = cr.compress_state(build().state_dict(), config)
+    config = cr.TableCompression(tt_ranks=2, min_rows=100)
+    state = compress_state(build().state_dict(), config)
     assert "sparse.dense_bags.embedding_bags.user.weight" in state
     assert "small.embedding_bags.day.weight" in state
-    cr.swap_embedding_bag_collections_(build(), config).load_state_dict(state)
+    cr.compress_(build(), tables=config).load_state_dict(state)
 
 
 @pytest.mark.parametrize("hot_rows", [0, 0.5])
@@ -179,6 +180,6 @@ def test_large_tables_of_halves_stay_finite(hot_rows: float) -> None:
     """Their norms exceed the largest half."""
     torch.manual_seed(0)
     weight = (1000 * torch.randn(2000, 2) @ torch.randn(2, 8)).half()
-    config = cr.TTEmbeddingConfig(compression=3, min_rows=9, hot_rows=hot_rows)
-    state = cr.compress_state({"embedding_bags.t.weight": weight}, config)
+    config = cr.TableCompression(compression=3, min_rows=9, hot_rows=hot_rows)
+    state = compress_state({"embedding_bags.t.weight": weight}, config)
     assert all(value.isfinite().all() for value in state.values())

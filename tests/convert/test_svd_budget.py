@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from comera_rec import TTEmbeddingBag, TTShape, fit_tables_, tt_svd, tt_to_dense
+from comera_rec import TTEmbeddingBag, TTShape
+from comera_rec.convert import fit_tables_
+from comera_rec.tt import tt_svd, tt_to_dense
 
 SHAPES = [TTShape((12, 10), (4, 4), 6), TTShape((15, 8), (4, 4), 6), TTShape((10, 9), (4, 4), 6)]
 

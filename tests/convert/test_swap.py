@@ -1,4 +1,4 @@
-"""swap_embedding_bag_collections_: which tables it swaps, which objects it keeps, and its error if there is nothing to swap."""
+"""compress_ of collections: which tables it replaces, which objects it keeps, and its error if there is nothing to replace."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
 from comera_rec import (
+    LinearCompression,
+    TableCompression,
+    TTEmbedding,
     TTEmbeddingBagCollection,
     TTEmbeddingBagConfig,
-    TTEmbeddingConfig,
-    TTLinearConfig,
-    compress_linears_,
-    compress_state,
+    TTEmbeddingCollection,
+    TTLinear,
+    compress_,
     export_dense,
-    swap_embedding_bag_collections_,
-    swap_embeddings_,
 )
+from comera_rec.convert import compress_state
+from comera_rec.nn import named_tt_modules
 
 with warnings.catch_warnings(action="ignore"):  # about torch.jit, which the module uses
     from torch.distributed.optim import _apply_optimizer_in_backward
@@ -60,21 +62,21 @@ def swapped_names(model: nn.Module) -> list[str]:
 
 
 def test_named_tables_stay_dense() -> None:
-    config = TTEmbeddingConfig(compression=2, min_rows=100, dense_tables=("t_item",))
-    swapped = swap_embedding_bag_collections_(collection(), config)
+    config = TableCompression(compression=2, min_rows=100, dense_tables=("t_item",))
+    swapped = compress_(collection(), tables=config)
     assert isinstance(swapped, TTEmbeddingBagCollection)
     assert sorted(swapped.tt_bags) == ["t_user"]
     with pytest.raises(ValueError, match="dense_tables names 'item', which is no table: choose from 't_user', 't_item', 't_day'"):
-        swap_embedding_bag_collections_(collection(), TTEmbeddingConfig(min_rows=100, dense_tables=("item",)))
+        compress_(collection(), tables=TableCompression(min_rows=100, dense_tables=("item",)))
     with pytest.raises(ValueError, match="dense_tables is 't_item': give a tuple of names"):
-        TTEmbeddingConfig(dense_tables="t_item")
+        TableCompression(dense_tables="t_item")
 
 
 def test_collections_are_replaced_wherever_they_are(random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
     model = Nested().eval()
     day, head = model.sparse.embedding_bags["t_day"], model.head
     weight = day.weight
-    assert swap_embedding_bag_collections_(model, TTEmbeddingConfig(tt_ranks=4, min_rows=100)) is model
+    assert compress_(model, tables=TableCompression(tt_ranks=4, min_rows=100)) is model
     assert swapped_names(model) == ["sparse", "towers.left.0", "towers.right.0"]
     assert model.sparse is model.towers["left"][0]
     assert model.sparse is not model.towers["right"][0]
@@ -93,7 +95,7 @@ def test_frozen_tables_stay_frozen(init: str) -> None:
     bags = model[0].embedding_bags
     for name in ("t_user", "t_day"):
         bags[name].weight.requires_grad_(False)
-    swapped = swap_embedding_bag_collections_(model, TTEmbeddingConfig(tt_ranks=4, min_rows=100), init=init)[0]  # type: ignore[index]
+    swapped = compress_(model, tables=TableCompression(tt_ranks=4, min_rows=100), init=init)[0]  # type: ignore[index]
     assert {parameter.requires_grad for parameter in swapped.tt_bag("t_user").parameters()} == {False}
     assert {parameter.requires_grad for parameter in swapped.tt_bag("t_item").parameters()} == {True}
     assert not swapped.dense_bags.embedding_bags["t_day"].weight.requires_grad
@@ -107,7 +109,7 @@ def test_buffers_and_training_modes_are_kept() -> None:
     model[0].embedding_bags["t_item"].eval()
     model[0].embedding_bags["t_day"].eval()
     seen = model[0].seen
-    swapped = swap_embedding_bag_collections_(model, TTEmbeddingConfig(tt_ranks=4, min_rows=100))[0]  # type: ignore[index]
+    swapped = compress_(model, tables=TableCompression(tt_ranks=4, min_rows=100))[0]  # type: ignore[index]
     assert swapped.seen is seen
     assert int(swapped.cache) == 7
     assert torch.equal(swapped.tt_bag("t_user").counts, torch.arange(3))
@@ -124,34 +126,37 @@ def test_tables_that_share_their_weight_stay_dense(caplog: pytest.LogCaptureFixt
     second.embedding_bags["t_user"].weight = first.embedding_bags["t_user"].weight
     linear.weight = first.embedding_bags["t_item"].weight
     with caplog.at_level(logging.INFO, logger="comera_rec"):
-        swap_embedding_bag_collections_(model, TTEmbeddingConfig(tt_ranks=4, min_rows=100))
+        compress_(model, tables=TableCompression(tt_ranks=4, min_rows=100))
     assert model[0] is first, "both large tables share their weights"
     assert list(model[1].tt_bags) == ["t_item"]
     assert model[1].dense_bags.embedding_bags["t_user"].weight is first.embedding_bags["t_user"].weight
     assert caplog.messages == [
-        "table 't_user' stays dense: its weight is shared by '0.embedding_bags.t_user' and '1.embedding_bags.t_user'",
-        "table 't_item' stays dense: its weight is shared by '0.embedding_bags.t_item' and '2'",
-        "table 't_user' stays dense: its weight is shared by '0.embedding_bags.t_user' and '1.embedding_bags.t_user'",
+        "t_user: 400 x 16, stays dense: its weight is also that of '1.embedding_bags.t_user'",
+        "t_item: 300 x 16, stays dense: its weight is also that of '2'",
+        "t_day: 7 x 16, stays dense: it has fewer than 100 rows",
+        "t_user: 400 x 16, stays dense: its weight is also that of '0.embedding_bags.t_user'",
+        "t_item: 300 x 16, ranks (4,)",
+        "t_day: 7 x 16, stays dense: it has fewer than 100 rows",
     ]
 
 
 def test_filter_fn_chooses_by_module_and_name() -> None:
     model = Nested()
-    config = TTEmbeddingConfig(tt_ranks=4, min_rows=100)
-    swap_embedding_bag_collections_(model, config, filter_fn=lambda module, name: name.startswith("towers.right"))
+    config = TableCompression(tt_ranks=4, min_rows=100)
+    compress_(model, tables=config, filter_fn=lambda module, name: name.startswith("towers.right"))
     assert swapped_names(model) == ["towers.right.0"]
-    swap_embedding_bag_collections_(model, config)  # the rest, later
+    compress_(model, tables=config)  # the rest, later
     assert swapped_names(model) == ["sparse", "towers.left.0", "towers.right.0"]
 
 
 def test_swapping_twice_does_not_descend_into_what_was_swapped() -> None:
-    model = swap_embedding_bag_collections_(nn.Sequential(collection()), TTEmbeddingConfig(tt_ranks=4, min_rows=350))
-    with pytest.raises(ValueError, match="no EmbeddingBagCollection was swapped"):
-        swap_embedding_bag_collections_(model, TTEmbeddingConfig(tt_ranks=4, min_rows=5))
+    model = compress_(nn.Sequential(collection()), tables=TableCompression(tt_ranks=4, min_rows=350))
+    with pytest.raises(ValueError, match="no table was compressed: the model has none"):
+        compress_(model, tables=TableCompression(tt_ranks=4, min_rows=5))
 
 
 def test_the_model_itself_may_be_a_collection() -> None:
-    swapped = swap_embedding_bag_collections_(collection(), TTEmbeddingConfig(tt_ranks=4, min_rows=100))
+    swapped = compress_(collection(), tables=TableCompression(tt_ranks=4, min_rows=100))
     assert isinstance(swapped, TTEmbeddingBagCollection)
 
 
@@ -160,8 +165,8 @@ def test_tt_svd_at_full_rank_keeps_the_outputs(order: int, random_jagged: Callab
     model = collection()
     features = random_jagged(LIMITS, 9)
     expected = model(features)
-    config = TTEmbeddingConfig(tt_ranks=10**6, order=order, min_rows=100)
-    swapped = swap_embedding_bag_collections_(model, config, init="tt_svd")
+    config = TableCompression(tt_ranks=10**6, order=order, min_rows=100)
+    swapped = compress_(model, tables=config, init="tt_svd")
     actual = swapped(features)
     assert actual.keys() == expected.keys()
     torch.testing.assert_close(actual.values(), expected.values())
@@ -170,13 +175,13 @@ def test_tt_svd_at_full_rank_keeps_the_outputs(order: int, random_jagged: Callab
 def test_random_init_is_spread_like_the_tables_it_replaces() -> None:
     dense = EmbeddingBagCollection([EmbeddingBagConfig(name="t", num_embeddings=20_000, embedding_dim=32, feature_names=["f"])])
     std = float(dense.embedding_bags["t"].weight.detach().std())
-    swapped = swap_embedding_bag_collections_(dense, TTEmbeddingConfig(tt_ranks=16))
+    swapped = compress_(dense, tables=TableCompression(tt_ranks=16))
     assert float(swapped.tt_bag("t").dense_matrix().detach().std()) == pytest.approx(std, rel=0.05)  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("compression", [2.0, 5.0, 20.0])
 def test_compression_is_that_of_the_whole_collection(compression: float) -> None:
-    swapped = swap_embedding_bag_collections_(collection(), TTEmbeddingConfig(compression=compression, min_rows=100))
+    swapped = compress_(collection(), tables=TableCompression(compression=compression, min_rows=100))
     reached = sum(LIMITS.values()) * 16 / sum(parameter.numel() for parameter in swapped.parameters())
     assert compression <= reached <= 1.35 * compression
 
@@ -184,8 +189,8 @@ def test_compression_is_that_of_the_whole_collection(compression: float) -> None
 @pytest.mark.parametrize("hot_rows", [0, 0.3, 0.8, "auto"])
 def test_hot_rows_and_tt_tables_share_one_budget(hot_rows: float | str) -> None:
     """What ranks leave unused goes to rows, so the budget is filled."""
-    config = TTEmbeddingConfig(compression=5, min_rows=100, hot_rows=hot_rows)  # type: ignore[arg-type]
-    swapped = swap_embedding_bag_collections_(collection(), config)
+    config = TableCompression(compression=5, min_rows=100, hot_rows=hot_rows)  # type: ignore[arg-type]
+    swapped = compress_(collection(), tables=config)
     budget = sum(LIMITS.values()) * 16 / 5
     assert sum(parameter.numel() for parameter in swapped.parameters()) <= budget
     row_params = sum(p.numel() for name, p in swapped.named_parameters() if ".hot_rows." in name)
@@ -196,24 +201,24 @@ def test_hot_rows_and_tt_tables_share_one_budget(hot_rows: float | str) -> None:
 
 
 def test_hot_rows_beside_given_ranks() -> None:
-    swapped = swap_embedding_bag_collections_(collection(), TTEmbeddingConfig(tt_ranks=2, min_rows=100, hot_rows=0.5))
+    swapped = compress_(collection(), tables=TableCompression(tt_ranks=2, min_rows=100, hot_rows=0.5))
     row_params = sum(p.numel() for name, p in swapped.named_parameters() if ".hot_rows." in name)
     tt_params = sum(p.numel() for name, p in swapped.named_parameters() if "tt_bags." in name)
     assert 0.35 * tt_params <= row_params <= 0.5 * tt_params
-    config = TTEmbeddingConfig(tt_ranks=2, min_rows=100, hot_rows="auto")
+    config = TableCompression(tt_ranks=2, min_rows=100, hot_rows="auto")
     assert not any(config.hot_rows for config in config.table_configs(collection().embedding_bag_configs()))
 
 
 def test_auto_gives_rows_less_if_tt_tables_do_not_fit_beside_them() -> None:
     reached = {
-        hot_rows: [c for c in range(5, 100) if _fits(TTEmbeddingConfig(compression=c, min_rows=100, hot_rows=hot_rows))]
+        hot_rows: [c for c in range(5, 100) if _fits(TableCompression(compression=c, min_rows=100, hot_rows=hot_rows))]
         for hot_rows in (0, 0.8, "auto")
     }
     assert reached["auto"] == reached[0]
     assert len(reached[0.8]) < len(reached[0])
 
 
-def _fits(config: TTEmbeddingConfig) -> bool:
+def _fits(config: TableCompression) -> bool:
     try:
         config.table_configs(collection().embedding_bag_configs())
     except ValueError:
@@ -224,25 +229,25 @@ def _fits(config: TTEmbeddingConfig) -> bool:
 def test_a_compression_out_of_reach_is_an_error() -> None:
     pattern = r"compression 5000 can't be reached: .* lower min_rows, or lower compression to ([0-9.]+)$"
     with pytest.raises(ValueError, match=pattern) as error:
-        swap_embedding_bag_collections_(collection(), TTEmbeddingConfig(compression=5000, min_rows=100))
+        compress_(collection(), tables=TableCompression(compression=5000, min_rows=100))
     (reachable,) = re.findall(r"[0-9.]+$", str(error.value))
-    assert _fits(TTEmbeddingConfig(compression=float(reachable), min_rows=100))
-    assert not _fits(TTEmbeddingConfig(compression=float(reachable) + 0.1, min_rows=100))
+    assert _fits(TableCompression(compression=float(reachable), min_rows=100))
+    assert not _fits(TableCompression(compression=float(reachable) + 0.1, min_rows=100))
     with pytest.raises(ValueError, match=r"the others at rank 1 beside hot_rows 0.9 are larger"):
-        swap_embedding_bag_collections_(collection(), TTEmbeddingConfig(compression=5000, min_rows=100, hot_rows=0.9))
+        compress_(collection(), tables=TableCompression(compression=5000, min_rows=100, hot_rows=0.9))
 
 
 def test_order_and_ranks_are_used() -> None:
-    swapped = swap_embedding_bag_collections_(collection(), TTEmbeddingConfig(tt_ranks=(2, 3), min_rows=100))
+    swapped = compress_(collection(), tables=TableCompression(tt_ranks=(2, 3), min_rows=100))
     assert swapped.tt_bag("t_user").shape.ranks == (2, 3)  # type: ignore[operator]
-    swapped = swap_embedding_bag_collections_(collection(), TTEmbeddingConfig(tt_ranks=2, order=4, min_rows=100))
+    swapped = compress_(collection(), tables=TableCompression(tt_ranks=2, order=4, min_rows=100))
     assert swapped.tt_bag("t_user").shape.order == 4  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("move", [lambda: collection().to("meta"), lambda: collection(torch.device("meta"))])
 def test_tt_tables_are_built_on_the_device_of_the_tables(move: Callable[[], nn.Module]) -> None:
     # A collection that was moved still names the device of its construction.
-    swapped = swap_embedding_bag_collections_(move(), TTEmbeddingConfig(tt_ranks=4, min_rows=100))
+    swapped = compress_(move(), tables=TableCompression(tt_ranks=4, min_rows=100))
     assert all(parameter.is_meta for parameter in swapped.parameters())
     assert all(parameter.is_meta for parameter in export_dense(swapped).parameters())
 
@@ -255,41 +260,41 @@ def tied() -> nn.Module:
 
 
 def swapped_already() -> nn.Module:
-    return swap_embedding_bag_collections_(collection(), TTEmbeddingConfig(tt_ranks=4, min_rows=100))
+    return compress_(collection(), tables=TableCompression(tt_ranks=4, min_rows=100))
 
 
 @pytest.mark.parametrize(
     ("make", "arguments", "message"),
     [
-        (lambda: nn.Linear(3, 3), {}, "the model has none, or they are sharded already: swap before sharding"),
-        (collection, {"min_rows": 10_000}, "all tables have fewer than 10000 rows; lower min_rows"),
-        (tied, {}, r"all tables of at least 100 rows share their weight .* \('t_item', 't_user'\): give them separate weights"),
-        (collection, {"filter_fn": lambda module, name: False}, "filter_fn rejected all"),
-        (swapped_already, {}, "all of the model's are swapped already"),
+        (lambda: nn.Linear(3, 3), {}, ": the model has none that filter_fn accepts, or they are compressed or sharded already"),
+        (collection, {"min_rows": 10_000}, r" \('t_user', 't_item', 't_day': it has fewer than 10000 rows\); lower min_rows, or"),
+        (tied, {}, r" \('t_user': its weight is also that of '2'; 't_item': its weight is also that of '1'; 't_day': it has fewer"),
+        (collection, {"filter_fn": lambda module, name: False}, ": the model has none that filter_fn accepts"),
+        (swapped_already, {}, ": the model has none that filter_fn accepts, or they are compressed"),
     ],
     ids=["no collection", "tables below min_rows", "shared tables", "filtered", "swapped"],
 )  # fmt: skip
 def test_nothing_matched_is_an_error(make: Callable[[], nn.Module], arguments: dict[str, Any], message: str) -> None:
     filter_fn = arguments.pop("filter_fn", None)
-    with pytest.raises(ValueError, match=f"no EmbeddingBagCollection was swapped: {message}"):
-        swap_embedding_bag_collections_(make(), TTEmbeddingConfig(**{"min_rows": 100, **arguments}), filter_fn=filter_fn)
+    with pytest.raises(ValueError, match=f"no table was compressed{message}"):
+        compress_(make(), tables=TableCompression(**{"min_rows": 100, **arguments}), filter_fn=filter_fn)
 
 
 def test_a_table_that_is_registered_elsewhere_stays_dense(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.ModuleDict({"tables": collection()})
     model["scores"] = nn.Sequential(model["tables"].embedding_bags["t_item"])
     with caplog.at_level(logging.INFO, logger="comera_rec"):
-        swap_embedding_bag_collections_(model, TTEmbeddingConfig(tt_ranks=4, min_rows=100))
+        compress_(model, tables=TableCompression(tt_ranks=4, min_rows=100))
     assert list(model["tables"].tt_bags) == ["t_user"]
     assert model["tables"].dense_bags.embedding_bags["t_item"] is model["scores"][0]
-    assert caplog.messages == ["table 't_item' stays dense: its weight is shared by 'scores.0' and 'tables.embedding_bags.t_item'"]
+    assert caplog.messages[1] == "t_item: 300 x 16, stays dense: its weight is also that of 'scores.0'"
 
 
 @pytest.mark.parametrize("init", ["random", "tt_svd"])
 def test_dtypes_are_kept_by_swap_and_export(init: str) -> None:
     model = nn.Sequential(collection()).double()
     model[0].embedding_bags["t_item"].requires_grad_(False)
-    swap_embedding_bag_collections_(model, TTEmbeddingConfig(tt_ranks=4, min_rows=100), init=init)
+    compress_(model, tables=TableCompression(tt_ranks=4, min_rows=100), init=init)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
     exported = export_dense(model)[0].embedding_bags
     assert {name: (bag.weight.dtype, bag.weight.requires_grad) for name, bag in exported.items()} == {
@@ -304,13 +309,13 @@ def test_the_spread_of_a_table_is_that_of_its_init_fn(init_fn: Callable[[Tensor]
     config = EmbeddingBagConfig(name="t", num_embeddings=40_000, embedding_dim=16, feature_names=["f"], init_fn=init_fn)
     dense = EmbeddingBagCollection([config])
     std = float(dense.embedding_bags["t"].weight.detach().std())
-    swapped = swap_embedding_bag_collections_(dense, TTEmbeddingConfig(tt_ranks=16))
+    swapped = compress_(dense, tables=TableCompression(tt_ranks=16))
     assert float(swapped.tt_bag("t").dense_matrix().detach().std()) == pytest.approx(std, rel=0.2)
 
 
 def test_a_table_of_zeros_starts_at_zero_and_trains() -> None:
     config = EmbeddingBagConfig(name="t", num_embeddings=400, embedding_dim=16, feature_names=["f"], init_fn=nn.init.zeros_)
-    swapped = swap_embedding_bag_collections_(EmbeddingBagCollection([config]), TTEmbeddingConfig(tt_ranks=4, min_rows=100))
+    swapped = compress_(EmbeddingBagCollection([config]), tables=TableCompression(tt_ranks=4, min_rows=100))
     optimizer = torch.optim.Adam(swapped.parameters(), lr=0.05)
     ids = KeyedJaggedTensor(keys=["f"], values=torch.arange(400), lengths=torch.ones(400, dtype=torch.int64))
     target = swapped.tt_bag("t").dense_matrix().detach() + 1
@@ -323,22 +328,24 @@ def test_a_table_of_zeros_starts_at_zero_and_trains() -> None:
 
 
 def test_weights_on_the_meta_device_have_no_svd() -> None:
-    config = TTEmbeddingConfig(min_rows=100)
+    config = TableCompression(min_rows=100)
     with pytest.raises(ValueError, match="'t_user' is on the meta device, without values to start from"):
-        swap_embedding_bag_collections_(collection().to("meta"), config, init="tt_svd")
+        compress_(collection().to("meta"), tables=config, init="tt_svd")
     with pytest.raises(ValueError, match="'0' is on the meta device, without values to start from"):
-        swap_embeddings_(nn.Sequential(nn.Embedding(400, 8, device="meta")), config, init="tt_svd")
+        compress_(nn.Sequential(nn.Embedding(400, 8, device="meta")), tables=config, init="tt_svd")
     linear = nn.Sequential(nn.Linear(64, 64, device="meta"))
     with pytest.raises(ValueError, match="'0' is on the meta device, without values to start from"):
-        compress_linears_(linear, TTLinearConfig(tt_ranks=2, min_features=8, policy="always"), init="tt_svd")
+        compress_(linear, linears=LinearCompression(tt_ranks=2, min_features=8, policy="always"), init="tt_svd")
 
 
 def test_an_optimizer_in_backward_would_be_lost() -> None:
     model = nn.ModuleList([collection(), nn.Embedding(400, 8)])
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
-    for swap_, name in ((swap_embedding_bag_collections_, "t_user"), (swap_embeddings_, "1")):
-        with pytest.raises(ValueError, match=f"'{name}' has an optimizer in backward, which a TT table would not have: swap first"):
-            swap_(model, TTEmbeddingConfig(min_rows=100))
+    for name, kind in (("t_user", EmbeddingBagCollection), ("1", nn.Embedding)):
+        with pytest.raises(
+            ValueError, match=f"'{name}' has an optimizer in backward, which a TT table would not have: compress first"
+        ):
+            compress_(model, tables=TableCompression(min_rows=100), filter_fn=lambda module, name, kind=kind: type(module) is kind)
 
 
 def test_the_spread_of_an_init_fn_that_depends_on_the_number_of_rows() -> None:
@@ -347,7 +354,7 @@ def test_the_spread_of_an_init_fn_that_depends_on_the_number_of_rows() -> None:
         config = EmbeddingBagConfig(name="t", num_embeddings=20_000, embedding_dim=8, feature_names=["f"], init_fn=init_fn)
         dense = EmbeddingBagCollection([config])
         std = float(dense.embedding_bags["t"].weight.detach().std())
-        swapped = swap_embedding_bag_collections_(dense, TTEmbeddingConfig(tt_ranks=4))
+        swapped = compress_(dense, tables=TableCompression(tt_ranks=4))
         assert isinstance(swapped, TTEmbeddingBagCollection)
         assert float(swapped.tt_bag("t").dense_matrix().detach().std()) == pytest.approx(std, rel=0.1)
 
@@ -367,11 +374,40 @@ def test_the_spread_of_an_init_fn_that_copies_a_table_larger_than_the_sample(mon
 
 
 def test_configs_of_another_kind_are_refused() -> None:
-    for swap, model in ((swap_embedding_bag_collections_, collection()), (swap_embeddings_, nn.Embedding(9, 4))):
-        with pytest.raises(TypeError, match="config is 100: give a TTEmbeddingConfig"):
-            swap(model, 100)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="config is 100: give a TTEmbeddingConfig"):
+    with pytest.raises(TypeError, match="tables is 100: give a TableCompression"):
+        compress_(collection(), tables=100)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="tables is 100: give a TableCompression"):
         compress_state(collection().state_dict(), 100)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="linears is 100: give a LinearCompression"):
+        compress_(collection(), linears=100)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="neither tables nor linears is given"):
+        compress_(collection())
+
+
+def test_tables_of_all_kinds_share_a_budget_beside_linear_layers() -> None:
+    tables = [EmbeddingConfig(name="t_user", num_embeddings=3000, embedding_dim=32, feature_names=["user"])]
+    model = nn.ModuleDict(
+        {
+            "bags": nn.ModuleList([collection(), collection()]),
+            "sequences": EmbeddingCollection(tables),
+            "words": nn.Embedding(5000, 8),
+            "clicks": nn.EmbeddingBag(200, 24, mode="sum"),
+            "head": nn.Linear(256, 256),
+        }
+    )
+    dense = sum(parameter.numel() for parameter in model.parameters()) - 256 * 257
+    compress_(model, tables=TableCompression(compression=20, min_rows=100), linears=LinearCompression(tt_ranks=4, policy="always"))
+    found = {type(module) for module in model.modules()}
+    assert {TTEmbeddingBagCollection, TTEmbeddingCollection, TTEmbedding, TTLinear} <= found
+    assert not {nn.Linear, nn.Embedding} & found
+    ranks = {max(module.shape.ranks) for name, module in named_tt_modules(model) if name != "head"}
+    assert len(ranks) == 1, "all tables have one rank"
+    size = sum(parameter.numel() for name, parameter in model.named_parameters() if not name.startswith("head"))
+    assert 20 <= dense / size < 25
+    kept = nn.ModuleList([collection(), nn.Linear(4, 4)])
+    with pytest.raises(ValueError, match=r"no linear layer was compressed \('1': fewer than 128 features on one side\)"):
+        compress_(kept, tables=TableCompression(tt_ranks=4, min_rows=100), linears=LinearCompression())
+    assert type(kept[0]) is EmbeddingBagCollection, "unchanged after an error"
 
 
 @pytest.mark.parametrize(
@@ -389,11 +425,11 @@ def test_configs_of_another_kind_are_refused() -> None:
 )
 def test_configs_name_what_is_wrong(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        TTEmbeddingConfig(**arguments)
+        TableCompression(**arguments)
 
 
 def test_unknown_init_is_refused_before_anything_happens() -> None:
     model = nn.Sequential(collection())
     with pytest.raises(ValueError, match="init is 'svd': choose one of 'random', 'tt_svd'"):
-        swap_embedding_bag_collections_(model, TTEmbeddingConfig(min_rows=1), init="svd")
+        compress_(model, tables=TableCompression(min_rows=1), init="svd")
     assert swapped_names(model) == []

@@ -6,12 +6,11 @@ import logging
 
 import pytest
 import torch
-import torchrec
 from torch import nn
 
 import comera_rec as cr
 
-CONFIG = cr.TTEmbeddingConfig(tt_ranks=100, min_rows=100)
+CONFIG = cr.TableCompression(tt_ranks=100, min_rows=100)
 
 
 class Model(nn.Module):
@@ -27,8 +26,6 @@ class Model(nn.Module):
         self.output.weight = self.tied.weight
         self.limited = nn.Embedding(200, 16, max_norm=1.0)
         self.bags_of_padded = nn.EmbeddingBag(200, 16, padding_idx=0)
-        table = torchrec.EmbeddingBagConfig(name="t", num_embeddings=500, embedding_dim=8, feature_names=["f"])
-        self.collection = torchrec.EmbeddingBagCollection([table])
         nn.init.normal_(self.few.weight, std=0.1)
 
 
@@ -38,7 +35,7 @@ def test_layers_that_do_not_share_their_weight_are_swapped(caplog: pytest.LogCap
     words, clicks = model.words(tokens), model.clicks(torch.tensor([5, 299, 5]), torch.tensor([0, 2, 2, 3]))
     model.clicks.weight.requires_grad_(False)
     with caplog.at_level(logging.INFO):
-        assert cr.swap_embeddings_(model.eval(), CONFIG, init="tt_svd") is model
+        assert cr.compress_(model.eval(), tables=CONFIG, init="tt_svd") is model
     assert [name for name, module in model.named_modules() if isinstance(module, cr.TTEmbedding | cr.TTEmbeddingBag)] == [
         "words",
         "clicks",
@@ -48,9 +45,9 @@ def test_layers_that_do_not_share_their_weight_are_swapped(caplog: pytest.LogCap
     torch.testing.assert_close(model.clicks(torch.tensor([5, 299, 5]), torch.tensor([0, 2, 2, 3])), clicks, rtol=1e-4, atol=1e-4)
     assert [p.requires_grad for p in model.clicks.parameters()] == [False] * 3
     for reason in (
-        "tied stays dense: its weight is also that of 'output'",
-        "limited stays dense: max_norm",
-        "bags_of_padded stays dense: a TT table can't leave padding_idx out of bags",
+        "tied: 200 x 16, stays dense: its weight is also that of 'output'",
+        "limited: 200 x 16, stays dense: max_norm",
+        "bags_of_padded: 200 x 16, stays dense: a TT table can't leave padding_idx out of bags",
     ):
         assert reason in caplog.text
     with pytest.raises(ValueError, match="id 400 is out of range for words"):
@@ -61,16 +58,16 @@ def test_hooks_stay_and_computed_weights_stay_dense(caplog: pytest.LogCaptureFix
     model = nn.ModuleDict({"words": nn.Embedding(400, 16), "normed": nn.utils.spectral_norm(nn.Embedding(400, 16))})
     model["words"].register_forward_hook(lambda module, inputs, output: output * 0)
     with caplog.at_level(logging.INFO):
-        cr.swap_embeddings_(model, CONFIG)
+        cr.compress_(model, tables=CONFIG)
     assert [type(layer) for layer in model.values()] == [cr.TTEmbedding, nn.Embedding]
-    assert "normed stays dense: its weight is computed" in caplog.text
+    assert "normed: 400 x 16, stays dense: its weight is computed" in caplog.text
     assert not model["words"](torch.tensor([3])).any()
 
 
 def test_the_padding_row_is_zero_and_learns_nothing() -> None:
     model = nn.Sequential(nn.Embedding(400, 16, padding_idx=7))
     torch.manual_seed(0)
-    [table] = cr.swap_embeddings_(model, CONFIG)
+    [table] = cr.compress_(model, tables=CONFIG)
     rows = model(torch.tensor([7, 8]))
     assert rows[0].eq(0).all()
     assert rows[1].ne(0).all()
@@ -91,28 +88,28 @@ def test_random_tables_have_the_spread_of_the_layers_and_share_a_budget() -> Non
     torch.manual_seed(0)
     model = nn.ModuleDict({"a": nn.Embedding(5000, 32), "b": nn.EmbeddingBag(20_000, 32)})
     nn.init.normal_(model["a"].weight, std=0.02)
-    cr.swap_embeddings_(model, cr.TTEmbeddingConfig(compression=20, min_rows=100))
+    cr.compress_(model, tables=cr.TableCompression(compression=20, min_rows=100))
     assert model["a"].dense_matrix().std().item() == pytest.approx(0.02, rel=0.3)
     assert model["b"].dense_matrix().std().item() == pytest.approx(1, rel=0.3)
     assert 20 <= cr.compression_report(model).ratio < 25
     with torch.device("meta"):
         unmade = nn.Sequential(nn.Embedding(5000, 32))
-    assert cr.swap_embeddings_(unmade, CONFIG)[0].core_0.is_meta
+    assert cr.compress_(unmade, tables=CONFIG)[0].core_0.is_meta
 
 
 def test_a_single_layer_filters_and_mistakes() -> None:
-    layer = cr.swap_embeddings_(nn.Embedding(400, 16), CONFIG)
+    layer = cr.compress_(nn.Embedding(400, 16), tables=CONFIG)
     assert isinstance(layer, cr.TTEmbedding)
     model = Model()
-    cr.swap_embeddings_(model, CONFIG, filter_fn=lambda layer, name: name == "words" and isinstance(layer, nn.Embedding))
+    cr.compress_(model, tables=CONFIG, filter_fn=lambda layer, name: name == "words" and isinstance(layer, nn.Embedding))
     assert isinstance(model.words, cr.TTEmbedding)
     assert isinstance(model.clicks, nn.EmbeddingBag)
-    for nothing in (nn.Linear(3, 3), nn.Embedding(99, 16), nn.Embedding(400, 16, max_norm=1.0), Model().collection):
-        with pytest.raises(ValueError, match="no embedding layer was swapped: none that passes filter_fn has at least 100 rows"):
-            cr.swap_embeddings_(nothing, CONFIG)
-    with pytest.raises(ValueError, match="init is 'zeros'"):
-        cr.swap_embeddings_(Model(), CONFIG, init="zeros")
-    with pytest.raises(
-        ValueError, match=r"no EmbeddingBagCollection was swapped: .*; for the tables that it has, call swap_embeddings_"
+    for nothing, reason in (
+        (nn.Linear(3, 3), ": the model has none"),
+        (nn.Embedding(99, 16), " .'the model': it has fewer than 100 rows"),
+        (nn.Embedding(400, 16, max_norm=1.0), " .'the model': max_norm and scale_grad_by_freq have no equivalent"),
     ):
-        cr.swap_embedding_bag_collections_(nn.Sequential(nn.EmbeddingBag(400, 8)), CONFIG)
+        with pytest.raises(ValueError, match=f"no table was compressed{reason}"):
+            cr.compress_(nothing, tables=CONFIG)
+    with pytest.raises(ValueError, match="init is 'zeros'"):
+        cr.compress_(Model(), tables=CONFIG, init="zeros")

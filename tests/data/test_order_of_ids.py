@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torchrec import KeyedJaggedTensor
 
 import comera_rec as cr
@@ -24,17 +25,20 @@ def grouped_batches(count: int = 8, samples: int = 1000) -> list[KeyedJaggedTens
 
 
 def test_ids_of_a_group_get_neighboring_positions() -> None:
-    positions = cr.similarity_order(grouped_batches(), {"user": IDS, "item": IDS + 10})
+    orders = cr.similarity_order(grouped_batches(), {"user": IDS, "item": IDS + 10})
     for feature, size in (("user", IDS), ("item", IDS + 10)):
-        assert positions[feature].sort().values.equal(torch.arange(size))
-        ids = positions[feature].argsort()[64:IDS]
+        assert orders[feature].positions.sort().values.equal(torch.arange(size))
+        vectors = F.normalize(orders[feature].vectors[orders[feature].positions[:IDS]])
+        similar = (vectors @ vectors.mT).view(IDS // GROUPS, GROUPS, IDS // GROUPS, GROUPS).mean(dim=(0, 2))
+        assert similar.diag().min() > similar.fill_diagonal_(-1).max()
+        ids = orders[feature].positions.argsort()[:256]
         assert (ids % GROUPS == ids.roll(1) % GROUPS)[1:].float().mean() > 0.85
 
 
 def test_frequent_ids_come_first() -> None:
-    ids = torch.cat([torch.arange(200), torch.arange(64).repeat(9)])
+    ids = torch.cat([torch.arange(600), torch.arange(256).repeat(9)])
     batch = KeyedJaggedTensor(["id", "other"], torch.cat([ids, ids % 7]), lengths=torch.ones(2 * len(ids), dtype=torch.long))
-    assert cr.similarity_order([batch], {"id": 200})["id"][:64].max() < 64
+    assert cr.similarity_order([batch], {"id": 600})["id"].positions[:256].max() < 256
 
 
 @pytest.mark.parametrize(

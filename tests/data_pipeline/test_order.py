@@ -129,10 +129,10 @@ def test_a_single_column_stays_in_order_of_frequency(options: Callable[..., Prep
     assert any("a single categorical column" in line for line in told)
 
 
-@given(st.lists(st.lists(st.integers(0, 30), max_size=4), max_size=12), st.integers(0, 90), st.integers(1, 40))
-def test_any_values_get_an_order(rows: list[list[int]], more: int, group: int) -> None:
+@given(st.lists(st.lists(st.integers(0, 30), max_size=4), max_size=12), st.integers(0, 90))
+def test_any_values_get_an_order(rows: list[list[int]], more: int) -> None:
     values = np.array([value for row in rows for value in row], np.int32)
     ends = np.cumsum([0, *map(len, rows)]).astype(np.int32)
     vectors = cooccurrence_vectors(values, ends, 31 + more)
     assert np.isfinite(vectors).all()
-    assert sorted(similarity_order(vectors, group)) == list(range(31 + more))
+    assert sorted(similarity_order(vectors)) == list(range(31 + more))

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.distributed
 SAMPLES, STEPS, DIM = 4, 3, 8  # samples of a process
 SIZES = {"user": 120, "item": 90, "place": 70, "day": 7}
 KINDS = {"user": "row_wise", "item": "table_wise", "place": "data_parallel", "day": "table_wise"}
-CONFIG = cr.TTEmbeddingConfig(tt_ranks=2, min_rows=50)  # "day" stays dense
+CONFIG = cr.TableCompression(tt_ranks=2, min_rows=50)  # "day" stays dense
 
 
 def collection(device: str, *names: str) -> EmbeddingBagCollection:
@@ -58,7 +58,7 @@ class Dlrm:
     def model(device: str) -> nn.Module:
         tables = collection(device, *SIZES)
         model = DLRMTrain(DLRM(tables, dense_in_features=3, dense_arch_layer_sizes=[8, DIM], over_arch_layer_sizes=[8, 1]))
-        cr.swap_embedding_bag_collections_(model, CONFIG)
+        cr.compress_(model, tables=CONFIG)
         _apply_optimizer_in_backward(torch.optim.Adagrad, model.model.sparse_arch.parameters(), {"lr": 0.05, "eps": 1e-8})
         return model
 
@@ -84,7 +84,7 @@ class TwoTower(nn.Module):
 
     @classmethod
     def model(cls, device: str) -> nn.Module:
-        model = cr.swap_embedding_bag_collections_(cls(device), CONFIG)
+        model = cr.compress_(cls(device), tables=CONFIG)
         for tables in (model.query, model.candidate):
             _apply_optimizer_in_backward(RowWiseAdagrad, tables.parameters(), {"lr": 0.05})
         return model
@@ -113,7 +113,7 @@ class Bert4Rec(nn.Module):
 
     @classmethod
     def model(cls, device: str) -> nn.Module:
-        return cr.swap_embedding_collections_(cls(device), CONFIG)
+        return cr.compress_(cls(device), tables=CONFIG)
 
     @staticmethod
     def dense_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -145,7 +145,7 @@ def batch(step: int, processes: range) -> Batch:
 def wrapped(model: nn.Module) -> DistributedModelParallel:
     sharders: list[Any] = [
         cr.TTEmbeddingBagCollectionSharder(),
-        cr.TTEmbeddingCollectionSharder(),
+        cr.TTEmbeddingBagCollectionSharder(),
         EmbeddingBagCollectionSharder(),
     ]
     constraints = {name: ParameterConstraints(sharding_types=[kind]) for name, kind in KINDS.items()}

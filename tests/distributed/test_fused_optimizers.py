@@ -20,6 +20,8 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import comera_rec as cr
+from comera_rec.rank import truncate_ranks_
+from comera_rec.recsys.sharding import optimizer_state, rewrap_data_parallel_
 from comera_rec.testing import run
 
 with warnings.catch_warnings(action="ignore"):  # about torch.jit, which the module uses
@@ -35,7 +37,7 @@ OPTIMIZERS = {
     "TorchRec's SGD": (torchrec.optim.SGD, {"lr": 0.5}),
 }
 KINDS = ("table_wise", "row_wise", "data_parallel")
-CONFIG = cr.TTEmbeddingConfig(tt_ranks=2, min_rows=0)
+CONFIG = cr.TableCompression(tt_ranks=2, min_rows=0)
 
 
 def table(collection: str, device: str) -> nn.Module:
@@ -43,10 +45,8 @@ def table(collection: str, device: str) -> nn.Module:
     torch.manual_seed(1)
     sizes: dict[str, Any] = {"name": "t", "num_embeddings": 100, "embedding_dim": 8, "feature_names": ["f"]}
     if collection == "sequences":
-        return cr.swap_embedding_collections_(EmbeddingCollection([EmbeddingConfig(**sizes)], device=torch.device(device)), CONFIG)
-    return cr.swap_embedding_bag_collections_(
-        EmbeddingBagCollection([EmbeddingBagConfig(**sizes)], device=torch.device(device)), CONFIG
-    )
+        return cr.compress_(EmbeddingCollection([EmbeddingConfig(**sizes)], device=torch.device(device)), tables=CONFIG)
+    return cr.compress_(EmbeddingBagCollection([EmbeddingBagConfig(**sizes)], device=torch.device(device)), tables=CONFIG)
 
 
 class Model(nn.Module):
@@ -175,9 +175,9 @@ def truncate(rank: int, kind: str) -> Tensor:
         for module in model.modules():
             if isinstance(module, cr.TTEmbeddingBag):
                 module.rank_1[1:] = 0.0
-    assert not cr.optimizer_state(model.module, model.fused_optimizer)
-    cr.truncate_ranks_(model, model.fused_optimizer, threshold=1e-3)
-    cr.rewrap_data_parallel_(model)
+    assert not optimizer_state(model.module, model.fused_optimizer)
+    truncate_ranks_(model, model.fused_optimizer, threshold=1e-3)
+    rewrap_data_parallel_(model)
     before, after = train(model, 1, [rank])
     shapes = {tuple(value.shape) for value in model.fused_optimizer.state.values() for value in [value["exp_avg"]]}
     assert shapes == {tuple(getattr(value, "shape", ())) for value in model.state_dict().values()}

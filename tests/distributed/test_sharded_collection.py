@@ -22,9 +22,15 @@ from torchrec.distributed.types import ShardingEnv
 
 import comera_rec as cr
 from comera_rec.nn import named_tt_modules
+from comera_rec.rank import truncate_ranks_
 from comera_rec.recsys import TTEmbeddingBagCollection
 from comera_rec.recsys import TTEmbeddingBagConfig as Table
-from comera_rec.recsys.sharding import ShardedTTEmbeddingBagCollection
+from comera_rec.recsys.sharding import (
+    ShardedTTEmbeddingBagCollection,
+    load_optimizer_state_,
+    optimizer_state,
+    rewrap_data_parallel_,
+)
 from comera_rec.recsys.sharding.parts import RowShard
 from comera_rec.testing import run
 
@@ -178,11 +184,11 @@ def train_sharded(rank: int, case: Case) -> dict[str, Tensor]:
         optimizer.step()
         if scheduler and step < 2:  # gradients of the last step are compared
             scheduler.step()
-            cr.rewrap_data_parallel_(model)
+            rewrap_data_parallel_(model)
         if case.truncates and step == 0:
             weaken_(model)
-            cr.truncate_ranks_(model, optimizer, threshold=0.01)
-            cr.rewrap_data_parallel_(model)
+            truncate_ranks_(model, optimizer, threshold=0.01)
+            rewrap_data_parallel_(model)
     outcome = {name: value.detach() for name, value in model.module.bags.state_dict().items() if name.startswith("tt_bags")}
     outcome = {f"bags.{name}": value.to_local() if hasattr(value, "to_local") else value for name, value in outcome.items()}
     outcome |= {f"over.{name}": value.detach() for name, value in model.module.over.named_parameters()}
@@ -208,7 +214,7 @@ def train_single(case: Case, world: int) -> dict[str, Tensor]:
             scheduler.step()
         if case.truncates and step == 0:
             weaken_(model)
-            cr.truncate_ranks_(model, optimizer, threshold=0.01)
+            truncate_ranks_(model, optimizer, threshold=0.01)
     parts = {name: value for name, value in model.named_parameters() if name.startswith(("bags.tt_bags", "over"))}
     gradients = {f"gradient of {name}": value.grad for name, value in parts.items() if value.grad is not None}
     parameters = {name: value.detach() for name, value in parts.items()}
@@ -335,16 +341,16 @@ def step_with_adam(model: nn.Module, step: int) -> torch.optim.Optimizer:
 def save_optimizer(rank: int, case: Case, folder: str) -> Tensor:
     model = sharded(case)
     optimizer = step_with_adam(model, rank)
-    dcp.save({"optimizer": cr.optimizer_state(model.module, optimizer)}, checkpoint_id=folder)
+    dcp.save({"optimizer": optimizer_state(model.module, optimizer)}, checkpoint_id=folder)
     return momenta(optimizer, model.module)
 
 
 def load_optimizer(rank: int, case: Case, folder: str) -> Tensor:
     model = sharded(case)
     optimizer = step_with_adam(model, 7)
-    state = {"optimizer": cr.optimizer_state(model.module, optimizer)}
+    state = {"optimizer": optimizer_state(model.module, optimizer)}
     dcp.load(state, checkpoint_id=folder)
-    cr.load_optimizer_state_(model.module, optimizer, state["optimizer"])
+    load_optimizer_state_(model.module, optimizer, state["optimizer"])
     return momenta(optimizer, model.module)
 
 
@@ -357,12 +363,12 @@ def test_momenta_of_divided_cores_are_saved_by_all_and_loaded_on_any_number_of_p
         assert torch.equal(torch.cat(run(world, load_optimizer, case, str(tmp_path)), dim=1), expected)
     single = Model(case)
     optimizer = step_with_adam(single, 7)
-    state = {"optimizer": cr.optimizer_state(single, optimizer)}
+    state = {"optimizer": optimizer_state(single, optimizer)}
     dcp.load(state, checkpoint_id=str(tmp_path), no_dist=True)
-    cr.load_optimizer_state_(single, optimizer, state["optimizer"])
+    load_optimizer_state_(single, optimizer, state["optimizer"])
     assert torch.equal(momenta(optimizer, single), expected)
     with pytest.raises(ValueError, match=r"the state lacks 'step' of 'bags\.tt_bags\.two\.core_0': give what optimizer_state"):
-        cr.load_optimizer_state_(single, optimizer, {})
+        load_optimizer_state_(single, optimizer, {})
 
 
 def missing_feature(rank: int) -> str:

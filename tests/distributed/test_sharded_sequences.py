@@ -32,12 +32,10 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
-        items = cr.TTEmbeddingCollectionConfig(
+        items = cr.TTEmbeddingConfig(
             name="products", num_embeddings=900, embedding_dim=8, feature_names=["seen", "bought"], tt_ranks=4, hot_rows=((20, 4),)
         )
-        again = cr.TTEmbeddingCollectionConfig(
-            name="again", num_embeddings=900, embedding_dim=8, feature_names=["seen"], tt_ranks=2
-        )
+        again = cr.TTEmbeddingConfig(name="again", num_embeddings=900, embedding_dim=8, feature_names=["seen"], tt_ranks=2)
         sites = EmbeddingConfig(
             name="sites", num_embeddings=30, embedding_dim=8, feature_names=["site"], weight_init_min=0.3, weight_init_max=0.3
         )
@@ -75,7 +73,7 @@ def train(model: nn.Module, features: KeyedJaggedTensor, world: int) -> list[flo
 
 def train_sharded(rank: int, kinds: tuple[str, str], dense_kind: str) -> list[float]:
     fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LR}
-    sharders: list[Any] = [cr.TTEmbeddingCollectionSharder(EmbeddingBagCollectionSharder(fused_params=fused))]
+    sharders: list[Any] = [cr.TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder(fused_params=fused))]
     constraints = {
         **{name: ParameterConstraints(sharding_types=[kind]) for name, kind in zip(("products", "again"), kinds, strict=True)},
         "sites": ParameterConstraints(sharding_types=[dense_kind]),

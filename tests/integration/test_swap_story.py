@@ -9,6 +9,7 @@ from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
 import comera_rec as cr
+from comera_rec.rank import truncate_ranks_
 
 
 class Model(nn.Module):
@@ -26,7 +27,7 @@ class Model(nn.Module):
 
 
 def compressed() -> nn.Module:
-    return cr.swap_embedding_bag_collections_(Model(), cr.TTEmbeddingConfig(tt_ranks=8))
+    return cr.compress_(Model(), tables=cr.TableCompression(tt_ranks=8))
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, features: KeyedJaggedTensor) -> None:
@@ -43,7 +44,7 @@ def test_swap_train_truncate_save_load_export(tmp_path: Path) -> None:
     model = compressed()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     train(model, optimizer, features)
-    ranks = cr.truncate_ranks_(model, optimizer, threshold=float(model.sparse.tt_bag("user").rank_1.detach().abs().median()))
+    ranks = truncate_ranks_(model, optimizer, threshold=float(model.sparse.tt_bag("user").rank_1.detach().abs().median()))
     assert ranks["sparse.tt_bags.user"] < (8,)
     train(model, optimizer, features)
     torch.save(model.state_dict(), tmp_path / "model.pt")

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from comera_rec import EncoderBlock, TTEmbedding, TTLinear, TTShape, use_float8_
+from comera_rec import TTEmbedding, TTLinear, TTShape
+from comera_rec.nn import EncoderBlock, use_float8_
 from comera_rec.ops import tt_linear
 from comera_rec.ops.float8_matmul import reference
 from comera_rec.tt import candidate_contractions

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import comera_rec as cr
 from comera_rec import RankConfig, RankScheduler, TTEmbedding, TTEmbeddingBag, TTShape
-from comera_rec.nn import HotRows, TTModule, named_tt_modules
-from comera_rec.rank import keep_ranks_
+from comera_rec.nn import HotRows, TTModule, named_tt_modules, update_in_backward_
+from comera_rec.rank import grow_ranks_, keep_ranks_
 from comera_rec.tt import blocks_params, choose_hot_blocks
 
 with warnings.catch_warnings(action="ignore"):  # about torch.jit, which the module uses
@@ -80,7 +80,7 @@ def test_cores_and_hot_rows_are_fitted_together_to_a_dense_table() -> None:
 def test_truncation_narrows_blocks_and_their_optimizer_state() -> None:
     table = build()
     optimizer = torch.optim.Adagrad(table.parameters(), lr=0.1)
-    cr.update_in_backward_(table, optimizer)
+    update_in_backward_(table, optimizer)
     ids = torch.arange(100)[:, None]
     table(ids).square().sum().backward()
     one, other = table.hot_blocks()
@@ -102,7 +102,7 @@ def test_columns_are_added_without_a_change_of_the_rows(is_gone: bool) -> None:
     if is_gone:
         keep_ranks_(list(table.hot_blocks()), [[torch.zeros(3, dtype=torch.bool)], [torch.zeros(2, dtype=torch.bool)]])
     before = table.dense_matrix().detach()
-    cr.grow_ranks_(table, {"hot_rows.0": (4,), "hot_rows.1": (5,)})
+    grow_ranks_(table, {"hot_rows.0": (4,), "hot_rows.1": (5,)})
     assert [block.shape.ranks for block in table.hot_blocks()] == [(4,), (5,)]
     assert torch.equal(table.dense_matrix(), before)
     table(torch.arange(100)[:, None]).square().sum().backward()
@@ -125,7 +125,7 @@ def test_a_block_without_columns_has_no_state() -> None:
 
 def test_pickling_a_table_drops_its_optimizer() -> None:
     table = build()
-    cr.update_in_backward_(table, torch.optim.Adagrad(table.parameters(), lr=0.1))
+    update_in_backward_(table, torch.optim.Adagrad(table.parameters(), lr=0.1))
     again = pickle.loads(pickle.dumps(table))
     again(torch.arange(100)[:, None]).sum().backward()
     assert all(parameter.grad is not None for parameter in again.parameters())

@@ -10,24 +10,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from comera_rec import (
+    LinearCompression,
+    RankConfig,
+    RankScheduler,
+    TTEmbedding,
+    TTLinear,
+    TTShape,
+    compression_report,
+    export_dense,
+)
+from comera_rec.nn import (
     ClassificationHead,
     EncoderBlock,
     LanguageModelHead,
     MultiheadAttention,
-    RankConfig,
-    RankScheduler,
     TiedProjection,
     TransformerConfig,
     TransformerEncoder,
-    TTEmbedding,
-    TTLinear,
-    TTLinearConfig,
-    TTShape,
-    compression_report,
-    export_dense,
+    dense_embedding,
     linear_factory,
+    named_tt_modules,
 )
-from comera_rec.nn import dense_embedding, named_tt_modules
 
 SMALL = TransformerConfig(vocab_size=90, embed_dim=16, num_layers=2, num_heads=4, ff_dim=24, max_length=10)
 tt_linear = partial(TTLinear, tt_ranks=3)
@@ -258,7 +261,7 @@ def test_ranks_adapt_and_the_smaller_model_loads() -> None:
 
 def test_the_papers_sizes() -> None:
     """Ranks of section 5.1: attention 12, 30, 30, 30, 12; feed-forward 12, 30, 30, 30, 16 and the reverse."""
-    linear = linear_factory(TTLinearConfig(tt_ranks=30, order=6))
+    linear = linear_factory(LinearCompression(tt_ranks=30, order=6))
     embedding = partial(TTEmbedding, shape=TTShape((16, 20, 10, 10), (4, 4, 8, 6), 32), device="meta")
     encoder = TransformerEncoder(TransformerConfig(), linear=linear, embedding=embedding)
     model = nn.Sequential(encoder, ClassificationHead(768, 2, linear=linear))

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from comera_rec import TTLinear, TTShape, truncate_ranks_
+from comera_rec import TTLinear, TTShape
+from comera_rec.rank import truncate_ranks_
 
 # in_features, out_features, order: powers, odd sizes that need padding, primes, one feature
 SIZES = [(16, 8, 2), (15, 21, 4), (31, 17, 4), (64, 27, 6), (30, 16, 8), (1, 5, 2), (7, 1, 4)]

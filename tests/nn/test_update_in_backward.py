@@ -12,6 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import comera_rec as cr
+from comera_rec.nn import update_in_backward_
+from comera_rec.rank import rank_param_groups, truncate_ranks_
 from comera_rec.testing import run as run_processes
 
 with warnings.catch_warnings(action="ignore"):  # about torch.jit, which the module uses
@@ -45,7 +47,7 @@ def test_it_learns_the_same_as_the_optimizers_step(kind: type, settings: dict, s
     plain = two_tables(shape)
     updated = copy.deepcopy(plain)
     optimizers = [kind(model.parameters(), **settings) for model in (plain, updated)]
-    assert cr.update_in_backward_(updated, optimizers[1]) == ["0", "1"]
+    assert update_in_backward_(updated, optimizers[1]) == ["0", "1"]
     for model, optimizer in zip((plain, updated), optimizers, strict=True):
         train(model, optimizer)
     for table in updated:
@@ -59,8 +61,8 @@ def test_it_learns_the_same_as_the_optimizers_step(kind: type, settings: dict, s
 
 def test_settings_and_state_stay_the_optimizers_through_a_state_dict() -> None:
     model = two_tables(SHAPES[0])
-    optimizer = torch.optim.Adagrad(cr.rank_param_groups(model, lr_cores=0.05, lr_ranks=0.01, lr_dense=0.1))
-    cr.update_in_backward_(model, optimizer)
+    optimizer = torch.optim.Adagrad(rank_param_groups(model, lr_cores=0.05, lr_ranks=0.01, lr_dense=0.1))
+    update_in_backward_(model, optimizer)
     train(model, optimizer)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for group in optimizer.param_groups:
@@ -74,11 +76,11 @@ def test_settings_and_state_stay_the_optimizers_through_a_state_dict() -> None:
 def test_ranks_and_state_are_truncated_and_training_continues() -> None:
     model = two_tables(SHAPES[0])
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
-    cr.update_in_backward_(model, optimizer)
+    update_in_backward_(model, optimizer)
     train(model, optimizer)
     with torch.no_grad():
         model[0].rank_1[2:] = 0.0
-    cr.truncate_ranks_(model, optimizer, threshold=1e-3)
+    truncate_ranks_(model, optimizer, threshold=1e-3)
     core = model[0].core_0
     assert core.shape[3] == 2 == optimizer.state[core]["sum"].shape[3]
     before = core.detach().clone()
@@ -95,7 +97,7 @@ def test_row_wise_adagrad_takes_all_parameters(how: str, shape: cr.TTShape) -> N
         _apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": 0.05})
     else:
         optimizer = RowWiseAdagrad(model.parameters(), lr=0.05)
-        cr.update_in_backward_(model, optimizer)
+        update_in_backward_(model, optimizer)
     before = copy.deepcopy(model.state_dict())
     train(model, optimizer, steps=1)
     for name, parameter in model.named_parameters():
@@ -113,19 +115,19 @@ def test_optimizers_that_cannot_update_in_backward_are_refused(case: str) -> Non
     if case == "others":
         optimizer = torch.optim.Adagrad(two_tables(SHAPES[0]).parameters())
     with pytest.raises(ValueError, match=r"no TT table's cores are updated by this \w+: give the optimizer of the cores"):
-        cr.update_in_backward_(nn.ModuleList() if case == "no tables" else model, optimizer)
+        update_in_backward_(nn.ModuleList() if case == "no tables" else model, optimizer)
 
 
 def test_it_can_be_undone_and_redone() -> None:
     model = two_tables(SHAPES[0])
     first, second = (torch.optim.Adagrad(model.parameters(), lr=lr) for lr in (0.1, 0.0))
-    cr.update_in_backward_(model, first)
+    update_in_backward_(model, first)
     train(model, first, steps=1)
     before = copy.deepcopy(model.state_dict())
-    assert cr.update_in_backward_(model, None) == []
+    assert update_in_backward_(model, None) == []
     train(model, second, steps=1)
     assert all(core.grad is not None for core in model[0].cores())
-    cr.update_in_backward_(model, second)
+    update_in_backward_(model, second)
     train(model, second, steps=1)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -133,7 +135,7 @@ def test_it_can_be_undone_and_redone() -> None:
 def test_state_is_converted_with_the_dtype_and_other_ranks_are_refused() -> None:
     model = two_tables(SHAPES[0])
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
-    cr.update_in_backward_(model, optimizer)
+    update_in_backward_(model, optimizer)
     train(model, optimizer, steps=1)
     train(model.bfloat16(), optimizer, steps=1)
     assert optimizer.state[model[0].core_0]["sum"].dtype == torch.bfloat16
@@ -148,7 +150,7 @@ def train_replicas(rank: int) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(cr.TTEmbeddingBag(63, 16, shape=SHAPES[0])))
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
-    cr.update_in_backward_(model, optimizer)
+    update_in_backward_(model, optimizer)
     for step in range(3):
         ids = torch.randint(63, (8, 2), generator=torch.Generator().manual_seed(10 * rank + step))
         optimizer.zero_grad()
@@ -171,4 +173,4 @@ def test_an_optimizer_of_the_same_name_is_not_torchs() -> None:
 
     bag = cr.TTEmbeddingBag(1000, 8, tt_ranks=2)
     with pytest.raises(ValueError, match="no TT table's cores are updated by this Adagrad: give"):
-        cr.update_in_backward_(bag, Adagrad(bag.parameters(), lr=0.1))
+        update_in_backward_(bag, Adagrad(bag.parameters(), lr=0.1))

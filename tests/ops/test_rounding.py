@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from comera_rec import TTEmbeddingBag, update_in_backward_
+from comera_rec import TTEmbeddingBag
+from comera_rec.nn import update_in_backward_
 from comera_rec.ops.bags.cpu import DTYPES
 from comera_rec.tt import TTShape
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, Rprop
 
-from comera_rec import TTEmbeddingBag, TTLinear, grow_ranks_, truncate_ranks_
-from comera_rec.rank import count_tt_params
+from comera_rec import TTEmbeddingBag, TTLinear
+from comera_rec.rank import count_tt_params, grow_ranks_, truncate_ranks_
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "Adam": lambda p: Adam(p, lr=0.01),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import comera_rec as cr
+from comera_rec.rank import grow_ranks_, truncate_ranks_
 
 with warnings.catch_warnings(action="ignore"):  # about torch.jit, which the module uses
     from torch.distributed.optim import _apply_optimizer_in_backward, _get_in_backward_optimizers
@@ -50,10 +51,10 @@ def test_training_continues_after_ranks_change(kind: type, settings: dict, chang
         with torch.no_grad():
             model[0].rank_1[2:] = 0.0
             model[1].rank_1[1:] = 0.0
-        cr.truncate_ranks_(model, threshold=1e-3)
+        truncate_ranks_(model, threshold=1e-3)
         assert model[0].shape.ranks == (2,)
     else:
-        cr.grow_ranks_(model, {"0": (9,)})
+        grow_ranks_(model, {"0": (9,)})
     changes = step(model)
     assert all(changes[name].abs().sum() > 0 for name in changes if "core" in name)
     for optimizer in _get_in_backward_optimizers(model):
@@ -65,7 +66,7 @@ def cut(model: nn.Sequential) -> None:
     with torch.no_grad():
         model[0].rank_1[2:] = 0.0
         model[1].rank_2[1:] = 0.0
-    cr.truncate_ranks_(model, threshold=1e-3)
+    truncate_ranks_(model, threshold=1e-3)
     assert (model[0].shape.ranks, model[1].shape.ranks[1]) == ((2,), 1)
 
 
@@ -131,10 +132,10 @@ def test_tables_that_were_not_used_yet_may_change_too() -> None:
     model = nn.Sequential(cr.TTEmbeddingBag(72, 16, shape=SHAPE))
     _apply_optimizer_in_backward(RowWiseAdagrad, model[0].cores(), {"lr": 0.05})
     for ranks in ((9,), (12,)):
-        cr.grow_ranks_(model, {"0": ranks})
+        grow_ranks_(model, {"0": ranks})
     with torch.no_grad():
         model[0].rank_1[2:] = 0.0
-    cr.truncate_ranks_(model, threshold=1e-3)
+    truncate_ranks_(model, threshold=1e-3)
     assert all(step(model)[name].abs().sum() > 0 for name in ("0.core_0", "0.core_1"))
 
 
@@ -148,7 +149,7 @@ def test_row_wise_sums_stay_unchanged() -> None:
     ]
     with torch.no_grad():
         model[0].rank_1[2:] = 0.0
-    cr.truncate_ranks_(model, threshold=1e-3)
+    truncate_ranks_(model, threshold=1e-3)
     for optimizer, core, before in zip(_get_in_backward_optimizers(model), model[0].cores(), sums, strict=True):
         assert torch.equal(optimizer.state[core]["sum"], before)
     assert all(step(model)[name].abs().sum() > 0 for name in ("0.core_0", "0.core_1"))
@@ -162,8 +163,8 @@ def test_state_of_another_shape_is_named_before_anything_changes() -> None:
         model[0].rank_1[2:] = 0.0
     message = r"SGD keeps 'factors' of shape \(3, 2\) for a parameter of shape \(6, 9, 4, 1\): ranks can't change under it"
     for change in (
-        lambda: cr.truncate_ranks_(model, optimizer, threshold=1e-3),
-        lambda: cr.grow_ranks_(model, {"0": (9,)}, optimizer),
+        lambda: truncate_ranks_(model, optimizer, threshold=1e-3),
+        lambda: grow_ranks_(model, {"0": (9,)}, optimizer),
     ):
         with pytest.raises(ValueError, match=message):
             change()

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from comera_rec import TTEmbeddingBag, TTLinear, rank_param_groups
+from comera_rec import TTEmbeddingBag, TTLinear
+from comera_rec.rank import rank_param_groups
 
 
 def test_every_trainable_parameter_is_in_one_group() -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam
 
-from comera_rec import RankConfig, RankScheduler, TTEmbeddingBag, rank_param_groups
-from comera_rec.rank import count_tt_params
+from comera_rec import RankConfig, RankScheduler, TTEmbeddingBag
+from comera_rec.rank import count_tt_params, rank_param_groups
 
 with warnings.catch_warnings(action="ignore"):  # about torch.jit, which the module uses
     from torch.distributed.optim import _apply_optimizer_in_backward

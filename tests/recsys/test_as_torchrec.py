@@ -28,6 +28,7 @@ from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCo
 from torchrec.modules.mc_modules import DistanceLFU_EvictionPolicy, ManagedCollisionCollection, MCHManagedCollisionModule
 
 import comera_rec as cr
+from comera_rec.nn import update_in_backward_
 
 ROWS = {"f1": 900, "f2": 900, "f3": 40}
 MODELS: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -46,12 +47,12 @@ def configs() -> list[EmbeddingBagConfig]:
 
 
 def ours() -> cr.TTEmbeddingBagCollection:
-    return cr.TTEmbeddingBagCollection(cr.TTEmbeddingConfig(tt_ranks=4, min_rows=100).table_configs(configs()))
+    return cr.TTEmbeddingBagCollection(cr.TableCompression(tt_ranks=4, min_rows=100).table_configs(configs()))
 
 
 def swapped() -> nn.Module:
-    return cr.swap_embedding_bag_collections_(
-        nn.ModuleDict({"tables": EmbeddingBagCollection(configs())}), cr.TTEmbeddingConfig(tt_ranks=4, min_rows=100)
+    return cr.compress_(
+        nn.ModuleDict({"tables": EmbeddingBagCollection(configs())}), tables=cr.TableCompression(tt_ranks=4, min_rows=100)
     )["tables"]
 
 
@@ -139,20 +140,20 @@ def managed(tables: Sequence[BaseEmbeddingConfig]) -> ManagedCollisionCollection
 def test_managed_collisions_around_tt_tables(pooled: bool, configs_of: str, swapped_first: bool) -> None:
     stock: Any = configs()
     collection: Any = EmbeddingBagCollection(stock)
-    swap_, around = cr.swap_embedding_bag_collections_, ManagedCollisionEmbeddingBagCollection
+    around = ManagedCollisionEmbeddingBagCollection
     if not pooled:
         stock = [
             EmbeddingConfig(name=each.name, num_embeddings=each.num_embeddings, embedding_dim=8, feature_names=each.feature_names)
             for each in stock
         ]
         collection = EmbeddingCollection(stock)
-        swap_, around = cr.swap_embedding_collections_, ManagedCollisionEmbeddingCollection
+        around = ManagedCollisionEmbeddingCollection
     if swapped_first:
-        collection = swap_(collection, cr.TTEmbeddingConfig(tt_ranks=4, min_rows=100))
+        collection = cr.compress_(collection, tables=cr.TableCompression(tt_ranks=4, min_rows=100))
     tables = collection.embedding_bag_configs() if pooled else collection.embedding_configs()
     model: nn.Module = nn.Sequential(around(collection, managed(stock if configs_of == "stock" else tables)))
     if not swapped_first:
-        swap_(model, cr.TTEmbeddingConfig(tt_ranks=4, min_rows=100))
+        cr.compress_(model, tables=cr.TableCompression(tt_ranks=4, min_rows=100))
     assert any(isinstance(module, cr.TTEmbeddingBagCollection) for module in model.modules())
     ids = torch.tensor([10**12, 7, 10**12, 5])
     features = KeyedJaggedTensor(keys=["f1", "f2", "f3"], values=ids, lengths=torch.tensor([1, 1, 1, 0, 0, 1]))
@@ -176,9 +177,9 @@ def test_feature_processors_before_tt_tables(swap: bool, random_jagged: Callable
     processor = PositionWeightedModuleCollection(dict.fromkeys(ROWS, 9))
     if swap:
         model = nn.Sequential(FeatureProcessedEmbeddingBagCollection(EmbeddingBagCollection(configs(), True), processor))
-        cr.swap_embedding_bag_collections_(model, cr.TTEmbeddingConfig(tt_ranks=4, min_rows=100))
+        cr.compress_(model, tables=cr.TableCompression(tt_ranks=4, min_rows=100))
     else:
-        tables = cr.TTEmbeddingConfig(tt_ranks=4, min_rows=100).table_configs(configs())
+        tables = cr.TableCompression(tt_ranks=4, min_rows=100).table_configs(configs())
         model = nn.Sequential(FeatureProcessedEmbeddingBagCollection(cr.TTEmbeddingBagCollection(tables, True), processor))
     model(random_jagged(ROWS, 6)).values().sum().backward()
     assert all(weight.grad is not None and weight.grad.any() for weight in processor.parameters())
@@ -194,7 +195,7 @@ def mixed_pooling() -> nn.Module:
         for number in range(3)
     ]  # fmt: skip
     tables.insert(1, EmbeddingBagConfig(name="large", num_embeddings=50_000, embedding_dim=8, feature_names=["g"]))
-    return cr.swap_embedding_bag_collections_(nn.Sequential(EmbeddingBagCollection(tables)), cr.TTEmbeddingConfig(tt_ranks=4))
+    return cr.compress_(nn.Sequential(EmbeddingBagCollection(tables)), tables=cr.TableCompression(tt_ranks=4))
 
 
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization:DeprecationWarning")
@@ -219,7 +220,7 @@ def test_a_collection_is_compiled_and_trains(in_backward: bool, random_jagged: C
     twin = copy.deepcopy(model)
     optimizers = [torch.optim.Adagrad(each.parameters(), lr=0.1) for each in (model, twin)]
     if in_backward:
-        cr.update_in_backward_(twin, optimizers[1])
+        update_in_backward_(twin, optimizers[1])
     compiled = torch.compile(twin, backend="eager")
     for samples in (4, 6):
         features = random_jagged({"f0": 50, "f1": 50, "f2": 50, "g": 50_000}, samples)

@@ -12,7 +12,8 @@ from torch import Tensor
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
 from torchrec.modules.embedding_configs import DataType
 
-from comera_rec import TTEmbeddingBagCollection, TTEmbeddingBagConfig, TTShape, export_dense, truncate_ranks_
+from comera_rec import TTEmbeddingBagCollection, TTEmbeddingBagConfig, TTShape, export_dense
+from comera_rec.rank import truncate_ranks_
 
 MakeJagged = Callable[..., KeyedJaggedTensor]
 

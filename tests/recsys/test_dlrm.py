@@ -13,17 +13,15 @@ from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.models.dlrm import DLRM
 
 from comera_rec import (
+    LinearCompression,
+    TableCompression,
     TTEmbeddingBagCollection,
     TTEmbeddingBagConfig,
-    TTEmbeddingConfig,
     TTLinear,
-    TTLinearConfig,
-    build_deepfm,
     build_dlrm,
-    build_wide_deep,
     export_dense,
 )
-from comera_rec.recsys import wide_tables
+from comera_rec.recsys import build_deepfm, build_wide_deep, wide_tables
 from comera_rec.training.model import materialize_
 
 
@@ -51,7 +49,7 @@ def test_large_layers_are_tt_layers_and_small_ones_dense(random_jagged: Callable
     logits = model(torch.randn(7, 5), random_jagged({"f1": 5000, "f2": 30}, 7))
     assert logits.shape == (7, 1)
     assert not any(isinstance(m, TTLinear) for m in build(linears=None).modules())
-    assert not any(isinstance(m, TTLinear) for m in build(linears=TTLinearConfig(min_features=1000)).modules())
+    assert not any(isinstance(m, TTLinear) for m in build(linears=LinearCompression(min_features=1000)).modules())
 
 
 def test_it_learns(random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
@@ -101,7 +99,7 @@ def deepfm(**arguments: object) -> nn.Module:
 
 
 def wide_deep(**arguments: object) -> nn.Module:
-    wide = TTEmbeddingConfig(tt_ranks=2, min_rows=1000).table_configs(wide_tables(tables()))
+    wide = TableCompression(tt_ranks=2, min_rows=1000).table_configs(wide_tables(tables()))
     return build_wide_deep(tables(), **{"dense_in_features": 5, "deep_layer_sizes": [64, 32], "wide": wide, **arguments})  # type: ignore[arg-type]
 
 
@@ -116,7 +114,7 @@ ARCHITECTURES = {
 @pytest.mark.parametrize("dense", [5, 0])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_architecture_learns_and_is_exported(name: str, dense: int, random_jagged: Callable[..., KeyedJaggedTensor]) -> None:
-    model = ARCHITECTURES[name](dense_in_features=dense, linears=TTLinearConfig(tt_ranks=4, min_features=32, policy="always"))
+    model = ARCHITECTURES[name](dense_in_features=dense, linears=LinearCompression(tt_ranks=4, min_features=32, policy="always"))
     assert any(isinstance(module, TTLinear) for module in model.modules())
     inputs = torch.randn(64, dense), random_jagged({"f1": 5000, "f2": 30}, 64)
     labels = (inputs[1]["f2"].lengths() > 2).float()

@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import nn
 from torchrec import (
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
     JaggedTensor,
@@ -18,7 +16,8 @@ from torchrec import (
 from torchrec.fx import symbolic_trace
 
 import comera_rec as cr
-from comera_rec import TTEmbeddingCollection, TTEmbeddingCollectionConfig
+from comera_rec import TTEmbeddingCollection, TTEmbeddingConfig
+from comera_rec.rank import truncate_ranks_
 
 ROWS = {"seen": 900, "bought": 900, "site": 30}
 
@@ -26,7 +25,7 @@ ROWS = {"seen": 900, "bought": 900, "site": 30}
 def configs(**large: object) -> list[EmbeddingConfig]:
     """Configs with two features of one table, and one feature of two tables."""
     return [
-        TTEmbeddingCollectionConfig(
+        TTEmbeddingConfig(
             name="products", num_embeddings=900, embedding_dim=8, feature_names=["seen", "bought"], **(large or {"tt_ranks": 4})
         ),
         EmbeddingConfig(name="sites", num_embeddings=30, embedding_dim=8, feature_names=["site"]),
@@ -35,7 +34,7 @@ def configs(**large: object) -> list[EmbeddingConfig]:
 
 
 def dense_configs() -> list[EmbeddingConfig]:
-    return [config.dense() if isinstance(config, TTEmbeddingCollectionConfig) else config for config in configs()]
+    return [config.dense() if isinstance(config, TTEmbeddingConfig) else config for config in configs()]
 
 
 def assert_same(actual: dict[str, JaggedTensor], expected: dict[str, JaggedTensor]) -> None:
@@ -93,7 +92,7 @@ def test_no_feature_is_padded_to_the_longest() -> None:
 
 def test_rows_are_selected_as_in_the_collection_that_was_swapped() -> None:
     stock = EmbeddingCollection(dense_configs(), use_gather_select=True)
-    swapped = cr.swap_embedding_collections_(stock, cr.TTEmbeddingConfig(tt_ranks=4, min_rows=100))
+    swapped = cr.compress_(stock, tables=cr.TableCompression(tt_ranks=4, min_rows=100))
     assert swapped.use_gather_select()
     assert swapped.tables.dense_bags.use_gather_select()
     assert not TTEmbeddingCollection(configs()).use_gather_select()
@@ -131,7 +130,7 @@ def test_swapped_into_a_model(init: str, random_jagged: Callable[..., KeyedJagge
     plain = EmbeddingCollection(dense_configs()[:2])
     model = nn.ModuleDict({"sequences": plain})
     small, large = plain.embeddings["sites"].weight, plain.embeddings["products"].weight.detach()
-    cr.swap_embedding_collections_(model, cr.TTEmbeddingConfig(tt_ranks=40, min_rows=100), init=init)
+    cr.compress_(model, tables=cr.TableCompression(tt_ranks=40, min_rows=100), init=init)
     swapped = model["sequences"]
     assert isinstance(swapped, TTEmbeddingCollection)
     assert swapped.tables.embedding_bags["sites"].weight is small
@@ -140,17 +139,6 @@ def test_swapped_into_a_model(init: str, random_jagged: Callable[..., KeyedJagge
     assert error < 0.9 if init == "tt_svd" else error > 1.2
     features = random_jagged(ROWS, 4)
     assert_same(swapped(features), cr.export_dense(model)["sequences"](features))
-
-
-def test_the_error_suggests_the_swap_of_the_other_kind() -> None:
-    sequences = nn.Sequential(EmbeddingCollection(dense_configs()))
-    with pytest.raises(ValueError, match=r"no EmbeddingBagCollection was swapped: .*call swap_embedding_collections_"):
-        cr.swap_embedding_bag_collections_(sequences, cr.TTEmbeddingConfig(tt_ranks=4, min_rows=100))
-    bags = nn.Sequential(
-        EmbeddingBagCollection([EmbeddingBagConfig(name="t", num_embeddings=900, embedding_dim=8, feature_names=["f"])])
-    )
-    with pytest.raises(ValueError, match=r"no EmbeddingCollection was swapped: .*call swap_embedding_bag_collections_"):
-        cr.swap_embedding_collections_(bags, cr.TTEmbeddingConfig(tt_ranks=4, min_rows=100))
 
 
 class NextItem(nn.Module):
@@ -179,10 +167,7 @@ class Rows(nn.Module):
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_an_exported_collection_takes_sequences_of_any_length(strict: bool) -> None:
-    tables = [
-        TTEmbeddingCollectionConfig(name=name, num_embeddings=500, embedding_dim=8, feature_names=[name], tt_ranks=4)
-        for name in "ab"
-    ]
+    tables = [TTEmbeddingConfig(name=name, num_embeddings=500, embedding_dim=8, feature_names=[name], tt_ranks=4) for name in "ab"]
     model, any_size = Rows(TTEmbeddingCollection(tables)), {0: torch.export.Dim.AUTO}
     lengths = torch.tensor([2, 0, 3, 1, 1, 2])
     exported = torch.export.export(model, (torch.arange(9), lengths), dynamic_shapes=(any_size, any_size), strict=strict).module()
@@ -198,5 +183,5 @@ def test_traced_and_truncated(random_jagged: Callable[..., KeyedJaggedTensor]) -
     with torch.no_grad():
         model.tables.tables.tt_bag("products").rank_1[:2] = 0
     before = model(features)
-    assert cr.truncate_ranks_(model, threshold=0.5) == {"tables.tables.tt_bags.products": (2,)}
+    assert truncate_ranks_(model, threshold=0.5) == {"tables.tables.tt_bags.products": (2,)}
     torch.testing.assert_close(model(features), before)

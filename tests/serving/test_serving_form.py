@@ -15,6 +15,8 @@ import comera_rec as cr
 from comera_rec.cli.main import main
 from comera_rec.nn import TTModule
 from comera_rec.ops.served_bags.reference import rows_of
+from comera_rec.rank import truncate_ranks_
+from comera_rec.recsys import build_deepfm, build_wide_deep
 from comera_rec.serving.export import FORMS, ExportOptions
 from comera_rec.serving.flat import FlatModel, _serving_layer
 from comera_rec.serving.tables import expand, served_tables, with_formed
@@ -68,7 +70,7 @@ def test_parts_truncated_to_rank_0_add_nothing(form: str, emptied: str, collecti
         if isinstance(module, TTModule) and re.match(emptied, name):
             for rank in module.rank_parameters():
                 rank.zero_()
-    cr.truncate_ranks_(collection, threshold=1e-12)
+    truncate_ranks_(collection, threshold=1e-12)
     features = [f"f{order}" for order in (2, 3, 4)] + ["a", "b"]
     lengths = torch.randint(0, 3, (5 * 7,))
     values = torch.cat([torch.randint(0, 1111 if k < 3 else 30, (int(lengths[7 * k : 7 * k + 7].sum()),)) for k in range(5)])
@@ -145,10 +147,10 @@ def test_options_are_checked() -> None:
 def test_every_architecture_is_served(
     architecture: str, dense: int, collection: cr.TTEmbeddingBagCollection, random_jagged: Callable[..., KeyedJaggedTensor]
 ) -> None:
-    linears, configs = cr.TTLinearConfig(tt_ranks=2, min_features=8, policy="always"), collection.embedding_bag_configs()
+    linears, configs = cr.LinearCompression(tt_ranks=2, min_features=8, policy="always"), collection.embedding_bag_configs()
     if architecture == "deepfm":
         sizes = {"hidden_layer_size": 16, "deep_fm_dimension": 16}
-        model = cr.build_deepfm(configs, dense_in_features=dense, linears=linears, **sizes)
+        model = build_deepfm(configs, dense_in_features=dense, linears=linears, **sizes)
     else:
         sizes = {"dense_arch_layer_sizes": [16, 8], "over_arch_layer_sizes": [16, 1]}
         model = cr.build_dlrm(configs, dense_in_features=dense, linears=linears, cross_layers=2 * (architecture == "dcn"), **sizes)
@@ -165,6 +167,6 @@ def test_every_architecture_is_served(
 
 
 def test_a_model_that_cannot_be_packaged_is_refused_in_one_line(collection: cr.TTEmbeddingBagCollection) -> None:
-    model = cr.build_wide_deep(collection.embedding_bag_configs(), dense_in_features=3, deep_layer_sizes=[8])
+    model = build_wide_deep(collection.embedding_bag_configs(), dense_in_features=3, deep_layer_sizes=[8])
     with pytest.raises(ValueError, match="a Wide & Deep model can't be packaged: export it dense, to a folder"):
         FlatModel(model, FORMS["portable"](served_tables(model.sparse_arch.embedding_bag_collection), torch.float32))

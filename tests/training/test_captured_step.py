@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
-from comera_rec import RankConfig, RankScheduler, TTEmbeddingBagConfig, TTLinearConfig, build_dlrm, use_float8_
+from comera_rec import LinearCompression, RankConfig, RankScheduler, TTEmbeddingBagConfig, build_dlrm
+from comera_rec.nn import use_float8_
 from comera_rec.ops import require_float8
 from comera_rec.training.captured_step import CapturedStep, CudaRecorder
 from comera_rec.training.config import load_config
@@ -59,7 +60,7 @@ class Training:
         ]
         self.model = build_dlrm(
             tables, dense_in_features=5, dense_arch_layer_sizes=[64, 16], over_arch_layer_sizes=[64, 64, 1],
-            linears=TTLinearConfig(tt_ranks=8, min_features=64, policy="always"),
+            linears=LinearCompression(tt_ranks=8, min_features=64, policy="always"),
         ).to(device)  # fmt: skip
         self.float8 = float8
         if float8:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import comera_rec as cr
 from comera_rec.ops import plan_lookup
+from comera_rec.rank import grow_ranks_, truncate_ranks_
 from comera_rec.tt import TTShape, is_slice_major, slice_major
 
 sizes = st.tuples(*[st.integers(0, 4)] * 4)
@@ -119,7 +120,7 @@ def test_tables_of_other_ranks_keep_their_cores_slice_major(order: int) -> None:
     optimizer.step()
     with torch.no_grad():
         table.rank_1[1] = 0.0
-    cr.truncate_ranks_(table, optimizer, threshold=0.1)
+    truncate_ranks_(table, optimizer, threshold=0.1)
     assert table.shape.ranks[0] == 2
     for ranks in (table.shape.ranks, shape.ranks):
         assert table.shape.ranks == ranks
@@ -130,4 +131,4 @@ def test_tables_of_other_ranks_keep_their_cores_slice_major(order: int) -> None:
         other = cr.TTEmbeddingBag(shape.num_rows, shape.num_cols, shape=shape)
         other.load_state_dict(table.state_dict())
         assert are_slice_major(other)
-        cr.grow_ranks_(table, {"": shape.ranks}, optimizer)
+        grow_ranks_(table, {"": shape.ranks}, optimizer)

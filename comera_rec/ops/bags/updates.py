@@ -1,7 +1,7 @@
 """Optimizers that are applied to cores in backward, slice by slice.
 
 There are two ways to request this. `apply_optimizer_in_backward`, of torch.distributed.optim or torchrec, gives a parameter a
-separate optimizer, which steps as soon as the parameter's gradient is ready. `comera_rec.update_in_backward_` leaves cores with
+separate optimizer, which steps as soon as the parameter's gradient is ready. `comera_rec.nn.update_in_backward_` leaves cores with
 their present optimizer. If the optimizer is one of those below (on a GPU, if `Updates.gpu_rules` returns some), the lookup forms no
 gradients of cores at all: it updates the slices that the batch used, with the optimizer's settings and state. Sums and moments of
 other slices stay unchanged, as do those of rows in FBGEMM's tables; for SGD and Adagrad without weight decay this makes no

@@ -4,12 +4,11 @@ from comera_rec.recsys.sharding.collection import ShardedTTEmbeddingBagCollectio
 from comera_rec.recsys.sharding.data_parallel import rewrap_data_parallel_
 from comera_rec.recsys.sharding.optimizer_state import load_optimizer_state_, optimizer_state
 from comera_rec.recsys.sharding.planner import TTShardingPlanner
-from comera_rec.recsys.sharding.sharder import TTEmbeddingBagCollectionSharder, TTEmbeddingCollectionSharder
+from comera_rec.recsys.sharding.sharder import TTEmbeddingBagCollectionSharder
 
 __all__ = [
     "ShardedTTEmbeddingBagCollection",
     "TTEmbeddingBagCollectionSharder",
-    "TTEmbeddingCollectionSharder",
     "TTShardingPlanner",
     "divided_like",
     "load_optimizer_state_",

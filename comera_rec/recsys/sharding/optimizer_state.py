@@ -30,7 +30,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]
         ValueError: for state of a divided core that has neither one number nor the core's shape.
 
     Example:
-        >>> dcp.save({"model": dmp.state_dict(), "optimizer": cr.optimizer_state(dmp.module, optimizer)})  # doctest: +SKIP
+        >>> dcp.save({"model": dmp.state_dict(), "optimizer": optimizer_state(dmp.module, optimizer)})  # doctest: +SKIP
     """
     weights, tensors = model.state_dict(), {}
     for name, key, parameter, state in _entries(model, optimizer):

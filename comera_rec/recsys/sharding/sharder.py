@@ -83,10 +83,6 @@ class TTEmbeddingBagCollectionSharder(ModuleSharder[TTEmbeddingBagCollection]):
         return TTEmbeddingBagCollection
 
 
-class TTEmbeddingCollectionSharder(TTEmbeddingBagCollectionSharder):
-    """Shards `TTEmbeddingCollection`s, whose tables are those of a `TTEmbeddingBagCollection`: either sharder shards both."""
-
-
 def require_no_managed_collisions(path: str) -> None:
     """Raise ValueError for a collection in one of TorchRec's managed collision modules: each process would number ids by itself."""
     parts = path.split(".")

@@ -1,18 +1,22 @@
-"""Replacement of the linear layers of any model by TT layers."""
+"""Which linear layers of a model become TT layers, and those layers."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
-from comera_rec.nn.checks import COMPUTED_WEIGHT, require_config, require_init, require_one_size, require_values
 from comera_rec.nn.linear import TTLinear
-from comera_rec.nn.tt_module import keep_buffers_hooks_and_mode_, parameter_owners, replace_modules_
+from comera_rec.nn.replacement import (
+    FilterFn,
+    keep_buffers_hooks_and_mode_,
+    parameter_owners,
+    reason_for_dense_weight,
+    require_values,
+)
 from comera_rec.tt import TTShape, dense_milliseconds, require_positive, tt_milliseconds
 
 _LEAST_SPEED_UP = 1.2
@@ -21,8 +25,8 @@ _LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TTLinearConfig:
-    """Settings of `compress_linears_`: which linear layers become TT layers, and how small.
+class LinearCompression:
+    """Settings of `comera_rec.compress_`: which linear layers become TT layers, and how small.
 
     Attributes:
         tt_ranks: one rank for all bonds, or one for each. Give at most one of `tt_ranks` and `compression`; default rank 16.
@@ -88,74 +92,51 @@ class LinearDecision(NamedTuple):
     reason: str
 
 
-def compress_linears_(
-    model: nn.Module, config: TTLinearConfig, *, filter_fn: Callable[[nn.Module, str], bool] | None = None, init: str = "random"
-) -> nn.Module:
-    """Replace the large `nn.Linear` layers of a model by `TTLinear`, in place.
+def require_one_size(tt_ranks: int | Sequence[int] | None, compression: float | None) -> None:
+    """Raise ValueError unless at most one of the two is given, ranks are positive and the compression is above 1."""
+    for rank in () if tt_ranks is None else tt_ranks if isinstance(tt_ranks, Sequence) else (tt_ranks,):
+        require_positive(tt_ranks=rank)
+    if tt_ranks is not None and compression is not None:
+        raise ValueError(f"tt_ranks {tt_ranks} and compression {compression} are both given: give one of them")
+    if compression is not None and not (isinstance(compression, int | float) and compression > 1):
+        raise ValueError(f"compression is {compression!r}: give a number above 1, e.g. 100 for tables 100 times smaller")
 
-    Build the optimizer afterwards, because the new layers have new parameters. The decision on each layer and its reason are logged
-    at level INFO; `TTLinearConfig.decide` gives them beforehand.
 
-    Frozen weights and biases stay frozen. Layers that shared a weight share cores and rank parameters afterwards. A weight stays
-    dense if a layer that stays dense shares it, or another kind of module, such as an embedding.
-
-    Layers of `torch.nn.MultiheadAttention` stay dense: its input projection is a bare parameter, and its output projection is a
-    subclass of `nn.Linear` whose weight is read while the layer is never called. Attention that calls its layers, such as BERT's in
-    the transformers library, is compressed.
-
-    Args:
-        model: any module.
-        config: which layers, and how small.
-        filter_fn: (module, fully qualified name) -> whether to consider the layer; default all.
-        init: "random", or "tt_svd" to start from the layer's weights.
-
-    Raises:
-        ValueError: if no layer matched.
+def compressed_linears(
+    model: nn.Module, config: LinearCompression, *, filter_fn: FilterFn | None = None, init: str = "random"
+) -> tuple[dict[nn.Module, nn.Module], dict[str, str]]:
+    """Make the `TTLinear` layers that replace `nn.Linear` layers of a model.
 
     Returns:
-        The model; or the new layer, if the model itself is a linear layer.
+        The layers, by those that they replace; and why the others stay dense, by name.
     """
-    require_config(config, TTLinearConfig)
-    require_init(init)
     # Exact type: subclasses may be read by name and never called.
     linears = {
-        module: name
+        module: name or "the model"
         for name, module in model.named_modules()
         if type(module) is nn.Linear and (filter_fn is None or filter_fn(module, name))
     }
     owners = parameter_owners(model)
     replacements: dict[nn.Module, nn.Module] = {}
-    layers: dict[torch.Tensor, TTLinear] = {}  # by the weight that they replace
+    layers: dict[Tensor, TTLinear] = {}  # by the weight that they replace
+    reasons: dict[str, str] = {}
     for module, name in linears.items():
         decision = config.decide(module.in_features, module.out_features)
-        others = [(owner, each) for owner, each in owners.get(module.weight, ()) if each not in linears]
-        if decision.shape is not None and (reason := _reason_to_stay_dense(module, others)):
+        if decision.shape is not None and (reason := reason_for_dense_weight(module, owners, linears)):
             decision = LinearDecision(None, f"stays dense: {reason}")
-        _LOGGER.info("%s: %d x %d, %s", name or "the model", module.in_features, module.out_features, decision.reason)
-        if decision.shape is not None:
-            if init == "tt_svd":
-                require_values(module.weight, name)
-            layer = _compressed(module, decision.shape, init)
-            if module.bias is not None and len(owners.get(module.bias, ())) > 1:
-                layer.bias = module.bias
-            if module.weight in layers:
-                layer.tie_weight_(layers[module.weight])
-            layers[module.weight] = replacements[module] = layer
-    if not replacements:
-        raise ValueError(
-            f"no linear layer was compressed: none that passes filter_fn has at least {config.min_features} features on both sides"
-            f"{' and gains under policy auto' if config.policy == 'auto' else ''}; lower min_features or the ranks, "
-            "or see the reasons in the log at level INFO"
-        )
-    return replace_modules_(model, replacements)
-
-
-def _reason_to_stay_dense(module: nn.Linear, others: Sequence[tuple[str, nn.Module]]) -> str | None:
-    if "weight" not in module._parameters:
-        return COMPUTED_WEIGHT
-    return next(
-        (f"its weight is also that of {owner!r} ({type(other).__name__}), which is not compressed" for owner, other in others), None
-    )
+        _LOGGER.info("%s: %d x %d, %s", name, module.in_features, module.out_features, decision.reason)
+        if decision.shape is None:
+            reasons[name] = decision.reason.removeprefix("stays dense: ")
+            continue
+        if init == "tt_svd":
+            require_values(module.weight, name)
+        layer = _compressed(module, decision.shape, init)
+        if module.bias is not None and len(owners.get(module.bias, ())) > 1:
+            layer.bias = module.bias
+        if module.weight in layers:
+            layer.tie_weight_(layers[module.weight])
+        layers[module.weight] = replacements[module] = layer
+    return replacements, reasons
 
 
 def _compressed(module: nn.Linear, shape: TTShape, init: str) -> TTLinear:

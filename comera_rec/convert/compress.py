@@ -1,0 +1,256 @@
+"""Replacement of the embedding tables and linear layers of any model by TT tables and layers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+
+from comera_rec.convert.table_compression import TableCompression
+from comera_rec.nn import (
+    FilterFn,
+    LinearCompression,
+    TTEmbedding,
+    TTEmbeddingBag,
+    TTTable,
+    compressed_linears,
+    keep_buffers_hooks_and_mode_,
+    parameter_owners,
+    replace_modules_,
+)
+from comera_rec.nn.replacement import reason_for_dense_weight, require_values
+from comera_rec.nn.tt_table import require_plain_rows
+from comera_rec.recsys import TTEmbeddingBagCollection, TTEmbeddingCollection
+
+_COLLECTIONS = (EmbeddingBagCollection, EmbeddingCollection)
+_INITS = ("random", "tt_svd")
+_LOGGER = logging.getLogger(__name__)
+
+
+def compress_(
+    model: nn.Module,
+    *,
+    tables: TableCompression | None = None,
+    linears: LinearCompression | None = None,
+    filter_fn: FilterFn | None = None,
+    init: str = "random",
+) -> nn.Module:
+    """Replace a model's embedding tables by TT tables, and its linear layers by TT layers, in place.
+
+    Modules are found by their type, subclasses excluded, and keep their inputs and outputs:
+
+    | module | becomes | takes and returns |
+    |---|---|---|
+    | `torchrec.EmbeddingBagCollection` | `TTEmbeddingBagCollection` | KeyedJaggedTensor -> KeyedTensor [B, sum of N] |
+    | `torchrec.EmbeddingCollection` | `TTEmbeddingCollection` | KeyedJaggedTensor -> {feature: JaggedTensor [L_f, N]} |
+    | `torch.nn.EmbeddingBag` | `TTEmbeddingBag` | ids [L] and offsets [B] -> [B, N] |
+    | `torch.nn.Embedding` | `TTEmbedding` | ids [...] -> [..., N] |
+    | `torch.nn.Linear` | `TTLinear` | [..., I] -> [..., O] |
+
+    (B bags, N columns of a table, L ids, I and O features.)
+
+    Compress before you shard the model, and build the optimizer afterwards, because TT modules have new parameters. Small tables
+    of a collection keep theirs. Whatever is frozen stays frozen, and dtypes, devices, training modes, buffers and hooks are kept.
+    Linear layers that share a weight share cores afterwards.
+
+    A table or layer stays dense if another module has its weight, such as an output layer tied to an embedding, if the weight is
+    computed from other parameters, or for options that a TT table lacks, such as `max_norm`. So do layers of
+    `torch.nn.MultiheadAttention`, which reads weights of layers that it never calls; attention that calls its layers, such as
+    BERT's in the transformers library, is compressed. What happens to each table and layer, and why, is logged at level INFO.
+
+    Args:
+        model: any module that contains unsharded tables or linear layers.
+        tables: which tables become TT tables, and how small; None leaves all as they are. `compression` is that of all tables that
+            `filter_fn` accepts, taken together, whichever modules they are in.
+        linears: which linear layers become TT layers, and how small; None leaves all as they are.
+        filter_fn: (module, fully qualified name) -> whether to consider a collection, an embedding layer outside of collections,
+            or a linear layer; default all.
+        init: "random", with the standard deviation of the weights that are replaced, or "tt_svd" to start from them.
+
+    Raises:
+        ValueError: if `tables` is given and no table becomes a TT table, or `linears` and no layer; the message says why. Also for
+            a compression out of reach, for weights that have an optimizer in backward already and, with "tt_svd", for weights on
+            the meta device. The model is unchanged then.
+        TypeError: if `tables` or `linears` is of another type.
+
+    Returns:
+        The model; or its replacement, if the model itself is one of the modules above.
+
+    Example:
+        >>> import torchrec
+        >>> table = torchrec.EmbeddingBagConfig(name="products", num_embeddings=50_000, embedding_dim=16, feature_names=["seen"])
+        >>> model = nn.Sequential(torchrec.EmbeddingBagCollection([table]))
+        >>> compress_(model, tables=TableCompression(compression=100))[0].tt_bag("products").shape.ranks
+        (8, 8)
+        >>> batch = torchrec.KeyedJaggedTensor(keys=["seen"], values=torch.tensor([3, 49_999]), lengths=torch.tensor([2]))
+        >>> model(batch).values().shape
+        torch.Size([1, 16])
+    """
+    if tables is None and linears is None:
+        raise ValueError("neither tables nor linears is given: give tables=TableCompression(compression=100), linears=..., or both")
+    if tables is not None:
+        require_table_compression(tables)
+    if linears is not None and not isinstance(linears, LinearCompression):
+        raise TypeError(f"linears is {linears!r}: give a LinearCompression, such as LinearCompression(tt_ranks=16)")
+    if init not in _INITS:
+        raise ValueError(f"init is {init!r}: choose one of {', '.join(map(repr, _INITS))}")
+    replacements: dict[nn.Module, nn.Module] = {}
+    if tables is not None:
+        tt_tables, reasons = _compressed_tables(model, tables, filter_fn, init)
+        if not tt_tables:
+            raise _nothing_compressed("table", reasons, "lower min_rows, or leave tables out")
+        replacements |= tt_tables
+    if linears is not None:
+        tt_layers, reasons = compressed_linears(model, linears, filter_fn=filter_fn, init=init)
+        if not tt_layers:
+            raise _nothing_compressed("linear layer", reasons, "lower min_features or the ranks, or leave linears out")
+        replacements |= tt_layers
+    return replace_modules_(model, replacements)
+
+
+def require_table_compression(tables: object) -> None:
+    """Raise TypeError for anything but a TableCompression."""
+    if not isinstance(tables, TableCompression):
+        raise TypeError(f"tables is {tables!r}: give a TableCompression, such as TableCompression(compression=100)")
+
+
+def _nothing_compressed(kind: str, reasons: Mapping[str, str], remedy: str) -> ValueError:
+    """Return the error for a model without modules of a kind that become TT modules; `reasons` by the modules' names."""
+    if not reasons:
+        return ValueError(
+            f"no {kind} was compressed: the model has none that filter_fn accepts, or they are compressed or sharded already"
+        )
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(repr(name))
+    listed = [f"{', '.join(each[:3])}{f' and {len(each) - 3} more' * (len(each) > 3)}: {reason}" for reason, each in names.items()]
+    return ValueError(f"no {kind} was compressed ({'; '.join(listed)}); {remedy}")
+
+
+@dataclass(frozen=True, eq=False)
+class _Table:
+    """A dense table: its layer, and the collection that it is in or None."""
+
+    config: BaseEmbeddingConfig
+    layer: Any
+    collection: nn.Module | None
+
+
+def _compressed_tables(
+    model: nn.Module, compression: TableCompression, filter_fn: FilterFn | None, init: str
+) -> tuple[dict[nn.Module, nn.Module], dict[str, str]]:
+    """Make the TT modules that replace a model's collections and embedding layers.
+
+    Returns:
+        The TT modules, by those that they replace; and why the other tables stay dense, by name.
+    """
+    tables = list(_tables(model, filter_fn))
+    if tables:
+        compression.require_tables([table.config.name for table in tables])
+    shared, reasons = _reasons_to_stay_dense(model, tables), dict[str, str]()
+    configs = compression.table_configs([table.config for table in tables], dense=shared)
+    for k, config in enumerate(configs):
+        reason = shared.get(k) or compression.reason_to_stay_dense(tables[k].config)
+        if reason:
+            reasons[config.name] = reason
+        what = f"stays dense: {reason}" if reason else f"ranks {config.tt_shape().ranks}"
+        _LOGGER.info("%s: %d x %d, %s", config.name, config.num_embeddings, config.embedding_dim, what)
+    replacements: dict[nn.Module, nn.Module] = {}
+    for module in dict.fromkeys(table.collection or table.layer for table in tables):
+        inside = [config for table, config in zip(tables, configs, strict=True) if module in (table.collection, table.layer)]
+        if any(config.is_tt for config in inside):
+            is_collection = isinstance(module, _COLLECTIONS)
+            replacements[module] = _collection(module, inside, init) if is_collection else _layer(module, inside[0], init)
+    return replacements, reasons
+
+
+def _tables(model: nn.Module, filter_fn: FilterFn | None) -> Iterator[_Table]:
+    """Yield the tables of collections and of embedding layers, in the order of the model's modules."""
+    collections = (*_COLLECTIONS, TTEmbeddingBagCollection, TTEmbeddingCollection)
+    parents = [module for module in model.modules() if isinstance(module, collections)]
+    inside = {child for parent in parents for child in parent.modules() if child is not parent}
+    for name, module in model.named_modules():
+        if module in inside or type(module) not in (*_COLLECTIONS, nn.Embedding, nn.EmbeddingBag):
+            continue
+        if filter_fn is not None and not filter_fn(module, name):
+            continue
+        if isinstance(module, _COLLECTIONS):
+            yield from (_Table(config, _layers(module)[config.name], module) for config in _configs(module))
+        else:
+            rows, columns = module.num_embeddings, module.embedding_dim
+            sizes = {"num_embeddings": rows, "embedding_dim": columns}
+            yield _Table(EmbeddingBagConfig(name=name or "the model", feature_names=["ids"], **sizes), module, None)
+
+
+def _configs(module: Any) -> Any:
+    return module.embedding_configs() if isinstance(module, EmbeddingCollection) else module.embedding_bag_configs()
+
+
+def _layers(module: Any) -> Any:
+    """Return the nn.EmbeddingBags or nn.Embeddings of a collection, by name, in the collection's own ModuleDict."""
+    return module.embeddings if isinstance(module, EmbeddingCollection) else module.embedding_bags
+
+
+def _reasons_to_stay_dense(model: nn.Module, tables: Collection[_Table]) -> dict[int, str]:
+    """Return why tables can't become TT tables, by position."""
+    owners, paths = parameter_owners(model), dict[nn.Module, list[str]]()
+    for name, module in model.named_modules(remove_duplicate=False):
+        paths.setdefault(module, []).append(name)
+    reasons = ((k, _reason_to_stay_dense(table, owners, paths)) for k, table in enumerate(tables))
+    return {k: reason for k, reason in reasons if reason}
+
+
+def _reason_to_stay_dense(
+    table: _Table, owners: Mapping[Tensor, list[tuple[str, nn.Module]]], paths: Mapping[nn.Module, list[str]]
+) -> str | None:
+    if reason := reason_for_dense_weight(table.layer, owners):
+        return reason
+    if table.collection is not None:
+        prefixes = tuple(f"{path}." if path else "" for path in paths[table.collection])
+        if elsewhere := [path for path in paths[table.layer] if not path.startswith(prefixes)]:
+            return f"its weight is also that of {elsewhere[0]!r}"
+    try:
+        require_plain_rows(table.layer)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _collection(module: Any, configs: list[Any], init: str) -> nn.Module:
+    device = next(module.parameters()).device  # where the tables are now; module.device is where they were made
+    compressed: TTEmbeddingCollection | TTEmbeddingBagCollection
+    if isinstance(module, EmbeddingCollection):
+        compressed = TTEmbeddingCollection(configs, device, module.need_indices(), module.use_gather_select())
+        collection = compressed.tables
+    else:
+        compressed = collection = TTEmbeddingBagCollection(configs, module.is_weighted(), device)
+    keep_buffers_hooks_and_mode_(compressed, module)
+    layers = _layers(module)
+    for name, bag in collection.embedding_bags.items():
+        if isinstance(bag, TTEmbeddingBag):
+            _like(bag.to(layers[name].weight.dtype), layers[name], init, name)
+        else:
+            _layers(collection.dense_bags)[name] = layers[name]
+    return compressed
+
+
+def _layer(layer: Any, config: Any, init: str) -> nn.Module:
+    kind: type[TTTable] = TTEmbedding if isinstance(layer, nn.Embedding) else TTEmbeddingBag
+    table = kind.like(layer, shape=config.tt_shape(), hot_rows=config.hot_rows, name=config.name)
+    return _like(table, layer, init, config.name)
+
+
+def _like(table: TTTable, replaced: nn.Embedding | nn.EmbeddingBag, init: str, name: str) -> TTTable:
+    """Give a TT table the buffers, hooks and mode of the layer that it replaces, and for `init` "tt_svd" its rows."""
+    if hasattr(replaced.weight, "_in_backward_optimizers"):
+        raise ValueError(f"{name!r} has an optimizer in backward, which a TT table would not have: compress first, then apply it")
+    if init == "tt_svd":
+        require_values(replaced.weight, name)
+        table.set_dense_matrix_(replaced.weight.detach())
+    keep_buffers_hooks_and_mode_(table.requires_grad_(replaced.weight.requires_grad), replaced)
+    return table
