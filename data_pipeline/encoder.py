@@ -60,12 +60,9 @@ def new_logs_schema(known: LogSchema, log: Source) -> LogSchema:
     """Return the schema of new logs: detected for Criteo's and .npy, else `known` less absent labels, weights, times and users."""
     if known.transformed or known in (criteo_schema(labeled=True), criteo_schema(labeled=False)):
         return detect_schema(log)
-    names = layout_of(log, known)
-    kept = [
-        column
-        for column in known.columns
-        if not isinstance(names, tuple) or column.kind not in NOT_FEATURES or column.source in names
-    ]
+    layout = layout_of(log, known)
+    named = set(layout) if isinstance(layout, tuple) else {column.source for column in known.columns}
+    kept = [column for column in known.columns if column.kind not in NOT_FEATURES or column.source in named]
     return replace(known, columns=tuple(kept))
 
 

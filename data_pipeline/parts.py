@@ -291,7 +291,7 @@ def _triplet_parts(log: int, source: Source, part_bytes: int, skip: Skip) -> Ite
     for number in range(count):
         if not skip(number):
             start = number * step
-            rows = triplet.read(start, min(start + step, triplet.rows))
+            rows = triplet.read(start, start + step)
             yield Part(log=log, number=number, start=start, content=rows, last=number + 1 == count)
 
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
-from data_pipeline.count_pass import count_logs, split_bounds, train_and_rest
+from data_pipeline.count_pass import count_logs, find_times, split_bounds, train_and_rest
 from data_pipeline.counts import GroupCounts, IntegerCounts
 from data_pipeline.encoder import open_encoder
 from data_pipeline.fit import fit_categories, is_counted
@@ -30,7 +30,6 @@ from data_pipeline.parts import check_layout, detect_schema, identify, inputs_ch
 from data_pipeline.pool import Schedule, dask_schedule, on_threads
 from data_pipeline.schema import LogSchema
 from data_pipeline.splits import Splitting
-from data_pipeline.time_pass import find_times
 from data_pipeline.work import Tell, work_folder
 from data_pipeline.write_pass import count_zeros, describe_rows, write_logs
 

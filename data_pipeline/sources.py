@@ -21,11 +21,6 @@ _VERSIONS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified"
 _STREAM_BLOCK = 8 << 20
 _ENDS = 4096  # bytes at either end of a file that identify it
 _HTTP = re.compile(r"(\w+::)*https?://")
-# Query parameters of signed URLs at Amazon, Google, CloudFront and Azure.
-_SIGNATURE = re.compile(
-    r"(?<=[?&])(X-Amz-[^=&]*|X-Goog-[^=&]*|AWSAccessKeyId|GoogleAccessId|Key-Pair-Id|Policy|Signature|Expires|sig|s[eprtv]|spr|sk[a-z]+)"
-    r"=[^&]*&?"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +46,6 @@ def source(text: str) -> Source:
     return text if is_url(text) else Path(text)
 
 
-def sibling(log: Source, name: str) -> Source:
-    """Return the file with this name in a log's folder."""
-    return log.with_name(name) if isinstance(log, Path) else f"{log.rpartition('/')[0]}/{name}"
-
-
 def name_of(log: Source) -> str:
     """Return a log's name without its folder or the query of its URL, which may contain a signature."""
     if isinstance(log, Path):
@@ -75,7 +65,7 @@ def refuse_twice(logs: tuple[Source, ...]) -> None:
             status = log.stat() if log.exists() else None
             key: object = (status.st_dev, status.st_ino) if status else log
         else:
-            key = _SIGNATURE.sub("", log)
+            key = log
         if key in seen:
             raise ValueError(f"`input` {log} and {seen[key]} are the same file; give each log once")
         seen[key] = log

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.csv
 from tqdm import tqdm
 
-from data_pipeline.atomic import finished_file
+from data_pipeline.atomic import finished
 from data_pipeline.columns import CATEGORIES, INTEGERS, LABEL
 from data_pipeline.planted import DECAY, PlantedModel, PlantedRows
 
@@ -140,7 +140,7 @@ def synth(options: SynthOptions) -> Truth:
     whole, last_tenth = _Scorer(), _Scorer()
     test_start = options.rows - options.rows // 10
     with (
-        finished_file(options.output, overwrite=options.overwrite) as work,
+        finished(options.output, overwrite=options.overwrite) as work,
         _create(work, compress=options.output.suffix == ".gz") as file,
         tqdm(total=options.rows, desc="drawing", unit="row", unit_scale=True, disable=None) as bar,
     ):
@@ -154,7 +154,7 @@ def synth(options: SynthOptions) -> Truth:
     score = whole.score()
     assert score is not None  # there is at least one row
     truth = Truth(**chosen, whole=score, last_tenth=last_tenth.score())
-    with finished_file(truth_path(options.output), overwrite=True) as work:
+    with finished(truth_path(options.output), overwrite=True) as work:
         work.write_text(json.dumps(truth.to_dict(), indent=2) + "\n")
     return truth
 

@@ -1,7 +1,7 @@
 """Parsing of formats beyond `data_pipeline.parse`, with Arrow: quoted CSV, named columns in any order, JSON lines, Parquet.
 
-Each line is a row. A value that doesn't end on its line, such as a quoted text with a line break, is malformed. Arrow refuses blocks as
-a whole, so a refused block is halved, down to the lines that are malformed.
+Each line is a row. A value that doesn't end on its line, such as a quoted text with a line break, is malformed. Arrow refuses a
+block as a whole, so a refused block is halved, down to the lines that are malformed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -23,7 +23,7 @@ from data_pipeline.cells import is_list, to_parsed
 from data_pipeline.parse import BLOCK_BYTES, REASONS_KEPT, Parsed, measure
 from data_pipeline.schema import Column, LogSchema
 
-Layout = tuple[str, ...] | pa.Schema
+Layout: TypeAlias = "tuple[str, ...] | pa.Schema"
 """Column names in the order of a line, or the types of JSON's columns by name."""
 
 _ARRAYS_PER_TEXT = 8  # bytes of a block's arrays per byte of text: Arrow and the search for quotes hold several arrays
@@ -146,13 +146,19 @@ def parse_text(text: bytes, schema: LogSchema, layout: Layout) -> Parsed:
         reasons = _misshapen_csv(text, data, starts, newlines, schema)
     reasons |= dict.fromkeys(np.flatnonzero(starts == stops).tolist(), "blank line")
     lines, kept = [np.empty(0, np.int64)], np.setdiff1d(np.arange(len(starts)), np.array([*reasons], np.int64))
-    whole = text if not reasons else None
-    for read_lines, result in _halved(lambda some: b"".join(text[starts[i] : newlines[i] + 1] for i in some), read, kept, whole):
-        if isinstance(result, str):
-            reasons[int(read_lines[0])] = result
-        else:
-            lines.append(read_lines)
-            tables.append(result)
+    try:
+        tables.append(_read_rows(text if not reasons else _join(text, starts, newlines, kept), read, len(kept)))
+        lines.append(kept)
+    except _Refused:
+        if not isinstance(layout, pa.Schema):  # first those that are easily found, in case they are many
+            reasons |= _uneven(data, starts, newlines, kept, schema, len(layout))
+            kept = np.setdiff1d(kept, np.array([*reasons], np.int64))
+        for read_lines, result in _halved(lambda some: _join(text, starts, newlines, some), read, kept):
+            if isinstance(result, str):
+                reasons[int(read_lines[0])] = result
+            else:
+                lines.append(read_lines)
+                tables.append(result)
     parsed, good = _to_parsed(pa.concat_tables(tables), schema)
     line_of_row = np.concatenate(lines)
     reasons |= {int(line_of_row[row]): reason for row, reason in parsed.reasons}
@@ -165,28 +171,43 @@ def parse_text(text: bytes, schema: LogSchema, layout: Layout) -> Parsed:
     )
 
 
-def _halved(
-    text_of: Callable[[Sequence[int]], bytes], read: Callable[[bytes], pa.Table], lines: np.ndarray, text: bytes | None = None
-) -> Iterator[tuple[np.ndarray, pa.Table | str]]:
-    """Read lines with Arrow; yield lines with their rows, or a single malformed line with the reason.
+class _Refused(ValueError):
+    """Lines are not one row each; the message says why."""
 
-    Args:
-        text: of the lines, if it is at hand.
+
+def _join(text: bytes, starts: np.ndarray, newlines: np.ndarray, lines: np.ndarray) -> bytes:
+    return b"".join(
+        text[start : newline + 1] for start, newline in zip(starts[lines].tolist(), newlines[lines].tolist(), strict=True)
+    )
+
+
+def _read_rows(text: bytes, read: Callable[[bytes], pa.Table], lines: int) -> pa.Table:
+    """Read lines with Arrow.
+
+    Raises:
+        _Refused: Arrow refuses them, or they are not one row each.
     """
-    if not len(lines):
-        return
     try:
-        table = read(text_of(lines.tolist()) if text is None else text)
-        reason = "a value doesn't end on its line, or others follow it"
+        table = read(text) if lines else None
     except pa.ArrowException as error:
-        table, reason = None, _reason(error)
-    if table is not None and len(table) == len(lines):
-        yield lines, table
-    elif len(lines) == 1:
-        yield lines, reason
-    else:
-        for half in np.array_split(lines, 2):
-            yield from _halved(text_of, read, half)
+        raise _Refused(_reason(error)) from error
+    if table is None or len(table) != lines:
+        raise _Refused("a value doesn't end on its line, or others follow it")
+    return table
+
+
+def _halved(
+    text_of: Callable[[np.ndarray], bytes], read: Callable[[bytes], pa.Table], lines: np.ndarray
+) -> Iterator[tuple[np.ndarray, pa.Table | str]]:
+    """Yield lines with their rows, or a single malformed line with the reason."""
+    for half in np.array_split(lines, 2):
+        try:
+            yield half, _read_rows(text_of(half), read, len(half))
+        except _Refused as error:
+            if len(half) == 1:
+                yield half, str(error)
+            elif len(half):
+                yield from _halved(text_of, read, half)
 
 
 def _reason(error: pa.ArrowException) -> str:
@@ -195,7 +216,7 @@ def _reason(error: pa.ArrowException) -> str:
         return f"{match[2]} columns where {match[1]} are expected"
     if match := re.search(r"Column\(/(.+?)(?:/\[\])?\) changed from (\w+) to (\w+)", text):
         return f"{match[1]} holds the type {match[3]} where the log's first lines hold {match[2]}"
-    return f"it is not JSON ({re.sub(r'JSON parse error: |[.] in row [0-9]+', '', text)[:200]})"
+    return f"it is not JSON ({re.sub(r'JSON parse error: |[.]? in row [0-9]+', '', text)[:200]})"
 
 
 def _json_reader(types: pa.Schema) -> Callable[[bytes], pa.Table]:
@@ -241,3 +262,17 @@ def _misshapen_csv(text: bytes, data: np.ndarray, starts: np.ndarray, newlines: 
         lines = np.searchsorted(newlines, lone).tolist()
         reasons |= dict.fromkeys(lines, "a carriage return within the line")
     return reasons
+
+
+def _uneven(
+    data: np.ndarray, starts: np.ndarray, newlines: np.ndarray, lines: np.ndarray, schema: LogSchema, columns: int
+) -> dict[int, str]:
+    """Return reasons for lines without quotes that have a wrong number of columns."""
+
+    def count(character: str) -> np.ndarray:
+        positions = np.flatnonzero(data == ord(character))
+        return np.searchsorted(positions, newlines[lines]) - np.searchsorted(positions, starts[lines])
+
+    counts, quotes = 1 + count(schema.separator), count('"') if schema.format == "csv" else np.zeros(len(lines))
+    bad = np.flatnonzero((counts != columns) & (quotes == 0)).tolist()
+    return {int(lines[number]): f"{counts[number]} columns where {columns} are expected" for number in bad}

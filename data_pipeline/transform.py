@@ -1,6 +1,6 @@
 """Encoding of new logs with a data set's vocabularies: pass 2 of `data_pipeline.preprocess`, after a pass 1 without value counts.
 
-Optionally, values of the new training rows that have no id in DATA get new ids after the known ones (`data_pipeline.extend`).
+Optionally, values of the new training rows that have no id in DATA get new ids after the known ones (`data_pipeline.fit`).
 
 NEWDATA contains the vocabularies (as links to DATA's files if the file system allows links), so DATA may be deleted. Ids mean the
 same in both, so a model trained on one can read the other. Values without an id become 0.
@@ -20,8 +20,7 @@ from data_pipeline.buckets import Counted
 from data_pipeline.count_pass import count_logs, split_bounds, train_and_rest
 from data_pipeline.counts import GroupCounts
 from data_pipeline.encoder import check_columns, new_logs_schema, open_encoder, recorded_log
-from data_pipeline.extend import extend_vocabulary
-from data_pipeline.fit import fit_counted
+from data_pipeline.fit import extend_vocabulary, fit_counted
 from data_pipeline.job import Job
 from data_pipeline.manifest import (
     MANIFEST_NAME,

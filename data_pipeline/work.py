@@ -16,15 +16,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
 from data_pipeline.atomic import (
-    check_output_file,
-    check_output_folder,
+    check_output,
     hidden,
     locked,
     make_parent,
@@ -84,7 +83,7 @@ def work_folder(
     If the block raises after any part is done, the folder stays, so that the same command can resume.
 
     Args:
-        output, files, overwrite: as for `check_output_folder`.
+        output, files, overwrite: as for `check_output`.
         identity: everything that determines the results, as JSON values; the names appear in messages.
 
     Raises:
@@ -96,15 +95,15 @@ def work_folder(
     work = WorkFolder(hidden(output, "partial"))
     try:
         make_parent(output)
-        with locked(output, tell), destination.locked(overwrite=overwrite) if destination else nullcontext():
+        with locked(output, tell):
             try:
                 work.path.mkdir(exist_ok=True)
                 if (output / (files[0] if files else "")).exists() and not work.data.exists():
                     _empty(work.path)  # an earlier run was killed between putting its data in place and cleaning up
-                if files and not destination:
-                    check_output_folder(output, files=files, overwrite=overwrite)
-                elif not files:
-                    check_output_file(output, overwrite=overwrite)
+                if destination:
+                    destination.check(overwrite=overwrite)
+                else:
+                    check_output(output, files=files, overwrite=overwrite)
                 _open(work, identity, named_output, tell)
                 yield work
                 if destination:

@@ -235,7 +235,6 @@ def verify(data: Path) -> None:
     """
     verified = verify_data_set(read_manifest(data), data)
     click.echo(f"{data} matches its manifest: {verified.rows:,} rows, {verified.files:,} files, {format_bytes(verified.bytes)}")
-    click.echo(f"{verified.repeated:.2%} of distinct validation and test rows equal a training row")
 
 
 @click.command()

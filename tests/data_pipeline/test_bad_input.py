@@ -15,7 +15,6 @@ from random_logs import random_rows, to_text
 from data_pipeline import preprocess as preprocess_module
 from data_pipeline.manifest import read_manifest
 from data_pipeline.preprocess import PreprocessOptions, preprocess
-from data_pipeline.work import work_folder
 from data_pipeline.write_pass import write_logs
 
 WriteLog = Callable[..., Path]
@@ -99,9 +98,7 @@ def test_missing_and_folder(tmp_path: Path) -> None:
 def test_malformed_lines_up_to_a_limit(tmp_path: Path, write_log: WriteLog) -> None:
     good = to_text(ROWS)
     log = write_log(b"bad\n" + good + b"worse\n\n" + good)
-    with pytest.raises(
-        ValueError, match=r"log.tsv:1: 1 columns where 40 are expected; it is the first of more than 2 malformed lines; fix the log"
-    ):
+    with pytest.raises(ValueError, match=r"log.tsv:1: .* expected; it is the first of more than 2 malformed lines; fix the log"):
         run(log, tmp_path / "data", max_bad_rows=2)
     run(log, tmp_path / "data", max_bad_rows=3, part_bytes=400)
     manifest = read_manifest(tmp_path / "data")
@@ -120,12 +117,6 @@ def test_a_blank_last_line_is_no_row(tmp_path: Path, write_log: WriteLog, end: s
         assert read_manifest(tmp_path / str(number)).rows.read == 30
     with pytest.raises(ValueError, match=r"log.tsv:31: blank line"):
         run(write_log(text + 2 * end.encode()), tmp_path / "data")
-
-
-def test_list_of_rejected_lines_is_capped(tmp_path: Path, write_log: WriteLog) -> None:
-    run(write_log(to_text(ROWS) + b"bad\n" * 500), tmp_path / "data", max_bad_rows=500)
-    manifest = read_manifest(tmp_path / "data")
-    assert (manifest.rows.rejected, len(manifest.rejected_lines)) == (500, 100)
 
 
 def test_only_malformed_lines(tmp_path: Path, write_log: WriteLog) -> None:
@@ -185,27 +176,11 @@ def test_foreign_folder_is_never_touched(tmp_path: Path, write_log: WriteLog) ->
     assert [path.name for path in output.iterdir()] == ["cat.jpg"]
 
 
-def test_empty_folder_is_filled(tmp_path: Path, write_log: WriteLog) -> None:
-    (tmp_path / "data").mkdir()
-    run(write_log(ROWS), tmp_path / "data")
-    assert read_manifest(tmp_path / "data").rows.written == 30
-
-
 def test_unwritable_output(tmp_path: Path, write_log: WriteLog) -> None:
     log = write_log(ROWS)
     with pytest.raises(OSError, match=r"cannot write `output` .*data: Not a directory; choose a writable place"):
         run(log, log / "data")
     assert list(tmp_path.iterdir()) == [log]
-
-
-def test_written_by_another_process(tmp_path: Path, write_log: WriteLog) -> None:
-    log = write_log(ROWS)
-    with work_folder(tmp_path / "data", identity={}, files=("manifest.json",), overwrite=False, tell=print) as work:
-        with pytest.raises(
-            ValueError, match=r"data is being written by another process \(\d+ on .*\); wait for it or choose another"
-        ):
-            run(log, tmp_path / "data")
-        assert work.data.exists()
 
 
 def test_input_that_changes_during_the_run(tmp_path: Path, write_log: WriteLog, monkeypatch: pytest.MonkeyPatch) -> None:

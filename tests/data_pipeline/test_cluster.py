@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from random_logs import random_rows
+from random_logs import files_of, random_rows
 
 from data_pipeline import count_pass, write_pass
 from data_pipeline.job import Job
@@ -47,10 +47,6 @@ def on_threads(options: PreprocessOptions) -> dict[str, bytes]:
     """The files that a run on threads writes."""
     preprocess(replace(options, output=options.output.with_name("threads")))
     return files_of(options.output.with_name("threads"))
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def _die_once(job: Job, part: Part, what: str, log: int) -> None:
@@ -109,14 +105,6 @@ def test_resumes_where_threads_stopped(
     preprocess(replace(here, scheduler=scheduler), messages.append)
     assert "resuming an interrupted run" in messages[0]
     assert files_of(options.output) == on_threads
-
-
-def test_malformed_line(scheduler: str, options: PreprocessOptions) -> None:
-    (log, _) = options.inputs[::-1]
-    assert isinstance(log, Path)
-    log.write_bytes(log.read_bytes() + b"bad\n")
-    with pytest.raises(ValueError, match="day_1:601: 1 columns where 40 are expected"):
-        preprocess(replace(options, scheduler=scheduler))
 
 
 def test_local(options: PreprocessOptions, on_threads: dict[str, bytes]) -> None:

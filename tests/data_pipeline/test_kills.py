@@ -17,8 +17,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from random_logs import random_rows, to_text
-from test_resume import files_of
+from random_logs import files_of, random_rows, to_text
 
 from data_pipeline import atomic
 from data_pipeline.preprocess import PreprocessOptions, preprocess

@@ -12,18 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from random_logs import random_rows, to_text
+from random_logs import files_of, random_rows, to_text
 
-from data_pipeline import atomic, work
+from data_pipeline import atomic
 from data_pipeline.parts import identify
 from data_pipeline.preprocess import PreprocessOptions, preprocess
 
 ROWS = random_rows(700)
 PROCESSES = multiprocessing.get_context("forkserver")
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture(params=["plain", "random gzip"])
@@ -40,30 +36,6 @@ def unbroken(options: PreprocessOptions) -> dict[str, bytes]:
     """The files that a run without interruption writes."""
     preprocess(replace(options, output=options.output.with_name("unbroken")))
     return files_of(options.output.with_name("unbroken"))
-
-
-@pytest.mark.parametrize("removed", [0, 1, 2, 3])
-def test_killed_while_cleaning_up(
-    options: PreprocessOptions, unbroken: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, removed: int
-) -> None:
-    """The data are in place and part of the work folder is gone: a new run after removing the data writes all of them again."""
-    left = removed
-
-    def remove_until_killed(path: Path) -> None:
-        nonlocal left
-        left -= 1
-        if left >= 0:
-            atomic.remove(path)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            work, "put_in_place", lambda *paths: (atomic.put_in_place(*paths), patch.setattr(work, "remove", remove_until_killed))
-        )
-        preprocess(options)
-    atomic.remove(options.output)
-    preprocess(options)
-    assert files_of(options.output) == unbroken
-    assert not any(path.name.startswith(".") for path in options.output.parent.iterdir())
 
 
 @pytest.fixture
