@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import itertools
-import math
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -17,12 +16,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_logs import Rows, files_of, random_rows, read, to_text
+from test_data_sets import column_of
 
 from data_pipeline import counts, job, parts
 from data_pipeline.manifest import check_shards, read_manifest
 from data_pipeline.parse import parse_blocks
 from data_pipeline.parts import count_parts, read_parts
 from data_pipeline.preprocess import PreprocessOptions, preprocess
+from data_pipeline.schema import criteo_schema
 from data_pipeline.splits import SplitKind
 
 INTEGERS = [f"I{i}" for i in range(1, 14)]
@@ -32,23 +33,14 @@ WriteLog = Callable[..., Path]
 
 def reference(rows: Rows, *, min_count: int = 2, val_fraction: float = 0.1, test_fraction: float = 0.1) -> dict[str, pd.DataFrame]:
     """Compute what each split must contain, one cell at a time."""
-    names = (["label"] if len(rows[0]) == 40 else []) + INTEGERS + CATEGORIES
+    schema = criteo_schema(labeled=len(rows[0]) == 40)
     val, test = int(len(rows) * val_fraction), int(len(rows) * test_fraction)
     train = len(rows) - val - test
-    columns: dict[str, list[float]] = {}
-    for position, name in enumerate(names):
-        cells = [row[position] for row in rows]
-        if name == "label":
-            columns[name] = [int(cell) for cell in cells]
-        elif name in INTEGERS:
-            low = min((int(cell) for cell in cells[:train] if cell), default=0)
-            columns[name] = [math.log(max(int(cell), low) + 2 - low) if cell else 0.0 for cell in cells]
-        else:
-            counts = Counter(int(cell, 16) for cell in cells[:train] if cell)
-            frequent = sorted((value for value in counts if counts[value] >= min_count), key=lambda value: (-counts[value], value))
-            ids = {value: number for number, value in enumerate(frequent, start=1)}
-            columns[name] = [ids.get(int(cell, 16), 0) if cell else 0 for cell in cells]
-    frame = pd.DataFrame(columns)
+    read_cell = {"label": int, "integer": int, "hex": str}
+    cells = [
+        {c.name: read_cell[c.kind](cell) if cell else None for c, cell in zip(schema.columns, row, strict=True)} for row in rows
+    ]
+    frame = pd.DataFrame({column.name: column_of(cells, column, train, min_count) for column in schema.columns})
     return {"train": frame[:train], "val": frame[train : train + val], "test": frame[train + val :]}
 
 
