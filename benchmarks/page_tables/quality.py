@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from itertools import product
 from operator import itemgetter
 from statistics import mean
-from typing import Any, get_args
+from typing import Any
 
 from benchmarks.harness.rows import Row, select
 from benchmarks.harness.trainings import SEEDS
@@ -16,7 +15,6 @@ from benchmarks.quality.data_sets import LOGS
 from benchmarks.quality.embeddings import SPLITS
 from benchmarks.quality.runs import VARIED, chosen
 from benchmarks.quality.storage import DTYPES
-from data_pipeline.manifest import Order
 
 METRICS: dict[str, Callable[[Row], float]] = {
     "ne": lambda row: row.p50,
