@@ -216,6 +216,8 @@ def _reason(error: pa.ArrowException) -> str:
         return f"{match[2]} columns where {match[1]} are expected"
     if match := re.search(r"Column\(/(.+?)(?:/\[\])?\) changed from (\w+) to (\w+)", text):
         return f"{match[1]} holds the type {match[3]} where the log's first lines hold {match[2]}"
+    if match := re.search(r"Failed to convert JSON to (\w+), couldn't parse:(.*)", text):
+        return f"{match[2][:40]} is not of the type {match[1]} of its column in the log's first lines"
     return f"it is not JSON ({re.sub(r'JSON parse error: |[.]? in row [0-9]+', '', text)[:200]})"
 
 

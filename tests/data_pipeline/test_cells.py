@@ -245,6 +245,11 @@ def test_types_of_json(first: bytes, types: list[pa.DataType]) -> None:
     assert json_types(first, JSON).types == types
 
 
+def test_numbers_of_another_type() -> None:
+    parsed = parse_text(b'{"a": 7}\n{"a": 7.0}\n', JSON, json_types(b'{"a": 7}\n', JSON))
+    assert parsed.reasons == ((1, "7.0 is not of the type int64 of its column in the log's first lines"),)
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     lines=st.lists(

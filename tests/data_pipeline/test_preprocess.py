@@ -67,7 +67,7 @@ def adversarial_rows(draw: st.DrawFn) -> Rows:
     return draw(st.lists(row, min_size=1, max_size=12))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     rows=adversarial_rows(),
     newline=st.sampled_from(["\n", "\r\n"]),
